@@ -1,0 +1,317 @@
+"""Interdomain attention on tensors: the one entry to every backend."""
+
+from itertools import pairwise
+
+import torch
+
+from .op_chunk import chunk_attention
+from .op_readout import PRODUCTS
+from .op_recurrent import recurrent_attention
+from .op_step import advance_state, read_state
+from .packing import packing_from_mask
+
+BACKENDS = ("auto", "recurrent", "chunk")
+
+# Up to here `state_after` takes single steps, which leave bit for bit the state that decoding would have left.
+_STEPS_AT_MOST = 128
+
+
+def interdomain_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    input_matrix: torch.Tensor,
+    coefficient_matrix: torch.Tensor | None = None,
+    *,
+    product: str = "bilinear",
+    normalize: bool = False,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    chunk_size: int = 64,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    r"""Causal attention whose memory is one complex diagonal recurrence of fixed size ("Interdomain Attention: Beyond
+    Token-Level Key-Value Memory", eqs. 11 and 13):
+
+        X_t = exp(log_decay) X_{t-1} + input_matrix (x) [key_t ; value_t]
+        o_t = Re( query_t^T U_t^T Gamma_t ),   (U_t, Gamma_t) = C X_t split into the key and the value part
+
+    Args:
+        query: `[B, T, H, R]`, the feature map already applied.
+        key: `[B, T, G, R]`, with G a divisor of H; query head h reads group h // (H / G).
+        value: `[B, T, G, D]`.
+        log_decay: `[G, M, 2]`, Delta A as (real, imaginary) pairs, the imaginary part in radians per token.
+        input_matrix: `[G, M, 2]`, beta as (real, imaginary) pairs.
+        coefficient_matrix: C as pairs: `[G, M, M, 2]` (full), `[G, M, 2]` (diagonal) or None (identity).
+        product: how U and Gamma are multiplied: "bilinear" (eq. 13), "hermitian" (Gamma conjugated) or "real" (twice
+            the real part of each, the S4D convention). Default: "bilinear".
+        normalize: divide by the same readout of a constant value 1 (the workshop paper, eq. 8). The state then has one
+            more column, the last, which belongs to that constant. Default: False.
+        initial_state: `[B, G, 2, M, R + D]`, real and imaginary part along the third axis; with `cu_seqlens`, one row a
+            document. Default: None, which means zero.
+        output_final_state: return the state after the last token of each row or document. Default: False.
+        cu_seqlens: `[S + 1]`, integers from 0 to T, strictly increasing: B is 1 and S documents lie one after the other
+            along T; none sees another. Default: None.
+        chunk_size: tokens per chunk in the chunked backends; changes speed and memory, not the result. Default: 64.
+        backend: "recurrent" (the definition, token by token), "chunk" (batched matrix products) or "auto" ("chunk", or
+            one in-place step when T = 1 and no gradient is asked for). Default: "auto".
+
+    Returns:
+        output `[B, T, H, D]` in the dtype of `value`, and the final state `[B or S, G, 2, M, R + D]` in float32
+        (float64 for float64 inputs), or None. Computation is in the dtype of the state, under autocast too.
+
+    Raises:
+        ValueError: when an argument has a wrong shape, device or value; the message begins with its name.
+
+    Examples:
+
+        >>> import torch
+        >>> from modeling_interdomain import interdomain_attention
+        >>> query, key, value = (torch.randn(2, 100, 4, 16) for _ in range(3))
+        >>> log_decay = torch.stack([-torch.rand(4, 8), torch.randn(4, 8)], dim=-1)
+        >>> input_matrix = torch.randn(4, 8, 2)
+        >>> output, state = interdomain_attention(query, key, value, log_decay, input_matrix, output_final_state=True)
+        >>> output.shape, state.shape
+        (torch.Size([2, 100, 4, 16]), torch.Size([2, 4, 2, 8, 32]))
+
+        Three documents of 30, 1 and 69 tokens, one after the other:
+
+        >>> packed = [x[:1] for x in (query, key, value)]
+        >>> ends = torch.tensor([0, 30, 31, 100])
+        >>> output, state = interdomain_attention(
+        ...     *packed, log_decay, input_matrix, cu_seqlens=ends, output_final_state=True
+        ... )
+        >>> state.shape
+        torch.Size([3, 4, 2, 8, 32])
+    """
+    _check_inputs(query, key, value, log_decay, input_matrix, coefficient_matrix, product)
+    boundaries = _boundaries(cu_seqlens, query)
+    rows = query.shape[0] if cu_seqlens is None else len(boundaries) - 1
+    _check_state(initial_state, "initial_state", rows, query, key, value, log_decay, normalize)
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}.")
+    if not isinstance(chunk_size, int) or chunk_size < 1:
+        raise ValueError(f"chunk_size must be a positive integer, got {chunk_size!r}.")
+
+    out_dtype, value_dim = value.dtype, value.shape[-1]
+    compute = _compute_dtype(query, key, value)
+    if normalize:
+        value = append_one(value)
+    query, key, value, log_decay, input_matrix = (x.to(compute) for x in (query, key, value, log_decay, input_matrix))
+    coefficient_matrix = None if coefficient_matrix is None else coefficient_matrix.to(compute)
+    initial_state = None if initial_state is None else initial_state.to(compute)
+    tensors = (query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state)
+    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    with torch.autocast(query.device.type, enabled=False):
+        if backend == "recurrent":
+            output, state = recurrent_attention(
+                query, key, value, log_decay, input_matrix, coefficient_matrix, product, initial_state, boundaries
+            )
+        elif backend == "auto" and query.shape[1] == 1 and not needs_grad:
+            state = _state_or_zeros(initial_state, key, value, log_decay)
+            advance_state(state, key[:, 0], value[:, 0], log_decay, input_matrix)
+            output = read_state(query[:, 0], state, coefficient_matrix, product)[:, None]
+        else:
+            arguments = (log_decay, input_matrix, coefficient_matrix, product, initial_state, boundaries, chunk_size)
+            output, state = chunk_attention(query, key, value, *arguments)
+    if normalize:
+        output = output[..., :value_dim] / output[..., value_dim:]
+    return output.to(out_dtype), state if output_final_state else None
+
+
+def interdomain_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    input_matrix: torch.Tensor,
+    coefficient_matrix: torch.Tensor | None = None,
+    *,
+    state: torch.Tensor,
+    product: str = "bilinear",
+    normalize: bool = False,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One token of `interdomain_attention` with the state updated in place; M (R + D) + M^2 operations a head.
+
+    Args:
+        query: `[B, H, R]`; key: `[B, G, R]`; value: `[B, G, D]`; the parameters as in `interdomain_attention`.
+        state: `[B, G, 2, M, R + D]` (one more column with `normalize`), overwritten.
+        mask: `[B]` bool, False for a pad: the row's state stays and its output is zero. Default: None.
+
+    Returns:
+        `[B, H, D]` in the dtype of `value`. Not differentiable: use `interdomain_attention` for gradients.
+
+    Raises:
+        ValueError: when an argument has a wrong shape, device or value, before the state is touched.
+    """
+    tokens = tuple(x[:, None] if x.ndim == 3 else x for x in (query, key, value))
+    _check_inputs(tokens[0], tokens[1], tokens[2], log_decay, input_matrix, coefficient_matrix, product)
+    if state is None:
+        raise ValueError("state must be a tensor of shape [B, G, 2, M, R + D]; start from zeros.")
+    _check_state(state, "state", query.shape[0], tokens[0], tokens[1], tokens[2], log_decay, normalize)
+    if mask is not None and mask.shape != (query.shape[0],):
+        raise ValueError(f"mask must have shape [B] = [{query.shape[0]}], got {list(mask.shape)}.")
+    value_dim, out_dtype = value.shape[-1], value.dtype
+    if normalize:
+        value = append_one(value)
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        # A state kept in a lower precision is still advanced in float32.
+        working = state if state.dtype in (torch.float32, torch.float64) else state.float()
+        advance_state(working, key, value, log_decay, input_matrix, mask)
+        if working is not state:
+            state.copy_(working)
+        output = read_state(query, working, coefficient_matrix, product)
+        if normalize:
+            output = output[..., :value_dim] / output[..., value_dim:]
+        if mask is not None:
+            output = torch.where(mask[:, None, None], output, 0)
+    return output.to(out_dtype)
+
+
+def state_after(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    input_matrix: torch.Tensor,
+    state: torch.Tensor | None,
+    mask: torch.Tensor,
+) -> torch.Tensor:
+    """The state after more tokens, without an output, as single steps would leave it.
+
+    Args:
+        key, value: `[B, T, G, R]` and `[B, T, G, D]`, T may be 0.
+        state: `[B, G, 2, M, R + D]`, left untouched, or None for zeros.
+        mask: `[B, T]` bool, False for pads.
+
+    Returns:
+        A new tensor like `state`, float32 or float64.
+    """
+    if state is not None and state.dtype not in (torch.float32, torch.float64):
+        state = state.float()
+    state = _state_or_zeros(state, key, value, log_decay)
+    with torch.no_grad(), torch.autocast(key.device.type, enabled=False):
+        if key.shape[1] > _STEPS_AT_MOST:
+            packing = packing_from_mask(mask)
+            if packing.cu_seqlens.numel() == 1:
+                return state
+            rows = slice(None) if packing.rows is None else packing.rows
+            key, value = packing.pack(key), packing.pack(value)
+            _, state[rows] = interdomain_attention(
+                key,
+                key,
+                value,
+                log_decay,
+                input_matrix,
+                initial_state=state[rows],
+                cu_seqlens=packing.cu_seqlens,
+                output_final_state=True,
+            )
+            return state
+        for t in range(key.shape[1]):
+            advance_state(state, key[:, t], value[:, t], log_decay, input_matrix, mask[:, t])
+    return state
+
+
+def append_one(value: torch.Tensor) -> torch.Tensor:
+    """Add the constant 1 whose readout is the denominator of the normalised readout."""
+    return torch.cat([value, torch.ones_like(value[..., :1])], dim=-1)
+
+
+def _state_or_zeros(initial_state, key, value, log_decay) -> torch.Tensor:
+    if initial_state is not None:
+        return initial_state.clone(memory_format=torch.contiguous_format)
+    width = key.shape[-1] + value.shape[-1]
+    shape = (key.shape[0], key.shape[2], 2, log_decay.shape[1], width)
+    return torch.zeros(shape, dtype=_compute_dtype(key, value), device=key.device)
+
+
+def _compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
+    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+
+
+def _check_inputs(query, key, value, log_decay, input_matrix, coefficient_matrix, product) -> None:
+    for name, tensor, shape in (
+        ("query", query, "B, T, H, R"),
+        ("key", key, "B, T, G, R"),
+        ("value", value, "B, T, G, D"),
+    ):
+        if not isinstance(tensor, torch.Tensor) or tensor.ndim != 4:
+            found = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise ValueError(f"{name} must have shape [{shape}], got {found}.")
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} must be a floating-point tensor, got {tensor.dtype}.")
+    batch, length, heads, feature_dim = query.shape
+    groups = key.shape[2]
+    if length == 0:
+        raise ValueError("query must hold at least one token, got T = 0.")
+    if key.shape != (batch, length, groups, feature_dim):
+        raise ValueError(
+            f"key must have shape [B, T, G, R] = [{batch}, {length}, G, {feature_dim}] to match query, "
+            f"got {list(key.shape)}."
+        )
+    if value.shape[:3] != key.shape[:3]:
+        raise ValueError(
+            f"value must have shape [B, T, G, D] = [{batch}, {length}, {groups}, D] to match key, got "
+            f"{list(value.shape)}."
+        )
+    if groups == 0 or heads % groups:
+        raise ValueError(f"key has G = {groups} groups, which must divide the H = {heads} heads of query.")
+    if log_decay.ndim != 3 or log_decay.shape[0] != groups or log_decay.shape[2] != 2:
+        raise ValueError(f"log_decay must have shape [G, M, 2] = [{groups}, M, 2], got {list(log_decay.shape)}.")
+    size = log_decay.shape[1]
+    if input_matrix.shape != log_decay.shape:
+        raise ValueError(
+            f"input_matrix must have shape [G, M, 2] = [{groups}, {size}, 2], got {list(input_matrix.shape)}."
+        )
+    if coefficient_matrix is not None and coefficient_matrix.shape not in (
+        (groups, size, size, 2),
+        (groups, size, 2),
+    ):
+        raise ValueError(
+            f"coefficient_matrix must have shape [G, M, M, 2] = [{groups}, {size}, {size}, 2] (full) or [G, M, 2] "
+            f"(diagonal), or be None (identity), got {list(coefficient_matrix.shape)}."
+        )
+    if product not in PRODUCTS:
+        raise ValueError(f"product must be one of {', '.join(PRODUCTS)}, got {product!r}.")
+    named = {"key": key, "value": value, "log_decay": log_decay, "input_matrix": input_matrix}
+    if coefficient_matrix is not None:
+        named["coefficient_matrix"] = coefficient_matrix
+    for name, tensor in named.items():
+        if tensor.device != query.device:
+            raise ValueError(f"{name} is on {tensor.device}, but query is on {query.device}; move it there.")
+
+
+def _check_state(state, name, rows, query, key, value, log_decay, normalize) -> None:
+    if state is None:
+        return
+    width = key.shape[-1] + value.shape[-1] + (1 if normalize else 0)
+    shape = (rows, key.shape[2], 2, log_decay.shape[1], width)
+    if state.shape != shape:
+        columns = "R + D + 1 (normalize=True)" if normalize else "R + D"
+        raise ValueError(
+            f"{name} must have shape [rows, G, 2, M, {columns}] = {list(shape)}, with one row a batch row or document, "
+            f"got {list(state.shape)}."
+        )
+    if not state.is_floating_point():
+        raise ValueError(f"{name} must be a floating-point tensor, got {state.dtype}.")
+    if state.device != query.device:
+        raise ValueError(f"{name} is on {state.device}, but query is on {query.device}; move it there.")
+
+
+def _boundaries(cu_seqlens: torch.Tensor | None, query: torch.Tensor) -> list[int]:
+    batch, length = query.shape[:2]
+    if cu_seqlens is None:
+        return [0, length]
+    if batch != 1:
+        raise ValueError(f"cu_seqlens packs the documents into one row, so query must have B = 1, got B = {batch}.")
+    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2 or cu_seqlens.is_floating_point():
+        raise ValueError(f"cu_seqlens must be integers of shape [S + 1] with S >= 1, got {list(cu_seqlens.shape)}.")
+    boundaries = cu_seqlens.tolist()
+    if boundaries[0] != 0 or boundaries[-1] != length:
+        raise ValueError(f"cu_seqlens must run from 0 to T = {length}, got {boundaries[0]} to {boundaries[-1]}.")
+    if any(a >= b for a, b in pairwise(boundaries)):
+        raise ValueError("cu_seqlens must be strictly increasing: every document needs at least one token.")
+    return boundaries

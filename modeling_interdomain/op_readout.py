@@ -1,0 +1,81 @@
+"""How the query, already pulled through the key state, meets the value state: the coefficient matrix and the product.
+
+With y[n] = q . X^k[n] the readout of eq. 13 is o = Re(sum_m (C y)[m] * (C X^v)[m]) for the bilinear product. Each
+product is linear in X^v, so there is a p(y) with o = Re(sum_n conj(p[n]) X^v[n]): the M x D coefficients Gamma are
+never formed, and neither is U. `pull_back` is that map; it is linear over the reals.
+"""
+
+import torch
+
+PRODUCTS = ("bilinear", "hermitian", "real")
+
+
+def apply_coefficients(coefficients: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    """`C x` over the last axis of x.
+
+    Args:
+        coefficients: complex `[G, M, M]` (full), `[G, 1, M]` (diagonal) or None (identity).
+        x: complex `[G, ..., M]`.
+    """
+    if coefficients is None:
+        return x
+    if coefficients.shape[-2] != x.shape[-1]:
+        return x * _lift(coefficients, x)
+    return _matmul_rows(x, coefficients.mT)
+
+
+def _apply_transposed(coefficients: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    if coefficients is None or coefficients.shape[-2] != x.shape[-1]:
+        return apply_coefficients(coefficients, x)
+    return _matmul_rows(x, coefficients)
+
+
+def _lift(per_group: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`[G, 1, M]` to `[G, 1, ..., 1, M]` with as many axes as `like`."""
+    return per_group.reshape(per_group.shape[0], *[1] * (like.ndim - 2), per_group.shape[-1])
+
+
+def _matmul_rows(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    return (x.reshape(x.shape[0], -1, x.shape[-1]) @ matrix).view(x.shape)
+
+
+def pull_back(coefficients: torch.Tensor | None, y: torch.Tensor, product: str) -> torch.Tensor:
+    """The vector p with `o = Re(sum_n conj(p[n]) X^v[n])`.
+
+    Args:
+        coefficients: as in `apply_coefficients`.
+        y: complex `[G, ..., M]`, the query contracted with the key state.
+        product: "bilinear" (eq. 13, U^T Gamma), "hermitian" (U^T conj(Gamma)) or "real" (the S4D convention: both
+            coefficients are twice the real part of C X).
+    """
+    u = apply_coefficients(coefficients, y)
+    if product == "bilinear":
+        return _apply_transposed(coefficients, u).conj()
+    if product == "hermitian":
+        return _apply_transposed(coefficients, u.conj()).conj()
+    return _apply_transposed(coefficients, (4 * u.real).to(u.dtype)).conj()
+
+
+def pull_back_matrix(coefficients: torch.Tensor, product: str) -> torch.Tensor:
+    """`pull_back` as a real matrix acting on rows of interleaved (real, imaginary) pairs.
+
+    Args:
+        coefficients: complex `[G, M, M]`.
+
+    Returns:
+        `[G, 2M, 2M]`, real, with `p_row = y_row @ matrix`.
+    """
+    groups, size, _ = coefficients.shape
+    identity = torch.eye(size, dtype=coefficients.dtype, device=coefficients.device)
+    basis = torch.stack([identity, 1j * identity], dim=1).reshape(2 * size, size)
+    images = pull_back(coefficients, basis.expand(groups, -1, -1), product)
+    return torch.view_as_real(images.resolve_conj()).reshape(groups, 2 * size, 2 * size)
+
+
+def combine(u: torch.Tensor, gamma: torch.Tensor, product: str) -> torch.Tensor:
+    """The product itself, as the definition writes it: `[..., M, R]` and `[..., M, D]` to real `[..., R, D]`."""
+    if product == "bilinear":
+        return (u.mT @ gamma).real
+    if product == "hermitian":
+        return (u.mT @ gamma.conj()).real
+    return (2 * u.real).mT @ (2 * gamma.real)

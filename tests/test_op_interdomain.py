@@ -1,0 +1,351 @@
+"""The operator: every backend against the float64 recurrence, and every bad argument."""
+
+import re
+
+import pytest
+import torch
+
+from modeling_interdomain import interdomain_attention, interdomain_step
+
+PRODUCTS = ["bilinear", "hermitian", "real"]
+COEFFICIENTS = ["full", "diagonal", "identity"]
+SHAPES = {
+    # name: (B, T, H, G, R, D, M)
+    "one_token": (2, 1, 2, 2, 4, 4, 3),
+    "short": (1, 5, 3, 3, 4, 4, 4),
+    "one_chunk_exactly": (2, 16, 2, 2, 4, 6, 4),
+    "odd_length": (2, 63, 4, 2, 5, 7, 6),
+    "one_group": (1, 130, 4, 1, 8, 4, 5),
+    "odd_sizes": (1, 33, 6, 3, 3, 10, 7),
+    "one_mode": (1, 20, 2, 1, 4, 4, 1),
+}
+
+
+def inputs(shape, coefficients="full", dtype=torch.float64, decay=0.2, phase=3.0, rows=None, normalize=False, seed=0):
+    """Random arguments that all ask for gradients, the initial state included."""
+    batch, length, heads, groups, feature_dim, value_dim, size = shape
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*sizes):
+        return torch.randn(*sizes, generator=generator, dtype=torch.float64)
+
+    rate = -decay * torch.rand(groups, size, generator=generator, dtype=torch.float64)
+    tensors = {
+        "query": normal(batch, length, heads, feature_dim),
+        "key": normal(batch, length, groups, feature_dim),
+        "value": normal(batch, length, groups, value_dim),
+        "log_decay": torch.stack([rate, phase * normal(groups, size)], dim=-1),
+        "input_matrix": normal(groups, size, 2),
+        "coefficient_matrix": {
+            "full": normal(groups, size, size, 2) / size**0.5,
+            "diagonal": normal(groups, size, 2),
+            "identity": None,
+        }[coefficients],
+        "initial_state": normal(rows or batch, groups, 2, size, feature_dim + value_dim + int(normalize)),
+    }
+    return {k: None if v is None else v.to(dtype).requires_grad_() for k, v in tensors.items()}
+
+
+def everything(arguments, **options):
+    """Output, final state and the gradient of every argument, for a loss on both."""
+    output, state = interdomain_attention(**arguments, output_final_state=True, **options)
+    weights = torch.Generator().manual_seed(99)
+    loss = sum(
+        (x * torch.randn(x.shape, generator=weights, dtype=torch.float64).to(x.dtype)).sum() for x in (output, state)
+    )
+    leaves = {name: x for name, x in arguments.items() if x is not None}
+    grads = torch.autograd.grad(loss, list(leaves.values()))
+    return {"output": output, "state": state, **{f"grad of {k}": g for k, g in zip(leaves, grads)}}
+
+
+def relative_error(found, expected):
+    scale = expected.double().norm().clamp(min=1e-30)
+    return ((found.double() - expected.double()).norm() / scale).item()
+
+
+def assert_close(found, expected, bound):
+    errors = {name: relative_error(found[name], expected[name]) for name in expected}
+    assert max(errors.values()) < bound, errors
+
+
+def cast(arguments, dtype):
+    return {k: None if v is None else v.detach().to(dtype).requires_grad_() for k, v in arguments.items()}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("coefficients", COEFFICIENTS)
+def test_chunk_is_the_recurrence(shape, product, coefficients):
+    arguments = inputs(shape, coefficients)
+    expected = everything(arguments, backend="recurrent", product=product)
+    found = everything(arguments, backend="chunk", product=product, chunk_size=16)
+    assert_close(found, expected, 1e-10)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 16, 64, 256])
+def test_chunk_size_changes_nothing(chunk_size):
+    arguments = inputs(SHAPES["one_group"])
+    expected = everything(arguments, backend="recurrent")
+    assert_close(everything(arguments, backend="chunk", chunk_size=chunk_size), expected, 1e-10)
+
+
+@pytest.mark.parametrize(
+    "ends", [[0, 33], [0, 1, 33], [0, 1, 2, 18, 33], [0, 16, 32, 33]], ids=lambda ends: "_".join(map(str, ends))
+)
+@pytest.mark.parametrize("coefficients", COEFFICIENTS)
+@pytest.mark.parametrize("backend", ["recurrent", "chunk"])
+def test_packed_documents_are_documents_alone(ends, coefficients, backend):
+    shape = SHAPES["odd_sizes"]
+    arguments = inputs(shape, coefficients, rows=len(ends) - 1)
+    found = everything(arguments, backend=backend, cu_seqlens=torch.tensor(ends), chunk_size=16)
+    pieces = []
+    for document, (start, end) in enumerate(zip(ends[:-1], ends[1:])):
+        alone = dict(arguments, initial_state=arguments["initial_state"][document : document + 1])
+        alone |= {name: arguments[name][:, start:end] for name in ("query", "key", "value")}
+        pieces.append(interdomain_attention(**alone, output_final_state=True, backend="recurrent"))
+    assert relative_error(found["output"], torch.cat([output for output, _ in pieces], dim=1)) < 1e-10
+    assert relative_error(found["state"], torch.cat([state for _, state in pieces])) < 1e-10
+    expected = everything(arguments, backend="recurrent", cu_seqlens=torch.tensor(ends))
+    assert_close(found, expected, 1e-10)
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("backend", ["recurrent", "chunk"])
+def test_normalised_readout_divides_by_a_constant_value(product, backend):
+    arguments = inputs(SHAPES["odd_length"], normalize=True, seed=3)
+    found = everything(arguments, backend=backend, product=product, normalize=True, chunk_size=16)
+    expected = everything(arguments, backend="recurrent", product=product, normalize=True)
+    # Where a denominator comes near zero the quotient is as steep as float64 can follow.
+    assert_close(found, expected, 1e-9 if backend == "chunk" else 1e-15)
+    one = torch.ones_like(arguments["value"][..., :1])
+    plain = dict(arguments, value=torch.cat([arguments["value"], one], dim=-1))
+    ratio, _ = interdomain_attention(**plain, backend="recurrent", product=product)
+    assert relative_error(found["output"], ratio[..., :-1] / ratio[..., -1:]) < 1e-9
+
+
+def test_normalised_readout_of_a_constant_is_the_constant():
+    arguments = inputs(SHAPES["odd_length"], normalize=True)
+    arguments |= {"value": torch.full_like(arguments["value"], 2.5), "initial_state": None}
+    output, _ = interdomain_attention(**arguments, normalize=True)
+    torch.testing.assert_close(output, torch.full_like(output, 2.5))
+
+
+EXTREMES = {
+    "hardly_decaying": {"decay": 1e-9},
+    "gone_at_once": {"decay": 1e4},
+    "mixed": {"decay": 400.0},
+    "fast_phases": {"phase": 128.0},
+}
+
+
+@pytest.mark.parametrize("extreme", EXTREMES.values(), ids=EXTREMES.keys())
+@pytest.mark.parametrize("chunk_size", [64, 256])
+def test_any_decay_is_safe(extreme, chunk_size):
+    arguments = inputs((1, 200, 2, 2, 4, 4, 5), **extreme)
+    expected = everything(arguments, backend="recurrent")
+    found = everything(arguments, backend="chunk", chunk_size=chunk_size)
+    # The gradient of a mode that is gone at once is zero but for rounding: compare those in absolute terms.
+    for name, value in expected.items():
+        error = (found[name] - value).norm() / value.norm().clamp(min=1e-6)
+        assert error < 1e-10, (name, error)
+
+
+@pytest.mark.parametrize("extreme", EXTREMES.values(), ids=EXTREMES.keys())
+def test_any_decay_is_finite_in_float32(extreme):
+    arguments = cast(inputs((1, 300, 2, 2, 4, 4, 5), **extreme), torch.float32)
+    for name, value in everything(arguments, backend="chunk", chunk_size=256).items():
+        assert value.isfinite().all(), name
+
+
+@pytest.mark.parametrize("coefficients", COEFFICIENTS)
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_float32_is_close(coefficients, product):
+    arguments = inputs(SHAPES["one_group"], coefficients)
+    expected = everything(arguments, backend="recurrent", product=product)
+    found = everything(cast(arguments, torch.float32), backend="chunk", product=product)
+    assert all(value.dtype == torch.float32 for value in found.values())
+    assert_close(found, expected, 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_low_precision_inputs_keep_a_float32_state(dtype):
+    arguments = inputs(SHAPES["odd_length"])
+    low = {name: arguments[name].detach().to(dtype) for name in ("query", "key", "value")}
+    rest = {name: arguments[name].detach().float() for name in arguments if name not in low}
+    output, state = interdomain_attention(**low, **rest, output_final_state=True)
+    wide = {name: x.double() for name, x in (low | rest).items()}
+    expected, expected_state = interdomain_attention(**wide, output_final_state=True, backend="recurrent")
+    assert output.dtype == dtype and state.dtype == torch.float32
+    assert relative_error(output, expected) < (1e-2 if dtype == torch.bfloat16 else 1e-3)
+    assert relative_error(state, expected_state) < 1e-5
+
+
+def test_autocast_does_not_reach_the_recurrence():
+    arguments = {k: v.detach().float() for k, v in inputs(SHAPES["odd_length"]).items()}
+    expected, _ = interdomain_attention(**arguments)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = interdomain_attention(**arguments)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("backend", ["recurrent", "chunk", "auto"])
+@pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalised"])
+def test_pieces_equal_the_whole(backend, normalize):
+    arguments = {k: v.detach() for k, v in inputs(SHAPES["one_group"], normalize=normalize).items()}
+    length = arguments["query"].shape[1]
+    options = {"normalize": normalize, "chunk_size": 16, "output_final_state": True}
+    expected, expected_state = interdomain_attention(**arguments, **options, backend="recurrent")
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(5):
+        cuts = sorted(torch.randperm(length - 1, generator=generator)[:6].add(1).tolist())
+        state, outputs = arguments["initial_state"], []
+        for start, end in zip([0, *cuts], [*cuts, length]):
+            piece = {name: arguments[name][:, start:end] for name in ("query", "key", "value")}
+            output, state = interdomain_attention(
+                **dict(arguments, **piece, initial_state=state), **options, backend=backend
+            )
+            outputs.append(output)
+        assert relative_error(torch.cat(outputs, dim=1), expected) < 1e-10
+        assert relative_error(state, expected_state) < 1e-10
+
+
+@pytest.mark.parametrize("shape", ["odd_length", "one_group", "odd_sizes"])
+@pytest.mark.parametrize("coefficients", COEFFICIENTS)
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_steps_equal_one_forward(shape, coefficients, product):
+    arguments = inputs(SHAPES[shape], coefficients)
+    arguments = {k: None if v is None else v.detach() for k, v in arguments.items()}
+    expected, expected_state = interdomain_attention(
+        **arguments, product=product, output_final_state=True, backend="recurrent"
+    )
+    state = arguments.pop("initial_state").clone()
+    address = state.data_ptr()
+    tokens = [arguments.pop(name).unbind(1) for name in ("query", "key", "value")]
+    outputs = [interdomain_step(*token, **arguments, state=state, product=product) for token in zip(*tokens)]
+    assert state.data_ptr() == address
+    assert relative_error(torch.stack(outputs, dim=1), expected) < 1e-10
+    assert relative_error(state, expected_state) < 1e-10
+
+
+def test_step_leaves_the_rows_of_pads_alone():
+    arguments = {k: v.detach() for k, v in inputs(SHAPES["odd_length"]).items()}
+    before = arguments.pop("initial_state")
+    token = {name: arguments.pop(name)[:, 0] for name in ("query", "key", "value")}
+    both, masked = before.clone(), before.clone()
+    expected = interdomain_step(**token, **arguments, state=both)
+    found = interdomain_step(**token, **arguments, state=masked, mask=torch.tensor([False, True]))
+    assert torch.equal(masked[0], before[0]) and torch.equal(masked[1], both[1])
+    assert torch.equal(found[1], expected[1]) and not found[0].any()
+
+
+def test_step_with_a_bfloat16_state():
+    arguments = {k: v.detach().float() for k, v in inputs(SHAPES["odd_length"]).items()}
+    state = arguments.pop("initial_state")
+    token = {name: arguments.pop(name)[:, 0] for name in ("query", "key", "value")}
+    low = state.bfloat16()
+    expected = interdomain_step(**token, **arguments, state=state)
+    found = interdomain_step(**token, **arguments, state=low)
+    assert low.dtype == torch.bfloat16
+    assert relative_error(found, expected) < 1e-2
+
+
+def test_the_state_given_is_not_changed():
+    arguments = {k: v.detach() for k, v in inputs(SHAPES["one_token"]).items()}
+    before = arguments["initial_state"].clone()
+    interdomain_attention(**arguments, output_final_state=True)
+    assert torch.equal(arguments["initial_state"], before)
+
+
+def test_training_memory_is_linear_in_the_length():
+    """What backward keeps beyond the inputs is one state a segment."""
+    saved = []
+
+    def measure(length):
+        arguments = inputs((1, length, 2, 2, 16, 16, 16), dtype=torch.float32)
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
+            interdomain_attention(**arguments, backend="chunk")
+        return sum(sizes)
+
+    saved = [measure(length) for length in (1024, 2048, 4096)]
+    assert saved[2] - saved[1] <= 2.1 * (saved[1] - saved[0])
+    per_token = (saved[2] - saved[1]) / 2048
+    assert per_token < 2 * 2 * (16 + 16 + 16)  # twice the inputs of a token
+
+
+BAD_ARGUMENTS = {
+    "query of rank 3": ({"query": torch.zeros(2, 5, 4)}, "query must have shape"),
+    "integer query": ({"query": torch.zeros(2, 5, 4, 3, dtype=torch.long)}, "query must be a floating-point tensor"),
+    "no tokens": (
+        {"query": torch.zeros(2, 0, 4, 3), "key": torch.zeros(2, 0, 2, 3), "value": torch.zeros(2, 0, 2, 6)},
+        "query must hold at least one token, got T = 0",
+    ),
+    "key of another length": ({"key": torch.zeros(2, 6, 2, 3)}, "key must have shape"),
+    "key of another dimension": ({"key": torch.zeros(2, 5, 2, 4)}, "key must have shape"),
+    "groups that do not divide": (
+        {"key": torch.zeros(2, 5, 3, 3), "value": torch.zeros(2, 5, 3, 6)},
+        "key has G = 3 groups, which must divide the H = 4 heads",
+    ),
+    "value of other groups": ({"value": torch.zeros(2, 5, 4, 6)}, "value must have shape"),
+    "log_decay of other groups": ({"log_decay": torch.zeros(4, 7, 2)}, "log_decay must have shape"),
+    "complex log_decay": ({"log_decay": torch.zeros(2, 7)}, "log_decay must have shape"),
+    "input_matrix of another size": ({"input_matrix": torch.zeros(2, 6, 2)}, "input_matrix must have shape"),
+    "coefficient_matrix not square": ({"coefficient_matrix": torch.zeros(2, 7, 6, 2)}, "coefficient_matrix must have"),
+    "product": ({"product": "dot"}, "product must be one of bilinear, hermitian, real, got 'dot'"),
+    "backend": ({"backend": "cuda"}, "backend must be one of auto, recurrent, chunk, got 'cuda'"),
+    "chunk_size": ({"chunk_size": 0}, "chunk_size must be a positive integer, got 0"),
+    "state of another size": ({"initial_state": torch.zeros(2, 2, 2, 6, 9)}, "initial_state must have shape"),
+    "state without the constant": (
+        {"initial_state": torch.zeros(2, 2, 2, 7, 9), "normalize": True},
+        "initial_state must have shape",
+    ),
+    "state on another device": (
+        {"initial_state": torch.zeros(2, 2, 2, 7, 9, device="meta")},
+        "initial_state is on meta, but query is on cpu",
+    ),
+    "key on another device": ({"key": torch.zeros(2, 5, 2, 3, device="meta")}, "key is on meta"),
+    "cu_seqlens of a batch": ({"cu_seqlens": torch.tensor([0, 5])}, "cu_seqlens packs the documents into one row"),
+}
+BAD_ENDS = {
+    "not from zero": ([1, 5], "cu_seqlens must run from 0 to T = 5, got 1 to 5"),
+    "not to the end": ([0, 3], "cu_seqlens must run from 0 to T = 5, got 0 to 3"),
+    "going back": ([0, 4, 2, 5], "cu_seqlens must be strictly increasing"),
+    "an empty document": ([0, 2, 2, 5], "cu_seqlens must be strictly increasing"),
+    "one number": ([0], "cu_seqlens must be integers of shape"),
+    "fractions": ([0.0, 5.0], "cu_seqlens must be integers of shape"),
+}
+
+
+def good_arguments():
+    return {
+        "query": torch.zeros(2, 5, 4, 3),
+        "key": torch.zeros(2, 5, 2, 3),
+        "value": torch.zeros(2, 5, 2, 6),
+        "log_decay": torch.zeros(2, 7, 2),
+        "input_matrix": torch.zeros(2, 7, 2),
+    }
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS.keys())
+def test_bad_arguments_are_named(change, message):
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        interdomain_attention(**(good_arguments() | change))
+
+
+@pytest.mark.parametrize(("ends", "message"), BAD_ENDS.values(), ids=BAD_ENDS.keys())
+def test_bad_cu_seqlens_are_named(ends, message):
+    arguments = {name: x[:1] if x.ndim == 4 else x for name, x in good_arguments().items()}
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        interdomain_attention(**arguments, cu_seqlens=torch.tensor(ends))
+
+
+def test_a_bad_step_leaves_the_state_alone():
+    arguments = {name: x[:, 0] if x.ndim == 4 else x for name, x in good_arguments().items()}
+    state = torch.ones(2, 2, 2, 7, 9)
+    with pytest.raises(ValueError, match=r"^key must have shape"):
+        interdomain_step(**(arguments | {"key": torch.zeros(2, 2, 5)}), state=state)
+    with pytest.raises(ValueError, match=r"^mask must have shape"):
+        interdomain_step(**arguments, state=state, mask=torch.ones(3, dtype=torch.bool))
+    assert bool((state == 1).all())
+    with pytest.raises(ValueError, match=r"^state must have shape"):
+        interdomain_step(**arguments, state=torch.ones(2, 2, 2, 7, 8))
