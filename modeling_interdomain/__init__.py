@@ -1,0 +1,36 @@
+"""Interdomain Attention for Hugging Face Transformers. Importing this registers the models with the Auto classes."""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from .cache_interdomain import InterdomainCache, InterdomainStaticCache
+from .configuration_interdomain import InterdomainConfig
+from .modeling_interdomain import (
+    InterdomainForCausalLM,
+    InterdomainForSequenceClassification,
+    InterdomainModel,
+    InterdomainPreTrainedModel,
+)
+from .op_interdomain import interdomain_attention, interdomain_step
+
+__all__ = [
+    "InterdomainCache",
+    "InterdomainConfig",
+    "InterdomainForCausalLM",
+    "InterdomainForSequenceClassification",
+    "InterdomainModel",
+    "InterdomainPreTrainedModel",
+    "InterdomainStaticCache",
+    "interdomain_attention",
+    "interdomain_step",
+]
+
+AutoConfig.register("interdomain", InterdomainConfig, exist_ok=True)
+AutoModel.register(InterdomainConfig, InterdomainModel, exist_ok=True)
+AutoModelForCausalLM.register(InterdomainConfig, InterdomainForCausalLM, exist_ok=True)
+AutoModelForSequenceClassification.register(InterdomainConfig, InterdomainForSequenceClassification, exist_ok=True)
+
+# Saved checkpoints carry this code, so that they load where the package is not installed.
+InterdomainConfig.register_for_auto_class()
+InterdomainModel.register_for_auto_class("AutoModel")
+InterdomainForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+InterdomainForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")

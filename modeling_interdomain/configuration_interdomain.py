@@ -1,0 +1,220 @@
+"""Everything that can be chosen about an Interdomain model."""
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+# The name of a token mixer here, and what the library calls a layer that behaves like it (masks, caches, generation).
+LAYER_TYPES = {"interdomain": "linear_attention", "softmax": "full_attention"}
+
+_CHOICES = {
+    "feature_map": ("silu_l2",),
+    "product": ("bilinear", "hermitian", "real"),
+    "coefficient_matrix": ("full", "diagonal", "identity"),
+    "rope_placement": (None, "before", "after"),
+    "input_matrix_init": ("zero_order_hold", "unit_variance", "one"),
+    "state_dtype": ("float32", "float64", "bfloat16", "float16"),
+    "backend": ("auto", "recurrent", "chunk"),
+}
+
+_POSITIVE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "feature_dim",
+    "state_size",
+    "conv_kernel",
+    "chunk_size",
+    "max_position_embeddings",
+)
+
+
+@strict
+class InterdomainConfig(PreTrainedConfig):
+    r"""Configuration of an Interdomain language model; the defaults are the 125M shape of the paper.
+
+    Args:
+        vocab_size: number of tokens. Default: 32000.
+        hidden_size: width of the residual stream, d. Default: 768.
+        intermediate_size: width of the SwiGLU layer. Default: None, 8 d / 3 rounded up to a multiple of 128.
+        num_hidden_layers: number of layers, N. Default: 12.
+        num_attention_heads: query heads, H. Default: 12.
+        num_key_value_heads: key/value groups, G, a divisor of H. Default: None, as many as query heads.
+        head_dim: value dimension of a head, D. Default: None, `hidden_size / num_attention_heads`.
+        feature_dim: feature dimension of queries and keys, R. Default: None, `head_dim`.
+        state_size: number of complex basis functions, M. Default: 64.
+        conv_kernel: width of the causal convolution of queries and keys, in tokens. Default: 4.
+        token_mixers: "interdomain" or "softmax" for all layers, or a list with one name a layer. Default:
+            "interdomain".
+        feature_map: the map xi of queries and keys; "silu_l2" is SiLU(x) / ||SiLU(x)|| (eq. 10). Default: "silu_l2".
+        product: how the coefficients of keys and values are multiplied: "bilinear" (eq. 13), "hermitian" or "real".
+            Default: "bilinear".
+        coefficient_matrix: the learned matrix C: "full", "diagonal" or "identity". Default: "full".
+        normalize: divide by the readout of a constant value 1 (the workshop paper, eq. 8). Default: False.
+        input_norm: RMSNorm and a bias a group on key features and values (eq. 12). Default: True.
+        use_output_gate: multiply the output by SiLU of a linear map of the input. Default: False.
+        rope_parameters: rotary embeddings as in Transformers, `{"rope_type": "default", "rope_theta": 10000.0}`;
+            softmax layers rotate queries and keys. Default: None, no rotary embeddings.
+        rope_placement: where "interdomain" layers rotate: "before" or "after" the feature map, or None, not at all.
+            Default: None.
+        input_matrix_init: start of beta: "zero_order_hold" ((lambda - 1) / A), "unit_variance" (sqrt(1 - |lambda|^2))
+            or "one". Default: "zero_order_hold".
+        coefficient_init_scale: start of C: complex normal of variance `coefficient_init_scale^2 / M` ("diagonal":
+            `coefficient_init_scale^2`). Default: 0.25.
+        hidden_act: activation of the feed-forward layer. Default: "silu".
+        rms_norm_eps: epsilon of every RMSNorm. Default: 1e-6.
+        attention_dropout: dropout of the softmax weights. Default: 0.0.
+        initializer_range: standard deviation of linear and embedding weights; projections back into the residual stream
+            start with this over sqrt(2 N). Default: 0.02.
+        tie_word_embeddings: share input and output embeddings. Default: False.
+        max_position_embeddings: the context length evaluations may assume; the recurrence has no limit. Default: 2048.
+        state_dtype: dtype of the recurrent state in the cache. Default: "float32".
+        backend: how the operator is computed, see `interdomain_attention`. Default: "auto".
+        chunk_size: tokens per chunk of the operator. Default: 64.
+        max_rollback: how many of the last tokens a cache that records (assisted decoding) can take back. Default: 64.
+
+    Raises:
+        ValueError: when a field has an unknown value or two fields contradict each other.
+
+    Example:
+
+        >>> from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
+        >>> config = InterdomainConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=256)
+        >>> model = InterdomainForCausalLM(config)
+    """
+
+    model_type = "interdomain"
+    keys_to_ignore_at_inference = ["past_key_values"]
+    # The heads of a recurrent layer share no weights, but its small parameters are not sharded: gather before them.
+    base_model_tp_plan = {
+        "layers.*.token_mixer.q_proj": "colwise_gather_output",
+        "layers.*.token_mixer.k_proj": "colwise_gather_output",
+        "layers.*.token_mixer.v_proj": "colwise_gather_output",
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
+    base_model_pp_plan = {
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
+
+    vocab_size: int = 32000
+    hidden_size: int = 768
+    intermediate_size: int | None = None
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    feature_dim: int | None = None
+    state_size: int = 64
+    conv_kernel: int = 4
+    token_mixers: str | list[str] = "interdomain"
+    feature_map: str = "silu_l2"
+    product: str = "bilinear"
+    coefficient_matrix: str = "full"
+    normalize: bool = False
+    input_norm: bool = True
+    use_output_gate: bool = False
+    rope_parameters: dict | None = None
+    rope_placement: str | None = None
+    input_matrix_init: str = "zero_order_hold"
+    coefficient_init_scale: float = 0.25
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    attention_dropout: float = 0.0
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 2048
+    state_dtype: str = "float32"
+    backend: str = "auto"
+    chunk_size: int = 64
+    max_rollback: int = 64
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+
+    def __post_init__(self, **kwargs):
+        kwargs.pop("layer_types", None)  # derived from token_mixers
+        self._check_token_mixers()
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None and self.num_attention_heads > 0:
+            if self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"hidden_size = {self.hidden_size} is not a multiple of num_attention_heads = "
+                    f"{self.num_attention_heads}; change one of them or give head_dim."
+                )
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.feature_dim is None:
+            self.feature_dim = self.head_dim
+        if self.intermediate_size is None:
+            self.intermediate_size = -(-8 * self.hidden_size // (3 * 128)) * 128
+        super().__post_init__(**kwargs)
+
+    def convert_rope_params_to_dict(self, **kwargs):
+        """Leave `rope_parameters=None` alone: here it means no rotary embeddings, not the default ones."""
+        if self.rope_parameters is None and kwargs.get("rope_scaling") is None and "rope_theta" not in kwargs:
+            kwargs.pop("rope_scaling", None)
+            return kwargs
+        return super().convert_rope_params_to_dict(**kwargs)
+
+    def validate_architecture(self):
+        """Checked whenever a configuration is made, and again when it is saved or loaded."""
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if value is None or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value}.")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                names = ", ".join(str(choice) for choice in choices)
+                raise ValueError(f"{name} must be one of {names}; got {getattr(self, name)!r}.")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads = {self.num_key_value_heads} must divide num_attention_heads = "
+                f"{self.num_attention_heads}."
+            )
+        self._check_token_mixers()
+        if self.rope_placement is not None and self.rope_parameters is None:
+            raise ValueError(
+                f"rope_placement = {self.rope_placement!r} needs rope_parameters, for example "
+                '{"rope_type": "default", "rope_theta": 10000.0}.'
+            )
+        if self.rope_parameters is not None and (self.feature_dim % 2 or self.head_dim % 2):
+            raise ValueError(
+                f"rope_parameters needs an even head_dim and feature_dim, got {self.head_dim} and {self.feature_dim}."
+            )
+        if self.max_rollback < 0:
+            raise ValueError(f"max_rollback must not be negative, got {self.max_rollback}.")
+
+    def _check_token_mixers(self) -> None:
+        mixers = [self.token_mixers] if isinstance(self.token_mixers, str) else self.token_mixers
+        unknown = sorted(set(mixers) - set(LAYER_TYPES))
+        if unknown:
+            raise ValueError(f"token_mixers must be made of {', '.join(LAYER_TYPES)}; got {', '.join(unknown)}.")
+        if not isinstance(self.token_mixers, str) and len(mixers) != self.num_hidden_layers:
+            raise ValueError(
+                f"token_mixers has {len(mixers)} names for num_hidden_layers = {self.num_hidden_layers}; give one "
+                "name a layer, or one for all."
+            )
+
+    @property
+    def mixers_per_layer(self) -> list[str]:
+        """The token mixer of every layer."""
+        if isinstance(self.token_mixers, str):
+            return [self.token_mixers] * self.num_hidden_layers
+        return list(self.token_mixers)
+
+    @property
+    def layer_types(self) -> list[str]:
+        """What Transformers calls the layers; derived from `token_mixers`, so assignments have no effect."""
+        return [LAYER_TYPES[name] for name in self.mixers_per_layer]
+
+    @layer_types.setter
+    def layer_types(self, value):
+        pass

@@ -1,0 +1,46 @@
+"""The short causal convolution of queries and keys, which remembers its last inputs."""
+
+import torch
+from torch import nn
+
+
+class CausalConv1d(nn.Conv1d):
+    """Depthwise convolution over the last `kernel_size` tokens, without bias; an ordinary `nn.Conv1d` otherwise."""
+
+    def __init__(self, width: int, kernel_size: int):
+        super().__init__(width, width, kernel_size, groups=width, bias=False)
+
+
+def causal_conv(
+    conv: nn.Module, x: torch.Tensor, window: torch.Tensor | None, kernel: int, cu_seqlens: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Convolve each row, or each packed document, on from the inputs that went before it.
+
+    Args:
+        conv: maps `[B, W, L + kernel - 1]` to `[B, W, L]`.
+        x: `[B, T, W]`; with `cu_seqlens`, B = 1.
+        window: `[B or S, W, kernel - 1]`, the inputs before the first token; None means zeros.
+
+    Returns:
+        `[B, T, W]` and the new window.
+    """
+    before = kernel - 1
+    rows = x.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    if window is None:
+        window = x.new_zeros(rows, x.shape[2], before)
+    window = window.to(x.dtype)
+    if cu_seqlens is None:
+        extended = torch.cat([window, x.mT], dim=-1)
+        return conv(extended).mT, extended[..., extended.shape[-1] - before :]
+
+    # Put its window in front of every document; what a convolution then mixes across documents is never read.
+    lengths = cu_seqlens.diff()
+    document = torch.repeat_interleave(torch.arange(rows, device=x.device), lengths)
+    slots = torch.arange(x.shape[1], device=x.device) + before * (document + 1)
+    offsets = torch.arange(before, device=x.device)
+    window_slots = (cu_seqlens[:-1] + before * torch.arange(rows, device=x.device))[:, None] + offsets
+    extended = x.new_zeros(x.shape[1] + before * rows, x.shape[2])
+    extended = extended.index_copy(0, slots, x[0]).index_copy(0, window_slots.flatten(), window.mT.flatten(0, 1))
+    convolved = conv(extended.T[None]).mT.index_select(1, slots - before)
+    last = (cu_seqlens[1:] + before * torch.arange(rows, device=x.device))[:, None] + offsets
+    return convolved, extended[last.flatten()].view(rows, before, -1).mT

@@ -1,0 +1,160 @@
+"""Interdomain attention as a token mixer: projections, convolutions, feature maps, norms, then the operator."""
+
+import torch
+from torch import nn
+
+from .cache_interdomain import Inputs, Recurrence
+from .convolution import CausalConv1d, causal_conv
+from .feature_maps import FEATURE_MAPS
+from .norm_interdomain import InterdomainRMSNorm
+from .op_interdomain import append_one
+from .packing import Packing
+from .recurrence_interdomain import InterdomainRecurrence
+from .rotary_interdomain import rotate
+
+
+class InterdomainMixer(nn.Module):
+    """The token mixer of the paper (eqs. 10 to 13).
+
+    Parameters: `q_proj`, `k_proj`, `v_proj`, `o_proj`, the convolutions `q_conv` and `k_conv`; `k_norm` (R) and
+    `v_norm` (D), shared by the heads; `k_bias` `[G, R]`, `v_bias` `[G, D]`; and those of `recurrence`.
+    """
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.num_heads, self.num_groups = config.num_attention_heads, config.num_key_value_heads
+        self.feature_dim, self.head_dim = config.feature_dim, config.head_dim
+        self.kernel = config.conv_kernel
+        self.feature_map = FEATURE_MAPS[config.feature_map]
+        hidden, heads, groups = config.hidden_size, self.num_heads, self.num_groups
+
+        self.q_proj = nn.Linear(hidden, heads * self.feature_dim, bias=False)
+        self.k_proj = nn.Linear(hidden, groups * self.feature_dim, bias=False)
+        self.v_proj = nn.Linear(hidden, groups * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * self.head_dim, hidden, bias=False)
+        self.g_proj = nn.Linear(hidden, heads * self.head_dim, bias=False) if config.use_output_gate else None
+        self.q_conv = CausalConv1d(heads * self.feature_dim, self.kernel)
+        self.k_conv = CausalConv1d(groups * self.feature_dim, self.kernel)
+        if config.input_norm:
+            self.k_norm = InterdomainRMSNorm(self.feature_dim, config.rms_norm_eps)
+            self.v_norm = InterdomainRMSNorm(self.head_dim, config.rms_norm_eps)
+            self.k_bias = nn.Parameter(torch.zeros(groups, self.feature_dim))
+            self.v_bias = nn.Parameter(torch.zeros(groups, self.head_dim))
+        self.recurrence = InterdomainRecurrence(config)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values=None,
+        packing: Packing | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, None]:
+        """Mix the tokens of `[B, T, hidden_size]`.
+
+        Args:
+            position_embeddings: cosines and sines `[B, T, R]` by dimension, for rotary embeddings.
+            attention_mask: `[B, 1]` bool for a single token, False for a pad; longer masks come as `packing`.
+            past_key_values: an `InterdomainCache`, updated in place.
+            packing: the real tokens as one row of documents.
+        """
+        layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        shape = hidden_states.shape[:2]
+        if packing is not None and packing.cu_seqlens.numel() == 1:  # nothing but pads
+            if layer is not None:
+                layer.saw(shape[1])
+            return torch.zeros_like(hidden_states), None
+        cos_sin: tuple[torch.Tensor, ...] | None = None
+        if self.config.rope_placement is not None and position_embeddings is not None:
+            cos_sin = position_embeddings[self.feature_dim]
+        if packing is not None:
+            hidden_states = packing.pack(hidden_states)
+            if cos_sin is not None:
+                cos_sin = tuple(packing.pack(x.expand(*shape, -1)) for x in cos_sin)
+        rows = None if packing is None else packing.rows
+
+        convolved = self.q_proj(hidden_states), self.k_proj(hidden_states)
+        value = self.v_proj(hidden_states).unflatten(-1, (self.num_groups, self.head_dim))
+        windows = None if layer is None or layer.windows is None else [_select(w, rows) for w in layer.windows]
+        cu_seqlens = None if packing is None else packing.cu_seqlens
+        (query, q_window), (key, k_window) = (
+            causal_conv(conv, x, window, self.kernel, cu_seqlens)
+            for conv, x, window in zip((self.q_conv, self.k_conv), convolved, windows or (None, None), strict=True)
+        )
+        query = self._features(query.unflatten(-1, (self.num_heads, self.feature_dim)), cos_sin)
+        key = self._features(key.unflatten(-1, (self.num_groups, self.feature_dim)), cos_sin)
+        if self.config.input_norm:
+            key = self.k_norm(key) + self.k_bias
+            value = self.v_norm(value) + self.v_bias
+        if layer is not None and layer.record_past:
+            inputs = self._inputs(convolved, key, value, attention_mask, packing, shape)
+            layer.record(inputs, Recurrence(*self.recurrence.parameters_of_operator()[:2]))
+
+        tokens = query, key, value
+        windows = [q_window, k_window]
+        if layer is None:
+            output, _ = self.recurrence(*tokens, cu_seqlens=cu_seqlens)
+        elif self._can_step(layer, query, packing):
+            output = self._step(layer, *tokens, windows, attention_mask)
+        else:
+            state = None if layer.state is None else _select(layer.state, rows)
+            output, state = self.recurrence(
+                *tokens, cu_seqlens=cu_seqlens, initial_state=state, output_final_state=True
+            )
+            layer.write(*self._all_rows(layer, windows, state, packing, shape[0]), shape[1])
+        output = output.flatten(-2).to(hidden_states.dtype)
+        if self.g_proj is not None:
+            output = nn.functional.silu(self.g_proj(hidden_states)) * output
+        output = self.o_proj(output)
+        return output if packing is None else packing.unpack(output, shape), None
+
+    def _features(self, x: torch.Tensor, cos_sin: tuple[torch.Tensor, ...] | None) -> torch.Tensor:
+        if cos_sin is None:
+            return self.feature_map(x)
+        if self.config.rope_placement == "before":
+            return self.feature_map(rotate(x, *cos_sin))
+        return rotate(self.feature_map(x), *cos_sin)
+
+    def _can_step(self, layer, query: torch.Tensor, packing: Packing | None) -> bool:
+        differentiated = torch.is_grad_enabled() and (query.requires_grad or self.recurrence.B.requires_grad)
+        single = query.shape[1] == 1 and packing is None and not differentiated
+        return single and layer.is_initialized and self.config.backend == "auto"
+
+    def _step(self, layer, query, key, value, windows, attention_mask) -> torch.Tensor:
+        """One token, the state updated in place; a pad leaves windows and state alone."""
+        mask = None if attention_mask is None else attention_mask[:, -1].bool()
+        if mask is not None:
+            keep = mask[:, None, None]
+            windows = [torch.where(keep, w, old) for w, old in zip(windows, layer.windows)]
+        state = layer.state.detach().clone() if layer.state.requires_grad else layer.state
+        output = self.recurrence(query[:, 0], key[:, 0], value[:, 0], step=True, state=state, mask=mask)
+        layer.write(windows, state, 1)
+        return output[:, None]
+
+    def _inputs(self, convolved, key, value, attention_mask, packing, shape) -> Inputs:
+        """What a recording cache keeps of this forward, at its place in the batch."""
+        value = append_one(value) if self.config.normalize else value
+        inputs = Inputs(convolved, key, value, torch.ones(key.shape[:2], dtype=torch.bool, device=key.device))
+        if packing is not None:
+            inputs = inputs.map(lambda x: packing.unpack(x, shape))
+        if attention_mask is not None:
+            inputs = inputs._replace(mask=attention_mask.bool())
+        return inputs
+
+    def _all_rows(self, layer, windows, state, packing, batch: int):
+        """Put the rows of a packing back among those that had no real token."""
+        if packing is None or packing.rows is None:
+            return windows, state
+        old = [*layer.windows, layer.state] if layer.is_initialized else [None] * (len(windows) + 1)
+        *windows, state = (
+            (x.new_zeros(batch, *x.shape[1:]) if before is None else before.to(x.dtype)).index_copy(0, packing.rows, x)
+            for x, before in zip([*windows, state], old, strict=True)
+        )
+        return windows, state
+
+
+def _select(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    return x if rows is None else x.index_select(0, rows)

@@ -1,0 +1,476 @@
+"""Interdomain language models: a Llama-style decoder whose token mixers are chosen layer by layer."""
+
+from itertools import pairwise
+
+import torch
+from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    SequenceClassifierOutputWithPast,
+)
+from transformers.modeling_utils import slice_logits_to_keep
+from transformers.utils import can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .cache_interdomain import InterdomainCache, InterdomainLayer, InterdomainStaticCache
+from .configuration_interdomain import InterdomainConfig
+from .mixer_interdomain import InterdomainMixer
+from .mixer_softmax import SoftmaxMixer
+from .norm_interdomain import InterdomainRMSNorm
+from .packing import Packing, packing_from_mask, packing_from_positions, positions_from_cu_seqlens
+from .recurrence_interdomain import InterdomainRecurrence
+from .rotary_interdomain import InterdomainRotaryEmbedding
+
+# A new token mixer is a file of its own, a line here and a line in LAYER_TYPES of the configuration.
+TOKEN_MIXERS = {"interdomain": InterdomainMixer, "softmax": SoftmaxMixer}
+
+
+class InterdomainMLP(nn.Module):
+    """The gated feed-forward layer, SwiGLU with the default activation."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class InterdomainDecoderLayer(GradientCheckpointingLayer):
+    """`x + mixer(norm(x))`, then `x + mlp(norm(x))`."""
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__()
+        self.token_mixer = TOKEN_MIXERS[config.mixers_per_layer[layer_idx]](config, layer_idx)
+        self.mlp = InterdomainMLP(config)
+        self.input_layernorm = InterdomainRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = InterdomainRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask=None, **kwargs) -> torch.Tensor:
+        mixed, _ = self.token_mixer(self.input_layernorm(hidden_states), attention_mask=attention_mask, **kwargs)
+        hidden_states = hidden_states + mixed
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class InterdomainPreTrainedModel(PreTrainedModel):
+    """What all Interdomain models share: initialisation, and what the library may do with them."""
+
+    config_class = InterdomainConfig
+    config: InterdomainConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["InterdomainDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _keep_in_fp32_modules_strict = ["token_mixer.recurrence"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    # The state can be taken back by a bounded number of tokens, so assisted decoding works.
+    _is_stateful = False
+    _can_record_outputs = {"hidden_states": InterdomainDecoderLayer, "attentions": SoftmaxMixer}
+
+    def __init__(self, config: InterdomainConfig, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        if "linear_attention" not in config.layer_types:
+            self._keep_in_fp32_modules_strict = None
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        std = self.config.initializer_range
+        residual_std = std / (2 * self.config.num_hidden_layers) ** 0.5
+        if isinstance(module, InterdomainRecurrence):
+            module.reset_parameters()
+        elif isinstance(module, (InterdomainMixer, SoftmaxMixer)):
+            init.normal_(module.o_proj.weight, std=residual_std)
+            for bias in ("k_bias", "v_bias"):
+                if hasattr(module, bias):
+                    init.zeros_(getattr(module, bias))
+        elif isinstance(module, InterdomainMLP):
+            init.normal_(module.down_proj.weight, std=residual_std)
+        elif isinstance(module, nn.Conv1d):
+            bound = module.kernel_size[0] ** -0.5
+            init.uniform_(module.weight, -bound, bound)
+        elif isinstance(module, (nn.Linear, nn.Embedding)):
+            init.normal_(module.weight, std=std)
+        elif isinstance(module, InterdomainRMSNorm):
+            init.ones_(module.weight)
+        elif isinstance(module, InterdomainRotaryEmbedding):
+            inv_freq, _ = module.initial_frequencies()
+            init.copy_(module.inv_freq, inv_freq)
+            init.copy_(module.original_inv_freq, inv_freq)
+
+    @staticmethod
+    def create_masks_for_generate(
+        config, inputs_embeds, attention_mask, past_key_values, position_ids=None, **kwargs
+    ) -> dict[str, torch.Tensor | None]:
+        """The masks of one forward by kind of layer: "linear_attention" `[B, T]`, "full_attention" `[B, 1, T, keys]`.
+
+        `generate()` calls this, too, before a forward that may be compiled.
+        """
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim != 2:
+            if "linear_attention" in config.layer_types:
+                raise ValueError(
+                    "attention_mask must have shape [B, tokens] for a model with recurrent layers, got "
+                    f"{list(attention_mask.shape)}; a state cannot attend by a custom mask."
+                )
+            return {"full_attention": attention_mask}
+        masks: dict[str, torch.Tensor | None] = {}
+        if "linear_attention" in config.layer_types:
+            length = inputs_embeds.shape[1]
+            masks["linear_attention"] = None if attention_mask is None else attention_mask[:, -length:].contiguous()
+        if "full_attention" in config.layer_types:
+            masks["full_attention"] = create_causal_mask(
+                config=config,
+                inputs_embeds=inputs_embeds,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                position_ids=position_ids,
+            )
+        return masks
+
+
+class InterdomainModel(InterdomainPreTrainedModel):
+    """Token embeddings, decoder layers and the last norm."""
+
+    def __init__(self, config: InterdomainConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList([InterdomainDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = InterdomainRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_embs = nn.ModuleDict(
+            {str(dim): InterdomainRotaryEmbedding(config, dim) for dim in _rotated(config)}
+        )
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | dict[str, torch.Tensor | None] | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        """Run T more tokens.
+
+        Args:
+            input_ids: `[B, T]`, or give `inputs_embeds` `[B, T, hidden_size]`.
+            attention_mask: `[B, past + T]`, 0 for pads, wherever they stand; None when there are none.
+            position_ids: `[B, T]`; by default pads are not counted. Without a mask and a cache, positions that restart
+                separate packed documents.
+            past_key_values: an `InterdomainCache`, updated in place.
+            use_cache: make a cache when none is given. Packed documents and training forwards make none.
+            cu_seq_lens_q: `[S + 1]`, ends of packed documents, starting with 0; B = 1.
+
+        Raises:
+            ValueError: when the inputs do not fit the model or each other, before the cache is touched.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Give exactly one of input_ids and inputs_embeds.")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        batch, length = inputs_embeds.shape[:2]
+        if length == 0:
+            raise ValueError("input_ids must hold at least one token, got T = 0.")
+        self._check_cache(past_key_values, batch, inputs_embeds.device)
+
+        cu_seqlens = kwargs.get("cu_seq_lens_q")
+        if cu_seqlens is not None:
+            if past_key_values is not None:
+                raise ValueError("cu_seq_lens_q packs whole documents, so it cannot continue from past_key_values.")
+            _check_cu_seqlens(cu_seqlens, batch, length)
+            if position_ids is None:
+                position_ids = positions_from_cu_seqlens(cu_seqlens, length)
+        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        given_positions = position_ids
+        if position_ids is None:
+            position_ids = _default_positions(attention_mask, seen, batch, length, inputs_embeds.device)
+
+        packed = None
+        if cu_seqlens is not None:
+            packed = Packing(cu_seqlens.long())
+        elif given_positions is not None and attention_mask is None and past_key_values is None:
+            packed = packing_from_positions(given_positions.expand(batch, -1))
+        if use_cache and past_key_values is None and packed is None and not self.training:
+            past_key_values = InterdomainCache(self.config)
+
+        masks = attention_mask
+        if not isinstance(masks, dict):
+            masks = self.create_masks_for_generate(
+                self.config,
+                inputs_embeds,
+                attention_mask,
+                past_key_values,
+                # Left out unless documents are packed: the library, too, reads boundaries from positions.
+                position_ids=position_ids if packed is not None else None,
+            )
+        masks = dict(masks)
+        if packed is None and not self._steps(past_key_values, length):
+            packed = _packing(masks.get("linear_attention"))
+            masks["linear_attention"] = None
+
+        position_embeddings = {
+            int(dim): rotary(inputs_embeds, position_ids) for dim, rotary in self.rotary_embs.items()
+        }
+        hidden_states = inputs_embeds
+        for kind, layer in zip(self.config.layer_types, self.layers, strict=True):
+            hidden_states = layer(
+                hidden_states,
+                attention_mask=masks.get(kind),
+                position_embeddings=position_embeddings or None,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                packing=packed,
+                **kwargs,
+            )
+        return BaseModelOutputWithPast(
+            last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values if use_cache else None
+        )
+
+    def _steps(self, cache: Cache | None, length: int) -> bool:
+        """Whether the recurrent layers take one in-place step, which heeds a mask without packing."""
+        if cache is None or length != 1 or torch.is_grad_enabled() or self.config.backend != "auto":
+            return False
+        return all(layer.is_initialized for layer in cache.layers if isinstance(layer, InterdomainLayer))
+
+    def _check_cache(self, cache: Cache | None, batch: int, device: torch.device) -> None:
+        """A cache of another model or batch is an error before anything is written to it."""
+        if cache is None or "linear_attention" not in self.config.layer_types:
+            return
+        kinds = [isinstance(layer, InterdomainLayer) for layer in cache.layers]
+        if kinds != [kind == "linear_attention" for kind in self.config.layer_types]:
+            raise ValueError(
+                f"past_key_values ({type(cache).__name__}) does not fit the layers of this model; make it with "
+                "InterdomainCache(model.config)."
+            )
+        config = self.config
+        width = config.feature_dim + config.head_dim + int(config.normalize)
+        shape = (batch, config.num_key_value_heads, 2, config.state_size, width)
+        for i, layer in enumerate(cache.layers):
+            state = layer.state if isinstance(layer, InterdomainLayer) else None
+            if state is not None and state.shape != shape:
+                raise ValueError(
+                    f"past_key_values holds a state of shape {list(state.shape)} in layer {i}, but this model and "
+                    f"batch need {list(shape)}; it belongs to another model or batch."
+                )
+
+
+class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
+    """The model with a language modelling head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
+
+    def __init__(self, config: InterdomainConfig):
+        super().__init__(config)
+        self.model = InterdomainModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        """As `InterdomainModel.forward`, and:
+
+        Args:
+            labels: `[B, T]`, the input ids themselves (the shift happens here); -100 is ignored. Adds `loss`, the mean
+                cross-entropy in nats.
+            logits_to_keep: compute logits for the last so many tokens alone, or for these indices; 0 means all.
+
+        Returns:
+            logits `[B, T, vocab_size]`, the cache, and what else was asked for.
+
+        Example:
+
+            >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+            >>> import modeling_interdomain
+            >>> model = AutoModelForCausalLM.from_pretrained("outputs/quickstart")
+            >>> tokenizer = AutoTokenizer.from_pretrained("outputs/quickstart")
+            >>> ids = model.generate(**tokenizer("def main", return_tensors="pt"), max_new_tokens=20)
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    ) -> None:
+        """Make the cache `generate()` uses; a user's own cache is left alone."""
+        if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
+            super()._prepare_cache_for_generation(
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
+            return
+        kind = generation_config.cache_implementation
+        if kind in (None, "dynamic", "dynamic_full"):
+            cache = InterdomainCache(self.config)
+        elif kind == "static":
+            longest = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0)
+            cache = InterdomainStaticCache(self.config, max_cache_len=longest)
+        else:
+            raise ValueError(
+                f"cache_implementation={kind!r} is not possible for an Interdomain model: its state has a fixed "
+                'size and is neither quantized nor offloaded; use "dynamic" or "static".'
+            )
+        if generation_config.is_assistant:
+            cache.activate_past_recording()
+        model_kwargs["past_key_values"] = cache
+
+    def init_continuous_batching(self, *args, **kwargs):
+        raise NotImplementedError(_NO_CONTINUOUS_BATCHING)
+
+    def generate_batch(self, *args, **kwargs):
+        raise NotImplementedError(_NO_CONTINUOUS_BATCHING)
+
+
+class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
+    """The model with a linear head on the last real token of each row."""
+
+    def __init__(self, config: InterdomainConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = InterdomainModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs,
+    ) -> SequenceClassifierOutputWithPast:
+        """As `InterdomainModel.forward`, and:
+
+        Args:
+            labels: `[B]` class indices, or what `config.problem_type` asks for. Adds `loss`.
+
+        Returns:
+            logits `[B, num_labels]`, read at the last token that `attention_mask` marks as real (without a mask: the
+            last one that is not `pad_token_id`).
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        batch, length = hidden_states.shape[:2]
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+            real = attention_mask[:, -length:] != 0
+        elif input_ids is not None and self.config.pad_token_id is not None:
+            real = input_ids != self.config.pad_token_id
+        else:
+            real = torch.ones(batch, length, dtype=torch.bool, device=hidden_states.device)
+        last = (torch.arange(length, device=real.device) * real).argmax(dim=1).to(hidden_states.device)
+        logits = self.score(hidden_states[torch.arange(batch, device=last.device), last])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+        return SequenceClassifierOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+_NO_CONTINUOUS_BATCHING = (
+    "Continuous batching pages keys and values, and a recurrent state has none; call generate() on a padded batch "
+    "instead."
+)
+
+
+def _rotated(config) -> list[int]:
+    """The head sizes that need cosines and sines."""
+    if config.rope_parameters is None:
+        return []
+    sizes = {"softmax": config.head_dim}
+    if config.rope_placement is not None:
+        sizes["interdomain"] = config.feature_dim
+    return sorted({sizes[name] for name in config.mixers_per_layer if name in sizes})
+
+
+def _default_positions(attention_mask, seen, batch: int, length: int, device) -> torch.Tensor:
+    """Positions `[B or 1, T]` after `seen` tokens; pads, when the mask shows them, are not counted."""
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+        if attention_mask.shape[0] != batch or attention_mask.shape[1] < length:
+            raise ValueError(
+                f"attention_mask must have shape [B, past + T], at least [{batch}, {length}], got "
+                f"{list(attention_mask.shape)}."
+            )
+        return (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -length:].to(device)
+    return torch.arange(length, device=device)[None] + seen
+
+
+def _check_cu_seqlens(cu_seqlens: torch.Tensor, batch: int, length: int) -> None:
+    ends = cu_seqlens.tolist()
+    if batch != 1 or ends[0] != 0 or ends[-1] != length or any(a >= b for a, b in pairwise(ends)):
+        raise ValueError(
+            f"cu_seq_lens_q must increase strictly from 0 to T = {length} with all documents in one row (B = 1), got "
+            f"{ends} with B = {batch}."
+        )
+
+
+def _packing(mask: torch.Tensor | None) -> Packing | None:
+    """What to leave out for a `[B, T]` mask; None when every token is real."""
+    if mask is None or bool(mask.all()):
+        return None
+    return packing_from_mask(mask)

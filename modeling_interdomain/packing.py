@@ -1,0 +1,62 @@
+"""Which tokens a recurrent layer works on, when the batch is not simply B rows of T real tokens."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Packing(NamedTuple):
+    """The real tokens of a batch as one row of documents.
+
+    Attributes:
+        cu_seqlens: `[S + 1]`, the ends of the documents along the packed row, starting with 0.
+        tokens: `[n]`, where in the flattened `[B T]` batch the packed tokens come from; None when all of them do.
+        rows: `[S]`, the batch row of each document, where documents and batch rows correspond and some rows have no
+            real token; None when document s is row s, or documents are not rows at all.
+        mask: `[B, T]` bool, False for pads; None when there are none.
+    """
+
+    cu_seqlens: torch.Tensor
+    tokens: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+
+    def pack(self, x: torch.Tensor) -> torch.Tensor:
+        """`[B, T, ...]` to `[1, n, ...]`."""
+        x = x.flatten(0, 1)
+        return (x if self.tokens is None else x.index_select(0, self.tokens))[None]
+
+    def unpack(self, x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """`[1, n, ...]` back to `[B, T, ...]` with zeros at the pads; `shape` is [B, T]."""
+        if self.tokens is None:
+            return x[0].unflatten(0, tuple(shape))
+        flat = x.new_zeros(shape[0] * shape[1], *x.shape[2:])
+        return flat.index_copy(0, self.tokens, x[0]).unflatten(0, tuple(shape))
+
+
+def packing_from_mask(mask: torch.Tensor) -> Packing:
+    """Leave the pads of a `[B, T]` mask out, wherever they stand: one document a row that has a real token."""
+    mask = mask.bool()
+    lengths = mask.sum(dim=1)
+    rows = lengths.nonzero()[:, 0]
+    cu_seqlens = torch.nn.functional.pad(lengths[rows].cumsum(0), (1, 0))
+    every_row = rows.numel() == mask.shape[0]
+    return Packing(cu_seqlens, mask.flatten().nonzero()[:, 0], None if every_row else rows, mask)
+
+
+def packing_from_positions(position_ids: torch.Tensor) -> Packing | None:
+    """Documents start wherever `position_ids` `[B, T]` do not go up by one; None when every row is one document."""
+    starts = torch.ones_like(position_ids, dtype=torch.bool)
+    starts[:, 1:] = position_ids.diff(dim=1) != 1
+    if not starts[:, 1:].any():
+        return None
+    begins = starts.flatten().nonzero()[:, 0]
+    return Packing(torch.cat([begins, begins.new_tensor([position_ids.numel()])]))
+
+
+def positions_from_cu_seqlens(cu_seqlens: torch.Tensor, length: int) -> torch.Tensor:
+    """`[1, T]` positions that restart at every document."""
+    cu_seqlens = cu_seqlens.long()
+    lengths = cu_seqlens.diff()
+    starts = torch.repeat_interleave(cu_seqlens[:-1], lengths)
+    return (torch.arange(length, device=cu_seqlens.device) - starts)[None]

@@ -1,0 +1,51 @@
+"""Rotary position embeddings."""
+
+import copy
+
+import torch
+from torch import nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+
+
+class InterdomainRotaryEmbedding(nn.Module):
+    """Cosines and sines `[B, T, dim]` for a head of `dim` numbers, by default `config.head_dim`."""
+
+    inv_freq: torch.Tensor
+
+    def __init__(self, config, dim: int | None = None):
+        super().__init__()
+        self.config = copy.copy(config)
+        self.config.head_dim = dim or config.head_dim
+        self.max_seq_len_cached = config.max_position_embeddings
+        self.original_max_seq_len = config.max_position_embeddings
+        self.rope_type = config.rope_parameters["rope_type"]
+        inv_freq, self.attention_scaling = self.initial_frequencies()
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
+
+    def initial_frequencies(self, device=None) -> tuple[torch.Tensor, float]:
+        if self.rope_type != "default":
+            return ROPE_INIT_FUNCTIONS[self.rope_type](self.config, device)
+        return self.compute_default_rope_parameters(self.config, device)
+
+    @staticmethod
+    def compute_default_rope_parameters(config, device=None, **kwargs) -> tuple[torch.Tensor, float]:
+        dim = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+        exponents = torch.arange(0, dim, 2, dtype=torch.float, device=device) / dim
+        return config.rope_parameters["rope_theta"] ** -exponents, 1.0
+
+    @torch.no_grad()
+    @dynamic_rope_update
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = position_ids[..., None].float() * self.inv_freq.to(x.device, torch.float)
+        angles = torch.cat([angles, angles], dim=-1)
+        return (angles.cos() * self.attention_scaling).to(x.dtype), (angles.sin() * self.attention_scaling).to(x.dtype)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the first `dim` numbers of each head `[B, T, heads, head_dim]` by the angles of `[B, T, dim]`."""
+    dim = cos.shape[-1]
+    x, rest = x[..., :dim], x[..., dim:]
+    first, second = x.chunk(2, dim=-1)
+    rotated = x * cos[:, :, None] + torch.cat([-second, first], dim=-1) * sin[:, :, None]
+    return rotated if rest.shape[-1] == 0 else torch.cat([rotated, rest], dim=-1)
