@@ -1,0 +1,105 @@
+"""The configuration checks itself, and the presets are the paper's models."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from modeling_interdomain import InterdomainConfig
+
+PRESETS = sorted(Path(__file__).parents[1].glob("configuration/*/config.json"))
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+# Softmax at 125M is the paper's own figure; the others follow from the shapes.
+PARAMETERS = {
+    "interdomain-125m": 135_416_208,
+    "softmax-125m": 134_105_856,
+    "interdomain-350m": 377_360_768,
+    "softmax-350m": 373_867_520,
+    "interdomain-760m": 783_094_848,
+    "softmax-760m": 777_856_512,
+    "interdomain-1.3b": 1_352_406_784,
+    "softmax-1.3b": 1_345_423_360,
+}
+SHAPES = {"125m": (12, 768, 12), "350m": (24, 1024, 16), "760m": (24, 1536, 24), "1.3b": (24, 2048, 32)}
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.parent.name)
+def test_presets_load_and_build(path):
+    config = AutoConfig.from_pretrained(path.parent)
+    assert isinstance(config, InterdomainConfig)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    if path.parent.name in PARAMETERS:
+        assert sum(p.numel() for p in model.parameters()) == PARAMETERS[path.parent.name]
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_presets_have_the_shapes_of_the_paper(name):
+    config = AutoConfig.from_pretrained(Path(__file__).parents[1] / "configuration" / name)
+    shape = config.num_hidden_layers, config.hidden_size, config.num_attention_heads
+    assert shape == SHAPES[name.split("-")[1]]
+    assert (config.vocab_size, config.head_dim, config.feature_dim, config.state_size) == (32000, 64, 64, 64)
+
+
+@pytest.mark.parametrize("coefficients", ["full", "diagonal", "identity"])
+@pytest.mark.parametrize("rope_placement", [None, "before", "after"])
+def test_round_trip(tmp_path, coefficients, rope_placement):
+    config = InterdomainConfig(
+        coefficient_matrix=coefficients,
+        rope_parameters=ROPE,
+        rope_placement=rope_placement,
+        num_hidden_layers=2,
+        token_mixers=["softmax", "interdomain"],
+    )
+    config.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).to_diff_dict() == config.to_diff_dict()
+
+
+def test_layer_types_follow_the_mixers():
+    config = InterdomainConfig(num_hidden_layers=3, token_mixers=["softmax", "interdomain", "interdomain"])
+    assert config.layer_types == ["full_attention", "linear_attention", "linear_attention"]
+    config.layer_types = ["full_attention"] * 3
+    assert config.layer_types[1] == "linear_attention"
+    assert InterdomainConfig().layer_types == ["linear_attention"] * 12
+
+
+def test_no_rope_unless_asked_for():
+    assert InterdomainConfig().rope_parameters is None
+    assert copy.deepcopy(InterdomainConfig()).rope_parameters is None
+    assert InterdomainConfig(rope_theta=5000.0).rope_parameters["rope_theta"] == 5000.0
+
+
+@pytest.mark.parametrize(("width", "expected"), [(768, 2048), (1024, 2816), (1536, 4096), (2048, 5504)])
+def test_intermediate_size_is_rounded_up(width, expected):
+    assert InterdomainConfig(hidden_size=width, num_attention_heads=width // 64).intermediate_size == expected
+
+
+BAD_FIELDS = {
+    "heads that do not divide the width": ({"hidden_size": 100, "num_attention_heads": 3}, "hidden_size = 100"),
+    "groups that do not divide the heads": ({"num_key_value_heads": 5}, "num_key_value_heads = 5 must divide"),
+    "an unknown mixer": ({"token_mixers": "mamba"}, "token_mixers must be made of .*; got mamba"),
+    "too few mixers": ({"token_mixers": ["softmax"]}, "token_mixers has 1 names for num_hidden_layers = 12"),
+    "an unknown product": ({"product": "dot"}, "product must be one of"),
+    "an unknown backend": ({"backend": "cuda"}, "backend must be one of"),
+    "an unknown coefficient matrix": ({"coefficient_matrix": "toeplitz"}, "coefficient_matrix must be one of"),
+    "an unknown feature map": ({"feature_map": "relu"}, "feature_map must be one of"),
+    "an unknown state dtype": ({"state_dtype": "int8"}, "state_dtype must be one of"),
+    "an unknown rope placement": ({"rope_placement": "around"}, "rope_placement must be one of"),
+    "a rope placement without rope": ({"rope_placement": "before"}, "rope_placement = 'before' needs rope_parameters"),
+    "an odd head": (
+        {"hidden_size": 36, "num_attention_heads": 4, "rope_parameters": dict(ROPE)},
+        "rope_parameters needs an even head_dim",
+    ),
+    "no state": ({"state_size": 0}, "state_size must be a positive integer, got 0"),
+    "no kernel": ({"conv_kernel": 0}, "conv_kernel must be a positive integer, got 0"),
+    "negative rollback": ({"max_rollback": -1}, "max_rollback must not be negative"),
+}
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD_FIELDS.values(), ids=BAD_FIELDS.keys())
+def test_bad_fields_are_named(fields, message):
+    with pytest.raises(Exception, match=message):
+        InterdomainConfig(**fields)
