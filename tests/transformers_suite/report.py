@@ -1,0 +1,50 @@
+"""Runs the suite and prints its skipped tests, with their reasons, as a markdown table.
+
+python tests/transformers_suite/report.py > skipped.md
+"""
+
+import re
+import sys
+from collections import defaultdict
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+
+class SkipCollector:
+    """A pytest plugin that remembers which tests were skipped, for which reason and in which test class."""
+
+    def __init__(self):
+        self.base_names = {}
+        self.classes_by_skip = defaultdict(set)
+
+    def pytest_collection_modifyitems(self, items):
+        for item in items:
+            # `parameterized` makes one numbered method for each set of parameters, of the function it keeps here.
+            written = getattr(getattr(item, "function", None), "place_as", None)
+            self.base_names[item.nodeid] = written.__name__ if written else item.name
+
+    def pytest_runtest_logreport(self, report):
+        if report.skipped and not hasattr(report, "wasxfail"):
+            # A test that visits our three classes in turn skips once for each, and one line tells it all.
+            reason = re.sub(r"<class '.*'>|\bInterdomain\w+", "the model", report.longrepr[2].removeprefix("Skipped: "))
+            class_name = report.nodeid.split("::")[-2]
+            self.classes_by_skip[reason, self.base_names[report.nodeid]].add(class_name)
+
+    def table(self):
+        tests_by_reason = defaultdict(list)
+        for (reason, test), classes in sorted(self.classes_by_skip.items()):
+            tests_by_reason[reason, " and ".join(sorted(classes))].append(f"`{test}`")
+        yield "| Skipped tests | In | Reason |"
+        yield "|---|---|---|"
+        for (reason, classes), tests in tests_by_reason.items():
+            yield f"| {', '.join(tests)} | {classes} | {reason} |".replace("\n", " ")
+
+
+if __name__ == "__main__":
+    collector = SkipCollector()
+    with redirect_stdout(sys.stderr):
+        status = pytest.main(["--quiet", str(Path(__file__).parent)], plugins=[collector])
+    print(*collector.table(), sep="\n")
+    sys.exit(status)

@@ -1,0 +1,2 @@
+class ExportTesterMixin:
+    """A base of ModelTesterMixin whose tests are not in the source distribution."""

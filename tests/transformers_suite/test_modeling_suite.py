@@ -1,0 +1,111 @@
+"""Runs the tests that Transformers has for its own models, unmodified, on ours."""
+
+import unittest
+
+import torch
+from tests.test_configuration_common import ConfigTester
+from tests.test_fsdp_mixin import FSDPTesterMixin
+from tests.test_modeling_common import ModelTesterMixin, ids_tensor
+from tests.test_tensor_parallel_mixin import TensorParallelTesterMixin
+from tests.test_training_mixin import TrainingTesterMixin
+from transformers.testing_utils import torch_device
+
+from modeling_interdomain import (
+    InterdomainConfig,
+    InterdomainForCausalLM,
+    InterdomainForSequenceClassification,
+    InterdomainModel,
+)
+from tests import test_fsdp_mixin, test_tensor_parallel_mixin
+
+# The tests that cannot apply, each with its reason. Everything else runs, or is skipped by the library itself.
+NOT_APPLICABLE = {
+    "test_generation_tester_mixin_inheritance": "GenerationTesterMixin is not in the source distribution.",
+}
+
+# By default the distributed tests run only for some of the library's own models; both files offer this switch.
+test_fsdp_mixin.FSDP_DISTRIBUTED_TEST_MODEL_TYPES = None
+test_tensor_parallel_mixin.TP_DISTRIBUTED_TEST_MODEL_TYPES = None
+
+
+class InterdomainModelTester:
+    """Gives the library's tests a tiny configuration, its inputs and the sizes they check against."""
+
+    base_model_class = InterdomainModel
+    causal_lm_class = InterdomainForCausalLM
+    sequence_classification_class = InterdomainForSequenceClassification
+
+    is_training = True
+    batch_size = 4
+    seq_length = 7
+    vocab_size = 99
+    hidden_size = 32
+    intermediate_size = 64
+    num_hidden_layers = 2
+    num_attention_heads = 4
+
+    def __init__(self, token_mixers):
+        self.token_mixers = token_mixers if isinstance(token_mixers, str) else list(token_mixers)
+
+    def config_fields(self):
+        return {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": 2,
+            "state_size": 8,
+            "max_position_embeddings": 64,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "rope_placement": "before",
+            "token_mixers": self.token_mixers,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+
+    def get_config(self):
+        return InterdomainConfig(**self.config_fields())
+
+    def prepare_config_and_inputs_for_common(self):
+        input_ids = ids_tensor([self.batch_size, self.seq_length], self.vocab_size)
+        # Row n has n + 1 tokens and then padding.
+        attention_mask = torch.ones_like(input_ids).tril().to(torch_device)
+        return self.get_config(), {"input_ids": input_ids, "attention_mask": attention_mask}
+
+
+class TransformersSuite(ModelTesterMixin, TrainingTesterMixin, TensorParallelTesterMixin, FSDPTesterMixin):
+    # Tests that look at one class take the first: the one with logits, a loss and generate.
+    all_model_classes = (InterdomainForCausalLM, InterdomainModel, InterdomainForSequenceClassification)
+    # The library dates a model by the copyright line of its configuration file and would excuse one without a date.
+    test_can_init_all_missing_weights_before_2023 = True
+
+    token_mixers = None
+
+    def setUp(self):
+        if reason := NOT_APPLICABLE.get(self._testMethodName):
+            self.skipTest(reason)
+        self.model_tester = InterdomainModelTester(self.token_mixers)
+
+    def test_config(self):
+        ConfigTester(self, InterdomainConfig, **self.model_tester.config_fields()).run_common_tests()
+
+
+class InterdomainTest(TransformersSuite, unittest.TestCase):
+    token_mixers = "interdomain"
+    has_attentions = False
+
+
+class HybridTest(TransformersSuite, unittest.TestCase):
+    token_mixers = ("interdomain", "softmax")
+    # Recurrent layers have no attention weights to return; SoftmaxTest runs these checks.
+    has_attentions = False
+
+
+class SoftmaxTest(TransformersSuite, unittest.TestCase):
+    token_mixers = "softmax"
+
+
+def test_every_skipped_test_exists():
+    assert not [name for name in NOT_APPLICABLE if not hasattr(TransformersSuite, name)]
