@@ -1,0 +1,54 @@
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+OUTPUT ?= runs/quickstart
+ARGS   ?=
+
+VENV  := .venv
+RUN   := $(VENV)/bin/python
+STAMP := $(VENV)/.ready
+# The tests read no network, and their workers share the cores instead of fighting over them.
+TESTS := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2
+
+.PHONY: help quickstart test test-all lint bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make quickstart   train a small model on this computer in minutes, save it, load it, let it write"
+	@echo "make test         style, types and the fast tests"
+	@echo "make test-all     the long tests too"
+	@echo "make lint         style and types only"
+	@echo "make bench        the performance tables"
+	@echo "make clean        remove caches and builds (the environment and runs/ stay)"
+	@echo "Options are passed on: make quickstart ARGS='--minutes 2 --data my_texts/'"
+
+quickstart: $(STAMP)
+	@$(RUN) -m examples.quickstart --output $(OUTPUT) --overwrite $(ARGS)
+
+test: lint
+	@$(TESTS) -m "not slow" $(ARGS)
+
+test-all: lint
+	@$(TESTS) $(ARGS)
+
+lint: $(STAMP)
+	@$(RUN) -m ruff check --quiet --output-format concise .
+	@$(RUN) -m ruff format --check --quiet . || { echo "Some files are not formatted: run $(RUN) -m ruff format ."; exit 1; }
+	@$(RUN) -m mypy
+
+bench: $(STAMP)
+	@$(RUN) -m benchmarks $(ARGS)
+
+clean:
+	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	@find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
+
+# An environment that already holds everything is only linked to this repository: pip finds nothing to fetch. Torch comes
+# first and alone, so that another build (CUDA, ROCm, nightly) can be chosen with TORCH=..., and is then held in place.
+$(STAMP): pyproject.toml
+	@test -x $(RUN) || { echo "Creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@$(RUN) -c "import torch" 2>/dev/null || { echo "Installing $(TORCH)"; $(RUN) -m pip install --quiet $(TORCH); }
+	@echo "Installing modeling-interdomain and its tools into $(VENV)"
+	@$(RUN) -m pip install --quiet "setuptools>=77"
+	@$(RUN) -c "from importlib.metadata import version; print('torch==' + version('torch'))" > $(VENV)/held.txt
+	@$(RUN) -m pip install --quiet --no-build-isolation --constraint $(VENV)/held.txt --editable ".[test]"
+	@touch $@

@@ -1,0 +1,105 @@
+"""Load a saved model as any user of Transformers would, let it write, and measure it on text it has not seen.
+
+Usage:
+    python -m examples.evaluate runs/quickstart --prompt "def read_" --data runs/quickstart/held_out.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+import modeling_interdomain  # noqa: F401  the import makes the Auto classes know the architecture
+from examples.text_data import InputError, bits_per_byte, gather_documents, num_bytes
+
+
+def generate_text(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    max_new_tokens: int = 160,
+    temperature: float = 0.7,
+    seed: int = 0,
+) -> str:
+    """The prompt and its continuation, sampled."""
+    torch.manual_seed(seed)
+    # The boundary first: in training, too, a text follows the end of another.
+    inputs = tokenizer(tokenizer.bos_token + prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    settings = {"do_sample": True, "temperature": temperature, "top_p": 0.95, "pad_token_id": tokenizer.pad_token_id}
+    ids = model.generate(**inputs, max_new_tokens=max_new_tokens, **settings)
+    return tokenizer.decode(ids[0], skip_special_tokens=True)
+
+
+def measure(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, documents: Sequence[str], sequence_length: int
+) -> dict[str, float]:
+    """Bits per byte of the model and, on the same bytes, of two general compressors; and the number of bytes."""
+    return {
+        "held_out_bytes": sum(map(num_bytes, documents)),
+        "bits_per_byte": bits_per_byte(model, tokenizer, documents, sequence_length),
+        "xz_bits_per_byte": compressed_bits_per_byte(documents, lambda data: lzma.compress(data, preset=9)),
+        "zlib_bits_per_byte": compressed_bits_per_byte(documents, lambda data: zlib.compress(data, level=9)),
+    }
+
+
+def compressed_bits_per_byte(documents: Sequence[str], compress: Callable[[bytes], bytes]) -> float:
+    """Bits that a general compressor needs for each byte of the documents, which it has never seen before either."""
+    data = "".join(documents).encode()
+    return 8 * len(compress(data)) / len(data)
+
+
+def load(folder: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model in evaluation mode, and tokenizer, of a folder that `save_pretrained` wrote."""
+    if not (Path(folder) / "config.json").is_file():
+        raise InputError(f"{folder} is not a folder with a saved model.")
+    return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", help="a model that save_pretrained wrote, with its tokenizer")
+    parser.add_argument("--prompt", default="def read_", help="what the model continues (default: %(default)r)")
+    parser.add_argument("--tokens", type=int, default=160, help="tokens to write (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.7, help="of the sampling (default: %(default)s)")
+    parser.add_argument("--data", nargs="+", help="held-out text to measure on; without it nothing is measured")
+    parser.add_argument("--sequence-length", type=int, default=256, help="tokens read at once (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="also write the measured numbers to this file")
+    return parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace) -> None:
+    logging.disable_progress_bar()
+    model, tokenizer = load(options.folder)
+    print(generate_text(model, tokenizer, options.prompt, options.tokens, options.temperature, options.seed))
+    if not options.data:
+        return
+    results = measure(model, tokenizer, gather_documents(options.data), options.sequence_length)
+    print(
+        f"\nHeld-out text, {results['held_out_bytes']:,} bytes: {results['bits_per_byte']:.3f} bits per byte"
+        f" (xz needs {results['xz_bits_per_byte']:.3f}, zlib {results['zlib_bits_per_byte']:.3f})"
+    )
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        run(parse_arguments(arguments))
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

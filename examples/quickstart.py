@@ -1,0 +1,286 @@
+"""Train a small Interdomain language model on this computer in minutes, save it, and meet it in a fresh process.
+
+Usage:
+    python -m examples.quickstart
+    python -m examples.quickstart --data my_texts/ --minutes 10 --output runs/mine
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from matplotlib.figure import Figure
+from tqdm import tqdm
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
+from transformers.utils import logging
+
+import modeling_interdomain  # noqa: F401  the import makes the Auto classes know the architecture
+from examples.text_data import (
+    InputError,
+    encode,
+    gather_documents,
+    num_bytes,
+    random_batches,
+    split_documents,
+    train_tokenizer,
+)
+from examples.training import Progress, train
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+STEPS, MINUTES = 400, 4.0  # the steps fit two slow cores; on still slower ones the clock ends the training instead
+HELD_OUT_BYTES = 200_000  # measured in seconds, and enough for two digits
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Refuse at once what would fail, or lose somebody's files, minutes later."""
+    for name in ("steps", "minutes", "batch_size", "sequence_length", "learning_rate"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise InputError(f"--{name.replace('_', '-')} must be positive, not {value}.")
+    if not (options.config / "config.json").is_file():
+        raise InputError(f"{options.config} has no config.json.")
+    if options.output.exists() and not options.output.is_dir():
+        raise InputError(f"The output {options.output} is a file, not a folder.")
+    if options.output.is_dir() and any(options.output.iterdir()) and not options.overwrite:
+        raise InputError(f"The output folder {options.output} is not empty: choose another, or add --overwrite.")
+
+
+def load_config(folder: Path, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+    """The shape of the folder's config.json with the tokenizer's vocabulary and special tokens."""
+    return AutoConfig.from_pretrained(
+        folder,
+        vocab_size=len(tokenizer),
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def describe(model: PreTrainedModel) -> str:
+    """One line: what the model is and what runs it."""
+    config = model.config
+    mixers = getattr(config, "token_mixers", None) or config.model_type
+    mixers = mixers if isinstance(mixers, str) else " ".join(dict.fromkeys(mixers))
+    return (
+        f"{model.num_parameters():,} parameters: {config.num_hidden_layers} layers of {mixers}, width"
+        f" {config.hidden_size}, vocabulary {config.vocab_size:,}; {model.dtype} on {model.device.type}, backend"
+        f" {getattr(config, 'backend', None) or 'eager'}, {torch.get_num_threads()} threads".replace("torch.", "")
+    )
+
+
+def train_with_progress_bar(
+    model: PreTrainedModel, tokens: torch.Tensor, options: argparse.Namespace
+) -> list[Progress]:
+    """Train on the stream of tokens [N] and return every step."""
+    batches = random_batches(tokens, options.batch_size, options.sequence_length, options.seed)
+    seconds = None if options.minutes is None else 60 * options.minutes
+    history = []
+    with tqdm(total=options.steps, desc="Training", unit="step", dynamic_ncols=True) as bar:
+        run = train(model, batches, steps=options.steps, seconds=seconds, learning_rate=options.learning_rate)
+        for progress in run:
+            history.append(progress)
+            bar.set_postfix_str(f"loss {progress.loss:.3f}, {progress.tokens_per_second:,.0f} tokens/s", refresh=False)
+            bar.update()
+    return history
+
+
+def smoothed(losses: Sequence[float], window: int = 20) -> list[float]:
+    """Mean of each loss and of up to `window` - 1 before it."""
+    return [sum(part) / len(part) for end in range(1, len(losses) + 1) if (part := losses[max(0, end - window) : end])]
+
+
+def text_curve(losses: Sequence[float], width: int = 64, height: int = 8) -> str:
+    """The losses as a little plot of characters, from the first step to the last."""
+    columns = [losses[index * len(losses) // width] for index in range(width - 1)] + [losses[-1]]
+    top, bottom = max(columns), min(columns)
+    scale = (height - 1) / (top - bottom) if top > bottom else 0.0
+    rows = [[" "] * width for _ in range(height)]
+    for column, loss in enumerate(columns):
+        rows[round((top - loss) * scale)][column] = "*"
+    labels = [f"{top:.2f}", *[""] * (height - 2), f"{bottom:.2f}"]
+    axis = f"{'':>6} +{'-' * width} step {len(losses)}"
+    return "\n".join([f"{label:>6} |{''.join(row).rstrip()}" for label, row in zip(labels, rows)] + [axis])
+
+
+def write_learning_curve(history: Sequence[Progress], folder: Path) -> None:
+    """learning_curve.csv with every step, and learning_curve.png with the losses."""
+    with (folder / "learning_curve.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(Progress._fields)
+        writer.writerows(history)
+    steps, losses = [progress.step for progress in history], [progress.loss for progress in history]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(steps, losses, color="0.8", label="each batch")
+    axes.plot(steps, smoothed(losses), label="mean of 20")
+    axes.set(xlabel="step", ylabel="training loss (nats per token)")
+    axes.legend()
+    figure.savefig(folder / "learning_curve.png", dpi=150)
+
+
+def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def write_documents(documents: Sequence[str], path: Path) -> None:
+    """One JSON object with the field "text" a line."""
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps({"text": document}) + "\n" for document in documents)
+
+
+def evaluate_in_fresh_process(options: argparse.Namespace) -> dict[str, float]:
+    """Load the folder in a new Python, let it write and measure it there: what is on disk is what is measured."""
+    folder = options.output.resolve()
+    command = [sys.executable, "-m", "examples.evaluate", str(folder), "--data", str(folder / "held_out.jsonl")]
+    command += ["--prompt", options.prompt, "--seed", str(options.seed), "--json", str(folder / "results.json")]
+    command += ["--sequence-length", str(options.sequence_length)]
+    subprocess.run(command, cwd=REPOSITORY, check=True)
+    return json.loads((folder / "results.json").read_text())
+
+
+def write_model_card(results: dict[str, float | str], folder: Path) -> None:
+    """README.md with the metadata that the Hub reads, and the numbers that were measured."""
+    data = ModelCardData(
+        license="apache-2.0",
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["interdomain-attention", "linear-attention", "state-space-model", "quickstart"],
+        model_name=folder.resolve().name,
+        eval_results=[
+            EvalResult(
+                task_type="text-generation",
+                dataset_type="held-out-text",
+                dataset_name=str(results["data"]),
+                metric_type="bits_per_byte",
+                metric_name="bits per byte",
+                metric_value=round(results["bits_per_byte"], 4),
+            )
+        ],
+    )
+    text = f"""---
+{data.to_yaml()}
+---
+
+# A small Interdomain Attention model
+
+{results["parameters"]:,} parameters, trained for {results["steps"]:,} steps of {results["tokens_per_step"]:,} tokens
+({results["training_seconds"]:.0f} seconds on {results["hardware"]}) on: {results["data"]}.
+It shows that the architecture learns; it is far too small to be useful.
+
+| on {results["held_out_bytes"]:,} bytes of held-out text | bits per byte |
+|---|---|
+| this model | {results["bits_per_byte"]:.3f} |
+| `xz -9`, on these bytes alone | {results["xz_bits_per_byte"]:.3f} |
+| zlib, on these bytes alone | {results["zlib_bits_per_byte"]:.3f} |
+
+![Learning curve](learning_curve.png)
+
+```python
+import modeling_interdomain  # or, without the package, trust_remote_code=True below
+from transformers import pipeline
+
+write = pipeline("text-generation", model="{folder.resolve().name}")  # or the name of its repository
+print(write("def read_", max_new_tokens=100)[0]["generated_text"])
+```
+"""
+    ModelCard(text).save(folder / "README.md")
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    default_config = REPOSITORY / "configuration" / "interdomain-small"
+    parser.add_argument(
+        "--data",
+        nargs="+",
+        default=[],
+        help="files or folders (.txt .md .py .jsonl .parquet) or dataset names (default: Python's standard library)",
+    )
+    parser.add_argument("--output", type=Path, default=Path("runs/quickstart"), help="folder (default: %(default)s)")
+    parser.add_argument("--overwrite", action="store_true", help="write into the output folder even if it is not empty")
+    parser.add_argument(
+        "--config", type=Path, default=default_config, help="folder with config.json (default: the small one)"
+    )
+    parser.add_argument("--steps", type=int, help=f"train this many steps, however long (default: {STEPS})")
+    parser.add_argument("--minutes", type=float, help=f"train at most this long (default: {MINUTES:g})")
+    parser.add_argument("--prompt", default="def read_", help="what the trained model continues (default: %(default)r)")
+    parser.add_argument("--seed", type=int, default=0, help="of data, weights and sampling (default: %(default)s)")
+    parser.add_argument("--vocab-size", type=int, default=4096, help="tokens to learn (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences a step (default: %(default)s)")
+    parser.add_argument("--sequence-length", type=int, default=256, help="tokens a sequence (default: %(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="at its peak (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    if options.steps is None and options.minutes is None:
+        options.steps, options.minutes = STEPS, MINUTES
+    return options
+
+
+def run(options: argparse.Namespace) -> None:
+    check_options(options)
+    logging.disable_progress_bar()  # one bar, the training's, is enough
+    set_seed(options.seed)
+    documents = gather_documents(options.data, seed=options.seed)
+    train_documents, held_out_documents = split_documents(documents, HELD_OUT_BYTES, seed=options.seed)
+    tokenizer = train_tokenizer(train_documents, options.vocab_size)
+    tokens = encode(tokenizer, train_documents)
+    print(
+        f"{len(documents):,} documents, {sum(map(num_bytes, documents)):,} bytes, of them"
+        f" {sum(map(num_bytes, held_out_documents)):,} held out; {len(tokens):,} tokens to train on"
+    )
+    model = AutoModelForCausalLM.from_config(load_config(options.config, tokenizer))
+    print(describe(model))
+
+    started = time.perf_counter()
+    history = train_with_progress_bar(model, tokens, options)
+    training_seconds = time.perf_counter() - started
+    print(text_curve(smoothed([progress.loss for progress in history])))
+
+    options.output.mkdir(parents=True, exist_ok=True)
+    write_learning_curve(history, options.output)
+    write_documents(held_out_documents, options.output / "held_out.jsonl")
+    save_checkpoint(model, tokenizer, options.output)
+    print(f"Saved {options.output}. A fresh process loads it and writes:\n", flush=True)
+
+    tokens_per_step = options.batch_size * options.sequence_length
+    results = evaluate_in_fresh_process(options) | {
+        "data": ", ".join(Path(source).name for source in options.data)
+        or "the source code of Python's standard library",
+        "parameters": model.num_parameters(),
+        "steps": len(history),
+        "tokens_per_step": tokens_per_step,
+        "training_seconds": training_seconds,
+        "tokens_per_second": len(history) * tokens_per_step / training_seconds,
+        "hardware": f"{torch.get_num_threads()} CPU threads",
+        "seed": options.seed,
+    }
+    (options.output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    write_model_card(results, options.output)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        run(parse_arguments(arguments))
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,262 @@
+"""Text for small experiments: where it comes from, its tokens, its batches and its score in bits per byte.
+
+Example:
+    documents = gather_documents(["my_texts/"])
+    train_documents, held_out_documents = split_documents(documents)
+    tokenizer = train_tokenizer(train_documents)
+    batches = random_batches(encode(tokenizer, train_documents), batch_size=8, sequence_length=256)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+TEXT_SUFFIXES = (".txt", ".md", ".py")
+TABLE_SUFFIXES = (".jsonl", ".parquet")
+# Folders of the standard library that hold no programs to learn from: tests, other people's packages, character tables.
+SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings"}
+BOUNDARY, PADDING = "<|endoftext|>", "<|pad|>"
+SMALLEST_VOCABULARY = 256 + 2  # every byte, the boundary and the padding
+
+
+class InputError(ValueError):
+    """Something the user gave cannot be used; the message is one sentence that says what and why."""
+
+
+def gather_documents(sources: Sequence[str] = (), max_bytes: int = 16_000_000, seed: int = 0) -> list[str]:
+    """Up to about `max_bytes` of text, divided equally over the sources.
+
+    A source is a file, a folder (searched for .txt, .md, .py, .jsonl and .parquet), or, where no such path exists, the
+    name of a dataset for `datasets.load_dataset` ("name" or "name:configuration"). Without sources it is the source
+    code of Python's own standard library. Tables are read through their column "text". The seed shuffles the files.
+    """
+    if not sources:
+        return _take(_read_files(_standard_library_files(), seed), max_bytes)
+    share = max_bytes // len(sources)
+    documents = [document for source in sources for document in _take(_read_source(source, seed), share)]
+    if not documents:
+        raise InputError(f"No text was found in {', '.join(sources)}.")
+    return documents
+
+
+def split_documents(
+    documents: Sequence[str], held_out_bytes: int = 400_000, min_bytes: int = 10_000, seed: int = 0
+) -> tuple[list[str], list[str]]:
+    """Training and held-out documents: a tenth of the text is held out, at most `held_out_bytes`.
+
+    The two never share a document, except that a single document is cut in two.
+    """
+    documents = [document for document in documents if document.strip()]
+    total = sum(map(num_bytes, documents))
+    if total < min_bytes:
+        raise InputError(f"The text has {total:,} bytes, too little to learn from: {min_bytes:,} are needed.")
+    wanted = min(held_out_bytes, total // 10)
+    if len(documents) == 1:
+        train, held_out = cut(documents[0], total - wanted)
+        return [train], [held_out]
+    random.Random(seed).shuffle(documents)
+    held_out_documents = _take(documents[:-1], wanted)
+    return documents[len(held_out_documents) :], held_out_documents
+
+
+def train_tokenizer(documents: Iterable[str], vocab_size: int = 4096) -> PreTrainedTokenizerFast:
+    """A byte-level BPE learned from the documents: any text has tokens, and they decode to exactly that text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise InputError(f"A vocabulary of {vocab_size} is too small: bytes alone need {SMALLEST_VOCABULARY}.")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BOUNDARY, PADDING],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    # The same token ends one document and begins the next, so a model has always seen what its first token follows.
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=BOUNDARY,
+        eos_token=BOUNDARY,
+        pad_token=PADDING,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> torch.Tensor:
+    """One stream of token ids [N], int64: a boundary, then each document followed by a boundary."""
+    # Text that happens to spell a special token is text.
+    encoded = tokenizer(list(documents), add_special_tokens=False, split_special_tokens=True, verbose=False)
+    stream = [tokenizer.eos_token_id]
+    for ids in encoded["input_ids"]:
+        stream += ids
+        stream.append(tokenizer.eos_token_id)
+    return torch.tensor(stream)
+
+
+def random_batches(
+    tokens: torch.Tensor, batch_size: int, sequence_length: int, seed: int = 0
+) -> Iterator[torch.Tensor]:
+    """Endless windows [B, T + 1] of the stream tokens [N]: a model reads the first T and predicts the last T."""
+    if len(tokens) <= sequence_length:
+        raise InputError(f"The text has {len(tokens):,} tokens, fewer than one sequence of {sequence_length:,} needs.")
+    return _random_windows(tokens, batch_size, sequence_length, torch.Generator().manual_seed(seed))
+
+
+def _random_windows(
+    tokens: torch.Tensor, batch_size: int, sequence_length: int, generator: torch.Generator
+) -> Iterator[torch.Tensor]:
+    offsets = torch.arange(sequence_length + 1)
+    while True:
+        starts = torch.randint(len(tokens) - sequence_length, (batch_size, 1), generator=generator)
+        yield tokens[starts + offsets]
+
+
+def next_token_nll(model: torch.nn.Module, windows: torch.Tensor) -> torch.Tensor:
+    """Negative log-likelihood [B, T], in nats and float32, of the last T tokens of windows [B, T + 1]."""
+    windows = windows.to(next(model.parameters()).device)
+    logits = model(input_ids=windows[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits.float().transpose(1, 2), windows[:, 1:], reduction="none")
+
+
+@torch.no_grad()
+def bits_per_byte(
+    model: torch.nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[str],
+    sequence_length: int = 256,
+    batch_size: int = 8,
+) -> float:
+    """Bits that the model needs for each UTF-8 byte of the documents, independent of the vocabulary; lower is better.
+
+    Every token is predicted once, boundaries included, from at most `sequence_length` tokens before it: the stream is
+    cut into contiguous windows and nothing is carried from one to the next.
+    """
+    was_training = model.training
+    model.eval()
+    windows = _windows(encode(tokenizer, documents), sequence_length, batch_size)
+    nats = sum(next_token_nll(model, batch).double().sum().item() for batch in windows)
+    model.train(was_training)
+    return nats / math.log(2) / sum(map(num_bytes, documents))
+
+
+def num_bytes(text: str) -> int:
+    """Length of the text in UTF-8."""
+    return len(text.encode())
+
+
+def cut(text: str, max_bytes: int) -> tuple[str, str]:
+    """The text in two: at most `max_bytes` bytes of UTF-8, to the end of a line where there is one, and the rest."""
+    data = text.encode()
+    if len(data) <= max_bytes:
+        return text, ""
+    head = data[:max_bytes].decode(errors="ignore")  # a character cut in half belongs to the rest
+    head = head[: head.rfind("\n") + 1] or head
+    return head, text[len(head) :]
+
+
+def _windows(tokens: torch.Tensor, sequence_length: int, batch_size: int) -> Iterator[torch.Tensor]:
+    """Batches [B, T + 1] that predict each token of the stream [N] but the first once; the last one may be shorter."""
+    num_whole = (len(tokens) - 1) // sequence_length
+    if num_whole:
+        yield from tokens.unfold(0, sequence_length + 1, sequence_length).split(batch_size)
+    rest = tokens[num_whole * sequence_length :]
+    if len(rest) > 1:
+        yield rest[None]
+
+
+def _take(documents: Iterable[str], max_bytes: int) -> list[str]:
+    """The first documents that hold `max_bytes` together, the last one cut; blank ones are left out."""
+    taken, left = [], max_bytes
+    for document in documents:
+        if not document.strip():
+            continue
+        head, rest = cut(document, left)
+        taken.append(head)
+        left -= num_bytes(head)
+        if rest or not left:
+            break
+    return taken
+
+
+def _standard_library_files() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    return [path for path in root.rglob("*.py") if not SKIPPED_FOLDERS & set(path.relative_to(root).parts)]
+
+
+def _read_source(source: str, seed: int) -> Iterator[str]:
+    path = Path(source).expanduser()
+    if path.is_file():
+        return _read_file(path)
+    suffixes = TEXT_SUFFIXES + TABLE_SUFFIXES
+    if path.is_dir():
+        return _read_files([file for file in path.rglob("*") if file.is_file() and file.suffix in suffixes], seed)
+    if path.is_absolute() or path.suffix in suffixes:
+        raise InputError(f"{source} does not exist.")
+    return _read_dataset(source)
+
+
+def _read_files(paths: Iterable[Path], seed: int) -> Iterator[str]:
+    shuffled = sorted(paths)
+    random.Random(seed).shuffle(shuffled)
+    for path in shuffled:
+        yield from _read_file(path)
+
+
+def _read_file(path: Path) -> Iterator[str]:
+    if path.suffix == ".jsonl":
+        yield from _read_jsonl(path)
+    elif path.suffix == ".parquet":
+        yield from _read_parquet(path)
+    else:
+        yield path.read_text(encoding="utf-8", errors="replace")
+
+
+def _read_jsonl(path: Path) -> Iterator[str]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield str(json.loads(line)["text"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise InputError(f'Line {number} of {path} is not a JSON object with a field "text".') from error
+
+
+def _read_parquet(path: Path) -> Iterator[str]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        table = parquet.ParquetFile(path)
+        if "text" not in table.schema_arrow.names:
+            raise InputError(f'{path} has no column "text".')
+        for batch in table.iter_batches(batch_size=256, columns=["text"]):
+            yield from (str(text) for text in batch.column(0).to_pylist() if text is not None)
+    except pyarrow.ArrowInvalid as error:
+        raise InputError(f"{path} is not a readable parquet file.") from error
+
+
+def _read_dataset(source: str) -> Iterator[str]:
+    from datasets import load_dataset
+
+    name, _, configuration = source.partition(":")
+    try:
+        rows = load_dataset(name, configuration or None, split="train", streaming=True)
+        for row in rows:
+            yield str(row["text"])
+    except KeyError as error:
+        raise InputError(f'The dataset {source} has no column "text".') from error
+    except Exception as error:  # the many ways in which a name is unknown, a network absent, a file damaged
+        raise InputError(f"{source} is neither a file, a folder, nor a dataset that could be loaded.") from error

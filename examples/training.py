@@ -1,0 +1,126 @@
+"""The parts of a training run, without a command line and without output, for the quickstart and for comparisons.
+
+Example:
+    for progress in train(model, batches, steps=1000, learning_rate=3e-3):
+        print(progress.step, progress.loss)
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from examples.text_data import next_token_nll
+
+# What sets the time scales and the mixing of the state: a step too large makes it forget or explode.
+RECURRENCE_PARAMETERS = ("log_dt", "log_a_real", "a_imag", "B", "C")
+
+
+class Progress(NamedTuple):
+    """One optimiser step."""
+
+    step: int
+    """Steps done, from 1."""
+    loss: float
+    """Mean negative log-likelihood of the batch, in nats per token, before the step."""
+    tokens_per_second: float
+    """Predicted tokens of the batch over the time of the step."""
+    learning_rate: float
+    """Of the ordinary weights, in this step."""
+
+
+def parameter_groups(
+    model: torch.nn.Module,
+    learning_rate: float,
+    weight_decay: float = 0.1,
+    recurrence_learning_rate: float = 1e-3,
+) -> list[dict[str, Any]]:
+    """Groups for AdamW: "weights" decay; "vectors" (norms, biases, all that is one-dimensional) do not.
+
+    Those of the recurrence ("recurrence") do not decay either, and learn no faster than `recurrence_learning_rate`.
+    """
+    groups: dict[str, list[torch.nn.Parameter]] = {"weights": [], "vectors": [], "recurrence": []}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            groups[_group_of(name, parameter)].append(parameter)
+    rates = {"recurrence": min(learning_rate, recurrence_learning_rate)}
+    return [
+        {
+            "name": name,
+            "params": parameters,
+            "lr": rates.get(name, learning_rate),
+            "weight_decay": weight_decay if name == "weights" else 0.0,
+        }
+        for name, parameters in groups.items()
+        if parameters
+    ]
+
+
+def _group_of(name: str, parameter: torch.nn.Parameter) -> str:
+    leaf = name.rpartition(".")[2]
+    if leaf in RECURRENCE_PARAMETERS:
+        return "recurrence"
+    return "vectors" if parameter.ndim < 2 or leaf.endswith("bias") else "weights"
+
+
+def cosine_with_warmup(progress: float, warmup: float = 0.05, final: float = 0.1) -> float:
+    """Factor of the learning rate at `progress` in [0, 1]: a line up until `warmup`, half a cosine down to `final`."""
+    if progress < warmup:
+        return progress / warmup
+    decayed = min(1.0, (progress - warmup) / (1 - warmup)) if warmup < 1 else 1.0
+    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * decayed))
+
+
+def train(
+    model: torch.nn.Module,
+    batches: Iterable[torch.Tensor],
+    *,
+    steps: int | None = None,
+    seconds: float | None = None,
+    learning_rate: float = 3e-3,
+    recurrence_learning_rate: float = 1e-3,
+    weight_decay: float = 0.1,
+    betas: tuple[float, float] = (0.9, 0.95),
+    warmup: float = 0.05,
+    final: float = 0.1,
+    max_grad_norm: float = 1.0,
+    autocast_dtype: torch.dtype | None = None,
+) -> Iterator[Progress]:
+    """Train the model in place on batches of token ids [B, T + 1]; a generator of one `Progress` a step.
+
+    It ends after `steps` or after `seconds` on the clock, whichever comes first, and the schedule of the learning rate
+    follows the one that is nearer its end, so that it always completes. With `steps` alone (or with time to spare) the
+    run is deterministic. `warmup` and `final` are fractions of the run and of the learning rate.
+    """
+    if steps is None and seconds is None:
+        raise ValueError("train needs an end: steps, seconds or both.")
+    device_type = next(model.parameters()).device.type
+    groups = parameter_groups(model, learning_rate, weight_decay, recurrence_learning_rate)
+    optimizer = torch.optim.AdamW(groups, betas=betas)
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    model.train()
+    started = time.perf_counter()
+    for step, batch in enumerate(batches):
+        step_started = time.perf_counter()
+        elapsed = step_started - started
+        if step == steps or (seconds is not None and elapsed >= seconds):
+            return
+        done = max((step + 1) / steps if steps else 0.0, elapsed / seconds if seconds else 0.0)
+        factor = cosine_with_warmup(done, warmup, final)
+        for group, peak in zip(optimizer.param_groups, peaks):
+            group["lr"] = peak * factor
+        with torch.autocast(device_type, autocast_dtype, enabled=autocast_dtype is not None):
+            loss = next_token_nll(model, batch).mean()
+        value = loss.item()
+        if not math.isfinite(value):
+            raise FloatingPointError(f"The loss is {value} at step {step + 1}: try a smaller learning rate.")
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        optimizer.step()
+        predicted = batch.shape[0] * (batch.shape[1] - 1)
+        yield Progress(step + 1, value, predicted / (time.perf_counter() - step_started), learning_rate * factor)
