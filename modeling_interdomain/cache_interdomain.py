@@ -377,9 +377,13 @@ def _store(buffer: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         return buffer
     if torch.is_grad_enabled() and new.requires_grad:
         return new.to(buffer.dtype)  # the caller differentiates through the cache
-    if buffer.requires_grad or (buffer.is_inference() and not torch.is_inference_mode_enabled()):
+    if not torch.compiler.is_compiling() and (buffer.requires_grad or _is_foreign_inference_tensor(buffer)):
         return new.to(buffer.dtype).clone()
     return buffer.copy_(new)
+
+
+def _is_foreign_inference_tensor(tensor: torch.Tensor) -> bool:
+    return tensor.is_inference() and not torch.is_inference_mode_enabled()
 
 
 def _last_inputs(window: torch.Tensor, inputs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

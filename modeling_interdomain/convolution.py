@@ -10,6 +10,16 @@ class CausalConv1d(nn.Conv1d):
     def __init__(self, width: int, kernel_size: int):
         super().__init__(width, width, kernel_size, groups=width, bias=False)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[B, W, L + kernel_size - 1]` to `[B, W, L]`."""
+        # A few shifted products keep the memory layout of the tokens; the library's convolution would transpose it.
+        length = x.shape[-1] - self.kernel_size[0] + 1
+        taps = self.weight[:, 0].split(1, dim=-1)
+        y = x[..., :length] * taps[0]
+        for shift, tap in enumerate(taps[1:], start=1):
+            y = torch.addcmul(y, x[..., shift : shift + length], tap)
+        return y
+
 
 def causal_conv(
     conv: nn.Module, x: torch.Tensor, window: torch.Tensor | None, kernel: int, cu_seqlens: torch.Tensor | None = None
@@ -30,7 +40,7 @@ def causal_conv(
         window = x.new_zeros(rows, x.shape[2], before)
     window = window.to(x.dtype)
     if cu_seqlens is None:
-        extended = torch.cat([window, x.mT], dim=-1)
+        extended = torch.cat([window.mT, x], dim=1).mT
         return conv(extended).mT, extended[..., extended.shape[-1] - before :]
 
     # Put its window in front of every document; what a convolution then mixes across documents is never read.

@@ -57,6 +57,7 @@ def chunk_attention(
     chunk_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Same arguments and results as `recurrent_attention`; training keeps the inputs and one state per segment."""
+    chunk_size = min(chunk_size, max(end - start for start, end in pairwise(boundaries)))
     if len(boundaries) == 2:
         length = boundaries[1]
         last = (length - 1) // chunk_size

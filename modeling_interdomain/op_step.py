@@ -22,17 +22,17 @@ def advance_state(
         log_decay, input_matrix: `[G, M, 2]`.
         mask: `[B]` bool, False where the token is a pad: that row keeps its state.
     """
-    inputs = torch.cat([key, value], dim=-1).to(state.dtype)[:, :, None]
-    decay = torch.view_as_real(torch.exp(as_complex(log_decay))).to(state.dtype)
-    decay_real, decay_imag = decay[..., 0, None], decay[..., 1, None]
-    beta = input_matrix.to(state.dtype)
-    real, imag = state[:, :, 0], state[:, :, 1]
-    new_real = decay_real * real - decay_imag * imag + beta[..., 0, None] * inputs
-    new_imag = decay_real * imag + decay_imag * real + beta[..., 1, None] * inputs
-    new = torch.stack([new_real, new_imag], dim=2)
+    inputs = torch.cat([key, value], dim=-1).to(state.dtype)[:, :, None, None]
+    decay = torch.exp(as_complex(log_decay))
+    decay_real, decay_imag = decay.real.to(state.dtype)[..., None], decay.imag.to(state.dtype)[..., None]
+    beta = input_matrix.to(state.dtype).movedim(-1, 1)[..., None]  # [G, 2, M, 1]
+    before = state.clone()
+    state.mul_(decay_real[:, None])
+    state[:, :, 0].addcmul_(before[:, :, 1], decay_imag, value=-1)
+    state[:, :, 1].addcmul_(before[:, :, 0], decay_imag)
+    state.addcmul_(beta, inputs)
     if mask is not None:
-        new = torch.where(mask[:, None, None, None, None], new, state)
-    state.copy_(new)
+        state.copy_(torch.where(mask[:, None, None, None, None], state, before))
 
 
 def read_state(
