@@ -1,0 +1,56 @@
+"""Performance tables.
+
+python -m benchmarks                    all of them (about 8 minutes on 2 cores); results go to benchmarks/results/
+python -m benchmarks operator_cpu       one of them
+python -m benchmarks --quick            a smoke run that writes nothing
+python -m benchmarks --readme README.md fill the tables after `<!-- table: NAME -->` from the results
+"""
+
+import argparse
+import importlib
+import re
+from pathlib import Path
+
+from benchmarks import harness
+
+TABLES = ("operator_cpu", "model_cpu", "decode_cpu")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="*", help=f"any of {', '.join(TABLES)}")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, nothing written")
+    parser.add_argument("--readme", type=Path, help="fill the tables of this file and stop")
+    arguments = parser.parse_args()
+    unknown = sorted(set(arguments.tables) - set(TABLES))
+    if unknown:
+        parser.error(f"no table named {', '.join(unknown)}; choose from {', '.join(TABLES)}")
+    if arguments.readme:
+        arguments.readme.write_text(fill(arguments.readme.read_text()))
+        return
+    for name in arguments.tables or TABLES:
+        module = importlib.import_module(f"benchmarks.{name}")
+        record = module.run(arguments.quick)
+        if arguments.quick:
+            record["machine"] = harness.machine()
+        else:
+            path = harness.write(name, record)
+            record = harness.read(name)
+            if hasattr(module, "plot"):
+                module.plot(record, path.with_suffix(".png"))
+        print(f"\n## {name}\n\n{module.table(record)}", flush=True)
+
+
+def fill(text: str) -> str:
+    """Put the tables of the result files between their markers."""
+
+    def table(match: re.Match) -> str:
+        name = match.group(1)
+        module = importlib.import_module(f"benchmarks.{name}")
+        return f"<!-- table: {name} -->\n\n{module.table(harness.read(name))}\n\n<!-- end -->"
+
+    return re.sub(r"<!-- table: (\w+) -->.*?<!-- end -->", table, text, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""What every table shares: check first, time both sides in turns, write down the machine, print from the file."""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from modeling_interdomain import interdomain_attention
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine() -> dict:
+    """The machine, the versions and the command behind a result."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "-uno") else ""),
+        "command": "python -m " + " ".join(["benchmarks", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parent)
+    return done.stdout.strip() or ("unknown" if arguments[0] == "rev-parse" else "")
+
+
+def verify_operator(attention: Callable = interdomain_attention) -> float:
+    """The largest relative error of the operator and its gradients against float64; refuses above 1e-4."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    length, heads, dim, size = 150, 2, 16, 16
+    tensors = [normal(1, length, heads, dim) for _ in range(3)]
+    tensors.append(torch.stack([-0.1 * normal(heads, size).abs(), 3 * normal(heads, size)], dim=-1))
+    tensors += [normal(heads, size, 2), normal(heads, size, size, 2) / size**0.5]
+    weights = normal(1, length, heads, dim)
+    expected = _with_gradients(interdomain_attention, tensors, weights, backend="recurrent")
+    found = _with_gradients(attention, [x.float() for x in tensors], weights.float(), backend="chunk")
+    error = max(((f.double() - e).norm() / e.norm()).item() for f, e in zip(found, expected))
+    if not error < 1e-4:
+        raise SystemExit(f"The operator is wrong (relative error {error:.1e} against float64): no speed is shown.")
+    return error
+
+
+def _with_gradients(attention, tensors, weights, **options) -> list[torch.Tensor]:
+    tensors = [x.requires_grad_() for x in tensors]
+    output, _ = attention(*tensors, **options)
+    return [output.detach(), *torch.autograd.grad((output * weights).sum(), tensors)]
+
+
+@torch.no_grad()
+def verify_model(model) -> float:
+    """Logits token by token with a cache against one forward; refuses above 1e-3 of their size."""
+    ids = torch.randint(model.config.vocab_size, (1, 12), generator=torch.Generator().manual_seed(0))
+    whole = model(ids, use_cache=False).logits
+    cache, pieces = None, []
+    for token in ids.split(1, dim=1):
+        output = model(token, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        pieces.append(output.logits)
+    error = ((torch.cat(pieces, dim=1) - whole).norm() / whole.norm()).item()
+    if not error < 1e-3:
+        raise SystemExit(f"{type(model).__name__} decodes wrongly (relative error {error:.1e}): no speed is shown.")
+    return error
+
+
+def time_in_turns(functions: dict[str, Callable[[], object]], seconds: float, at_least: int = 5) -> dict[str, dict]:
+    """Median, 20th and 80th percentile in seconds of each function; they take turns, so that drift hits all alike."""
+    for function in functions.values():
+        function()
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    started = time.perf_counter()
+    while time.perf_counter() - started < seconds or len(next(iter(samples.values()))) < at_least:
+        for name, function in functions.items():
+            begin = time.perf_counter()
+            function()
+            samples[name].append(time.perf_counter() - begin)
+    return {name: summary(taken) for name, taken in samples.items()}
+
+
+def summary(samples: list[float]) -> dict:
+    """Median and the 20th and 80th percentile."""
+    ordered = sorted(samples)
+    return {
+        "median": statistics.median(ordered),
+        "p20": ordered[round(0.2 * (len(ordered) - 1))],
+        "p80": ordered[round(0.8 * (len(ordered) - 1))],
+        "samples": len(ordered),
+    }
+
+
+def matmul_rate() -> float:
+    """Operations per second of a large float32 matrix product: the ceiling for everything made of them."""
+    a, b = torch.randn(2048, 2048), torch.randn(2048, 2048)
+    return 2 * 2048**3 / time_in_turns({"matmul": lambda: a @ b}, seconds=1.0)["matmul"]["p20"]
+
+
+def write(name: str, record: dict) -> Path:
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({**record, "machine": machine()}, indent=1) + "\n")
+    return path
+
+
+def read(name: str) -> dict:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def footnote(record: dict) -> str:
+    about = record["machine"]
+    return (
+        f"{about['cpu']}, {about['threads']} threads, torch {about['torch']}, transformers {about['transformers']}, "
+        f"commit {about['commit']}, {about['date']}: `{about['command']}`"
+    )

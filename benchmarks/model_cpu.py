@@ -1,0 +1,84 @@
+"""Whole models of 125M parameters on a CPU, float32: prefill and decode beside Llama of the same shape."""
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from benchmarks.harness import footnote, markdown, time_in_turns, verify_model
+from modeling_interdomain import InterdomainCache, InterdomainConfig
+
+
+def run(quick: bool = False) -> dict:
+    models = {"interdomain": _interdomain(quick), "llama": _llama(quick)}
+    errors = {name: verify_model(model) for name, model in models.items()}
+    seconds = 0.2 if quick else 12.0
+    lengths = [64] if quick else [512, 2048, 8192]
+    positions = [32] if quick else [512, 8192]
+    return {
+        "relative_error": errors,
+        "parameters": {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()},
+        "prefill": [_prefill(models, length, seconds) for length in lengths],
+        "decode": [_decode(models, position, seconds) for position in positions],
+    }
+
+
+def _interdomain(quick: bool):
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained("configuration/interdomain-" + ("tiny" if quick else "125m"))
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def _llama(quick: bool) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    shape = AutoConfig.from_pretrained("configuration/interdomain-" + ("tiny" if quick else "125m"))
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    config = LlamaConfig(**{name: getattr(shape, name) for name in names}, max_position_embeddings=1 << 17)
+    return LlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval()
+
+
+def _ids(models: dict, length: int) -> torch.Tensor:
+    vocabulary = models["llama"].config.vocab_size
+    return torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def _prefill(models: dict, length: int, seconds: float) -> dict:
+    ids = _ids(models, length)
+    functions = {name: lambda model=model: model(ids, logits_to_keep=1) for name, model in models.items()}
+    return {"length": length, **_per_second(time_in_turns(functions, seconds, at_least=3), length)}
+
+
+@torch.no_grad()
+def _decode(models: dict, position: int, seconds: float) -> dict:
+    """Tokens a second from `position` on, one token at a time; a few hundred at most, so the position hardly moves."""
+    caches = {name: _cache_after(model, _ids(models, position)) for name, model in models.items()}
+    token = _ids(models, 1)
+    functions = {
+        name: lambda model=model, name=name: model(token, past_key_values=caches[name])
+        for name, model in models.items()
+    }
+    return {"position": position, **_per_second(time_in_turns(functions, seconds), 1)}
+
+
+def _cache_after(model, ids: torch.Tensor):
+    fits = isinstance(model.config, InterdomainConfig)
+    cache = InterdomainCache(model.config) if fits else DynamicCache(config=model.config)
+    for piece in ids.split(2048, dim=1):
+        model(piece, past_key_values=cache, logits_to_keep=1)
+    return cache
+
+
+def _per_second(times: dict, tokens: int) -> dict:
+    rows = {name: {**taken, "tokens_per_second": tokens / taken["median"]} for name, taken in times.items()}
+    return {**rows, "ratio": rows["interdomain"]["tokens_per_second"] / rows["llama"]["tokens_per_second"]}
+
+
+def table(record: dict) -> str:
+    rows = [
+        [title, f"{row[key]:,}", *(f"{row[n]['tokens_per_second']:,.1f}" for n in names), f"{row['ratio']:.2f}x"]
+        for title, key in (("prefill", "length"), ("decode", "position"))
+        for row in record[title]
+        for names in [("interdomain", "llama")]
+    ]
+    header = ["", "tokens before", "Interdomain, tokens/s", "Llama, tokens/s", "ratio"]
+    sizes = ", ".join(f"{name} {count:,}" for name, count in record["parameters"].items())
+    return "\n\n".join([markdown(header, rows), f"Batch 1, float32. Parameters: {sizes}. {footnote(record)}"])

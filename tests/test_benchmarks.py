@@ -1,0 +1,79 @@
+"""The benchmarks measure what they say, and refuse to show the speed of something wrong."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import __main__ as command
+from benchmarks import decode_cpu, harness, model_cpu, operator_cpu, start_study
+from modeling_interdomain import interdomain_attention
+
+
+def percentiles_are_ordered(times):
+    return 0 < times["p20"] <= times["median"] <= times["p80"]
+
+
+def test_operator_table(monkeypatch, tmp_path):
+    record = {**operator_cpu.run(quick=True), "machine": harness.machine()}
+    for row in record["forward"] + record["forward_and_backward"]:
+        assert percentiles_are_ordered(row["interdomain"]) and percentiles_are_ordered(row["softmax"])
+        assert row["ratio"] == row["softmax"]["median"] / row["interdomain"]["median"]
+    assert operator_cpu.table(record).count("\n|") == len(record["forward"]) + len(record["forward_and_backward"]) + 1
+    operator_cpu.plot(record, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize("module", [model_cpu, decode_cpu], ids=["model", "decode"])
+def test_model_tables(module):
+    record = {**module.run(quick=True), "machine": harness.machine()}
+    assert record["machine"]["torch"] in module.table(record)
+
+
+def test_decode_cache_does_not_grow():
+    first, last = decode_cpu.run(quick=True)["positions"]
+    assert first["bytes"] == last["bytes"] > 0
+    assert last["softmax_bytes"] == first["softmax_bytes"] * last["position"] / first["position"]
+
+
+def test_a_wrong_operator_has_no_speed():
+    def slightly_wrong(*tensors, **options):
+        output, state = interdomain_attention(*tensors, **options)
+        return output * 1.01, state
+
+    with pytest.raises(SystemExit, match="no speed is shown"):
+        harness.verify_operator(slightly_wrong)
+    assert harness.verify_operator() < 1e-4
+
+
+def test_a_model_that_decodes_wrongly_has_no_speed(monkeypatch):
+    model = model_cpu._interdomain(quick=True)
+    monkeypatch.setattr(type(model.lm_head), "forward", lambda self, x: torch.randn(*x.shape[:-1], self.out_features))
+    with pytest.raises(SystemExit, match="decodes wrongly"):
+        harness.verify_model(model)
+
+
+def test_operations_follow_the_formula():
+    per_head = 8 * 64 * 64 + 2 * 64 * 128 + 8 * 64 * 128 + 8 * 64 * 64
+    assert operator_cpu.operations_per_token() == 12 * per_head
+
+
+def test_tables_are_filled_from_result_files(monkeypatch, tmp_path):
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    harness.write("decode_cpu", decode_cpu.run(quick=True))
+    text = "before <!-- table: decode_cpu --> old <!-- end --> after"
+    filled = command.fill(text)
+    assert filled.startswith("before") and filled.endswith("after") and " old " not in filled
+    assert decode_cpu.table(json.loads((tmp_path / "decode_cpu.json").read_text())) in filled
+    assert command.fill(filled) == filled
+
+
+def test_every_start_in_the_study_is_a_configuration():
+    for fields in start_study.CONDITIONS.values():
+        start_study.InterdomainConfig(**start_study.SIZES["1M"], **fields)
+
+
+def test_one_run_of_the_study():
+    training = {"steps": 2, "batch_size": 1, "sequence_length": 16, "learning_rate": 1e-3}
+    row = start_study.run_condition("1M", 0, "zero-order hold, c 0.25", training, held_out_bytes=500)
+    assert row["failed"] is None and 0 < row["bits_per_byte"] < 12 and row["parameters"] > 900_000
