@@ -115,6 +115,15 @@ class InterdomainLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.recurrent_states[0] = _store(self.recurrent_states[0], state)
         self.saw(tokens)
 
+    def thaw(self) -> None:
+        """Replace tensors made in inference mode, which cannot be changed outside of it."""
+        if self.is_initialized and not torch.compiler.is_compiling() and _is_frozen(self.state):
+            self._map(torch.clone)
+
+    def held(self) -> list[torch.Tensor]:
+        """The windows and the state."""
+        return [*self.windows, self.state]
+
     def saw(self, tokens: int) -> None:
         self.cumulative_length += tokens
         self.has_previous_state[0] = True
@@ -154,38 +163,46 @@ class InterdomainLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             self.recorded = inputs
         else:
             self.recorded = self.recorded.then(inputs)
-        excess = self.recorded.key.shape[1] - self.max_rollback
+        # All of a short forward can be taken back, of the prompt only its end.
+        kept = max(self.max_rollback, inputs.key.shape[1] if self.is_initialized else 0)
+        excess = self.recorded.key.shape[1] - kept
         if excess > 0:
             self.base = self._replay(self.recorded.between(0, excess))
-            self.recorded = self.recorded.between(excess, excess + self.max_rollback)
+            self.recorded = self.recorded.between(excess, excess + kept).map(torch.clone)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last `-tokens_to_remove` tokens (0 takes none), as the library's caches count them."""
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise if `crop` with this argument cannot be done, before anything is changed."""
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop takes 0 or a negative number of tokens for a recurrent state, got {tokens_to_remove}; pass -n "
                 "to take the last n back."
             )
-        removed = -tokens_to_remove
-        if removed == 0:
+        if tokens_to_remove == 0:
             return
         if not self.record_past:
             raise ValueError(
                 "crop needs the past: call activate_past_recording() on the cache before the first forward."
             )
         available = 0 if self.recorded is None else self.recorded.key.shape[1]
-        if removed > available:
+        if -tokens_to_remove > available:
             raise ValueError(
-                f"crop can take back the last {available} tokens, got {removed}; raise max_rollback in the "
+                f"crop can take back the last {available} tokens, got {-tokens_to_remove}; raise max_rollback in the "
                 "configuration."
             )
-        kept = self.recorded.between(0, available - removed)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last `-tokens_to_remove` tokens (0 takes none), as the library's caches count them."""
+        self.check_crop(tokens_to_remove)
+        if tokens_to_remove == 0:
+            return
+        self.thaw()
+        kept = self.recorded.between(0, self.recorded.key.shape[1] + tokens_to_remove)
         windows, state = self._replay(kept)
         for i, window in enumerate(windows):
             self.conv_states[i] = _store(self.conv_states[i], window)
         self.recurrent_states[0] = _store(self.recurrent_states[0], state)
         self.recorded = kept
-        self.cumulative_length -= removed
+        self.cumulative_length += tokens_to_remove
 
     def _replay(self, inputs: Inputs) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Windows and state after `inputs`, starting from `base`."""
@@ -209,6 +226,7 @@ class InterdomainLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self._map_rows(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def reset(self) -> None:
+        self.thaw()
         for tensor in self._tensors():
             tensor.zero_()
         self.recorded = self.base = None
@@ -253,6 +271,7 @@ class InterdomainLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         """Apply to every tensor with a batch axis; in place where the number of rows stays, so that addresses stay."""
         if not self.is_initialized:
             return
+        self.thaw()
         tensors = dict(self.conv_states), self.recurrent_states[0]
         self._map(function)
         if self.state.shape[0] == tensors[1].shape[0]:
@@ -291,10 +310,24 @@ class InterdomainStaticLayer(InterdomainLayer):
             self.cumulative_length = self.cumulative_length.to(device)
 
 
-class _Movable:
+class _InterdomainCacheMixin:
     """What both caches share."""
 
     layers: list
+
+    def allow_rollback(self, tokens: int) -> None:
+        """Let recurrent layers take back at least so many tokens from now on."""
+        for layer in self.layers:
+            if isinstance(layer, InterdomainLayer):
+                layer.max_rollback = max(layer.max_rollback, tokens)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last `-tokens_to_remove` tokens in all layers, or in none if one cannot."""
+        recurrent = [layer for layer in self.layers if isinstance(layer, InterdomainLayer)]
+        for layer in recurrent:
+            layer.check_crop(tokens_to_remove)
+        for layer in self.layers:
+            layer.crop(tokens_to_remove)
 
     def to(self, device=None, dtype: torch.dtype | None = None):
         """Move every layer to a device, and its states to a dtype; returns the cache."""
@@ -314,7 +347,7 @@ class _Movable:
         return sum(x.numel() * x.element_size() for x in tensors)
 
 
-class InterdomainCache(_Movable, DynamicCache):
+class InterdomainCache(_InterdomainCacheMixin, DynamicCache):
     """The cache of an Interdomain model: what `generate()` and a forward with `use_cache=True` make.
 
     Args:
@@ -342,7 +375,7 @@ class InterdomainCache(_Movable, DynamicCache):
         )
 
 
-class InterdomainStaticCache(_Movable, StaticCache):
+class InterdomainStaticCache(_InterdomainCacheMixin, StaticCache):
     """The same with fixed addresses everywhere, for a compiled or captured decode step.
 
     Args:
@@ -377,12 +410,12 @@ def _store(buffer: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         return buffer
     if torch.is_grad_enabled() and new.requires_grad:
         return new.to(buffer.dtype)  # the caller differentiates through the cache
-    if not torch.compiler.is_compiling() and (buffer.requires_grad or _is_foreign_inference_tensor(buffer)):
+    if not torch.compiler.is_compiling() and (buffer.requires_grad or _is_frozen(buffer)):
         return new.to(buffer.dtype).clone()
     return buffer.copy_(new)
 
 
-def _is_foreign_inference_tensor(tensor: torch.Tensor) -> bool:
+def _is_frozen(tensor: torch.Tensor) -> bool:
     return tensor.is_inference() and not torch.is_inference_mode_enabled()
 
 

@@ -53,4 +53,4 @@ def causal_conv(
     extended = extended.index_copy(0, slots, x[0]).index_copy(0, window_slots.flatten(), window.mT.flatten(0, 1))
     convolved = conv(extended.T[None]).mT.index_select(1, slots - before)
     last = (cu_seqlens[1:] + before * torch.arange(rows, device=x.device))[:, None] + offsets
-    return convolved, extended[last.flatten()].view(rows, before, -1).mT
+    return convolved, extended[last.flatten()].view(rows, before, x.shape[2]).mT

@@ -10,6 +10,7 @@ from .norm_interdomain import InterdomainRMSNorm
 from .op_interdomain import append_one
 from .packing import Packing
 from .recurrence_interdomain import InterdomainRecurrence
+from .residual_projection import ResidualProjection
 from .rotary_interdomain import rotate
 
 
@@ -33,7 +34,7 @@ class InterdomainMixer(nn.Module):
         self.q_proj = nn.Linear(hidden, heads * self.feature_dim, bias=False)
         self.k_proj = nn.Linear(hidden, groups * self.feature_dim, bias=False)
         self.v_proj = nn.Linear(hidden, groups * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(heads * self.head_dim, hidden, bias=False)
+        self.o_proj = ResidualProjection(heads * self.head_dim, hidden, bias=False)
         self.g_proj = nn.Linear(hidden, heads * self.head_dim, bias=False) if config.use_output_gate else None
         self.q_conv = CausalConv1d(heads * self.feature_dim, self.kernel)
         self.k_conv = CausalConv1d(groups * self.feature_dim, self.kernel)
@@ -43,6 +44,15 @@ class InterdomainMixer(nn.Module):
             self.k_bias = nn.Parameter(torch.zeros(groups, self.feature_dim))
             self.v_bias = nn.Parameter(torch.zeros(groups, self.head_dim))
         self.recurrence = InterdomainRecurrence(config)
+
+    def cache_shapes(self, batch: int) -> list[list[int]]:
+        """The shapes of the windows and the state that a cache of this layer holds."""
+        width = self.feature_dim + self.head_dim + int(self.config.normalize)
+        return [
+            [batch, self.num_heads * self.feature_dim, self.kernel - 1],
+            [batch, self.num_groups * self.feature_dim, self.kernel - 1],
+            [batch, self.num_groups, 2, self.config.state_size, width],
+        ]
 
     def forward(
         self,
@@ -62,9 +72,13 @@ class InterdomainMixer(nn.Module):
             packing: the real tokens as one row of documents.
         """
         layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        if layer is not None:
+            layer.thaw()
         shape = hidden_states.shape[:2]
         if packing is not None and packing.cu_seqlens.numel() == 1:  # nothing but pads
             if layer is not None:
+                if layer.record_past:
+                    layer.record(self._pads(hidden_states), Recurrence(*self.recurrence.parameters_of_operator()[:2]))
                 layer.saw(shape[1])
             return torch.zeros_like(hidden_states), None
         cos_sin: tuple[torch.Tensor, ...] | None = None
@@ -143,6 +157,18 @@ class InterdomainMixer(nn.Module):
         if attention_mask is not None:
             inputs = inputs._replace(mask=attention_mask.bool())
         return inputs
+
+    def _pads(self, hidden_states: torch.Tensor) -> Inputs:
+        """What a recording cache keeps of a forward without a real token."""
+        tokens = hidden_states.shape[:2]
+        convolved = (
+            hidden_states.new_zeros(*tokens, self.num_heads * self.feature_dim),
+            hidden_states.new_zeros(*tokens, self.num_groups * self.feature_dim),
+        )
+        key = hidden_states.new_zeros(*tokens, self.num_groups, self.feature_dim)
+        value = hidden_states.new_zeros(*tokens, self.num_groups, self.head_dim + int(self.config.normalize))
+        mask = torch.zeros(tokens, dtype=torch.bool, device=key.device)
+        return Inputs(convolved, key, value, mask)
 
     def _all_rows(self, layer, windows, state, packing, batch: int):
         """Put the rows of a packing back among those that had no real token."""

@@ -1,6 +1,7 @@
 """Interdomain language models: a Llama-style decoder whose token mixers are chosen layer by layer."""
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -8,7 +9,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
@@ -25,12 +26,29 @@ from .configuration_interdomain import InterdomainConfig
 from .mixer_interdomain import InterdomainMixer
 from .mixer_softmax import SoftmaxMixer
 from .norm_interdomain import InterdomainRMSNorm
-from .packing import Packing, packing_from_mask, packing_from_positions, positions_from_cu_seqlens
+from .packing import (
+    Packing,
+    cu_seqlens_from_positions,
+    document_of_tokens,
+    packing_from_documents,
+    packing_from_mask,
+    positions_from_cu_seqlens,
+)
 from .recurrence_interdomain import InterdomainRecurrence
+from .residual_projection import ResidualProjection
 from .rotary_interdomain import InterdomainRotaryEmbedding
 
 # A new token mixer is a file of its own, a line here and a line in LAYER_TYPES of the configuration.
 TOKEN_MIXERS = {"interdomain": InterdomainMixer, "softmax": SoftmaxMixer}
+
+
+# Where a checkpoint folder finds its classes when this package is not installed.
+AUTO_MAP = {
+    "AutoConfig": "configuration_interdomain.InterdomainConfig",
+    "AutoModel": "modeling_interdomain.InterdomainModel",
+    "AutoModelForCausalLM": "modeling_interdomain.InterdomainForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_interdomain.InterdomainForSequenceClassification",
+}
 
 
 class InterdomainMLP(nn.Module):
@@ -40,7 +58,7 @@ class InterdomainMLP(nn.Module):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.down_proj = ResidualProjection(config.intermediate_size, config.hidden_size, bias=False)
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -87,19 +105,23 @@ class InterdomainPreTrainedModel(PreTrainedModel):
         if "linear_attention" not in config.layer_types:
             self._keep_in_fp32_modules_strict = None
 
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """As in the library; the folder names all classes for `trust_remote_code`, not only the saved one."""
+        self.config.auto_map = {**(getattr(self.config, "auto_map", None) or {}), **AUTO_MAP}
+        super().save_pretrained(save_directory, *args, **kwargs)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         std = self.config.initializer_range
         residual_std = std / (2 * self.config.num_hidden_layers) ** 0.5
         if isinstance(module, InterdomainRecurrence):
             module.reset_parameters()
-        elif isinstance(module, (InterdomainMixer, SoftmaxMixer)):
-            init.normal_(module.o_proj.weight, std=residual_std)
-            for bias in ("k_bias", "v_bias"):
-                if hasattr(module, bias):
-                    init.zeros_(getattr(module, bias))
-        elif isinstance(module, InterdomainMLP):
-            init.normal_(module.down_proj.weight, std=residual_std)
+        elif isinstance(module, InterdomainMixer):
+            if module.config.input_norm:
+                init.zeros_(module.k_bias)
+                init.zeros_(module.v_bias)
+        elif isinstance(module, ResidualProjection):
+            init.normal_(module.weight, std=residual_std)
         elif isinstance(module, nn.Conv1d):
             bound = module.kernel_size[0] ** -0.5
             init.uniform_(module.weight, -bound, bound)
@@ -114,21 +136,20 @@ class InterdomainPreTrainedModel(PreTrainedModel):
 
     @staticmethod
     def create_masks_for_generate(
-        config, inputs_embeds, attention_mask, past_key_values, position_ids=None, **kwargs
-    ) -> dict[str, torch.Tensor | None]:
+        config, inputs_embeds, attention_mask, past_key_values, documents: torch.Tensor | None = None, **kwargs
+    ) -> dict[str, Any]:
         """The masks of one forward by kind of layer: "linear_attention" `[B, T]`, "full_attention" `[B, 1, T, keys]`.
 
-        `generate()` calls this, too, before a forward that may be compiled.
+        `documents` `[B, T]` numbers the packed document of each token. `generate()` calls this, too, before a forward
+        that may be compiled.
         """
-        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim != 2:
-            if "linear_attention" in config.layer_types:
+        masks: dict[str, Any] = {}
+        if "linear_attention" in config.layer_types:
+            if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim != 2:
                 raise ValueError(
                     "attention_mask must have shape [B, tokens] for a model with recurrent layers, got "
                     f"{list(attention_mask.shape)}; a state cannot attend by a custom mask."
                 )
-            return {"full_attention": attention_mask}
-        masks: dict[str, torch.Tensor | None] = {}
-        if "linear_attention" in config.layer_types:
             length = inputs_embeds.shape[1]
             masks["linear_attention"] = None if attention_mask is None else attention_mask[:, -length:].contiguous()
         if "full_attention" in config.layer_types:
@@ -137,7 +158,7 @@ class InterdomainPreTrainedModel(PreTrainedModel):
                 inputs_embeds=inputs_embeds,
                 attention_mask=attention_mask,
                 past_key_values=past_key_values,
-                position_ids=position_ids,
+                and_mask_function=None if documents is None else packed_sequence_mask_function(documents),
             )
         return masks
 
@@ -189,55 +210,51 @@ class InterdomainModel(InterdomainPreTrainedModel):
         batch, length = inputs_embeds.shape[:2]
         if length == 0:
             raise ValueError("input_ids must hold at least one token, got T = 0.")
-        self._check_cache(past_key_values, batch, inputs_embeds.device)
+        self._check_cache(past_key_values, batch)
 
         cu_seqlens = kwargs.get("cu_seq_lens_q")
         if cu_seqlens is not None:
             if past_key_values is not None:
                 raise ValueError("cu_seq_lens_q packs whole documents, so it cannot continue from past_key_values.")
             _check_cu_seqlens(cu_seqlens, batch, length)
-            if position_ids is None:
-                position_ids = positions_from_cu_seqlens(cu_seqlens, length)
+        elif position_ids is not None and attention_mask is None and past_key_values is None:
+            cu_seqlens = cu_seqlens_from_positions(position_ids.expand(batch, -1))
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-        given_positions = position_ids
+        _check_mask(attention_mask, seen, batch, length)
         if position_ids is None:
-            position_ids = _default_positions(attention_mask, seen, batch, length, inputs_embeds.device)
-
-        packed = None
-        if cu_seqlens is not None:
-            packed = Packing(cu_seqlens.long())
-        elif given_positions is not None and attention_mask is None and past_key_values is None:
-            packed = packing_from_positions(given_positions.expand(batch, -1))
-        if use_cache and past_key_values is None and packed is None and not self.training:
+            if cu_seqlens is not None:
+                position_ids = positions_from_cu_seqlens(cu_seqlens, length)
+            else:
+                position_ids = _default_positions(attention_mask, seen, length, inputs_embeds.device)
+        if use_cache and past_key_values is None and cu_seqlens is None and not self.training:
             past_key_values = InterdomainCache(self.config)
 
         masks = attention_mask
         if not isinstance(masks, dict):
+            documents = None if cu_seqlens is None else document_of_tokens(cu_seqlens, batch * length).view(batch, -1)
             masks = self.create_masks_for_generate(
-                self.config,
-                inputs_embeds,
-                attention_mask,
-                past_key_values,
-                # Left out unless documents are packed: the library, too, reads boundaries from positions.
-                position_ids=position_ids if packed is not None else None,
+                self.config, inputs_embeds, attention_mask, past_key_values, documents=documents
             )
         masks = dict(masks)
-        if packed is None and not self._steps(past_key_values, length):
-            packed = _packing(masks.get("linear_attention"))
+        packing = None
+        if not self._steps(past_key_values, length):
+            packing = _packing(masks.get("linear_attention"), cu_seqlens)
             masks["linear_attention"] = None
 
         position_embeddings = {
             int(dim): rotary(inputs_embeds, position_ids) for dim, rotary in self.rotary_embs.items()
         }
         hidden_states = inputs_embeds
-        for kind, layer in zip(self.config.layer_types, self.layers, strict=True):
+        # An assistant made of the first layers shortens the configuration for the length of its forward.
+        depth = self.config.num_hidden_layers
+        for kind, layer in zip(self.config.layer_types[:depth], self.layers[:depth], strict=True):
             hidden_states = layer(
                 hidden_states,
                 attention_mask=masks.get(kind),
                 position_embeddings=position_embeddings or None,
                 position_ids=position_ids,
                 past_key_values=past_key_values,
-                packing=packed,
+                packing=packing,
                 **kwargs,
             )
         return BaseModelOutputWithPast(
@@ -250,25 +267,30 @@ class InterdomainModel(InterdomainPreTrainedModel):
             return False
         return all(layer.is_initialized for layer in cache.layers if isinstance(layer, InterdomainLayer))
 
-    def _check_cache(self, cache: Cache | None, batch: int, device: torch.device) -> None:
-        """A cache of another model or batch is an error before anything is written to it."""
-        if cache is None or "linear_attention" not in self.config.layer_types:
+    def _check_cache(self, cache: Cache | None, batch: int) -> None:
+        """A cache of another model, batch or device is an error before anything is written to it."""
+        recurrent = [isinstance(layer.token_mixer, InterdomainMixer) for layer in self.layers]
+        if cache is None or (cache.layer_class_to_replicate is not None and not any(recurrent)):
             return
-        kinds = [isinstance(layer, InterdomainLayer) for layer in cache.layers]
-        if kinds != [kind == "linear_attention" for kind in self.config.layer_types]:
+        if [isinstance(layer, InterdomainLayer) for layer in cache.layers] != recurrent:
             raise ValueError(
-                f"past_key_values ({type(cache).__name__}) does not fit the layers of this model; make it with "
-                "InterdomainCache(model.config)."
+                f"past_key_values ({type(cache).__name__} of {len(cache.layers)} layers) does not fit the "
+                f"{len(recurrent)} layers of this model; make it with InterdomainCache(model.config)."
             )
-        config = self.config
-        width = config.feature_dim + config.head_dim + int(config.normalize)
-        shape = (batch, config.num_key_value_heads, 2, config.state_size, width)
-        for i, layer in enumerate(cache.layers):
-            state = layer.state if isinstance(layer, InterdomainLayer) else None
-            if state is not None and state.shape != shape:
+        for i, (held, layer) in enumerate(zip(cache.layers, self.layers)):
+            if not held.is_initialized:
+                continue
+            expected, found = layer.token_mixer.cache_shapes(batch), _shapes(held)
+            if found is not None and found != expected:
                 raise ValueError(
-                    f"past_key_values holds a state of shape {list(state.shape)} in layer {i}, but this model and "
-                    f"batch need {list(shape)}; it belongs to another model or batch."
+                    f"past_key_values holds tensors of shape {found} in layer {i}, but this model and batch need "
+                    f"{expected}; it belongs to another model or batch."
+                )
+            home = layer.token_mixer.q_proj.weight.device
+            if isinstance(held, InterdomainLayer) and home.type != "meta" and held.state.device != home:
+                raise ValueError(
+                    f"past_key_values is on {held.state.device} in layer {i}, but the layer is on {home}; move it with "
+                    "past_key_values.to(device)."
                 )
 
 
@@ -343,7 +365,11 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ) -> None:
         """Make the cache `generate()` uses; a user's own cache is left alone."""
-        if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
+        given = model_kwargs.get("past_key_values")
+        rollback = _rollback(self.config, generation_config)
+        if isinstance(given, InterdomainCache):
+            given.allow_rollback(rollback)
+        if given is not None or generation_config.use_cache is False:
             super()._prepare_cache_for_generation(
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
@@ -359,9 +385,26 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
                 f"cache_implementation={kind!r} is not possible for an Interdomain model: its state has a fixed "
                 'size and is neither quantized nor offloaded; use "dynamic" or "static".'
             )
+        cache.allow_rollback(rollback)
         if generation_config.is_assistant:
             cache.activate_past_recording()
         model_kwargs["past_key_values"] = cache
+
+    def prepare_inputs_for_generation(
+        self, input_ids, next_sequence_length=None, past_key_values=None, inputs_embeds=None, **kwargs
+    ):
+        """Leave out what a user's cache has already seen, in the modes where `generate()` itself does not."""
+        if next_sequence_length is None and isinstance(past_key_values, Cache) and inputs_embeds is None:
+            seen = int(past_key_values.get_seq_length())
+            if 0 < seen < input_ids.shape[1]:
+                next_sequence_length = input_ids.shape[1] - seen
+        return super().prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
 
     def init_continuous_batching(self, *args, **kwargs):
         raise NotImplementedError(_NO_CONTINUOUS_BATCHING)
@@ -432,10 +475,27 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
         )
 
 
+def _rollback(config, generation_config) -> int:
+    """The tokens that one round of assisted decoding may take back."""
+    drafts = [generation_config.num_assistant_tokens, generation_config.prompt_lookup_num_tokens]
+    if generation_config.is_assistant:
+        drafts.append(generation_config.max_new_tokens)
+    return max([config.max_rollback, *(n for n in drafts if n)])
+
+
 _NO_CONTINUOUS_BATCHING = (
     "Continuous batching pages keys and values, and a recurrent state has none; call generate() on a padded batch "
     "instead."
 )
+
+
+def _shapes(held) -> list[list[int]] | None:
+    """The shapes that `cache_shapes` of a mixer speaks of; None for a layer that holds no tokens."""
+    if isinstance(held, InterdomainLayer):
+        return [list(x.shape) for x in held.held()]
+    if held.keys.ndim != 4:
+        return None
+    return [[*held.keys.shape[:2], held.keys.shape[3]]]
 
 
 def _rotated(config) -> list[int]:
@@ -448,29 +508,38 @@ def _rotated(config) -> list[int]:
     return sorted({sizes[name] for name in config.mixers_per_layer if name in sizes})
 
 
-def _default_positions(attention_mask, seen, batch: int, length: int, device) -> torch.Tensor:
+def _default_positions(attention_mask, seen, length: int, device) -> torch.Tensor:
     """Positions `[B or 1, T]` after `seen` tokens; pads, when the mask shows them, are not counted."""
     if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
-        if attention_mask.shape[0] != batch or attention_mask.shape[1] < length:
-            raise ValueError(
-                f"attention_mask must have shape [B, past + T], at least [{batch}, {length}], got "
-                f"{list(attention_mask.shape)}."
-            )
         return (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -length:].to(device)
     return torch.arange(length, device=device)[None] + seen
 
 
+def _check_mask(attention_mask, seen, batch: int, length: int) -> None:
+    """A mask of the wrong size would silently shift pads; `seen` is a tensor, not checked, where a step is compiled."""
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 2 or not isinstance(seen, int):
+        return
+    if attention_mask.shape != (batch, seen + length):
+        raise ValueError(
+            f"attention_mask must have shape [B, past + T] = [{batch}, {seen + length}], got "
+            f"{list(attention_mask.shape)}."
+        )
+
+
 def _check_cu_seqlens(cu_seqlens: torch.Tensor, batch: int, length: int) -> None:
     ends = cu_seqlens.tolist()
-    if batch != 1 or ends[0] != 0 or ends[-1] != length or any(a >= b for a, b in pairwise(ends)):
+    increasing = len(ends) > 1 and all(a < b for a, b in pairwise(ends))
+    if batch != 1 or not increasing or ends[0] != 0 or ends[-1] != length:
         raise ValueError(
             f"cu_seq_lens_q must increase strictly from 0 to T = {length} with all documents in one row (B = 1), got "
             f"{ends} with B = {batch}."
         )
 
 
-def _packing(mask: torch.Tensor | None) -> Packing | None:
-    """What to leave out for a `[B, T]` mask; None when every token is real."""
-    if mask is None or bool(mask.all()):
-        return None
-    return packing_from_mask(mask)
+def _packing(mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None) -> Packing | None:
+    """What recurrent layers work on, for a `[B, T]` mask and packed documents; None when that is all rows whole."""
+    if mask is not None and bool(mask.all()):
+        mask = None
+    if cu_seqlens is not None:
+        return packing_from_documents(cu_seqlens, mask)
+    return None if mask is None else packing_from_mask(mask)

@@ -44,14 +44,30 @@ def packing_from_mask(mask: torch.Tensor) -> Packing:
     return Packing(cu_seqlens, mask.flatten().nonzero()[:, 0], None if every_row else rows, mask)
 
 
-def packing_from_positions(position_ids: torch.Tensor) -> Packing | None:
+def packing_from_documents(cu_seqlens: torch.Tensor, mask: torch.Tensor | None) -> Packing:
+    """Documents along the flattened `[B, T]` batch, without the pads that a mask marks in them."""
+    cu_seqlens = cu_seqlens.long()
+    if mask is None:
+        return Packing(cu_seqlens)
+    real = mask.bool().flatten()
+    counted = torch.nn.functional.pad(real.long().cumsum(0), (1, 0))
+    return Packing(counted[cu_seqlens].unique_consecutive(), real.nonzero()[:, 0], mask=mask.bool())
+
+
+def cu_seqlens_from_positions(position_ids: torch.Tensor) -> torch.Tensor | None:
     """Documents start wherever `position_ids` `[B, T]` do not go up by one; None when every row is one document."""
     starts = torch.ones_like(position_ids, dtype=torch.bool)
     starts[:, 1:] = position_ids.diff(dim=1) != 1
     if not starts[:, 1:].any():
         return None
     begins = starts.flatten().nonzero()[:, 0]
-    return Packing(torch.cat([begins, begins.new_tensor([position_ids.numel()])]))
+    return torch.cat([begins, begins.new_tensor([position_ids.numel()])])
+
+
+def document_of_tokens(cu_seqlens: torch.Tensor, length: int) -> torch.Tensor:
+    """`[length]`: the number of the document each token belongs to."""
+    tokens = torch.arange(length, device=cu_seqlens.device)
+    return torch.bucketize(tokens, cu_seqlens[1:-1].to(tokens.dtype), right=True)
 
 
 def positions_from_cu_seqlens(cu_seqlens: torch.Tensor, length: int) -> torch.Tensor:

@@ -6,10 +6,11 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
+from .float32_module import Float32Module
 from .op_interdomain import interdomain_attention, interdomain_step
 
 
-class InterdomainRecurrence(nn.Module):
+class InterdomainRecurrence(Float32Module):
     """`log_dt` `[G]`; `log_a_real`, `a_imag` `[G, M]`; `B` `[G, M, 2]`; `C` `[G, M, M, 2]`, `[G, M, 2]` or None.
 
     A module of its own, because it stays in float32 whatever the model's dtype: a rounded `log_dt` or `a_imag` would
@@ -52,16 +53,6 @@ class InterdomainRecurrence(nn.Module):
         else:
             beta = torch.ones_like(rate)
         return torch.view_as_real(beta).float()
-
-    def _apply(self, fn, recurse=True):
-        """Let `.to(torch.bfloat16)` and `.half()` move the parameters without rounding them."""
-        before = {name: parameter.data for name, parameter in self.named_parameters(recurse=False)}
-        super()._apply(fn, recurse)
-        for name, parameter in self.named_parameters(recurse=False):
-            data = before[name]
-            if parameter.dtype.itemsize < data.dtype.itemsize and not data.is_meta and not parameter.is_meta:
-                parameter.data = data.to(parameter.device)
-        return self
 
     def parameters_of_operator(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """`log_decay` and `input_matrix`, `[G, M, 2]` each, and the coefficient matrix, in at least float32."""

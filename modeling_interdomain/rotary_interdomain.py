@@ -3,11 +3,12 @@
 import copy
 
 import torch
-from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 
+from .float32_module import Float32Module
 
-class InterdomainRotaryEmbedding(nn.Module):
+
+class InterdomainRotaryEmbedding(Float32Module):
     """Cosines and sines `[B, T, dim]` for a head of `dim` numbers, by default `config.head_dim`."""
 
     inv_freq: torch.Tensor
