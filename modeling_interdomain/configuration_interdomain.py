@@ -208,7 +208,7 @@ class InterdomainConfig(PreTrainedConfig):
         """The token mixer of every layer."""
         if isinstance(self.token_mixers, str):
             return [self.token_mixers] * self.num_hidden_layers
-        return list(self.token_mixers)
+        return list(self.token_mixers)[: self.num_hidden_layers]
 
     @property
     def layer_types(self) -> list[str]:

@@ -73,6 +73,7 @@ def eager_attention_forward(module, query, key, value, attention_mask, scaling, 
     scores = query @ key.mT * scaling
     if attention_mask is not None:
         scores = scores + attention_mask
-    weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    weights = nn.functional.softmax(scores, dim=-1, dtype=wide).to(query.dtype)
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
     return (weights @ value).transpose(1, 2).contiguous(), weights

@@ -267,26 +267,34 @@ class InterdomainModel(InterdomainPreTrainedModel):
             return False
         return all(layer.is_initialized for layer in cache.layers if isinstance(layer, InterdomainLayer))
 
-    def _check_cache(self, cache: Cache | None, batch: int) -> None:
-        """A cache of another model, batch or device is an error before anything is written to it."""
-        recurrent = [isinstance(layer.token_mixer, InterdomainMixer) for layer in self.layers]
-        if cache is None or (cache.layer_class_to_replicate is not None and not any(recurrent)):
+    def check_cache_layers(self, cache: Cache) -> None:
+        """Raise if the layers of a cache are of other kinds than the model's; such a cache knows no length either."""
+        layers = self.layers[: self.config.num_hidden_layers]
+        recurrent = [isinstance(layer.token_mixer, InterdomainMixer) for layer in layers]
+        if cache.layer_class_to_replicate is not None and not any(recurrent):
             return
         if [isinstance(layer, InterdomainLayer) for layer in cache.layers] != recurrent:
             raise ValueError(
                 f"past_key_values ({type(cache).__name__} of {len(cache.layers)} layers) does not fit the "
                 f"{len(recurrent)} layers of this model; make it with InterdomainCache(model.config)."
             )
-        for i, (held, layer) in enumerate(zip(cache.layers, self.layers)):
+
+    def _check_cache(self, cache: Cache | None, batch: int) -> None:
+        """A cache of another model, batch or device is an error before anything is written to it."""
+        if cache is None:
+            return
+        self.check_cache_layers(cache)
+        for i, held in enumerate(cache.layers):
+            mixer: Any = self.layers[i].token_mixer
             if not held.is_initialized:
                 continue
-            expected, found = layer.token_mixer.cache_shapes(batch), _shapes(held)
+            expected, found = mixer.cache_shapes(batch), _shapes(held)
             if found is not None and found != expected:
                 raise ValueError(
                     f"past_key_values holds tensors of shape {found} in layer {i}, but this model and batch need "
                     f"{expected}; it belongs to another model or batch."
                 )
-            home = layer.token_mixer.q_proj.weight.device
+            home = mixer.q_proj.weight.device
             if isinstance(held, InterdomainLayer) and home.type != "meta" and held.state.device != home:
                 raise ValueError(
                     f"past_key_values is on {held.state.device} in layer {i}, but the layer is on {home}; move it with "
@@ -367,6 +375,8 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         """Make the cache `generate()` uses; a user's own cache is left alone."""
         given = model_kwargs.get("past_key_values")
         rollback = _rollback(self.config, generation_config)
+        if isinstance(given, Cache):
+            self.model.check_cache_layers(given)
         if isinstance(given, InterdomainCache):
             given.allow_rollback(rollback)
         if given is not None or generation_config.use_cache is False:
@@ -517,7 +527,7 @@ def _default_positions(attention_mask, seen, length: int, device) -> torch.Tenso
 
 def _check_mask(attention_mask, seen, batch: int, length: int) -> None:
     """A mask of the wrong size would silently shift pads; `seen` is a tensor, not checked, where a step is compiled."""
-    if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 2 or not isinstance(seen, int):
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim == 4 or not isinstance(seen, int):
         return
     if attention_mask.shape != (batch, seen + length):
         raise ValueError(

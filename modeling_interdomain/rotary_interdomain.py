@@ -38,7 +38,9 @@ class InterdomainRotaryEmbedding(Float32Module):
     @torch.no_grad()
     @dynamic_rope_update
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = position_ids[..., None].float() * self.inv_freq.to(x.device, torch.float)
+        # In float32 an angle at position 65,536 would be off by some thousandths; MPS has no float64.
+        wide = torch.float32 if x.device.type == "mps" else torch.float64
+        angles = position_ids[..., None].to(wide) * self.inv_freq.to(x.device, wide)
         angles = torch.cat([angles, angles], dim=-1)
         return (angles.cos() * self.attention_scaling).to(x.dtype), (angles.sin() * self.attention_scaling).to(x.dtype)
 

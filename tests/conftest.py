@@ -1,0 +1,172 @@
+"""Small models whose outputs depend clearly on their past, and the comparisons that several test files share."""
+
+import pytest
+import torch
+
+from modeling_interdomain import InterdomainCache, InterdomainConfig, InterdomainForCausalLM, InterdomainStaticCache
+
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+PAD = 3
+VOCABULARY = 48
+
+MIXERS = {
+    "interdomain": {"token_mixers": "interdomain"},
+    "interdomain-softmax": {"token_mixers": ["interdomain", "softmax"], "rope_parameters": ROPE},
+    "softmax-interdomain": {"token_mixers": ["softmax", "interdomain"], "rope_parameters": ROPE},
+    "softmax": {"token_mixers": "softmax", "rope_parameters": ROPE},
+}
+VARIANTS = {
+    "grouped": {"num_key_value_heads": 2},
+    "one-group": {"num_key_value_heads": 1, "token_mixers": ["interdomain", "softmax"]},
+    "wide-features": {"feature_dim": 12},
+    "normalized": {"normalize": True},
+    "diagonal": {"coefficient_matrix": "diagonal"},
+    "identity": {"coefficient_matrix": "identity", "product": "hermitian"},
+    "real-product": {"product": "real"},
+    "rope-before": {"rope_parameters": ROPE, "rope_placement": "before", "feature_dim": 6},
+    "rope-after": {"rope_parameters": ROPE, "rope_placement": "after", "token_mixers": ["softmax", "interdomain"]},
+    "gated": {"use_output_gate": True, "input_norm": False},
+    "no-convolution": {"conv_kernel": 1},
+}
+
+
+@torch.no_grad()
+def _strengthen(model: torch.nn.Module, seed: int) -> None:
+    """Redraw every weight large enough that tokens, positions and the past all show in the logits."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("log_a_real", "a_imag", "log_dt")):
+            continue
+        draw = torch.randn(parameter.shape, generator=generator)
+        if "norm" in name:
+            draw = 1 + 0.2 * draw
+        elif name.endswith((".C", ".B")) or "bias" in name:
+            draw = 0.5 * draw
+        elif "conv" not in name and "embed" not in name:
+            draw = draw * parameter.shape[-1] ** -0.5 * (3 if "lm_head" in name else 1)
+        parameter.copy_(draw)
+
+
+@pytest.fixture(scope="session")
+def make_config():
+    """`make_config("softmax" or another name of MIXERS or VARIANTS, **changes)`: a small configuration."""
+
+    def make(name: str = "interdomain", **changes) -> InterdomainConfig:
+        arguments = {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "state_size": 6,
+            "chunk_size": 4,
+            "state_dtype": "float64",
+            "pad_token_id": PAD,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
+        return InterdomainConfig(**arguments | (MIXERS | VARIANTS)[name] | changes)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_model(make_config):
+    """`make_model(name, model_class, dtype, seed, **changes)`: float64 and in evaluation mode by default."""
+
+    def make(name="interdomain", model_class=InterdomainForCausalLM, dtype=torch.float64, seed=0, **changes):
+        torch.manual_seed(seed)
+        model = model_class(make_config(name, **changes))
+        _strengthen(model, seed)
+        return model.to(dtype).eval()
+
+    return make
+
+
+@pytest.fixture(params=MIXERS)
+def model(request, make_model):
+    """Every arrangement of token mixers."""
+    return make_model(request.param)
+
+
+@pytest.fixture(params=[*MIXERS, *VARIANTS])
+def any_model(request, make_model):
+    """Every arrangement of token mixers and every variant of the recurrent one."""
+    return make_model(request.param)
+
+
+@pytest.fixture(params=[name for name in (*MIXERS, *VARIANTS) if name != "softmax"])
+def recurrent_model(request, make_model):
+    """Every model that has a recurrent layer."""
+    return make_model(request.param)
+
+
+@pytest.fixture(params=["dynamic", "static"])
+def make_cache(request):
+    """Both caches, with room for 64 tokens."""
+    if request.param == "dynamic":
+        return InterdomainCache
+    return lambda config: InterdomainStaticCache(config, max_cache_len=64)
+
+
+@pytest.fixture(scope="session")
+def random_ids():
+    """`random_ids(batch, length, seed=0)`: token ids that are never the pad token."""
+
+    def draw(batch: int, length: int, seed: int = 0) -> torch.Tensor:
+        return torch.randint(PAD + 1, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+    return draw
+
+
+@pytest.fixture(scope="session")
+def left_padded(random_ids):
+    """`left_padded(lengths, width, seed=0)`: ids and mask with the real tokens at the right end of each row."""
+
+    def make(lengths: list[int], width: int | None = None, seed: int = 0) -> dict[str, torch.Tensor]:
+        width = max(lengths) if width is None else width
+        mask = (torch.arange(width) >= width - torch.tensor(lengths)[:, None]).long()
+        ids = random_ids(len(lengths), width, seed)
+        return {"input_ids": torch.where(mask.bool(), ids, PAD), "attention_mask": mask}
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def assert_same():
+    """Equal up to the rounding of float64 (and of float32 where `generate()` rounds)."""
+
+    def check(actual, expected, rtol: float = 1e-7, atol: float = 1e-8):
+        torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def advance():
+    """`advance(model, cache, ids)`: logits of a forward without gradients."""
+
+    def run(model, cache, ids, **inputs):
+        with torch.no_grad():
+            return model(ids, past_key_values=cache, **inputs).logits
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def contents():
+    """`contents(cache)`: copies of everything the next forward reads, layer by layer."""
+
+    def copy(cache) -> list[torch.Tensor]:
+        tensors = []
+        for layer in cache.layers:
+            tensors.append(torch.as_tensor(getattr(layer, "cumulative_length", 0)))
+            if getattr(layer, "conv_states", None):
+                tensors += [x for x in layer.conv_states.values() if x is not None]
+            if getattr(layer, "recurrent_states", None):
+                tensors += [x for x in layer.recurrent_states.values() if x is not None]
+            if layer.__dict__.get("keys") is not None:
+                tensors += [layer.keys, layer.values]
+        return [x.detach().clone() for x in tensors]
+
+    return copy

@@ -1,0 +1,406 @@
+"""The cache as an object: rows, rollback, addresses, dtypes, copies, size, gradients."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from transformers.cache_utils import StaticLayer
+
+from modeling_interdomain import InterdomainCache, InterdomainStaticCache
+
+
+@pytest.fixture
+def cache_after(advance):
+    """`cache_after(model, ids, ...)`: a cache that saw these ids, in one forward each."""
+
+    def make(model, *pieces, recording=False):
+        cache = InterdomainCache(model.config)
+        if recording:
+            cache.activate_past_recording()
+        for ids in pieces:
+            advance(model, cache, ids)
+        return cache
+
+    return make
+
+
+def _recurrent_layers(cache) -> list:
+    return [layer for layer in cache.layers if hasattr(layer, "state")]
+
+
+# Rows.
+
+
+@pytest.mark.parametrize("order", [[2, 0, 0], [0, 1, 2]], ids=str)
+def test_reorder(model, make_cache, order, random_ids, advance, assert_same):
+    ids, next_ids = random_ids(3, 6), random_ids(3, 1, seed=1)
+    cache = make_cache(model.config)
+    advance(model, cache, ids)
+    cache.reorder_cache(torch.tensor(order))
+    expected = model(torch.cat([ids[order], next_ids], dim=1), use_cache=False).logits[:, -1:]
+    assert_same(advance(model, cache, next_ids), expected)
+
+
+def test_repeat_rows(model, random_ids, advance, assert_same):
+    ids, next_ids = random_ids(2, 6), random_ids(6, 2, seed=1)
+    cache = InterdomainCache(model.config)
+    advance(model, cache, ids)
+    cache.batch_repeat_interleave(3)
+    expected = model(torch.cat([ids.repeat_interleave(3, dim=0), next_ids], dim=1), use_cache=False).logits[:, -2:]
+    assert_same(advance(model, cache, next_ids), expected)
+
+
+@pytest.mark.parametrize("rows", [[2], [1, 1, 0, 2], [0, 2, 1]], ids=str)
+def test_select_rows(model, rows, random_ids, advance, assert_same):
+    ids, next_ids = random_ids(3, 6), random_ids(len(rows), 1, seed=1)
+    cache = InterdomainCache(model.config)
+    advance(model, cache, ids)
+    cache.batch_select_indices(torch.tensor(rows))
+    expected = model(torch.cat([ids[rows], next_ids], dim=1), use_cache=False).logits[:, -1:]
+    assert_same(advance(model, cache, next_ids), expected)
+
+
+def test_rows_change_while_recording(model, random_ids, cache_after, contents, assert_same):
+    ids = random_ids(3, 7)
+    cache = cache_after(model, ids[:, :4], ids[:, 4:], recording=True)
+    cache.reorder_cache(torch.tensor([2, 0, 0]))
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([0, 3, 5]))
+    cache.crop(-4)
+    assert_same(contents(cache), contents(cache_after(model, ids[[2, 0, 0], :3])))
+
+
+def test_reset(model, make_cache, random_ids, advance, assert_same):
+    cache = make_cache(model.config)
+    first = advance(model, cache, random_ids(2, 5))
+    advance(model, cache, random_ids(2, 1, seed=1))
+    cache.reset()
+    assert int(cache.get_seq_length()) == 0
+    assert_same(advance(model, cache, random_ids(2, 5)), first)
+
+
+def test_reset_forgets_the_recording(model, random_ids, cache_after, contents, advance, assert_same):
+    cache = cache_after(model, random_ids(2, 5), recording=True)
+    cache.reset()
+    ids = random_ids(2, 6, seed=1)
+    advance(model, cache, ids)
+    cache.crop(-2)
+    assert_same(contents(cache), contents(cache_after(model, ids[:, :4])))
+
+
+# Taking tokens back.
+
+
+@pytest.mark.parametrize("removed", [0, 1, 3, 4, 9])
+def test_rollback_restores_the_state(any_model, removed, random_ids, cache_after, contents, assert_same):
+    ids = random_ids(2, 10)
+    cache = cache_after(any_model, ids[:, :5], ids[:, 5:6], ids[:, 6:7], ids[:, 7:], recording=True)
+    cache.crop(-removed)
+    assert int(cache.get_seq_length()) == 10 - removed
+    assert_same(contents(cache), contents(cache_after(any_model, ids[:, : 10 - removed])))
+
+
+def test_rollback_to_single_steps_is_exact(recurrent_model, random_ids, cache_after):
+    model, ids = recurrent_model.float(), random_ids(2, 12)
+    model.config.state_dtype = "float32"
+    steps = [ids[:, :5], *ids[:, 5:].split(1, dim=1)]
+    cache = cache_after(model, *steps, recording=True)
+    cache.crop(-4)
+    never_advanced = cache_after(model, *steps[:-4])
+    for layer, expected in zip(_recurrent_layers(cache), _recurrent_layers(never_advanced)):
+        torch.testing.assert_close(layer.state, expected.state, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(layer.windows, expected.windows, rtol=0, atol=0)
+
+
+def test_rollback_again_and_again(model, random_ids, cache_after, contents, advance, assert_same):
+    ids = random_ids(2, 30)
+    cache = cache_after(model, ids[:, :6], recording=True)
+    kept = ids[:, :6]
+    for length, removed in [(1, 1), (4, 2), (3, 3), (1, 0), (6, 5), (2, 4)]:
+        piece = random_ids(2, length, seed=length)
+        advance(model, cache, piece)
+        cache.crop(-removed)
+        kept = torch.cat([kept, piece], dim=1)[:, : kept.shape[1] + length - removed]
+        assert_same(contents(cache), contents(cache_after(model, kept)))
+
+
+def test_rollback_of_everything(model, random_ids, cache_after, advance, assert_same):
+    cache = cache_after(model, random_ids(2, 5), recording=True)
+    cache.crop(-5)
+    assert int(cache.get_seq_length()) == 0
+    ids = random_ids(2, 4, seed=1)
+    assert_same(advance(model, cache, ids), model(ids, use_cache=False).logits)
+
+
+def test_rollback_within_a_prompt_longer_than_the_record(make_model, random_ids, cache_after, contents, assert_same):
+    model, ids = make_model("interdomain-softmax", max_rollback=4), random_ids(2, 11)
+    cache = cache_after(model, ids, recording=True)
+    cache.crop(-4)
+    assert_same(contents(cache), contents(cache_after(model, ids[:, :7])))
+
+
+@pytest.mark.parametrize("order", ["interdomain-softmax", "softmax-interdomain"])
+def test_rollback_beyond_the_record_is_refused(order, make_model, random_ids, cache_after, contents):
+    model = make_model(order, max_rollback=4)
+    cache = cache_after(model, random_ids(2, 11), recording=True)
+    before = contents(cache)
+    with pytest.raises(ValueError, match="take back the last 4 tokens, got 5.*max_rollback"):
+        cache.crop(-5)
+    torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("order", ["interdomain-softmax", "softmax-interdomain"])
+def test_rollback_without_a_record_is_refused(order, make_model, random_ids, cache_after, contents):
+    cache = cache_after(make_model(order), random_ids(2, 5))
+    before = contents(cache)
+    with pytest.raises(ValueError, match="activate_past_recording"):
+        cache.crop(-1)
+    cache.crop(0)
+    torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
+
+
+def test_rollback_by_a_positive_number_is_refused(recurrent_model, random_ids, cache_after):
+    cache = cache_after(recurrent_model, random_ids(2, 5), recording=True)
+    with pytest.raises(ValueError, match="negative"):
+        cache.crop(2)
+
+
+def test_recording_may_begin_late(model, random_ids, cache_after, contents, advance, assert_same):
+    ids = random_ids(2, 9)
+    cache = cache_after(model, ids[:, :4])
+    cache.activate_past_recording()
+    advance(model, cache, ids[:, 4:])
+    cache.crop(-3)
+    assert_same(contents(cache), contents(cache_after(model, ids[:, :6])))
+
+
+@pytest.mark.parametrize("removed", [1, 2, 3, 4, 6])
+def test_rollback_in_a_padded_batch(any_model, removed, random_ids, contents, assert_same):
+    ids = random_ids(3, 11)
+    mask = torch.ones_like(ids)
+    mask[1, :6] = mask[2, :3] = 0  # on the left
+    mask[0, 8] = mask[1, 9:] = mask[2, 10] = 0  # among what is taken back
+    caches = [InterdomainCache(any_model.config) for _ in range(2)]
+    caches[0].activate_past_recording()
+    with torch.no_grad():
+        for start, end in [(0, 5), (5, 8), (8, 9), (9, 11)]:
+            any_model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=caches[0])
+        end = 11 - removed
+        any_model(ids[:, :end], attention_mask=mask[:, :end], past_key_values=caches[1])
+    caches[0].crop(-removed)
+    for layer, expected in zip(_recurrent_layers(caches[0]), _recurrent_layers(caches[1])):
+        assert_same([layer.state, *layer.windows], [expected.state, *expected.windows])
+
+
+@pytest.mark.parametrize("removed", [1, 2, 3, 4])
+def test_rollback_over_a_forward_of_pads(model, removed, random_ids, cache_after, advance, assert_same):
+    ids = random_ids(2, 5)
+    mask = torch.tensor([[1, 1, 1, 0, 0]] * 2)
+    cache = cache_after(model, ids[:, :3], recording=True)
+    advance(model, cache, ids[:, 3:], attention_mask=mask)
+    cache.crop(-removed)
+    assert int(cache.get_seq_length()) == 5 - removed
+    expected = cache_after(model, ids[:, : min(3, 5 - removed)])
+    for layer, other in zip(_recurrent_layers(cache), _recurrent_layers(expected)):
+        assert_same([layer.state, *layer.windows], [other.state, *other.windows])
+
+
+def test_record_does_not_keep_the_prompt(make_model, random_ids, cache_after):
+    """A view of the last tokens would hold the whole prompt in memory, in every layer."""
+    layer = cache_after(make_model(max_rollback=4), random_ids(2, 40), recording=True).layers[0]
+    for tensor in (*layer.recorded.convolved, *layer.recorded[1:]):
+        assert tensor.shape[1] == 4
+        assert tensor.untyped_storage().nbytes() <= 2 * tensor.numel() * tensor.element_size()
+
+
+# Addresses, sizes, dtypes.
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["unpadded", "padded"])
+def test_addresses_stay(model, make_cache, padded, random_ids, advance):
+    cache = make_cache(model.config)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, :3] = 1 - int(padded)
+    advance(model, cache, random_ids(2, 5), attention_mask=mask[:, :5])
+
+    def addresses():
+        tensors = [x for layer in _recurrent_layers(cache) for x in (layer.state, *layer.windows)]
+        if isinstance(cache, InterdomainStaticCache):
+            tensors += [x for layer in cache.layers if layer.keys is not None for x in (layer.keys, layer.values)]
+        return [x.data_ptr() for x in tensors]
+
+    before = addresses()
+    for end, ids in [(6, random_ids(2, 1)), (7, random_ids(2, 1)), (9, random_ids(2, 2))]:
+        advance(model, cache, ids, attention_mask=mask[:, :end])
+        assert addresses() == before
+    cache.reorder_cache(torch.tensor([1, 0]))
+    recurrent = 3 * len(_recurrent_layers(cache))
+    assert addresses()[:recurrent] == before[:recurrent]
+
+
+def test_addresses_stay_over_rollback_and_reset(recurrent_model, random_ids, cache_after):
+    cache = cache_after(recurrent_model, random_ids(2, 5), recording=True)
+    tensors = [x for layer in _recurrent_layers(cache) for x in (layer.state, *layer.windows)]
+    cache.crop(-2)
+    cache.reset()
+    after = [x for layer in _recurrent_layers(cache) for x in (layer.state, *layer.windows)]
+    assert [x.data_ptr() for x in after] == [x.data_ptr() for x in tensors]
+
+
+def test_static_count_is_a_tensor_that_stays(recurrent_model, random_ids):
+    cache = InterdomainStaticCache(recurrent_model.config, max_cache_len=16)
+    with torch.no_grad():
+        recurrent_model(random_ids(2, 5), past_key_values=cache)
+        layer = _recurrent_layers(cache)[0]
+        count = layer.cumulative_length
+        recurrent_model(random_ids(2, 1), past_key_values=cache)
+    assert layer.cumulative_length is count
+    assert count.tolist() == 6
+
+
+@pytest.mark.parametrize("length", [512, 4096])
+def test_state_does_not_grow(length, make_model, random_ids):
+    model = make_model(num_hidden_layers=1, dtype=torch.float32, state_dtype="float32", chunk_size=64)
+    cache = InterdomainCache(model.config)
+    sizes = set()
+    with torch.no_grad():
+        for piece in random_ids(1, length).split(256, dim=1):
+            model(piece, past_key_values=cache, logits_to_keep=1)
+            sizes.add(cache.state_bytes())
+    config = model.config
+    state = 2 * config.num_key_value_heads * config.state_size * (config.feature_dim + config.head_dim)
+    windows = 2 * config.hidden_size * (config.conv_kernel - 1)
+    assert sizes == {4 * (state + windows)}
+    assert cache.get_seq_length() == length
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "float64"])
+def test_state_dtype_under_a_bfloat16_model(state_dtype, make_model, random_ids, cache_after):
+    model = make_model("interdomain-softmax", dtype=torch.bfloat16, state_dtype=state_dtype)
+    ids = random_ids(2, 9)
+    cache = cache_after(model, ids[:, :6], *ids[:, 6:].split(1, dim=1), recording=True)
+    assert cache.layers[0].state.dtype == getattr(torch, state_dtype)
+    assert all(window.dtype == torch.bfloat16 for window in cache.layers[0].windows)
+    assert cache.layers[1].keys.dtype == torch.bfloat16
+    cache.crop(-2)
+    expected = cache_after(model, ids[:, :7]).layers[0].state
+    assert cache.layers[0].state.dtype == expected.dtype
+    torch.testing.assert_close(cache.layers[0].state.float(), expected.float(), rtol=0.02, atol=0.02)
+
+
+def test_steps_in_float32_follow_the_float64_model(make_model, random_ids, cache_after):
+    ids = random_ids(2, 40)
+    pieces = ids.split(1, dim=1)
+    narrow = cache_after(make_model(dtype=torch.float32, state_dtype="float32"), *pieces)
+    wide = cache_after(make_model(), ids)
+    for layer, expected in zip(narrow.layers, wide.layers):
+        torch.testing.assert_close(layer.state.double(), expected.state, rtol=1e-4, atol=1e-4)
+
+
+def test_move_to_another_dtype(model, make_cache, random_ids, advance):
+    ids, next_ids = random_ids(2, 6), random_ids(2, 1, seed=1)
+    cache = make_cache(model.config)
+    advance(model, cache, ids)
+    assert cache.to("cpu", torch.float32) is cache
+    for layer in cache.layers:
+        tensors = [layer.state, *layer.windows] if hasattr(layer, "state") else [layer.keys, layer.values]
+        assert {x.dtype for x in tensors} == {torch.float32}
+    model.float()
+    expected = model(torch.cat([ids, next_ids], dim=1), use_cache=False).logits[:, -1:]
+    torch.testing.assert_close(advance(model, cache, next_ids), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_move_before_the_first_forward(make_model, random_ids):
+    model = make_model(dtype=torch.float32)
+    cache = InterdomainCache(model.config).to(dtype=torch.bfloat16)
+    with torch.no_grad():
+        model(random_ids(1, 3), past_key_values=cache)
+    assert cache.layers[0].state.dtype == torch.bfloat16
+
+
+# Copies, modes of autograd, layers.
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda cache: pickle.loads(pickle.dumps(cache))}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_are_independent(model, make_cache, how, random_ids, advance, contents, assert_same):
+    ids = random_ids(2, 6)
+    cache = make_cache(model.config)
+    if not isinstance(cache, InterdomainStaticCache):
+        cache.activate_past_recording()
+    advance(model, cache, ids)
+    twin = COPIES[how](cache)
+    before = contents(cache)
+    logits = advance(model, twin, random_ids(2, 2, seed=1))
+    torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
+    assert_same(advance(model, cache, random_ids(2, 2, seed=1)), logits)
+
+
+def test_cache_of_inference_mode_is_usable_outside(model, make_cache, random_ids, advance, assert_same):
+    ids = random_ids(2, 10)
+    cache = make_cache(model.config)
+    if any(isinstance(layer, StaticLayer) for layer in cache.layers):
+        pytest.skip("the library's static layers of keys and values stay in inference mode")
+    with torch.inference_mode():
+        model(ids[:, :6], past_key_values=cache)
+    logits = [advance(model, cache, ids[:, 6:7]), advance(model, cache, ids[:, 7:9]), advance(model, cache, ids[:, 9:])]
+    assert_same(torch.cat(logits, dim=1), model(ids, use_cache=False).logits[:, 6:].detach())
+
+
+@pytest.mark.parametrize("operation", ["reset", "reorder", "rollback", "repeat"])
+def test_cache_of_inference_mode_is_changeable_outside(model, operation, random_ids, advance):
+    cache = InterdomainCache(model.config)
+    cache.activate_past_recording()
+    with torch.inference_mode():
+        model(random_ids(2, 6), past_key_values=cache)
+    changes = {
+        "reset": cache.reset,
+        "reorder": lambda: cache.reorder_cache(torch.tensor([1, 0])),
+        "rollback": lambda: cache.crop(-2),
+        "repeat": lambda: cache.batch_repeat_interleave(2),
+    }
+    changes[operation]()
+    rows = 4 if operation == "repeat" else 2
+    assert advance(model, cache, random_ids(rows, 2)).isfinite().all()
+
+
+def test_cache_of_grad_mode_is_usable_without(model, random_ids, advance, assert_same):
+    ids = random_ids(2, 8)
+    cache = InterdomainCache(model.config)
+    model(ids[:, :6], past_key_values=cache)
+    logits = torch.cat([advance(model, cache, ids[:, 6:7]), advance(model, cache, ids[:, 7:])], dim=1)
+    assert_same(logits, model(ids, use_cache=False).logits[:, 6:].detach())
+
+
+@pytest.mark.parametrize("pieces", [(4, 3, 2), (4, 1, 1, 3)], ids=str)
+def test_gradient_through_a_cache(any_model, pieces, random_ids, assert_same):
+    ids = random_ids(2, sum(pieces))
+    weights = torch.randn(2, sum(pieces), 48, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    parameters = list(any_model.parameters())
+
+    cache, loss = InterdomainCache(any_model.config), 0
+    for piece, weight in zip(ids.split(pieces, dim=1), weights.split(pieces, dim=1)):
+        loss = loss + (any_model(piece, past_key_values=cache).logits * weight).sum()
+    in_pieces = torch.autograd.grad(loss, parameters)
+    whole = torch.autograd.grad((any_model(ids, use_cache=False).logits * weights).sum(), parameters)
+    assert_same(in_pieces, whole)
+
+
+def test_layers_hold_what_their_mixers_need(model, random_ids, cache_after):
+    cache, config = cache_after(model, random_ids(3, 7)), model.config
+    for mixer, layer in zip(config.mixers_per_layer, cache.layers):
+        if mixer == "interdomain":
+            assert layer.keys is None
+            assert layer.state.shape == (3, 4, 2, config.state_size, config.feature_dim + config.head_dim)
+            assert [tuple(w.shape) for w in layer.windows] == [(3, 32, 3), (3, 32, 3)]
+        else:
+            assert layer.keys.shape == layer.values.shape == (3, 4, 7, config.head_dim)
+
+
+def test_layers_refuse_keys_and_values(recurrent_model):
+    cache = InterdomainCache(recurrent_model.config)
+    index = recurrent_model.config.layer_types.index("linear_attention")
+    with pytest.raises(ValueError, match="recurrent state"):
+        cache.update(torch.zeros(1, 4, 1, 8), torch.zeros(1, 4, 1, 8), index)

@@ -1,0 +1,356 @@
+"""Whatever `generate()` does with a cache, it does without one: the same logits, not only the same tokens."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from modeling_interdomain import InterdomainCache
+
+MODES = {
+    "greedy": {},
+    "one-token": {"max_new_tokens": 1},
+    "sampling": {"do_sample": True, "top_k": 0, "temperature": 1.3},
+    "several-samples": {"do_sample": True, "num_return_sequences": 3},
+    "two-beams": {"num_beams": 2},
+    "long-beams": {"num_beams": 4, "length_penalty": 3.0, "num_return_sequences": 3, "eos_token_id": [5, 6, 7, 8, 9]},
+    "short-beams": {"num_beams": 3, "length_penalty": -2.0, "early_stopping": True, "eos_token_id": [5, 6, 7, 8, 9]},
+    "sampled-beams": {"num_beams": 3, "do_sample": True, "num_return_sequences": 2},
+    "repetition-penalty": {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2},
+    "guidance": {"guidance_scale": 2.0},
+}
+
+
+class Listener:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self):
+        self.tokens, self.ended = [], False
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        self.ended = True
+
+
+@pytest.fixture
+def generate():
+    """`generate(model, ids, **options)`: everything `generate()` can return, with a fixed seed."""
+
+    def run(model, input_ids=None, **options):
+        torch.manual_seed(11)
+        if input_ids is not None:  # a generated pad token is a token like any other
+            options = {"attention_mask": torch.ones_like(input_ids)} | options
+        options = {"max_new_tokens": 7, "do_sample": False} | options
+        return model.generate(
+            input_ids, return_dict_in_generate=True, output_logits=True, output_scores=True, **options
+        )
+
+    return run
+
+
+@pytest.fixture
+def assert_same_generation(assert_same):
+    def check(actual, expected):
+        assert actual.sequences.tolist() == expected.sequences.tolist()
+        for name in ("logits", "scores"):
+            assert_same(torch.stack(actual[name]), torch.stack(expected[name]), rtol=1e-5, atol=1e-5)
+        if "sequences_scores" in expected:
+            assert_same(actual.sequences_scores, expected.sequences_scores, rtol=1e-5, atol=1e-5)
+
+    return check
+
+
+@pytest.fixture
+def assert_logits_of_text(assert_same):
+    """The logits of each step are those of one forward over the text so far."""
+
+    def check(model, output):
+        with torch.no_grad():
+            whole = model(output.sequences, use_cache=False).logits.float()
+        steps = torch.stack(output.logits, dim=1)
+        assert_same(steps, whole[:, -steps.shape[1] - 1 : -1], rtol=1e-5, atol=1e-5)
+
+    return check
+
+
+# Modes of generation, chunked prefill, static caches.
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_mode_is_the_same_without_a_cache(model, mode, left_padded, generate, assert_same_generation):
+    inputs = left_padded([6, 2])
+    actual = generate(model, **inputs, **MODES[mode])
+    assert_same_generation(actual, generate(model, **inputs, **MODES[mode], use_cache=False))
+
+
+@pytest.mark.parametrize("mode", ["greedy", "long-beams"])
+def test_variant_is_the_same_without_a_cache(recurrent_model, mode, left_padded, generate, assert_same_generation):
+    inputs = left_padded([6, 2])
+    actual = generate(recurrent_model, **inputs, **MODES[mode])
+    assert_same_generation(actual, generate(recurrent_model, **inputs, **MODES[mode], use_cache=False))
+
+
+def test_left_padded_rows_are_as_alone(any_model, left_padded, generate, assert_same):
+    inputs = left_padded([3, 7, 1], width=9)
+    together = generate(any_model, **inputs)
+    for row, length in enumerate([3, 7, 1]):
+        alone = generate(any_model, inputs["input_ids"][row : row + 1, -length:])
+        assert together.sequences[row, 9:].tolist() == alone.sequences[0, length:].tolist()
+        rows = torch.stack(together.logits)[:, row]
+        assert_same(rows, torch.stack(alone.logits)[:, 0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize("lengths", [[9], [9, 2, 5], [4, 2]], ids=["unpadded", "row-of-pads", "all-rows-pads"])
+def test_prefill_in_chunks(model, size, lengths, left_padded, generate, assert_same_generation):
+    inputs = left_padded(lengths, width=9)
+    assert_same_generation(generate(model, **inputs, prefill_chunk_size=size), generate(model, **inputs))
+
+
+@pytest.mark.parametrize("mode", ["greedy", "several-samples", "long-beams"])
+def test_prefill_in_chunks_with_mode(model, mode, left_padded, generate, assert_same_generation):
+    inputs = left_padded([2, 5], width=8)
+    actual = generate(model, **inputs, **MODES[mode], prefill_chunk_size=3)
+    assert_same_generation(actual, generate(model, **inputs, **MODES[mode]))
+
+
+@pytest.mark.parametrize("mode", ["greedy", "several-samples", "long-beams"])
+def test_static_cache(model, mode, left_padded, generate, assert_same_generation):
+    inputs = left_padded([2, 6])
+    actual = generate(model, **inputs, **MODES[mode], cache_implementation="static")
+    assert_same_generation(actual, generate(model, **inputs, **MODES[mode]))
+
+
+def test_static_cache_in_several_calls(model, random_ids, generate, assert_same_generation):
+    for batch, length, new in [(1, 5, 9), (3, 2, 4), (1, 12, 1), (2, 1, 6)]:
+        ids = random_ids(batch, length, seed=length)
+        actual = generate(model, ids, max_new_tokens=new, cache_implementation="static")
+        assert_same_generation(actual, generate(model, ids, max_new_tokens=new, use_cache=False))
+
+
+def test_static_cache_with_chunked_prefill(model, left_padded, generate, assert_same_generation):
+    inputs = left_padded([2, 5], width=8)
+    actual = generate(model, **inputs, cache_implementation="static", prefill_chunk_size=3)
+    assert_same_generation(actual, generate(model, **inputs))
+
+
+def test_from_embeddings(model, left_padded, generate, assert_same):
+    inputs = left_padded([2, 6])
+    embedded = model.get_input_embeddings()(inputs["input_ids"])
+    actual = generate(model, inputs_embeds=embedded, attention_mask=inputs["attention_mask"])
+    assert_same(torch.stack(actual.logits), torch.stack(generate(model, **inputs).logits), rtol=1e-5, atol=1e-5)
+
+
+def test_rows_that_end_early_leave_the_others_alone(model, left_padded, generate, assert_same):
+    inputs = left_padded([6, 6, 2], seed=2)
+    free = generate(model, **inputs, max_new_tokens=9)
+    first = free.sequences[0, 7].item()  # ends row 0 after two tokens
+    stopped = generate(model, **inputs, max_new_tokens=9, eos_token_id=first)
+    for row in (1, 2):
+        tokens = free.sequences[row, 6:].tolist()
+        end = tokens.index(first) + 1 if first in tokens else len(tokens)
+        assert stopped.sequences[row, 6 : 6 + end].tolist() == tokens[:end]
+        rows = [torch.stack(output.logits)[:end, row] for output in (stopped, free)]
+        assert_same(*rows, rtol=1e-5, atol=1e-5)
+
+
+def test_generation_leaves_modes_and_gradients_alone(model, random_ids, generate):
+    model.train()
+    generate(model, random_ids(1, 4))
+    assert model.training
+    assert all(p.grad is None for p in model.parameters())
+
+
+# Continuing from a cache.
+
+
+def test_continue_from_the_returned_cache(any_model, left_padded, generate, assert_same):
+    inputs = left_padded([6, 2, 4])
+    whole = generate(any_model, **inputs, max_new_tokens=8)
+    first = generate(any_model, **inputs, max_new_tokens=3)
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 3), value=1)
+    second = generate(
+        any_model, first.sequences, attention_mask=mask, past_key_values=first.past_key_values, max_new_tokens=5
+    )
+    assert second.sequences.tolist() == whole.sequences.tolist()
+    assert_same(torch.stack([*first.logits, *second.logits]), torch.stack(whole.logits), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 2}], ids=["whole", "in-chunks"])
+def test_chat_turn_by_turn(model, make_cache, options, random_ids, generate, assert_same_generation):
+    cache = make_cache(model.config)
+    text = random_ids(1, 0)
+    for turn in range(3):
+        text = torch.cat([text, random_ids(1, 3 + turn, seed=turn)], dim=1)
+        answer = generate(model, text, past_key_values=cache, max_new_tokens=4, **options)
+        assert_same_generation(answer, generate(model, text, max_new_tokens=4, use_cache=False))
+        assert answer.past_key_values is cache
+        text = answer.sequences
+
+
+def test_streaming(model, random_ids, generate):
+    listener = Listener()
+    output = generate(model, random_ids(1, 5), streamer=listener)
+    assert listener.ended
+    assert listener.tokens == output.sequences[0].tolist()
+
+
+# Assisted decoding: candidates are taken back when the main model disagrees.
+
+ASSISTED = [
+    ("interdomain", "interdomain"),
+    ("interdomain", "softmax"),
+    ("softmax", "interdomain"),
+    ("interdomain-softmax", "softmax-interdomain"),
+    ("softmax-interdomain", "interdomain"),
+    ("normalized", "rope-after"),
+]
+
+
+def _small_assistant(make_model, name):
+    return make_model(name, seed=5, hidden_size=16, intermediate_size=24, num_attention_heads=2)
+
+
+def _similar_assistant(model, make_model, name):
+    """The same model with noise: it is right often, and wrong often."""
+    assistant = make_model(name)
+    with torch.no_grad():
+        for parameter in assistant.lm_head.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    return assistant
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 20])
+@pytest.mark.parametrize(("main", "assistant"), ASSISTED)
+def test_assisted_decoding(main, assistant, tokens, make_model, random_ids, generate, assert_same_generation):
+    model, assistant, ids = make_model(main), _small_assistant(make_model, assistant), random_ids(1, 6)
+    assistant.generation_config.num_assistant_tokens = tokens
+    actual = generate(model, ids, assistant_model=assistant, max_new_tokens=12)
+    assert_same_generation(actual, generate(model, ids, max_new_tokens=12, use_cache=False))
+
+
+@pytest.mark.parametrize("name", ["interdomain", "interdomain-softmax", "softmax-interdomain", "normalized"])
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampling"])
+def test_assistant_that_is_often_right(name, do_sample, make_model, random_ids, generate, assert_logits_of_text):
+    model = make_model(name)
+    assistant = _similar_assistant(model, make_model, name)
+    assistant.generation_config.num_assistant_tokens = 7
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    output = generate(model, random_ids(1, 6), assistant_model=assistant, do_sample=do_sample, max_new_tokens=20)
+    assert_logits_of_text(model, output)
+
+
+def test_more_candidates_than_the_configured_rollback(make_model, random_ids, generate, assert_same_generation):
+    model = make_model(max_rollback=4)
+    assistant = _small_assistant(make_model, "interdomain")
+    assistant.generation_config.num_assistant_tokens = 9
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    ids = random_ids(1, 6)
+    actual = generate(model, ids, assistant_model=assistant, max_new_tokens=12)
+    assert_same_generation(actual, generate(model, ids, max_new_tokens=12))
+
+
+def test_more_lookup_tokens_than_the_configured_rollback(make_model, random_ids, generate, assert_same_generation):
+    model, ids = make_model(max_rollback=4), random_ids(1, 20).repeat(1, 2)
+    actual = generate(model, ids, prompt_lookup_num_tokens=12, max_new_tokens=14)
+    assert_same_generation(actual, generate(model, ids, max_new_tokens=14))
+
+
+@pytest.mark.parametrize("tokens", [2, 10])
+def test_prompt_lookup(model, tokens, random_ids, generate, assert_same_generation):
+    ids = random_ids(1, 5).repeat(1, 4)
+    actual = generate(model, ids, prompt_lookup_num_tokens=tokens, max_new_tokens=12)
+    assert_same_generation(actual, generate(model, ids, max_new_tokens=12))
+
+
+def test_assisted_decoding_continues_a_chat(model, make_model, random_ids, generate, assert_same_generation):
+    assistant = _small_assistant(make_model, "interdomain")
+    cache, text = InterdomainCache(model.config), random_ids(1, 4)
+    for turn, helper in enumerate([None, assistant, None, assistant]):
+        answer = generate(model, text, past_key_values=cache, assistant_model=helper, max_new_tokens=6)
+        assert_same_generation(answer, generate(model, text, max_new_tokens=6, use_cache=False))
+        text = torch.cat([answer.sequences, random_ids(1, 2, seed=turn)], dim=1)
+
+
+def test_own_first_layers_as_the_assistant(model, random_ids, generate, assert_same_generation):
+    ids = random_ids(1, 6)
+    actual = generate(model, ids, assistant_early_exit=1)
+    assert_same_generation(actual, generate(model, ids))
+
+
+# What is refused, and that a refusal changes nothing.
+
+
+@pytest.mark.parametrize("kind", ["quantized", "offloaded", "offloaded_static"])
+def test_cache_implementations_that_are_refused(recurrent_model, kind, random_ids):
+    with pytest.raises(ValueError, match=f'cache_implementation=\'{kind}\' is not possible.*use "dynamic" or "static"'):
+        recurrent_model.generate(random_ids(1, 4), cache_implementation=kind, max_new_tokens=2)
+
+
+def test_continuous_batching_is_refused(recurrent_model, random_ids):
+    with pytest.raises(NotImplementedError, match="Continuous batching"):
+        recurrent_model.generate_batch(random_ids(2, 4).tolist())
+    with (
+        pytest.raises(NotImplementedError, match="Continuous batching"),
+        recurrent_model.continuous_batching_context_manager(),
+    ):
+        pass
+
+
+def test_assisted_decoding_with_a_static_cache_is_refused(model, random_ids):
+    with pytest.raises(ValueError, match="Static cache"):
+        model.generate(random_ids(1, 4), prompt_lookup_num_tokens=2, cache_implementation="static")
+
+
+@pytest.mark.parametrize("name", ["interdomain", "interdomain-softmax", "softmax-interdomain"])
+@pytest.mark.parametrize("call", ["generate", "forward"])
+def test_dynamic_cache_for_a_recurrent_model_is_refused(name, call, make_model, random_ids, contents):
+    model, ids = make_model(name), random_ids(1, 4)
+    cache = DynamicCache(config=model.config)
+    before = contents(cache)
+    with pytest.raises(ValueError, match=r"DynamicCache.*InterdomainCache\(model.config\)"), torch.no_grad():
+        if call == "generate":
+            model.generate(ids, past_key_values=cache, max_new_tokens=2)
+        else:
+            model(ids, past_key_values=cache)
+    torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
+
+
+OTHERS = {
+    "state-size": ({"state_size": 5}, 2),
+    "feature-dim": ({"feature_dim": 10}, 2),
+    "groups": ({"num_key_value_heads": 2}, 2),
+    "convolution": ({"conv_kernel": 3}, 2),
+    "normalize": ({"normalize": True}, 2),
+    "layers": ({"num_hidden_layers": 4}, 2),
+    "batch": ({}, 3),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("order", [("interdomain", "softmax"), ("softmax", "interdomain")], ids="-".join)
+def test_cache_of_another_model_is_refused(order, other, make_model, random_ids, contents):
+    changes, batch = OTHERS[other]
+    mixers = list(order) * (2 if other == "layers" else 1)
+    model = make_model("-".join(order))
+    stranger = make_model("-".join(order), **{"token_mixers": mixers} | changes)
+    cache = InterdomainCache(stranger.config)
+    with torch.no_grad():
+        stranger(random_ids(batch, 5), past_key_values=cache)
+    before = contents(cache)
+    with pytest.raises(ValueError, match="past_key_values"), torch.no_grad():
+        model(random_ids(2, 3), past_key_values=cache)
+    torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+def test_softmax_cache_of_another_depth_is_refused(layers, make_model, random_ids, contents):
+    model, stranger = make_model("softmax"), make_model("softmax", num_hidden_layers=layers)
+    cache = InterdomainCache(stranger.config)
+    with torch.no_grad():
+        stranger(random_ids(2, 5), past_key_values=cache)
+    before = contents(cache)
+    with pytest.raises(ValueError, match="past_key_values"), torch.no_grad():
+        model(random_ids(2, 3), past_key_values=cache)
+    torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)

@@ -1,0 +1,597 @@
+"""The model classes: saving, initialisation, precision, checkpointing, losses, heads, presets, errors."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from modeling_interdomain import InterdomainForCausalLM, InterdomainForSequenceClassification, InterdomainModel
+from modeling_interdomain.mixer_interdomain import InterdomainMixer
+
+RECURRENCE = ("log_dt", "log_a_real", "a_imag", "B", "C")
+PRESETS = Path(__file__).parents[1] / "configuration"
+CLASSES = {
+    "AutoModel": (AutoModel, InterdomainModel),
+    "AutoModelForCausalLM": (AutoModelForCausalLM, InterdomainForCausalLM),
+    "AutoModelForSequenceClassification": (AutoModelForSequenceClassification, InterdomainForSequenceClassification),
+}
+
+
+def _recurrence(model) -> dict[str, torch.Tensor]:
+    return {name: p for name, p in model.named_parameters() if name.split(".")[-1] in RECURRENCE}
+
+
+def _loss_and_gradients(model, ids, **inputs):
+    model.zero_grad()
+    loss = model(ids, labels=ids, **inputs).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+# Saving and loading.
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_save_and_load_bit_for_bit(name, make_model, tmp_path, random_ids):
+    auto_class, model_class = CLASSES[name]
+    model = make_model("interdomain-softmax", model_class, dtype=torch.float32, num_labels=3)
+    model.save_pretrained(tmp_path)
+    loaded, info = auto_class.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(loaded) is model_class
+    assert not any(info.values())
+    assert not loaded.training
+    for (name, before), (other, after) in zip(model.state_dict().items(), loaded.state_dict().items(), strict=True):
+        assert name == other
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
+    for (name, before), (other, after) in zip(model.named_buffers(), loaded.named_buffers(), strict=True):
+        assert name == other
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
+    ids = random_ids(2, 9)
+    torch.testing.assert_close(loaded(ids)[0], model(ids)[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["softmax", "grouped", "normalized", "diagonal", "identity", "rope-before", "gated"])
+def test_save_and_load_variants(name, make_model, tmp_path, random_ids):
+    model = make_model(name, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.to_diff_dict() == model.config.to_diff_dict() | {"architectures": ["InterdomainForCausalLM"]}
+    torch.testing.assert_close(loaded(random_ids(2, 9)).logits, model(random_ids(2, 9)).logits, rtol=0, atol=0)
+
+
+def test_body_of_a_language_model_loads_alone(make_model, tmp_path, random_ids):
+    model = make_model(dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    body = AutoModel.from_pretrained(tmp_path)
+    expected = model.model(random_ids(2, 5)).last_hidden_state
+    torch.testing.assert_close(body(random_ids(2, 5)).last_hidden_state, expected, rtol=0, atol=0)
+
+
+def test_classifier_from_a_language_model_initialises_its_head_alone(make_model, tmp_path):
+    model = make_model(dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    classifier, info = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path, num_labels=7, output_loading_info=True
+    )
+    assert info["missing_keys"] == {"score.weight"}
+    torch.testing.assert_close(classifier.model.state_dict(), model.model.state_dict(), rtol=0, atol=0)
+    assert classifier.score.weight.std().item() == pytest.approx(0.02, rel=0.2)
+
+
+def test_tied_embeddings(make_model, tmp_path, random_ids):
+    model = make_model(tie_word_embeddings=True, dtype=torch.float32)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    torch.testing.assert_close(loaded(random_ids(1, 5)).logits, model(random_ids(1, 5)).logits, rtol=0, atol=0)
+
+
+# Initialisation.
+
+
+def _assert_initialised(model):
+    config = model.config
+    residual = config.initializer_range / math.sqrt(2 * config.num_hidden_layers)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            assert parameter.std().item() == pytest.approx(residual, rel=0.1), name
+        elif name.endswith(("proj.weight", "embed_tokens.weight", "lm_head.weight")):
+            assert parameter.std().item() == pytest.approx(config.initializer_range, rel=0.1), name
+        elif "norm" in name:
+            assert (parameter == 1).all(), name
+        elif name.endswith("conv.weight"):
+            assert parameter.std().item() == pytest.approx(0.5 / math.sqrt(3), rel=0.1), name
+            assert parameter.abs().max() <= 0.5
+    for module in model.modules():
+        if isinstance(module, InterdomainMixer):
+            _assert_recurrence_initialised(module)
+
+
+def _assert_recurrence_initialised(mixer):
+    values = {name.split(".")[-1]: p.detach().double() for name, p in _recurrence(mixer).items()}
+    size = mixer.config.state_size
+    modes = torch.arange(size, dtype=torch.float64)
+    torch.testing.assert_close(values["log_a_real"].exp(), torch.full_like(values["log_a_real"], 0.5))
+    expected = (size / math.pi * (size / (2 * modes + 1) - 1)).expand_as(values["a_imag"])
+    torch.testing.assert_close(values["a_imag"], expected, rtol=1e-6, atol=1e-5)
+    assert values["log_dt"].min() >= math.log(1e-3)
+    assert values["log_dt"].max() <= math.log(1e-1)
+    assert values["log_dt"].std() > 0
+    rate = torch.complex(-values["log_a_real"].exp(), values["a_imag"])
+    hold = (torch.exp(values["log_dt"].exp()[:, None] * rate) - 1) / rate
+    torch.testing.assert_close(values["B"], torch.view_as_real(hold), rtol=1e-4, atol=1e-6)
+    assert values["C"].std().item() == pytest.approx(0.25 / math.sqrt(2 * size), rel=0.1)
+    assert all((p == 0).all() for name, p in mixer.named_parameters() if name.endswith("bias"))
+
+
+@pytest.fixture
+def wide_config(make_config):
+    """`wide_config(name)`: wide enough for statistics."""
+    shape = {"vocab_size": 200, "hidden_size": 64, "intermediate_size": 128, "state_size": 24}
+    return lambda name="interdomain-softmax": make_config(name, **shape, state_dtype="float32")
+
+
+@pytest.mark.parametrize("name", ["interdomain-softmax", "softmax", "gated", "rope-after"])
+@pytest.mark.parametrize("how", ["constructor", "from-config"])
+def test_initialisation(name, how, wide_config):
+    torch.manual_seed(0)
+    make = InterdomainForCausalLM if how == "constructor" else AutoModelForCausalLM.from_config
+    _assert_initialised(make(wide_config(name)))
+
+
+def test_initialisation_of_what_a_checkpoint_lacks(wide_config, tmp_path):
+    model = InterdomainForCausalLM(wide_config())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7.0)
+    state = {name: x for name, x in model.state_dict().items() if "token_mixer" not in name and "mlp" not in name}
+    saved = set(state)
+    model.save_pretrained(tmp_path, state_dict=state)
+    torch.manual_seed(0)
+    loaded = InterdomainForCausalLM.from_pretrained(tmp_path)
+    assert all((parameter == 7).all() == (name in saved) for name, parameter in loaded.named_parameters())
+    with torch.no_grad():
+        for name, parameter in loaded.named_parameters():
+            if name in saved:
+                parameter.copy_(InterdomainForCausalLM(wide_config()).state_dict()[name])
+    _assert_initialised(loaded)
+
+
+def test_initialisation_of_a_bare_mixer(wide_config):
+    torch.manual_seed(0)
+    mixer = InterdomainMixer(wide_config(), layer_idx=0)
+    _assert_recurrence_initialised(mixer)
+    assert all(p.isfinite().all() for p in mixer.parameters())
+
+
+def test_initialisation_repeats_with_the_seed(make_config):
+    models = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        models.append(InterdomainForCausalLM(make_config("interdomain-softmax")))
+    torch.testing.assert_close(models[0].state_dict(), models[1].state_dict(), rtol=0, atol=0)
+
+
+# Precision.
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_recurrence_stays_float32_when_loaded(dtype, make_model, tmp_path):
+    model = make_model(dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    assert {p.dtype for p in _recurrence(loaded).values()} == {torch.float32}
+    torch.testing.assert_close(_recurrence(loaded), _recurrence(model), rtol=0, atol=0)
+    others = {p.dtype for name, p in loaded.named_parameters() if name not in _recurrence(loaded)}
+    assert others == {dtype}
+
+
+@pytest.mark.parametrize("how", ["to-bfloat16", "to-float16", "half", "bfloat16", "from-config"])
+def test_recurrence_stays_float32_when_converted(how, make_model, make_config):
+    model = make_model(dtype=torch.float32)
+    before = {name: p.detach().clone() for name, p in _recurrence(model).items()}
+    convert = {
+        "to-bfloat16": lambda: model.to(torch.bfloat16),
+        "to-float16": lambda: model.to(dtype=torch.float16),
+        "half": model.half,
+        "bfloat16": model.bfloat16,
+        "from-config": lambda: AutoModelForCausalLM.from_config(make_config(), dtype=torch.bfloat16),
+    }
+    converted = convert[how]()
+    assert {p.dtype for p in _recurrence(converted).values()} == {torch.float32}
+    assert converted.lm_head.weight.dtype in (torch.bfloat16, torch.float16)
+    if how != "from-config":
+        torch.testing.assert_close({n: p.detach() for n, p in _recurrence(converted).items()}, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["softmax", "rope-after"])
+def test_rotary_angles_survive_a_conversion(name, make_model, random_ids, assert_same):
+    model = make_model(name, dtype=torch.float32)
+    rotary = next(iter(model.model.rotary_embs.values()))
+    hidden_states, positions = torch.zeros(1, 4, 8), torch.tensor([[0, 10, 100, 2000]])
+    before = rotary(hidden_states, positions)
+    model.to(torch.bfloat16)
+    assert_same(rotary(hidden_states, positions), before)
+
+
+def test_double_and_back(make_model):
+    model = make_model(dtype=torch.float32)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model.double()
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+    model.float()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    torch.testing.assert_close({n: p.detach() for n, p in model.named_parameters()}, before, rtol=0, atol=0)
+
+
+def test_gradients_keep_the_dtype_of_their_parameters(make_model, random_ids):
+    model = make_model(dtype=torch.float32)
+    model(random_ids(1, 5), labels=random_ids(1, 5)).loss.backward()
+    model.to(torch.bfloat16)
+    assert all(p.grad.dtype == p.dtype for p in model.parameters())
+    torch.optim.AdamW(model.parameters()).step()
+
+
+@pytest.mark.parametrize("name", ["interdomain", "interdomain-softmax", "rope-before"])
+def test_bfloat16_saves_and_loads(name, make_model, tmp_path, random_ids):
+    model = make_model(name, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert loaded.dtype == torch.bfloat16
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(loaded(random_ids(2, 9)).logits, model(random_ids(2, 9)).logits, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("how", ["parameters", "autocast"])
+def test_bfloat16_is_close_to_float32(model, how, random_ids):
+    ids = random_ids(2, 24)
+    model.float()
+    with torch.no_grad():
+        expected = model(ids).logits
+        if how == "autocast":
+            with torch.autocast("cpu", torch.bfloat16):
+                actual = model(ids).logits
+        else:
+            actual = model.to(torch.bfloat16)(ids).logits
+    assert actual.dtype == torch.bfloat16
+    error = (actual.float() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert error < 0.05
+
+
+# Training.
+
+
+def test_every_parameter_gets_a_gradient(any_model, random_ids):
+    gradients = _loss_and_gradients(any_model.train(), random_ids(2, 12))[1:]
+    for (name, parameter), gradient in zip(any_model.named_parameters(), gradients, strict=True):
+        assert gradient.isfinite().all(), name
+        assert gradient.abs().sum() > 0, name
+        assert gradient.shape == parameter.shape
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not-reentrant", "reentrant"])
+@pytest.mark.parametrize("inputs", ["plain", "padded", "packed"])
+def test_gradient_checkpointing_changes_nothing(model, reentrant, inputs, random_ids, assert_same):
+    ids = random_ids(2, 8)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = mask[1, 5] = 0
+    positions = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4]).expand(2, -1)
+    options = {"plain": {}, "padded": {"attention_mask": mask}, "packed": {"position_ids": positions}}[inputs]
+    expected = _loss_and_gradients(model.train(), ids, **options)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    assert_same(_loss_and_gradients(model, ids, **options), expected)
+
+
+def test_training_makes_no_cache(model, random_ids):
+    assert model.train()(random_ids(1, 5)).past_key_values is None
+    assert model.train()(random_ids(1, 5), use_cache=True).past_key_values is None
+    assert model.eval()(random_ids(1, 5)).past_key_values is not None
+    assert model.eval()(random_ids(1, 5), use_cache=False).past_key_values is None
+
+
+def test_loss_is_the_mean_cross_entropy(model, random_ids, assert_same):
+    ids = random_ids(3, 9)
+    labels = ids.clone()
+    labels[0, :4] = labels[2, 7:] = -100
+    output = model(ids, labels=labels)
+    log_probabilities = output.logits.log_softmax(-1)
+    terms = [
+        -log_probabilities[row, t, labels[row, t + 1]]
+        for row in range(3)
+        for t in range(8)
+        if labels[row, t + 1] != -100
+    ]
+    assert_same(output.loss.double(), torch.stack(terms).mean(), rtol=1e-5, atol=1e-5)
+
+
+def test_loss_over_accumulated_batches(model, random_ids, assert_same):
+    ids = random_ids(2, 9)
+    output = model(ids, labels=ids, num_items_in_batch=40)
+    expected = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum") / 40
+    assert_same(output.loss.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_model_learns_to_copy(make_config):
+    torch.manual_seed(0)
+    model = InterdomainForCausalLM(make_config("interdomain", state_dtype="float32", vocab_size=12)).train()
+    ids = torch.randint(4, 12, (4, 6)).repeat(1, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.3 * losses[0]
+
+
+# Outputs.
+
+
+def test_logits_to_keep(model, random_ids, assert_same):
+    ids = random_ids(2, 7)
+    logits = model(ids).logits
+    assert_same(model(ids, logits_to_keep=3).logits, logits[:, -3:])
+    assert_same(model(ids, logits_to_keep=torch.tensor([0, 4])).logits, logits[:, [0, 4]])
+    assert model(ids, logits_to_keep=0).logits.shape == (2, 7, 48)
+
+
+def test_hidden_states(model, random_ids, assert_same):
+    output = model(random_ids(2, 7), output_hidden_states=True)
+    assert len(output.hidden_states) == 3
+    assert_same(output.hidden_states[0], model.get_input_embeddings()(random_ids(2, 7)))
+    assert_same(model.lm_head(output.hidden_states[-1]), output.logits)
+    first = model.model.layers[0]
+    assert all(h.shape == (2, 7, 32) for h in output.hidden_states)
+    assert (output.hidden_states[1] - output.hidden_states[0]).abs().max() > 0.1, first
+
+
+def test_attentions_of_softmax_layers(make_model, random_ids):
+    model = make_model("interdomain-softmax", attn_implementation="eager")
+    attentions = model(random_ids(2, 7), output_attentions=True).attentions
+    assert [tuple(a.shape) for a in attentions] == [(2, 4, 7, 7)]
+    assert attentions[0].triu(1).abs().max() == 0
+    torch.testing.assert_close(attentions[0].sum(-1), torch.ones(2, 4, 7), check_dtype=False)
+
+
+def test_embeddings_instead_of_ids(any_model, random_ids, assert_same):
+    ids = random_ids(2, 7)
+    embedded = any_model.get_input_embeddings()(ids)
+    assert_same(any_model(inputs_embeds=embedded).logits, any_model(ids).logits)
+
+
+def test_softmax_model_is_a_llama(make_model, left_padded, assert_same):
+    model = make_model("softmax", num_key_value_heads=2)
+    config = model.config
+    names = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+    names += ["num_key_value_heads", "rms_norm_eps", "rope_parameters", "max_position_embeddings"]
+    llama = LlamaForCausalLM(LlamaConfig(**{name: getattr(config, name) for name in names})).double().eval()
+    state = {name.replace("token_mixer", "self_attn"): value for name, value in model.state_dict().items()}
+    llama.load_state_dict(state)
+    inputs = left_padded([9, 4, 6])
+    real = inputs["attention_mask"].bool()
+    positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    expected = llama(**inputs, position_ids=positions).logits
+    # Llama normalises in float32.
+    assert_same(model(**inputs).logits[real], expected[real], rtol=1e-4, atol=1e-4)
+
+
+def test_attention_implementations_agree(make_model, random_ids, assert_same):
+    logits = [
+        make_model("softmax-interdomain", attn_implementation=implementation)(random_ids(2, 7)).logits
+        for implementation in ("eager", "sdpa")
+    ]
+    assert_same(*logits)
+
+
+@pytest.mark.parametrize("backend", ["recurrent", "chunk"])
+def test_backends_agree(backend, make_model, random_ids, left_padded, assert_same):
+    ids = random_ids(2, 11)
+    models = [make_model("interdomain-softmax", backend=name) for name in ("auto", backend)]
+    assert_same(*(model(ids).logits for model in models))
+    outputs = [
+        model.generate(
+            **left_padded([5, 2]), max_new_tokens=5, do_sample=False, return_dict_in_generate=True, output_logits=True
+        )
+        for model in models
+    ]
+    assert_same(*(torch.stack(output.logits) for output in outputs), rtol=1e-5, atol=1e-5)
+
+
+def test_batch_rows_do_not_see_each_other(any_model, random_ids, assert_same):
+    ids = random_ids(3, 9)
+    assert_same(any_model(ids).logits[1:2], any_model(ids[1:2]).logits)
+
+
+def test_tokens_do_not_see_the_future(any_model, random_ids, assert_same):
+    ids = random_ids(2, 13)
+    assert_same(any_model(ids).logits[:, :6], any_model(ids[:, :6]).logits)
+
+
+# Sequence classification.
+
+
+@pytest.fixture(params=["interdomain", "softmax-interdomain", "softmax"])
+def classifier(request, make_model):
+    return make_model(request.param, InterdomainForSequenceClassification, num_labels=4)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("given", ["mask", "pad-token"])
+def test_classification_reads_the_last_real_token(classifier, side, given, random_ids, assert_same):
+    if given == "pad-token" and side == "left":
+        pytest.skip("without a mask, pads on the left are tokens")
+    lengths, ids = [7, 3, 1], random_ids(3, 7)
+    slots = torch.arange(7)
+    lengths_column = torch.tensor(lengths)[:, None]
+    mask = slots >= 7 - lengths_column if side == "left" else slots < lengths_column
+    ids = torch.where(mask, ids, classifier.config.pad_token_id)
+    inputs = {"attention_mask": mask.long()} if given == "mask" else {}
+    logits = classifier(ids, **inputs).logits
+    alone = torch.cat([classifier(row[real][None]).logits for row, real in zip(ids, mask)])
+    assert logits.shape == (3, 4)
+    assert_same(logits, alone)
+
+
+def test_classification_of_pad_tokens_marked_real(classifier, random_ids, assert_same):
+    ids = random_ids(1, 5)
+    ids[0, -1] = classifier.config.pad_token_id
+    embedded = classifier.get_input_embeddings()(ids)
+    marked = classifier(ids, attention_mask=torch.ones_like(ids)).logits
+    assert_same(marked, classifier(inputs_embeds=embedded).logits)
+
+
+def test_classification_losses(classifier, random_ids, assert_same):
+    ids = random_ids(3, 6)
+    labels = torch.tensor([2, 0, 3])
+    output = classifier(ids, labels=labels)
+    assert_same(output.loss.double(), F.cross_entropy(output.logits, labels), rtol=1e-5, atol=1e-5)
+    several = (torch.arange(12).reshape(3, 4) % 2).double()
+    classifier.config.problem_type = None
+    output = classifier(ids, labels=several)
+    expected = F.binary_cross_entropy_with_logits(output.logits, several)
+    assert_same(output.loss.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+# Presets.
+
+COUNTS = {
+    "softmax-125m": 134_105_856,
+    "interdomain-125m": 135_416_208,
+}
+
+
+def _count(config, **changes) -> int:
+    for name, value in changes.items():
+        setattr(config, name, value)
+    with torch.device("meta"):
+        return InterdomainForCausalLM(config).num_parameters()
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_parameter_counts(name):
+    assert _count(AutoConfig.from_pretrained(PRESETS / name)) == COUNTS[name]
+
+
+@pytest.mark.parametrize("coefficient_matrix", ["full", "diagonal", "identity"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_parameter_counts_of_variants(coefficient_matrix, normalize):
+    config = AutoConfig.from_pretrained(PRESETS / "interdomain-125m")
+    count = _count(config, coefficient_matrix=coefficient_matrix, normalize=normalize)
+    dense = 12 * 12 * 64 * 64 * 2
+    missing = {"full": 0, "diagonal": dense - 12 * 12 * 64 * 2, "identity": dense}[coefficient_matrix]
+    assert count == COUNTS["interdomain-125m"] - missing
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in PRESETS.iterdir()))
+def test_presets_are_complete(name):
+    config = AutoConfig.from_pretrained(PRESETS / name)
+    assert config.model_type == "interdomain"
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert type(model).__name__ == config.architectures[0]
+    assert set(config.mixers_per_layer) == {name.split("-")[0]}
+
+
+@pytest.mark.parametrize("size", ["125m", "350m", "760m", "1.3b"])
+def test_presets_differ_in_the_mixer_alone(size):
+    ours, theirs = (
+        AutoConfig.from_pretrained(PRESETS / f"{mixer}-{size}").to_dict() for mixer in ("interdomain", "softmax")
+    )
+    different = {key for key in ours if ours[key] != theirs.get(key)}
+    assert different <= {"token_mixers", "layer_types", "rope_parameters", "_name_or_path"}
+    count = {"125m": (12, 768, 12), "350m": (24, 1024, 16), "760m": (24, 1536, 24), "1.3b": (24, 2048, 32)}[size]
+    assert (ours["num_hidden_layers"], ours["hidden_size"], ours["num_attention_heads"]) == count
+
+
+# Inputs that are refused.
+
+
+def test_no_tokens_is_refused(model):
+    with pytest.raises(ValueError, match="T = 0"):
+        model(torch.zeros(2, 0, dtype=torch.long))
+
+
+def test_ids_and_embeddings_together_are_refused(model, random_ids):
+    ids = random_ids(1, 3)
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        model(ids, inputs_embeds=model.get_input_embeddings()(ids))
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        model()
+
+
+def test_mask_of_four_dimensions_is_refused(recurrent_model, random_ids):
+    with pytest.raises(ValueError, match=r"attention_mask must have shape \[B, tokens\].*\[2, 1, 5, 5\]"):
+        recurrent_model(random_ids(2, 5), attention_mask=torch.ones(2, 1, 5, 5).tril())
+
+
+def test_mask_of_four_dimensions_for_softmax(make_model, random_ids, assert_same):
+    model = make_model("softmax")
+    mask = torch.ones(5, 5, dtype=torch.bool).tril().expand(2, 1, 5, 5)
+    assert_same(model(random_ids(2, 5), attention_mask=mask).logits, model(random_ids(2, 5)).logits)
+
+
+MASKS = {"narrow": (2, 4), "wide": (2, 7), "other-batch": (3, 5), "one-row": (1, 5), "one-dimension": (5,)}
+
+
+@pytest.mark.parametrize("positions", [False, True], ids=["default-positions", "given-positions"])
+@pytest.mark.parametrize("shape", MASKS)
+def test_mask_of_another_shape_is_refused(model, shape, positions, random_ids):
+    mask = torch.ones(MASKS[shape], dtype=torch.long)
+    mask[..., 0] = 0
+    inputs = {"position_ids": torch.arange(5).expand(2, -1)} if positions else {}
+    with pytest.raises(ValueError, match="attention_mask must have shape"):
+        model(random_ids(2, 5), attention_mask=mask, **inputs)
+
+
+def test_mask_without_the_past_is_refused(model, random_ids, contents):
+    cache = model(random_ids(2, 5), use_cache=True).past_key_values
+    before = contents(cache)
+    with pytest.raises(ValueError, match="attention_mask must have shape"):
+        model(random_ids(2, 3), attention_mask=torch.ones(2, 3, dtype=torch.long), past_key_values=cache)
+    torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
+
+
+ENDS = {
+    "no-start": [2, 6],
+    "too-short": [0, 3, 5],
+    "too-long": [0, 3, 8],
+    "empty-document": [0, 3, 3, 6],
+    "decreasing": [0, 4, 2, 6],
+    "empty": [],
+    "one-end": [0],
+}
+
+
+@pytest.mark.parametrize("ends", ENDS)
+def test_wrong_ends_of_documents_are_refused(model, ends, random_ids):
+    with pytest.raises(ValueError, match="cu_seq_lens_q must increase strictly from 0 to T = 6"):
+        model(random_ids(1, 6), cu_seq_lens_q=torch.tensor(ENDS[ends], dtype=torch.int32))
+
+
+def test_ends_of_documents_with_a_batch_are_refused(model, random_ids):
+    with pytest.raises(ValueError, match="cu_seq_lens_q.*B = 2"):
+        model(random_ids(2, 6), cu_seq_lens_q=torch.tensor([0, 6]))
+
+
+def test_ends_of_documents_with_a_cache_are_refused(model, random_ids, contents):
+    cache = model(random_ids(1, 5), use_cache=True).past_key_values
+    before = contents(cache)
+    with pytest.raises(ValueError, match="cannot continue from past_key_values"):
+        model(random_ids(1, 4), cu_seq_lens_q=torch.tensor([0, 4]), past_key_values=cache)
+    torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)

@@ -1,0 +1,243 @@
+"""Pads and packing: outputs, gradients and states are those of each row, or document, alone."""
+
+import pytest
+import torch
+
+from modeling_interdomain import InterdomainCache
+
+LENGTHS = [9, 4, 1, 6]
+WIDTH = 12
+DOCUMENTS = [5, 1, 9, 3]
+
+
+def _mask(layout: str) -> torch.Tensor:
+    """`[4, WIDTH]` with LENGTHS real tokens a row."""
+    slots = torch.arange(WIDTH)
+    lengths = torch.tensor(LENGTHS)[:, None]
+    if layout == "left":
+        return (slots >= WIDTH - lengths).long()
+    if layout == "right":
+        return (slots < lengths).long()
+    if layout == "both":
+        return ((slots >= 2) & (slots < lengths + 2)).long()
+    if layout == "between":  # the first token, a gap, the rest
+        return ((slots == 0) | ((slots > WIDTH - lengths) & (lengths > 1))).long()
+    order = torch.rand(4, WIDTH, generator=torch.Generator().manual_seed(3)).argsort(dim=1)
+    return (order < lengths).long()
+
+
+@pytest.fixture(params=["left", "right", "both", "between", "scattered"])
+def mask(request):
+    mask = _mask(request.param)
+    assert mask.sum(dim=1).tolist() == LENGTHS
+    return mask
+
+
+@pytest.fixture
+def weights():
+    """What multiplies the logits in a loss that weighs every one of them differently."""
+    return torch.randn(4, 20, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def assert_rows_are_alone(assert_same):
+    """The logits at real tokens are those of each row on its own, without its pads."""
+
+    def check(model, ids, mask, logits):
+        with torch.no_grad():
+            for row, real in enumerate(mask.bool()):
+                assert_same(logits[row, real], model(ids[row : row + 1, real]).logits[0])
+
+    return check
+
+
+def _gradients(model, loss) -> list[torch.Tensor]:
+    parameters = list(model.parameters())
+    return [g for g in torch.autograd.grad(loss, parameters) if g is not None]
+
+
+def test_early_tokens_show_in_late_logits(any_model, random_ids):
+    ids = random_ids(1, 20)
+    with torch.no_grad():
+        before = any_model(ids).logits[0, -1]
+        ids[0, 1] = ids[0, 1] - 1
+        after = any_model(ids).logits[0, -1]
+    assert (after - before).abs().max() > 1e-2
+    assert before.std() > 0.5
+
+
+def test_outputs(any_model, mask, random_ids, assert_rows_are_alone):
+    ids = random_ids(4, WIDTH)
+    assert_rows_are_alone(any_model, ids, mask, any_model(ids, attention_mask=mask).logits.detach())
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_outputs_by_attention_implementation(make_model, mask, implementation, random_ids, assert_rows_are_alone):
+    model = make_model("softmax-interdomain", attn_implementation=implementation)
+    assert model.config._attn_implementation == implementation
+    ids = random_ids(4, WIDTH)
+    assert_rows_are_alone(model, ids, mask, model(ids, attention_mask=mask).logits.detach())
+
+
+def test_gradients(any_model, mask, weights, random_ids, assert_same):
+    ids = random_ids(4, WIDTH)
+    real = mask.bool()
+    loss = (any_model(ids, attention_mask=mask).logits * weights[:, :WIDTH])[real].sum()
+    alone = sum(
+        (any_model(ids[row : row + 1, real[row]]).logits * weights[row : row + 1, :WIDTH][:, real[row]]).sum()
+        for row in range(4)
+    )
+    assert_same(_gradients(any_model, loss), _gradients(any_model, alone))
+
+
+def test_states(recurrent_model, mask, random_ids, assert_same):
+    ids = random_ids(4, WIDTH)
+    with torch.no_grad():
+        together = recurrent_model(ids, attention_mask=mask, use_cache=True).past_key_values
+        for row in range(4):
+            alone = recurrent_model(ids[row : row + 1, mask[row].bool()], use_cache=True).past_key_values
+            for layer, expected in zip(together.layers, alone.layers):
+                if hasattr(layer, "state"):
+                    assert_same(layer.state[row], expected.state[0])
+                    assert_same([w[row] for w in layer.windows], [w[0] for w in expected.windows])
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_pieces_of_random_length(any_model, mask, seed, random_ids, advance, assert_rows_are_alone):
+    ids = random_ids(4, WIDTH)
+    cuts = torch.randperm(WIDTH - 1, generator=torch.Generator().manual_seed(seed))[: 3 + 2 * seed].sort().values + 1
+    cache, pieces, end = InterdomainCache(any_model.config), [], 0
+    for piece in ids.tensor_split(cuts.tolist(), dim=1):
+        end += piece.shape[1]
+        pieces.append(advance(any_model, cache, piece, attention_mask=mask[:, :end]))
+    assert_rows_are_alone(any_model, ids, mask, torch.cat(pieces, dim=1))
+
+
+def test_tokens_one_by_one(model, mask, make_cache, random_ids, advance, assert_rows_are_alone):
+    ids, cache = random_ids(4, WIDTH), make_cache(model.config)
+    steps = [advance(model, cache, ids[:, t : t + 1], attention_mask=mask[:, : t + 1]) for t in range(WIDTH)]
+    assert_rows_are_alone(model, ids, mask, torch.cat(steps, dim=1))
+
+
+def test_row_of_pads_leaves_the_others_alone(any_model, weights, random_ids, assert_same):
+    ids, mask = random_ids(3, 6), torch.ones(3, 6, dtype=torch.long)
+    mask[1] = 0
+    rows = [0, 2]
+    logits = any_model(ids, attention_mask=mask).logits[rows]
+    expected = any_model(ids[rows]).logits
+    assert_same(logits, expected)
+    actual = _gradients(any_model, (logits * weights[:2, :6]).sum())
+    assert_same(actual, _gradients(any_model, (expected * weights[:2, :6]).sum()))
+
+
+def test_nothing_but_pads(any_model, random_ids):
+    ids = random_ids(2, 5)
+    output = any_model(ids, attention_mask=torch.zeros_like(ids), use_cache=True)
+    assert output.logits.isfinite().all()
+    output.logits.sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in any_model.parameters())
+
+
+def test_pads_of_the_first_pieces(any_model, random_ids, advance, assert_rows_are_alone):
+    ids, mask = random_ids(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[0, :5] = mask[1, :7] = 0
+    cache = InterdomainCache(any_model.config)
+    pieces = [advance(any_model, cache, ids[:, end - 3 : end], attention_mask=mask[:, :end]) for end in (3, 6, 9)]
+    assert_rows_are_alone(any_model, ids, mask, torch.cat(pieces, dim=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32], ids=str)
+def test_masks_of_any_dtype(model, dtype, random_ids, assert_same):
+    ids, mask = random_ids(4, WIDTH), _mask("left")
+    with torch.no_grad():
+        actual = model(ids, attention_mask=mask.to(dtype)).logits
+        assert_same(actual[mask.bool()], model(ids, attention_mask=mask).logits[mask.bool()])
+
+
+# Packed documents.
+
+
+def _positions(lengths: list[int]) -> torch.Tensor:
+    return torch.cat([torch.arange(n) for n in lengths])[None]
+
+
+def _ends(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+PACKINGS = {
+    "positions": {"position_ids": _positions(DOCUMENTS)},
+    "ends": {"cu_seq_lens_q": _ends(DOCUMENTS)},
+    "both": {
+        "position_ids": _positions(DOCUMENTS),
+        "cu_seq_lens_q": _ends(DOCUMENTS),
+        "cu_seq_lens_k": _ends(DOCUMENTS),
+        "max_length_q": max(DOCUMENTS),
+        "max_length_k": max(DOCUMENTS),
+    },
+}
+
+
+def _assert_documents_are_alone(model, ids, weights, assert_same, rows, **packing):
+    """Logits and gradients of packed `rows` (lengths of their documents) against each document alone."""
+    logits = model(ids, **packing).logits
+    weights = weights[: len(rows), : ids.shape[1]]
+    alone = torch.cat(
+        [
+            torch.cat([model(document[None]).logits for document in row.split(lengths)], dim=1)
+            for row, lengths in zip(ids, rows)
+        ]
+    )
+    assert_same(logits, alone)
+    assert_same(_gradients(model, (logits * weights).sum()), _gradients(model, (alone * weights).sum()))
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_packed_documents(any_model, packing, weights, random_ids, assert_same):
+    ids = random_ids(1, sum(DOCUMENTS))
+    _assert_documents_are_alone(any_model, ids, weights, assert_same, [DOCUMENTS], **PACKINGS[packing])
+
+
+@pytest.mark.parametrize("rows", [[[5, 1, 4], [2, 8]], [[10], [3, 7], [1, 1, 8]]], ids=str)
+def test_packed_documents_in_several_rows(any_model, rows, weights, random_ids, assert_same):
+    ids = random_ids(len(rows), 10)
+    positions = torch.cat([_positions(lengths) for lengths in rows])
+    _assert_documents_are_alone(any_model, ids, weights, assert_same, rows, position_ids=positions)
+
+
+def test_packed_documents_in_training(model, weights, random_ids, assert_same):
+    ids = random_ids(1, sum(DOCUMENTS))
+    _assert_documents_are_alone(model.train(), ids, weights, assert_same, [DOCUMENTS], **PACKINGS["positions"])
+
+
+@pytest.mark.parametrize("extra", ["mask-of-ones", "running-positions"])
+def test_ends_hold_whatever_else_is_given(model, extra, weights, random_ids, assert_same):
+    ids = random_ids(1, sum(DOCUMENTS))
+    others = {
+        "mask-of-ones": {"attention_mask": torch.ones_like(ids)},
+        "running-positions": {"position_ids": torch.arange(ids.shape[1])[None]},
+    }
+    # Rotary embeddings see differences alone, so running positions change nothing within a document.
+    packing = {"cu_seq_lens_q": _ends(DOCUMENTS)} | others[extra]
+    _assert_documents_are_alone(model, ids, weights, assert_same, [DOCUMENTS], **packing)
+
+
+def test_pads_among_packed_documents_do_not_leak(model, random_ids):
+    ids = random_ids(1, sum(DOCUMENTS))
+    mask = torch.ones_like(ids)
+    mask[0, 8] = 0
+    logits = []
+    for pad in (5, 6):
+        ids[0, 8] = pad
+        try:
+            with torch.no_grad():
+                logits.append(model(ids, attention_mask=mask, cu_seq_lens_q=_ends(DOCUMENTS)).logits[mask.bool()])
+        except ValueError as error:
+            assert "attention_mask" in str(error)
+            return
+    torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=1e-9)
+
+
+def test_packed_documents_make_no_cache(model, random_ids):
+    ids = random_ids(1, sum(DOCUMENTS))
+    assert model(ids, use_cache=True, **PACKINGS["positions"]).past_key_values is None

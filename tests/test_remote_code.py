@@ -1,0 +1,190 @@
+"""A saved folder carries its code: it loads where the package is not installed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from modeling_interdomain import InterdomainForCausalLM, InterdomainForSequenceClassification, InterdomainModel
+
+PACKAGE = Path(__file__).parents[1] / "modeling_interdomain"
+CLASSES = {
+    "AutoModel": InterdomainModel,
+    "AutoModelForCausalLM": InterdomainForCausalLM,
+    "AutoModelForSequenceClassification": InterdomainForSequenceClassification,
+}
+AUTO_MAP = {
+    "AutoConfig": "configuration_interdomain.InterdomainConfig",
+    "AutoModel": "modeling_interdomain.InterdomainModel",
+    "AutoModelForCausalLM": "modeling_interdomain.InterdomainForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_interdomain.InterdomainForSequenceClassification",
+}
+
+# Runs in a process of its own, in an empty folder; argv: the saved folders' parent, names that cannot be imported.
+ELSEWHERE = """
+import json, sys
+from pathlib import Path
+
+saved, hidden = Path(sys.argv[1]), sys.argv[2].split(",")
+
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in hidden:
+            raise ImportError(f"{name} is hidden")
+
+sys.meta_path.insert(0, Hide())
+for name in hidden:
+    try:
+        __import__(name)
+    except ImportError:
+        continue
+    raise SystemExit(f"{name} can be imported")
+
+import torch
+import transformers
+from safetensors.torch import save_file
+
+ids = torch.tensor([[5, 9, 3, 7, 11, 4]])
+results, report = {}, {}
+
+def keep(name, model):
+    with torch.no_grad():
+        results[name] = model.eval()(ids)[0].contiguous()
+
+report["config"] = type(transformers.AutoConfig.from_pretrained(saved / "AutoModel", trust_remote_code=True)).__name__
+for name in ("AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification"):
+    auto_class = getattr(transformers, name)
+    model = auto_class.from_pretrained(saved / name, trust_remote_code=True)
+    report[name] = [type(model).__name__, type(model).__module__.split(".")[0]]
+    keep(name, model)
+    if name == "AutoModelForCausalLM":
+        # Another class from the same folder, generation, and saving again from here.
+        body = transformers.AutoModel.from_pretrained(saved / name, trust_remote_code=True)
+        report["body"] = type(body).__name__
+        keep("body", body)
+        mask = torch.ones_like(ids)
+        results["generated"] = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+        made = auto_class.from_config(model.config, trust_remote_code=True)
+        report["from_config"] = type(made).__name__
+    model.save_pretrained(f"again-{name}")
+    again = auto_class.from_pretrained(f"again-{name}", trust_remote_code=True)
+    keep(f"again-{name}", again)
+
+report["loaded"] = sorted(m for m in sys.modules if m.split(".")[0] in hidden)
+save_file(results, "results.safetensors")
+Path("report.json").write_text(json.dumps(report))
+"""
+
+
+@pytest.fixture(scope="module")
+def models(make_model):
+    return {
+        name: make_model("interdomain-softmax", model_class, dtype=torch.float32, num_labels=3)
+        for name, model_class in CLASSES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def saved(models, tmp_path_factory):
+    """A folder with one saved folder for each class."""
+    folder = tmp_path_factory.mktemp("saved")
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+    return folder
+
+
+def _load_elsewhere(saved, folder, hidden):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "HF_", "TRANSFORMERS"))}
+    environment |= {"HF_HOME": str(folder / "hub"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-I", "-c", ELSEWHERE, str(saved), ",".join(hidden)]
+    process = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr[-3000:]
+    return load_file(folder / "results.safetensors"), json.loads((folder / "report.json").read_text())
+
+
+@pytest.fixture(scope="module", params=["package-hidden", "package-and-triton-hidden"])
+def elsewhere(request, saved, tmp_path_factory):
+    """What a process without the package, and perhaps without Triton, computes and reports."""
+    hidden = ["modeling_interdomain", *(["triton"] if "triton" in request.param else [])]
+    folder = tmp_path_factory.mktemp("elsewhere")
+    return folder, *_load_elsewhere(saved, folder, hidden)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_saved_folder_names_every_class(name, saved):
+    assert json.loads((saved / name / "config.json").read_text())["auto_map"] == AUTO_MAP
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_saved_folder_holds_every_file(name, saved):
+    """The files that the classes reach by relative imports; the rest of the package does not travel."""
+    shipped = {path.name for path in (saved / name).glob("*.py")}
+    assert {"configuration_interdomain.py", "modeling_interdomain.py", "cache_interdomain.py"} <= shipped
+    assert shipped <= {path.name for path in PACKAGE.glob("*.py")}
+    missing = {path.name for path in PACKAGE.glob("*.py")} - shipped - {"__init__.py"}
+    assert not missing
+    for file in shipped:
+        assert (saved / name / file).read_text() == (PACKAGE / file).read_text()
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_package_needs_no_trust(name, saved, models):
+    auto_class = {
+        "AutoModel": AutoModel,
+        "AutoModelForCausalLM": AutoModelForCausalLM,
+        "AutoModelForSequenceClassification": AutoModelForSequenceClassification,
+    }[name]
+    model = auto_class.from_pretrained(saved / name)
+    assert type(model) is CLASSES[name]
+    assert type(AutoConfig.from_pretrained(saved / name)) is type(model.config)
+    ids = torch.tensor([[5, 9, 3, 7]])
+    torch.testing.assert_close(model(ids)[0], models[name](ids)[0], rtol=0, atol=0)
+
+
+def test_loaded_here_and_saved_again_still_carries_its_code(saved, tmp_path):
+    AutoModelForCausalLM.from_pretrained(saved / "AutoModelForCausalLM").save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == AUTO_MAP
+    before = {path.name for path in (saved / "AutoModelForCausalLM").glob("*.py")}
+    assert {path.name for path in tmp_path.glob("*.py")} == before
+
+
+@pytest.mark.slow
+def test_classes_elsewhere_are_those_of_the_folder(elsewhere):
+    _, _, report = elsewhere
+    assert report.pop("config") == "InterdomainConfig"
+    assert report.pop("body") == "InterdomainModel"
+    assert report.pop("from_config") == "InterdomainForCausalLM"
+    assert report.pop("loaded") == []
+    assert report == {name: [model_class.__name__, "transformers_modules"] for name, model_class in CLASSES.items()}
+
+
+@pytest.mark.slow
+def test_outputs_elsewhere_are_the_same(elsewhere, models):
+    _, results, _ = elsewhere
+    ids = torch.tensor([[5, 9, 3, 7, 11, 4]])
+    with torch.no_grad():
+        for name, model in models.items():
+            expected = model(ids)[0]
+            torch.testing.assert_close(results[name], expected, rtol=0, atol=0)
+            torch.testing.assert_close(results[f"again-{name}"], expected, rtol=0, atol=0)
+        language_model = models["AutoModelForCausalLM"]
+        torch.testing.assert_close(results["body"], language_model.model(ids)[0], rtol=0, atol=0)
+        generated = language_model.generate(ids, max_new_tokens=6, do_sample=False, attention_mask=torch.ones_like(ids))
+    assert results["generated"].tolist() == generated.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CLASSES)
+def test_saved_again_elsewhere(name, elsewhere, saved):
+    folder, _, _ = elsewhere
+    again = folder / f"again-{name}"
+    files = {path.name for path in (saved / name).glob("*.py")}
+    assert {path.name for path in again.glob("*.py")} == files
+    auto_map = json.loads((again / "config.json").read_text())["auto_map"]
+    assert {key: value.split("--")[-1] for key, value in auto_map.items()} == AUTO_MAP
