@@ -128,18 +128,25 @@ def table(record: dict) -> str:
     return "\n".join(lines) + f"\n\n{about} {footnote(record)}"
 
 
+def load() -> dict:
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {"training": TRAINING, "runs": []}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", action="store_true", help="print the table of the runs so far and stop")
+    parser.add_argument("--size", choices=SIZES, help="only the runs of this size")
+    parser.add_argument("--seed", type=int, help="only the runs of this seed")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"training": TRAINING, "runs": []}
+    record = load()
     done = {(row["size"], row["seed"], row["condition"]) for row in record["runs"]}
     for size, seed, name in () if arguments.table else RUNS:
-        if (size, seed, name) in done:
+        if (size, seed, name) in done or arguments.size not in (None, size) or arguments.seed not in (None, seed):
             continue
         row = run_condition(size, seed, name)
+        record = load()  # another process may have added its runs
         record["runs"].append(row)
         record["machine"] = {**machine(), "command": "python -m benchmarks.start_study"}
         RESULTS.parent.mkdir(exist_ok=True)

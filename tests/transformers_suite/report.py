@@ -1,8 +1,10 @@
 """Runs the suite and prints its skipped tests, with their reasons, as a markdown table.
 
-python tests/transformers_suite/report.py > skipped.md
+python tests/transformers_suite/report.py                      print the table
+python tests/transformers_suite/report.py --readme README.md   and write it between `<!-- transformers-suite -->` marks
 """
 
+import argparse
 import re
 import sys
 from collections import defaultdict
@@ -43,8 +45,16 @@ class SkipCollector:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--readme", type=Path)
+    arguments = parser.parse_args()
     collector = SkipCollector()
     with redirect_stdout(sys.stderr):
         status = pytest.main(["--quiet", str(Path(__file__).parent)], plugins=[collector])
-    print(*collector.table(), sep="\n")
+    table = "\n".join(collector.table())
+    print(table)
+    if arguments.readme:
+        marks = r"(<!-- transformers-suite -->\n).*?(<!-- end -->)"
+        text = arguments.readme.read_text()
+        arguments.readme.write_text(re.sub(marks, lambda m: f"{m[1]}\n{table}\n\n{m[2]}", text, flags=re.DOTALL))
     sys.exit(status)
