@@ -214,18 +214,13 @@ class InterdomainModel(InterdomainPreTrainedModel):
 
         cu_seqlens = kwargs.get("cu_seq_lens_q")
         if cu_seqlens is not None:
-            if past_key_values is not None:
-                raise ValueError("cu_seq_lens_q packs whole documents, so it cannot continue from past_key_values.")
-            _check_cu_seqlens(cu_seqlens, batch, length)
+            _check_cu_seqlens(cu_seqlens, past_key_values, batch, length)
         elif position_ids is not None and attention_mask is None and past_key_values is None:
             cu_seqlens = cu_seqlens_from_positions(position_ids.expand(batch, -1))
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         _check_mask(attention_mask, seen, batch, length)
         if position_ids is None:
-            if cu_seqlens is not None:
-                position_ids = positions_from_cu_seqlens(cu_seqlens, length)
-            else:
-                position_ids = _default_positions(attention_mask, seen, length, inputs_embeds.device)
+            position_ids = _default_positions(attention_mask, cu_seqlens, seen, length, inputs_embeds.device)
         if use_cache and past_key_values is None and cu_seqlens is None and not self.training:
             past_key_values = InterdomainCache(self.config)
 
@@ -518,8 +513,10 @@ def _rotated(config) -> list[int]:
     return sorted({sizes[name] for name in config.mixers_per_layer if name in sizes})
 
 
-def _default_positions(attention_mask, seen, length: int, device) -> torch.Tensor:
-    """Positions `[B or 1, T]` after `seen` tokens; pads, when the mask shows them, are not counted."""
+def _default_positions(attention_mask, cu_seqlens, seen, length: int, device) -> torch.Tensor:
+    """Positions `[B or 1, T]` after `seen` tokens, or in each packed document; pads that a mask shows do not count."""
+    if cu_seqlens is not None:
+        return positions_from_cu_seqlens(cu_seqlens, length)
     if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
         return (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -length:].to(device)
     return torch.arange(length, device=device)[None] + seen
@@ -536,7 +533,9 @@ def _check_mask(attention_mask, seen, batch: int, length: int) -> None:
         )
 
 
-def _check_cu_seqlens(cu_seqlens: torch.Tensor, batch: int, length: int) -> None:
+def _check_cu_seqlens(cu_seqlens: torch.Tensor, cache: Cache | None, batch: int, length: int) -> None:
+    if cache is not None:
+        raise ValueError("cu_seq_lens_q packs whole documents, so it cannot continue from past_key_values.")
     ends = cu_seqlens.tolist()
     increasing = len(ends) > 1 and all(a < b for a, b in pairwise(ends))
     if batch != 1 or not increasing or ends[0] != 0 or ends[-1] != length:
