@@ -48,6 +48,7 @@ CONDITIONS = {
     "zero-order hold, c 0.1": start("zero_order_hold", 0.1),
     "zero-order hold, c 0.25, RoPE before xi": start("zero_order_hold", 0.25, "before"),
     "zero-order hold, c 0.25, RoPE after xi": start("zero_order_hold", 0.25, "after"),
+    "zero-order hold, c 0.1, RoPE after xi": start("zero_order_hold", 0.1, "after"),
     "zero-order hold, c 0.25, hermitian": start("zero_order_hold", 0.25, product="hermitian"),
 }
 RUNS = [(size, seed, name) for size, seed in (("1M", 0), ("1M", 1), ("2M", 0)) for name in CONDITIONS]
@@ -111,7 +112,7 @@ def table(record: dict) -> str:
     training = record["training"]
     about = (
         f"{training['steps']} steps of {training['batch_size']} x {training['sequence_length']} bytes, peak "
-        f"learning rate {training['learning_rate']}; two seeds at 1M, one at 2M where it was run."
+        f"learning rate {training['learning_rate']}; mean (and range) of two seeds at 1M, one seed at 2M."
     )
     lines = ["| start | output RMS | " + " | ".join(f"{size}, bits per byte" for size in SIZES) + " |"]
     lines.append("|---" * (2 + len(SIZES)) + "|")
@@ -123,7 +124,8 @@ def table(record: dict) -> str:
         for size in SIZES:
             bits = [row["bits_per_byte"] for row in rows if row["size"] == size and row["bits_per_byte"] is not None]
             spread = f" ({min(bits):.3f} to {max(bits):.3f})" if len(bits) > 1 else ""
-            cells.append(f"{statistics.mean(bits):.3f}{spread}" if bits else "diverged or not run")
+            tried = any(row["size"] == size for row in rows)
+            cells.append(f"{statistics.mean(bits):.3f}{spread}" if bits else "diverged" if tried else "not run")
         lines.append(f"| {name} | {rows[0]['output_rms']:.2g} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + f"\n\n{about} {footnote(record)}"
 
@@ -137,13 +139,15 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="print the table of the runs so far and stop")
     parser.add_argument("--size", choices=SIZES, help="only the runs of this size")
     parser.add_argument("--seed", type=int, help="only the runs of this seed")
+    parser.add_argument("--condition", action="append", choices=CONDITIONS, help="only the runs of this condition")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     record = load()
     done = {(row["size"], row["seed"], row["condition"]) for row in record["runs"]}
     for size, seed, name in () if arguments.table else RUNS:
-        if (size, seed, name) in done or arguments.size not in (None, size) or arguments.seed not in (None, seed):
+        wanted = arguments.size in (None, size) and arguments.seed in (None, seed)
+        if (size, seed, name) in done or not wanted or name not in (arguments.condition or CONDITIONS):
             continue
         row = run_condition(size, seed, name)
         record = load()  # another process may have added its runs
