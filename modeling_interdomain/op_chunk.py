@@ -289,11 +289,8 @@ def _run_segment(query, key, value, state, entry, tables, product, segment, chun
     # Pass 1: the query through the key recurrence.
     scores = skew(torch.bmm(flat_rows, flat_inputs[:, :feature_dim]).view(-1, chunk_size, chunk_size))
     carried = torch.bmm(flat_rows, before[:, :feature_dim])
-    y = torch.baddbmm(
-        _times(carried.view(groups, -1, chunk_size, carried.shape[-1]), tables.powers[:, 1:]).flatten(1, 2),
-        scores.view(groups, -1, chunk_size),
-        tables.reversed_inputs,
-    )
+    carried = _times(carried.view(groups, -1, chunk_size, carried.shape[-1]), tables.powers[:, 1:]).flatten(1, 2)
+    y = _add_product(carried, scores.view(groups, -1, chunk_size), tables.reversed_inputs)
     if tables.mixing is not None:
         p = torch.bmm(y, tables.mixing)
     else:
@@ -304,7 +301,7 @@ def _run_segment(query, key, value, state, entry, tables, product, segment, chun
     weights = unskew(torch.bmm(p, tables.reversed_inputs.mT).view(-1, chunk_size, chunk_size))
     reader = _times(p.view(groups, -1, chunk_size, p.shape[-1]), tables.backward).view(*batch, -1)
     output = torch.bmm(reader, before[:, feature_dim:].mT)
-    output = torch.baddbmm(output, weights.reshape(*batch, chunk_size), flat_inputs[:, feature_dim:].mT)
+    output = _add_product(output, weights.reshape(*batch, chunk_size), flat_inputs[:, feature_dim:].mT)
 
     output = output.view(groups, chunks, lanes, heads, chunk_size, -1).permute(2, 1, 4, 0, 3, 5)
     output = output.reshape(lanes, chunks * chunk_size, groups * heads, -1)[:, :length]
@@ -321,9 +318,15 @@ def _to_chunks(x: torch.Tensor, chunks: int, chunk_size: int) -> torch.Tensor:
 
 
 def _times(pairs: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """Multiply interleaved pairs `[G, rows, C, 2M]` by complex factors `[G, C, M]`."""
-    numbers = torch.view_as_complex(pairs.unflatten(-1, (-1, 2)))
-    return torch.view_as_real(numbers * factors[:, None]).flatten(-2)
+    """Multiply interleaved pairs `[G, rows, C, 2M]` by complex factors `[G, C, M]`; without gradients, in place."""
+    numbers, factors = torch.view_as_complex(pairs.unflatten(-1, (-1, 2))), factors[:, None]
+    numbers = numbers * factors if torch.is_grad_enabled() else numbers.mul_(factors)
+    return torch.view_as_real(numbers).flatten(-2)
+
+
+def _add_product(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`base + a @ b` over a batch; without gradients, in place."""
+    return torch.baddbmm(base, a, b) if torch.is_grad_enabled() else base.baddbmm_(a, b)
 
 
 def _end_state(inputs, states, tables, chunk, tail):
