@@ -134,9 +134,12 @@ class _ChunkAttention(torch.autograd.Function):
         output = query.new_empty(*query.shape[:3], value.shape[-1])
         finals = [None] * len(documents)
         starts = []
+        workspace = _Workspace()
         for segment in segments:
             starts.append(state)
-            piece, state, ends = _run_segment(query, key, value, state, entry, tables, product, segment, chunk_size)
+            piece, state, ends = _run_segment(
+                query, key, value, state, entry, tables, product, segment, chunk_size, workspace
+            )
             output[:, segment.tokens] = piece
             state = state.clone()  # a view would keep the states of the whole segment alive
             for document, end in zip(segment.endings, ends, strict=True):
@@ -270,37 +273,64 @@ def _to_rows(states: torch.Tensor) -> torch.Tensor:
     return torch.stack([states.real, states.imag], dim=2)
 
 
-def _run_segment(query, key, value, state, entry, tables, product, segment, chunk_size):
+class _Workspace(dict):
+    """Memory that the segments of one forward use in turn; gradients need their own, so there backward passes None."""
+
+    def tensor(self, name: str, shape: tuple[int, ...], like: torch.Tensor, zero: bool = False) -> torch.Tensor:
+        if name not in self or self[name].shape != shape:
+            self[name] = like.new_zeros(shape) if zero else like.new_empty(shape)
+        return self[name]
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, workspace: _Workspace | None, name: str) -> torch.Tensor:
+    """`a @ b` over a batch."""
+    if workspace is None:
+        return torch.bmm(a, b)
+    return torch.bmm(a, b, out=workspace.tensor(name, (*a.shape[:2], b.shape[2]), a))
+
+
+def _collect(x: torch.Tensor, workspace: _Workspace | None, name: str) -> torch.Tensor:
+    """A contiguous copy, or the tensor itself if it is contiguous already."""
+    if workspace is None or x.is_contiguous():
+        return x.contiguous()
+    return workspace.tensor(name, tuple(x.shape), x).copy_(x)
+
+
+def _run_segment(query, key, value, state, entry, tables, product, segment, chunk_size, workspace=None):
     """Outputs `[L, tokens, H, D]`, the state after the segment, and the states of the documents that end in it."""
     feature_dim = key.shape[-1]
     chunks, groups = segment.chunks, key.shape[2]
     length = query[:, segment.tokens].shape[1]
-    rows = _to_chunks(query[:, segment.tokens].unflatten(2, (groups, -1)), chunks, chunk_size)  # [G, N, L, P, C, R]
+    rows = _to_chunks(query[:, segment.tokens].unflatten(2, (groups, -1)), chunks, chunk_size)
+    rows = _collect(rows, workspace, "rows")  # [G, N, L, P, C, R]
     inputs = torch.cat([key[:, segment.tokens], value[:, segment.tokens]], dim=-1)
-    inputs = _to_chunks(inputs[:, :, :, None], chunks, chunk_size)[:, :, :, 0].mT  # [G, N, L, R + D, C]
+    inputs = _collect(_to_chunks(inputs[:, :, :, None], chunks, chunk_size), workspace, "inputs")
+    inputs = inputs[:, :, :, 0].mT  # [G, N, L, R + D, C]
     lanes, heads = rows.shape[2], rows.shape[3]
     batch = (groups * chunks * lanes, heads * chunk_size)
 
     states = _ChunkStates.apply(inputs, state, entry, tables.reversed_inputs, tables.powers[:, -1], segment.openings)
-    before = torch.view_as_real(states[:, :-1]).flatten(-2).flatten(0, 2)  # [G N L, R + D, 2M]
+    before = _collect(torch.view_as_real(states[:, :-1]).flatten(-2), workspace, "before").flatten(0, 2)
     flat_inputs = inputs.flatten(0, 2)
     flat_rows = rows.reshape(*batch, feature_dim)
 
     # Pass 1: the query through the key recurrence.
-    scores = skew(torch.bmm(flat_rows, flat_inputs[:, :feature_dim]).view(-1, chunk_size, chunk_size))
-    carried = torch.bmm(flat_rows, before[:, :feature_dim])
+    scores = _product(flat_rows, flat_inputs[:, :feature_dim], workspace, "scores")
+    scores = skew(scores.view(-1, chunk_size, chunk_size), workspace)
+    carried = _product(flat_rows, before[:, :feature_dim], workspace, "carried")  # before: [G N L, R + D, 2M]
     carried = _times(carried.view(groups, -1, chunk_size, carried.shape[-1]), tables.powers[:, 1:]).flatten(1, 2)
     y = _add_product(carried, scores.view(groups, -1, chunk_size), tables.reversed_inputs)
     if tables.mixing is not None:
-        p = torch.bmm(y, tables.mixing)
+        p = _product(y, tables.mixing, workspace, "p")
     else:
         y = torch.view_as_complex(y.unflatten(-1, (-1, 2)))
         p = torch.view_as_real(pull_back(tables.coefficients, y, product).resolve_conj()).flatten(-2)
 
     # Pass 2: what came out reads the values.
-    weights = unskew(torch.bmm(p, tables.reversed_inputs.mT).view(-1, chunk_size, chunk_size))
+    weights = _product(p, tables.reversed_inputs.mT, workspace, "weights")
+    weights = unskew(weights.view(-1, chunk_size, chunk_size), workspace)
     reader = _times(p.view(groups, -1, chunk_size, p.shape[-1]), tables.backward).view(*batch, -1)
-    output = torch.bmm(reader, before[:, feature_dim:].mT)
+    output = _product(reader, before[:, feature_dim:].mT, workspace, "output")
     output = _add_product(output, weights.reshape(*batch, chunk_size), flat_inputs[:, feature_dim:].mT)
 
     output = output.view(groups, chunks, lanes, heads, chunk_size, -1).permute(2, 1, 4, 0, 3, 5)
@@ -310,11 +340,11 @@ def _run_segment(query, key, value, state, entry, tables, product, segment, chun
 
 
 def _to_chunks(x: torch.Tensor, chunks: int, chunk_size: int) -> torch.Tensor:
-    """`[L, tokens, G, P, W]` to contiguous `[G, N, L, P, C, W]`, the last chunk filled up with zeros."""
+    """`[L, tokens, G, P, W]` to `[G, N, L, P, C, W]`, the last chunk filled up with zeros."""
     missing = chunks * chunk_size - x.shape[1]
     if missing:
         x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 0, 0, missing))
-    return x.unflatten(1, (chunks, chunk_size)).permute(3, 1, 0, 4, 2, 5).contiguous()
+    return x.unflatten(1, (chunks, chunk_size)).permute(3, 1, 0, 4, 2, 5)
 
 
 def _times(pairs: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
@@ -385,44 +415,57 @@ class _ChunkStates(torch.autograd.Function):
         return grad_inputs, grad, grad_entry, grad_table, grad_across, None
 
 
-def _skew(x: torch.Tensor) -> torch.Tensor:
+def _margins(x: torch.Tensor, workspace: _Workspace | None, name: str) -> torch.Tensor:
+    """A buffer with zeros in the margins; what is written between them always goes to the same places."""
+    shape = (x.shape[0], x.shape[1] * (2 * x.shape[1] + 1))
+    return x.new_zeros(shape) if workspace is None else workspace.tensor(name, shape, x, zero=True)
+
+
+def _skew(x: torch.Tensor, workspace: _Workspace | None = None) -> torch.Tensor:
     """`out[t, C-1-d] = x[t, t-d]` for d <= t, zero elsewhere; x `[batch, C, C]`."""
     # Give each row a left margin of C zeros and C extra at the end, then step one element further with every row: what
     # was column i of row t becomes column i + C-1 - t.
     batch, size, _ = x.shape
     stride = 2 * size + 1
-    buffer = x.new_zeros(batch, size * stride)
+    buffer = _margins(x, workspace, "skew")
     buffer.as_strided((batch, size, size), (size * stride, 2 * size, 1), size).copy_(x)
     return buffer.as_strided((batch, size, size), (size * stride, stride, 1), 1)
 
 
-def _unskew(x: torch.Tensor) -> torch.Tensor:
+def _unskew(x: torch.Tensor, workspace: _Workspace | None = None) -> torch.Tensor:
     """`out[t, i] = x[t, C-1-(t-i)]` for i <= t, zero above the diagonal: the inverse, and the adjoint, of `_skew`."""
     batch, size, _ = x.shape
     stride = 2 * size + 1
-    buffer = x.new_zeros(batch, size * stride)
+    buffer = _margins(x, workspace, "unskew")
     buffer.as_strided((batch, size, size), (size * stride, stride, 1), 1).copy_(x)
     return buffer.as_strided((batch, size, size), (size * stride, 2 * size, 1), size)
 
 
 class _Skew(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
-        return _skew(x)
+    def forward(ctx, x, workspace):
+        return _skew(x, workspace)
 
     @staticmethod
     def backward(ctx, grad):
-        return _unskew(grad)
+        return _unskew(grad), None
 
 
 class _Unskew(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
-        return _unskew(x)
+    def forward(ctx, x, workspace):
+        return _unskew(x, workspace)
 
     @staticmethod
     def backward(ctx, grad):
-        return _skew(grad)
+        return _skew(grad), None
 
 
-skew, unskew = _Skew.apply, _Unskew.apply
+def skew(x: torch.Tensor, workspace: _Workspace | None = None) -> torch.Tensor:
+    """Scores `[batch, C, C]` by (t, i) to scores by (t, distance), see `_skew`."""
+    return _Skew.apply(x, workspace)
+
+
+def unskew(x: torch.Tensor, workspace: _Workspace | None = None) -> torch.Tensor:
+    """The way back, see `_unskew`."""
+    return _Unskew.apply(x, workspace)
