@@ -8,7 +8,8 @@ from .convolution import CausalConv1d, causal_conv
 from .feature_maps import FEATURE_MAPS
 from .norm_interdomain import InterdomainRMSNorm
 from .op_interdomain import append_one
-from .packing import Packing
+from .op_triton_launch import fused
+from .packing import Packing, document_of_tokens
 from .recurrence_interdomain import InterdomainRecurrence
 from .residual_projection import ResidualProjection
 from .rotary_interdomain import rotate
@@ -91,24 +92,17 @@ class InterdomainMixer(nn.Module):
         rows = None if packing is None else packing.rows
 
         convolved = self.q_proj(hidden_states), self.k_proj(hidden_states)
-        value = self.v_proj(hidden_states).unflatten(-1, (self.num_groups, self.head_dim))
+        value = self.v_proj(hidden_states)
         windows = None if layer is None or layer.windows is None else [_select(w, rows) for w in layer.windows]
         cu_seqlens = None if packing is None else packing.cu_seqlens
-        (query, q_window), (key, k_window) = (
-            causal_conv(conv, x, window, self.kernel, cu_seqlens)
-            for conv, x, window in zip((self.q_conv, self.k_conv), convolved, windows or (None, None), strict=True)
-        )
-        query = self._features(query.unflatten(-1, (self.num_heads, self.feature_dim)), cos_sin)
-        key = self._features(key.unflatten(-1, (self.num_groups, self.feature_dim)), cos_sin)
-        if self.config.input_norm:
-            key = self.k_norm(key) + self.k_bias
-            value = self.v_norm(value) + self.v_bias
+        places = windows, cos_sin, cu_seqlens
+        prepared = self._fused_inputs(*convolved, value, *places, layer is not None)
+        (query, key, value), windows = self._plain_inputs(*convolved, value, *places) if prepared is None else prepared
         if layer is not None and layer.record_past:
             inputs = self._inputs(convolved, key, value, attention_mask, packing, shape)
             layer.record(inputs, Recurrence(*self.recurrence.parameters_of_operator()[:2]))
 
         tokens = query, key, value
-        windows = [q_window, k_window]
         if layer is None:
             output, _ = self.recurrence(*tokens, cu_seqlens=cu_seqlens)
         elif self._can_step(layer, query, packing):
@@ -125,6 +119,45 @@ class InterdomainMixer(nn.Module):
         output = self.o_proj(output)
         return output if packing is None else packing.unpack(output, shape), None
 
+    def _plain_inputs(self, query, key, value, windows, cos_sin, cu_seqlens):
+        """Query, key and value of the operator from the outputs of the projections, and the new windows."""
+        (query, q_window), (key, k_window) = (
+            causal_conv(conv, x, window, self.kernel, cu_seqlens)
+            for conv, x, window in zip((self.q_conv, self.k_conv), (query, key), windows or (None, None), strict=True)
+        )
+        query = self._features(query.unflatten(-1, (self.num_heads, self.feature_dim)), cos_sin)
+        key = self._features(key.unflatten(-1, (self.num_groups, self.feature_dim)), cos_sin)
+        value = value.unflatten(-1, (self.num_groups, self.head_dim))
+        if self.config.input_norm:
+            key = self.k_norm(key) + self.k_bias
+            value = self.v_norm(value) + self.v_bias
+        return (query, key, value), [q_window, k_window]
+
+    def _fused_inputs(self, query, key, value, windows, cos_sin, cu_seqlens, write_windows: bool):
+        """The same in one kernel; None where it cannot run, or where a module is not our own (a LoRA layer)."""
+        modules = [(self.q_conv, CausalConv1d), (self.k_conv, CausalConv1d)]
+        if self.config.input_norm:
+            modules += [(self.k_norm, InterdomainRMSNorm), (self.v_norm, InterdomainRMSNorm)]
+        ours = all(type(module) is kind and not module._forward_hooks for module, kind in modules)
+        if self.config.backend not in ("auto", "triton") or self.config.feature_map != "silu_l2" or not ours:
+            return None
+        if self.kernel > 4 or any(w.requires_grad for w in windows or ()):
+            return None
+        norms = None
+        if self.config.input_norm:
+            norms = self.k_norm.weight, self.v_norm.weight, self.k_bias, self.v_bias
+
+        def run():
+            from .op_triton_prepare import triton_prepare
+
+            documents = None if cu_seqlens is None else document_of_tokens(cu_seqlens, query.shape[1]).int()
+            taps = self.q_conv.weight[:, 0], self.k_conv.weight[:, 0]
+            ends = None if cu_seqlens is None else cu_seqlens.int()
+            places = windows, cos_sin, documents, ends, self.num_heads, self.num_groups, self.config.rope_placement
+            return triton_prepare(query, key, value, taps, norms, *places, self.config.rms_norm_eps, write_windows)
+
+        return fused(self.config.backend, (query, key, value), max(self.feature_dim, self.head_dim), run)
+
     def _features(self, x: torch.Tensor, cos_sin: tuple[torch.Tensor, ...] | None) -> torch.Tensor:
         if cos_sin is None:
             return self.feature_map(x)
@@ -135,7 +168,7 @@ class InterdomainMixer(nn.Module):
     def _can_step(self, layer, query: torch.Tensor, packing: Packing | None) -> bool:
         differentiated = torch.is_grad_enabled() and (query.requires_grad or self.recurrence.B.requires_grad)
         single = query.shape[1] == 1 and packing is None and not differentiated
-        return single and layer.is_initialized and self.config.backend == "auto"
+        return single and layer.is_initialized and self.config.backend in ("auto", "triton")
 
     def _step(self, layer, query, key, value, windows, attention_mask) -> torch.Tensor:
         """One token, the state updated in place; a pad leaves windows and state alone."""

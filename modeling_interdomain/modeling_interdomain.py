@@ -257,7 +257,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
 
     def _steps(self, cache: Cache | None, length: int) -> bool:
         """Whether the recurrent layers take one in-place step, which heeds a mask without packing."""
-        if cache is None or length != 1 or torch.is_grad_enabled() or self.config.backend != "auto":
+        if cache is None or length != 1 or torch.is_grad_enabled() or self.config.backend not in ("auto", "triton"):
             return False
         return all(layer.is_initialized for layer in cache.layers if isinstance(layer, InterdomainLayer))
 

@@ -6,13 +6,13 @@ import torch
 def decay_powers(log_decay: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     """`lambda ** exponents`, computed in float64 whatever the dtype of the parameters.
 
-    A phase of 128 rad a token over 64 tokens is 8,192 rad: float32 would keep only three digits of the angle. Only
-    non-negative exponents are ever asked for, so that every power of a stable decay stays within [0, 1] and no chunk
-    length, step size or decay rate can overflow.
+    A phase of 128 rad a token over 64 tokens is 8,192 rad: float32 would keep only three digits of the angle. Exponents
+    are non-negative, so that every power of a stable decay stays within [0, 1] and no chunk length, step size or decay
+    rate can overflow; the fused kernels alone ask for negative ones, where they know that the result is finite.
 
     Args:
         log_decay: `[G, M, 2]`, Delta A as (real, imaginary) pairs; the imaginary part in radians per token.
-        exponents: `[E]`, non-negative integers.
+        exponents: `[E]`, integers.
 
     Returns:
         `[G, E, M]`, complex128.

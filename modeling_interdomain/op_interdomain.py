@@ -8,9 +8,10 @@ from .op_chunk import chunk_attention
 from .op_readout import PRODUCTS
 from .op_recurrent import recurrent_attention
 from .op_step import advance_state, read_state
+from .op_triton_launch import fused
 from .packing import packing_from_mask
 
-BACKENDS = ("auto", "recurrent", "chunk")
+BACKENDS = ("auto", "recurrent", "chunk", "triton")
 
 # Up to here `state_after` takes single steps, which leave bit for bit the state that decoding would have left.
 _STEPS_AT_MOST = 128
@@ -55,15 +56,19 @@ def interdomain_attention(
         cu_seqlens: `[S + 1]`, integers from 0 to T, strictly increasing: B is 1 and S documents lie one after the other
             along T; none sees another. Default: None.
         chunk_size: tokens per chunk in the chunked backends; changes speed and memory, not the result. Default: 64.
-        backend: "recurrent" (the definition, token by token), "chunk" (batched matrix products) or "auto" ("chunk", or
-            one in-place step when T = 1 and no gradient is asked for). Default: "auto".
+        backend: "recurrent" (the definition, token by token), "chunk" (batched matrix products), "triton" (fused
+        kernels
+            on a GPU) or "auto" ("triton" where it can run, otherwise "chunk"; one in-place step when T = 1 and no
+            gradient is asked for). Default: "auto".
 
     Returns:
         output `[B, T, H, D]` in the dtype of `value`, and the final state `[B or S, G, 2, M, R + D]` in float32
-        (float64 for float64 inputs), or None. Computation is in the dtype of the state, under autocast too.
+        (float64 for float64 inputs), or None. Computation is in the dtype of the state, under autocast too; "triton"
+        multiplies in the dtype of `value` and sums in float32.
 
     Raises:
-        ValueError: when an argument has a wrong shape, device or value; the message begins with its name.
+        ValueError: when an argument has a wrong shape, device or value; the message begins with its name. Also when
+            "triton" is asked for and cannot run here.
 
     Examples:
 
@@ -96,29 +101,38 @@ def interdomain_attention(
         raise ValueError(f"chunk_size must be a positive integer, got {chunk_size!r}.")
 
     out_dtype, value_dim = value.dtype, value.shape[-1]
-    compute = _compute_dtype(query, key, value)
     if normalize:
         value = append_one(value)
-    query, key, value, log_decay, input_matrix = (x.to(compute) for x in (query, key, value, log_decay, input_matrix))
-    coefficient_matrix = None if coefficient_matrix is None else coefficient_matrix.to(compute)
-    initial_state = None if initial_state is None else initial_state.to(compute)
     tensors = (query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state)
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    single = backend == "auto" and query.shape[1] == 1 and not needs_grad
     with torch.autocast(query.device.type, enabled=False):
-        if backend == "recurrent":
-            output, state = recurrent_attention(
-                query, key, value, log_decay, input_matrix, coefficient_matrix, product, initial_state, boundaries
-            )
-        elif backend == "auto" and query.shape[1] == 1 and not needs_grad:
-            state = _state_or_zeros(initial_state, key, value, log_decay)
-            advance_state(state, key[:, 0], value[:, 0], log_decay, input_matrix)
-            output = read_state(query[:, 0], state, coefficient_matrix, product)[:, None]
-        else:
-            arguments = (log_decay, input_matrix, coefficient_matrix, product, initial_state, boundaries, chunk_size)
-            output, state = chunk_attention(query, key, value, *arguments)
+        found = None
+        if not single and backend in ("auto", "triton"):
+            found = _fused(backend, *tensors[:6], product, initial_state, cu_seqlens, chunk_size, wide=normalize)
+        if found is None:
+            compute = _compute_dtype(query, key, value)
+            *tensors, state = (None if x is None else x.to(compute) for x in tensors)
+            if single:
+                state = _state_or_zeros(state, *tensors[1:4])
+                found = _step("auto", *(x[:, 0] for x in tensors[:3]), *tensors[3:], state, product)[:, None], state
+            elif backend == "recurrent":
+                found = recurrent_attention(*tensors, product, state, boundaries)
+            else:
+                found = chunk_attention(*tensors, product, state, boundaries, chunk_size)
+    output, state = found
     if normalize:
         output = output[..., :value_dim] / output[..., value_dim:]
     return output.to(out_dtype), state if output_final_state else None
+
+
+def _fused(backend, query, key, value, log_decay, *arguments, **options):
+    def run():
+        from .op_triton import triton_attention
+
+        return triton_attention(*(x.to(value.dtype) for x in (query, key, value)), log_decay, *arguments, **options)
+
+    return fused(backend, (query, key, value), max(query.shape[3], value.shape[3], log_decay.shape[1]), run)
 
 
 def interdomain_step(
@@ -133,6 +147,7 @@ def interdomain_step(
     product: str = "bilinear",
     normalize: bool = False,
     mask: torch.Tensor | None = None,
+    backend: str = "auto",
 ) -> torch.Tensor:
     """One token of `interdomain_attention` with the state updated in place; M (R + D) + M^2 operations a head.
 
@@ -140,6 +155,7 @@ def interdomain_step(
         query: `[B, H, R]`; key: `[B, G, R]`; value: `[B, G, D]`; the parameters as in `interdomain_attention`.
         state: `[B, G, 2, M, R + D]` (one more column with `normalize`), overwritten.
         mask: `[B]` bool, False for a pad: the row's state stays and its output is zero. Default: None.
+        backend: "triton" (two fused kernels on a GPU) or "auto" (those where they can run, PyTorch elsewhere).
 
     Returns:
         `[B, H, D]` in the dtype of `value`. Not differentiable: use `interdomain_attention` for gradients.
@@ -157,18 +173,35 @@ def interdomain_step(
     value_dim, out_dtype = value.shape[-1], value.dtype
     if normalize:
         value = append_one(value)
+    parameters = log_decay, input_matrix, coefficient_matrix
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        # A state kept in a lower precision is still advanced in float32.
-        working = state if state.dtype in (torch.float32, torch.float64) else state.float()
-        advance_state(working, key, value, log_decay, input_matrix, mask)
-        if working is not state:
-            state.copy_(working)
-        output = read_state(query, working, coefficient_matrix, product)
+        output = _step(backend, query, key, value, *parameters, state, product, mask, wide=normalize)
         if normalize:
             output = output[..., :value_dim] / output[..., value_dim:]
-        if mask is not None:
-            output = torch.where(mask[:, None, None], output, 0)
+            if mask is not None:  # zero over zero
+                output = torch.where(mask[:, None, None], output, 0)
     return output.to(out_dtype)
+
+
+def _step(backend, query, key, value, log_decay, input_matrix, coefficients, state, product, mask=None, wide=False):
+    """`advance_state` and `read_state` by the fused kernels or by PyTorch."""
+
+    def run():
+        from .op_triton_step import triton_step
+
+        return triton_step(query, key, value, log_decay, input_matrix, coefficients, state, product, mask, wide)
+
+    if state.is_contiguous():
+        output = fused(backend, (query, key, value, state), max(query.shape[2], value.shape[2], state.shape[3]), run)
+        if output is not None:
+            return output
+    # A state kept in a lower precision is still advanced in float32.
+    working = state if state.dtype in (torch.float32, torch.float64) else state.float()
+    advance_state(working, key, value, log_decay, input_matrix, mask)
+    if working is not state:
+        state.copy_(working)
+    output = read_state(query, working, coefficients, product)
+    return output if mask is None else torch.where(mask[:, None, None], output, 0)
 
 
 def state_after(

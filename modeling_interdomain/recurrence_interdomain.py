@@ -69,6 +69,7 @@ class InterdomainRecurrence(Float32Module):
         config = self.config
         arguments |= {"product": config.product, "normalize": config.normalize}
         if step:
+            arguments |= {"backend": "triton" if config.backend == "triton" else "auto"}
             return interdomain_step(query, key, value, *self.parameters_of_operator(), **arguments)
         arguments |= {"chunk_size": config.chunk_size, "backend": config.backend}
         return interdomain_attention(query, key, value, *self.parameters_of_operator(), **arguments)

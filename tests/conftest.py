@@ -1,7 +1,12 @@
 """Small models whose outputs depend clearly on their past, and the comparisons that several test files share."""
 
+import os
+
 import pytest
 import torch
+
+if not torch.cuda.is_available():  # before Triton is imported: kernels then run in its interpreter
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from modeling_interdomain import InterdomainCache, InterdomainConfig, InterdomainForCausalLM, InterdomainStaticCache
 

@@ -7,10 +7,12 @@ from transformers import CompileConfig
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["auto", "triton"])
 @pytest.mark.parametrize("name", ["interdomain", "interdomain-softmax"])
-def test_static_decode_compiles_once_and_agrees(name, make_model, random_ids):
-    model = make_model(name, dtype=torch.float32, state_dtype="float32")
-    ids = random_ids(2, 9)
+def test_static_decode_compiles_once_and_agrees(name, backend, make_model, random_ids):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = make_model(name, dtype=torch.float32, state_dtype="float32", backend=backend).to(device)
+    ids = random_ids(2, 9).to(device)
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
     options = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}

@@ -3,11 +3,6 @@
 import unittest
 
 import torch
-from tests.test_configuration_common import ConfigTester
-from tests.test_fsdp_mixin import FSDPTesterMixin
-from tests.test_modeling_common import ModelTesterMixin, ids_tensor
-from tests.test_tensor_parallel_mixin import TensorParallelTesterMixin
-from tests.test_training_mixin import TrainingTesterMixin
 from transformers.testing_utils import torch_device
 
 from modeling_interdomain import (
@@ -17,6 +12,11 @@ from modeling_interdomain import (
     InterdomainModel,
 )
 from tests import test_fsdp_mixin, test_tensor_parallel_mixin
+from tests.test_configuration_common import ConfigTester
+from tests.test_fsdp_mixin import FSDPTesterMixin
+from tests.test_modeling_common import ModelTesterMixin, ids_tensor
+from tests.test_tensor_parallel_mixin import TensorParallelTesterMixin
+from tests.test_training_mixin import TrainingTesterMixin
 
 # The tests that cannot apply, each with its reason. Everything else runs, or is skipped by the library itself.
 NOT_APPLICABLE = {

@@ -1,0 +1,200 @@
+"""Every fused kernel compiled offline for GPUs that need not be here: registers, spills, shared memory, matrix units.
+
+The launches themselves are recorded from real calls of the operators, so that what is compiled is what runs.
+"""
+
+import concurrent.futures
+import contextlib
+import importlib
+import multiprocessing
+import re
+import subprocess
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from benchmarks import harness
+
+MODULES = ("op_triton",)
+# Bytes of shared memory a block may use on each target, from the makers' manuals.
+TARGETS = {
+    "sm_80": (GPUTarget("cuda", 80, 32), 163 * 1024),
+    "sm_90": (GPUTarget("cuda", 90, 32), 227 * 1024),
+    "sm_100": (GPUTarget("cuda", 100, 32), 227 * 1024),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), 64 * 1024),
+}
+MATRIX = {
+    "cuda": {"wgmma": r"wgmma\.mma_async", "mma": r"mma\.sync", "tcgen05": r"tcgen05\.mma"},
+    "hip": {"mfma": r"v_mfma_"},
+}
+# name: dtype, heads, groups, R, D, M, coefficient matrix
+PROBLEMS = {
+    "1.3B head, bf16": (torch.bfloat16, 4, 4, 64, 64, 64, "full"),
+    "1.3B head, fp32": (torch.float32, 4, 4, 64, 64, 64, "full"),
+    "M = R = D = 128, bf16": (torch.bfloat16, 4, 4, 128, 128, 128, "full"),
+    "M = R = D = 256, bf16": (torch.bfloat16, 4, 1, 256, 256, 256, "full"),
+    "M = 96, R = 80, D = 65, bf16": (torch.bfloat16, 4, 2, 80, 65, 96, "diagonal"),
+}
+
+
+class _Recorder:
+    """Stands in for a kernel and keeps what it was launched with."""
+
+    def __init__(self, name, kernel, launches):
+        self.name, self.kernel, self.launches = name, getattr(kernel, "fn", kernel), launches
+        if not isinstance(self.kernel, triton.runtime.JITFunction):
+            self.kernel = kernel
+
+    def __getitem__(self, grid):
+        def launch(*args, **kwargs):
+            kwargs = {k: v for k, v in kwargs.items() if k not in ("num_warps", "num_stages")}
+            self.launches.append((self.kernel, dict(zip(self.kernel.arg_names, args)) | kwargs))
+
+        return launch
+
+
+@contextlib.contextmanager
+def recorded():
+    """All kernels of the package replaced; yields the list of (kernel, arguments by name)."""
+    launches, originals = [], []
+    for module_name in MODULES:
+        module = importlib.import_module(f"modeling_interdomain.{module_name}")
+        for name, kernel in list(vars(module).items()):
+            if name.startswith("_") and isinstance(kernel, (triton.runtime.JITFunction, triton.runtime.Autotuner)):
+                originals.append((module, name, kernel))
+                setattr(module, name, _Recorder(name, kernel, launches))
+    try:
+        yield launches
+    finally:
+        for module, name, kernel in originals:
+            setattr(module, name, kernel)
+
+
+def launches_of(problem: str) -> list:
+    """What forward and backward of one problem launch."""
+    from modeling_interdomain.op_triton import triton_attention
+
+    dtype, heads, groups, feature_dim, value_dim, size, coefficients = PROBLEMS[problem]
+    query, key, value = (
+        torch.zeros(2, 256, n, width, dtype=dtype, requires_grad=True)
+        for n, width in ((heads, feature_dim), (groups, feature_dim), (groups, value_dim))
+    )
+    shape = {"full": (groups, size, size, 2), "diagonal": (groups, size, 2)}[coefficients]
+    parameters = [torch.zeros(groups, size, 2), torch.zeros(groups, size, 2), torch.zeros(shape)]
+    parameters = [p.requires_grad_() for p in parameters]
+    with recorded() as launches:
+        output, _ = triton_attention(query, key, value, *parameters, "bilinear", None, None, 64)
+        output.sum().backward()
+    return launches
+
+
+_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+
+
+def source(kernel, arguments: dict) -> ASTSource:
+    """The kernel as a launch with these arguments would specialise it."""
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        value = arguments[parameter.name]
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = "*" + _TYPES[value.dtype]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        else:
+            signature[parameter.name] = "i1" if isinstance(value, bool) else "i32"
+            if not parameter.do_not_specialize and value % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+
+
+def compiled(problem: str, index: int, target_name: str, warps: int, stages: int) -> dict:
+    """Compile one recorded launch; what the assembler says of it."""
+    kernel, arguments = launches_of(problem)[index]
+    target, limit = TARGETS[target_name]
+    if target.backend == "hip" and arguments.get("PRECISION") in ("tf32", "tf32x3"):
+        arguments = arguments | {"PRECISION": "ieee"}
+    row = {"problem": problem, "kernel": kernel.__name__, "target": target_name, "warps": warps, "stages": stages}
+    if "ROWS" in arguments:
+        row["kernel"] += " (keys)" if arguments["ROWS"] else " (values)"
+    built = triton.compile(source(kernel, arguments), target=target, options={"num_warps": warps, "num_stages": stages})
+    row["shared_bytes"] = built.metadata.shared
+    row["fits"] = built.metadata.shared <= limit
+    text = built.asm["ptx" if target.backend == "cuda" else "amdgcn"]
+    row["matrix"] = {name: len(re.findall(p, text)) for name, p in MATRIX[target.backend].items()}
+    row |= _nvidia(built.asm["cubin"]) if target.backend == "cuda" else _amd(text)
+    return row
+
+
+def _nvidia(cubin: bytes) -> dict:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+        code = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+    registers = int(re.search(r"REG:(\d+)", said.stdout).group(1))
+    return {"registers": registers, "spills": len(re.findall(r"\bSTL\b|\bSTL\.", code))}
+
+
+def _amd(text: str) -> dict:
+    find = {"registers": r"\.vgpr_count:\s*(\d+)", "spills": r"\.vgpr_spill_count:\s*(\d+)"}
+    return {name: int(re.search(pattern, text).group(1)) for name, pattern in find.items()}
+
+
+def run(quick: bool = False) -> dict:
+    problems = list(PROBLEMS)[: 1 if quick else None]
+    targets = ["sm_90"] if quick else list(TARGETS)
+    jobs = [
+        (problem, index, target, warps, 1)
+        for problem in problems
+        for index in _distinct(problem)
+        for target in targets
+        for warps in ((8,) if quick else (4, 8))
+    ]
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as pool:
+        rows = list(pool.map(_job, jobs))
+    return {"rows": rows, "triton": version("triton")}
+
+
+def _job(job) -> dict:
+    return compiled(*job)
+
+
+def _distinct(problem: str) -> list[int]:
+    """The launches that differ: a kernel launched twice with the same kind of arguments is compiled once."""
+    seen, chosen = set(), []
+    for index, (kernel, arguments) in enumerate(launches_of(problem)):
+        key = source(kernel, arguments).hash()
+        if key not in seen:
+            seen.add(key)
+            chosen.append(index)
+    return chosen
+
+
+def table(record: dict) -> str:
+    """For each kernel the better number of warps: fewest spills, then fewest warps."""
+    best: dict[tuple, dict] = {}
+    for row in record["rows"]:
+        key = row["problem"], row["kernel"], row["target"]
+        rank = (not row["fits"], row["spills"], row["warps"])
+        if key not in best or rank < (not best[key]["fits"], best[key]["spills"], best[key]["warps"]):
+            best[key] = row
+    header = ["problem", "kernel", "target", "warps", "registers", "spilled", "shared memory", "matrix instructions"]
+    body = [
+        [
+            row["problem"], f"`{row['kernel']}`", row["target"], str(row["warps"]), str(row["registers"]),
+            str(row["spills"]), f"{row['shared_bytes'] / 1024:.0f} KiB" + ("" if row["fits"] else " (too much)"),
+            ", ".join(f"{count} {name}" for name, count in row["matrix"].items() if count) or "none",
+        ]
+        for row in best.values()
+    ]  # fmt: skip
+    return harness.markdown(header, body) + f"\n\nTriton {record['triton']}; {harness.footnote(record)}"

@@ -1,0 +1,75 @@
+"""Random arguments of the operator, everything that a call gives, and how two of them are compared."""
+
+import torch
+
+from modeling_interdomain import interdomain_attention
+
+PRODUCTS = ["bilinear", "hermitian", "real"]
+COEFFICIENTS = ["full", "diagonal", "identity"]
+SHAPES = {
+    # name: (B, T, H, G, R, D, M)
+    "one_token": (2, 1, 2, 2, 4, 4, 3),
+    "short": (1, 5, 3, 3, 4, 4, 4),
+    "one_chunk_exactly": (2, 16, 2, 2, 4, 6, 4),
+    "odd_length": (2, 63, 4, 2, 5, 7, 6),
+    "one_group": (1, 130, 4, 1, 8, 4, 5),
+    "odd_sizes": (1, 33, 6, 3, 3, 10, 7),
+    "one_mode": (1, 20, 2, 1, 4, 4, 1),
+}
+EXTREMES = {
+    "hardly_decaying": {"decay": 1e-9},
+    "gone_at_once": {"decay": 1e4},
+    "mixed": {"decay": 400.0},
+    "fast_phases": {"phase": 128.0},
+}
+
+
+def inputs(shape, coefficients="full", dtype=torch.float64, decay=0.2, phase=3.0, rows=None, normalize=False, seed=0):
+    """Random arguments that all ask for gradients, the initial state included."""
+    batch, length, heads, groups, feature_dim, value_dim, size = shape
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*sizes):
+        return torch.randn(*sizes, generator=generator, dtype=torch.float64)
+
+    rate = -decay * torch.rand(groups, size, generator=generator, dtype=torch.float64)
+    tensors = {
+        "query": normal(batch, length, heads, feature_dim),
+        "key": normal(batch, length, groups, feature_dim),
+        "value": normal(batch, length, groups, value_dim),
+        "log_decay": torch.stack([rate, phase * normal(groups, size)], dim=-1),
+        "input_matrix": normal(groups, size, 2),
+        "coefficient_matrix": {
+            "full": normal(groups, size, size, 2) / size**0.5,
+            "diagonal": normal(groups, size, 2),
+            "identity": None,
+        }[coefficients],
+        "initial_state": normal(rows or batch, groups, 2, size, feature_dim + value_dim + int(normalize)),
+    }
+    return {k: None if v is None else v.to(dtype).requires_grad_() for k, v in tensors.items()}
+
+
+def everything(arguments, **options):
+    """Output, final state and the gradient of every argument, for a loss on both."""
+    output, state = interdomain_attention(**arguments, output_final_state=True, **options)
+    weights = torch.Generator().manual_seed(99)
+    loss = sum(
+        (x * torch.randn(x.shape, generator=weights, dtype=torch.float64).to(x.dtype)).sum() for x in (output, state)
+    )
+    leaves = {name: x for name, x in arguments.items() if x is not None}
+    grads = torch.autograd.grad(loss, list(leaves.values()))
+    return {"output": output, "state": state, **{f"grad of {k}": g for k, g in zip(leaves, grads)}}
+
+
+def relative_error(found, expected):
+    scale = expected.double().norm().clamp(min=1e-30)
+    return ((found.double() - expected.double()).norm() / scale).item()
+
+
+def assert_close(found, expected, bound):
+    errors = {name: relative_error(found[name], expected[name]) for name in expected}
+    assert max(errors.values()) < bound, errors
+
+
+def cast(arguments, dtype):
+    return {k: None if v is None else v.detach().to(dtype).requires_grad_() for k, v in arguments.items()}
