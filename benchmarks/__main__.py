@@ -1,7 +1,8 @@
 """Performance tables.
 
-python -m benchmarks                    all of them (about 8 minutes on 2 cores); results go to benchmarks/results/
-python -m benchmarks operator_cpu       one of them
+python -m benchmarks                    those of this machine (about 8 minutes on 2 cores without a GPU)
+python -m benchmarks operator_gpu       one of them; results go to benchmarks/results/
+python -m benchmarks decode_gpu --only "1.3b.*batch 1,"   some cases of a table, the others stay as they were
 python -m benchmarks --quick            a smoke run that writes nothing
 python -m benchmarks --readme README.md fill the tables after `<!-- table: NAME -->` from the results
 """
@@ -11,15 +12,20 @@ import importlib
 import re
 from pathlib import Path
 
+import torch
+
 from benchmarks import harness
 
-TABLES = ("operator_cpu", "model_cpu", "decode_cpu")
+CPU = ("operator_cpu", "model_cpu", "decode_cpu")
+GPU = ("operator_gpu", "decode_gpu", "prefill_memory_gpu", "training_gpu")
+TABLES = (*CPU, *GPU, "kernel_resources")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="*", help=f"any of {', '.join(TABLES)}")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, nothing written")
+    parser.add_argument("--only", help="of a GPU table, the cases that match this regular expression")
     parser.add_argument("--readme", type=Path, help="fill the tables of this file and stop")
     arguments = parser.parse_args()
     unknown = sorted(set(arguments.tables) - set(TABLES))
@@ -28,9 +34,9 @@ def main() -> None:
     if arguments.readme:
         arguments.readme.write_text(fill(arguments.readme.read_text()))
         return
-    for name in arguments.tables or TABLES:
+    for name in arguments.tables or (GPU if torch.cuda.is_available() else CPU):
         module = importlib.import_module(f"benchmarks.{name}")
-        record = module.run(arguments.quick)
+        record = module.run(arguments.quick, **({"only": arguments.only} if name in GPU else {}))
         if arguments.quick:
             record["machine"] = harness.machine()
         else:

@@ -27,10 +27,17 @@ def machine() -> dict:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
+        **_gpu(),
         "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "-uno") else ""),
         "command": "python -m " + " ".join(["benchmarks", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def _gpu() -> dict:
+    if not torch.cuda.is_available():
+        return {}
+    return {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "triton": version("triton")}
 
 
 def _cpu_name() -> str:
@@ -137,7 +144,10 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 def footnote(record: dict) -> str:
     about = record["machine"]
+    place = (
+        f"{about['gpu']}, Triton {about['triton']}" if "gpu" in about else f"{about['cpu']}, {about['threads']} threads"
+    )
     return (
-        f"{about['cpu']}, {about['threads']} threads, torch {about['torch']}, transformers {about['transformers']}, "
+        f"{place}, torch {about['torch']}, transformers {about['transformers']}, "
         f"commit {about['commit']}, {about['date']}: `{about['command']}`"
     )

@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,7 +21,7 @@ from triton.compiler import ASTSource
 
 from benchmarks import harness
 
-MODULES = ("op_triton",)
+MODULES = ("op_triton", "op_triton_step", "op_triton_prepare")
 # Bytes of shared memory a block may use on each target, from the makers' manuals.
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), 163 * 1024),
@@ -42,32 +43,38 @@ PROBLEMS = {
 }
 
 
+class Launch(NamedTuple):
+    kernel: triton.runtime.JITFunction
+    arguments: dict
+    warps: tuple[int, ...]  # those that may run
+
+
 class _Recorder:
     """Stands in for a kernel and keeps what it was launched with."""
 
-    def __init__(self, name, kernel, launches):
-        self.name, self.kernel, self.launches = name, getattr(kernel, "fn", kernel), launches
-        if not isinstance(self.kernel, triton.runtime.JITFunction):
-            self.kernel = kernel
+    def __init__(self, kernel, launches: list[Launch]):
+        tuned = isinstance(kernel, triton.runtime.Autotuner)
+        self.kernel, self.launches = kernel.fn if tuned else kernel, launches
+        self.warps = tuple(sorted({config.num_warps for config in kernel.configs})) if tuned else (4,)
 
     def __getitem__(self, grid):
-        def launch(*args, **kwargs):
-            kwargs = {k: v for k, v in kwargs.items() if k not in ("num_warps", "num_stages")}
-            self.launches.append((self.kernel, dict(zip(self.kernel.arg_names, args)) | kwargs))
+        def launch(*args, num_warps=None, **kwargs):
+            arguments = dict(zip(self.kernel.arg_names, args)) | kwargs
+            self.launches.append(Launch(self.kernel, arguments, (num_warps,) if num_warps else self.warps))
 
         return launch
 
 
 @contextlib.contextmanager
 def recorded():
-    """All kernels of the package replaced; yields the list of (kernel, arguments by name)."""
+    """All kernels of the package replaced; yields the list of their launches."""
     launches, originals = [], []
     for module_name in MODULES:
         module = importlib.import_module(f"modeling_interdomain.{module_name}")
         for name, kernel in list(vars(module).items()):
             if name.startswith("_") and isinstance(kernel, (triton.runtime.JITFunction, triton.runtime.Autotuner)):
                 originals.append((module, name, kernel))
-                setattr(module, name, _Recorder(name, kernel, launches))
+                setattr(module, name, _Recorder(kernel, launches))
     try:
         yield launches
     finally:
@@ -75,21 +82,30 @@ def recorded():
             setattr(module, name, kernel)
 
 
-def launches_of(problem: str) -> list:
-    """What forward and backward of one problem launch."""
+def launches_of(problem: str) -> list[Launch]:
+    """What one problem launches: preparation of the inputs, operator, their gradients, and a decoding step."""
     from modeling_interdomain.op_triton import triton_attention
+    from modeling_interdomain.op_triton_prepare import triton_prepare
+    from modeling_interdomain.op_triton_step import triton_step
 
     dtype, heads, groups, feature_dim, value_dim, size, coefficients = PROBLEMS[problem]
-    query, key, value = (
-        torch.zeros(2, 256, n, width, dtype=dtype, requires_grad=True)
-        for n, width in ((heads, feature_dim), (groups, feature_dim), (groups, value_dim))
-    )
+
+    def zeros(*shape, dtype=torch.float32):
+        return torch.zeros(shape, dtype=dtype, requires_grad=True)
+
+    projected = [zeros(2, 256, n, dtype=dtype) for n in (heads * feature_dim, groups * feature_dim, groups * value_dim)]
+    taps = zeros(heads * feature_dim, 4), zeros(groups * feature_dim, 4)
+    norms = zeros(feature_dim), zeros(value_dim), zeros(groups, feature_dim), zeros(groups, value_dim)
     shape = {"full": (groups, size, size, 2), "diagonal": (groups, size, 2)}[coefficients]
-    parameters = [torch.zeros(groups, size, 2), torch.zeros(groups, size, 2), torch.zeros(shape)]
-    parameters = [p.requires_grad_() for p in parameters]
+    parameters = [zeros(groups, size, 2), zeros(groups, size, 2), zeros(*shape)]
     with recorded() as launches:
-        output, _ = triton_attention(query, key, value, *parameters, "bilinear", None, None, 64)
+        tokens, _ = triton_prepare(
+            *projected, taps, norms, None, None, None, None, heads, groups, None, 1e-6, False
+        )  # fmt: skip
+        output, state = triton_attention(*tokens, *parameters, "bilinear", None, None, 64)
         output.sum().backward()
+        with torch.no_grad():
+            triton_step(*(x[:, 0] for x in tokens), *parameters, state, "bilinear", None, False)
     return launches
 
 
@@ -117,13 +133,15 @@ def source(kernel, arguments: dict) -> ASTSource:
 
 def compiled(problem: str, index: int, target_name: str, warps: int, stages: int) -> dict:
     """Compile one recorded launch; what the assembler says of it."""
-    kernel, arguments = launches_of(problem)[index]
+    kernel, arguments, _ = launches_of(problem)[index]
     target, limit = TARGETS[target_name]
     if target.backend == "hip" and arguments.get("PRECISION") in ("tf32", "tf32x3"):
         arguments = arguments | {"PRECISION": "ieee"}
     row = {"problem": problem, "kernel": kernel.__name__, "target": target_name, "warps": warps, "stages": stages}
     if "ROWS" in arguments:
-        row["kernel"] += " (keys)" if arguments["ROWS"] else " (values)"
+        row["kernel"] += ", keys" if arguments["ROWS"] else ", values"
+    if arguments.get("EXACT") and "PACKED" in arguments and "FULL" in arguments:
+        row["kernel"] += ", exact"
     built = triton.compile(source(kernel, arguments), target=target, options={"num_warps": warps, "num_stages": stages})
     row["shared_bytes"] = built.metadata.shared
     row["fits"] = built.metadata.shared <= limit
@@ -150,33 +168,45 @@ def _amd(text: str) -> dict:
 
 
 def run(quick: bool = False) -> dict:
-    problems = list(PROBLEMS)[: 1 if quick else None]
-    targets = ["sm_90"] if quick else list(TARGETS)
-    jobs = [
-        (problem, index, target, warps, 1)
-        for problem in problems
-        for index in _distinct(problem)
-        for target in targets
-        for warps in ((8,) if quick else (4, 8))
-    ]
+    if triton.knobs.runtime.interpret:
+        raise SystemExit("Kernels cannot be compiled while TRITON_INTERPRET is set: unset it.")
+    jobs = small_jobs() if quick else all_jobs()
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as pool:
         rows = list(pool.map(_job, jobs))
     return {"rows": rows, "triton": version("triton")}
 
 
+def all_jobs() -> list[tuple]:
+    """Every kernel, problem and target; both numbers of warps for the first problem, the larger for the others."""
+    return [
+        (problem, index, target, warps, 1)
+        for problem in PROBLEMS
+        for index, warps_of_launch in _distinct(problem)
+        for target in TARGETS
+        for warps in (warps_of_launch if problem == next(iter(PROBLEMS)) else warps_of_launch[-1:])
+    ]
+
+
+def small_jobs() -> list[tuple]:
+    """The two kernels of a forward for one target."""
+    problem = next(iter(PROBLEMS))
+    names = [launch.kernel.__name__ for launch in launches_of(problem)]
+    return [(problem, names.index(name), "sm_90", 4, 1) for name in ("scan", "attend")]
+
+
 def _job(job) -> dict:
     return compiled(*job)
 
 
-def _distinct(problem: str) -> list[int]:
-    """The launches that differ: a kernel launched twice with the same kind of arguments is compiled once."""
+def _distinct(problem: str) -> list[tuple[int, tuple[int, ...]]]:
+    """The launches that differ, and their warps: two with the same kind of arguments are compiled once."""
     seen, chosen = set(), []
-    for index, (kernel, arguments) in enumerate(launches_of(problem)):
+    for index, (kernel, arguments, warps) in enumerate(launches_of(problem)):
         key = source(kernel, arguments).hash()
         if key not in seen:
             seen.add(key)
-            chosen.append(index)
+            chosen.append((index, warps))
     return chosen
 
 

@@ -135,7 +135,7 @@ class InterdomainMixer(nn.Module):
 
     def _fused_inputs(self, query, key, value, windows, cos_sin, cu_seqlens, write_windows: bool):
         """The same in one kernel; None where it cannot run, or where a module is not our own (a LoRA layer)."""
-        modules = [(self.q_conv, CausalConv1d), (self.k_conv, CausalConv1d)]
+        modules: list[tuple[nn.Module, type]] = [(self.q_conv, CausalConv1d), (self.k_conv, CausalConv1d)]
         if self.config.input_norm:
             modules += [(self.k_norm, InterdomainRMSNorm), (self.v_norm, InterdomainRMSNorm)]
         ours = all(type(module) is kind and not module._forward_hooks for module, kind in modules)

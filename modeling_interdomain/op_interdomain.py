@@ -103,36 +103,47 @@ def interdomain_attention(
     out_dtype, value_dim = value.dtype, value.shape[-1]
     if normalize:
         value = append_one(value)
-    tensors = (query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state)
-    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    tokens, parameters = (query, key, value), (log_decay, input_matrix, coefficient_matrix)
+    needs_grad = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (*tokens, *parameters, initial_state)
+    )
     single = backend == "auto" and query.shape[1] == 1 and not needs_grad
     with torch.autocast(query.device.type, enabled=False):
         found = None
-        if not single and backend in ("auto", "triton"):
-            found = _fused(backend, *tensors[:6], product, initial_state, cu_seqlens, chunk_size, wide=normalize)
+        if backend in ("auto", "triton") and not single:
+            found = _fused(backend, *tokens, *parameters, product, initial_state, cu_seqlens, chunk_size, normalize)
         if found is None:
-            compute = _compute_dtype(query, key, value)
-            *tensors, state = (None if x is None else x.to(compute) for x in tensors)
+            compute = _compute_dtype(*tokens)
+            query, key, value, log_decay, input_matrix = (x.to(compute) for x in (*tokens, *parameters[:2]))
+            coefficients, state = (None if x is None else x.to(compute) for x in (coefficient_matrix, initial_state))
+            arguments = (query, key, value, log_decay, input_matrix, coefficients, product, state, boundaries)
             if single:
-                state = _state_or_zeros(state, *tensors[1:4])
-                found = _step("auto", *(x[:, 0] for x in tensors[:3]), *tensors[3:], state, product)[:, None], state
+                found = _single(query, key, value, log_decay, input_matrix, coefficients, product, state)
             elif backend == "recurrent":
-                found = recurrent_attention(*tensors, product, state, boundaries)
+                found = recurrent_attention(*arguments)
             else:
-                found = chunk_attention(*tensors, product, state, boundaries, chunk_size)
+                found = chunk_attention(*arguments, chunk_size)
     output, state = found
     if normalize:
         output = output[..., :value_dim] / output[..., value_dim:]
     return output.to(out_dtype), state if output_final_state else None
 
 
-def _fused(backend, query, key, value, log_decay, *arguments, **options):
+def _fused(backend, query, key, value, log_decay, *arguments):
     def run():
         from .op_triton import triton_attention
 
-        return triton_attention(*(x.to(value.dtype) for x in (query, key, value)), log_decay, *arguments, **options)
+        return triton_attention(*(x.to(value.dtype) for x in (query, key, value)), log_decay, *arguments)
 
     return fused(backend, (query, key, value), max(query.shape[3], value.shape[3], log_decay.shape[1]), run)
+
+
+def _single(query, key, value, log_decay, input_matrix, coefficients, product, state):
+    """A row of one token each: the step that decoding takes, on a copy of the state."""
+    state = _state_or_zeros(state, key, value, log_decay)
+    tokens = (x[:, 0] for x in (query, key, value))
+    output = _step("auto", *tokens, log_decay, input_matrix, coefficients, state, product)
+    return output[:, None], state
 
 
 def interdomain_step(

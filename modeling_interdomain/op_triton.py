@@ -67,8 +67,8 @@ class _Plan(NamedTuple):
 
     shape: torch.Size  # [B, T, H, R] of the query
     groups: int
-    widths: tuple[int, int]  # R and D
-    padded: tuple[int, int]
+    widths: tuple[int, ...]  # R and D
+    padded: tuple[int, ...]
     size: int  # M
     modes: int  # M, padded
     chunk: int  # C
@@ -347,15 +347,14 @@ def _keep_inputs(ctx, inputs, output):
 
 
 def _differentiate(ctx, grad_output, grad_final):
-    query, key, value, _, _, _, table, _, initial_state, cu_seqlens = ctx.saved_tensors
+    saved = ctx.saved_tensors  # once: checkpointing unpacks a tensor a single time
+    query, key, value, _, _, _, table, _, initial_state, cu_seqlens = saved
     if grad_output is None:
         grad_output = value.new_zeros((*query.shape[:3], value.shape[3]))
     if grad_final is None:
         grad_final = query.new_zeros(_state_shape(query, key, value, table, cu_seqlens), dtype=torch.float32)
     grad_output, grad_final = grad_output.to(value.dtype).contiguous(), grad_final.float().contiguous()
-    *grads, inputs, table, mixing, initial = _operator_backward(
-        *ctx.saved_tensors, ctx.want_mixing, grad_output, grad_final
-    )
+    *grads, inputs, table, mixing, initial = _operator_backward(*saved, ctx.want_mixing, grad_output, grad_final)
     initial = None if initial_state is None else initial
     return *grads, None, None, inputs, table, mixing, initial, None, None, None
 

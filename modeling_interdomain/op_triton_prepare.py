@@ -415,17 +415,19 @@ def _operator_backward(
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     grid, options = _launch(q, k, v, heads, groups, q_taps, cos, placement, k_weight, q_window, cu_seqlens)
-    grads = tuple(torch.empty_like(x) for x in (q, k, v))
+    grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, k, v))
     count = options["TAPS"] + 2
     partials = tuple(
         x.new_empty((grid[0], rows, x.shape[2]), dtype=torch.float32) for x, rows in ((q, count), (k, count), (v, 2))
     )
     with on_device(q):
         _prepare_backward[grid](
-            q, k, v, grad_query, grad_key, grad_value, *grads, q_taps, k_taps, q_window, k_window, cos, sin,
+            q, k, v, grad_query, grad_key, grad_value, grad_q, grad_k, grad_v,
+            q_taps, k_taps, q_window, k_window, cos, sin,
             k_weight, v_weight, *partials, *_places(q, cos, documents, cu_seqlens), heads, groups, eps, **options,
         )  # fmt: skip
-    return *grads, *(x.sum(0) for x in partials)
+    q_sums, k_sums, v_sums = (x.sum(0) for x in partials)
+    return grad_q, grad_k, grad_v, q_sums, k_sums, v_sums
 
 
 @_operator_backward.register_fake
@@ -447,10 +449,11 @@ def _keep_inputs(ctx, inputs, output):
 
 
 def _differentiate(ctx, grad_query, grad_key, grad_value, *_):
-    _, _, _, q_taps, k_taps, k_weight, v_weight, *_ = ctx.saved_tensors
+    saved = ctx.saved_tensors  # once: checkpointing unpacks a tensor a single time
+    _, _, _, q_taps, k_taps, k_weight, v_weight, *_ = saved
     groups = ctx.options[1]
     grads = (x.contiguous() for x in (grad_query, grad_key, grad_value))
-    q, k, v, *sums = _operator_backward(*grads, *ctx.saved_tensors, *ctx.options)
+    q, k, v, *sums = _operator_backward(*grads, *saved, *ctx.options)
     taps = tuple(s[:-2].T.to(t.dtype) for s, t in zip(sums[:2], (q_taps, k_taps), strict=True))
     norms = (None,) * 4
     if k_weight is not None:

@@ -204,7 +204,7 @@ def triton_step(
         )  # fmt: skip
         _step_values[(batch, groups, triton.cdiv(value_dim, columns))](
             value, log_decay, input_matrix, coefficients, state, mask, pulled, output, groups, per_group, size,
-            value_dim, state_width, feature_dim, M=modes, BK=min(modes, 64 * 64 // modes), BD=columns, C=kind,
+            value_dim, state_width, feature_dim, M=modes, BK=max(4, 1024 // modes), BD=columns, C=kind,
             PRODUCT=product, HAS_MASK=has_mask, num_warps=4,
         )  # fmt: skip
     return output

@@ -48,8 +48,13 @@ def make_tables(
     # Where `exact`, growing powers would overflow and their gradients be NaN: take those of a decay of one instead.
     anchored = decay_powers(torch.where(exact[:, None, None], torch.zeros_like(log_decay), log_decay), -steps - 1)
     table = torch.where(exact[:, None, None], inputs, anchored * beta)
-    planes = (torch.view_as_real(x).movedim(-1, 2).float().contiguous() for x in (powers, inputs, table))
-    return Tables(exact.int(), *planes, _mixing(coefficient_matrix, product, log_decay))
+    mixing = _mixing(coefficient_matrix, product, log_decay)
+    return Tables(exact.int(), _planes(powers), _planes(inputs), _planes(table), mixing)
+
+
+def _planes(x: torch.Tensor) -> torch.Tensor:
+    """Complex `[G, C, M]` to `[G, C, 2, M]`."""
+    return torch.view_as_real(x).movedim(-1, 2).float().contiguous()
 
 
 def _mixing(coefficient_matrix: torch.Tensor | None, product: str, like: torch.Tensor) -> torch.Tensor:

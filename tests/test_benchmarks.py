@@ -1,12 +1,27 @@
 """The benchmarks measure what they say, and refuse to show the speed of something wrong."""
 
+import ast
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import decode_cpu, harness, model_cpu, operator_cpu, start_study
+from benchmarks import (
+    decode_cpu,
+    decode_gpu,
+    gpu,
+    harness,
+    model_cpu,
+    operator_cpu,
+    operator_gpu,
+    prefill_memory_gpu,
+    start_study,
+    training_gpu,
+)
 from modeling_interdomain import interdomain_attention
 
 
@@ -28,6 +43,51 @@ def test_operator_table(monkeypatch, tmp_path):
 def test_model_tables(module):
     record = {**module.run(quick=True), "machine": harness.machine()}
     assert record["machine"]["torch"] in module.table(record)
+
+
+@pytest.mark.parametrize(
+    "module", [operator_gpu, decode_gpu, prefill_memory_gpu, training_gpu], ids=lambda m: m.__name__
+)
+def test_gpu_tables_run_small_without_a_gpu(module, tmp_path):
+    record = {**module.run(quick=True), "machine": harness.machine()}
+    for row in record["rows"].values():
+        for times in row["times"].values() if "times" in row else [row]:
+            assert percentiles_are_ordered(times)
+    text = module.table(record)
+    assert record["machine"]["torch"] in text and text.count("\n|") >= 2
+    if hasattr(module, "plot"):
+        module.plot(record, tmp_path / "plot.png")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="This machine has a GPU.")
+def test_gpu_tables_say_that_they_need_one():
+    with pytest.raises(SystemExit, match="needs a GPU and this machine has none"):
+        operator_gpu.run()
+
+
+def test_some_cases_of_a_table_are_measured_again_and_the_others_kept(monkeypatch, tmp_path):
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+
+    def fails():
+        raise torch.OutOfMemoryError("no room")
+
+    cases = {"a 1": lambda: {"x": 1}, "b 1": fails}
+    gpu.run_cases("table", cases, {}, None, keep=True)
+    cases = {"a 1": lambda: {"x": 2}, "b 1": lambda: {"x": 3}}
+    rows = gpu.run_cases("table", cases, {}, "^b", keep=True)["rows"]
+    assert rows == harness.read("table")["rows"] == {"a 1": {"x": 1}, "b 1": {"x": 3}}
+
+
+def test_kernels_compile_for_a_gpu_that_is_not_here():
+    """In a process of its own, because kernels of this one are interpreted."""
+    code = "from benchmarks import kernel_resources as k; print([r for r in map(k._job, k.small_jobs())])"
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    rows = ast.literal_eval(done.stdout)
+    assert {row["kernel"] for row in rows} == {"attend", "scan"}
+    for row in rows:
+        assert row["fits"] and row["spills"] == 0 and sum(row["matrix"].values()) > 0, row
 
 
 def test_decode_cache_does_not_grow():

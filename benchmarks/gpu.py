@@ -1,0 +1,138 @@
+"""What the tables of a GPU share: where they run, correctness first, times by events, ceilings and floors, cases."""
+
+import re
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from benchmarks import harness
+from modeling_interdomain import interdomain_attention
+
+
+def device(quick: bool) -> torch.device:
+    """The GPU; a smoke run takes the CPU where there is none."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if quick:
+        return torch.device("cpu")
+    raise SystemExit("This table needs a GPU and this machine has none: run the same command on one that has.")
+
+
+def backend(where: torch.device) -> str:
+    return "triton" if where.type == "cuda" else "chunk"
+
+
+def verify(where: torch.device) -> float:
+    """The largest relative error of the operator in bfloat16 and its gradients against float64; refuses above 1e-2."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    length, heads, dim = (300, 2, 64) if where.type == "cuda" else (40, 2, 8)
+    tokens = [normal(1, length, heads, dim).bfloat16().double() for _ in range(3)]
+    rest = [torch.stack([-0.05 * normal(heads, dim).abs(), 3 * normal(heads, dim)], dim=-1)]
+    rest += [normal(heads, dim, 2), normal(heads, dim, dim, 2) / dim**0.5]
+    weights = normal(1, length, heads, dim).bfloat16()
+
+    def everything(dtype, backend):
+        tensors = [x.to(where, dtype) for x in tokens]
+        tensors += [x.to(where, torch.promote_types(dtype, torch.float32)) for x in rest]
+        tensors = [x.requires_grad_() for x in tensors]
+        output, _ = interdomain_attention(*tensors, backend=backend)
+        return [output, *torch.autograd.grad((output * weights.to(where, dtype)).sum(), tensors)]
+
+    pairs = zip(everything(torch.bfloat16, backend(where)), everything(torch.float64, "recurrent"), strict=True)
+    error = max(((found.double() - e).norm() / e.norm()).item() for found, e in pairs)
+    if not error < 1e-2:
+        raise SystemExit(f"The operator is wrong (relative error {error:.1e} against float64): no speed is shown.")
+    return error
+
+
+def measure(functions: dict[str, Callable[[], object]], where: torch.device, seconds: float = 1.0) -> dict[str, dict]:
+    """Seconds of each function, in turns; on a GPU by events, with the second-level cache written over before each."""
+    if where.type != "cuda":
+        return harness.time_in_turns(functions, seconds, at_least=2)
+    for _ in range(3):  # compiles, and times the configurations of kernels
+        for function in functions.values():
+            function()
+    flush = torch.empty(256 << 20, dtype=torch.int8, device=where)
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    started = time.perf_counter()
+    while time.perf_counter() - started < seconds or len(next(iter(samples.values()))) < 5:
+        for name, function in functions.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flush.zero_()
+            begin.record()
+            function()
+            end.record()
+            end.synchronize()
+            samples[name].append(begin.elapsed_time(end) / 1e3)
+    return {name: harness.summary(taken) for name, taken in samples.items()}
+
+
+def ceilings(where: torch.device) -> dict:
+    """What this machine does at best: bytes a second of a copy (read plus written), operations of a matrix product."""
+    size = 8192 if where.type == "cuda" else 256
+    source = torch.randn(size * size, device=where)
+    target = torch.empty_like(source)
+    a, b = (torch.randn(size, size, device=where, dtype=torch.bfloat16) for _ in range(2))
+    times = measure({"copy": lambda: target.copy_(source), "matmul": lambda: a @ b}, where, 0.5)
+    return {
+        "bytes_per_second": 2 * source.nbytes / times["copy"]["p20"],
+        "operations_per_second": 2 * size**3 / times["matmul"]["p20"],
+    }
+
+
+def floor(bytes_moved: float, operations: float, ceiling: dict) -> float:
+    """Seconds below which no implementation can come."""
+    return max(bytes_moved / ceiling["bytes_per_second"], operations / ceiling["operations_per_second"])
+
+
+def peak_bytes(function: Callable[[], object], where: torch.device) -> int | None:
+    """Bytes that a call needs on top of what is there; None where they cannot be counted."""
+    if where.type != "cuda":
+        function()
+        return None
+    function()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def run_cases(name: str, cases: dict[str, Callable[[], dict]], record: dict, only: str | None, keep: bool) -> dict:
+    """Measure the cases whose name matches `only`; with `keep`, write after each and leave older ones in the file.
+
+    A case that does not fit in memory, or lacks a package, becomes a row that says so.
+    """
+    rows: dict[str, dict] = {}
+    if keep and only and (harness.RESULTS / f"{name}.json").exists():
+        rows = harness.read(name)["rows"]
+    for case, function in cases.items():
+        if only and not re.search(only, case):
+            continue
+        try:
+            rows[case] = function()
+        except torch.OutOfMemoryError:
+            rows[case] = {"missing": "does not fit in memory"}
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        print(f"{name}: {case}: {rows[case]}", flush=True)
+        if keep:
+            harness.write(name, {**record, "rows": rows})
+    return {**record, "rows": rows}
+
+
+def median_of_gaps(events: list) -> dict:
+    """Summary of the seconds between one event (or time) and the next."""
+    if isinstance(events[0], float):
+        gaps = [b - a for a, b in zip(events[:-1], events[1:])]
+    else:
+        torch.cuda.synchronize()
+        gaps = [a.elapsed_time(b) / 1e3 for a, b in zip(events[:-1], events[1:])]
+    return {**harness.summary(gaps), "mean": statistics.fmean(gaps)}
