@@ -53,7 +53,8 @@ def fill(text: str) -> str:
     def table(match: re.Match) -> str:
         name = match.group(1)
         module = importlib.import_module(f"benchmarks.{name}")
-        return f"<!-- table: {name} -->\n\n{module.table(harness.read(name))}\n\n<!-- end -->"
+        show = getattr(module, "summary", module.table)
+        return f"<!-- table: {name} -->\n\n{show(harness.read(name))}\n\n<!-- end -->"
 
     return re.sub(r"<!-- table: (\w+) -->.*?<!-- end -->", table, text, flags=re.DOTALL)
 

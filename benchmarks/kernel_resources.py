@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from benchmarks import harness
+from benchmarks.harness import footnote, markdown
 
 MODULES = ("op_triton", "op_triton_step", "op_triton_prepare")
 # Bytes of shared memory a block may use on each target, from the makers' manuals.
@@ -210,21 +210,40 @@ def _distinct(problem: str) -> list[tuple[int, tuple[int, ...]]]:
     return chosen
 
 
+def summary(record: dict) -> str:
+    """The first problem alone, for the README."""
+    first = next(iter(PROBLEMS))
+    others = ", ".join(f"`{name}`" for name in PROBLEMS if name != first)
+    rows = [row for row in record["rows"] if row["problem"] == first]
+    return (
+        table({**record, "rows": rows}) + f"\n\n`benchmarks/results/kernel_resources.json` has the same for {others}."
+    )
+
+
 def table(record: dict) -> str:
-    """For each kernel the better number of warps: fewest spills, then fewest warps."""
+    """One row a problem and kernel, one column a target; of the numbers of warps the one that spills least."""
     best: dict[tuple, dict] = {}
     for row in record["rows"]:
         key = row["problem"], row["kernel"], row["target"]
-        rank = (not row["fits"], row["spills"], row["warps"])
-        if key not in best or rank < (not best[key]["fits"], best[key]["spills"], best[key]["warps"]):
+        if key not in best or _rank(row) < _rank(best[key]):
             best[key] = row
-    header = ["problem", "kernel", "target", "warps", "registers", "spilled", "shared memory", "matrix instructions"]
+    lines = dict.fromkeys((problem, kernel) for problem, kernel, _ in best)
     body = [
-        [
-            row["problem"], f"`{row['kernel']}`", row["target"], str(row["warps"]), str(row["registers"]),
-            str(row["spills"]), f"{row['shared_bytes'] / 1024:.0f} KiB" + ("" if row["fits"] else " (too much)"),
-            ", ".join(f"{count} {name}" for name, count in row["matrix"].items() if count) or "none",
-        ]
-        for row in best.values()
-    ]  # fmt: skip
-    return harness.markdown(header, body) + f"\n\nTriton {record['triton']}; {harness.footnote(record)}"
+        [problem, f"`{kernel}`", *(_cell(best.get((problem, kernel, target))) for target in TARGETS)]
+        for problem, kernel in lines
+    ]
+    note = "Registers a thread, spilled ones after a plus sign; shared memory; warps; matrix instructions found."
+    return f"{markdown(['problem', 'kernel', *TARGETS], body)}\n\n{note} Triton {record['triton']}. {footnote(record)}"
+
+
+def _rank(row: dict) -> tuple:
+    return not row["fits"], row["spills"], row["warps"]
+
+
+def _cell(row: dict | None) -> str:
+    if row is None:
+        return ""
+    spills = f"+{row['spills']}" if row["spills"] else ""
+    matrix = ", ".join(f"{count} {name}" for name, count in row["matrix"].items() if count) or "no matrix"
+    fits = "" if row["fits"] else " (too much)"
+    return f"{row['registers']}{spills}; {row['shared_bytes'] / 1024:.0f} KiB{fits}; {row['warps']}; {matrix}"

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from .op_triton_attend import attend, attend_backward, mixing_backward
+from .op_triton_carry import carry, carry_back, segment_ends
 from .op_triton_launch import interpreted, multiprocessors, on_device, power_of_two, tuned
 from .op_triton_scan import scan, scan_backward
 from .op_triton_tables import Tables, make_tables
@@ -73,6 +74,7 @@ class _Plan(NamedTuple):
     modes: int  # M, padded
     chunk: int  # C
     rows: int  # batch rows or documents
+    segments: int  # of a row, for the scans
     chunks: int  # an upper bound where documents are packed
     places: tuple  # cu_seqlens, first_chunks, documents, chunks and tokens of a row
     options: dict
@@ -90,6 +92,11 @@ class _Plan(NamedTuple):
 
     def swapped(self) -> "_Plan":
         return self._replace(widths=self.widths[::-1], padded=self.padded[::-1])
+
+    def segment_ends(self, device: torch.device) -> torch.Tensor:
+        cu_seqlens, _, _, _, length = self.places
+        lengths = torch.full((self.rows,), length, device=device) if cu_seqlens is None else cu_seqlens.diff()
+        return segment_ends(lengths, self.chunk, self.segments)
 
     def lanes(self, device: torch.device, blocks: int = 1) -> int:
         """How many programs share the chunks of a head: enough to fill the device a few times."""
@@ -116,8 +123,18 @@ def _plan(query, key, value, tables: Tables, cu_seqlens) -> _Plan:
     widths = (width, value.shape[3])
     return _Plan(
         query.shape, key.shape[2], widths, tuple(power_of_two(w) for w in widths), size, options["M"], chunk, rows,
-        chunks, (cu_seqlens, first_chunks, rows, per_row, length), options,
+        _segments(rows * key.shape[2], chunks // rows, query.device), chunks,
+        (cu_seqlens, first_chunks, rows, per_row, length), options,
     )  # fmt: skip
+
+
+def _segments(lanes: int, chunks: int, device: torch.device) -> int:
+    """Into how many segments to cut a row: as many as fill the device, where a segment keeps at least 8 chunks.
+
+    A lane, one row and group, is walked by about 8 programs. Two passes cost twice, so cut in no fewer than 3.
+    """
+    wanted = min(2 * multiprocessors(device) // (8 * lanes), chunks // 8)
+    return wanted if wanted > 2 else 1
 
 
 def _arithmetic(dtype: torch.dtype):
@@ -148,29 +165,52 @@ def _scan_arguments(plan: _Plan, side: int, state_width: int) -> tuple:
     return plan.widths[side], plan.padded[side], plan.size, state_width, offset
 
 
-def _states(plan: _Plan, x, side: int, tables: Tables, initial_state, final) -> torch.Tensor:
-    """The state before every chunk for the keys (side 0) or the values (side 1), `[chunks, G, 2, M, padded width]`."""
+def _states(plan: _Plan, key, value, tables: Tables, initial_state):
+    """The states before every chunk, `[chunks, G, 2, M, padded width]` of keys and of values, and the last ones.
+
+    Rows that are cut into segments are scanned twice: once for what each segment leaves, once from where it begins.
+    """
+    segments = plan.segments
+    shape = (plan.rows * segments, plan.groups, 2, plan.size, sum(plan.widths))
+    final = key.new_empty(shape, dtype=torch.float32)
+    if segments > 1:
+        for side, x in enumerate((key, value)):
+            _scan_side(plan, x, side, tables, None, None, final)
+        first = torch.zeros_like(final[: plan.rows]) if initial_state is None else initial_state
+        sources = torch.cat([first[:, None], final.unflatten(0, (-1, segments))[:, :-1]], dim=1)
+        begins = plan.segment_ends(key.device)[:, :-1]
+        initial_state = carry(tables.powers[..., : plan.size], sources, begins, begins).flatten(0, 1)
+        final = torch.empty_like(final)
+    states = tuple(
+        x.new_empty((plan.chunks, plan.groups, 2, plan.modes, padded), dtype=plan.storage)
+        for x, padded in zip((key, value), plan.padded, strict=True)
+    )
+    for side, x in enumerate((key, value)):
+        _scan_side(plan, x, side, tables, initial_state, states[side], final)
+    return states, final.unflatten(0, (-1, segments))[:, -1].contiguous()
+
+
+def _scan_side(plan: _Plan, x, side: int, tables: Tables, initial_state, states, final) -> None:
+    """Keys (side 0) or values (side 1); with `states` None only what is left at the end."""
     padded = plan.padded[side]
-    states = x.new_empty((plan.chunks, plan.groups, 2, plan.modes, padded), dtype=plan.storage)
     block_modes, block_width = min(plan.modes, 32), min(padded, 32)
-    grid = (plan.rows, plan.groups, (plan.modes // block_modes) * (padded // block_width))
+    grid = (plan.rows * plan.segments, plan.groups, (plan.modes // block_modes) * (padded // block_width))
     options = {k: v for k, v in plan.options.items() if k != "FULL"}
     cu_seqlens, first_chunks, _, per_row, length = plan.places
     _scan[grid](
         x, tables.inputs, tables.powers, initial_state, states, final, cu_seqlens, first_chunks, per_row, length,
         plan.groups, *_scan_arguments(plan, side, final.shape[-1]), BM=block_modes, BW=block_width,
-        HAS_INITIAL=initial_state is not None, EXACT=plan.storage == torch.bfloat16, **options,
+        HAS_INITIAL=initial_state is not None, STORE=states is not None, SEGMENTS=plan.segments,
+        EXACT=plan.storage == torch.bfloat16, **options,
     )  # fmt: skip
-    return states
 
 
 def _forward(query, key, value, tables: Tables, initial_state, cu_seqlens, wide):
     plan = _plan(query, key, value, tables, cu_seqlens)
     tables = _padded(plan, tables)
-    final = query.new_empty((plan.rows, plan.groups, 2, plan.size, sum(plan.widths)), dtype=torch.float32)
     output = value.new_empty((*query.shape[:3], plan.widths[1]), dtype=torch.float32 if wide else value.dtype)
     with on_device(query):
-        states = [_states(plan, x, side, tables, initial_state, final) for side, x in enumerate((key, value))]
+        states, final = _states(plan, key, value, tables, initial_state)
         for exact in (0, 1):
             _attend[(plan.chunks, plan.shape[2])](
                 query, key, value, output, *states, tables.table, tables.powers, tables.mixing, tables.exact,
@@ -188,16 +228,15 @@ def _backward(query, key, value, tables: Tables, initial_state, cu_seqlens, want
     grads = [torch.empty_like(x) for x in (query, key, value)]
     grad_initial, grad_mixing = torch.empty_like(grad_final), torch.zeros_like(tables.mixing, dtype=torch.float32)
     with on_device(query):
-        final = torch.empty_like(grad_final)
-        states = [_states(plan, x, side, tables, initial_state, final) for side, x in enumerate((key, value))]
+        states, _ = _states(plan, key, value, tables, initial_state)
         common = (grads[0], grad_initial, grad_final)
         keys = _side(
             plan.swapped(), 0, (grad_output, value, key, query), grads[1], states[::-1],
-            tables._replace(mixing=transposed), _scan_arguments(plan, 0, final.shape[-1]), *common,
+            tables._replace(mixing=transposed), _scan_arguments(plan, 0, grad_final.shape[-1]), *common,
         )  # fmt: skip
         values = _side(
             plan, 1, (query, key, value, grad_output), grads[2], states,
-            tables, _scan_arguments(plan, 1, final.shape[-1]), *common,
+            tables, _scan_arguments(plan, 1, grad_final.shape[-1]), *common,
         )  # fmt: skip
         if want_mixing:
             grad_mixing = _mixing_gradient(plan, query, key, value, grad_output, states, tables)
@@ -233,16 +272,30 @@ def _side(plan, side, tokens, grad_c, states, tables, scan_arguments, grad_query
         )  # fmt: skip
 
     block = min(padded, 32)
-    programs = (plan.rows, plan.groups, padded // block)
+    programs = (plan.rows * plan.segments, plan.groups, padded // block)
     walked_inputs = grad_final.new_empty((*programs, plan.chunk, 2, plan.modes))
     walked_decay = grad_final.new_empty((*programs, 2, plan.modes))
     options = {k: v for k, v in plan.options.items() if k != "FULL"}
     cu_seqlens, first_chunks, _, per_row, length = plan.places
-    _scan_backward[programs](
-        c, tables.inputs, tables.powers, states[1], grad_final, local, direct, grad_c, grad_initial, walked_inputs,
-        walked_decay, cu_seqlens, first_chunks, per_row, length, heads, plan.groups, *scan_arguments, BW=block,
-        **options,
-    )  # fmt: skip
+
+    def walk(entering, leaving, emit: bool) -> None:
+        _scan_backward[programs](
+            c, tables.inputs, tables.powers, states[1], entering, local, direct, grad_c, leaving, walked_inputs,
+            walked_decay, cu_seqlens, first_chunks, per_row, length, heads, plan.groups, *scan_arguments, BW=block,
+            HAS_FINAL=entering is not None, EMIT=emit, SEGMENTS=plan.segments, **options,
+        )  # fmt: skip
+
+    if plan.segments > 1:
+        alone = grad_final.new_zeros((programs[0], *grad_final.shape[1:]))
+        walk(None, alone, emit=False)
+        ends = plan.segment_ends(device)[:, 1:]
+        sources = torch.cat([alone.unflatten(0, (-1, plan.segments))[:, 1:], grad_final[:, None]], dim=1)
+        grad_final = carry_back(tables.powers[..., : plan.size], sources, ends, ends).flatten(0, 1)
+        walk(grad_final, alone, emit=True)
+        columns = slice(scan_arguments[-1], scan_arguments[-1] + width)
+        grad_initial[..., columns] = alone.unflatten(0, (-1, plan.segments))[:, 0, ..., columns]
+    else:
+        walk(grad_final, grad_initial, emit=True)
     grad_table, grad_decay = (x.sum(0).unflatten(0, (plan.groups, -1)).sum(1) for x in (grad_table, grad_decay))
     return grad_table, walked_inputs.sum((0, 2)), grad_decay + walked_decay.sum((0, 2))
 

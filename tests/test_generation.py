@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
 from modeling_interdomain import InterdomainCache
@@ -106,6 +108,30 @@ def test_left_padded_rows_are_as_alone(any_model, left_padded, generate, assert_
 def test_prefill_in_chunks(model, size, lengths, left_padded, generate, assert_same_generation):
     inputs = left_padded(lengths, width=9)
     assert_same_generation(generate(model, **inputs, prefill_chunk_size=size), generate(model, **inputs))
+
+
+def test_prefill_in_chunks_holds_nothing_of_the_whole_length(make_model, random_ids, generate):
+    """The largest floating-point tensor of a prefill depends on the chunk, not on the length."""
+
+    class Largest(TorchDispatchMode):
+        numbers = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            output = function(*args, **(kwargs or {}))
+            for x in tree_leaves(output):
+                if isinstance(x, torch.Tensor) and x.is_floating_point():
+                    self.numbers = max(self.numbers, x.untyped_storage().nbytes())
+            return output
+
+    model = make_model("interdomain", vocab_size=8, hidden_size=16, intermediate_size=16)
+
+    def largest(length, **options):
+        with Largest() as seen:
+            generate(model, random_ids(1, length) % 8, max_new_tokens=1, **options)
+        return seen.numbers
+
+    assert largest(512, prefill_chunk_size=32) == largest(128, prefill_chunk_size=32)
+    assert largest(512) > 3 * largest(128)
 
 
 @pytest.mark.parametrize("mode", ["greedy", "several-samples", "long-beams"])

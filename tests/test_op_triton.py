@@ -141,6 +141,27 @@ def test_packed_documents(ends, shape):
     check(arguments, torch.float32, FLOAT32, cu_seqlens=torch.tensor(ends), chunk_size=16)
 
 
+@pytest.mark.parametrize("segments", [2, 3, 7])
+@pytest.mark.parametrize("ends", [None, [0, 1, 17, 80, 100]], ids=["rows", "packed"])
+def test_rows_cut_into_segments(segments, ends, monkeypatch):
+    """What a GPU with more room than rows and groups does; with 7 chunks at most, some segments are empty."""
+    module = importlib.import_module("modeling_interdomain.op_triton")
+    monkeypatch.setattr(module, "_segments", lambda *_: segments)
+    arguments = inputs((1, 100, 2, 1, 4, 4, 4), decay=0.02, rows=None if ends is None else len(ends) - 1)
+    options = {} if ends is None else {"cu_seqlens": torch.tensor(ends)}
+    check(arguments, torch.float32, FLOAT32, chunk_size=16, **options)
+
+
+@pytest.mark.parametrize(
+    ("lanes", "chunks", "processors", "expected"),
+    [(256, 64, 132, 1), (12, 1024, 132, 1), (2, 1024, 132, 16), (1, 9, 132, 1)],
+)
+def test_rows_are_cut_where_the_device_would_idle(lanes, chunks, processors, expected, monkeypatch):
+    module = importlib.import_module("modeling_interdomain.op_triton")
+    monkeypatch.setattr(module, "multiprocessors", lambda device: processors)
+    assert module._segments(lanes, chunks, torch.device("cpu")) == expected
+
+
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_normalised_readout(product):
     arguments = inputs(SHAPES["odd_length"], normalize=True, seed=3)
