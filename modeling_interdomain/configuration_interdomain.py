@@ -13,7 +13,7 @@ _CHOICES = {
     "rope_placement": (None, "before", "after"),
     "input_matrix_init": ("zero_order_hold", "unit_variance", "one"),
     "state_dtype": ("float32", "float64", "bfloat16", "float16"),
-    "backend": ("auto", "recurrent", "chunk", "triton"),
+    "backend": ("auto", "recurrent", "fft", "scan", "associative_scan", "chunk", "triton"),
 }
 
 _POSITIVE = (

@@ -5,13 +5,21 @@ from itertools import pairwise
 import torch
 
 from .op_chunk import chunk_attention
+from .op_prefix import associative_scan_attention, fft_attention
 from .op_readout import PRODUCTS
 from .op_recurrent import recurrent_attention
+from .op_scan import scan_attention
 from .op_step import advance_state, read_state
 from .op_triton_launch import fused
 from .packing import packing_from_mask
 
-BACKENDS = ("auto", "recurrent", "chunk", "triton")
+BACKENDS = ("auto", "recurrent", "fft", "scan", "associative_scan", "chunk", "triton")
+
+_WITHOUT_CHUNKS = {
+    "recurrent": recurrent_attention,
+    "fft": fft_attention,
+    "associative_scan": associative_scan_attention,
+}
 
 # Up to here `state_after` takes single steps, which leave bit for bit the state that decoding would have left.
 _STEPS_AT_MOST = 128
@@ -56,7 +64,9 @@ def interdomain_attention(
         cu_seqlens: `[S + 1]`, integers from 0 to T, strictly increasing: B is 1 and S documents lie one after the other
             along T; none sees another. Default: None.
         chunk_size: tokens per chunk in the chunked backends; changes speed and memory, not the result. Default: 64.
-        backend: "recurrent" (the definition, token by token), "chunk" (batched matrix products), "triton" (fused
+        backend: "recurrent" (the definition, token by token), "fft" (one convolution over all tokens), "scan" (token by
+            token with one state kept every `chunk_size`, and the inverse recurrence in the backward pass),
+            "associative_scan" (parallel prefix), "chunk" (batched matrix products), "triton" (fused
         kernels
             on a GPU) or "auto" ("triton" where it can run, otherwise "chunk"; one in-place step when T = 1 and no
             gradient is asked for). Default: "auto".
@@ -119,8 +129,10 @@ def interdomain_attention(
             arguments = (query, key, value, log_decay, input_matrix, coefficients, product, state, boundaries)
             if single:
                 found = _single(query, key, value, log_decay, input_matrix, coefficients, product, state)
-            elif backend == "recurrent":
-                found = recurrent_attention(*arguments)
+            elif backend in _WITHOUT_CHUNKS:
+                found = _WITHOUT_CHUNKS[backend](*arguments)
+            elif backend == "scan":
+                found = scan_attention(*arguments, chunk_size)
             else:
                 found = chunk_attention(*arguments, chunk_size)
     output, state = found

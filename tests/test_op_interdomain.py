@@ -1,11 +1,12 @@
 """The operator: every backend against the float64 recurrence, and every bad argument."""
 
+import math
 import re
 
 import pytest
 import torch
 
-from modeling_interdomain import interdomain_attention, interdomain_step
+from modeling_interdomain import interdomain_attention, interdomain_step, op_scan
 from tests.operator_checks import (
     COEFFICIENTS,
     EXTREMES,
@@ -18,14 +19,18 @@ from tests.operator_checks import (
     relative_error,
 )
 
+# All but the definition and the fused kernels, which test_op_triton has.
+BACKENDS = ["fft", "scan", "associative_scan", "chunk"]
+
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize("coefficients", COEFFICIENTS)
-def test_chunk_is_the_recurrence(shape, product, coefficients):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_backend_is_the_recurrence(shape, product, coefficients, backend):
     arguments = inputs(shape, coefficients)
     expected = everything(arguments, backend="recurrent", product=product)
-    found = everything(arguments, backend="chunk", product=product, chunk_size=16)
+    found = everything(arguments, backend=backend, product=product, chunk_size=16)
     assert_close(found, expected, 1e-10)
 
 
@@ -40,7 +45,7 @@ def test_chunk_size_changes_nothing(chunk_size):
     "ends", [[0, 33], [0, 1, 33], [0, 1, 2, 18, 33], [0, 16, 32, 33]], ids=lambda ends: "_".join(map(str, ends))
 )
 @pytest.mark.parametrize("coefficients", COEFFICIENTS)
-@pytest.mark.parametrize("backend", ["recurrent", "chunk"])
+@pytest.mark.parametrize("backend", ["recurrent", *BACKENDS])
 def test_packed_documents_are_documents_alone(ends, coefficients, backend):
     shape = SHAPES["odd_sizes"]
     arguments = inputs(shape, coefficients, rows=len(ends) - 1)
@@ -57,13 +62,13 @@ def test_packed_documents_are_documents_alone(ends, coefficients, backend):
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
-@pytest.mark.parametrize("backend", ["recurrent", "chunk"])
+@pytest.mark.parametrize("backend", ["recurrent", *BACKENDS])
 def test_normalised_readout_divides_by_a_constant_value(product, backend):
     arguments = inputs(SHAPES["odd_length"], normalize=True, seed=3)
     found = everything(arguments, backend=backend, product=product, normalize=True, chunk_size=16)
     expected = everything(arguments, backend="recurrent", product=product, normalize=True)
     # Where a denominator comes near zero the quotient is as steep as float64 can follow.
-    assert_close(found, expected, 1e-9 if backend == "chunk" else 1e-15)
+    assert_close(found, expected, 1e-15 if backend == "recurrent" else 1e-9)
     one = torch.ones_like(arguments["value"][..., :1])
     plain = dict(arguments, value=torch.cat([arguments["value"], one], dim=-1))
     ratio, _ = interdomain_attention(**plain, backend="recurrent", product=product)
@@ -79,10 +84,11 @@ def test_normalised_readout_of_a_constant_is_the_constant():
 
 @pytest.mark.parametrize("extreme", EXTREMES.values(), ids=EXTREMES.keys())
 @pytest.mark.parametrize("chunk_size", [64, 256])
-def test_any_decay_is_safe(extreme, chunk_size):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_decay_is_safe(extreme, chunk_size, backend):
     arguments = inputs((1, 200, 2, 2, 4, 4, 5), **extreme)
     expected = everything(arguments, backend="recurrent")
-    found = everything(arguments, backend="chunk", chunk_size=chunk_size)
+    found = everything(arguments, backend=backend, chunk_size=chunk_size)
     # The gradient of a mode that is gone at once is zero but for rounding: compare those in absolute terms.
     for name, value in expected.items():
         error = (found[name] - value).norm() / value.norm().clamp(min=1e-6)
@@ -90,18 +96,20 @@ def test_any_decay_is_safe(extreme, chunk_size):
 
 
 @pytest.mark.parametrize("extreme", EXTREMES.values(), ids=EXTREMES.keys())
-def test_any_decay_is_finite_in_float32(extreme):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_decay_is_finite_in_float32(extreme, backend):
     arguments = cast(inputs((1, 300, 2, 2, 4, 4, 5), **extreme), torch.float32)
-    for name, value in everything(arguments, backend="chunk", chunk_size=256).items():
+    for name, value in everything(arguments, backend=backend, chunk_size=256).items():
         assert value.isfinite().all(), name
 
 
 @pytest.mark.parametrize("coefficients", COEFFICIENTS)
 @pytest.mark.parametrize("product", PRODUCTS)
-def test_float32_is_close(coefficients, product):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_float32_is_close(coefficients, product, backend):
     arguments = inputs(SHAPES["one_group"], coefficients)
     expected = everything(arguments, backend="recurrent", product=product)
-    found = everything(cast(arguments, torch.float32), backend="chunk", product=product)
+    found = everything(cast(arguments, torch.float32), backend=backend, product=product)
     assert all(value.dtype == torch.float32 for value in found.values())
     assert_close(found, expected, 1e-4)
 
@@ -119,6 +127,33 @@ def test_low_precision_inputs_keep_a_float32_state(dtype):
     assert relative_error(state, expected_state) < 1e-5
 
 
+@pytest.mark.parametrize("rate", [0.01, 0.2])
+def test_the_inverse_recurrence_stays_where_it_is_precise(rate, monkeypatch):
+    """Below the allowed amplification it is used and agrees; beyond, the segment is computed forward."""
+    used = []
+    inverse = op_scan.inverse_states
+    monkeypatch.setattr(op_scan, "inverse_states", lambda *a: used.append(1) or inverse(*a))
+    arguments = inputs((1, 100, 2, 2, 4, 4, 5))
+    with torch.no_grad():
+        arguments["log_decay"][..., 0] = -rate
+    expected = everything(arguments, backend="recurrent")
+    assert_close(everything(arguments, backend="scan", chunk_size=32), expected, 1e-10)
+    assert bool(used) == (rate * 32 < math.log(op_scan.LARGEST_AMPLIFICATION))
+
+
+def test_without_the_limit_the_inverse_recurrence_drifts(monkeypatch):
+    arguments = inputs((1, 256, 1, 1, 4, 4, 5))
+    with torch.no_grad():
+        arguments["log_decay"][..., 0] = -0.1
+    expected = everything(arguments, backend="recurrent")
+    monkeypatch.setattr(op_scan, "LARGEST_AMPLIFICATION", float("inf"))
+    errors = []
+    for every in (16, 64, 256):
+        found = everything(arguments, backend="scan", chunk_size=every)
+        errors.append(relative_error(found["grad of log_decay"], expected["grad of log_decay"]))
+    assert errors[0] < 1e-12 and errors[0] < errors[1] < errors[2]
+
+
 def test_autocast_does_not_reach_the_recurrence():
     arguments = {k: v.detach().float() for k, v in inputs(SHAPES["odd_length"]).items()}
     expected, _ = interdomain_attention(**arguments)
@@ -127,7 +162,7 @@ def test_autocast_does_not_reach_the_recurrence():
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("backend", ["recurrent", "chunk", "auto"])
+@pytest.mark.parametrize("backend", ["recurrent", *BACKENDS, "auto"])
 @pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalised"])
 def test_pieces_equal_the_whole(backend, normalize):
     arguments = {k: v.detach() for k, v in inputs(SHAPES["one_group"], normalize=normalize).items()}
@@ -231,7 +266,10 @@ BAD_ARGUMENTS = {
     "input_matrix of another size": ({"input_matrix": torch.zeros(2, 6, 2)}, "input_matrix must have shape"),
     "coefficient_matrix not square": ({"coefficient_matrix": torch.zeros(2, 7, 6, 2)}, "coefficient_matrix must have"),
     "product": ({"product": "dot"}, "product must be one of bilinear, hermitian, real, got 'dot'"),
-    "backend": ({"backend": "cuda"}, "backend must be one of auto, recurrent, chunk, triton, got 'cuda'"),
+    "backend": (
+        {"backend": "cuda"},
+        "backend must be one of auto, recurrent, .*, got 'cuda'",
+    ),
     "chunk_size": ({"chunk_size": 0}, "chunk_size must be a positive integer, got 0"),
     "state of another size": ({"initial_state": torch.zeros(2, 2, 2, 6, 9)}, "initial_state must have shape"),
     "state without the constant": (
