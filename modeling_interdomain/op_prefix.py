@@ -96,7 +96,7 @@ class _Blocks:
         self.states, self.log_decay, self.beta = states, log_decay, beta
 
     def pull(self, tokens, inputs, first):
-        """`y[n] = a . X[n]` for tokens `[G, B, P, T, R]`: complex `[G, B, P, T, M]`; and the last state `[B, G, M, R]`."""
+        """`y[n] = a . X[n]` for tokens `[G, B, P, T, R]`: complex `[G, B, P, T, M]`; the last state `[B, G, M, R]`."""
         pieces = [self._run(self._pull_block, tokens, inputs, first, block) for block in self._split(inputs)]
         y, ends = zip(*pieces, strict=True)
         return torch.cat(y, dim=-1), torch.cat(ends, dim=2)

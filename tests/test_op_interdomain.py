@@ -268,7 +268,7 @@ BAD_ARGUMENTS = {
     "product": ({"product": "dot"}, "product must be one of bilinear, hermitian, real, got 'dot'"),
     "backend": (
         {"backend": "cuda"},
-        "backend must be one of auto, recurrent, .*, got 'cuda'",
+        "backend must be one of auto, recurrent, fft, scan",
     ),
     "chunk_size": ({"chunk_size": 0}, "chunk_size must be a positive integer, got 0"),
     "state of another size": ({"initial_state": torch.zeros(2, 2, 2, 6, 9)}, "initial_state must have shape"),
