@@ -12,7 +12,7 @@ import torch
 
 from .op_triton_attend import attend, attend_backward, mixing_backward
 from .op_triton_carry import carry, carry_back, segment_ends
-from .op_triton_launch import interpreted, multiprocessors, on_device, power_of_two, tuned
+from .op_triton_launch import interpreted, multiprocessors, namespace, on_device, power_of_two, tuned
 from .op_triton_scan import scan, scan_backward
 from .op_triton_tables import Tables, make_tables
 
@@ -22,12 +22,14 @@ try:
 except ImportError:
     triton = None
 
-_KIND = ("C", "M", "BR", "BD", "FULL", "EXACT", "DTYPE", "PRECISION")
+_KIND = ("C", "M", "BR", "BD", "FULL", "DTYPE", "PRECISION")
 _attend = tuned(attend, _KIND)
 _attend_backward = tuned(attend_backward, (*_KIND, "ROWS"))
 _mixing_backward = tuned(mixing_backward, _KIND)
-_scan = tuned(scan, ("C", "M", "BM", "BW", "EXACT", "DTYPE", "PRECISION"))
-_scan_backward = tuned(scan_backward, ("C", "M", "BW", "DTYPE", "PRECISION"))
+_scan = tuned(scan, ("C", "M", "BM", "BW", "STORE", "EXACT", "DTYPE", "PRECISION"))
+_scan_backward = tuned(scan_backward, ("C", "M", "BW", "EMIT", "DTYPE", "PRECISION"))
+# Hardly ever at work, so not worth the compilations of a choice.
+_attend_exact, _attend_backward_exact, _mixing_backward_exact = attend, attend_backward, mixing_backward
 
 
 def triton_attention(
@@ -211,8 +213,8 @@ def _forward(query, key, value, tables: Tables, initial_state, cu_seqlens, wide)
     output = value.new_empty((*query.shape[:3], plan.widths[1]), dtype=torch.float32 if wide else value.dtype)
     with on_device(query):
         states, final = _states(plan, key, value, tables, initial_state)
-        for exact in (0, 1):
-            _attend[(plan.chunks, plan.shape[2])](
+        for exact, kernel in enumerate((_attend, _attend_exact)):
+            kernel[(plan.chunks, plan.shape[2])](
                 query, key, value, output, *states, tables.table, tables.powers, tables.mixing, tables.exact,
                 *plan.places, plan.shape[2], plan.groups, *plan.widths, *plan.padded, EXACT=exact, **plan.blocks(),
                 **plan.options,
@@ -264,8 +266,8 @@ def _side(plan, side, tokens, grad_c, states, tables, scan_arguments, grad_query
     grad_table = grad_final.new_empty((lanes, heads, plan.chunk, 2, plan.modes))
     # Where documents are packed, some chunks at the end belong to none.
     grad_decay = grad_final.new_zeros((plan.chunks, heads, 2, plan.modes))
-    for exact in (0, 1):
-        _attend_backward[(lanes, heads)](
+    for exact, kernel in enumerate((_attend_backward, _attend_backward_exact)):
+        kernel[(lanes, heads)](
             *tokens, grad_query, direct, local, grad_table, grad_decay, *states, tables.table, tables.powers,
             tables.mixing, tables.exact, *plan.places, heads, plan.groups, plan.chunks, *plan.widths, *plan.padded,
             **plan.blocks(), ROWS=side == 0, EXACT=exact, **plan.options,
@@ -308,8 +310,8 @@ def _mixing_gradient(plan, query, key, value, grad_output, states, tables: Table
     lanes = plan.lanes(query.device, blocks)
     shape = (plan.modes, plan.modes) if full else (plan.modes,)
     partial = query.new_empty((lanes, heads, 2, 2, *shape), dtype=torch.float32)
-    for exact in (0, 1):
-        _mixing_backward[(lanes, heads, blocks)](
+    for exact, kernel in enumerate((_mixing_backward, _mixing_backward_exact)):
+        kernel[(lanes, heads, blocks)](
             query, key, value, grad_output, *states, tables.table, tables.powers, partial, tables.exact,
             *plan.places, heads, plan.groups, plan.chunks, *plan.widths, *plan.padded, BN=columns,
             **(plan.blocks() | {"BM": rows}), EXACT=exact, **plan.options,
@@ -317,8 +319,7 @@ def _mixing_gradient(plan, query, key, value, grad_output, states, tables: Table
     return partial.sum(0).unflatten(0, (plan.groups, -1)).sum(1)
 
 
-# A checkpoint's own copy of this file is another module: each gets operators of its own.
-_NAMESPACE = "".join(c if c.isalnum() else "_" for c in __name__)
+_NAMESPACE = namespace(__name__)
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::attention", mutates_args=())

@@ -9,7 +9,7 @@ read from memory once and written once. Backward walks the other way and keeps t
 
 import torch
 
-from .op_triton_launch import on_device, power_of_two
+from .op_triton_launch import namespace, on_device, power_of_two
 
 try:
     import triton
@@ -318,7 +318,7 @@ def prepare_backward(
 
 
 _prepare, _prepare_backward = prepare, prepare_backward
-_NAMESPACE = "".join(c if c.isalnum() else "_" for c in __name__)
+_NAMESPACE = namespace(__name__)
 
 
 def _launch(q, k, v, heads, groups, taps, cos, placement, k_weight, window, cu_seqlens):

@@ -7,7 +7,7 @@ Nothing is read back by the host, so that a CUDA graph can hold the step.
 
 import torch
 
-from .op_triton_launch import multiprocessors, on_device, power_of_two
+from .op_triton_launch import multiprocessors, namespace, on_device, power_of_two
 from .op_triton_tiles import times
 
 try:
@@ -161,8 +161,7 @@ def step_values(
 
 _step_keys, _step_values = step_keys, step_values
 
-# A checkpoint's own copy of this file is another module: each gets an operator of its own.
-_NAMESPACE = "".join(c if c.isalnum() else "_" for c in __name__)
+_NAMESPACE = namespace(__name__)
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::step", mutates_args=("state",))
