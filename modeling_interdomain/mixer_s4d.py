@@ -1,0 +1,57 @@
+"""The S4D-only control: the state of Interdomain attention without a query."""
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from .mixer_interdomain import InterdomainMixer
+from .op_s4d import s4d_attention, s4d_step
+from .op_step import grouped_coefficients
+from .recurrence_interdomain import InterdomainRecurrence
+
+
+class S4DRecurrence(InterdomainRecurrence):
+    """Adds `readout` `[H, M]`, the learned real contraction of `C X` over the M coefficients."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.readout = nn.Parameter(torch.empty(config.num_attention_heads, config.state_size, dtype=torch.float32))
+        init.normal_(self.readout)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if hasattr(self, "readout"):
+            init.normal_(self.readout)
+
+    def forward(self, key: torch.Tensor, value: torch.Tensor, step: bool = False, **arguments):
+        """`s4d_attention`, or with `step=True` `s4d_step`, with these parameters."""
+        log_decay, input_matrix, coefficients = self.parameters_of_operator()
+        parameters = log_decay, input_matrix, self._row(coefficients)
+        if step:
+            return s4d_step(key, value, *parameters, **arguments)
+        return s4d_attention(key, value, *parameters, chunk_size=self.config.chunk_size, **arguments)
+
+    def _row(self, coefficients: torch.Tensor | None) -> torch.Tensor:
+        """`readout^T C`, the row `[H, M, 2]` that reads the state."""
+        groups = self.log_dt.shape[0]
+        wide = torch.promote_types(self.readout.dtype, torch.float32)
+        rows = self.readout.to(wide).unflatten(0, (groups, -1))
+        rows = torch.complex(rows, torch.zeros_like(rows))
+        matrix = grouped_coefficients(coefficients, wide)
+        if matrix is not None:
+            rows = rows * matrix if coefficients.ndim == 3 else rows @ matrix
+        return torch.view_as_real(rows.flatten(0, 1))
+
+
+class S4DMixer(InterdomainMixer):
+    """Two linear maps of the token, each after a convolution, drive the state; a learned vector reads it.
+
+    The output has R + D numbers a head, all of which `o_proj` reads. `k_proj` and `v_proj` make the two inputs, a and b
+    of the paper. With `state_input="key_value"` the first passes through the feature map and the second is not
+    convolved, as in Interdomain layers: the ablation with a linear readout.
+    """
+
+    has_query = False
+    default_state_input = "generic"
+    recurrence_class = S4DRecurrence
