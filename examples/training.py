@@ -17,7 +17,7 @@ import torch
 from examples.text_data import next_token_nll
 
 # What sets the time scales and the mixing of the state: a step too large makes it forget or explode.
-RECURRENCE_PARAMETERS = ("log_dt", "log_a_real", "a_imag", "B", "C")
+RECURRENCE_PARAMETERS = ("log_dt", "log_a_real", "a_imag", "B", "C", "readout")
 
 
 class Progress(NamedTuple):

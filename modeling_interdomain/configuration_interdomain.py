@@ -4,12 +4,13 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 # The name of a token mixer here, and what the library calls a layer that behaves like it (masks, caches, generation).
-LAYER_TYPES = {"interdomain": "linear_attention", "softmax": "full_attention"}
+LAYER_TYPES = {"interdomain": "linear_attention", "s4d": "linear_attention", "softmax": "full_attention"}
 
 _CHOICES = {
     "feature_map": ("silu_l2",),
     "product": ("bilinear", "hermitian", "real"),
     "coefficient_matrix": ("full", "diagonal", "identity"),
+    "state_input": (None, "key_value", "generic"),
     "rope_placement": (None, "before", "after"),
     "input_matrix_init": ("zero_order_hold", "unit_variance", "one"),
     "state_dtype": ("float32", "float64", "bfloat16", "float16"),
@@ -47,8 +48,11 @@ class InterdomainConfig(PreTrainedConfig):
         feature_dim: feature dimension of queries and keys, R. Default: None, `head_dim`.
         state_size: number of complex basis functions, M. Default: 64.
         conv_kernel: width of the causal convolution of queries and keys, in tokens. Default: 4.
-        token_mixers: "interdomain" or "softmax" for all layers, or a list with one name a layer. Default:
-            "interdomain".
+        token_mixers: "interdomain", "s4d" (the same state read by a learned vector, no query) or "softmax" for all
+            layers, or a list with one name a layer. Default: "interdomain".
+        state_input: what drives the state: "key_value" (convolution and feature map on keys, values as they are) or
+            "generic" (two linear maps, each after a convolution). Default: None, "key_value" in "interdomain" layers
+            and "generic" in "s4d" layers.
         feature_map: the map xi of queries and keys; "silu_l2" is SiLU(x) / ||SiLU(x)|| (eq. 10). Default: "silu_l2".
         product: how the coefficients of keys and values are multiplied: "bilinear" (eq. 13), "hermitian" or "real".
             Default: "bilinear".
@@ -58,8 +62,8 @@ class InterdomainConfig(PreTrainedConfig):
         use_output_gate: multiply the output by SiLU of a linear map of the input. Default: False.
         rope_parameters: rotary embeddings as in Transformers, `{"rope_type": "default", "rope_theta": 10000.0}`;
             softmax layers rotate queries and keys. Default: None, no rotary embeddings.
-        rope_placement: where "interdomain" layers rotate: "before" or "after" the feature map, or None, not at all.
-            Default: None.
+        rope_placement: where "interdomain" and "s4d" layers rotate queries and keys: "before" or "after" the feature
+            map (the same where a key has none), or None, not at all. Default: None.
         input_matrix_init: start of beta: "zero_order_hold" ((lambda - 1) / A), "unit_variance" (sqrt(1 - |lambda|^2))
             or "one". Default: "zero_order_hold".
         coefficient_init_scale: start of C: complex normal of variance `coefficient_init_scale^2 / M` ("diagonal":
@@ -72,7 +76,8 @@ class InterdomainConfig(PreTrainedConfig):
         tie_word_embeddings: share input and output embeddings. Default: False.
         max_position_embeddings: the context length evaluations may assume; the recurrence has no limit. Default: 2048.
         state_dtype: dtype of the recurrent state in the cache. Default: "float32".
-        backend: how the operator is computed, see `interdomain_attention`. Default: "auto".
+        backend: how the operator is computed, see `interdomain_attention`; "s4d" layers always work in chunks.
+            Default: "auto".
         chunk_size: tokens per chunk of the operator. Default: 64.
         max_rollback: how many of the last tokens a cache that records (assisted decoding) can take back. Default: 64.
 
@@ -114,6 +119,7 @@ class InterdomainConfig(PreTrainedConfig):
     state_size: int = 64
     conv_kernel: int = 4
     token_mixers: str | list[str] = "interdomain"
+    state_input: str | None = None
     feature_map: str = "silu_l2"
     product: str = "bilinear"
     coefficient_matrix: str = "full"
@@ -189,6 +195,10 @@ class InterdomainConfig(PreTrainedConfig):
             raise ValueError(
                 f"rope_parameters needs an even head_dim and feature_dim, got {self.head_dim} and {self.feature_dim}."
             )
+        if self.normalize and "s4d" in self.mixers_per_layer:
+            raise ValueError(
+                'normalize divides by a readout of the query, and "s4d" layers have none; set it to False.'
+            )
         if self.max_rollback < 0:
             raise ValueError(f"max_rollback must not be negative, got {self.max_rollback}.")
 
@@ -209,6 +219,30 @@ class InterdomainConfig(PreTrainedConfig):
         if isinstance(self.token_mixers, str):
             return [self.token_mixers] * self.num_hidden_layers
         return list(self.token_mixers)[: self.num_hidden_layers]
+
+    def state_sizes(self, context_length: int) -> dict[str, int]:
+        """The numbers that a decoder keeps of one sequence, over all layers (the paper's table 5).
+
+        Args:
+            context_length: tokens read so far; only keys and values depend on it.
+
+        Returns:
+            "recurrent" (real numbers: 2 M (R + D) a group, one more column with `normalize`), "convolution" (the last
+            inputs of the convolutions) and "keys_values".
+        """
+        groups, names = self.num_key_value_heads, self.mixers_per_layer
+        state = groups * 2 * self.state_size * (self.feature_dim + self.head_dim + int(self.normalize))
+        sizes = {"recurrent": 0, "convolution": 0, "keys_values": 0}
+        for name in names:
+            if LAYER_TYPES[name] == "full_attention":
+                sizes["keys_values"] += 2 * groups * self.head_dim * context_length
+                continue
+            generic = (self.state_input or {"s4d": "generic"}.get(name)) == "generic"
+            width = groups * (self.feature_dim + (self.head_dim if generic else 0))
+            width += self.num_attention_heads * self.feature_dim if name == "interdomain" else 0
+            sizes["recurrent"] += state
+            sizes["convolution"] += width * (self.conv_kernel - 1)
+        return sizes
 
     @property
     def layer_types(self) -> list[str]:

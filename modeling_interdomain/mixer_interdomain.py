@@ -20,7 +20,14 @@ class InterdomainMixer(nn.Module):
 
     Parameters: `q_proj`, `k_proj`, `v_proj`, `o_proj`, the convolutions `q_conv` and `k_conv`; `k_norm` (R) and
     `v_norm` (D), shared by the heads; `k_bias` `[G, R]`, `v_bias` `[G, D]`; and those of `recurrence`.
+
+    With `state_input="generic"` the two inputs of the state are alike, linear maps of the token after a convolution
+    (`v_conv` joins), and only the query passes through the feature map: the single-input ablation.
     """
+
+    has_query = True
+    default_state_input = "key_value"
+    recurrence_class = InterdomainRecurrence
 
     def __init__(self, config, layer_idx: int):
         super().__init__()
@@ -30,30 +37,34 @@ class InterdomainMixer(nn.Module):
         self.feature_dim, self.head_dim = config.feature_dim, config.head_dim
         self.kernel = config.conv_kernel
         self.feature_map = FEATURE_MAPS[config.feature_map]
+        self.generic = (config.state_input or self.default_state_input) == "generic"
+        self.output_dim = self.head_dim if self.has_query else self.feature_dim + self.head_dim
         hidden, heads, groups = config.hidden_size, self.num_heads, self.num_groups
 
-        self.q_proj = nn.Linear(hidden, heads * self.feature_dim, bias=False)
+        self.q_proj = nn.Linear(hidden, heads * self.feature_dim, bias=False) if self.has_query else None
         self.k_proj = nn.Linear(hidden, groups * self.feature_dim, bias=False)
         self.v_proj = nn.Linear(hidden, groups * self.head_dim, bias=False)
-        self.o_proj = ResidualProjection(heads * self.head_dim, hidden, bias=False)
-        self.g_proj = nn.Linear(hidden, heads * self.head_dim, bias=False) if config.use_output_gate else None
-        self.q_conv = CausalConv1d(heads * self.feature_dim, self.kernel)
+        self.o_proj = ResidualProjection(heads * self.output_dim, hidden, bias=False)
+        self.g_proj = nn.Linear(hidden, heads * self.output_dim, bias=False) if config.use_output_gate else None
+        self.q_conv = CausalConv1d(heads * self.feature_dim, self.kernel) if self.has_query else None
         self.k_conv = CausalConv1d(groups * self.feature_dim, self.kernel)
+        self.v_conv = CausalConv1d(groups * self.head_dim, self.kernel) if self.generic else None
         if config.input_norm:
             self.k_norm = InterdomainRMSNorm(self.feature_dim, config.rms_norm_eps)
             self.v_norm = InterdomainRMSNorm(self.head_dim, config.rms_norm_eps)
             self.k_bias = nn.Parameter(torch.zeros(groups, self.feature_dim))
             self.v_bias = nn.Parameter(torch.zeros(groups, self.head_dim))
-        self.recurrence = InterdomainRecurrence(config)
+        self.recurrence = self.recurrence_class(config)
 
     def cache_shapes(self, batch: int) -> list[list[int]]:
         """The shapes of the windows and the state that a cache of this layer holds."""
         width = self.feature_dim + self.head_dim + int(self.config.normalize)
-        return [
-            [batch, self.num_heads * self.feature_dim, self.kernel - 1],
-            [batch, self.num_groups * self.feature_dim, self.kernel - 1],
-            [batch, self.num_groups, 2, self.config.state_size, width],
-        ]
+        windows = [[batch, conv.in_channels, self.kernel - 1] for conv in self._convolutions() if conv is not None]
+        return [*windows, [batch, self.num_groups, 2, self.config.state_size, width]]
+
+    def _convolutions(self) -> list[nn.Conv1d | None]:
+        """Those of the query (if there is one), the key and the value."""
+        return [self.q_conv, self.k_conv, self.v_conv] if self.has_query else [self.k_conv, self.v_conv]
 
     def forward(
         self,
@@ -91,22 +102,21 @@ class InterdomainMixer(nn.Module):
                 cos_sin = tuple(packing.pack(x.expand(*shape, -1)) for x in cos_sin)
         rows = None if packing is None else packing.rows
 
-        convolved = self.q_proj(hidden_states), self.k_proj(hidden_states)
-        value = self.v_proj(hidden_states)
+        projections = (self.q_proj, self.k_proj, self.v_proj) if self.has_query else (self.k_proj, self.v_proj)
+        projected = [projection(hidden_states) for projection in projections]
         windows = None if layer is None or layer.windows is None else [_select(w, rows) for w in layer.windows]
         cu_seqlens = None if packing is None else packing.cu_seqlens
         places = windows, cos_sin, cu_seqlens
-        prepared = self._fused_inputs(*convolved, value, *places, layer is not None)
-        (query, key, value), windows = self._plain_inputs(*convolved, value, *places) if prepared is None else prepared
+        prepared = self._fused_inputs(projected, *places, layer is not None)
+        tokens, windows = self._plain_inputs(projected, *places) if prepared is None else prepared
         if layer is not None and layer.record_past:
-            inputs = self._inputs(convolved, key, value, attention_mask, packing, shape)
+            inputs = self._inputs(projected, tokens, attention_mask, packing, shape)
             layer.record(inputs, Recurrence(*self.recurrence.parameters_of_operator()[:2]))
 
-        tokens = query, key, value
         if layer is None:
             output, _ = self.recurrence(*tokens, cu_seqlens=cu_seqlens)
-        elif self._can_step(layer, query, packing):
-            output = self._step(layer, *tokens, windows, attention_mask)
+        elif self._can_step(layer, tokens, packing):
+            output = self._step(layer, tokens, windows, attention_mask)
         else:
             state = None if layer.state is None else _select(layer.state, rows)
             output, state = self.recurrence(
@@ -119,22 +129,32 @@ class InterdomainMixer(nn.Module):
         output = self.o_proj(output)
         return output if packing is None else packing.unpack(output, shape), None
 
-    def _plain_inputs(self, query, key, value, windows, cos_sin, cu_seqlens):
-        """Query, key and value of the operator from the outputs of the projections, and the new windows."""
-        (query, q_window), (key, k_window) = (
-            causal_conv(conv, x, window, self.kernel, cu_seqlens)
-            for conv, x, window in zip((self.q_conv, self.k_conv), (query, key), windows or (None, None), strict=True)
-        )
-        query = self._features(query.unflatten(-1, (self.num_heads, self.feature_dim)), cos_sin)
-        key = self._features(key.unflatten(-1, (self.num_groups, self.feature_dim)), cos_sin)
+    def _plain_inputs(self, projected, windows, cos_sin, cu_seqlens):
+        """Query (if there is one), key and value of the operator from the projections, and the new windows."""
+        before, after, streams = iter(windows or [None] * len(projected)), [], []
+        for x, conv in zip(projected, self._convolutions(), strict=True):
+            if conv is not None:
+                x, window = causal_conv(conv, x, next(before), self.kernel, cu_seqlens)
+                after.append(window)
+            streams.append(x)
+        *query, key, value = streams
+        query = [self._features(x.unflatten(-1, (self.num_heads, self.feature_dim)), cos_sin) for x in query]
+        key = key.unflatten(-1, (self.num_groups, self.feature_dim))
+        if not self.generic:
+            key = self._features(key, cos_sin)
+        elif cos_sin is not None:
+            key = rotate(key, *cos_sin)
         value = value.unflatten(-1, (self.num_groups, self.head_dim))
         if self.config.input_norm:
             key = self.k_norm(key) + self.k_bias
             value = self.v_norm(value) + self.v_bias
-        return (query, key, value), [q_window, k_window]
+        return (*query, key, value), after
 
-    def _fused_inputs(self, query, key, value, windows, cos_sin, cu_seqlens, write_windows: bool):
+    def _fused_inputs(self, projected, windows, cos_sin, cu_seqlens, write_windows: bool):
         """The same in one kernel; None where it cannot run, or where a module is not our own (a LoRA layer)."""
+        if self.generic or not self.has_query:
+            return None
+        query, key, value = projected
         modules: list[tuple[nn.Module, type]] = [(self.q_conv, CausalConv1d), (self.k_conv, CausalConv1d)]
         if self.config.input_norm:
             modules += [(self.k_norm, InterdomainRMSNorm), (self.v_norm, InterdomainRMSNorm)]
@@ -165,24 +185,26 @@ class InterdomainMixer(nn.Module):
             return self.feature_map(rotate(x, *cos_sin))
         return rotate(self.feature_map(x), *cos_sin)
 
-    def _can_step(self, layer, query: torch.Tensor, packing: Packing | None) -> bool:
-        differentiated = torch.is_grad_enabled() and (query.requires_grad or self.recurrence.B.requires_grad)
-        single = query.shape[1] == 1 and packing is None and not differentiated
+    def _can_step(self, layer, tokens: tuple[torch.Tensor, ...], packing: Packing | None) -> bool:
+        differentiated = torch.is_grad_enabled() and (tokens[0].requires_grad or self.recurrence.B.requires_grad)
+        single = tokens[0].shape[1] == 1 and packing is None and not differentiated
         return single and layer.is_initialized and self.config.backend in ("auto", "triton")
 
-    def _step(self, layer, query, key, value, windows, attention_mask) -> torch.Tensor:
+    def _step(self, layer, tokens, windows, attention_mask) -> torch.Tensor:
         """One token, the state updated in place; a pad leaves windows and state alone."""
         mask = None if attention_mask is None else attention_mask[:, -1].bool()
         if mask is not None:
             keep = mask[:, None, None]
             windows = [torch.where(keep, w, old) for w, old in zip(windows, layer.windows)]
         state = layer.state.detach().clone() if layer.state.requires_grad else layer.state
-        output = self.recurrence(query[:, 0], key[:, 0], value[:, 0], step=True, state=state, mask=mask)
+        output = self.recurrence(*(x[:, 0] for x in tokens), step=True, state=state, mask=mask)
         layer.write(windows, state, 1)
         return output[:, None]
 
-    def _inputs(self, convolved, key, value, attention_mask, packing, shape) -> Inputs:
+    def _inputs(self, projected, tokens, attention_mask, packing, shape) -> Inputs:
         """What a recording cache keeps of this forward, at its place in the batch."""
+        *_, key, value = tokens
+        convolved = tuple(x for x, conv in zip(projected, self._convolutions(), strict=True) if conv is not None)
         value = append_one(value) if self.config.normalize else value
         inputs = Inputs(convolved, key, value, torch.ones(key.shape[:2], dtype=torch.bool, device=key.device))
         if packing is not None:
@@ -194,10 +216,8 @@ class InterdomainMixer(nn.Module):
     def _pads(self, hidden_states: torch.Tensor) -> Inputs:
         """What a recording cache keeps of a forward without a real token."""
         tokens = hidden_states.shape[:2]
-        convolved = (
-            hidden_states.new_zeros(*tokens, self.num_heads * self.feature_dim),
-            hidden_states.new_zeros(*tokens, self.num_groups * self.feature_dim),
-        )
+        *windows, _ = self.cache_shapes(tokens[0])
+        convolved = tuple(hidden_states.new_zeros(*tokens, width) for _, width, _ in windows)
         key = hidden_states.new_zeros(*tokens, self.num_groups, self.feature_dim)
         value = hidden_states.new_zeros(*tokens, self.num_groups, self.head_dim + int(self.config.normalize))
         mask = torch.zeros(tokens, dtype=torch.bool, device=key.device)

@@ -1,5 +1,7 @@
 """The S4D-only control: the state of Interdomain attention without a query."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import initialization as init
@@ -24,13 +26,13 @@ class S4DRecurrence(InterdomainRecurrence):
         if hasattr(self, "readout"):
             init.normal_(self.readout)
 
-    def forward(self, key: torch.Tensor, value: torch.Tensor, step: bool = False, **arguments):
-        """`s4d_attention`, or with `step=True` `s4d_step`, with these parameters."""
+    def forward(self, *tokens: torch.Tensor, step: bool = False, **arguments: Any):
+        """`s4d_attention` of the two inputs, or with `step=True` `s4d_step`."""
         log_decay, input_matrix, coefficients = self.parameters_of_operator()
-        parameters = log_decay, input_matrix, self._row(coefficients)
+        inputs: list[Any] = [*tokens, log_decay, input_matrix, self._row(coefficients)]
         if step:
-            return s4d_step(key, value, *parameters, **arguments)
-        return s4d_attention(key, value, *parameters, chunk_size=self.config.chunk_size, **arguments)
+            return s4d_step(*inputs, **arguments)
+        return s4d_attention(*inputs, chunk_size=self.config.chunk_size, **arguments)
 
     def _row(self, coefficients: torch.Tensor | None) -> torch.Tensor:
         """`readout^T C`, the row `[H, M, 2]` that reads the state."""

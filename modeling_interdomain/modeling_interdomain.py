@@ -23,6 +23,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .cache_interdomain import InterdomainCache, InterdomainLayer, InterdomainStaticCache
 from .configuration_interdomain import InterdomainConfig
 from .mixer_interdomain import InterdomainMixer
+from .mixer_s4d import S4DMixer
 from .mixer_softmax import SoftmaxMixer
 from .norm_interdomain import InterdomainRMSNorm
 from .packing import (
@@ -38,7 +39,7 @@ from .residual_projection import ResidualProjection
 from .rotary_interdomain import InterdomainRotaryEmbedding
 
 # A new token mixer is a file of its own, a line here and a line in LAYER_TYPES of the configuration.
-TOKEN_MIXERS = {"interdomain": InterdomainMixer, "softmax": SoftmaxMixer}
+TOKEN_MIXERS = {"interdomain": InterdomainMixer, "s4d": S4DMixer, "softmax": SoftmaxMixer}
 
 
 # Where a checkpoint folder finds its classes when this package is not installed.
@@ -288,7 +289,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
                     f"past_key_values holds tensors of shape {found} in layer {i}, but this model and batch need "
                     f"{expected}; it belongs to another model or batch."
                 )
-            home = mixer.q_proj.weight.device
+            home = mixer.o_proj.weight.device
             if isinstance(held, InterdomainLayer) and home.type != "meta" and held.state.device != home:
                 raise ValueError(
                     f"past_key_values is on {held.state.device} in layer {i}, but the layer is on {home}; move it with "
@@ -509,7 +510,7 @@ def _rotated(config) -> list[int]:
         return []
     sizes = {"softmax": config.head_dim}
     if config.rope_placement is not None:
-        sizes["interdomain"] = config.feature_dim
+        sizes |= {"interdomain": config.feature_dim, "s4d": config.feature_dim}
     return sorted({sizes[name] for name in config.mixers_per_layer if name in sizes})
 
 

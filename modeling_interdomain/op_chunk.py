@@ -74,7 +74,7 @@ def chunk_attention(
             whole,
             chunk_size,
         )
-    documents, slots = _documents_on_chunks(boundaries, chunk_size)
+    documents, slots = documents_on_chunks(boundaries, chunk_size)
     index = torch.tensor(slots, device=query.device)
     length = (documents[-1].last + 1) * chunk_size
 
@@ -96,7 +96,7 @@ def chunk_attention(
     return output.index_select(1, index), states
 
 
-def _documents_on_chunks(boundaries: list[int], chunk_size: int) -> tuple[tuple[Document, ...], list[int]]:
+def documents_on_chunks(boundaries: list[int], chunk_size: int) -> tuple[tuple[Document, ...], list[int]]:
     """Give every document whole chunks of its own; also the slot of each token."""
     documents: list[Document] = []
     slots: list[int] = []

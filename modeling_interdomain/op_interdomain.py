@@ -66,9 +66,8 @@ def interdomain_attention(
         chunk_size: tokens per chunk in the chunked backends; changes speed and memory, not the result. Default: 64.
         backend: "recurrent" (the definition, token by token), "fft" (one convolution over all tokens), "scan" (token by
             token with one state kept every `chunk_size`, and the inverse recurrence in the backward pass),
-            "associative_scan" (parallel prefix), "chunk" (batched matrix products), "triton" (fused
-        kernels
-            on a GPU) or "auto" ("triton" where it can run, otherwise "chunk"; one in-place step when T = 1 and no
+            "associative_scan" (parallel prefix), "chunk" (batched matrix products), "triton" (fused kernels on a
+            GPU) or "auto" ("triton" where it can run, otherwise "chunk"; one in-place step when T = 1 and no
             gradient is asked for). Default: "auto".
 
     Returns:
@@ -102,7 +101,7 @@ def interdomain_attention(
         torch.Size([3, 4, 2, 8, 32])
     """
     _check_inputs(query, key, value, log_decay, input_matrix, coefficient_matrix, product)
-    boundaries = _boundaries(cu_seqlens, query)
+    boundaries = document_boundaries(cu_seqlens, query)
     rows = query.shape[0] if cu_seqlens is None else len(boundaries) - 1
     _check_state(initial_state, "initial_state", rows, query, key, value, log_decay, normalize)
     if backend not in BACKENDS:
@@ -357,7 +356,7 @@ def _check_state(state, name, rows, query, key, value, log_decay, normalize) -> 
         raise ValueError(f"{name} is on {state.device}, but query is on {query.device}; move it there.")
 
 
-def _boundaries(cu_seqlens: torch.Tensor | None, query: torch.Tensor) -> list[int]:
+def document_boundaries(cu_seqlens: torch.Tensor | None, query: torch.Tensor) -> list[int]:
     batch, length = query.shape[:2]
     if cu_seqlens is None:
         return [0, length]

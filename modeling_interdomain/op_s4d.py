@@ -54,9 +54,9 @@ def s4d_attention(
     with torch.autocast(key.device.type, enabled=False):
         inputs = torch.cat([key.to(compute), value.to(compute)], dim=-1)
         chunks, index = _chunked(inputs, documents, slots, chunk_size)
-        parameters = (x.to(compute) for x in (log_decay, input_matrix, readout))
+        decay, beta, rows = (x.to(compute) for x in (log_decay, input_matrix, readout))
         state = None if initial_state is None else initial_state.to(compute)
-        output, final = _convolve(chunks, *parameters, state, documents, output_final_state)
+        output, final = _convolve(chunks, decay, beta, rows, state, documents, output_final_state)
     output = output[:, : inputs.shape[1]] if index is None else output.index_select(1, index)
     return output.to(value.dtype), final
 

@@ -1,6 +1,7 @@
 """The learned recurrence of one layer: its parameters, all in float32, and the operator called with them."""
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -61,15 +62,14 @@ class InterdomainRecurrence(Float32Module):
         log_decay = torch.stack([-step * self.log_a_real.to(wide).exp(), step * self.a_imag.to(wide)], dim=-1)
         return log_decay, self.B.to(wide), None if self.C is None else self.C.to(wide)
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: bool = False, **arguments):
-        """`interdomain_attention`, or with `step=True` `interdomain_step`, with these parameters.
+    def forward(self, *tokens: torch.Tensor, step: bool = False, **arguments: Any):
+        """`interdomain_attention` of query, key and value, or with `step=True` `interdomain_step`.
 
         The operator runs inside, because sharded parameters are gathered for the length of this call alone.
         """
         config = self.config
+        inputs: list[Any] = [*tokens, *self.parameters_of_operator()]
         arguments |= {"product": config.product, "normalize": config.normalize}
         if step:
-            arguments |= {"backend": "triton" if config.backend == "triton" else "auto"}
-            return interdomain_step(query, key, value, *self.parameters_of_operator(), **arguments)
-        arguments |= {"chunk_size": config.chunk_size, "backend": config.backend}
-        return interdomain_attention(query, key, value, *self.parameters_of_operator(), **arguments)
+            return interdomain_step(*inputs, **arguments, backend="triton" if config.backend == "triton" else "auto")
+        return interdomain_attention(*inputs, **arguments, chunk_size=config.chunk_size, backend=config.backend)

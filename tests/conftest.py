@@ -30,6 +30,11 @@ VARIANTS = {
     "real-product": {"product": "real"},
     "rope-before": {"rope_parameters": ROPE, "rope_placement": "before", "feature_dim": 6},
     "rope-after": {"rope_parameters": ROPE, "rope_placement": "after", "token_mixers": ["softmax", "interdomain"]},
+    "s4d": {"token_mixers": "s4d"},
+    "s4d-grouped": {"token_mixers": ["s4d", "softmax"], "num_key_value_heads": 2, "use_output_gate": True},
+    "s4d-rope": {"token_mixers": "s4d", "rope_parameters": ROPE, "rope_placement": "before", "feature_dim": 6},
+    "single-input": {"state_input": "generic", "rope_parameters": ROPE, "rope_placement": "after"},
+    "linear-readout": {"token_mixers": "s4d", "state_input": "key_value", "coefficient_matrix": "diagonal"},
     "gated": {"use_output_gate": True, "input_norm": False},
     "no-convolution": {"conv_kernel": 1},
 }

@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from modeling_interdomain import InterdomainConfig
+from modeling_interdomain import InterdomainCache, InterdomainConfig
+from modeling_interdomain.cache_interdomain import InterdomainLayer
 
 PRESETS = sorted(Path(__file__).parents[1].glob("configuration/*/config.json"))
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -22,7 +23,17 @@ PARAMETERS = {
     "softmax-760m": 777_856_512,
     "interdomain-1.3b": 1_352_406_784,
     "softmax-1.3b": 1_345_423_360,
+    "interdomain-norope-125m": 135_416_208,
+    "interdomain-paper-125m": 135_416_208,
+    "single-input-125m": 135_453_072,
+    "linear-readout-125m": 135_388_560,
+    "s4d-125m": 135_425_424,
+    "s4d-rope-125m": 135_425_424,
+    "s4d-350m": 377_385_344,
+    "s4d-760m": 783_131_712,
+    "s4d-1.3b": 1_352_455_936,
 }
+CUBE = ("interdomain", "interdomain-norope", "single-input", "linear-readout", "s4d", "s4d-rope")
 SHAPES = {"125m": (12, 768, 12), "350m": (24, 1024, 16), "760m": (24, 1536, 24), "1.3b": (24, 2048, 32)}
 
 
@@ -40,8 +51,47 @@ def test_presets_load_and_build(path):
 def test_presets_have_the_shapes_of_the_paper(name):
     config = AutoConfig.from_pretrained(Path(__file__).parents[1] / "configuration" / name)
     shape = config.num_hidden_layers, config.hidden_size, config.num_attention_heads
-    assert shape == SHAPES[name.split("-")[1]]
+    assert shape == SHAPES[name.rsplit("-", 1)[1]]
     assert (config.vocab_size, config.head_dim, config.feature_dim, config.state_size) == (32000, 64, 64, 64)
+
+
+def test_the_mechanism_cube_compares_models_of_one_size():
+    """The bounds of the paper for its 125M variants."""
+    counts = [PARAMETERS[f"{name}-125m"] for name in CUBE]
+    assert min(counts) >= 135_379_344 and max(counts) <= 135_462_288
+    assert abs(PARAMETERS["s4d-125m"] / PARAMETERS["interdomain-125m"] - 1) < 1e-4
+
+
+def test_presets_of_a_size_differ_in_the_mechanism_only():
+    folder = Path(__file__).parents[1] / "configuration"
+    mechanism = {"token_mixers", "state_input", "rope_parameters", "rope_placement"}
+    first = AutoConfig.from_pretrained(folder / "interdomain-125m").to_dict()
+    for name in (*CUBE, "softmax"):
+        other = AutoConfig.from_pretrained(folder / f"{name}-125m").to_dict()
+        changed = {field for field in other if other[field] != first.get(field)}
+        assert changed <= mechanism | {"layer_types", "_name_or_path"}, name
+
+
+def test_state_sizes_of_the_125m_models():
+    """12 layers of 12 heads with 64 modes, 128 columns each, as pairs; keys and values of 2 x 768 a token and layer."""
+    folder = Path(__file__).parents[1] / "configuration"
+    sizes = {name: AutoConfig.from_pretrained(folder / f"{name}-125m").state_sizes(2048) for name in (*CUBE, "softmax")}
+    assert all(sizes[name]["recurrent"] == 12 * 12 * 2 * 64 * 128 == 2_359_296 for name in CUBE)
+    assert sizes["interdomain"]["convolution"] == 12 * 3 * 2 * 768
+    assert sizes["softmax"] == {"recurrent": 0, "convolution": 0, "keys_values": 12 * 2 * 768 * 2048}
+
+
+def test_state_sizes_are_those_of_a_cache(any_model, random_ids):
+    cache = InterdomainCache(any_model.config)
+    any_model(random_ids(1, 5), past_key_values=cache)
+    held = {"recurrent": 0, "convolution": 0, "keys_values": 0}
+    for layer in cache.layers:
+        if isinstance(layer, InterdomainLayer):
+            held["recurrent"] += layer.state.numel()
+            held["convolution"] += sum(x.numel() for x in layer.windows)
+        else:
+            held["keys_values"] += layer.keys.numel() + layer.values.numel()
+    assert any_model.config.state_sizes(5) == held
 
 
 @pytest.mark.parametrize("coefficients", ["full", "diagonal", "identity"])
@@ -95,6 +145,8 @@ BAD_FIELDS = {
     ),
     "no state": ({"state_size": 0}, "state_size must be a positive integer, got 0"),
     "no kernel": ({"conv_kernel": 0}, "conv_kernel must be a positive integer, got 0"),
+    "an unknown state input": ({"state_input": "both"}, "state_input must be one of"),
+    "a normalised readout without a query": ({"token_mixers": "s4d", "normalize": True}, "normalize divides by"),
     "negative rollback": ({"max_rollback": -1}, "max_rollback must not be negative"),
 }
 

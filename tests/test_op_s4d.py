@@ -1,0 +1,109 @@
+"""The S4D control against its definition, token by token in float64: outputs, states and every gradient."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from modeling_interdomain.op_s4d import s4d_attention, s4d_step
+from tests.operator_checks import EXTREMES, SHAPES, inputs
+
+NAMES = ("key", "value", "log_decay", "input_matrix", "readout", "initial_state")
+
+
+def arguments(shape, dtype=torch.float64, rows=None, **options):
+    """Those of `inputs`, with a readout for every head instead of a query and a coefficient matrix."""
+    found = inputs(shape, dtype=dtype, rows=rows, **options)
+    generator = torch.Generator().manual_seed(7)
+    readout = torch.randn(shape[2], shape[6], 2, generator=generator, dtype=torch.float64).to(dtype)
+    return {name: found.get(name, readout).detach().requires_grad_() for name in NAMES}
+
+
+def definition(key, value, log_decay, input_matrix, readout, initial_state, boundaries):
+    decay, beta, rows = (torch.view_as_complex(x) for x in (log_decay, input_matrix, readout))
+    rows = rows.unflatten(0, (key.shape[2], -1))
+    tokens, batch = torch.cat([key, value], dim=-1), key.shape[0]
+    outputs, finals = [], []
+    for document, (start, end) in enumerate(pairwise(boundaries)):
+        state = torch.view_as_complex(initial_state[document : document + batch].movedim(2, -1).contiguous())
+        for t in range(start, end):
+            state = decay.exp()[..., None] * state + beta[..., None] * tokens[:, t, :, None]
+            outputs.append(2 * torch.einsum("gpm,bgmw->bgpw", rows, state).real.flatten(1, 2))
+        finals.append(torch.stack([state.real, state.imag], dim=2))
+    return torch.stack(outputs, dim=1), torch.cat(finals)
+
+
+def with_gradients(found, leaves):
+    weights = torch.Generator().manual_seed(1)
+    loss = sum((x * torch.randn(x.shape, generator=weights, dtype=torch.float64).to(x.dtype)).sum() for x in found)
+    return [*found, *torch.autograd.grad(loss, list(leaves.values()))]
+
+
+def assert_close(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9 * float(b.detach().abs().max()))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 16, 64])
+@pytest.mark.parametrize("extreme", [None, *EXTREMES])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_the_definition(shape, extreme, chunk_size):
+    shape = SHAPES[shape]
+    leaves = arguments(shape, **EXTREMES.get(extreme, {}))
+    expected = with_gradients(definition(**leaves, boundaries=[0, shape[1]]), leaves)
+    found = with_gradients(s4d_attention(**leaves, output_final_state=True, chunk_size=chunk_size), leaves)
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("chunk_size", [4, 16])
+def test_packed_documents_do_not_see_each_other(chunk_size):
+    boundaries = [0, 5, 6, 22, 41]
+    leaves = arguments((1, 41, 4, 2, 3, 5, 6), rows=4)
+    ends = torch.tensor(boundaries)
+    expected = with_gradients(definition(**leaves, boundaries=boundaries), leaves)
+    found = s4d_attention(**leaves, output_final_state=True, cu_seqlens=ends, chunk_size=chunk_size)
+    assert_close(with_gradients(found, leaves), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lower_precision_is_computed_in_float32(dtype):
+    low = {name: x.detach().to(dtype if name in ("key", "value") else torch.float32)
+           for name, x in arguments((2, 130, 4, 2, 8, 8, 16)).items()}  # fmt: skip
+    output, state = s4d_attention(**low, output_final_state=True)
+    expected, expected_state = definition(**{k: x.double() for k, x in low.items()}, boundaries=[0, 130])
+    assert output.dtype == dtype and state.dtype == torch.float32
+    error = (output - expected).norm() / expected.norm()
+    assert error < (5e-3 if dtype == torch.bfloat16 else 2e-6)
+    assert (state - expected_state).norm() / expected_state.norm() < 2e-6
+
+
+def test_steps_leave_what_a_whole_sequence_leaves_and_pads_leave_nothing():
+    leaves = {name: x.detach() for name, x in arguments((2, 9, 4, 2, 3, 5, 6)).items()}
+    expected, final = s4d_attention(**leaves, output_final_state=True)
+    state = leaves.pop("initial_state").clone()
+    tokens = leaves.pop("key"), leaves.pop("value")
+    for t in range(9):
+        output = s4d_step(*(x[:, t] for x in tokens), **leaves, state=state)
+        torch.testing.assert_close(output, expected[:, t], rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(state, final, rtol=1e-9, atol=1e-10)
+    kept = state.clone()
+    output = s4d_step(*(x[:, 0] for x in tokens), **leaves, state=state, mask=torch.tensor([True, False]))
+    assert torch.equal(state[1], kept[1]) and not output[1].any() and not torch.equal(state[0], kept[0])
+
+
+def test_a_state_of_lower_precision_is_advanced_in_float32():
+    leaves = {name: x.detach().float() for name, x in arguments((2, 1, 4, 2, 3, 5, 6)).items()}
+    wide = leaves.pop("initial_state").bfloat16()
+    low, high = wide.clone(), wide.float()
+    tokens = leaves.pop("key")[:, 0], leaves.pop("value")[:, 0]
+    outputs = [s4d_step(*tokens, **leaves, state=state) for state in (low, high)]
+    torch.testing.assert_close(*outputs)
+    assert torch.equal(low, high.bfloat16())
+
+
+def test_bad_arguments_are_named():
+    leaves = arguments((1, 9, 4, 2, 3, 5, 6))
+    with pytest.raises(ValueError, match="readout has H = 3 heads, which is not a multiple of the G = 2 groups"):
+        s4d_attention(**leaves | {"readout": leaves["readout"][:3]})
+    with pytest.raises(ValueError, match="cu_seqlens must run from 0 to T = 9, got 0 to 8"):
+        s4d_attention(**leaves, cu_seqlens=torch.tensor([0, 8]))
