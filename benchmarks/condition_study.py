@@ -1,0 +1,262 @@
+"""The paper's comparison at a size that fits a laptop: every condition, three learning rates, several seeds, real text.
+
+All conditions see the same tokens in the same order with the same optimiser; a seed changes the weights and the
+batches. Every learning rate is run with the first seed, and the best one of each condition with the others. Text and
+tokenizer come from a folder of parquet shards (columns "text"): corpus/{wiki,books}/{train-000,validation}.parquet,
+wikitext-2/wiki.test.raw.xz and longdocs/test.parquet.
+
+    python -m benchmarks.condition_study --data ../shared/data     # all runs that the results do not hold yet
+    python -m benchmarks.condition_study --table                   # the tables as markdown
+    python -m benchmarks.condition_study --plot                    # results/condition_study.png
+"""
+
+import argparse
+import json
+import lzma
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from benchmarks.harness import RESULTS, footnote, machine, markdown
+from examples.text_data import (
+    encode,
+    gather_documents,
+    next_token_nll,
+    num_bytes,
+    random_batches,
+    train_tokenizer,
+)
+from examples.training import train
+from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
+
+FILE = RESULTS / "condition_study.json"
+CACHE = Path("runs/condition_study.pt")
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+SHAPE = {"vocab_size": 2048, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "state_size": 32}
+TRAINING = {"steps": 500, "batch_size": 8, "sequence_length": 256}
+LEARNING_RATES, SEEDS = (3e-3, 1.5e-3, 6e-3), (0, 1)
+LENGTHS = (1.0, 2.0, 3.5)  # of the training length
+WINDOWS = 32  # of the longest length, on long documents
+
+CONDITIONS = {
+    "interdomain": {"token_mixers": "interdomain", "rope_parameters": ROPE, "rope_placement": "after"},
+    "s4d": {"token_mixers": "s4d"},
+    "softmax": {"token_mixers": "softmax", "rope_parameters": ROPE},
+    "interdomain-norope": {"token_mixers": "interdomain"},
+    "single-input": {
+        "token_mixers": "interdomain",
+        "state_input": "generic",
+        "rope_parameters": ROPE,
+        "rope_placement": "after",
+    },
+    "linear-readout": {
+        "token_mixers": "s4d",
+        "state_input": "key_value",
+        "rope_parameters": ROPE,
+        "rope_placement": "after",
+    },
+    "s4d-rope": {"token_mixers": "s4d", "rope_parameters": ROPE, "rope_placement": "before"},
+}
+
+
+def prepare(data: Path) -> dict:
+    """Tokens of the training and evaluation texts, and the bytes of the latter; kept in `runs/`."""
+    if CACHE.exists():
+        return torch.load(CACHE)
+    if not data.is_dir():
+        raise SystemExit(
+            f"{data} is not a folder; name the one that holds corpus/, wikitext-2/ and longdocs/ (--data)."
+        )
+    corpora = [data / "corpus" / name for name in ("wiki", "books")]
+    documents = gather_documents([str(folder / "train-000.parquet") for folder in corpora], max_bytes=16_000_000)
+    tokenizer = train_tokenizer(documents, SHAPE["vocab_size"])
+    texts = {
+        folder.name: gather_documents([str(folder / "validation.parquet")], max_bytes=80_000) for folder in corpora
+    }
+    with lzma.open(data / "wikitext-2" / "wiki.test.raw.xz", "rt", encoding="utf-8") as file:
+        texts["wikitext-2"] = [file.read(80_000)]
+    long = gather_documents([str(data / "longdocs" / "test.parquet")], max_bytes=2_000_000)
+    prepared = {
+        "train": encode(tokenizer, documents),
+        "validation": {name: encode(tokenizer, text) for name, text in texts.items()},
+        "bytes": {name: sum(map(num_bytes, text)) for name, text in texts.items()},
+        "long": encode(tokenizer, long),
+    }
+    CACHE.parent.mkdir(exist_ok=True)
+    torch.save(prepared, CACHE)
+    return prepared
+
+
+def run_condition(name: str, learning_rate: float, seed: int, data: dict, training: dict = TRAINING) -> dict:
+    """Train one condition and measure it: nats a token on three texts, and at longer lengths than it was trained on."""
+    torch.manual_seed(seed)
+    config = InterdomainConfig(**SHAPE, **CONDITIONS[name])
+    model = InterdomainForCausalLM(config)
+    batches = random_batches(data["train"], training["batch_size"], training["sequence_length"], seed)
+    row = {"condition": name, "learning_rate": learning_rate, "seed": seed, "parameters": model.num_parameters()}
+    row["state"] = sum(config.state_sizes(training["sequence_length"]).values())
+    try:
+        steps = list(train(model, batches, steps=training["steps"], learning_rate=learning_rate))
+    except FloatingPointError as error:
+        return row | {"failed": str(error)}
+    length = training["sequence_length"]
+    row["train_loss"] = statistics.mean(step.loss for step in steps[-50:])
+    row["tokens_per_second"] = statistics.median(step.tokens_per_second for step in steps)
+    row["validation"] = {key: mean_nll(model, tokens, length) for key, tokens in data["validation"].items()}
+    row["bits_per_byte"] = {
+        key: row["validation"][key] * (len(tokens) - 1) / math.log(2) / data["bytes"][key]
+        for key, tokens in data["validation"].items()
+    }
+    longest = int(LENGTHS[-1] * length)
+    same = data["long"][: WINDOWS * longest + 1]
+    row["lengths"] = {str(factor): mean_nll(model, same, int(factor * length)) for factor in LENGTHS}
+    return row
+
+
+@torch.no_grad()
+def mean_nll(model, tokens: torch.Tensor, length: int) -> float:
+    """Nats a token over contiguous windows that predict each token of the stream `[N]` but the first once."""
+    model.eval()
+    whole = (len(tokens) - 1) // length
+    windows = [*tokens.unfold(0, length + 1, length)[:whole].split(max(1, 2048 // length))]
+    if rest := (len(tokens) - 1) % length:
+        windows.append(tokens[None, -rest - 1 :])
+    return sum(next_token_nll(model, batch).double().sum().item() for batch in windows) / (len(tokens) - 1)
+
+
+def planned(runs: list[dict]) -> Iterator[tuple[str, float, int]]:
+    """All learning rates with the first seed; then, condition by condition, the best one with the others."""
+    for rate in LEARNING_RATES:
+        for name in CONDITIONS:
+            yield name, rate, SEEDS[0]
+    for seed in SEEDS[1:]:
+        for name in CONDITIONS:
+            if (rate := best_rate(runs, name)) is not None:
+                yield name, rate, seed
+
+
+def best_rate(runs: list[dict], name: str) -> float | None:
+    """The learning rate of the lowest validation loss with the first seed, once all of them have been run."""
+    tried = {row["learning_rate"]: score(row) for row in runs if (row["condition"], row["seed"]) == (name, SEEDS[0])}
+    if set(tried) != set(LEARNING_RATES):
+        return None
+    return min(tried, key=lambda rate: tried[rate])
+
+
+def score(row: dict) -> float:
+    """Mean nats a token over the validation texts; infinite for a run that diverged."""
+    return statistics.mean(row["validation"].values()) if "validation" in row else math.inf
+
+
+def load() -> dict:
+    if FILE.exists():
+        return json.loads(FILE.read_text())
+    return {"training": TRAINING, "shape": SHAPE, "runs": []}
+
+
+def table(record: dict) -> str:
+    """Two tables: quality by condition, and what happens beyond the training length."""
+    quality, lengths = [], []
+    for name in CONDITIONS:
+        rows = [row for row in record["runs"] if row["condition"] == name and "validation" in row]
+        rate = best_rate(record["runs"], name)
+        best = [row for row in rows if row["learning_rate"] == rate]
+        if not best:
+            continue
+        losses = [score(row) for row in best]
+        first = best[0]
+        tried = {row["learning_rate"]: f"{score(row):.3f}" for row in rows if row["seed"] == SEEDS[0]}
+        quality.append(
+            [
+                name,
+                f"{first['parameters']:,}",
+                f"{first['state']:,}",
+                f"{rate:g}",
+                " / ".join(tried.get(rate, "diverged") for rate in sorted(LEARNING_RATES)),
+                f"{statistics.mean(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})",
+                f"{math.exp(statistics.mean(losses)):.1f}",
+                f"{statistics.mean(row['bits_per_byte']['wikitext-2'] for row in best):.3f}",
+                f"{statistics.median(row['tokens_per_second'] for row in best):,.0f}",
+            ]
+        )
+        at = {factor: math.exp(statistics.mean(row["lengths"][str(factor)] for row in best)) for factor in LENGTHS}
+        lengths.append([name, *(f"{at[factor]:.1f}" for factor in LENGTHS), f"{at[3.5] / at[1.0] - 1:+.1%}"])
+    training, rates = record["training"], " / ".join(f"{rate:g}" for rate in sorted(LEARNING_RATES))
+    tokens = training["steps"] * training["batch_size"] * training["sequence_length"]
+    header = ["condition", "parameters", "state, numbers", "best rate", f"loss at {rates}", "loss, all seeds"]
+    header += ["perplexity", "WikiText-2, bits per byte", "tokens/s"]
+    about = (
+        f"{tokens:,} tokens a run ({training['steps']} steps of {training['batch_size']} x "
+        f"{training['sequence_length']}), vocabulary {record['shape']['vocab_size']}; losses in nats a token, the mean "
+        f"over held-out Wikipedia, books and WikiText-2; {len(SEEDS)} seeds at the best rate (mean, and range)."
+    )
+    beyond = ["condition", *(f"perplexity at {factor:g}x" for factor in LENGTHS), "3.5x against 1x"]
+    return "\n\n".join([markdown(header, quality), markdown(beyond, lengths), f"{about} {footnote(record)}"])
+
+
+def plot(record: dict) -> Path:
+    """Validation loss by learning rate, and perplexity by evaluation length."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for name in CONDITIONS:
+        rows = [row for row in record["runs"] if row["condition"] == name and "validation" in row]
+        first = sorted((row["learning_rate"], score(row)) for row in rows if row["seed"] == SEEDS[0])
+        if first:
+            left.plot(*zip(*first), marker="o", label=name)
+        best = [row for row in rows if row["learning_rate"] == best_rate(record["runs"], name)]
+        if best:
+            mean = [statistics.mean(row["lengths"][str(factor)] for row in best) for factor in LENGTHS]
+            right.plot(LENGTHS, [math.exp(x) for x in mean], marker="o", label=name)
+    left.set(xlabel="peak learning rate", ylabel="validation loss (nats per token)", xscale="log")
+    right.set(xlabel="evaluation length / training length", ylabel="perplexity on long documents", yscale="log")
+    left.legend(fontsize="small")
+    path = RESULTS / "condition_study.png"
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder (default: %(default)s)")
+    parser.add_argument("--table", action="store_true", help="print the tables of the runs so far and stop")
+    parser.add_argument("--plot", action="store_true", help="draw the runs so far and stop")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="every N-th run from I")
+    arguments = parser.parse_args()
+    if arguments.table or arguments.plot:
+        print(table(load()) if arguments.table else plot(load()))
+        return
+    torch.set_num_threads(arguments.threads)
+    data = prepare(arguments.data)
+    part, parts = arguments.part
+    index = -1
+    while True:  # the later runs depend on the results of the earlier ones
+        index += 1
+        plan = list(planned(load()["runs"]))
+        if index >= len(plan):
+            break
+        name, rate, seed = plan[index]
+        if index % parts != part or (name, rate, seed) in {_key(row) for row in load()["runs"]}:
+            continue
+        started = time.perf_counter()
+        row = run_condition(name, rate, seed, data)
+        row["seconds"] = time.perf_counter() - started
+        record = load()  # another process may have added its runs
+        record["runs"].append(row)
+        record["machine"] = {**machine(), "command": "python -m benchmarks.condition_study"}
+        FILE.write_text(json.dumps(record, indent=1) + "\n")
+        print(f"{name} at {rate:g}, seed {seed}: {score(row):.3f} in {row['seconds']:.0f} s", flush=True)
+
+
+def _key(row: dict) -> tuple[str, float, int]:
+    return row["condition"], row["learning_rate"], row["seed"]
+
+
+if __name__ == "__main__":
+    main()
