@@ -18,6 +18,8 @@ from examples.text_data import next_token_nll
 
 # What sets the time scales and the mixing of the state: a step too large makes it forget or explode.
 RECURRENCE_PARAMETERS = ("log_dt", "log_a_real", "a_imag", "B", "C", "readout")
+# Of the Fourier features: a spectral density is not pulled towards zero.
+UNDECAYED = ("frequencies", "phases", "weights", "cls_token")
 
 
 class Progress(NamedTuple):
@@ -64,7 +66,18 @@ def _group_of(name: str, parameter: torch.nn.Parameter) -> str:
     leaf = name.rpartition(".")[2]
     if leaf in RECURRENCE_PARAMETERS:
         return "recurrence"
-    return "vectors" if parameter.ndim < 2 or leaf.endswith("bias") else "weights"
+    return "vectors" if parameter.ndim < 2 or leaf.endswith("bias") or leaf in UNDECAYED else "weights"
+
+
+def clip_gradients(
+    optimizer: torch.optim.Optimizer, max_norm: float | None, recurrence_max_norm: float | None = None
+) -> None:
+    """Clip the gradient norm of all parameters, or that of the recurrence by itself; groups of `parameter_groups`."""
+    groups = {group["name"]: group["params"] for group in optimizer.param_groups}
+    if recurrence_max_norm is not None:
+        torch.nn.utils.clip_grad_norm_(groups.pop("recurrence", []), recurrence_max_norm)
+    if max_norm is not None:
+        torch.nn.utils.clip_grad_norm_([p for parameters in groups.values() for p in parameters], max_norm)
 
 
 def cosine_with_warmup(progress: float, warmup: float = 0.05, final: float = 0.1) -> float:

@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 LAYER_TYPES = {"interdomain": "linear_attention", "s4d": "linear_attention", "softmax": "full_attention"}
 
 _CHOICES = {
-    "feature_map": ("silu_l2",),
+    "feature_map": ("silu_l2", "fourier", "fourier_shifted"),
     "product": ("bilinear", "hermitian", "real"),
     "coefficient_matrix": ("full", "diagonal", "identity"),
     "state_input": (None, "key_value", "generic"),
@@ -53,7 +53,9 @@ class InterdomainConfig(PreTrainedConfig):
         state_input: what drives the state: "key_value" (convolution and feature map on keys, values as they are) or
             "generic" (two linear maps, each after a convolution). Default: None, "key_value" in "interdomain" layers
             and "generic" in "s4d" layers.
-        feature_map: the map xi of queries and keys; "silu_l2" is SiLU(x) / ||SiLU(x)|| (eq. 10). Default: "silu_l2".
+        feature_map: the map xi of queries and keys: "silu_l2" is SiLU(x) / ||SiLU(x)|| (eq. 10), "fourier" a cosine
+            and a sine of R / 2 learned frequencies with softmax weights a head, "fourier_shifted" R cosines with
+            learned phases (both: the workshop paper; they read `head_dim` numbers). Default: "silu_l2".
         product: how the coefficients of keys and values are multiplied: "bilinear" (eq. 13), "hermitian" or "real".
             Default: "bilinear".
         coefficient_matrix: the learned matrix C: "full", "diagonal" or "identity". Default: "full".
@@ -68,6 +70,11 @@ class InterdomainConfig(PreTrainedConfig):
             or "one". Default: "zero_order_hold".
         coefficient_init_scale: start of C: complex normal of variance `coefficient_init_scale^2 / M` ("diagonal":
             `coefficient_init_scale^2`). Default: 0.25.
+        bidirectional: softmax layers see later tokens too; for classifiers without recurrent layers. Default: False.
+        use_cls_token: classifiers append a learned token and read the class there. Default: False.
+        patch_size: classifiers take `pixel_values` and cut them into squares of so many pixels a side, each one token.
+            Default: None, no images.
+        num_channels: channels of those images. Default: 3.
         hidden_act: activation of the feed-forward layer. Default: "silu".
         rms_norm_eps: epsilon of every RMSNorm. Default: 1e-6.
         attention_dropout: dropout of the softmax weights. Default: 0.0.
@@ -130,6 +137,10 @@ class InterdomainConfig(PreTrainedConfig):
     rope_placement: str | None = None
     input_matrix_init: str = "zero_order_hold"
     coefficient_init_scale: float = 0.25
+    bidirectional: bool = False
+    use_cls_token: bool = False
+    patch_size: int | None = None
+    num_channels: int = 3
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-6
     attention_dropout: float = 0.0
@@ -195,6 +206,16 @@ class InterdomainConfig(PreTrainedConfig):
             raise ValueError(
                 f"rope_parameters needs an even head_dim and feature_dim, got {self.head_dim} and {self.feature_dim}."
             )
+        if self.feature_map != "silu_l2" and self.rope_placement is not None:
+            raise ValueError(f"feature_map = {self.feature_map!r} knows no rotations: set rope_placement=None.")
+        if self.feature_map == "fourier" and self.feature_dim % 2:
+            raise ValueError(f'feature_map = "fourier" needs an even feature_dim, got {self.feature_dim}.')
+        if self.bidirectional and "linear_attention" in self.layer_types:
+            raise ValueError("bidirectional needs softmax in all layers: a recurrent layer sees earlier tokens only.")
+        if self.patch_size is not None and (self.patch_size < 1 or self.num_channels < 1):
+            raise ValueError(
+                f"patch_size and num_channels must be positive, got {self.patch_size} and {self.num_channels}."
+            )
         if self.normalize and "s4d" in self.mixers_per_layer:
             raise ValueError(
                 'normalize divides by a readout of the query, and "s4d" layers have none; set it to False.'
@@ -212,6 +233,11 @@ class InterdomainConfig(PreTrainedConfig):
                 f"token_mixers has {len(mixers)} names for num_hidden_layers = {self.num_hidden_layers}; give one "
                 "name a layer, or one for all."
             )
+
+    @property
+    def mapped_dim(self) -> int:
+        """The numbers a head that the feature map reads."""
+        return self.feature_dim if self.feature_map == "silu_l2" else self.head_dim
 
     @property
     def mixers_per_layer(self) -> list[str]:
@@ -238,8 +264,8 @@ class InterdomainConfig(PreTrainedConfig):
                 sizes["keys_values"] += 2 * groups * self.head_dim * context_length
                 continue
             generic = (self.state_input or {"s4d": "generic"}.get(name)) == "generic"
-            width = groups * (self.feature_dim + (self.head_dim if generic else 0))
-            width += self.num_attention_heads * self.feature_dim if name == "interdomain" else 0
+            width = groups * (self.feature_dim + self.head_dim if generic else self.mapped_dim)
+            width += self.num_attention_heads * self.mapped_dim if name == "interdomain" else 0
             sizes["recurrent"] += state
             sizes["convolution"] += width * (self.conv_kernel - 1)
         return sizes

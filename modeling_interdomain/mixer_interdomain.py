@@ -5,7 +5,7 @@ from torch import nn
 
 from .cache_interdomain import Inputs, Recurrence
 from .convolution import CausalConv1d, causal_conv
-from .feature_maps import FEATURE_MAPS
+from .feature_maps import feature_map
 from .norm_interdomain import InterdomainRMSNorm
 from .op_interdomain import append_one
 from .op_triton_launch import fused
@@ -36,18 +36,19 @@ class InterdomainMixer(nn.Module):
         self.num_heads, self.num_groups = config.num_attention_heads, config.num_key_value_heads
         self.feature_dim, self.head_dim = config.feature_dim, config.head_dim
         self.kernel = config.conv_kernel
-        self.feature_map = FEATURE_MAPS[config.feature_map]
         self.generic = (config.state_input or self.default_state_input) == "generic"
+        self.feature_map = feature_map(config) if self.has_query or not self.generic else None
+        self.key_dim = self.feature_dim if self.generic else config.mapped_dim
         self.output_dim = self.head_dim if self.has_query else self.feature_dim + self.head_dim
         hidden, heads, groups = config.hidden_size, self.num_heads, self.num_groups
 
-        self.q_proj = nn.Linear(hidden, heads * self.feature_dim, bias=False) if self.has_query else None
-        self.k_proj = nn.Linear(hidden, groups * self.feature_dim, bias=False)
+        self.q_proj = nn.Linear(hidden, heads * config.mapped_dim, bias=False) if self.has_query else None
+        self.k_proj = nn.Linear(hidden, groups * self.key_dim, bias=False)
         self.v_proj = nn.Linear(hidden, groups * self.head_dim, bias=False)
         self.o_proj = ResidualProjection(heads * self.output_dim, hidden, bias=False)
         self.g_proj = nn.Linear(hidden, heads * self.output_dim, bias=False) if config.use_output_gate else None
-        self.q_conv = CausalConv1d(heads * self.feature_dim, self.kernel) if self.has_query else None
-        self.k_conv = CausalConv1d(groups * self.feature_dim, self.kernel)
+        self.q_conv = CausalConv1d(heads * config.mapped_dim, self.kernel) if self.has_query else None
+        self.k_conv = CausalConv1d(groups * self.key_dim, self.kernel)
         self.v_conv = CausalConv1d(groups * self.head_dim, self.kernel) if self.generic else None
         if config.input_norm:
             self.k_norm = InterdomainRMSNorm(self.feature_dim, config.rms_norm_eps)
@@ -138,8 +139,8 @@ class InterdomainMixer(nn.Module):
                 after.append(window)
             streams.append(x)
         *query, key, value = streams
-        query = [self._features(x.unflatten(-1, (self.num_heads, self.feature_dim)), cos_sin) for x in query]
-        key = key.unflatten(-1, (self.num_groups, self.feature_dim))
+        query = [self._features(x.unflatten(-1, (self.num_heads, -1)), cos_sin, is_query=True) for x in query]
+        key = key.unflatten(-1, (self.num_groups, self.key_dim))
         if not self.generic:
             key = self._features(key, cos_sin)
         elif cos_sin is not None:
@@ -178,12 +179,12 @@ class InterdomainMixer(nn.Module):
 
         return fused(self.config.backend, (query, key, value), max(self.feature_dim, self.head_dim), run)
 
-    def _features(self, x: torch.Tensor, cos_sin: tuple[torch.Tensor, ...] | None) -> torch.Tensor:
+    def _features(self, x: torch.Tensor, cos_sin, is_query: bool = False) -> torch.Tensor:
         if cos_sin is None:
-            return self.feature_map(x)
+            return self.feature_map(x, is_query)
         if self.config.rope_placement == "before":
-            return self.feature_map(rotate(x, *cos_sin))
-        return rotate(self.feature_map(x), *cos_sin)
+            return self.feature_map(rotate(x, *cos_sin), is_query)
+        return rotate(self.feature_map(x, is_query), *cos_sin)
 
     def _can_step(self, layer, tokens: tuple[torch.Tensor, ...], packing: Packing | None) -> bool:
         differentiated = torch.is_grad_enabled() and (tokens[0].requires_grad or self.recurrence.B.requires_grad)

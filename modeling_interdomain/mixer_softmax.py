@@ -10,7 +10,7 @@ from .rotary_interdomain import rotate
 
 
 class SoftmaxMixer(nn.Module):
-    """Causal grouped-query attention; any `attn_implementation` of the library."""
+    """Grouped-query attention, causal unless `config.bidirectional`; any `attn_implementation` of the library."""
 
     def __init__(self, config, layer_idx: int):
         super().__init__()
@@ -20,7 +20,7 @@ class SoftmaxMixer(nn.Module):
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = config.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
-        self.is_causal = True
+        self.is_causal = not config.bidirectional
         queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)

@@ -9,7 +9,11 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
-from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function
+from transformers.masking_utils import (
+    create_bidirectional_mask,
+    create_causal_mask,
+    packed_sequence_mask_function,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
@@ -22,6 +26,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .cache_interdomain import InterdomainCache, InterdomainLayer, InterdomainStaticCache
 from .configuration_interdomain import InterdomainConfig
+from .feature_maps import FourierFeatures
 from .mixer_interdomain import InterdomainMixer
 from .mixer_s4d import S4DMixer
 from .mixer_softmax import SoftmaxMixer
@@ -34,6 +39,7 @@ from .packing import (
     packing_from_mask,
     positions_from_cu_seqlens,
 )
+from .patch_embedding import PatchEmbedding
 from .recurrence_interdomain import InterdomainRecurrence
 from .residual_projection import ResidualProjection
 from .rotary_interdomain import InterdomainRotaryEmbedding
@@ -114,14 +120,19 @@ class InterdomainPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         std = self.config.initializer_range
         residual_std = std / (2 * self.config.num_hidden_layers) ** 0.5
-        if isinstance(module, InterdomainRecurrence):
+        if isinstance(module, (InterdomainRecurrence, FourierFeatures)):
             module.reset_parameters()
+        elif isinstance(module, InterdomainForSequenceClassification):
+            if module.cls_token is not None:
+                init.normal_(module.cls_token, std=std)
         elif isinstance(module, InterdomainMixer):
             if module.config.input_norm:
                 init.zeros_(module.k_bias)
                 init.zeros_(module.v_bias)
         elif isinstance(module, ResidualProjection):
             init.normal_(module.weight, std=residual_std)
+        elif isinstance(module, nn.Conv1d) and module.kernel_size[0] == 1:
+            init.ones_(module.weight)  # no convolution at all
         elif isinstance(module, nn.Conv1d):
             bound = module.kernel_size[0] ** -0.5
             init.uniform_(module.weight, -bound, bound)
@@ -153,7 +164,8 @@ class InterdomainPreTrainedModel(PreTrainedModel):
             length = inputs_embeds.shape[1]
             masks["linear_attention"] = None if attention_mask is None else attention_mask[:, -length:].contiguous()
         if "full_attention" in config.layer_types:
-            masks["full_attention"] = create_causal_mask(
+            create_mask = create_bidirectional_mask if config.bidirectional else create_causal_mask
+            masks["full_attention"] = create_mask(
                 config=config,
                 inputs_embeds=inputs_embeds,
                 attention_mask=attention_mask,
@@ -221,7 +233,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
         _check_mask(attention_mask, seen, batch, length)
         if position_ids is None:
             position_ids = _default_positions(attention_mask, cu_seqlens, seen, length, inputs_embeds.device)
-        if use_cache and past_key_values is None and cu_seqlens is None and not self.training:
+        cacheable = cu_seqlens is None and not self.training and not self.config.bidirectional
+        if use_cache and past_key_values is None and cacheable:
             past_key_values = InterdomainCache(self.config)
 
         masks = attention_mask
@@ -278,6 +291,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
         """A cache of another model, batch or device is an error before anything is written to it."""
         if cache is None:
             return
+        if self.config.bidirectional:
+            raise ValueError("A bidirectional model reads a whole sequence at once: leave past_key_values out.")
         self.check_cache_layers(cache)
         for i, held in enumerate(cache.layers):
             mixer: Any = self.layers[i].token_mixer
@@ -306,6 +321,8 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
     _fsdp_plan = {"lm_head": "keep_full_weight"}
 
     def __init__(self, config: InterdomainConfig):
+        if config.bidirectional:
+            raise ValueError("A language model must not see later tokens: set bidirectional=False.")
         super().__init__(config)
         self.model = InterdomainModel(config)
         self.vocab_size = config.vocab_size
@@ -420,12 +437,18 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
 
 
 class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
-    """The model with a linear head on the last real token of each row."""
+    """The model with a linear head on the last real token of each row, or on a learned token after it.
+
+    Reads token ids, embeddings, or with `config.patch_size` images. `config.use_cls_token` appends `cls_token`
+    `[hidden_size]` at the end, where every layer has seen all the others.
+    """
 
     def __init__(self, config: InterdomainConfig):
         super().__init__(config)
         self.num_labels = config.num_labels
         self.model = InterdomainModel(config)
+        self.patches = None if config.patch_size is None else PatchEmbedding(config)
+        self.cls_token = nn.Parameter(torch.zeros(config.hidden_size)) if config.use_cls_token else None
         self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
         self.post_init()
 
@@ -439,17 +462,37 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
+        pixel_values: torch.Tensor | None = None,
         **kwargs,
     ) -> SequenceClassifierOutputWithPast:
         """As `InterdomainModel.forward`, and:
 
         Args:
             labels: `[B]` class indices, or what `config.problem_type` asks for. Adds `loss`.
+            pixel_values: `[B, num_channels, height, width]`, instead of ids or embeddings.
 
         Returns:
-            logits `[B, num_labels]`, read at the last token that `attention_mask` marks as real (without a mask: the
-            last one that is not `pad_token_id`).
+            logits `[B, num_labels]`, read at the learned token or at the last token that `attention_mask` marks as
+            real (without a mask: the last one that is not `pad_token_id`).
+
+        Raises:
+            ValueError: when the inputs do not fit the model or each other.
         """
+        if pixel_values is not None:
+            inputs_embeds = self._embed_images(pixel_values, input_ids, inputs_embeds)
+        real = self._real_tokens(input_ids, attention_mask, inputs_embeds)
+        if self.cls_token is not None:
+            if past_key_values is not None or position_ids is not None or kwargs.get("cu_seq_lens_q") is not None:
+                raise ValueError(
+                    "A classifier with use_cls_token reads whole rows: leave past_key_values, position_ids and "
+                    "cu_seq_lens_q out."
+                )
+            inputs_embeds = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+            batch = inputs_embeds.shape[0]
+            cls_token = self.cls_token.to(inputs_embeds.dtype).expand(batch, 1, -1)
+            inputs_embeds, input_ids, use_cache = torch.cat([inputs_embeds, cls_token], dim=1), None, False
+            real = torch.cat([real, real.new_ones(batch, 1)], dim=1)
+            attention_mask = None if bool(real.all()) else real.long()
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -460,15 +503,9 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state
-        batch, length = hidden_states.shape[:2]
-        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
-            real = attention_mask[:, -length:] != 0
-        elif input_ids is not None and self.config.pad_token_id is not None:
-            real = input_ids != self.config.pad_token_id
-        else:
-            real = torch.ones(batch, length, dtype=torch.bool, device=hidden_states.device)
+        length = hidden_states.shape[1]
         last = (torch.arange(length, device=real.device) * real).argmax(dim=1).to(hidden_states.device)
-        logits = self.score(hidden_states[torch.arange(batch, device=last.device), last])
+        logits = self.score(hidden_states[torch.arange(len(last), device=last.device), last])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
@@ -479,6 +516,25 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def _embed_images(self, pixel_values, input_ids, inputs_embeds) -> torch.Tensor:
+        if self.patches is None:
+            raise ValueError("pixel_values need a model with patch_size in its configuration.")
+        if input_ids is not None or inputs_embeds is not None:
+            raise ValueError("Give exactly one of input_ids, inputs_embeds and pixel_values.")
+        return self.patches(pixel_values)
+
+    def _real_tokens(self, input_ids, attention_mask, inputs_embeds) -> torch.Tensor:
+        """`[B, T]` bool, False for pads."""
+        tokens = inputs_embeds if input_ids is None else input_ids
+        if tokens is None:
+            raise ValueError("Give exactly one of input_ids, inputs_embeds and pixel_values.")
+        batch, length = tokens.shape[:2]
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+            return attention_mask[:, -length:] != 0
+        if input_ids is not None and self.config.pad_token_id is not None:
+            return input_ids != self.config.pad_token_id
+        return torch.ones(batch, length, dtype=torch.bool, device=tokens.device)
 
 
 def _rollback(config, generation_config) -> int:

@@ -35,6 +35,8 @@ VARIANTS = {
     "s4d-rope": {"token_mixers": "s4d", "rope_parameters": ROPE, "rope_placement": "before", "feature_dim": 6},
     "single-input": {"state_input": "generic", "rope_parameters": ROPE, "rope_placement": "after"},
     "linear-readout": {"token_mixers": "s4d", "state_input": "key_value", "coefficient_matrix": "diagonal"},
+    "fourier": {"feature_map": "fourier", "feature_dim": 6, "normalize": True, "input_norm": False, "product": "real"},
+    "fourier-shifted": {"feature_map": "fourier_shifted", "feature_dim": 10, "num_key_value_heads": 1},
     "gated": {"use_output_gate": True, "input_norm": False},
     "no-convolution": {"conv_kernel": 1},
 }

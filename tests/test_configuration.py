@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from modeling_interdomain import InterdomainCache, InterdomainConfig
 from modeling_interdomain.cache_interdomain import InterdomainLayer
@@ -41,8 +41,9 @@ SHAPES = {"125m": (12, 768, 12), "350m": (24, 1024, 16), "760m": (24, 1536, 24),
 def test_presets_load_and_build(path):
     config = AutoConfig.from_pretrained(path.parent)
     assert isinstance(config, InterdomainConfig)
+    images = config.architectures == ["InterdomainForSequenceClassification"]
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = (AutoModelForSequenceClassification if images else AutoModelForCausalLM).from_config(config)
     if path.parent.name in PARAMETERS:
         assert sum(p.numel() for p in model.parameters()) == PARAMETERS[path.parent.name]
 
@@ -147,6 +148,13 @@ BAD_FIELDS = {
     "no kernel": ({"conv_kernel": 0}, "conv_kernel must be a positive integer, got 0"),
     "an unknown state input": ({"state_input": "both"}, "state_input must be one of"),
     "a normalised readout without a query": ({"token_mixers": "s4d", "normalize": True}, "normalize divides by"),
+    "rotated Fourier features": (
+        {"feature_map": "fourier", "rope_parameters": dict(ROPE), "rope_placement": "after"},
+        "feature_map = 'fourier' knows no rotations",
+    ),
+    "odd Fourier features": ({"feature_map": "fourier", "feature_dim": 5}, "needs an even feature_dim, got 5"),
+    "a recurrence that sees later tokens": ({"bidirectional": True}, "bidirectional needs softmax in all layers"),
+    "no patch": ({"patch_size": 0}, "patch_size and num_channels must be positive, got 0 and 3"),
     "negative rollback": ({"max_rollback": -1}, "max_rollback must not be negative"),
 }
 

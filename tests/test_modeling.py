@@ -502,11 +502,13 @@ def test_parameter_counts_of_variants(coefficient_matrix, normalize):
 def test_presets_are_complete(name):
     config = AutoConfig.from_pretrained(PRESETS / name)
     assert config.model_type == "interdomain"
+    images = name.startswith("workshop")
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = (AutoModelForSequenceClassification if images else AutoModelForCausalLM).from_config(config)
     assert type(model).__name__ == config.architectures[0]
-    mechanism = name.split("-")[0]
-    assert set(config.mixers_per_layer) == {{"single": "interdomain", "linear": "s4d"}.get(mechanism, mechanism)}
+    mechanism = name.split("-")[1 if name.startswith("workshop-softmax") else 0]
+    mixers = {"single": "interdomain", "linear": "s4d", "workshop": "interdomain"}
+    assert set(config.mixers_per_layer) == {mixers.get(mechanism, mechanism)}
 
 
 @pytest.mark.parametrize("size", ["125m", "350m", "760m", "1.3b"])

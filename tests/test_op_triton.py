@@ -12,7 +12,7 @@ import torch
 
 from modeling_interdomain import interdomain_attention, interdomain_step, op_triton_launch
 from modeling_interdomain.convolution import CausalConv1d, causal_conv
-from modeling_interdomain.feature_maps import silu_l2
+from modeling_interdomain.feature_maps import SiluL2
 from modeling_interdomain.norm_interdomain import InterdomainRMSNorm
 from modeling_interdomain.packing import document_of_tokens
 from modeling_interdomain.rotary_interdomain import rotate
@@ -311,7 +311,7 @@ def test_the_preparation_of_inputs(case):
             x, after = causal_conv(conv, x, windows[side] if windows else None, kernel, cu_seqlens)
             x = x.unflatten(-1, (-1, feature_dim))
             x = rotate(x, *cos_sin) if placement == "before" else x
-            x = silu_l2(x)
+            x = SiluL2()(x)
             outputs.append(rotate(x, *cos_sin) if placement == "after" else x)
             new_windows.append(after)
         outputs.append(v.unflatten(-1, (groups, value_dim)))

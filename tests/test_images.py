@@ -1,0 +1,220 @@
+"""Classifiers of sequences and images, the Fourier features, and the example that trains them."""
+
+import io
+import json
+import math
+
+import pytest
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from examples import classify_images
+from modeling_interdomain import InterdomainForCausalLM, InterdomainForSequenceClassification
+from modeling_interdomain.feature_maps import FourierFeatures
+
+PRESETS = ["shared-fourier", "shared-shifted", "per-head-fourier", "per-head-shifted", "softmax-causal"]
+PRESETS += ["softmax-bidirectional"]
+IMAGES = {"use_cls_token": True, "patch_size": 2, "num_labels": 3, "num_channels": 3}
+
+
+@pytest.fixture
+def make_classifier(make_model):
+    def make(name="fourier", **changes):
+        return make_model(name, model_class=InterdomainForSequenceClassification, **IMAGES | changes)
+
+    return make
+
+
+def pixels(batch=2, size=6, seed=0):
+    return torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_cosines_and_sines_meet_in_the_learned_kernel(make_config):
+    config = make_config("fourier", num_key_value_heads=2)
+    features = FourierFeatures(config).double()
+    with torch.no_grad():
+        features.weights.normal_()
+    query, key = torch.randn(1, 5, 4, 8).double(), torch.randn(1, 5, 2, 8).double()
+    found = torch.einsum("bthr,bthr->bth", features(query, True), features(key).repeat_interleave(2, dim=2))
+    difference = query - key.repeat_interleave(2, dim=2)
+    angles = torch.einsum("bthd,hfd->bthf", difference, features.frequencies.repeat_interleave(2, dim=0))
+    torch.testing.assert_close(found, (features.weights.softmax(-1) * angles.cos()).sum(-1))
+    same = torch.einsum("bthr,bthr->bth", features(query, True), features(query, True))
+    assert (same > 0).all() and features(key).shape[-1] == config.feature_dim == 6
+
+
+def test_shifted_cosines_meet_in_the_kernel_on_average_over_the_phases(make_config):
+    features = FourierFeatures(make_config("fourier-shifted", num_attention_heads=1, hidden_size=8)).double()
+    query, key = torch.randn(2, 1, 1, 1, 8).double().unbind(0)
+    steps = 64
+    products = []
+    for shift in range(steps):
+        with torch.no_grad():
+            features.phases.fill_(2 * math.pi * shift / steps)
+        products.append((features(query, True) * features(key)).sum())
+    angles = torch.einsum("d,gfd->gf", (query - key).flatten(), features.frequencies)
+    torch.testing.assert_close(torch.stack(products).mean(), angles.cos().mean())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_of_the_workshop_paper_train(name):
+    config = AutoConfig.from_pretrained(classify_images.REPOSITORY / "configuration" / f"workshop-{name}")
+    shape = config.num_hidden_layers, config.num_attention_heads, config.hidden_size, config.feature_dim
+    assert shape == (4, 4, 128, 32)
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(config)
+    output = model(pixel_values=torch.randn(2, 3, 4, 4), labels=torch.tensor([1, 7]))
+    output.loss.backward()
+    assert output.logits.shape == (2, 10)
+    for parameter_name, parameter in model.named_parameters():
+        if "embed_tokens" not in parameter_name:
+            assert parameter.grad is not None and parameter.grad.isfinite().all(), parameter_name
+
+
+def test_patches_are_read_row_by_row(make_classifier):
+    model = make_classifier()
+    images = pixels()
+    patches = torch.stack([images[:, :, y : y + 2, x : x + 2].flatten(1) for y in (0, 2, 4) for x in (0, 2, 4)], dim=1)
+    embedded = model.patches(images)
+    torch.testing.assert_close(embedded, model.patches.proj(patches))
+    torch.testing.assert_close(model(pixel_values=images).logits, model(inputs_embeds=embedded).logits)
+
+
+@pytest.mark.parametrize("name", ["fourier", "s4d", "softmax"])
+def test_the_learned_token_comes_last_and_heeds_pads(make_classifier, assert_same, name):
+    """A row alone equals the same row between pads, on whichever side they are."""
+    model = make_classifier(name)
+    embedded = torch.randn(1, 5, 32, dtype=torch.float64)
+    alone = model(inputs_embeds=embedded).logits
+    with_token = torch.cat([embedded, model.cls_token[None, None]], dim=1)
+    hidden = model.model(inputs_embeds=with_token).last_hidden_state
+    assert_same(alone, model.score(hidden[:, -1]))
+    junk = torch.randn(1, 3, 32, dtype=torch.float64)
+    for parts, mask in (((junk, embedded), [0] * 3 + [1] * 5), ((embedded, junk), [1] * 5 + [0] * 3)):
+        found = model(inputs_embeds=torch.cat(parts, dim=1), attention_mask=torch.tensor([mask])).logits
+        assert_same(found, alone)
+
+
+def test_ids_with_a_learned_token_leave_pads_out(make_classifier, assert_same, random_ids):
+    model = make_classifier("interdomain")
+    ids = random_ids(1, 6)
+    padded = torch.cat([ids, torch.full((1, 2), model.config.pad_token_id)], dim=1)
+    assert_same(model(padded).logits, model(ids).logits)
+
+
+def test_a_bidirectional_model_sees_later_tokens(make_classifier):
+    causal, both = (make_classifier("softmax", bidirectional=value, use_cls_token=False) for value in (False, True))
+    embedded = torch.randn(1, 5, 32, dtype=torch.float64)
+    changed = torch.cat([embedded[:, :-1], embedded[:, -1:] + 1], dim=1)
+    for model, moves in ((causal, False), (both, True)):
+        first, second = (model.model(inputs_embeds=x).last_hidden_state[:, 0] for x in (embedded, changed))
+        assert torch.equal(first, second) is not moves
+
+
+def test_classifiers_save_and_load(make_classifier, tmp_path):
+    model = make_classifier()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float64)
+    # The recurrence stays in float32 whatever dtype a folder is loaded in.
+    torch.testing.assert_close(
+        loaded(pixel_values=pixels()).logits, model(pixel_values=pixels()).logits, rtol=1e-5, atol=1e-5
+    )
+
+
+MISTAKES = {
+    "channels": (lambda model: model(pixel_values=torch.zeros(1, 1, 4, 4)), r"must have shape \[B, 3, height, width\]"),
+    "odd size": (lambda model: model(pixel_values=torch.zeros(1, 3, 5, 4)), "cannot be cut into patches of 2"),
+    "two inputs": (
+        lambda model: model(input_ids=torch.zeros(1, 2, dtype=torch.long), pixel_values=pixels()),
+        "exactly one of input_ids, inputs_embeds and pixel_values",
+    ),
+    "nothing": (lambda model: model(), "exactly one of input_ids, inputs_embeds and pixel_values"),
+    "positions": (
+        lambda model: model(pixel_values=pixels(), position_ids=torch.arange(9)[None]),
+        "use_cls_token reads whole rows",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_are_named(make_classifier, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(make_classifier())
+
+
+def test_images_need_a_patch_size_and_language_models_causality(make_classifier, make_config):
+    with pytest.raises(ValueError, match="pixel_values need a model with patch_size"):
+        make_classifier(patch_size=None)(pixel_values=pixels())
+    with pytest.raises(ValueError, match="must not see later tokens"):
+        InterdomainForCausalLM(make_config("softmax", bidirectional=True))
+
+
+# The example.
+
+
+def write_images(folder, rows=12, size=8):
+    import pyarrow
+    from PIL import Image
+    from pyarrow import parquet
+
+    for split in ("train", "test"):
+        table = []
+        for label in range(rows):
+            image = Image.new("RGB", (size, size), (20 * label, 0, 255 - 20 * label))
+            image.save(file := io.BytesIO(), "PNG")
+            table.append({"img": {"bytes": file.getvalue(), "path": None}, "label": label % 10})
+        parquet.write_table(pyarrow.Table.from_pylist(table), folder / f"{split}.parquet")
+
+
+def test_images_are_decoded(tmp_path):
+    write_images(tmp_path)
+    images = classify_images.load_images(tmp_path, "train", limit=5)
+    assert images.pixels.shape == (5, 3, 8, 8) and images.labels.tolist() == [0, 1, 2, 3, 4]
+    assert images.pixels[2, :, 3, 3].tolist() == [40, 0, 215]
+    with pytest.raises(classify_images.InputError, match="has no validation"):
+        classify_images.load_images(tmp_path, "validation")
+
+
+def test_augmentation_moves_and_mirrors_whole_images():
+    images = torch.arange(2 * 3 * 4 * 4).view(2, 3, 4, 4)
+    generator = torch.Generator().manual_seed(0)
+    assert torch.equal(classify_images.augmented(images, 0, False, generator), images)
+    seen = set()
+    for _ in range(60):
+        moved = classify_images.augmented(images, 1, True, generator)[0]
+        padded = torch.nn.functional.pad(images[0], (1,) * 4)
+        for top in range(3):
+            for left in range(3):
+                piece = padded[:, top : top + 4, left : left + 4]
+                seen |= {(top, left, flip) for flip in (0, 1) if torch.equal(moved, piece.flip(2) if flip else piece)}
+    assert len(seen) == 18
+
+
+def test_the_recipe_is_the_papers():
+    recipe = yaml.safe_load(classify_images.RECIPE.read_text())
+    assert (recipe["learning_rate"], recipe["weight_decay"], recipe["recurrence_max_grad_norm"]) == (3e-4, 0.01, 5.0)
+    config = AutoConfig.from_pretrained(classify_images.REPOSITORY / "configuration" / "workshop-per-head-fourier")
+    model = AutoModelForSequenceClassification.from_config(config)
+    groups = classify_images.parameter_groups(model, 3e-4, recipe["weight_decay"], recipe["recurrence_learning_rate"])
+    decay = {group["name"]: group["weight_decay"] for group in groups}
+    assert decay == {"weights": 0.01, "vectors": 0.0, "recurrence": 0.0}
+
+
+def test_the_example_trains_saves_and_measures(tmp_path, capsys):
+    write_images(tmp_path)
+    arguments = ["--data", str(tmp_path), "--steps", "3", "--patch-size", "2", "--output", str(tmp_path / "model")]
+    assert classify_images.main(arguments) == 0
+    assert "12 images of 17 tokens" in capsys.readouterr().out
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    found = classify_images.accuracy(model, classify_images.load_images(tmp_path, "test"))
+    assert json.loads((tmp_path / "model" / "results.json").read_text())["accuracy"] == found
+
+
+def test_the_example_names_mistakes(tmp_path, capsys):
+    assert classify_images.main(["--data", str(tmp_path)]) == 2
+    assert "has no train*.parquet" in capsys.readouterr().err
+    assert classify_images.main(["--data", str(tmp_path), "--steps", "0"]) == 2
+    assert "--steps and --limit must be positive" in capsys.readouterr().err
+    assert classify_images.main(["--data", str(tmp_path), "--config", "nowhere"]) == 2
+    assert "nowhere/config.json does not exist" in capsys.readouterr().err
