@@ -48,6 +48,12 @@ def gather_documents(sources: Sequence[str] = (), max_bytes: int = 16_000_000, s
     return documents
 
 
+def read_documents(sources: Sequence[str], seed: int = 0) -> Iterator[str]:
+    """The documents of all sources one after the other, read as they are asked for; blank ones are left out."""
+    for source in sources:
+        yield from (document for document in _read_source(source, seed) if document.strip())
+
+
 def split_documents(
     documents: Sequence[str], held_out_bytes: int = 400_000, min_bytes: int = 10_000, seed: int = 0
 ) -> tuple[list[str], list[str]]:

@@ -1,0 +1,344 @@
+"""Train a language model on text with the Trainer of Transformers and the optimiser of the paper.
+
+Usage:
+    python -m examples.train --config configuration/interdomain-small --data my_texts/ --output_dir runs/mine
+    accelerate launch -m examples.train ...          # several processes, FSDP or DeepSpeed as accelerate is configured
+    python -m examples.train ... --resume_from_checkpoint true      # goes on exactly where the last checkpoint was
+
+`recipes/language-model.yaml` holds the defaults; every field of `transformers.TrainingArguments` is an option too. The
+length of the run and of the warm-up are counted in tokens. What is logged besides the loss: tokens per second, and the
+model FLOPs utilisation (MFU) against the matrix rate that this machine reaches in a large product.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import yaml
+from torch.utils.data import Dataset, IterableDataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    HfArgumentParser,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.trainer_utils import get_last_checkpoint
+
+import modeling_interdomain  # noqa: F401  the import makes the Auto classes know the architecture
+from examples.quickstart import load_config
+from examples.text_data import InputError, encode, gather_documents, read_documents, split_documents, train_tokenizer
+from examples.training import cosine_with_warmup, parameter_groups
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RECIPE = REPOSITORY / "recipes" / "language-model.yaml"
+
+
+@dataclass
+class Recipe(TrainingArguments):
+    """The Trainer's own arguments, and those of the paper's optimiser."""
+
+    recurrence_learning_rate: float = field(default=1e-3, metadata={"help": "Cap for state space parameters."})
+    final_learning_rate: float = field(default=1e-5, metadata={"help": "Where the cosine ends."})
+    total_tokens: int = field(default=0, metadata={"help": "Length of the run; max_steps, if given, goes first."})
+    warmup_tokens: int = field(default=0, metadata={"help": "Length of the linear warm-up."})
+    sequence_length: int = field(default=2048, metadata={"help": "Tokens a sequence."})
+
+    def tokens_per_step(self) -> int:
+        """Of all processes, accumulated gradients included."""
+        return self.train_batch_size * self.gradient_accumulation_steps * self.world_size * self.sequence_length
+
+
+@dataclass
+class Text:
+    """What is learned from, and what kind of model."""
+
+    config: str = field(
+        default=str(REPOSITORY / "configuration" / "interdomain-small"), metadata={"help": "Folder with config.json."}
+    )
+    data: list[str] = field(
+        default_factory=list, metadata={"help": "Files, folders or dataset names; none: Python's standard library."}
+    )
+    tokenizer: str | None = field(default=None, metadata={"help": "Folder of a tokenizer; none: one is learned."})
+    vocab_size: int = field(default=4096, metadata={"help": "Tokens to learn, without a tokenizer."})
+    max_bytes: int = field(default=64_000_000, metadata={"help": "Text read into memory at most, without streaming."})
+    held_out_bytes: int = field(default=200_000, metadata={"help": "Text to evaluate on (streaming: none)."})
+    streaming: bool = field(default=False, metadata={"help": "Read and tokenize while training, in file order."})
+    separate_documents: bool = field(
+        default=False, metadata={"help": "No document sees the one before it (cu_seq_lens_q), all in one packed row."}
+    )
+
+
+class Blocks(Dataset):
+    """Consecutive blocks of a stream of tokens `[N]`, each of `length` tokens; what is left over is not used."""
+
+    def __init__(self, tokens: torch.Tensor, length: int):
+        if len(tokens) < length:
+            raise InputError(f"The text has {len(tokens):,} tokens, fewer than one sequence of {length:,}.")
+        self.tokens, self.length = tokens, length
+
+    def __len__(self) -> int:
+        return len(self.tokens) // self.length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens[index * self.length : (index + 1) * self.length]}
+
+
+class StreamedBlocks(IterableDataset):
+    """The same from files that are read as they are needed, over and over."""
+
+    def __init__(self, sources: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int):
+        self.sources, self.tokenizer, self.length = list(sources), tokenizer, length
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        rest = torch.empty(0, dtype=torch.long)
+        while True:
+            count = 0
+            for document in read_documents(self.sources):
+                rest = torch.cat([rest, encode(self.tokenizer, [document])[:-1]])
+                while len(rest) >= self.length:
+                    count += 1
+                    yield {"input_ids": rest[: self.length]}
+                    rest = rest[self.length :]
+            if not count:
+                raise InputError(f"The text has fewer tokens than one sequence of {self.length:,}.")
+
+
+@dataclass
+class Collator:
+    """Stacks blocks, or lays them into one row of documents, each of which begins with the boundary token."""
+
+    boundary: int
+    separate_documents: bool = False
+
+    def __call__(self, blocks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        ids = torch.stack([block["input_ids"] for block in blocks])
+        labels = ids.clone()
+        if not self.separate_documents:
+            return {"input_ids": ids, "labels": labels}
+        labels[:, 0] = -100  # what stands before a block in the row is another block's end
+        starts = ids == self.boundary
+        starts[:, 0] = True
+        begins = starts.flatten().nonzero()[:, 0]
+        ends = torch.cat([begins, begins.new_tensor([ids.numel()])])
+        positions = torch.arange(ids.numel()) - torch.repeat_interleave(begins, ends.diff())
+        row = {"input_ids": ids, "labels": labels, "position_ids": positions}
+        return {name: x.reshape(1, -1) for name, x in row.items()} | {"cu_seq_lens_q": ends.int()}
+
+
+class InterdomainTrainer(Trainer):
+    """The Trainer with the optimiser, the schedule and the log of this recipe."""
+
+    args: Recipe
+    matrix_rate: float | None = None
+
+    def create_optimizer(self, model=None):
+        if self.optimizer is None:
+            model = self.model if model is None else model
+            args = self.args
+            groups = parameter_groups(model, args.learning_rate, args.weight_decay, args.recurrence_learning_rate)
+            betas, eps = (args.adam_beta1, args.adam_beta2), args.adam_epsilon
+            self.optimizer = torch.optim.AdamW(groups, betas=betas, eps=eps)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer=None):
+        if self.lr_scheduler is None:
+            optimizer = self.optimizer if optimizer is None else optimizer
+            self.lr_scheduler = schedule(optimizer, self.args, num_training_steps)
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def log(self, logs: dict[str, float], *arguments, **options) -> None:
+        """Adds tokens/s since the last log line, and the model FLOPs utilisation."""
+        now, step = time.perf_counter(), self.state.global_step
+        if "loss" in logs:
+            before, first = getattr(self, "_last_log", (None, 0))
+            if before is not None and step > first:
+                rate = (step - first) * self.args.tokens_per_step() / (now - before)
+                logs["tokens_per_second"] = round(rate, 1)
+                logs["mfu"] = round(rate * flops_per_token(self.model) / self._matrix_rate(), 4)
+            self._last_log = (time.perf_counter(), step)
+        super().log(logs, *arguments, **options)
+
+    def _matrix_rate(self) -> float:
+        """Operations a second that all processes together reach in a large matrix product; measured once."""
+        if self.matrix_rate is None:
+            dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
+            self.matrix_rate = matrix_rate(self.args.device, dtype) * self.args.world_size
+        return self.matrix_rate
+
+
+def schedule(optimizer: torch.optim.Optimizer, args: Recipe, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
+    """Linear warm-up counted in tokens, then a cosine down to `final_learning_rate` for every group."""
+    warmup = min(1.0, args.warmup_tokens / args.tokens_per_step() / steps)
+
+    def factor_of(peak: float):
+        final = min(1.0, args.final_learning_rate / peak) if peak else 1.0
+        return lambda step: cosine_with_warmup(min(1.0, (step + 1) / steps), warmup, final)
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, [factor_of(group["lr"]) for group in optimizer.param_groups])
+
+
+def flops_per_token(model: torch.nn.Module) -> float:
+    """Operations of forward and backward a token: 6 for each weight of a matrix, embeddings aside (Kaplan et al.).
+
+    What a token mixer adds beyond its projections is left out, so the utilisation is understated.
+    """
+    matrices = {
+        id(module.weight): module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear)
+    }
+    return 6.0 * sum(matrices.values())
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype, size: int = 2048, seconds: float = 0.3) -> float:
+    """Operations per second of a square matrix product here."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    best, started = math.inf, time.perf_counter()
+    while time.perf_counter() - started < seconds or best == math.inf:
+        begin = time.perf_counter()
+        a @ b
+        synchronize()
+        best = min(best, time.perf_counter() - begin)
+    return 2 * size**3 / best
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[Recipe, Text]:
+    """Options over the recipe's lines over the Trainer's defaults."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    recipe = RECIPE
+    if "--recipe" in given:
+        place = given.index("--recipe")
+        if place + 1 == len(given):
+            raise InputError("--recipe needs the name of a YAML file.")
+        recipe = Path(given[place + 1])
+        del given[place : place + 2]
+    if not recipe.is_file():
+        raise InputError(f"The recipe {recipe} does not exist.")
+    parser = HfArgumentParser((Recipe, Text), description=__doc__.splitlines()[0])
+    defaults = {"output_dir": "runs/train", "logging_steps": 10, "report_to": "none", "save_total_limit": 2}
+    lines = yaml.safe_load(recipe.read_text()) or {}
+    known = {action.dest for action in parser._actions}
+    if unknown := sorted(set(lines) - known):
+        raise InputError(f"The recipe {recipe} has unknown fields: {', '.join(unknown)}.")
+    parser.set_defaults(**defaults | lines)
+    recipe_arguments, text = parser.parse_args_into_dataclasses(given)
+    return recipe_arguments, text
+
+
+def check_options(args: Recipe, text: Text) -> None:
+    """Refuse at once what would fail, or lose somebody's files, minutes later."""
+    if not (Path(text.config) / "config.json").is_file():
+        raise InputError(f"{text.config} has no config.json.")
+    if text.tokenizer is None and text.streaming:
+        raise InputError("--streaming needs --tokenizer: one cannot be learned from text that is not read yet.")
+    if text.streaming and not text.data:
+        raise InputError("--streaming needs --data.")
+    if args.max_steps <= 0 and args.total_tokens <= 0:
+        raise InputError("The run needs an end: --total_tokens or --max_steps.")
+    output = Path(args.output_dir)
+    if output.is_dir() and any(output.iterdir()) and not args.resume_from_checkpoint:
+        raise InputError(
+            f"{output} is not empty: choose another --output_dir, or --resume_from_checkpoint true to go on there."
+        )
+
+
+def last_checkpoint(args: Recipe) -> str | None:
+    """The checkpoint to go on from, or None for a fresh start."""
+    wanted = args.resume_from_checkpoint
+    if not wanted or str(wanted).lower() == "false":
+        return None
+    if str(wanted).lower() != "true":
+        if not Path(wanted).is_dir():
+            raise InputError(f"The checkpoint {wanted} does not exist.")
+        return wanted
+    found = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+    if found is None:
+        raise InputError(f"{args.output_dir} holds no checkpoint to go on from.")
+    return found
+
+
+def make_tokenizer(args: Recipe, text: Text, documents: Sequence[str]) -> PreTrainedTokenizerBase:
+    """The one that was named, the one an interrupted run has learned, or a new one."""
+    if text.tokenizer is not None:
+        if not Path(text.tokenizer).is_dir():
+            raise InputError(f"The tokenizer folder {text.tokenizer} does not exist.")
+        tokenizer = AutoTokenizer.from_pretrained(text.tokenizer)
+        if tokenizer.eos_token_id is None:
+            raise InputError(f"The tokenizer {text.tokenizer} has no eos token to put between documents.")
+        return tokenizer
+    kept = Path(args.output_dir) / "tokenizer"
+    if args.resume_from_checkpoint and kept.is_dir():
+        return AutoTokenizer.from_pretrained(kept)
+    tokenizer = train_tokenizer(documents, text.vocab_size)
+    if args.process_index == 0:
+        tokenizer.save_pretrained(kept)
+    return tokenizer
+
+
+def run(args: Recipe, text: Text) -> dict[str, float]:
+    """Train, evaluate, save model and tokenizer; what was measured."""
+    check_options(args, text)
+    checkpoint = last_checkpoint(args)
+    documents, held_out = [], []
+    if not text.streaming:
+        documents, held_out = split_documents(
+            gather_documents(text.data, text.max_bytes, seed=args.seed), text.held_out_bytes, seed=args.seed
+        )
+    tokenizer = make_tokenizer(args, text, documents)
+    length = args.sequence_length
+    train_data: Dataset
+    if text.streaming:
+        train_data = StreamedBlocks(text.data, tokenizer, length)
+    else:
+        train_data = Blocks(encode(tokenizer, documents), length)
+    eval_data = Blocks(encode(tokenizer, held_out), length) if held_out else None
+    if args.max_steps <= 0:
+        args.max_steps = math.ceil(args.total_tokens / args.tokens_per_step())
+    if eval_data is None:
+        args.eval_strategy = "no"
+    set_seed(args.seed)
+    model = AutoModelForCausalLM.from_config(load_config(Path(text.config), tokenizer))
+    trainer = InterdomainTrainer(
+        model=model,
+        args=args,
+        train_dataset=train_data,
+        eval_dataset=eval_data,
+        processing_class=tokenizer,
+        data_collator=Collator(tokenizer.eos_token_id, text.separate_documents),
+    )
+    trainer.train(resume_from_checkpoint=checkpoint)
+    results = {"steps": trainer.state.global_step, "tokens": trainer.state.global_step * args.tokens_per_step()}
+    if eval_data is not None:
+        results |= trainer.evaluate()
+        results["perplexity"] = math.exp(min(results["eval_loss"], 700.0))
+    trainer.save_model()
+    if trainer.is_world_process_zero():
+        (Path(args.output_dir) / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+        rest = ", ".join(f"{name} {value:.4g}" for name, value in results.items() if name != "tokens")
+        print(f"{results['tokens']:,} tokens; {rest}")
+    return results
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        run(*parse_arguments(arguments))
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""The Trainer example: the paper's optimiser, packing, streaming, exact resume, and mistakes named before a run."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from examples import text_data, train
+from tests.test_examples import some_documents
+
+TINY = str(train.REPOSITORY / "configuration" / "interdomain-tiny")
+
+
+@pytest.fixture
+def texts(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": document}) + "\n" for document in some_documents(120)))
+    return str(path)
+
+
+@pytest.fixture
+def options(texts, tmp_path):
+    """`options(output="out", **changes)`: arguments of a run of six steps of 2 x 32 tokens."""
+
+    def make(output="out", **changes):
+        fields = {
+            "config": TINY,
+            "data": texts,
+            "vocab_size": 300,
+            "output_dir": tmp_path / output,
+            "sequence_length": 32,
+            "per_device_train_batch_size": 2,
+            "max_steps": 6,
+            "warmup_tokens": 128,
+            "logging_steps": 1,
+            "save_steps": 3,
+            "use_cpu": "true",
+            "disable_tqdm": "true",
+        } | changes
+        return [x for name, value in fields.items() for x in (f"--{name}", str(value))]
+
+    return make
+
+
+def history(folder, step=6):
+    state = json.loads((folder / f"checkpoint-{step}" / "trainer_state.json").read_text())
+    return [(row["step"], row["loss"], row["learning_rate"]) for row in state["log_history"] if "loss" in row]
+
+
+def test_a_run_saves_what_loads_and_logs_its_speed(options, tmp_path, capsys):
+    assert train.main(options()) == 0
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["tokens"] == 6 * 2 * 32
+    assert results["perplexity"] == pytest.approx(math.exp(results["eval_loss"]))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert model.config.vocab_size == len(tokenizer)
+    state = json.loads((tmp_path / "out" / "checkpoint-6" / "trainer_state.json").read_text())
+    logged = [row for row in state["log_history"] if "tokens_per_second" in row]
+    assert len(logged) == 5 and all(row["tokens_per_second"] > 0 and 0 < row["mfu"] < 1 for row in logged)
+
+
+def test_the_same_curve_with_and_without_a_stop(options, tmp_path, monkeypatch):
+    assert train.main(options("whole")) == 0
+
+    class Stop(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            control.should_training_stop = True
+
+    plain = train.InterdomainTrainer.__init__
+
+    def interrupted(self, *args, **kwargs):
+        plain(self, *args, **kwargs, callbacks=[Stop()])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.InterdomainTrainer, "__init__", interrupted)
+        assert train.main(options("stopped")) == 0
+    assert not (tmp_path / "stopped" / "checkpoint-6").exists()
+    assert train.main(options("stopped", resume_from_checkpoint="true")) == 0
+    assert history(tmp_path / "stopped") == history(tmp_path / "whole")
+    weights = [AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("whole", "stopped")]
+    assert all(torch.equal(a, b) for a, b in zip(*(x.values() for x in weights), strict=True))
+
+
+def test_the_optimiser_is_the_papers(options):
+    args, _ = train.parse_arguments(options(learning_rate=4e-3, warmup_tokens=128))
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TINY))
+    trainer = train.InterdomainTrainer(model=model, args=args)
+    optimizer = trainer.create_optimizer()
+    scheduler = trainer.create_scheduler(6)
+    groups = {group["name"]: group for group in optimizer.param_groups}
+    assert {name: group["weight_decay"] for name, group in groups.items()} == {
+        "weights": 0.1,
+        "vectors": 0.0,
+        "recurrence": 0.0,
+    }
+    assert groups["recurrence"]["initial_lr"] == 1e-3 and groups["weights"]["initial_lr"] == 4e-3
+    assert groups["weights"]["betas"] == (0.9, 0.95) and args.max_grad_norm == 1.0
+    rates = []
+    for _ in range(6):
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        scheduler.step()
+    # 128 tokens are two steps of 2 x 32: a line up to the peak, then down to 1e-5 for both kinds of parameters.
+    assert rates[0][0] == pytest.approx(2e-3) and rates[1][0] == pytest.approx(4e-3)
+    assert rates[5][0] == pytest.approx(1e-5) and rates[5][-1] == pytest.approx(1e-5)
+    assert all(a[0] > b[0] for a, b in zip(rates[1:], rates[2:]))
+
+
+def test_packed_documents_do_not_see_each_other():
+    """A row of documents costs what each of them costs alone."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TINY)).double().eval()
+    blocks = [{"input_ids": torch.tensor([5, 6, 0, 7, 8, 9])}, {"input_ids": torch.tensor([7, 7, 7, 0, 5, 6])}]
+    batch = train.Collator(boundary=0, separate_documents=True)(blocks)
+    assert batch["cu_seq_lens_q"].tolist() == [0, 2, 6, 9, 12]
+    assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3, 0, 1, 2, 0, 1, 2]]
+    assert batch["labels"].tolist() == [[-100, 6, 0, 7, 8, 9, -100, 7, 7, 0, 5, 6]]
+    logits = model(**batch).logits[0]
+    for start, end in ((0, 2), (2, 6), (6, 9), (9, 12)):
+        alone = model(batch["input_ids"][:, start:end]).logits[0]
+        torch.testing.assert_close(logits[start:end], alone, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"separate_documents": "true"}, {"bf16": "true"}, {"gradient_checkpointing": "true"}]
+)
+def test_other_ways_to_train(options, changes, tmp_path):
+    assert train.main(options(**changes)) == 0
+    assert history(tmp_path / "out")[-1][1] < math.log(300) + 0.2
+
+
+def test_streams_are_read_over_and_over_and_go_on_where_they_stopped(options, tmp_path):
+    text_data.train_tokenizer(some_documents(), 300).save_pretrained(tmp_path / "tokenizer")
+    stream = {"streaming": "true", "tokenizer": tmp_path / "tokenizer"}
+    assert train.main(options("whole", **stream)) == 0
+    assert train.main(options("parts", **stream)) == 0
+    (tmp_path / "parts" / "checkpoint-6").rename(tmp_path / "gone")
+    assert train.main(options("parts", **stream, resume_from_checkpoint="true")) == 0
+    assert history(tmp_path / "parts") == history(tmp_path / "whole")
+
+
+def test_a_stream_equals_the_text_in_memory(texts):
+    tokenizer = text_data.train_tokenizer(some_documents(), 300)
+    blocks = iter(train.StreamedBlocks([texts], tokenizer, 16))
+    tokens = text_data.encode(tokenizer, list(text_data.read_documents([texts])))[:-1]
+    whole = len(tokens) // 16
+    read = torch.stack([next(blocks)["input_ids"] for _ in range(whole)])
+    assert torch.equal(read.flatten(), tokens[: whole * 16])
+    after = next(blocks)["input_ids"]  # the rest and the beginning again
+    assert torch.equal(after, torch.cat([tokens[whole * 16 :], tokens])[:16])
+
+
+MISTAKES = {
+    "config": ({"config": "nowhere"}, "nowhere has no config.json"),
+    "end": ({"max_steps": -1, "total_tokens": 0}, "The run needs an end"),
+    "tokenizer": ({"tokenizer": "nowhere"}, "The tokenizer folder nowhere does not exist"),
+    "stream": ({"streaming": "true"}, "--streaming needs --tokenizer"),
+    "checkpoint": ({"resume_from_checkpoint": "nowhere"}, "The checkpoint nowhere does not exist"),
+    "nothing to go on from": ({"resume_from_checkpoint": "true"}, "holds no checkpoint to go on from"),
+    "recipe": ({"recipe": "nowhere.yaml"}, "The recipe nowhere.yaml does not exist"),
+    "too little text": ({"sequence_length": 100_000}, "fewer than one sequence of 100,000"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_are_named(options, capsys, changes, message):
+    assert train.main(options(**changes)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_nothing_is_overwritten_and_unknown_fields_are_named(options, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    assert train.main(options()) == 2
+    assert "is not empty: choose another --output_dir" in capsys.readouterr().err
+    (tmp_path / "recipe.yaml").write_text("lerning_rate: 1\n")
+    assert train.main(options("other", recipe=tmp_path / "recipe.yaml")) == 2
+    assert "has unknown fields: lerning_rate" in capsys.readouterr().err
