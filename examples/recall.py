@@ -1,0 +1,247 @@
+"""What does a fixed-size memory hold? Associative recall, a phone book, and a needle in a long text.
+
+Usage:
+    python -m examples.recall mqar configuration/interdomain-small configuration/softmax-small   # trained here
+    python -m examples.recall phonebook runs/mine --sizes 4 8 16                                 # checkpoints
+    python -m examples.recall needle runs/mine --sizes 256 512 1024
+
+mqar (multi-query associative recall, Arora et al., "Zoology", 2023) trains small models of the given configurations
+from scratch for each number of key-value pairs and measures how often the value of a repeated key is predicted.
+phonebook (Jelassi et al., "Repeat After Me", 2024) lists names with numbers and asks for one of them; needle hides one
+sentence with a number in filler text. Both ask a trained language model by the likelihood of the right number among
+`--choices` numbers, so that chance is known. Each writes a JSON file, a table and a plot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+import modeling_interdomain  # noqa: F401  the import makes the Auto classes know the architecture
+from examples.evaluate import load
+from examples.report import write_report
+from examples.text_data import InputError, gather_documents
+from examples.training import cosine_with_warmup, parameter_groups
+
+NAMES = ["Alice", "Bruno", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "Irene", "James", "Karen", "Louis"]
+NAMES += ["Maria", "Nolan", "Olive", "Peter", "Quinn", "Rosa", "Simon", "Tessa", "Ursula", "Victor", "Wendy", "Zane"]
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+
+
+class Pairs(NamedTuple):
+    """Token ids `[B, T]`, and True `[B, T]` where the value of a key seen before stands."""
+
+    ids: torch.Tensor
+    asked: torch.Tensor
+
+
+def mqar_batches(
+    pairs: int, length: int, vocab_size: int, batch_size: int, generator: torch.Generator
+) -> Iterator[Pairs]:
+    """Key-value pairs, each key once, then the same pairs in another order with gaps; 0 fills the gaps.
+
+    Keys and values come from the two halves of the vocabulary; values may repeat.
+    """
+    half = vocab_size // 2
+    if length < 4 * pairs:
+        raise InputError(f"{pairs} pairs need sequences of at least {4 * pairs} tokens, got {length}.")
+    if pairs > half - 1:
+        raise InputError(f"{pairs} pairs need a vocabulary of at least {2 * pairs + 2} tokens, got {vocab_size}.")
+    while True:
+        keys = 1 + torch.rand(batch_size, half - 1, generator=generator).argsort(dim=1)[:, :pairs]
+        values = torch.randint(half, vocab_size, (batch_size, pairs), generator=generator)
+        ids = torch.zeros(batch_size, length, dtype=torch.long)
+        ids[:, 0 : 2 * pairs : 2], ids[:, 1 : 2 * pairs : 2] = keys, values
+        order = torch.rand(batch_size, pairs, generator=generator).argsort(dim=1)
+        slots = torch.rand(batch_size, (length - 2 * pairs) // 2, generator=generator).argsort(dim=1)[:, :pairs]
+        places = 2 * pairs + 2 * slots
+        ids.scatter_(1, places, keys.gather(1, order)).scatter_(1, places + 1, values.gather(1, order))
+        asked = torch.zeros_like(ids, dtype=torch.bool).scatter_(1, places + 1, True)
+        yield Pairs(ids, asked)
+
+
+def answers(model: torch.nn.Module, batch: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits `[n, vocab_size]` and the right tokens `[n]` of everything that is asked."""
+    device = next(model.parameters()).device
+    logits = model(input_ids=batch.ids[:, :-1].to(device), use_cache=False).logits
+    asked = batch.asked[:, 1:].to(device)
+    return logits[asked].float(), batch.ids[:, 1:].to(device)[asked]
+
+
+def mqar(config, pairs: int, options: argparse.Namespace) -> float:
+    """Train a model of the configuration and return the fraction of right answers on new sequences."""
+    torch.manual_seed(options.seed)
+    model = AutoModelForCausalLM.from_config(config)
+    groups = parameter_groups(model, options.learning_rate)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    length = max(options.length, 4 * pairs)
+    generator = torch.Generator().manual_seed(options.seed)
+    batches = mqar_batches(pairs, length, config.vocab_size, options.batch_size, generator)
+    bar = tqdm(zip(range(options.steps), batches), total=options.steps, desc=f"{pairs} pairs", dynamic_ncols=True)
+    for step, batch in bar:
+        for group, peak in zip(optimizer.param_groups, peaks):
+            group["lr"] = peak * cosine_with_warmup((step + 1) / options.steps)
+        loss = F.cross_entropy(*answers(model, batch))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        bar.set_postfix_str(f"loss {loss.item():.3f}", refresh=False)
+    model.eval()
+    generator = torch.Generator().manual_seed(options.seed + 1)
+    batches = mqar_batches(pairs, length, config.vocab_size, options.batch_size, generator)
+    right, asked = 0, 0
+    with torch.no_grad():
+        for _, batch in zip(range(8), batches):
+            logits, tokens = answers(model, batch)
+            right, asked = right + int((logits.argmax(-1) == tokens).sum()), asked + len(tokens)
+    return right / asked
+
+
+class Question(NamedTuple):
+    """A text that ends where the answer would begin, and answers of which the first is right."""
+
+    prompt: str
+    answers: list[str]
+
+
+def phonebook_question(entries: int, choices: int, draw: random.Random) -> Question:
+    """A list of names and numbers, then one of the names again; wrong answers are other numbers of the list."""
+    people = [f"{first} {last}" for first in NAMES for last in NAMES if first != last]
+    names = draw.sample(people, entries)
+    numbers = [f" {draw.randrange(10**6):06d}" for _ in names]
+    book = "".join(f"{name}:{number}\n" for name, number in zip(names, numbers))
+    asked = draw.randrange(entries)
+    others = [number for number in dict.fromkeys(numbers) if number != numbers[asked]]
+    return Question(f"{book}\n{names[asked]}:", [numbers[asked], *draw.sample(others, min(choices - 1, len(others)))])
+
+
+def needle_question(sentences: Sequence[str], words: int, choices: int, draw: random.Random) -> Question:
+    """`words` words of filler with one number hidden at a random depth; wrong answers are other numbers."""
+    hidden, *others = (f" {number}" for number in draw.sample(range(10_000, 100_000), choices))
+    statement = f"The secret number is{hidden}. "
+    start, filler, count = draw.randrange(len(sentences)), [], 0
+    while count < words:
+        filler.append(sentences[start % len(sentences)] + " ")
+        count, start = count + len(filler[-1].split()), start + 1
+    filler.insert(draw.randrange(len(filler) + 1), statement)
+    return Question("".join(filler) + "The secret number is", [hidden, *others])
+
+
+@torch.no_grad()
+def log_likelihoods(model, tokenizer, question: Question) -> list[float]:
+    """Of each answer after the prompt, in nats."""
+    prompt = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []
+    prompt += tokenizer(question.prompt, add_special_tokens=False)["input_ids"]
+    rows = [tokenizer(answer, add_special_tokens=False)["input_ids"] for answer in question.answers]
+    longest = max(map(len, rows))
+    ids = torch.tensor([prompt + row + [0] * (longest - len(row)) for row in rows], device=model.device)
+    logits = model(input_ids=ids, use_cache=False, logits_to_keep=longest + 1).logits[:, :-1].float()
+    found = logits.log_softmax(-1).gather(2, ids[:, len(prompt) :, None])[..., 0]
+    return [found[i, : len(row)].sum().item() for i, row in enumerate(rows)]
+
+
+def accuracy(folder: str, questions: Sequence[Question]) -> float:
+    """How often the right answer is the likeliest."""
+    model, tokenizer = load(folder)
+    right = 0
+    for question in tqdm(questions, desc=Path(folder).name, dynamic_ncols=True, leave=False):
+        likelihoods = log_likelihoods(model, tokenizer, question)
+        right += max(likelihoods) == likelihoods[0]
+    return right / len(questions)
+
+
+def filler_sentences(options: argparse.Namespace) -> list[str]:
+    """Sentences of the user's text, or a few plain ones."""
+    text = " ".join(gather_documents(options.data, 2_000_000)) if options.data else FILLER
+    return [sentence.strip() + "." for sentence in text.replace("\n", " ").split(". ") if sentence.strip(" .")]
+
+
+def questions_of(task: str, size: int, options: argparse.Namespace) -> list[Question]:
+    """The same questions for every model."""
+    draw = random.Random(f"{task} {size} {options.seed}")
+    if task == "phonebook":
+        return [phonebook_question(size, options.choices, draw) for _ in range(options.questions)]
+    sentences = filler_sentences(options)
+    return [needle_question(sentences, size, options.choices, draw) for _ in range(options.questions)]
+
+
+def mqar_config(folder: str, options: argparse.Namespace):
+    changes = {"vocab_size": options.vocab_size, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    return AutoConfig.from_pretrained(folder, **changes)
+
+
+LABELS = {"mqar": "key-value pairs", "phonebook": "entries", "needle": "words of text"}
+SIZES = {"mqar": [4, 8, 16, 32], "phonebook": [4, 8, 16, 32], "needle": [100, 200, 400, 800]}
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("task", choices=LABELS)
+    parser.add_argument("folders", nargs="+", help="mqar: configurations; otherwise models with their tokenizers")
+    parser.add_argument("--sizes", type=int, nargs="+", help="pairs, entries or words (default: the task's)")
+    parser.add_argument("--output", type=Path, default=Path("runs/recall"), help="folder (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    training = parser.add_argument_group("mqar")
+    training.add_argument("--steps", type=int, default=400, help="default: %(default)s")
+    training.add_argument("--batch-size", type=int, default=32, help="default: %(default)s")
+    training.add_argument("--length", type=int, default=128, help="tokens a sequence (default: %(default)s)")
+    training.add_argument("--vocab-size", type=int, default=256, help="default: %(default)s")
+    training.add_argument("--learning-rate", type=float, default=3e-3, help="default: %(default)s")
+    asking = parser.add_argument_group("phonebook and needle")
+    asking.add_argument("--questions", type=int, default=100, help="for each size (default: %(default)s)")
+    asking.add_argument("--choices", type=int, default=4, help="numbers to choose from (default: %(default)s)")
+    asking.add_argument("--data", nargs="+", help="needle: text to hide it in (default: a few plain sentences)")
+    return parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace) -> None:
+    logging.disable_progress_bar()
+    sizes = options.sizes or SIZES[options.task]
+    for name in ("steps", "batch_size", "questions"):
+        if getattr(options, name) < 1:
+            raise InputError(f"--{name.replace('_', '-')} must be positive, got {getattr(options, name)}.")
+    if min(sizes) < 1 or options.choices < 2:
+        raise InputError("--sizes must be positive and --choices at least 2.")
+    if options.task == "phonebook" and min(sizes) < options.choices:
+        raise InputError(f"A phone book of {min(sizes)} entries has no {options.choices} numbers to choose from.")
+    for folder in options.folders:
+        if not (Path(folder) / "config.json").is_file():
+            raise InputError(f"{folder} has no config.json.")
+    curves: dict[str, dict[float, float]] = {Path(folder).name: {} for folder in options.folders}
+    for size in sizes:
+        questions = [] if options.task == "mqar" else questions_of(options.task, size, options)
+        for folder in options.folders:
+            if options.task == "mqar":
+                found = mqar(mqar_config(folder, options), size, options)
+            else:
+                found = accuracy(folder, questions)
+            curves[Path(folder).name][float(size)] = found
+    chance = 2 / options.vocab_size if options.task == "mqar" else 1 / options.choices
+    settings = {name: value for name, value in vars(options).items() if isinstance(value, (int, float, str))}
+    print(write_report(options.task, curves, options.output, LABELS[options.task], "accuracy", **settings))
+    print(f"Chance is {chance:.3f}.")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        run(parse_arguments(arguments))
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

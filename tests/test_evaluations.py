@@ -1,0 +1,181 @@
+"""Length extrapolation and recall: what is asked is what the scripts say, and they write a table and a plot."""
+
+import json
+import math
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from examples import evaluate_lengths, recall, text_data
+from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
+from tests.test_examples import some_documents
+
+
+class Fixed(torch.nn.Module):
+    """Says the same logits `[V]` everywhere, or those that `rule(ids)` gives."""
+
+    def __init__(self, rule, vocab_size=16):
+        super().__init__()
+        self.unused = torch.nn.Parameter(torch.zeros(1))
+        self.rule, self.vocab_size, self.device = rule, vocab_size, torch.device("cpu")
+
+    def forward(self, input_ids, logits_to_keep=0, **kwargs):
+        return SimpleNamespace(logits=self.rule(input_ids)[:, -logits_to_keep or None :])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model with its tokenizer."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    tokenizer = text_data.train_tokenizer(some_documents(), 300)
+    torch.manual_seed(0)
+    config = InterdomainConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+                               bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)  # fmt: skip
+    InterdomainForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+# Lengths.
+
+
+def test_bits_at_every_length_are_over_the_same_tokens():
+    """A model that gives every token the same probability needs log2(V) bits at any length."""
+    tokens = torch.randint(16, (141,))
+    model = Fixed(lambda ids: torch.zeros(*ids.shape, 16))
+    for length in (10, 20, 35):
+        assert evaluate_lengths.bits_at_length(model, tokens, length) == pytest.approx(4.0)
+
+
+def test_a_longer_window_shows_more_past():
+    """A model that is certain from the fifth token of a window on: of every window four tokens cost one bit each."""
+
+    def rule(ids):
+        known = torch.arange(ids.shape[1]) >= 4
+        right = torch.nn.functional.one_hot((ids + 1) % 2, 2) * 1e3
+        return torch.where(known[None, :, None], right, 0.0)
+
+    tokens = torch.arange(141) % 2
+    for length in (10, 20, 35):
+        assert evaluate_lengths.bits_at_length(Fixed(rule, 2), tokens, length) == pytest.approx(4 / length)
+
+
+def test_lengths_are_written_as_table_and_plot(folder, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("\n".join(some_documents()))
+    arguments = [folder, "--data", str(tmp_path / "text.txt"), "--trained-length", "16", "--output", str(tmp_path)]
+    assert evaluate_lengths.main(arguments) == 0
+    assert "tiny: " in capsys.readouterr().out
+    curve = json.loads((tmp_path / "lengths.json").read_text())["curves"]["tiny"]
+    assert set(curve) == {"16", "32", "56"} and all(0 < bits < 20 for bits in curve.values())
+    assert (tmp_path / "lengths.png").stat().st_size > 1000 and "| tiny |" in (tmp_path / "lengths.md").read_text()
+    assert evaluate_lengths.main([*arguments[:4], "1000000"]) == 2
+    assert "fewer than one window of 3,500,000" in capsys.readouterr().err
+    assert evaluate_lengths.main([*arguments[:4], "0"]) == 2
+    assert "at least one token" in capsys.readouterr().err
+
+
+# Recall.
+
+
+def test_every_key_is_asked_once_after_its_pair():
+    batch = next(recall.mqar_batches(6, 32, 64, 5, torch.Generator().manual_seed(0)))
+    assert batch.ids.shape == (5, 32) and batch.asked.sum(1).tolist() == [6] * 5
+    for ids, asked in zip(batch.ids, batch.asked):
+        pairs = dict(ids[:12].view(6, 2).tolist())
+        assert len(pairs) == 6 and all(0 < key < 32 <= value < 64 for key, value in pairs.items())
+        places = asked.nonzero()[:, 0]
+        assert places.min() > 12
+        assert {ids[p - 1].item(): ids[p].item() for p in places} == pairs
+        rest = torch.ones(32, dtype=torch.bool)
+        rest[:12] = rest[places] = rest[places - 1] = False
+        assert not ids[rest].any()
+
+
+def test_a_model_that_looks_keys_up_is_right():
+    def lookup(ids):
+        logits = torch.zeros(*ids.shape, 64)
+        for row, tokens in enumerate(ids.tolist()):
+            pairs = dict(zip(tokens[:12:2], tokens[1:12:2]))
+            for place, token in enumerate(tokens):
+                logits[row, place, pairs.get(token, 0)] = 1.0
+        return logits
+
+    batch = next(recall.mqar_batches(6, 32, 64, 5, torch.Generator().manual_seed(0)))
+    logits, tokens = recall.answers(Fixed(lookup, 64), batch)
+    assert len(tokens) == 30 and torch.equal(logits.argmax(-1), tokens)
+
+
+def test_mqar_learns_to_look_keys_up(tmp_path):
+    """Knowing the two values of a sequence without their keys would be right half of the time."""
+    config = tmp_path / "small"
+    InterdomainConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=1, state_size=8).save_pretrained(config)
+    arguments = ["mqar", str(config), "--sizes", "2", "--steps", "600", "--vocab-size", "16", "--length", "8"]
+    assert recall.main([*arguments, "--batch-size", "64", "--output", str(tmp_path)]) == 0
+    record = json.loads((tmp_path / "mqar.json").read_text())
+    assert record["curves"]["small"]["2"] > 0.6 and record["steps"] == 600
+    assert (tmp_path / "mqar.png").exists()
+
+
+def test_the_phone_book_asks_for_a_number_that_it_lists():
+    for seed in range(20):
+        question = recall.phonebook_question(8, 4, random.Random(seed))
+        *book, name = question.prompt.split("\n")
+        numbers = dict(line.split(":") for line in book if line)
+        assert len(numbers) == 8 and question.answers[0] == numbers[name.rstrip(":")]
+        assert len(set(question.answers)) == 4 and set(question.answers) <= set(numbers.values())
+
+
+def test_the_needle_is_in_the_text_once():
+    depths = set()
+    for seed in range(20):
+        question = recall.needle_question(["One two three.", "Four five."], 40, 4, random.Random(seed))
+        right = f"The secret number is{question.answers[0]}. "
+        assert question.prompt.count(right) == 1 and question.prompt.endswith("The secret number is")
+        assert len(set(question.answers)) == 4
+        assert not any(answer in question.prompt for answer in question.answers[1:])
+        assert 40 <= len(question.prompt.split()) < 60
+        depths.add(question.prompt.index(right))
+    assert len(depths) > 5
+
+
+def test_likelihoods_are_those_of_the_answer_alone(folder):
+    from examples.evaluate import load
+
+    model, tokenizer = load(folder)
+    question = recall.Question("alpha 1 beta", [" gamma 12", " delta", " x"])
+    for answer, found in zip(question.answers, recall.log_likelihoods(model, tokenizer, question)):
+        prompt = [tokenizer.bos_token_id, *tokenizer(question.prompt, add_special_tokens=False)["input_ids"]]
+        row = tokenizer(answer, add_special_tokens=False)["input_ids"]
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + row])).logits[0].log_softmax(-1)
+        expected = sum(logits[len(prompt) - 1 + i, token].item() for i, token in enumerate(row))
+        assert math.isclose(found, expected, rel_tol=1e-4)
+
+
+@pytest.mark.parametrize(("task", "sizes"), [("phonebook", ["4", "6"]), ("needle", ["20"])])
+def test_checkpoints_are_asked(folder, tmp_path, capsys, task, sizes):
+    arguments = [task, folder, "--sizes", *sizes, "--questions", "5", "--output", str(tmp_path)]
+    assert recall.main(arguments) == 0
+    assert "Chance is 0.250" in capsys.readouterr().out
+    first = json.loads((tmp_path / f"{task}.json").read_text())["curves"]["tiny"]
+    assert set(first) == set(sizes) and all(0 <= x <= 1 for x in first.values())
+    assert (
+        recall.main(arguments) == 0 and json.loads((tmp_path / f"{task}.json").read_text())["curves"]["tiny"] == first
+    )
+
+
+MISTAKES = {
+    "folder": (["mqar", "nowhere"], "nowhere has no config.json"),
+    "pairs": (["mqar", "CONFIG", "--sizes", "200"], "200 pairs need a vocabulary of at least 402 tokens, got 256"),
+    "choices": (["phonebook", "CONFIG", "--sizes", "2"], "A phone book of 2 entries has no 4 numbers"),
+    "sizes": (["needle", "CONFIG", "--sizes", "0"], "--sizes must be positive"),
+    "steps": (["mqar", "CONFIG", "--steps", "0"], "--steps must be positive, got 0"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_are_named(folder, capsys, arguments, message):
+    assert recall.main([folder if x == "CONFIG" else x for x in arguments]) == 2
+    assert message in capsys.readouterr().err
