@@ -1,6 +1,6 @@
 """Performance tables.
 
-python -m benchmarks                    those of this machine (about 8 minutes on 2 cores without a GPU)
+python -m benchmarks                    those of this machine (about 12 minutes on 2 cores without a GPU)
 python -m benchmarks operator_gpu       one of them; results go to benchmarks/results/
 python -m benchmarks decode_gpu --only "1.3b.*batch 1,"   some cases of a table, the others stay as they were
 python -m benchmarks --quick            a smoke run that writes nothing
@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import harness
 
-CPU = ("operator_cpu", "model_cpu", "decode_cpu")
+CPU = ("operator_cpu", "model_cpu", "decode_cpu", "backends")
 GPU = ("operator_gpu", "decode_gpu", "prefill_memory_gpu", "training_gpu")
 TABLES = (*CPU, *GPU, "kernel_resources")
 

@@ -10,18 +10,17 @@ wikitext-2/wiki.test.raw.xz and longdocs/test.parquet.
     python -m benchmarks.condition_study --plot                    # results/condition_study.png
 """
 
-import argparse
-import json
+import functools
 import lzma
 import math
 import statistics
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from benchmarks.harness import RESULTS, footnote, machine, markdown
+from benchmarks import studies
+from benchmarks.harness import RESULTS, footnote, markdown
 from examples.text_data import (
     encode,
     gather_documents,
@@ -91,14 +90,14 @@ def prepare(data: Path) -> dict:
     return prepared
 
 
-def run_condition(name: str, learning_rate: float, seed: int, data: dict, training: dict = TRAINING) -> dict:
+def run_condition(condition: str, learning_rate: float, seed: int, data: dict, training: dict = TRAINING) -> dict:
     """Train one condition and measure it: nats a token on three texts, and at longer lengths than it was trained on."""
     torch.manual_seed(seed)
-    config = InterdomainConfig(**SHAPE, **CONDITIONS[name])
+    config = InterdomainConfig(**SHAPE, **CONDITIONS[condition])
     model = InterdomainForCausalLM(config)
     batches = random_batches(data["train"], training["batch_size"], training["sequence_length"], seed)
-    row = {"condition": name, "learning_rate": learning_rate, "seed": seed, "parameters": model.num_parameters()}
-    row["state"] = sum(config.state_sizes(training["sequence_length"]).values())
+    state = sum(config.state_sizes(training["sequence_length"]).values())
+    row: dict = {"parameters": model.num_parameters(), "state": state}
     try:
         steps = list(train(model, batches, steps=training["steps"], learning_rate=learning_rate))
     except FloatingPointError as error:
@@ -128,15 +127,15 @@ def mean_nll(model, tokens: torch.Tensor, length: int) -> float:
     return sum(next_token_nll(model, batch).double().sum().item() for batch in windows) / (len(tokens) - 1)
 
 
-def planned(runs: list[dict]) -> Iterator[tuple[str, float, int]]:
+def plan(runs: list[dict]) -> Iterator[dict]:
     """All learning rates with the first seed; then, condition by condition, the best one with the others."""
     for rate in LEARNING_RATES:
         for name in CONDITIONS:
-            yield name, rate, SEEDS[0]
+            yield {"condition": name, "learning_rate": rate, "seed": SEEDS[0]}
     for seed in SEEDS[1:]:
         for name in CONDITIONS:
             if (rate := best_rate(runs, name)) is not None:
-                yield name, rate, seed
+                yield {"condition": name, "learning_rate": rate, "seed": seed}
 
 
 def best_rate(runs: list[dict], name: str) -> float | None:
@@ -150,12 +149,6 @@ def best_rate(runs: list[dict], name: str) -> float | None:
 def score(row: dict) -> float:
     """Mean nats a token over the validation texts; infinite for a run that diverged."""
     return statistics.mean(row["validation"].values()) if "validation" in row else math.inf
-
-
-def load() -> dict:
-    if FILE.exists():
-        return json.loads(FILE.read_text())
-    return {"training": TRAINING, "shape": SHAPE, "runs": []}
 
 
 def table(record: dict) -> str:
@@ -222,40 +215,17 @@ def plot(record: dict) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder (default: %(default)s)")
-    parser.add_argument("--table", action="store_true", help="print the tables of the runs so far and stop")
+    parser = studies.parser(__doc__, "../shared/data")
     parser.add_argument("--plot", action="store_true", help="draw the runs so far and stop")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="every N-th run from I")
     arguments = parser.parse_args()
+    fresh = {"training": TRAINING, "shape": SHAPE}
     if arguments.table or arguments.plot:
-        print(table(load()) if arguments.table else plot(load()))
+        record = studies.load(FILE, fresh)
+        print(table(record) if arguments.table else plot(record))
         return
     torch.set_num_threads(arguments.threads)
-    data = prepare(arguments.data)
-    part, parts = arguments.part
-    index = -1
-    while True:  # the later runs depend on the results of the earlier ones
-        index += 1
-        plan = list(planned(load()["runs"]))
-        if index >= len(plan):
-            break
-        name, rate, seed = plan[index]
-        if index % parts != part or (name, rate, seed) in {_key(row) for row in load()["runs"]}:
-            continue
-        started = time.perf_counter()
-        row = run_condition(name, rate, seed, data)
-        row["seconds"] = time.perf_counter() - started
-        record = load()  # another process may have added its runs
-        record["runs"].append(row)
-        record["machine"] = {**machine(), "command": "python -m benchmarks.condition_study"}
-        FILE.write_text(json.dumps(record, indent=1) + "\n")
-        print(f"{name} at {rate:g}, seed {seed}: {score(row):.3f} in {row['seconds']:.0f} s", flush=True)
-
-
-def _key(row: dict) -> tuple[str, float, int]:
-    return row["condition"], row["learning_rate"], row["seed"]
+    run = functools.partial(run_condition, data=prepare(arguments.data))
+    studies.run_missing(FILE, fresh, plan, run, "python -m benchmarks.condition_study", arguments.part)
 
 
 if __name__ == "__main__":

@@ -62,6 +62,7 @@ class InterdomainConfig(PreTrainedConfig):
         normalize: divide by the readout of a constant value 1 (the workshop paper, eq. 8). Default: False.
         input_norm: RMSNorm and a bias a group on key features and values (eq. 12). Default: True.
         use_output_gate: multiply the output by SiLU of a linear map of the input. Default: False.
+        use_output_norm: RMSNorm on the output of each head, before the gate. Default: False.
         rope_parameters: rotary embeddings as in Transformers, `{"rope_type": "default", "rope_theta": 10000.0}`;
             softmax layers rotate queries and keys. Default: None, no rotary embeddings.
         rope_placement: where "interdomain" and "s4d" layers rotate queries and keys: "before" or "after" the feature
@@ -75,6 +76,8 @@ class InterdomainConfig(PreTrainedConfig):
         patch_size: classifiers take `pixel_values` and cut them into squares of so many pixels a side, each one token.
             Default: None, no images.
         num_channels: channels of those images. Default: 3.
+        time_step_min: smallest step Delta at the start, which is log-uniform. Default: 1e-3.
+        time_step_max: largest step Delta at the start. Default: 1e-1.
         hidden_act: activation of the feed-forward layer. Default: "silu".
         rms_norm_eps: epsilon of every RMSNorm. Default: 1e-6.
         attention_dropout: dropout of the softmax weights. Default: 0.0.
@@ -133,6 +136,7 @@ class InterdomainConfig(PreTrainedConfig):
     normalize: bool = False
     input_norm: bool = True
     use_output_gate: bool = False
+    use_output_norm: bool = False
     rope_parameters: dict | None = None
     rope_placement: str | None = None
     input_matrix_init: str = "zero_order_hold"
@@ -141,6 +145,8 @@ class InterdomainConfig(PreTrainedConfig):
     use_cls_token: bool = False
     patch_size: int | None = None
     num_channels: int = 3
+    time_step_min: float = 1e-3
+    time_step_max: float = 1e-1
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-6
     attention_dropout: float = 0.0
@@ -219,6 +225,11 @@ class InterdomainConfig(PreTrainedConfig):
         if self.normalize and "s4d" in self.mixers_per_layer:
             raise ValueError(
                 'normalize divides by a readout of the query, and "s4d" layers have none; set it to False.'
+            )
+        if not 0 < self.time_step_min <= self.time_step_max:
+            raise ValueError(
+                f"time_step_min = {self.time_step_min} must be positive and at most time_step_max = "
+                f"{self.time_step_max}."
             )
         if self.max_rollback < 0:
             raise ValueError(f"max_rollback must not be negative, got {self.max_rollback}.")

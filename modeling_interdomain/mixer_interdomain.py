@@ -55,6 +55,7 @@ class InterdomainMixer(nn.Module):
             self.v_norm = InterdomainRMSNorm(self.head_dim, config.rms_norm_eps)
             self.k_bias = nn.Parameter(torch.zeros(groups, self.feature_dim))
             self.v_bias = nn.Parameter(torch.zeros(groups, self.head_dim))
+        self.o_norm = InterdomainRMSNorm(self.output_dim, config.rms_norm_eps) if config.use_output_norm else None
         self.recurrence = self.recurrence_class(config)
 
     def cache_shapes(self, batch: int) -> list[list[int]]:
@@ -124,6 +125,8 @@ class InterdomainMixer(nn.Module):
                 *tokens, cu_seqlens=cu_seqlens, initial_state=state, output_final_state=True
             )
             layer.write(*self._all_rows(layer, windows, state, packing, shape[0]), shape[1])
+        if self.o_norm is not None:
+            output = self.o_norm(output)
         output = output.flatten(-2).to(hidden_states.dtype)
         if self.g_proj is not None:
             output = nn.functional.silu(self.g_proj(hidden_states)) * output

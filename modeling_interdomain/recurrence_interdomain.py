@@ -32,12 +32,12 @@ class InterdomainRecurrence(Float32Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """S4D-Inv modes, log-uniform steps in [1e-3, 1e-1], and beta and C as the configuration says."""
+        """S4D-Inv modes, log-uniform steps, and beta and C as the configuration says."""
         groups, size = self.a_imag.shape
         modes = torch.arange(size, dtype=torch.float32, device=self.a_imag.device)
         init.constant_(self.log_a_real, math.log(0.5))
         init.copy_(self.a_imag, (size / math.pi * (size / (2 * modes + 1) - 1)).expand(groups, -1))
-        init.uniform_(self.log_dt, math.log(1e-3), math.log(1e-1))
+        init.uniform_(self.log_dt, math.log(self.config.time_step_min), math.log(self.config.time_step_max))
         init.copy_(self.B, self._initial_input_matrix())
         if self.C is not None:
             variance = self.config.coefficient_init_scale**2 / (size if self.C.ndim == 4 else 1)

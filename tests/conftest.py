@@ -37,7 +37,7 @@ VARIANTS = {
     "linear-readout": {"token_mixers": "s4d", "state_input": "key_value", "coefficient_matrix": "diagonal"},
     "fourier": {"feature_map": "fourier", "feature_dim": 6, "normalize": True, "input_norm": False, "product": "real"},
     "fourier-shifted": {"feature_map": "fourier_shifted", "feature_dim": 10, "num_key_value_heads": 1},
-    "gated": {"use_output_gate": True, "input_norm": False},
+    "gated": {"use_output_gate": True, "use_output_norm": True, "input_norm": False},
     "no-convolution": {"conv_kernel": 1},
 }
 

@@ -155,6 +155,7 @@ BAD_FIELDS = {
     "odd Fourier features": ({"feature_map": "fourier", "feature_dim": 5}, "needs an even feature_dim, got 5"),
     "a recurrence that sees later tokens": ({"bidirectional": True}, "bidirectional needs softmax in all layers"),
     "no patch": ({"patch_size": 0}, "patch_size and num_channels must be positive, got 0 and 3"),
+    "steps in the wrong order": ({"time_step_min": 1.0}, "time_step_min = 1.0 must be positive and at most"),
     "negative rollback": ({"max_rollback": -1}, "max_rollback must not be negative"),
 }
 

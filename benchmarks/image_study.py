@@ -1,0 +1,90 @@
+"""The workshop paper's layer on CIFAR-10 in sequence form, at a size that fits a laptop: patches instead of pixels.
+
+Four configurations (Fourier features or shifted cosines, shared or per-head keys and values) against causal and
+bidirectional softmax, all with the same images in the same order.
+
+    python -m benchmarks.image_study --data ../shared/data/cifar10     # all runs that the results do not hold yet
+    python -m benchmarks.image_study --table                           # the table as markdown
+"""
+
+import functools
+import statistics
+from collections.abc import Iterator
+
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from benchmarks import studies
+from benchmarks.harness import RESULTS, footnote, markdown
+from examples.classify_images import RECIPE, REPOSITORY, Images, accuracy, load_images, train_classifier
+
+FILE = RESULTS / "image_study.json"
+CONDITIONS = ("shared-fourier", "per-head-fourier", "shared-shifted", "per-head-shifted")
+CONDITIONS += ("softmax-causal", "softmax-bidirectional")
+# The recipe's rate is meant for tens of thousands of steps; the few that fit here take a larger one.
+TRAINING = {"steps": 500, "patch_size": 4, "learning_rate": 1e-3, "recurrence_learning_rate": 1e-3}
+TEST_IMAGES, SEEDS = 2000, (0,)
+
+
+def run_condition(condition: str, seed: int, train: Images, test: Images, training: dict = TRAINING) -> dict:
+    """Train one configuration and count the test images it gets right."""
+    torch.manual_seed(seed)
+    folder = REPOSITORY / "configuration" / f"workshop-{condition}"
+    tokens = train.pixels.shape[2] * train.pixels.shape[3] // training["patch_size"] ** 2 + 1
+    config = AutoConfig.from_pretrained(folder, patch_size=training["patch_size"], chunk_size=tokens)
+    model = AutoModelForSequenceClassification.from_config(config)
+    recipe = yaml.safe_load(RECIPE.read_text()) | training
+    steps = list(train_classifier(model, train, recipe, training["steps"], seed))
+    return {
+        "parameters": model.num_parameters(),
+        "train_loss": statistics.mean(step.loss for step in steps[-50:]),
+        "accuracy": accuracy(model, test),
+        "images_per_second": statistics.median(step.images_per_second for step in steps),
+    }
+
+
+def table(record: dict) -> str:
+    rows = []
+    for name in CONDITIONS:
+        found = [row for row in record["runs"] if row["condition"] == name]
+        if found:
+            values = [row["accuracy"] for row in found]
+            spread = f" ({min(values):.1%} to {max(values):.1%})" if len(values) > 1 else ""
+            rows.append(
+                [
+                    name,
+                    f"{found[0]['parameters']:,}",
+                    f"{statistics.mean(values):.1%}{spread}",
+                    f"{statistics.mean(row['train_loss'] for row in found):.3f}",
+                    f"{statistics.median(row['images_per_second'] for row in found):.0f}",
+                ]
+            )
+    training = record["training"]
+    batch = yaml.safe_load(RECIPE.read_text())["batch_size"]
+    about = (
+        f"{training['steps']} steps of {batch} images, {training['patch_size']} x {training['patch_size']} pixels a "
+        f"token, peak learning rate {training['learning_rate']}; accuracy on {record['test_images']:,} test images."
+    )
+    header = ["configuration", "parameters", "accuracy", "training loss at the end", "images/s"]
+    return f"{markdown(header, rows)}\n\n{about} {footnote(record)}"
+
+
+def plan(runs: list[dict]) -> Iterator[dict]:
+    yield from ({"condition": name, "seed": seed} for seed in SEEDS for name in CONDITIONS)
+
+
+def main() -> None:
+    arguments = studies.parser(__doc__, "../shared/data/cifar10").parse_args()
+    fresh = {"training": TRAINING, "test_images": TEST_IMAGES}
+    if arguments.table:
+        print(table(studies.load(FILE, fresh)))
+        return
+    torch.set_num_threads(arguments.threads)
+    train, test = load_images(arguments.data, "train"), load_images(arguments.data, "test", TEST_IMAGES)
+    run = functools.partial(run_condition, train=train, test=test)
+    studies.run_missing(FILE, fresh, plan, run, "python -m benchmarks.image_study", arguments.part)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""What the studies share: runs that are added to a result file one by one, by one process or by several."""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from benchmarks.harness import machine
+
+
+def load(file: Path, fresh: dict) -> dict:
+    """The record so far: `fresh` with the key "runs"."""
+    return json.loads(file.read_text()) if file.exists() else fresh | {"runs": []}
+
+
+def parser(description: str, data: str | None = None) -> argparse.ArgumentParser:
+    """The options of every study."""
+    found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if data is not None:
+        found.add_argument("--data", type=Path, default=Path(data), help="folder (default: %(default)s)")
+    found.add_argument("--table", action="store_true", help="print the table of the runs so far and stop")
+    found.add_argument("--threads", type=int, default=torch.get_num_threads())
+    found.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="every N-th run from I")
+    return found
+
+
+def run_missing(
+    file: Path,
+    fresh: dict,
+    plan: Callable[[list[dict]], Iterator[dict]],
+    run: Callable[..., dict],
+    command: str,
+    part: tuple[int, int] = (0, 1),
+) -> None:
+    """Do the runs of the plan that the file does not hold yet.
+
+    The plan is asked again after every run, because later runs may depend on the results of earlier ones. Each of its
+    items are the arguments of `run`, which are also kept in the row and tell the runs apart.
+    """
+    index, count = part
+    while True:
+        done = load(file, fresh)["runs"]
+        missing = [
+            item
+            for place, item in enumerate(plan(done))
+            if place % count == index and not any(item.items() <= row.items() for row in done)
+        ]
+        if not missing:
+            return
+        started = time.perf_counter()
+        row = missing[0] | run(**missing[0]) | {"seconds": time.perf_counter() - started}
+        record = load(file, fresh)  # another process may have added its runs
+        record["runs"].append(row)
+        record["machine"] = {**machine(), "command": command}
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(record, indent=1) + "\n")
+        print(f"{missing[0]}: {row['seconds']:.0f} s", flush=True)
