@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 from benchmarks.harness import footnote, markdown
 
-MODULES = ("op_triton", "op_triton_step", "op_triton_prepare")
+MODULES = ("op_triton", "op_triton_step", "op_triton_prepare", "op_triton_sequential")
 # Bytes of shared memory a block may use on each target, from the makers' manuals.
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), 163 * 1024),
@@ -86,6 +86,7 @@ def launches_of(problem: str) -> list[Launch]:
     """What one problem launches: preparation of the inputs, operator, their gradients, and a decoding step."""
     from modeling_interdomain.op_triton import triton_attention
     from modeling_interdomain.op_triton_prepare import triton_prepare
+    from modeling_interdomain.op_triton_sequential import triton_scan_attention
     from modeling_interdomain.op_triton_step import triton_step
 
     dtype, heads, groups, feature_dim, value_dim, size, coefficients = PROBLEMS[problem]
@@ -104,6 +105,8 @@ def launches_of(problem: str) -> list[Launch]:
         )  # fmt: skip
         output, state = triton_attention(*tokens, *parameters, "bilinear", None, None, 64)
         output.sum().backward()
+        wide = [x.detach().float().requires_grad_() for x in (*tokens, *parameters)]
+        triton_scan_attention(*wide, "bilinear", None, [0, 256], 64)[0].sum().backward()
         with torch.no_grad():
             triton_step(*(x[:, 0] for x in tokens), *parameters, state, "bilinear", None, False)
     return launches
@@ -189,10 +192,10 @@ def all_jobs() -> list[tuple]:
 
 
 def small_jobs() -> list[tuple]:
-    """The two kernels of a forward for one target."""
+    """The kernels of a forward and the sequential scan for one target."""
     problem = next(iter(PROBLEMS))
     names = [launch.kernel.__name__ for launch in launches_of(problem)]
-    return [(problem, names.index(name), "sm_90", 4, 1) for name in ("scan", "attend")]
+    return [(problem, names.index(name), "sm_90", 4, 1) for name in ("scan", "attend", "walk", "walk_back")]
 
 
 def _job(job) -> dict:

@@ -131,7 +131,7 @@ def interdomain_attention(
             elif backend in _WITHOUT_CHUNKS:
                 found = _WITHOUT_CHUNKS[backend](*arguments)
             elif backend == "scan":
-                found = scan_attention(*arguments, chunk_size)
+                found = _scan(*arguments, chunk_size)
             else:
                 found = chunk_attention(*arguments, chunk_size)
     output, state = found
@@ -147,6 +147,18 @@ def _fused(backend, query, key, value, log_decay, *arguments):
         return triton_attention(*(x.to(value.dtype) for x in (query, key, value)), log_decay, *arguments)
 
     return fused(backend, (query, key, value), max(query.shape[3], value.shape[3], log_decay.shape[1]), run)
+
+
+def _scan(query, key, value, log_decay, *arguments):
+    """The sequential scan: kernels on a GPU, PyTorch elsewhere."""
+
+    def run():
+        from .op_triton_sequential import triton_scan_attention
+
+        return triton_scan_attention(query, key, value, log_decay, *arguments)
+
+    found = fused("auto", (query, key, value), max(query.shape[3], value.shape[3], log_decay.shape[1]), run)
+    return scan_attention(query, key, value, log_decay, *arguments) if found is None else found
 
 
 def _single(query, key, value, log_decay, input_matrix, coefficients, product, state):

@@ -470,3 +470,26 @@ def test_everything_else_works_without_triton():
     )
     assert done.returncode == 0, done.stderr
     assert "Triton is not installed (pip install triton)" in done.stdout
+
+
+@pytest.mark.parametrize("boundaries", [None, [0, 5, 6, 33]])
+@pytest.mark.parametrize("coefficients", COEFFICIENTS)
+@pytest.mark.parametrize("extreme", [None, "gone_at_once", "mixed", "hardly_decaying"])
+def test_the_sequential_scan_equals_the_definition(monkeypatch, extreme, coefficients, boundaries):
+    """Segments of 8 tokens: with decays that the inverse recurrence survives, and with some that it does not."""
+    from modeling_interdomain.op_triton_sequential import triton_scan_attention
+
+    module = importlib.import_module("modeling_interdomain.op_interdomain")
+    monkeypatch.setattr(module, "_scan", triton_scan_attention)
+    arguments = inputs(
+        (1 if boundaries else 2, 33, 6, 3, 5, 10, 7), coefficients, rows=3 if boundaries else None,
+        **EXTREMES.get(extreme, {}),
+    )  # fmt: skip
+    ends = None if boundaries is None else torch.tensor(boundaries)
+    expected = everything(arguments, backend="recurrent", cu_seqlens=ends)
+    low = {k: None if x is None else x.detach().float().to(DEVICE).requires_grad_() for k, x in arguments.items()}
+    ends = None if ends is None else ends.to(DEVICE)
+    found = everything(low, backend="scan", chunk_size=8, cu_seqlens=ends)
+    for name, value in expected.items():
+        error = (found[name].cpu().double() - value).norm() / value.norm().clamp(min=1e-12)
+        assert error < 2e-5, (name, error)
