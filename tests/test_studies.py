@@ -1,0 +1,132 @@
+"""The studies: every condition is a configuration, runs are resumed one by one, tables follow the files."""
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+
+from benchmarks import backends, condition_study, image_study, studies
+from examples.classify_images import Images
+from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
+
+
+def test_runs_are_added_until_the_plan_is_done(tmp_path, capsys):
+    """The plan grows with the results, an interrupted study goes on, and two processes share the runs."""
+    file, called = tmp_path / "study.json", []
+
+    def plan(runs):
+        yield from ({"x": x} for x in range(3))
+        if len(runs) >= 3:
+            yield {"x": sum(row["y"] for row in runs if row["x"] < 3)}
+
+    def run(x):
+        called.append(x)
+        if called == [0, 1]:
+            raise KeyboardInterrupt
+        return {"y": x + 1}
+
+    with pytest.raises(KeyboardInterrupt):
+        studies.run_missing(file, {"about": "x"}, plan, run, "python study")
+    assert [row["x"] for row in studies.load(file, {})["runs"]] == [0]
+    studies.run_missing(file, {"about": "x"}, plan, run, "python study", part=(0, 2))
+    assert called == [0, 1, 2]
+    studies.run_missing(file, {"about": "x"}, plan, run, "python study")
+    record = json.loads(file.read_text())
+    assert [row["x"] for row in record["runs"]] == [0, 2, 1, 6] and record["about"] == "x"
+    assert record["machine"]["command"] == "python study" and all(row["seconds"] >= 0 for row in record["runs"])
+
+
+def test_the_best_learning_rate_of_a_condition_is_run_with_the_other_seeds():
+    rates = condition_study.LEARNING_RATES
+    first = list(condition_study.plan([]))
+    assert len(first) == len(rates) * len(condition_study.CONDITIONS)
+    assert {item["learning_rate"] for item in first} == set(rates) and {item["seed"] for item in first} == {0}
+    losses = {rate: {"validation": {"a": abs(rate - rates[1])}} for rate in rates}
+    runs = [item | losses[item["learning_rate"]] for item in first if item["condition"] != "softmax"]
+    later = list(condition_study.plan(runs))[len(first) :]
+    assert {item["learning_rate"] for item in later} == {rates[1]} and {item["seed"] for item in later} == {1}
+    assert {item["condition"] for item in later} == set(condition_study.CONDITIONS) - {"softmax"}
+    diverged = [item | ({"failed": "nan"} if item["learning_rate"] == rates[1] else losses[rates[0]]) for item in first]
+    assert condition_study.best_rate(diverged, "s4d") == rates[0]
+
+
+def test_every_condition_is_a_configuration_of_one_size():
+    counts = {}
+    for name, fields in condition_study.CONDITIONS.items():
+        with torch.device("meta"):
+            model = InterdomainForCausalLM(InterdomainConfig(**condition_study.SHAPE, **fields))
+        counts[name] = model.num_parameters()
+    assert max(counts.values()) < 1.05 * min(counts.values())
+
+
+@pytest.fixture
+def data():
+    tokens = torch.randint(2048, (400,), generator=torch.Generator().manual_seed(0))
+    texts = ("wiki", "books", "wikitext-2")
+    return {
+        "train": tokens,
+        "validation": dict.fromkeys(texts, tokens[:50]),
+        "bytes": dict.fromkeys(texts, 150),
+        "long": tokens,
+    }
+
+
+def test_one_run_of_a_condition_and_its_tables(data, monkeypatch, tmp_path):
+    training = {"steps": 2, "batch_size": 2, "sequence_length": 8}
+    monkeypatch.setattr(condition_study, "WINDOWS", 4)
+    row = condition_study.run_condition("s4d", 3e-3, 0, data, training)
+    loss = row["validation"]["wiki"]
+    assert 7 < loss < 8.5 and row["state"] == 4 * (4 * 2 * 32 * 64 + 2 * 3 * 128)
+    assert row["bits_per_byte"]["wiki"] == pytest.approx(loss * 49 / math.log(2) / 150)
+    assert set(row["lengths"]) == {"1.0", "2.0", "3.5"}
+    runs = [
+        {"condition": name, "learning_rate": rate, "seed": seed} | row
+        for name, rate, seed in itertools.product(["s4d"], condition_study.LEARNING_RATES, condition_study.SEEDS)
+    ]
+    machine = dict.fromkeys(("cpu", "threads", "torch", "transformers", "commit", "date", "command"), "x")
+    record = {"training": training, "shape": condition_study.SHAPE, "runs": runs, "machine": machine}
+    table = condition_study.table(record)
+    assert f"| s4d | {row['parameters']:,} |" in table and "32 tokens a run" in table
+    monkeypatch.setattr(condition_study, "RESULTS", tmp_path)
+    assert condition_study.plot(record).stat().st_size > 1000
+
+
+def test_the_loss_is_that_of_every_token_once():
+    """Against one forward a token, each with the past of its window alone."""
+    torch.manual_seed(0)
+    model = InterdomainForCausalLM(InterdomainConfig(**condition_study.SHAPE | {"num_hidden_layers": 1})).eval()
+    tokens = torch.randint(2048, (20,))
+    expected = 0.0
+    with torch.no_grad():
+        for place in range(1, 20):
+            start = (place - 1) // 8 * 8
+            logits = model(tokens[None, start:place]).logits[0, -1]
+            expected -= logits.log_softmax(-1)[tokens[place]].item()
+    assert condition_study.mean_nll(model, tokens, 8) == pytest.approx(expected / 19, rel=1e-5)
+
+
+def test_one_run_of_the_image_study():
+    images = Images(torch.randint(256, (6, 3, 8, 8), dtype=torch.uint8), torch.arange(6))
+    training = image_study.TRAINING | {"steps": 1, "batch_size": 2}
+    row = image_study.run_condition("shared-fourier", 0, images, images, training)
+    assert 0 <= row["accuracy"] <= 1 and row["images_per_second"] > 0 and 1 < row["train_loss"] < 4
+    machine = dict.fromkeys(("cpu", "threads", "torch", "transformers", "commit", "date", "command"), "x")
+    runs = [{"condition": "shared-fourier", "seed": 0} | row]
+    record = {"training": training, "test_images": 6, "runs": runs, "machine": machine}
+    assert "| shared-fourier |" in image_study.table(record)
+
+
+def test_the_inverse_recurrence_drifts_with_its_amplification():
+    near, far = backends.drift(16, 0.01), backends.drift(256, 0.05)
+    assert near["inverse"] < 1e-5 and near["used"]
+    assert far["inverse"] > 1e-2 and not far["used"] and far["forward"] < 1e-5
+    assert far["amplification"] == pytest.approx(math.exp(12.8))
+
+
+@pytest.mark.parametrize("backend", backends.BACKENDS)
+def test_backends_are_measured_and_right(backend):
+    row = backends.measure(backend, 16, repeats=1)
+    assert row["forward"] > 0 and row["forward_and_backward"] > 0
+    assert backends.errors(backend, length=64) < 1e-4
