@@ -26,7 +26,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel, set_seed
 
 import modeling_interdomain  # noqa: F401  the import makes the Auto classes know the architecture
-from examples.text_data import InputError
+from examples.text_data import InputError, exit_code
 from examples.training import clip_gradients, cosine_with_warmup, parameter_groups
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -166,12 +166,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    try:
-        run(parse_arguments(arguments))
-    except (InputError, FloatingPointError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(lambda: run(parse_arguments(arguments)))
 
 
 if __name__ == "__main__":

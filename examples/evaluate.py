@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging
 
 import modeling_interdomain  # noqa: F401  the import makes the Auto classes know the architecture
-from examples.text_data import InputError, bits_per_byte, gather_documents, num_bytes
+from examples.text_data import InputError, bits_per_byte, exit_code, gather_documents, num_bytes
 
 
 def generate_text(
@@ -93,12 +93,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    try:
-        run(parse_arguments(arguments))
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(lambda: run(parse_arguments(arguments)))
 
 
 if __name__ == "__main__":

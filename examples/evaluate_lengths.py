@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from examples.evaluate import load
 from examples.report import write_report
-from examples.text_data import InputError, encode, gather_documents, next_token_nll, num_bytes
+from examples.text_data import InputError, encode, exit_code, gather_documents, next_token_nll, num_bytes
 
 
 @torch.no_grad()
@@ -70,12 +70,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    try:
-        run(parse_arguments(arguments))
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(lambda: run(parse_arguments(arguments)))
 
 
 if __name__ == "__main__":

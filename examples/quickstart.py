@@ -34,6 +34,7 @@ import modeling_interdomain  # noqa: F401  the import makes the Auto classes kno
 from examples.text_data import (
     InputError,
     encode,
+    exit_code,
     gather_documents,
     num_bytes,
     random_batches,
@@ -274,12 +275,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    try:
-        run(parse_arguments(arguments))
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(lambda: run(parse_arguments(arguments)))
 
 
 if __name__ == "__main__":

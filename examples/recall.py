@@ -30,7 +30,7 @@ from transformers.utils import logging
 import modeling_interdomain  # noqa: F401  the import makes the Auto classes know the architecture
 from examples.evaluate import load
 from examples.report import write_report
-from examples.text_data import InputError, gather_documents
+from examples.text_data import InputError, exit_code, gather_documents
 from examples.training import cosine_with_warmup, parameter_groups
 
 NAMES = ["Alice", "Bruno", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "Irene", "James", "Karen", "Louis"]
@@ -235,12 +235,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    try:
-        run(parse_arguments(arguments))
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(lambda: run(parse_arguments(arguments)))
 
 
 if __name__ == "__main__":

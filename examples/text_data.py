@@ -12,8 +12,9 @@ from __future__ import annotations
 import json
 import math
 import random
+import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -30,6 +31,16 @@ SMALLEST_VOCABULARY = 256 + 2  # every byte, the boundary and the padding
 
 class InputError(ValueError):
     """Something the user gave cannot be used; the message is one sentence that says what and why."""
+
+
+def exit_code(program: Callable[[], object]) -> int:
+    """Run a program: 0, or 2 after one sentence on standard error where it refuses its input or its loss diverges."""
+    try:
+        program()
+    except (InputError, FloatingPointError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
 
 
 def gather_documents(sources: Sequence[str] = (), max_bytes: int = 16_000_000, seed: int = 0) -> list[str]:

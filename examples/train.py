@@ -37,7 +37,15 @@ from transformers.trainer_utils import get_last_checkpoint
 
 import modeling_interdomain  # noqa: F401  the import makes the Auto classes know the architecture
 from examples.quickstart import load_config
-from examples.text_data import InputError, encode, gather_documents, read_documents, split_documents, train_tokenizer
+from examples.text_data import (
+    InputError,
+    encode,
+    exit_code,
+    gather_documents,
+    read_documents,
+    split_documents,
+    train_tokenizer,
+)
 from examples.training import cosine_with_warmup, parameter_groups
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -332,12 +340,7 @@ def run(args: Recipe, text: Text) -> dict[str, float]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    try:
-        run(*parse_arguments(arguments))
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(lambda: run(*parse_arguments(arguments)))
 
 
 if __name__ == "__main__":
