@@ -3,6 +3,7 @@
 Usage:
     python -m examples.train --config configuration/interdomain-small --data my_texts/ --output_dir runs/mine
     accelerate launch -m examples.train ...          # several processes, FSDP or DeepSpeed as accelerate is configured
+    torchrun --nproc_per_node 2 -m examples.train ... --model runs/mine --fsdp_size 2       # FSDP2, on CPUs too
     python -m examples.train ... --resume_from_checkpoint true      # goes on exactly where the last checkpoint was
 
 `recipes/language-model.yaml` holds the defaults; every field of `transformers.TrainingArguments` is an option too. The
@@ -28,11 +29,13 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     HfArgumentParser,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
     TrainingArguments,
     set_seed,
 )
+from transformers.distributed import DistributedConfig
 from transformers.trainer_utils import get_last_checkpoint
 
 import modeling_interdomain  # noqa: F401  the import makes the Auto classes know the architecture
@@ -73,6 +76,12 @@ class Text:
 
     config: str = field(
         default=str(REPOSITORY / "configuration" / "interdomain-small"), metadata={"help": "Folder with config.json."}
+    )
+    model: str | None = field(
+        default=None, metadata={"help": "Checkpoint to go on from, with its tokenizer, instead of a new model."}
+    )
+    fsdp_size: int = field(
+        default=1, metadata={"help": "Processes that a --model is sharded over while it is loaded (FSDP2)."}
     )
     data: list[str] = field(
         default_factory=list, metadata={"help": "Files, folders or dataset names; none: Python's standard library."}
@@ -246,9 +255,16 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[Recipe, Tex
 
 def check_options(args: Recipe, text: Text) -> None:
     """Refuse at once what would fail, or lose somebody's files, minutes later."""
-    if not (Path(text.config) / "config.json").is_file():
-        raise InputError(f"{text.config} has no config.json.")
-    if text.tokenizer is None and text.streaming:
+    source = text.model or text.config
+    if not (Path(source) / "config.json").is_file():
+        raise InputError(f"{source} has no config.json.")
+    if text.fsdp_size > 1 and not text.model:
+        raise InputError("--fsdp_size needs --model: parameters are sharded while a checkpoint is loaded.")
+    if text.fsdp_size > 1 and not args.save_only_model:
+        raise InputError("--fsdp_size needs --save_only_model true: the Trainer cannot resume such a run.")
+    if text.fsdp_size > 1 and text.fsdp_size != args.world_size:
+        raise InputError(f"--fsdp_size {text.fsdp_size} needs as many processes, and there are {args.world_size}.")
+    if text.tokenizer is None and text.model is None and text.streaming:
         raise InputError("--streaming needs --tokenizer: one cannot be learned from text that is not read yet.")
     if text.streaming and not text.data:
         raise InputError("--streaming needs --data.")
@@ -278,12 +294,12 @@ def last_checkpoint(args: Recipe) -> str | None:
 
 def make_tokenizer(args: Recipe, text: Text, documents: Sequence[str]) -> PreTrainedTokenizerBase:
     """The one that was named, the one an interrupted run has learned, or a new one."""
-    if text.tokenizer is not None:
-        if not Path(text.tokenizer).is_dir():
-            raise InputError(f"The tokenizer folder {text.tokenizer} does not exist.")
-        tokenizer = AutoTokenizer.from_pretrained(text.tokenizer)
+    if (folder := text.tokenizer or text.model) is not None:
+        if not (Path(folder) / "tokenizer_config.json").is_file():
+            raise InputError(f"The folder {folder} holds no tokenizer.")
+        tokenizer = AutoTokenizer.from_pretrained(folder)
         if tokenizer.eos_token_id is None:
-            raise InputError(f"The tokenizer {text.tokenizer} has no eos token to put between documents.")
+            raise InputError(f"The tokenizer {folder} has no eos token to put between documents.")
         return tokenizer
     kept = Path(args.output_dir) / "tokenizer"
     if args.resume_from_checkpoint and kept.is_dir():
@@ -292,6 +308,20 @@ def make_tokenizer(args: Recipe, text: Text, documents: Sequence[str]) -> PreTra
     if args.process_index == 0:
         tokenizer.save_pretrained(kept)
     return tokenizer
+
+
+def make_model(text: Text, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """A new model of the named shape, or the checkpoint, sharded over the processes if that is wanted."""
+    if text.model is None:
+        return AutoModelForCausalLM.from_config(load_config(Path(text.config), tokenizer))
+    shards = DistributedConfig(fsdp_size=text.fsdp_size) if text.fsdp_size > 1 else None
+    model = AutoModelForCausalLM.from_pretrained(text.model, distributed_config=shards)
+    if len(tokenizer) > model.config.vocab_size:
+        raise InputError(
+            f"The tokenizer has {len(tokenizer):,} tokens and {text.model} only {model.config.vocab_size:,}: name the "
+            "tokenizer that the checkpoint was trained with."
+        )
+    return model
 
 
 def run(args: Recipe, text: Text) -> dict[str, float]:
@@ -316,7 +346,7 @@ def run(args: Recipe, text: Text) -> dict[str, float]:
     if eval_data is None:
         args.eval_strategy = "no"
     set_seed(args.seed)
-    model = AutoModelForCausalLM.from_config(load_config(Path(text.config), tokenizer))
+    model = make_model(text, tokenizer)
     trainer = InterdomainTrainer(
         model=model,
         args=args,

@@ -156,7 +156,7 @@ def test_a_stream_equals_the_text_in_memory(texts):
 MISTAKES = {
     "config": ({"config": "nowhere"}, "nowhere has no config.json"),
     "end": ({"max_steps": -1, "total_tokens": 0}, "The run needs an end"),
-    "tokenizer": ({"tokenizer": "nowhere"}, "The tokenizer folder nowhere does not exist"),
+    "tokenizer": ({"tokenizer": "nowhere"}, "The folder nowhere holds no tokenizer"),
     "stream": ({"streaming": "true"}, "--streaming needs --tokenizer"),
     "checkpoint": ({"resume_from_checkpoint": "nowhere"}, "The checkpoint nowhere does not exist"),
     "nothing to go on from": ({"resume_from_checkpoint": "true"}, "holds no checkpoint to go on from"),

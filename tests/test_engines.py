@@ -1,0 +1,177 @@
+"""Training with the stock engines gives the curve of one plain process: DDP, FSDP2, DeepSpeed, compile, TRL."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+
+from examples import text_data, train
+from examples.quickstart import load_config
+from tests.test_examples import some_documents
+from tests.test_train import history, options, texts  # noqa: F401  the fixtures of the example's runs
+
+TINY = train.REPOSITORY / "configuration" / "interdomain-tiny"
+
+
+def launch(launcher, arguments):
+    """`examples.train` in processes of its own, as a user starts it."""
+    environment = os.environ | {"PYTHONPATH": str(train.REPOSITORY), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", *launcher, "-m", "examples.train", *map(str, arguments)]
+    done = subprocess.run(command, cwd=train.REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def torchrun(processes):
+    return f"torch.distributed.run --nproc_per_node {processes} --rdzv_backend c10d --rdzv_endpoint localhost:0".split()
+
+
+def assert_same_curve(folder, other, tolerance=2e-5):
+    mine, theirs = history(folder), history(other)
+    assert [row[0] for row in mine] == [row[0] for row in theirs]
+    for a, b in zip(mine, theirs, strict=True):
+        assert a[1:] == pytest.approx(b[1:], abs=tolerance)
+
+
+def test_two_processes_equal_one_with_twice_the_batch(options, tmp_path):  # noqa: F811
+    assert train.main(options("one", per_device_train_batch_size=4)) == 0
+    launch(torchrun(2), options("two"))
+    assert_same_curve(tmp_path / "two", tmp_path / "one")
+
+
+def test_sharded_parameters_equal_whole_ones(options, tmp_path):  # noqa: F811
+    """FSDP2: every parameter is split over two processes, the state space model's own ones included."""
+    assert train.main(options("start")) == 0
+    go_on = {"model": tmp_path / "start", "save_only_model": "true"}
+    assert train.main(options("whole", per_device_train_batch_size=4, **go_on)) == 0
+    launch(torchrun(2), options("sharded", fsdp_size=2, **go_on))
+    assert_same_curve(tmp_path / "sharded", tmp_path / "whole")
+    whole, sharded = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("whole", "sharded"))
+    for (name, a), b in zip(whole.named_parameters(), sharded.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+def test_deepspeed_gives_the_same_curve(options, tmp_path):  # noqa: F811
+    assert train.main(options("plain")) == 0
+    arguments = options("zero", deepspeed=train.REPOSITORY / "recipes" / "deepspeed-zero2.json")
+    place = arguments.index("--use_cpu")  # DeepSpeed finds the processor by itself
+    launch(torchrun(1), arguments[:place] + arguments[place + 2 :])
+    assert_same_curve(tmp_path / "zero", tmp_path / "plain")
+
+
+SAME = {
+    "accumulated gradients": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
+    "checkpointed activations": {"per_device_train_batch_size": 4, "gradient_checkpointing": "true"},
+}
+
+
+@pytest.mark.parametrize("changes", SAME.values(), ids=SAME)
+def test_other_ways_to_the_same_curve(options, tmp_path, changes):  # noqa: F811
+    assert train.main(options("plain", per_device_train_batch_size=4)) == 0
+    assert train.main(options("other", **changes)) == 0
+    assert_same_curve(tmp_path / "other", tmp_path / "plain")
+
+
+@pytest.mark.slow
+def test_inductor_trains_the_same_curve(options, tmp_path):  # noqa: F811
+    assert train.main(options("plain")) == 0
+    assert train.main(options("compiled", torch_compile="true")) == 0
+    assert_same_curve(tmp_path / "compiled", tmp_path / "plain", 2e-4)
+
+
+MISTAKES = {
+    "no checkpoint": ({"fsdp_size": 2}, "--fsdp_size needs --model"),
+    "resume": ({"fsdp_size": 2, "model": TINY}, "--fsdp_size needs --save_only_model true"),
+    "processes": ({"fsdp_size": 2, "model": TINY, "save_only_model": "true"}, "--fsdp_size 2 needs as many processes"),
+    "no tokenizer": ({"model": TINY}, "holds no tokenizer"),
+    "not a checkpoint": ({"model": "nowhere"}, "nowhere has no config.json"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_are_named(options, capsys, tmp_path, changes, message):  # noqa: F811
+    assert train.main(options(**changes)) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_with_more_tokens_than_the_checkpoint_is_refused(options, capsys, tmp_path):  # noqa: F811
+    assert train.main(options("start")) == 0
+    text_data.train_tokenizer(some_documents(), 320).save_pretrained(tmp_path / "larger")
+    assert train.main(options(model=tmp_path / "start", tokenizer=tmp_path / "larger")) == 2
+    assert "name the tokenizer that the checkpoint was trained with" in capsys.readouterr().err
+
+
+def test_the_plain_trainer_needs_nothing_of_ours(tmp_path):
+    """Transformers' Trainer with its own optimiser, collator and defaults."""
+    tokenizer = text_data.train_tokenizer(some_documents(), 300)
+    model = AutoModelForCausalLM.from_config(load_config(TINY, tokenizer))
+    ids = text_data.encode(tokenizer, some_documents())[: 64 * 8].view(8, 64)
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    arguments = TrainingArguments(
+        tmp_path, max_steps=8, learning_rate=1e-2, logging_steps=1, use_cpu=True, report_to="none", disable_tqdm=True
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert losses[-1] < losses[0] - 0.3
+    assert trainer.evaluate()["eval_loss"] < losses[0]
+
+
+def conversations():
+    """Chats of different lengths."""
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": document[: 20 + count]},
+                {"role": "assistant", "content": document[20 : 50 + 2 * count]},
+            ]
+        }
+        for count, document in enumerate(some_documents(24))
+    ]
+
+
+def test_trl_fine_tunes_on_packed_chats(tmp_path):
+    """SFTTrainer packs chats into one row; each of them costs what it costs alone."""
+    trl = pytest.importorskip("trl", reason="TRL is not installed")
+    from datasets import Dataset
+
+    tokenizer = text_data.train_tokenizer(some_documents(), 300)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(load_config(TINY, tokenizer))
+    arguments = trl.SFTConfig(
+        str(tmp_path / "sft"),
+        max_length=128,
+        packing=True,
+        max_steps=6,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    data = Dataset.from_list(conversations())
+    trainer = trl.SFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer)
+    batch = next(iter(trainer.get_train_dataloader()))
+    ends = batch["cu_seq_lens_q"].tolist()
+    assert len(ends) > 2
+    packed = trainer.compute_loss(model.train(), dict(batch)).item()
+    chats = batch["input_ids"].split(torch.tensor(ends).diff().tolist(), dim=1)
+    alone = [model(chat, labels=chat).loss.item() for chat in chats]
+    predicted = [end - start - 1 for start, end in zip(ends, ends[1:])]
+    expected = sum(loss * count for loss, count in zip(alone, predicted)) / sum(predicted)
+    assert packed == pytest.approx(expected, rel=1e-5)
+    trainer.train()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert losses[-1] < losses[0] - 0.2
+    trainer.save_model(tmp_path / "chat")
+    assert AutoTokenizer.from_pretrained(tmp_path / "chat").chat_template
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "chat").config.vocab_size == len(tokenizer)
