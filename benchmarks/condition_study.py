@@ -6,11 +6,13 @@ tokenizer come from a folder of parquet shards (columns "text"): corpus/{wiki,bo
 wikitext-2/wiki.test.raw.xz and longdocs/test.parquet.
 
     python -m benchmarks.condition_study --data ../shared/data     # all runs that the results do not hold yet
+    python -m benchmarks.condition_study --speed                   # training speed of all conditions, in turns
     python -m benchmarks.condition_study --table                   # the tables as markdown
     python -m benchmarks.condition_study --plot                    # results/condition_study.png
 """
 
 import functools
+import itertools
 import lzma
 import math
 import statistics
@@ -20,7 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import studies
-from benchmarks.harness import RESULTS, footnote, markdown
+from benchmarks.harness import RESULTS, footnote, machine, markdown, time_in_turns, write
 from examples.text_data import (
     encode,
     gather_documents,
@@ -104,7 +106,6 @@ def run_condition(condition: str, learning_rate: float, seed: int, data: dict, t
         return row | {"failed": str(error)}
     length = training["sequence_length"]
     row["train_loss"] = statistics.mean(step.loss for step in steps[-50:])
-    row["tokens_per_second"] = statistics.median(step.tokens_per_second for step in steps)
     row["validation"] = {key: mean_nll(model, tokens, length) for key, tokens in data["validation"].items()}
     row["bits_per_byte"] = {
         key: row["validation"][key] * (len(tokens) - 1) / math.log(2) / data["bytes"][key]
@@ -114,6 +115,22 @@ def run_condition(condition: str, learning_rate: float, seed: int, data: dict, t
     same = data["long"][: WINDOWS * longest + 1]
     row["lengths"] = {str(factor): mean_nll(model, same, int(factor * length)) for factor in LENGTHS}
     return row
+
+
+def measure_speed(training: dict = TRAINING, seconds: float = 10.0) -> dict[str, dict]:
+    """Tokens a second of training steps (median, 20th and 80th percentile); the conditions take turns."""
+    torch.manual_seed(0)
+    batch = torch.randint(SHAPE["vocab_size"], (training["batch_size"], training["sequence_length"] + 1))
+    runs = {
+        name: train(InterdomainForCausalLM(InterdomainConfig(**SHAPE, **fields)), itertools.repeat(batch), seconds=1e9)
+        for name, fields in CONDITIONS.items()
+    }
+    times = time_in_turns({name: functools.partial(next, run) for name, run in runs.items()}, seconds)
+    tokens = training["batch_size"] * training["sequence_length"]
+    return {
+        name: {"median": tokens / time["median"], "p20": tokens / time["p80"], "p80": tokens / time["p20"]}
+        for name, time in times.items()
+    }
 
 
 @torch.no_grad()
@@ -173,7 +190,7 @@ def table(record: dict) -> str:
                 f"{statistics.mean(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})",
                 f"{math.exp(statistics.mean(losses)):.1f}",
                 f"{statistics.mean(row['bits_per_byte']['wikitext-2'] for row in best):.3f}",
-                f"{statistics.median(row['tokens_per_second'] for row in best):,.0f}",
+                f"{record['speed'][name]['median']:,.0f}" if "speed" in record else "not measured",
             ]
         )
         at = {factor: math.exp(statistics.mean(row["lengths"][str(factor)] for row in best)) for factor in LENGTHS}
@@ -216,6 +233,7 @@ def plot(record: dict) -> Path:
 
 def main() -> None:
     parser = studies.parser(__doc__, "../shared/data")
+    parser.add_argument("--speed", action="store_true", help="measure the speed of training and stop")
     parser.add_argument("--plot", action="store_true", help="draw the runs so far and stop")
     arguments = parser.parse_args()
     fresh = {"training": TRAINING, "shape": SHAPE}
@@ -224,6 +242,10 @@ def main() -> None:
         print(table(record) if arguments.table else plot(record))
         return
     torch.set_num_threads(arguments.threads)
+    if arguments.speed:
+        record = studies.load(FILE, fresh)
+        write("condition_study", record | {"speed": measure_speed(), "machine": machine()})
+        return
     run = functools.partial(run_condition, data=prepare(arguments.data))
     studies.run_missing(FILE, fresh, plan, run, "python -m benchmarks.condition_study", arguments.part)
 

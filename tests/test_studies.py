@@ -130,3 +130,10 @@ def test_backends_are_measured_and_right(backend):
     row = backends.measure(backend, 16, repeats=1)
     assert row["forward"] > 0 and row["forward_and_backward"] > 0
     assert backends.errors(backend, length=64) < 1e-4
+
+
+def test_the_speed_of_training_is_measured_in_turns(monkeypatch):
+    monkeypatch.setattr(condition_study, "SHAPE", condition_study.SHAPE | {"hidden_size": 32, "num_hidden_layers": 1})
+    speed = condition_study.measure_speed({"batch_size": 1, "sequence_length": 16}, seconds=0.0)
+    assert set(speed) == set(condition_study.CONDITIONS)
+    assert all(0 < row["p20"] <= row["median"] <= row["p80"] for row in speed.values())
