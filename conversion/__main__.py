@@ -1,0 +1,35 @@
+"""Make an Interdomain checkpoint from another one, or check one.
+
+python -m conversion from-llama SOURCE TARGET      a Llama with the token mixers of some or all layers replaced
+python -m conversion from-training SOURCE TARGET   the weights of a training run as a folder that loads anywhere
+python -m conversion check FOLDER                  whether a folder loads, fits its configuration, and generates
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from transformers.utils import logging
+
+from conversion import check, from_llama, from_training
+from examples.text_data import exit_code
+
+COMMANDS = {"from-llama": from_llama, "from-training": from_training, "check": check}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, module in COMMANDS.items():
+        summary = module.__doc__.splitlines()[0]
+        command = commands.add_parser(name, help=summary, description=summary)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    options = parser.parse_args(arguments)
+    logging.disable_progress_bar()  # one bar at a time, our own
+    logging.set_verbosity_error()  # that parameters are new is said here, in numbers
+    return exit_code(lambda: options.run(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""Convert a Llama-style checkpoint: all weights carried over, some or all layers given an Interdomain mixer."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, set_seed
+
+from conversion.carry import (
+    carried_weights,
+    check_weights,
+    convert,
+    expected_weights,
+    interdomain_config,
+    new_names,
+    parse_layers,
+)
+from conversion.distill import Progress, Stage, distillation_loss, finetuning_loss, perplexity, train_stages
+from conversion.reading import read_config, read_weights, tensor_bytes, weight_files
+from conversion.writing import (
+    DTYPES,
+    check_space,
+    check_target,
+    gigabytes,
+    open_working_folder,
+    save_model,
+)
+from conversion.writing import add_arguments as add_writing_arguments
+from examples.text_data import InputError, encode, gather_documents, random_batches, split_documents
+
+POSITIVE = ("state_size", "batch_size", "sequence_length", "learning_rate", "max_bytes", "held_out_bytes", "save_steps")
+# Not the other formats in which many repositories hold the same weights again.
+HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+DISTILLED, FINETUNED = "distilled", "fine-tuned"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", help="folder of the Llama, or its name on the Hub")
+    parser.add_argument("target", type=lambda text: Path(text).resolve(), help="folder to write")
+    parser.add_argument(
+        "--layers", default="all", help='all, none, every-other or a list such as "0,2,4-7" (default: %(default)s)'
+    )
+    parser.add_argument("--state-size", type=int, default=64, help="basis functions, M (default: %(default)s)")
+    parser.add_argument("--data", nargs="+", default=[], help="files or folders with text, to train and measure on")
+    parser.add_argument("--distill-steps", type=int, default=0, help="steps of the new mixers alone (default: 0)")
+    parser.add_argument("--finetune-steps", type=int, default=0, help="steps of the whole model (default: 0)")
+    parser.add_argument(
+        "--kl-weight",
+        type=float,
+        default=0.5,
+        help="share of the teacher's predictions in the loss of the whole model (default: %(default)s)",
+    )
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="at its peak (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences a step (default: %(default)s)")
+    parser.add_argument("--sequence-length", type=int, default=256, help="tokens a sequence (default: %(default)s)")
+    parser.add_argument("--max-bytes", type=int, default=16_000_000, help="text to read (default: %(default)s)")
+    parser.add_argument("--held-out-bytes", type=int, default=100_000, help="to measure on (default: %(default)s)")
+    parser.add_argument("--save-steps", type=int, default=100, help="between saved states (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
+    add_writing_arguments(parser)
+
+
+def check_options(options: argparse.Namespace) -> None:
+    for name in POSITIVE:
+        if getattr(options, name) <= 0:
+            raise InputError(f"--{name.replace('_', '-')} must be positive, not {getattr(options, name)}.")
+    if min(options.distill_steps, options.finetune_steps) < 0 or not 0 <= options.kl_weight <= 1:
+        raise InputError("--distill-steps and --finetune-steps must not be negative, --kl-weight lies in 0 to 1.")
+    if options.distill_steps + options.finetune_steps and not options.data:
+        raise InputError("--distill-steps and --finetune-steps need text to learn from: add --data.")
+
+
+def source_folder(source: str) -> Path:
+    """The local folder, or the downloaded one of a name on the Hub."""
+    if Path(source).is_dir():
+        return Path(source)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(source, allow_patterns=HUB_FILES))
+    except Exception as error:  # the many ways in which a name is unknown or a network absent
+        raise InputError(f"{source} is neither a folder nor a model of the Hub that could be downloaded.") from error
+
+
+def read_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase:
+    """A tokenizer whose tokens the model knows, and that can end a document."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"{folder} has no tokenizer, which --data needs.") from error
+    if tokenizer.eos_token_id is None:
+        raise InputError(f"The tokenizer in {folder} has no eos token to put between documents.")
+    if len(tokenizer) > vocab_size:
+        raise InputError(f"The tokenizer in {folder} has {len(tokenizer):,} tokens, the model {vocab_size:,}.")
+    return tokenizer
+
+
+def describe(config, sizes: dict[str, int], options: argparse.Namespace, dtype: torch.dtype) -> str:
+    """What will be done, in a few lines."""
+    converted = [i for i, name in enumerate(config.mixers_per_layer) if name == "interdomain"]
+    kept = [i for i, name in enumerate(config.mixers_per_layer) if name == "softmax"]
+    steps = f"{options.distill_steps:,} steps of the new mixers, {options.finetune_steps:,} of the whole model"
+    return (
+        f"{options.source} -> {options.target}\n"
+        f"interdomain layers: {_numbers(converted)}; softmax layers: {_numbers(kept)}\n"
+        f"{sizes['carried']:,} parameters carried over, {sizes['new']:,} new; {str(dtype).removeprefix('torch.')}, "
+        f"{gigabytes(sizes['bytes'])}\n"
+        f"training: {steps}"
+    )
+
+
+def _numbers(layers: list[int]) -> str:
+    return ", ".join(map(str, layers)) or "none"
+
+
+def sizes_of(config, dtype: torch.dtype) -> dict[str, int]:
+    """Parameters carried and new, and the bytes of the saved weights."""
+    expected = {
+        name: x if ".recurrence." in name else x.to(dtype) for name, x in expected_weights(config).items()
+    }  # the recurrence stays in float32
+    new = sum(expected[name].numel() for name in new_names(config))
+    total = sum(x.numel() for x in expected.values())
+    return {"carried": total - new, "new": new, "bytes": tensor_bytes(list(expected.values()))}
+
+
+def run(options: argparse.Namespace) -> None:
+    check_options(options)
+    check_target(options)
+    folder = source_folder(options.source)
+    source = read_config(folder)
+    layers = parse_layers(options.layers, source.num_hidden_layers)
+    if options.distill_steps and not layers:
+        raise InputError("--distill-steps has nothing to teach: --layers names no layers.")
+    config = interdomain_config(source, layers, options.state_size)
+    weights = carried_weights(read_weights(weight_files(folder)))
+    check_weights(config, weights, folder)
+    dtype = DTYPES.get(options.dtype, weights["model.embed_tokens.weight"].dtype)
+    tokenizer = read_tokenizer(folder, config.vocab_size) if options.data else None
+    if options.data and options.sequence_length > config.max_position_embeddings:
+        raise InputError(
+            f"--sequence-length {options.sequence_length:,} is longer than the {config.max_position_embeddings:,} "
+            "tokens that the source was made for."
+        )
+    sizes = sizes_of(config, dtype)
+    # While it trains: weights, two moments of the optimiser and the state of before, all in float32.
+    states = 2 * 3 * 4 * (sizes["carried"] + sizes["new"]) if options.distill_steps + options.finetune_steps else 0
+    check_space(options.target, sizes["bytes"] + states)
+    print(describe(config, sizes, options, dtype))
+    if options.dry_run:
+        return
+
+    working = open_working_folder(options)
+    set_seed(options.seed)
+    perplexities: dict[str, float] = {}
+    if tokenizer is None:
+        model = convert(config, weights, dtype)
+    else:
+        model = convert(config, weights, torch.float32)
+        perplexities = teach(model, folder, tokenizer, layers, options, working / "training.pt")
+        model = model.to("cpu", dtype)
+        print(table(perplexities))
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    report = {
+        "source": options.source,
+        "layers": layers,
+        "parameters": sizes,
+        "distill_steps": options.distill_steps,
+        "finetune_steps": options.finetune_steps,
+        "perplexity": perplexities,
+    }
+    save_model(model, folder, options.target, report)
+    print(f"Saved {options.target}.")
+
+
+def teach(model, folder: Path, tokenizer, layers: list[int], options: argparse.Namespace, file: Path) -> dict:
+    """Train the model on the text as asked and measure it before and after; the perplexities."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    teacher = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+    teacher.requires_grad_(False)
+    model.to(device)
+    documents = gather_documents(options.data, options.max_bytes, options.seed)
+    documents, held_out = split_documents(documents, options.held_out_bytes, seed=options.seed)
+    tokens = encode(tokenizer, documents)
+    progress = Progress(file, options.save_steps)
+
+    def measure(measured=model) -> float:
+        return perplexity(measured, tokenizer, held_out, options.sequence_length)
+
+    progress.measured("source", lambda: measure(teacher))
+    progress.measured("converted", measure)
+    rate = options.learning_rate
+    stages = [
+        Stage(DISTILLED, lambda: distillation_loss(teacher, model, layers), options.distill_steps, rate),
+        Stage(FINETUNED, lambda: finetuning_loss(teacher, model, options.kl_weight), options.finetune_steps, rate),
+    ]
+    train_stages(
+        model,
+        [stage for stage in stages if stage.steps],
+        lambda stage: random_batches(tokens, options.batch_size, options.sequence_length, options.seed + stage),
+        progress,
+        measure,
+    )
+    return progress.perplexity
+
+
+def table(perplexities: dict[str, float]) -> str:
+    """One line for each time the model was measured."""
+    source = perplexities["source"]
+    rows = [f"{name:<12}{value:>12,.2f}{value / source:>12.2f}x" for name, value in perplexities.items()]
+    return "\n".join([f"{'':<12}{'perplexity':>12}{'of source':>13}", *rows])

@@ -1,0 +1,142 @@
+"""Clean the checkpoint of a training run: whatever wrote it, a folder that `from_pretrained` loads.
+
+Reads folders of the Trainer, sharded folders of `torch.distributed.checkpoint` (FSDP, accelerate) and single files with
+a state dict; takes away the names that wrappers (DDP, FSDP, `torch.compile`) put before those of the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from conversion.reading import (
+    SINGLE_FILES,
+    check_finite,
+    compare,
+    read_config,
+    read_distributed,
+    read_weights,
+    tensor_bytes,
+    weight_files,
+)
+from conversion.writing import (
+    DTYPES,
+    check_space,
+    check_target,
+    gigabytes,
+    open_working_folder,
+    save_model,
+)
+from conversion.writing import add_arguments as add_writing_arguments
+from examples.text_data import InputError
+from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM, InterdomainForSequenceClassification
+
+WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+FILE_SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, help="checkpoint of a training run: a folder or a file")
+    parser.add_argument("target", type=lambda text: Path(text).resolve(), help="folder to write")
+    parser.add_argument("--config", type=Path, help="folder with config.json (default: SOURCE or the one around it)")
+    add_writing_arguments(parser)
+
+
+def run(options: argparse.Namespace) -> None:
+    check_target(options)
+    if not options.source.exists():
+        raise InputError(f"{options.source} does not exist.")
+    folder = config_folder(options)
+    config = read_config(folder)
+    if not isinstance(config, InterdomainConfig):
+        raise InputError(f"{folder / 'config.json'} is that of a {config.model_type} model, not of an Interdomain one.")
+    model_class = class_of(config)
+    with torch.device("meta"):
+        expected = model_class(config).state_dict()
+    weights = clean(read_checkpoint(options.source), options.source)
+    weights = drop_tied_head(config, weights, expected)
+    compare(expected, weights, options.source)
+    check_finite(weights, options.source)
+    dtype = DTYPES.get(options.dtype, weights[EMBEDDINGS].dtype)
+    print(f"{options.source} -> {options.target}")
+    print(
+        f"{sum(x.numel() for x in weights.values()):,} parameters in {len(weights)} tensors; {_name(dtype)}, ", end=""
+    )
+    needed = tensor_bytes([x.to(dtype) for x in expected.values()])
+    print(gigabytes(needed))
+    check_space(options.target, needed)
+    if options.dry_run:
+        return
+    open_working_folder(options)
+    model = model_class.from_pretrained(None, config=config, state_dict=weights, dtype=dtype)
+    save_model(model, folder, options.target)
+    print(f"Saved {options.target}.")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def config_folder(options: argparse.Namespace) -> Path:
+    """The named folder, or the nearest one at or above the source that has a config.json."""
+    if options.config is not None:
+        return options.config
+    source = options.source.resolve()
+    for folder in [source, *source.parents][:3]:
+        if (folder / "config.json").is_file():
+            return folder
+    raise InputError(f"Neither {options.source} nor the folders around it have a config.json: name one with --config.")
+
+
+def class_of(config: InterdomainConfig) -> type:
+    """The model that the configuration was saved with; a language model where it does not say."""
+    if "InterdomainForSequenceClassification" in (config.architectures or []):
+        return InterdomainForSequenceClassification
+    return InterdomainForCausalLM
+
+
+def read_checkpoint(source: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint in any of the forms that training leaves."""
+    if source.is_file():
+        if source.suffix not in FILE_SUFFIXES:
+            raise InputError(f"{source} is none of {', '.join(FILE_SUFFIXES)}.")
+        return read_weights([source])
+    for folder in [source, *sorted(source.glob("pytorch_model_fsdp*"))]:
+        if (folder / ".metadata").is_file():
+            return read_distributed(folder)
+    if any((source / f"{name}{end}").is_file() for name in SINGLE_FILES for end in ("", ".index.json")):
+        return read_weights(weight_files(source))
+    if list(source.glob("**/*_model_states.pt")):
+        raise InputError(
+            f"{source} is a DeepSpeed checkpoint: run the zero_to_fp32.py in it and give the file it writes."
+        )
+    raise InputError(
+        f"{source} holds no checkpoint: neither {', '.join(SINGLE_FILES)} nor the .metadata of a sharded one."
+    )
+
+
+def clean(weights: dict[str, torch.Tensor], where: object) -> dict[str, torch.Tensor]:
+    """The weights under the names of the model: no wrappers, and nothing else that the checkpoint holds beside it."""
+    plain = {".".join(part for part in name.split(".") if part not in WRAPPERS): x for name, x in weights.items()}
+    around = sorted({name.removesuffix(EMBEDDINGS) for name in plain if name.endswith(EMBEDDINGS)})
+    if len(around) > 1:
+        raise InputError(f"{where} holds {len(around)} models, under the names {', '.join(around)}: keep one of them.")
+    prefix = around[0] if around else ""
+    return {name.removeprefix(prefix): x for name, x in plain.items() if name.startswith(prefix)}
+
+
+def drop_tied_head(config, weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict:
+    """Without the head that is the embeddings, in both; they must be the same numbers."""
+    if not config.tie_word_embeddings or HEAD not in expected:
+        return weights
+    del expected[HEAD]
+    weights = dict(weights)
+    tied = weights.pop(HEAD, None)
+    if tied is not None and EMBEDDINGS in weights and not torch.equal(tied, weights[EMBEDDINGS]):
+        raise InputError(
+            "The configuration ties lm_head to the embeddings, but the checkpoint holds two different ones."
+        )
+    return weights
