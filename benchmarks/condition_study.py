@@ -174,7 +174,7 @@ def table(record: dict) -> str:
     for name in CONDITIONS:
         rows = [row for row in record["runs"] if row["condition"] == name and "validation" in row]
         rate = best_rate(record["runs"], name)
-        best = [row for row in rows if row["learning_rate"] == rate]
+        best = best_runs(record["runs"], name)
         if not best:
             continue
         losses = [score(row) for row in best]
@@ -205,7 +205,30 @@ def table(record: dict) -> str:
         f"over held-out Wikipedia, books and WikiText-2; {len(SEEDS)} seeds at the best rate (mean, and range)."
     )
     beyond = ["condition", *(f"perplexity at {factor:g}x" for factor in LENGTHS), "3.5x against 1x"]
-    return "\n\n".join([markdown(header, quality), markdown(beyond, lengths), f"{about} {footnote(record)}"])
+    tables = [markdown(header, quality), markdown(beyond, lengths), f"{about} {footnote(record)}"]
+    return "\n\n".join([*tables, *reading(record)])
+
+
+def reading(record: dict) -> list[str]:
+    """Where Interdomain stands, in one sentence, beside the paper's figures at 125M; nothing without results."""
+    means = {
+        name: statistics.mean(score(row) for row in rows)
+        for name in ("interdomain", "s4d", "softmax")
+        if (rows := best_runs(record["runs"], name))
+    }
+    if len(means) < 3:
+        return []
+    beside = {name: math.exp(means["interdomain"] - means[name]) - 1 for name in ("s4d", "softmax")}
+    return [
+        f"Interdomain's perplexity against S4D-only: {beside['s4d']:+.0%} (the paper at 125M: -14%); against softmax: "
+        f"{beside['softmax']:+.0%} (the paper: level)."
+    ]
+
+
+def best_runs(runs: list[dict], name: str) -> list[dict]:
+    """All seeds of a condition at its best learning rate."""
+    rate = best_rate(runs, name)
+    return [row for row in runs if (row["condition"], row["learning_rate"]) == (name, rate) and "validation" in row]
 
 
 def plot(record: dict) -> Path:
@@ -219,8 +242,7 @@ def plot(record: dict) -> Path:
         first = sorted((row["learning_rate"], score(row)) for row in rows if row["seed"] == SEEDS[0])
         if first:
             left.plot(*zip(*first), marker="o", label=name)
-        best = [row for row in rows if row["learning_rate"] == best_rate(record["runs"], name)]
-        if best:
+        if best := best_runs(record["runs"], name):
             mean = [statistics.mean(row["lengths"][str(factor)] for row in best) for factor in LENGTHS]
             right.plot(LENGTHS, [math.exp(x) for x in mean], marker="o", label=name)
     left.set(xlabel="peak learning rate", ylabel="validation loss (nats per token)", xscale="log")
