@@ -9,6 +9,7 @@ from .modeling_interdomain import (
     InterdomainForSequenceClassification,
     InterdomainModel,
     InterdomainPreTrainedModel,
+    register_token_mixer,
 )
 from .op_interdomain import interdomain_attention, interdomain_step
 
@@ -22,6 +23,7 @@ __all__ = [
     "InterdomainStaticCache",
     "interdomain_attention",
     "interdomain_step",
+    "register_token_mixer",
 ]
 
 AutoConfig.register("interdomain", InterdomainConfig, exist_ok=True)

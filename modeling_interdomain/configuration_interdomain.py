@@ -2,6 +2,11 @@
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
+from transformers.utils import logging
+
+from .peft_interdomain import register_with_peft
+
+logger = logging.get_logger(__name__)
 
 # The name of a token mixer here, and what the library calls a layer that behaves like it (masks, caches, generation).
 LAYER_TYPES = {"interdomain": "linear_attention", "s4d": "linear_attention", "softmax": "full_attention"}
@@ -179,6 +184,12 @@ class InterdomainConfig(PreTrainedConfig):
         if self.intermediate_size is None:
             self.intermediate_size = -(-8 * self.hidden_size // (3 * 128)) * 128
         super().__post_init__(**kwargs)
+        self._name_unknown_fields(kwargs)
+
+    def to_dict(self):
+        """As in the library; PEFT asks for it just before it looks up what to adapt, whenever PEFT was imported."""
+        register_with_peft()
+        return super().to_dict()
 
     def convert_rope_params_to_dict(self, **kwargs):
         """Leave `rope_parameters=None` alone: here it means no rotary embeddings, not the default ones."""
@@ -234,11 +245,23 @@ class InterdomainConfig(PreTrainedConfig):
         if self.max_rollback < 0:
             raise ValueError(f"max_rollback must not be negative, got {self.max_rollback}.")
 
+    def _name_unknown_fields(self, fields: dict) -> None:
+        """Fields beyond ours and the library's are kept, but a misspelt one, or a newer version's, has no effect."""
+        known = ("auto_map", "model_type", "quantization_config")
+        if unknown := sorted(name for name in fields if name in vars(self) and name not in known and name[0] != "_"):
+            logger.warning_once(
+                f"InterdomainConfig does not know, and ignores, {', '.join(unknown)}: correct the name, or update "
+                "modeling_interdomain if a newer version has saved it."
+            )
+
     def _check_token_mixers(self) -> None:
         mixers = [self.token_mixers] if isinstance(self.token_mixers, str) else self.token_mixers
         unknown = sorted(set(mixers) - set(LAYER_TYPES))
         if unknown:
-            raise ValueError(f"token_mixers must be made of {', '.join(LAYER_TYPES)}; got {', '.join(unknown)}.")
+            raise ValueError(
+                f"token_mixers must be made of {', '.join(LAYER_TYPES)} or what register_token_mixer has added; got "
+                f"{', '.join(unknown)}."
+            )
         if not isinstance(self.token_mixers, str) and len(mixers) != self.num_hidden_layers:
             raise ValueError(
                 f"token_mixers has {len(mixers)} names for num_hidden_layers = {self.num_hidden_layers}; give one "
@@ -266,10 +289,17 @@ class InterdomainConfig(PreTrainedConfig):
         Returns:
             "recurrent" (real numbers: 2 M (R + D) a group, one more column with `normalize`), "convolution" (the last
             inputs of the convolutions) and "keys_values".
+
+        Raises:
+            ValueError: when a layer is a registered mixer, whose sizes are its own.
         """
         groups, names = self.num_key_value_heads, self.mixers_per_layer
         state = groups * 2 * self.state_size * (self.feature_dim + self.head_dim + int(self.normalize))
         sizes = {"recurrent": 0, "convolution": 0, "keys_values": 0}
+        if foreign := sorted(set(names) - {"interdomain", "s4d", "softmax"}):
+            raise ValueError(
+                f"state_sizes does not know {', '.join(foreign)} layers; state_bytes() of a cache counts what is kept."
+            )
         for name in names:
             if LAYER_TYPES[name] == "full_attention":
                 sizes["keys_values"] += 2 * groups * self.head_dim * context_length

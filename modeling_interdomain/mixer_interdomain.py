@@ -11,7 +11,7 @@ from .op_interdomain import append_one
 from .op_triton_launch import fused
 from .packing import Packing, document_of_tokens
 from .recurrence_interdomain import InterdomainRecurrence
-from .residual_projection import ResidualProjection
+from .residual_projection import residual_projection
 from .rotary_interdomain import rotate
 
 
@@ -45,7 +45,7 @@ class InterdomainMixer(nn.Module):
         self.q_proj = nn.Linear(hidden, heads * config.mapped_dim, bias=False) if self.has_query else None
         self.k_proj = nn.Linear(hidden, groups * self.key_dim, bias=False)
         self.v_proj = nn.Linear(hidden, groups * self.head_dim, bias=False)
-        self.o_proj = ResidualProjection(heads * self.output_dim, hidden, bias=False)
+        self.o_proj = residual_projection(heads * self.output_dim, hidden)
         self.g_proj = nn.Linear(hidden, heads * self.output_dim, bias=False) if config.use_output_gate else None
         self.q_conv = CausalConv1d(heads * config.mapped_dim, self.kernel) if self.has_query else None
         self.k_conv = CausalConv1d(groups * self.key_dim, self.kernel)
@@ -92,20 +92,20 @@ class InterdomainMixer(nn.Module):
         if packing is not None and packing.cu_seqlens.numel() == 1:  # nothing but pads
             if layer is not None:
                 if layer.record_past:
-                    layer.record(self._pads(hidden_states), Recurrence(*self.recurrence.parameters_of_operator()[:2]))
+                    layer.record(self._pads(hidden_states), self._transition(hidden_states))
                 layer.saw(shape[1])
             return torch.zeros_like(hidden_states), None
         cos_sin: tuple[torch.Tensor, ...] | None = None
         if self.config.rope_placement is not None and position_embeddings is not None:
             cos_sin = position_embeddings[self.feature_dim]
-        if packing is not None:
-            hidden_states = packing.pack(hidden_states)
-            if cos_sin is not None:
-                cos_sin = tuple(packing.pack(x.expand(*shape, -1)) for x in cos_sin)
+        if packing is not None and cos_sin is not None:
+            cos_sin = tuple(packing.pack(x.expand(*shape, -1)) for x in cos_sin)
         rows = None if packing is None else packing.rows
 
         projections = (self.q_proj, self.k_proj, self.v_proj) if self.has_query else (self.k_proj, self.v_proj)
         projected = [projection(hidden_states) for projection in projections]
+        if packing is not None:  # not before: adapters that differ by row must find the rows of the batch
+            projected = [packing.pack(x) for x in projected]
         windows = None if layer is None or layer.windows is None else [_select(w, rows) for w in layer.windows]
         cu_seqlens = None if packing is None else packing.cu_seqlens
         places = windows, cos_sin, cu_seqlens
@@ -113,7 +113,7 @@ class InterdomainMixer(nn.Module):
         tokens, windows = self._plain_inputs(projected, *places) if prepared is None else prepared
         if layer is not None and layer.record_past:
             inputs = self._inputs(projected, tokens, attention_mask, packing, shape)
-            layer.record(inputs, Recurrence(*self.recurrence.parameters_of_operator()[:2]))
+            layer.record(inputs, self._transition(hidden_states))
 
         if layer is None:
             output, _ = self.recurrence(*tokens, cu_seqlens=cu_seqlens)
@@ -128,10 +128,11 @@ class InterdomainMixer(nn.Module):
         if self.o_norm is not None:
             output = self.o_norm(output)
         output = output.flatten(-2).to(hidden_states.dtype)
+        if packing is not None:
+            output = packing.unpack(output, shape)
         if self.g_proj is not None:
             output = nn.functional.silu(self.g_proj(hidden_states)) * output
-        output = self.o_proj(output)
-        return output if packing is None else packing.unpack(output, shape), None
+        return self.o_proj(output), None
 
     def _plain_inputs(self, projected, windows, cos_sin, cu_seqlens):
         """Query (if there is one), key and value of the operator from the projections, and the new windows."""
@@ -190,7 +191,9 @@ class InterdomainMixer(nn.Module):
         return rotate(self.feature_map(x, is_query), *cos_sin)
 
     def _can_step(self, layer, tokens: tuple[torch.Tensor, ...], packing: Packing | None) -> bool:
-        differentiated = torch.is_grad_enabled() and (tokens[0].requires_grad or self.recurrence.B.requires_grad)
+        differentiated = torch.is_grad_enabled() and (
+            tokens[0].requires_grad or any(p.requires_grad for p in self.recurrence.parameters())
+        )
         single = tokens[0].shape[1] == 1 and packing is None and not differentiated
         return single and layer.is_initialized and self.config.backend in ("auto", "triton")
 
@@ -204,6 +207,10 @@ class InterdomainMixer(nn.Module):
         output = self.recurrence(*(x[:, 0] for x in tokens), step=True, state=state, mask=mask)
         layer.write(windows, state, 1)
         return output[:, None]
+
+    def _transition(self, hidden_states: torch.Tensor) -> Recurrence:
+        """What a recording cache needs to move a state on."""
+        return Recurrence(*self.recurrence(hidden_states, transition=True))
 
     def _inputs(self, projected, tokens, attention_mask, packing, shape) -> Inputs:
         """What a recording cache keeps of this forward, at its place in the batch."""

@@ -26,13 +26,13 @@ class S4DRecurrence(InterdomainRecurrence):
         if hasattr(self, "readout"):
             init.normal_(self.readout)
 
-    def forward(self, *tokens: torch.Tensor, step: bool = False, **arguments: Any):
+    def _operate(self, *inputs: Any, step: bool = False, **arguments: Any):
         """`s4d_attention` of the two inputs, or with `step=True` `s4d_step`."""
-        log_decay, input_matrix, coefficients = self.parameters_of_operator()
-        inputs: list[Any] = [*tokens, log_decay, input_matrix, self._row(coefficients)]
+        *rest, coefficients = inputs
+        operands: list[Any] = [*rest, self._row(coefficients)]
         if step:
-            return s4d_step(*inputs, **arguments)
-        return s4d_attention(*inputs, chunk_size=self.config.chunk_size, **arguments)
+            return s4d_step(*operands, **arguments)
+        return s4d_attention(*operands, chunk_size=self.config.chunk_size, **arguments)
 
     def _row(self, coefficients: torch.Tensor | None) -> torch.Tensor:
         """`readout^T C`, the row `[H, M, 2]` that reads the state."""

@@ -5,7 +5,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .packing import Packing
-from .residual_projection import ResidualProjection
+from .residual_projection import residual_projection
 from .rotary_interdomain import rotate
 
 
@@ -25,7 +25,7 @@ class SoftmaxMixer(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
-        self.o_proj = ResidualProjection(queries, config.hidden_size, bias=False)
+        self.o_proj = residual_projection(queries, config.hidden_size)
 
     def cache_shapes(self, batch: int) -> list[list[int]]:
         """Batch, heads and head size of the keys a cache of this layer holds."""

@@ -1,9 +1,11 @@
 """Interdomain language models: a Llama-style decoder whose token mixers are chosen layer by layer."""
 
 from itertools import pairwise
+from json import JSONDecodeError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
@@ -25,7 +27,8 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .cache_interdomain import InterdomainCache, InterdomainLayer, InterdomainStaticCache
-from .configuration_interdomain import InterdomainConfig
+from .checkpoint_folder import damaged_weights, holds_weights, replacing
+from .configuration_interdomain import LAYER_TYPES, InterdomainConfig
 from .feature_maps import FourierFeatures
 from .mixer_interdomain import InterdomainMixer
 from .mixer_s4d import S4DMixer
@@ -41,7 +44,7 @@ from .packing import (
 )
 from .patch_embedding import PatchEmbedding
 from .recurrence_interdomain import InterdomainRecurrence
-from .residual_projection import ResidualProjection
+from .residual_projection import residual_projection
 from .rotary_interdomain import InterdomainRotaryEmbedding
 
 # A new token mixer is a file of its own, a line here and a line in LAYER_TYPES of the configuration.
@@ -54,7 +57,29 @@ AUTO_MAP = {
     "AutoModel": "modeling_interdomain.InterdomainModel",
     "AutoModelForCausalLM": "modeling_interdomain.InterdomainForCausalLM",
     "AutoModelForSequenceClassification": "modeling_interdomain.InterdomainForSequenceClassification",
+    # The only Auto class through which `transformers serve` loads code from a folder; any language model can decide.
+    "AutoModelForDecision": "modeling_interdomain.InterdomainForCausalLM",
 }
+
+
+def register_token_mixer(name: str, mixer_class: type[nn.Module], layer_type: str) -> None:
+    """Let `token_mixers` of a configuration name a mixer of one's own; `examples/custom_mixer.py` shows one.
+
+    Args:
+        name: what the configuration calls it. A folder with such a model loads after this call alone.
+        mixer_class: made as `mixer_class(config, layer_idx)` and called like `InterdomainMixer`, with the same
+            `cache_shapes`; it returns the mixed tokens and None, or attention weights. Its last projection is `o_proj`.
+        layer_type: "linear_attention" if it keeps a state in `past_key_values.layers[layer_idx]`, an
+            `InterdomainLayer`; "full_attention" if it updates keys and values there.
+
+    Raises:
+        ValueError: when the name is taken or the kind of layer is unknown.
+    """
+    if name in TOKEN_MIXERS:
+        raise ValueError(f"The name {name!r} belongs to the token mixer {TOKEN_MIXERS[name].__name__}: choose another.")
+    if layer_type not in ("linear_attention", "full_attention"):
+        raise ValueError(f'layer_type must be "linear_attention" or "full_attention", got {layer_type!r}.')
+    TOKEN_MIXERS[name], LAYER_TYPES[name] = mixer_class, layer_type
 
 
 class InterdomainMLP(nn.Module):
@@ -64,7 +89,7 @@ class InterdomainMLP(nn.Module):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = ResidualProjection(config.intermediate_size, config.hidden_size, bias=False)
+        self.down_proj = residual_projection(config.intermediate_size, config.hidden_size)
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -111,10 +136,32 @@ class InterdomainPreTrainedModel(PreTrainedModel):
         if "linear_attention" not in config.layer_types:
             self._keep_in_fp32_modules_strict = None
 
-    def save_pretrained(self, save_directory, *args, **kwargs):
-        """As in the library; the folder names all classes for `trust_remote_code`, not only the saved one."""
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        """As in the library; weights that cannot be read are named."""
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        except (SafetensorError, JSONDecodeError) as error:
+            files = ", ".join(damaged_weights(pretrained_model_name_or_path)) or "weights"
+            raise OSError(
+                f"{pretrained_model_name_or_path} has {files} that cannot be read ({error}); copy or download again, "
+                "from the Hub with force_download=True."
+            ) from error
+
+    def save_pretrained(
+        self, save_directory, is_main_process=True, state_dict=None, push_to_hub=False, *args, **kwargs
+    ):
+        """As in the library; the folder names all classes for `trust_remote_code`, not only the saved one.
+
+        A checkpoint that is already there is replaced when the new one is complete: a full disk loses none.
+        """
         self.config.auto_map = {**(getattr(self.config, "auto_map", None) or {}), **AUTO_MAP}
-        super().save_pretrained(save_directory, *args, **kwargs)
+        arguments = (is_main_process, state_dict, push_to_hub, *args)
+        if push_to_hub or kwargs.get("distributed_checkpoint") or not holds_weights(save_directory):
+            super().save_pretrained(save_directory, *arguments, **kwargs)
+            return
+        with replacing(save_directory, kwargs.get("variant")) as folder:
+            super().save_pretrained(folder, *arguments, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -129,7 +176,7 @@ class InterdomainPreTrainedModel(PreTrainedModel):
             if module.config.input_norm:
                 init.zeros_(module.k_bias)
                 init.zeros_(module.v_bias)
-        elif isinstance(module, ResidualProjection):
+        elif getattr(module, "adds_to_residual", False):
             init.normal_(module.weight, std=residual_std)
         elif isinstance(module, nn.Conv1d) and module.kernel_size[0] == 1:
             init.ones_(module.weight)  # no convolution at all
@@ -277,14 +324,14 @@ class InterdomainModel(InterdomainPreTrainedModel):
 
     def check_cache_layers(self, cache: Cache) -> None:
         """Raise if the layers of a cache are of other kinds than the model's; such a cache knows no length either."""
-        layers = self.layers[: self.config.num_hidden_layers]
-        recurrent = [isinstance(layer.token_mixer, InterdomainMixer) for layer in layers]
+        recurrent = [kind == "linear_attention" for kind in self.config.layer_types]
         if cache.layer_class_to_replicate is not None and not any(recurrent):
             return
         if [isinstance(layer, InterdomainLayer) for layer in cache.layers] != recurrent:
             raise ValueError(
                 f"past_key_values ({type(cache).__name__} of {len(cache.layers)} layers) does not fit the "
-                f"{len(recurrent)} layers of this model; make it with InterdomainCache(model.config)."
+                f"{len(recurrent)} layers of this model; make it with InterdomainCache(model.config) (prefix "
+                "tuning cannot, it makes keys and values for all layers: use prompt tuning)."
             )
 
     def _check_cache(self, cache: Cache | None, batch: int) -> None:
@@ -429,7 +476,12 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
             **kwargs,
         )
 
-    def init_continuous_batching(self, *args, **kwargs):
+    @property
+    def init_continuous_batching(self):
+        # `transformers serve` looks whether there is such a method: without it, it says so and answers in turn.
+        raise AttributeError(_NO_CONTINUOUS_BATCHING)
+
+    def continuous_batching_context_manager(self, *args, **kwargs):
         raise NotImplementedError(_NO_CONTINUOUS_BATCHING)
 
     def generate_batch(self, *args, **kwargs):

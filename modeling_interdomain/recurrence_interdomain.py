@@ -62,13 +62,18 @@ class InterdomainRecurrence(Float32Module):
         log_decay = torch.stack([-step * self.log_a_real.to(wide).exp(), step * self.a_imag.to(wide)], dim=-1)
         return log_decay, self.B.to(wide), None if self.C is None else self.C.to(wide)
 
-    def forward(self, *tokens: torch.Tensor, step: bool = False, **arguments: Any):
-        """`interdomain_attention` of query, key and value, or with `step=True` `interdomain_step`.
+    def forward(self, *tokens: torch.Tensor, transition: bool = False, **arguments: Any):
+        """The operator applied to the tokens, or with `transition=True` `log_decay` and `input_matrix` alone.
 
-        The operator runs inside, because sharded parameters are gathered for the length of this call alone.
+        All of it happens inside, because for the length of this call alone sharded parameters are gathered, and those
+        that PEFT targets (`target_parameters`) are adapted.
         """
+        parameters = self.parameters_of_operator()
+        return parameters[:2] if transition else self._operate(*tokens, *parameters, **arguments)
+
+    def _operate(self, *inputs: Any, step: bool = False, **arguments: Any):
+        """`interdomain_attention` of query, key and value, or with `step=True` `interdomain_step`."""
         config = self.config
-        inputs: list[Any] = [*tokens, *self.parameters_of_operator()]
         arguments |= {"product": config.product, "normalize": config.normalize}
         if step:
             return interdomain_step(*inputs, **arguments, backend="triton" if config.backend == "triton" else "auto")

@@ -24,6 +24,7 @@ AUTO_MAP = {
     "AutoModel": "modeling_interdomain.InterdomainModel",
     "AutoModelForCausalLM": "modeling_interdomain.InterdomainForCausalLM",
     "AutoModelForSequenceClassification": "modeling_interdomain.InterdomainForSequenceClassification",
+    "AutoModelForDecision": "modeling_interdomain.InterdomainForCausalLM",
 }
 
 # Runs in a process of its own, in an empty folder; argv: the saved folders' parent, names that cannot be imported.
