@@ -1,0 +1,265 @@
+"""Send a saved model to the Hub with all that a stranger needs: weights, code, tokenizer, model card, licence.
+
+Usage:
+    python -m examples.publish runs/mine user/mine --dry-run     # checks everything, says what would be sent
+    python -m examples.publish runs/mine user/mine --language en --datasets wikitext
+
+The card is rendered from `model_cards/template.md`, the configuration, and what the folder's results.json and
+lm_eval.json have measured. A README.md with words of your own keeps them and is given what it lacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import transformers
+import yaml
+from huggingface_hub import HfApi, ModelCard, get_token
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, StrictDataclassError
+from huggingface_hub.utils import validate_repo_id
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers.dynamic_module_utils import get_relative_import_files
+from transformers.utils import logging
+
+import modeling_interdomain  # noqa: F401  the import makes the Auto classes know the architecture
+from examples.text_data import InputError, exit_code
+from model_cards.model_card import MARKER, auto_class, complete, harness_results, render
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARDS = "model-?????-of-?????.safetensors"
+# What is sent beside weights and code: configuration, tokenizer, results, card and its pictures. Never a pickle.
+SUFFIXES = (".json", ".txt", ".model", ".jinja", ".md", ".png", ".csv")
+
+
+def one_line(error: BaseException) -> str:
+    """The last line of a message: the library puts the sentence that says what is wrong below others."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1].strip().removeprefix("ValueError: ").removeprefix("TypeError: ")
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The safetensors files that `from_pretrained` reads."""
+    if (folder / WEIGHTS).is_file():
+        return [WEIGHTS]
+    if (folder / INDEX).is_file():
+        try:
+            files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        except (ValueError, KeyError) as error:
+            raise InputError(f"{folder / INDEX} is not a list of weight files: save the model again.") from error
+        if missing := [name for name in files if not (folder / name).is_file()]:
+            raise InputError(f"{folder} lacks the weight files {', '.join(missing)}, which {INDEX} names.")
+        return files
+    if pickles := sorted(path.name for path in folder.glob("*.bin")):
+        raise InputError(
+            f"{folder} has no safetensors, only pickles ({', '.join(pickles)}): load and save the model again."
+        )
+    raise InputError(f"{folder} has no weights: neither {WEIGHTS} nor {INDEX}.")
+
+
+def load_config(folder: Path) -> PreTrainedConfig:
+    """The configuration, which must be one of ours."""
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{folder} is not a folder with a saved model: it has no config.json.")
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (ValueError, OSError, StrictDataclassError) as error:
+        raise InputError(f"{folder / 'config.json'} cannot be used: {one_line(error)}") from error
+    if config.model_type != "interdomain":
+        raise InputError(f"{folder} holds a model of type {config.model_type}, and the card is for interdomain models.")
+    return config
+
+
+def code_files(folder: Path, config: PreTrainedConfig) -> list[str]:
+    """The Python files that `trust_remote_code` reads, all of which must be there."""
+    again = "load the model and save it again, which writes the code beside it"
+    entries = sorted(
+        {reference.split(".")[0] + ".py" for reference in (getattr(config, "auto_map", None) or {}).values()}
+    )
+    if not entries:
+        raise InputError(f"{folder / 'config.json'} names no code (auto_map): {again}.")
+    try:
+        imported = [Path(path).name for entry in entries for path in get_relative_import_files(folder / entry)]
+    except FileNotFoundError as error:
+        raise InputError(f"{folder} lacks the code {Path(error.filename).name}: {again}.") from error
+    return sorted({*entries, *imported})
+
+
+def check_weights(folder: Path, config: PreTrainedConfig) -> None:
+    """Load the model as a user would, and refuse what the library only warns about."""
+    try:
+        model, loading = getattr(transformers, auto_class(config)).from_pretrained(
+            folder, output_loading_info=True, use_safetensors=True
+        )
+    except Exception as error:  # whatever a damaged file leads to
+        raise InputError(f"{folder} does not load: {one_line(error)}") from error
+    for kind in ("missing_keys", "unexpected_keys"):
+        if names := sorted(loading[kind]):
+            raise InputError(
+                f"The weights of {folder} do not fit its config.json: {len(names)} {kind.replace('_', ' ')}, for"
+                f" example {names[0]}."
+            )
+    if broken := [name for name, weight in model.named_parameters() if not bool(torch.isfinite(weight).all())]:
+        raise InputError(f"{len(broken)} weights of {folder} are not finite, for example {broken[0]}.")
+
+
+def check_tokenizer(folder: Path, config: PreTrainedConfig) -> None:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # the many ways in which there is none
+        raise InputError(f"{folder} has no tokenizer: tokenizer.save_pretrained writes it there.") from error
+    if len(tokenizer) > config.vocab_size:
+        raise InputError(
+            f"The tokenizer of {folder} has {len(tokenizer):,} tokens, the model only {config.vocab_size:,}: it is"
+            " another model's."
+        )
+
+
+def read_json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} is not a readable JSON file.") from error
+
+
+def make_card(options: argparse.Namespace) -> ModelCard:
+    """The rendered card, or somebody's own with what it lacks."""
+    report = read_json(options.folder / "results.json") if (options.folder / "results.json").is_file() else {}
+    results = []
+    record = options.folder / "lm_eval.json"
+    for path in [*([record] if record.is_file() else []), *options.evaluation]:
+        try:
+            results += harness_results(read_json(path))
+        except (KeyError, AttributeError) as error:
+            raise InputError(f'{path} is not a file of results of lm-eval: it has no "results" by task.') from error
+    old = load_card(options.folder)
+    language = options.language or as_list(old and old.data.language)
+    datasets = options.datasets or as_list(old and old.data.datasets)
+    fresh = render(options.folder, options.repo, report, results, language, datasets)
+    return fresh if old is None or MARKER in old.text else complete(old, fresh)
+
+
+def load_card(folder: Path) -> ModelCard | None:
+    """The card that is there."""
+    path = folder / "README.md"
+    try:
+        return ModelCard.load(path) if path.is_file() else None
+    except (ValueError, yaml.YAMLError) as error:
+        raise InputError(f"The metadata of {path} cannot be read: repair or remove it.") from error
+
+
+def as_list(value: str | list[str] | None) -> list[str]:
+    """Metadata may hold one name or several."""
+    return [value] if isinstance(value, str) else value or []
+
+
+def write_card(card: ModelCard, folder: Path) -> None:
+    """README.md and LICENSE; a failure leaves those that were there."""
+    temporary = folder / "README.md.new"
+    try:
+        card.save(temporary)
+        os.replace(temporary, folder / "README.md")
+        if not (folder / "LICENSE").exists():
+            shutil.copyfile(REPOSITORY / "LICENSE", folder / "LICENSE")
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise InputError(f"{folder} could not be written ({error}): nothing was sent.") from error
+
+
+def files_to_send(folder: Path, weights: Sequence[str], code: Sequence[str]) -> list[str]:
+    """What is sent of the folder, by name; hidden files, folders and whatever may be a pickle stay here."""
+    extra = [
+        path.name
+        for path in folder.iterdir()
+        if path.is_file() and path.suffix in SUFFIXES and not path.name.startswith(".") and path.name != INDEX
+    ]
+    index = [INDEX] if list(weights) != [WEIGHTS] else []
+    return sorted({*weights, *code, *extra, *index, "README.md", "LICENSE"})
+
+
+def send(options: argparse.Namespace, files: Sequence[str]) -> str:
+    """Create the repository if need be, and upload; the address of the commit."""
+    if get_token() is None:
+        raise InputError("You are not logged in to the Hub: run `hf auth login`, or set HF_TOKEN.")
+    api = HfApi()
+    try:
+        repo = api.create_repo(options.repo, private=options.private or None, exist_ok=True).repo_id
+        if options.private and not api.model_info(repo).private:
+            raise InputError(
+                f"{repo} exists and is public: nothing was sent; make it private first, or omit --private."
+            )
+        return str(
+            api.upload_folder(
+                repo_id=repo,
+                folder_path=options.folder,
+                allow_patterns=list(files),
+                delete_patterns=[WEIGHTS, SHARDS, INDEX],  # those of before: a stranger would load them
+                commit_message=f"Upload {options.folder.resolve().name}",
+            )
+        )
+    except InputError:
+        raise
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        advice = {401: "log in with `hf auth login`.", 403: "may this token write there?"}.get(status, one_line(error))
+        raise InputError(f"The Hub refused {options.repo} (status {status}): {advice}") from error
+    except ValueError as error:  # the Hub's check of the metadata, before anything is sent
+        raise InputError(f"{options.repo} was not updated: README.md: {one_line(error).removeprefix('- ')}") from error
+    except Exception as error:  # no network, an upload that broke off
+        raise InputError(f"{options.repo} was not updated: {one_line(error)} Run the same command again.") from error
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="a model that save_pretrained wrote, with its tokenizer")
+    parser.add_argument("repo", help="the repository on the Hub, user/name")
+    parser.add_argument("--private", action="store_true", help="only you can see a repository that is created")
+    parser.add_argument("--dry-run", action="store_true", help="check, print the card and what would be sent; no more")
+    parser.add_argument("--language", nargs="+", default=[], help="of the training text, such as: en de code")
+    parser.add_argument("--datasets", nargs="+", default=[], help="names on the Hub of the training data")
+    parser.add_argument("--evaluation", nargs="+", default=[], type=Path, help="more files of results of lm-eval")
+    return parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace) -> None:
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # what the library warns about is refused here, in one sentence
+    try:
+        validate_repo_id(options.repo)
+    except HFValidationError as error:
+        raise InputError(f"{options.repo} is not a name for a repository: {one_line(error)}") from error
+    if "/" not in options.repo:
+        raise InputError(f"{options.repo} names no owner: a repository is user/name.")
+    folder = options.folder
+    config = load_config(folder)
+    weights, code = weight_files(folder), code_files(folder, config)
+    check_weights(folder, config)
+    if config.patch_size is None:
+        check_tokenizer(folder, config)
+    card = make_card(options)
+
+    files = files_to_send(folder, weights, code)
+    left = sorted(path.name + "/" * path.is_dir() for path in folder.iterdir() if path.name not in files)
+    print(f"{len(files)} files for {options.repo}: {', '.join(files)}")
+    if left:
+        print(f"Not sent: {', '.join(left)}")
+    if options.dry_run:
+        print(f"\n{card}")
+        return
+    write_card(card, folder)
+    print(send(options, files))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return exit_code(lambda: run(parse_arguments(arguments)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""Fill in the template from a checkpoint: its configuration counts, its reports give the training and the results.
+
+Example:
+    card = render(Path("runs/mine"), "user/mine", report=json.loads(Path("runs/mine/results.json").read_text()))
+    card.save("runs/mine/README.md")
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from copy import deepcopy
+from pathlib import Path
+
+import torch
+import transformers
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from transformers import AutoConfig, PreTrainedConfig
+
+import modeling_interdomain  # noqa: F401  the import makes the Auto classes know the architecture
+
+TEMPLATE = Path(__file__).with_name("template.md")
+# A card with this line is ours to write again; any other card belongs to whoever wrote it.
+MARKER = "<!-- examples.publish writes this card anew each time; without this line it keeps what is here. -->"
+LICENSE = "apache-2.0"
+
+# What the last part of a class's name says it is for, and through which Auto class one loads it.
+AUTO_CLASSES = {
+    "ForCausalLM": "AutoModelForCausalLM",
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "Model": "AutoModel",
+}
+# Figures of a report that are results: the name of the measure.
+MEASURES = {"bits_per_byte": "bits per byte", "perplexity": "perplexity", "accuracy": "accuracy"}
+
+
+def auto_class(config: PreTrainedConfig) -> str:
+    """The name of the Auto class that loads what the configuration was saved with."""
+    saved = (config.architectures or [""])[0]
+    return next((name for ending, name in AUTO_CLASSES.items() if saved.endswith(ending)), "AutoModel")
+
+
+def pipeline_tag(config: PreTrainedConfig) -> str:
+    """The task as the Hub calls it."""
+    images = config.patch_size is not None
+    return {
+        "AutoModelForCausalLM": "text-generation",
+        "AutoModelForSequenceClassification": "image-classification" if images else "text-classification",
+        "AutoModel": "feature-extraction",
+    }[auto_class(config)]
+
+
+def count_parameters(config: PreTrainedConfig) -> int:
+    """Of the saved class; no memory is filled."""
+    with torch.device("meta"):
+        return getattr(transformers, auto_class(config)).from_config(config).num_parameters()
+
+
+def softmax_size(config: PreTrainedConfig, length: int) -> int:
+    """Numbers of the keys and values if all layers were softmax."""
+    softmax = deepcopy(config)
+    softmax.token_mixers = "softmax"
+    return softmax.state_sizes(length)["keys_values"]
+
+
+def report_results(report: dict, config: PreTrainedConfig) -> list[EvalResult]:
+    """What `results.json` of a training example measured."""
+    data = str(report.get("data", "held-out data"))
+    return [
+        _result(pipeline_tag(config), "held-out", data, name, measure, report[name])
+        for name, measure in MEASURES.items()
+        if name in report
+    ]
+
+
+def harness_results(record: dict) -> list[EvalResult]:
+    """What lm-eval measured (its "results" by task); standard errors are left out."""
+    results = []
+    for task, figures in record["results"].items():
+        items = record.get("n-samples", {}).get(task)
+        shots = record.get("n-shot", {}).get(task)
+        facts = [] if shots is None else [f"{shots}-shot"]
+        facts += [f"{items['effective']:,} of {items['original']:,} items"] if items else []
+        data = f"{task} ({', '.join(facts)})" if facts else task
+        for name, value in figures.items():
+            metric, comma, variant = name.partition(",")
+            if comma and isinstance(value, (int, float)) and not metric.endswith("_stderr"):
+                measure = metric if variant == "none" else f"{metric} ({variant})"
+                results.append(_result("text-generation", task, data, metric, measure, value))
+    return results
+
+
+def _result(task: str, dataset: str, dataset_name: str, metric: str, measure: str, value: float) -> EvalResult:
+    return EvalResult(
+        task_type=task,
+        dataset_type=dataset,
+        dataset_name=dataset_name,
+        metric_type=metric,
+        metric_name=measure,
+        metric_value=float(value),
+    )
+
+
+def training_facts(report: dict, datasets: Sequence[str]) -> list[str]:
+    """What is known about the training, a line a fact."""
+    tokens = report.get("tokens", report.get("steps", 0) * report.get("tokens_per_step", 0))
+    facts = {
+        "Data": report.get("data"),
+        "Datasets": ", ".join(f"[{name}](https://huggingface.co/datasets/{name})" for name in datasets),
+        "Steps": f"{report['steps']:,}" if report.get("steps") else None,
+        "Tokens seen": f"{tokens:,}" if tokens else None,
+        "Hardware": report.get("hardware"),
+        "Time": f"{report['training_seconds'] / 3600:.2g} hours" if report.get("training_seconds") else None,
+    }
+    return [f"{name}: {fact}" for name, fact in facts.items() if fact]
+
+
+def describe_layers(config: PreTrainedConfig) -> str:
+    """For example "12 layers (9 interdomain, 3 softmax)"."""
+    counts = Counter(config.mixers_per_layer)
+    kinds = ", ".join(f"{count} {name}" for name, count in counts.items())
+    return f"{config.num_hidden_layers} layers ({kinds if len(counts) > 1 else f'all {next(iter(counts))}'})"
+
+
+def usage(config: PreTrainedConfig, repo: str) -> str:
+    """Lines of Python that a stranger can copy."""
+    name = auto_class(config)
+    if config.patch_size is not None:
+        return f"""from transformers import {name}
+
+model = {name}.from_pretrained("{repo}", trust_remote_code=True).eval()
+# logits = model(pixel_values=...).logits with [B, {config.num_channels}, height, width], prepared as in training"""
+    lines = [
+        f"from transformers import {name}, AutoTokenizer",
+        "",
+        f'tokenizer = AutoTokenizer.from_pretrained("{repo}")',
+        f'model = {name}.from_pretrained("{repo}", trust_remote_code=True).eval()',
+        'inputs = tokenizer("Once upon a time", return_tensors="pt", return_token_type_ids=False)',
+    ]
+    ending = {
+        "AutoModelForCausalLM": [
+            "ids = model.generate(**inputs, max_new_tokens=50, do_sample=True, temperature=0.7)",
+            "print(tokenizer.decode(ids[0], skip_special_tokens=True))",
+        ],
+        "AutoModelForSequenceClassification": ["print(model(**inputs).logits.softmax(-1))"],
+        "AutoModel": ["print(model(**inputs).last_hidden_state.shape)"],
+    }[name]
+    return "\n".join(lines + ending)
+
+
+def render(
+    folder: Path,
+    repo: str,
+    report: dict | None = None,
+    results: Sequence[EvalResult] = (),
+    language: Sequence[str] = (),
+    datasets: Sequence[str] = (),
+) -> ModelCard:
+    """The card of a saved folder, for a repository "user/name".
+
+    Args:
+        folder: what `save_pretrained` wrote.
+        repo: where the model will be found.
+        report: `results.json` of a training example, if there is one.
+        results: further results, for example `harness_results` of a file of lm-eval.
+        language: codes of the languages it was trained on.
+        datasets: names on the Hub of the data it was trained on.
+    """
+    config = AutoConfig.from_pretrained(folder)
+    report = report or {}
+    results = [*report_results(report, config), *results]
+    name, length = repo.split("/")[-1], config.max_position_embeddings
+    recurrent = "linear_attention" in config.layer_types
+    tags = ["interdomain-attention", "linear-attention", "state-space-model"] if recurrent else []
+    data = ModelCardData(
+        license=LICENSE,
+        library_name="transformers",
+        pipeline_tag=pipeline_tag(config),
+        tags=[config.model_type, *tags, "arxiv:2605.24330"],
+        language=list(language) or None,
+        datasets=list(datasets) or None,
+        metrics=sorted({result.metric_type for result in results}) or None,
+        model_name=name,
+        eval_results=results or None,
+    )
+    return ModelCard.from_template(
+        data,
+        template_path=TEMPLATE,
+        name=name,
+        config=config,
+        task=data.pipeline_tag,
+        recurrent=recurrent,
+        mixers=config.mixers_per_layer,
+        layers=describe_layers(config),
+        reads_images=config.patch_size is not None,
+        parameters=count_parameters(config),
+        length=length,
+        sizes=config.state_sizes(length),
+        softmax_size=softmax_size(config, length),
+        usage=usage(config, repo),
+        transformers_version=config.transformers_version,
+        training=training_facts(report, datasets),
+        results=results,
+        marker=MARKER,
+    )
+
+
+def complete(card: ModelCard, fresh: ModelCard) -> ModelCard:
+    """The card with the metadata, and at its end the sections, that only the fresh one has."""
+    for name, value in vars(fresh.data).items():
+        if value is not None and card.data.get(name) is None:
+            card.data[name] = value
+    headings = {line.strip() for line in card.text.splitlines()}
+    sections = [f"## {section.strip()}" for section in fresh.text.replace(MARKER, "").split("\n## ")[1:]]
+    missing = [section for section in sections if section.splitlines()[0] not in headings]
+    if missing:
+        card.text = "\n\n".join([card.text.rstrip(), *missing]) + "\n"
+    return card
