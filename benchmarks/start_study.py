@@ -53,6 +53,7 @@ CONDITIONS = {
     "zero-order hold, c 0.25, output norm": start("zero_order_hold", 0.25) | {"use_output_norm": True},
     "zero-order hold, c 0.25, steps 1e-2 to 1": start("zero_order_hold", 0.25)
     | {"time_step_min": 1e-2, "time_step_max": 1.0},
+    "zero-order hold, c 0.25, steps 1e-3 to 1": start("zero_order_hold", 0.25) | {"time_step_max": 1.0},
     "S4D-only, zero-order hold, c 0.25": start("zero_order_hold", 0.25) | {"token_mixers": "s4d"},
     "S4D-only, zero-order hold, c 1": start("zero_order_hold", 1.0) | {"token_mixers": "s4d"},
     "S4D-only, zero-order hold, c 0.02": start("zero_order_hold", 0.02) | {"token_mixers": "s4d"},

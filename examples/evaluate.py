@@ -61,6 +61,8 @@ def load(folder: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model in evaluation mode, and tokenizer, of a folder that `save_pretrained` wrote."""
     if not (Path(folder) / "config.json").is_file():
         raise InputError(f"{folder} is not a folder with a saved model.")
+    if not (Path(folder) / "tokenizer_config.json").is_file():
+        raise InputError(f"The folder {folder} holds no tokenizer.")
     return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
 
 

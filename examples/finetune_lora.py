@@ -64,8 +64,6 @@ def check_options(options: argparse.Namespace) -> None:
 
 def load_base(folder: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model to adapt and its tokenizer."""
-    if (Path(folder) / "config.json").is_file() and not (Path(folder) / "tokenizer_config.json").is_file():
-        raise InputError(f"The folder {folder} holds no tokenizer.")
     model, tokenizer = load(folder)
     if tokenizer.eos_token_id is None:
         raise InputError(f"The tokenizer in {folder} has no eos token to put between documents.")

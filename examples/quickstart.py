@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from matplotlib.figure import Figure
 from tqdm import tqdm
 from transformers import (
@@ -42,6 +41,7 @@ from examples.text_data import (
     train_tokenizer,
 )
 from examples.training import Progress, train
+from model_cards.model_card import render
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 STEPS, MINUTES = 400, 4.0  # the steps fit two slow cores; on still slower ones the clock ends the training instead
@@ -156,54 +156,6 @@ def evaluate_in_fresh_process(options: argparse.Namespace) -> dict[str, float]:
     return json.loads((folder / "results.json").read_text())
 
 
-def write_model_card(results: dict[str, float | str], folder: Path) -> None:
-    """README.md with the metadata that the Hub reads, and the numbers that were measured."""
-    data = ModelCardData(
-        license="apache-2.0",
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        tags=["interdomain-attention", "linear-attention", "state-space-model", "quickstart"],
-        model_name=folder.resolve().name,
-        eval_results=[
-            EvalResult(
-                task_type="text-generation",
-                dataset_type="held-out-text",
-                dataset_name=str(results["data"]),
-                metric_type="bits_per_byte",
-                metric_name="bits per byte",
-                metric_value=round(results["bits_per_byte"], 4),
-            )
-        ],
-    )
-    text = f"""---
-{data.to_yaml()}
----
-
-# A small Interdomain Attention model
-
-{results["parameters"]:,} parameters, trained for {results["steps"]:,} steps of {results["tokens_per_step"]:,} tokens
-({results["training_seconds"]:.0f} seconds on {results["hardware"]}) on: {results["data"]}.
-It shows that the architecture learns; it is far too small to be useful.
-
-| on {results["held_out_bytes"]:,} bytes of held-out text | bits per byte |
-|---|---|
-| this model | {results["bits_per_byte"]:.3f} |
-| `xz -9`, on these bytes alone | {results["xz_bits_per_byte"]:.3f} |
-| zlib, on these bytes alone | {results["zlib_bits_per_byte"]:.3f} |
-
-![Learning curve](learning_curve.png)
-
-```python
-import modeling_interdomain  # or, without the package, trust_remote_code=True below
-from transformers import pipeline
-
-write = pipeline("text-generation", model="{folder.resolve().name}")  # or the name of its repository
-print(write("def read_", max_new_tokens=100)[0]["generated_text"])
-```
-"""
-    ModelCard(text).save(folder / "README.md")
-
-
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     default_config = REPOSITORY / "configuration" / "interdomain-small"
@@ -271,7 +223,7 @@ def run(options: argparse.Namespace) -> None:
         "seed": options.seed,
     }
     (options.output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-    write_model_card(results, options.output)
+    render(options.output, options.output.resolve().name, report=results).save(options.output / "README.md")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -36,6 +36,7 @@ from transformers import (
     set_seed,
 )
 from transformers.distributed import DistributedConfig
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 import modeling_interdomain  # noqa: F401  the import makes the Auto classes know the architecture
@@ -285,10 +286,13 @@ def last_checkpoint(args: Recipe) -> str | None:
     if str(wanted).lower() != "true":
         if not Path(wanted).is_dir():
             raise InputError(f"The checkpoint {wanted} does not exist.")
-        return wanted
-    found = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+        found = str(wanted)
+    else:
+        found = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
     if found is None:
         raise InputError(f"{args.output_dir} holds no checkpoint to go on from.")
+    if not (Path(found) / TRAINER_STATE_NAME).is_file():  # written last
+        raise InputError(f"The checkpoint {found} is incomplete: remove it to go on from the one before.")
     return found
 
 

@@ -171,6 +171,17 @@ def test_mistakes_are_named(options, capsys, changes, message):
     assert message in capsys.readouterr().err
 
 
+def test_a_checkpoint_that_was_cut_off_is_named_not_read(options, tmp_path, capsys):
+    whole, cut = tmp_path / "out" / "checkpoint-2", tmp_path / "out" / "checkpoint-4"
+    for folder in (whole, cut):
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(b"")
+    (whole / "trainer_state.json").write_text("{}")
+    assert train.main(options(resume_from_checkpoint="true")) == 2
+    assert f"{cut} is incomplete: remove it to go on from the one before." in capsys.readouterr().err
+    assert cut.is_dir()
+
+
 def test_nothing_is_overwritten_and_unknown_fields_are_named(options, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
