@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import studies
-from benchmarks.harness import RESULTS, footnote, machine, markdown, time_in_turns, write
+from benchmarks.harness import RESULTS, footnote, markdown
 from examples.text_data import (
     encode,
     gather_documents,
@@ -117,19 +117,13 @@ def run_condition(condition: str, learning_rate: float, seed: int, data: dict, t
     return row
 
 
-def measure_speed(training: dict = TRAINING, seconds: float = 10.0) -> dict[str, dict]:
-    """Tokens a second of training steps (median, 20th and 80th percentile); the conditions take turns."""
+def endless_runs(training: dict = TRAINING) -> dict[str, Iterator]:
+    """Training of every condition on one batch, to be timed."""
     torch.manual_seed(0)
     batch = torch.randint(SHAPE["vocab_size"], (training["batch_size"], training["sequence_length"] + 1))
-    runs = {
+    return {
         name: train(InterdomainForCausalLM(InterdomainConfig(**SHAPE, **fields)), itertools.repeat(batch), seconds=1e9)
         for name, fields in CONDITIONS.items()
-    }
-    times = time_in_turns({name: functools.partial(next, run) for name, run in runs.items()}, seconds)
-    tokens = training["batch_size"] * training["sequence_length"]
-    return {
-        name: {"median": tokens / time["median"], "p20": tokens / time["p80"], "p80": tokens / time["p20"]}
-        for name, time in times.items()
     }
 
 
@@ -255,7 +249,6 @@ def plot(record: dict) -> Path:
 
 def main() -> None:
     parser = studies.parser(__doc__, "../shared/data")
-    parser.add_argument("--speed", action="store_true", help="measure the speed of training and stop")
     parser.add_argument("--plot", action="store_true", help="draw the runs so far and stop")
     arguments = parser.parse_args()
     fresh = {"training": TRAINING, "shape": SHAPE}
@@ -265,8 +258,7 @@ def main() -> None:
         return
     torch.set_num_threads(arguments.threads)
     if arguments.speed:
-        record = studies.load(FILE, fresh)
-        write("condition_study", record | {"speed": measure_speed(), "machine": machine()})
+        studies.write_speed(FILE, fresh, endless_runs(), TRAINING["batch_size"] * TRAINING["sequence_length"])
         return
     run = functools.partial(run_condition, data=prepare(arguments.data))
     studies.run_missing(FILE, fresh, plan, run, "python -m benchmarks.condition_study", arguments.part)

@@ -4,6 +4,7 @@ Four configurations (Fourier features or shifted cosines, shared or per-head key
 bidirectional softmax, all with the same images in the same order.
 
     python -m benchmarks.image_study --data ../shared/data/cifar10     # all runs that the results do not hold yet
+    python -m benchmarks.image_study --data ../shared/data/cifar10 --speed    # training speed of all, in turns
     python -m benchmarks.image_study --table                           # the table as markdown
 """
 
@@ -27,21 +28,33 @@ TRAINING = {"steps": 500, "patch_size": 4, "learning_rate": 1e-3, "recurrence_le
 TEST_IMAGES, SEEDS = 2000, (0,)
 
 
-def run_condition(condition: str, seed: int, train: Images, test: Images, training: dict = TRAINING) -> dict:
-    """Train one configuration and count the test images it gets right."""
+def make_model(condition: str, seed: int, images: Images, training: dict = TRAINING):
+    """The configuration in `configuration/` with fewer tokens, all of them in one chunk."""
     torch.manual_seed(seed)
     folder = REPOSITORY / "configuration" / f"workshop-{condition}"
-    tokens = train.pixels.shape[2] * train.pixels.shape[3] // training["patch_size"] ** 2 + 1
+    tokens = images.pixels.shape[2] * images.pixels.shape[3] // training["patch_size"] ** 2 + 1
     config = AutoConfig.from_pretrained(folder, patch_size=training["patch_size"], chunk_size=tokens)
-    model = AutoModelForSequenceClassification.from_config(config)
-    recipe = yaml.safe_load(RECIPE.read_text()) | training
-    steps = list(train_classifier(model, train, recipe, training["steps"], seed))
+    return AutoModelForSequenceClassification.from_config(config)
+
+
+def run_condition(condition: str, seed: int, train: Images, test: Images, training: dict = TRAINING) -> dict:
+    """Train one configuration and count the test images it gets right."""
+    model = make_model(condition, seed, train, training)
+    steps = list(train_classifier(model, train, make_recipe(training), training["steps"], seed))
     return {
         "parameters": model.num_parameters(),
         "train_loss": statistics.mean(step.loss for step in steps[-50:]),
         "accuracy": accuracy(model, test),
-        "images_per_second": statistics.median(step.images_per_second for step in steps),
     }
+
+
+def endless_runs(train: Images) -> dict[str, Iterator]:
+    """Training of every configuration, to be timed."""
+    return {name: train_classifier(make_model(name, 0, train), train, make_recipe(), 10**9) for name in CONDITIONS}
+
+
+def make_recipe(training: dict = TRAINING) -> dict:
+    return yaml.safe_load(RECIPE.read_text()) | training
 
 
 def table(record: dict) -> str:
@@ -57,11 +70,11 @@ def table(record: dict) -> str:
                     f"{found[0]['parameters']:,}",
                     f"{statistics.mean(values):.1%}{spread}",
                     f"{statistics.mean(row['train_loss'] for row in found):.3f}",
-                    f"{statistics.median(row['images_per_second'] for row in found):.0f}",
+                    f"{record['speed'][name]['median']:,.0f}" if "speed" in record else "not measured",
                 ]
             )
     training = record["training"]
-    batch = yaml.safe_load(RECIPE.read_text())["batch_size"]
+    batch = make_recipe()["batch_size"]
     about = (
         f"{training['steps']} steps of {batch} images, {training['patch_size']} x {training['patch_size']} pixels a "
         f"token, peak learning rate {training['learning_rate']}; accuracy on {record['test_images']:,} test images."
@@ -81,6 +94,10 @@ def main() -> None:
         print(table(studies.load(FILE, fresh)))
         return
     torch.set_num_threads(arguments.threads)
+    if arguments.speed:
+        train = load_images(arguments.data, "train", 1000)
+        studies.write_speed(FILE, fresh, endless_runs(train), make_recipe()["batch_size"])
+        return
     train, test = load_images(arguments.data, "train"), load_images(arguments.data, "test", TEST_IMAGES)
     run = functools.partial(run_condition, train=train, test=test)
     studies.run_missing(FILE, fresh, plan, run, "python -m benchmarks.image_study", arguments.part)

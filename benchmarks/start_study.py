@@ -23,6 +23,7 @@ from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
 
 RESULTS = Path(__file__).parent / "results" / "start_study.json"
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+S4D = {"token_mixers": "s4d"}
 BYTES = 256
 
 SIZES = {
@@ -54,10 +55,10 @@ CONDITIONS = {
     "zero-order hold, c 0.25, steps 1e-2 to 1": start("zero_order_hold", 0.25)
     | {"time_step_min": 1e-2, "time_step_max": 1.0},
     "zero-order hold, c 0.25, steps 1e-3 to 1": start("zero_order_hold", 0.25) | {"time_step_max": 1.0},
-    "S4D-only, zero-order hold, c 0.25": start("zero_order_hold", 0.25) | {"token_mixers": "s4d"},
-    "S4D-only, zero-order hold, c 1": start("zero_order_hold", 1.0) | {"token_mixers": "s4d"},
-    "S4D-only, zero-order hold, c 0.02": start("zero_order_hold", 0.02) | {"token_mixers": "s4d"},
-    "S4D-only, beta 1, c 0.25": start("one", 0.25) | {"token_mixers": "s4d"},
+    "S4D-only, zero-order hold, c 0.25": start("zero_order_hold", 0.25) | S4D,
+    "S4D-only, zero-order hold, c 1": start("zero_order_hold", 1.0) | S4D,
+    "S4D-only, zero-order hold, c 12.5 (c 0.25 and a readout of unit variance)": start("zero_order_hold", 12.5) | S4D,
+    "S4D-only, beta 1, c 0.25": start("one", 0.25) | S4D,
 }
 RUNS = [(size, seed, name) for size, seed in (("1M", 0), ("1M", 1), ("2M", 0)) for name in CONDITIONS]
 

@@ -1,6 +1,7 @@
 """What the studies share: runs that are added to a result file one by one, by one process or by several."""
 
 import argparse
+import functools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import machine
+from benchmarks.harness import machine, time_in_turns
 
 
 def load(file: Path, fresh: dict) -> dict:
@@ -22,6 +23,7 @@ def parser(description: str, data: str | None = None) -> argparse.ArgumentParser
     if data is not None:
         found.add_argument("--data", type=Path, default=Path(data), help="folder (default: %(default)s)")
     found.add_argument("--table", action="store_true", help="print the table of the runs so far and stop")
+    found.add_argument("--speed", action="store_true", help="measure the speed of training and stop")
     found.add_argument("--threads", type=int, default=torch.get_num_threads())
     found.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="every N-th run from I")
     return found
@@ -55,6 +57,27 @@ def run_missing(
         record = load(file, fresh)  # another process may have added its runs
         record["runs"].append(row)
         record["machine"] = {**machine(), "command": command}
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(json.dumps(record, indent=1) + "\n")
+        _save(file, record)
         print(f"{missing[0]}: {row['seconds']:.0f} s", flush=True)
+
+
+def write_speed(file: Path, fresh: dict, runs: dict[str, Iterator], amount: int, seconds: float = 10.0) -> None:
+    """Add to the file what each condition does a second: median, 20th and 80th percentile.
+
+    Args:
+        runs: by condition an iterator whose items are training steps; the conditions take turns.
+        amount: tokens or images of a step.
+        seconds: how long each condition is measured, about.
+    """
+    steps = {name: functools.partial(next, run) for name, run in runs.items()}
+    times = time_in_turns(steps, seconds * len(steps))
+    speed = {
+        name: {"median": amount / taken["median"], "p20": amount / taken["p80"], "p80": amount / taken["p20"]}
+        for name, taken in times.items()
+    }
+    _save(file, load(file, fresh) | {"speed": speed | {"machine": machine()}})
+
+
+def _save(file: Path, record: dict) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(record, indent=1) + "\n")

@@ -13,18 +13,22 @@ from .recurrence_interdomain import InterdomainRecurrence
 
 
 class S4DRecurrence(InterdomainRecurrence):
-    """Adds `readout` `[H, M]`, the learned real contraction of `C X` over the M coefficients."""
+    """Adds `readout` `[H, M]`, the learned real contraction of `C X` over the M coefficients.
+
+    It starts as small as any linear map: with numbers of unit size, outputs are large and the layer hardly learns
+    (benchmarks/start_study.py).
+    """
 
     def __init__(self, config):
         super().__init__(config)
         self.readout = nn.Parameter(torch.empty(config.num_attention_heads, config.state_size, dtype=torch.float32))
-        init.normal_(self.readout)
+        init.normal_(self.readout, std=config.initializer_range)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
         if hasattr(self, "readout"):
-            init.normal_(self.readout)
+            init.normal_(self.readout, std=self.config.initializer_range)
 
     def _operate(self, *inputs: Any, step: bool = False, **arguments: Any):
         """`s4d_attention` of the two inputs, or with `step=True` `s4d_step`."""
