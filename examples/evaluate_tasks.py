@@ -164,7 +164,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--tasks",
         nargs="+",
-        default=["local_commonsense", "local_lambada_openai", "local_wikitext"],
+        default=["local_commonsense", "local_wikitext"],
         help="tasks or groups, of examples/lm_eval_tasks or of the harness itself (default: %(default)s)",
     )
     parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="their files (default: %(default)s)")
