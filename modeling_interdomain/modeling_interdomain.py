@@ -266,6 +266,11 @@ class InterdomainModel(InterdomainPreTrainedModel):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
+        if inputs_embeds.ndim != 3:
+            raise ValueError(
+                f"input_ids must have shape [B, T], or inputs_embeds [B, T, hidden_size]; got "
+                f"{list((inputs_embeds if input_ids is None else input_ids).shape)}."
+            )
         batch, length = inputs_embeds.shape[:2]
         if length == 0:
             raise ValueError("input_ids must hold at least one token, got T = 0.")

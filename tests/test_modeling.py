@@ -530,6 +530,13 @@ def test_no_tokens_is_refused(model):
         model(torch.zeros(2, 0, dtype=torch.long))
 
 
+def test_other_ranks_are_refused(model, random_ids):
+    ids = random_ids(1, 3)
+    for wrong in ({"input_ids": ids[0]}, {"input_ids": ids[None]}, {"inputs_embeds": torch.zeros(3, 8)}):
+        with pytest.raises(ValueError, match=r"input_ids must have shape \[B, T\], or inputs_embeds"):
+            model(**wrong)
+
+
 def test_ids_and_embeddings_together_are_refused(model, random_ids):
     ids = random_ids(1, 3)
     with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
