@@ -7,15 +7,22 @@ VENV  := .venv
 RUN   := $(VENV)/bin/python
 STAMP := $(VENV)/.ready
 # The tests read no network, and their workers share the cores instead of fighting over them.
-TESTS := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2
+SETTINGS := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
+TESTS    := -m pytest -n 2
 
-.PHONY: help quickstart test test-all lint bench clean
+# The oldest versions that pyproject.toml allows, and the tests of what these libraries do with our models. Without
+# test_serving: before 5.23, `transformers serve` loads no model with code of its own.
+OLDEST := $(VENV)/oldest
+STOCK  := versions modeling cache generation padding configuration remote_code peft lm_eval hub train engines finetune_lora
+
+.PHONY: help quickstart test test-all test-oldest lint bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make quickstart   train a small model on this computer in minutes, save it, load it, let it write"
 	@echo "make test         style, types and the fast tests"
 	@echo "make test-all     the long tests too"
+	@echo "make test-oldest  the tests of the models with the oldest supported libraries"
 	@echo "make lint         style and types only"
 	@echo "make bench        the performance tables"
 	@echo "make clean        remove caches and builds (the environment and runs/ stay)"
@@ -25,10 +32,13 @@ quickstart: $(STAMP)
 	@$(RUN) -m examples.quickstart --output $(OUTPUT) --overwrite $(ARGS)
 
 test: lint
-	@$(TESTS) -m "not slow" $(ARGS)
+	@$(SETTINGS) $(RUN) $(TESTS) -m "not slow" $(ARGS)
 
 test-all: lint
-	@$(TESTS) $(ARGS)
+	@$(SETTINGS) $(RUN) $(TESTS) $(ARGS)
+
+test-oldest: $(OLDEST)/.ready
+	@OLDEST=1 $(SETTINGS) $(OLDEST)/bin/python $(TESTS) -m "not slow" $(STOCK:%=tests/test_%.py) $(ARGS)
 
 lint: $(STAMP)
 	@$(RUN) -m ruff check --quiet --output-format concise .
@@ -48,7 +58,18 @@ $(STAMP): pyproject.toml
 	@test -x $(RUN) || { echo "Creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@$(RUN) -c "import torch" 2>/dev/null || { echo "Installing $(TORCH)"; $(RUN) -m pip install --quiet $(TORCH); }
 	@echo "Installing modeling-interdomain and its tools into $(VENV)"
-	@$(RUN) -m pip install --quiet "setuptools>=77"
+	@$(RUN) -m pip install --quiet "pip>=22.3" "setuptools>=77"
 	@$(RUN) -c "from importlib.metadata import version; print('torch==' + version('torch'))" > $(VENV)/held.txt
 	@$(RUN) -m pip install --quiet --no-build-isolation --constraint $(VENV)/held.txt --editable ".[test]"
+	@touch $@
+
+# The oldest versions stand in an environment of their own, before everything else from $(VENV). On PYTHONPATH they would
+# be missing in the processes that some tests start without it. pip must not see $(VENV) there, or it would replace what
+# is in it: the two are joined after the installation.
+$(OLDEST)/.ready: tests/oldest.txt $(STAMP)
+	@echo "Installing the oldest supported versions into $(OLDEST)"
+	@$(RUN) -m venv --clear --without-pip $(OLDEST)
+	@$(RUN) -m pip --python $(OLDEST)/bin/python install --quiet --no-deps --requirement tests/oldest.txt
+	@site() { $$1 -c "import sysconfig; print(sysconfig.get_path('purelib'))"; }; \
+	echo "import site; site.addsitedir('$$(site $(RUN))')" > "$$(site $(OLDEST)/bin/python)/newest.pth"
 	@touch $@

@@ -11,8 +11,7 @@ from datasets import Dataset, DatasetDict
 
 from examples.text_data import train_tokenizer
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
-
-from .sdist import SdistUnavailable, fetch_tests_folder
+from tests.sdist import SdistUnavailable, fetch_tests_folder
 
 MODEL = "interdomain"
 QUOTES = ["So many books, so little time.", "Be yourself; everyone else is already taken."] * 8

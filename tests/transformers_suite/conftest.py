@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 from transformers.models.auto import modeling_auto
 
-from .sdist import SdistUnavailable, fetch_tests_folder
+from tests.sdist import SdistUnavailable, fetch_tests_folder
 
 STAND_INS = Path(__file__).parent / "stand_ins"
 
@@ -41,7 +41,7 @@ def name_our_classes() -> None:
 
 
 try:
-    extend_tests_package(fetch_tests_folder())
+    extend_tests_package(fetch_tests_folder("transformers"))
     unavailable = None
 except SdistUnavailable as error:
     unavailable = str(error)

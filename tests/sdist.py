@@ -11,7 +11,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-CACHE = Path(__file__).resolve().parents[2] / ".cache"
+CACHE = Path(__file__).resolve().parents[1] / ".cache"
 
 
 class SdistUnavailable(RuntimeError):
@@ -49,10 +49,10 @@ def _download(package: str, destination: Path) -> Path:
 
 def _unpack_tests(archive: Path, destination: Path) -> Path:
     with tarfile.open(archive) as tar:
-        # The archive has one top folder; what else is in it, nobody reads here.
+        # The archive has one top folder; the library's own source in it, up to 60 MB, nobody reads here.
         members = [m for m in tar.getmembers() if m.isfile() and m.name.split("/")[1] == "tests"]
         tar.extractall(destination, members, filter="data")
     unpacked = destination / archive.name.removesuffix(".tar.gz")
-    # The archive may leave out this empty file, which makes a package of the folder.
+    # Archives may leave out this empty file, which makes a package of the folder; some tests open it by its path.
     (unpacked / "tests" / "__init__.py").touch()
     return unpacked
