@@ -37,8 +37,12 @@ class FourierFeatures(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """A Gaussian kernel of unit width: normal frequencies, equal weights, uniform phases."""
-        init.normal_(self.frequencies)
+        """The Gaussian kernel that is in softmax attention, as wide: normal frequencies, equal weights, uniform phases.
+
+        `exp(q . k / sqrt(D))` is `exp(-|q - k|^2 / (2 sqrt(D)))` but for the norms. With a kernel of unit
+        width no key is near a query: the normaliser is close to zero, outputs explode, and nothing is learned.
+        """
+        init.normal_(self.frequencies, std=self.frequencies.shape[-1] ** -0.25)
         init.zeros_(self.weights)
         if self.phases is not None:
             init.uniform_(self.phases, 0.0, 2 * math.pi)
