@@ -248,7 +248,7 @@ def plot(record: dict) -> Path:
 
 
 def main() -> None:
-    parser = studies.parser(__doc__, "../shared/data")
+    parser = studies.parser(__doc__, "../shared/data", speed=True)
     parser.add_argument("--plot", action="store_true", help="draw the runs so far and stop")
     arguments = parser.parse_args()
     fresh = {"training": TRAINING, "shape": SHAPE}

@@ -24,8 +24,8 @@ FILE = RESULTS / "image_study.json"
 CONDITIONS = ("shared-fourier", "per-head-fourier", "shared-shifted", "per-head-shifted")
 CONDITIONS += ("softmax-causal", "softmax-bidirectional")
 # The recipe's rate is meant for tens of thousands of steps; the few that fit here take a larger one.
-TRAINING = {"steps": 300, "patch_size": 4, "learning_rate": 1e-3, "recurrence_learning_rate": 1e-3}
-TEST_IMAGES, SEEDS = 2000, (0,)
+TRAINING = {"steps": 500, "patch_size": 4, "learning_rate": 1e-3, "recurrence_learning_rate": 1e-3}
+TEST_IMAGES, SEEDS = 4000, (0,)
 
 
 def make_model(condition: str, seed: int, images: Images, training: dict = TRAINING):
@@ -88,7 +88,7 @@ def plan(runs: list[dict]) -> Iterator[dict]:
 
 
 def main() -> None:
-    arguments = studies.parser(__doc__, "../shared/data/cifar10").parse_args()
+    arguments = studies.parser(__doc__, "../shared/data/cifar10", speed=True).parse_args()
     fresh = {"training": TRAINING, "test_images": TEST_IMAGES}
     if arguments.table:
         print(table(studies.load(FILE, fresh)))

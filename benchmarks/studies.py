@@ -17,13 +17,14 @@ def load(file: Path, fresh: dict) -> dict:
     return json.loads(file.read_text()) if file.exists() else fresh | {"runs": []}
 
 
-def parser(description: str, data: str | None = None) -> argparse.ArgumentParser:
-    """The options of every study."""
+def parser(description: str, data: str | None = None, speed: bool = False) -> argparse.ArgumentParser:
+    """The options of every study; `speed` adds the measuring of speed."""
     found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     if data is not None:
         found.add_argument("--data", type=Path, default=Path(data), help="folder (default: %(default)s)")
     found.add_argument("--table", action="store_true", help="print the table of the runs so far and stop")
-    found.add_argument("--speed", action="store_true", help="measure the speed of training and stop")
+    if speed:
+        found.add_argument("--speed", action="store_true", help="measure the speed of training and stop")
     found.add_argument("--threads", type=int, default=torch.get_num_threads())
     found.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="every N-th run from I")
     return found

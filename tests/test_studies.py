@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from benchmarks import backends, condition_study, image_study, studies
+from benchmarks import backends, condition_study, image_study, longer_study, studies
 from examples.classify_images import Images
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
 
@@ -50,6 +50,25 @@ def test_the_best_learning_rate_of_a_condition_is_run_with_the_other_seeds():
     assert {item["condition"] for item in later} == set(condition_study.CONDITIONS) - {"softmax"}
     diverged = [item | ({"failed": "nan"} if item["learning_rate"] == rates[1] else losses[rates[0]]) for item in first]
     assert condition_study.best_rate(diverged, "s4d") == rates[0]
+
+
+def test_the_longer_study_takes_the_best_rates_of_the_shorter(monkeypatch):
+    rates = condition_study.LEARNING_RATES
+    shorter = [
+        item | {"validation": {"a": math.log(2) + abs(item["learning_rate"] - rates[1])}}
+        for item in condition_study.plan([])
+    ]
+    with pytest.raises(SystemExit, match="run benchmarks.condition_study first"):
+        list(longer_study.plan([], shorter[:5]))
+    planned = list(longer_study.plan([], shorter))
+    assert planned == [{"condition": name, "learning_rate": rates[1], "seed": 0} for name in longer_study.CONDITIONS]
+    loss = {"interdomain": 1.0, "s4d": 1.0, "softmax": 1.5}
+    runs = [item | {"validation": {"a": math.log(loss[item["condition"]])}} for item in planned]
+    machine = dict.fromkeys(("cpu", "threads", "torch", "transformers", "commit", "date", "command"), "x")
+    monkeypatch.setattr(longer_study, "read", lambda name: {"training": condition_study.TRAINING, "runs": shorter})
+    table = longer_study.table({"training": longer_study.TRAINING, "runs": runs, "machine": machine})
+    assert "| 1,024,000 | 2.0 | 2.0 | 2.0 | +0.0% | +0.0% |" in table
+    assert "| 4,096,000 | 1.0 | 1.0 | 1.5 | +0.0% | -33.3% |" in table
 
 
 def test_every_condition_is_a_configuration_of_one_size():
