@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 import transformers
 from packaging.version import InvalidVersion, Version
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conversion.from_training import class_of, drop_tied_head
 from conversion.reading import check_finite, compare, read_config, read_weights, weight_files
-from conversion.writing import TOKENIZER_FILES
+from conversion.writing import tokenizer_files
 from examples.text_data import InputError
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
 
@@ -88,7 +88,7 @@ def check_weights(folder: Path) -> str:
 
 def check_tokenizer(folder: Path) -> str:
     """All tokens are in the vocabulary; a model without a tokenizer is no failure."""
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if not tokenizer_files(folder):
         return "note: there is none in the folder"
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -103,10 +103,10 @@ def check_tokenizer(folder: Path) -> str:
 
 def check_model(folder: Path) -> str:
     """The folder loads as any other; a language model generates, with finite logits."""
-    config = read_config(folder)
-    if class_of(config) is not InterdomainForCausalLM:
-        AutoModelForSequenceClassification.from_pretrained(folder)
-        return "loads as a classifier"
+    made = class_of(read_config(folder))
+    if made is not InterdomainForCausalLM:
+        made.from_pretrained(folder)
+        return f"loads as {made.__name__}"
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     ids = torch.zeros(1, 1, dtype=torch.long)
     output = model.generate(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
 from conversion.carry import (
     carried_weights,
@@ -21,6 +22,7 @@ from conversion.distill import Progress, Stage, distillation_loss, finetuning_lo
 from conversion.reading import read_config, read_weights, tensor_bytes, weight_files
 from conversion.writing import (
     DTYPES,
+    carry_generation_config,
     check_space,
     check_target,
     gigabytes,
@@ -148,21 +150,21 @@ def run(options: argparse.Namespace) -> None:
     states = 2 * 3 * 4 * (sizes["carried"] + sizes["new"]) if options.distill_steps + options.finetune_steps else 0
     check_space(options.target, sizes["bytes"] + states)
     print(describe(config, sizes, options, dtype))
+    texts = read_texts(tokenizer, options) if tokenizer is not None else None
     if options.dry_run:
         return
 
     working = open_working_folder(options)
     set_seed(options.seed)
     perplexities: dict[str, float] = {}
-    if tokenizer is None:
+    if texts is None:
         model = convert(config, weights, dtype)
     else:
         model = convert(config, weights, torch.float32)
-        perplexities = teach(model, folder, tokenizer, layers, options, working / "training.pt")
+        perplexities = teach(model, folder, tokenizer, texts, layers, options, working / "training.pt")
         model = model.to("cpu", dtype)
         print(table(perplexities))
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    carry_generation_config(model, [folder])
     report = {
         "source": options.source,
         "layers": layers,
@@ -171,23 +173,36 @@ def run(options: argparse.Namespace) -> None:
         "finetune_steps": options.finetune_steps,
         "perplexity": perplexities,
     }
-    save_model(model, folder, options.target, report)
+    save_model(model, [folder], options.target, report)
     print(f"Saved {options.target}.")
 
 
-def teach(model, folder: Path, tokenizer, layers: list[int], options: argparse.Namespace, file: Path) -> dict:
+class Texts(NamedTuple):
+    """What is learned from, as one stream of tokens, and the documents that are measured on."""
+
+    tokens: torch.Tensor
+    held_out: list[str]
+
+
+def read_texts(tokenizer, options: argparse.Namespace) -> Texts:
+    """All of the text, before anything is written: a wrong name or too little of it costs nothing."""
+    documents = gather_documents(options.data, options.max_bytes, options.seed)
+    documents, held_out = split_documents(documents, options.held_out_bytes, seed=options.seed)
+    tokens = encode(tokenizer, documents)
+    random_batches(tokens, options.batch_size, options.sequence_length)  # raises where there are too few
+    return Texts(tokens, held_out)
+
+
+def teach(model, folder: Path, tokenizer, texts: Texts, layers: list[int], options, file: Path) -> dict:
     """Train the model on the text as asked and measure it before and after; the perplexities."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     teacher = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
     teacher.requires_grad_(False)
     model.to(device)
-    documents = gather_documents(options.data, options.max_bytes, options.seed)
-    documents, held_out = split_documents(documents, options.held_out_bytes, seed=options.seed)
-    tokens = encode(tokenizer, documents)
     progress = Progress(file, options.save_steps)
 
     def measure(measured=model) -> float:
-        return perplexity(measured, tokenizer, held_out, options.sequence_length)
+        return perplexity(measured, tokenizer, texts.held_out, options.sequence_length)
 
     progress.measured("source", lambda: measure(teacher))
     progress.measured("converted", measure)
@@ -199,7 +214,7 @@ def teach(model, folder: Path, tokenizer, layers: list[int], options: argparse.N
     train_stages(
         model,
         [stage for stage in stages if stage.steps],
-        lambda stage: random_batches(tokens, options.batch_size, options.sequence_length, options.seed + stage),
+        lambda stage: random_batches(texts.tokens, options.batch_size, options.sequence_length, options.seed + stage),
         progress,
         measure,
     )

@@ -23,6 +23,7 @@ from conversion.reading import (
 )
 from conversion.writing import (
     DTYPES,
+    carry_generation_config,
     check_space,
     check_target,
     gigabytes,
@@ -31,7 +32,12 @@ from conversion.writing import (
 )
 from conversion.writing import add_arguments as add_writing_arguments
 from examples.text_data import InputError
-from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM, InterdomainForSequenceClassification
+from modeling_interdomain import (
+    InterdomainConfig,
+    InterdomainForCausalLM,
+    InterdomainForSequenceClassification,
+    InterdomainModel,
+)
 
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -60,7 +66,9 @@ def run(options: argparse.Namespace) -> None:
     weights = drop_tied_head(config, weights, expected)
     compare(expected, weights, options.source)
     check_finite(weights, options.source)
-    dtype = DTYPES.get(options.dtype, weights[EMBEDDINGS].dtype)
+    # The recurrence is kept in float32 whatever the rest is.
+    saved = next(x.dtype for name, x in weights.items() if ".recurrence." not in name)
+    dtype = DTYPES.get(options.dtype, saved)
     print(f"{options.source} -> {options.target}")
     print(
         f"{sum(x.numel() for x in weights.values()):,} parameters in {len(weights)} tensors; {_name(dtype)}, ", end=""
@@ -72,7 +80,10 @@ def run(options: argparse.Namespace) -> None:
         return
     open_working_folder(options)
     model = model_class.from_pretrained(None, config=config, state_dict=weights, dtype=dtype)
-    save_model(model, folder, options.target)
+    beside = [options.source if options.source.is_dir() else options.source.parent, folder]
+    if model.can_generate():
+        carry_generation_config(model, beside)
+    save_model(model, beside, options.target)
     print(f"Saved {options.target}.")
 
 
@@ -93,9 +104,8 @@ def config_folder(options: argparse.Namespace) -> Path:
 
 def class_of(config: InterdomainConfig) -> type:
     """The model that the configuration was saved with; a language model where it does not say."""
-    if "InterdomainForSequenceClassification" in (config.architectures or []):
-        return InterdomainForSequenceClassification
-    return InterdomainForCausalLM
+    known = {x.__name__: x for x in (InterdomainModel, InterdomainForSequenceClassification)}
+    return next((known[name] for name in config.architectures or [] if name in known), InterdomainForCausalLM)
 
 
 def read_checkpoint(source: Path) -> dict[str, torch.Tensor]:

@@ -19,9 +19,25 @@ from examples.text_data import InputError
 
 # The names that `save_pretrained` gives weights, now and in earlier versions.
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
-# What the pickled index of a sharded checkpoint is made of; anything else would be a program.
-METADATA_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-METADATA_NAMES = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")}
+# What the pickled index of a sharded checkpoint is made of; anything else could be a program.
+METADATA_CLASSES = {
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size", *(name for name, x in vars(torch).items() if isinstance(x, torch.dtype))),
+    "collections": ("OrderedDict",),
+    "pathlib": ("Path", "PosixPath", "PurePath", "PurePosixPath"),
+    "pathlib._local": ("Path", "PosixPath", "PurePath", "PurePosixPath"),  # where Python 3.13 keeps them
+}
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
@@ -123,8 +139,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Reads tables of tensors and nothing that acts."""
 
     def find_class(self, module, name):
-        known = module in METADATA_MODULES or module == "pathlib" or (module, name) in METADATA_NAMES
-        if not known and not (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        if name not in METADATA_CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name}")
         return super().find_class(module, name)
 

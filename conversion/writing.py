@@ -6,13 +6,16 @@ All work happens in `TARGET.partial`; what is finished there is renamed. A run t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from safetensors import SafetensorError
+from transformers import GenerationConfig, PreTrainedModel
 
 from examples.text_data import InputError
 
@@ -27,6 +30,8 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
+# In `TARGET.partial`: what a run has done, as opposed to what it was asked for.
+STARTED = ("training.pt", "model", "replaced")
 # Options that say how to write, not what: a rerun may change them.
 HOW_TO_WRITE = ("run", "dry_run", "overwrite")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -47,16 +52,29 @@ def check_target(options: argparse.Namespace) -> None:
     target, folder = options.target, working_folder(options.target)
     if target.resolve() == Path(options.source).resolve():
         raise InputError(f"SOURCE and TARGET are the same folder, {target}: choose another TARGET.")
-    if target.exists() and not target.is_dir():
-        raise InputError(f"The target {target} is a file, not a folder.")
+    for place in (target, *target.parents):
+        if place.exists() and not place.is_dir():
+            raise InputError(f"The target {target} cannot be written: {place} is a file, not a folder.")
     if (folder / "replaced").is_dir() and not target.exists():
         os.replace(folder / "replaced", target)
     if target.is_dir() and any(target.iterdir()) and not options.overwrite:
         raise InputError(f"The target folder {target} is not empty: choose another, or add --overwrite.")
-    if folder.exists() and _request(options) != _stored_request(folder):
+    if target.is_dir():
+        _check_replaceable(target, Path(options.source).resolve())
+    if any((folder / name).exists() for name in STARTED) and _request(options) != _stored_request(folder):
         raise InputError(
             f"{folder} holds an unfinished run with other arguments: repeat that command to go on with it, or remove "
             "the folder."
+        )
+
+
+def _check_replaceable(target: Path, source: Path) -> None:
+    """Only a saved model is replaced, never a folder that happens to be named."""
+    if target in source.parents:
+        raise InputError(f"The target folder {target} contains SOURCE, which would be lost: choose another TARGET.")
+    if any(target.iterdir()) and not (target / "config.json").is_file():
+        raise InputError(
+            f"The target folder {target} is no saved model, so --overwrite does not replace it: choose another TARGET."
         )
 
 
@@ -84,9 +102,22 @@ def _stored_request(folder: Path) -> dict | None:
 def open_working_folder(options: argparse.Namespace) -> Path:
     """`TARGET.partial`, which remembers what was asked for."""
     folder = working_folder(options.target)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / "request.json", json.dumps(_request(options), indent=2) + "\n")
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / "request.json", json.dumps(_request(options), indent=2) + "\n")
     return folder
+
+
+@contextlib.contextmanager
+def writing(place: Path) -> Iterator[None]:
+    """A full disk, in the words of whatever library met it, as one sentence."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        said = " ".join(str(error).split())
+        raise InputError(
+            f"{place} could not be written; is the disk full? What was there is unchanged ({said})."
+        ) from error
 
 
 def write_text(file: Path, text: str) -> None:
@@ -98,24 +129,34 @@ def write_text(file: Path, text: str) -> None:
 def save_state(state: dict, file: Path) -> None:
     """As `torch.save`, but an interruption leaves the file that was there."""
     temporary = file.with_name(file.name + ".new")
-    torch.save(state, temporary)
-    os.replace(temporary, file)
+    with writing(file):
+        torch.save(state, temporary)
+        os.replace(temporary, file)
 
 
-def save_model(model: PreTrainedModel, tokenizer_from: Path, target: Path, report: dict | None = None) -> None:
-    """Model, tokenizer and report under the name of the target, which is replaced last."""
+def tokenizer_files(folder: Path) -> list[Path]:
+    return [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+
+
+def carry_generation_config(model: PreTrainedModel, folders: Sequence[Path]) -> None:
+    """The settings of the first folder that has any."""
+    for folder in folders:
+        if (folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+            return
+
+
+def save_model(model: PreTrainedModel, beside: Sequence[Path], target: Path, report: dict | None = None) -> None:
+    """Model, the tokenizer of the first folder `beside` that has one, and report; the target is replaced last."""
     partial = working_folder(target)
     finished, replaced = partial / "model", partial / "replaced"
     shutil.rmtree(finished, ignore_errors=True)
-    try:
+    with writing(finished):
         model.save_pretrained(finished)
-        for name in TOKENIZER_FILES:
-            if (tokenizer_from / name).is_file():
-                shutil.copy2(tokenizer_from / name, finished)
+        for file in next(filter(None, map(tokenizer_files, beside)), []):
+            shutil.copy2(file, finished)
         if report is not None:
             write_text(finished / "conversion_report.json", json.dumps(report, indent=2) + "\n")
-    except OSError as error:
-        raise InputError(f"{finished} could not be written ({error}); {target} is as it was.") from error
     shutil.rmtree(replaced, ignore_errors=True)
     if target.exists():
         os.replace(target, replaced)

@@ -1,6 +1,8 @@
 """Small models whose outputs depend clearly on their past, and the comparisons that several test files share."""
 
 import os
+import resource
+import signal
 
 import pytest
 import torch
@@ -182,3 +184,23 @@ def contents():
         return [x.detach().clone() for x in tensors]
 
     return copy
+
+
+@pytest.fixture
+def full_disk():
+    """`with full_disk(n)`: no file can grow beyond n bytes."""
+
+    class Limit:
+        def __init__(self, size):
+            self.size = size
+
+        def __enter__(self):
+            self.handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.before[1]))
+
+        def __exit__(self, *error):
+            resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+            signal.signal(signal.SIGXFSZ, self.handler)
+
+    return Limit

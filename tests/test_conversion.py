@@ -29,7 +29,12 @@ from benchmarks import conversion_study, harness
 from conversion import carry, distill, from_llama, writing
 from conversion.__main__ import main
 from examples import text_data, train
-from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM, InterdomainForSequenceClassification
+from modeling_interdomain import (
+    InterdomainConfig,
+    InterdomainForCausalLM,
+    InterdomainForSequenceClassification,
+    InterdomainModel,
+)
 from tests.test_examples import some_documents
 
 SHAPE = {
@@ -280,7 +285,7 @@ def test_perplexities_are_reported_and_training_goes_on_where_it_stopped(convert
     assert convert(*options, "--seed", 1, target="parts") == 2
     assert "parts.partial holds an unfinished run with other arguments" in capsys.readouterr().err
     with monkeypatch.context() as patched:
-        patched.setattr(InterdomainForCausalLM, "save_pretrained", full_disk)
+        patched.setattr(InterdomainForCausalLM, "save_pretrained", no_space)
         assert convert(*options, target="parts") == 2
         assert "No space left on device" in capsys.readouterr().err
     monkeypatch.setattr(distill, "clip_gradients", lambda *_: pytest.fail("all steps were done"))
@@ -290,7 +295,7 @@ def test_perplexities_are_reported_and_training_goes_on_where_it_stopped(convert
     assert not (tmp_path / "parts.partial").exists()
 
 
-def full_disk(*arguments, **options):
+def no_space(*arguments, **options):
     raise OSError(28, "No space left on device")
 
 
@@ -329,6 +334,38 @@ def test_nothing_is_replaced_unasked_and_the_old_folder_survives_an_interrupted_
     assert convert("--overwrite") == 0
     assert (tmp_path / "out" / "config.json").read_bytes() != before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["llama", "out"]
+
+
+def test_only_a_saved_model_that_is_not_the_source_is_replaced(llama, tmp_path, capsys):
+    (tmp_path / "papers").mkdir()
+    (tmp_path / "papers" / "thesis.txt").write_text("mine")
+    assert main(["from-llama", str(llama), str(tmp_path / "papers"), "--overwrite"]) == 2
+    assert "is no saved model, so --overwrite does not replace it" in capsys.readouterr().err
+    shutil.copytree(llama, tmp_path / "papers" / "llama")
+    assert main(["from-llama", str(tmp_path / "papers" / "llama"), str(tmp_path / "papers"), "--overwrite"]) == 2
+    assert "contains SOURCE, which would be lost" in capsys.readouterr().err
+    assert main(["from-llama", str(llama), str(tmp_path / "papers" / "thesis.txt" / "out")]) == 2
+    assert "thesis.txt is a file, not a folder" in capsys.readouterr().err
+    assert (tmp_path / "papers" / "thesis.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("size", [10, 5_000, 60_000])
+def test_a_disk_that_fills_up_is_one_sentence_and_the_same_command_goes_on(convert, texts, capsys, full_disk, size):
+    """At the request, at the first state of the training, at the weights."""
+    taught = () if size == 5_000 else (*TAUGHT, "--data", texts)
+    with full_disk(size):
+        assert convert(*taught) == 2
+    said = capsys.readouterr().err.split("\r")[-1].strip().splitlines()[-1]
+    assert "could not be written; is the disk full?" in said
+    assert convert(*taught) == 0
+
+
+def test_a_run_that_has_done_nothing_leaves_the_choice_of_another(convert, texts, tmp_path, capsys):
+    working = tmp_path / "out.partial"
+    working.mkdir()
+    (working / "request.json").write_text("{}")
+    assert convert() == 0
+    assert not working.exists()
 
 
 def test_a_full_disk_is_seen_before_anything_is_written(convert, tmp_path, capsys, monkeypatch):
@@ -387,6 +424,12 @@ LLAMA_MISTAKES = {
     "no data": (None, ("--finetune-steps", 1), "need text to learn from: add --data"),
     "nothing to teach": (None, ("--layers", "none", "--distill-steps", 1, "--data", "TEXTS"), "has nothing to teach"),
     "too long": (None, ("--sequence-length", 65, "--data", "TEXTS"), "--sequence-length 65 is longer than the 64"),
+    "no such text": (None, ("--sequence-length", 32, "--data", "typo.jsonl"), "typo.jsonl does not exist"),
+    "little text": (
+        None,
+        ("--sequence-length", 32, "--data", "TEXTS", "--max-bytes", 100, "--held-out-bytes", 50),
+        "fewer than one sequence",
+    ),
     "no tokenizer": (
         lambda f: [file.unlink() for file in f.glob("tokenizer*")],
         ("--data", "TEXTS"),
@@ -595,6 +638,12 @@ class Program:
         return (os.system, ("true",))
 
 
+def dotted(module, name, argument):
+    """A pickle that calls what a module has imported: `pathlib` `os.system`."""
+    texts = [b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name, argument)]
+    return b"\x80\x04" + texts[0] + texts[1] + b"\x93" + texts[2] + b"\x85R."
+
+
 def changed(**changes):
     """The state dict of a model with other tensors under some names; None takes one away."""
 
@@ -649,6 +698,10 @@ TRAINING_MISTAKES = {
         distributed(lambda run: (run / ".metadata").write_bytes(pickle.dumps(Program()))),
         "holds more than a table of weights",
     ),
+    "program behind a module": (
+        distributed(lambda run: (run / ".metadata").write_bytes(dotted("pathlib", "os.system", "touch PWNED"))),
+        "holds more than a table of weights (pathlib.os.system)",
+    ),
     "cut metadata": (distributed(lambda run: cut_off(run / ".metadata")), ".metadata"),
     "no config": (lambda model, run: shutil.move(run / "config.json", run / "other.json"), "name one with --config"),
     "other model": (edited_config(model_type="llama"), "is that of a llama model"),
@@ -700,10 +753,12 @@ def test_a_good_folder_passes(good, capsys):
     assert "note: saved by the later Transformers 99.0.0" in said and "note: there is none in the folder" in said
 
 
-def test_a_classifier_passes(tmp_path, make_model, capsys):
-    make_model("softmax", InterdomainForSequenceClassification, num_labels=7).save_pretrained(tmp_path)
-    assert main(["check", str(tmp_path)]) == 0
-    assert "loads as a classifier" in capsys.readouterr().out
+@pytest.mark.parametrize("made", [InterdomainForSequenceClassification, InterdomainModel])
+def test_a_model_that_does_not_generate_passes(tmp_path, make_model, capsys, made):
+    make_model("interdomain-softmax", made, num_labels=7).save_pretrained(tmp_path / "a")
+    assert main(["from-training", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert main(["check", str(tmp_path / "b")]) == 0
+    assert f"loads as {made.__name__}" in capsys.readouterr().out
 
 
 def damaged_tensor(folder):

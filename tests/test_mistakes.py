@@ -2,9 +2,7 @@
 
 import json
 import logging
-import resource
 import shutil
-import signal
 
 import pytest
 import torch
@@ -162,26 +160,6 @@ def test_known_fields_are_not_named(folder, caplog):
 
 
 # ------------------------------------------------------------------------------------------ saving
-
-
-@pytest.fixture
-def full_disk():
-    """`with full_disk(n)`: no file can grow beyond n bytes."""
-
-    class Limit:
-        def __init__(self, size):
-            self.size = size
-
-        def __enter__(self):
-            self.handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.before[1]))
-
-        def __exit__(self, *error):
-            resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
-            signal.signal(signal.SIGXFSZ, self.handler)
-
-    return Limit
 
 
 def changed(folder):
