@@ -1,7 +1,8 @@
-"""The paper's comparison at a size that fits a laptop: every condition, three learning rates, several seeds, real text.
+"""The paper's comparison at a size that fits a laptop: every condition, three or more rates, several seeds, real text.
 
 All conditions see the same tokens in the same order with the same optimiser; a seed changes the weights and the
-batches. Every learning rate is run with the first seed, and the best one of each condition with the others. Text and
+batches. Three learning rates are run with the first seed, and more of them where the best one lies at an end, until
+it is between two worse ones; each condition's best is run with the other seeds. Text and
 tokenizer come from a folder of parquet shards (columns "text"): corpus/{wiki,books}/{train-000,validation}.parquet,
 wikitext-2/wiki.test.raw.xz and longdocs/test.parquet.
 
@@ -143,16 +144,36 @@ def plan(runs: list[dict]) -> Iterator[dict]:
     for rate in LEARNING_RATES:
         for name in CONDITIONS:
             yield {"condition": name, "learning_rate": rate, "seed": SEEDS[0]}
+    for name in CONDITIONS:
+        if (rate := rate_beyond(tried_rates(runs, name))) is not None:
+            yield {"condition": name, "learning_rate": rate, "seed": SEEDS[0]}
     for seed in SEEDS[1:]:
         for name in CONDITIONS:
             if (rate := best_rate(runs, name)) is not None:
                 yield {"condition": name, "learning_rate": rate, "seed": seed}
 
 
+def tried_rates(runs: list[dict], name: str) -> dict[float, float]:
+    """The validation loss by learning rate of a condition with the first seed, from the smallest rate on."""
+    return dict(
+        sorted(
+            (row["learning_rate"], score(row)) for row in runs if (row["condition"], row["seed"]) == (name, SEEDS[0])
+        )
+    )
+
+
+def rate_beyond(tried: dict[float, float]) -> float | None:
+    """The next learning rate to try where the best one of a whole grid lies at its end."""
+    if not set(LEARNING_RATES) <= set(tried):
+        return None
+    best = min(tried, key=lambda rate: tried[rate])
+    return {min(tried): best / 2, max(tried): best * 2}.get(best)
+
+
 def best_rate(runs: list[dict], name: str) -> float | None:
-    """The learning rate of the lowest validation loss with the first seed, once all of them have been run."""
-    tried = {row["learning_rate"]: score(row) for row in runs if (row["condition"], row["seed"]) == (name, SEEDS[0])}
-    if set(tried) != set(LEARNING_RATES):
+    """The learning rate of the lowest validation loss with the first seed, once worse ones lie on both sides of it."""
+    tried = tried_rates(runs, name)
+    if not set(LEARNING_RATES) <= set(tried) or rate_beyond(tried) is not None:
         return None
     return min(tried, key=lambda rate: tried[rate])
 
@@ -166,21 +187,20 @@ def table(record: dict) -> str:
     """Two tables: quality by condition, and what happens beyond the training length."""
     quality, lengths = [], []
     for name in CONDITIONS:
-        rows = [row for row in record["runs"] if row["condition"] == name and "validation" in row]
         rate = best_rate(record["runs"], name)
         best = best_runs(record["runs"], name)
         if not best:
             continue
         losses = [score(row) for row in best]
         first = best[0]
-        tried = {row["learning_rate"]: f"{score(row):.3f}" for row in rows if row["seed"] == SEEDS[0]}
+        tried = tried_rates(record["runs"], name)
         quality.append(
             [
                 name,
                 f"{first['parameters']:,}",
                 f"{first['state']:,}",
                 f"{rate:g}",
-                " / ".join(tried.get(rate, "diverged") for rate in sorted(LEARNING_RATES)),
+                ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in tried.items()),
                 f"{statistics.mean(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})",
                 f"{math.exp(statistics.mean(losses)):.1f}",
                 f"{statistics.mean(row['bits_per_byte']['wikitext-2'] for row in best):.3f}",
@@ -189,9 +209,9 @@ def table(record: dict) -> str:
         )
         at = {factor: math.exp(statistics.mean(row["lengths"][str(factor)] for row in best)) for factor in LENGTHS}
         lengths.append([name, *(f"{at[factor]:.1f}" for factor in LENGTHS), f"{at[3.5] / at[1.0] - 1:+.1%}"])
-    training, rates = record["training"], " / ".join(f"{rate:g}" for rate in sorted(LEARNING_RATES))
+    training = record["training"]
     tokens = training["steps"] * training["batch_size"] * training["sequence_length"]
-    header = ["condition", "parameters", "state, numbers", "best rate", f"loss at {rates}", "loss, all seeds"]
+    header = ["condition", "parameters", "state, numbers", "best rate", "loss by rate, first seed", "loss, all seeds"]
     header += ["perplexity", "WikiText-2, bits per byte", "tokens/s"]
     about = (
         f"{tokens:,} tokens a run ({training['steps']} steps of {training['batch_size']} x "
@@ -232,10 +252,8 @@ def plot(record: dict) -> Path:
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     for name in CONDITIONS:
-        rows = [row for row in record["runs"] if row["condition"] == name and "validation" in row]
-        first = sorted((row["learning_rate"], score(row)) for row in rows if row["seed"] == SEEDS[0])
-        if first:
-            left.plot(*zip(*first), marker="o", label=name)
+        if tried := tried_rates(record["runs"], name):
+            left.plot(tried.keys(), tried.values(), marker="o", label=name)
         if best := best_runs(record["runs"], name):
             mean = [statistics.mean(row["lengths"][str(factor)] for row in best) for factor in LENGTHS]
             right.plot(LENGTHS, [math.exp(x) for x in mean], marker="o", label=name)

@@ -43,25 +43,48 @@ def test_the_best_learning_rate_of_a_condition_is_run_with_the_other_seeds():
     first = list(condition_study.plan([]))
     assert len(first) == len(rates) * len(condition_study.CONDITIONS)
     assert {item["learning_rate"] for item in first} == set(rates) and {item["seed"] for item in first} == {0}
-    losses = {rate: {"validation": {"a": abs(rate - rates[1])}} for rate in rates}
+    losses = {rate: {"validation": {"a": abs(rate - rates[0])}} for rate in rates}
     runs = [item | losses[item["learning_rate"]] for item in first if item["condition"] != "softmax"]
     later = list(condition_study.plan(runs))[len(first) :]
-    assert {item["learning_rate"] for item in later} == {rates[1]} and {item["seed"] for item in later} == {1}
+    assert {item["learning_rate"] for item in later} == {rates[0]} and {item["seed"] for item in later} == {1}
     assert {item["condition"] for item in later} == set(condition_study.CONDITIONS) - {"softmax"}
-    diverged = [item | ({"failed": "nan"} if item["learning_rate"] == rates[1] else losses[rates[0]]) for item in first]
+    diverged = [
+        item
+        | (
+            {"failed": "nan"}
+            if item["learning_rate"] > rates[0]
+            else {"validation": {"a": -1e4 * item["learning_rate"]}}
+        )
+        for item in first
+    ]
     assert condition_study.best_rate(diverged, "s4d") == rates[0]
+
+
+def test_rates_are_added_until_the_best_lies_between_two_worse_ones():
+    def run(item):
+        wanted = {"s4d": 7e-4, "softmax": 1.3e-2}.get(item["condition"], 3e-3)
+        return item | {"validation": {"a": abs(math.log(item["learning_rate"] / wanted))}}
+
+    runs = []
+    while missing := [item for item in condition_study.plan(runs) if run(item) not in runs]:
+        runs.append(run(missing[0]))
+    tried = {name: list(condition_study.tried_rates(runs, name)) for name in ("s4d", "softmax", "interdomain")}
+    assert tried["interdomain"] == sorted(condition_study.LEARNING_RATES)
+    assert tried["s4d"] == [3.75e-4, 7.5e-4, 1.5e-3, 3e-3, 6e-3] and condition_study.best_rate(runs, "s4d") == 7.5e-4
+    assert tried["softmax"] == [1.5e-3, 3e-3, 6e-3, 1.2e-2, 2.4e-2]
+    assert condition_study.best_rate(runs, "softmax") == 1.2e-2
 
 
 def test_the_longer_study_takes_the_best_rates_of_the_shorter(monkeypatch):
     rates = condition_study.LEARNING_RATES
     shorter = [
-        item | {"validation": {"a": math.log(2) + abs(item["learning_rate"] - rates[1])}}
+        item | {"validation": {"a": math.log(2) + abs(item["learning_rate"] - rates[0])}}
         for item in condition_study.plan([])
     ]
     with pytest.raises(SystemExit, match="run benchmarks.condition_study first"):
         list(longer_study.plan([], shorter[:5]))
     planned = list(longer_study.plan([], shorter))
-    assert planned == [{"condition": name, "learning_rate": rates[1], "seed": 0} for name in longer_study.CONDITIONS]
+    assert planned == [{"condition": name, "learning_rate": rates[0], "seed": 0} for name in longer_study.CONDITIONS]
     loss = {"interdomain": 1.0, "s4d": 1.0, "softmax": 1.5}
     runs = [item | {"validation": {"a": math.log(loss[item["condition"]])}} for item in planned]
     machine = dict.fromkeys(("cpu", "threads", "torch", "transformers", "commit", "date", "command"), "x")
@@ -101,7 +124,9 @@ def test_one_run_of_a_condition_and_its_tables(data, monkeypatch, tmp_path):
     assert row["bits_per_byte"]["wiki"] == pytest.approx(loss * 49 / math.log(2) / 150)
     assert set(row["lengths"]) == {"1.0", "2.0", "3.5"}
     runs = [
-        {"condition": name, "learning_rate": rate, "seed": seed} | row
+        {"condition": name, "learning_rate": rate, "seed": seed}
+        | row
+        | {"validation": {key: loss + abs(rate - condition_study.LEARNING_RATES[0]) for key in row["validation"]}}
         for name, rate, seed in itertools.product(["s4d"], condition_study.LEARNING_RATES, condition_study.SEEDS)
     ]
     machine = dict.fromkeys(("cpu", "threads", "torch", "transformers", "commit", "date", "command"), "x")
