@@ -1,8 +1,9 @@
 """The ways to compute the recurrence: time and memory against length, and the drift of the inverse recurrence."""
 
 import multiprocessing
-import resource
+import re
 import time
+from pathlib import Path
 
 import torch
 
@@ -33,23 +34,38 @@ def arguments(length: int, requires_grad: bool = False) -> list[torch.Tensor]:
 
 
 def measure(backend: str, length: int, repeats: int) -> dict:
-    """Best seconds of a forward, and of a forward with backward, and the memory that the latter adds to the process."""
-    torch.set_num_threads(1)
-    tensors = arguments(length)
-    seconds = {}
-    with torch.no_grad():
-        interdomain_attention(*arguments(8), backend=backend)
-        seconds["forward"] = _best(lambda: interdomain_attention(*tensors, backend=backend), repeats)
-    leaves = arguments(length, requires_grad=True)
+    """Best seconds of a forward, and of a forward with backward, and the memory that the latter adds to the process.
 
-    def both():
+    The memory is the highest that the process ever had, so it is read before anything else has run in it.
+    """
+    torch.set_num_threads(1)
+
+    def both(leaves):
         output, _ = interdomain_attention(*leaves, backend=backend)
         torch.autograd.grad(output.sum(), leaves)
 
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    seconds["forward_and_backward"] = _best(both, repeats)
-    kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    return {"backend": backend, "length": length, **seconds, "backward_bytes": kibibytes * 1024}
+    both(arguments(8, requires_grad=True))  # what is loaded once
+    leaves = arguments(length, requires_grad=True)
+    before = _highest_bytes()
+    both(leaves)
+    added = _highest_bytes() - before
+    forward_and_backward = _best(lambda: both(leaves), repeats)
+    tensors = arguments(length)
+    with torch.no_grad():
+        forward = _best(lambda: interdomain_attention(*tensors, backend=backend), repeats)
+    return {
+        "backend": backend,
+        "length": length,
+        "forward": forward,
+        "forward_and_backward": forward_and_backward,
+        "backward_bytes": added,
+    }
+
+
+def _highest_bytes() -> int:
+    """The most memory this process has had. `getrusage` would also count what its parent had when it was started."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status).group(1))
 
 
 def _best(function, repeats: int) -> float:

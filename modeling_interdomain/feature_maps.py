@@ -21,17 +21,18 @@ class FourierFeatures(nn.Module):
     The features of a query and a key meet as `sum_r w[h, r] cos(frequencies[r] . (q - k))`, a stationary kernel whose
     spectrum is the learned `frequencies` `[G, F, input size]` with weights `w = softmax(weights)` `[H, F]`, one
     distribution a query head. The weights act on the query alone, so that heads with kernels of their own can share
-    keys and values. "fourier" has a cosine and a sine for each of F = R / 2 frequencies; "fourier_shifted" has R
-    cosines with learned `phases` `[G, R]`, which meet in the same kernel only in the mean over uniform phases.
+    keys and values; where no query reads them (`weighted=False`) there are none. "fourier" has a cosine and a sine for
+    each of F = R / 2 frequencies; "fourier_shifted" has R cosines with learned `phases` `[G, R]`, which meet in the same
+    kernel only in the mean over uniform phases.
     """
 
-    def __init__(self, config):
+    def __init__(self, config, weighted: bool = True):
         super().__init__()
         heads, groups = config.num_attention_heads, config.num_key_value_heads
         self.shifted = config.feature_map == "fourier_shifted"
         number = config.feature_dim if self.shifted else config.feature_dim // 2
         self.frequencies = nn.Parameter(torch.empty(groups, number, config.head_dim))
-        self.weights = nn.Parameter(torch.empty(heads, number))
+        self.weights = nn.Parameter(torch.empty(heads, number)) if weighted else None
         self.phases = nn.Parameter(torch.empty(groups, number)) if self.shifted else None
         self.reset_parameters()
 
@@ -43,7 +44,8 @@ class FourierFeatures(nn.Module):
         width no key is near a query: the normaliser is close to zero, outputs explode, and nothing is learned.
         """
         init.normal_(self.frequencies, std=self.frequencies.shape[-1] ** -0.25)
-        init.zeros_(self.weights)
+        if self.weights is not None:
+            init.zeros_(self.weights)
         if self.phases is not None:
             init.uniform_(self.phases, 0.0, 2 * math.pi)
 
@@ -63,9 +65,9 @@ class FourierFeatures(nn.Module):
         return features * (weights if self.shifted else torch.cat([weights, weights], dim=-1))
 
 
-def feature_map(config) -> nn.Module:
+def feature_map(config, has_query: bool = True) -> nn.Module:
     """The map that `config.feature_map` names."""
-    return SiluL2() if config.feature_map == "silu_l2" else FourierFeatures(config)
+    return SiluL2() if config.feature_map == "silu_l2" else FourierFeatures(config, weighted=has_query)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ class InterdomainMixer(nn.Module):
         self.feature_dim, self.head_dim = config.feature_dim, config.head_dim
         self.kernel = config.conv_kernel
         self.generic = (config.state_input or self.default_state_input) == "generic"
-        self.feature_map = feature_map(config) if self.has_query or not self.generic else None
+        self.feature_map = feature_map(config, self.has_query) if self.has_query or not self.generic else None
         self.key_dim = self.feature_dim if self.generic else config.mapped_dim
         self.output_dim = self.head_dim if self.has_query else self.feature_dim + self.head_dim
         hidden, heads, groups = config.hidden_size, self.num_heads, self.num_groups

@@ -185,6 +185,8 @@ class InterdomainPreTrainedModel(PreTrainedModel):
             init.uniform_(module.weight, -bound, bound)
         elif isinstance(module, (nn.Linear, nn.Embedding)):
             init.normal_(module.weight, std=std)
+            if getattr(module, "bias", None) is not None:
+                init.zeros_(module.bias)
         elif isinstance(module, InterdomainRMSNorm):
             init.ones_(module.weight)
         elif isinstance(module, InterdomainRotaryEmbedding):
@@ -546,6 +548,11 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
                 )
             inputs_embeds = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
             batch = inputs_embeds.shape[0]
+            if attention_mask is not None and attention_mask.shape != inputs_embeds.shape[:2]:
+                raise ValueError(
+                    f"attention_mask must have shape {list(inputs_embeds.shape[:2])}, one number a token without "
+                    f"the learned one, got {list(attention_mask.shape)}."
+                )
             cls_token = self.cls_token.to(inputs_embeds.dtype).expand(batch, 1, -1)
             inputs_embeds, input_ids, use_cache = torch.cat([inputs_embeds, cls_token], dim=1), None, False
             real = torch.cat([real, real.new_ones(batch, 1)], dim=1)

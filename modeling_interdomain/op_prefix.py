@@ -90,7 +90,10 @@ def _attention(
 
 
 class _Blocks:
-    """Walks the modes in blocks; with gradients each block is computed again in the backward pass."""
+    """Walks the modes in blocks; with gradients each block is computed again in the backward pass.
+
+    The last states are copied out: a view would keep those of all tokens.
+    """
 
     def __init__(self, states: Callable, log_decay: torch.Tensor, beta: torch.Tensor):
         self.states, self.log_decay, self.beta = states, log_decay, beta
@@ -103,9 +106,12 @@ class _Blocks:
 
     def push(self, p, inputs, first):
         """`Re sum_n conj(p[n]) X[n]`: `[G, B, P, T, D]`; and the last state `[B, G, M, D]`."""
-        pieces = [self._run(self._push_block, p[..., block], inputs, first, block) for block in self._split(inputs)]
-        outputs, ends = zip(*pieces, strict=True)
-        return sum(outputs), torch.cat(ends, dim=2)
+        total, ends = 0, []
+        for block in self._split(inputs):
+            output, end = self._run(self._push_block, p[..., block], inputs, first, block)
+            total = total + output
+            ends.append(end)
+        return total, torch.cat(ends, dim=2)
 
     def _split(self, inputs) -> list[slice]:
         size = max(1, _NUMBERS // inputs.numel())
@@ -127,8 +133,8 @@ class _Blocks:
 
     def _pull_block(self, tokens, inputs, first, block):
         states = self._all_states(inputs, first, block)
-        return torch.einsum("gbptr,bgmrt->gbptm", tokens.to(states.dtype), states), states[..., -1]
+        return torch.einsum("gbptr,bgmrt->gbptm", tokens.to(states.dtype), states), states[..., -1].clone()
 
     def _push_block(self, p, inputs, first, block):
         states = self._all_states(inputs, first, block)
-        return torch.einsum("gbptm,bgmdt->gbptd", p.conj(), states).real, states[..., -1]
+        return torch.einsum("gbptm,bgmdt->gbptd", p.conj(), states).real, states[..., -1].clone()

@@ -81,7 +81,7 @@ class _Scan(torch.autograd.Function):
         for q, u in zip(query.split(every, dim=1), inputs.split(every, dim=1), strict=True):
             states = forward_states(state, u, decay, beta)
             outputs.append(_read(q, states, coefficients, product, feature_dim))
-            state = states[:, -1]
+            state = states[:, -1].clone()  # a view would keep all states of the segment
             kept.append(state)
         ctx.save_for_backward(query, inputs, decay, beta, coefficients, *kept)
         ctx.product, ctx.every, ctx.feature_dim = product, every, feature_dim

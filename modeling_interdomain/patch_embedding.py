@@ -23,4 +23,4 @@ class PatchEmbedding(nn.Module):
                 f"{self.patch_size}; resize the images to a multiple of it."
             )
         patches = nn.functional.unfold(pixel_values, self.patch_size, stride=self.patch_size)
-        return self.proj(patches.mT)
+        return self.proj(patches.mT.to(self.proj.weight.dtype))

@@ -72,6 +72,13 @@ def test_presets_of_the_workshop_paper_train(name):
             assert parameter.grad is not None and parameter.grad.isfinite().all(), parameter_name
 
 
+def test_without_a_query_fourier_features_have_no_weights_that_nothing_would_teach(make_classifier):
+    model = make_classifier("linear-readout", feature_map="fourier", feature_dim=6)
+    model(pixel_values=pixels(), labels=torch.tensor([0, 1])).loss.backward()
+    unused = [name for name, x in model.named_parameters() if x.grad is None]
+    assert unused == ["model.embed_tokens.weight"]
+
+
 def test_patches_are_read_row_by_row(make_classifier):
     model = make_classifier()
     images = pixels()
@@ -112,6 +119,18 @@ def test_a_bidirectional_model_sees_later_tokens(make_classifier):
         assert torch.equal(first, second) is not moves
 
 
+def test_images_reach_a_model_in_another_dtype(make_classifier):
+    model = make_classifier().to(torch.bfloat16)
+    assert model(pixel_values=pixels().float()).logits.dtype == torch.bfloat16
+
+
+def test_a_language_model_becomes_a_classifier_of_images_with_the_same_start_each_time(make_model, tmp_path):
+    make_model("fourier").save_pretrained(tmp_path)
+    for _ in range(2):
+        loaded = InterdomainForSequenceClassification.from_pretrained(tmp_path, patch_size=2)
+        assert torch.equal(loaded.patches.proj.bias, torch.zeros(32))
+
+
 def test_classifiers_save_and_load(make_classifier, tmp_path):
     model = make_classifier()
     model.save_pretrained(tmp_path)
@@ -133,6 +152,14 @@ MISTAKES = {
     "positions": (
         lambda model: model(pixel_values=pixels(), position_ids=torch.arange(9)[None]),
         "use_cls_token reads whole rows",
+    ),
+    "long mask": (
+        lambda model: model(pixel_values=pixels(), attention_mask=torch.ones(1, 12)),
+        r"attention_mask must have shape \[\d+, 9\], one number a token without the learned one, got \[1, 12\]",
+    ),
+    "mask of pairs": (
+        lambda model: model(pixel_values=pixels(), attention_mask=torch.ones(1, 1, 9, 9)),
+        r"attention_mask must have shape",
     ),
 }
 

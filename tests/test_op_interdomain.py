@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from modeling_interdomain import interdomain_attention, interdomain_step, op_scan
+from modeling_interdomain import interdomain_attention, interdomain_step, op_prefix, op_scan
 from tests.operator_checks import (
     COEFFICIENTS,
     EXTREMES,
@@ -245,6 +245,33 @@ def test_training_memory_is_linear_in_the_length():
     assert saved[2] - saved[1] <= 2.1 * (saved[1] - saved[0])
     per_token = (saved[2] - saved[1]) / 2048
     assert per_token < 2 * 2 * (16 + 16 + 16)  # twice the inputs of a token
+
+
+def test_the_scan_keeps_one_state_a_segment():
+    """Counted by storage: a view of one state would hold those of its whole segment."""
+    batch, length, _, groups, features, value_dim, modes = shape = (1, 1024, 2, 2, 16, 16, 16)
+    held = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: held.setdefault(x.untyped_storage().data_ptr(), x.untyped_storage()) and x, lambda x: x
+    ):
+        interdomain_attention(**inputs(shape, dtype=torch.float32), backend="scan")
+    state = batch * groups * modes * (features + value_dim) * 8
+    tokens = 4 * length * (2 * groups * features + groups * value_dim)
+    assert sum(storage.nbytes() for storage in held.values()) < 4 * tokens + (length // 64 + 4) * state
+
+
+@pytest.mark.parametrize("backend", ["fft", "associative_scan"])
+def test_states_of_all_tokens_are_held_for_one_block_of_modes_at_a_time(monkeypatch, backend):
+    """With blocks of one mode, what comes out of a block is no view of its states."""
+    ends = []
+    run = op_prefix._Blocks._run
+    monkeypatch.setattr(op_prefix, "_NUMBERS", 1)
+    monkeypatch.setattr(
+        op_prefix._Blocks, "_run", lambda *arguments: ends.append(run(*arguments)[1]) or run(*arguments)
+    )
+    with torch.no_grad():
+        interdomain_attention(**inputs(SHAPES["odd_length"]), backend=backend)
+    assert ends and all(end.untyped_storage().nbytes() == end.nbytes for end in ends)
 
 
 BAD_ARGUMENTS = {

@@ -172,7 +172,7 @@ def test_the_inverse_recurrence_drifts_with_its_amplification():
 @pytest.mark.parametrize("backend", backends.BACKENDS)
 def test_backends_are_measured_and_right(backend):
     row = backends.measure(backend, 16, repeats=1)
-    assert row["forward"] > 0 and row["forward_and_backward"] > 0
+    assert row["forward"] > 0 and row["forward_and_backward"] > 0 and row["backward_bytes"] >= 0
     assert backends.errors(backend, length=64) < 1e-4
 
 
