@@ -1,5 +1,9 @@
 """How should an Interdomain layer start? A small comparison of the start of beta and C and of RoPE's place.
 
+The start of beta says how a mode's readout scales with its step Delta: for a step small against the decay the variance
+of its state goes as 1 / Delta with beta 1, does not depend on Delta with unit variance, and goes as Delta with
+zero-order hold, whose beta is about Delta.
+
 Every condition sees the same bytes in the same order with the same optimiser; seeds change the weights and the batches.
 The text is the Python standard library's source, byte by byte, so that a fresh machine can repeat it:
 

@@ -22,8 +22,8 @@ class FourierFeatures(nn.Module):
     spectrum is the learned `frequencies` `[G, F, input size]` with weights `w = softmax(weights)` `[H, F]`, one
     distribution a query head. The weights act on the query alone, so that heads with kernels of their own can share
     keys and values; where no query reads them (`weighted=False`) there are none. "fourier" has a cosine and a sine for
-    each of F = R / 2 frequencies; "fourier_shifted" has R cosines with learned `phases` `[G, R]`, which meet in the same
-    kernel only in the mean over uniform phases.
+    each of F = R / 2 frequencies; "fourier_shifted" has R cosines with learned `phases` `[G, R]`, which meet in the
+    same kernel only in the mean over uniform phases.
     """
 
     def __init__(self, config, weighted: bool = True):

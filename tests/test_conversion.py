@@ -427,8 +427,8 @@ LLAMA_MISTAKES = {
     "no such text": (None, ("--sequence-length", 32, "--data", "typo.jsonl"), "typo.jsonl does not exist"),
     "little text": (
         None,
-        ("--sequence-length", 32, "--data", "TEXTS", "--max-bytes", 100, "--held-out-bytes", 50),
-        "fewer than one sequence",
+        ("--sequence-length", 32, "--data", "TEXTS", "--max-bytes", 100),
+        "too little to learn from",
     ),
     "no tokenizer": (
         lambda f: [file.unlink() for file in f.glob("tokenizer*")],
