@@ -17,13 +17,14 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import yaml
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel, set_seed
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel, set_seed
 
 import modeling_interdomain  # noqa: F401  the import makes the Auto classes know the architecture
 from examples.text_data import InputError, exit_code
@@ -31,6 +32,8 @@ from examples.training import clip_gradients, cosine_with_warmup, parameter_grou
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPE = REPOSITORY / "recipes" / "sequential-cifar10.yaml"
+RECIPE_FIELDS = {"learning_rate", "weight_decay", "recurrence_learning_rate", "recurrence_max_grad_norm"}
+RECIPE_FIELDS |= {"batch_size", "warmup", "crop", "flip"}
 
 
 class Images(NamedTuple):
@@ -50,13 +53,14 @@ def load_images(folder: Path, split: str, limit: int | None = None) -> Images:
     if not files:
         raise InputError(f"{folder} has no {split}*.parquet; each row of it is an image `img` and a `label`.")
     pixels, labels = [], []
-    for path in files:
-        for row in parquet.read_table(path, columns=["img", "label"]).to_pylist():
-            image = Image.open(io.BytesIO(row["img"]["bytes"])).convert("RGB")
-            pixels.append(torch.from_numpy(numpy.array(image)).permute(2, 0, 1))
-            labels.append(row["label"])
-            if len(labels) == limit:
-                break
+    rows = (row for path in files for row in parquet.read_table(path, columns=["img", "label"]).to_pylist())
+    for row in islice(rows, limit):
+        image = Image.open(io.BytesIO(row["img"]["bytes"])).convert("RGB")
+        pixels.append(torch.from_numpy(numpy.array(image)).permute(2, 0, 1))
+        labels.append(row["label"])
+    sizes = {tuple(image.shape[1:]) for image in pixels}
+    if len(sizes) != 1:
+        raise InputError(f"The {split} images in {folder} have {len(sizes)} sizes; all must have one.")
     return Images(torch.stack(pixels), torch.tensor(labels))
 
 
@@ -137,6 +141,19 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return parser.parse_args(arguments)
 
 
+def read_config(options: argparse.Namespace, images: Images) -> PreTrainedConfig:
+    """The configuration for these images: with their number of classes, and patches that cut them up evenly."""
+    changes = {} if options.patch_size is None else {"patch_size": options.patch_size}
+    config = AutoConfig.from_pretrained(options.config, num_labels=int(images.labels.max()) + 1, **changes)
+    patch, (height, width) = getattr(config, "patch_size", None), images.pixels.shape[2:]
+    if not patch or height % patch or width % patch:
+        raise InputError(
+            f"The images have {height} x {width} pixels, which the patch size {patch} does not divide: choose "
+            "--patch-size."
+        )
+    return config
+
+
 def run(options: argparse.Namespace) -> None:
     for path in (options.config / "config.json", options.recipe):
         if not path.is_file():
@@ -144,13 +161,15 @@ def run(options: argparse.Namespace) -> None:
     if options.steps < 1 or (options.limit is not None and options.limit < 1):
         raise InputError("--steps and --limit must be positive.")
     train_images, test_images = (load_images(options.data, split, options.limit) for split in ("train", "test"))
+    config = read_config(options, train_images)
+    recipe = yaml.safe_load(options.recipe.read_text())
+    missing = sorted(RECIPE_FIELDS - set(recipe if isinstance(recipe, dict) else ()))
+    if missing:
+        raise InputError(f"{options.recipe} does not set {', '.join(missing)}; {RECIPE.name} shows all fields.")
     set_seed(options.seed)
-    changes = {} if options.patch_size is None else {"patch_size": options.patch_size}
-    config = AutoConfig.from_pretrained(options.config, **changes)
     model = AutoModelForSequenceClassification.from_config(config)
     if torch.cuda.is_available():
         model.cuda()
-    recipe = yaml.safe_load(options.recipe.read_text())
     tokens = math.prod(train_images.pixels.shape[2:]) // config.patch_size**2 + int(config.use_cls_token)
     print(f"{len(train_images.labels):,} images of {tokens:,} tokens, {model.num_parameters():,} parameters")
     history = []

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -180,7 +181,7 @@ def test_images_need_a_patch_size_and_language_models_causality(make_classifier,
 # The example.
 
 
-def write_images(folder, rows=12, size=8):
+def write_images(folder, rows=12, size=8, labels=10):
     import pyarrow
     from PIL import Image
     from pyarrow import parquet
@@ -190,7 +191,7 @@ def write_images(folder, rows=12, size=8):
         for label in range(rows):
             image = Image.new("RGB", (size, size), (20 * label, 0, 255 - 20 * label))
             image.save(file := io.BytesIO(), "PNG")
-            table.append({"img": {"bytes": file.getvalue(), "path": None}, "label": label % 10})
+            table.append({"img": {"bytes": file.getvalue(), "path": None}, "label": label % labels})
         parquet.write_table(pyarrow.Table.from_pylist(table), folder / f"{split}.parquet")
 
 
@@ -199,8 +200,16 @@ def test_images_are_decoded(tmp_path):
     images = classify_images.load_images(tmp_path, "train", limit=5)
     assert images.pixels.shape == (5, 3, 8, 8) and images.labels.tolist() == [0, 1, 2, 3, 4]
     assert images.pixels[2, :, 3, 3].tolist() == [40, 0, 215]
+    shutil.copy(tmp_path / "train.parquet", tmp_path / "train-1.parquet")
+    assert len(classify_images.load_images(tmp_path, "train", limit=5).labels) == 5
+    assert len(classify_images.load_images(tmp_path, "train").labels) == 24
     with pytest.raises(classify_images.InputError, match="has no validation"):
         classify_images.load_images(tmp_path, "validation")
+    (tmp_path / "other").mkdir()
+    write_images(tmp_path / "other", size=4)
+    shutil.copy(tmp_path / "other" / "train.parquet", tmp_path / "train-2.parquet")
+    with pytest.raises(classify_images.InputError, match="have 2 sizes; all must have one"):
+        classify_images.load_images(tmp_path, "train")
 
 
 def test_augmentation_moves_and_mirrors_whole_images():
@@ -229,11 +238,12 @@ def test_the_recipe_is_the_papers():
 
 
 def test_the_example_trains_saves_and_measures(tmp_path, capsys):
-    write_images(tmp_path)
+    write_images(tmp_path, labels=3)
     arguments = ["--data", str(tmp_path), "--steps", "3", "--patch-size", "2", "--output", str(tmp_path / "model")]
     assert classify_images.main(arguments) == 0
     assert "12 images of 17 tokens" in capsys.readouterr().out
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    assert model.num_labels == 3
     found = classify_images.accuracy(model, classify_images.load_images(tmp_path, "test"))
     assert json.loads((tmp_path / "model" / "results.json").read_text())["accuracy"] == found
 
@@ -245,3 +255,12 @@ def test_the_example_names_mistakes(tmp_path, capsys):
     assert "--steps and --limit must be positive" in capsys.readouterr().err
     assert classify_images.main(["--data", str(tmp_path), "--config", "nowhere"]) == 2
     assert "nowhere/config.json does not exist" in capsys.readouterr().err
+    write_images(tmp_path)
+    assert classify_images.main(["--data", str(tmp_path), "--patch-size", "3"]) == 2
+    assert "8 x 8 pixels, which the patch size 3 does not divide" in capsys.readouterr().err
+    text_model = classify_images.REPOSITORY / "configuration" / "interdomain-tiny"
+    assert classify_images.main(["--data", str(tmp_path), "--config", str(text_model)]) == 2
+    assert "which the patch size None does not divide: choose --patch-size" in capsys.readouterr().err
+    (tmp_path / "recipe.yaml").write_text("learning_rate: 1.0\n")
+    assert classify_images.main(["--data", str(tmp_path), "--recipe", str(tmp_path / "recipe.yaml")]) == 2
+    assert "does not set batch_size, crop, flip, recurrence_learning_rate" in capsys.readouterr().err
