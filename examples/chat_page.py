@@ -24,7 +24,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList, TextIteratorStreamer
 
 from examples.long_context import cache_bytes, load_interdomain, softmax_bytes
-from examples.text_data import InputError, exit_code
+from examples.text_data import InputError, encode_beginning, exit_code
 from modeling_interdomain import InterdomainCache
 
 FONTS = ["system-ui", "sans-serif"]  # of this computer: a theme's own would come from the network
@@ -52,8 +52,7 @@ FOLLOW = """() => {
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> torch.Tensor:
     """Token ids `[1, T]`: a turn of a chat where there is a template for it, otherwise text after a boundary."""
     if tokenizer.chat_template is None:
-        text = (tokenizer.bos_token or "") + prompt
-        return tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        return encode_beginning(tokenizer, prompt)
     turn = [{"role": "user", "content": prompt}]
     return tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_tensors="pt")["input_ids"]
 

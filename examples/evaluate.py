@@ -15,11 +15,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-import modeling_interdomain  # noqa: F401  the import makes the Auto classes know the architecture
-from examples.text_data import InputError, bits_per_byte, exit_code, gather_documents, num_bytes
+from examples.saved_model import load
+from examples.text_data import (
+    InputError,
+    bits_per_byte,
+    check_positive,
+    encode_beginning,
+    exit_code,
+    gather_documents,
+    num_bytes,
+)
 
 
 def generate_text(
@@ -32,11 +40,10 @@ def generate_text(
 ) -> str:
     """The prompt and its continuation, sampled."""
     torch.manual_seed(seed)
-    # The boundary first: in training, too, a text follows the end of another.
-    inputs = tokenizer(tokenizer.bos_token + prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    ids = encode_beginning(tokenizer, prompt).to(model.device)
     settings = {"do_sample": True, "temperature": temperature, "top_p": 0.95, "pad_token_id": tokenizer.pad_token_id}
-    ids = model.generate(**inputs, max_new_tokens=max_new_tokens, **settings)
-    return tokenizer.decode(ids[0], skip_special_tokens=True)
+    written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, **settings)
+    return tokenizer.decode(written[0], skip_special_tokens=True)
 
 
 def measure(
@@ -57,13 +64,11 @@ def compressed_bits_per_byte(documents: Sequence[str], compress: Callable[[bytes
     return 8 * len(compress(data)) / len(data)
 
 
-def load(folder: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model in evaluation mode, and tokenizer, of a folder that `save_pretrained` wrote."""
-    if not (Path(folder) / "config.json").is_file():
-        raise InputError(f"{folder} is not a folder with a saved model.")
-    if not (Path(folder) / "tokenizer_config.json").is_file():
-        raise InputError(f"The folder {folder} holds no tokenizer.")
-    return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+def check_options(options: argparse.Namespace) -> None:
+    """Refuse at once what would fail after the model was loaded and measured."""
+    check_positive(options, "tokens", "temperature", "sequence_length")
+    if options.json and (options.json.is_dir() or not options.json.parent.is_dir()):
+        raise InputError(f"{options.json} cannot be written: --json needs the name of a file in a folder that exists.")
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -80,6 +85,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def run(options: argparse.Namespace) -> None:
+    check_options(options)
     logging.disable_progress_bar()
     model, tokenizer = load(options.folder)
     print(generate_text(model, tokenizer, options.prompt, options.tokens, options.temperature, options.seed))

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from transformers.utils import logging
 
-from examples.evaluate import load
-from examples.report import write_report
+from examples.report import labels, write_report
+from examples.saved_model import load
 from examples.text_data import InputError, encode, exit_code, gather_documents, next_token_nll, num_bytes
 
 
@@ -62,7 +62,8 @@ def run(options: argparse.Namespace) -> None:
     if min(lengths) < 1:
         raise InputError("--trained-length times every factor must be at least one token.")
     documents = gather_documents(options.data, options.max_bytes)
-    curves = {Path(folder).name: evaluate(folder, documents, lengths) for folder in options.folders}
+    names = labels(options.folders)
+    curves = {name: evaluate(folder, documents, lengths) for name, folder in zip(names, options.folders)}
     print(write_report("lengths", curves, options.output, "tokens a window", "bits per byte", data=options.data))
     for name, curve in curves.items():
         change = curve[float(max(lengths))] / curve[float(min(lengths))] - 1

@@ -22,9 +22,10 @@ from huggingface_hub import EvalResult, ModelCard
 from transformers.utils import logging
 from yaml import YAMLError
 
-import modeling_interdomain  # noqa: F401  the import makes the Auto classes know the architecture
 from examples.report import markdown_table
-from examples.text_data import InputError, exit_code
+from examples.saved_model import load, replace_text
+from examples.text_data import InputError, check_positive, exit_code
+from model_cards.model_card import HARNESS
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 TASKS = Path(__file__).parent / "lm_eval_tasks"
 RECORD = "lm_eval.json"
 START, END = "<!-- lm-eval -->", "<!-- lm-eval: end -->"
-SOURCE = {"source_name": "lm-evaluation-harness", "source_url": "https://github.com/EleutherAI/lm-evaluation-harness"}
 
 
 class Score(NamedTuple):
@@ -47,12 +47,10 @@ class Score(NamedTuple):
 
 
 def check_options(options: argparse.Namespace) -> None:
-    if not (options.folder / "config.json").is_file():
-        raise InputError(f"{options.folder} is not a folder with a saved model.")
-    if options.limit is not None and options.limit < 1:
-        raise InputError(f"--limit must be positive, not {options.limit}.")
+    check_positive(options, "limit", "max_length")
     if options.batch_size != "auto" and not (options.batch_size.isdecimal() and int(options.batch_size)):
         raise InputError(f"--batch-size must be a positive number or auto, not {options.batch_size}.")
+    load(options.folder)  # the harness does it again, and would go on with weights that do not fit
 
 
 def find_tasks(names: Sequence[str], data: Path) -> TaskManager:
@@ -135,7 +133,7 @@ def read_card(folder: Path) -> ModelCard:
 
 def update_card(card: ModelCard, found: Sequence[Score], name: str) -> None:
     """Put the scores into the metadata and between the two markers; all other text stays."""
-    others = [result for result in card.data.eval_results or [] if result.source_name != SOURCE["source_name"]]
+    others = [result for result in card.data.eval_results or [] if result.source_name != HARNESS["source_name"]]
     card.data.model_name = card.data.model_name or name
     card.data.eval_results = others + [
         EvalResult(
@@ -146,7 +144,7 @@ def update_card(card: ModelCard, found: Sequence[Score], name: str) -> None:
             metric_type=score.metric,
             metric_name=score.metric,
             metric_value=round(float(score.value), 4),
-            **SOURCE,
+            **HARNESS,
         )
         for score in found
     ]
@@ -194,11 +192,14 @@ def run(options: argparse.Namespace) -> None:
         log_samples=False,
     )
     record = json.loads(json.dumps(merge(record, results), default=handle_non_serializable))
-    (options.folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
     found = list(scores(record))
-    update_card(card, found, options.folder.resolve().name)
-    card.save(options.folder / "README.md")
     print(table(found))
+    update_card(card, found, options.folder.resolve().name)
+    try:
+        replace_text(options.folder / RECORD, json.dumps(record, indent=2) + "\n")
+        replace_text(options.folder / "README.md", str(card))
+    except OSError as error:
+        raise InputError(f"{options.folder} could not be written ({error}): what was there is still there.") from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

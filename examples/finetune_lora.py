@@ -28,10 +28,11 @@ from peft import (
     load_peft_weights,
     set_peft_model_state_dict,
 )
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments, set_seed
 
-from examples.evaluate import load
-from examples.text_data import InputError, encode, exit_code, gather_documents, split_documents
+from examples.saved_model import load, one_line
+from examples.text_data import InputError, check_positive, encode, exit_code, gather_documents, split_documents
 from examples.train import Blocks, Collator
 
 RANK = 8
@@ -39,10 +40,7 @@ RANK = 8
 
 def check_options(options: argparse.Namespace) -> None:
     """Refuse at once what would fail, or lose somebody's files, minutes later."""
-    for name in ("rank", "batch_size", "sequence_length", "learning_rate"):
-        value = getattr(options, name)
-        if value is not None and value <= 0:
-            raise InputError(f"--{name.replace('_', '-')} must be positive, not {value}.")
+    check_positive(options, "rank", "batch_size", "sequence_length", "learning_rate")
     if options.steps < 0:
         raise InputError(f"--steps must not be negative, got {options.steps}.")
     if options.adapter is None and not options.steps:
@@ -51,8 +49,8 @@ def check_options(options: argparse.Namespace) -> None:
         raise InputError("--rank and --targets are for a new adapter: the one that --adapter names has its own.")
     if (Path(options.base) / "adapter_config.json").is_file():
         raise InputError(f"{options.base} is an adapter: name the model it was made for, and this with --adapter.")
-    if options.adapter is not None and not (options.adapter / "adapter_config.json").is_file():
-        raise InputError(f"{options.adapter} is not a folder with a saved adapter.")
+    if options.adapter is not None:
+        check_adapter(options.adapter)
     if options.merge == options.output:
         raise InputError(f"The adapter and the merged model cannot both be saved in {options.output}.")
     for folder in filter(None, (options.output, options.merge)):
@@ -60,6 +58,14 @@ def check_options(options: argparse.Namespace) -> None:
             raise InputError(f"{folder} is a file, not a folder.")
         if folder.is_dir() and any(folder.iterdir()):
             raise InputError(f"{folder} is not empty: choose another folder.")
+
+
+def check_adapter(folder: Path) -> None:
+    """All its files are there; PEFT would look for a missing one on the Hub."""
+    if not (folder / "adapter_config.json").is_file():
+        raise InputError(f"{folder} is not a folder with a saved adapter.")
+    if not any((folder / name).is_file() for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)):
+        raise InputError(f"The adapter {folder} has no weights: {SAFETENSORS_WEIGHTS_NAME} is missing.")
 
 
 def load_base(folder: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -77,12 +83,19 @@ def new_adapter(model: PreTrainedModel, rank: int | None, targets: Sequence[str]
     known = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     if unknown := set(targets or ()) - known - {"all-linear"}:
         raise InputError(f"The model has no modules named {', '.join(sorted(unknown))}.")
-    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules=modules))
+    config = LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules=modules)
+    try:
+        return get_peft_model(model, config)
+    except ValueError as error:  # a norm, for example, has no matrix to adapt
+        raise InputError(f"LoRA cannot adapt these modules: {one_line(error)}") from error
 
 
 def saved_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
     """The adapter of a folder, to be trained on."""
-    config = PeftConfig.from_pretrained(folder)
+    try:
+        config, weights = PeftConfig.from_pretrained(folder), load_peft_weights(folder, device="cpu")
+    except Exception as error:  # whatever a damaged file leads to
+        raise InputError(f"The adapter {folder} cannot be read: {one_line(error)}") from error
     if config.peft_type != "LORA":
         raise InputError(f"{folder} is a {config.peft_type.value} adapter, not one of LoRA.")
     config.inference_mode = False
@@ -91,7 +104,7 @@ def saved_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
         adapted = get_peft_model(model, config)
     except ValueError as error:  # none of the modules it adapts is there
         raise misfit from error
-    weights, wanted = load_peft_weights(folder, device="cpu"), get_peft_model_state_dict(adapted)
+    wanted = get_peft_model_state_dict(adapted)
     if {name: x.shape for name, x in weights.items()} != {name: x.shape for name, x in wanted.items()}:
         raise misfit
     set_peft_model_state_dict(adapted, weights)

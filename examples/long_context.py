@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from transformers import DynamicLayer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from examples.evaluate import load
+from examples.saved_model import load
 from examples.text_data import InputError, exit_code, num_bytes
 from modeling_interdomain import InterdomainCache, InterdomainForCausalLM
 

@@ -5,15 +5,14 @@ Usage:
     python -m examples.publish runs/mine user/mine --language en --datasets wikitext
 
 The card is rendered from `model_cards/template.md`, the configuration, and what the folder's results.json and
-lm_eval.json have measured. A README.md with words of your own keeps them and is given what it lacks.
+lm_eval.json have measured. A README.md with words of your own keeps them and is given what it lacks, between two
+comments and renewed each time.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,13 +21,13 @@ import torch
 import transformers
 import yaml
 from huggingface_hub import HfApi, ModelCard, get_token
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, StrictDataclassError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers import AutoTokenizer, PreTrainedConfig
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import logging
 
-import modeling_interdomain  # noqa: F401  the import makes the Auto classes know the architecture
+from examples.saved_model import load_model, one_line, read_config, replace_text
 from examples.text_data import InputError, exit_code
 from model_cards.model_card import MARKER, auto_class, complete, harness_results, render
 
@@ -37,12 +36,6 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARDS = "model-?????-of-?????.safetensors"
 # What is sent beside weights and code: configuration, tokenizer, results, card and its pictures. Never a pickle.
 SUFFIXES = (".json", ".txt", ".model", ".jinja", ".md", ".png", ".csv")
-
-
-def one_line(error: BaseException) -> str:
-    """The last line of a message: the library puts the sentence that says what is wrong below others."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[-1].strip().removeprefix("ValueError: ").removeprefix("TypeError: ")
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -68,10 +61,7 @@ def load_config(folder: Path) -> PreTrainedConfig:
     """The configuration, which must be one of ours."""
     if not (folder / "config.json").is_file():
         raise InputError(f"{folder} is not a folder with a saved model: it has no config.json.")
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except (ValueError, OSError, StrictDataclassError) as error:
-        raise InputError(f"{folder / 'config.json'} cannot be used: {one_line(error)}") from error
+    config = read_config(folder)
     if config.model_type != "interdomain":
         raise InputError(f"{folder} holds a model of type {config.model_type}, and the card is for interdomain models.")
     return config
@@ -93,19 +83,8 @@ def code_files(folder: Path, config: PreTrainedConfig) -> list[str]:
 
 
 def check_weights(folder: Path, config: PreTrainedConfig) -> None:
-    """Load the model as a user would, and refuse what the library only warns about."""
-    try:
-        model, loading = getattr(transformers, auto_class(config)).from_pretrained(
-            folder, output_loading_info=True, use_safetensors=True
-        )
-    except Exception as error:  # whatever a damaged file leads to
-        raise InputError(f"{folder} does not load: {one_line(error)}") from error
-    for kind in ("missing_keys", "unexpected_keys"):
-        if names := sorted(loading[kind]):
-            raise InputError(
-                f"The weights of {folder} do not fit its config.json: {len(names)} {kind.replace('_', ' ')}, for"
-                f" example {names[0]}."
-            )
+    """Load the model as a user would, and refuse what nobody could use."""
+    model = load_model(folder, getattr(transformers, auto_class(config)), use_safetensors=True)
     if broken := [name for name, weight in model.named_parameters() if not bool(torch.isfinite(weight).all())]:
         raise InputError(f"{len(broken)} weights of {folder} are not finite, for example {broken[0]}.")
 
@@ -123,10 +102,14 @@ def check_tokenizer(folder: Path, config: PreTrainedConfig) -> None:
 
 
 def read_json(path: Path) -> dict:
+    """The object in a file."""
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise InputError(f"{path} is not a readable JSON file.") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{path} must hold a JSON object, that is {{...}}: remove it, or write it again.")
+    return found
 
 
 def make_card(options: argparse.Namespace) -> ModelCard:
@@ -135,9 +118,10 @@ def make_card(options: argparse.Namespace) -> ModelCard:
     results = []
     record = options.folder / "lm_eval.json"
     for path in [*([record] if record.is_file() else []), *options.evaluation]:
+        found = read_json(path)
         try:
-            results += harness_results(read_json(path))
-        except (KeyError, AttributeError) as error:
+            results += harness_results(found)
+        except (KeyError, AttributeError, TypeError, ValueError) as error:
             raise InputError(f'{path} is not a file of results of lm-eval: it has no "results" by task.') from error
     old = load_card(options.folder)
     language = options.language or as_list(old and old.data.language)
@@ -162,14 +146,11 @@ def as_list(value: str | list[str] | None) -> list[str]:
 
 def write_card(card: ModelCard, folder: Path) -> None:
     """README.md and LICENSE; a failure leaves those that were there."""
-    temporary = folder / "README.md.new"
     try:
-        card.save(temporary)
-        os.replace(temporary, folder / "README.md")
+        replace_text(folder / "README.md", str(card))
         if not (folder / "LICENSE").exists():
-            shutil.copyfile(REPOSITORY / "LICENSE", folder / "LICENSE")
+            replace_text(folder / "LICENSE", (REPOSITORY / "LICENSE").read_text())
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise InputError(f"{folder} could not be written ({error}): nothing was sent.") from error
 
 

@@ -20,7 +20,6 @@ import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
@@ -29,9 +28,10 @@ from transformers import (
 )
 from transformers.utils import logging
 
-import modeling_interdomain  # noqa: F401  the import makes the Auto classes know the architecture
+from examples.saved_model import read_config
 from examples.text_data import (
     InputError,
+    check_positive,
     encode,
     exit_code,
     gather_documents,
@@ -50,10 +50,7 @@ HELD_OUT_BYTES = 200_000  # measured in seconds, and enough for two digits
 
 def check_options(options: argparse.Namespace) -> None:
     """Refuse at once what would fail, or lose somebody's files, minutes later."""
-    for name in ("steps", "minutes", "batch_size", "sequence_length", "learning_rate"):
-        value = getattr(options, name)
-        if value is not None and value <= 0:
-            raise InputError(f"--{name.replace('_', '-')} must be positive, not {value}.")
+    check_positive(options, "steps", "minutes", "batch_size", "sequence_length", "learning_rate")
     if not (options.config / "config.json").is_file():
         raise InputError(f"{options.config} has no config.json.")
     if options.output.exists() and not options.output.is_dir():
@@ -64,7 +61,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 def load_config(folder: Path, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
     """The shape of the folder's config.json with the tokenizer's vocabulary and special tokens."""
-    return AutoConfig.from_pretrained(
+    return read_config(
         folder,
         vocab_size=len(tokenizer),
         bos_token_id=tokenizer.bos_token_id,

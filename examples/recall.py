@@ -24,13 +24,12 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-import modeling_interdomain  # noqa: F401  the import makes the Auto classes know the architecture
-from examples.evaluate import load
-from examples.report import write_report
-from examples.text_data import InputError, exit_code, gather_documents
+from examples.report import labels, write_report
+from examples.saved_model import load, read_config
+from examples.text_data import InputError, check_positive, exit_code, gather_documents
 from examples.training import cosine_with_warmup, parameter_groups
 
 NAMES = ["Alice", "Bruno", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "Irene", "James", "Karen", "Louis"]
@@ -179,7 +178,7 @@ def questions_of(task: str, size: int, options: argparse.Namespace) -> list[Ques
 
 def mqar_config(folder: str, options: argparse.Namespace):
     changes = {"vocab_size": options.vocab_size, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    return AutoConfig.from_pretrained(folder, **changes)
+    return read_config(Path(folder), **changes)
 
 
 LABELS = {"mqar": "key-value pairs", "phonebook": "entries", "needle": "words of text"}
@@ -209,9 +208,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def run(options: argparse.Namespace) -> None:
     logging.disable_progress_bar()
     sizes = options.sizes or SIZES[options.task]
-    for name in ("steps", "batch_size", "questions"):
-        if getattr(options, name) < 1:
-            raise InputError(f"--{name.replace('_', '-')} must be positive, got {getattr(options, name)}.")
+    check_positive(options, "steps", "batch_size", "questions")
     if min(sizes) < 1 or options.choices < 2:
         raise InputError("--sizes must be positive and --choices at least 2.")
     if options.task == "phonebook" and min(sizes) < options.choices:
@@ -219,15 +216,16 @@ def run(options: argparse.Namespace) -> None:
     for folder in options.folders:
         if not (Path(folder) / "config.json").is_file():
             raise InputError(f"{folder} has no config.json.")
-    curves: dict[str, dict[float, float]] = {Path(folder).name: {} for folder in options.folders}
+    names = labels(options.folders)
+    curves: dict[str, dict[float, float]] = {name: {} for name in names}
     for size in sizes:
         questions = [] if options.task == "mqar" else questions_of(options.task, size, options)
-        for folder in options.folders:
+        for name, folder in zip(names, options.folders):
             if options.task == "mqar":
                 found = mqar(mqar_config(folder, options), size, options)
             else:
                 found = accuracy(folder, questions)
-            curves[Path(folder).name][float(size)] = found
+            curves[name][float(size)] = found
     chance = 2 / options.vocab_size if options.task == "mqar" else 1 / options.choices
     settings = {name: value for name, value in vars(options).items() if isinstance(value, (int, float, str))}
     print(write_report(options.task, curves, options.output, LABELS[options.task], "accuracy", **settings))

@@ -16,6 +16,12 @@ def markdown_table(header: Sequence[object], rows: Sequence[Sequence[object]]) -
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in cells])
 
 
+def labels(folders: Sequence[str]) -> list[str]:
+    """Names for their curves: their own, or the paths as they were given where two have the same."""
+    names = [Path(folder).name for folder in folders]
+    return names if len(set(names)) == len(names) else list(folders)
+
+
 def write_report(
     name: str, curves: dict[str, dict[float, float]], folder: Path, x_label: str, y_label: str, **settings
 ) -> str:

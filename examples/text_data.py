@@ -9,6 +9,7 @@ Example:
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import random
@@ -41,6 +42,14 @@ def exit_code(program: Callable[[], object]) -> int:
         print(error, file=sys.stderr)
         return 2
     return 0
+
+
+def check_positive(options: argparse.Namespace, *names: str) -> None:
+    """Refuse the first of these options that was given and is not above zero."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise InputError(f"--{name.replace('_', '-')} must be positive, not {value}.")
 
 
 def gather_documents(sources: Sequence[str] = (), max_bytes: int = 16_000_000, seed: int = 0) -> list[str]:
@@ -113,6 +122,8 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int = 4096) -> PreTrai
 
 def encode(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> torch.Tensor:
     """One stream of token ids [N], int64: a boundary, then each document followed by a boundary."""
+    if tokenizer.eos_token_id is None:
+        raise InputError("The tokenizer has no eos token to put between documents.")
     # Text that happens to spell a special token is text.
     encoded = tokenizer(list(documents), add_special_tokens=False, split_special_tokens=True, verbose=False)
     stream = [tokenizer.eos_token_id]
@@ -120,6 +131,14 @@ def encode(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> torc
         stream += ids
         stream.append(tokenizer.eos_token_id)
     return torch.tensor(stream)
+
+
+def encode_beginning(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
+    """Token ids [1, T] of a text that is to be continued, after a boundary as in training."""
+    text = (tokenizer.bos_token or "") + text  # by hand: some tokenizers would add it themselves, a second time
+    if not text:
+        raise InputError("There is nothing to continue: the tokenizer has no bos token, so the prompt needs a text.")
+    return tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
 
 
 def random_batches(

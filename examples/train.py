@@ -27,7 +27,6 @@ import yaml
 from torch.utils.data import Dataset, IterableDataset
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     HfArgumentParser,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -39,10 +38,11 @@ from transformers.distributed import DistributedConfig
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
-import modeling_interdomain  # noqa: F401  the import makes the Auto classes know the architecture
 from examples.quickstart import load_config
+from examples.saved_model import load_model, load_tokenizer
 from examples.text_data import (
     InputError,
+    check_positive,
     encode,
     exit_code,
     gather_documents,
@@ -65,6 +65,11 @@ class Recipe(TrainingArguments):
     total_tokens: int = field(default=0, metadata={"help": "Length of the run; max_steps, if given, goes first."})
     warmup_tokens: int = field(default=0, metadata={"help": "Length of the linear warm-up."})
     sequence_length: int = field(default=2048, metadata={"help": "Tokens a sequence."})
+
+    def __post_init__(self):
+        super().__post_init__()
+        if str(self.resume_from_checkpoint).lower() == "false":  # the option is text, and any text would be a yes
+            self.resume_from_checkpoint = None
 
     def tokens_per_step(self) -> int:
         """Of all processes, accumulated gradients included."""
@@ -245,17 +250,35 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[Recipe, Tex
         raise InputError(f"The recipe {recipe} does not exist.")
     parser = HfArgumentParser((Recipe, Text), description=__doc__.splitlines()[0])
     defaults = {"output_dir": "runs/train", "logging_steps": 10, "report_to": "none", "save_total_limit": 2}
-    lines = yaml.safe_load(recipe.read_text()) or {}
+    lines = read_recipe(recipe)
     known = {action.dest for action in parser._actions}
-    if unknown := sorted(set(lines) - known):
+    if unknown := sorted(map(str, lines.keys() - known)):
         raise InputError(f"The recipe {recipe} has unknown fields: {', '.join(unknown)}.")
     parser.set_defaults(**defaults | lines)
-    recipe_arguments, text = parser.parse_args_into_dataclasses(given)
-    return recipe_arguments, text
+    try:
+        args, text, unknown = parser.parse_args_into_dataclasses(given, return_remaining_strings=True)
+    except ValueError as error:  # what the Trainer's arguments check themselves
+        raise InputError(" ".join(str(error).split())) from error
+    if unknown:
+        raise InputError(f"Unknown options: {' '.join(unknown)}; --help lists those there are.")
+    return args, text
+
+
+def read_recipe(path: Path) -> dict[str, object]:
+    """The lines of a recipe."""
+    try:
+        lines = yaml.safe_load(path.read_text()) or {}
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        mark = getattr(error, "problem_mark", None)
+        raise InputError(f"The recipe {path} is not YAML{f', see line {mark.line + 1}' if mark else ''}.") from error
+    if not isinstance(lines, dict):
+        raise InputError(f"The recipe {path} must have a line `name: value` for each option.")
+    return lines
 
 
 def check_options(args: Recipe, text: Text) -> None:
     """Refuse at once what would fail, or lose somebody's files, minutes later."""
+    check_positive(args, "sequence_length", "per_device_train_batch_size", "gradient_accumulation_steps")
     source = text.model or text.config
     if not (Path(source) / "config.json").is_file():
         raise InputError(f"{source} has no config.json.")
@@ -281,7 +304,7 @@ def check_options(args: Recipe, text: Text) -> None:
 def last_checkpoint(args: Recipe) -> str | None:
     """The checkpoint to go on from, or None for a fresh start."""
     wanted = args.resume_from_checkpoint
-    if not wanted or str(wanted).lower() == "false":
+    if not wanted:
         return None
     if str(wanted).lower() != "true":
         if not Path(wanted).is_dir():
@@ -299,15 +322,13 @@ def last_checkpoint(args: Recipe) -> str | None:
 def make_tokenizer(args: Recipe, text: Text, documents: Sequence[str]) -> PreTrainedTokenizerBase:
     """The one that was named, the one an interrupted run has learned, or a new one."""
     if (folder := text.tokenizer or text.model) is not None:
-        if not (Path(folder) / "tokenizer_config.json").is_file():
-            raise InputError(f"The folder {folder} holds no tokenizer.")
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = load_tokenizer(folder)
         if tokenizer.eos_token_id is None:
             raise InputError(f"The tokenizer {folder} has no eos token to put between documents.")
         return tokenizer
     kept = Path(args.output_dir) / "tokenizer"
     if args.resume_from_checkpoint and kept.is_dir():
-        return AutoTokenizer.from_pretrained(kept)
+        return load_tokenizer(kept)
     tokenizer = train_tokenizer(documents, text.vocab_size)
     if args.process_index == 0:
         tokenizer.save_pretrained(kept)
@@ -319,7 +340,7 @@ def make_model(text: Text, tokenizer: PreTrainedTokenizerBase) -> PreTrainedMode
     if text.model is None:
         return AutoModelForCausalLM.from_config(load_config(Path(text.config), tokenizer))
     shards = DistributedConfig(fsdp_size=text.fsdp_size) if text.fsdp_size > 1 else None
-    model = AutoModelForCausalLM.from_pretrained(text.model, distributed_config=shards)
+    model = load_model(text.model, distributed_config=shards)
     if len(tokenizer) > model.config.vocab_size:
         raise InputError(
             f"The tokenizer has {len(tokenizer):,} tokens and {text.model} only {model.config.vocab_size:,}: name the "

@@ -7,6 +7,7 @@ Example:
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from copy import deepcopy
@@ -22,7 +23,13 @@ import modeling_interdomain  # noqa: F401  the import makes the Auto classes kno
 TEMPLATE = Path(__file__).with_name("template.md")
 # A card with this line is ours to write again; any other card belongs to whoever wrote it.
 MARKER = "<!-- examples.publish writes this card anew each time; without this line it keeps what is here. -->"
+# What stands between these in somebody's own card was inserted here.
+START = "<!-- examples.publish writes this part anew each time; without this line it keeps what is here. -->"
+END = "<!-- examples.publish: end -->"
 LICENSE = "apache-2.0"
+# Where results come from: the harness, or the training run itself, on text that it held out.
+HARNESS = {"source_name": "lm-evaluation-harness", "source_url": "https://github.com/EleutherAI/lm-evaluation-harness"}
+HELD_OUT = "held-out"
 
 # What the last part of a class's name says it is for, and through which Auto class one loads it.
 AUTO_CLASSES = {
@@ -63,13 +70,19 @@ def softmax_size(config: PreTrainedConfig, length: int) -> int:
     return softmax.state_sizes(length)["keys_values"]
 
 
+def number(report: dict, name: str) -> float | None:
+    """A figure of a report; None for whatever is not a number."""
+    value = report.get(name)
+    return value if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
 def report_results(report: dict, config: PreTrainedConfig) -> list[EvalResult]:
     """What `results.json` of a training example measured."""
     data = str(report.get("data", "held-out data"))
     return [
-        _result(pipeline_tag(config), "held-out", data, name, measure, report[name])
+        _result(pipeline_tag(config), HELD_OUT, data, name, measure, value)
         for name, measure in MEASURES.items()
-        if name in report
+        if (value := number(report, name)) is not None
     ]
 
 
@@ -86,11 +99,13 @@ def harness_results(record: dict) -> list[EvalResult]:
             metric, comma, variant = name.partition(",")
             if comma and isinstance(value, (int, float)) and not metric.endswith("_stderr"):
                 measure = metric if variant == "none" else f"{metric} ({variant})"
-                results.append(_result("text-generation", task, data, metric, measure, value))
+                results.append(_result("text-generation", task, data, metric, measure, value, **HARNESS))
     return results
 
 
-def _result(task: str, dataset: str, dataset_name: str, metric: str, measure: str, value: float) -> EvalResult:
+def _result(
+    task: str, dataset: str, dataset_name: str, metric: str, measure: str, value: float, **source: str
+) -> EvalResult:
     return EvalResult(
         task_type=task,
         dataset_type=dataset,
@@ -98,19 +113,21 @@ def _result(task: str, dataset: str, dataset_name: str, metric: str, measure: st
         metric_type=metric,
         metric_name=measure,
         metric_value=float(value),
+        **source,
     )
 
 
 def training_facts(report: dict, datasets: Sequence[str]) -> list[str]:
     """What is known about the training, a line a fact."""
-    tokens = report.get("tokens", report.get("steps", 0) * report.get("tokens_per_step", 0))
+    steps, seconds = number(report, "steps"), number(report, "training_seconds")
+    tokens = number(report, "tokens") or (steps or 0) * (number(report, "tokens_per_step") or 0)
     facts = {
         "Data": report.get("data"),
         "Datasets": ", ".join(f"[{name}](https://huggingface.co/datasets/{name})" for name in datasets),
-        "Steps": f"{report['steps']:,}" if report.get("steps") else None,
+        "Steps": f"{steps:,}" if steps else None,
         "Tokens seen": f"{tokens:,}" if tokens else None,
         "Hardware": report.get("hardware"),
-        "Time": f"{report['training_seconds'] / 3600:.2g} hours" if report.get("training_seconds") else None,
+        "Time": f"{seconds / 3600:.2g} hours" if seconds else None,
     }
     return [f"{name}: {fact}" for name, fact in facts.items() if fact]
 
@@ -206,13 +223,33 @@ def render(
 
 
 def complete(card: ModelCard, fresh: ModelCard) -> ModelCard:
-    """The card with the metadata, and at its end the sections, that only the fresh one has."""
+    """The card with the metadata and sections that only the fresh one has, and the results of both.
+
+    What was inserted at an earlier time, and results of an earlier time, are replaced: new weights, new figures.
+    """
     for name, value in vars(fresh.data).items():
         if value is not None and card.data.get(name) is None:
             card.data[name] = value
-    headings = {line.strip() for line in card.text.splitlines()}
+    own = [result for result in card.data.eval_results or [] if not is_ours(result)]
+    card.data.eval_results = own + (fresh.data.eval_results or []) or None
+
+    before, after = own_text(card.text)
+    headings = {line.strip() for line in (before + after).splitlines()}
     sections = [f"## {section.strip()}" for section in fresh.text.replace(MARKER, "").split("\n## ")[1:]]
     missing = [section for section in sections if section.splitlines()[0] not in headings]
+    card.text = before + after
     if missing:
-        card.text = "\n\n".join([card.text.rstrip(), *missing]) + "\n"
+        card.text = "\n\n".join([before.rstrip(), START, *missing, END]) + (after or "\n")
     return card
+
+
+def is_ours(result: EvalResult) -> bool:
+    """Whether a result of a card comes from the files that are read again each time."""
+    return result.dataset_type == HELD_OUT or result.source_name == HARNESS["source_name"]
+
+
+def own_text(text: str) -> tuple[str, str]:
+    """What stands before and after the sections that `complete` has inserted; without them, all of it and nothing."""
+    before, start, rest = text.rpartition(START)
+    _, end, after = rest.partition(END)
+    return (before, after) if start and end else (text, "")

@@ -3,12 +3,14 @@
 import json
 import math
 import random
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from examples import evaluate_lengths, recall, text_data
+from examples.saved_model import load
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
 from tests.test_examples import some_documents
 
@@ -76,6 +78,16 @@ def test_lengths_are_written_as_table_and_plot(folder, tmp_path, capsys):
     assert "at least one token" in capsys.readouterr().err
 
 
+def test_folders_of_the_same_name_are_told_apart(folder, tmp_path):
+    again = str(shutil.copytree(folder, tmp_path / "again" / "tiny"))
+    (tmp_path / "text.txt").write_text("\n".join(some_documents()))
+    arguments = ["--data", str(tmp_path / "text.txt"), "--trained-length", "16", "--output", str(tmp_path)]
+    assert evaluate_lengths.main([folder, again, *arguments]) == 0
+    assert set(json.loads((tmp_path / "lengths.json").read_text())["curves"]) == {folder, again}
+    assert recall.main(["needle", folder, again, "--sizes", "5", "--questions", "2", *arguments[-2:]]) == 0
+    assert set(json.loads((tmp_path / "needle.json").read_text())["curves"]) == {folder, again}
+
+
 # Recall.
 
 
@@ -141,8 +153,6 @@ def test_the_needle_is_in_the_text_once():
 
 
 def test_likelihoods_are_those_of_the_answer_alone(folder):
-    from examples.evaluate import load
-
     model, tokenizer = load(folder)
     question = recall.Question("alpha 1 beta", [" gamma 12", " delta", " x"])
     for answer, found in zip(question.answers, recall.log_likelihoods(model, tokenizer, question)):
@@ -171,7 +181,7 @@ MISTAKES = {
     "pairs": (["mqar", "CONFIG", "--sizes", "200"], "200 pairs need a vocabulary of at least 402 tokens, got 256"),
     "choices": (["phonebook", "CONFIG", "--sizes", "2"], "A phone book of 2 entries has no 4 numbers"),
     "sizes": (["needle", "CONFIG", "--sizes", "0"], "--sizes must be positive"),
-    "steps": (["mqar", "CONFIG", "--steps", "0"], "--steps must be positive, got 0"),
+    "steps": (["mqar", "CONFIG", "--steps", "0"], "--steps must be positive, not 0"),
 }
 
 

@@ -1,5 +1,6 @@
 """The examples: text and its score, the parts of a training run, the quickstart from data to a fresh process."""
 
+import copy
 import csv
 import json
 import math
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from tokenizers.processors import TemplateProcessing
 from torch import nn
 
 from examples import evaluate, quickstart, text_data, training
@@ -32,6 +34,22 @@ def some_documents(count=60, lines=20):
 @pytest.fixture(scope="module")
 def tokenizer():
     return text_data.train_tokenizer(some_documents(), vocab_size=300)
+
+
+def test_a_beginning_has_one_boundary_if_there_is_any(tokenizer):
+    """Whether a tokenizer adds it by itself, is asked to, or has none."""
+    alpha = tokenizer("alpha")["input_ids"]
+    own = copy.deepcopy(tokenizer)
+    own._tokenizer.post_processor = TemplateProcessing(f"{text_data.BOUNDARY} $A", None, [(text_data.BOUNDARY, 0)])
+    assert own("alpha")["input_ids"] == [0, *alpha]
+    for each in (tokenizer, own):
+        assert text_data.encode_beginning(each, "alpha").tolist() == [[0, *alpha]]
+    own.bos_token = own.eos_token = None
+    assert text_data.encode_beginning(own, "alpha").tolist() == [alpha]
+    with pytest.raises(text_data.InputError, match="There is nothing to continue"):
+        text_data.encode_beginning(own, "")
+    with pytest.raises(text_data.InputError, match="no eos token to put between documents"):
+        text_data.encode(own, ["alpha"])
 
 
 class Bigram(nn.Module):
@@ -409,6 +427,21 @@ def test_errors_are_one_sentence(tmp_path, tiny_config, some_text, capsys, argum
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(message)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "0"], "--tokens must be positive, not 0."),
+        (["--temperature", "0"], "--temperature must be positive, not 0.0."),
+        (["--sequence-length", "0"], "--sequence-length must be positive, not 0."),
+        (["--json", "/no/where"], "/no/where cannot be written: --json needs the name of a file in a folder that"),
+        (["--json", "/"], "/ cannot be written: --json needs the name of a file in a folder that"),
+    ],
+)
+def test_evaluate_refuses_options_before_it_loads(capsys, arguments, message):
+    assert evaluate.main(["nowhere", *arguments]) == 2
+    assert capsys.readouterr().err.startswith(message)
 
 
 def test_evaluate_refuses_a_folder_without_a_model(tmp_path, capsys):

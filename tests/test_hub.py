@@ -309,6 +309,43 @@ def test_somebodys_own_card_is_completed(here, fresh):
         assert (card.data.license, card.data.library_name, card.data.language) == ("mit", "transformers", ["en"])
 
 
+def test_what_was_put_into_somebodys_own_card_follows_the_model(here, fresh):
+    """The second time between what was written before and after; their own words and results stay."""
+    begin, end = "# My own words\n\n## Limits\n\nNone that I know.", "\nWritten later.\n"
+    result = {"task": {"type": "text-generation"}, "dataset": {"type": "mine", "name": "mine"}}
+    index = [{"name": "words", "results": [result | {"metrics": [{"type": "laughs", "value": 3}]}]}]
+    (fresh / "README.md").write_text(f"---\nmodel-index: {json.dumps(index)}\n---\n\n{begin}\n")
+    reports = ({"perplexity": 20.5, "steps": 30}, {"perplexity": 10.25, "steps": 60}, {"bits_per_byte": 2.5})
+    for report in reports:
+        (fresh / "results.json").write_text(json.dumps(report))
+        (fresh / "lm_eval.json").write_text(json.dumps(HARNESS if "steps" in report else MORE))
+        assert publish.main([str(fresh), "user/words"]) == 0
+        if report is reports[0]:
+            (fresh / "README.md").write_text((fresh / "README.md").read_text() + end)
+    card = ModelCard(here.repositories["user/words"].files["README.md"].decode())
+    found = {(result.dataset_type, result.metric_type): result.metric_value for result in card.data.eval_results}
+    assert found == {("mine", "laughs"): 3, ("held-out", "bits_per_byte"): 2.5, ("piqa", "acc"): 0.5}
+    assert "| bits per byte | 2.5 |" in card.text and "| piqa | acc | 0.5 |" in card.text
+    assert not [old for old in ("20.5", "10.25", "Steps", "arc_easy") if old in card.text]
+    assert card.text.count("## Training") == card.text.count("## Limits") == card.text.count("Written later.") == 1
+    assert card.text.strip().startswith(begin) and card.text.endswith(f"{model_card.END}\n{end}")
+
+
+@pytest.mark.parametrize("marker", [model_card.START, model_card.END])
+def test_a_part_without_its_marker_is_somebodys_own(fresh, marker):
+    card = model_card.complete(ModelCard("# Mine\n"), model_card.render(fresh, "user/mine", {"perplexity": 20.5}))
+    own = ModelCard(str(card).replace(marker, "") + "Written later.\n")
+    text = own.text
+    assert model_card.complete(own, model_card.render(fresh, "user/mine", {"perplexity": 10.25})).text == text
+
+
+def test_what_is_no_number_is_no_figure(fresh):
+    report = {"perplexity": None, "accuracy": "high", "bits_per_byte": float("nan"), "steps": None, "tokens": "many"}
+    card = model_card.render(fresh, "user/other", report)
+    assert card.data.eval_results is None
+    assert "Not documented" in card.text and "No results were given." in card.text
+
+
 def test_our_card_follows_the_model(here, fresh):
     for perplexity, options in ((20.5, ["--language", "en"]), (10.25, [])):
         (fresh / "results.json").write_text(json.dumps({"perplexity": perplexity}))

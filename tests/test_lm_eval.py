@@ -413,6 +413,7 @@ MISTAKES = {
     "twice": (["MODEL", "--tasks", "local_recall", "local_drop"], "Duplicate task 'local_drop': found in both "),
     "network": pytest.param(*NETWORK, marks=pytest.mark.slow),
     "limit": (["MODEL", "--limit", "0"], "--limit must be positive, not 0."),
+    "length": (["MODEL", "--max-length", "0"], "--max-length must be positive, not 0."),
     "batch size": (["MODEL", "--batch-size", "many"], "--batch-size must be a positive number or auto, not many."),
     "no batch": (["MODEL", "--batch-size", "0"], "--batch-size must be a positive number or auto, not 0."),
 }
@@ -448,6 +449,19 @@ def test_files_that_cannot_be_read_stay_as_they_are(checkpoint, data, capsys, na
     assert run_example(checkpoint, data) == 2
     assert message in capsys.readouterr().err
     assert (checkpoint / name).read_text() == content
+
+
+def test_a_full_disk_leaves_record_and_card(checkpoint, data, capsys, full_disk):
+    """At the end of what may have been hours, the scores are at least printed."""
+    assert run_example(checkpoint, data, "--tasks", "local_boolq", "--limit", "1") == 0
+    kept = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    capsys.readouterr()
+    with full_disk(1000):
+        assert run_example(checkpoint, data, "--tasks", "local_boolq", "--limit", "2") == 2
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[-1].endswith("what was there is still there.")
+    assert "| local_boolq | acc |" in captured.out
+    assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == kept
 
 
 def test_a_card_without_metadata_gets_some(checkpoint, data):

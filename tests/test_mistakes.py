@@ -12,7 +12,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from examples import publish, text_data
+from examples import (
+    chat_page,
+    evaluate,
+    evaluate_lengths,
+    evaluate_tasks,
+    finetune_lora,
+    long_context,
+    publish,
+    recall,
+    text_data,
+)
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
 from tests.hub_server import TOKEN, running_hub, speak_to
 from tests.test_examples import some_documents
@@ -220,7 +230,7 @@ def test_a_variant_lies_beside_the_other_weights(folder):
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
 
 
-# ------------------------------------------------------------------------------------------ publishing
+# ------------------------------------------------------------------------------------------ using, publishing
 
 
 def no_config(folder):
@@ -294,6 +304,18 @@ def broken_report(folder):
     (folder / "results.json").write_text("{")
 
 
+def list_as_report(folder):
+    (folder / "results.json").write_text("[1]")
+
+
+def other_width(folder):
+    edit_config(folder, intermediate_size=40)
+
+
+def damaged_tokenizer(folder):
+    truncate(folder / "tokenizer.json")
+
+
 MISTAKES = {
     no_config: "is not a folder with a saved model: it has no config.json.",
     another_architecture: "holds a model of type llama, and the card is for interdomain models.",
@@ -302,8 +324,9 @@ MISTAKES = {
     no_weights: "has no weights: neither model.safetensors nor model.safetensors.index.json.",
     only_pickles: "has no safetensors, only pickles (pytorch_model.bin): load and save the model again.",
     damaged_weights: "copy or download again, from the Hub with force_download=True.",
-    other_shape: "do not fit its config.json: 20 missing keys, for example model.layers.2.input_layernorm.weight.",
-    leftover_weights: "do not fit its config.json: 1 unexpected keys, for example model.adapter.",
+    other_shape: "do not fit its config.json: 20 missing, for example model.layers.2.input_layernorm.weight.",
+    other_width: "do not fit its config.json: 6 of another shape, for example model.layers.0.mlp.down_proj.weight.",
+    leftover_weights: "do not fit its config.json: 1 unexpected, for example model.adapter.",
     diverged: "1 weights of {folder} are not finite, for example lm_head.weight.",
     no_tokenizer: "has no tokenizer: tokenizer.save_pretrained writes it there.",
     anothers_tokenizer: "has 310 tokens, the model only 300: it is another model's.",
@@ -311,6 +334,7 @@ MISTAKES = {
     lost_code: "lacks the code op_chunk.py: load the model and save it again, which writes the code beside it.",
     broken_card: "README.md cannot be read: repair or remove it.",
     broken_report: "results.json is not a readable JSON file.",
+    list_as_report: "results.json must hold a JSON object, that is {{...}}: remove it, or write it again.",
 }
 
 
@@ -323,6 +347,52 @@ def test_a_folder_that_should_not_be_published(folder, capsys, mistake):
     (line,) = captured.err.splitlines()
     assert line.endswith(MISTAKES[mistake].format(folder=folder)) and captured.out == ""
     assert contents(folder) == kept
+
+
+UNUSABLE = {
+    no_config: "is not a folder with a saved model.",
+    no_tokenizer: "holds no tokenizer.",
+    damaged_tokenizer: "does not load: ",
+    no_weights: "does not load: Error no file named model.safetensors",
+    damaged_weights: "copy or download again, from the Hub with force_download=True.",
+    newer_choice: "feature_map must be one of silu_l2, fourier, fourier_shifted; got 'exponential'.",
+} | {mistake: MISTAKES[mistake] for mistake in (other_shape, other_width, leftover_weights)}
+
+
+@pytest.mark.parametrize("mistake", UNUSABLE, ids=lambda mistake: mistake.__name__)
+def test_a_folder_that_should_not_be_used(folder, capsys, mistake):
+    mistake(folder)
+    assert evaluate.main([str(folder)]) == 2
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert UNUSABLE[mistake] in line and str(folder) in line and captured.out == ""
+
+
+PROGRAMS = {
+    "lengths": (evaluate_lengths, ["--trained-length", "8", "--data", "{text}"]),
+    "tasks": (evaluate_tasks, []),
+    "lora": (finetune_lora, ["--output", "{text}.adapter"]),
+    "context": (long_context, ["{text}"]),
+    "page": (chat_page, []),
+}
+
+
+@pytest.mark.parametrize(("program", "options"), PROGRAMS.values(), ids=PROGRAMS)
+def test_every_program_refuses_weights_that_do_not_fit(folder, tmp_path, capsys, program, options):
+    if program is chat_page:
+        pytest.importorskip("gradio")
+    other_shape(folder)
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(some_documents()))
+    assert program.main([str(folder), *(option.format(text=text) for option in options)]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith(MISTAKES[other_shape])
+
+
+@pytest.mark.parametrize("task", ["needle", "mqar"])
+def test_recall_refuses_a_folder_of_a_newer_version(folder, tmp_path, capsys, task):
+    newer_choice(folder)
+    assert recall.main([task, str(folder), "--output", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith(MISTAKES[newer_choice])
 
 
 @pytest.mark.parametrize("damage", ["missing", "index"])

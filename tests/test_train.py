@@ -161,6 +161,13 @@ MISTAKES = {
     "checkpoint": ({"resume_from_checkpoint": "nowhere"}, "The checkpoint nowhere does not exist"),
     "nothing to go on from": ({"resume_from_checkpoint": "true"}, "holds no checkpoint to go on from"),
     "recipe": ({"recipe": "nowhere.yaml"}, "The recipe nowhere.yaml does not exist"),
+    "length": ({"sequence_length": 0}, "--sequence-length must be positive, not 0."),
+    "batch": ({"per_device_train_batch_size": 0}, "--per-device-train-batch-size must be positive, not 0."),
+    "option": ({"lerning_rate": 1}, "Unknown options: --lerning_rate 1; --help lists those there are."),
+    "the Trainer's own": (
+        {"bf16": "true", "fp16": "true", "use_cpu": "true"},
+        "At most one of fp16 and bf16 can be True",
+    ),
     "too little text": ({"sequence_length": 100_000}, "fewer than one sequence of 100,000"),
 }
 
@@ -182,11 +189,24 @@ def test_a_checkpoint_that_was_cut_off_is_named_not_read(options, tmp_path, caps
     assert cut.is_dir()
 
 
-def test_nothing_is_overwritten_and_unknown_fields_are_named(options, tmp_path, capsys):
+def test_nothing_is_overwritten(options, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
-    assert train.main(options()) == 2
-    assert "is not empty: choose another --output_dir" in capsys.readouterr().err
-    (tmp_path / "recipe.yaml").write_text("lerning_rate: 1\n")
-    assert train.main(options("other", recipe=tmp_path / "recipe.yaml")) == 2
-    assert "has unknown fields: lerning_rate" in capsys.readouterr().err
+    for changes in ({}, {"resume_from_checkpoint": "false"}):
+        assert train.main(options(**changes)) == 2
+        assert "is not empty: choose another --output_dir" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("lerning_rate: 1\n", "has unknown fields: lerning_rate."),
+        ("bf16: false\nlearning_rate: 1: 2\n", "is not YAML, see line 2."),
+        ("\0", "is not YAML."),
+        ("- learning_rate\n", "must have a line `name: value` for each option."),
+    ],
+)
+def test_a_recipe_that_cannot_be_used(options, tmp_path, capsys, lines, message):
+    (tmp_path / "recipe.yaml").write_text(lines)
+    assert train.main(options(recipe=tmp_path / "recipe.yaml")) == 2
+    assert message in capsys.readouterr().err

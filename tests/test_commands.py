@@ -1,0 +1,50 @@
+"""Every command that a README names is one that its program takes."""
+
+import argparse
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import HfArgumentParser
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+READMES = [REPOSITORY / room / "README.md" for room in (".", "examples", "conversion")]
+COMMAND = re.compile(r"python -m ((?:examples|conversion|benchmarks)[^`|\n]*)")
+
+
+def commands() -> list[str]:
+    """Program and arguments, comments left out, of every complete command."""
+    text = "\n".join(path.read_text() for path in READMES).replace("\\\n", " ")
+    found = (shlex.join(shlex.split(command, comments=True)) for command in COMMAND.findall(text))
+    return sorted({command for command in found if "..." not in command})
+
+
+class Accepted(Exception):
+    """The arguments were parsed, and the program goes no further."""
+
+
+def stop_after(parse):
+    def parse_and_stop(self, arguments=None, **options):
+        parse(self, arguments)
+        raise Accepted
+
+    return parse_and_stop
+
+
+def test_there_are_commands():
+    assert len(commands()) > 30
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # another test has imported the program
+@pytest.mark.parametrize("command", commands())
+def test_a_program_takes_the_arguments_that_a_readme_gives_it(monkeypatch, command):
+    parse = argparse.ArgumentParser.parse_args
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop_after(parse))
+    monkeypatch.setattr(HfArgumentParser, "parse_args_into_dataclasses", stop_after(parse))
+    program, *arguments = shlex.split(command)
+    monkeypatch.setattr(sys, "argv", [program, *arguments])
+    with pytest.raises(Accepted):
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
