@@ -27,7 +27,7 @@ from benchmarks.harness import RESULTS, footnote, markdown
 from examples.text_data import (
     encode,
     gather_documents,
-    next_token_nll,
+    mean_nll,
     num_bytes,
     random_batches,
     train_tokenizer,
@@ -106,15 +106,19 @@ def run_condition(condition: str, learning_rate: float, seed: int, data: dict, t
     except FloatingPointError as error:
         return row | {"failed": str(error)}
     length = training["sequence_length"]
+
+    def loss(tokens: torch.Tensor, length: int) -> float:
+        return mean_nll(model, tokens, length, max(1, 2048 // length))
+
     row["train_loss"] = statistics.mean(step.loss for step in steps[-50:])
-    row["validation"] = {key: mean_nll(model, tokens, length) for key, tokens in data["validation"].items()}
+    row["validation"] = {key: loss(tokens, length) for key, tokens in data["validation"].items()}
     row["bits_per_byte"] = {
         key: row["validation"][key] * (len(tokens) - 1) / math.log(2) / data["bytes"][key]
         for key, tokens in data["validation"].items()
     }
     longest = int(LENGTHS[-1] * length)
     same = data["long"][: WINDOWS * longest + 1]
-    row["lengths"] = {str(factor): mean_nll(model, same, int(factor * length)) for factor in LENGTHS}
+    row["lengths"] = {str(factor): loss(same, int(factor * length)) for factor in LENGTHS}
     return row
 
 
@@ -126,17 +130,6 @@ def endless_runs(training: dict = TRAINING) -> dict[str, Iterator]:
         name: train(InterdomainForCausalLM(InterdomainConfig(**SHAPE, **fields)), itertools.repeat(batch), seconds=1e9)
         for name, fields in CONDITIONS.items()
     }
-
-
-@torch.no_grad()
-def mean_nll(model, tokens: torch.Tensor, length: int) -> float:
-    """Nats a token over contiguous windows that predict each token of the stream `[N]` but the first once."""
-    model.eval()
-    whole = (len(tokens) - 1) // length
-    windows = [*tokens.unfold(0, length + 1, length)[:whole].split(max(1, 2048 // length))]
-    if rest := (len(tokens) - 1) % length:
-        windows.append(tokens[None, -rest - 1 :])
-    return sum(next_token_nll(model, batch).double().sum().item() for batch in windows) / (len(tokens) - 1)
 
 
 def plan(runs: list[dict]) -> Iterator[dict]:

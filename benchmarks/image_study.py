@@ -13,12 +13,12 @@ import statistics
 from collections.abc import Iterator
 
 import torch
-import yaml
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from benchmarks import studies
 from benchmarks.harness import RESULTS, footnote, markdown
 from examples.classify_images import RECIPE, REPOSITORY, Images, accuracy, load_images, train_classifier
+from examples.training import read_recipe
 
 FILE = RESULTS / "image_study.json"
 CONDITIONS = ("shared-fourier", "per-head-fourier", "shared-shifted", "per-head-shifted")
@@ -54,7 +54,7 @@ def endless_runs(train: Images) -> dict[str, Iterator]:
 
 
 def make_recipe(training: dict = TRAINING) -> dict:
-    return yaml.safe_load(RECIPE.read_text()) | training
+    return read_recipe(RECIPE) | training
 
 
 def table(record: dict) -> str:

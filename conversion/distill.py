@@ -14,7 +14,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from conversion.writing import save_state
-from examples.text_data import bits_per_byte, encode, num_bytes
+from examples.text_data import encode, mean_nll
 from examples.training import clip_gradients, cosine_with_warmup, parameter_groups
 
 Loss = Callable[[torch.Tensor], torch.Tensor]
@@ -164,5 +164,4 @@ def perplexity(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, documents: list[str], sequence_length: int
 ) -> float:
     """Of a token, in windows of `sequence_length`."""
-    bits = bits_per_byte(model, tokenizer, documents, sequence_length) * sum(map(num_bytes, documents))
-    return 2 ** (bits / (len(encode(tokenizer, documents)) - 1))
+    return math.exp(mean_nll(model, encode(tokenizer, documents), sequence_length))

@@ -22,13 +22,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import yaml
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel, set_seed
 
 import modeling_interdomain  # noqa: F401  the import makes the Auto classes know the architecture
 from examples.text_data import InputError, exit_code
-from examples.training import clip_gradients, cosine_with_warmup, parameter_groups
+from examples.training import clip_gradients, cosine_with_warmup, parameter_groups, read_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPE = REPOSITORY / "recipes" / "sequential-cifar10.yaml"
@@ -162,8 +161,8 @@ def run(options: argparse.Namespace) -> None:
         raise InputError("--steps and --limit must be positive.")
     train_images, test_images = (load_images(options.data, split, options.limit) for split in ("train", "test"))
     config = read_config(options, train_images)
-    recipe = yaml.safe_load(options.recipe.read_text())
-    missing = sorted(RECIPE_FIELDS - set(recipe if isinstance(recipe, dict) else ()))
+    recipe = read_recipe(options.recipe)
+    missing = sorted(RECIPE_FIELDS - set(recipe))
     if missing:
         raise InputError(f"{options.recipe} does not set {', '.join(missing)}; {RECIPE.name} shows all fields.")
     set_seed(options.seed)

@@ -15,21 +15,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from transformers.utils import logging
 
 from examples.report import labels, write_report
 from examples.saved_model import load
-from examples.text_data import InputError, encode, exit_code, gather_documents, next_token_nll, num_bytes
-
-
-@torch.no_grad()
-def bits_at_length(model: torch.nn.Module, tokens: torch.Tensor, length: int, tokens_per_batch: int = 4096) -> float:
-    """Mean bits a token of the stream `[N]`, in windows of `length`; what the last whole window leaves is not used."""
-    windows = tokens.unfold(0, length + 1, length)
-    batches = windows.split(max(1, tokens_per_batch // length))
-    nats = sum(next_token_nll(model, batch).double().sum().item() for batch in batches)
-    return nats / math.log(2) / (len(windows) * length)
+from examples.text_data import InputError, encode, exit_code, gather_documents, mean_nll, num_bytes
 
 
 def evaluate(folder: str, documents: Sequence[str], lengths: Sequence[int]) -> dict[float, float]:
@@ -42,7 +32,9 @@ def evaluate(folder: str, documents: Sequence[str], lengths: Sequence[int]) -> d
     tokens = tokens[: whole * max(lengths) + 1]
     num_text_bytes = num_bytes(tokenizer.decode(tokens[1:], skip_special_tokens=True))
     tokens_per_byte = (len(tokens) - 1) / num_text_bytes
-    return {float(length): bits_at_length(model, tokens, length) * tokens_per_byte for length in lengths}
+    batches = {length: max(1, 4096 // length) for length in lengths}
+    nats = {float(length): mean_nll(model, tokens, length, size) for length, size in batches.items()}
+    return {length: value / math.log(2) * tokens_per_byte for length, value in nats.items()}
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

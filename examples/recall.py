@@ -34,6 +34,8 @@ from examples.training import cosine_with_warmup, parameter_groups
 
 NAMES = ["Alice", "Bruno", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "Irene", "James", "Karen", "Louis"]
 NAMES += ["Maria", "Nolan", "Olive", "Peter", "Quinn", "Rosa", "Simon", "Tessa", "Ursula", "Victor", "Wendy", "Zane"]
+PEOPLE = [f"{first} {last}" for first in NAMES for last in NAMES if first != last]
+NEEDLES = range(10_000, 100_000)
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 
 
@@ -117,8 +119,7 @@ class Question(NamedTuple):
 
 def phonebook_question(entries: int, choices: int, draw: random.Random) -> Question:
     """A list of names and numbers, then one of the names again; wrong answers are other numbers of the list."""
-    people = [f"{first} {last}" for first in NAMES for last in NAMES if first != last]
-    names = draw.sample(people, entries)
+    names = draw.sample(PEOPLE, entries)
     numbers = [f" {draw.randrange(10**6):06d}" for _ in names]
     book = "".join(f"{name}:{number}\n" for name, number in zip(names, numbers))
     asked = draw.randrange(entries)
@@ -128,7 +129,7 @@ def phonebook_question(entries: int, choices: int, draw: random.Random) -> Quest
 
 def needle_question(sentences: Sequence[str], words: int, choices: int, draw: random.Random) -> Question:
     """`words` words of filler with one number hidden at a random depth; wrong answers are other numbers."""
-    hidden, *others = (f" {number}" for number in draw.sample(range(10_000, 100_000), choices))
+    hidden, *others = (f" {number}" for number in draw.sample(NEEDLES, choices))
     statement = f"The secret number is{hidden}. "
     start, filler, count = draw.randrange(len(sentences)), [], 0
     while count < words:
@@ -164,7 +165,10 @@ def accuracy(folder: str, questions: Sequence[Question]) -> float:
 def filler_sentences(options: argparse.Namespace) -> list[str]:
     """Sentences of the user's text, or a few plain ones."""
     text = " ".join(gather_documents(options.data, 2_000_000)) if options.data else FILLER
-    return [sentence.strip() + "." for sentence in text.replace("\n", " ").split(". ") if sentence.strip(" .")]
+    sentences = [sentence.strip() + "." for sentence in text.replace("\n", " ").split(". ") if sentence.strip(" .")]
+    if not sentences:
+        raise InputError(f"{', '.join(options.data)} has no sentences to hide a needle in.")
+    return sentences
 
 
 def questions_of(task: str, size: int, options: argparse.Namespace) -> list[Question]:
@@ -213,6 +217,10 @@ def run(options: argparse.Namespace) -> None:
         raise InputError("--sizes must be positive and --choices at least 2.")
     if options.task == "phonebook" and min(sizes) < options.choices:
         raise InputError(f"A phone book of {min(sizes)} entries has no {options.choices} numbers to choose from.")
+    if options.task == "phonebook" and max(sizes) > len(PEOPLE):
+        raise InputError(f"A phone book has at most {len(PEOPLE)} entries, not {max(sizes)}.")
+    if options.task == "needle" and options.choices > len(NEEDLES):
+        raise InputError(f"--choices is at most {len(NEEDLES):,} for a needle, not {options.choices:,}.")
     for folder in options.folders:
         if not (Path(folder) / "config.json").is_file():
             raise InputError(f"{folder} has no config.json.")

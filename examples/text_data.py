@@ -79,13 +79,15 @@ def split_documents(
 ) -> tuple[list[str], list[str]]:
     """Training and held-out documents: a tenth of the text is held out, at most `held_out_bytes`.
 
-    The two never share a document, except that a single document is cut in two.
+    The two never share a document, except that a single document is cut in two. With `held_out_bytes` 0 none is.
     """
     documents = [document for document in documents if document.strip()]
     total = sum(map(num_bytes, documents))
     if total < min_bytes:
         raise InputError(f"The text has {total:,} bytes, too little to learn from: {min_bytes:,} are needed.")
     wanted = min(held_out_bytes, total // 10)
+    if not wanted:
+        return documents, []
     if len(documents) == 1:
         train, held_out = cut(documents[0], total - wanted)
         return [train], [held_out]
@@ -167,6 +169,20 @@ def next_token_nll(model: torch.nn.Module, windows: torch.Tensor) -> torch.Tenso
 
 
 @torch.no_grad()
+def mean_nll(model: torch.nn.Module, tokens: torch.Tensor, sequence_length: int, batch_size: int = 8) -> float:
+    """Nats a token of the stream [N]: every token but the first once, from at most `sequence_length` before it.
+
+    The stream is cut into contiguous windows, the last of which may be shorter; each begins from nothing.
+    """
+    was_training = model.training
+    model.eval()
+    nats = sum(
+        next_token_nll(model, batch).double().sum().item() for batch in _windows(tokens, sequence_length, batch_size)
+    )
+    model.train(was_training)
+    return nats / (len(tokens) - 1)
+
+
 def bits_per_byte(
     model: torch.nn.Module,
     tokenizer: PreTrainedTokenizerBase,
@@ -176,14 +192,10 @@ def bits_per_byte(
 ) -> float:
     """Bits that the model needs for each UTF-8 byte of the documents, independent of the vocabulary; lower is better.
 
-    Every token is predicted once, boundaries included, from at most `sequence_length` tokens before it: the stream is
-    cut into contiguous windows and nothing is carried from one to the next.
+    Every token is predicted once, boundaries included, as in `mean_nll`.
     """
-    was_training = model.training
-    model.eval()
-    windows = _windows(encode(tokenizer, documents), sequence_length, batch_size)
-    nats = sum(next_token_nll(model, batch).double().sum().item() for batch in windows)
-    model.train(was_training)
+    tokens = encode(tokenizer, documents)
+    nats = mean_nll(model, tokens, sequence_length, batch_size) * (len(tokens) - 1)
     return nats / math.log(2) / sum(map(num_bytes, documents))
 
 

@@ -13,6 +13,7 @@ model FLOPs utilisation (MFU) against the matrix rate that this machine reaches 
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -23,7 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import yaml
 from torch.utils.data import Dataset, IterableDataset
 from transformers import (
     AutoModelForCausalLM,
@@ -50,10 +50,12 @@ from examples.text_data import (
     split_documents,
     train_tokenizer,
 )
-from examples.training import cosine_with_warmup, parameter_groups
+from examples.training import cosine_with_warmup, parameter_groups, read_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPE = REPOSITORY / "recipes" / "language-model.yaml"
+# What the Trainer would take and this recipe decides itself.
+UNUSED = {"optim", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "num_train_epochs"}
 
 
 @dataclass
@@ -74,6 +76,10 @@ class Recipe(TrainingArguments):
     def tokens_per_step(self) -> int:
         """Of all processes, accumulated gradients included."""
         return self.train_batch_size * self.gradient_accumulation_steps * self.world_size * self.sequence_length
+
+    def num_steps(self) -> int:
+        """As many as were asked for, or as the tokens need."""
+        return self.max_steps if self.max_steps > 0 else math.ceil(self.total_tokens / self.tokens_per_step())
 
 
 @dataclass
@@ -238,14 +244,10 @@ def matrix_rate(device: torch.device, dtype: torch.dtype, size: int = 2048, seco
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[Recipe, Text]:
     """Options over the recipe's lines over the Trainer's defaults."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    recipe = RECIPE
-    if "--recipe" in given:
-        place = given.index("--recipe")
-        if place + 1 == len(given):
-            raise InputError("--recipe needs the name of a YAML file.")
-        recipe = Path(given[place + 1])
-        del given[place : place + 2]
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--recipe", type=Path, default=RECIPE)
+    chosen, given = first.parse_known_args(arguments)
+    recipe = chosen.recipe
     if not recipe.is_file():
         raise InputError(f"The recipe {recipe} does not exist.")
     parser = HfArgumentParser((Recipe, Text), description=__doc__.splitlines()[0])
@@ -254,6 +256,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[Recipe, Tex
     known = {action.dest for action in parser._actions}
     if unknown := sorted(map(str, lines.keys() - known)):
         raise InputError(f"The recipe {recipe} has unknown fields: {', '.join(unknown)}.")
+    options = [option.lstrip("-").partition("=")[0].replace("-", "_") for option in given if option.startswith("--")]
+    if unused := sorted(UNUSED.intersection([*lines, *options])):
+        raise InputError(
+            f"This recipe has its own optimiser, schedule and length, and no use for {', '.join(unused)}: AdamW, "
+            "--warmup_tokens, a cosine to --final_learning_rate, and --total_tokens or --max_steps."
+        )
     parser.set_defaults(**defaults | lines)
     try:
         args, text, unknown = parser.parse_args_into_dataclasses(given, return_remaining_strings=True)
@@ -262,18 +270,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[Recipe, Tex
     if unknown:
         raise InputError(f"Unknown options: {' '.join(unknown)}; --help lists those there are.")
     return args, text
-
-
-def read_recipe(path: Path) -> dict[str, object]:
-    """The lines of a recipe."""
-    try:
-        lines = yaml.safe_load(path.read_text()) or {}
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        mark = getattr(error, "problem_mark", None)
-        raise InputError(f"The recipe {path} is not YAML{f', see line {mark.line + 1}' if mark else ''}.") from error
-    if not isinstance(lines, dict):
-        raise InputError(f"The recipe {path} must have a line `name: value` for each option.")
-    return lines
 
 
 def check_options(args: Recipe, text: Text) -> None:
@@ -292,8 +288,20 @@ def check_options(args: Recipe, text: Text) -> None:
         raise InputError("--streaming needs --tokenizer: one cannot be learned from text that is not read yet.")
     if text.streaming and not text.data:
         raise InputError("--streaming needs --data.")
+    if text.streaming and args.dataloader_num_workers > 1:
+        raise InputError("--streaming reads the text once: leave --dataloader_num_workers at 0 or 1.")
+    if text.streaming and text.separate_documents and args.world_size > 1:
+        raise InputError(
+            "--streaming with --separate_documents needs one process: documents of two cannot be dealt out."
+        )
     if args.max_steps <= 0 and args.total_tokens <= 0:
         raise InputError("The run needs an end: --total_tokens or --max_steps.")
+    total = args.num_steps() * args.tokens_per_step()
+    if args.warmup_tokens >= total:
+        raise InputError(
+            f"The warm-up of {args.warmup_tokens:,} tokens is no shorter than the run of {total:,}: set "
+            "--warmup_tokens, for example to a tenth of them."
+        )
     output = Path(args.output_dir)
     if output.is_dir() and any(output.iterdir()) and not args.resume_from_checkpoint:
         raise InputError(
@@ -366,8 +374,7 @@ def run(args: Recipe, text: Text) -> dict[str, float]:
     else:
         train_data = Blocks(encode(tokenizer, documents), length)
     eval_data = Blocks(encode(tokenizer, held_out), length) if held_out else None
-    if args.max_steps <= 0:
-        args.max_steps = math.ceil(args.total_tokens / args.tokens_per_step())
+    args.max_steps = args.num_steps()
     if eval_data is None:
         args.eval_strategy = "no"
     set_seed(args.seed)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import yaml
 
-from examples.text_data import next_token_nll
+from examples.text_data import InputError, next_token_nll
 
 # What sets the time scales and the mixing of the state: a step too large makes it forget or explode.
 RECURRENCE_PARAMETERS = ("log_dt", "log_a_real", "a_imag", "B", "C", "readout")
@@ -33,6 +35,18 @@ class Progress(NamedTuple):
     """Predicted tokens of the batch over the time of the step."""
     learning_rate: float
     """Of the ordinary weights, in this step."""
+
+
+def read_recipe(path: Path) -> dict[str, object]:
+    """The lines of a recipe."""
+    try:
+        lines = yaml.safe_load(path.read_text()) or {}
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        mark = getattr(error, "problem_mark", None)
+        raise InputError(f"The recipe {path} is not YAML{f', see line {mark.line + 1}' if mark else ''}.") from error
+    if not isinstance(lines, dict):
+        raise InputError(f"The recipe {path} must have a line `name: value` for each option.")
+    return lines
 
 
 def parameter_groups(

@@ -11,6 +11,7 @@ import torch
 
 from examples import evaluate_lengths, recall, text_data
 from examples.saved_model import load
+from examples.text_data import mean_nll
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
 from tests.test_examples import some_documents
 
@@ -47,8 +48,8 @@ def test_bits_at_every_length_are_over_the_same_tokens():
     """A model that gives every token the same probability needs log2(V) bits at any length."""
     tokens = torch.randint(16, (141,))
     model = Fixed(lambda ids: torch.zeros(*ids.shape, 16))
-    for length in (10, 20, 35):
-        assert evaluate_lengths.bits_at_length(model, tokens, length) == pytest.approx(4.0)
+    for length in (10, 20, 35, 33, 500):
+        assert mean_nll(model, tokens, length) == pytest.approx(math.log(16))
 
 
 def test_a_longer_window_shows_more_past():
@@ -61,7 +62,7 @@ def test_a_longer_window_shows_more_past():
 
     tokens = torch.arange(141) % 2
     for length in (10, 20, 35):
-        assert evaluate_lengths.bits_at_length(Fixed(rule, 2), tokens, length) == pytest.approx(4 / length)
+        assert mean_nll(Fixed(rule, 2), tokens, length) == pytest.approx(4 / length * math.log(2))
 
 
 def test_lengths_are_written_as_table_and_plot(folder, tmp_path, capsys):
@@ -180,6 +181,8 @@ MISTAKES = {
     "folder": (["mqar", "nowhere"], "nowhere has no config.json"),
     "pairs": (["mqar", "CONFIG", "--sizes", "200"], "200 pairs need a vocabulary of at least 402 tokens, got 256"),
     "choices": (["phonebook", "CONFIG", "--sizes", "2"], "A phone book of 2 entries has no 4 numbers"),
+    "entries": (["phonebook", "CONFIG", "--sizes", "600"], "A phone book has at most 552 entries, not 600"),
+    "needles": (["needle", "CONFIG", "--choices", "100000"], "--choices is at most 90,000 for a needle"),
     "sizes": (["needle", "CONFIG", "--sizes", "0"], "--sizes must be positive"),
     "steps": (["mqar", "CONFIG", "--steps", "0"], "--steps must be positive, not 0"),
 }

@@ -167,6 +167,12 @@ def test_split_shares_no_document_and_is_reproducible():
     assert sum(map(text_data.num_bytes, text_data.split_documents(documents, held_out_bytes=500)[1])) <= 500
 
 
+def test_nothing_is_held_out_where_nothing_was_asked_for():
+    documents = some_documents(60)
+    assert sorted(text_data.split_documents(documents, held_out_bytes=0)[0]) == sorted(documents)
+    assert text_data.split_documents(["\n".join(documents)], held_out_bytes=0) == (["\n".join(documents)], [])
+
+
 def test_split_of_one_document_loses_nothing():
     document = "".join(some_documents())
     (train,), (held_out,) = text_data.split_documents([document])

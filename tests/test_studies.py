@@ -9,6 +9,7 @@ import torch
 
 from benchmarks import backends, condition_study, image_study, longer_study, studies
 from examples.classify_images import Images
+from examples.text_data import mean_nll
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
 
 
@@ -148,7 +149,7 @@ def test_the_loss_is_that_of_every_token_once():
             start = (place - 1) // 8 * 8
             logits = model(tokens[None, start:place]).logits[0, -1]
             expected -= logits.log_softmax(-1)[tokens[place]].item()
-    assert condition_study.mean_nll(model, tokens, 8) == pytest.approx(expected / 19, rel=1e-5)
+    assert mean_nll(model, tokens, 8) == pytest.approx(expected / 19, rel=1e-5)
 
 
 def test_one_run_of_the_image_study():

@@ -168,6 +168,14 @@ MISTAKES = {
         {"bf16": "true", "fp16": "true", "use_cpu": "true"},
         "At most one of fp16 and bf16 can be True",
     ),
+    "long warm-up": ({"warmup_tokens": 10**6}, "The warm-up of 1,000,000 tokens is no shorter than the run of"),
+    "optimiser": ({"optim": "sgd", "num_train_epochs": 2}, "and no use for num_train_epochs, optim: AdamW"),
+    "schedule": ({"lr_scheduler_type=constant": ""}, "and no use for lr_scheduler_type"),
+    "stream of several workers": (
+        {"streaming": "true", "dataloader_num_workers": 2, "data": "texts.txt", "tokenizer": "nowhere"},
+        "leave --dataloader_num_workers at 0 or 1",
+    ),
+    "recipe in one word": ({"recipe=nowhere.yaml": ""}, "The recipe nowhere.yaml does not exist"),
     "too little text": ({"sequence_length": 100_000}, "fewer than one sequence of 100,000"),
 }
 
@@ -187,6 +195,11 @@ def test_a_checkpoint_that_was_cut_off_is_named_not_read(options, tmp_path, caps
     assert train.main(options(resume_from_checkpoint="true")) == 2
     assert f"{cut} is incomplete: remove it to go on from the one before." in capsys.readouterr().err
     assert cut.is_dir()
+
+
+def test_a_run_that_holds_nothing_out_is_not_evaluated(options, tmp_path):
+    assert train.main(options(held_out_bytes=0, max_steps=2, warmup_tokens=64)) == 0
+    assert json.loads((tmp_path / "out" / "results.json").read_text()).keys().isdisjoint({"eval_loss", "perplexity"})
 
 
 def test_nothing_is_overwritten(options, tmp_path, capsys):
