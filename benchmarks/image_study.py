@@ -23,7 +23,7 @@ from examples.training import read_recipe
 FILE = RESULTS / "image_study.json"
 CONDITIONS = ("shared-fourier", "per-head-fourier", "shared-shifted", "per-head-shifted")
 CONDITIONS += ("softmax-causal", "softmax-bidirectional")
-# With the recipe's learning rates: larger ones drive the normaliser of the readout through zero, and nothing is learned.
+# The recipe's learning rates stay: larger ones drive the readout's normaliser through zero, and nothing is learned.
 TRAINING = {"steps": 400, "patch_size": 4}
 TEST_IMAGES, SEEDS = 4000, (0,)
 
@@ -75,9 +75,10 @@ def table(record: dict) -> str:
             )
     training = record["training"]
     recipe = make_recipe(training)
+    patch = training["patch_size"]
     about = (
-        f"{training['steps']} steps of {recipe['batch_size']} images, {training['patch_size']} x {training['patch_size']} pixels a "
-        f"token, peak learning rate {recipe['learning_rate']:g}; accuracy on {record['test_images']:,} test images."
+        f"{training['steps']} steps of {recipe['batch_size']} images, {patch} x {patch} pixels a token, peak learning "
+        f"rate {recipe['learning_rate']:g}; accuracy on {record['test_images']:,} test images."
     )
     header = ["configuration", "parameters", "accuracy", "training loss at the end", "images/s"]
     return f"{markdown(header, rows)}\n\n{about} {footnote(record)}"
