@@ -251,8 +251,8 @@ def plot(record: dict) -> Path:
             mean = [statistics.mean(row["lengths"][str(factor)] for row in best) for factor in LENGTHS]
             right.plot(LENGTHS, [math.exp(x) for x in mean], marker="o", label=name)
     left.set(xlabel="peak learning rate", ylabel="validation loss (nats per token)", xscale="log")
-    right.set(xlabel="evaluation length / training length", ylabel="perplexity on long documents", yscale="log")
-    left.legend(fontsize="small")
+    right.set(xlabel="evaluation length / training length", ylabel="perplexity on long documents")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
     path = RESULTS / "condition_study.png"
     figure.savefig(path, dpi=120)
     return path

@@ -64,8 +64,8 @@ class InterdomainConfig(PreTrainedConfig):
         product: how the coefficients of keys and values are multiplied: "bilinear" (eq. 13), "hermitian" or "real".
             Default: "bilinear".
         coefficient_matrix: the learned matrix C: "full", "diagonal" or "identity". Default: "full".
-        normalize: divide by the readout of a constant value 1 (the workshop paper, eq. 8). Nothing keeps the divisor from
-            zero: train with small steps, 3e-4 as in recipes/sequential-cifar10.yaml. Default: False.
+        normalize: divide by the readout of a constant value 1 (the workshop paper, eq. 8). Nothing keeps the divisor
+            from zero: train with small steps, 3e-4 as in recipes/sequential-cifar10.yaml. Default: False.
         input_norm: RMSNorm and a bias a group on key features and values (eq. 12). Default: True.
         use_output_gate: multiply the output by SiLU of a linear map of the input. Default: False.
         use_output_norm: RMSNorm on the output of each head, before the gate. Default: False.
