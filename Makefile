@@ -14,6 +14,7 @@ TESTS    := -m pytest -n 2
 # test_serving: before 5.23, `transformers serve` loads no model with code of its own.
 OLDEST := $(VENV)/oldest
 STOCK  := versions modeling cache generation padding configuration remote_code peft lm_eval hub train engines finetune_lora
+STOCK  += mistakes conversion
 
 .PHONY: help quickstart test test-all test-oldest lint bench clean
 .DEFAULT_GOAL := help

@@ -605,7 +605,13 @@ def test_shards_of_two_processes(tmp_path, trained):
 
 def test_checkpoint_of_the_trainer_in_another_dtype(texts, tmp_path, capsys):
     options = {"config": train.REPOSITORY / "configuration" / "interdomain-tiny", "data": texts, "vocab_size": 300}
-    options |= {"output_dir": tmp_path / "run", "sequence_length": 32, "max_steps": 2, "save_steps": 1}
+    options |= {
+        "output_dir": tmp_path / "run",
+        "sequence_length": 32,
+        "max_steps": 2,
+        "save_steps": 1,
+        "warmup_tokens": 64,
+    }
     options |= {"per_device_train_batch_size": 2, "use_cpu": "true", "disable_tqdm": "true"}
     assert train.main([x for name, value in options.items() for x in (f"--{name}", str(value))]) == 0
     source, target = tmp_path / "run" / "checkpoint-1", tmp_path / "out"
