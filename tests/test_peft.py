@@ -366,7 +366,7 @@ def test_prefix_tuning_needs_keys_and_values(model, random_ids):
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_adapters_of_a_quantized_model(make_model, random_ids, tmp_path, bits):
-    bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes quantizes the model")
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes quantizes the model: `make test-oldest`")
     from transformers import BitsAndBytesConfig
 
     plain = make_model("softmax-interdomain", dtype=torch.float32, hidden_size=64, intermediate_size=64)
