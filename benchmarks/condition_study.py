@@ -178,7 +178,7 @@ def score(row: dict) -> float:
 
 def table(record: dict) -> str:
     """Two tables: quality by condition, and what happens beyond the training length."""
-    quality, lengths = [], []
+    quality = []
     for name in CONDITIONS:
         rate = best_rate(record["runs"], name)
         best = best_runs(record["runs"], name)
@@ -200,8 +200,6 @@ def table(record: dict) -> str:
                 f"{record['speed'][name]['median']:,.0f}" if "speed" in record else "not measured",
             ]
         )
-        at = {factor: math.exp(statistics.mean(row["lengths"][str(factor)] for row in best)) for factor in LENGTHS}
-        lengths.append([name, *(f"{at[factor]:.1f}" for factor in LENGTHS), f"{at[3.5] / at[1.0] - 1:+.1%}"])
     training = record["training"]
     tokens = training["steps"] * training["batch_size"] * training["sequence_length"]
     header = ["condition", "parameters", "state, numbers", "best rate", "loss by rate, first seed", "loss, all seeds"]
@@ -211,9 +209,20 @@ def table(record: dict) -> str:
         f"{training['sequence_length']}), vocabulary {record['shape']['vocab_size']}; losses in nats a token, the mean "
         f"over held-out Wikipedia, books and WikiText-2; {len(SEEDS)} seeds at the best rate (mean, and range)."
     )
-    beyond = ["condition", *(f"perplexity at {factor:g}x" for factor in LENGTHS), "3.5x against 1x"]
-    tables = [markdown(header, quality), markdown(beyond, lengths), f"{about} {footnote(record)}"]
+    lengths = length_table({name: best_runs(record["runs"], name) for name in CONDITIONS})
+    tables = [markdown(header, quality), lengths, f"{about} {footnote(record)}"]
     return "\n\n".join([*tables, *reading(record)])
+
+
+def length_table(runs: dict[str, list[dict]]) -> str:
+    """Perplexity on the long documents by condition and evaluation length, in multiples of the training length."""
+    rows = []
+    for name, found in runs.items():
+        if found:
+            at = {factor: math.exp(statistics.mean(row["lengths"][str(factor)] for row in found)) for factor in LENGTHS}
+            rows.append([name, *(f"{value:.1f}" for value in at.values()), f"{at[3.5] / at[1.0] - 1:+.1%}"])
+    header = ["condition", *(f"perplexity at {factor:g}x" for factor in LENGTHS), "3.5x against 1x"]
+    return markdown(header, rows)
 
 
 def reading(record: dict) -> list[str]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks import condition_study, studies
+from benchmarks.condition_study import length_table
 from benchmarks.harness import RESULTS, footnote, markdown, read
 
 FILE = RESULTS / "longer_study.json"
@@ -47,9 +48,11 @@ def table(record: dict) -> str:
         if set(loss) == set(CONDITIONS)
     ]
     about = (
-        "Perplexity, mean over the held-out texts of the table above; the same seed and learning rates in both rows."
+        "Perplexity, mean over the held-out texts of the table above, with the same seed and rates in both rows; then, "
+        "of the longer runs, on long documents."
     )
-    return f"{markdown(header, rows)}\n\n{about} {footnote(record)}"
+    lengths = length_table({name: [row for row in record["runs"] if row["condition"] == name] for name in CONDITIONS})
+    return f"{markdown(header, rows)}\n\n{lengths}\n\n{about} {footnote(record)}"
 
 
 def _losses(runs: list[dict], like: list[dict]) -> dict[str, float]:
