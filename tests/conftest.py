@@ -10,6 +10,8 @@ import torch
 if not torch.cuda.is_available():  # before Triton is imported: kernels then run in its interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from transformers.utils import logging
+
 from modeling_interdomain import InterdomainCache, InterdomainConfig, InterdomainForCausalLM, InterdomainStaticCache
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -42,6 +44,15 @@ VARIANTS = {
     "gated": {"use_output_gate": True, "use_output_norm": True, "input_norm": False},
     "no-convolution": {"conv_kernel": 1},
 }
+
+
+@pytest.fixture(autouse=True)
+def library_log():
+    """What a program says to the library's log (be quiet, no bars) ends with its test."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    yield
+    logging.set_verbosity(level)
+    (logging.enable_progress_bar if bars else logging.disable_progress_bar)()
 
 
 @torch.no_grad()
