@@ -173,8 +173,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def run(options: argparse.Namespace) -> None:
-    check_options(options)
     logging.disable_progress_bar()
+    check_options(options)
     record, card = read_record(options.folder / RECORD), read_card(options.folder)
     manager = find_tasks(options.tasks, options.data)
     from lm_eval import simple_evaluate

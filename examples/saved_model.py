@@ -57,12 +57,15 @@ def load_model(folder: str | Path, auto_class: type = AutoModelForCausalLM, **op
 def without_load_report() -> Iterator[None]:
     """Without the library's table of weights that do not fit: the error says it in one sentence."""
     logger = logging.getLogger("transformers.modeling_utils")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.addFilter(_drop)  # its level stays: with a higher one the library has more to say
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logger.removeFilter(_drop)
+
+
+def _drop(record: logging.LogRecord) -> bool:
+    return record.levelno > logging.WARNING
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
