@@ -149,7 +149,7 @@ def table(record: dict) -> str:
     second = markdown(["decay a token", *(f"K = {k:,}" for k in every)], lines)
     about = (
         f"One sequence, {HEADS} heads, R = D = M = {DIM}, float32, one thread: forward; forward and backward; memory "
-        "added by the latter. Below, the relative error of a state that the inverse recurrence has walked back K tokens "
+        "added by the latter. Below, the relative error of a state that the inverse recurrence has walked back K steps "
         f"to; in brackets where errors would grow more than {LARGEST_AMPLIFICATION:g} times, so that the segment is "
         f"computed forward again instead. {footnote(record)}"
     )
