@@ -13,7 +13,6 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks import condition_study, studies
-from benchmarks.condition_study import length_table
 from benchmarks.harness import RESULTS, footnote, markdown, read
 
 FILE = RESULTS / "longer_study.json"
@@ -51,7 +50,8 @@ def table(record: dict) -> str:
         "Perplexity, mean over the held-out texts of the table above, with the same seed and rates in both rows; then, "
         "of the longer runs, on long documents."
     )
-    lengths = length_table({name: [row for row in record["runs"] if row["condition"] == name] for name in CONDITIONS})
+    runs = {name: [row for row in record["runs"] if row["condition"] == name] for name in CONDITIONS}
+    lengths = condition_study.length_table(runs)
     return f"{markdown(header, rows)}\n\n{lengths}\n\n{about} {footnote(record)}"
 
 

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import GenerationConfig, PreTrainedModel
 
+from examples.saved_model import replace_text
 from examples.text_data import InputError
 
 # Copied as they are: reading a tokenizer and saving it again may change it.
@@ -57,10 +58,8 @@ def check_target(options: argparse.Namespace) -> None:
             raise InputError(f"The target {target} cannot be written: {place} is a file, not a folder.")
     if (folder / "replaced").is_dir() and not target.exists():
         os.replace(folder / "replaced", target)
-    if target.is_dir() and any(target.iterdir()) and not options.overwrite:
-        raise InputError(f"The target folder {target} is not empty: choose another, or add --overwrite.")
-    if target.is_dir():
-        _check_replaceable(target, Path(options.source).resolve())
+    if target.is_dir() and any(target.iterdir()):
+        _check_replaceable(target, options)
     if any((folder / name).exists() for name in STARTED) and _request(options) != _stored_request(folder):
         raise InputError(
             f"{folder} holds an unfinished run with other arguments: repeat that command to go on with it, or remove "
@@ -68,11 +67,13 @@ def check_target(options: argparse.Namespace) -> None:
         )
 
 
-def _check_replaceable(target: Path, source: Path) -> None:
-    """Only a saved model is replaced, never a folder that happens to be named."""
-    if target in source.parents:
+def _check_replaceable(target: Path, options: argparse.Namespace) -> None:
+    """Only a saved model is replaced, and when asked for, never a folder that happens to be named."""
+    if not options.overwrite:
+        raise InputError(f"The target folder {target} is not empty: choose another, or add --overwrite.")
+    if target in Path(options.source).resolve().parents:
         raise InputError(f"The target folder {target} contains SOURCE, which would be lost: choose another TARGET.")
-    if any(target.iterdir()) and not (target / "config.json").is_file():
+    if not (target / "config.json").is_file():
         raise InputError(
             f"The target folder {target} is no saved model, so --overwrite does not replace it: choose another TARGET."
         )
@@ -104,7 +105,7 @@ def open_working_folder(options: argparse.Namespace) -> Path:
     folder = working_folder(options.target)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / "request.json", json.dumps(_request(options), indent=2) + "\n")
+        replace_text(folder / "request.json", json.dumps(_request(options), indent=2) + "\n")
     return folder
 
 
@@ -118,12 +119,6 @@ def writing(place: Path) -> Iterator[None]:
         raise InputError(
             f"{place} could not be written; is the disk full? What was there is unchanged ({said})."
         ) from error
-
-
-def write_text(file: Path, text: str) -> None:
-    temporary = file.with_name(file.name + ".new")
-    temporary.write_text(text)
-    os.replace(temporary, file)
 
 
 def save_state(state: dict, file: Path) -> None:
@@ -156,7 +151,7 @@ def save_model(model: PreTrainedModel, beside: Sequence[Path], target: Path, rep
         for file in next(filter(None, map(tokenizer_files, beside)), []):
             shutil.copy2(file, finished)
         if report is not None:
-            write_text(finished / "conversion_report.json", json.dumps(report, indent=2) + "\n")
+            replace_text(finished / "conversion_report.json", json.dumps(report, indent=2) + "\n")
     shutil.rmtree(replaced, ignore_errors=True)
     if target.exists():
         os.replace(target, replaced)

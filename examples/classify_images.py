@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel, set_seed
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel, set_seed
 
-import modeling_interdomain  # noqa: F401  the import makes the Auto classes know the architecture
+from examples.saved_model import read_config
 from examples.text_data import InputError, exit_code
 from examples.training import clip_gradients, cosine_with_warmup, parameter_groups, read_recipe
 
@@ -140,10 +140,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return parser.parse_args(arguments)
 
 
-def read_config(options: argparse.Namespace, images: Images) -> PreTrainedConfig:
+def image_config(options: argparse.Namespace, images: Images) -> PreTrainedConfig:
     """The configuration for these images: with their number of classes, and patches that cut them up evenly."""
     changes = {} if options.patch_size is None else {"patch_size": options.patch_size}
-    config = AutoConfig.from_pretrained(options.config, num_labels=int(images.labels.max()) + 1, **changes)
+    config = read_config(options.config, num_labels=int(images.labels.max()) + 1, **changes)
     patch, (height, width) = getattr(config, "patch_size", None), images.pixels.shape[2:]
     if not patch or height % patch or width % patch:
         raise InputError(
@@ -160,7 +160,7 @@ def run(options: argparse.Namespace) -> None:
     if options.steps < 1 or (options.limit is not None and options.limit < 1):
         raise InputError("--steps and --limit must be positive.")
     train_images, test_images = (load_images(options.data, split, options.limit) for split in ("train", "test"))
-    config = read_config(options, train_images)
+    config = image_config(options, train_images)
     recipe = read_recipe(options.recipe)
     missing = sorted(RECIPE_FIELDS - set(recipe))
     if missing:

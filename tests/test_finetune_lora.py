@@ -150,9 +150,6 @@ MISTAKES = {
         ["--adapter", "{place}/weightless"],
         "weightless has no weights: adapter_model.safetensors is missing.",
     ),
-    "cut off": ("base", ["--adapter", "{place}/cut-off"], "cut-off cannot be read: Error while deserializing header: "),
-    "unreadable": ("base", ["--adapter", "{place}/unreadable"], "unreadable cannot be read: Expecting property name"),
-    "norm": ("base", ["--targets", "input_layernorm"], "LoRA cannot adapt these modules: "),
     "rank of another": (
         "base",
         ["--adapter", "{place}/adapter", "--rank", "4"],
@@ -175,5 +172,20 @@ MISTAKES = {
 def test_mistakes_are_one_sentence(place, start, tmp_path, capsys, base, options, message):
     assert start(base, *options) == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert message.format(place=place, tmp=tmp_path) in line
+    assert line.endswith(message.format(place=place, tmp=tmp_path))
+    assert not (tmp_path / "out").exists()
+
+
+# What follows these words is the library's, and its versions say it differently.
+IN_OTHER_WORDS = {
+    "cut off": ("base", ["--adapter", "{place}/cut-off"], "cut-off cannot be read: Error while deserializing header: "),
+    "unreadable": ("base", ["--adapter", "{place}/unreadable"], "unreadable cannot be read: Expecting property name"),
+    "norm": ("base", ["--targets", "input_layernorm"], "LoRA cannot adapt these modules: "),
+}
+
+
+@pytest.mark.parametrize(("base", "options", "message"), IN_OTHER_WORDS.values(), ids=IN_OTHER_WORDS)
+def test_what_a_library_refuses_is_one_sentence(place, start, tmp_path, capsys, base, options, message):
+    assert start(base, *options) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "out").exists()
