@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 from benchmarks.harness import footnote, markdown
 
-MODULES = ("op_triton", "op_triton_step", "op_triton_prepare", "op_triton_sequential")
+MODULES = tuple(f"op_interdomain_triton{part}" for part in ("", "_step", "_prepare", "_scan"))
 # Bytes of shared memory a block may use on each target, from the makers' manuals.
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), 163 * 1024),
@@ -84,10 +84,10 @@ def recorded():
 
 def launches_of(problem: str) -> list[Launch]:
     """What one problem launches: preparation of the inputs, operator, their gradients, and a decoding step."""
-    from modeling_interdomain.op_triton import triton_attention
-    from modeling_interdomain.op_triton_prepare import triton_prepare
-    from modeling_interdomain.op_triton_sequential import triton_scan_attention
-    from modeling_interdomain.op_triton_step import triton_step
+    from modeling_interdomain.op_interdomain_triton import triton_attention
+    from modeling_interdomain.op_interdomain_triton_prepare import triton_prepare
+    from modeling_interdomain.op_interdomain_triton_scan import triton_scan_attention
+    from modeling_interdomain.op_interdomain_triton_step import triton_step
 
     dtype, heads, groups, feature_dim, value_dim, size, coefficients = PROBLEMS[problem]
 

@@ -1,10 +1,10 @@
 """Everything that can be chosen about an Interdomain model."""
 
+import sys
+
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.utils import logging
-
-from .peft_interdomain import register_with_peft
 
 logger = logging.get_logger(__name__)
 
@@ -189,7 +189,7 @@ class InterdomainConfig(PreTrainedConfig):
 
     def to_dict(self):
         """As in the library; PEFT asks for it just before it looks up what to adapt, whenever PEFT was imported."""
-        register_with_peft()
+        _register_with_peft()
         return super().to_dict()
 
     def convert_rope_params_to_dict(self, **kwargs):
@@ -320,3 +320,17 @@ class InterdomainConfig(PreTrainedConfig):
     @layer_types.setter
     def layer_types(self, value):
         pass
+
+
+# What PEFT adapts in our models when it is not told: modules with the names that they have in Llama.
+_TOKEN_MIXER = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+def _register_with_peft() -> None:
+    """Enter the model type into PEFT's tables of default modules; without effect until PEFT has been imported."""
+    constants = sys.modules.get("peft.utils.constants")
+    for name, table in list(vars(constants).items()) if constants else ():
+        if name.endswith("_MODULES_MAPPING") and "llama" in table:
+            # Query and value alone would leave an S4D layer, which has no query, with one: as PEFT does for RWKV, all.
+            modules = _TOKEN_MIXER if table["llama"] == ["q_proj", "v_proj"] else table["llama"]
+            table.setdefault("interdomain", list(modules))

@@ -4,15 +4,14 @@ import torch
 from torch import nn
 
 from .cache_interdomain import Inputs, Recurrence
-from .convolution import CausalConv1d, causal_conv
-from .feature_maps import feature_map
-from .norm_interdomain import InterdomainRMSNorm
+from .module_common import InterdomainRMSNorm, residual_projection
+from .module_convolution import CausalConv1d, causal_conv
+from .module_feature_maps import feature_map
+from .module_recurrence import InterdomainRecurrence
+from .module_rotary import rotate
+from .op_common import Packing, document_of_tokens
+from .op_common_launch import fused
 from .op_interdomain import append_one
-from .op_triton_launch import fused
-from .packing import Packing, document_of_tokens
-from .recurrence_interdomain import InterdomainRecurrence
-from .residual_projection import residual_projection
-from .rotary_interdomain import rotate
 
 
 class InterdomainMixer(nn.Module):
@@ -81,7 +80,7 @@ class InterdomainMixer(nn.Module):
 
         Args:
             position_embeddings: cosines and sines `[B, T, R]` by dimension, for rotary embeddings.
-            attention_mask: `[B, 1]` bool for a single token, False for a pad; longer masks come as `packing`.
+            attention_mask: `[B, 1]` bool for a single token, False for a pad; longer masks come as `op_common`.
             past_key_values: an `InterdomainCache`, updated in place.
             packing: the real tokens as one row of documents.
         """
@@ -173,7 +172,7 @@ class InterdomainMixer(nn.Module):
             norms = self.k_norm.weight, self.v_norm.weight, self.k_bias, self.v_bias
 
         def run():
-            from .op_triton_prepare import triton_prepare
+            from .op_interdomain_triton_prepare import triton_prepare
 
             documents = None if cu_seqlens is None else document_of_tokens(cu_seqlens, query.shape[1]).int()
             taps = self.q_conv.weight[:, 0], self.k_conv.weight[:, 0]

@@ -7,9 +7,9 @@ from torch import nn
 from transformers import initialization as init
 
 from .mixer_interdomain import InterdomainMixer
+from .module_recurrence import InterdomainRecurrence
+from .op_interdomain_step import grouped_coefficients
 from .op_s4d import s4d_attention, s4d_step
-from .op_step import grouped_coefficients
-from .recurrence_interdomain import InterdomainRecurrence
 
 
 class S4DRecurrence(InterdomainRecurrence):

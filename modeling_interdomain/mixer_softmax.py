@@ -4,9 +4,9 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .packing import Packing
-from .residual_projection import residual_projection
-from .rotary_interdomain import rotate
+from .module_common import residual_projection
+from .module_rotary import rotate
+from .op_common import Packing
 
 
 class SoftmaxMixer(nn.Module):

@@ -29,12 +29,14 @@ from transformers.utils.output_capturing import capture_outputs
 from .cache_interdomain import InterdomainCache, InterdomainLayer, InterdomainStaticCache
 from .checkpoint_folder import damaged_weights, holds_weights, replacing
 from .configuration_interdomain import LAYER_TYPES, InterdomainConfig
-from .feature_maps import FourierFeatures
 from .mixer_interdomain import InterdomainMixer
 from .mixer_s4d import S4DMixer
 from .mixer_softmax import SoftmaxMixer
-from .norm_interdomain import InterdomainRMSNorm
-from .packing import (
+from .module_common import InterdomainRMSNorm, residual_projection
+from .module_feature_maps import FourierFeatures
+from .module_recurrence import InterdomainRecurrence
+from .module_rotary import InterdomainRotaryEmbedding
+from .op_common import (
     Packing,
     cu_seqlens_from_positions,
     document_of_tokens,
@@ -42,10 +44,6 @@ from .packing import (
     packing_from_mask,
     positions_from_cu_seqlens,
 )
-from .patch_embedding import PatchEmbedding
-from .recurrence_interdomain import InterdomainRecurrence
-from .residual_projection import residual_projection
-from .rotary_interdomain import InterdomainRotaryEmbedding
 
 # A new token mixer is a file of its own, a line here and a line in LAYER_TYPES of the configuration.
 TOKEN_MIXERS = {"interdomain": InterdomainMixer, "s4d": S4DMixer, "softmax": SoftmaxMixer}
@@ -493,6 +491,28 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
 
     def generate_batch(self, *args, **kwargs):
         raise NotImplementedError(_NO_CONTINUOUS_BATCHING)
+
+
+class PatchEmbedding(nn.Module):
+    """`[B, channels, height, width]` to `[B, tokens, hidden_size]`, patches row by row; `patch_size` 1 means pixels."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.channels, self.patch_size = config.num_channels, config.patch_size
+        self.proj = nn.Linear(self.channels * self.patch_size**2, config.hidden_size)
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        if pixel_values.ndim != 4 or pixel_values.shape[1] != self.channels:
+            raise ValueError(
+                f"pixel_values must have shape [B, {self.channels}, height, width], got {list(pixel_values.shape)}."
+            )
+        if any(size % self.patch_size for size in pixel_values.shape[2:]):
+            raise ValueError(
+                f"pixel_values of {list(pixel_values.shape[2:])} pixels cannot be cut into patches of "
+                f"{self.patch_size}; resize the images to a multiple of it."
+            )
+        patches = nn.functional.unfold(pixel_values, self.patch_size, stride=self.patch_size)
+        return self.proj(patches.mT.to(self.proj.weight.dtype))
 
 
 class InterdomainForSequenceClassification(InterdomainPreTrainedModel):

@@ -1,17 +1,15 @@
 """Interdomain attention on tensors: the one entry to every backend."""
 
-from itertools import pairwise
-
 import torch
 
-from .op_chunk import chunk_attention
-from .op_prefix import associative_scan_attention, fft_attention
-from .op_readout import PRODUCTS
-from .op_recurrent import recurrent_attention
-from .op_scan import scan_attention
-from .op_step import advance_state, read_state
-from .op_triton_launch import fused
-from .packing import packing_from_mask
+from .op_common import document_boundaries, packing_from_mask
+from .op_common_launch import fused
+from .op_interdomain_chunk import chunk_attention
+from .op_interdomain_prefix import associative_scan_attention, fft_attention
+from .op_interdomain_readout import PRODUCTS
+from .op_interdomain_recurrent import recurrent_attention
+from .op_interdomain_scan import scan_attention
+from .op_interdomain_step import advance_state, read_state
 
 BACKENDS = ("auto", "recurrent", "fft", "scan", "associative_scan", "chunk", "triton")
 
@@ -142,7 +140,7 @@ def interdomain_attention(
 
 def _fused(backend, query, key, value, log_decay, *arguments):
     def run():
-        from .op_triton import triton_attention
+        from .op_interdomain_triton import triton_attention
 
         return triton_attention(*(x.to(value.dtype) for x in (query, key, value)), log_decay, *arguments)
 
@@ -153,7 +151,7 @@ def _scan(query, key, value, log_decay, *arguments):
     """The sequential scan: kernels on a GPU, PyTorch elsewhere."""
 
     def run():
-        from .op_triton_sequential import triton_scan_attention
+        from .op_interdomain_triton_scan import triton_scan_attention
 
         return triton_scan_attention(query, key, value, log_decay, *arguments)
 
@@ -221,7 +219,7 @@ def _step(backend, query, key, value, log_decay, input_matrix, coefficients, sta
     """`advance_state` and `read_state` by the fused kernels or by PyTorch."""
 
     def run():
-        from .op_triton_step import triton_step
+        from .op_interdomain_triton_step import triton_step
 
         return triton_step(query, key, value, log_decay, input_matrix, coefficients, state, product, mask, wide)
 
@@ -366,19 +364,3 @@ def _check_state(state, name, rows, query, key, value, log_decay, normalize) -> 
         raise ValueError(f"{name} must be a floating-point tensor, got {state.dtype}.")
     if state.device != query.device:
         raise ValueError(f"{name} is on {state.device}, but query is on {query.device}; move it there.")
-
-
-def document_boundaries(cu_seqlens: torch.Tensor | None, query: torch.Tensor) -> list[int]:
-    batch, length = query.shape[:2]
-    if cu_seqlens is None:
-        return [0, length]
-    if batch != 1:
-        raise ValueError(f"cu_seqlens packs the documents into one row, so query must have B = 1, got B = {batch}.")
-    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2 or cu_seqlens.is_floating_point():
-        raise ValueError(f"cu_seqlens must be integers of shape [S + 1] with S >= 1, got {list(cu_seqlens.shape)}.")
-    boundaries = cu_seqlens.tolist()
-    if boundaries[0] != 0 or boundaries[-1] != length:
-        raise ValueError(f"cu_seqlens must run from 0 to T = {length}, got {boundaries[0]} to {boundaries[-1]}.")
-    if any(a >= b for a, b in pairwise(boundaries)):
-        raise ValueError("cu_seqlens must be strictly increasing: every document needs at least one token.")
-    return boundaries

@@ -12,10 +12,9 @@ from itertools import pairwise
 
 import torch
 
-from .op_chunk import Document, documents_on_chunks
-from .op_decay import as_complex, decay_powers
-from .op_interdomain import document_boundaries
-from .op_step import advance_state
+from .op_common import as_complex, decay_powers, document_boundaries
+from .op_interdomain_chunk import Document, documents_on_chunks
+from .op_interdomain_step import advance_state
 
 
 def s4d_attention(

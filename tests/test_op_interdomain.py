@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from modeling_interdomain import interdomain_attention, interdomain_step, op_prefix, op_scan
+from modeling_interdomain import interdomain_attention, interdomain_step, op_interdomain_prefix, op_interdomain_scan
 from tests.operator_checks import (
     COEFFICIENTS,
     EXTREMES,
@@ -19,7 +19,7 @@ from tests.operator_checks import (
     relative_error,
 )
 
-# All but the definition and the fused kernels, which test_op_triton has.
+# All but the definition and the fused kernels, which test_op_interdomain_triton has.
 BACKENDS = ["fft", "scan", "associative_scan", "chunk"]
 
 
@@ -131,14 +131,14 @@ def test_low_precision_inputs_keep_a_float32_state(dtype):
 def test_the_inverse_recurrence_stays_where_it_is_precise(rate, monkeypatch):
     """Below the allowed amplification it is used and agrees; beyond, the segment is computed forward."""
     used = []
-    inverse = op_scan.inverse_states
-    monkeypatch.setattr(op_scan, "inverse_states", lambda *a: used.append(1) or inverse(*a))
+    inverse = op_interdomain_scan.inverse_states
+    monkeypatch.setattr(op_interdomain_scan, "inverse_states", lambda *a: used.append(1) or inverse(*a))
     arguments = inputs((1, 100, 2, 2, 4, 4, 5))
     with torch.no_grad():
         arguments["log_decay"][..., 0] = -rate
     expected = everything(arguments, backend="recurrent")
     assert_close(everything(arguments, backend="scan", chunk_size=32), expected, 1e-10)
-    assert bool(used) == (rate * 32 < math.log(op_scan.LARGEST_AMPLIFICATION))
+    assert bool(used) == (rate * 32 < math.log(op_interdomain_scan.LARGEST_AMPLIFICATION))
 
 
 def test_without_the_limit_the_inverse_recurrence_drifts(monkeypatch):
@@ -146,7 +146,7 @@ def test_without_the_limit_the_inverse_recurrence_drifts(monkeypatch):
     with torch.no_grad():
         arguments["log_decay"][..., 0] = -0.1
     expected = everything(arguments, backend="recurrent")
-    monkeypatch.setattr(op_scan, "LARGEST_AMPLIFICATION", float("inf"))
+    monkeypatch.setattr(op_interdomain_scan, "LARGEST_AMPLIFICATION", float("inf"))
     errors = []
     for every in (16, 64, 256):
         found = everything(arguments, backend="scan", chunk_size=every)
@@ -264,10 +264,10 @@ def test_the_scan_keeps_one_state_a_segment():
 def test_states_of_all_tokens_are_held_for_one_block_of_modes_at_a_time(monkeypatch, backend):
     """With blocks of one mode, what comes out of a block is no view of its states."""
     ends = []
-    run = op_prefix._Blocks._run
-    monkeypatch.setattr(op_prefix, "_NUMBERS", 1)
+    run = op_interdomain_prefix._Blocks._run
+    monkeypatch.setattr(op_interdomain_prefix, "_NUMBERS", 1)
     monkeypatch.setattr(
-        op_prefix._Blocks, "_run", lambda *arguments: ends.append(run(*arguments)[1]) or run(*arguments)
+        op_interdomain_prefix._Blocks, "_run", lambda *arguments: ends.append(run(*arguments)[1]) or run(*arguments)
     )
     with torch.no_grad():
         interdomain_attention(**inputs(SHAPES["odd_length"]), backend=backend)

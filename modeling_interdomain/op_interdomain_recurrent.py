@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import torch
 
-from .op_decay import as_complex
-from .op_readout import combine
+from .op_common import as_complex
+from .op_interdomain_readout import combine
 
 
 def recurrent_attention(

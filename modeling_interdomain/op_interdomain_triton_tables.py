@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import torch
 
-from .op_decay import as_complex, decay_powers
-from .op_readout import pull_back, pull_back_matrix
-from .op_step import grouped_coefficients
+from .op_common import as_complex, decay_powers
+from .op_interdomain_readout import pull_back, pull_back_matrix
+from .op_interdomain_step import grouped_coefficients
 
 # The largest decay in a chunk, as an exponent of e, that is split into a growing and a decaying factor. float32 and
 # bfloat16 hold e^88; what remains is room for sums of many large products.

@@ -5,11 +5,11 @@ chip, so that a chunk costs one read of its tokens and one write of its state. T
 the end of the tile, where their distances to the end of the chunk are those of a full one.
 
 A row (or document) is one segment where rows and groups are enough to fill the device. Otherwise it is cut into
-several: a first pass finds what each leaves at its end on its own, `op_triton_carry` joins them, and the pass proper
-starts from there.
+several: a first pass finds what each leaves at its end on its own, `op_interdomain_triton_carry` joins them, and the
+pass proper starts from there.
 """
 
-from .op_triton_tiles import dot, load_pair, narrow, times, times_conj
+from .op_interdomain_triton_tiles import dot, load_pair, narrow, times, times_conj
 
 try:
     import triton

@@ -9,7 +9,7 @@ read from memory once and written once. Backward walks the other way and keeps t
 
 import torch
 
-from .op_triton_launch import namespace, on_device, power_of_two
+from .op_common_launch import namespace, on_device, power_of_two
 
 try:
     import triton

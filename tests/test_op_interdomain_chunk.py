@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from modeling_interdomain.op_chunk import skew, unskew
-from modeling_interdomain.op_decay import decay_powers
-from modeling_interdomain.op_readout import apply_coefficients, combine, pull_back, pull_back_matrix
+from modeling_interdomain.op_common import decay_powers
+from modeling_interdomain.op_interdomain_chunk import skew, unskew
+from modeling_interdomain.op_interdomain_readout import apply_coefficients, combine, pull_back, pull_back_matrix
 
 PRODUCTS = ["bilinear", "hermitian", "real"]
 

@@ -8,7 +8,7 @@ The two passes of the identity are the same two moves, and so are their gradient
 with S the state before the chunk. Forward is `push(mix(pull(query; key)); value)`; the gradient of the query is
 `push(mix^T(pull(grad of output; value)); key)`.
 
-Weights within a chunk come in two ways, chosen for each group by its fastest mode (`op_triton_tables`):
+Weights within a chunk come in two ways, chosen for each group by its fastest mode (`op_interdomain_triton_tables`):
 - anchored: lambda^(t-i) = lambda^(t+1) lambda^(-i-1). One factor belongs to the reader, one to the table, and near
 tokens
   and the state are read by the same numbers. The table grows, but for these groups by no more than e^60 in a chunk.
@@ -199,7 +199,7 @@ def pull_and_mix(
     C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr,
     FULL: tl.constexpr, EXACT: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The pull-back of `op_readout`: `p_j = sum_i y_i mixing[i, j]`, two tiles `[C, M]` in float32.
+    """The pull-back of `op_interdomain_readout`: `p_j = sum_i y_i mixing[i, j]`, two tiles `[C, M]` in float32.
 
     mixing: `[2, 2, M, M]`, or unless FULL `[2, 2, M]`. A full matrix is applied BM of its rows at a time.
     """

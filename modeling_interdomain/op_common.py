@@ -1,8 +1,35 @@
-"""Which tokens a recurrent layer works on, when the batch is not simply B rows of T real tokens."""
+"""What all operators share: powers of a decay, which tokens belong to which document, and the checks of both."""
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+
+
+def decay_powers(log_decay: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """`lambda ** exponents`, computed in float64 whatever the dtype of the parameters.
+
+    A phase of 128 rad a token over 64 tokens is 8,192 rad: float32 would keep only three digits of the angle. Exponents
+    are non-negative, so that every power of a stable decay stays within [0, 1] and no chunk length, step size or decay
+    rate can overflow; the fused kernels alone ask for negative ones, where they know that the result is finite.
+
+    Args:
+        log_decay: `[G, M, 2]`, Delta A as (real, imaginary) pairs; the imaginary part in radians per token.
+        exponents: `[E]`, integers.
+
+    Returns:
+        `[G, E, M]`, complex128.
+    """
+    exponents = exponents.to(torch.float64)[:, None]
+    rate, phase = log_decay.to(torch.float64)[:, None].unbind(-1)
+    return torch.polar((rate * exponents).exp(), phase * exponents)
+
+
+def as_complex(pairs: torch.Tensor) -> torch.Tensor:
+    """View real pairs `[..., 2]` as complex numbers `[...]`, in the nearest dtype that has a complex partner."""
+    if pairs.dtype not in (torch.float32, torch.float64):
+        pairs = pairs.float()
+    return torch.view_as_complex(pairs.contiguous())
 
 
 class Packing(NamedTuple):
@@ -76,3 +103,19 @@ def positions_from_cu_seqlens(cu_seqlens: torch.Tensor, length: int) -> torch.Te
     lengths = cu_seqlens.diff()
     starts = torch.repeat_interleave(cu_seqlens[:-1], lengths)
     return (torch.arange(length, device=cu_seqlens.device) - starts)[None]
+
+
+def document_boundaries(cu_seqlens: torch.Tensor | None, query: torch.Tensor) -> list[int]:
+    batch, length = query.shape[:2]
+    if cu_seqlens is None:
+        return [0, length]
+    if batch != 1:
+        raise ValueError(f"cu_seqlens packs the documents into one row, so query must have B = 1, got B = {batch}.")
+    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2 or cu_seqlens.is_floating_point():
+        raise ValueError(f"cu_seqlens must be integers of shape [S + 1] with S >= 1, got {list(cu_seqlens.shape)}.")
+    boundaries = cu_seqlens.tolist()
+    if boundaries[0] != 0 or boundaries[-1] != length:
+        raise ValueError(f"cu_seqlens must run from 0 to T = {length}, got {boundaries[0]} to {boundaries[-1]}.")
+    if any(a >= b for a, b in pairwise(boundaries)):
+        raise ValueError("cu_seqlens must be strictly increasing: every document needs at least one token.")
+    return boundaries

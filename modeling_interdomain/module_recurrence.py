@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .float32_module import Float32Module
+from .module_common import Float32Module
 from .op_interdomain import interdomain_attention, interdomain_step
 
 

@@ -7,8 +7,8 @@ Nothing is read back by the host, so that a CUDA graph can hold the step.
 
 import torch
 
-from .op_triton_launch import multiprocessors, namespace, on_device, power_of_two
-from .op_triton_tiles import times
+from .op_common_launch import multiprocessors, namespace, on_device, power_of_two
+from .op_interdomain_triton_tiles import times
 
 try:
     import triton
@@ -86,7 +86,7 @@ def _coefficients(coefficients, rows, modes, size):
 
 @triton.jit
 def _between(u_re, u_im, PRODUCT: tl.constexpr):
-    """What the transposed C is applied to, see `op_readout.pull_back`."""
+    """What the transposed C is applied to, see `op_interdomain_readout.pull_back`."""
     if PRODUCT == "bilinear":
         return u_re, u_im
     elif PRODUCT == "hermitian":

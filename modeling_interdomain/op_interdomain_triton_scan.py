@@ -1,5 +1,5 @@
-"""The sequential scan of `op_scan` as Triton kernels: one program walks the tokens of a document with its state in
-registers.
+"""The sequential scan of `op_interdomain_scan` as Triton kernels: one program walks the tokens of a document with its
+state in registers.
 
 Both halves of the operator are one walk. With the state `X_t = lambda X_{t-1} + beta (x) u_t`, the key half contracts
 its columns with the query, `s_t = X_t w_t` (rows from columns), the value half contracts its modes with the pulled
@@ -12,11 +12,11 @@ import math
 
 import torch
 
-from .op_decay import as_complex
-from .op_readout import pull_back
-from .op_scan import LARGEST_AMPLIFICATION
-from .op_step import grouped_coefficients
-from .op_triton_launch import on_device, power_of_two
+from .op_common import as_complex
+from .op_common_launch import on_device, power_of_two
+from .op_interdomain_readout import pull_back
+from .op_interdomain_scan import LARGEST_AMPLIFICATION
+from .op_interdomain_step import grouped_coefficients
 
 try:
     import triton

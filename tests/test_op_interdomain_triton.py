@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from modeling_interdomain import interdomain_attention, interdomain_step, op_triton_launch
-from modeling_interdomain.convolution import CausalConv1d, causal_conv
-from modeling_interdomain.feature_maps import SiluL2
-from modeling_interdomain.norm_interdomain import InterdomainRMSNorm
-from modeling_interdomain.packing import document_of_tokens
-from modeling_interdomain.rotary_interdomain import rotate
+from modeling_interdomain.module_common import InterdomainRMSNorm
+from modeling_interdomain.module_convolution import CausalConv1d, causal_conv
+from modeling_interdomain.module_feature_maps import SiluL2
+from modeling_interdomain.module_rotary import rotate
+from modeling_interdomain.op_common import document_of_tokens
 from tests.operator_checks import (
     COEFFICIENTS,
     EXTREMES,
@@ -145,7 +145,7 @@ def test_packed_documents(ends, shape):
 @pytest.mark.parametrize("ends", [None, [0, 1, 17, 80, 100]], ids=["rows", "packed"])
 def test_rows_cut_into_segments(segments, ends, monkeypatch):
     """What a GPU with more room than rows and groups does; with 7 chunks at most, some segments are empty."""
-    module = importlib.import_module("modeling_interdomain.op_triton")
+    module = importlib.import_module("modeling_interdomain.op_interdomain_triton")
     monkeypatch.setattr(module, "_segments", lambda *_: segments)
     arguments = inputs((1, 100, 2, 1, 4, 4, 4), decay=0.02, rows=None if ends is None else len(ends) - 1)
     options = {} if ends is None else {"cu_seqlens": torch.tensor(ends)}
@@ -157,7 +157,7 @@ def test_rows_cut_into_segments(segments, ends, monkeypatch):
     [(256, 64, 132, 1), (12, 1024, 132, 1), (2, 1024, 132, 16), (1, 9, 132, 1)],
 )
 def test_rows_are_cut_where_the_device_would_idle(lanes, chunks, processors, expected, monkeypatch):
-    module = importlib.import_module("modeling_interdomain.op_triton")
+    module = importlib.import_module("modeling_interdomain.op_interdomain_triton")
     monkeypatch.setattr(module, "multiprocessors", lambda device: processors)
     assert module._segments(lanes, chunks, torch.device("cpu")) == expected
 
@@ -206,8 +206,8 @@ def test_strided_inputs():
 
 def test_the_operator_is_sound():
     """What torch.library checks: schema, fake implementation, autograd registration."""
-    module = importlib.import_module("modeling_interdomain.op_triton")
-    tables = importlib.import_module("modeling_interdomain.op_triton_tables")
+    module = importlib.import_module("modeling_interdomain.op_interdomain_triton")
+    tables = importlib.import_module("modeling_interdomain.op_interdomain_triton_tables")
     arguments = {k: v.detach().float().to(DEVICE) for k, v in inputs((1, 20, 2, 1, 4, 4, 4)).items()}
     made = tables.make_tables(
         arguments["log_decay"], arguments["input_matrix"], arguments["coefficient_matrix"], "bilinear", 16
@@ -284,7 +284,7 @@ PREPARATIONS = {
 
 @pytest.mark.parametrize("case", PREPARATIONS.values(), ids=PREPARATIONS.keys())
 def test_the_preparation_of_inputs(case):
-    from modeling_interdomain.op_triton_prepare import triton_prepare
+    from modeling_interdomain.op_interdomain_triton_prepare import triton_prepare
 
     batch, length, heads, groups, feature_dim, value_dim, kernel, placement, dim, norm, window, ends = case
     generator = torch.Generator().manual_seed(0)
@@ -477,7 +477,7 @@ def test_everything_else_works_without_triton():
 @pytest.mark.parametrize("extreme", [None, "gone_at_once", "mixed", "hardly_decaying"])
 def test_the_sequential_scan_equals_the_definition(monkeypatch, extreme, coefficients, boundaries):
     """Segments of 8 tokens: with decays that the inverse recurrence survives, and with some that it does not."""
-    from modeling_interdomain.op_triton_sequential import triton_scan_attention
+    from modeling_interdomain.op_interdomain_triton_scan import triton_scan_attention
 
     module = importlib.import_module("modeling_interdomain.op_interdomain")
     monkeypatch.setattr(module, "_scan", triton_scan_attention)

@@ -2,19 +2,20 @@
 
 Forward: two scans leave the state before every chunk (keys, values), then one program a chunk and head computes its
 outputs. Backward stores nothing but its inputs: it scans again, finds what each chunk contributes on its own (twice the
-same kernel, with the roles of query, key, value and the gradient of the output exchanged, see `op_triton_attend`), and
-walks the chunks back. Sums over chunks are taken in a fixed order, so that gradients repeat bit for bit.
+same kernel, with the roles of query, key, value and the gradient of the output exchanged, see
+`op_interdomain_triton_attend`), and walks the chunks back. Sums over chunks are taken in a fixed order, so that
+gradients repeat bit for bit.
 """
 
 from typing import NamedTuple
 
 import torch
 
-from .op_triton_attend import attend, attend_backward, mixing_backward
-from .op_triton_carry import carry, carry_back, segment_ends
-from .op_triton_launch import interpreted, multiprocessors, namespace, on_device, power_of_two, tuned
-from .op_triton_scan import scan, scan_backward
-from .op_triton_tables import Tables, make_tables
+from .op_common_launch import interpreted, multiprocessors, namespace, on_device, power_of_two, tuned
+from .op_interdomain_triton_attend import attend, attend_backward, mixing_backward
+from .op_interdomain_triton_carry import carry, carry_back, segment_ends
+from .op_interdomain_triton_states import scan, scan_backward
+from .op_interdomain_triton_tables import Tables, make_tables
 
 try:
     import triton

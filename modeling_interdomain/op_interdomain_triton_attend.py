@@ -2,11 +2,11 @@
 
 One program works on one chunk of one head (gradients of tables: on many chunks, one after the other). What it reads is
 the tokens, the states before the chunk and tables that stay in the second-level cache; nothing M-wide is written but
-the gradient of the states. Each kernel is launched for both kinds of groups (`op_triton_tiles`) and leaves the others
-alone.
+the gradient of the states. Each kernel is launched for both kinds of groups (`op_interdomain_triton_tiles`) and leaves
+the others alone.
 """
 
-from .op_triton_tiles import (
+from .op_interdomain_triton_tiles import (
     collect,
     dot,
     load_pair,

@@ -2,8 +2,8 @@
 
 import torch
 
-from .op_decay import as_complex
-from .op_readout import pull_back
+from .op_common import as_complex
+from .op_interdomain_readout import pull_back
 
 
 def advance_state(

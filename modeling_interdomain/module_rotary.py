@@ -5,7 +5,7 @@ import copy
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 
-from .float32_module import Float32Module
+from .module_common import Float32Module
 
 
 class InterdomainRotaryEmbedding(Float32Module):

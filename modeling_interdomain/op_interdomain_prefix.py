@@ -1,8 +1,8 @@
 """Backends that form the state at every token, a few modes at a time: FFT convolution and parallel prefix scan.
 
 The paper's appendix A.1 names both. They differ in how `X_t = sum_i lambda^(t-i) beta u_i` is computed for all t at
-once; what reads the states is the same identity as everywhere (`op_readout`). Memory is T x block x (R + D) complex
-numbers.
+once; what reads the states is the same identity as everywhere (`op_interdomain_readout`). Memory is T x block x (R + D)
+complex numbers.
 """
 
 from collections.abc import Callable
@@ -11,9 +11,9 @@ from itertools import pairwise
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from .op_decay import as_complex, decay_powers
-from .op_readout import pull_back
-from .op_step import grouped_coefficients
+from .op_common import as_complex, decay_powers
+from .op_interdomain_readout import pull_back
+from .op_interdomain_step import grouped_coefficients
 
 # Complex numbers of the states that are held at once.
 _NUMBERS = 1 << 22

@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import torch
 
-from .op_decay import as_complex, decay_powers
-from .op_readout import pull_back, pull_back_matrix
-from .op_step import grouped_coefficients
+from .op_common import as_complex, decay_powers
+from .op_interdomain_readout import pull_back, pull_back_matrix
+from .op_interdomain_step import grouped_coefficients
 
 
 class Document(NamedTuple):

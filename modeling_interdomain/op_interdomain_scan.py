@@ -10,9 +10,9 @@ from itertools import pairwise
 
 import torch
 
-from .op_decay import as_complex
-from .op_readout import pull_back
-from .op_step import grouped_coefficients
+from .op_common import as_complex
+from .op_interdomain_readout import pull_back
+from .op_interdomain_step import grouped_coefficients
 
 LARGEST_AMPLIFICATION = 16.0
 
