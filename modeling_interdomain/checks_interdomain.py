@@ -1,8 +1,10 @@
 """What a forward refuses, one sentence each, before anything is computed or written."""
 
+from collections.abc import Iterable
 from itertools import pairwise
 
 import torch
+from torch import nn
 from transformers.cache_utils import Cache
 
 from .cache_interdomain import look_into
@@ -82,4 +84,15 @@ def check_cache(cache: Cache | None, mixers: list[TokenMixer], batch: int, bidir
             raise ValueError(
                 f"past_key_values is on {found.device} in layer {i}, but the layer is on {home}; move it with "
                 "past_key_values.to(device)."
+            )
+
+
+def check_checkpointing(modules: Iterable[nn.Module]) -> None:
+    """Reentrant gradient checkpointing hands on the outputs of layers alone: an auxiliary loss would have no gradient."""
+    for module in modules:
+        function = getattr(module, "_gradient_checkpointing_func", None)
+        if getattr(module, "gradient_checkpointing", False) and getattr(function, "keywords", {}).get("use_reentrant"):
+            raise ValueError(
+                "The auxiliary losses of the layers get no gradient from reentrant gradient checkpointing: ask for "
+                '{"use_reentrant": False}, the default.'
             )

@@ -7,7 +7,7 @@ from transformers import initialization as init
 from .mixer_recurrent import RecurrentMixer, Stream
 from .module_common import InterdomainRMSNorm, is_untouched
 from .module_convolution import CausalConv1d
-from .module_feature_maps import feature_map
+from .module_feature_maps import SiluL2, feature_map
 from .module_recurrence import InterdomainRecurrence
 from .module_rotary import rotate
 from .op_interdomain import append_one
@@ -109,7 +109,8 @@ class InterdomainMixer(KeyValueMixer):
         config, device = self.config, projected[0].device
         if self.is_generic(config) or config.feature_map != "silu_l2":
             return None
-        modules: list[tuple[nn.Module, type]] = [(self.q_conv, CausalConv1d), (self.k_conv, CausalConv1d)]
+        modules: list[tuple[nn.Module, type]] = [(conv, CausalConv1d) for conv in (self.q_conv, self.k_conv)]
+        modules.append((self.feature_map, SiluL2))
         if config.input_norm:
             modules += [(self.k_norm, InterdomainRMSNorm), (self.v_norm, InterdomainRMSNorm)]
         if not all(is_untouched(module, kind, device) for module, kind in modules):

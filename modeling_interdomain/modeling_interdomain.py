@@ -27,7 +27,14 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .cache_interdomain import InterdomainCache, InterdomainStaticCache
 from .checkpoint_folder import damaged_weights, holds_weights, replacing
-from .checks_interdomain import check_cache, check_cache_layers, check_cu_seqlens, check_mask, check_tokens
+from .checks_interdomain import (
+    check_cache,
+    check_cache_layers,
+    check_checkpointing,
+    check_cu_seqlens,
+    check_mask,
+    check_tokens,
+)
 from .configuration_interdomain import InterdomainConfig
 from .mixer_softmax import SoftmaxMixer
 from .module_common import AuxiliaryLoss, InterdomainRMSNorm
@@ -63,6 +70,14 @@ class InterdomainModelOutput(BaseModelOutputWithPast):
 @dataclass
 class InterdomainCausalLMOutput(CausalLMOutputWithPast):
     """With `aux_loss`, their sum, of which `config.aux_loss_coef` times as much is part of `loss`."""
+
+    aux_loss: torch.Tensor | None = None
+    auxiliary_losses: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclass
+class InterdomainClassifierOutput(SequenceClassifierOutputWithPast):
+    """As `InterdomainCausalLMOutput`."""
 
     aux_loss: torch.Tensor | None = None
     auxiliary_losses: tuple[torch.Tensor, ...] | None = None
@@ -155,6 +170,22 @@ class InterdomainPreTrainedModel(PreTrainedModel):
             init.normal_(module.weight, std=residual_std if getattr(module, "adds_to_residual", False) else std)
             if getattr(module, "bias", None) is not None:
                 init.zeros_(module.bias)
+
+    def _wants_auxiliary_losses(self, labels: torch.Tensor | None) -> bool:
+        """Whether a layer has something to add to the loss of this forward."""
+        if labels is None or not self.training or not any(isinstance(m, AuxiliaryLoss) for m in self.modules()):
+            return False
+        check_checkpointing(self.modules())
+        return True
+
+    def _add_auxiliary_losses(self, loss, losses, part=1, whole=1) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The loss, in training with its part of the weighted auxiliary losses; and their sum."""
+        if not losses:
+            return loss, None
+        total = sum(x.to(losses[-1].device) for x in losses)
+        if loss is not None and self.training:
+            loss = loss + (self.config.aux_loss_coef * total).to(loss.device) * part / whole
+        return loss, total
 
     @staticmethod
     def create_masks_for_generate(
@@ -302,11 +333,6 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    @property
-    def has_auxiliary_losses(self) -> bool:
-        """Whether a layer wants something added to the training loss."""
-        return any(isinstance(module, AuxiliaryLoss) for module in self.modules())
-
     @can_return_tuple
     def forward(
         self,
@@ -338,7 +364,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
             >>> tokenizer = AutoTokenizer.from_pretrained("outputs/quickstart")
             >>> ids = model.generate(**tokenizer("def main", return_tensors="pt"), max_new_tokens=20)
         """
-        if self.training and labels is not None and self.has_auxiliary_losses:
+        if self._wants_auxiliary_losses(labels):
             kwargs["output_auxiliary_losses"] = True
         outputs = self.model(
             input_ids=input_ids,
@@ -354,11 +380,8 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        aux_loss = None
-        if outputs.auxiliary_losses:
-            aux_loss = sum(x.to(logits.device) for x in outputs.auxiliary_losses)
-            if loss is not None and self.training:
-                loss = loss + self.config.aux_loss_coef * _share(labels, kwargs.get("num_items_in_batch")) * aux_loss
+        share = _share(labels, kwargs.get("shift_labels"), kwargs.get("num_items_in_batch"))
+        loss, aux_loss = self._add_auxiliary_losses(loss, outputs.auxiliary_losses, *share)
         return InterdomainCausalLMOutput(
             loss=loss,
             aux_loss=aux_loss,
@@ -459,6 +482,9 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
     `[hidden_size]` at the end, where every layer has seen all the others.
     """
 
+    # The loss is a mean over rows: `Trainer` divides it where it accumulates several.
+    accepts_loss_kwargs = False
+
     def __init__(self, config: InterdomainConfig):
         super().__init__(config)
         self.num_labels = config.num_labels
@@ -484,7 +510,7 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
         use_cache: bool | None = None,
         pixel_values: torch.Tensor | None = None,
         **kwargs,
-    ) -> SequenceClassifierOutputWithPast:
+    ) -> InterdomainClassifierOutput:
         """As `InterdomainModel.forward`, and:
 
         Args:
@@ -518,6 +544,8 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
             inputs_embeds, input_ids, use_cache = torch.cat([inputs_embeds, cls_token], dim=1), None, False
             real = torch.cat([real, real.new_ones(batch, 1)], dim=1)
             attention_mask = None if bool(real.all()) else real.long()
+        if self._wants_auxiliary_losses(labels):
+            kwargs["output_auxiliary_losses"] = True
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -534,8 +562,11 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
-        return SequenceClassifierOutputWithPast(
+        loss, aux_loss = self._add_auxiliary_losses(loss, outputs.auxiliary_losses)
+        return InterdomainClassifierOutput(
             loss=loss,
+            aux_loss=aux_loss,
+            auxiliary_losses=outputs.auxiliary_losses,
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
@@ -576,9 +607,12 @@ _NO_CONTINUOUS_BATCHING = (
 )
 
 
-def _share(labels: torch.Tensor, items: torch.Tensor | int | None) -> torch.Tensor | float:
-    """The part of a step's loss that this batch is, where the step has several (gradient accumulation)."""
-    return 1.0 if items is None else (labels[:, 1:] != -100).sum() / items
+def _share(labels, shift_labels, items: torch.Tensor | int | None) -> tuple[Any, Any]:
+    """The tokens of this batch and of the whole step, where a step has several batches (gradient accumulation)."""
+    if labels is None or items is None:
+        return 1, 1
+    counted = labels[:, 1:] if shift_labels is None else shift_labels
+    return (counted != -100).sum(), items
 
 
 def _documents(cu_seqlens, position_ids, attention_mask, cache, shape) -> torch.Tensor | None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 from transformers import initialization as init
 
 
@@ -51,7 +52,8 @@ def residual_projection(in_features: int, out_features: int) -> nn.Linear:
 class AuxiliaryLoss(nn.Module):
     """Hands on what a layer wants added to the training loss: the model finds it by this module.
 
-    A layer calls it with a scalar, in training only; the model adds `config.aux_loss_coef` times the sum over layers.
+    A layer calls it with a scalar in every forward; in training, `config.aux_loss_coef` times the sum over all layers
+    joins the loss of the model.
     """
 
     def forward(self, loss: torch.Tensor) -> torch.Tensor:
@@ -59,11 +61,13 @@ class AuxiliaryLoss(nn.Module):
 
 
 def is_untouched(module: nn.Module, kind: type[nn.Module], device: torch.device) -> bool:
-    """Whether calling a module does nothing but what its class says, so that a kernel may read its weights instead.
+    """Whether calling a module does nothing but what its class says, so that a kernel may read its weight instead.
 
-    Hooks (pruning, offloading, an observer), another class (an adapter, a parametrization), a replaced `forward` and
-    weights that are elsewhere all mean no.
+    Hooks (pruning, offloading, an observer of all modules), another class (an adapter, a parametrization), a replaced
+    `forward`, and a weight that is elsewhere or no plain tensor (sharded, quantized) all mean no.
     """
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    here = all(p.device == device for p in module.parameters())
-    return type(module) is kind and not hooks and "forward" not in vars(module) and here
+    if type(module) is not kind or hooks or _has_any_global_hook() or "forward" in vars(module):
+        return False
+    weight = getattr(module, "weight", None)
+    return weight is None or (type(weight) in (torch.Tensor, nn.Parameter) and weight.device == device)
