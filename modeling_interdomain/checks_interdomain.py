@@ -88,7 +88,7 @@ def check_cache(cache: Cache | None, mixers: list[TokenMixer], batch: int, bidir
 
 
 def check_checkpointing(modules: Iterable[nn.Module]) -> None:
-    """Reentrant gradient checkpointing hands on the outputs of layers alone: an auxiliary loss would have no gradient."""
+    """Reentrant checkpointing hands on the outputs of layers alone: an auxiliary loss would have no gradient."""
     for module in modules:
         function = getattr(module, "_gradient_checkpointing_func", None)
         if getattr(module, "gradient_checkpointing", False) and getattr(function, "keywords", {}).get("use_reentrant"):
