@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, StaticLayer
 
 from .cache_interdomain import look_into
 from .mixer_common import TokenMixer
@@ -62,10 +62,23 @@ def check_cache_layers(cache: Cache, mixers: list[type[TokenMixer]]) -> None:
         )
 
 
+def check_room(cache: Cache, tokens: int) -> None:
+    """Raise if `tokens` in all are more than a static layer of keys and values can hold."""
+    room = min((layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)), default=tokens)
+    if tokens > room:
+        raise ValueError(
+            f"past_key_values has room for {room} tokens, and this needs {tokens}; make it with a larger max_cache_len."
+        )
+
+
 def check_cache(cache: Cache | None, mixers: list[TokenMixer], batch: int, bidirectional: bool) -> None:
     """A cache of another model, batch or device is an error before anything is written to it."""
     if cache is None:
         return
+    if not isinstance(cache, Cache):
+        raise ValueError(
+            f"past_key_values must be a cache, got {type(cache).__name__}; make it with InterdomainCache(model.config)."
+        )
     if bidirectional:
         raise ValueError("A bidirectional model reads a whole sequence at once: leave past_key_values out.")
     check_cache_layers(cache, [type(mixer) for mixer in mixers])

@@ -33,6 +33,7 @@ from .checks_interdomain import (
     check_checkpointing,
     check_cu_seqlens,
     check_mask,
+    check_room,
     check_tokens,
 )
 from .configuration_interdomain import InterdomainConfig
@@ -265,6 +266,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
         layers: Any = self.layers[: config.num_hidden_layers]  # fewer where the first layers are an assistant
         check_cache(past_key_values, [layer.token_mixer for layer in layers], shape[0], config.bidirectional)
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if past_key_values is not None and _is_at_hand(seen):
+            check_room(past_key_values, int(seen) + shape[1])
         check_mask(attention_mask, seen, *shape)
         cu_seqlens = _documents(kwargs.get("cu_seq_lens_q"), position_ids, attention_mask, past_key_values, shape)
 
@@ -400,6 +403,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         rollback = _rollback(self.config, generation_config)
         if isinstance(given, Cache):
             self.model.check_cache_layers(given)
+            check_room(given, max_cache_length)
         if isinstance(given, InterdomainCache):
             given.allow_rollback(rollback)
         if given is not None or generation_config.use_cache is False:
@@ -613,6 +617,11 @@ def _share(labels, shift_labels, items: torch.Tensor | int | None) -> tuple[Any,
         return 1, 1
     counted = labels[:, 1:] if shift_labels is None else shift_labels
     return (counted != -100).sum(), items
+
+
+def _is_at_hand(seen: int | torch.Tensor) -> bool:
+    """Whether a count can be looked at without waiting for a GPU or breaking a graph."""
+    return isinstance(seen, int) or (seen.device.type == "cpu" and not torch.compiler.is_compiling())
 
 
 def _documents(cu_seqlens, position_ids, attention_mask, cache, shape) -> torch.Tensor | None:
