@@ -78,7 +78,9 @@ def model(request, make_model):
 def test_generate(model, mode, left_padded):
     inputs = left_padded([2, 6])
     settings = {"max_new_tokens": 8, "do_sample": False}
-    expected = model.generate(**inputs, **settings, **{k: v for k, v in mode.items() if k == "num_beams"}, use_cache=False)
+    expected = model.generate(
+        **inputs, **settings, **{k: v for k, v in mode.items() if k == "num_beams"}, use_cache=False
+    )
     assert model.generate(**inputs, **settings, **mode).equal(expected)
 
 
@@ -93,8 +95,7 @@ def test_pads_and_pieces(model, make_cache, random_ids, advance, assert_same):
     mask[0, :5] = mask[1, 6] = 0
     ends = [4, 5, 6, 7, 9]
     pieces = [
-        advance(model, cache, ids[:, start:end], attention_mask=mask[:, :end])
-        for start, end in zip([0, *ends], ends)
+        advance(model, cache, ids[:, start:end], attention_mask=mask[:, :end]) for start, end in zip([0, *ends], ends)
     ]
     for row, real in enumerate(mask.bool()):
         assert_same(torch.cat(pieces, dim=1)[row, real], advance(model, None, ids[row : row + 1, real])[0])
@@ -114,7 +115,9 @@ def test_rollback_after_rows_changed(model, random_ids, advance, assert_same):
     assert_same(advance(model, cache, ids[rows, 5:6], attention_mask=mask[rows, :6]), expected)
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))], ids=["copy", "pickle"]
+)
 def test_copies(model, make_cache, how, random_ids, advance, contents, assert_same):
     cache = make_cache(model.config)
     cache.activate_past_recording()
