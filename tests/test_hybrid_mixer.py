@@ -1,4 +1,4 @@
-"""A mixer of layer type "hybrid": a running mean and a bounded window of keys and values, all in one recurrent layer."""
+"""A mixer of layer type "hybrid": a decaying sum and a bounded window of keys, all in one recurrent layer."""
 
 import copy
 import pickle
@@ -78,9 +78,8 @@ def model(request, make_model):
 def test_generate(model, mode, left_padded):
     inputs = left_padded([2, 6])
     settings = {"max_new_tokens": 8, "do_sample": False}
-    expected = model.generate(
-        **inputs, **settings, **{k: v for k, v in mode.items() if k == "num_beams"}, use_cache=False
-    )
+    beams = {"num_beams": mode.get("num_beams", 1)}
+    expected = model.generate(**inputs, **settings, **beams, use_cache=False)
     assert model.generate(**inputs, **settings, **mode).equal(expected)
 
 
@@ -115,15 +114,16 @@ def test_rollback_after_rows_changed(model, random_ids, advance, assert_same):
     assert_same(advance(model, cache, ids[rows, 5:6], attention_mask=mask[rows, :6]), expected)
 
 
-@pytest.mark.parametrize(
-    "how", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))], ids=["copy", "pickle"]
-)
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda cache: pickle.loads(pickle.dumps(cache))}
+
+
+@pytest.mark.parametrize("how", COPIES)
 def test_copies(model, make_cache, how, random_ids, advance, contents, assert_same):
     cache = make_cache(model.config)
     cache.activate_past_recording()
     advance(model, cache, random_ids(2, 5))
     before = contents(cache)
-    again = how(cache)
+    again = COPIES[how](cache)
     logits = advance(model, again, random_ids(2, 1, seed=1))
     assert_same(contents(cache), before)
     assert_same(advance(model, cache, random_ids(2, 1, seed=1)), logits)

@@ -1,4 +1,4 @@
-"""Checkpoints that were saved before still load: no weight has changed its name, and one that is missing starts anew."""
+"""Checkpoints that were saved before still load: no weight changes its name, and a missing one starts anew."""
 
 import pytest
 import torch
