@@ -203,8 +203,8 @@ class RecurrentMixer(TokenMixer):
 def _last_inputs(window: torch.Tensor, inputs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The window `[B, W, kernel - 1]` of a convolution after the real ones (mask `[B, T]`) of `inputs` `[B, T, W]`."""
     size = window.shape[-1]
-    together = torch.cat([window.to(inputs.dtype), inputs.mT], dim=-1)
+    together = torch.cat([window.to(inputs.dtype).mT, inputs], dim=1)
     real = torch.cat([mask.new_ones(mask.shape[0], size), mask], dim=1)
     # A stable sort brings the real inputs to the end in their order.
     order = real.long().sort(dim=1, stable=True).indices[:, real.shape[1] - size :]
-    return together.gather(2, order[:, None].expand(-1, together.shape[1], -1))
+    return together.gather(1, order[..., None].expand(-1, -1, together.shape[2])).mT
