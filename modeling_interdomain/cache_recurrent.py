@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-
 # Forwards that are kept apart: joining many small tensors is slow where it must be quick, in `crop`.
 _PIECES = 16
 
