@@ -2,9 +2,10 @@
 
 import torch
 
-from .op_common import document_boundaries, packing_from_mask
+from .op_common import check_documents
 from .op_common_launch import fused
 from .op_interdomain_chunk import chunk_attention
+from .op_interdomain_export import export_attention
 from .op_interdomain_prefix import associative_scan_attention, fft_attention
 from .op_interdomain_readout import PRODUCTS
 from .op_interdomain_recurrent import recurrent_attention
@@ -36,6 +37,7 @@ def interdomain_attention(
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
     chunk_size: int = 64,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -59,9 +61,13 @@ def interdomain_attention(
         initial_state: `[B, G, 2, M, R + D]`, real and imaginary part along the third axis; with `cu_seqlens`, one row a
             document. Default: None, which means zero.
         output_final_state: return the state after the last token of each row or document. Default: False.
-        cu_seqlens: `[S + 1]`, integers from 0 to T, strictly increasing: B is 1 and S documents lie one after the other
-            along T; none sees another. Default: None.
-        chunk_size: tokens per chunk in the chunked backends; changes speed and memory, not the result. Default: 64.
+        cu_seqlens: `[S + 1]`, integers from 0 to T, never decreasing: B is 1 and S documents lie one after the other
+            along T; none sees another, and an empty one leaves its initial state. Default: None.
+        lengths: `[B]`, integers, not together with `cu_seqlens`: row b holds lengths[b] tokens, and then pads, which
+            are not read; their outputs and gradients are zero, and the final state is that after the last token.
+            Default: None.
+        chunk_size: the largest number of tokens per chunk in the chunked backends; changes speed and memory, not the
+            result. Default: 64.
         backend: "recurrent" (the definition, token by token), "fft" (one convolution over all tokens), "scan" (token by
             token with one state kept every `chunk_size`, and the inverse recurrence in the backward pass),
             "associative_scan" (parallel prefix), "chunk" (batched matrix products), "triton" (fused kernels on a
@@ -99,8 +105,8 @@ def interdomain_attention(
         torch.Size([3, 4, 2, 8, 32])
     """
     _check_inputs(query, key, value, log_decay, input_matrix, coefficient_matrix, product)
-    boundaries = document_boundaries(cu_seqlens, query)
-    rows = query.shape[0] if cu_seqlens is None else len(boundaries) - 1
+    check_documents(cu_seqlens, lengths, query)
+    rows = query.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     _check_state(initial_state, "initial_state", rows, query, key, value, log_decay, normalize)
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}.")
@@ -114,35 +120,79 @@ def interdomain_attention(
     needs_grad = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (*tokens, *parameters, initial_state)
     )
-    single = backend == "auto" and query.shape[1] == 1 and not needs_grad
+    plain = cu_seqlens is None and lengths is None
+    single = backend == "auto" and query.shape[1] == 1 and plain and not needs_grad
     with torch.autocast(query.device.type, enabled=False):
         found = None
-        if backend in ("auto", "triton") and not single:
-            found = _fused(backend, *tokens, *parameters, product, initial_state, cu_seqlens, chunk_size, normalize)
+        if backend in ("auto", "triton") and not single and not torch.compiler.is_exporting():
+            extra = {} if lengths is None else {"lengths": lengths}
+            arguments = (*tokens, *parameters, product, initial_state, cu_seqlens, chunk_size, normalize)
+            found = _fused(backend, *arguments, **extra)
         if found is None:
             compute = _compute_dtype(*tokens)
-            query, key, value, log_decay, input_matrix = (x.to(compute) for x in (*tokens, *parameters[:2]))
-            coefficients, state = (None if x is None else x.to(compute) for x in (coefficient_matrix, initial_state))
-            arguments = (query, key, value, log_decay, input_matrix, coefficients, product, state, boundaries)
+            *tokens, decay, inputs, coefficients, state = (
+                None if x is None else x.to(compute) for x in (*tokens, *parameters, initial_state)
+            )
+            arguments = (*tokens, decay, inputs, coefficients, product, state, cu_seqlens, lengths)
             if single:
-                found = _single(query, key, value, log_decay, input_matrix, coefficients, product, state)
+                found = _single(*arguments[:-2])
+            elif torch.compiler.is_exporting():
+                found = export_attention(*arguments, chunk_size)
             elif backend in _WITHOUT_CHUNKS:
-                found = _WITHOUT_CHUNKS[backend](*arguments)
+                found = _on_documents(_WITHOUT_CHUNKS[backend], *arguments)
             elif backend == "scan":
-                found = _scan(*arguments, chunk_size)
+                found = _on_documents(_scan, *arguments, chunk_size)
             else:
-                found = chunk_attention(*arguments, chunk_size)
+                found = chunk_attention(*arguments, chunk_size, output_final_state)
     output, state = found
     if normalize:
-        output = output[..., :value_dim] / output[..., value_dim:]
+        denominator = output[..., value_dim:]
+        if lengths is not None:  # zero over zero at the pads
+            denominator = torch.where(_real_tokens(lengths, output)[..., None, None], denominator, 1)
+        output = output[..., :value_dim] / denominator
     return output.to(out_dtype), state if output_final_state else None
 
 
-def _fused(backend, query, key, value, log_decay, *arguments):
+def _real_tokens(lengths: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`[B, T]` bool, False for the pads of tokens `[B, T, ...]`."""
+    return torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+
+
+def _on_documents(
+    run, query, key, value, log_decay, input_matrix, coefficients, product, state, cu_seqlens, lengths, *options
+):  # fmt: skip
+    """A backend that takes the ends of documents as a list, none of them empty."""
+    parameters = log_decay, input_matrix, coefficients, product
+    batch, length = query.shape[:2]
+    if cu_seqlens is None and lengths is None:
+        return run(query, key, value, *parameters, state, [0, length], *options)
+    sizes = cu_seqlens.diff() if lengths is None else lengths
+    places = None
+    if lengths is not None:
+        places = _real_tokens(lengths, query).flatten().nonzero()[:, 0]
+        query, key, value = (x.flatten(0, 1).index_select(0, places)[None] for x in (query, key, value))
+    filled = sizes.nonzero()[:, 0]
+    rest = _state_or_zeros(state, key, value, log_decay, sizes.shape[0])
+    if filled.numel() == 0:
+        return value.new_zeros(batch, length, query.shape[2], value.shape[3]), rest
+    ends = [0, *sizes[filled].cumsum(0).tolist()]
+    first = None if state is None else state.index_select(0, filled)
+    output, final = run(query, key, value, *parameters, first, ends, *options)
+    if filled.numel() < sizes.shape[0]:
+        final = rest.index_copy(0, filled, final)
+    if places is not None:
+        flat = output.new_zeros(batch * length, *output.shape[2:])
+        output = flat.index_copy(0, places, output[0]).unflatten(0, (batch, length))
+    return output, final
+
+
+def _fused(backend, query, key, value, log_decay, *arguments, **options):
     def run():
         from .op_interdomain_triton import triton_attention
 
-        return triton_attention(*(x.to(value.dtype) for x in (query, key, value)), log_decay, *arguments)
+        return triton_attention(
+            *(x.to(value.dtype) for x in (query, key, value)), log_decay, *arguments, **options
+        )
 
     return fused(backend, (query, key, value), max(query.shape[3], value.shape[3], log_decay.shape[1]), run)
 
@@ -161,7 +211,7 @@ def _scan(query, key, value, log_decay, *arguments):
 
 def _single(query, key, value, log_decay, input_matrix, coefficients, product, state):
     """A row of one token each: the step that decoding takes, on a copy of the state."""
-    state = _state_or_zeros(state, key, value, log_decay)
+    state = _state_or_zeros(state, key, value, log_decay, key.shape[0])
     tokens = (x[:, 0] for x in (query, key, value))
     output = _step("auto", *tokens, log_decay, input_matrix, coefficients, state, product)
     return output[:, None], state
@@ -256,28 +306,22 @@ def state_after(
     """
     if state is not None and state.dtype not in (torch.float32, torch.float64):
         state = state.float()
-    state = _state_or_zeros(state, key, value, log_decay)
+    state = _state_or_zeros(state, key, value, log_decay, key.shape[0])
     with torch.no_grad(), torch.autocast(key.device.type, enabled=False):
         if key.shape[1] > _STEPS_AT_MOST:
-            packing = packing_from_mask(mask)
-            if packing.cu_seqlens.numel() == 1:
-                return state
-            rows = slice(None) if packing.rows is None else packing.rows
-            key, value = packing.pack(key), packing.pack(value)
-            _, state[rows] = interdomain_attention(
-                key,
-                key,
-                value,
-                log_decay,
-                input_matrix,
-                initial_state=state[rows],
-                cu_seqlens=packing.cu_seqlens,
-                output_final_state=True,
-            )
-            return state
+            return _state_after_many(key, value, log_decay, input_matrix, state, mask.bool())
         for t in range(key.shape[1]):
             advance_state(state, key[:, t], value[:, t], log_decay, input_matrix, mask[:, t])
     return state
+
+
+def _state_after_many(key, value, log_decay, input_matrix, state, mask) -> torch.Tensor:
+    """The real tokens of every row moved to its beginning, and all at once."""
+    order = mask.logical_not().long().argsort(dim=1, stable=True)
+    rows = torch.arange(mask.shape[0], device=mask.device)[:, None]
+    key, value = key[rows, order], value[rows, order]
+    options = {"initial_state": state, "output_final_state": True, "lengths": mask.sum(1)}
+    return interdomain_attention(key, key, value, log_decay, input_matrix, **options)[1]
 
 
 def append_one(value: torch.Tensor) -> torch.Tensor:
@@ -285,11 +329,11 @@ def append_one(value: torch.Tensor) -> torch.Tensor:
     return torch.cat([value, torch.ones_like(value[..., :1])], dim=-1)
 
 
-def _state_or_zeros(initial_state, key, value, log_decay) -> torch.Tensor:
+def _state_or_zeros(initial_state, key, value, log_decay, rows: int) -> torch.Tensor:
     if initial_state is not None:
         return initial_state.clone(memory_format=torch.contiguous_format)
     width = key.shape[-1] + value.shape[-1]
-    shape = (key.shape[0], key.shape[2], 2, log_decay.shape[1], width)
+    shape = (rows, key.shape[2], 2, log_decay.shape[1], width)
     return torch.zeros(shape, dtype=_compute_dtype(key, value), device=key.device)
 
 
