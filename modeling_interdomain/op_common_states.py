@@ -39,12 +39,25 @@ def dot(x: torch.Tensor, grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return torch.conj_physical(pairs(x), out=pairs(out)).mul_(pairs(grad))
 
 
+class Repeated:
+    """A table `[G, ...]` once for every chunk, `[G N, ...]`: batched products take no strides of zero."""
+
+    def __init__(self, table: torch.Tensor):
+        self.table = self.last = table[:, None]
+
+    def __call__(self, count: int) -> torch.Tensor:
+        if self.last.shape[1] != count:
+            self.last = self.table.repeat(1, count, 1, 1)
+        return self.last.flatten(0, 1)
+
+
 class DecayTables:
     """Powers of lambda up to C, computed in float64.
 
     Attributes:
         table: `[G, C, 2M]`, lambda^(C-1-j) beta at row j.
         powers: complex `[G, C + 1, M]`, lambda^j.
+        repeated: `table` for several chunks.
     """
 
     def __init__(self, log_decay: torch.Tensor, input_matrix: torch.Tensor, size: int, dtype: torch.dtype):
@@ -55,16 +68,10 @@ class DecayTables:
         self.powers = self.wide_powers.to(torch.complex128 if dtype == torch.float64 else torch.complex64)
         self.across = self.powers[:, -1, None, None]
         self.across_back = self.across.conj().resolve_conj()
-        self._repeated = self.table[:, None]
-
-    def repeated(self, count: int) -> torch.Tensor:
-        """The table once for every chunk, `[G count, C, 2M]`: batched products take no strides of zero."""
-        if self._repeated.shape[1] != count:
-            self._repeated = self.table[:, None].repeat(1, count, 1, 1)
-        return self._repeated.flatten(0, 1)
+        self.repeated = Repeated(self.table)
 
     def gradients(self, of_table: torch.Tensor, of_powers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Those of `log_decay` and `input_matrix`, `[G, M, 2]`, from those of `table` and `powers`.
+        """Those of `log_decay` and `input_matrix`, `[G, M, 2]` in float64, from those of `table` and `powers`.
 
         With lambda^j = exp(j z), where z has the two numbers of `log_decay`: dz = conj(j lambda^j) d(lambda^j).
         """
@@ -75,8 +82,7 @@ class DecayTables:
         total[:, :-1] += of_table * self.wide_inputs.conj()
         exponents = torch.arange(back.shape[1], device=back.device, dtype=torch.float64)
         of_decay = (exponents[:, None] * back * total).sum(1)
-        dtype = torch.float64 if of_powers.dtype == torch.complex128 else torch.float32
-        return torch.view_as_real(of_decay).to(dtype), torch.view_as_real(of_inputs).to(dtype)
+        return torch.view_as_real(of_decay), torch.view_as_real(of_inputs)
 
 
 class States:
@@ -100,6 +106,7 @@ class States:
         ends: bool,
     ):
         self.name, self.x, self.chunks, self.tables, self.workspace = name, x, chunks, tables, workspace
+        self.documents = None if initial is None else initial.shape[0]
         self.initial = None if initial is None else self._by_rank(initial)
         self.left: torch.Tensor | None = None  # what the next segment begins with
         # The states before the last chunk of every document, by rank.
@@ -295,3 +302,14 @@ class StateGradients:
         for ranks, grad in zip(self.states._ranks(), self._last_inputs):
             self.states.chunks.add_last(grad[:, :, None], ranks, self.x)
         return self.states.chunks.finish(self.x)
+
+    def initial_states(self, final: torch.Tensor | None) -> torch.Tensor | None:
+        """The gradient of the initial states `[documents, G, 2, M, W]`; an empty document hands that of its final on."""
+        if self.initial is None:
+            return None
+        states, documents = self.states.x, self.states.documents
+        groups, _, width, pairs_of_modes = self.initial.shape
+        shape = (documents, groups, 2, pairs_of_modes // 2, width)
+        found = states.new_zeros(shape) if final is None else final.clone()
+        self.states.by_document(self.initial, found)
+        return found

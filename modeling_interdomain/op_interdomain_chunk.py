@@ -88,7 +88,6 @@ class _Problem:
         self.back = self.forth.conj().resolve_conj()
         self.mixing = mixing_matrix(coefficients, product, self.groups, log_decay.shape[1], query)
         self.workspace = Workspace()
-        self.initial_shape = None if initial is None else initial.shape
         both = (None, None) if initial is None else initial.split([feature_dim, value.shape[3]], dim=-1)
         shared = self.chunks, self.tables
         self.keys = States("key", key, *shared, both[0], self.workspace, ends)
@@ -175,14 +174,11 @@ class _Problem:
         of_table = grads.of_table + grads.keys.of_table + grads.values.of_table
         of_powers = grads.keys.of_powers + grads.values.of_powers
         of_powers[:, 1:] += grads.of_powers
-        initial = None
-        if self.initial_shape is not None:
-            # A document without a token hands its initial state on.
-            initial = self.query.new_zeros(self.initial_shape) if final is None else final.clone()
-            for stream, into in zip(streams, self._split(initial), strict=True):
-                stream.states.by_document(stream.initial, into)
+        decay, inputs = (x.to(self.query.dtype) for x in self.tables.gradients(of_table, of_powers))
+        parts = [stream.initial_states(part) for stream, part in zip(streams, self._split(final), strict=True)]
+        initial = None if parts[0] is None else torch.cat(parts, dim=-1)
         tokens = self.chunks.finish(grads.query), *(stream.finish() for stream in streams)
-        return *tokens, *self.tables.gradients(of_table, of_powers), grads.of_mixing, initial
+        return *tokens, decay, inputs, grads.of_mixing, initial
 
 
 class _Gradients:
