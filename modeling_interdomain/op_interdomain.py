@@ -190,9 +190,7 @@ def _fused(backend, query, key, value, log_decay, *arguments, **options):
     def run():
         from .op_interdomain_triton import triton_attention
 
-        return triton_attention(
-            *(x.to(value.dtype) for x in (query, key, value)), log_decay, *arguments, **options
-        )
+        return triton_attention(*(x.to(value.dtype) for x in (query, key, value)), log_decay, *arguments, **options)
 
     return fused(backend, (query, key, value), max(query.shape[3], value.shape[3], log_decay.shape[1]), run)
 

@@ -211,7 +211,9 @@ class _Gradients:
         problem, product = self.problem, self.workspace.product
         of_values = product("grad values", problem.weights(p).mT, grad)
         of_weights = product("scores", grad, values.mT)
-        of_weights = problem.by_group(skew(of_weights.view(-1, problem.size, problem.size), self.workspace, "grad skew"))
+        of_weights = problem.by_group(
+            skew(of_weights.view(-1, problem.size, problem.size), self.workspace, "grad skew")
+        )
         self.of_table.baddbmm_(of_weights.mT, p)
         of_p = product("grad p", of_weights, problem.tables.table)
         of_states = None
