@@ -118,30 +118,29 @@ def interdomain_attention(
     needs_grad = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (*tokens, *parameters, initial_state)
     )
-    plain = cu_seqlens is None and lengths is None
-    single = backend == "auto" and query.shape[1] == 1 and plain and not needs_grad
+    exporting = torch.compiler.is_exporting()
+    whole = cu_seqlens is None and lengths is None
+    single = backend == "auto" and query.shape[1] == 1 and whole and not needs_grad and not exporting
     with torch.autocast(query.device.type, enabled=False):
         found = None
-        if backend in ("auto", "triton") and not single and not torch.compiler.is_exporting():
-            extra = {} if lengths is None else {"lengths": lengths}
+        if backend in ("auto", "triton") and not single and not exporting:
             arguments = (*tokens, *parameters, product, initial_state, cu_seqlens, chunk_size, normalize)
-            found = _fused(backend, *arguments, **extra)
+            found = _fused(backend, *arguments, **({} if lengths is None else {"lengths": lengths}))
         if found is None:
             compute = _compute_dtype(*tokens)
-            *tokens, decay, inputs, coefficients, state = (
-                None if x is None else x.to(compute) for x in (*tokens, *parameters, initial_state)
-            )
-            arguments = (*tokens, decay, inputs, coefficients, product, state, cu_seqlens, lengths)
+            query, key, value, log_decay, input_matrix = (x.to(compute) for x in (*tokens, *parameters[:2]))
+            coefficients, state = (None if x is None else x.to(compute) for x in (coefficient_matrix, initial_state))
+            problem = (query, key, value, log_decay, input_matrix, coefficients, product, state)
             if single:
-                found = _single(*arguments[:-2])
-            elif torch.compiler.is_exporting():
-                found = export_attention(*arguments, chunk_size)
+                found = _single(*problem)
+            elif exporting:
+                found = export_attention(*problem, cu_seqlens, lengths, chunk_size)
             elif backend in _WITHOUT_CHUNKS:
-                found = _on_documents(_WITHOUT_CHUNKS[backend], *arguments)
+                found = _on_documents(_WITHOUT_CHUNKS[backend], *problem, cu_seqlens, lengths)
             elif backend == "scan":
-                found = _on_documents(_scan, *arguments, chunk_size)
+                found = _on_documents(_scan, *problem, cu_seqlens, lengths, chunk_size)
             else:
-                found = chunk_attention(*arguments, chunk_size, output_final_state)
+                found = chunk_attention(*problem, cu_seqlens, lengths, chunk_size, output_final_state)
     output, state = found
     if normalize:
         denominator = output[..., value_dim:]
