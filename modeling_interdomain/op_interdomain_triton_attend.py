@@ -136,7 +136,6 @@ def attend_backward(
     powers = tables.powers + group * C * 2 * M
     mixing = tables.mixing + group * 4 * M * (M if FULL else 1)
     f = tokens.f + head * WIDTHS.C
-    c = tokens.c + group * WIDTHS.C
     modes = tl.arange(0, M)
     ages = (1 + tl.arange(0, C))[:, None].to(tl.float32)
     dt_re = tl.zeros([C, M], tl.float32)
@@ -157,7 +156,9 @@ def attend_backward(
                 columns = d + tl.arange(0, BD)
                 f_tile = load_tokens(f, start, length, d, heads * WIDTHS.C, WIDTHS.C, C, BD)
                 if ROWS:
-                    c_tile = load_tokens(c, start, length, d, groups * WIDTHS.C, WIDTHS.C, C, BD)
+                    c_tile = load_tokens(
+                        tokens.c + group * WIDTHS.C, start, length, d, groups * WIDTHS.C, WIDTHS.C, C, BD
+                    )
                     s_re, s_im = load_pair(c_states, modes, columns, C_PADDED, M * C_PADDED)
                     tile = dot(w, c_tile, tl.zeros([C, BD], tl.float32), MATH)
                     tile = dot(e_re, s_re, tile, MATH)
@@ -171,8 +172,9 @@ def attend_backward(
                 tile = dot(tl.trans(e_im), f_tile, tl.zeros([M, BD], tl.float32), MATH)
                 tl.store(grad_states + M * C_PADDED, narrow(tile, grad_states.dtype.element_ty, MATH))
             scores = intra_scores(
-                f, c, start, length, heads * WIDTHS.C, groups * WIDTHS.C, WIDTHS.C, C_PADDED, BD, C, SKEWED, MATH
-            )
+                f, tokens.c + group * WIDTHS.C, start, length, heads * WIDTHS.C, groups * WIDTHS.C, WIDTHS.C, C_PADDED,
+                BD, C, SKEWED, MATH,
+            )  # fmt: skip
             dt_re = dot(tl.trans(scores), x_re, dt_re, MATH)
             dt_im = dot(tl.trans(scores), x_im, dt_im, MATH)
             z_re, z_im = collect(
@@ -180,9 +182,9 @@ def attend_backward(
                 C, M, SKEWED, MATH,
             )  # fmt: skip
             z_re, z_im = times_conj(e_re.to(tl.float32), e_im.to(tl.float32), z_re, z_im)
-            grad_log_decay = grads.log_decay + (tl.cast(chunk, tl.int64) * heads + head) * 2 * M + modes
-            tl.store(grad_log_decay, tl.sum(ages * z_re, 0))
-            tl.store(grad_log_decay + M, tl.sum(ages * z_im, 0))
+            at_chunk = (tl.cast(chunk, tl.int64) * heads + head) * 2 * M
+            tl.store(grads.log_decay + at_chunk + modes, tl.sum(ages * z_re, 0))
+            tl.store(grads.log_decay + at_chunk + M + modes, tl.sum(ages * z_im, 0))
     grad_intra = grads.intra + (lane * heads + head) * C * 2 * M + tl.arange(0, C)[:, None] * 2 * M + modes[None, :]
     tl.store(grad_intra, dt_re)
     tl.store(grad_intra + M, dt_im)

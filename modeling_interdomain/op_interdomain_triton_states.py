@@ -107,15 +107,19 @@ def chunk_states(
     else:
         s_re = tl.zeros([BM, BW], tl.float32)
         s_im = tl.zeros([BM, BW], tl.float32)
+    stride = groups * 2 * M * columns.padded
+    jump = (next_slot - slot) * stride
     if STORE:
-        states += group * 2 * M * columns.padded + modes[:, None] * columns.padded + column[None, :]
+        states += (slot * groups + group) * 2 * M * columns.padded + modes[:, None] * columns.padded + column[None, :]
     for done in range(0, length, C):
         if STORE:
-            before = states + slot * (groups * 2 * M * columns.padded)
-            tl.store(before, narrow(s_re, states.dtype.element_ty, MATH))
-            tl.store(before + M * columns.padded, narrow(s_im, states.dtype.element_ty, MATH))
-            slot = next_slot
-            next_slot += 1
+            tl.store(states, narrow(s_re, states.dtype.element_ty, MATH))
+            tl.store(states + M * columns.padded, narrow(s_im, states.dtype.element_ty, MATH))
+            if PACKED:
+                states += jump
+                jump = tl.cast(stride, tl.int64)
+            else:
+                states += stride
         count = tl.minimum(length - done, C)
         inside = tokens - (C - count)
         address = (start + done + inside)[:, None] * (groups * columns.width) + column[None, :]
