@@ -6,6 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
+# Forwards that are kept apart: joining many small tensors is slow where it must be quick, in `crop`.
+_PIECES = 16
+
 
 class Record(NamedTuple):
     """What moves a layer on from `windows` and `states`, kept so that the last tokens can be taken back.
@@ -155,8 +158,10 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
                 before = [w.detach().clone() for w in self.windows], _map_states(_copy, self.states)
             self.recorded = Record(*before, [inputs], constants, replay)
         else:
-            self.recorded.pieces.append(inputs)
-            self.recorded = self.recorded._replace(constants=constants)
+            pieces = [*self.recorded.pieces, inputs]
+            if len(pieces) > _PIECES:
+                pieces = [_joined(pieces)]
+            self.recorded = self.recorded._replace(pieces=pieces, constants=constants)
         # All of a short forward can be taken back, of the prompt only its end.
         self.kept = max(self.max_rollback, inputs[-1].shape[1] if self.is_initialized else 0)
 
@@ -203,9 +208,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def _between(self, start: int, stop: int) -> tuple[torch.Tensor, ...]:
         """The recorded inputs of some tokens, as one piece."""
-        pieces = self.recorded.pieces
-        joined = pieces[0] if len(pieces) == 1 else tuple(torch.cat(x, dim=1) for x in zip(*pieces, strict=True))
-        return tuple(x[:, start:stop] for x in joined)
+        return tuple(x[:, start:stop] for x in _joined(self.recorded.pieces))
 
     def _replay(self, inputs: tuple[torch.Tensor, ...]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         """Windows and states after `inputs`, from the beginning of the record."""
@@ -310,6 +313,11 @@ class StaticRecurrentLayer(RecurrentLayer):
         super().to(device, dtype)
         if self.is_initialized:
             self.cumulative_length = self.cumulative_length.to(device)
+
+
+def _joined(pieces: list[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    """Several forwards as one piece, along the tokens."""
+    return pieces[0] if len(pieces) == 1 else tuple(torch.cat(x, dim=1) for x in zip(*pieces, strict=True))
 
 
 def _map_states(function, states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

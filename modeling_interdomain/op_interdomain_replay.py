@@ -40,7 +40,7 @@ def _advance(state, block, log_decay, input_matrix):
     key, value, mask = block
     inputs = torch.cat([key, value], dim=-1).to(state.dtype).transpose(1, 2)  # [B, G, T, W]
     after = mask.flip(1).long().cumsum(1).flip(1) - mask.long()
-    powers = decay_powers(log_decay, torch.arange(mask.shape[1] + 1, device=mask.device)).to(_complex(state))
+    powers = _powers(log_decay, mask.shape[1]).to(_complex(state))
     weights = powers * as_complex(input_matrix.to(state.dtype))[:, None]  # [G, T + 1, M]
     weights = torch.where(mask[..., None], weights[:, after], 0)  # [G, B, T, M]
     weights = torch.cat([weights.real, weights.imag], dim=-1).movedim(1, 0).mT  # [B, G, 2M, T]
@@ -49,6 +49,13 @@ def _advance(state, block, log_decay, input_matrix):
     real, imag = state.unbind(2)
     carried = [decay.real * real - decay.imag * imag, decay.real * imag + decay.imag * real]
     return torch.stack(carried, dim=2) + added
+
+
+def _powers(log_decay: torch.Tensor, last: int) -> torch.Tensor:
+    """`lambda^0` to `lambda^last`, `[G, last + 1, M]`: steps of 16 times steps of one, since sines are dear."""
+    coarse = decay_powers(log_decay, torch.arange(0, last + 1, 16, device=log_decay.device))
+    fine = decay_powers(log_decay, torch.arange(16, device=log_decay.device))
+    return (coarse[:, :, None] * fine[:, None]).flatten(1, 2)[:, : last + 1]
 
 
 def _complex(x: torch.Tensor) -> torch.dtype:
