@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+from collections import defaultdict
 
 import pytest
 import torch
@@ -44,6 +45,24 @@ VARIANTS = {
     "gated": {"use_output_gate": True, "use_output_norm": True, "input_norm": False},
     "no-convolution": {"conv_kernel": 1},
 }
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks for marks
+def pytest_collection_modifyitems(items):
+    """Of a test's other parameters an arrangement of mixers meets all, a variant one in turn; its others are slow."""
+    cases = defaultdict(list)
+    for item in items:
+        values = item.callspec.params if hasattr(item, "callspec") else {}
+        name = values.get("any_model", values.get("recurrent_model"))
+        if name in VARIANTS:
+            cases[item.path, item.originalname, name].append(item)
+    turns = {name: turn for turn, name in enumerate(VARIANTS)}
+    for (_, test, name), same in cases.items():
+        # Tests begin at different places, so that a variant does not meet the same pads in all of them.
+        kept = same[(turns[name] + len(test)) % len(same)]
+        for item in same:
+            if item is not kept:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
