@@ -1,22 +1,20 @@
 """Performance tables.
 
 python -m benchmarks                    those of this machine (about 12 minutes on 2 cores without a GPU)
-python -m benchmarks operator_gpu       one of them; results go to benchmarks/results/
+python -m benchmarks operator_gpu       one of them; results go to benchmarks/results/ and from there into the READMEs
 python -m benchmarks decode_gpu --only "1.3b.*batch 1,"   some cases of a table, the others stay as they were
 python -m benchmarks --quick            a smoke run that writes nothing
-python -m benchmarks --readme README.md fill the tables after `<!-- table: NAME -->` from the results
+python -m benchmarks --readme           write the tables of the READMEs from the results, and nothing else
 """
 
 import argparse
 import importlib
-import re
-from pathlib import Path
 
 import torch
 
-from benchmarks import harness
+from benchmarks import harness, readme
 
-CPU = ("operator_cpu", "model_cpu", "decode_cpu", "backends")
+CPU = ("operator_cpu", "model_cpu", "decode_cpu", "rollback_cpu", "backends")
 GPU = ("operator_gpu", "decode_gpu", "prefill_memory_gpu", "training_gpu")
 TABLES = (*CPU, *GPU, "kernel_resources")
 
@@ -26,13 +24,13 @@ def main() -> None:
     parser.add_argument("tables", nargs="*", help=f"any of {', '.join(TABLES)}")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, nothing written")
     parser.add_argument("--only", help="of a GPU table, the cases that match this regular expression")
-    parser.add_argument("--readme", type=Path, help="fill the tables of this file and stop")
+    parser.add_argument("--readme", action="store_true", help="write the tables of the READMEs and stop")
     arguments = parser.parse_args()
     unknown = sorted(set(arguments.tables) - set(TABLES))
     if unknown:
         parser.error(f"no table named {', '.join(unknown)}; choose from {', '.join(TABLES)}")
     if arguments.readme:
-        arguments.readme.write_text(fill(arguments.readme.read_text()))
+        readme.update()
         return
     for name in arguments.tables or (GPU if torch.cuda.is_available() else CPU):
         module = importlib.import_module(f"benchmarks.{name}")
@@ -45,18 +43,8 @@ def main() -> None:
             if hasattr(module, "plot"):
                 module.plot(record, path.with_suffix(".png"))
         print(f"\n## {name}\n\n{module.table(record)}", flush=True)
-
-
-def fill(text: str) -> str:
-    """Put the tables of the result files between their markers."""
-
-    def table(match: re.Match) -> str:
-        name = match.group(1)
-        module = importlib.import_module(f"benchmarks.{name}")
-        show = getattr(module, "summary", module.table)
-        return f"<!-- table: {name} -->\n\n{show(harness.read(name))}\n\n<!-- end -->"
-
-    return re.sub(r"<!-- table: (\w+) -->.*?<!-- end -->", table, text, flags=re.DOTALL)
+    if not arguments.quick:
+        readme.update()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import studies
+from benchmarks import readme, studies
 from benchmarks.harness import RESULTS, footnote, markdown
 from examples.text_data import (
     encode,
@@ -279,9 +279,10 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     if arguments.speed:
         studies.write_speed(FILE, fresh, endless_runs(), TRAINING["batch_size"] * TRAINING["sequence_length"])
-        return
-    run = functools.partial(run_condition, data=prepare(arguments.data))
-    studies.run_missing(FILE, fresh, plan, run, "python -m benchmarks.condition_study", arguments.part)
+    else:
+        run = functools.partial(run_condition, data=prepare(arguments.data))
+        studies.run_missing(FILE, fresh, plan, run, "python -m benchmarks.condition_study", arguments.part)
+    readme.update()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from benchmarks import studies
+from benchmarks import readme, studies
 from benchmarks.harness import RESULTS, footnote, machine, markdown, read
 from conversion.__main__ import main as convert
 from conversion.distill import perplexity
@@ -164,6 +164,7 @@ def main() -> None:
     record = run(arguments.data)
     record["machine"] = {**machine(), "command": "python -m benchmarks.conversion_study"}
     FILE.write_text(json.dumps(record, indent=1) + "\n")
+    readme.update()
     print(table(record))
 
 

@@ -144,9 +144,8 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 def footnote(record: dict) -> str:
     about = record["machine"]
-    place = (
-        f"{about['gpu']}, Triton {about['triton']}" if "gpu" in about else f"{about['cpu']}, {about['threads']} threads"
-    )
+    threads = f"{about['threads']} thread" + ("" if about["threads"] == 1 else "s")
+    place = f"{about['gpu']}, Triton {about['triton']}" if "gpu" in about else f"{about['cpu']}, {threads}"
     return (
         f"{place}, torch {about['torch']}, transformers {about['transformers']}, "
         f"commit {about['commit']}, {about['date']}: `{about['command']}`"

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from benchmarks import studies
+from benchmarks import readme, studies
 from benchmarks.harness import RESULTS, footnote, markdown
 from examples.classify_images import RECIPE, REPOSITORY, Images, accuracy, load_images, train_classifier
 from examples.training import read_recipe
@@ -98,10 +98,11 @@ def main() -> None:
     if arguments.speed:
         train = load_images(arguments.data, "train", 1000)
         studies.write_speed(FILE, fresh, endless_runs(train), make_recipe()["batch_size"])
-        return
-    train, test = load_images(arguments.data, "train"), load_images(arguments.data, "test", TEST_IMAGES)
-    run = functools.partial(run_condition, train=train, test=test)
-    studies.run_missing(FILE, fresh, plan, run, "python -m benchmarks.image_study", arguments.part)
+    else:
+        train, test = load_images(arguments.data, "train"), load_images(arguments.data, "test", TEST_IMAGES)
+        run = functools.partial(run_condition, train=train, test=test)
+        studies.run_missing(FILE, fresh, plan, run, "python -m benchmarks.image_study", arguments.part)
+    readme.update()
 
 
 if __name__ == "__main__":

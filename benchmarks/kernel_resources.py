@@ -214,7 +214,7 @@ def _distinct(problem: str) -> list[tuple[int, tuple[int, ...]]]:
 
 
 def summary(record: dict) -> str:
-    """The first problem alone, for the README."""
+    """The first problem alone, for benchmarks/README.md."""
     first = next(iter(PROBLEMS))
     others = ", ".join(f"`{name}`" for name in PROBLEMS if name != first)
     rows = [row for row in record["rows"] if row["problem"] == first]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks import condition_study, studies
+from benchmarks import condition_study, readme, studies
 from benchmarks.harness import RESULTS, footnote, markdown, read
 
 FILE = RESULTS / "longer_study.json"
@@ -73,6 +73,7 @@ def main() -> None:
     run = functools.partial(condition_study.run_condition, data=data, training=TRAINING)
     planned = functools.partial(plan, shorter=read("condition_study")["runs"])
     studies.run_missing(FILE, fresh, planned, run, "python -m benchmarks.longer_study", arguments.part)
+    readme.update()
 
 
 if __name__ == "__main__":

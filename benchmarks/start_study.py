@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import readme
 from benchmarks.harness import footnote, machine
 from examples.text_data import gather_documents, random_batches, split_documents
 from examples.training import train
@@ -169,6 +170,8 @@ def main() -> None:
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(record, indent=1) + "\n")
         print(f"{size} seed {seed} {name}: {row['bits_per_byte']} bits per byte in {row['seconds']:.0f} s", flush=True)
+    if not arguments.table:
+        readme.update()
     print(table(record))
 
 

@@ -22,17 +22,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
 from examples.text_data import InputError, encode, exit_code, gather_documents, random_batches, train_tokenizer
 from examples.training import train
-from modeling_interdomain import InterdomainCache, register_token_mixer
+from modeling_interdomain import InterdomainCache, TokenMixer, register_token_mixer
 
 CONFIG = Path(__file__).resolve().parents[1] / "configuration" / "interdomain-tiny"
 
 
-class MovingAverage(nn.Module):
+class MovingAverage(TokenMixer):
     """`h_t = a h_{t-1} + (1 - a) v_t` with a learned `a` a channel, read through a gate. Its state is `h`, `[B, W]`."""
 
+    layer_type = "linear_attention"  # it keeps a state of fixed size, not keys and values
+
     def __init__(self, config, layer_idx: int):
-        super().__init__()
-        self.layer_idx = layer_idx
+        super().__init__(config, layer_idx)
         self.state_dtype = getattr(torch, config.state_dtype)  # also of the caches; bfloat16 would forget too soon
         width = config.hidden_size
         self.v_proj = nn.Linear(width, width, bias=False)
@@ -44,6 +45,11 @@ class MovingAverage(nn.Module):
         """What a cache holds of this layer: windows of convolutions, of which there are none, and the state."""
         return [[batch, self.decay.numel()]]
 
+    @classmethod
+    def state_sizes(cls, config, context_length: int) -> dict[str, int]:
+        """The same in numbers, for `config.state_sizes`."""
+        return {"recurrent": config.hidden_size}
+
     def forward(self, hidden_states, attention_mask=None, past_key_values=None, packing=None, **kwargs):
         """Mix `[B, T, W]`; pads leave the state alone, and a packed document does not see the one before it."""
         layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
@@ -51,7 +57,7 @@ class MovingAverage(nn.Module):
         a = self.decay.to(self.state_dtype).sigmoid()
         decays, values = a.expand(batch, length, width), (1 - a) * self.v_proj(hidden_states)
 
-        pads, starts = _pads_and_starts(attention_mask, packing, hidden_states)
+        pads, starts = _pads_and_starts(attention_mask, packing)
         if pads is not None:
             decays, values = decays.masked_fill(pads, 1), values.masked_fill(pads, 0)
         if starts is not None and layer is None:  # a cache goes on with the state it has
@@ -66,25 +72,22 @@ class MovingAverage(nn.Module):
             state = decay * state + value
             states.append(state)
         if layer is not None:
-            layer.write([], state, length)
+            layer.write([], {"state": state}, length)
         averages = torch.stack(states, dim=1).to(hidden_states.dtype)
         return self.o_proj(F.silu(self.g_proj(hidden_states)) * averages), None
 
 
-def _pads_and_starts(attention_mask, packing, hidden_states):
+def _pads_and_starts(attention_mask, packing):
     """`[B, T, 1]` bool: which tokens are pads and which begin a document; None where none are.
 
     A single step gets the mask of its tokens, anything longer a `packing` of the real ones.
     """
-    if packing is None:
-        return (None if attention_mask is None else ~attention_mask.bool()[..., None]), None
-    first = torch.zeros(1, int(packing.cu_seqlens[-1]), 1, dtype=torch.bool, device=hidden_states.device)
-    first[0, packing.cu_seqlens[:-1]] = True
-    pads = None if packing.mask is None else ~packing.mask[..., None]
-    return pads, packing.unpack(first, hidden_states.shape[:2])
+    real = attention_mask if packing is None else packing.mask
+    starts = None if packing is None else packing.starts
+    return (None if real is None else ~real.bool()[..., None]), (None if starts is None else starts[..., None])
 
 
-register_token_mixer("moving_average", MovingAverage, layer_type="linear_attention")
+register_token_mixer("moving_average", MovingAverage)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

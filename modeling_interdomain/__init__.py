@@ -4,16 +4,19 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from .cache_interdomain import InterdomainCache, InterdomainStaticCache
 from .configuration_interdomain import InterdomainConfig
+from .mixer_common import TokenMixer
 from .modeling_interdomain import (
     InterdomainForCausalLM,
     InterdomainForSequenceClassification,
     InterdomainModel,
     InterdomainPreTrainedModel,
-    register_token_mixer,
 )
+from .module_common import AuxiliaryLoss
 from .op_interdomain import interdomain_attention, interdomain_step
+from .registry_interdomain import register_feed_forward, register_token_mixer
 
 __all__ = [
+    "AuxiliaryLoss",
     "InterdomainCache",
     "InterdomainConfig",
     "InterdomainForCausalLM",
@@ -21,8 +24,10 @@ __all__ = [
     "InterdomainModel",
     "InterdomainPreTrainedModel",
     "InterdomainStaticCache",
+    "TokenMixer",
     "interdomain_attention",
     "interdomain_step",
+    "register_feed_forward",
     "register_token_mixer",
 ]
 

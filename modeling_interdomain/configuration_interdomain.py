@@ -6,10 +6,9 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-logger = logging.get_logger(__name__)
+from .registry_interdomain import FEED_FORWARDS, TOKEN_MIXERS
 
-# The name of a token mixer here, and what the library calls a layer that behaves like it (masks, caches, generation).
-LAYER_TYPES = {"interdomain": "linear_attention", "s4d": "linear_attention", "softmax": "full_attention"}
+logger = logging.get_logger(__name__)
 
 _CHOICES = {
     "feature_map": ("silu_l2", "fourier", "fourier_shifted"),
@@ -55,6 +54,10 @@ class InterdomainConfig(PreTrainedConfig):
         conv_kernel: width of the causal convolution of queries and keys, in tokens. Default: 4.
         token_mixers: "interdomain", "s4d" (the same state read by a learned vector, no query) or "softmax" for all
             layers, or a list with one name a layer. Default: "interdomain".
+        feed_forwards: "mlp" (SwiGLU) or "none" (the layer ends with its token mixer) for all layers, or a list with one
+            name a layer. Default: "mlp".
+        aux_loss_coef: what the sum of the auxiliary losses of all layers is multiplied with before it joins the
+            training loss; only registered feed-forward layers have any. Default: 0.001.
         state_input: what drives the state: "key_value" (convolution and feature map on keys, values as they are) or
             "generic" (two linear maps, each after a convolution). Default: None, "key_value" in "interdomain" layers
             and "generic" in "s4d" layers.
@@ -135,6 +138,8 @@ class InterdomainConfig(PreTrainedConfig):
     state_size: int = 64
     conv_kernel: int = 4
     token_mixers: str | list[str] = "interdomain"
+    feed_forwards: str | list[str] = "mlp"
+    aux_loss_coef: float = 0.001
     state_input: str | None = None
     feature_map: str = "silu_l2"
     product: str = "bilinear"
@@ -170,7 +175,7 @@ class InterdomainConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         kwargs.pop("layer_types", None)  # derived from token_mixers
-        self._check_token_mixers()
+        self._check_names()
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None and self.num_attention_heads > 0:
@@ -214,7 +219,7 @@ class InterdomainConfig(PreTrainedConfig):
                 f"num_key_value_heads = {self.num_key_value_heads} must divide num_attention_heads = "
                 f"{self.num_attention_heads}."
             )
-        self._check_token_mixers()
+        self._check_names()
         if self.rope_placement is not None and self.rope_parameters is None:
             raise ValueError(
                 f"rope_placement = {self.rope_placement!r} needs rope_parameters, for example "
@@ -228,7 +233,7 @@ class InterdomainConfig(PreTrainedConfig):
             raise ValueError(f"feature_map = {self.feature_map!r} knows no rotations: set rope_placement=None.")
         if self.feature_map == "fourier" and self.feature_dim % 2:
             raise ValueError(f'feature_map = "fourier" needs an even feature_dim, got {self.feature_dim}.')
-        if self.bidirectional and "linear_attention" in self.layer_types:
+        if self.bidirectional and set(self.layer_types) != {"full_attention"}:
             raise ValueError("bidirectional needs softmax in all layers: a recurrent layer sees earlier tokens only.")
         if self.patch_size is not None and (self.patch_size < 1 or self.num_channels < 1):
             raise ValueError(
@@ -238,6 +243,8 @@ class InterdomainConfig(PreTrainedConfig):
             raise ValueError(
                 'normalize divides by a readout of the query, and "s4d" layers have none; set it to False.'
             )
+        if self.aux_loss_coef < 0:
+            raise ValueError(f"aux_loss_coef must not be negative, got {self.aux_loss_coef}.")
         if not 0 < self.time_step_min <= self.time_step_max:
             raise ValueError(
                 f"time_step_min = {self.time_step_min} must be positive and at most time_step_max = "
@@ -255,19 +262,21 @@ class InterdomainConfig(PreTrainedConfig):
                 "modeling_interdomain if a newer version has saved it."
             )
 
-    def _check_token_mixers(self) -> None:
-        mixers = [self.token_mixers] if isinstance(self.token_mixers, str) else self.token_mixers
-        unknown = sorted(set(mixers) - set(LAYER_TYPES))
-        if unknown:
-            raise ValueError(
-                f"token_mixers must be made of {', '.join(LAYER_TYPES)} or what register_token_mixer has added; got "
-                f"{', '.join(unknown)}."
-            )
-        if not isinstance(self.token_mixers, str) and len(mixers) != self.num_hidden_layers:
-            raise ValueError(
-                f"token_mixers has {len(mixers)} names for num_hidden_layers = {self.num_hidden_layers}; give one "
-                "name a layer, or one for all."
-            )
+    def _check_names(self) -> None:
+        """The names of the layers' parts are known, and there is one a layer."""
+        for field, table in (("token_mixers", TOKEN_MIXERS), ("feed_forwards", FEED_FORWARDS)):
+            given = getattr(self, field)
+            names = [given] if isinstance(given, str) else given
+            if unknown := sorted(set(names) - set(table)):
+                raise ValueError(
+                    f"{field} must be made of {', '.join(table)} or what register_{field[:-1]} has added; got "
+                    f"{', '.join(unknown)}."
+                )
+            if not isinstance(given, str) and len(names) != self.num_hidden_layers:
+                raise ValueError(
+                    f"{field} has {len(names)} names for num_hidden_layers = {self.num_hidden_layers}; give one name a "
+                    "layer, or one for all."
+                )
 
     @property
     def mapped_dim(self) -> int:
@@ -277,9 +286,22 @@ class InterdomainConfig(PreTrainedConfig):
     @property
     def mixers_per_layer(self) -> list[str]:
         """The token mixer of every layer."""
-        if isinstance(self.token_mixers, str):
-            return [self.token_mixers] * self.num_hidden_layers
-        return list(self.token_mixers)[: self.num_hidden_layers]
+        return self._per_layer(self.token_mixers)
+
+    @property
+    def feed_forwards_per_layer(self) -> list[str]:
+        """The feed-forward layer of every layer."""
+        return self._per_layer(self.feed_forwards)
+
+    def _per_layer(self, names: str | list[str]) -> list[str]:
+        return [names] * self.num_hidden_layers if isinstance(names, str) else list(names)[: self.num_hidden_layers]
+
+    @property
+    def rotated_dims(self) -> list[int]:
+        """The head sizes for which layers need cosines and sines."""
+        if self.rope_parameters is None:
+            return []
+        return sorted(set().union(*(TOKEN_MIXERS[name].rotated_dims(self) for name in self.mixers_per_layer)))
 
     def state_sizes(self, context_length: int) -> dict[str, int]:
         """The numbers that a decoder keeps of one sequence, over all layers (the paper's table 5).
@@ -292,30 +314,18 @@ class InterdomainConfig(PreTrainedConfig):
             inputs of the convolutions) and "keys_values".
 
         Raises:
-            ValueError: when a layer is a registered mixer, whose sizes are its own.
+            ValueError: when a layer is a registered mixer that does not say its sizes.
         """
-        groups, names = self.num_key_value_heads, self.mixers_per_layer
-        state = groups * 2 * self.state_size * (self.feature_dim + self.head_dim + int(self.normalize))
         sizes = {"recurrent": 0, "convolution": 0, "keys_values": 0}
-        if foreign := sorted(set(names) - {"interdomain", "s4d", "softmax"}):
-            raise ValueError(
-                f"state_sizes does not know {', '.join(foreign)} layers; state_bytes() of a cache counts what is kept."
-            )
-        for name in names:
-            if LAYER_TYPES[name] == "full_attention":
-                sizes["keys_values"] += 2 * groups * self.head_dim * context_length
-                continue
-            generic = (self.state_input or {"s4d": "generic"}.get(name)) == "generic"
-            width = groups * (self.feature_dim + self.head_dim if generic else self.mapped_dim)
-            width += self.num_attention_heads * self.mapped_dim if name == "interdomain" else 0
-            sizes["recurrent"] += state
-            sizes["convolution"] += width * (self.conv_kernel - 1)
+        for name in self.mixers_per_layer:
+            for kind, number in TOKEN_MIXERS[name].state_sizes(self, context_length).items():
+                sizes[kind] += number
         return sizes
 
     @property
     def layer_types(self) -> list[str]:
         """What Transformers calls the layers; derived from `token_mixers`, so assignments have no effect."""
-        return [LAYER_TYPES[name] for name in self.mixers_per_layer]
+        return [TOKEN_MIXERS[name].layer_type for name in self.mixers_per_layer]
 
     @layer_types.setter
     def layer_types(self, value):

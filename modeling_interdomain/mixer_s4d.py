@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .mixer_interdomain import InterdomainMixer
+from .mixer_interdomain import KeyValueMixer
 from .module_recurrence import InterdomainRecurrence
 from .op_interdomain_step import grouped_coefficients
 from .op_s4d import s4d_attention, s4d_step
@@ -25,10 +25,10 @@ class S4DRecurrence(InterdomainRecurrence):
         init.normal_(self.readout, std=config.initializer_range)
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
+    def start_parameters(self, config) -> None:
+        super().start_parameters(config)
         if hasattr(self, "readout"):
-            init.normal_(self.readout, std=self.config.initializer_range)
+            init.normal_(self.readout, std=config.initializer_range)
 
     def _operate(self, *inputs: Any, step: bool = False, **arguments: Any):
         """`s4d_attention` of the two inputs, or with `step=True` `s4d_step`."""
@@ -50,7 +50,7 @@ class S4DRecurrence(InterdomainRecurrence):
         return torch.view_as_real(rows.flatten(0, 1))
 
 
-class S4DMixer(InterdomainMixer):
+class S4DMixer(KeyValueMixer):
     """Two linear maps of the token, each after a convolution, drive the state; a learned vector reads it.
 
     The output has R + D numbers a head, all of which `o_proj` reads. `k_proj` and `v_proj` make the two inputs, a and b
@@ -58,6 +58,8 @@ class S4DMixer(InterdomainMixer):
     convolved, as in Interdomain layers: the ablation with a linear readout.
     """
 
-    has_query = False
     default_state_input = "generic"
     recurrence_class = S4DRecurrence
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx, config.feature_dim + config.head_dim, weighted=False)

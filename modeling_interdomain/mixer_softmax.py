@@ -4,18 +4,19 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .mixer_common import TokenMixer
 from .module_common import residual_projection
 from .module_rotary import rotate
 from .op_common import Packing
 
 
-class SoftmaxMixer(nn.Module):
+class SoftmaxMixer(TokenMixer):
     """Grouped-query attention, causal unless `config.bidirectional`; any `attn_implementation` of the library."""
 
+    layer_type = "full_attention"
+
     def __init__(self, config, layer_idx: int):
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
+        super().__init__(config, layer_idx)
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = config.head_dim**-0.5
@@ -30,6 +31,14 @@ class SoftmaxMixer(nn.Module):
     def cache_shapes(self, batch: int) -> list[list[int]]:
         """Batch, heads and head size of the keys a cache of this layer holds."""
         return [[batch, self.config.num_key_value_heads, self.head_dim]]
+
+    @classmethod
+    def rotated_dims(cls, config) -> set[int]:
+        return {config.head_dim}
+
+    @classmethod
+    def state_sizes(cls, config, context_length: int) -> dict[str, int]:
+        return {"keys_values": 2 * config.num_key_value_heads * config.head_dim * context_length}
 
     def forward(
         self,

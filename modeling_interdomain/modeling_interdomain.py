@@ -1,6 +1,6 @@
 """Interdomain language models: a Llama-style decoder whose token mixers are chosen layer by layer."""
 
-from itertools import pairwise
+from dataclasses import dataclass
 from json import JSONDecodeError
 from typing import Any
 
@@ -9,7 +9,6 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
-from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.masking_utils import (
     create_bidirectional_mask,
@@ -24,17 +23,14 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .cache_interdomain import InterdomainCache, InterdomainLayer, InterdomainStaticCache
+from .cache_interdomain import InterdomainCache, InterdomainStaticCache
 from .checkpoint_folder import damaged_weights, holds_weights, replacing
-from .configuration_interdomain import LAYER_TYPES, InterdomainConfig
-from .mixer_interdomain import InterdomainMixer
-from .mixer_s4d import S4DMixer
+from .checks_interdomain import check_cache, check_cache_layers, check_cu_seqlens, check_mask, check_tokens
+from .configuration_interdomain import InterdomainConfig
 from .mixer_softmax import SoftmaxMixer
-from .module_common import InterdomainRMSNorm, residual_projection
-from .module_feature_maps import FourierFeatures
-from .module_recurrence import InterdomainRecurrence
+from .module_common import AuxiliaryLoss, InterdomainRMSNorm
 from .module_rotary import InterdomainRotaryEmbedding
 from .op_common import (
     Packing,
@@ -44,10 +40,7 @@ from .op_common import (
     packing_from_mask,
     positions_from_cu_seqlens,
 )
-
-# A new token mixer is a file of its own, a line here and a line in LAYER_TYPES of the configuration.
-TOKEN_MIXERS = {"interdomain": InterdomainMixer, "s4d": S4DMixer, "softmax": SoftmaxMixer}
-
+from .registry_interdomain import FEED_FORWARDS, TOKEN_MIXERS
 
 # Where a checkpoint folder finds its classes when this package is not installed.
 AUTO_MAP = {
@@ -60,38 +53,19 @@ AUTO_MAP = {
 }
 
 
-def register_token_mixer(name: str, mixer_class: type[nn.Module], layer_type: str) -> None:
-    """Let `token_mixers` of a configuration name a mixer of one's own; `examples/custom_mixer.py` shows one.
+@dataclass
+class InterdomainModelOutput(BaseModelOutputWithPast):
+    """With `auxiliary_losses`, one scalar for each layer that has one."""
 
-    Args:
-        name: what the configuration calls it. A folder with such a model loads after this call alone.
-        mixer_class: made as `mixer_class(config, layer_idx)` and called like `InterdomainMixer`, with the same
-            `cache_shapes`; it returns the mixed tokens and None, or attention weights. Its last projection is `o_proj`.
-        layer_type: "linear_attention" if it keeps a state in `past_key_values.layers[layer_idx]`, an
-            `InterdomainLayer`; "full_attention" if it updates keys and values there.
-
-    Raises:
-        ValueError: when the name is taken or the kind of layer is unknown.
-    """
-    if name in TOKEN_MIXERS:
-        raise ValueError(f"The name {name!r} belongs to the token mixer {TOKEN_MIXERS[name].__name__}: choose another.")
-    if layer_type not in ("linear_attention", "full_attention"):
-        raise ValueError(f'layer_type must be "linear_attention" or "full_attention", got {layer_type!r}.')
-    TOKEN_MIXERS[name], LAYER_TYPES[name] = mixer_class, layer_type
+    auxiliary_losses: tuple[torch.Tensor, ...] | None = None
 
 
-class InterdomainMLP(nn.Module):
-    """The gated feed-forward layer, SwiGLU with the default activation."""
+@dataclass
+class InterdomainCausalLMOutput(CausalLMOutputWithPast):
+    """With `aux_loss`, their sum, of which `config.aux_loss_coef` times as much is part of `loss`."""
 
-    def __init__(self, config):
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = residual_projection(config.intermediate_size, config.hidden_size)
-        self.act_fn = ACT2FN[config.hidden_act]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+    aux_loss: torch.Tensor | None = None
+    auxiliary_losses: tuple[torch.Tensor, ...] | None = None
 
 
 class InterdomainDecoderLayer(GradientCheckpointingLayer):
@@ -100,13 +74,17 @@ class InterdomainDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config, layer_idx: int):
         super().__init__()
         self.token_mixer = TOKEN_MIXERS[config.mixers_per_layer[layer_idx]](config, layer_idx)
-        self.mlp = InterdomainMLP(config)
+        feed_forward = FEED_FORWARDS[config.feed_forwards_per_layer[layer_idx]]
+        self.mlp = None if feed_forward is None else feed_forward(config, layer_idx)
         self.input_layernorm = InterdomainRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = InterdomainRMSNorm(config.hidden_size, config.rms_norm_eps)
+        if self.mlp is not None:
+            self.post_attention_layernorm = InterdomainRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden_states: torch.Tensor, attention_mask=None, **kwargs) -> torch.Tensor:
         mixed, _ = self.token_mixer(self.input_layernorm(hidden_states), attention_mask=attention_mask, **kwargs)
         hidden_states = hidden_states + mixed
+        if self.mlp is None:
+            return hidden_states
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
@@ -127,11 +105,15 @@ class InterdomainPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     # The state can be taken back by a bounded number of tokens, so assisted decoding works.
     _is_stateful = False
-    _can_record_outputs = {"hidden_states": InterdomainDecoderLayer, "attentions": SoftmaxMixer}
+    _can_record_outputs = {
+        "hidden_states": InterdomainDecoderLayer,
+        "attentions": SoftmaxMixer,
+        "auxiliary_losses": OutputRecorder(AuxiliaryLoss, index=0),
+    }
 
     def __init__(self, config: InterdomainConfig, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
-        if "linear_attention" not in config.layer_types:
+        if set(config.layer_types) == {"full_attention"}:
             self._keep_in_fp32_modules_strict = None
 
     @classmethod
@@ -163,34 +145,16 @@ class InterdomainPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
+        """A module that starts in a way of its own says so; the others are linear maps and embeddings."""
         std = self.config.initializer_range
         residual_std = std / (2 * self.config.num_hidden_layers) ** 0.5
-        if isinstance(module, (InterdomainRecurrence, FourierFeatures)):
-            module.reset_parameters()
-        elif isinstance(module, InterdomainForSequenceClassification):
-            if module.cls_token is not None:
-                init.normal_(module.cls_token, std=std)
-        elif isinstance(module, InterdomainMixer):
-            if module.config.input_norm:
-                init.zeros_(module.k_bias)
-                init.zeros_(module.v_bias)
-        elif getattr(module, "adds_to_residual", False):
-            init.normal_(module.weight, std=residual_std)
-        elif isinstance(module, nn.Conv1d) and module.kernel_size[0] == 1:
-            init.ones_(module.weight)  # no convolution at all
-        elif isinstance(module, nn.Conv1d):
-            bound = module.kernel_size[0] ** -0.5
-            init.uniform_(module.weight, -bound, bound)
+        start: Any = getattr(module, "start_parameters", None)
+        if start is not None:
+            start(self.config)
         elif isinstance(module, (nn.Linear, nn.Embedding)):
-            init.normal_(module.weight, std=std)
+            init.normal_(module.weight, std=residual_std if getattr(module, "adds_to_residual", False) else std)
             if getattr(module, "bias", None) is not None:
                 init.zeros_(module.bias)
-        elif isinstance(module, InterdomainRMSNorm):
-            init.ones_(module.weight)
-        elif isinstance(module, InterdomainRotaryEmbedding):
-            inv_freq, _ = module.initial_frequencies()
-            init.copy_(module.inv_freq, inv_freq)
-            init.copy_(module.original_inv_freq, inv_freq)
 
     @staticmethod
     def create_masks_for_generate(
@@ -202,7 +166,8 @@ class InterdomainPreTrainedModel(PreTrainedModel):
         that may be compiled.
         """
         masks: dict[str, Any] = {}
-        if "linear_attention" in config.layer_types:
+        kinds = set(config.layer_types)
+        if kinds != {"full_attention"}:
             if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim != 2:
                 raise ValueError(
                     "attention_mask must have shape [B, tokens] for a model with recurrent layers, got "
@@ -210,7 +175,7 @@ class InterdomainPreTrainedModel(PreTrainedModel):
                 )
             length = inputs_embeds.shape[1]
             masks["linear_attention"] = None if attention_mask is None else attention_mask[:, -length:].contiguous()
-        if "full_attention" in config.layer_types:
+        if kinds != {"linear_attention"}:
             create_mask = create_bidirectional_mask if config.bidirectional else create_causal_mask
             masks["full_attention"] = create_mask(
                 config=config,
@@ -231,7 +196,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         self.layers = nn.ModuleList([InterdomainDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         self.norm = InterdomainRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_embs = nn.ModuleDict(
-            {str(dim): InterdomainRotaryEmbedding(config, dim) for dim in _rotated(config)}
+            {str(dim): InterdomainRotaryEmbedding(config, dim) for dim in config.rotated_dims}
         )
         self.gradient_checkpointing = False
         self.post_init()
@@ -262,106 +227,62 @@ class InterdomainModel(InterdomainPreTrainedModel):
         Raises:
             ValueError: when the inputs do not fit the model or each other, before the cache is touched.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("Give exactly one of input_ids and inputs_embeds.")
+        check_tokens(input_ids, inputs_embeds)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        if inputs_embeds.ndim != 3:
-            raise ValueError(
-                f"input_ids must have shape [B, T], or inputs_embeds [B, T, hidden_size]; got "
-                f"{list((inputs_embeds if input_ids is None else input_ids).shape)}."
-            )
-        batch, length = inputs_embeds.shape[:2]
-        if length == 0:
-            raise ValueError("input_ids must hold at least one token, got T = 0.")
-        self._check_cache(past_key_values, batch)
-
-        cu_seqlens = kwargs.get("cu_seq_lens_q")
-        if cu_seqlens is not None:
-            _check_cu_seqlens(cu_seqlens, past_key_values, batch, length)
-        elif position_ids is not None and attention_mask is None and past_key_values is None:
-            cu_seqlens = cu_seqlens_from_positions(position_ids.expand(batch, -1))
+        shape, config = inputs_embeds.shape[:2], self.config
+        layers: Any = self.layers[: config.num_hidden_layers]  # fewer where the first layers are an assistant
+        check_cache(past_key_values, [layer.token_mixer for layer in layers], shape[0], config.bidirectional)
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-        _check_mask(attention_mask, seen, batch, length)
-        if position_ids is None:
-            position_ids = _default_positions(attention_mask, cu_seqlens, seen, length, inputs_embeds.device)
-        cacheable = cu_seqlens is None and not self.training and not self.config.bidirectional
-        if use_cache and past_key_values is None and cacheable:
-            past_key_values = InterdomainCache(self.config)
+        check_mask(attention_mask, seen, *shape)
+        cu_seqlens = _documents(kwargs.get("cu_seq_lens_q"), position_ids, attention_mask, past_key_values, shape)
 
-        masks = attention_mask
-        if not isinstance(masks, dict):
-            documents = None if cu_seqlens is None else document_of_tokens(cu_seqlens, batch * length).view(batch, -1)
-            masks = self.create_masks_for_generate(
-                self.config, inputs_embeds, attention_mask, past_key_values, documents=documents
-            )
-        masks = dict(masks)
+        if position_ids is None:
+            position_ids = _default_positions(attention_mask, cu_seqlens, seen, shape, inputs_embeds.device)
+        cacheable = cu_seqlens is None and not self.training and not config.bidirectional
+        if use_cache and past_key_values is None and cacheable:
+            past_key_values = InterdomainCache(config)
+        masks = self._masks(attention_mask, inputs_embeds, past_key_values, cu_seqlens)
+        if cu_seqlens is not None and "flash" in config._attn_implementation:
+            kwargs |= _varlen_arguments(cu_seqlens, masks.get("full_attention"))
         packing = None
-        if not self._steps(past_key_values, length):
-            packing = _packing(masks.get("linear_attention"), cu_seqlens)
+        if not self._steps(past_key_values, shape[1]):
+            packing = _packing(masks.get("linear_attention"), cu_seqlens, shape)
             masks["linear_attention"] = None
 
-        position_embeddings = {
-            int(dim): rotary(inputs_embeds, position_ids) for dim, rotary in self.rotary_embs.items()
-        }
+        rotations = {int(dim): rotary(inputs_embeds, position_ids) for dim, rotary in self.rotary_embs.items()}
         hidden_states = inputs_embeds
-        # An assistant made of the first layers shortens the configuration for the length of its forward.
-        depth = self.config.num_hidden_layers
-        for kind, layer in zip(self.config.layer_types[:depth], self.layers[:depth], strict=True):
+        for layer in layers:
             hidden_states = layer(
                 hidden_states,
-                attention_mask=masks.get(kind),
-                position_embeddings=position_embeddings or None,
+                attention_mask=layer.token_mixer.select_mask(masks),
+                position_embeddings=rotations or None,
                 position_ids=position_ids,
                 past_key_values=past_key_values,
                 packing=packing,
                 **kwargs,
             )
-        return BaseModelOutputWithPast(
-            last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values if use_cache else None
+        return InterdomainModelOutput(self.norm(hidden_states), past_key_values if use_cache else None)
+
+    def _masks(self, attention_mask, inputs_embeds, past_key_values, cu_seqlens) -> dict[str, Any]:
+        if isinstance(attention_mask, dict):
+            return dict(attention_mask)
+        batch, length = inputs_embeds.shape[:2]
+        documents = None if cu_seqlens is None else document_of_tokens(cu_seqlens, batch * length).view(batch, -1)
+        return self.create_masks_for_generate(
+            self.config, inputs_embeds, attention_mask, past_key_values, documents=documents
         )
 
     def _steps(self, cache: Cache | None, length: int) -> bool:
         """Whether the recurrent layers take one in-place step, which heeds a mask without packing."""
         if cache is None or length != 1 or torch.is_grad_enabled() or self.config.backend not in ("auto", "triton"):
             return False
-        return all(layer.is_initialized for layer in cache.layers if isinstance(layer, InterdomainLayer))
+        return not hasattr(cache, "ready_to_step") or cache.ready_to_step()
 
     def check_cache_layers(self, cache: Cache) -> None:
-        """Raise if the layers of a cache are of other kinds than the model's; such a cache knows no length either."""
-        recurrent = [kind == "linear_attention" for kind in self.config.layer_types]
-        if cache.layer_class_to_replicate is not None and not any(recurrent):
-            return
-        if [isinstance(layer, InterdomainLayer) for layer in cache.layers] != recurrent:
-            raise ValueError(
-                f"past_key_values ({type(cache).__name__} of {len(cache.layers)} layers) does not fit the "
-                f"{len(recurrent)} layers of this model; make it with InterdomainCache(model.config) (prefix "
-                "tuning cannot, it makes keys and values for all layers: use prompt tuning)."
-            )
-
-    def _check_cache(self, cache: Cache | None, batch: int) -> None:
-        """A cache of another model, batch or device is an error before anything is written to it."""
-        if cache is None:
-            return
-        if self.config.bidirectional:
-            raise ValueError("A bidirectional model reads a whole sequence at once: leave past_key_values out.")
-        self.check_cache_layers(cache)
-        for i, held in enumerate(cache.layers):
-            mixer: Any = self.layers[i].token_mixer
-            if not held.is_initialized:
-                continue
-            expected, found = mixer.cache_shapes(batch), _shapes(held)
-            if found is not None and found != expected:
-                raise ValueError(
-                    f"past_key_values holds tensors of shape {found} in layer {i}, but this model and batch need "
-                    f"{expected}; it belongs to another model or batch."
-                )
-            home = mixer.o_proj.weight.device
-            if isinstance(held, InterdomainLayer) and home.type != "meta" and held.state.device != home:
-                raise ValueError(
-                    f"past_key_values is on {held.state.device} in layer {i}, but the layer is on {home}; move it with "
-                    "past_key_values.to(device)."
-                )
+        """Raise if the layers of a cache are of other kinds than the model's."""
+        layers: Any = self.layers[: self.config.num_hidden_layers]
+        check_cache_layers(cache, [type(layer.token_mixer) for layer in layers])
 
 
 class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
@@ -381,6 +302,11 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @property
+    def has_auxiliary_losses(self) -> bool:
+        """Whether a layer wants something added to the training loss."""
+        return any(isinstance(module, AuxiliaryLoss) for module in self.modules())
+
     @can_return_tuple
     def forward(
         self,
@@ -393,7 +319,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs,
-    ) -> CausalLMOutputWithPast:
+    ) -> InterdomainCausalLMOutput:
         """As `InterdomainModel.forward`, and:
 
         Args:
@@ -412,6 +338,8 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
             >>> tokenizer = AutoTokenizer.from_pretrained("outputs/quickstart")
             >>> ids = model.generate(**tokenizer("def main", return_tensors="pt"), max_new_tokens=20)
         """
+        if self.training and labels is not None and self.has_auxiliary_losses:
+            kwargs["output_auxiliary_losses"] = True
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -426,8 +354,15 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
+        aux_loss = None
+        if outputs.auxiliary_losses:
+            aux_loss = sum(x.to(logits.device) for x in outputs.auxiliary_losses)
+            if loss is not None and self.training:
+                loss = loss + self.config.aux_loss_coef * _share(labels, kwargs.get("num_items_in_batch")) * aux_loss
+        return InterdomainCausalLMOutput(
             loss=loss,
+            aux_loss=aux_loss,
+            auxiliary_losses=outputs.auxiliary_losses,
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
@@ -453,8 +388,10 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         if kind in (None, "dynamic", "dynamic_full"):
             cache = InterdomainCache(self.config)
         elif kind == "static":
-            longest = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0)
-            cache = InterdomainStaticCache(self.config, max_cache_len=longest)
+            # As long as the longest so far: a compiled step need not be compiled again for a shorter text.
+            asked = getattr(generation_config, "max_cache_len", None) or 0
+            self._longest_cache = max(max_cache_length, asked, getattr(self, "_longest_cache", 0))
+            cache = InterdomainStaticCache(self.config, max_cache_len=self._longest_cache)
         else:
             raise ValueError(
                 f"cache_implementation={kind!r} is not possible for an Interdomain model: its state has a fixed "
@@ -530,6 +467,10 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
         self.cls_token = nn.Parameter(torch.zeros(config.hidden_size)) if config.use_cls_token else None
         self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
         self.post_init()
+
+    def start_parameters(self, config) -> None:
+        if self.cls_token is not None:
+            init.normal_(self.cls_token, std=config.initializer_range)
 
     @can_return_tuple
     def forward(
@@ -635,61 +576,45 @@ _NO_CONTINUOUS_BATCHING = (
 )
 
 
-def _shapes(held) -> list[list[int]] | None:
-    """The shapes that `cache_shapes` of a mixer speaks of; None for a layer that holds no tokens."""
-    if isinstance(held, InterdomainLayer):
-        return [list(x.shape) for x in held.held()]
-    if held.keys.ndim != 4:
+def _share(labels: torch.Tensor, items: torch.Tensor | int | None) -> torch.Tensor | float:
+    """The part of a step's loss that this batch is, where the step has several (gradient accumulation)."""
+    return 1.0 if items is None else (labels[:, 1:] != -100).sum() / items
+
+
+def _documents(cu_seqlens, position_ids, attention_mask, cache, shape) -> torch.Tensor | None:
+    """The ends of packed documents: as they are given, or where positions restart (without a mask and a cache)."""
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, cache, *shape)
+        return cu_seqlens
+    if position_ids is None or attention_mask is not None or cache is not None:
         return None
-    return [[*held.keys.shape[:2], held.keys.shape[3]]]
+    return cu_seqlens_from_positions(position_ids.expand(shape[0], -1))
 
 
-def _rotated(config) -> list[int]:
-    """The head sizes that need cosines and sines."""
-    if config.rope_parameters is None:
-        return []
-    sizes = {"softmax": config.head_dim}
-    if config.rope_placement is not None:
-        sizes |= {"interdomain": config.feature_dim, "s4d": config.feature_dim}
-    return sorted({sizes[name] for name in config.mixers_per_layer if name in sizes})
-
-
-def _default_positions(attention_mask, cu_seqlens, seen, length: int, device) -> torch.Tensor:
+def _default_positions(attention_mask, cu_seqlens, seen, shape, device) -> torch.Tensor:
     """Positions `[B or 1, T]` after `seen` tokens, or in each packed document; pads that a mask shows do not count."""
     if cu_seqlens is not None:
-        return positions_from_cu_seqlens(cu_seqlens, length)
+        return positions_from_cu_seqlens(cu_seqlens, tuple(shape))
     if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
-        return (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -length:].to(device)
-    return torch.arange(length, device=device)[None] + seen
+        return (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -shape[1] :].to(device)
+    return torch.arange(shape[1], device=device)[None] + seen
 
 
-def _check_mask(attention_mask, seen, batch: int, length: int) -> None:
-    """A mask of the wrong size would silently shift pads; `seen` is a tensor, not checked, where a step is compiled."""
-    if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim == 4 or not isinstance(seen, int):
-        return
-    if attention_mask.shape != (batch, seen + length):
-        raise ValueError(
-            f"attention_mask must have shape [B, past + T] = [{batch}, {seen + length}], got "
-            f"{list(attention_mask.shape)}."
-        )
-
-
-def _check_cu_seqlens(cu_seqlens: torch.Tensor, cache: Cache | None, batch: int, length: int) -> None:
-    if cache is not None:
-        raise ValueError("cu_seq_lens_q packs whole documents, so it cannot continue from past_key_values.")
-    ends = cu_seqlens.tolist()
-    increasing = len(ends) > 1 and all(a < b for a, b in pairwise(ends))
-    if batch != 1 or not increasing or ends[0] != 0 or ends[-1] != length:
-        raise ValueError(
-            f"cu_seq_lens_q must increase strictly from 0 to T = {length} with all documents in one row (B = 1), got "
-            f"{ends} with B = {batch}."
-        )
-
-
-def _packing(mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None) -> Packing | None:
+def _packing(mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None, shape) -> Packing | None:
     """What recurrent layers work on, for a `[B, T]` mask and packed documents; None when that is all rows whole."""
-    if mask is not None and bool(mask.all()):
+    if mask is not None and not torch.compiler.is_compiling() and bool(mask.all()):
         mask = None
     if cu_seqlens is not None:
-        return packing_from_documents(cu_seqlens, mask)
+        return packing_from_documents(cu_seqlens, mask, tuple(shape))
     return None if mask is None else packing_from_mask(mask)
+
+
+def _varlen_arguments(cu_seqlens: torch.Tensor, mask) -> dict[str, Any]:
+    """What keeps packed documents apart in FlashAttention, which takes no mask of them."""
+    if mask is not None:
+        raise ValueError(
+            "FlashAttention cannot keep packed documents apart that hold pads: leave attention_mask out, or use "
+            'attn_implementation="sdpa".'
+        )
+    ends, longest = cu_seqlens.int(), int(cu_seqlens.diff().max())
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}

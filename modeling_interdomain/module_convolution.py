@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from transformers import initialization as init
 
 
 class CausalConv1d(nn.Conv1d):
@@ -9,6 +10,15 @@ class CausalConv1d(nn.Conv1d):
 
     def __init__(self, width: int, kernel_size: int):
         super().__init__(width, width, kernel_size, groups=width, bias=False)
+
+    @torch.no_grad()
+    def start_parameters(self, config) -> None:
+        """Uniform, as in the library's convolutions; a kernel of one token is no convolution at all."""
+        if self.kernel_size[0] == 1:
+            init.ones_(self.weight)
+        else:
+            bound = self.kernel_size[0] ** -0.5
+            init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[B, W, L + kernel_size - 1]` to `[B, W, L]`."""
@@ -22,35 +32,42 @@ class CausalConv1d(nn.Conv1d):
 
 
 def causal_conv(
-    conv: nn.Module, x: torch.Tensor, window: torch.Tensor | None, kernel: int, cu_seqlens: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convolve each row, or each packed document, on from the inputs that went before it.
+    conv: nn.Module,
+    x: torch.Tensor,
+    window: torch.Tensor | None,
+    kernel: int,
+    lengths: torch.Tensor | None = None,
+    documents: torch.Tensor | None = None,
+    number: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Convolve each row on from the inputs that went before it, or each packed document from zeros.
 
     Args:
         conv: maps `[B, W, L + kernel - 1]` to `[B, W, L]`.
-        x: `[B, T, W]`; with `cu_seqlens`, B = 1.
-        window: `[B or S, W, kernel - 1]`, the inputs before the first token; None means zeros.
+        x: `[B, T, W]`.
+        window: `[B, W, kernel - 1]`, the inputs before the first token; None means zeros.
+        lengths: `[B]`, the real tokens of every row, the rest are pads. Default: None, all are.
+        documents: `[T]`, which of `number` packed documents each token belongs to (B = 1).
 
     Returns:
-        `[B, T, W]` and the new window.
+        `[B, T, W]` and the new window; None for packed documents, which nothing continues.
     """
     before = kernel - 1
-    rows = x.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    if documents is not None:
+        return _conv_documents(conv, x, before, documents, number), None
     if window is None:
-        window = x.new_zeros(rows, x.shape[2], before)
-    window = window.to(x.dtype)
-    if cu_seqlens is None:
-        extended = torch.cat([window.mT, x], dim=1).mT
-        return conv(extended).mT, extended[..., extended.shape[-1] - before :]
+        window = x.new_zeros(x.shape[0], x.shape[2], before)
+    extended = torch.cat([window.to(x.dtype).mT, x], dim=1).mT
+    if lengths is None:
+        window = extended[..., extended.shape[-1] - before :]
+    else:
+        last = lengths[:, None] + torch.arange(before, device=x.device)
+        window = extended.gather(2, last[:, None].expand(-1, extended.shape[1], -1))
+    return conv(extended).mT, window
 
-    # Put its window in front of every document; what a convolution then mixes across documents is never read.
-    lengths = cu_seqlens.diff()
-    document = torch.repeat_interleave(torch.arange(rows, device=x.device), lengths)
-    slots = torch.arange(x.shape[1], device=x.device) + before * (document + 1)
-    offsets = torch.arange(before, device=x.device)
-    window_slots = (cu_seqlens[:-1] + before * torch.arange(rows, device=x.device))[:, None] + offsets
-    extended = x.new_zeros(x.shape[1] + before * rows, x.shape[2])
-    extended = extended.index_copy(0, slots, x[0]).index_copy(0, window_slots.flatten(), window.mT.flatten(0, 1))
-    convolved = conv(extended.T[None]).mT.index_select(1, slots - before)
-    last = (cu_seqlens[1:] + before * torch.arange(rows, device=x.device))[:, None] + offsets
-    return convolved, extended[last.flatten()].view(rows, before, x.shape[2]).mT
+
+def _conv_documents(conv: nn.Module, x, before: int, documents: torch.Tensor, number: int) -> torch.Tensor:
+    """Zeros in front of every document; what a convolution then mixes across documents is never read."""
+    slots = torch.arange(x.shape[1], device=x.device) + before * (documents + 1)
+    spread = x.new_zeros(x.shape[1] + before * number, x.shape[2]).index_copy(0, slots, x[0])
+    return conv(spread.T[None]).mT.index_select(1, slots - before)

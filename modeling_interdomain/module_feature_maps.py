@@ -34,10 +34,10 @@ class FourierFeatures(nn.Module):
         self.frequencies = nn.Parameter(torch.empty(groups, number, config.head_dim))
         self.weights = nn.Parameter(torch.empty(heads, number)) if weighted else None
         self.phases = nn.Parameter(torch.empty(groups, number)) if self.shifted else None
-        self.reset_parameters()
+        self.start_parameters(config)
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
+    def start_parameters(self, config) -> None:
         """The Gaussian kernel that is in softmax attention, as wide: normal frequencies, equal weights, uniform phases.
 
         `exp(q . k / sqrt(D))` is `exp(-|q - k|^2 / (2 sqrt(D)))` but for the norms. With a kernel of unit

@@ -28,19 +28,19 @@ class InterdomainRecurrence(Float32Module):
         self.B = nn.Parameter(torch.empty(groups, size, 2, dtype=torch.float32))
         shape = {"full": (groups, size, size, 2), "diagonal": (groups, size, 2)}.get(config.coefficient_matrix)
         self.C = None if shape is None else nn.Parameter(torch.empty(shape, dtype=torch.float32))
-        self.reset_parameters()
+        self.start_parameters(config)
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
+    def start_parameters(self, config) -> None:
         """S4D-Inv modes, log-uniform steps, and beta and C as the configuration says."""
         groups, size = self.a_imag.shape
         modes = torch.arange(size, dtype=torch.float32, device=self.a_imag.device)
         init.constant_(self.log_a_real, math.log(0.5))
         init.copy_(self.a_imag, (size / math.pi * (size / (2 * modes + 1) - 1)).expand(groups, -1))
-        init.uniform_(self.log_dt, math.log(self.config.time_step_min), math.log(self.config.time_step_max))
+        init.uniform_(self.log_dt, math.log(config.time_step_min), math.log(config.time_step_max))
         init.copy_(self.B, self._initial_input_matrix())
         if self.C is not None:
-            variance = self.config.coefficient_init_scale**2 / (size if self.C.ndim == 4 else 1)
+            variance = config.coefficient_init_scale**2 / (size if self.C.ndim == 4 else 1)
             init.normal_(self.C, std=math.sqrt(variance / 2))
 
     def _initial_input_matrix(self) -> torch.Tensor:

@@ -3,6 +3,7 @@
 import copy
 
 import torch
+from transformers import initialization as init
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 
 from .module_common import Float32Module
@@ -23,6 +24,12 @@ class InterdomainRotaryEmbedding(Float32Module):
         inv_freq, self.attention_scaling = self.initial_frequencies()
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
+
+    @torch.no_grad()
+    def start_parameters(self, config) -> None:
+        inv_freq, _ = self.initial_frequencies()
+        init.copy_(self.inv_freq, inv_freq)
+        init.copy_(self.original_inv_freq, inv_freq)
 
     def initial_frequencies(self, device=None) -> tuple[torch.Tensor, float]:
         if self.rope_type != "default":

@@ -33,62 +33,102 @@ def as_complex(pairs: torch.Tensor) -> torch.Tensor:
 
 
 class Packing(NamedTuple):
-    """The real tokens of a batch as one row of documents.
+    """What a recurrent layer works on, when the batch is not simply B rows of T real tokens.
+
+    Pads go to the end: a mask brings the real tokens of every row to its front, in their order, and packed documents
+    become one row whose pads, if there are any, are one more document behind the last. The sizes are those of the batch
+    whatever the values are, so that a compiled graph holds for every mask.
 
     Attributes:
-        cu_seqlens: `[S + 1]`, the ends of the documents along the packed row, starting with 0.
-        tokens: `[n]`, where in the flattened `[B T]` batch the packed tokens come from; None when all of them do.
-        rows: `[S]`, the batch row of each document, where documents and batch rows correspond and some rows have no
-            real token; None when document s is row s, or documents are not rows at all.
+        shape: B and T of the batch.
         mask: `[B, T]` bool, False for pads; None when there are none.
+        tokens: `[B T]`, where in the flattened batch each packed token comes from; None when all stay in place.
+        places: `[B T]`, the inverse of `tokens`.
+        lengths: `[B]`, the real tokens of every row; None with packed documents.
+        cu_seqlens: `[S + 1]`, ends of the documents along the packed row, starting with 0; None for rows.
     """
 
-    cu_seqlens: torch.Tensor
-    tokens: torch.Tensor | None = None
-    rows: torch.Tensor | None = None
+    shape: tuple[int, int]
     mask: torch.Tensor | None = None
+    tokens: torch.Tensor | None = None
+    places: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor | None = None
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
-        """`[B, T, ...]` to `[1, n, ...]`."""
-        x = x.flatten(0, 1)
-        return (x if self.tokens is None else x.index_select(0, self.tokens))[None]
+        """`[B, T, ...]` to the same with pads at the ends of rows, or to one row `[1, B T, ...]` of documents."""
+        flat = x.flatten(0, 1)
+        if self.tokens is not None:
+            flat = flat.index_select(0, self.tokens)
+        return flat.unflatten(0, self.shape) if self.cu_seqlens is None else flat[None]
 
-    def unpack(self, x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """`[1, n, ...]` back to `[B, T, ...]` with zeros at the pads; `shape` is [B, T]."""
-        if self.tokens is None:
-            return x[0].unflatten(0, tuple(shape))
-        flat = x.new_zeros(shape[0] * shape[1], *x.shape[2:])
-        return flat.index_copy(0, self.tokens, x[0]).unflatten(0, tuple(shape))
+    def unpack(self, x: torch.Tensor) -> torch.Tensor:
+        """Back to `[B, T, ...]`, with zeros at the pads."""
+        flat = x.flatten(0, 1)
+        if self.places is not None:
+            flat = flat.index_select(0, self.places)
+            flat = torch.where(self.mask.flatten().view(-1, *[1] * (flat.ndim - 1)), flat, 0)
+        return flat.unflatten(0, self.shape)
+
+    @property
+    def documents(self) -> torch.Tensor | None:
+        """`[B T]`: the document of every packed token; None for rows."""
+        return None if self.cu_seqlens is None else document_of_tokens(self.cu_seqlens, self.shape[0] * self.shape[1])
+
+    @property
+    def starts(self) -> torch.Tensor | None:
+        """`[B, T]` bool: the tokens of the batch that begin a packed document; None for rows."""
+        documents = self.documents
+        if documents is None:
+            return None
+        return self.unpack(torch.nn.functional.pad(documents.diff() != 0, (1, 0), value=True)[None])
 
 
 def packing_from_mask(mask: torch.Tensor) -> Packing:
-    """Leave the pads of a `[B, T]` mask out, wherever they stand: one document a row that has a real token."""
+    """Rows of a `[B, T]` mask, their pads at the end wherever they stood."""
     mask = mask.bool()
-    lengths = mask.sum(dim=1)
-    rows = lengths.nonzero()[:, 0]
-    cu_seqlens = torch.nn.functional.pad(lengths[rows].cumsum(0), (1, 0))
-    every_row = rows.numel() == mask.shape[0]
-    return Packing(cu_seqlens, mask.flatten().nonzero()[:, 0], None if every_row else rows, mask)
+    places, tokens = _real_tokens_first(mask)
+    return Packing((mask.shape[0], mask.shape[1]), mask, tokens, places, lengths=mask.sum(dim=1))
 
 
-def packing_from_documents(cu_seqlens: torch.Tensor, mask: torch.Tensor | None) -> Packing:
+def packing_from_documents(cu_seqlens: torch.Tensor, mask: torch.Tensor | None, shape: tuple[int, int]) -> Packing:
     """Documents along the flattened `[B, T]` batch, without the pads that a mask marks in them."""
     cu_seqlens = cu_seqlens.long()
     if mask is None:
-        return Packing(cu_seqlens)
-    real = mask.bool().flatten()
-    counted = torch.nn.functional.pad(real.long().cumsum(0), (1, 0))
-    return Packing(counted[cu_seqlens].unique_consecutive(), real.nonzero()[:, 0], mask=mask.bool())
+        return Packing(shape, cu_seqlens=cu_seqlens)
+    mask = mask.bool()
+    flat = mask.flatten()
+    places, tokens = _real_tokens_first(flat[None])
+    counted = torch.nn.functional.pad(flat.long().cumsum(0), (1, 0))
+    ends = torch.nn.functional.pad(counted[cu_seqlens], (0, 1), value=flat.shape[0])
+    return Packing(shape, mask, tokens, places, cu_seqlens=ends)
+
+
+def _real_tokens_first(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where every token of a `[B, T]` mask goes, and where each of these places comes from, both `[B T]`."""
+    rows, length = mask.shape
+    real, pads = mask.long().cumsum(1), (~mask).long().cumsum(1)
+    places = torch.where(mask, real, real[:, -1:] + pads) - 1
+    places = (places + length * torch.arange(rows, device=mask.device)[:, None]).flatten()
+    numbers = torch.arange(rows * length, device=mask.device)
+    return places, torch.zeros_like(places).scatter(0, places, numbers)
 
 
 def cu_seqlens_from_positions(position_ids: torch.Tensor) -> torch.Tensor | None:
-    """Documents start wherever `position_ids` `[B, T]` do not go up by one; None when every row is one document."""
-    starts = torch.ones_like(position_ids, dtype=torch.bool)
-    starts[:, 1:] = position_ids.diff(dim=1) != 1
-    if not starts[:, 1:].any():
+    """Documents start wherever `position_ids` `[B, T]` do not go up; None when every row is one document.
+
+    In a compiled graph, where no size may depend on values, the answer always has `B T + 1` entries: empty documents
+    follow the last one.
+    """
+    starts = torch.nn.functional.pad(position_ids.diff(dim=1) <= 0, (1, 0), value=True).flatten()
+    count = starts.shape[0]
+    if torch.compiler.is_compiling():
+        numbers = torch.arange(1, count + 2, device=starts.device)
+        return torch.searchsorted(starts.long().cumsum(0), numbers)
+    begins = starts.nonzero()[:, 0]
+    if begins.shape[0] == position_ids.shape[0]:
         return None
-    begins = starts.flatten().nonzero()[:, 0]
-    return torch.cat([begins, begins.new_tensor([position_ids.numel()])])
+    return torch.nn.functional.pad(begins, (0, 1), value=count)
 
 
 def document_of_tokens(cu_seqlens: torch.Tensor, length: int) -> torch.Tensor:
@@ -97,12 +137,37 @@ def document_of_tokens(cu_seqlens: torch.Tensor, length: int) -> torch.Tensor:
     return torch.bucketize(tokens, cu_seqlens[1:-1].to(tokens.dtype), right=True)
 
 
-def positions_from_cu_seqlens(cu_seqlens: torch.Tensor, length: int) -> torch.Tensor:
-    """`[1, T]` positions that restart at every document."""
-    cu_seqlens = cu_seqlens.long()
-    lengths = cu_seqlens.diff()
-    starts = torch.repeat_interleave(cu_seqlens[:-1], lengths)
-    return (torch.arange(length, device=cu_seqlens.device) - starts)[None]
+def positions_from_cu_seqlens(cu_seqlens: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """`[B, T]` positions that restart at every document."""
+    length = shape[0] * shape[1]
+    starts = cu_seqlens.long()[document_of_tokens(cu_seqlens, length)]
+    return (torch.arange(length, device=cu_seqlens.device) - starts).view(shape)
+
+
+def rows_as_documents(run, tokens, lengths, initial_state, output_final_state, size, width):
+    shape = tokens[0].shape[:2]
+    mask = torch.arange(shape[1]) < lengths[:, None]
+    index = mask.flatten().nonzero()[:, 0]
+    rows = lengths.nonzero()[:, 0]
+    groups = tokens[-1].shape[2]
+    if initial_state is None:
+        initial_state = (
+            tokens[0]
+            .new_zeros(shape[0], groups, 2, size, width)
+            .to(torch.promote_types(tokens[0].dtype, torch.float32))
+        )
+    if len(rows) == 0:
+        out = run(*(x[:, :1] for x in tokens))[0]
+        return out.new_zeros(*shape, *out.shape[2:]) + 0 * out.sum(), initial_state.clone()
+    ends = torch.nn.functional.pad(lengths[rows].cumsum(0), (1, 0))
+    out, state = run(
+        *(x.flatten(0, 1)[index][None] for x in tokens),
+        cu_seqlens=ends,
+        initial_state=initial_state[rows],
+        output_final_state=True,
+    )
+    out = out.new_zeros(shape[0] * shape[1], *out.shape[2:]).index_copy(0, index, out[0]).unflatten(0, shape)
+    return out, initial_state.to(state.dtype).index_copy(0, rows, state) if output_final_state else None
 
 
 def document_boundaries(cu_seqlens: torch.Tensor | None, query: torch.Tensor) -> list[int]:
@@ -116,6 +181,6 @@ def document_boundaries(cu_seqlens: torch.Tensor | None, query: torch.Tensor) ->
     boundaries = cu_seqlens.tolist()
     if boundaries[0] != 0 or boundaries[-1] != length:
         raise ValueError(f"cu_seqlens must run from 0 to T = {length}, got {boundaries[0]} to {boundaries[-1]}.")
-    if any(a >= b for a, b in pairwise(boundaries)):
+    if any(a > b for a, b in pairwise(boundaries)):
         raise ValueError("cu_seqlens must be strictly increasing: every document needs at least one token.")
     return boundaries

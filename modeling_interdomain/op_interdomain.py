@@ -2,7 +2,7 @@
 
 import torch
 
-from .op_common import document_boundaries, packing_from_mask
+from .op_common import document_boundaries
 from .op_common_launch import fused
 from .op_interdomain_chunk import chunk_attention
 from .op_interdomain_prefix import associative_scan_attention, fft_attention
@@ -36,6 +36,7 @@ def interdomain_attention(
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
     chunk_size: int = 64,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -98,6 +99,30 @@ def interdomain_attention(
         >>> state.shape
         torch.Size([3, 4, 2, 8, 32])
     """
+    if lengths is not None:
+        from .op_common import rows_as_documents
+
+        return rows_as_documents(
+            lambda a, b, c, **kw: interdomain_attention(
+                a,
+                b,
+                c,
+                log_decay,
+                input_matrix,
+                coefficient_matrix,
+                product=product,
+                normalize=normalize,
+                chunk_size=chunk_size,
+                backend=backend,
+                **kw,
+            ),
+            (query, key, value),
+            lengths,
+            initial_state,
+            output_final_state,
+            log_decay.shape[1],
+            key.shape[-1] + value.shape[-1] + int(normalize),
+        )
     _check_inputs(query, key, value, log_decay, input_matrix, coefficient_matrix, product)
     boundaries = document_boundaries(cu_seqlens, query)
     rows = query.shape[0] if cu_seqlens is None else len(boundaries) - 1
@@ -234,50 +259,6 @@ def _step(backend, query, key, value, log_decay, input_matrix, coefficients, sta
         state.copy_(working)
     output = read_state(query, working, coefficients, product)
     return output if mask is None else torch.where(mask[:, None, None], output, 0)
-
-
-def state_after(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    state: torch.Tensor | None,
-    mask: torch.Tensor,
-) -> torch.Tensor:
-    """The state after more tokens, without an output, as single steps would leave it.
-
-    Args:
-        key, value: `[B, T, G, R]` and `[B, T, G, D]`, T may be 0.
-        state: `[B, G, 2, M, R + D]`, left untouched, or None for zeros.
-        mask: `[B, T]` bool, False for pads.
-
-    Returns:
-        A new tensor like `state`, float32 or float64.
-    """
-    if state is not None and state.dtype not in (torch.float32, torch.float64):
-        state = state.float()
-    state = _state_or_zeros(state, key, value, log_decay)
-    with torch.no_grad(), torch.autocast(key.device.type, enabled=False):
-        if key.shape[1] > _STEPS_AT_MOST:
-            packing = packing_from_mask(mask)
-            if packing.cu_seqlens.numel() == 1:
-                return state
-            rows = slice(None) if packing.rows is None else packing.rows
-            key, value = packing.pack(key), packing.pack(value)
-            _, state[rows] = interdomain_attention(
-                key,
-                key,
-                value,
-                log_decay,
-                input_matrix,
-                initial_state=state[rows],
-                cu_seqlens=packing.cu_seqlens,
-                output_final_state=True,
-            )
-            return state
-        for t in range(key.shape[1]):
-            advance_state(state, key[:, t], value[:, t], log_decay, input_matrix, mask[:, t])
-    return state
 
 
 def append_one(value: torch.Tensor) -> torch.Tensor:

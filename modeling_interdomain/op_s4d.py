@@ -27,6 +27,7 @@ def s4d_attention(
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
     chunk_size: int = 64,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`o_t = 2 Re sum_n readout[n] X_t[n]` of the state of `interdomain_attention` (the S4D-only control of the paper).
@@ -43,6 +44,18 @@ def s4d_attention(
     Raises:
         ValueError: when `cu_seqlens` does not fit, or the heads are no multiple of the groups.
     """
+    if lengths is not None:
+        from .op_common import rows_as_documents
+
+        return rows_as_documents(
+            lambda a, b, **kw: s4d_attention(a, b, log_decay, input_matrix, readout, chunk_size=chunk_size, **kw),
+            (key, value),
+            lengths,
+            initial_state,
+            output_final_state,
+            log_decay.shape[1],
+            key.shape[-1] + value.shape[-1],
+        )
     groups, heads = key.shape[2], readout.shape[0]
     if heads % groups:
         raise ValueError(f"readout has H = {heads} heads, which is not a multiple of the G = {groups} groups of key.")

@@ -19,6 +19,7 @@ from benchmarks import (
     operator_cpu,
     operator_gpu,
     prefill_memory_gpu,
+    readme,
     start_study,
     training_gpu,
 )
@@ -125,10 +126,24 @@ def test_tables_are_filled_from_result_files(monkeypatch, tmp_path):
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     harness.write("decode_cpu", decode_cpu.run(quick=True))
     text = "before <!-- table: decode_cpu --> old <!-- end --> after"
-    filled = command.fill(text)
+    filled = readme.fill(text)
     assert filled.startswith("before") and filled.endswith("after") and " old " not in filled
     assert decode_cpu.table(json.loads((tmp_path / "decode_cpu.json").read_text())) in filled
-    assert command.fill(filled) == filled
+    assert readme.fill(filled) == filled
+
+
+def test_a_run_fills_the_tables_of_the_readmes(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(readme, "READMES", [tmp_path / "README.md"])
+    (tmp_path / "README.md").write_text("<!-- table: decode_cpu --> old <!-- end -->")
+    record = decode_cpu.run(quick=True)
+    monkeypatch.setattr(decode_cpu, "run", lambda quick: record)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "decode_cpu"])
+    command.main()
+    assert decode_cpu.table(harness.read("decode_cpu")) in (tmp_path / "README.md").read_text()
+    assert str(tmp_path / "README.md") in capsys.readouterr().out
+    readme.update()
+    assert not capsys.readouterr().out, "a table that is as it was is not written again"
 
 
 def test_every_start_in_the_study_is_a_configuration():

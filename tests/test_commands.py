@@ -11,7 +11,8 @@ import pytest
 from transformers import HfArgumentParser
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-READMES = [REPOSITORY / room / "README.md" for room in (".", "examples", "conversion")]
+ROOMS = (".", "benchmarks", "conversion", "examples", "examples/lm_eval_tasks")
+READMES = [REPOSITORY / room / "README.md" for room in ROOMS]
 COMMAND = re.compile(r"python -m ((?:examples|conversion|benchmarks)[^`|\n]*)")
 
 

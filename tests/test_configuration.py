@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from modeling_interdomain import InterdomainCache, InterdomainConfig
-from modeling_interdomain.cache_interdomain import InterdomainLayer
+from modeling_interdomain.cache_recurrent import RecurrentLayer
 
 PRESETS = sorted(Path(__file__).parents[1].glob("configuration/*/config.json"))
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -87,7 +87,7 @@ def test_state_sizes_are_those_of_a_cache(any_model, random_ids):
     any_model(random_ids(1, 5), past_key_values=cache)
     held = {"recurrent": 0, "convolution": 0, "keys_values": 0}
     for layer in cache.layers:
-        if isinstance(layer, InterdomainLayer):
+        if isinstance(layer, RecurrentLayer):
             held["recurrent"] += layer.state.numel()
             held["convolution"] += sum(x.numel() for x in layer.windows)
         else:

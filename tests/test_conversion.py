@@ -24,8 +24,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from benchmarks import __main__ as benchmarks_main
-from benchmarks import conversion_study, harness
+from benchmarks import conversion_study, harness, readme
 from conversion import carry, distill, from_llama, writing
 from conversion.__main__ import main
 from examples import text_data, train
@@ -847,7 +846,7 @@ def test_the_study_from_data_to_table(tmp_path, capsys, monkeypatch):
     assert growth == {2 * 2 * 2 * 32 * 4}  # keys and values of two layers, two groups of 32 numbers
     record["machine"] = harness.machine()
     monkeypatch.setattr(harness, "read", lambda name: record)
-    filled = benchmarks_main.fill("<!-- table: conversion_study --><!-- end -->")
+    filled = readme.fill("<!-- table: conversion_study --><!-- end -->")
     assert f"| the Llama | {record['perplexity']['source']:.1f} | +0.0% |" in filled
     assert "| after 2 steps of the mixers alone |" in filled
 

@@ -12,8 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from examples import custom_mixer
 from modeling_interdomain import InterdomainCache, InterdomainConfig, register_token_mixer
-from modeling_interdomain.configuration_interdomain import LAYER_TYPES
-from modeling_interdomain.modeling_interdomain import TOKEN_MIXERS
+from modeling_interdomain.registry_interdomain import TOKEN_MIXERS
 from tests.test_examples import some_documents
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -191,7 +190,7 @@ def test_saved_and_loaded(make_model, random_ids, tmp_path, advance, arrangement
 
 def test_a_folder_needs_the_registration(make_model, tmp_path, monkeypatch):
     make_model(token_mixers=ARRANGEMENTS["before"]).save_pretrained(tmp_path)
-    monkeypatch.delitem(LAYER_TYPES, "moving_average")
+    monkeypatch.delitem(TOKEN_MIXERS, "moving_average")
     with pytest.raises((ValueError, StrictDataclassError), match="register_token_mixer has added; got moving_average"):
         AutoConfig.from_pretrained(tmp_path)
 
@@ -208,14 +207,19 @@ def test_an_unknown_name_says_what_makes_names_known():
 def test_a_name_can_be_taken_once(name):
     before = dict(TOKEN_MIXERS)
     with pytest.raises(ValueError, match=f"The name '{name}' belongs to the token mixer {before[name].__name__}: "):
-        register_token_mixer(name, custom_mixer.MovingAverage, layer_type="linear_attention")
+        register_token_mixer(name, custom_mixer.MovingAverage)
     assert before == TOKEN_MIXERS
 
 
 def test_layer_type_must_be_one_the_library_knows():
-    with pytest.raises(ValueError, match='must be "linear_attention" or "full_attention", got \'moving\''):
-        register_token_mixer("another", custom_mixer.MovingAverage, layer_type="moving")
-    assert "another" not in TOKEN_MIXERS and "another" not in LAYER_TYPES
+    class Moving(custom_mixer.MovingAverage):
+        layer_type = "moving"
+
+    with pytest.raises(ValueError, match="layer_type of Moving must be one of \"linear_attention\", .*, got 'moving'"):
+        register_token_mixer("another", Moving)
+    with pytest.raises(ValueError, match="must be a subclass of TokenMixer"):
+        register_token_mixer("another", torch.nn.Linear)
+    assert "another" not in TOKEN_MIXERS
 
 
 # The program.

@@ -3,11 +3,22 @@
 import itertools
 import json
 import math
+import sys
 
 import pytest
 import torch
 
-from benchmarks import backends, condition_study, image_study, longer_study, studies
+from benchmarks import (
+    backends,
+    condition_study,
+    conversion_study,
+    image_study,
+    longer_study,
+    readme,
+    start_study,
+    studies,
+)
+from benchmarks.harness import RESULTS
 from examples.classify_images import Images
 from examples.text_data import mean_nll
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
@@ -37,6 +48,23 @@ def test_runs_are_added_until_the_plan_is_done(tmp_path, capsys):
     record = json.loads(file.read_text())
     assert [row["x"] for row in record["runs"]] == [0, 2, 1, 6] and record["about"] == "x"
     assert record["machine"]["command"] == "python study" and all(row["seconds"] >= 0 for row in record["runs"])
+
+
+@pytest.mark.parametrize("study", [condition_study, longer_study, image_study, start_study, conversion_study])
+def test_a_study_that_ends_writes_its_table(monkeypatch, tmp_path, study):
+    """Its runs are those of the file, so that there is nothing left to do but the table."""
+    name = study.__name__.rpartition(".")[2]
+    record = json.loads((RESULTS / f"{name}.json").read_text())
+    for module, function in ((condition_study, "prepare"), (image_study, "load_images"), (studies, "run_missing")):
+        monkeypatch.setattr(module, function, lambda *arguments: None)
+    monkeypatch.setattr(start_study, "RUNS", [])
+    monkeypatch.setattr(conversion_study, "run", lambda data: record)
+    monkeypatch.setattr(conversion_study, "FILE", tmp_path / "conversion_study.json")
+    monkeypatch.setattr(readme, "READMES", [tmp_path / "README.md"])
+    (tmp_path / "README.md").write_text(f"<!-- table: {name} --><!-- end -->")
+    monkeypatch.setattr(sys, "argv", [name, "--threads", str(torch.get_num_threads())])
+    study.main()
+    assert readme.show(name) in (tmp_path / "README.md").read_text()
 
 
 def test_the_best_learning_rate_of_a_condition_is_run_with_the_other_seeds():

@@ -1,7 +1,7 @@
 """Runs the suite and prints its skipped tests, with their reasons, as a markdown table.
 
-python tests/transformers_suite/report.py                      print the table
-python tests/transformers_suite/report.py --readme README.md   and write it between `<!-- transformers-suite -->` marks
+python tests/transformers_suite/report.py            print the table
+python tests/transformers_suite/report.py --readme   and write it into the README.md beside this file
 """
 
 import argparse
@@ -46,7 +46,7 @@ class SkipCollector:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--readme", type=Path)
+    parser.add_argument("--readme", action="store_true")
     arguments = parser.parse_args()
     collector = SkipCollector()
     with redirect_stdout(sys.stderr):
@@ -55,6 +55,7 @@ if __name__ == "__main__":
     print(table)
     if arguments.readme:
         marks = r"(<!-- transformers-suite -->\n).*?(<!-- end -->)"
-        text = arguments.readme.read_text()
-        arguments.readme.write_text(re.sub(marks, lambda m: f"{m[1]}\n{table}\n\n{m[2]}", text, flags=re.DOTALL))
+        readme = Path(__file__).with_name("README.md")
+        text = readme.read_text()
+        readme.write_text(re.sub(marks, lambda m: f"{m[1]}\n{table}\n\n{m[2]}", text, flags=re.DOTALL))
     sys.exit(status)

@@ -1,0 +1,105 @@
+"""Five figures for the README, each from the result file of a table in benchmarks/README.md."""
+
+import math
+import statistics
+
+from benchmarks import condition_study
+from benchmarks.harness import footnote, markdown
+
+SOURCES = ("decode_cpu", "operator_cpu", "model_cpu", "longer_study")
+
+
+def table(records: dict[str, dict]) -> str:
+    """The figures, each linked to its study, and under them which were measured where and with which command."""
+    figures = [
+        ("decode_cpu", "decoding", decoding),
+        ("operator_cpu", "one-layer", one_layer),
+        ("model_cpu", "whole-models", whole_model),
+        ("longer_study", "the-papers-comparison-small", quality),
+        ("longer_study", "the-papers-comparison-small", length),
+    ]
+    rows, measured = [], {}
+    for number, (source, section, cells) in enumerate(figures, start=1):
+        rows.append([f"[{number}](benchmarks/README.md#{section})", *cells(records[source])])
+        measured.setdefault(footnote(records[source]), []).append(f"{number}")
+    notes = [f"{', '.join(numbers)}: {note}" for note, numbers in measured.items()]
+    return "\n\n".join([markdown(["", "figure", "Interdomain", "beside it"], rows), *notes])
+
+
+def decoding(record: dict) -> list[str]:
+    """Time and memory of a token early and late in a text."""
+    early, late = record["positions"]
+    return [
+        f"a token of the 125M model at position {early['position']:,}, then at {late['position']:,}: time and cache",
+        f"{_ms(early)} and {_mb(early['bytes'])}, then {_ms(late)} and {_mb(late['bytes'])}",
+        f"keys and values (computed): {_mb(early['softmax_bytes'])}, then {_mb(late['softmax_bytes'])}",
+    ]
+
+
+def one_layer(record: dict) -> list[str]:
+    """The operator's forward at the shortest and the longest text that softmax was timed on."""
+    short, *_, long = (row for row in record["forward"] if "softmax" in row)
+    return [
+        f"attention of one layer over {short['length']:,} tokens, then over {long['length']:,}",
+        f"{_ms(short['interdomain'])}, then {_ms(long['interdomain'])}",
+        f"softmax: {_ms(short['softmax'])}, then {_ms(long['softmax'])}",
+    ]
+
+
+def whole_model(record: dict) -> list[str]:
+    """Decoding beside Llama at the first and the last position."""
+    first, *_, last = record["decode"]
+    speeds = {
+        name: f"{first[name]['tokens_per_second']:.1f}, then {last[name]['tokens_per_second']:.1f}"
+        for name in ("interdomain", "llama")
+    }
+    return [
+        f"tokens a second of a 125M model after {first['position']:,} tokens, then after {last['position']:,}",
+        speeds["interdomain"],
+        f"Llama: {speeds['llama']}",
+    ]
+
+
+def quality(record: dict) -> list[str]:
+    """Perplexity of small models, trained alike."""
+    training, runs = record["training"], record["runs"]
+    tokens = training["steps"] * training["batch_size"] * training["sequence_length"]
+    seeds = len({row["seed"] for row in runs})
+    found = {
+        name: math.exp(statistics.mean(condition_study.score(row) for row in rows)) for name, rows in _by(runs).items()
+    }
+    size = max(row["parameters"] for row in runs) / 1e6
+    return [
+        f"perplexity of a model of {size:.1f}M parameters after {tokens:,} tokens, "
+        + ("one seed" if seeds == 1 else f"{seeds} seeds"),
+        f"{found['interdomain']:.1f}",
+        f"S4D-only: {found['s4d']:.1f}; softmax: {found['softmax']:.1f}",
+    ]
+
+
+def length(record: dict) -> list[str]:
+    """What text beyond the training length does to the same models."""
+    factor = max(condition_study.LENGTHS)
+
+    def change(rows: list[dict]) -> str:
+        near, far = (statistics.mean(row["lengths"][str(x)] for row in rows) for x in (1.0, factor))
+        return f"{math.exp(far - near) - 1:+.1%}"
+
+    found = {name: change(rows) for name, rows in _by(record["runs"]).items()}
+    return [
+        f"perplexity of the same models on long documents, {factor:g} times the training length against that length",
+        found["interdomain"],
+        f"S4D-only: {found['s4d']}; softmax: {found['softmax']}",
+    ]
+
+
+def _by(runs: list[dict]) -> dict[str, list[dict]]:
+    return {name: [row for row in runs if row["condition"] == name] for name in ("interdomain", "s4d", "softmax")}
+
+
+def _ms(times: dict) -> str:
+    return f"{times['median'] * 1e3:,.1f} ms"
+
+
+def _mb(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB"

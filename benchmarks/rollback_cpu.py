@@ -1,0 +1,104 @@
+"""What taking tokens back costs, and whether guessing from the prompt pays on a text that repeats itself."""
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.harness import footnote, markdown, time_in_turns, verify_model
+from modeling_interdomain import InterdomainCache
+
+# Tokens until the text begins again, tokens to write, and the candidates of one guess.
+PERIOD, NEW_TOKENS, CANDIDATES = 48, 96, 10
+REQUIRED = {"crop": 1.0, "prompt_lookup": 1.3}
+
+
+def run(quick: bool = False) -> dict:
+    config = AutoConfig.from_pretrained("configuration/interdomain-" + ("tiny" if quick else "125m"))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.generation_config.eos_token_id = None
+    record = {"relative_error": verify_model(model)}
+    record["crop"] = _crop(model, seconds=0.3 if quick else 20.0)
+    _repeat_after(model, PERIOD)
+    return record | {"generate": _generate(model, seconds=0.3 if quick else 60.0)}
+
+
+@torch.no_grad()
+def _crop(model, seconds: float) -> dict:
+    """A decode step, and `crop(-5)` of a record of 64 single steps; the step that refills it is not timed with it."""
+    cache, plain = InterdomainCache(model.config), InterdomainCache(model.config)
+    cache.activate_past_recording()
+    ids = torch.randint(model.config.vocab_size, (1, 512), generator=torch.Generator().manual_seed(1))
+    for filled in (cache, plain):
+        model(ids, past_key_values=filled, logits_to_keep=1)
+        for token in ids[:, :64].split(1, dim=1):
+            model(token, past_key_values=filled)
+
+    saved = [layer.recorded for layer in cache.layers]
+
+    def crop():
+        for layer, record in zip(cache.layers, saved):
+            layer.recorded = record
+        cache.crop(-5)
+
+    functions = {"step": lambda: model(ids[:, :1], past_key_values=plain), "crop": crop}
+    times = time_in_turns(functions, seconds)
+    return {**times, "ratio": times["crop"]["median"] / times["step"]["median"]}
+
+
+@torch.no_grad()
+def _repeat_after(model, period: int) -> None:
+    """Weights that make every token follow the one before it in a circle; each layer still does all its work."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            parameter.zero_()
+    embeddings = model.get_input_embeddings().weight
+    model.lm_head.weight.zero_()
+    model.lm_head.weight[:period] = embeddings[:period].roll(1, dims=0)
+
+
+def _generate(model, seconds: float) -> dict:
+    ids = torch.arange(PERIOD)[None].repeat(1, 4)
+    settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    outputs = {}
+
+    def write(name, **options):
+        outputs[name] = model.generate(ids, **settings, **options)
+
+    functions = {
+        "greedy": lambda: write("greedy"),
+        "prompt_lookup": lambda: write("prompt_lookup", prompt_lookup_num_tokens=CANDIDATES),
+    }
+    times = time_in_turns(functions, seconds, at_least=3)
+    if not outputs["greedy"].equal(outputs["prompt_lookup"]):
+        raise SystemExit("Guessing from the prompt changes what is written: no speed is shown.")
+    return {**times, "ratio": times["greedy"]["median"] / times["prompt_lookup"]["median"]}
+
+
+def table(record: dict) -> str:
+    crop, generate = record["crop"], record["generate"]
+    rows = [
+        [
+            "`crop(-5)` of 64 recorded steps",
+            _ms(crop["crop"]),
+            "a decode step",
+            _ms(crop["step"]),
+            f"{crop['ratio']:.2f} of it",
+        ],
+        [
+            f"{NEW_TOKENS} tokens with prompt lookup",
+            _ms(generate["prompt_lookup"]),
+            "greedy",
+            _ms(generate["greedy"]),
+            f"{generate['ratio']:.2f}x as fast",
+        ],
+    ]
+    about = (
+        f"The 125M shape, batch 1, float32, after 512 and {4 * PERIOD} tokens; the text repeats every {PERIOD} tokens, "
+        f"{CANDIDATES} candidates a guess. Required: at most {REQUIRED['crop']:g} of a step, and "
+        f"{REQUIRED['prompt_lookup']:g}x."
+    )
+    return "\n\n".join([markdown(["", "ms", "beside it", "ms", ""], rows), f"{about} {footnote(record)}"])
+
+
+def _ms(times: dict) -> str:
+    return f"{times['median'] * 1e3:,.1f} ({times['p20'] * 1e3:,.1f} to {times['p80'] * 1e3:,.1f})"

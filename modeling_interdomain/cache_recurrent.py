@@ -1,0 +1,343 @@
+"""What one recurrent layer keeps between forwards: tensors of fixed size, written in place."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
+
+# Forwards that are kept apart: joining many small tensors is slow where it must be quick, in `crop`.
+_PIECES = 16
+
+
+class Record(NamedTuple):
+    """What moves a layer on from `windows` and `states`, kept so that the last tokens can be taken back.
+
+    Attributes:
+        windows, states: before the first recorded token; None where it was the first of all.
+        pieces: one tuple of `[B, T, ...]` tensors a forward, the last of each the `[B, T]` bool mask, False for pads.
+        constants: tensors without a batch axis that `replay` needs (a decay, say).
+        replay: the mixer's own way to move on, `replay(windows, states, inputs, constants)` to new ones of both.
+    """
+
+    windows: list[torch.Tensor] | None
+    states: dict[str, torch.Tensor] | None
+    pieces: list[tuple[torch.Tensor, ...]]
+    constants: tuple[torch.Tensor, ...]
+    replay: Callable
+
+    @property
+    def tokens(self) -> int:
+        return sum(piece[-1].shape[1] for piece in self.pieces)
+
+
+class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
+    """The `windows` of a layer's convolutions, `[B, W, kernel - 1]` each, its `states` by name, `[B, ...]` each, and
+    how many tokens it has seen.
+
+    The tensors are made by the first forward and then overwritten in place, so their addresses stay. While recording
+    (`activate_past_recording`), the layer also keeps what at least the last `max_rollback` tokens put in, and what it
+    held before them: `crop(-n)` then replays all but the last n at once.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    supports_early_init = False
+    cumulative_length: Any
+
+    def __init__(self, max_rollback: int = 64, state_dtype: torch.dtype = torch.float32, **kwargs):
+        CacheLayerMixin.__init__(self)
+        LinearAttentionCacheLayerMixin.__init__(self, number_of_states=1)
+        self.conv_states: dict[int, torch.Tensor] = {}
+        self.state_names: tuple[str, ...] = ()
+        self.cumulative_length = 0
+        self.max_rollback = max_rollback
+        self.state_dtype = state_dtype
+        self.recorded: Record | None = None
+        self.kept = max_rollback
+
+    @property
+    def is_croppable(self) -> bool:
+        return self.record_past
+
+    # What the mixer reads and writes.
+
+    def lazy_initialization(self, windows: list[torch.Tensor], states: dict[str, torch.Tensor]) -> None:
+        """Make zero tensors shaped like these, in place from now on."""
+        first = next(iter(states.values()))
+        self.device, self.dtype, self.batch_size = first.device, self.state_dtype, first.shape[0]
+        self.state_names = tuple(states)
+        self.conv_states = {
+            i: torch.zeros_like(w, memory_format=torch.contiguous_format) for i, w in enumerate(windows)
+        }
+        self.recurrent_states = {
+            i: torch.zeros_like(
+                x, dtype=self.state_dtype if x.is_floating_point() else None, memory_format=torch.contiguous_format
+            )
+            for i, x in enumerate(states.values())
+        }
+        self.is_conv_states_initialized = dict.fromkeys(self.conv_states, True)
+        self.is_recurrent_states_initialized = dict.fromkeys(self.recurrent_states, True)
+        self.is_initialized = True
+        if not torch.compiler.is_compiling():
+            for tensor in self.tensors():
+                torch._dynamo.mark_static_address(tensor)
+
+    @property
+    def windows(self) -> list[torch.Tensor] | None:
+        return list(self.conv_states.values()) if self.is_initialized else None
+
+    @property
+    def states(self) -> dict[str, torch.Tensor] | None:
+        return dict(zip(self.state_names, self.recurrent_states.values())) if self.is_initialized else None
+
+    @property
+    def state(self) -> torch.Tensor | None:
+        """The first of the states, for layers that have one."""
+        return self.recurrent_states[0] if self.is_initialized else None
+
+    def write(self, windows: list[torch.Tensor], states: dict[str, torch.Tensor], tokens: int) -> None:
+        """Overwrite windows and states after `tokens` more tokens."""
+        if not self.is_initialized:
+            self.lazy_initialization(windows, states)
+        self._store_all(windows, states)
+        self.cumulative_length += tokens
+        self.has_previous_state[0] = True
+        self._forget_the_oldest()
+
+    def thaw(self) -> None:
+        """Replace tensors made in inference mode, which cannot be changed outside of it."""
+        if self.is_initialized and not torch.compiler.is_compiling() and _is_frozen(self.state):
+            self._map(torch.clone)
+
+    def held(self) -> list[torch.Tensor]:
+        """The windows and the states."""
+        return [*self.conv_states.values(), *self.recurrent_states.values()] if self.is_initialized else []
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that is written in place."""
+        return self.held()
+
+    def _store_all(self, windows: list[torch.Tensor], states: dict[str, torch.Tensor]) -> None:
+        for i, window in enumerate(windows):
+            self.conv_states[i] = _store(self.conv_states[i], window)
+        for i, name in enumerate(self.state_names):
+            self.recurrent_states[i] = _store(self.recurrent_states[i], states[name])
+
+    # Positions and masks.
+
+    def get_seq_length(self) -> int:
+        return self.cumulative_length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        # `DynamicCache` is rebuilt from (None, None) pairs when processes gather their outputs.
+        if key_states is None and value_states is None:
+            return None, None
+        raise ValueError("This layer keeps a recurrent state, not keys and values; use `write`.")
+
+    def update_conv_state(self, conv_states, state_idx=0, **kwargs):
+        raise ValueError("This layer writes its windows and its recurrent state together; use `write`.")
+
+    def update_recurrent_state(self, recurrent_states, state_idx=0, **kwargs):
+        raise ValueError("This layer writes its windows and its recurrent state together; use `write`.")
+
+    # Taking tokens back.
+
+    def record(self, inputs: tuple[torch.Tensor, ...], constants: tuple[torch.Tensor, ...], replay: Callable) -> None:
+        """Note what a forward is about to put in, see `Record`; called before `write`."""
+        inputs, constants = (tuple(x.detach() for x in tensors) for tensors in (inputs, constants))
+        if self.recorded is None:
+            before: tuple[Any, Any] = (None, None)
+            if self.is_initialized:
+                before = [w.detach().clone() for w in self.windows], _map_states(_copy, self.states)
+            self.recorded = Record(*before, [inputs], constants, replay)
+        else:
+            pieces = [*self.recorded.pieces, inputs]
+            if len(pieces) > _PIECES:
+                pieces = [_joined(pieces)]
+            self.recorded = self.recorded._replace(pieces=pieces, constants=constants)
+        # All of a short forward can be taken back, of the prompt only its end.
+        self.kept = max(self.max_rollback, inputs[-1].shape[1] if self.is_initialized else 0)
+
+    def _forget_the_oldest(self) -> None:
+        """Move the beginning of a long record on, so rarely that it costs next to nothing a token."""
+        if self.recorded is None or self.recorded.tokens <= 2 * self.kept:
+            return
+        tokens = self.recorded.tokens - self.kept
+        inputs = self._between(0, tokens)
+        rest = tuple(x.clone() for x in self._between(tokens, self.recorded.tokens))
+        windows, states = self._replay(inputs)
+        self.recorded = self.recorded._replace(windows=windows, states=states, pieces=[rest])
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise if `crop` with this argument cannot be done, before anything is changed."""
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop takes 0 or a negative number of tokens for a recurrent state, got {tokens_to_remove}; pass -n "
+                "to take the last n back."
+            )
+        if tokens_to_remove == 0:
+            return
+        if not self.record_past:
+            raise ValueError(
+                "crop needs the past: call activate_past_recording() on the cache before the first forward."
+            )
+        available = 0 if self.recorded is None else self.recorded.tokens
+        if -tokens_to_remove > available:
+            raise ValueError(
+                f"crop can take back the last {available} tokens, got {-tokens_to_remove}; raise max_rollback in the "
+                "configuration."
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last `-tokens_to_remove` tokens (0 takes none), as the library's caches count them."""
+        self.check_crop(tokens_to_remove)
+        if tokens_to_remove == 0:
+            return
+        self.thaw()
+        kept = self._between(0, self.recorded.tokens + tokens_to_remove)
+        self._store_all(*self._replay(kept))
+        self.recorded = self.recorded._replace(pieces=[kept])
+        self.cumulative_length += tokens_to_remove
+
+    def _between(self, start: int, stop: int) -> tuple[torch.Tensor, ...]:
+        """The recorded inputs of some tokens, as one piece."""
+        return tuple(x[:, start:stop] for x in _joined(self.recorded.pieces))
+
+    def _replay(self, inputs: tuple[torch.Tensor, ...]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        """Windows and states after `inputs`, from the beginning of the record."""
+        record = self.recorded
+        windows, states = record.windows, record.states
+        if windows is None:
+            windows, states = [torch.zeros_like(w) for w in self.windows], _map_states(torch.zeros_like, self.states)
+        with torch.no_grad():
+            return record.replay(windows, states, inputs, record.constants)
+
+    # Rows: beams, several sequences a prompt, selections.
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._map_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._map_rows(lambda x: x[indices.to(x.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map_rows(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def reset(self) -> None:
+        self.thaw()
+        for tensor in self.tensors():
+            tensor.zero_()
+        self.recorded = None
+        self.has_previous_state[0] = False
+        self.cumulative_length *= 0
+
+    # Devices and dtypes.
+
+    def to(self, device=None, dtype: torch.dtype | None = None) -> None:
+        if dtype is not None:
+            self.state_dtype = self.dtype = dtype
+        if not self.is_initialized:
+            return
+        self._map(lambda x: x.to(device))
+        if self.recorded is not None:
+            self.recorded = self.recorded._replace(constants=tuple(x.to(device) for x in self.recorded.constants))
+        self.device = self.state.device
+        if dtype is not None:
+            self.recurrent_states = {
+                i: x.to(dtype) if x.is_floating_point() else x for i, x in self.recurrent_states.items()
+            }
+            self.conv_states = {i: w.to(dtype) for i, w in self.conv_states.items()}
+
+    def offload(self) -> None:
+        device = self.device
+        self.to("cpu")
+        self.device = device
+
+    def prefetch(self) -> None:
+        self.to(self.device)
+
+    def _map(self, function) -> None:
+        """Apply to every tensor with a batch axis."""
+        if not self.is_initialized:
+            return
+        self.conv_states = {i: function(w) for i, w in self.conv_states.items()}
+        self.recurrent_states = {i: function(x) for i, x in self.recurrent_states.items()}
+        if self.recorded is not None:
+            windows, states, pieces, constants, replay = self.recorded
+            windows = None if windows is None else [function(w) for w in windows]
+            states = None if states is None else _map_states(function, states)
+            pieces = [tuple(function(x) for x in piece) for piece in pieces]
+            self.recorded = Record(windows, states, pieces, constants, replay)
+
+    def _map_rows(self, function) -> None:
+        """The same, in place where the number of rows stays, so that addresses stay."""
+        if not self.is_initialized:
+            return
+        self.thaw()
+        windows, states = self.conv_states, self.recurrent_states
+        self._map(function)
+        if self.state.shape[0] == states[0].shape[0]:
+            self.conv_states = {i: _store(windows[i], w) for i, w in self.conv_states.items()}
+            self.recurrent_states = {i: _store(states[i], x) for i, x in self.recurrent_states.items()}
+        self.batch_size = self.state.shape[0]
+
+
+class StaticRecurrentLayer(RecurrentLayer):
+    """The same with the token count as a tensor: a compiled decode step need not be compiled again as it grows."""
+
+    is_compileable = True
+
+    def __init__(self, max_cache_len: int, **kwargs):
+        super().__init__(**kwargs)
+        self.max_cache_len = max_cache_len
+        self.cumulative_length = torch.tensor(0, dtype=torch.long)
+
+    def lazy_initialization(self, windows: list[torch.Tensor], states: dict[str, torch.Tensor]) -> None:
+        self.cumulative_length = self.cumulative_length.to(next(iter(states.values())).device)
+        super().lazy_initialization(windows, states)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [*self.held(), self.cumulative_length] if self.is_initialized else []
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.max_cache_len, 0
+
+    def to(self, device=None, dtype: torch.dtype | None = None) -> None:
+        super().to(device, dtype)
+        if self.is_initialized:
+            self.cumulative_length = self.cumulative_length.to(device)
+
+
+def _joined(pieces: list[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    """Several forwards as one piece, along the tokens."""
+    return pieces[0] if len(pieces) == 1 else tuple(torch.cat(x, dim=1) for x in zip(*pieces, strict=True))
+
+
+def _map_states(function, states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: function(x) for name, x in states.items()}
+
+
+def _copy(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().clone()
+
+
+def _store(buffer: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Copy in place where that is possible; otherwise a tensor to use instead of the buffer."""
+    if new is buffer:
+        return buffer
+    if torch.is_grad_enabled() and new.requires_grad:
+        return new.to(buffer.dtype)  # the caller differentiates through the cache
+    if not torch.compiler.is_compiling() and (buffer.requires_grad or _is_frozen(buffer)):
+        return new.to(buffer.dtype).clone()
+    return buffer.copy_(new)
+
+
+def _is_frozen(tensor: torch.Tensor) -> bool:
+    return tensor.is_inference() and not torch.is_inference_mode_enabled()

@@ -1,0 +1,85 @@
+"""What a forward refuses, one sentence each, before anything is computed or written."""
+
+from itertools import pairwise
+
+import torch
+from transformers.cache_utils import Cache
+
+from .cache_interdomain import look_into
+from .mixer_common import TokenMixer
+
+
+def check_tokens(input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> None:
+    """Exactly one of the two, `[B, T]` or `[B, T, hidden_size]`, with at least one token."""
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("Give exactly one of input_ids and inputs_embeds.")
+    tokens, axes = (input_ids, 2) if inputs_embeds is None else (inputs_embeds, 3)
+    if tokens.ndim != axes:
+        raise ValueError(
+            f"input_ids must have shape [B, T], or inputs_embeds [B, T, hidden_size]; got {list(tokens.shape)}."
+        )
+    if tokens.shape[1] == 0:
+        raise ValueError("input_ids must hold at least one token, got T = 0.")
+
+
+def check_mask(attention_mask, seen, batch: int, length: int) -> None:
+    """A mask of the wrong size would silently shift pads; `seen` is a tensor, not checked, where a step is compiled."""
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim == 4 or not isinstance(seen, int):
+        return
+    if attention_mask.shape != (batch, seen + length):
+        raise ValueError(
+            f"attention_mask must have shape [B, past + T] = [{batch}, {seen + length}], got "
+            f"{list(attention_mask.shape)}."
+        )
+
+
+def check_cu_seqlens(cu_seqlens: torch.Tensor, cache: Cache | None, batch: int, length: int) -> None:
+    """The ends of packed documents; their values are looked at where that does not break a graph."""
+    if cache is not None:
+        raise ValueError("cu_seq_lens_q packs whole documents, so it cannot continue from past_key_values.")
+    if batch != 1:
+        raise ValueError(f"cu_seq_lens_q needs all documents in one row (B = 1), got B = {batch}.")
+    if torch.compiler.is_compiling():
+        return
+    ends = cu_seqlens.tolist()
+    increasing = len(ends) > 1 and all(a < b for a, b in pairwise(ends))
+    if not increasing or ends[0] != 0 or ends[-1] != length:
+        raise ValueError(f"cu_seq_lens_q must increase strictly from 0 to T = {length}, got {ends}.")
+
+
+def check_cache_layers(cache: Cache, mixers: list[type[TokenMixer]]) -> None:
+    """Raise if the layers of a cache are of other kinds than the model's; such a cache knows no length either."""
+    if cache.layer_class_to_replicate is not None and all(m.layer_type == "full_attention" for m in mixers):
+        return
+    kinds = ["keys_values" if mixer.layer_type == "full_attention" else "recurrent" for mixer in mixers]
+    if [look_into(layer).kind for layer in cache.layers] != kinds:
+        raise ValueError(
+            f"past_key_values ({type(cache).__name__} of {len(cache.layers)} layers) does not fit the {len(kinds)} "
+            "layers of this model; make it with InterdomainCache(model.config) (prefix tuning cannot, it makes keys "
+            "and values for all layers: use prompt tuning)."
+        )
+
+
+def check_cache(cache: Cache | None, mixers: list[TokenMixer], batch: int, bidirectional: bool) -> None:
+    """A cache of another model, batch or device is an error before anything is written to it."""
+    if cache is None:
+        return
+    if bidirectional:
+        raise ValueError("A bidirectional model reads a whole sequence at once: leave past_key_values out.")
+    check_cache_layers(cache, [type(mixer) for mixer in mixers])
+    for i, (layer, mixer) in enumerate(zip(cache.layers, mixers)):
+        found = look_into(layer)
+        if found.shapes is None:
+            continue
+        expected = mixer.cache_shapes(batch)
+        if found.shapes != expected:
+            raise ValueError(
+                f"past_key_values holds tensors of shape {found.shapes} in layer {i}, but this model and batch need "
+                f"{expected}; it belongs to another model or batch."
+            )
+        home = mixer.o_proj.weight.device
+        if found.device is not None and home.type != "meta" and found.device != home:
+            raise ValueError(
+                f"past_key_values is on {found.device} in layer {i}, but the layer is on {home}; move it with "
+                "past_key_values.to(device)."
+            )

@@ -1,0 +1,58 @@
+"""What a token mixer says of itself, so that the model, its caches and its configuration need not know it."""
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin, StaticLayer
+
+from .cache_recurrent import RecurrentLayer, StaticRecurrentLayer
+
+
+class TokenMixer(nn.Module):
+    """The base of all token mixers, the defaults those of a mixer with one recurrent state.
+
+    Attributes:
+        layer_type: what Transformers calls such a layer: "linear_attention" (it keeps a state in
+            `past_key_values.layers[layer_idx]`, and gets pads and packed documents as a `Packing`), "full_attention"
+            (it updates keys and values there, and gets a mask), or "hybrid" (both).
+    """
+
+    layer_type: ClassVar[str] = "linear_attention"
+    o_proj: nn.Module
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+
+    @classmethod
+    def make_cache_layer(
+        cls, config, max_cache_len: int | None = None
+    ) -> CacheLayerMixin | LinearAttentionCacheLayerMixin:
+        """What a cache holds of such a layer; of fixed addresses, when `max_cache_len` tokens are given."""
+        if cls.layer_type == "full_attention":
+            return DynamicLayer() if max_cache_len is None else StaticLayer(max_cache_len=max_cache_len)
+        arguments = {"max_rollback": config.max_rollback, "state_dtype": getattr(torch, config.state_dtype)}
+        if max_cache_len is None:
+            return RecurrentLayer(**arguments)
+        return StaticRecurrentLayer(max_cache_len=max_cache_len, **arguments)
+
+    def cache_shapes(self, batch: int) -> list[list[int]]:
+        """The shapes of what a cache holds of this layer: windows, then states; or `[batch, heads, head size]`."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what a cache holds of it: write cache_shapes.")
+
+    def select_mask(self, masks: dict):
+        """Of the masks of a forward, by kind of layer, the one it is called with; of a "hybrid" layer, all."""
+        return masks if self.layer_type == "hybrid" else masks.get(self.layer_type)
+
+    @classmethod
+    def rotated_dims(cls, config) -> set[int]:
+        """The head sizes for which it reads `position_embeddings`."""
+        return set()
+
+    @classmethod
+    def state_sizes(cls, config, context_length: int) -> dict[str, int]:
+        """The numbers that it keeps of one sequence, as `InterdomainConfig.state_sizes` sums them up."""
+        raise ValueError(
+            f"state_sizes does not know {cls.__name__} layers; state_bytes() of a cache counts what is kept."
+        )

@@ -1,0 +1,210 @@
+"""What all recurrent token mixers do alike: projections, short convolutions, the cache, the way out."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .mixer_common import TokenMixer
+from .module_common import InterdomainRMSNorm, residual_projection
+from .module_convolution import CausalConv1d, causal_conv
+from .op_common import Packing
+
+
+class Stream(NamedTuple):
+    """One projection of the tokens: `name` + "_proj" makes `heads` x `width` numbers, `name` + "_conv" mixes them."""
+
+    name: str
+    heads: int
+    width: int
+    convolved: bool
+
+
+class RecurrentMixer(TokenMixer):
+    """Projects the tokens into `streams`, convolves them, runs a recurrence on from the cache, and projects back.
+
+    A subclass names its streams and its state, makes `recurrence` (a module that is called with tokens and gives output
+    and final state, see `InterdomainRecurrence`), and turns convolved streams into tokens (`_tokens`).
+    """
+
+    layer_type = "linear_attention"
+    recurrence: nn.Module
+
+    def __init__(self, config, layer_idx: int, output_width: int):
+        """`output_width` are the numbers a head that the recurrence gives."""
+        super().__init__(config, layer_idx)
+        hidden, outputs = config.hidden_size, config.num_attention_heads * output_width
+        for stream in self.streams(config):
+            setattr(self, f"{stream.name}_proj", nn.Linear(hidden, stream.heads * stream.width, bias=False))
+        self.o_proj = residual_projection(outputs, hidden)
+        self.g_proj = nn.Linear(hidden, outputs, bias=False) if config.use_output_gate else None
+        for stream in self.streams(config):
+            if stream.convolved:
+                setattr(self, f"{stream.name}_conv", CausalConv1d(stream.heads * stream.width, config.conv_kernel))
+        self.o_norm = InterdomainRMSNorm(output_width, config.rms_norm_eps) if config.use_output_norm else None
+
+    # What a subclass says.
+
+    @classmethod
+    def streams(cls, config) -> list[Stream]:
+        """The projections, in the order in which `_tokens` takes them."""
+        raise NotImplementedError
+
+    @classmethod
+    def state_shape(cls, config) -> tuple[int, ...]:
+        """Of one sequence."""
+        raise NotImplementedError
+
+    def _tokens(self, streams: list[torch.Tensor], cos_sin) -> tuple[torch.Tensor, ...]:
+        """What the recurrence is called with, from convolved streams `[B, T, heads width]`."""
+        raise NotImplementedError
+
+    def _recorded(self, tokens: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Those of the tokens `[B, T, ...]` that move the state."""
+        raise NotImplementedError
+
+    @staticmethod
+    def replay_state(state: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        """The state after recorded tokens: called with those, their mask and what `transition=True` gave."""
+        raise NotImplementedError
+
+    # What follows from it.
+
+    @classmethod
+    def rotated_dims(cls, config) -> set[int]:
+        return set() if config.rope_placement is None else {config.feature_dim}
+
+    @classmethod
+    def state_sizes(cls, config, context_length: int) -> dict[str, int]:
+        windows = sum(stream.heads * stream.width for stream in cls.streams(config) if stream.convolved)
+        state = torch.Size(cls.state_shape(config)).numel()
+        return {"recurrent": state, "convolution": windows * (config.conv_kernel - 1)}
+
+    def cache_shapes(self, batch: int) -> list[list[int]]:
+        widths = [stream.heads * stream.width for stream in self.streams(self.config) if stream.convolved]
+        windows = [[batch, width, self.config.conv_kernel - 1] for width in widths]
+        return [*windows, [batch, *self.state_shape(self.config)]]
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values=None,
+        packing: Packing | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, None]:
+        """Mix the tokens of `[B, T, hidden_size]`.
+
+        Args:
+            position_embeddings: cosines and sines `[B, T, R]` by dimension, for rotary embeddings.
+            attention_mask: `[B, 1]` bool for a single token, False for a pad; longer masks come as `packing`.
+            past_key_values: an `InterdomainCache`, updated in place.
+            packing: where the real tokens stand, when some are pads or several documents are packed.
+        """
+        layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        if layer is not None:
+            layer.thaw()
+        projected = [getattr(self, f"{stream.name}_proj")(hidden_states) for stream in self.streams(self.config)]
+        if packing is not None:  # not before: adapters that differ by row must find the rows of the batch
+            projected = [packing.pack(x) for x in projected]
+        cos_sin = self._rotation(position_embeddings, packing, hidden_states.shape[:2])
+        windows = None if layer is None else layer.windows
+        tokens, windows = self._inputs(projected, windows, cos_sin, packing, keep=layer is not None)
+        if layer is not None and layer.record_past:
+            self._record(layer, projected, tokens, attention_mask, packing, hidden_states)
+
+        if layer is not None and self._can_step(layer, tokens, packing):
+            output = self._step(layer, tokens, windows, attention_mask)
+        else:
+            output = self._scan(layer, tokens, windows, packing)
+        if self.o_norm is not None:
+            output = self.o_norm(output)
+        output = output.flatten(-2).to(hidden_states.dtype)
+        if packing is not None:
+            output = packing.unpack(output)
+        if self.g_proj is not None:
+            output = nn.functional.silu(self.g_proj(hidden_states)) * output
+        return self.o_proj(output), None
+
+    def _rotation(self, position_embeddings, packing, shape) -> tuple[torch.Tensor, ...] | None:
+        if self.config.rope_placement is None or position_embeddings is None:
+            return None
+        cos_sin = position_embeddings[self.config.feature_dim]
+        return cos_sin if packing is None else tuple(packing.pack(x.expand(*shape, -1)) for x in cos_sin)
+
+    def _inputs(self, projected, windows, cos_sin, packing: Packing | None, keep: bool):
+        """What the recurrence is called with, and the new windows (if there is a cache to `keep` them)."""
+        before = iter(windows or [None] * len(projected))
+        streams, after = [], []
+        places: dict[str, Any] = {}
+        if packing is not None:
+            number = 0 if packing.cu_seqlens is None else packing.cu_seqlens.shape[0] - 1
+            places = {"lengths": packing.lengths, "documents": packing.documents, "number": number}
+        for x, conv in zip(projected, self._convolutions(), strict=True):
+            if conv is not None:
+                x, window = causal_conv(conv, x, next(before), self.config.conv_kernel, **places)
+                after.append(window)
+            streams.append(x)
+        return self._tokens(streams, cos_sin), after
+
+    def _convolutions(self) -> list[nn.Module | None]:
+        """One a stream."""
+        return [getattr(self, f"{stream.name}_conv", None) for stream in self.streams(self.config)]
+
+    def _scan(self, layer, tokens, windows, packing: Packing | None) -> torch.Tensor:
+        """All tokens at once, on from the state of the cache, if there is one."""
+        places = {} if packing is None else {"lengths": packing.lengths, "cu_seqlens": packing.cu_seqlens}
+        if layer is None:
+            return self.recurrence(*tokens, **places)[0]
+        output, state = self.recurrence(*tokens, **places, initial_state=layer.state, output_final_state=True)
+        layer.write(windows, {"state": state}, tokens[0].shape[1])
+        return output
+
+    def _can_step(self, layer, tokens: Sequence[torch.Tensor], packing: Packing | None) -> bool:
+        differentiated = torch.is_grad_enabled() and (
+            tokens[0].requires_grad or any(p.requires_grad for p in self.recurrence.parameters())
+        )
+        single = tokens[0].shape[1] == 1 and packing is None and not differentiated
+        return single and layer.is_initialized and self.config.backend in ("auto", "triton")
+
+    def _step(self, layer, tokens, windows, attention_mask) -> torch.Tensor:
+        """One token, the state updated in place; a pad leaves windows and state alone."""
+        mask = None if attention_mask is None else attention_mask[:, -1].bool()
+        if mask is not None:
+            keep = mask[:, None, None]
+            windows = [torch.where(keep, w, old) for w, old in zip(windows, layer.windows, strict=True)]
+        state = layer.state.detach().clone() if layer.state.requires_grad else layer.state
+        output = self.recurrence(*(x[:, 0] for x in tokens), step=True, state=state, mask=mask)
+        layer.write(windows, {"state": state}, 1)
+        return output[:, None]
+
+    def _record(self, layer, projected, tokens, attention_mask, packing: Packing | None, hidden_states) -> None:
+        """Let a recording cache keep what this forward puts in, at its place in the batch."""
+        convolved = [x for x, conv in zip(projected, self._convolutions(), strict=True) if conv is not None]
+        kept = [*convolved, *self._recorded(tokens)]
+        mask = attention_mask
+        if packing is not None:
+            kept, mask = [packing.unpack(x) for x in kept], packing.mask
+        if mask is None:
+            mask = hidden_states.new_ones(hidden_states.shape[:2])
+        transition = self.recurrence(hidden_states, transition=True)
+        layer.record((*kept, mask.bool()), transition, type(self).replay)
+
+    @classmethod
+    def replay(cls, windows, states, inputs, constants):
+        """Windows and states after recorded inputs, for `RecurrentLayer.record`."""
+        convolved, tokens, mask = inputs[: len(windows)], inputs[len(windows) : -1], inputs[-1]
+        windows = [_last_inputs(w, x, mask) for w, x in zip(windows, convolved, strict=True)]
+        return windows, {"state": cls.replay_state(states["state"], *tokens, mask, *constants)}
+
+
+def _last_inputs(window: torch.Tensor, inputs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The window `[B, W, kernel - 1]` of a convolution after the real ones (mask `[B, T]`) of `inputs` `[B, T, W]`."""
+    size = window.shape[-1]
+    together = torch.cat([window.to(inputs.dtype).mT, inputs], dim=1)
+    real = torch.cat([mask.new_ones(mask.shape[0], size), mask], dim=1)
+    # A stable sort brings the real inputs to the end in their order.
+    order = real.long().sort(dim=1, stable=True).indices[:, real.shape[1] - size :]
+    return together.gather(1, order[..., None].expand(-1, -1, together.shape[2])).mT

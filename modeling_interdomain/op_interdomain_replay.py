@@ -1,0 +1,62 @@
+"""The state after some tokens whose inputs were kept, without an output: what taking tokens back needs."""
+
+import torch
+
+from .op_common import as_complex, decay_powers
+
+# Tokens that go into one matrix product: with a short record there is one.
+_BLOCK = 1024
+
+
+@torch.no_grad()
+def state_after(
+    state: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    log_decay: torch.Tensor,
+    input_matrix: torch.Tensor,
+) -> torch.Tensor:
+    """`lambda^n X + sum_i lambda^(n_i) beta (x) [k_i; v_i]`, with n real tokens in all and n_i of them after token i.
+
+    Args:
+        state: X, `[B, G, 2, M, R + D]`, left untouched.
+        key, value: `[B, T, G, R]` and `[B, T, G, D]`, T may be 0.
+        mask: `[B, T]` bool, False for pads.
+        log_decay, input_matrix: `[G, M, 2]`, as in `interdomain_attention`.
+
+    Returns:
+        A new tensor like `state`, at least float32.
+    """
+    wide = torch.promote_types(state.dtype, torch.float32)
+    state = state.to(wide)
+    with torch.autocast(state.device.type, enabled=False):
+        for block in zip(*(x.split(_BLOCK, dim=1) for x in (key, value, mask)), strict=True):
+            state = _advance(state, block, log_decay, input_matrix)
+    return state
+
+
+def _advance(state, block, log_decay, input_matrix):
+    key, value, mask = block
+    inputs = torch.cat([key, value], dim=-1).to(state.dtype).transpose(1, 2)  # [B, G, T, W]
+    after = mask.flip(1).long().cumsum(1).flip(1) - mask.long()
+    powers = _powers(log_decay, mask.shape[1]).to(_complex(state))
+    weights = powers * as_complex(input_matrix.to(state.dtype))[:, None]  # [G, T + 1, M]
+    weights = torch.where(mask[..., None], weights[:, after], 0)  # [G, B, T, M]
+    weights = torch.cat([weights.real, weights.imag], dim=-1).movedim(1, 0).mT  # [B, G, 2M, T]
+    added = (weights @ inputs).unflatten(2, (2, -1))
+    decay = powers[:, mask.sum(1)].movedim(1, 0)[..., None]  # [B, G, M, 1]
+    real, imag = state.unbind(2)
+    carried = [decay.real * real - decay.imag * imag, decay.real * imag + decay.imag * real]
+    return torch.stack(carried, dim=2) + added
+
+
+def _powers(log_decay: torch.Tensor, last: int) -> torch.Tensor:
+    """`lambda^0` to `lambda^last`, `[G, last + 1, M]`: steps of 16 times steps of one, since sines are dear."""
+    coarse = decay_powers(log_decay, torch.arange(0, last + 1, 16, device=log_decay.device))
+    fine = decay_powers(log_decay, torch.arange(16, device=log_decay.device))
+    return (coarse[:, :, None] * fine[:, None]).flatten(1, 2)[:, : last + 1]
+
+
+def _complex(x: torch.Tensor) -> torch.dtype:
+    return torch.complex128 if x.dtype == torch.float64 else torch.complex64

@@ -1,0 +1,160 @@
+"""The READMEs: links lead somewhere, tables and sentences say what the result files say, the map shows every room."""
+
+import fnmatch
+import itertools
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import condition_study, headlines, readme
+from benchmarks.harness import RESULTS, read
+from benchmarks.readme import MARKED, READMES, REPOSITORY
+
+MAIN, STUDIES = READMES
+ROOMS = (".", "benchmarks", "conversion", "examples", "examples/lm_eval_tasks", "tests/transformers_suite")
+TABLES = [(file, name) for file in READMES for name in MARKED.findall(file.read_text())]
+
+
+def outside_code(file: Path) -> str:
+    return re.sub(r"^```.*?^```$|^    .*?$|`[^`\n]*`", "", file.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(file: Path) -> set[str]:
+    """What headings are called in links: lower case, without punctuation, with hyphens for spaces."""
+    headings = re.findall(r"^#+ (.*)$", outside_code(file), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_readme_is_looked_at():
+    found = itertools.chain(*(REPOSITORY.glob(f"{depth}README.md") for depth in ("", "[a-z]*/", "[a-z]*/[a-z]*/")))
+    rooms = {path.parent.relative_to(REPOSITORY) for path in found}
+    assert {room for room in rooms if room.parts[:1] != ("runs",)} == {Path(room) for room in ROOMS}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_links_lead_somewhere(room):
+    file = REPOSITORY / room / "README.md"
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", outside_code(file)) if "://" not in link]
+    for link in links:
+        path, _, anchor = link.partition("#")
+        target = file.parent / path if path else file
+        assert target.exists(), f"{file} links to {path}"
+        assert not anchor or anchor in anchors(target), f"{file} links to {link}"
+
+
+def test_a_newcomer_reads_it_in_five_minutes():
+    text = MAIN.read_text()
+    assert text.count("\n") <= 150 and text.index("make quickstart") < text.index("make test") < 300
+
+
+@pytest.mark.parametrize(("file", "name"), TABLES, ids=[f"{file.parent.name}-{name}" for file, name in TABLES])
+def test_tables_say_what_the_result_files_say(file, name):
+    if name == "kernel_resources":
+        pytest.importorskip("triton", reason="Triton is not installed on this machine.")
+    written = next(match[0] for match in MARKED.finditer(file.read_text()) if match[1] == name)
+    assert readme.fill(written) == written, "python -m benchmarks --readme writes the table anew"
+
+
+def test_every_result_has_its_table():
+    assert {name for file, name in TABLES if file == STUDIES} == {path.stem for path in RESULTS.glob("*.json")}
+    assert [name for file, name in TABLES if file == MAIN] == ["headlines"]
+
+
+def test_headlines_follow_the_result_files():
+    records = {source: read(source) for source in headlines.SOURCES}
+    records["decode_cpu"]["positions"][1] |= {"position": 7777, "median": 0.5, "bytes": 123_400_000}
+    records["model_cpu"]["decode"][-1]["llama"]["tokens_per_second"] = 1234.56
+    records["longer_study"]["runs"] += [row | {"seed": 1} for row in records["longer_study"]["runs"]]
+    records["longer_study"]["machine"] |= {"cpu": "another"}
+    text = headlines.table(records)
+    assert "then at 7,777" in text and "then 500.0 ms and 123.4 MB" in text and "then 1234.6" in text
+    assert "2 seeds" in text and "\n\n1, 2, 3: " in text and "\n\n4, 5: another" in text
+    assert len(re.findall(r"^\| \[\d\]", text, flags=re.MULTILINE)) == 5
+
+
+# ------------------------------------------------------------------------------------------ sentences
+
+
+def test_what_is_said_of_speed():
+    layer, model, decode = read("operator_cpu"), read("model_cpu"), read("decode_cpu")
+    speeds = {str(row["length"]): row["ratio"] for row in layer["forward"] if "ratio" in row}
+    assert all(speeds[length] >= required for length, required in layer["required"].items())
+    assert layer["spread_of_time_per_token"] <= 0.2
+    assert model["prefill"][-1]["ratio"] > 1 < model["decode"][-1]["ratio"]
+    assert all(0.8 < model[key][0]["ratio"] < 1.25 for key in ("prefill", "decode")), "near each other"
+    early, late = decode["positions"]
+    assert early["bytes"] == late["bytes"] and abs(decode["time_ratio"] - 1) < 0.05
+
+
+def test_what_is_said_of_the_ways_to_compute_the_recurrence():
+    rows = read("backends")["rows"]
+    for length in {row["length"] for row in rows}:
+        for key in ("forward", "forward_and_backward", "backward_bytes"):
+            order = sorted((row[key], row["backend"]) for row in rows if row["length"] == length)
+            assert [name for _, name in order[:2]] == ["chunk", "scan"]
+
+
+def test_what_is_said_of_starts():
+    runs = read("start_study")["runs"]
+
+    def bits(name, size):
+        return [row["bits_per_byte"] for row in runs if (row["condition"], row["size"]) == (name, size)]
+
+    small = [f"zero-order hold, c {c}" for c in ("0.5", "0.25", "0.1")]
+    small += [f"zero-order hold, c {c}" for c in ("0.25, RoPE before xi", "0.25, RoPE after xi", "0.1, RoPE after xi")]
+    large = ["the paper's form: beta 1, c 1, RoPE before xi", "beta 1, c 0.25", "zero-order hold, c 1"]
+    large += ["beta unit variance, c 0.25", "zero-order hold, c 0.25, output norm"]
+    for size in ("1M", "2M"):
+        assert max(b for name in small for b in bits(name, size)) < min(b for name in large for b in bits(name, size))
+    ranges = [(min(bits(name, "1M")), max(bits(name, "1M"))) for name in small]
+    assert all(one[0] <= other[1] for one, other in itertools.permutations(ranges, 2)), "within those of the seeds"
+
+
+def test_what_is_said_of_the_papers_comparison():
+    runs, longer = read("condition_study")["runs"], read("longer_study")["runs"]
+    score = condition_study.score
+    loss = {name: [score(row) for row in condition_study.best_runs(runs, name)] for name in condition_study.CONDITIONS}
+    ours, s4d = loss["interdomain"], loss["s4d"]
+    assert min(ours) < max(s4d) and min(s4d) < max(ours), "as close together as the seeds of each"
+    assert min(loss["softmax"]) > max(loss_ for name in loss if name != "softmax" for loss_ in loss[name])
+    late = {row["condition"]: row for row in longer}
+    assert score(late["s4d"]) < score(late["interdomain"]) < score(late["softmax"])
+    change = {name: math.exp(row["lengths"]["3.5"] - row["lengths"]["1.0"]) - 1 for name, row in late.items()}
+    assert abs(change["s4d"]) < 0.03 > abs(change["interdomain"]) and change["softmax"] > 0.1
+
+
+def test_what_is_said_of_images_conversion_and_kernels():
+    accuracy = {row["condition"]: row["accuracy"] for row in read("image_study")["runs"]}
+    names = ("shared-shifted", "shared-fourier", "per-head-shifted", "per-head-fourier", "softmax-bidirectional")
+    assert sorted(accuracy, key=accuracy.get) == [*names, "softmax-causal"]
+    found = read("conversion_study")["perplexity"]
+    assert found["source, trained on"] < found["fine-tuned"] < 1.05 * found["source"]
+    rows = read("kernel_resources")["rows"]
+    kernels = {(row["problem"], row["kernel"], row["target"]) for row in rows if row["problem"] == "1.3B head, bf16"}
+    assert kernels == {(row["problem"], row["kernel"], row["target"]) for row in rows if row["fits"]} & kernels
+
+
+# ------------------------------------------------------------------------------------------ the map
+
+
+def named(pattern: str) -> list[str]:
+    return re.findall(pattern, MAIN.read_text(), flags=re.MULTILINE)
+
+
+def test_the_map_names_every_folder_and_every_family():
+    folders = {path.parent.name for path in REPOSITORY.glob("[a-z]*/*.py")} | {"configuration", "recipes"}
+    assert set(named(r"^\| \[?`?([a-z_]+)/`?")) == folders - {"runs"}
+    families = [name for row in named(r"^\| (`[a-z_`*, ]+) \| ") for name in re.findall(r"`([a-z_]+\*?)`", row)]
+    for path in (REPOSITORY / "modeling_interdomain").glob("[a-z]*.py"):
+        assert any(fnmatch.fnmatch(path.stem, family) for family in families), f"{path.name} has no family in the map"
+
+
+def test_every_configuration_is_named():
+    patterns = named(r"`((?:[a-z0-9]|-|\{[^}]*\})+)`")
+    shapes = set()
+    for pattern in patterns:
+        parts = [part.strip("{}").split(",") for part in re.findall(r"\{[^}]*\}|[^{]+", pattern)]
+        shapes |= {"".join(choice) for choice in itertools.product(*parts)}
+    assert {path.parent.name for path in (REPOSITORY / "configuration").glob("*/config.json")} <= shapes
