@@ -246,13 +246,9 @@ def test_the_real_data(folders):
 # Likelihoods.
 
 
-# Every mixer and both sizes, each mixer with the other size among the slow ones.
-BATCHES = list(zip(MIXERS, ["auto", 4, 4, "auto"])) + [
-    pytest.param(*batch, marks=pytest.mark.slow) for batch in zip(MIXERS, [4, "auto", "auto", 4])
-]
-
-
-@pytest.mark.parametrize(("name", "batch_size"), BATCHES)
+@pytest.mark.each_value
+@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("batch_size", [4, "auto"])
 def test_batches_answer_as_single_sequences(name, batch_size, folders, manager, single):
     samples = evaluate(folders / name, manager, batch_size=batch_size, max_batch_size=8)["samples"]
     (numbers, texts), (expected, expected_texts) = answers(samples), single[name]
