@@ -82,7 +82,7 @@ def _each_value_once(items) -> None:
 
 
 def _covering(cases: dict) -> set:
-    """Cases, of all `{case: values}`, that together have every value: in turn the one with the most new, or rare, ones."""
+    """Some of `{case: values}` that together have every value: in turn the one with the most new, or rare, ones."""
     values, seen, chosen = set().union(*cases.values()), Counter(), set()
     while values > seen.keys():
         case = max(cases, key=lambda case: (len(cases[case] - seen.keys()), -sum(seen[value] for value in cases[case])))
