@@ -1,5 +1,6 @@
 """What all operators share: powers of a decay, which tokens belong to which document, and the checks of both."""
 
+import contextlib
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,13 @@ def as_complex(pairs: torch.Tensor) -> torch.Tensor:
     if pairs.dtype not in (torch.float32, torch.float64):
         pairs = pairs.float()
     return torch.view_as_complex(pairs.contiguous())
+
+
+def without_autocast(device: torch.device):
+    """`torch.autocast(device.type, enabled=False)`, which costs more than a small operation, where it is needed."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
 
 
 class Packing(NamedTuple):

@@ -70,12 +70,11 @@ class Chunks(NamedTuple):
 
     def read(self, x: torch.Tensor, segment: Segment, target: torch.Tensor) -> None:
         """Copy tokens `[B, T, G P, W]` to `[G, chunks, P, C, W]`, zeros where a slot holds none."""
-        groups, chunks, heads, size, width = target.shape
         if self.tokens is None:
             self._copy(x, segment, target, back=False)
             return
-        slots = slice(segment.first, segment.first + chunks)
-        target.copy_(self._gather(x, self.tokens[slots], any(self.partial[slots]), groups))
+        slots = slice(segment.first, segment.first + segment.chunks)
+        target.copy_(self._gather(x, self.tokens[slots], any(self.partial[slots]), target.shape[0]))
 
     def write(self, source: torch.Tensor, segment: Segment, x: torch.Tensor) -> None:
         """The way back, into what `empty` made."""

@@ -304,7 +304,7 @@ class StateGradients:
         return self.states.chunks.finish(self.x)
 
     def initial_states(self, final: torch.Tensor | None) -> torch.Tensor | None:
-        """The gradient of the initial states `[documents, G, 2, M, W]`; an empty document hands that of its final on."""
+        """That of the initial states `[documents, G, 2, M, W]`; an empty document hands on that of its final one."""
         if self.initial is None:
             return None
         states, documents = self.states.x, self.states.documents

@@ -1,8 +1,11 @@
 """Interdomain attention on tensors: the one entry to every backend."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
-from .op_common import check_documents
+from .op_common import check_documents, without_autocast
 from .op_common_launch import fused
 from .op_interdomain_chunk import chunk_attention
 from .op_interdomain_export import export_attention
@@ -10,16 +13,16 @@ from .op_interdomain_prefix import associative_scan_attention, fft_attention
 from .op_interdomain_readout import PRODUCTS
 from .op_interdomain_recurrent import recurrent_attention
 from .op_interdomain_scan import scan_attention
-from .op_interdomain_step import advance_state, read_state
+from .op_interdomain_step import StepTables, advance_state, read_state, real_tokens, step_tables
 
 BACKENDS = ("auto", "recurrent", "fft", "scan", "associative_scan", "chunk", "triton")
+STEP_BACKENDS = ("auto", "recurrent", "triton")
 
 _WITHOUT_CHUNKS = {
     "recurrent": recurrent_attention,
     "fft": fft_attention,
     "associative_scan": associative_scan_attention,
 }
-
 
 
 def interdomain_attention(
@@ -118,30 +121,29 @@ def interdomain_attention(
     needs_grad = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (*tokens, *parameters, initial_state)
     )
-    plain = cu_seqlens is None and lengths is None
-    single = backend == "auto" and query.shape[1] == 1 and plain and not needs_grad
+    exporting = torch.compiler.is_exporting()
+    whole = cu_seqlens is None and lengths is None
+    single = backend == "auto" and query.shape[1] == 1 and whole and not needs_grad and not exporting
     with torch.autocast(query.device.type, enabled=False):
         found = None
-        if backend in ("auto", "triton") and not single and not torch.compiler.is_exporting():
-            extra = {} if lengths is None else {"lengths": lengths}
+        if backend in ("auto", "triton") and not single and not exporting:
             arguments = (*tokens, *parameters, product, initial_state, cu_seqlens, chunk_size, normalize)
-            found = _fused(backend, *arguments, **extra)
+            found = _fused(backend, *arguments, **({} if lengths is None else {"lengths": lengths}))
         if found is None:
             compute = _compute_dtype(*tokens)
-            *tokens, decay, inputs, coefficients, state = (
-                None if x is None else x.to(compute) for x in (*tokens, *parameters, initial_state)
-            )
-            arguments = (*tokens, decay, inputs, coefficients, product, state, cu_seqlens, lengths)
+            query, key, value, log_decay, input_matrix = (x.to(compute) for x in (*tokens, *parameters[:2]))
+            coefficients, state = (None if x is None else x.to(compute) for x in (coefficient_matrix, initial_state))
+            problem = (query, key, value, log_decay, input_matrix, coefficients, product, state)
             if single:
-                found = _single(*arguments[:-2])
-            elif torch.compiler.is_exporting():
-                found = export_attention(*arguments, chunk_size)
+                found = _single(*problem)
+            elif exporting:
+                found = export_attention(*problem, cu_seqlens, lengths, chunk_size)
             elif backend in _WITHOUT_CHUNKS:
-                found = _on_documents(_WITHOUT_CHUNKS[backend], *arguments)
+                found = _on_documents(_WITHOUT_CHUNKS[backend], *problem, cu_seqlens, lengths)
             elif backend == "scan":
-                found = _on_documents(_scan, *arguments, chunk_size)
+                found = _on_documents(_scan, *problem, cu_seqlens, lengths, chunk_size)
             else:
-                found = chunk_attention(*arguments, chunk_size, output_final_state)
+                found = chunk_attention(*problem, cu_seqlens, lengths, chunk_size, output_final_state)
     output, state = found
     if normalize:
         denominator = output[..., value_dim:]
@@ -209,7 +211,9 @@ def _single(query, key, value, log_decay, input_matrix, coefficients, product, s
     """A row of one token each: the step that decoding takes, on a copy of the state."""
     state = _state_or_zeros(state, key, value, log_decay, key.shape[0])
     tokens = (x[:, 0] for x in (query, key, value))
-    output = _step("auto", *tokens, log_decay, input_matrix, coefficients, state, product)
+    parameters = log_decay, input_matrix, coefficients
+    tables = partial(step_tables, *parameters, product)
+    output = _step("auto", *tokens, lambda: parameters, tables, state, product)
     return output[:, None], state
 
 
@@ -232,8 +236,9 @@ def interdomain_step(
     Args:
         query: `[B, H, R]`; key: `[B, G, R]`; value: `[B, G, D]`; the parameters as in `interdomain_attention`.
         state: `[B, G, 2, M, R + D]` (one more column with `normalize`), overwritten.
-        mask: `[B]` bool, False for a pad: the row's state stays and its output is zero. Default: None.
-        backend: "triton" (two fused kernels on a GPU) or "auto" (those where they can run, PyTorch elsewhere).
+        mask: `[B]` bool or integers, zero for a pad: the row's state stays and its output is zero. Default: None.
+        backend: "triton" (two fused kernels on a GPU), "recurrent" (PyTorch) or "auto" (the kernels where they can
+            run). Default: "auto".
 
     Returns:
         `[B, H, D]` in the dtype of `value`. Not differentiable: use `interdomain_attention` for gradients.
@@ -246,40 +251,79 @@ def interdomain_step(
     if state is None:
         raise ValueError("state must be a tensor of shape [B, G, 2, M, R + D]; start from zeros.")
     _check_state(state, "state", query.shape[0], tokens[0], tokens[1], tokens[2], log_decay, normalize)
-    if mask is not None and mask.shape != (query.shape[0],):
-        raise ValueError(f"mask must have shape [B] = [{query.shape[0]}], got {list(mask.shape)}.")
-    value_dim, out_dtype = value.shape[-1], value.dtype
-    if normalize:
-        value = append_one(value)
+    if backend not in STEP_BACKENDS:
+        raise ValueError(f"backend of a step must be one of {', '.join(STEP_BACKENDS)}, got {backend!r}.")
+    if backend == "triton" and not state.is_contiguous():
+        raise ValueError("state must be contiguous for backend 'triton', which overwrites it; use 'auto' or a copy.")
+    mask = real_tokens(mask, query)
     parameters = log_decay, input_matrix, coefficient_matrix
-    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        output = _step(backend, query, key, value, *parameters, state, product, mask, wide=normalize)
+    return take_step(
+        query,
+        key,
+        value,
+        parameters=lambda: parameters,
+        tables=partial(step_tables, *parameters, product),
+        state=state,
+        product=product,
+        normalize=normalize,
+        mask=mask,
+        backend=backend,
+    )
+
+
+def take_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    parameters: Callable[[], tuple],
+    tables: Callable[[torch.dtype], StepTables],
+    state: torch.Tensor,
+    product: str,
+    normalize: bool,
+    mask: torch.Tensor | None,
+    backend: str,
+) -> torch.Tensor:
+    """`interdomain_step` for a caller whose arguments fit, and who may have tables from an earlier step.
+
+    Args:
+        query, key, value: with or without an axis of the one token, `[B, 1, H, R]` or `[B, H, R]`.
+        parameters: gives `log_decay`, `input_matrix` and `coefficient_matrix`, where kernels take the step.
+        tables: gives `step_tables` of these parameters in a dtype, where PyTorch does.
+    """
+    value_dim, out_dtype = value.shape[-1], value.dtype
+    with torch.no_grad(), without_autocast(query.device):
+        if normalize:
+            value = append_one(value)
+        output = _step(backend, query, key, value, parameters, tables, state, product, mask, wide=normalize)
         if normalize:
             output = output[..., :value_dim] / output[..., value_dim:]
             if mask is not None:  # zero over zero
-                output = torch.where(mask[:, None, None], output, 0)
+                output = output.where(mask[:, None, None], 0)
     return output.to(out_dtype)
 
 
-def _step(backend, query, key, value, log_decay, input_matrix, coefficients, state, product, mask=None, wide=False):
+def _step(backend, query, key, value, parameters, tables, state, product, mask=None, wide=False):
     """`advance_state` and `read_state` by the fused kernels or by PyTorch."""
 
     def run():
         from .op_interdomain_triton_step import triton_step
 
-        return triton_step(query, key, value, log_decay, input_matrix, coefficients, state, product, mask, wide)
+        tokens = (x.squeeze(1) if x.ndim == 4 else x for x in (query, key, value))
+        return triton_step(*tokens, *parameters(), state, product, mask, wide)
 
-    if state.is_contiguous():
-        output = fused(backend, (query, key, value, state), max(query.shape[2], value.shape[2], state.shape[3]), run)
+    if backend != "recurrent" and state.is_contiguous():
+        output = fused(backend, (query, key, value, state), max(query.shape[-1], value.shape[-1], state.shape[3]), run)
         if output is not None:
             return output
     # A state kept in a lower precision is still advanced in float32.
     working = state if state.dtype in (torch.float32, torch.float64) else state.float()
-    advance_state(working, key, value, log_decay, input_matrix, mask)
+    moves = tables(working.dtype)
+    advance_state(working, key, value, moves, mask)
     if working is not state:
         state.copy_(working)
-    output = read_state(query, working, coefficients, product)
-    return output if mask is None else torch.where(mask[:, None, None], output, 0)
+    output = read_state(query, working, moves)
+    return output if mask is None else output.where(mask[:, None, None], 0)
 
 
 def append_one(value: torch.Tensor) -> torch.Tensor:

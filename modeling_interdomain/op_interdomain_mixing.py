@@ -19,7 +19,8 @@ def mixing_matrix(
         like: gives dtype and device.
     """
     if coefficient_matrix is None:
-        return torch.diag(_weights(product, like).repeat(size)).expand(groups, -1, -1).contiguous()
+        diagonal = torch.eye(2 * size, dtype=like.dtype, device=like.device) * _weights(product, like).repeat(size)
+        return diagonal.expand(groups, -1, -1).contiguous()
     matrix = _real_form(coefficient_matrix)
     mixing = matrix.mT @ (_weighted(matrix, product) * matrix)
     if coefficient_matrix.ndim == 4:
@@ -54,10 +55,7 @@ def _real_form(coefficients: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(product: str, like: torch.Tensor) -> torch.Tensor:
-    real, imaginary = _WEIGHTS[product]
-    weights = torch.full((2,), real, dtype=like.dtype, device=like.device)
-    weights[1] = imaginary
-    return weights
+    return torch.tensor(_WEIGHTS[product], dtype=like.dtype, device=like.device)
 
 
 def _weighted(matrix: torch.Tensor, product: str) -> torch.Tensor:

@@ -8,14 +8,17 @@ for each head. Inside a chunk of C tokens that is one lower triangular Toeplitz 
 arrives through the state at the start of the chunk.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
-from .op_common import as_complex, check_documents
+from .op_common import as_complex, check_documents, without_autocast
 from .op_common_chunks import Segment, chunks_of
 from .op_common_launch import namespace
 from .op_common_states import DecayTables, Repeated, StateGradients, States, Workspace, pairs
 from .op_interdomain_export import export_s4d
-from .op_interdomain_step import advance_state
+from .op_interdomain_step import StepTables, advance_state, real_tokens, transition_tables
 
 # Floats of one output of a segment: on a CPU what is worked on should stay in the second-level cache.
 _SEGMENT_FLOATS = {"cpu": 1 << 18, "other": 1 << 24}
@@ -79,25 +82,48 @@ def s4d_step(
 
     Args:
         state: `[B, G, 2, M, R + D]`, overwritten.
-        mask: `[B]` bool, False for a pad: the row's state stays and its output is zero.
+        mask: `[B]` bool or integers, zero for a pad: the row's state stays and its output is zero.
 
     Returns:
         `[B, H, R + D]` in the dtype of `value`.
     """
-    with torch.no_grad(), torch.autocast(key.device.type, enabled=False):
+    tables = partial(s4d_tables, log_decay, input_matrix, readout)
+    return take_s4d_step(key, value, tables=tables, state=state, mask=real_tokens(mask, key))
+
+
+def take_s4d_step(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    tables: Callable[[torch.dtype], StepTables],
+    state: torch.Tensor,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`s4d_step` for a caller who may have tables from an earlier step: `tables` gives `s4d_tables` in a dtype.
+
+    Key and value may have an axis of the one token, `[B, 1, G, R]`.
+    """
+    with torch.no_grad(), without_autocast(key.device):
         # A state kept in a lower precision is still advanced in float32.
         working = state if state.dtype in (torch.float32, torch.float64) else state.float()
-        advance_state(working, key, value, log_decay, input_matrix, mask)
+        moves = tables(working.dtype)
+        advance_state(working, key, value, moves, mask)
         if working is not state:
             state.copy_(working)
-        batch, groups, _, size, width = working.shape
-        readout = 2 * readout.to(working.dtype)
-        rows = torch.cat([readout[..., 0], -readout[..., 1]], dim=-1)  # [H, 2M]
-        rows = rows.unflatten(0, (groups, -1))
-        output = (rows @ working.view(batch, groups, 2 * size, width)).flatten(1, 2)
+        (rows,) = moves.matrices
+        output = (rows @ working.flatten(2, 3)).flatten(1, 2)
         if mask is not None:
-            output = torch.where(mask[:, None, None], output, 0)
+            output = output.where(mask[:, None, None], 0)
     return output.to(value.dtype)
+
+
+def s4d_tables(
+    log_decay: torch.Tensor, input_matrix: torch.Tensor, readout: torch.Tensor, dtype: torch.dtype
+) -> StepTables:
+    """What `s4d_step` needs of the parameters: its only matrix holds the real rows `[G, H / G, 2M]` of the readout."""
+    real, imag = (2 * readout.to(dtype)).unbind(-1)
+    rows = torch.cat([real, -imag], dim=-1).unflatten(0, (log_decay.shape[0], -1))
+    return transition_tables(log_decay, input_matrix, dtype)._replace(matrices=(rows,))
 
 
 class _Problem:

@@ -10,7 +10,7 @@ import textwrap
 import pytest
 import torch
 
-from modeling_interdomain import interdomain_attention, interdomain_step, op_triton_launch
+from modeling_interdomain import interdomain_attention, interdomain_step, op_common_launch
 from modeling_interdomain.module_common import InterdomainRMSNorm
 from modeling_interdomain.module_convolution import CausalConv1d, causal_conv
 from modeling_interdomain.module_feature_maps import SiluL2
@@ -31,7 +31,7 @@ from tests.operator_checks import (
 triton = pytest.importorskip("triton", reason="Triton is not installed on this machine.")
 on_gpu = torch.cuda.is_available()
 pytestmark = pytest.mark.skipif(
-    not on_gpu and not op_triton_launch.interpreted(), reason="Without a GPU the kernels need TRITON_INTERPRET=1."
+    not on_gpu and not op_common_launch.interpreted(), reason="Without a GPU the kernels need TRITON_INTERPRET=1."
 )
 DEVICE = "cuda" if on_gpu else "cpu"
 # On a GPU the matrix units round float32 to three tf32 numbers, in the interpreter not at all.
@@ -214,7 +214,7 @@ def test_the_operator_is_sound():
     )
     tokens = [arguments[name].requires_grad_() for name in ("query", "key", "value")]
     torch.library.opcheck(
-        module._operator, (*tokens, arguments["log_decay"], *made, arguments["initial_state"], None, True, False),
+        module._operator, (*tokens, arguments["log_decay"], *made, arguments["initial_state"], None, None, True, False, True),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )  # fmt: skip
 
@@ -419,7 +419,7 @@ def test_heads_too_wide_are_refused():
 @pytest.fixture
 def no_kernels(monkeypatch):
     """As if this machine had no GPU and no interpreter."""
-    monkeypatch.setattr(op_triton_launch, "interpreted", lambda: False)
+    monkeypatch.setattr(op_common_launch, "interpreted", lambda: False)
 
 
 @pytest.mark.skipif(on_gpu, reason="On a GPU the kernels do run.")
@@ -437,16 +437,16 @@ def test_a_failing_kernel_is_said_once_and_another_way_runs(monkeypatch, caplog)
         calls.append(1)
         raise RuntimeError("no C compiler")
 
-    monkeypatch.setattr(op_triton_launch, "_failure", [])
-    op_triton_launch._say_once.cache_clear()
+    monkeypatch.setattr(op_common_launch, "_failure", [])
+    op_common_launch._say_once.cache_clear()
     tensor = torch.empty(1, device="meta")
-    monkeypatch.setattr(op_triton_launch, "interpreted", lambda: True)
+    monkeypatch.setattr(op_common_launch, "interpreted", lambda: True)
     with caplog.at_level(logging.WARNING):
-        assert op_triton_launch.fused("auto", [tensor], 4, run) is None
-        assert op_triton_launch.fused("auto", [tensor], 4, run) is None
+        assert op_common_launch.fused("auto", [tensor], 4, run) is None
+        assert op_common_launch.fused("auto", [tensor], 4, run) is None
     assert len(calls) == 1 and caplog.text.count("without its fused kernels") == 1 and "no C compiler" in caplog.text
     with pytest.raises(ValueError, match="no C compiler"):
-        op_triton_launch.fused("triton", [tensor], 4, run)
+        op_common_launch.fused("triton", [tensor], 4, run)
 
 
 def test_everything_else_works_without_triton():
