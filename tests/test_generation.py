@@ -259,6 +259,7 @@ def _similar_assistant(model, make_model, name):
     return assistant
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tokens", [1, 4, 20])
 @pytest.mark.parametrize(("main", "assistant"), ASSISTED)
 def test_assisted_decoding(main, assistant, tokens, make_model, random_ids, generate, assert_same_generation):
