@@ -7,7 +7,7 @@ Nothing is read back by the host, so that a CUDA graph can hold the step.
 
 import torch
 
-from .op_common_launch import multiprocessors, namespace, on_device, power_of_two
+from .op_common_launch import StateTouched, multiprocessors, namespace, on_device, power_of_two
 from .op_interdomain_triton_tiles import times
 
 try:
@@ -201,11 +201,14 @@ def triton_step(
             query, key, log_decay, input_matrix, state, mask, pulled, groups, per_group, size, feature_dim, state_width,
             BM=rows, BR=power_of_two(feature_dim), HAS_MASK=has_mask, num_warps=2,
         )  # fmt: skip
-        _step_values[(batch, groups, triton.cdiv(value_dim, columns))](
-            value, log_decay, input_matrix, coefficients, state, mask, pulled, output, groups, per_group, size,
-            value_dim, state_width, feature_dim, M=modes, BK=max(4, 1024 // modes), BD=columns, C=kind,
-            PRODUCT=product, HAS_MASK=has_mask, num_warps=4,
-        )  # fmt: skip
+        try:
+            _step_values[(batch, groups, triton.cdiv(value_dim, columns))](
+                value, log_decay, input_matrix, coefficients, state, mask, pulled, output, groups, per_group, size,
+                value_dim, state_width, feature_dim, M=modes, BK=max(4, 1024 // modes), BD=columns, C=kind,
+                PRODUCT=product, HAS_MASK=has_mask, num_warps=4,
+            )  # fmt: skip
+        except Exception as error:
+            raise StateTouched(f"the value half of a step failed after the key half was written: {error}") from error
     return output
 
 
