@@ -96,8 +96,8 @@ class _Plan(NamedTuple):
 
     shape: torch.Size  # [B, T, H, R] of the query
     groups: int
-    widths: tuple[int, int]  # R and D
-    padded: tuple[int, int]
+    widths: tuple[int, ...]  # R and D
+    padded: tuple[int, ...]
     size: int  # M
     modes: int  # M, padded
     chunk: int  # C

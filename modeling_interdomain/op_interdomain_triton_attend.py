@@ -6,7 +6,7 @@ written but the gradient of the states. Each kernel is launched for both kinds o
 (`op_interdomain_triton_tiles`) and leaves the others alone.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .op_interdomain_triton_tiles import (
     collect,
@@ -35,10 +35,10 @@ class Operands(NamedTuple):
     groups, C]`, and f `[tokens, heads, C]` is what the readout is multiplied with in the loss (backward alone).
     """
 
-    a: object
-    b: object
-    c: object
-    f: object = None
+    a: Any
+    b: Any
+    c: Any
+    f: Any = None
 
 
 class Widths(NamedTuple):
@@ -53,17 +53,17 @@ class Widths(NamedTuple):
 class ChunkStates(NamedTuple):
     """The states before every chunk that b and that c left, `[slots, groups, 2, M, padded width]`."""
 
-    b: object
-    c: object
+    b: Any
+    c: Any
 
 
 class ChunkGradients(NamedTuple):
     """What the chunks contribute to gradients, each on its own and for each head; see `attend_backward`."""
 
-    c: object
-    states: object
-    intra: object
-    log_decay: object
+    c: Any
+    states: Any
+    intra: Any
+    log_decay: Any
 
 
 @triton.jit(do_not_specialize=["count", "per_row", "row_length"])

@@ -8,7 +8,7 @@ read from memory once and written once. Backward walks the other way and keeps t
 read; at them outputs and gradients are zero.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,13 +31,13 @@ class Stream(NamedTuple):
     new_window, as weight and bias of the norm, may be None elsewhere too.
     """
 
-    x: object
-    out: object
-    taps: object = None
-    window: object = None
-    new_window: object = None
-    weight: object = None
-    bias: object = None
+    x: Any
+    out: Any
+    taps: Any = None
+    window: Any = None
+    new_window: Any = None
+    weight: Any = None
+    bias: Any = None
 
 
 class Gradients(NamedTuple):
@@ -45,16 +45,16 @@ class Gradients(NamedTuple):
     over a run of tokens, `partial` `[runs, TAPS + 2, heads, width]`.
     """
 
-    out: object
-    x: object
-    partial: object
+    out: Any
+    x: Any
+    partial: Any
 
 
 class Rotation(NamedTuple):
     """Cosines and sines `[1 or B, T, dim]`, or None; after `period` tokens they repeat."""
 
-    cos: object
-    sin: object
+    cos: Any
+    sin: Any
 
 
 class Rows(NamedTuple):
@@ -62,9 +62,9 @@ class Rows(NamedTuple):
     `starts` is None where rows are, `ends` too where they are full.
     """
 
-    ids: object = None
-    starts: object = None
-    ends: object = None
+    ids: Any = None
+    starts: Any = None
+    ends: Any = None
 
 
 class Block(NamedTuple):

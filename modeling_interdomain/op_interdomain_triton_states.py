@@ -9,7 +9,7 @@ several: a first pass finds what each leaves at its end on its own, `op_interdom
 pass proper starts from there.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .op_interdomain_triton_tiles import dot, load_pair, narrow, times, times_conj
 
@@ -35,10 +35,10 @@ class Columns(NamedTuple):
 class LaterGradients(NamedTuple):
     """What `chunk_states_backward` gives of the inputs of `chunk_states`; see there."""
 
-    x: object
-    initial: object
-    inputs: object
-    log_decay: object
+    x: Any
+    initial: Any
+    inputs: Any
+    log_decay: Any
 
 
 @triton.jit

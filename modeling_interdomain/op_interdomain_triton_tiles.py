@@ -18,7 +18,7 @@ Weights within a chunk come in two ways, chosen for each group by its fastest mo
 A complex tile is two real ones; pointers are to the first element of what the names say, rows contiguous.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 try:
     import triton
@@ -39,10 +39,10 @@ class Documents(NamedTuple):
             whole chunks of tokens up to there, so that many short documents need no more room than one long one.
     """
 
-    starts: object = None
-    ends: object = None
-    first_chunks: object = None
-    first_slots: object = None
+    starts: Any = None
+    ends: Any = None
+    first_chunks: Any = None
+    first_slots: Any = None
 
 
 class Sizes(NamedTuple):
@@ -62,7 +62,7 @@ class Arithmetic(NamedTuple):
     where the interpreter runs.
     """
 
-    DTYPE: object
+    DTYPE: Any
     PRECISION: str
 
 
