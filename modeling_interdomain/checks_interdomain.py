@@ -49,11 +49,11 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, cache: Cache | None, batch: int, 
         raise ValueError(f"cu_seq_lens_q must increase strictly from 0 to T = {length}, got {ends}.")
 
 
-def check_cache_layers(cache: Cache, mixers: list[type[TokenMixer]]) -> None:
+def check_cache_layers(cache: Cache, layer_types: list[str]) -> None:
     """Raise if the layers of a cache are of other kinds than the model's; such a cache knows no length either."""
-    if cache.layer_class_to_replicate is not None and all(m.layer_type == "full_attention" for m in mixers):
+    if cache.layer_class_to_replicate is not None and set(layer_types) == {"full_attention"}:
         return
-    kinds = ["keys_values" if mixer.layer_type == "full_attention" else "recurrent" for mixer in mixers]
+    kinds = ["keys_values" if kind == "full_attention" else "recurrent" for kind in layer_types]
     if [look_into(layer).kind for layer in cache.layers] != kinds:
         raise ValueError(
             f"past_key_values ({type(cache).__name__} of {len(cache.layers)} layers) does not fit the {len(kinds)} "
@@ -71,7 +71,7 @@ def check_room(cache: Cache, tokens: int) -> None:
         )
 
 
-def check_cache(cache: Cache | None, mixers: list[TokenMixer], batch: int, bidirectional: bool) -> None:
+def check_cache(cache: Cache | None, config, mixers: list[TokenMixer], batch: int) -> None:
     """A cache of another model, batch or device is an error before anything is written to it."""
     if cache is None:
         return
@@ -79,9 +79,9 @@ def check_cache(cache: Cache | None, mixers: list[TokenMixer], batch: int, bidir
         raise ValueError(
             f"past_key_values must be a cache, got {type(cache).__name__}; make it with InterdomainCache(model.config)."
         )
-    if bidirectional:
+    if config.bidirectional:
         raise ValueError("A bidirectional model reads a whole sequence at once: leave past_key_values out.")
-    check_cache_layers(cache, [type(mixer) for mixer in mixers])
+    check_cache_layers(cache, config.layer_types)
     for i, (layer, mixer) in enumerate(zip(cache.layers, mixers)):
         found = look_into(layer)
         if found.shapes is None:

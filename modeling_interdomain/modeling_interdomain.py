@@ -264,7 +264,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
         shape, config = inputs_embeds.shape[:2], self.config
         layers: Any = self.layers[: config.num_hidden_layers]  # fewer where the first layers are an assistant
-        check_cache(past_key_values, [layer.token_mixer for layer in layers], shape[0], config.bidirectional)
+        check_cache(past_key_values, config, [layer.token_mixer for layer in layers], shape[0])
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         if past_key_values is not None and _is_at_hand(seen):
             check_room(past_key_values, int(seen) + shape[1])
@@ -312,11 +312,6 @@ class InterdomainModel(InterdomainPreTrainedModel):
         if cache is None or length != 1 or torch.is_grad_enabled() or self.config.backend not in ("auto", "triton"):
             return False
         return not hasattr(cache, "ready_to_step") or cache.ready_to_step()
-
-    def check_cache_layers(self, cache: Cache) -> None:
-        """Raise if the layers of a cache are of other kinds than the model's."""
-        layers: Any = self.layers[: self.config.num_hidden_layers]
-        check_cache_layers(cache, [type(layer.token_mixer) for layer in layers])
 
 
 class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
@@ -402,7 +397,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         given = model_kwargs.get("past_key_values")
         rollback = _rollback(self.config, generation_config)
         if isinstance(given, Cache):
-            self.model.check_cache_layers(given)
+            check_cache_layers(given, self.config.layer_types)
             check_room(given, max_cache_length)
         if isinstance(given, InterdomainCache):
             given.allow_rollback(rollback)
