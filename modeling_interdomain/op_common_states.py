@@ -146,27 +146,32 @@ class States:
 
     def forward(self, segment: Segment, inputs: torch.Tensor, entry: torch.Tensor | None) -> torch.Tensor | None:
         """The states before the chunks of a segment, `[G, N, W, 2M]`; None for zeros."""
-        shape, many = self._shape(segment.chunks), len(segment.lanes) > 1
         before = added = None
-        if entry is not None or many:
-            before = self.workspace.tensor(f"{self.name} before", shape, inputs)
+        moving = len(segment.lanes) > 1 or segment.following > 0
+        if entry is not None or len(segment.lanes) > 1:
+            before = self.workspace.tensor(f"{self.name} before", self._shape(segment.chunks), inputs)
             first = before[:, : segment.lanes[0]]
             first.zero_() if entry is None else first.copy_(entry)
-        if many or segment.following:
+        if moving and segment.lanes[0] > 1:
             repeated = self.tables.repeated(segment.chunks)
-            added = self.workspace.product("added", inputs.flatten(0, 1).mT, repeated).view(shape)
+            added = self.workspace.product("added", inputs.flatten(0, 1).mT, repeated)
+            added = added.view(self._shape(segment.chunks))
         self.left = inputs.new_empty(self._shape(segment.following)) if segment.following else None
-        if before is None:
-            if segment.following:
-                self.left.copy_(added[:, : segment.following])
-            return None
         for index, (start, lanes, following) in enumerate(segment.moves()):
             if not following:
                 break
-            last = index + 1 == len(segment.lanes)
+            last, here = index + 1 == len(segment.lanes), slice(start, start + following)
             after = self.left if last else before[:, start + lanes : start + lanes + following]
-            here = slice(start, start + following)
-            torch.addcmul(pairs(added[:, here]), self.tables.across, pairs(before[:, here]), out=pairs(after))
+            if added is None:  # a single document, chunk by chunk
+                more = self.workspace.product("added", inputs[:, start].mT, self.tables.table)[:, None]
+            else:
+                more = added[:, here]
+            if before is None:
+                after.copy_(more)
+            else:
+                torch.addcmul(pairs(more), self.tables.across, pairs(before[:, here]), out=pairs(after))
+        if before is None:
+            return None
         if self.ends is not None:
             for (start, lanes, following), ranks in _endings(segment):
                 self.ends[:, ranks] = before[:, start + following : start + lanes]
