@@ -1,6 +1,9 @@
 """Whole models of 125M parameters on a CPU, float32: prefill and decode beside Llama of the same shape."""
 
+from collections.abc import Callable
+
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.harness import footnote, markdown, time_in_turns, verify_model
@@ -18,21 +21,59 @@ def run(quick: bool = False) -> dict:
         "parameters": {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()},
         "prefill": [_prefill(models, length, seconds) for length in lengths],
         "decode": [_decode(models, position, seconds) for position in positions],
+        "calls": {name: calls_a_layer(make) for name, make in _makers(quick).items()},
     }
 
 
-def _interdomain(quick: bool):
+def _interdomain(quick: bool, **changes):
     torch.manual_seed(0)
-    config = AutoConfig.from_pretrained("configuration/interdomain-" + ("tiny" if quick else "125m"))
+    config = AutoConfig.from_pretrained(_shape(quick), **changes)
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def _llama(quick: bool) -> LlamaForCausalLM:
+def _llama(quick: bool, **changes) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    shape = AutoConfig.from_pretrained("configuration/interdomain-" + ("tiny" if quick else "125m"))
+    shape = AutoConfig.from_pretrained(_shape(quick), **changes)
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     config = LlamaConfig(**{name: getattr(shape, name) for name in names}, max_position_embeddings=1 << 17)
     return LlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval()
+
+
+def _shape(quick: bool) -> str:
+    return "configuration/interdomain-" + ("tiny" if quick else "125m")
+
+
+def _makers(quick: bool) -> dict[str, Callable]:
+    """By name, what makes a model of a number of layers."""
+    mixers = {
+        name: lambda layers, name=name: _interdomain(quick, num_hidden_layers=layers, token_mixers=name)
+        for name in ("interdomain", "s4d", "softmax")
+    }
+    return {**mixers, "llama": lambda layers: _llama(quick, num_hidden_layers=layers)}
+
+
+def calls_a_layer(make: Callable[[int], torch.nn.Module]) -> int:
+    """The operations of ATen that PyTorch is asked for when one more token goes through one more layer."""
+    shallow, deep = (_calls(make(layers)) for layers in (1, 2))
+    return deep - shallow
+
+
+@torch.no_grad()
+def _calls(model: torch.nn.Module) -> int:
+    cache = _cache_after(model, torch.arange(8)[None])
+    token = torch.zeros(1, 1, dtype=torch.long)
+    model(token, past_key_values=cache)  # what is made once
+    with _Counter() as counter:
+        model(token, past_key_values=cache)
+    return counter.calls
+
+
+class _Counter(TorchDispatchMode):
+    calls = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls += 1
+        return function(*args, **(kwargs or {}))
 
 
 def _ids(models: dict, length: int) -> torch.Tensor:
@@ -80,5 +121,7 @@ def table(record: dict) -> str:
         for names in [("interdomain", "llama")]
     ]
     header = ["", "tokens before", "Interdomain, tokens/s", "Llama, tokens/s", "ratio"]
+    calls = ", ".join(f"{name} {count}" for name, count in record.get("calls", {}).items())
     sizes = ", ".join(f"{name} {count:,}" for name, count in record["parameters"].items())
-    return "\n\n".join([markdown(header, rows), f"Batch 1, float32. Parameters: {sizes}. {footnote(record)}"])
+    about = f"Batch 1, float32. Parameters: {sizes}. " + (f"ATen calls a token and layer: {calls}. " if calls else "")
+    return "\n\n".join([markdown(header, rows), about + footnote(record)])

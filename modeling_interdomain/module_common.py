@@ -82,7 +82,8 @@ class PerVersion:
     """Values that depend on parameters alone, kept until one of the parameters changes; copies and pickles are empty.
 
     Only where nothing but the parameters can change a value: eager mode without gradients, and parameters that are
-    tensors of their own (not sharded, adapted, swapped, or of inference mode, which counts no versions).
+    tensors of their own (not sharded, adapted, swapped, or of inference mode, which counts no versions). Not in a
+    process group either: what gathers parameters there writes them without counting a version.
     """
 
     def __init__(self) -> None:
@@ -97,6 +98,8 @@ class PerVersion:
     def get(self, name: Hashable, parameters: Sequence[torch.Tensor], compute: Callable[[bool], Any]) -> Any:
         """The value of a name; `compute` is told whether what it gives will be kept."""
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.jit.is_tracing():
+            return compute(False)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
             return compute(False)
         # A captured graph computes what it uses itself: what is kept here may be gone when it is replayed.
         if parameters[0].is_cuda and torch.cuda.is_current_stream_capturing():

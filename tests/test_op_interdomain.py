@@ -254,6 +254,37 @@ def test_step_leaves_the_rows_of_pads_alone():
     assert torch.equal(found[1], expected[1]) and not found[0].any()
 
 
+STRIDED = torch.tensor([False, True, True, False])[::2]
+
+
+@pytest.mark.parametrize("mask", [STRIDED, torch.tensor([0, 7]), torch.tensor([0, 1], dtype=torch.uint8)])
+@pytest.mark.parametrize("backend", ["auto", "recurrent", "triton"])
+def test_any_mask_of_a_step(mask, backend):
+    if backend == "triton":
+        pytest.importorskip("triton", reason="Triton runs the kernels")
+    arguments = {name: x.detach().float() for name, x in inputs((2, 1, 2, 2, 5, 4, 6), "full").items()}
+    state = arguments.pop("initial_state")
+    token = {name: arguments.pop(name)[:, 0] for name in ("query", "key", "value")}
+    expected_state, found_state = state.clone(), state.clone()
+    expected = interdomain_step(**token, **arguments, state=expected_state, mask=torch.tensor([False, True]))
+    found = interdomain_step(**token, **arguments, state=found_state, mask=mask, backend=backend)
+    assert torch.equal(found_state[0], state[0]) and not found[0].any() and expected[1].any()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found_state, expected_state, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["auto", "recurrent"])
+def test_a_step_on_a_strided_state(backend):
+    arguments = {name: x.detach() for name, x in inputs((2, 1, 2, 2, 5, 4, 6), "full").items()}
+    state = arguments.pop("initial_state")
+    token = {name: arguments.pop(name)[:, 0] for name in ("query", "key", "value")}
+    strided = state.clone().transpose(1, 3).contiguous().transpose(1, 3)
+    assert not strided.is_contiguous()
+    expected = interdomain_step(**token, **arguments, state=state)
+    torch.testing.assert_close(interdomain_step(**token, **arguments, state=strided, backend=backend), expected)
+    torch.testing.assert_close(strided, state)
+
+
 def test_step_with_a_bfloat16_state():
     arguments = {k: v.detach().float() for k, v in inputs(SHAPES["odd_length"]).items()}
     state = arguments.pop("initial_state")
@@ -412,6 +443,12 @@ def test_a_bad_step_leaves_the_state_alone():
         interdomain_step(**(arguments | {"key": torch.zeros(2, 2, 5)}), state=state)
     with pytest.raises(ValueError, match=r"^mask must have shape"):
         interdomain_step(**arguments, state=state, mask=torch.ones(3, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"^mask must be bool or integers, zero for a pad, got torch.float32\.$"):
+        interdomain_step(**arguments, state=state, mask=torch.ones(2))
+    with pytest.raises(ValueError, match=r"^backend of a step must be one of auto, recurrent, triton, got 'chnuk'\.$"):
+        interdomain_step(**arguments, state=state, backend="chnuk")
+    with pytest.raises(ValueError, match=r"^state must be contiguous for backend 'triton'"):
+        interdomain_step(**arguments, state=state.mT.contiguous().mT, backend="triton")
     assert bool((state == 1).all())
     with pytest.raises(ValueError, match=r"^state must have shape"):
         interdomain_step(**arguments, state=torch.ones(2, 2, 2, 7, 8))

@@ -1,0 +1,319 @@
+"""What single steps keep of the parameters: never older than the parameters, and never seen from outside."""
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+
+import peft
+import pytest
+import torch
+from accelerate import cpu_offload
+from torch import nn
+from torch.nn.utils import prune
+
+from modeling_interdomain import InterdomainCache
+from modeling_interdomain.module_common import PerVersion, TabledModule
+
+NAMES = ["interdomain", "rope-after", "diagonal", "s4d", "gated"]
+
+
+@torch.no_grad()
+def started(model, ids):
+    """A cache after a prompt and one step, which has made the tables."""
+    cache = InterdomainCache(model.config)
+    model(ids[:, :-2], past_key_values=cache)
+    model(ids[:, -2:-1], past_key_values=cache)
+    return cache
+
+
+@torch.no_grad()
+def step(model, cache, ids):
+    return model(ids[:, -1:], past_key_values=copy.deepcopy(cache)).logits
+
+
+def kept(model) -> int:
+    return sum(len(m._tables._kept[1]) for m in model.modules() if isinstance(m, TabledModule))
+
+
+def by_optimiser(model, ids):
+    optimiser = torch.optim.AdamW(model.parameters(), lr=0.05)
+    model(ids, labels=ids).loss.backward()
+    optimiser.step()
+    optimiser.zero_grad()
+
+
+def by_state_dict(model, ids, **options):
+    changed = {name: x * 1.1 for name, x in model.state_dict().items()}
+    model.load_state_dict(changed, **options)
+
+
+@torch.no_grad()
+def in_place(model, ids):
+    for p in model.parameters():
+        p.mul_(1.1)
+
+
+def by_new_parameters(model, ids):
+    for module in list(model.modules()):
+        for name, p in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(1.1 * p.detach()))
+
+
+def by_other_data(model, ids):
+    for p in model.parameters():
+        p.data = 1.1 * p.data
+
+
+def in_data_and_told(model, ids):
+    for p in model.parameters():
+        p.data.mul_(1.1)
+    model.eval()
+
+
+CHANGES = {
+    "optimiser": by_optimiser,
+    "state dict": by_state_dict,
+    "assigned state dict": lambda model, ids: by_state_dict(model, ids, assign=True),
+    "in place": in_place,
+    "in inference mode": torch.inference_mode()(in_place),
+    "new parameters": by_new_parameters,
+    "other data": by_other_data,
+    "in data, then eval()": in_data_and_told,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_a_change_of_parameters_is_seen_by_the_next_step(change, name, make_model, random_ids):
+    model, ids = make_model(name), random_ids(2, 7)
+    cache = started(model, ids)
+    assert kept(model) > 0
+    before = step(model, cache, ids)
+    change(model, ids)
+    found = step(model, cache, ids)
+    assert not torch.allclose(found, before)
+    assert torch.equal(found, step(copy.deepcopy(model), cache, ids))
+
+
+def test_a_new_sequence_sees_what_was_written_behind_autograd(make_model, random_ids):
+    model, ids = make_model(), random_ids(2, 7)
+    started(model, ids)
+    for p in model.parameters():
+        p.data.mul_(1.1)
+    cache = started(model, ids)
+    assert torch.equal(step(model, cache, ids), step(copy.deepcopy(model), cache, ids))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_another_dtype(name, make_model, random_ids):
+    model, ids = make_model(name, dtype=torch.float32), random_ids(2, 7)
+    cache = started(model, ids)
+    model.double()
+    cache.to(dtype=torch.float64)
+    assert torch.equal(step(model, cache, ids), step(copy.deepcopy(model), cache, ids))
+
+
+def test_a_step_is_the_forward_with_and_without_tables(make_model, random_ids, assert_same):
+    model, ids = make_model("rope-after"), random_ids(2, 7)
+    cache = started(model, ids)
+    with torch.no_grad():
+        expected = model(ids).logits[:, -1:]
+    assert_same(step(model, cache, ids), expected)
+    for module in model.modules():
+        if isinstance(module, TabledModule):
+            module._tables.get = lambda name, parameters, compute: compute(False)
+    assert_same(step(model, cache, ids), expected)
+
+
+@pytest.mark.parametrize("length", [1, 2])
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_do_not_pass_by_what_is_kept(name, length, make_model, random_ids):
+    model, ids = make_model(name), random_ids(2, 7)
+    cache = started(model, ids)
+    plain = copy.deepcopy(model)
+    for layer in plain.model.layers:  # a hook keeps convolutions and norms to themselves
+        for convolution in layer.token_mixer.children():
+            convolution.register_forward_hook(lambda *_: None)
+    found, expected = (
+        torch.autograd.grad(
+            m(ids[:, -length:], past_key_values=copy.deepcopy(cache)).logits.square().sum(), list(m.parameters())
+        )
+        for m in (model, plain)
+    )
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_parameters_of_inference_mode_count_no_versions(make_model, random_ids):
+    ids = random_ids(2, 7)
+    with torch.inference_mode():
+        model = copy.deepcopy(make_model())
+    cache = started(model, ids)
+    assert kept(model) == 0
+    before = step(model, cache, ids)
+    with torch.inference_mode():
+        for p in model.parameters():
+            p.mul_(1.1)
+    found = step(model, cache, ids)
+    assert not torch.allclose(found, before)
+    torch.testing.assert_close(found, step(make_like(model), cache, ids))
+
+
+def make_like(model):
+    """A copy of ordinary parameters."""
+    clone = copy.deepcopy(model)
+    for module in clone.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(p.detach().clone()))
+    return clone
+
+
+def test_tables_made_in_inference_mode_serve_outside(make_model, random_ids):
+    model, ids = make_model(), random_ids(2, 7)
+    with torch.inference_mode():
+        inside = step(model, started(model, ids), ids)
+    cache = started(model, ids)
+    assert torch.equal(step(model, cache, ids), inside)
+
+
+def test_parameters_of_a_call(make_model, random_ids):
+    model, ids = make_model(), random_ids(2, 7)
+    cache = started(model, ids)
+    before = step(model, cache, ids)
+    others = {name: 1.1 * p.detach() for name, p in model.named_parameters()}
+    arguments = {"past_key_values": copy.deepcopy(cache)}
+    with torch.no_grad():
+        found = torch.func.functional_call(model, others, (ids[:, -1:],), arguments).logits
+    assert torch.equal(step(model, cache, ids), before)
+    in_place(model, ids)
+    torch.testing.assert_close(found, step(model, cache, ids))
+
+
+@pytest.mark.parametrize("name", ["diagonal", "s4d"])
+def test_low_rank_changes_of_a_recurrence(name, make_model, random_ids, assert_same):
+    """PEFT adapts these parameters for the length of a call, and merges them behind autograd."""
+    targets = ["recurrence.log_a_real", "recurrence.a_imag", "recurrence.B"]
+    lora = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=4, init_lora_weights=False, target_modules=["v_proj"], target_parameters=targets
+    )
+    model, ids = peft.get_peft_model(make_model(name), lora).eval(), random_ids(2, 7)
+    for merge in (False, True):
+        if merge:
+            model.merge_adapter()
+        cache = started(model, ids)
+        with torch.no_grad():
+            assert_same(step(model, cache, ids), model(input_ids=ids).logits[:, -1:])
+    model.unmerge_adapter()
+    adapted = started(model, ids)
+    before = step(model, adapted, ids)
+    with model.disable_adapter():
+        plain = step(model, adapted, ids)
+        assert torch.equal(plain, step(copy.deepcopy(model), adapted, ids))
+    assert not torch.allclose(plain, before)
+    assert torch.equal(step(model, adapted, ids), before)
+
+
+def test_offloaded_parameters(make_model, random_ids):
+    model, ids = make_model(), random_ids(2, 7)
+    cache = started(model, ids)
+    expected = step(model, cache, ids)
+    offloaded = cpu_offload(copy.deepcopy(model), execution_device=torch.device("cpu"))
+    assert next(offloaded.parameters()).is_meta
+    for _ in range(2):
+        torch.testing.assert_close(step(offloaded, cache, ids), expected)
+
+
+_SHARDED = """
+import copy, torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
+from tests.test_kept_tables import kept, started, step
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+torch.manual_seed(0)
+model = InterdomainForCausalLM(InterdomainConfig(
+    vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, state_size=6
+)).eval()
+plain, ids = copy.deepcopy(model), torch.arange(14).view(2, 7)
+mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+for layer in model.model.layers:
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
+optimiser, cache, outputs = torch.optim.SGD(model.parameters(), lr=1.0), started(model, ids), []
+for _ in range(2):
+    model(ids, labels=ids).loss.backward()
+    step(model, cache, ids)
+    model.reshard()
+    optimiser.step()
+    found = step(model, cache, ids)
+    plain.load_state_dict({name: x.full_tensor() for name, x in model.state_dict().items()})
+    torch.testing.assert_close(found, step(plain, cache, ids))
+    outputs.append(found)
+assert kept(model) == 0
+assert not torch.allclose(*outputs, rtol=1e-2, atol=1e-2)
+dist.destroy_process_group()
+"""
+
+
+def test_sharded_parameters():
+    """A step of the optimiser between two tokens of one sequence; gathered parameters count no versions."""
+    done = subprocess.run([sys.executable, "-c", _SHARDED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_hooks_and_pruning_are_heeded_by_a_step(make_model, random_ids):
+    model, ids = make_model(), random_ids(2, 7)
+    mixer = model.model.layers[0].token_mixer
+    called = []
+    for name in ("q_conv", "k_conv", "k_norm", "v_norm"):
+        getattr(mixer, name).register_forward_pre_hook(lambda *_, name=name: called.append(name))
+    cache = started(model, ids)
+    called.clear()
+    before = step(model, cache, ids)
+    assert sorted(called) == ["k_conv", "k_norm", "q_conv", "v_norm"]
+    prune.random_unstructured(mixer.k_conv, "weight", amount=0.5)
+    assert not torch.allclose(step(model, cache, ids), before)
+
+
+def test_a_compiled_step_computes_from_the_parameters(make_model, random_ids):
+    model, ids = make_model(num_hidden_layers=1), random_ids(2, 7)
+    cache = started(model, ids)
+    compiled = torch.compile(lambda ids, cache: model(ids, past_key_values=cache).logits, backend="eager")
+    with torch.no_grad():
+        compiled(ids[:, -1:], copy.deepcopy(cache))
+        in_place(model, ids)
+        found = compiled(ids[:, -1:], copy.deepcopy(cache))
+    torch.testing.assert_close(found, step(copy.deepcopy(model), cache, ids))
+
+
+@pytest.mark.parametrize("name", ["interdomain", "s4d"])
+def test_tables_are_not_part_of_a_model(name, make_model, random_ids):
+    model, ids = make_model(name), random_ids(2, 7)
+    fresh, stepped = model.state_dict().keys(), copy.deepcopy(model)
+    size = len(pickle.dumps(model))
+    cache = started(stepped, ids)
+    assert kept(stepped) > 0 and stepped.state_dict().keys() == fresh
+    assert len(pickle.dumps(stepped)) == size
+    file = io.BytesIO()
+    torch.save(stepped, file)
+    file.seek(0)
+    for other in (copy.deepcopy(stepped), torch.load(file, weights_only=False)):
+        assert kept(other) == 0
+        assert torch.equal(step(other, cache, ids), step(stepped, cache, ids))
+
+
+def test_a_value_is_kept_for_one_version_of_its_parameters():
+    parameter, calls = nn.Parameter(torch.ones(2)), []
+    tables = PerVersion()
+
+    def value():
+        return tables.get("twice", [parameter], lambda kept: calls.append(kept) or 2 * parameter)
+
+    with torch.no_grad():
+        assert value() is value() and calls == [True]
+        parameter.add_(1)
+        assert value().tolist() == [4, 4] and calls == [True, True]
+    assert value() is not value() and calls == [True, True, False, False]
