@@ -64,11 +64,12 @@ def check_cache_layers(cache: Cache, layer_types: list[str]) -> None:
 
 def check_room(cache: Cache, tokens: int) -> None:
     """Raise if `tokens` in all are more than a static layer of keys and values can hold."""
-    room = min((layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)), default=tokens)
-    if tokens > room:
-        raise ValueError(
-            f"past_key_values has room for {room} tokens, and this needs {tokens}; make it with a larger max_cache_len."
-        )
+    for layer in cache.layers:
+        if isinstance(layer, StaticLayer) and tokens > layer.max_cache_len:
+            raise ValueError(
+                f"past_key_values has room for {layer.max_cache_len} tokens, and this needs {tokens}; make it with a "
+                "larger max_cache_len."
+            )
 
 
 def check_cache(cache: Cache | None, config, mixers: list[TokenMixer], batch: int) -> None:
