@@ -1,0 +1,137 @@
+"""A whole model outside PyTorch: prefill and decoding as exported programs and in onnxruntime."""
+
+import pytest
+import torch
+from torch.export import Dim
+
+from modeling_interdomain import InterdomainCache
+
+MODELS = ["interdomain-softmax", "s4d"]
+SIZES = [(2, 40), (3, 9), (1, 70)]
+
+
+def _held(cache) -> list[torch.Tensor]:
+    """What the next token reads: windows and states, or keys and values, layer by layer."""
+    return [
+        x for layer in cache.layers for x in (layer.held() if hasattr(layer, "held") else (layer.keys, layer.values))
+    ]
+
+
+def _cache_of(config, held) -> InterdomainCache:
+    """A cache that holds copies of these tensors."""
+    cache, held = InterdomainCache(config), iter(held)
+    for layer in cache.layers:
+        if not hasattr(layer, "held"):
+            layer.update(next(held), next(held))
+            continue
+        windows = [next(held), next(held)]
+        layer.write(windows, {"state": next(held)}, 0)
+    return cache
+
+
+class Prefill(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, attention_mask):
+        output = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=True)
+        return output.logits, *_held(output.past_key_values)
+
+
+class Decode(torch.nn.Module):
+    """One token from and to the tensors of a cache; without a mask and rotations, so that no length is needed."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, *held):
+        cache = _cache_of(self.model.config, held)
+        with torch.no_grad():
+            logits = self.model(input_ids=input_ids, past_key_values=cache).logits
+        return logits, *_held(cache)
+
+
+def _prompt(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows with pads on the left of the second one."""
+    ids = torch.randint(4, 48, (batch, length), generator=torch.Generator().manual_seed(length))
+    mask = torch.ones(batch, length, dtype=torch.long)
+    mask[1:, :3] = 0
+    return ids, mask
+
+
+def _any_prompt() -> tuple[dict, dict]:
+    batch, length = Dim("batch"), Dim("length", min=2)
+    return {0: batch, 1: length}, {0: batch, 1: length}
+
+
+def _assert_same(found, expected, mask=None, atol=1e-5):
+    found, expected = ([torch.as_tensor(x) for x in outputs] for outputs in (found, expected))
+    if mask is not None:  # what stands at a pad is nobody's
+        found[0], expected[0] = found[0][mask.bool()], expected[0][mask.bool()]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=atol)
+
+
+@pytest.fixture(params=[MODELS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS[1:])])
+def model(request, make_model):
+    return make_model(request.param, dtype=torch.float32, state_dtype="float32")
+
+
+def test_prefill_with_a_mask(model):
+    """Exported while its parameters ask for gradients, as after training."""
+    program = torch.export.export(Prefill(model), _prompt(2, 24), dynamic_shapes=_any_prompt()).module()
+    for size in SIZES:
+        prompt = _prompt(*size)
+        with torch.no_grad():
+            _assert_same(program(*prompt), Prefill(model)(*prompt), prompt[1])
+
+
+def _decoding(make_model, name: str):
+    model = make_model(name, dtype=torch.float32, state_dtype="float32").requires_grad_(False)
+    ids, _ = _prompt(2, 24)
+    with torch.no_grad():
+        held = _held(model(ids, use_cache=True).past_key_values)
+    return Decode(model), (ids[:, :1], *held)
+
+
+def _decoded(run, arguments, steps: int = 3) -> list[torch.Tensor]:
+    logits, (ids, *held) = [], arguments
+    for _ in range(steps):
+        found, *held = (torch.as_tensor(x) for x in run(ids, *held))
+        logits.append(found)
+        ids = found[:, -1:].argmax(-1)
+    return [*logits, *held]
+
+
+@pytest.mark.parametrize("name", ["interdomain", pytest.param("s4d", marks=pytest.mark.slow)])
+def test_decoding(name, make_model):
+    decode, arguments = _decoding(make_model, name)
+    program = torch.export.export(decode, arguments).module()
+    _assert_same(_decoded(program, arguments), _decoded(decode, arguments))
+
+
+def _session(module, arguments, path, dynamic_shapes=None):
+    onnxruntime = pytest.importorskip("onnxruntime", reason="the runtime of the exported graph is an extra")
+    pytest.importorskip("onnxscript", reason="PyTorch's exporter needs it")
+    torch.onnx.export(module.eval(), arguments, dynamic_shapes=dynamic_shapes, dynamo=True, verbose=False).save(path)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    names = [x.name for x in session.get_inputs()]
+    return lambda *given: session.run(None, {name: x.numpy() for name, x in zip(names, given, strict=True)})
+
+
+@pytest.mark.slow
+def test_prefill_in_onnxruntime(model, tmp_path):
+    run = _session(Prefill(model), _prompt(2, 24), tmp_path / "prefill.onnx", _any_prompt())
+    for size in SIZES:
+        prompt = _prompt(*size)
+        with torch.no_grad():
+            _assert_same(run(*prompt), Prefill(model)(*prompt), prompt[1], atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["interdomain", "s4d"])
+def test_decoding_in_onnxruntime(name, make_model, tmp_path):
+    decode, arguments = _decoding(make_model, name)
+    run = _session(decode, arguments, tmp_path / "decode.onnx")
+    _assert_same(_decoded(run, arguments), _decoded(decode, arguments), atol=1e-4)
