@@ -8,6 +8,7 @@ from transformers import initialization as init
 
 from .mixer_interdomain import KeyValueMixer
 from .module_recurrence import InterdomainRecurrence
+from .module_start import readout_rms, real_gramian
 from .op_interdomain_step import grouped_coefficients
 from .op_s4d import s4d_attention, s4d_step
 
@@ -19,6 +20,8 @@ class S4DRecurrence(InterdomainRecurrence):
     (benchmarks/start_study.py).
     """
 
+    degree = 1
+
     def __init__(self, config):
         super().__init__(config)
         self.readout = nn.Parameter(torch.empty(config.num_attention_heads, config.state_size, dtype=torch.float32))
@@ -29,6 +32,9 @@ class S4DRecurrence(InterdomainRecurrence):
         super().start_parameters(config)
         if hasattr(self, "readout"):
             init.normal_(self.readout, std=config.initializer_range)
+
+    def _output_rms(self, config, coefficients: torch.Tensor) -> torch.Tensor:
+        return readout_rms(coefficients, config.initializer_range, real_gramian(*self._transition_and_beta()))
 
     def _operate(self, *inputs: Any, step: bool = False, **arguments: Any):
         """`s4d_attention` of the two inputs, or with `step=True` `s4d_step`."""
