@@ -229,9 +229,9 @@ def theory(model, length: int) -> dict | None:
     """What the start promises in the first layer, by the kernel K(a, b) of the ages of a key and a value.
 
     Returns:
-        "span": ages below `length` at which K(a, a) of some head exceeds the root of the sum of K(a, b)^2 over all other
-        b, the noise that other values are; "resolution": for those, the median of sum_b K(a, b)^2 / K(a, a)^2 of the
-        best head, 1 where a value is alone. None for a layer without a query, or without a state.
+        "span": ages below `length` at which K(a, a) of some head exceeds the root of the sum of K(a, b)^2 over all
+        other b, the noise that other values are; "resolution": for those, the median of sum_b K(a, b)^2 / K(a, a)^2 of
+        the best head, 1 where a value is alone. None for a layer without a query, or without a state.
     """
     recurrence = getattr(model.model.layers[0].token_mixer, "recurrence", None)
     if recurrence is None or recurrence.degree == 1:
@@ -371,7 +371,8 @@ def main() -> None:
         return
     torch.set_num_threads(arguments.threads)
     planned = (lambda runs: iter(FIRST)) if arguments.first else plan
-    studies.run_missing(FILE, fresh, planned, run_condition, "python -m benchmarks.recall_study", arguments.part)
+    command = "python -m benchmarks.recall_study"
+    studies.run_missing(FILE, fresh, planned, run_condition, command, arguments.part, arguments.runs)
     readme.update()
 
 
