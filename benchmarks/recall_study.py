@@ -4,7 +4,8 @@ The task is `mqar` of examples/recall.py: key-value pairs, then the same keys ag
 asked for their values. Every condition sees the same sequences in the same order with the same optimiser; a seed
 changes the weights and the sequences. At the two smaller sizes three learning rates are run with the first seed, and
 more where the best one lies at an end; each condition's best is run with the other seeds, and taken on to other state
-sizes and lengths.
+sizes and lengths. A condition that hardly learns the smallest size (WORTHWHILE) has one run at the next, at its best
+rate: what it gives there is no surprise, and the hours are better spent.
 
 Keys stand at even places and values at odd ones, which a layer could learn instead of looking. The shifted control
 puts 0 to 7 random tokens, other ones for every sequence, in front.
@@ -68,7 +69,8 @@ FRONTIER = ("posterior, uniform, even", "Interdomain", "S4D-only, uniform, even"
 SETTINGS = ((8, 64), (16, 128), (32, 256), (64, 512))  # pairs, tokens
 BRACKETED, LONGER = SETTINGS[:2], SETTINGS[2:]
 LEARNING_RATES, LIMITS, SEEDS = (3e-3, 1e-3, 1e-2), (3e-4, 3e-2), (0, 1, 2)
-STATE_SIZE, STATE_SIZES = 32, (16, 64, 128)
+STATE_SIZE, STATE_SIZES, LONGER_SIZES = 32, (16, 32, 64, 128), (32, 128)
+WORTHWHILE = 0.2  # right answers; a model that knows which values were seen guesses one of 8
 
 
 def item(
@@ -107,21 +109,36 @@ def plan(runs: list[dict]) -> Iterator[dict]:
     """The most informative runs first; then rates, seeds, the control, state sizes, and what is longer."""
     yield from FIRST
     for setting in BRACKETED:
+        learned = [name for name in CONDITIONS if setting == SETTINGS[0] or worthwhile(runs, name)]
         for rate in LEARNING_RATES:
-            yield from (item(name, setting, rate) for name in CONDITIONS)
-        for name in CONDITIONS:
+            yield from (item(name, setting, rate) for name in learned)
+        for name in learned:
             if beyond := rate_beyond(tried_rates(runs, name, setting)):
                 yield item(name, setting, beyond)
             if rate := best_rate(runs, name, setting):
                 yield from (item(name, setting, rate, seed) for seed in SEEDS)
+    for name in CONDITIONS:
+        rate = best_rate(runs, name, BRACKETED[0])
+        if rate and not worthwhile(runs, name):
+            yield item(name, BRACKETED[1], rate)
     for name in FRONTIER:
         first, second = (best_rate(runs, name, setting) for setting in BRACKETED)
         if first:
             yield from (item(name, BRACKETED[0], first, seed, shifted=True) for seed in SEEDS)
-        if second:
-            sizes = (STATE_SIZE,) if name == "softmax" else (STATE_SIZE, *STATE_SIZES)
-            settings = (BRACKETED[1], *LONGER)
-            yield from (item(name, setting, second, state_size=size) for setting in settings for size in sizes)
+        rate = second or first
+        if rate:
+            for setting in (BRACKETED[1], *LONGER):
+                sizes = (STATE_SIZE,) if name == "softmax" else LONGER_SIZES if setting in LONGER else STATE_SIZES
+                yield from (item(name, setting, rate, state_size=size) for size in sizes)
+
+
+def worthwhile(runs: list[dict], name: str) -> bool:
+    """Whether some run of a condition at the smallest size learned more than which values were seen."""
+    return best_rate(runs, name, SETTINGS[0]) is not None and any(
+        row["accuracy"] >= WORTHWHILE
+        for row in runs
+        if (row["condition"], row["pairs"], row["length"]) == (name, *SETTINGS[0]) and not row["shifted"]
+    )
 
 
 def tried_rates(runs: list[dict], name: str, setting: tuple[int, int]) -> dict[float, tuple[float, float]]:
@@ -247,8 +264,9 @@ def theory(model, length: int) -> dict | None:
 
 
 def best_runs(runs: list[dict], name: str, setting: tuple[int, int], shifted: bool = False) -> list[dict]:
-    """All seeds at the best learning rate; while that is not known, at the first one."""
-    rate = best_rate(runs, name, setting) or LEARNING_RATES[0]
+    """All seeds at the best learning rate so far."""
+    tried = tried_rates(runs, name, setting)
+    rate = min(tried, key=lambda rate: tried[rate], default=LEARNING_RATES[0])
     wanted = item(name, setting, rate, shifted=shifted)
     del wanted["seed"]
     return [row for row in runs if wanted.items() <= row.items()]
@@ -280,7 +298,7 @@ def table(record: dict) -> str:
         rows.append(cells)
     frontier = []
     for name in FRONTIER:
-        for size in sorted({STATE_SIZE, *STATE_SIZES}):
+        for size in STATE_SIZES:
             found = [frontier_runs(runs, name, setting, size) for setting in SETTINGS]
             if any(found):
                 frontier.append([name, str(size), *(_accuracies(rows) for rows in found)])
@@ -294,8 +312,9 @@ def table(record: dict) -> str:
     training = record["training"]
     steps = ", ".join(f"{count:,} steps with {pairs} pairs" for pairs, count in training["steps"].items())
     about = (
-        f"Right answers, one number a seed; batches of {training['batch_size']}, {steps}; M = {STATE_SIZE} in the "
-        "first table. Span: ages at which the kernel of the first layer holds a value above the noise of all others."
+        f"{len(runs)} runs so far. Right answers, one number a seed; batches of {training['batch_size']}, {steps}; "
+        f"M = {STATE_SIZE} in the first table. Span: ages at which the kernel of the first layer holds a value "
+        "above the noise of all others."
     )
     return "\n\n".join([*tables, f"{about} {footnote(record)}"])
 
@@ -338,7 +357,7 @@ def plot(record: dict) -> Path:
     styles = dict(zip(SETTINGS, ("-", "--", "-.", ":")))
     for color, name in enumerate(FRONTIER):
         for setting, style in styles.items():
-            sizes = [frontier_runs(record["runs"], name, setting, size) for size in sorted({STATE_SIZE, *STATE_SIZES})]
+            sizes = [frontier_runs(record["runs"], name, setting, size) for size in STATE_SIZES]
             points = [(rows[0]["state_bytes"], _mean(rows)) for rows in sizes if rows]
             if points:
                 left.plot(*zip(*points), style, marker="o", color=f"C{color}", label=f"{name}, {setting[1]} tokens")

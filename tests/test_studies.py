@@ -53,7 +53,9 @@ def test_runs_are_added_until_the_plan_is_done(tmp_path, capsys):
     assert record["machine"]["command"] == "python study" and all(row["seconds"] >= 0 for row in record["runs"])
 
 
-@pytest.mark.parametrize("study", [condition_study, longer_study, image_study, start_study, conversion_study])
+@pytest.mark.parametrize(
+    "study", [condition_study, longer_study, image_study, start_study, conversion_study, recall_study]
+)
 def test_a_study_that_ends_writes_its_table(monkeypatch, tmp_path, study):
     """Its runs are those of the file, so that there is nothing left to do but the table."""
     name = study.__name__.rpartition(".")[2]
@@ -232,28 +234,44 @@ def test_images_are_timed_with_the_models_of_the_study():
 def test_the_recall_study_brackets_rates_then_goes_on_with_the_best():
     """A best rate at an end asks for one beyond it; seeds, control, state sizes and lengths follow at the best."""
     study = recall_study
-    first = list(study.plan([]))
-    assert tuple(first[: len(study.FIRST)]) == study.FIRST and all("shifted" in item for item in first)
-    assert all(item["length"] <= 128 and not item["shifted"] for item in first)
+    small, second = study.BRACKETED
     middle, low, _ = study.LEARNING_RATES
 
     def result(item):
         return item | {"accuracy": 0.5, "loss": abs(math.log(item["learning_rate"] / middle))}
 
+    first = list(study.plan([]))
+    assert tuple(first[: len(study.FIRST)]) == study.FIRST
+    assert {item["condition"] for item in first} == set(study.CONDITIONS)
+    assert all(item["length"] == small[1] and not item["shifted"] for item in first)
     runs = [result(item) for item in first]
-    assert study.best_rate(runs, "softmax", study.SETTINGS[0]) == middle
-    later = [item for item in study.plan(runs) if item not in first]
-    assert {item["learning_rate"] for item in later} == {middle}
-    assert {item["seed"] for item in later} == set(study.SEEDS)
-    assert {item["condition"] for item in later if item["length"] > 128} == set(study.FRONTIER)
-    assert {item["state_size"] for item in later if item["condition"] == "softmax"} == {study.STATE_SIZE}
-    assert {item["condition"] for item in later if item["shifted"]} == set(study.FRONTIER)
+    assert study.best_rate(runs, "softmax", small) == middle
+    for _ in range(2):  # the second size, then what follows from it
+        runs += [result(item) for item in study.plan(runs) if item not in first]
+    later = [row for row in runs if row not in [result(item) for item in first]]
+    assert {row["seed"] for row in later} == set(study.SEEDS)
+    assert {row["learning_rate"] for row in later if row["length"] == second[1]} == set(study.LEARNING_RATES)
+    assert {row["condition"] for row in later if row["length"] > second[1]} == set(study.FRONTIER)
+    assert {row["learning_rate"] for row in later if row["length"] > second[1]} == {middle}
+    assert {row["state_size"] for row in later if row["condition"] == "softmax"} == {study.STATE_SIZE}
+    assert {row["condition"] for row in later if row["shifted"]} == set(study.FRONTIER)
 
-    at_an_end = [row | {"loss": row["learning_rate"]} for row in runs]
-    assert study.best_rate(at_an_end, "softmax", study.SETTINGS[0]) is None
+    at_an_end = [result(item) | {"loss": item["learning_rate"]} for item in first]
+    assert study.best_rate(at_an_end, "softmax", small) is None
     assert study.item("softmax", learning_rate=study.LIMITS[0]) in list(study.plan(at_an_end))
     beyond = [*at_an_end, study.item("softmax", learning_rate=study.LIMITS[0]) | {"accuracy": 0.4, "loss": 1.0}]
-    assert study.best_rate(beyond, "softmax", study.SETTINGS[0]) == low
+    assert study.best_rate(beyond, "softmax", small) == low
+
+
+def test_the_recall_study_spends_one_run_on_a_larger_size_where_the_smallest_is_not_learned():
+    study = recall_study
+    runs = [
+        item | {"accuracy": 0.1 if item["condition"] == "S4D-only" else 0.5, "loss": abs(item["learning_rate"] - 3e-3)}
+        for item in study.plan([])
+    ]
+    larger = [item for item in study.plan(runs) if (item["pairs"], item["length"]) == study.BRACKETED[1]]
+    assert [item for item in larger if item["condition"] == "S4D-only"] == [study.item("S4D-only", study.BRACKETED[1])]
+    assert len([item for item in larger if item["condition"] == "hermitian"]) == len(study.LEARNING_RATES)
 
 
 def test_the_shifted_control_moves_rows_and_asks_the_same():
