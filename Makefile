@@ -6,9 +6,10 @@ ARGS   ?=
 VENV  := .venv
 RUN   := $(VENV)/bin/python
 STAMP := $(VENV)/.ready
-# The tests read no network, and their workers share the cores instead of fighting over them.
+# The tests read no network, and their workers share the cores instead of fighting over them. A worker takes whole files,
+# whose models and servers are then made once, and at the end what another has not come to.
 SETTINGS := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
-TESTS    := -m pytest -n 2
+TESTS    := -m pytest -n 2 --dist worksteal
 
 # The oldest versions that pyproject.toml allows, and the tests of what these libraries do with our models. Without
 # test_serving: before 5.23, `transformers serve` loads no model with code of its own.
@@ -16,13 +17,14 @@ OLDEST := $(VENV)/oldest
 STOCK  := versions modeling cache generation padding configuration remote_code peft lm_eval hub train engines finetune_lora
 STOCK  += mistakes conversion
 
-.PHONY: help quickstart test test-all test-oldest lint bench clean
+.PHONY: help quickstart test test-slow test-all test-oldest lint bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make quickstart   train a small model on this computer in minutes, save it, load it, let it write"
 	@echo "make test         style, types and the fast tests"
-	@echo "make test-all     the long tests too"
+	@echo "make test-slow    the long tests"
+	@echo "make test-all     style, types and all tests"
 	@echo "make test-oldest  the tests of the models with the oldest supported libraries"
 	@echo "make lint         style and types only"
 	@echo "make bench        the performance tables"
@@ -34,6 +36,9 @@ quickstart: $(STAMP)
 
 test: lint
 	@$(SETTINGS) $(RUN) $(TESTS) -m "not slow" $(ARGS)
+
+test-slow: $(STAMP)
+	@$(SETTINGS) $(RUN) $(TESTS) -m slow $(ARGS)
 
 test-all: lint
 	@$(SETTINGS) $(RUN) $(TESTS) $(ARGS)

@@ -118,19 +118,27 @@ _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", 
 def source(kernel, arguments: dict) -> ASTSource:
     """The kernel as a launch with these arguments would specialise it."""
     signature, constants, attributes = {}, {}, {}
+
+    def specialise(value, path: tuple[int, ...], constant: bool, specialised: bool):
+        """The type of an argument, or those of a bundle; constants and attributes are kept by their paths."""
+        if constant or value is None:
+            constants[path] = value
+            return "constexpr"
+        if isinstance(value, tuple):  # Triton specialises the members of a bundle whatever is said of the bundle
+            return type(value)(*(specialise(x, (*path, i), False, True) for i, x in enumerate(value)))
+        if isinstance(value, torch.Tensor):
+            attributes[path] = [["tt.divisibility", 16]]
+            return "*" + _TYPES[value.dtype]
+        if isinstance(value, float):
+            return "fp32"
+        if specialised and value % 16 == 0:
+            attributes[path] = [["tt.divisibility", 16]]
+        return "i1" if isinstance(value, bool) else "i32"
+
     for index, parameter in enumerate(kernel.params):
-        value = arguments[parameter.name]
-        if parameter.is_constexpr or value is None:
-            signature[parameter.name], constants[parameter.name] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = "*" + _TYPES[value.dtype]
-            attributes[(index,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, float):
-            signature[parameter.name] = "fp32"
-        else:
-            signature[parameter.name] = "i1" if isinstance(value, bool) else "i32"
-            if not parameter.do_not_specialize and value % 16 == 0:
-                attributes[(index,)] = [["tt.divisibility", 16]]
+        signature[parameter.name] = specialise(
+            arguments[parameter.name], (index,), parameter.is_constexpr, not parameter.do_not_specialize
+        )
     return ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
 
 
@@ -138,13 +146,13 @@ def compiled(problem: str, index: int, target_name: str, warps: int, stages: int
     """Compile one recorded launch; what the assembler says of it."""
     kernel, arguments, _ = launches_of(problem)[index]
     target, limit = TARGETS[target_name]
-    if target.backend == "hip" and arguments.get("PRECISION") in ("tf32", "tf32x3"):
-        arguments = arguments | {"PRECISION": "ieee"}
+    if target.backend == "hip" and "MATH" in arguments:
+        arguments = arguments | {"MATH": arguments["MATH"]._replace(PRECISION="ieee")}
     row = {"problem": problem, "kernel": kernel.__name__, "target": target_name, "warps": warps, "stages": stages}
     if "ROWS" in arguments:
         row["kernel"] += ", keys" if arguments["ROWS"] else ", values"
-    if arguments.get("EXACT") and "PACKED" in arguments and "FULL" in arguments:
-        row["kernel"] += ", exact"
+    if arguments.get("SKEWED"):
+        row["kernel"] += ", skewed"
     built = triton.compile(source(kernel, arguments), target=target, options={"num_warps": warps, "num_stages": stages})
     row["shared_bytes"] = built.metadata.shared
     row["fits"] = built.metadata.shared <= limit
@@ -195,7 +203,7 @@ def small_jobs() -> list[tuple]:
     """The kernels of a forward and the sequential scan for one target."""
     problem = next(iter(PROBLEMS))
     names = [launch.kernel.__name__ for launch in launches_of(problem)]
-    return [(problem, names.index(name), "sm_90", 4, 1) for name in ("scan", "attend", "walk", "walk_back")]
+    return [(problem, names.index(name), "sm_90", 4, 1) for name in ("chunk_states", "attend", "walk", "walk_back")]
 
 
 def _job(job) -> dict:

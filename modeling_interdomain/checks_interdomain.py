@@ -1,9 +1,11 @@
 """What a forward refuses, one sentence each, before anything is computed or written."""
 
+from collections.abc import Iterable
 from itertools import pairwise
 
 import torch
-from transformers.cache_utils import Cache
+from torch import nn
+from transformers.cache_utils import Cache, StaticLayer
 
 from .cache_interdomain import look_into
 from .mixer_common import TokenMixer
@@ -47,11 +49,11 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, cache: Cache | None, batch: int, 
         raise ValueError(f"cu_seq_lens_q must increase strictly from 0 to T = {length}, got {ends}.")
 
 
-def check_cache_layers(cache: Cache, mixers: list[type[TokenMixer]]) -> None:
+def check_cache_layers(cache: Cache, layer_types: list[str]) -> None:
     """Raise if the layers of a cache are of other kinds than the model's; such a cache knows no length either."""
-    if cache.layer_class_to_replicate is not None and all(m.layer_type == "full_attention" for m in mixers):
+    if cache.layer_class_to_replicate is not None and set(layer_types) == {"full_attention"}:
         return
-    kinds = ["keys_values" if mixer.layer_type == "full_attention" else "recurrent" for mixer in mixers]
+    kinds = ["keys_values" if kind == "full_attention" else "recurrent" for kind in layer_types]
     if [look_into(layer).kind for layer in cache.layers] != kinds:
         raise ValueError(
             f"past_key_values ({type(cache).__name__} of {len(cache.layers)} layers) does not fit the {len(kinds)} "
@@ -60,13 +62,26 @@ def check_cache_layers(cache: Cache, mixers: list[type[TokenMixer]]) -> None:
         )
 
 
-def check_cache(cache: Cache | None, mixers: list[TokenMixer], batch: int, bidirectional: bool) -> None:
+def check_room(cache: Cache, tokens: int) -> None:
+    """Raise if `tokens` in all are more than a static layer of keys and values can hold."""
+    room = min((layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)), default=tokens)
+    if tokens > room:
+        raise ValueError(
+            f"past_key_values has room for {room} tokens, and this needs {tokens}; make it with a larger max_cache_len."
+        )
+
+
+def check_cache(cache: Cache | None, config, mixers: list[TokenMixer], batch: int) -> None:
     """A cache of another model, batch or device is an error before anything is written to it."""
     if cache is None:
         return
-    if bidirectional:
+    if not isinstance(cache, Cache):
+        raise ValueError(
+            f"past_key_values must be a cache, got {type(cache).__name__}; make it with InterdomainCache(model.config)."
+        )
+    if config.bidirectional:
         raise ValueError("A bidirectional model reads a whole sequence at once: leave past_key_values out.")
-    check_cache_layers(cache, [type(mixer) for mixer in mixers])
+    check_cache_layers(cache, config.layer_types)
     for i, (layer, mixer) in enumerate(zip(cache.layers, mixers)):
         found = look_into(layer)
         if found.shapes is None:
@@ -82,4 +97,15 @@ def check_cache(cache: Cache | None, mixers: list[TokenMixer], batch: int, bidir
             raise ValueError(
                 f"past_key_values is on {found.device} in layer {i}, but the layer is on {home}; move it with "
                 "past_key_values.to(device)."
+            )
+
+
+def check_checkpointing(modules: Iterable[nn.Module]) -> None:
+    """Reentrant checkpointing hands on the outputs of layers alone: an auxiliary loss would have no gradient."""
+    for module in modules:
+        function = getattr(module, "_gradient_checkpointing_func", None)
+        if getattr(module, "gradient_checkpointing", False) and getattr(function, "keywords", {}).get("use_reentrant"):
+            raise ValueError(
+                "The auxiliary losses of the layers get no gradient from reentrant gradient checkpointing: ask for "
+                '{"use_reentrant": False}, the default.'
             )

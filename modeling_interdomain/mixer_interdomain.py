@@ -5,14 +5,18 @@ from torch import nn
 from transformers import initialization as init
 
 from .mixer_recurrent import RecurrentMixer, Stream
-from .module_common import InterdomainRMSNorm, is_untouched
+from .module_common import InterdomainRMSNorm, TabledModule, is_untouched
 from .module_convolution import CausalConv1d
-from .module_feature_maps import feature_map
+from .module_feature_maps import SiluL2, feature_map
 from .module_recurrence import InterdomainRecurrence
 from .module_rotary import rotate
+from .module_token_inputs import token_inputs, token_tables
 from .op_interdomain import append_one
 from .op_interdomain_prepare import fused_inputs
 from .op_interdomain_replay import state_after
+
+# What few calls compute without rounding more than many do.
+_EXACT = (torch.float32, torch.float64)
 
 
 class KeyValueMixer(RecurrentMixer):
@@ -82,7 +86,7 @@ class KeyValueMixer(RecurrentMixer):
         return key, append_one(value) if self.config.normalize else value
 
 
-class InterdomainMixer(KeyValueMixer):
+class InterdomainMixer(TabledModule, KeyValueMixer):
     """The token mixer of the paper (eqs. 10 to 13): queries join, convolved and passed through the feature map."""
 
     q_conv: nn.Conv1d
@@ -90,14 +94,23 @@ class InterdomainMixer(KeyValueMixer):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx, config.head_dim, weighted=True)
+        self.generic, self.normalised = self.is_generic(config), config.input_norm
+        self.eps = config.rms_norm_eps
+        self.heads = config.num_attention_heads, config.num_key_value_heads
 
     @classmethod
     def streams(cls, config) -> list[Stream]:
         return [Stream("q", config.num_attention_heads, config.mapped_dim, True), *super().streams(config)]
 
     def _inputs(self, projected, windows, cos_sin, packing, keep: bool):
-        """In one kernel where that can run, and nothing hangs on the modules whose weights it would read."""
-        found = self._fused_inputs(projected, windows, cos_sin, packing, keep)
+        """In one kernel or in few calls where that can run, and nothing hangs on the modules whose weights it reads."""
+        found, device = None, projected[0].device
+        if windows is None:  # another sequence begins
+            self.forget_tables()
+        if device.type != "cpu" or self.backend == "triton":
+            found = self._fused_inputs(projected, windows, cos_sin, packing, keep)
+        elif packing is None and windows is not None and projected[0].shape[1] == 1:
+            found = self._token_inputs(projected, windows, cos_sin)
         return super()._inputs(projected, windows, cos_sin, packing, keep) if found is None else found
 
     def _tokens(self, streams, cos_sin):
@@ -105,18 +118,36 @@ class InterdomainMixer(KeyValueMixer):
         query = query.unflatten(-1, (self.config.num_attention_heads, -1))
         return self._features(query, cos_sin, is_query=True), *super()._tokens(rest, cos_sin)
 
+    def _are_untouched(self, device: torch.device) -> bool:
+        """Whether reading the weights of convolutions and norms is as good as calling them and the feature map."""
+        own = self._modules
+        if self.generic or not is_untouched(own["feature_map"], SiluL2, device):
+            return False
+        norms = ("k_norm", "v_norm") if self.normalised else ()
+        return all(is_untouched(own[name], CausalConv1d, device) for name in ("q_conv", "k_conv")) and all(
+            is_untouched(own[name], InterdomainRMSNorm, device) for name in norms
+        )
+
+    def _weights(self) -> tuple[torch.Tensor, ...]:
+        """Of the convolutions of query and key, then of the norms of key and value, and their biases."""
+        convolutions = self.q_conv.weight, self.k_conv.weight
+        if not self.normalised:
+            return convolutions
+        return *convolutions, self.k_norm.weight, self.v_norm.weight, self.k_bias, self.v_bias
+
+    def _token_inputs(self, projected, windows, cos_sin):
+        if self.backend != "auto" or not self._are_untouched(projected[0].device):
+            return None
+        weights = self._weights()
+        tables = self._tables.get("token", weights, lambda _: token_tables(*weights))
+        if tables.taps.dtype not in _EXACT or projected[0].dtype != tables.taps.dtype:
+            return None
+        return token_inputs(projected, windows, tables, self.eps, self.heads, cos_sin, self.rope_placement)
+
     def _fused_inputs(self, projected, windows, cos_sin, packing, keep: bool):
-        config, device = self.config, projected[0].device
-        if self.is_generic(config) or config.feature_map != "silu_l2":
+        if not self._are_untouched(projected[0].device):
             return None
-        modules: list[tuple[nn.Module, type]] = [(self.q_conv, CausalConv1d), (self.k_conv, CausalConv1d)]
-        if config.input_norm:
-            modules += [(self.k_norm, InterdomainRMSNorm), (self.v_norm, InterdomainRMSNorm)]
-        if not all(is_untouched(module, kind, device) for module, kind in modules):
-            return None
-        norms = None
-        if config.input_norm:
-            norms = self.k_norm.weight, self.v_norm.weight, self.k_bias, self.v_bias
+        q_taps, k_taps, *norms = self._weights()
         places = {}
         if packing is not None:
             places = {
@@ -125,15 +156,15 @@ class InterdomainMixer(KeyValueMixer):
                 "documents": packing.documents,
             }
         return fused_inputs(
-            config.backend,
+            self.backend,
             projected,
-            (self.q_conv.weight[:, 0], self.k_conv.weight[:, 0]),
-            norms,
-            config.rms_norm_eps,
-            (config.num_attention_heads, config.num_key_value_heads),
+            (q_taps[:, 0], k_taps[:, 0]),
+            norms or None,
+            self.eps,
+            self.heads,
             windows=windows,
             write_windows=keep,
             cos_sin=cos_sin,
-            rope_placement=config.rope_placement,
+            rope_placement=self.rope_placement,
             **places,
         )

@@ -34,14 +34,21 @@ class RecurrentMixer(TokenMixer):
     def __init__(self, config, layer_idx: int, output_width: int):
         """`output_width` are the numbers a head that the recurrence gives."""
         super().__init__(config, layer_idx)
+        # Asked for at every token: a configuration is slow to look up.
+        self.backend, self.rope_placement, self.kernel = config.backend, config.rope_placement, config.conv_kernel
+        streams = self.streams(config)
+        self.stream_names = [stream.name for stream in streams]
+        windows = [(stream.heads * stream.width, self.kernel - 1) for stream in streams if stream.convolved]
+        self.kept_shapes = [*windows, tuple(self.state_shape(config))]
+
         hidden, outputs = config.hidden_size, config.num_attention_heads * output_width
-        for stream in self.streams(config):
+        for stream in streams:
             setattr(self, f"{stream.name}_proj", nn.Linear(hidden, stream.heads * stream.width, bias=False))
         self.o_proj = residual_projection(outputs, hidden)
         self.g_proj = nn.Linear(hidden, outputs, bias=False) if config.use_output_gate else None
-        for stream in self.streams(config):
+        for stream in streams:
             if stream.convolved:
-                setattr(self, f"{stream.name}_conv", CausalConv1d(stream.heads * stream.width, config.conv_kernel))
+                setattr(self, f"{stream.name}_conv", CausalConv1d(stream.heads * stream.width, self.kernel))
         self.o_norm = InterdomainRMSNorm(output_width, config.rms_norm_eps) if config.use_output_norm else None
 
     # What a subclass says.
@@ -82,9 +89,7 @@ class RecurrentMixer(TokenMixer):
         return {"recurrent": state, "convolution": windows * (config.conv_kernel - 1)}
 
     def cache_shapes(self, batch: int) -> list[list[int]]:
-        widths = [stream.heads * stream.width for stream in self.streams(self.config) if stream.convolved]
-        windows = [[batch, width, self.config.conv_kernel - 1] for width in widths]
-        return [*windows, [batch, *self.state_shape(self.config)]]
+        return [[batch, *shape] for shape in self.kept_shapes]
 
     def forward(
         self,
@@ -106,7 +111,7 @@ class RecurrentMixer(TokenMixer):
         layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         if layer is not None:
             layer.thaw()
-        projected = [getattr(self, f"{stream.name}_proj")(hidden_states) for stream in self.streams(self.config)]
+        projected = [getattr(self, f"{name}_proj")(hidden_states) for name in self.stream_names]
         if packing is not None:  # not before: adapters that differ by row must find the rows of the batch
             projected = [packing.pack(x) for x in projected]
         cos_sin = self._rotation(position_embeddings, packing, hidden_states.shape[:2])
@@ -129,7 +134,7 @@ class RecurrentMixer(TokenMixer):
         return self.o_proj(output), None
 
     def _rotation(self, position_embeddings, packing, shape) -> tuple[torch.Tensor, ...] | None:
-        if self.config.rope_placement is None or position_embeddings is None:
+        if self.rope_placement is None or position_embeddings is None:
             return None
         cos_sin = position_embeddings[self.config.feature_dim]
         return cos_sin if packing is None else tuple(packing.pack(x.expand(*shape, -1)) for x in cos_sin)
@@ -144,14 +149,14 @@ class RecurrentMixer(TokenMixer):
             places = {"lengths": packing.lengths, "documents": packing.documents, "number": number}
         for x, conv in zip(projected, self._convolutions(), strict=True):
             if conv is not None:
-                x, window = causal_conv(conv, x, next(before), self.config.conv_kernel, **places)
+                x, window = causal_conv(conv, x, next(before), self.kernel, **places)
                 after.append(window)
             streams.append(x)
         return self._tokens(streams, cos_sin), after
 
     def _convolutions(self) -> list[nn.Module | None]:
         """One a stream."""
-        return [getattr(self, f"{stream.name}_conv", None) for stream in self.streams(self.config)]
+        return [getattr(self, f"{name}_conv", None) for name in self.stream_names]
 
     def _scan(self, layer, tokens, windows, packing: Packing | None) -> torch.Tensor:
         """All tokens at once, on from the state of the cache, if there is one."""
@@ -167,7 +172,7 @@ class RecurrentMixer(TokenMixer):
             tokens[0].requires_grad or any(p.requires_grad for p in self.recurrence.parameters())
         )
         single = tokens[0].shape[1] == 1 and packing is None and not differentiated
-        return single and layer.is_initialized and self.config.backend in ("auto", "triton")
+        return single and layer.is_initialized and self.backend in ("auto", "triton")
 
     def _step(self, layer, tokens, windows, attention_mask) -> torch.Tensor:
         """One token, the state updated in place; a pad leaves windows and state alone."""
@@ -176,7 +181,7 @@ class RecurrentMixer(TokenMixer):
             keep = mask[:, None, None]
             windows = [torch.where(keep, w, old) for w, old in zip(windows, layer.windows, strict=True)]
         state = layer.state.detach().clone() if layer.state.requires_grad else layer.state
-        output = self.recurrence(*(x[:, 0] for x in tokens), step=True, state=state, mask=mask)
+        output = self.recurrence(*tokens, step=True, state=state, mask=mask)
         layer.write(windows, {"state": state}, 1)
         return output[:, None]
 

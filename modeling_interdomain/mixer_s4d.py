@@ -9,8 +9,8 @@ from transformers import initialization as init
 from .mixer_interdomain import KeyValueMixer
 from .module_recurrence import InterdomainRecurrence
 from .module_start import readout_rms, real_gramian
-from .op_interdomain_step import grouped_coefficients
-from .op_s4d import s4d_attention, s4d_step
+from .op_interdomain_step import StepTables
+from .op_s4d import s4d_attention, s4d_tables, take_s4d_step
 
 
 class S4DRecurrence(InterdomainRecurrence):
@@ -21,6 +21,8 @@ class S4DRecurrence(InterdomainRecurrence):
     """
 
     degree = 1
+
+    tabled = (*InterdomainRecurrence.tabled, "readout")
 
     def __init__(self, config):
         super().__init__(config)
@@ -36,24 +38,34 @@ class S4DRecurrence(InterdomainRecurrence):
     def _output_rms(self, config, coefficients: torch.Tensor) -> torch.Tensor:
         return readout_rms(coefficients, config.initializer_range, real_gramian(*self._transition_and_beta()))
 
-    def _operate(self, *inputs: Any, step: bool = False, **arguments: Any):
-        """`s4d_attention` of the two inputs, or with `step=True` `s4d_step`."""
-        *rest, coefficients = inputs
-        operands: list[Any] = [*rest, self._row(coefficients)]
-        if step:
-            return s4d_step(*operands, **arguments)
-        return s4d_attention(*operands, chunk_size=self.config.chunk_size, **arguments)
+    def _operate(self, *inputs: Any, **arguments: Any):
+        """`s4d_attention` of the two inputs."""
+        key, value, log_decay, input_matrix, coefficients = inputs
+        row = self._row(coefficients)
+        return s4d_attention(key, value, log_decay, input_matrix, row, chunk_size=self.config.chunk_size, **arguments)
+
+    def _step(self, *tokens: Any, state: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """`s4d_step` of the two inputs."""
+        return take_s4d_step(*tokens, tables=self._step_tables, state=state, mask=mask)
+
+    def _step_tables(self, dtype: torch.dtype) -> StepTables:
+        def tables(kept: bool) -> StepTables:
+            log_decay, input_matrix, coefficients = self.parameters_of_operator()
+            return s4d_tables(log_decay, input_matrix, self._row(coefficients), dtype)
+
+        return self._per_version(dtype, tables)
 
     def _row(self, coefficients: torch.Tensor | None) -> torch.Tensor:
         """`readout^T C`, the row `[H, M, 2]` that reads the state."""
-        groups = self.log_dt.shape[0]
         wide = torch.promote_types(self.readout.dtype, torch.float32)
-        rows = self.readout.to(wide).unflatten(0, (groups, -1))
-        rows = torch.complex(rows, torch.zeros_like(rows))
-        matrix = grouped_coefficients(coefficients, wide)
-        if matrix is not None:
-            rows = rows * matrix if coefficients.ndim == 3 else rows @ matrix
-        return torch.view_as_real(rows.flatten(0, 1))
+        rows = self.readout.to(wide).unflatten(0, (self.log_dt.shape[0], -1))  # [G, H / G, M]
+        if coefficients is None:
+            rows = torch.stack([rows, torch.zeros_like(rows)], dim=-1)
+        elif coefficients.ndim == 3:
+            rows = rows[..., None] * coefficients[:, None]
+        else:
+            rows = (rows @ coefficients.flatten(2)).unflatten(-1, (-1, 2))
+        return rows.flatten(0, 1)
 
 
 class S4DMixer(KeyValueMixer):

@@ -27,7 +27,15 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .cache_interdomain import InterdomainCache, InterdomainStaticCache
 from .checkpoint_folder import damaged_weights, holds_weights, replacing
-from .checks_interdomain import check_cache, check_cache_layers, check_cu_seqlens, check_mask, check_tokens
+from .checks_interdomain import (
+    check_cache,
+    check_cache_layers,
+    check_checkpointing,
+    check_cu_seqlens,
+    check_mask,
+    check_room,
+    check_tokens,
+)
 from .configuration_interdomain import InterdomainConfig
 from .mixer_softmax import SoftmaxMixer
 from .module_common import AuxiliaryLoss, InterdomainRMSNorm
@@ -63,6 +71,14 @@ class InterdomainModelOutput(BaseModelOutputWithPast):
 @dataclass
 class InterdomainCausalLMOutput(CausalLMOutputWithPast):
     """With `aux_loss`, their sum, of which `config.aux_loss_coef` times as much is part of `loss`."""
+
+    aux_loss: torch.Tensor | None = None
+    auxiliary_losses: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclass
+class InterdomainClassifierOutput(SequenceClassifierOutputWithPast):
+    """As `InterdomainCausalLMOutput`."""
 
     aux_loss: torch.Tensor | None = None
     auxiliary_losses: tuple[torch.Tensor, ...] | None = None
@@ -156,6 +172,22 @@ class InterdomainPreTrainedModel(PreTrainedModel):
             if getattr(module, "bias", None) is not None:
                 init.zeros_(module.bias)
 
+    def _wants_auxiliary_losses(self, labels: torch.Tensor | None) -> bool:
+        """Whether a layer has something to add to the loss of this forward."""
+        if labels is None or not self.training or not any(isinstance(m, AuxiliaryLoss) for m in self.modules()):
+            return False
+        check_checkpointing(self.modules())
+        return True
+
+    def _add_auxiliary_losses(self, loss, losses, part=1, whole=1) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The loss, in training with its part of the weighted auxiliary losses; and their sum."""
+        if not losses:
+            return loss, None
+        total = sum(x.to(losses[-1].device) for x in losses)
+        if loss is not None and self.training:
+            loss = loss + (self.config.aux_loss_coef * total).to(loss.device) * part / whole
+        return loss, total
+
     @staticmethod
     def create_masks_for_generate(
         config, inputs_embeds, attention_mask, past_key_values, documents: torch.Tensor | None = None, **kwargs
@@ -232,8 +264,10 @@ class InterdomainModel(InterdomainPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
         shape, config = inputs_embeds.shape[:2], self.config
         layers: Any = self.layers[: config.num_hidden_layers]  # fewer where the first layers are an assistant
-        check_cache(past_key_values, [layer.token_mixer for layer in layers], shape[0], config.bidirectional)
+        check_cache(past_key_values, config, [layer.token_mixer for layer in layers], shape[0])
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if past_key_values is not None and _is_at_hand(seen):
+            check_room(past_key_values, int(seen) + shape[1])
         check_mask(attention_mask, seen, *shape)
         cu_seqlens = _documents(kwargs.get("cu_seq_lens_q"), position_ids, attention_mask, past_key_values, shape)
 
@@ -279,11 +313,6 @@ class InterdomainModel(InterdomainPreTrainedModel):
             return False
         return not hasattr(cache, "ready_to_step") or cache.ready_to_step()
 
-    def check_cache_layers(self, cache: Cache) -> None:
-        """Raise if the layers of a cache are of other kinds than the model's."""
-        layers: Any = self.layers[: self.config.num_hidden_layers]
-        check_cache_layers(cache, [type(layer.token_mixer) for layer in layers])
-
 
 class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
     """The model with a language modelling head."""
@@ -301,11 +330,6 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    @property
-    def has_auxiliary_losses(self) -> bool:
-        """Whether a layer wants something added to the training loss."""
-        return any(isinstance(module, AuxiliaryLoss) for module in self.modules())
 
     @can_return_tuple
     def forward(
@@ -338,7 +362,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
             >>> tokenizer = AutoTokenizer.from_pretrained("outputs/quickstart")
             >>> ids = model.generate(**tokenizer("def main", return_tensors="pt"), max_new_tokens=20)
         """
-        if self.training and labels is not None and self.has_auxiliary_losses:
+        if self._wants_auxiliary_losses(labels):
             kwargs["output_auxiliary_losses"] = True
         outputs = self.model(
             input_ids=input_ids,
@@ -354,11 +378,8 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        aux_loss = None
-        if outputs.auxiliary_losses:
-            aux_loss = sum(x.to(logits.device) for x in outputs.auxiliary_losses)
-            if loss is not None and self.training:
-                loss = loss + self.config.aux_loss_coef * _share(labels, kwargs.get("num_items_in_batch")) * aux_loss
+        share = _share(labels, kwargs.get("shift_labels"), kwargs.get("num_items_in_batch"))
+        loss, aux_loss = self._add_auxiliary_losses(loss, outputs.auxiliary_losses, *share)
         return InterdomainCausalLMOutput(
             loss=loss,
             aux_loss=aux_loss,
@@ -376,7 +397,8 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         given = model_kwargs.get("past_key_values")
         rollback = _rollback(self.config, generation_config)
         if isinstance(given, Cache):
-            self.model.check_cache_layers(given)
+            check_cache_layers(given, self.config.layer_types)
+            check_room(given, max_cache_length)
         if isinstance(given, InterdomainCache):
             given.allow_rollback(rollback)
         if given is not None or generation_config.use_cache is False:
@@ -459,6 +481,9 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
     `[hidden_size]` at the end, where every layer has seen all the others.
     """
 
+    # The loss is a mean over rows: `Trainer` divides it where it accumulates several.
+    accepts_loss_kwargs = False
+
     def __init__(self, config: InterdomainConfig):
         super().__init__(config)
         self.num_labels = config.num_labels
@@ -484,7 +509,7 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
         use_cache: bool | None = None,
         pixel_values: torch.Tensor | None = None,
         **kwargs,
-    ) -> SequenceClassifierOutputWithPast:
+    ) -> InterdomainClassifierOutput:
         """As `InterdomainModel.forward`, and:
 
         Args:
@@ -518,6 +543,8 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
             inputs_embeds, input_ids, use_cache = torch.cat([inputs_embeds, cls_token], dim=1), None, False
             real = torch.cat([real, real.new_ones(batch, 1)], dim=1)
             attention_mask = None if bool(real.all()) else real.long()
+        if self._wants_auxiliary_losses(labels):
+            kwargs["output_auxiliary_losses"] = True
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -534,8 +561,11 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
-        return SequenceClassifierOutputWithPast(
+        loss, aux_loss = self._add_auxiliary_losses(loss, outputs.auxiliary_losses)
+        return InterdomainClassifierOutput(
             loss=loss,
+            aux_loss=aux_loss,
+            auxiliary_losses=outputs.auxiliary_losses,
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
@@ -576,9 +606,17 @@ _NO_CONTINUOUS_BATCHING = (
 )
 
 
-def _share(labels: torch.Tensor, items: torch.Tensor | int | None) -> torch.Tensor | float:
-    """The part of a step's loss that this batch is, where the step has several (gradient accumulation)."""
-    return 1.0 if items is None else (labels[:, 1:] != -100).sum() / items
+def _share(labels, shift_labels, items: torch.Tensor | int | None) -> tuple[Any, Any]:
+    """The tokens of this batch and of the whole step, where a step has several batches (gradient accumulation)."""
+    if labels is None or items is None:
+        return 1, 1
+    counted = labels[:, 1:] if shift_labels is None else shift_labels
+    return (counted != -100).sum(), items
+
+
+def _is_at_hand(seen: int | torch.Tensor) -> bool:
+    """Whether a count can be looked at without waiting for a GPU or breaking a graph."""
+    return isinstance(seen, int) or (seen.device.type == "cpu" and not torch.compiler.is_compiling())
 
 
 def _documents(cu_seqlens, position_ids, attention_mask, cache, shape) -> torch.Tensor | None:

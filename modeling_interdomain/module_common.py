@@ -1,10 +1,14 @@
-"""Small modules that every floor uses: the norm, numbers that stay in float32, projections into the residual stream,
-what is added to the training loss."""
+"""Small things that every module uses: the norm, numbers that stay in float32, projections into the residual stream,
+what is added to the training loss, values kept for a version of the parameters."""
 
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.nn.modules.module import _has_any_global_hook
 from transformers import initialization as init
 
 
@@ -20,8 +24,8 @@ class InterdomainRMSNorm(nn.Module):
         init.ones_(self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x if x.dtype == torch.float64 else x.float()
-        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        # The weight stays outside: it may be wider than x, and then the result is.
+        return self.weight * F.rms_norm(x, self.weight.shape, eps=self.eps)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
@@ -51,7 +55,8 @@ def residual_projection(in_features: int, out_features: int) -> nn.Linear:
 class AuxiliaryLoss(nn.Module):
     """Hands on what a layer wants added to the training loss: the model finds it by this module.
 
-    A layer calls it with a scalar, in training only; the model adds `config.aux_loss_coef` times the sum over layers.
+    A layer calls it with a scalar in every forward; in training, `config.aux_loss_coef` times the sum over all layers
+    joins the loss of the model.
     """
 
     def forward(self, loss: torch.Tensor) -> torch.Tensor:
@@ -61,9 +66,80 @@ class AuxiliaryLoss(nn.Module):
 def is_untouched(module: nn.Module, kind: type[nn.Module], device: torch.device) -> bool:
     """Whether calling a module does nothing but what its class says, so that a kernel may read its weights instead.
 
-    Hooks (pruning, offloading, an observer), another class (an adapter, a parametrization), a replaced `forward` and
-    weights that are elsewhere all mean no.
+    Hooks (pruning, offloading, an observer of all modules), another class (an adapter, a parametrization), a replaced
+    `forward`, and weights that are elsewhere or no plain tensors (sharded, quantized) all mean no.
     """
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    here = all(p.device == device for p in module.parameters())
-    return type(module) is kind and not hooks and "forward" not in vars(module) and here
+    own = vars(module)
+    if type(module) is not kind or "forward" in own or own["_forward_hooks"] or own["_forward_pre_hooks"]:
+        return False
+    if own["_backward_hooks"] or own["_backward_pre_hooks"] or _has_any_global_hook():
+        return False
+    weights = [p for p in own["_parameters"].values() if p is not None]
+    return all(type(p) in (torch.Tensor, nn.Parameter) and p.device == device for p in weights)
+
+
+class PerVersion:
+    """Values that depend on parameters alone, kept until one of the parameters changes; copies and pickles are empty.
+
+    Only where nothing but the parameters can change a value: eager mode without gradients, and parameters that are
+    tensors of their own (not sharded, adapted, swapped, or of inference mode, which counts no versions).
+    """
+
+    def __init__(self) -> None:
+        self._kept: tuple[list[tuple], dict[Hashable, Any]] = [], {}
+
+    def __reduce__(self):
+        return type(self), ()
+
+    def forget(self) -> None:
+        self._kept = [], {}
+
+    def get(self, name: Hashable, parameters: Sequence[torch.Tensor], compute: Callable[[bool], Any]) -> Any:
+        """The value of a name; `compute` is told whether what it gives will be kept."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.jit.is_tracing():
+            return compute(False)
+        # A captured graph computes what it uses itself: what is kept here may be gone when it is replayed.
+        if parameters[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            return compute(False)
+        known, values = self._kept
+        if not _unchanged(known, parameters):
+            if not all(type(p) is nn.Parameter and not p.is_inference() and not p.is_meta for p in parameters):
+                return compute(False)
+            values = {}
+            self._kept = [(weakref.ref(p), p._version, p.data_ptr()) for p in parameters], values
+        if name not in values:
+            values[name] = compute(True)
+        return values[name]
+
+
+def _unchanged(known: list[tuple], parameters: Sequence[torch.Tensor]) -> bool:
+    if len(known) != len(parameters):
+        return False
+    for (reference, version, address), p in zip(known, parameters):
+        if reference() is not p or p._version != version or p.data_ptr() != address:
+            return False
+    return True
+
+
+class TabledModule(nn.Module):
+    """A module that keeps tables made of its own parameters.
+
+    What moves or loads parameters is seen, and so is every optimiser; what writes through `.data` is not, and between
+    two tokens of one sequence calls `forget_tables`. A new sequence always begins with new tables.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._tables = PerVersion()
+
+    def forget_tables(self) -> None:
+        if not torch.compiler.is_compiling():
+            self._tables.forget()
+
+    def train(self, mode: bool = True):
+        self.forget_tables()
+        return super().train(mode)
+
+    def _apply(self, fn, recurse=True):
+        self.forget_tables()
+        return super()._apply(fn, recurse)

@@ -24,6 +24,8 @@ class CausalConv1d(nn.Conv1d):
         """`[B, W, L + kernel_size - 1]` to `[B, W, L]`."""
         # A few shifted products keep the memory layout of the tokens; the library's convolution would transpose it.
         length = x.shape[-1] - self.kernel_size[0] + 1
+        if length == 1:
+            return (x * self.weight[:, 0]).sum(-1, keepdim=True)
         taps = self.weight[:, 0].split(1, dim=-1)
         y = x[..., :length] * taps[0]
         for shift, tap in enumerate(taps[1:], start=1):

@@ -8,11 +8,17 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 
+def silu_l2(x: torch.Tensor) -> torch.Tensor:
+    """`SiLU(x) / ||SiLU(x)||_2` over the last axis, in at least float32; zero for zeros."""
+    x = F.silu(_wide(x))
+    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=1e-12)
+
+
 class SiluL2(nn.Module):
     """`SiLU(x) / ||SiLU(x)||_2` over the last axis, in at least float32 (eq. 10)."""
 
     def forward(self, x: torch.Tensor, is_query: bool = False) -> torch.Tensor:
-        return F.normalize(F.silu(_wide(x)), dim=-1)
+        return silu_l2(x)
 
 
 class FourierFeatures(nn.Module):

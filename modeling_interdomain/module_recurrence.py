@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .module_common import Float32Module
+from .module_common import Float32Module, TabledModule
 from .module_start import (
     even_log_steps,
     frequencies,
@@ -17,10 +17,11 @@ from .module_start import (
     posterior_diagonal,
     real_gramian,
 )
-from .op_interdomain import interdomain_attention, interdomain_step
+from .op_interdomain import interdomain_attention, take_step
+from .op_interdomain_step import StepTables, step_tables
 
 
-class InterdomainRecurrence(Float32Module):
+class InterdomainRecurrence(Float32Module, TabledModule):
     """`log_dt` `[G]`; `log_a_real`, `a_imag` `[G, M]`; `B` `[G, M, 2]`; `C` `[G, M, M, 2]`, `[G, M, 2]` or None.
 
     A module of its own, because it stays in float32 whatever the model's dtype: a rounded `log_dt` or `a_imag` would
@@ -30,16 +31,23 @@ class InterdomainRecurrence(Float32Module):
     degree = 2
     """The power of C that the output has."""
 
+    C: nn.Parameter | None
+    # The parameters that tables of a step are made of.
+    tabled: tuple[str, ...] = ("log_dt", "log_a_real", "a_imag", "B", "C")
+
     def __init__(self, config):
         super().__init__()
         self.config = config
+        # Asked for at every token: a configuration is slow to look up.
+        self.product, self.normalize = config.product, config.normalize
+        self.step_backend = "triton" if config.backend == "triton" else "auto"
         groups, size = config.num_key_value_heads, config.state_size
         self.log_dt = nn.Parameter(torch.empty(groups, dtype=torch.float32))
         self.log_a_real = nn.Parameter(torch.empty(groups, size, dtype=torch.float32))
         self.a_imag = nn.Parameter(torch.empty(groups, size, dtype=torch.float32))
         self.B = nn.Parameter(torch.empty(groups, size, 2, dtype=torch.float32))
         shape = {"full": (groups, size, size, 2), "diagonal": (groups, size, 2)}.get(config.coefficient_matrix)
-        self.C = None if shape is None else nn.Parameter(torch.empty(shape, dtype=torch.float32))
+        self.register_parameter("C", None if shape is None else nn.Parameter(torch.empty(shape, dtype=torch.float32)))
         self.start_parameters(config)
 
     @torch.no_grad()
@@ -102,23 +110,55 @@ class InterdomainRecurrence(Float32Module):
     def parameters_of_operator(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """`log_decay` and `input_matrix`, `[G, M, 2]` each, and the coefficient matrix, in at least float32."""
         wide = torch.promote_types(self.log_dt.dtype, torch.float32)
-        step = self.log_dt.to(wide).exp()[:, None]
-        log_decay = torch.stack([-step * self.log_a_real.to(wide).exp(), step * self.a_imag.to(wide)], dim=-1)
+        log_decay = self._per_version("log_decay", lambda _: self._log_decay(wide))
         return log_decay, self.B.to(wide), None if self.C is None else self.C.to(wide)
 
-    def forward(self, *tokens: torch.Tensor, transition: bool = False, **arguments: Any):
+    def _log_decay(self, dtype: torch.dtype) -> torch.Tensor:
+        step = self.log_dt.to(dtype).exp()[:, None]
+        return torch.stack([-step * self.log_a_real.to(dtype).exp(), step * self.a_imag.to(dtype)], dim=-1)
+
+    def forward(self, *tokens: torch.Tensor, transition: bool = False, step: bool = False, **arguments: Any):
         """The operator applied to the tokens, or with `transition=True` `log_decay` and `input_matrix` alone.
 
-        All of it happens inside, because for the length of this call alone sharded parameters are gathered, and those
-        that PEFT targets (`target_parameters`) are adapted.
+        With `step=True` it is one token, `[B, 1, heads, ...]`, that moves `state` in place. All of it happens inside,
+        because for the length of this call alone sharded parameters are gathered, and those that PEFT targets
+        (`target_parameters`) are adapted.
         """
-        parameters = self.parameters_of_operator()
-        return parameters[:2] if transition else self._operate(*tokens, *parameters, **arguments)
-
-    def _operate(self, *inputs: Any, step: bool = False, **arguments: Any):
-        """`interdomain_attention` of query, key and value, or with `step=True` `interdomain_step`."""
-        config = self.config
-        arguments |= {"product": config.product, "normalize": config.normalize}
         if step:
-            return interdomain_step(*inputs, **arguments, backend="triton" if config.backend == "triton" else "auto")
+            return self._step(*tokens, **arguments)
+        if transition:
+            return self.parameters_of_operator()[:2]
+        if arguments.get("initial_state") is None:  # another sequence begins
+            self.forget_tables()
+        return self._operate(*tokens, *self.parameters_of_operator(), **arguments)
+
+    def _operate(self, *inputs: Any, **arguments: Any):
+        """`interdomain_attention` of query, key, value and parameters."""
+        config = self.config
+        arguments |= {"product": self.product, "normalize": self.normalize}
         return interdomain_attention(*inputs, **arguments, chunk_size=config.chunk_size, backend=config.backend)
+
+    def _step(self, *tokens: Any, state: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """`interdomain_step` of query, key and value."""
+        return take_step(
+            *tokens,
+            parameters=self.parameters_of_operator,
+            tables=self._step_tables,
+            state=state,
+            product=self.product,
+            normalize=self.normalize,
+            mask=mask,
+            backend=self.step_backend,
+        )
+
+    def _step_tables(self, dtype: torch.dtype) -> StepTables:
+        def tables(kept: bool) -> StepTables:
+            return step_tables(*self.parameters_of_operator(), self.product, dtype, reused=kept)
+
+        return self._per_version(dtype, tables)
+
+    def _per_version(self, name: Any, compute: Any) -> Any:
+        own = self._parameters
+        if any(name not in own for name in self.tabled):  # adapted or replicated: these tensors are another each time
+            return compute(False)
+        return self._tables.get(name, [p for p in map(own.get, self.tabled) if p is not None], compute)

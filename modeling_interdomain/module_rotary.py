@@ -55,7 +55,7 @@ class InterdomainRotaryEmbedding(Float32Module):
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate the first `dim` numbers of each head `[B, T, heads, head_dim]` by the angles of `[B, T, dim]`."""
     dim = cos.shape[-1]
-    x, rest = x[..., :dim], x[..., dim:]
+    if dim < x.shape[-1]:
+        return torch.cat([rotate(x[..., :dim], cos, sin), x[..., dim:]], dim=-1)
     first, second = x.chunk(2, dim=-1)
-    rotated = x * cos[:, :, None] + torch.cat([-second, first], dim=-1) * sin[:, :, None]
-    return rotated if rest.shape[-1] == 0 else torch.cat([rotated, rest], dim=-1)
+    return torch.addcmul(x * cos.unsqueeze(2), torch.cat([-second, first], dim=-1), sin.unsqueeze(2))

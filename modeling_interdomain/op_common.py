@@ -1,6 +1,6 @@
 """What all operators share: powers of a decay, which tokens belong to which document, and the checks of both."""
 
-from itertools import pairwise
+import contextlib
 from typing import NamedTuple
 
 import torch
@@ -30,6 +30,13 @@ def as_complex(pairs: torch.Tensor) -> torch.Tensor:
     if pairs.dtype not in (torch.float32, torch.float64):
         pairs = pairs.float()
     return torch.view_as_complex(pairs.contiguous())
+
+
+def without_autocast(device: torch.device):
+    """`torch.autocast(device.type, enabled=False)`, which costs more than a small operation, where it is needed."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
 
 
 class Packing(NamedTuple):
@@ -144,43 +151,30 @@ def positions_from_cu_seqlens(cu_seqlens: torch.Tensor, shape: tuple[int, int]) 
     return (torch.arange(length, device=cu_seqlens.device) - starts).view(shape)
 
 
-def rows_as_documents(run, tokens, lengths, initial_state, output_final_state, size, width):
-    shape = tokens[0].shape[:2]
-    mask = torch.arange(shape[1]) < lengths[:, None]
-    index = mask.flatten().nonzero()[:, 0]
-    rows = lengths.nonzero()[:, 0]
-    groups = tokens[-1].shape[2]
-    if initial_state is None:
-        initial_state = (
-            tokens[0]
-            .new_zeros(shape[0], groups, 2, size, width)
-            .to(torch.promote_types(tokens[0].dtype, torch.float32))
-        )
-    if len(rows) == 0:
-        out = run(*(x[:, :1] for x in tokens))[0]
-        return out.new_zeros(*shape, *out.shape[2:]) + 0 * out.sum(), initial_state.clone()
-    ends = torch.nn.functional.pad(lengths[rows].cumsum(0), (1, 0))
-    out, state = run(
-        *(x.flatten(0, 1)[index][None] for x in tokens),
-        cu_seqlens=ends,
-        initial_state=initial_state[rows],
-        output_final_state=True,
-    )
-    out = out.new_zeros(shape[0] * shape[1], *out.shape[2:]).index_copy(0, index, out[0]).unflatten(0, shape)
-    return out, initial_state.to(state.dtype).index_copy(0, rows, state) if output_final_state else None
-
-
-def document_boundaries(cu_seqlens: torch.Tensor | None, query: torch.Tensor) -> list[int]:
-    batch, length = query.shape[:2]
+def check_documents(cu_seqlens: torch.Tensor | None, lengths: torch.Tensor | None, x: torch.Tensor) -> None:
+    """Refuse `cu_seqlens` or `lengths` that do not fit tokens `[B, T, ...]`; their values where it costs no graph."""
+    batch, length = x.shape[:2]
+    if lengths is not None:
+        if cu_seqlens is not None:
+            raise ValueError("lengths and cu_seqlens exclude each other: documents have no pads to leave out.")
+        if lengths.shape != (batch,) or lengths.is_floating_point() or lengths.dtype == torch.bool:
+            raise ValueError(f"lengths must be integers of shape [B] = [{batch}], got {_described(lengths)}.")
+        if not torch.compiler.is_compiling() and bool(((lengths < 0) | (lengths > length)).any()):
+            raise ValueError(f"lengths must lie between 0 and T = {length}, got {lengths.tolist()}.")
     if cu_seqlens is None:
-        return [0, length]
+        return
     if batch != 1:
         raise ValueError(f"cu_seqlens packs the documents into one row, so query must have B = 1, got B = {batch}.")
-    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2 or cu_seqlens.is_floating_point():
-        raise ValueError(f"cu_seqlens must be integers of shape [S + 1] with S >= 1, got {list(cu_seqlens.shape)}.")
-    boundaries = cu_seqlens.tolist()
-    if boundaries[0] != 0 or boundaries[-1] != length:
-        raise ValueError(f"cu_seqlens must run from 0 to T = {length}, got {boundaries[0]} to {boundaries[-1]}.")
-    if any(a > b for a, b in pairwise(boundaries)):
-        raise ValueError("cu_seqlens must be strictly increasing: every document needs at least one token.")
-    return boundaries
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.is_floating_point():
+        raise ValueError(f"cu_seqlens must be integers of shape [S + 1] with S >= 1, got {_described(cu_seqlens)}.")
+    if torch.compiler.is_compiling():
+        return
+    first, last, falling = torch.stack([cu_seqlens[0], cu_seqlens[-1], (cu_seqlens.diff() < 0).any()]).tolist()
+    if first != 0 or last != length:
+        raise ValueError(f"cu_seqlens must run from 0 to T = {length}, got {first} to {last}.")
+    if falling:
+        raise ValueError("cu_seqlens must never decrease: every document begins where the one before it ends.")
+
+
+def _described(x: torch.Tensor) -> str:
+    return f"{x.dtype} of shape {list(x.shape)}"

@@ -17,8 +17,12 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-# Why a launch failed, once one has: from then on no other is tried.
-_failure: list[str] = []
+# Kinds of launches that have run here, and those whose first launch failed, with the reason.
+_succeeded: set[tuple] = set()
+_failed: dict[tuple, str] = {}
+
+# The largest R, D or M of a head.
+_WIDEST = 256
 
 # Warps and pipeline stages to choose from where a kernel is timed once for each kind of problem (never for each
 # length).
@@ -30,11 +34,13 @@ def interpreted() -> bool:
     return triton is not None and triton.knobs.runtime.interpret
 
 
+class StateTouched(RuntimeError):
+    """A kernel failed after another had already changed a state: no other way may go on from there."""
+
+
 @torch.compiler.assume_constant_result
 def why_not(device: torch.device) -> str | None:
-    """Why the kernels cannot run on tensors of a device; None when they can."""
-    if _failure:
-        return _failure[0]
+    """Why no kernel can run on tensors of a device; None when they can."""
     if triton is None:
         return "Triton is not installed (pip install triton)"
     if interpreted():
@@ -47,41 +53,81 @@ def why_not(device: torch.device) -> str | None:
 
 
 def fused(
-    backend: str, tensors: Sequence[torch.Tensor | None], widest: int, run: Callable[[], Result]
+    backend: str,
+    tensors: Sequence[torch.Tensor | None],
+    widths: int | Sequence[int],
+    run: Callable[[], Result],
+    entry: str = "attention",
 ) -> Result | None:
-    """What the kernels give, or None where "auto" has to take another way; which way runs is said once.
+    """What the kernels give, or None where "auto" has to take another way.
+
+    Only the first launch of its kind may fail in silence: it takes the other way from then on, which is said once.
+    What has run before runs again or raises, so that training never changes its way half-way through.
 
     Args:
-        backend: "triton" or "auto".
+        backend: "triton" (always tries, raises its own error) or "auto".
         tensors: those that the kernels would work on, the first on their device.
-        widest: the largest of R, D and M.
+        widths: R, D and M, or the largest of them.
         run: launches the kernels, and imports them: they are imported when they are first used.
+        entry: which kernels these are. With the device, the dtypes and the padded widths, never a length, it says of
+            what kind a launch is.
 
     Raises:
         ValueError: when "triton" is asked for and the kernels cannot run.
+        RuntimeError: when "auto" would have to take another way while other ranks may not.
     """
     device = tensors[0].device
     if backend == "auto" and device.type == "cpu":
         return None
+    widths = (widths,) if isinstance(widths, int) else tuple(widths)
     reason = why_not(device)
     if reason is None and any(x is not None and x.dtype == torch.float64 for x in tensors):
         reason = "its kernels compute in float32, and these tensors are float64"
-    if reason is None and widest > 256:
-        reason = f"its kernels hold up to 256 features, values and modes a head, here one of these is {widest}"
-    if reason is None:
+    if reason is None and max(widths) > _WIDEST:
+        widest = max(widths)
+        reason = f"its kernels hold up to {_WIDEST} features, values and modes a head, here one of these is {widest}"
+    if reason is not None:
+        if backend == "triton":
+            raise ValueError(f"backend 'triton' cannot run: {reason}. backend='auto' would take another.")
+        _say_once(f"Interdomain attention runs without its fused kernels: {reason}.")
+        return None
+    dtypes = tuple(x.dtype for x in tensors if x is not None)
+    kind = (entry, device, dtypes, tuple(power_of_two(int(width)) for width in widths))
+    if torch.compiler.is_compiling():  # nothing is launched while a graph is made
+        return run() if backend == "triton" or not _has_failed(kind) else None
+    if backend == "triton" or kind not in _failed:
         try:
-            return run()
-        except torch.OutOfMemoryError:
+            result = run()
+        except (torch.OutOfMemoryError, StateTouched):
             raise
         except Exception as error:
-            if backend == "triton":
+            if backend == "triton" or kind in _succeeded:
                 raise
-            reason = f"launching one failed with {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            _failure.append(reason)
-    if backend == "triton":
-        raise ValueError(f"backend 'triton' cannot run: {reason}. backend='auto' would take another.")
-    _say_once(f"Interdomain attention runs without its fused kernels: {reason}.")
+            _failed[kind] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            _say_once(
+                f"Interdomain attention runs without its fused kernels for {entry} in {dtypes[0]} on {device} with "
+                f"padded widths {kind[-1]}: the first launch failed with {_failed[kind]}."
+            )
+        else:
+            _succeeded.add(kind)
+            return result
+    if _one_of_several_ranks():
+        raise RuntimeError(
+            f"The fused kernels for {entry} failed on this rank with {_failed[kind]}, and other ranks may go on with "
+            "them: set backend='chunk' on all ranks, or repair Triton here."
+        )
     return None
+
+
+@torch.compiler.assume_constant_result
+def _has_failed(kind: tuple) -> bool:
+    return kind in _failed
+
+
+def _one_of_several_ranks() -> bool:
+    """Whether other processes must compute as this one does."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 @functools.cache

@@ -1,26 +1,28 @@
 """Interdomain attention on tensors: the one entry to every backend."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
-from .op_common import document_boundaries
+from .op_common import check_documents, without_autocast
 from .op_common_launch import fused
 from .op_interdomain_chunk import chunk_attention
+from .op_interdomain_export import export_attention
 from .op_interdomain_prefix import associative_scan_attention, fft_attention
 from .op_interdomain_readout import PRODUCTS
 from .op_interdomain_recurrent import recurrent_attention
 from .op_interdomain_scan import scan_attention
-from .op_interdomain_step import advance_state, read_state
+from .op_interdomain_step import StepTables, advance_state, read_state, real_tokens, step_tables
 
 BACKENDS = ("auto", "recurrent", "fft", "scan", "associative_scan", "chunk", "triton")
+STEP_BACKENDS = ("auto", "recurrent", "triton")
 
 _WITHOUT_CHUNKS = {
     "recurrent": recurrent_attention,
     "fft": fft_attention,
     "associative_scan": associative_scan_attention,
 }
-
-# Up to here `state_after` takes single steps, which leave bit for bit the state that decoding would have left.
-_STEPS_AT_MOST = 128
 
 
 def interdomain_attention(
@@ -60,9 +62,13 @@ def interdomain_attention(
         initial_state: `[B, G, 2, M, R + D]`, real and imaginary part along the third axis; with `cu_seqlens`, one row a
             document. Default: None, which means zero.
         output_final_state: return the state after the last token of each row or document. Default: False.
-        cu_seqlens: `[S + 1]`, integers from 0 to T, strictly increasing: B is 1 and S documents lie one after the other
-            along T; none sees another. Default: None.
-        chunk_size: tokens per chunk in the chunked backends; changes speed and memory, not the result. Default: 64.
+        cu_seqlens: `[S + 1]`, integers from 0 to T, never decreasing: B is 1 and S documents lie one after the other
+            along T; none sees another, and an empty one leaves its initial state. Default: None.
+        lengths: `[B]`, integers, not together with `cu_seqlens`: row b holds lengths[b] tokens, and then pads, which
+            are not read; their outputs and gradients are zero, and the final state is that after the last token.
+            Default: None.
+        chunk_size: the largest number of tokens per chunk in the chunked backends; changes speed and memory, not the
+            result. Default: 64.
         backend: "recurrent" (the definition, token by token), "fft" (one convolution over all tokens), "scan" (token by
             token with one state kept every `chunk_size`, and the inverse recurrence in the backward pass),
             "associative_scan" (parallel prefix), "chunk" (batched matrix products), "triton" (fused kernels on a
@@ -99,33 +105,9 @@ def interdomain_attention(
         >>> state.shape
         torch.Size([3, 4, 2, 8, 32])
     """
-    if lengths is not None:
-        from .op_common import rows_as_documents
-
-        return rows_as_documents(
-            lambda a, b, c, **kw: interdomain_attention(
-                a,
-                b,
-                c,
-                log_decay,
-                input_matrix,
-                coefficient_matrix,
-                product=product,
-                normalize=normalize,
-                chunk_size=chunk_size,
-                backend=backend,
-                **kw,
-            ),
-            (query, key, value),
-            lengths,
-            initial_state,
-            output_final_state,
-            log_decay.shape[1],
-            key.shape[-1] + value.shape[-1] + int(normalize),
-        )
     _check_inputs(query, key, value, log_decay, input_matrix, coefficient_matrix, product)
-    boundaries = document_boundaries(cu_seqlens, query)
-    rows = query.shape[0] if cu_seqlens is None else len(boundaries) - 1
+    check_documents(cu_seqlens, lengths, query)
+    rows = query.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     _check_state(initial_state, "initial_state", rows, query, key, value, log_decay, normalize)
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}.")
@@ -139,35 +121,76 @@ def interdomain_attention(
     needs_grad = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (*tokens, *parameters, initial_state)
     )
-    single = backend == "auto" and query.shape[1] == 1 and not needs_grad
+    exporting = torch.compiler.is_exporting()
+    whole = cu_seqlens is None and lengths is None
+    single = backend == "auto" and query.shape[1] == 1 and whole and not needs_grad and not exporting
     with torch.autocast(query.device.type, enabled=False):
         found = None
-        if backend in ("auto", "triton") and not single:
-            found = _fused(backend, *tokens, *parameters, product, initial_state, cu_seqlens, chunk_size, normalize)
+        if backend in ("auto", "triton") and not single and not exporting:
+            arguments = (*tokens, *parameters, product, initial_state, cu_seqlens, chunk_size, normalize)
+            found = _fused(backend, *arguments, **({} if lengths is None else {"lengths": lengths}))
         if found is None:
             compute = _compute_dtype(*tokens)
             query, key, value, log_decay, input_matrix = (x.to(compute) for x in (*tokens, *parameters[:2]))
             coefficients, state = (None if x is None else x.to(compute) for x in (coefficient_matrix, initial_state))
-            arguments = (query, key, value, log_decay, input_matrix, coefficients, product, state, boundaries)
+            problem = (query, key, value, log_decay, input_matrix, coefficients, product, state)
             if single:
-                found = _single(query, key, value, log_decay, input_matrix, coefficients, product, state)
+                found = _single(*problem)
+            elif exporting:
+                found = export_attention(*problem, cu_seqlens, lengths, chunk_size)
             elif backend in _WITHOUT_CHUNKS:
-                found = _WITHOUT_CHUNKS[backend](*arguments)
+                found = _on_documents(_WITHOUT_CHUNKS[backend], *problem, cu_seqlens, lengths)
             elif backend == "scan":
-                found = _scan(*arguments, chunk_size)
+                found = _on_documents(_scan, *problem, cu_seqlens, lengths, chunk_size)
             else:
-                found = chunk_attention(*arguments, chunk_size)
+                found = chunk_attention(*problem, cu_seqlens, lengths, chunk_size, output_final_state)
     output, state = found
     if normalize:
-        output = output[..., :value_dim] / output[..., value_dim:]
+        denominator = output[..., value_dim:]
+        if lengths is not None:  # zero over zero at the pads
+            denominator = torch.where(_real_tokens(lengths, output)[..., None, None], denominator, 1)
+        output = output[..., :value_dim] / denominator
     return output.to(out_dtype), state if output_final_state else None
 
 
-def _fused(backend, query, key, value, log_decay, *arguments):
+def _real_tokens(lengths: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`[B, T]` bool, False for the pads of tokens `[B, T, ...]`."""
+    return torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+
+
+def _on_documents(
+    run, query, key, value, log_decay, input_matrix, coefficients, product, state, cu_seqlens, lengths, *options
+):  # fmt: skip
+    """A backend that takes the ends of documents as a list, none of them empty."""
+    parameters = log_decay, input_matrix, coefficients, product
+    batch, length = query.shape[:2]
+    if cu_seqlens is None and lengths is None:
+        return run(query, key, value, *parameters, state, [0, length], *options)
+    sizes = cu_seqlens.diff() if lengths is None else lengths
+    places = None
+    if lengths is not None:
+        places = _real_tokens(lengths, query).flatten().nonzero()[:, 0]
+        query, key, value = (x.flatten(0, 1).index_select(0, places)[None] for x in (query, key, value))
+    filled = sizes.nonzero()[:, 0]
+    rest = _state_or_zeros(state, key, value, log_decay, sizes.shape[0])
+    if filled.numel() == 0:
+        return value.new_zeros(batch, length, query.shape[2], value.shape[3]), rest
+    ends = [0, *sizes[filled].cumsum(0).tolist()]
+    first = None if state is None else state.index_select(0, filled)
+    output, final = run(query, key, value, *parameters, first, ends, *options)
+    if filled.numel() < sizes.shape[0]:
+        final = rest.index_copy(0, filled, final)
+    if places is not None:
+        flat = output.new_zeros(batch * length, *output.shape[2:])
+        output = flat.index_copy(0, places, output[0]).unflatten(0, (batch, length))
+    return output, final
+
+
+def _fused(backend, query, key, value, log_decay, *arguments, **options):
     def run():
         from .op_interdomain_triton import triton_attention
 
-        return triton_attention(*(x.to(value.dtype) for x in (query, key, value)), log_decay, *arguments)
+        return triton_attention(*(x.to(value.dtype) for x in (query, key, value)), log_decay, *arguments, **options)
 
     return fused(backend, (query, key, value), max(query.shape[3], value.shape[3], log_decay.shape[1]), run)
 
@@ -186,9 +209,11 @@ def _scan(query, key, value, log_decay, *arguments):
 
 def _single(query, key, value, log_decay, input_matrix, coefficients, product, state):
     """A row of one token each: the step that decoding takes, on a copy of the state."""
-    state = _state_or_zeros(state, key, value, log_decay)
+    state = _state_or_zeros(state, key, value, log_decay, key.shape[0])
     tokens = (x[:, 0] for x in (query, key, value))
-    output = _step("auto", *tokens, log_decay, input_matrix, coefficients, state, product)
+    parameters = log_decay, input_matrix, coefficients
+    tables = partial(step_tables, *parameters, product)
+    output = _step("auto", *tokens, lambda: parameters, tables, state, product)
     return output[:, None], state
 
 
@@ -211,8 +236,9 @@ def interdomain_step(
     Args:
         query: `[B, H, R]`; key: `[B, G, R]`; value: `[B, G, D]`; the parameters as in `interdomain_attention`.
         state: `[B, G, 2, M, R + D]` (one more column with `normalize`), overwritten.
-        mask: `[B]` bool, False for a pad: the row's state stays and its output is zero. Default: None.
-        backend: "triton" (two fused kernels on a GPU) or "auto" (those where they can run, PyTorch elsewhere).
+        mask: `[B]` bool or integers, zero for a pad: the row's state stays and its output is zero. Default: None.
+        backend: "triton" (two fused kernels on a GPU), "recurrent" (PyTorch) or "auto" (the kernels where they can
+            run). Default: "auto".
 
     Returns:
         `[B, H, D]` in the dtype of `value`. Not differentiable: use `interdomain_attention` for gradients.
@@ -225,40 +251,79 @@ def interdomain_step(
     if state is None:
         raise ValueError("state must be a tensor of shape [B, G, 2, M, R + D]; start from zeros.")
     _check_state(state, "state", query.shape[0], tokens[0], tokens[1], tokens[2], log_decay, normalize)
-    if mask is not None and mask.shape != (query.shape[0],):
-        raise ValueError(f"mask must have shape [B] = [{query.shape[0]}], got {list(mask.shape)}.")
-    value_dim, out_dtype = value.shape[-1], value.dtype
-    if normalize:
-        value = append_one(value)
+    if backend not in STEP_BACKENDS:
+        raise ValueError(f"backend of a step must be one of {', '.join(STEP_BACKENDS)}, got {backend!r}.")
+    if backend == "triton" and not state.is_contiguous():
+        raise ValueError("state must be contiguous for backend 'triton', which overwrites it; use 'auto' or a copy.")
+    mask = real_tokens(mask, query)
     parameters = log_decay, input_matrix, coefficient_matrix
-    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        output = _step(backend, query, key, value, *parameters, state, product, mask, wide=normalize)
+    return take_step(
+        query,
+        key,
+        value,
+        parameters=lambda: parameters,
+        tables=partial(step_tables, *parameters, product),
+        state=state,
+        product=product,
+        normalize=normalize,
+        mask=mask,
+        backend=backend,
+    )
+
+
+def take_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    parameters: Callable[[], tuple],
+    tables: Callable[[torch.dtype], StepTables],
+    state: torch.Tensor,
+    product: str,
+    normalize: bool,
+    mask: torch.Tensor | None,
+    backend: str,
+) -> torch.Tensor:
+    """`interdomain_step` for a caller whose arguments fit, and who may have tables from an earlier step.
+
+    Args:
+        query, key, value: with or without an axis of the one token, `[B, 1, H, R]` or `[B, H, R]`.
+        parameters: gives `log_decay`, `input_matrix` and `coefficient_matrix`, where kernels take the step.
+        tables: gives `step_tables` of these parameters in a dtype, where PyTorch does.
+    """
+    value_dim, out_dtype = value.shape[-1], value.dtype
+    with torch.no_grad(), without_autocast(query.device):
+        if normalize:
+            value = append_one(value)
+        output = _step(backend, query, key, value, parameters, tables, state, product, mask, wide=normalize)
         if normalize:
             output = output[..., :value_dim] / output[..., value_dim:]
             if mask is not None:  # zero over zero
-                output = torch.where(mask[:, None, None], output, 0)
+                output = output.where(mask[:, None, None], 0)
     return output.to(out_dtype)
 
 
-def _step(backend, query, key, value, log_decay, input_matrix, coefficients, state, product, mask=None, wide=False):
+def _step(backend, query, key, value, parameters, tables, state, product, mask=None, wide=False):
     """`advance_state` and `read_state` by the fused kernels or by PyTorch."""
 
     def run():
         from .op_interdomain_triton_step import triton_step
 
-        return triton_step(query, key, value, log_decay, input_matrix, coefficients, state, product, mask, wide)
+        tokens = (x.squeeze(1) if x.ndim == 4 else x for x in (query, key, value))
+        return triton_step(*tokens, *parameters(), state, product, mask, wide)
 
-    if state.is_contiguous():
-        output = fused(backend, (query, key, value, state), max(query.shape[2], value.shape[2], state.shape[3]), run)
+    if backend != "recurrent" and state.is_contiguous():
+        output = fused(backend, (query, key, value, state), max(query.shape[-1], value.shape[-1], state.shape[3]), run)
         if output is not None:
             return output
     # A state kept in a lower precision is still advanced in float32.
     working = state if state.dtype in (torch.float32, torch.float64) else state.float()
-    advance_state(working, key, value, log_decay, input_matrix, mask)
+    moves = tables(working.dtype)
+    advance_state(working, key, value, moves, mask)
     if working is not state:
         state.copy_(working)
-    output = read_state(query, working, coefficients, product)
-    return output if mask is None else torch.where(mask[:, None, None], output, 0)
+    output = read_state(query, working, moves)
+    return output if mask is None else output.where(mask[:, None, None], 0)
 
 
 def append_one(value: torch.Tensor) -> torch.Tensor:
@@ -266,11 +331,11 @@ def append_one(value: torch.Tensor) -> torch.Tensor:
     return torch.cat([value, torch.ones_like(value[..., :1])], dim=-1)
 
 
-def _state_or_zeros(initial_state, key, value, log_decay) -> torch.Tensor:
+def _state_or_zeros(initial_state, key, value, log_decay, rows: int) -> torch.Tensor:
     if initial_state is not None:
         return initial_state.clone(memory_format=torch.contiguous_format)
     width = key.shape[-1] + value.shape[-1]
-    shape = (key.shape[0], key.shape[2], 2, log_decay.shape[1], width)
+    shape = (rows, key.shape[2], 2, log_decay.shape[1], width)
     return torch.zeros(shape, dtype=_compute_dtype(key, value), device=key.device)
 
 

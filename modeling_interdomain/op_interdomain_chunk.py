@@ -1,7 +1,7 @@
-"""The two-pass identity as batched matrix products over chunks of C tokens.
+"""The two-pass identity as batched matrix products over chunks of C tokens, as one opaque operator of `torch.library`.
 
-Pulling the query through the key recurrence first gives an M-vector y_t; `pull_back` turns it into p_t; p_t reads the
-values. Both passes are linear attentions whose weights depend on the distance t - i only through lambda^(t - i):
+Pulling the query through the key recurrence first gives an M-vector y_t; the coefficients turn it into p_t; p_t reads
+the values. Both passes are linear attentions whose weights depend on the distance t - i only through lambda^(t - i):
 
     pass 1   y_t[n] = lambda_n^(t+1) (q_t . S^k[n]) + sum_{i<=t} (q_t . k_i) lambda_n^(t-i) beta_n
     pass 2   o_t    = Re sum_n conj(p_t[n]) lambda_n^(t+1) S^v[n] + sum_{j<=t} w_t(t-j) v_j,
@@ -12,36 +12,23 @@ the C x C scores are re-indexed from (t, i) to (t, t - i) by reading the same me
 (`skew`), so that one table of decaying powers serves every row and nothing can overflow, whatever Delta and A become in
 training.
 
-Layout inside a segment: groups G first, then chunks N, lanes L (batch rows), and the rows of a chunk, (heads per group
-P, C tokens). The tables depend on the group alone, so their products fold everything else into matrix rows.
-"""
+Backward keeps nothing but the inputs. It walks the states once more, keeping one where a segment begins, and then takes
+the segments from the last to the first, computing y and p again. The order of the chunks is that of `op_common_chunks`.
 
-from itertools import pairwise
-from typing import NamedTuple
+Layout inside a segment: groups G, then its chunks N, then the rows of a chunk, (heads per group P, C tokens). Complex
+numbers are interleaved pairs, 2M real ones.
+"""
 
 import torch
 
-from .op_common import as_complex, decay_powers
-from .op_interdomain_readout import pull_back, pull_back_matrix
-from .op_interdomain_step import grouped_coefficients
+from .op_common_chunks import Segment, chunks_of
+from .op_common_launch import namespace
+from .op_common_states import DecayTables, StateGradients, States, Workspace, dot, pairs
+from .op_interdomain_mixing import mixing_gradient, mixing_matrix
 
-
-class Document(NamedTuple):
-    """Where a document lies among the chunks: it starts at chunk `first` and has `tail` tokens in chunk `last`."""
-
-    first: int
-    last: int
-    tail: int
-
-
-class Tables(NamedTuple):
-    """What the chunks of one call share; complex numbers are interleaved pairs wherever a dimension says 2M."""
-
-    reversed_inputs: torch.Tensor  # [G, C, 2M]: lambda^(C-1-j) beta at row j
-    powers: torch.Tensor  # [G, C + 1, M] complex: lambda^j
-    backward: torch.Tensor  # [G, C, M] complex: the conjugate of lambda^(t+1)
-    coefficients: torch.Tensor | None  # complex, for the elementwise pull-back
-    mixing: torch.Tensor | None  # [G, 2M, 2M]: the pull-back as a matrix, when C is a full matrix
+# Floats of one M-wide intermediate of a segment. On a CPU the whole working set should stay in the second-level cache,
+# and allocations small enough to be reused; on an accelerator launches count instead.
+_SEGMENT_FLOATS = {"cpu": 1 << 18, "other": 1 << 24}
 
 
 def chunk_attention(
@@ -53,419 +40,366 @@ def chunk_attention(
     coefficient_matrix: torch.Tensor | None,
     product: str,
     initial_state: torch.Tensor | None,
-    boundaries: list[int],
+    cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None,
     chunk_size: int,
+    output_final_state: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Same arguments and results as `recurrent_attention`; training keeps the inputs and one state per segment."""
-    chunk_size = min(chunk_size, max(end - start for start, end in pairwise(boundaries)))
-    if len(boundaries) == 2:
-        length = boundaries[1]
-        last = (length - 1) // chunk_size
-        whole = (Document(0, last, length - last * chunk_size),)
-        return _ChunkAttention.apply(
-            query,
-            key,
-            value,
-            log_decay,
-            input_matrix,
-            coefficient_matrix,
-            initial_state,
-            product,
-            whole,
-            chunk_size,
-        )
-    documents, slots = documents_on_chunks(boundaries, chunk_size)
-    index = torch.tensor(slots, device=query.device)
-    length = (documents[-1].last + 1) * chunk_size
+    """As `interdomain_attention`, everything in one real dtype; training keeps the inputs alone.
 
-    def spread(x: torch.Tensor) -> torch.Tensor:
-        return x.new_zeros(1, length, *x.shape[2:]).index_copy(1, index, x)
+    Args:
+        chunk_size: the largest number of tokens in a chunk.
 
-    output, states = _ChunkAttention.apply(
-        spread(query),
-        spread(key),
-        spread(value),
-        log_decay,
-        input_matrix,
-        coefficient_matrix,
-        initial_state,
-        product,
-        documents,
-        chunk_size,
-    )
-    return output.index_select(1, index), states
+    Returns:
+        output `[B, T, H, D]`, and the final states, empty unless `output_final_state`.
+    """
+    return _operator(
+        query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state, cu_seqlens, lengths, product,
+        chunk_size, output_final_state,
+    )  # fmt: skip
 
 
-def documents_on_chunks(boundaries: list[int], chunk_size: int) -> tuple[tuple[Document, ...], list[int]]:
-    """Give every document whole chunks of its own; also the slot of each token."""
-    documents: list[Document] = []
-    slots: list[int] = []
-    first = 0
-    for start, end in pairwise(boundaries):
-        length = end - start
-        last = first + (length - 1) // chunk_size
-        documents.append(Document(first, last, length - (last - first) * chunk_size))
-        slots.extend(range(first * chunk_size, first * chunk_size + length))
-        first = last + 1
-    return tuple(documents), slots
+class _Problem:
+    """One call: its tables, how its tokens lie among the chunks, and the memory that its segments share."""
 
-
-class _ChunkAttention(torch.autograd.Function):
-    """Walks the segments; backward walks them in reverse, recomputing each from the state stored at its start."""
-
-    @staticmethod
-    def forward(
-        ctx,
-        query,
-        key,
-        value,
-        log_decay,
-        input_matrix,
-        coefficient_matrix,
-        initial_state,
-        product,
-        documents,
-        chunk_size,
+    def __init__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        log_decay: torch.Tensor,
+        input_matrix: torch.Tensor,
+        coefficients: torch.Tensor | None,
+        initial: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
+        lengths: torch.Tensor | None,
+        product: str,
+        chunk_size: int,
+        ends: bool,
     ):
-        tables = _tables(log_decay, input_matrix, coefficient_matrix, product, chunk_size)
-        entry = _entry_states(initial_state, query, key, value, log_decay, documents)
-        segments = _segments(query, key, log_decay, documents, chunk_size)
-        state = entry[:, 0]
-        output = query.new_empty(*query.shape[:3], value.shape[-1])
-        finals = [None] * len(documents)
-        starts = []
-        workspace = _Workspace()
-        for segment in segments:
-            starts.append(state)
-            piece, state, ends = _run_segment(
-                query, key, value, state, entry, tables, product, segment, chunk_size, workspace
-            )
-            output[:, segment.tokens] = piece
-            state = state.clone()  # a view would keep the states of the whole segment alive
-            for document, end in zip(segment.endings, ends, strict=True):
-                finals[document] = end
-        ctx.save_for_backward(query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state, *starts)
-        ctx.product, ctx.documents, ctx.chunk_size = product, documents, chunk_size
-        return output, _to_rows(torch.stack(finals, dim=1))
+        batch, length, heads, feature_dim = query.shape
+        self.query, self.groups, self.heads = query, key.shape[2], heads // key.shape[2]
+        floats = _SEGMENT_FLOATS["cpu" if query.device.type == "cpu" else "other"]
+        tokens = floats // (2 * log_decay.shape[1] * heads)
+        self.chunks = chunks_of((batch, length), cu_seqlens, lengths, chunk_size, tokens, query.device)
+        self.size = self.chunks.size
+        self.tables = DecayTables(log_decay, input_matrix, self.size, query.dtype)
+        self.forth = self.tables.powers[:, None, 1:].contiguous()  # lambda^(t+1)
+        self.back = self.forth.conj().resolve_conj()
+        self.mixing = mixing_matrix(coefficients, product, self.groups, log_decay.shape[1], query)
+        self.workspace = Workspace()
+        both = (None, None) if initial is None else initial.split([feature_dim, value.shape[3]], dim=-1)
+        shared = self.chunks, self.tables
+        self.keys = States("key", key, *shared, both[0], self.workspace, ends)
+        self.values = States("value", value, *shared, both[1], self.workspace, ends)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_output, grad_states):
-        query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state, *starts = ctx.saved_tensors
-        documents, chunk_size, product = ctx.documents, ctx.chunk_size, ctx.product
-        parameters = [
-            None if p is None else p.detach().requires_grad_()
-            for p in (log_decay, input_matrix, coefficient_matrix, initial_state)
-        ]
-        with torch.enable_grad():
-            tables = _tables(*parameters[:3], product, chunk_size)
-            entry = _entry_states(parameters[3], query, key, value, log_decay, documents)
-        table_leaves = Tables(*(None if t is None else t.detach().requires_grad_() for t in tables))
-        entry_leaf = entry.detach().requires_grad_()
-        table_grads = [None if t is None else torch.zeros_like(t) for t in tables]
-        entry_grad = torch.zeros_like(entry_leaf)
-        grad_ends = _from_rows(grad_states, len(documents))
-        grads = tuple(torch.empty_like(x) for x in (query, key, value))
-        grad_state = torch.zeros_like(entry[:, 0])
+    def rows(self, name: str, x: torch.Tensor, segment: Segment) -> torch.Tensor:
+        """What the heads have, `[B, T, H, W]`, as `[G N, P C, W]`."""
+        shape = (self.groups, segment.chunks, self.heads, self.size, x.shape[3])
+        target = self.workspace.tensor(name, shape, x)
+        self.chunks.read(x, segment, target)
+        return target.view(shape[0] * shape[1], shape[2] * shape[3], shape[4])
 
-        segments = _segments(query, key, log_decay, documents, chunk_size)
-        for segment, start in zip(reversed(segments), reversed(starts), strict=True):
-            pieces = [x[:, segment.tokens].detach().requires_grad_() for x in (query, key, value)]
-            local = segment._replace(tokens=slice(None))
-            state = start.detach().requires_grad_()
-            with torch.enable_grad():
-                piece, after, ends = _run_segment(*pieces, state, entry_leaf, table_leaves, product, local, chunk_size)
-            leaves = [*pieces, state, entry_leaf, *(t for t in table_leaves if t is not None)]
-            found = torch.autograd.grad(
-                [piece, after, *ends],
-                leaves,
-                [grad_output[:, segment.tokens], grad_state, *(grad_ends[:, d] for d in segment.endings)],
-                allow_unused=True,
-            )
-            for whole, part in zip(grads, found[:3], strict=True):
-                whole[:, segment.tokens] = part
-            grad_state = torch.zeros_like(state) if found[3] is None else found[3]
-            if found[4] is not None:
-                entry_grad += found[4]
-            used = [g for g in table_grads if g is not None]
-            for total, part in zip(used, found[5:], strict=True):
-                if part is not None:
-                    total += part
-        entry_grad[:, 0] += grad_state
+    def write(self, rows: torch.Tensor, segment: Segment, x: torch.Tensor) -> None:
+        """The way back."""
+        self.chunks.write(rows.view(self.groups, segment.chunks, -1, self.size, rows.shape[2]), segment, x)
 
-        wanted = [p for p in parameters if p is not None]
-        roots = [(t, g) for t, g in zip(tables, table_grads, strict=True) if t is not None and t.requires_grad]
-        if entry.requires_grad:
-            roots.append((entry, entry_grad))
-        found = iter(torch.autograd.grad([r for r, _ in roots], wanted, [g for _, g in roots], allow_unused=True))
-        parameter_grads = [None if p is None else next(found) for p in parameters]
-        return (*grads, *parameter_grads, None, None, None)
+    def by_group(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows `[G N, P C, W]` as `[G, N P C, W]`."""
+        return x.view(self.groups, -1, x.shape[-1])
+
+    def by_token(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows of 2M real numbers as complex `[G, N P, C, M]`."""
+        return pairs(x.view(self.groups, -1, self.size, x.shape[-1]))
+
+    def pull(self, rows, keys, before, keep: bool):
+        """Pass 1: skewed scores, the query times the state (with `keep`, else None), y and p; all `[G, N P C, ...]`."""
+        scores = self.workspace.product("scores", rows, keys.mT)
+        skewed = self.by_group(skew(scores.view(-1, self.size, self.size), self.workspace, "skew"))
+        raw = None
+        if before is None:
+            y = self.workspace.product("y", skewed, self.tables.table)
+        else:
+            raw = y = self.by_group(self.workspace.product("raw", rows, before))
+            if keep:
+                y = self.workspace.tensor("y", tuple(raw.shape), raw)
+            torch.mul(self.by_token(raw), self.forth, out=self.by_token(y))
+            y.baddbmm_(skewed, self.tables.table)
+        return skewed, raw, y, self.workspace.product("p", y, self.mixing)
+
+    def weights(self, p: torch.Tensor) -> torch.Tensor:
+        """Of the values in the chunk, `[G N, P C, C]`."""
+        weights = self.workspace.product("weights", p, self.tables.table.mT)
+        weights = unskew(weights.view(-1, self.size, self.size), self.workspace, "unskew")
+        return weights.view(-1, self.heads * self.size, self.size)
+
+    def reader(self, p: torch.Tensor) -> torch.Tensor:
+        """Of the states before the chunk, `[G N, P C, 2M]`, in the place of p."""
+        self.by_token(p).mul_(self.back)
+        return p.view(-1, self.heads * self.size, p.shape[-1])
+
+    def forward(self, final: torch.Tensor | None) -> torch.Tensor:
+        """The output; the final states are written over `final`, `[documents, G, 2, M, R + D]`."""
+        streams = self.keys, self.values
+        output = self.chunks.empty(self.query, self.query.shape[2], self.values.x.shape[3])
+        for segment in self.chunks.segments:
+            rows = self.rows("rows", self.query, segment)
+            (keys, key_states), (values, value_states) = (_walk(s, segment, s.entry(segment)) for s in streams)
+            *_, p = self.pull(rows, keys, key_states, keep=False)
+            piece = self.workspace.product("output", self.weights(p), values)
+            if value_states is not None:
+                piece.baddbmm_(self.reader(p), value_states.mT)
+            self.write(piece, segment, output)
+        if final is not None:
+            for stream, into in zip(streams, self._split(final), strict=True):
+                stream.final(into)
+        return self.chunks.finish(output)
+
+    def _split(self, states: torch.Tensor | None):
+        """Key and value part."""
+        if states is None:
+            return None, None
+        return states.split([self.keys.x.shape[3], self.values.x.shape[3]], dim=-1)
+
+    def backward(self, grad_output: torch.Tensor, final: torch.Tensor | None, want_mixing: bool):
+        """The gradients of query, key, value, `log_decay`, `input_matrix`, the mixing matrix and the initial states.
+
+        Args:
+            final: the gradient of the final states, None for zeros.
+        """
+        grads = _Gradients(self, grad_output, self._split(final), want_mixing)
+        for index in reversed(range(len(self.chunks.segments))):
+            grads.segment(index)
+        streams = grads.keys, grads.values
+        of_table = grads.of_table + grads.keys.of_table + grads.values.of_table
+        of_powers = grads.keys.of_powers + grads.values.of_powers
+        of_powers[:, 1:] += grads.of_powers
+        decay, inputs = (x.to(self.query.dtype) for x in self.tables.gradients(of_table, of_powers))
+        parts = [stream.initial_states(part) for stream, part in zip(streams, self._split(final), strict=True)]
+        initial = None if parts[0] is None else torch.cat(parts, dim=-1)
+        tokens = self.chunks.finish(grads.query), *(stream.finish() for stream in streams)
+        return *tokens, decay, inputs, grads.of_mixing, initial
 
 
-class Segment(NamedTuple):
-    """A run of chunks worked on together."""
+class _Gradients:
+    """The backward pass of a `_Problem`, segment by segment from the last to the first."""
 
-    tokens: slice
-    chunks: int
-    openings: tuple[tuple[int, int], ...]  # (chunk within the segment, document) that starts there
-    closings: tuple[tuple[int, int], ...]  # (chunk within the segment, tokens of it) where a document ends
-    endings: tuple[int, ...]  # the documents of `closings`
+    def __init__(self, problem: _Problem, grad_output: torch.Tensor, final, want_mixing: bool):
+        self.problem, self.grad_output, self.workspace = problem, grad_output, problem.workspace
+        self.keys, self.values = (StateGradients(s, g) for s, g in zip((problem.keys, problem.values), final))
+        self.query = problem.chunks.empty(problem.query, *problem.query.shape[2:])
+        self.of_table = torch.zeros_like(problem.tables.table)
+        self.of_powers = torch.zeros_like(problem.tables.powers[:, 1:])  # of lambda^(t+1)
+        self.of_mixing = torch.zeros_like(problem.mixing) if want_mixing else None
 
+    def segment(self, index: int) -> None:
+        problem, segment = self.problem, self.problem.chunks.segments[index]
+        alone = segment._replace(following=0)  # what the next one begins with is kept already
+        rows = problem.rows("rows", problem.query, segment)
+        keys, key_states = _walk(problem.keys, alone, self.keys.starts[index])
+        values, value_states = _walk(problem.values, alone, self.values.starts[index])
+        grad = problem.rows("grad output", self.grad_output, segment)
+        pulled, raw, y, p = problem.pull(rows, keys, key_states, keep=True)
+        of_p = self._second_pass(segment, grad, values, value_states, p)
+        if self.of_mixing is not None:
+            self.of_mixing.baddbmm_(y.mT, of_p)
+        of_y = self.workspace.product("grad y", of_p, problem.mixing)  # a symmetric matrix
+        self._first_pass(segment, rows, keys, key_states, pulled, raw, of_y)
 
-# Floats of one M-wide intermediate of a segment. On a CPU the whole working set should stay in the second-level cache,
-# and allocations small enough to be reused; on an accelerator launches count instead.
-_SEGMENT_FLOATS = {"cpu": 1 << 18, "other": 1 << 24}
-
-
-def _segments(query, key, log_decay, documents, chunk_size) -> list[Segment]:
-    batch, length, heads, _ = query.shape
-    row = 2 * log_decay.shape[1] * heads * batch * chunk_size
-    per_segment = max(1, _SEGMENT_FLOATS["cpu" if query.device.type == "cpu" else "other"] // row)
-    total = documents[-1].last + 1
-    segments = []
-    for start in range(0, total, per_segment):
-        stop = min(start + per_segment, total)
-        inside = range(start, stop)
-        endings = tuple(d for d, document in enumerate(documents) if document.last in inside)
-        segments.append(
-            Segment(
-                slice(start * chunk_size, min(stop * chunk_size, length)),
-                stop - start,
-                tuple((doc.first - start, d) for d, doc in enumerate(documents) if doc.first in inside),
-                tuple((documents[d].last - start, documents[d].tail) for d in endings),
-                endings,
-            )
+    def _second_pass(self, segment: Segment, grad, values, states, p) -> torch.Tensor:
+        """From the gradient of the output, `[G N, P C, D]`, to those of the values and of p, `[G, N P C, 2M]`."""
+        problem, product = self.problem, self.workspace.product
+        of_values = product("grad values", problem.weights(p).mT, grad)
+        of_weights = product("scores", grad, values.mT)
+        of_weights = problem.by_group(
+            skew(of_weights.view(-1, problem.size, problem.size), self.workspace, "grad skew")
         )
-    return segments
+        self.of_table.baddbmm_(of_weights.mT, p)
+        of_p = product("grad p", of_weights, problem.tables.table)
+        of_states = None
+        if states is not None:
+            of_reader = problem.by_group(product("grad reader", grad, states))
+            problem.by_token(of_p).addcmul_(problem.by_token(of_reader), problem.forth)
+            self._decay(of_reader, p)
+            of_states = self.values.before(segment)
+            torch.bmm(grad.mT, problem.reader(p), out=of_states.flatten(0, 1))
+        self._inputs(self.values, segment, values, states, of_values, of_states)
+        return of_p
+
+    def _first_pass(self, segment: Segment, rows, keys, states, pulled, raw, of_y) -> None:
+        """From the gradient of y to those of query and keys."""
+        problem, product = self.problem, self.workspace.product
+        self.of_table.baddbmm_(pulled.mT, of_y)
+        of_scores = product("weights", of_y, problem.tables.table.mT)
+        of_scores = unskew(of_scores.view(-1, problem.size, problem.size), self.workspace, "unskew")
+        of_scores = of_scores.view(rows.shape[0], rows.shape[1], problem.size)
+        of_rows = product("grad rows", of_scores, keys)
+        of_keys = product("grad keys", of_scores.mT, rows)
+        of_states = None
+        if states is not None:
+            self._decay(raw, of_y)
+            problem.by_token(of_y).mul_(problem.back)
+            of_raw = of_y.view(rows.shape[0], rows.shape[1], -1)
+            of_rows.baddbmm_(of_raw, states.mT)
+            of_states = self.keys.before(segment)
+            torch.bmm(rows.mT, of_raw, out=of_states.flatten(0, 1))
+        problem.write(of_rows, segment, self.query)
+        self._inputs(self.keys, segment, keys, states, of_keys, of_states)
+
+    def _inputs(self, stream: StateGradients, segment: Segment, inputs, before, grad, of_before) -> None:
+        """The gradient of keys or values: that within the chunk, `[G N, C, W]`, and that through the states."""
+        groups, chunks = self.problem.groups, segment.chunks
+        before = None if before is None else before.unflatten(0, (groups, chunks))
+        after = stream.backward(segment, inputs.unflatten(0, (groups, chunks)), before, of_before)
+        if after is not None:
+            grad.baddbmm_(self.problem.tables.repeated(chunks), after.flatten(0, 1).mT)
+        self.problem.chunks.write(grad.view(groups, chunks, 1, *grad.shape[1:]), segment, stream.x)
+
+    def _decay(self, x: torch.Tensor, grad: torch.Tensor) -> None:
+        """Rows that were multiplied by lambda^(t+1), or by its conjugate with the roles exchanged."""
+        product = dot(x, grad, self.workspace.tensor("decay product", tuple(x.shape), x))
+        self.of_powers += product.unflatten(1, (-1, self.problem.size)).sum(1)
 
 
-def _tables(log_decay, input_matrix, coefficient_matrix, product, chunk_size) -> Tables:
-    real = log_decay.dtype
-    powers = decay_powers(log_decay, torch.arange(chunk_size + 1, device=log_decay.device))
-    inputs = powers[:, :chunk_size] * as_complex(input_matrix.to(torch.float64))[:, None]
-    reversed_inputs = torch.view_as_real(inputs.flip(1)).flatten(2).to(real)
-    powers = powers.to(torch.complex128 if real == torch.float64 else torch.complex64)
-    coefficients = grouped_coefficients(coefficient_matrix, real)
-    if coefficient_matrix is not None and coefficient_matrix.ndim == 4:
-        return Tables(
-            reversed_inputs, powers, powers[:, 1:].conj().resolve_conj(), None, pull_back_matrix(coefficients, product)
-        )
-    return Tables(reversed_inputs, powers, powers[:, 1:].conj().resolve_conj(), coefficients, None)
+def _walk(states: States, segment: Segment, entry):
+    """The inputs of a segment `[G N, C, W]` and the states before its chunks `[G N, W, 2M]`, None for zeros."""
+    inputs = states.inputs(segment)
+    before = states.forward(segment, inputs, entry)
+    return inputs.flatten(0, 1), None if before is None else before.flatten(0, 1)
 
 
-def _entry_states(initial_state, query, key, value, log_decay, documents) -> torch.Tensor:
-    """States at the start of each document, `[G, documents, L, R + D, M]` complex."""
-    if initial_state is not None:
-        return _from_rows(initial_state, len(documents))
-    shape = (key.shape[2], len(documents), query.shape[0], key.shape[-1] + value.shape[-1], log_decay.shape[1])
-    dtype = torch.complex128 if query.dtype == torch.float64 else torch.complex64
-    return torch.zeros(shape, dtype=dtype, device=query.device)
+def skew(x: torch.Tensor, workspace: Workspace, name: str) -> torch.Tensor:
+    """`out[t, C-1-d] = x[t, t-d]` for d <= t, zero elsewhere; x `[batch, C, C]`.
 
-
-def _from_rows(states: torch.Tensor, documents: int) -> torch.Tensor:
-    """`[B or documents, G, 2, M, R + D]` to complex `[G, documents, L, R + D, M]`."""
-    states = torch.complex(states[:, :, 0], states[:, :, 1]).permute(1, 0, 3, 2)
-    return states.unflatten(1, (documents, -1)).contiguous()
-
-
-def _to_rows(states: torch.Tensor) -> torch.Tensor:
-    states = states.flatten(1, 2).permute(1, 0, 3, 2)
-    return torch.stack([states.real, states.imag], dim=2)
-
-
-class _Workspace(dict):
-    """Memory that the segments of one forward use in turn; gradients need their own, so there backward passes None."""
-
-    def tensor(self, name: str, shape: tuple[int, ...], like: torch.Tensor, zero: bool = False) -> torch.Tensor:
-        if name not in self or self[name].shape != shape:
-            self[name] = like.new_zeros(shape) if zero else like.new_empty(shape)
-        return self[name]
-
-
-def _product(a: torch.Tensor, b: torch.Tensor, workspace: _Workspace | None, name: str) -> torch.Tensor:
-    """`a @ b` over a batch."""
-    if workspace is None:
-        return torch.bmm(a, b)
-    return torch.bmm(a, b, out=workspace.tensor(name, (*a.shape[:2], b.shape[2]), a))
-
-
-def _collect(x: torch.Tensor, workspace: _Workspace | None, name: str) -> torch.Tensor:
-    """A contiguous copy, or the tensor itself if it is contiguous already."""
-    if workspace is None or x.is_contiguous():
-        return x.contiguous()
-    return workspace.tensor(name, tuple(x.shape), x).copy_(x)
-
-
-def _run_segment(query, key, value, state, entry, tables, product, segment, chunk_size, workspace=None):
-    """Outputs `[L, tokens, H, D]`, the state after the segment, and the states of the documents that end in it."""
-    feature_dim = key.shape[-1]
-    chunks, groups = segment.chunks, key.shape[2]
-    length = query[:, segment.tokens].shape[1]
-    rows = _to_chunks(query[:, segment.tokens].unflatten(2, (groups, -1)), chunks, chunk_size)
-    rows = _collect(rows, workspace, "rows")  # [G, N, L, P, C, R]
-    inputs = torch.cat([key[:, segment.tokens], value[:, segment.tokens]], dim=-1)
-    inputs = _collect(_to_chunks(inputs[:, :, :, None], chunks, chunk_size), workspace, "inputs")
-    inputs = inputs[:, :, :, 0].mT  # [G, N, L, R + D, C]
-    lanes, heads = rows.shape[2], rows.shape[3]
-    batch = (groups * chunks * lanes, heads * chunk_size)
-
-    states = _ChunkStates.apply(inputs, state, entry, tables.reversed_inputs, tables.powers[:, -1], segment.openings)
-    before = _collect(torch.view_as_real(states[:, :-1]).flatten(-2), workspace, "before").flatten(0, 2)
-    flat_inputs = inputs.flatten(0, 2)
-    flat_rows = rows.reshape(*batch, feature_dim)
-
-    # Pass 1: the query through the key recurrence.
-    scores = _product(flat_rows, flat_inputs[:, :feature_dim], workspace, "scores")
-    scores = skew(scores.view(-1, chunk_size, chunk_size), workspace)
-    carried = _product(flat_rows, before[:, :feature_dim], workspace, "carried")  # before: [G N L, R + D, 2M]
-    carried = _times(carried.view(groups, -1, chunk_size, carried.shape[-1]), tables.powers[:, 1:]).flatten(1, 2)
-    y = _add_product(carried, scores.view(groups, -1, chunk_size), tables.reversed_inputs)
-    if tables.mixing is not None:
-        p = _product(y, tables.mixing, workspace, "p")
-    else:
-        y = torch.view_as_complex(y.unflatten(-1, (-1, 2)))
-        p = torch.view_as_real(pull_back(tables.coefficients, y, product).resolve_conj()).flatten(-2)
-
-    # Pass 2: what came out reads the values.
-    weights = _product(p, tables.reversed_inputs.mT, workspace, "weights")
-    weights = unskew(weights.view(-1, chunk_size, chunk_size), workspace)
-    reader = _times(p.view(groups, -1, chunk_size, p.shape[-1]), tables.backward).view(*batch, -1)
-    output = _product(reader, before[:, feature_dim:].mT, workspace, "output")
-    output = _add_product(output, weights.reshape(*batch, chunk_size), flat_inputs[:, feature_dim:].mT)
-
-    output = output.view(groups, chunks, lanes, heads, chunk_size, -1).permute(2, 1, 4, 0, 3, 5)
-    output = output.reshape(lanes, chunks * chunk_size, groups * heads, -1)[:, :length]
-    ends = [_end_state(inputs, states, tables, chunk, tail) for chunk, tail in segment.closings]
-    return output, states[:, -1], ends
-
-
-def _to_chunks(x: torch.Tensor, chunks: int, chunk_size: int) -> torch.Tensor:
-    """`[L, tokens, G, P, W]` to `[G, N, L, P, C, W]`, the last chunk filled up with zeros."""
-    missing = chunks * chunk_size - x.shape[1]
-    if missing:
-        x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 0, 0, missing))
-    return x.unflatten(1, (chunks, chunk_size)).permute(3, 1, 0, 4, 2, 5)
-
-
-def _times(pairs: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """Multiply interleaved pairs `[G, rows, C, 2M]` by complex factors `[G, C, M]`; without gradients, in place."""
-    numbers, factors = torch.view_as_complex(pairs.unflatten(-1, (-1, 2))), factors[:, None]
-    numbers = numbers * factors if torch.is_grad_enabled() else numbers.mul_(factors)
-    return torch.view_as_real(numbers).flatten(-2)
-
-
-def _add_product(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`base + a @ b` over a batch; without gradients, in place."""
-    return torch.baddbmm(base, a, b) if torch.is_grad_enabled() else base.baddbmm_(a, b)
-
-
-def _end_state(inputs, states, tables, chunk, tail):
-    """The state after the first `tail` tokens of a chunk, complex `[G, L, R + D, M]`."""
-    # Row j of the table belongs to the token C-1-j steps before the end; here the end comes C - tail tokens early, and
-    # the inputs beyond it are zero, so any finite weight serves them.
-    table = tables.reversed_inputs
-    if tail < table.shape[1]:
-        table = torch.cat([table[:, -tail:], torch.zeros_like(table[:, tail:])], dim=1)
-    added = torch.bmm(inputs[:, chunk].flatten(1, 2), table).view(*states[:, 0].shape, 2)
-    return tables.powers[:, tail, None, None] * states[:, chunk] + torch.view_as_complex(added)
-
-
-class _ChunkStates(torch.autograd.Function):
-    """The states around the chunks: `S <- lambda^C S + sum_i lambda^(C-1-i) beta (x) [k_i; v_i]`."""
-
-    @staticmethod
-    def forward(ctx, inputs, state, entry, reversed_inputs, across, openings):
-        groups, chunks, lanes, width, _ = inputs.shape
-        opened = dict(openings)
-        states = state.new_empty(chunks + 1, groups, lanes, width, state.shape[-1]).transpose(0, 1)
-        states[:, 0] = state
-        pairs = torch.view_as_real(states).flatten(-2)
-        decay = across[:, None, None]
-        for n in range(chunks):
-            if n in opened:
-                states[:, n] = entry[:, opened[n]]
-            torch.mul(decay, states[:, n], out=states[:, n + 1])
-            after = pairs[:, n + 1].view(groups, lanes * width, -1)
-            torch.baddbmm(after, inputs[:, n].reshape(groups, lanes * width, -1), reversed_inputs, out=after)
-        ctx.save_for_backward(inputs, states, reversed_inputs, across, entry)
-        ctx.opened = opened
-        return states
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_states):
-        inputs, states, reversed_inputs, across, entry = ctx.saved_tensors
-        groups, chunks, lanes, width, _ = inputs.shape
-        grad_inputs = torch.empty_like(inputs)
-        grad_entry = torch.zeros_like(entry)
-        grad_table = torch.zeros_like(reversed_inputs)
-        grad_across = torch.zeros_like(across)
-        decay = across[:, None, None].conj()
-        grad = grad_states[:, chunks].clone()
-        for n in reversed(range(chunks)):
-            pairs = torch.view_as_real(grad.resolve_conj()).reshape(groups, lanes * width, -1)
-            flat = inputs[:, n].reshape(groups, lanes * width, -1)
-            grad_inputs[:, n] = torch.bmm(pairs, reversed_inputs.mT).view(groups, lanes, width, -1)
-            grad_table.baddbmm_(flat.mT, pairs)
-            grad_across += (grad * states[:, n].conj()).sum(dim=(1, 2))
-            grad = decay * grad + grad_states[:, n]
-            if n in ctx.opened:
-                grad_entry[:, ctx.opened[n]] += grad
-                grad = torch.zeros_like(grad)
-        return grad_inputs, grad, grad_entry, grad_table, grad_across, None
-
-
-def _margins(x: torch.Tensor, workspace: _Workspace | None, name: str) -> torch.Tensor:
-    """A buffer with zeros in the margins; what is written between them always goes to the same places."""
-    shape = (x.shape[0], x.shape[1] * (2 * x.shape[1] + 1))
-    return x.new_zeros(shape) if workspace is None else workspace.tensor(name, shape, x, zero=True)
-
-
-def _skew(x: torch.Tensor, workspace: _Workspace | None = None) -> torch.Tensor:
-    """`out[t, C-1-d] = x[t, t-d]` for d <= t, zero elsewhere; x `[batch, C, C]`."""
-    # Give each row a left margin of C zeros and C extra at the end, then step one element further with every row: what
-    # was column i of row t becomes column i + C-1 - t.
+    Each row gets a left margin of C zeros and C + 1 more at its end; then every row is read one element further: what
+    was column i of row t becomes column i + C-1 - t.
+    """
     batch, size, _ = x.shape
     stride = 2 * size + 1
-    buffer = _margins(x, workspace, "skew")
+    buffer = _margins(x, workspace, name)
     buffer.as_strided((batch, size, size), (size * stride, 2 * size, 1), size).copy_(x)
     return buffer.as_strided((batch, size, size), (size * stride, stride, 1), 1)
 
 
-def _unskew(x: torch.Tensor, workspace: _Workspace | None = None) -> torch.Tensor:
-    """`out[t, i] = x[t, C-1-(t-i)]` for i <= t, zero above the diagonal: the inverse, and the adjoint, of `_skew`."""
+def unskew(x: torch.Tensor, workspace: Workspace, name: str) -> torch.Tensor:
+    """`out[t, i] = x[t, C-1-(t-i)]` for i <= t, zero above the diagonal: the inverse, and the adjoint, of `skew`."""
     batch, size, _ = x.shape
-    stride = 2 * size + 1
-    buffer = _margins(x, workspace, "unskew")
-    buffer.as_strided((batch, size, size), (size * stride, stride, 1), 1).copy_(x)
-    return buffer.as_strided((batch, size, size), (size * stride, 2 * size, 1), size)
+    stride = 2 * size  # all that is written ends just within C rows of this, so that rows of several chunks are even
+    buffer = _margins(x, workspace, name)
+    buffer.as_strided((batch, size, size), (size * stride, stride + 1, 1), 1).copy_(x)
+    return buffer.as_strided((batch, size, size), (size * stride, stride, 1), size)
 
 
-class _Skew(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, workspace):
-        return _skew(x, workspace)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _unskew(grad), None
+def _margins(x: torch.Tensor, workspace: Workspace, name: str) -> torch.Tensor:
+    """A buffer with zeros in the margins; what is written between them always goes to the same places."""
+    return workspace.tensor(name, (x.shape[0], x.shape[1] * (2 * x.shape[1] + 1)), x, zero=True)
 
 
-class _Unskew(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, workspace):
-        return _unskew(x, workspace)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _skew(grad), None
+_NAMESPACE = namespace(__name__)
 
 
-def skew(x: torch.Tensor, workspace: _Workspace | None = None) -> torch.Tensor:
-    """Scores `[batch, C, C]` by (t, i) to scores by (t, distance), see `_skew`."""
-    return _Skew.apply(x, workspace)
+@torch.library.custom_op(f"{_NAMESPACE}::attention", mutates_args=())
+def _operator(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    input_matrix: torch.Tensor,
+    coefficient_matrix: torch.Tensor | None,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    product: str,
+    chunk_size: int,
+    output_final_state: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # A backward pass inside autocast would otherwise multiply in its dtype, and a compiled one always.
+    with torch.autocast(query.device.type, enabled=False):
+        problem = _Problem(
+            query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state, cu_seqlens, lengths,
+            product, chunk_size, output_final_state,
+        )  # fmt: skip
+        if not output_final_state:
+            return problem.forward(None), query.new_empty(0)
+        final = query.new_zeros(state_shape(query, key, value, log_decay, cu_seqlens))
+        if initial_state is not None:
+            final.copy_(initial_state)
+        return problem.forward(final), final
 
 
-def unskew(x: torch.Tensor, workspace: _Workspace | None = None) -> torch.Tensor:
-    """The way back, see `_unskew`."""
-    return _Unskew.apply(x, workspace)
+@_operator.register_fake
+def _(
+    query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state, cu_seqlens, lengths, product,
+    chunk_size, output_final_state,
+):  # fmt: skip
+    output = query.new_empty((*query.shape[:3], value.shape[3]))
+    shape = state_shape(query, key, value, log_decay, cu_seqlens) if output_final_state else (0,)
+    return output, query.new_empty(shape)
+
+
+def state_shape(query, key, value, log_decay, cu_seqlens) -> tuple[int, ...]:
+    rows = query.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return rows, key.shape[2], 2, log_decay.shape[1], key.shape[3] + value.shape[3]
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::attention_backward", mutates_args=())
+def _operator_backward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    input_matrix: torch.Tensor,
+    coefficient_matrix: torch.Tensor | None,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    product: str,
+    chunk_size: int,
+    want_coefficients: bool,
+    grad_output: torch.Tensor,
+    grad_final: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    with torch.autocast(query.device.type, enabled=False):
+        problem = _Problem(
+            query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state, cu_seqlens, lengths,
+            product, chunk_size, grad_final is not None,
+        )  # fmt: skip
+        *grads, mixing, initial = problem.backward(grad_output, grad_final, want_coefficients)
+        coefficients = mixing_gradient(coefficient_matrix, product, mixing) if want_coefficients else query.new_empty(0)
+        return *grads, coefficients, query.new_empty(0) if initial is None else initial
+
+
+@_operator_backward.register_fake
+def _(
+    query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state, cu_seqlens, lengths, product,
+    chunk_size, want_coefficients, grad_output, grad_final,
+):  # fmt: skip
+    def like(x):
+        return query.new_empty(0) if x is None else x.new_empty(x.shape)
+
+    coefficients = like(coefficient_matrix if want_coefficients else None)
+    return *(like(x) for x in (query, key, value, log_decay, input_matrix)), coefficients, like(initial_state)
+
+
+def _keep_inputs(ctx, inputs, output):
+    *tensors, ctx.product, ctx.chunk_size, ctx.output_final_state = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, grad_output, grad_final):
+    saved = ctx.saved_tensors  # once: checkpointing unpacks a tensor a single time
+    query, _, value, _, _, coefficients, initial, *_ = saved
+    if grad_output is None:
+        grad_output = value.new_zeros((*query.shape[:3], value.shape[3]))
+    if not ctx.output_final_state:
+        grad_final = None
+    want_coefficients = coefficients is not None and ctx.needs_input_grad[5]
+    *grads, of_coefficients, of_initial = _operator_backward(
+        *saved, ctx.product, ctx.chunk_size, want_coefficients, grad_output, grad_final
+    )
+    of_coefficients = of_coefficients if want_coefficients else None
+    return *grads, of_coefficients, None if initial is None else of_initial, None, None, None, None, None
+
+
+_operator.register_autograd(_differentiate, setup_context=_keep_inputs)

@@ -1,62 +1,166 @@
-"""One token at a time with the state updated in place: what decoding runs."""
+"""One token at a time with the state updated in place: what decoding runs.
+
+All of it is real arithmetic in few calls, because at batch 1 a call costs more than what it computes, and because
+graphs that leave PyTorch know no complex numbers. What depends on the parameters alone is in `StepTables`, which a
+caller that takes many steps makes once.
+"""
+
+from typing import NamedTuple
 
 import torch
 
 from .op_common import as_complex
-from .op_interdomain_readout import pull_back
+
+
+class StepTables(NamedTuple):
+    """What one token does to a state `[B, G, 2, M, R + D]`, and how the state is read.
+
+    Attributes:
+        decay, turn: `[G, 2, M, 1]`, the real part of lambda twice, and its imaginary part as (-, +):
+            `lambda X = decay X + turn (Im X, Re X)`.
+        beta: `[G, 2, M, 1]`.
+        matrices: real `[G, 2M, 2M]`; the rows `p = y @ matrices[0] @ ...` read the state when `y = [Re y; Im y]` is the
+            query pulled through it. One matrix is `[C]^T D [C]`, two are its factors.
+        scale, cross: `[G, 1, 2M]` or None, the same product for a C without mixing: `p = scale y + cross (Im y, Re y)`.
+    """
+
+    decay: torch.Tensor
+    turn: torch.Tensor
+    beta: torch.Tensor
+    matrices: tuple[torch.Tensor, ...] = ()
+    scale: torch.Tensor | None = None
+    cross: torch.Tensor | None = None
+
+
+# The diagonal of D, for the real and the imaginary part of C X: see `op_interdomain_readout.pull_back`.
+_SIGNS = {"bilinear": (1.0, -1.0), "hermitian": (1.0, 1.0), "real": (4.0, 0.0)}
+
+
+def step_tables(
+    log_decay: torch.Tensor,
+    input_matrix: torch.Tensor,
+    coefficient_matrix: torch.Tensor | None,
+    product: str,
+    dtype: torch.dtype,
+    reused: bool = False,
+) -> StepTables:
+    """The tables of `advance_state` and `read_state`.
+
+    Args:
+        log_decay, input_matrix: `[G, M, 2]`.
+        coefficient_matrix: `[G, M, M, 2]`, `[G, M, 2]` or None.
+        dtype: that of the state, float32 or float64.
+        reused: multiply the factors of the pull-back now, which costs as much as M steps.
+    """
+    moves = transition_tables(log_decay, input_matrix, dtype)
+    if coefficient_matrix is None or coefficient_matrix.ndim == 3:
+        return moves._replace(**_without_mixing(coefficient_matrix, product, moves.beta))
+    real, imag = coefficient_matrix.to(dtype).unbind(-1)
+    block = torch.cat([torch.cat([real, -imag], dim=-1), torch.cat([imag, real], dim=-1)], dim=-2)  # [C], [G, 2M, 2M]
+    signs = block.new_tensor(_SIGNS[product]).repeat_interleave(real.shape[-1])
+    left = block.mT * signs
+    return moves._replace(matrices=(left @ block,) if reused else (left, block))
+
+
+def transition_tables(log_decay: torch.Tensor, input_matrix: torch.Tensor, dtype: torch.dtype) -> StepTables:
+    """Those of `advance_state` alone."""
+    wide = log_decay.to(torch.promote_types(log_decay.dtype, torch.float32))
+    magnitude, phase = wide[..., 0].exp(), wide[..., 1]
+    real, imag = magnitude * phase.cos(), magnitude * phase.sin()
+    decay, turn = torch.stack([real, real], dim=1), torch.stack([-imag, imag], dim=1)
+    return StepTables(decay.to(dtype)[..., None], turn.to(dtype)[..., None], input_matrix.to(dtype).mT[..., None])
+
+
+def _without_mixing(coefficients: torch.Tensor | None, product: str, like: torch.Tensor) -> dict:
+    """`scale` and `cross` of a diagonal C, or of the identity."""
+    first, second = _SIGNS[product]
+    groups, _, size, _ = like.shape
+    if coefficients is None:
+        if first == second == 1:
+            return {}
+        signs = like.new_tensor([first, second])
+        return {"scale": signs.repeat_interleave(size).expand(groups, 1, -1)}
+    real, imag = coefficients.to(like.dtype).unbind(-1)
+    scale = torch.cat([first * real**2 + second * imag**2, first * imag**2 + second * real**2], dim=-1)
+    cross = (second - first) * real * imag
+    return {"scale": scale[:, None], "cross": torch.cat([cross, cross], dim=-1)[:, None]}
 
 
 def advance_state(
-    state: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    mask: torch.Tensor | None = None,
+    state: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tables: StepTables, mask: torch.Tensor | None = None
 ) -> None:
     """`X <- diag(lambda) X + beta (x) [k; v]` in place (eq. 11).
 
     Args:
-        state: `[B, G, 2, M, R + D]`.
-        key, value: `[B, G, R]` and `[B, G, D]`; with the normalised readout the caller has appended the constant 1.
-        log_decay, input_matrix: `[G, M, 2]`.
+        state: `[B, G, 2, M, R + D]`, float32 or float64.
+        key, value: `[B, G, R]` and `[B, G, D]`, or with an axis of the one token, `[B, 1, G, R]`; with the normalised
+            readout the caller has appended the constant 1.
+        tables: of `step_tables` or `transition_tables`, in the dtype of the state.
         mask: `[B]` bool, False where the token is a pad: that row keeps its state.
     """
-    inputs = torch.cat([key, value], dim=-1).to(state.dtype)[:, :, None, None]
-    decay = torch.exp(as_complex(log_decay))
-    decay_real, decay_imag = decay.real.to(state.dtype)[..., None], decay.imag.to(state.dtype)[..., None]
-    beta = input_matrix.to(state.dtype).movedim(-1, 1)[..., None]  # [G, 2, M, 1]
-    before = state.clone()
-    state.mul_(decay_real[:, None])
-    state[:, :, 0].addcmul_(before[:, :, 1], decay_imag, value=-1)
-    state[:, :, 1].addcmul_(before[:, :, 0], decay_imag)
-    state.addcmul_(beta, inputs)
-    if mask is not None:
-        state.copy_(torch.where(mask[:, None, None, None, None], state, before))
+    inputs = torch.cat([key, value], dim=-1).to(state.dtype).view(*state.shape[:2], 1, 1, -1)
+    decay, turn, beta = tables[:3]
+    if mask is not None:  # a pad decays by 1 and puts in 0
+        real = mask[:, None, None, None, None]
+        decay, turn, inputs = decay.where(real, 1), turn.where(real, 0), inputs.where(real, 0)
+    swapped = state.flip(2)
+    state.mul_(decay).addcmul_(swapped, turn).addcmul_(beta, inputs)
 
 
-def read_state(
-    query: torch.Tensor, state: torch.Tensor, coefficient_matrix: torch.Tensor | None, product: str
-) -> torch.Tensor:
+def read_state(query: torch.Tensor, state: torch.Tensor, tables: StepTables) -> torch.Tensor:
     """Read the output of eq. 13 from a state, at a cost of M (R + D) + M^2 a head.
 
     Args:
-        query: `[B, H, R]`.
+        query: `[B, H, R]` or `[B, 1, H, R]`.
         state: `[B, G, 2, M, R + D]`.
-        coefficient_matrix: `[G, M, M, 2]`, `[G, M, 2]` or None.
+        tables: of `step_tables`, in the dtype of the state.
 
     Returns:
         `[B, H, D]` in the dtype of the state.
     """
-    batch, heads, feature_dim = query.shape
-    groups, size, width = state.shape[1], state.shape[3], state.shape[4]
-    rows = query.to(state.dtype).view(batch, groups, heads // groups, feature_dim)
-    flat = state.view(batch, groups, 2 * size, width)
-    pairs = rows @ flat[..., :feature_dim].mT
-    y = torch.complex(pairs[..., :size], pairs[..., size:])
-    p = pull_back(grouped_coefficients(coefficient_matrix, state.dtype), y.transpose(0, 1), product).transpose(0, 1)
-    output = torch.cat([p.real, p.imag], dim=-1) @ flat[..., feature_dim:]
-    return output.flatten(1, 2)
+    batch, groups, _, size, width = state.shape
+    heads, feature_dim = query.shape[-2:]
+    rows = query.to(state.dtype).reshape(batch * groups, heads // groups, feature_dim)
+    keys, values = state.reshape(batch * groups, 2 * size, width).split_with_sizes(
+        [feature_dim, width - feature_dim], dim=-1
+    )
+    pulled = _pull_back(torch.bmm(rows, keys.mT), batch, tables)
+    return torch.bmm(pulled, values).view(batch, heads, width - feature_dim)
+
+
+def _pull_back(y: torch.Tensor, batch: int, tables: StepTables) -> torch.Tensor:
+    """Rows p with `o = p [Re X; Im X]` from rows y, `[B G, H / G, 2M]` each."""
+    if tables.matrices:
+        # The rows of a batch share the matrices of their group.
+        rows = y if batch == 1 else _groups_first(y, batch)
+        for matrix in tables.matrices:
+            rows = torch.bmm(rows, matrix)
+        return rows if batch == 1 else rows.unflatten(1, (batch, -1)).transpose(0, 1).flatten(0, 1)
+    if tables.scale is None:
+        return y
+    by_row = y.view(batch, -1, *y.shape[1:])
+    p = by_row * tables.scale
+    if tables.cross is not None:
+        p = torch.addcmul(p, by_row.roll(y.shape[-1] // 2, -1), tables.cross)
+    return p.view(y.shape)
+
+
+def _groups_first(y: torch.Tensor, batch: int) -> torch.Tensor:
+    """`[B G, P, 2M]` to `[G, B P, 2M]`."""
+    return y.unflatten(0, (batch, -1)).transpose(0, 1).flatten(1, 2)
+
+
+def real_tokens(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+    """The mask of a step as the kernels read it: bool, one byte after the other."""
+    if mask is None:
+        return None
+    if mask.shape != (query.shape[0],):
+        raise ValueError(f"mask must have shape [B] = [{query.shape[0]}], got {list(mask.shape)}.")
+    if mask.is_floating_point() or mask.is_complex():
+        raise ValueError(f"mask must be bool or integers, zero for a pad, got {mask.dtype}.")
+    if mask.device != query.device:
+        raise ValueError(f"mask is on {mask.device}, but query is on {query.device}; move it there.")
+    return (mask != 0).contiguous()
 
 
 def grouped_coefficients(coefficient_matrix: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

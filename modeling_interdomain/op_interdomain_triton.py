@@ -1,10 +1,10 @@
 """The fused backend: `chunk_attention` as a few kernels behind one opaque operator of `torch.library`.
 
-Forward: two scans leave the state before every chunk (keys, values), then one program a chunk and head computes its
-outputs. Backward stores nothing but its inputs: it scans again, finds what each chunk contributes on its own (twice the
-same kernel, with the roles of query, key, value and the gradient of the output exchanged, see
-`op_interdomain_triton_attend`), and walks the chunks back. Sums over chunks are taken in a fixed order, so that
-gradients repeat bit for bit.
+Forward: two passes over the tokens leave the state before every chunk (keys, values), then one program a chunk and head
+computes its outputs. Backward stores nothing but its inputs: it makes the chunk states again, finds what each chunk
+contributes on its own (twice the same kernel, with the roles of query, key, value and the gradient of the output
+exchanged, see `op_interdomain_triton_attend`), and walks the chunks back. Sums over chunks are taken in a fixed order,
+so that gradients repeat bit for bit. Which tokens are real is read by the kernels alone, never by the host.
 """
 
 from typing import NamedTuple
@@ -12,10 +12,19 @@ from typing import NamedTuple
 import torch
 
 from .op_common_launch import interpreted, multiprocessors, namespace, on_device, power_of_two, tuned
-from .op_interdomain_triton_attend import attend, attend_backward, mixing_backward
+from .op_interdomain_triton_attend import (
+    ChunkGradients,
+    ChunkStates,
+    Operands,
+    Widths,
+    attend,
+    attend_backward,
+    mixing_backward,
+)
 from .op_interdomain_triton_carry import carry, carry_back, segment_ends
-from .op_interdomain_triton_states import scan, scan_backward
-from .op_interdomain_triton_tables import Tables, make_tables
+from .op_interdomain_triton_states import Columns, LaterGradients, chunk_states, chunk_states_backward
+from .op_interdomain_triton_tables import DecayTables, make_tables
+from .op_interdomain_triton_tiles import Arithmetic, Documents, Sizes
 
 try:
     import triton
@@ -23,14 +32,14 @@ try:
 except ImportError:
     triton = None
 
-_KIND = ("C", "M", "BR", "BD", "FULL", "DTYPE", "PRECISION")
+_KIND = ("SIZES", "FULL", "MATH")
 _attend = tuned(attend, _KIND)
 _attend_backward = tuned(attend_backward, (*_KIND, "ROWS"))
 _mixing_backward = tuned(mixing_backward, _KIND)
-_scan = tuned(scan, ("C", "M", "BM", "BW", "STORE", "EXACT", "DTYPE", "PRECISION"))
-_scan_backward = tuned(scan_backward, ("C", "M", "BW", "EMIT", "DTYPE", "PRECISION"))
+_chunk_states = tuned(chunk_states, ("C", "M", "BM", "BW", "STORE", "TWO_TERMS", "MATH"))
+_chunk_states_backward = tuned(chunk_states_backward, ("C", "M", "BW", "EMIT", "MATH"))
 # Hardly ever at work, so not worth the compilations of a choice.
-_attend_exact, _attend_backward_exact, _mixing_backward_exact = attend, attend_backward, mixing_backward
+_attend_skewed, _attend_backward_skewed, _mixing_backward_skewed = attend, attend_backward, mixing_backward
 
 
 def triton_attention(
@@ -45,29 +54,45 @@ def triton_attention(
     cu_seqlens: torch.Tensor | None,
     chunk_size: int,
     wide: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    lengths: torch.Tensor | None = None,
+    output_final_state: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As `chunk_attention`, for tokens in bfloat16, float16 or float32; parameters and states are float32.
 
     Args:
+        cu_seqlens: `[S + 1]` from 0 to T, non-decreasing, not checked here; an empty document keeps its initial state.
         chunk_size: rounded down to a power of two from 16 to what the chip holds: 64 tokens, fewer for M above 64.
         wide: give the output in float32 instead of the dtype of the tokens.
+        lengths: `[B]` integers from 0 to T, not checked here: the real tokens of a row, in front of its pads, which
+            are not read; outputs and gradients at pads are zero.
+        output_final_state: without it, no memory is taken for states of documents (many of which may be empty).
     """
-    largest = min(chunk_size, 4096 // power_of_two(log_decay.shape[1]), power_of_two(query.shape[1]))
-    chunk = max(16, 1 << (largest.bit_length() - 1))
+    chunk = _chunk_tokens(chunk_size, log_decay.shape[1], query.shape[1])
     tables = make_tables(log_decay.float(), input_matrix.float(), coefficient_matrix, product, chunk)
-    return _operator(
+    output, final = _operator(
         *(x.contiguous() for x in (query, key, value)),
         log_decay.float().contiguous(),
         *tables,
         None if initial_state is None else initial_state.float().contiguous(),
-        None if cu_seqlens is None else cu_seqlens.to(torch.int32).contiguous(),
+        *(None if x is None else x.to(torch.int32).contiguous() for x in (cu_seqlens, lengths)),
         coefficient_matrix is not None and coefficient_matrix.requires_grad,
         wide,
+        output_final_state,
     )
+    return output, final if output_final_state else None
+
+
+def _chunk_tokens(chunk_size: int, size: int, length: int) -> int:
+    """Tokens a chunk; lengths are only compared, so that a compiled graph serves all above 32."""
+    largest = max(16, min(chunk_size, 4096 // power_of_two(size)))
+    chunk = 1 << (largest.bit_length() - 1)
+    while chunk > 16 and chunk // 2 >= length:
+        chunk //= 2
+    return chunk
 
 
 class _Plan(NamedTuple):
-    """Sizes of one call, and the arguments that every kernel shares."""
+    """Sizes of one call, and what its kernels share."""
 
     shape: torch.Size  # [B, T, H, R] of the query
     groups: int
@@ -77,28 +102,52 @@ class _Plan(NamedTuple):
     modes: int  # M, padded
     chunk: int  # C
     rows: int  # batch rows or documents
-    segments: int  # of a row, for the scans
-    chunks: int  # an upper bound where documents are packed
-    places: tuple  # cu_seqlens, first_chunks, documents, chunks and tokens of a row
-    options: dict
+    segments: int  # of a row, for the chunk states
+    chunks: int  # an upper bound where there are documents
+    slots: int  # for the states before chunks
+    documents: Documents
+    full: bool  # the coefficient matrix
+    math: Arithmetic
+
+    @property
+    def packed(self) -> bool:
+        return self.documents.starts is not None
 
     @property
     def storage(self) -> torch.dtype:
         """The dtype of states between kernels, and of the operands of matrix products."""
-        return torch.bfloat16 if self.options["DTYPE"] == tl.bfloat16 else torch.float32
+        return torch.bfloat16 if tl.bfloat16 == self.math.DTYPE else torch.float32
 
-    def blocks(self) -> dict:
+    @property
+    def row(self) -> tuple[int, int]:
+        """Chunks and tokens of a full row."""
+        return -(-self.shape[1] // self.chunk), self.shape[1]
+
+    @property
+    def options(self) -> dict:
+        return {"FULL": self.full, "PACKED": self.packed, "MATH": self.math}
+
+    def sizes(self, side: int) -> dict:
+        """What the kernels of a pass are compiled for; its c are the keys (side 0) or the values (side 1)."""
         limit = 64 if self.modes <= 64 else 32
         if self.storage == torch.float32:
             limit //= 2
-        return {"BM": min(self.modes, 32), "BR": min(self.padded[0], limit), "BD": min(self.padded[1], limit)}
+        a, c = (self.widths[1 - side], self.padded[1 - side]), (self.widths[side], self.padded[side])
+        return {
+            "WIDTHS": Widths(a[0], c[0], a[1], c[1]),
+            "SIZES": Sizes(self.chunk, self.modes, min(self.modes, 32), min(a[1], limit), min(c[1], limit)),
+        }
 
-    def swapped(self) -> "_Plan":
-        return self._replace(widths=self.widths[::-1], padded=self.padded[::-1])
+    def columns(self, side: int) -> Columns:
+        """Those of the keys (side 0) or the values (side 1) in the state."""
+        offset = self.widths[0] * side
+        return Columns(self.widths[side], self.padded[side], self.size, sum(self.widths), offset)
 
     def segment_ends(self, device: torch.device) -> torch.Tensor:
-        cu_seqlens, _, _, _, length = self.places
-        lengths = torch.full((self.rows,), length, device=device) if cu_seqlens is None else cu_seqlens.diff()
+        if self.packed:
+            lengths = self.documents.ends - self.documents.starts
+        else:
+            lengths = torch.full((self.rows,), self.shape[1], device=device)
         return segment_ends(lengths, self.chunk, self.segments)
 
     def lanes(self, device: torch.device, blocks: int = 1) -> int:
@@ -106,29 +155,44 @@ class _Plan(NamedTuple):
         wanted = 2 if interpreted() else -(-4 * multiprocessors(device) // (self.shape[2] * blocks))
         return min(max(wanted, 1), self.chunks)
 
+    def like_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """Room for what kernels write at real tokens; where there may be pads, zeros."""
+        return torch.zeros_like(x) if self.packed else torch.empty_like(x)
 
-def _plan(query, key, value, tables: Tables, cu_seqlens) -> _Plan:
+
+def _plan(query, key, value, tables: DecayTables, has_initial: bool, cu_seqlens, lengths) -> _Plan:
     batch, length, _, width = query.shape
-    chunk, size = tables.table.shape[1], tables.table.shape[3]
-    if cu_seqlens is None:
-        rows, per_row, first_chunks = batch, -(-length // chunk), None
-        chunks = rows * per_row
-    else:
-        rows, per_row = cu_seqlens.numel() - 1, 0
-        counts = (cu_seqlens.diff() + chunk - 1) // chunk
-        first_chunks = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-        chunks = length // chunk + rows
-    dtype, precision = _arithmetic(value.dtype)
-    options = {
-        "C": chunk, "M": power_of_two(size), "FULL": tables.mixing.ndim == 5, "PACKED": cu_seqlens is not None,
-        "DTYPE": dtype, "PRECISION": precision,
-    }  # fmt: skip
+    chunk, size = tables.intra.shape[1], tables.intra.shape[3]
+    documents = _documents(batch, length, chunk, has_initial, cu_seqlens, lengths)
+    rows = batch if cu_seqlens is None else cu_seqlens.numel() - 1
+    chunks = slots = rows * -(-length // chunk)
+    if cu_seqlens is not None:
+        chunks = length // chunk + min(rows, length)
+    if documents.starts is not None:
+        slots = batch * length // chunk + (rows if has_initial else 1)
     widths = (width, value.shape[3])
     return _Plan(
-        query.shape, key.shape[2], widths, tuple(power_of_two(w) for w in widths), size, options["M"], chunk, rows,
-        _segments(rows * key.shape[2], chunks // rows, query.device), chunks,
-        (cu_seqlens, first_chunks, rows, per_row, length), options,
+        query.shape, key.shape[2], widths, tuple(power_of_two(w) for w in widths), size, power_of_two(size), chunk,
+        rows, _segments(rows * key.shape[2], chunks // rows, query.device), chunks, slots, documents,
+        tables.mixing.ndim == 5, _arithmetic(value.dtype),
     )  # fmt: skip
+
+
+def _documents(batch, length, chunk, has_initial, cu_seqlens, lengths) -> Documents:
+    if cu_seqlens is not None:
+        starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
+    elif lengths is not None:
+        starts = torch.arange(0, batch * length, length, dtype=torch.int32, device=lengths.device)
+        ends = starts + lengths
+    else:
+        return Documents()
+    counts = (ends - starts + chunk - 1) // chunk
+    first_chunks = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    # Without initial states the first chunks of all documents begin with zeros, for which one slot will do.
+    first_slots = torch.full_like(starts, batch * length // chunk)
+    if has_initial:
+        first_slots += torch.arange(starts.shape[0], dtype=torch.int32, device=starts.device)
+    return Documents(starts, ends, first_chunks, first_slots)
 
 
 def _segments(lanes: int, chunks: int, device: torch.device) -> int:
@@ -140,182 +204,188 @@ def _segments(lanes: int, chunks: int, device: torch.device) -> int:
     return wanted if wanted > 2 else 1
 
 
-def _arithmetic(dtype: torch.dtype):
+def _walkers(segments: int, programs: int, device: torch.device) -> int:
+    """How many lanes walk the segments back: all at once, up to what fills the device several times over."""
+    return min(segments, max(128, 8 * multiprocessors(device) // programs))
+
+
+def _arithmetic(dtype: torch.dtype) -> Arithmetic:
     """Operands of the matrix units, and how float32 is multiplied.
 
     float16 would overflow where a state or a readout passes 65,504; tf32 has its precision and the range of float32.
     """
     if dtype == torch.bfloat16:
-        return tl.bfloat16, "interpreted" if interpreted() else "tf32"
+        return Arithmetic(tl.bfloat16, "interpreted" if interpreted() else "tf32")
     if torch.version.hip is not None or interpreted():
-        return tl.float32, "ieee"
+        return Arithmetic(tl.float32, "ieee")
     fast = dtype == torch.float16 or torch.get_float32_matmul_precision() != "highest"
-    return tl.float32, "tf32" if fast else "tf32x3"
+    return Arithmetic(tl.float32, "tf32" if fast else "tf32x3")
 
 
-def _padded(plan: _Plan, tables: Tables) -> Tables:
+def _padded(plan: _Plan, tables: DecayTables) -> DecayTables:
     """Modes filled up with zeros to a power of two, operands of matrix products in the dtype of the matrix units."""
     missing = plan.modes - plan.size
-    powers, inputs, table = (torch.nn.functional.pad(x, (0, missing)) for x in tables[1:4])
-    mixing = torch.nn.functional.pad(tables.mixing, (0, missing) * (2 if plan.options["FULL"] else 1))
-    mixing = mixing.to(plan.storage) if plan.options["FULL"] else mixing
-    return Tables(tables.exact, powers, inputs, table.to(plan.storage), mixing.contiguous())
+    powers, inputs, intra = (torch.nn.functional.pad(x, (0, missing)) for x in tables[1:4])
+    mixing = torch.nn.functional.pad(tables.mixing, (0, missing) * (2 if plan.full else 1))
+    mixing = mixing.to(plan.storage) if plan.full else mixing
+    return DecayTables(tables.skewed, powers, inputs, intra.to(plan.storage), mixing.contiguous())
 
 
-def _scan_arguments(plan: _Plan, side: int, state_width: int) -> tuple:
-    """The sizes of one side (0: keys, 1: values) as the scans take them."""
-    offset = 0 if side == 0 else plan.widths[0]
-    return plan.widths[side], plan.padded[side], plan.size, state_width, offset
+def _states(plan: _Plan, key, value, tables: DecayTables, initial_state, want_final: bool):
+    """The states before every chunk, `[slots, G, 2, M, padded width]` of keys and of values, and the last ones.
 
-
-def _states(plan: _Plan, key, value, tables: Tables, initial_state):
-    """The states before every chunk, `[chunks, G, 2, M, padded width]` of keys and of values, and the last ones.
-
-    Rows that are cut into segments are scanned twice: once for what each segment leaves, once from where it begins.
+    Rows that are cut into segments are walked twice: once for what each segment leaves, once from where it begins.
     """
     segments = plan.segments
     shape = (plan.rows * segments, plan.groups, 2, plan.size, sum(plan.widths))
-    final = key.new_empty(shape, dtype=torch.float32)
     if segments > 1:
+        alone = key.new_empty(shape, dtype=torch.float32)
         for side, x in enumerate((key, value)):
-            _scan_side(plan, x, side, tables, None, None, final)
-        first = torch.zeros_like(final[: plan.rows]) if initial_state is None else initial_state
-        sources = torch.cat([first[:, None], final.unflatten(0, (-1, segments))[:, :-1]], dim=1)
+            _states_of_side(plan, x, side, tables, None, None, alone)
+        first = torch.zeros_like(alone[: plan.rows]) if initial_state is None else initial_state
+        sources = torch.cat([first[:, None], alone.unflatten(0, (-1, segments))[:, :-1]], dim=1)
         begins = plan.segment_ends(key.device)[:, :-1]
         initial_state = carry(tables.powers[..., : plan.size], sources, begins, begins).flatten(0, 1)
-        final = torch.empty_like(final)
+    final = key.new_empty(shape, dtype=torch.float32) if want_final else None
     states = tuple(
-        x.new_empty((plan.chunks, plan.groups, 2, plan.modes, padded), dtype=plan.storage)
+        x.new_empty((plan.slots, plan.groups, 2, plan.modes, padded), dtype=plan.storage)
         for x, padded in zip((key, value), plan.padded, strict=True)
     )
     for side, x in enumerate((key, value)):
-        _scan_side(plan, x, side, tables, initial_state, states[side], final)
-    return states, final.unflatten(0, (-1, segments))[:, -1].contiguous()
+        _states_of_side(plan, x, side, tables, initial_state, states[side], final)
+    return states, final.unflatten(0, (-1, segments))[:, -1].contiguous() if want_final else None
 
 
-def _scan_side(plan: _Plan, x, side: int, tables: Tables, initial_state, states, final) -> None:
+def _states_of_side(plan: _Plan, x, side: int, tables: DecayTables, initial_state, states, final) -> None:
     """Keys (side 0) or values (side 1); with `states` None only what is left at the end."""
     padded = plan.padded[side]
     block_modes, block_width = min(plan.modes, 32), min(padded, 32)
     grid = (plan.rows * plan.segments, plan.groups, (plan.modes // block_modes) * (padded // block_width))
-    options = {k: v for k, v in plan.options.items() if k != "FULL"}
-    cu_seqlens, first_chunks, _, per_row, length = plan.places
-    _scan[grid](
-        x, tables.inputs, tables.powers, initial_state, states, final, cu_seqlens, first_chunks, per_row, length,
-        plan.groups, *_scan_arguments(plan, side, final.shape[-1]), BM=block_modes, BW=block_width,
-        HAS_INITIAL=initial_state is not None, STORE=states is not None, SEGMENTS=plan.segments,
-        EXACT=plan.storage == torch.bfloat16, **options,
+    _chunk_states[grid](
+        x, tables, initial_state, states, final, plan.documents, *plan.row, plan.groups, plan.columns(side),
+        C=plan.chunk, M=plan.modes, BM=block_modes, BW=block_width, STORE=states is not None, SEGMENTS=plan.segments,
+        PACKED=plan.packed, TWO_TERMS=plan.storage == torch.bfloat16, MATH=plan.math,
     )  # fmt: skip
 
 
-def _forward(query, key, value, tables: Tables, initial_state, cu_seqlens, wide):
-    plan = _plan(query, key, value, tables, cu_seqlens)
+def _forward(query, key, value, tables: DecayTables, initial_state, cu_seqlens, lengths, wide, want_final):
+    plan = _plan(query, key, value, tables, initial_state is not None, cu_seqlens, lengths)
     tables = _padded(plan, tables)
-    output = value.new_empty((*query.shape[:3], plan.widths[1]), dtype=torch.float32 if wide else value.dtype)
+    shape, dtype = (*query.shape[:3], plan.widths[1]), torch.float32 if wide else value.dtype
+    output = value.new_zeros(shape, dtype=dtype) if plan.packed else value.new_empty(shape, dtype=dtype)
     with on_device(query):
-        states, final = _states(plan, key, value, tables, initial_state)
-        for exact, kernel in enumerate((_attend, _attend_exact)):
+        states, final = _states(plan, key, value, tables, initial_state, want_final)
+        for skewed, kernel in enumerate((_attend, _attend_skewed)):
             kernel[(plan.chunks, plan.shape[2])](
-                query, key, value, output, *states, tables.table, tables.powers, tables.mixing, tables.exact,
-                *plan.places, plan.shape[2], plan.groups, *plan.widths, *plan.padded, EXACT=exact, **plan.blocks(),
-                **plan.options,
+                Operands(query, key, value), output, ChunkStates(*states), tables, plan.documents, plan.rows, *plan.row,
+                plan.shape[2], plan.groups, **plan.sizes(1), SKEWED=skewed, **plan.options,
             )  # fmt: skip
-    return output, final
+    return output, query.new_empty(0, dtype=torch.float32) if final is None else final
 
 
-def _backward(query, key, value, tables: Tables, initial_state, cu_seqlens, want_mixing, grad_output, grad_final):
-    plan = _plan(query, key, value, tables, cu_seqlens)
+def _backward(
+    query, key, value, tables: DecayTables, initial_state, cu_seqlens, lengths, want_mixing, grad_output, grad_final
+):
+    plan = _plan(query, key, value, tables, initial_state is not None, cu_seqlens, lengths)
     tables = _padded(plan, tables)
     transposed = tables.mixing.transpose(1, 2)
-    transposed = (transposed.transpose(3, 4) if plan.options["FULL"] else transposed).contiguous()
-    grads = [torch.empty_like(x) for x in (query, key, value)]
-    grad_initial, grad_mixing = torch.empty_like(grad_final), torch.zeros_like(tables.mixing, dtype=torch.float32)
+    transposed = (transposed.transpose(3, 4) if plan.full else transposed).contiguous()
+    grads = [plan.like_tokens(x) for x in (query, key, value)]
+    grad_initial = None if initial_state is None else torch.empty_like(initial_state)
+    grad_mixing = torch.zeros_like(tables.mixing, dtype=torch.float32)
     with on_device(query):
-        states, _ = _states(plan, key, value, tables, initial_state)
-        common = (grads[0], grad_initial, grad_final)
+        states, _ = _states(plan, key, value, tables, initial_state, want_final=False)
         keys = _side(
-            plan.swapped(), 0, (grad_output, value, key, query), grads[1], states[::-1],
-            tables._replace(mixing=transposed), _scan_arguments(plan, 0, grad_final.shape[-1]), *common,
+            plan, 0, Operands(grad_output, value, key, query), ChunkStates(*states[::-1]),
+            tables._replace(mixing=transposed), grads[0], grads[1], grad_initial, grad_final,
         )  # fmt: skip
         values = _side(
-            plan, 1, (query, key, value, grad_output), grads[2], states,
-            tables, _scan_arguments(plan, 1, grad_final.shape[-1]), *common,
+            plan, 1, Operands(query, key, value, grad_output), ChunkStates(*states), tables, grads[0], grads[2],
+            grad_initial, grad_final,
         )  # fmt: skip
         if want_mixing:
-            grad_mixing = _mixing_gradient(plan, query, key, value, grad_output, states, tables)
-    table, inputs, log_decay = ((a + b)[..., : plan.size].contiguous() for a, b in zip(keys, values, strict=True))
-    index = (..., slice(plan.size), slice(plan.size)) if plan.options["FULL"] else (..., slice(plan.size))
-    initial = grad_initial if initial_state is not None else grad_initial.new_empty(0)
-    return *grads, log_decay.mT.contiguous(), inputs, table, grad_mixing[index].contiguous(), initial
+            grad_mixing = _mixing_gradient(plan, Operands(query, key, value, grad_output), ChunkStates(*states), tables)
+    intra, inputs, log_decay = ((a + b)[..., : plan.size].contiguous() for a, b in zip(keys, values, strict=True))
+    index = (..., slice(plan.size), slice(plan.size)) if plan.full else (..., slice(plan.size))
+    initial = query.new_empty(0, dtype=torch.float32) if grad_initial is None else grad_initial
+    return *grads, log_decay.mT.contiguous(), inputs, intra, grad_mixing[index].contiguous(), initial
 
 
-def _side(plan, side, tokens, grad_c, states, tables, scan_arguments, grad_query, grad_initial, grad_final):
+def _side(plan, side, tokens: Operands, states: ChunkStates, tables, grad_query, grad_c, grad_initial, grad_final):
     """Gradients that enter through the keys (side 0, which also gives that of the query) or the values (side 1).
 
     Args:
-        tokens: (a, b, c, f) of `attend_backward`; states: those that b and c wrote.
+        tokens: see `attend_backward`; states: those that b and c wrote.
 
     Returns:
-        The gradients of `Tables.table`, `Tables.inputs` and log(lambda).
+        The gradients of `DecayTables.intra`, `DecayTables.inputs` and log(lambda).
     """
-    *_, c, f = tokens
-    heads, device = plan.shape[2], f.device
-    width, padded = plan.widths[1], plan.padded[1]
-    direct = f.new_empty((*plan.shape[:3], width), dtype=plan.storage)
-    local = f.new_empty((plan.chunks, heads, 2, plan.modes, padded), dtype=plan.storage)
+    heads, device = plan.shape[2], grad_c.device
+    width, padded = plan.widths[side], plan.padded[side]
+
+    def empty(*shape, dtype=torch.float32):
+        return grad_c.new_empty(shape, dtype=dtype)
+
     lanes = plan.lanes(device)
-    grad_table = grad_final.new_empty((lanes, heads, plan.chunk, 2, plan.modes))
-    # Where documents are packed, some chunks at the end belong to none.
-    grad_decay = grad_final.new_zeros((plan.chunks, heads, 2, plan.modes))
-    for exact, kernel in enumerate((_attend_backward, _attend_backward_exact)):
+    grads = ChunkGradients(
+        c=empty(*plan.shape[:3], width, dtype=plan.storage),
+        states=empty(plan.slots, heads, 2, plan.modes, padded, dtype=plan.storage),
+        intra=empty(lanes, heads, plan.chunk, 2, plan.modes),
+        # Where there are documents, some chunks at the end belong to none.
+        log_decay=grad_c.new_zeros((plan.chunks, heads, 2, plan.modes), dtype=torch.float32),
+    )
+    for skewed, kernel in enumerate((_attend_backward, _attend_backward_skewed)):
         kernel[(lanes, heads)](
-            *tokens, grad_query, direct, local, grad_table, grad_decay, *states, tables.table, tables.powers,
-            tables.mixing, tables.exact, *plan.places, heads, plan.groups, plan.chunks, *plan.widths, *plan.padded,
-            **plan.blocks(), ROWS=side == 0, EXACT=exact, **plan.options,
+            tokens, grad_query, grads, states, tables, plan.documents, plan.rows, *plan.row, heads, plan.groups,
+            plan.chunks, **plan.sizes(side), ROWS=side == 0, SKEWED=skewed, **plan.options,
         )  # fmt: skip
 
-    block = min(padded, 32)
-    programs = (plan.rows * plan.segments, plan.groups, padded // block)
-    walked_inputs = grad_final.new_empty((*programs, plan.chunk, 2, plan.modes))
-    walked_decay = grad_final.new_empty((*programs, 2, plan.modes))
-    options = {k: v for k, v in plan.options.items() if k != "FULL"}
-    cu_seqlens, first_chunks, _, per_row, length = plan.places
+    block, segments = min(padded, 32), plan.rows * plan.segments
+    walkers = _walkers(segments, plan.groups * (padded // block), device)
+    programs = (walkers, plan.groups, padded // block)
+    walked_inputs = empty(*programs, plan.chunk, 2, plan.modes)
+    walked_decay = empty(*programs, 2, plan.modes)
 
     def walk(entering, leaving, emit: bool) -> None:
-        _scan_backward[programs](
-            c, tables.inputs, tables.powers, states[1], entering, local, direct, grad_c, leaving, walked_inputs,
-            walked_decay, cu_seqlens, first_chunks, per_row, length, heads, plan.groups, *scan_arguments, BW=block,
-            HAS_FINAL=entering is not None, EMIT=emit, SEGMENTS=plan.segments, **options,
+        _chunk_states_backward[programs](
+            tokens.c, tables, states.c, entering, grads, LaterGradients(grad_c, leaving, walked_inputs, walked_decay),
+            plan.documents, segments, *plan.row, heads, plan.groups, plan.columns(side), C=plan.chunk, M=plan.modes,
+            BW=block, EMIT=emit, SEGMENTS=plan.segments, PACKED=plan.packed, MATH=plan.math,
         )  # fmt: skip
 
     if plan.segments > 1:
-        alone = grad_final.new_zeros((programs[0], *grad_final.shape[1:]))
+        shape = (plan.groups, 2, plan.size, sum(plan.widths))
+        alone = grad_c.new_zeros((segments, *shape), dtype=torch.float32)
         walk(None, alone, emit=False)
+        last = grad_c.new_zeros((plan.rows, *shape), dtype=torch.float32) if grad_final is None else grad_final
         ends = plan.segment_ends(device)[:, 1:]
-        sources = torch.cat([alone.unflatten(0, (-1, plan.segments))[:, 1:], grad_final[:, None]], dim=1)
+        sources = torch.cat([alone.unflatten(0, (-1, plan.segments))[:, 1:], last[:, None]], dim=1)
         grad_final = carry_back(tables.powers[..., : plan.size], sources, ends, ends).flatten(0, 1)
-        walk(grad_final, alone, emit=True)
-        columns = slice(scan_arguments[-1], scan_arguments[-1] + width)
-        grad_initial[..., columns] = alone.unflatten(0, (-1, plan.segments))[:, 0, ..., columns]
+        walk(grad_final, None if grad_initial is None else alone, emit=True)
+        if grad_initial is not None:
+            offset = plan.columns(side).offset
+            columns = slice(offset, offset + width)
+            grad_initial[..., columns] = alone.unflatten(0, (-1, plan.segments))[:, 0, ..., columns]
     else:
         walk(grad_final, grad_initial, emit=True)
-    grad_table, grad_decay = (x.sum(0).unflatten(0, (plan.groups, -1)).sum(1) for x in (grad_table, grad_decay))
-    return grad_table, walked_inputs.sum((0, 2)), grad_decay + walked_decay.sum((0, 2))
+    intra, log_decay = (x.sum(0).unflatten(0, (plan.groups, -1)).sum(1) for x in (grads.intra, grads.log_decay))
+    return intra, walked_inputs.sum((0, 2)), log_decay + walked_decay.sum((0, 2))
 
 
-def _mixing_gradient(plan, query, key, value, grad_output, states, tables: Tables) -> torch.Tensor:
-    heads, full = plan.shape[2], plan.options["FULL"]
-    rows = min(plan.modes, 64 if full else 32)
+def _mixing_gradient(plan, tokens: Operands, states: ChunkStates, tables: DecayTables) -> torch.Tensor:
+    heads = plan.shape[2]
+    rows = min(plan.modes, 64 if plan.full else 32)
     columns = min(plan.modes, 32)
-    blocks = (plan.modes // rows) * (plan.modes // columns) if full else plan.modes // rows
-    lanes = plan.lanes(query.device, blocks)
-    shape = (plan.modes, plan.modes) if full else (plan.modes,)
-    partial = query.new_empty((lanes, heads, 2, 2, *shape), dtype=torch.float32)
-    for exact, kernel in enumerate((_mixing_backward, _mixing_backward_exact)):
+    blocks = (plan.modes // rows) * (plan.modes // columns) if plan.full else plan.modes // rows
+    lanes = plan.lanes(tokens.a.device, blocks)
+    shape = (plan.modes, plan.modes) if plan.full else (plan.modes,)
+    partial = tokens.a.new_empty((lanes, heads, 2, 2, *shape), dtype=torch.float32)
+    sizes = plan.sizes(1)
+    sizes["SIZES"] = sizes["SIZES"]._replace(BM=rows)
+    for skewed, kernel in enumerate((_mixing_backward, _mixing_backward_skewed)):
         kernel[(lanes, heads, blocks)](
-            query, key, value, grad_output, *states, tables.table, tables.powers, partial, tables.exact,
-            *plan.places, heads, plan.groups, plan.chunks, *plan.widths, *plan.padded, BN=columns,
-            **(plan.blocks() | {"BM": rows}), EXACT=exact, **plan.options,
+            tokens, partial, states, tables, plan.documents, plan.rows, *plan.row, heads, plan.groups, plan.chunks,
+            BN=columns, SKEWED=skewed, **sizes, **plan.options,
         )  # fmt: skip
     return partial.sum(0).unflatten(0, (plan.groups, -1)).sum(1)
 
@@ -329,30 +399,31 @@ def _operator(
     key: torch.Tensor,
     value: torch.Tensor,
     log_decay: torch.Tensor,
-    exact: torch.Tensor,
+    skewed: torch.Tensor,
     powers: torch.Tensor,
     inputs: torch.Tensor,
-    table: torch.Tensor,
+    intra: torch.Tensor,
     mixing: torch.Tensor,
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None,
     want_mixing: bool,
     wide: bool,
+    want_final: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _forward(query, key, value, Tables(exact, powers, inputs, table, mixing), initial_state, cu_seqlens, wide)
+    tables = DecayTables(skewed, powers, inputs, intra, mixing)
+    return _forward(query, key, value, tables, initial_state, cu_seqlens, lengths, wide, want_final)
 
 
 @_operator.register_fake
 def _(
-    query, key, value, log_decay, exact, powers, inputs, table, mixing, initial_state, cu_seqlens, want_mixing, wide
+    query, key, value, log_decay, skewed, powers, inputs, intra, mixing, initial_state, cu_seqlens, lengths,
+    want_mixing, wide, want_final,
 ):  # fmt: skip
     output = value.new_empty((*query.shape[:3], value.shape[3]), dtype=torch.float32 if wide else value.dtype)
-    return output, query.new_empty(_state_shape(query, key, value, table, cu_seqlens), dtype=torch.float32)
-
-
-def _state_shape(query, key, value, table, cu_seqlens) -> tuple[int, ...]:
     rows = query.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return rows, key.shape[2], 2, table.shape[3], key.shape[3] + value.shape[3]
+    shape = (rows, key.shape[2], 2, intra.shape[3], key.shape[3] + value.shape[3]) if want_final else (0,)
+    return output, query.new_empty(shape, dtype=torch.float32)
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::attention_backward", mutates_args=())
@@ -360,16 +431,17 @@ def _operator_backward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    exact: torch.Tensor,
+    skewed: torch.Tensor,
     powers: torch.Tensor,
     inputs: torch.Tensor,
-    table: torch.Tensor,
+    intra: torch.Tensor,
     mixing: torch.Tensor,
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None,
     want_mixing: bool,
     grad_output: torch.Tensor,
-    grad_final: torch.Tensor,
+    grad_final: torch.Tensor | None,
 ) -> tuple[
     torch.Tensor,
     torch.Tensor,
@@ -380,38 +452,39 @@ def _operator_backward(
     torch.Tensor,
     torch.Tensor,
 ]:
-    tables = Tables(exact, powers, inputs, table, mixing)
-    return _backward(query, key, value, tables, initial_state, cu_seqlens, want_mixing, grad_output, grad_final)
+    tables = DecayTables(skewed, powers, inputs, intra, mixing)
+    return _backward(
+        query, key, value, tables, initial_state, cu_seqlens, lengths, want_mixing, grad_output, grad_final
+    )
 
 
 @_operator_backward.register_fake
 def _(
-    query, key, value, exact, powers, inputs, table, mixing, initial_state, cu_seqlens, want_mixing, grad_output,
-    grad_final,
+    query, key, value, skewed, powers, inputs, intra, mixing, initial_state, cu_seqlens, lengths, want_mixing,
+    grad_output, grad_final,
 ):  # fmt: skip
     tokens = (torch.empty_like(x) for x in (query, key, value))
     log_decay = inputs.new_empty((inputs.shape[0], inputs.shape[3], 2))
-    initial = grad_final.new_empty(0) if initial_state is None else torch.empty_like(grad_final)
-    return *tokens, log_decay, *(torch.empty_like(x) for x in (inputs, table, mixing)), initial
+    initial = inputs.new_empty(0) if initial_state is None else torch.empty_like(initial_state)
+    return *tokens, log_decay, *(torch.empty_like(x) for x in (inputs, intra, mixing)), initial
 
 
 def _keep_inputs(ctx, inputs, output):
-    query, key, value, _, *tensors, want_mixing, _ = inputs
+    query, key, value, _, *tensors, want_mixing, _, want_final = inputs
     ctx.save_for_backward(query, key, value, *tensors)
-    ctx.want_mixing = want_mixing
+    ctx.want_mixing, ctx.want_final = want_mixing, want_final
 
 
 def _differentiate(ctx, grad_output, grad_final):
     saved = ctx.saved_tensors  # once: checkpointing unpacks a tensor a single time
-    query, key, value, _, _, _, table, _, initial_state, cu_seqlens = saved
+    query, _, value, *_, initial_state, _, _ = saved
     if grad_output is None:
         grad_output = value.new_zeros((*query.shape[:3], value.shape[3]))
-    if grad_final is None:
-        grad_final = query.new_zeros(_state_shape(query, key, value, table, cu_seqlens), dtype=torch.float32)
-    grad_output, grad_final = grad_output.to(value.dtype).contiguous(), grad_final.float().contiguous()
-    *grads, inputs, table, mixing, initial = _operator_backward(*saved, ctx.want_mixing, grad_output, grad_final)
+    grad_final = grad_final.float().contiguous() if ctx.want_final and grad_final is not None else None
+    grad_output = grad_output.to(value.dtype).contiguous()
+    *grads, inputs, intra, mixing, initial = _operator_backward(*saved, ctx.want_mixing, grad_output, grad_final)
     initial = None if initial_state is None else initial
-    return *grads, None, None, inputs, table, mixing, initial, None, None, None
+    return *grads, None, None, inputs, intra, mixing, initial, *(None,) * 5
 
 
 _operator.register_autograd(_differentiate, setup_context=_keep_inputs)

@@ -4,8 +4,11 @@
     key, value   RMSNorm and bias (eq. 12)
 
 A program walks a run of tokens for a few heads with the last inputs of the convolution in registers: each number is
-read from memory once and written once. Backward walks the other way and keeps the last gradients instead.
+read from memory once and written once. Backward walks the other way and keeps the last gradients instead. Pads are not
+read; at them outputs and gradients are zero.
 """
+
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,15 +24,76 @@ except ImportError:
 _RUN, _TILE = 64, 512
 
 
+class Stream(NamedTuple):
+    """One of query, key and value: `[tokens, heads, width]` in and out, and what belongs to it.
+
+    The values have no taps (`[heads, width, TAPS]`) and no windows (`[rows, heads, width, TAPS - 1]`); window and
+    new_window, as weight and bias of the norm, may be None elsewhere too.
+    """
+
+    x: Any
+    out: Any
+    taps: Any = None
+    window: Any = None
+    new_window: Any = None
+    weight: Any = None
+    bias: Any = None
+
+
+class Gradients(NamedTuple):
+    """The gradient of a `Stream`'s `out`, and what is written: that of its x, and of taps, weight and bias the sums
+    over a run of tokens, `partial` `[runs, TAPS + 2, heads, width]`.
+    """
+
+    out: Any
+    x: Any
+    partial: Any
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines `[1 or B, T, dim]`, or None; after `period` tokens they repeat."""
+
+    cos: Any
+    sin: Any
+
+
+class Rows(NamedTuple):
+    """Which row or document a token belongs to (`ids`, only where documents are packed) and where these begin and end;
+    `starts` is None where rows are, `ends` too where they are full.
+    """
+
+    ids: Any = None
+    starts: Any = None
+    ends: Any = None
+
+
+class Block(NamedTuple):
+    """The width of a head, and how many heads and columns a program holds."""
+
+    WIDTH: int
+    BH: int
+    BW: int
+
+
+class Rope(NamedTuple):
+    """Where the rotation is applied ("before" or "after" the feature map, or "none") and to how many columns."""
+
+    WHERE: str
+    DIM: int
+
+
 @triton.jit
-def _bounds(token, row_length, documents, cu_seqlens, PACKED: tl.constexpr):
-    """Which row or document a token belongs to, and where that begins and ends."""
-    if PACKED:
-        row = tl.load(documents + token).to(tl.int64)
-        return row, tl.load(cu_seqlens + row).to(tl.int64), tl.load(cu_seqlens + row + 1).to(tl.int64)
+def _bounds(token, row_length, rows):
+    """Which row or document a token belongs to, and where that begins and ends (pads lie behind its end)."""
+    if rows.ids is not None:
+        row = tl.load(rows.ids + token).to(tl.int64)
+        start = tl.load(rows.starts + row).to(tl.int64)
+        end = tl.load(rows.ends + row).to(tl.int64)
     else:
         row = token // row_length
-        return row, row * row_length, (row + 1) * row_length
+        start = row * row_length
+        end = tl.load(rows.ends + row).to(tl.int64) if rows.ends is not None else start + row_length
+    return row, start, end
 
 
 @triton.jit
@@ -39,13 +103,11 @@ def _at_least(a, b, columns):
 
 
 @triton.jit
-def _input(
-    x, window, token, back, start, row, at, inside, columns, total, TAPS: tl.constexpr, HAS_WINDOW: tl.constexpr
-):
+def _input(x, window, token, back, start, row, at, inside, columns, total, TAPS: tl.constexpr):
     """What a token's convolution sees `back` tokens before it: an input, one of the window's, or zero."""
     source = token - back
     value = tl.load(x + source * total + at, mask=inside & _at_least(source, start, columns), other=0.0).to(tl.float32)
-    if HAS_WINDOW:
+    if window is not None:
         slot = TAPS - 1 + source - start
         before = inside & _at_least(start, source + 1, columns)
         value += tl.load(window + (row * total + at) * (TAPS - 1) + slot, mask=before, other=0.0).to(tl.float32)
@@ -53,21 +115,21 @@ def _input(
 
 
 @triton.jit
-def _angles(cos, sin, token, period, columns, ROPE_DIM: tl.constexpr):
+def _angles(rotation, token, period, columns, DIM: tl.constexpr):
     """Cosines, and sines with the sign that the rotation gives them; columns beyond the rotated ones stay."""
-    rotated = columns < ROPE_DIM
-    at = (token % period) * ROPE_DIM + columns
-    c = tl.load(cos + at, mask=rotated, other=1.0).to(tl.float32)
-    s = tl.load(sin + at, mask=rotated, other=0.0).to(tl.float32)
-    return c[None, :], tl.where(columns < ROPE_DIM // 2, -s, s)[None, :]
+    rotated = columns < DIM
+    at = (token % period) * DIM + columns
+    c = tl.load(rotation.cos + at, mask=rotated, other=1.0).to(tl.float32)
+    s = tl.load(rotation.sin + at, mask=rotated, other=0.0).to(tl.float32)
+    return c[None, :], tl.where(columns < DIM // 2, -s, s)[None, :]
 
 
 @triton.jit
-def _partners(columns, ROPE_DIM: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr):
+def _partners(columns, DIM: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr):
     """The column with which each one is rotated."""
-    half = ROPE_DIM // 2
+    half = DIM // 2
     partner = tl.where(columns < half, columns + half, columns - half)
-    partner = tl.where(columns < ROPE_DIM, partner, columns)
+    partner = tl.where(columns < DIM, partner, columns)
     return tl.broadcast_to(partner[None, :], [BH, BW])
 
 
@@ -91,99 +153,98 @@ def _normalise(u):
 
 @triton.jit
 def _walk(
-    x, out, taps, window, new_window, cos, sin, weight, bias, first, tokens, row_length, documents, cu_seqlens, period,
-    head, heads, eps, WIDTH: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, RUN: tl.constexpr,
-    TAPS: tl.constexpr, ROPE: tl.constexpr, ROPE_DIM: tl.constexpr, NORM: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, WRITE_WINDOW: tl.constexpr, PACKED: tl.constexpr,
+    stream, rotation, rows, first, tokens, row_length, period, head, heads, eps,
+    BLOCK: tl.constexpr, RUN: tl.constexpr, TAPS: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """RUN tokens from `first` for BH heads from `head`. TAPS 0: neither convolution nor feature map."""
-    rows = head + tl.arange(0, BH)
+    """RUN tokens from `first` for BLOCK.BH heads from `head`. TAPS 0: neither convolution nor feature map."""
+    WIDTH: tl.constexpr = BLOCK.WIDTH
+    BH: tl.constexpr = BLOCK.BH
+    BW: tl.constexpr = BLOCK.BW
+    numbers = head + tl.arange(0, BH)
     columns = tl.arange(0, BW)
-    inside = (rows < heads)[:, None] & (columns < WIDTH)[None, :]
-    at = rows[:, None] * WIDTH + columns[None, :]
+    inside = (numbers < heads)[:, None] & (columns < WIDTH)[None, :]
+    at = numbers[:, None] * WIDTH + columns[None, :]
     total = heads * WIDTH
-    if ROPE != "none":
-        partners = _partners(columns, ROPE_DIM, BH, BW)
-    if NORM:
-        w = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)[None, :]
-        b = tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+    if TAPS > 0 and ROPE.WHERE != "none":
+        partners = _partners(columns, ROPE.DIM, BH, BW)
+    if stream.weight is not None:
+        w = tl.load(stream.weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)[None, :]
+        b = tl.load(stream.bias + at, mask=inside, other=0.0).to(tl.float32)
     for token in range(first, tl.minimum(first + RUN, tokens)):
+        row, start, end = _bounds(token, row_length, rows)
+        here = inside
+        if rows.ends is not None:
+            here = inside & _at_least(end, token + 1, columns)
         if TAPS == 0:
-            f = tl.load(x + token * total + at, mask=inside, other=0.0).to(tl.float32)
+            f = tl.load(stream.x + token * total + at, mask=here, other=0.0).to(tl.float32)
         else:
-            row, start, end = _bounds(token, row_length, documents, cu_seqlens, PACKED)
             u = tl.zeros([BH, BW], tl.float32)
             for back in tl.static_range(TAPS):
-                value = _input(x, window, token, back, start, row, at, inside, columns, total, TAPS, HAS_WINDOW)
-                u += value * tl.load(taps + at * TAPS + TAPS - 1 - back, mask=inside, other=0.0).to(tl.float32)
-                if WRITE_WINDOW and back < TAPS - 1:
-                    slot = new_window + (row * total + at) * (TAPS - 1) + TAPS - 2 - back
-                    tl.store(
-                        slot, value.to(new_window.dtype.element_ty), mask=inside & _at_least(token + 1, end, columns)
-                    )
-            if ROPE == "before":
-                c, s = _angles(cos, sin, token, period, columns, ROPE_DIM)
+                value = _input(stream.x, stream.window, token, back, start, row, at, here, columns, total, TAPS)
+                tap = tl.load(stream.taps + at * TAPS + TAPS - 1 - back, mask=inside, other=0.0).to(tl.float32)
+                u += value * tap
+                if stream.new_window is not None and back < TAPS - 1:
+                    slot = stream.new_window + (row * total + at) * (TAPS - 1) + TAPS - 2 - back
+                    value = value.to(stream.new_window.dtype.element_ty)
+                    tl.store(slot, value, mask=here & _at_least(token + 1, end, columns))
+            if ROPE.WHERE == "before":
+                c, s = _angles(rotation, token, period, columns, ROPE.DIM)
                 u = _rotate(u, c, s, partners)
             f, _ = _normalise(u)
-            if ROPE == "after":
-                c, s = _angles(cos, sin, token, period, columns, ROPE_DIM)
+            if ROPE.WHERE == "after":
+                c, s = _angles(rotation, token, period, columns, ROPE.DIM)
                 f = _rotate(f, c, s, partners)
-        if NORM:
+        if stream.weight is not None:
             f = w * f * tl.rsqrt(tl.sum(f * f, 1)[:, None] / WIDTH + eps) + b
-        tl.store(out + token * total + at, f.to(out.dtype.element_ty), mask=inside)
+            f = tl.where(here, f, 0.0)
+        tl.store(stream.out + token * total + at, f.to(stream.out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens", "row_length", "period"])
 def prepare(
-    q, k, v, query, key, value, q_taps, k_taps, q_window, k_window, new_q_window, new_k_window, cos, sin,
-    k_weight, v_weight, k_bias, v_bias, tokens, row_length, documents, cu_seqlens, period, heads, groups, eps,
-    R: tl.constexpr, D: tl.constexpr, BHR: tl.constexpr, BHD: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
-    RUN: tl.constexpr, TAPS: tl.constexpr, ROPE: tl.constexpr, ROPE_DIM: tl.constexpr, NORM: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, WRITE_WINDOW: tl.constexpr, PACKED: tl.constexpr,
+    query, key, value, rotation, rows, tokens, row_length, period, heads, groups, eps,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, RUN: tl.constexpr, TAPS: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """Grid [runs of tokens, blocks of query heads, then of keys, then of values]; tokens `[tokens, heads, width]`."""
+    """Grid [runs of tokens, blocks of query heads, then of keys, then of values].
+
+    query, key, value: `Stream`; KEYS: the `Block` of queries and keys, VALUES: that of values.
+    """
     first = tl.program_id(0).to(tl.int64) * RUN
     block = tl.program_id(1)
-    query_blocks = tl.cdiv(heads, BHR)
-    key_blocks = tl.cdiv(groups, BHR)
+    query_blocks = tl.cdiv(heads, KEYS.BH)
+    key_blocks = tl.cdiv(groups, KEYS.BH)
     if block < query_blocks:
-        _walk(
-            q, query, q_taps, q_window, new_q_window, cos, sin, k_weight, k_bias, first, tokens, row_length, documents,
-            cu_seqlens, period, block * BHR, heads, eps, R, BHR, BR, RUN, TAPS, ROPE, ROPE_DIM, False,
-            HAS_WINDOW, WRITE_WINDOW, PACKED,
-        )  # fmt: skip
+        head = block * KEYS.BH
+        _walk(query, rotation, rows, first, tokens, row_length, period, head, heads, eps, KEYS, RUN, TAPS, ROPE)
     elif block < query_blocks + key_blocks:
-        _walk(
-            k, key, k_taps, k_window, new_k_window, cos, sin, k_weight, k_bias, first, tokens, row_length, documents,
-            cu_seqlens, period, (block - query_blocks) * BHR, groups, eps, R, BHR, BR, RUN, TAPS, ROPE, ROPE_DIM, NORM,
-            HAS_WINDOW, WRITE_WINDOW, PACKED,
-        )  # fmt: skip
+        head = (block - query_blocks) * KEYS.BH
+        _walk(key, rotation, rows, first, tokens, row_length, period, head, groups, eps, KEYS, RUN, TAPS, ROPE)
     else:
-        _walk(
-            v, value, k_taps, k_window, new_k_window, cos, sin, v_weight, v_bias, first, tokens, row_length, documents,
-            cu_seqlens, period, (block - query_blocks - key_blocks) * BHD, groups, eps, D, BHD, BD, RUN, 0, "none", 0,
-            NORM, False, False, PACKED,
-        )  # fmt: skip
+        head = (block - query_blocks - key_blocks) * VALUES.BH
+        _walk(value, rotation, rows, first, tokens, row_length, period, head, groups, eps, VALUES, RUN, 0, ROPE)
 
 
 @triton.jit
 def _walk_back(
-    x, grad, grad_x, taps, window, cos, sin, weight, partial, first, tokens, row_length, documents, cu_seqlens, period,
-    head, heads, eps, WIDTH: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, RUN: tl.constexpr,
-    TAPS: tl.constexpr, ROPE: tl.constexpr, ROPE_DIM: tl.constexpr, NORM: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, PACKED: tl.constexpr,
+    stream, grads, rotation, rows, run, tokens, row_length, period, head, heads, eps,
+    BLOCK: tl.constexpr, RUN: tl.constexpr, TAPS: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """The adjoint of `_walk`. partial `[TAPS + 2, heads, WIDTH]`: gradients of taps, norm weight and bias here."""
-    rows = head + tl.arange(0, BH)
+    """The adjoint of `_walk` for the tokens of a run."""
+    WIDTH: tl.constexpr = BLOCK.WIDTH
+    BH: tl.constexpr = BLOCK.BH
+    BW: tl.constexpr = BLOCK.BW
+    numbers = head + tl.arange(0, BH)
     columns = tl.arange(0, BW)
-    inside = (rows < heads)[:, None] & (columns < WIDTH)[None, :]
-    at = rows[:, None] * WIDTH + columns[None, :]
+    inside = (numbers < heads)[:, None] & (columns < WIDTH)[None, :]
+    at = numbers[:, None] * WIDTH + columns[None, :]
     total = heads * WIDTH
+    partial = grads.partial + run * (TAPS + 2) * total
+    first = run * RUN
     stop = tl.minimum(first + RUN, tokens)
-    if ROPE != "none":
-        partners = _partners(columns, ROPE_DIM, BH, BW)
-    if NORM:
-        w = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)[None, :]
+    if TAPS > 0 and ROPE.WHERE != "none":
+        partners = _partners(columns, ROPE.DIM, BH, BW)
+    if stream.weight is not None:
+        w = tl.load(stream.weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)[None, :]
     zero = tl.zeros([BH, BW], tl.float32)
     d_weight = zero
     d_bias = zero
@@ -199,31 +260,34 @@ def _walk_back(
     for back_token in range(first, last):
         token = last - 1 - (back_token - first)
         mine = token < stop
-        row, start, end = _bounds(token, row_length, documents, cu_seqlens, PACKED)
-        d = tl.load(grad + token * total + at, mask=inside, other=0.0).to(tl.float32)
+        row, start, end = _bounds(token, row_length, rows)
+        here = inside
+        if rows.ends is not None:
+            here = inside & _at_least(end, token + 1, columns)
+        d = tl.load(grads.out + token * total + at, mask=here, other=0.0).to(tl.float32)
         if TAPS == 0:
-            f = tl.load(x + token * total + at, mask=inside, other=0.0).to(tl.float32)
+            f = tl.load(stream.x + token * total + at, mask=here, other=0.0).to(tl.float32)
         else:
-            x_0 = _input(x, window, token, 0, start, row, at, inside, columns, total, TAPS, HAS_WINDOW)
-            u = x_0 * tl.load(taps + at * TAPS + TAPS - 1, mask=inside, other=0.0).to(tl.float32)
+            x_0 = _input(stream.x, stream.window, token, 0, start, row, at, here, columns, total, TAPS)
+            u = x_0 * tl.load(stream.taps + at * TAPS + TAPS - 1, mask=inside, other=0.0).to(tl.float32)
             if TAPS > 1:
-                x_1 = _input(x, window, token, 1, start, row, at, inside, columns, total, TAPS, HAS_WINDOW)
-                u += x_1 * tl.load(taps + at * TAPS + TAPS - 2, mask=inside, other=0.0).to(tl.float32)
+                x_1 = _input(stream.x, stream.window, token, 1, start, row, at, here, columns, total, TAPS)
+                u += x_1 * tl.load(stream.taps + at * TAPS + TAPS - 2, mask=inside, other=0.0).to(tl.float32)
             if TAPS > 2:
-                x_2 = _input(x, window, token, 2, start, row, at, inside, columns, total, TAPS, HAS_WINDOW)
-                u += x_2 * tl.load(taps + at * TAPS + TAPS - 3, mask=inside, other=0.0).to(tl.float32)
+                x_2 = _input(stream.x, stream.window, token, 2, start, row, at, here, columns, total, TAPS)
+                u += x_2 * tl.load(stream.taps + at * TAPS + TAPS - 3, mask=inside, other=0.0).to(tl.float32)
             if TAPS > 3:
-                x_3 = _input(x, window, token, 3, start, row, at, inside, columns, total, TAPS, HAS_WINDOW)
-                u += x_3 * tl.load(taps + at * TAPS, mask=inside, other=0.0).to(tl.float32)
-            if ROPE != "none":
-                c, s = _angles(cos, sin, token, period, columns, ROPE_DIM)
-            if ROPE == "before":
+                x_3 = _input(stream.x, stream.window, token, 3, start, row, at, here, columns, total, TAPS)
+                u += x_3 * tl.load(stream.taps + at * TAPS, mask=inside, other=0.0).to(tl.float32)
+            if ROPE.WHERE != "none":
+                c, s = _angles(rotation, token, period, columns, ROPE.DIM)
+            if ROPE.WHERE == "before":
                 u = _rotate(u, c, s, partners)
             f, norm = _normalise(u)
             unit = f
-            if ROPE == "after":
+            if ROPE.WHERE == "after":
                 f = _rotate(f, c, s, partners)
-        if NORM:
+        if stream.weight is not None:
             scale = tl.rsqrt(tl.sum(f * f, 1)[:, None] / WIDTH + eps)
             n = f * scale
             if mine:
@@ -232,28 +296,28 @@ def _walk_back(
             d = d * w
             d = scale * (d - n * (tl.sum(d * n, 1)[:, None] / WIDTH))
         if TAPS > 0:
-            if ROPE == "after":
+            if ROPE.WHERE == "after":
                 d = _rotate_back(d, c, s, partners)
             d = (d - unit * tl.sum(d * unit, 1)[:, None]) / norm
             gate = tl.sigmoid(u)
             d = d * gate * (1 + u * (1 - gate))
-            if ROPE == "before":
+            if ROPE.WHERE == "before":
                 d = _rotate_back(d, c, s, partners)
             g_0 = tl.where(inside, d, 0.0)
-            d = g_0 * tl.load(taps + at * TAPS + TAPS - 1, mask=inside, other=0.0).to(tl.float32)
+            d = g_0 * tl.load(stream.taps + at * TAPS + TAPS - 1, mask=inside, other=0.0).to(tl.float32)
             # A later token of the same row or document read this one through an older tap.
             if TAPS > 1:
                 tap = tl.load(
-                    taps + at * TAPS + TAPS - 2, mask=inside & _at_least(end, token + 2, columns), other=0.0
+                    stream.taps + at * TAPS + TAPS - 2, mask=inside & _at_least(end, token + 2, columns), other=0.0
                 ).to(tl.float32)
                 d += g_1 * tap
             if TAPS > 2:
                 tap = tl.load(
-                    taps + at * TAPS + TAPS - 3, mask=inside & _at_least(end, token + 3, columns), other=0.0
+                    stream.taps + at * TAPS + TAPS - 3, mask=inside & _at_least(end, token + 3, columns), other=0.0
                 ).to(tl.float32)
                 d += g_2 * tap
             if TAPS > 3:
-                tap = tl.load(taps + at * TAPS, mask=inside & _at_least(end, token + 4, columns), other=0.0).to(
+                tap = tl.load(stream.taps + at * TAPS, mask=inside & _at_least(end, token + 4, columns), other=0.0).to(
                     tl.float32
                 )
                 d += g_3 * tap
@@ -269,7 +333,7 @@ def _walk_back(
                 if TAPS > 3:
                     t_3 += g_0 * x_3
         if mine:
-            tl.store(grad_x + token * total + at, d.to(grad_x.dtype.element_ty), mask=inside)
+            tl.store(grads.x + token * total + at, d.to(grads.x.dtype.element_ty), mask=inside)
     if TAPS > 0:
         tl.store(partial + (TAPS - 1) * total + at, t_0, mask=inside)
     if TAPS > 1:
@@ -284,36 +348,29 @@ def _walk_back(
 
 @triton.jit(do_not_specialize=["tokens", "row_length", "period"])
 def prepare_backward(
-    q, k, v, grad_query, grad_key, grad_value, grad_q, grad_k, grad_v, q_taps, k_taps, q_window, k_window, cos, sin,
-    k_weight, v_weight, q_partial, k_partial, v_partial, tokens, row_length, documents, cu_seqlens, period,
+    query, key, value, query_grads, key_grads, value_grads, rotation, rows, tokens, row_length, period,
     heads, groups, eps,
-    R: tl.constexpr, D: tl.constexpr, BHR: tl.constexpr, BHD: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
-    RUN: tl.constexpr, TAPS: tl.constexpr, ROPE: tl.constexpr, ROPE_DIM: tl.constexpr, NORM: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, PACKED: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, RUN: tl.constexpr, TAPS: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """The grid of `prepare`; partial sums `[runs, TAPS + 2 (values: 2), heads, width]`."""
+    """The grid of `prepare`; query, key, value: `Stream` without what is written there, and their `Gradients`."""
     run = tl.program_id(0).to(tl.int64)
-    first = run * RUN
     block = tl.program_id(1)
-    query_blocks = tl.cdiv(heads, BHR)
-    key_blocks = tl.cdiv(groups, BHR)
+    query_blocks = tl.cdiv(heads, KEYS.BH)
+    key_blocks = tl.cdiv(groups, KEYS.BH)
     if block < query_blocks:
         _walk_back(
-            q, grad_query, grad_q, q_taps, q_window, cos, sin, k_weight, q_partial + run * (TAPS + 2) * heads * R,
-            first, tokens, row_length, documents, cu_seqlens, period, block * BHR, heads, eps,
-            R, BHR, BR, RUN, TAPS, ROPE, ROPE_DIM, False, HAS_WINDOW, PACKED,
+            query, query_grads, rotation, rows, run, tokens, row_length, period, block * KEYS.BH, heads, eps,
+            KEYS, RUN, TAPS, ROPE,
         )  # fmt: skip
     elif block < query_blocks + key_blocks:
         _walk_back(
-            k, grad_key, grad_k, k_taps, k_window, cos, sin, k_weight, k_partial + run * (TAPS + 2) * groups * R,
-            first, tokens, row_length, documents, cu_seqlens, period, (block - query_blocks) * BHR, groups, eps,
-            R, BHR, BR, RUN, TAPS, ROPE, ROPE_DIM, NORM, HAS_WINDOW, PACKED,
+            key, key_grads, rotation, rows, run, tokens, row_length, period, (block - query_blocks) * KEYS.BH,
+            groups, eps, KEYS, RUN, TAPS, ROPE,
         )  # fmt: skip
     else:
         _walk_back(
-            v, grad_value, grad_v, k_taps, k_window, cos, sin, v_weight, v_partial + run * 2 * groups * D,
-            first, tokens, row_length, documents, cu_seqlens, period, (block - query_blocks - key_blocks) * BHD, groups,
-            eps, D, BHD, BD, RUN, 0, "none", 0, NORM, False, PACKED,
+            value, value_grads, rotation, rows, run, tokens, row_length, period,
+            (block - query_blocks - key_blocks) * VALUES.BH, groups, eps, VALUES, RUN, 0, ROPE,
         )  # fmt: skip
 
 
@@ -321,25 +378,30 @@ _prepare, _prepare_backward = prepare, prepare_backward
 _NAMESPACE = namespace(__name__)
 
 
-def _launch(q, k, v, heads, groups, taps, cos, placement, k_weight, window, cu_seqlens):
-    """Grid and the options that both kernels share."""
+class _Launch(NamedTuple):
+    """Grid, arguments and options that both kernels share."""
+
+    grid: tuple[int, int]
+    shared: tuple  # from `rotation` to `eps`
+    options: dict
+
+
+def _launch(q, v, taps, cos, sin, documents, cu_seqlens, lengths, heads, groups, placement, eps) -> _Launch:
+    batch, length = q.shape[:2]
+    tokens, run = batch * length, _RUN if batch * length > 4096 else 16
     feature_dim, value_dim = q.shape[2] // heads, v.shape[2] // groups
-    blocks = power_of_two(feature_dim), power_of_two(value_dim)
-    options = {
-        "R": feature_dim, "D": value_dim, "BHR": max(1, _TILE // blocks[0]), "BHD": max(1, _TILE // blocks[1]),
-        "BR": blocks[0], "BD": blocks[1], "RUN": _RUN if q.shape[0] * q.shape[1] > 4096 else 16, "TAPS": taps.shape[1],
-        "ROPE": "none" if cos is None else placement, "ROPE_DIM": 0 if cos is None else cos.shape[-1],
-        "NORM": k_weight is not None, "HAS_WINDOW": window is not None, "PACKED": cu_seqlens is not None,
-    }  # fmt: skip
-    tokens = q.shape[0] * q.shape[1]
-    head_blocks = sum(-(-n // options[b]) for n, b in ((heads, "BHR"), (groups, "BHR"), (groups, "BHD")))
-    return (-(-tokens // options["RUN"]), head_blocks), options
-
-
-def _places(q, cos, documents, cu_seqlens) -> tuple:
-    """Where tokens stand: tokens in all, tokens a row, their documents, and after how many tokens angles repeat."""
-    period = 1 if cos is None else cos.shape[0] * cos.shape[1]
-    return q.shape[0] * q.shape[1], q.shape[1], documents, cu_seqlens, period
+    keys, values = (Block(n, max(1, _TILE // power_of_two(n)), power_of_two(n)) for n in (feature_dim, value_dim))
+    rows = Rows()
+    if cu_seqlens is not None:
+        rows = Rows(documents, cu_seqlens[:-1], cu_seqlens[1:])
+    elif lengths is not None:
+        starts = torch.arange(0, tokens, length, dtype=torch.int32, device=lengths.device)
+        rows = Rows(ends=starts + lengths)
+    period, rope = (1, Rope("none", 0)) if cos is None else (cos.shape[0] * cos.shape[1], Rope(placement, cos.shape[2]))
+    options = {"KEYS": keys, "VALUES": values, "RUN": run, "TAPS": taps.shape[1], "ROPE": rope}
+    blocks = -(-heads // keys.BH) - (-groups // keys.BH) - (-groups // values.BH)
+    shared = (Rotation(cos, sin), rows, tokens, length, period, heads, groups, eps)
+    return _Launch((-(-tokens // run), blocks), shared, options)
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::prepare", mutates_args=())
@@ -359,20 +421,29 @@ def _operator(
     sin: torch.Tensor | None,
     documents: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None,
     heads: int,
     groups: int,
     placement: str,
     eps: float,
     write_windows: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    outputs, windows = _empty(q, k, v, q_taps, cu_seqlens, heads, groups, write_windows)
-    grid, options = _launch(q, k, v, heads, groups, q_taps, cos, placement, k_weight, q_window, cu_seqlens)
+    (query, key, value), windows = _empty(q, k, v, q_taps, cu_seqlens, heads, groups, write_windows)
+    if write_windows and (cu_seqlens is not None or lengths is not None):
+        # Kernels write where there is a token; without one the window stays as it was.
+        for old, new in zip((q_window, k_window), windows, strict=True):
+            new.zero_() if old is None else new.copy_(old)
+    launch = _launch(q, v, q_taps, cos, sin, documents, cu_seqlens, lengths, heads, groups, placement, eps)
+    written = windows if write_windows else (None, None)
     with on_device(q):
-        _prepare[grid](
-            q, k, v, *outputs, q_taps, k_taps, q_window, k_window, *windows, cos, sin, k_weight, v_weight, k_bias,
-            v_bias, *_places(q, cos, documents, cu_seqlens), heads, groups, eps, WRITE_WINDOW=write_windows, **options,
-        )  # fmt: skip
-    return *outputs, *windows
+        _prepare[launch.grid](
+            Stream(q, query, q_taps, q_window, written[0]),
+            Stream(k, key, k_taps, k_window, written[1], k_weight, k_bias),
+            Stream(v, value, weight=v_weight, bias=v_bias),
+            *launch.shared,
+            **launch.options,
+        )
+    return query, key, value, *windows
 
 
 def _empty(q, k, v, taps, cu_seqlens, heads, groups, write_windows):
@@ -385,7 +456,7 @@ def _empty(q, k, v, taps, cu_seqlens, heads, groups, write_windows):
 @_operator.register_fake
 def _(
     q, k, v, q_taps, k_taps, k_weight, v_weight, k_bias, v_bias, q_window, k_window, cos, sin, documents, cu_seqlens,
-    heads, groups, placement, eps, write_windows,
+    lengths, heads, groups, placement, eps, write_windows,
 ):  # fmt: skip
     outputs, windows = _empty(q, k, v, q_taps, cu_seqlens, heads, groups, write_windows)
     return *outputs, *windows
@@ -409,34 +480,44 @@ def _operator_backward(
     sin: torch.Tensor | None,
     documents: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None,
     heads: int,
     groups: int,
     placement: str,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    grid, options = _launch(q, k, v, heads, groups, q_taps, cos, placement, k_weight, q_window, cu_seqlens)
+    launch = _launch(q, v, q_taps, cos, sin, documents, cu_seqlens, lengths, heads, groups, placement, eps)
     grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, k, v))
-    count = options["TAPS"] + 2
     partials = tuple(
-        x.new_empty((grid[0], rows, x.shape[2]), dtype=torch.float32) for x, rows in ((q, count), (k, count), (v, 2))
+        x.new_empty((launch.grid[0], *shape), dtype=torch.float32)
+        for x, shape in zip((q, k, v), _partial_shapes(q, k, v, q_taps), strict=True)
     )
     with on_device(q):
-        _prepare_backward[grid](
-            q, k, v, grad_query, grad_key, grad_value, grad_q, grad_k, grad_v,
-            q_taps, k_taps, q_window, k_window, cos, sin,
-            k_weight, v_weight, *partials, *_places(q, cos, documents, cu_seqlens), heads, groups, eps, **options,
-        )  # fmt: skip
+        _prepare_backward[launch.grid](
+            Stream(q, None, q_taps, q_window),
+            Stream(k, None, k_taps, k_window, weight=k_weight),
+            Stream(v, None, weight=v_weight),
+            Gradients(grad_query, grad_q, partials[0]),
+            Gradients(grad_key, grad_k, partials[1]),
+            Gradients(grad_value, grad_v, partials[2]),
+            *launch.shared,
+            **launch.options,
+        )
     q_sums, k_sums, v_sums = (x.sum(0) for x in partials)
     return grad_q, grad_k, grad_v, q_sums, k_sums, v_sums
+
+
+def _partial_shapes(q, k, v, taps):
+    """Gradients of taps, weight and bias; the values have no taps."""
+    return tuple((count + 2, x.shape[2]) for x, count in ((q, taps.shape[1]), (k, taps.shape[1]), (v, 0)))
 
 
 @_operator_backward.register_fake
 def _(
     grad_query, grad_key, grad_value, q, k, v, q_taps, k_taps, k_weight, v_weight, q_window, k_window, cos, sin,
-    documents, cu_seqlens, heads, groups, placement, eps,
+    documents, cu_seqlens, lengths, heads, groups, placement, eps,
 ):  # fmt: skip
-    count = q_taps.shape[1] + 2
-    partials = (x.new_empty((rows, x.shape[2]), dtype=torch.float32) for x, rows in ((q, count), (k, count), (v, 2)))
+    partials = (q.new_empty(shape, dtype=torch.float32) for shape in _partial_shapes(q, k, v, q_taps))
     return *(torch.empty_like(x) for x in (q, k, v)), *partials
 
 
@@ -459,7 +540,7 @@ def _differentiate(ctx, grad_query, grad_key, grad_value, *_):
     if k_weight is not None:
         weights, biases = zip(*((s[-2].view(groups, -1).sum(0), s[-1].view(groups, -1)) for s in sums[1:]), strict=True)
         norms = tuple(x.to(w.dtype) for x, w in zip((*weights, *biases), (k_weight, v_weight) * 2, strict=True))
-    return q, k, v, *taps, *norms, *(None,) * 11
+    return q, k, v, *taps, *norms, *(None,) * 12
 
 
 _operator.register_autograd(_differentiate, setup_context=_keep_inputs)
@@ -480,6 +561,7 @@ def triton_prepare(
     placement: str | None,
     eps: float,
     write_windows: bool,
+    lengths: torch.Tensor | None = None,
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     """Queries, keys and values of the operator from the outputs of the projections.
 
@@ -489,18 +571,22 @@ def triton_prepare(
         norms: k_norm `[R]`, v_norm `[D]`, k_bias `[groups, R]`, v_bias `[groups, D]`, or None.
         windows: the inputs before the first tokens, `[rows, heads R, K - 1]` and `[rows, groups R, K - 1]`, or None.
         cos_sin: `[1 or B, T, dim]` each, or None.
-        documents, cu_seqlens: the document of each token, and the ends of the documents, where they are packed.
+        documents, cu_seqlens: the document of each token `[T]` and the ends of the documents `[S + 1]`, some of which
+            may be empty, where documents are packed; int32.
         placement: the rotary embedding comes "before" or "after" the feature map.
+        lengths: `[B]`, the real tokens of a row, in front of its pads, for which outputs and gradients are zero.
 
     Returns:
         query `[B, T, heads, R]`, key `[B, T, groups, R]`, value `[B, T, groups, D]` in the dtype of v; and the new
-        windows, empty unless `write_windows`.
+        windows, empty unless `write_windows`: the last K - 1 inputs of each row or document, old ones where it has
+        fewer.
     """
     cos, sin = (None, None) if cos_sin is None else (x.contiguous() for x in cos_sin)
     q_window, k_window = (None, None) if windows is None else (x.contiguous() for x in windows)
     *outputs, new_q, new_k = _operator(
         *(x.to(v.dtype).contiguous() for x in (q, k, v)), *(x.contiguous() for x in taps),
         *((None,) * 4 if norms is None else (x.contiguous() for x in norms)), q_window, k_window, cos, sin,
-        documents, cu_seqlens, heads, groups, placement or "none", eps, write_windows,
+        documents, cu_seqlens, None if lengths is None else lengths.to(torch.int32), heads, groups, placement or "none",
+        eps, write_windows,
     )  # fmt: skip
     return tuple(outputs), (new_q, new_k)

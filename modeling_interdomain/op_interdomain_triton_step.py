@@ -5,9 +5,11 @@ Both halves are split over blocks (modes, columns), because at batch 1 one block
 Nothing is read back by the host, so that a CUDA graph can hold the step.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 
-from .op_common_launch import multiprocessors, namespace, on_device, power_of_two
+from .op_common_launch import StateTouched, multiprocessors, namespace, on_device, power_of_two
 from .op_interdomain_triton_tiles import times
 
 try:
@@ -15,6 +17,14 @@ try:
     import triton.language as tl
 except ImportError:
     triton = None
+
+
+class Parameters(NamedTuple):
+    """log_decay and beta `[groups, size, 2]`; coefficients `[groups, size, size, 2]`, `[groups, size, 2]` or None."""
+
+    log_decay: Any
+    beta: Any
+    coefficients: Any
 
 
 @triton.jit
@@ -26,8 +36,9 @@ def _decay(log_decay, modes, used):
 
 
 @triton.jit
-def _advance(state, x, log_decay, beta, modes, columns, first, size, width, state_width, real_token):
+def _advance(state, x, parameters, group, modes, columns, first, size, width, state_width, real_token):
     """`lambda S + beta x` for a tile of the state of one row and group, stored unless the token is a pad."""
+    beta = parameters.beta + group * 2 * size
     mode = modes < size
     column = columns < width
     inside = mode[:, None] & column[None, :]
@@ -36,7 +47,7 @@ def _advance(state, x, log_decay, beta, modes, columns, first, size, width, stat
     s_re = tl.load(state + at, mask=inside, other=0.0).to(tl.float32)
     s_im = tl.load(state + plane + at, mask=inside, other=0.0).to(tl.float32)
     token = tl.load(x + columns, mask=column, other=0.0).to(tl.float32)[None, :]
-    d_re, d_im = _decay(log_decay, modes, mode)
+    d_re, d_im = _decay(parameters.log_decay + group * 2 * size, modes, mode)
     b_re = tl.load(beta + 2 * modes, mask=mode, other=0.0).to(tl.float32)[:, None]
     b_im = tl.load(beta + 2 * modes + 1, mask=mode, other=0.0).to(tl.float32)[:, None]
     s_re, s_im = times(d_re[:, None], d_im[:, None], s_re, s_im)
@@ -50,21 +61,20 @@ def _advance(state, x, log_decay, beta, modes, columns, first, size, width, stat
 
 @triton.jit
 def step_keys(
-    query, key, log_decay, beta, state, mask, pulled, groups, per_group, size, feature_dim, state_width,
-    BM: tl.constexpr, BR: tl.constexpr, HAS_MASK: tl.constexpr,
+    query, key, parameters, state, mask, pulled, groups, per_group, size, feature_dim, state_width,
+    BM: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """Advance the key half and pull the queries through it; grid [batch, groups, mode blocks].
 
     query `[batch, groups, per_group, feature_dim]`, key `[batch, groups, feature_dim]`, state `[batch, groups, 2, size,
-    state_width]`, pulled `[batch, groups, per_group, 2, size]` in float32.
+    state_width]`, mask `[batch]` or None, pulled `[batch, groups, per_group, 2, size]` in float32.
     """
     row = tl.program_id(0).to(tl.int64) * groups + tl.program_id(1)
     modes = tl.program_id(2) * BM + tl.arange(0, BM)
     columns = tl.arange(0, BR)
-    real_token = tl.load(mask + tl.program_id(0)).to(tl.int32) if HAS_MASK else 1
-    group = tl.program_id(1) * size * 2
+    real_token = tl.load(mask + tl.program_id(0)).to(tl.int32) if mask is not None else 1
     s_re, s_im = _advance(
-        state + row * 2 * size * state_width, key + row * feature_dim, log_decay + group, beta + group,
+        state + row * 2 * size * state_width, key + row * feature_dim, parameters, tl.program_id(1),
         modes, columns, 0, size, feature_dim, state_width, real_token,
     )  # fmt: skip
     for head in range(per_group):
@@ -124,29 +134,27 @@ def _pull_back(
 
 @triton.jit
 def step_values(
-    value, log_decay, beta, coefficients, state, mask, pulled, output,
-    groups, per_group, size, value_dim, state_width, first,
+    value, parameters, state, mask, pulled, output, groups, per_group, size, value_dim, state_width, first,
     M: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, PRODUCT: tl.constexpr,
-    HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     """Advance the value half and read it; grid [batch, groups, column blocks].
 
-    value `[batch, groups, value_dim]`; coefficients `[groups, size, size, 2]` or `[groups, size, 2]`; the value half of
-    the state begins at column `first`; output `[batch, groups, per_group, value_dim]`, zero where the token is a pad.
+    value `[batch, groups, value_dim]`; the value half of the state begins at column `first`; output `[batch, groups,
+    per_group, value_dim]`, zero where the token is a pad. C: the kind of the coefficients, see `_pull_back`.
     """
     row = tl.program_id(0).to(tl.int64) * groups + tl.program_id(1)
     modes = tl.arange(0, M)
     columns = tl.program_id(2) * BD + tl.arange(0, BD)
-    real_token = tl.load(mask + tl.program_id(0)).to(tl.int32) if HAS_MASK else 1
-    group = tl.program_id(1) * size * 2
+    real_token = tl.load(mask + tl.program_id(0)).to(tl.int32) if mask is not None else 1
     s_re, s_im = _advance(
-        state + row * 2 * size * state_width, value + row * value_dim, log_decay + group, beta + group,
+        state + row * 2 * size * state_width, value + row * value_dim, parameters, tl.program_id(1),
         modes, columns, first, size, value_dim, state_width, real_token,
     )  # fmt: skip
+    coefficients = parameters.coefficients
     if C == "full":
         coefficients += tl.program_id(1).to(tl.int64) * size * size * 2
     elif C == "diagonal":
-        coefficients += group
+        coefficients += tl.program_id(1) * size * 2
     for head in range(per_group):
         at = pulled + (row * per_group + head) * 2 * size + modes
         y_re = tl.load(at, mask=modes < size, other=0.0)
@@ -177,10 +185,14 @@ def triton_step(
     mask: torch.Tensor | None,
     wide: bool,
 ) -> torch.Tensor:
-    """`advance_state` and `read_state` together; the state, contiguous, may be in any floating-point dtype.
+    """`advance_state` and `read_state` together; the state may be in any floating-point dtype.
 
     Args:
+        mask: `[B]`, zero for a pad.
         wide: give the output in float32 instead of the dtype of `value`.
+
+    Raises:
+        StateTouched: when the second launch fails after the first has changed the state.
     """
     batch, heads, feature_dim = query.shape
     groups, value_dim = value.shape[1:]
@@ -192,20 +204,25 @@ def triton_step(
     many = batch * groups >= 2 * multiprocessors(query.device)
     modes, rows = power_of_two(size), 16
     columns = min(power_of_two(value_dim), 64 if many and modes <= 64 else 16)
-    query, key, value, log_decay, input_matrix = (x.contiguous() for x in (query, key, value, log_decay, input_matrix))
+    query, key, value = (x.contiguous() for x in (query, key, value))
     coefficients = None if coefficient_matrix is None else coefficient_matrix.contiguous()
-    per_group, has_mask = heads // groups, mask is not None
-    mask = None if mask is None else mask.view(torch.uint8)
+    parameters = Parameters(log_decay.contiguous(), input_matrix.contiguous(), coefficients)
+    mask = None if mask is None else mask.bool().contiguous().view(torch.uint8)
+    working, per_group = state.contiguous(), heads // groups
     with on_device(query):
         _step_keys[(batch, groups, triton.cdiv(size, rows))](
-            query, key, log_decay, input_matrix, state, mask, pulled, groups, per_group, size, feature_dim, state_width,
-            BM=rows, BR=power_of_two(feature_dim), HAS_MASK=has_mask, num_warps=2,
+            query, key, parameters, working, mask, pulled, groups, per_group, size, feature_dim, state_width,
+            BM=rows, BR=power_of_two(feature_dim), num_warps=2,
         )  # fmt: skip
-        _step_values[(batch, groups, triton.cdiv(value_dim, columns))](
-            value, log_decay, input_matrix, coefficients, state, mask, pulled, output, groups, per_group, size,
-            value_dim, state_width, feature_dim, M=modes, BK=max(4, 1024 // modes), BD=columns, C=kind,
-            PRODUCT=product, HAS_MASK=has_mask, num_warps=4,
-        )  # fmt: skip
+        try:
+            _step_values[(batch, groups, triton.cdiv(value_dim, columns))](
+                value, parameters, working, mask, pulled, output, groups, per_group, size, value_dim, state_width,
+                feature_dim, M=modes, BK=max(4, 1024 // modes), BD=columns, C=kind, PRODUCT=product, num_warps=4,
+            )  # fmt: skip
+        except Exception as error:
+            raise StateTouched(f"the value half of a step failed after the key half was written: {error}") from error
+    if working is not state:
+        state.copy_(working)
     return output
 
 

@@ -1,4 +1,4 @@
-"""The tables of the fused kernels: powers of the decay and the pull-back, from the parameters, differentiably."""
+"""What the fused kernels read of the parameters: powers of the decay and the pull-back, made differentiably."""
 
 from typing import NamedTuple
 
@@ -13,21 +13,22 @@ from .op_interdomain_step import grouped_coefficients
 _LARGEST_EXPONENT = 60.0
 
 
-class Tables(NamedTuple):
+class DecayTables(NamedTuple):
     """Float32; complex numbers by planes, `[..., 2, M]`.
 
     Attributes:
-        exact: `[G]` int32, 1 where a mode decays (or grows) too fast in a chunk for `table` to hold growing powers.
+        skewed: `[G]` int32, 1 where a mode decays (or grows) too fast in a chunk for `intra` to hold growing powers.
         powers: `[G, C, 2, M]`, lambda^(t+1); no gradient (the kernels give that of log(lambda) itself).
         inputs: `[G, C, 2, M]`, lambda^d beta, by which tokens enter the state d tokens later.
-        table: `[G, C, 2, M]`, lambda^(-i-1) beta, or the same as `inputs` where `exact`.
+        intra: `[G, C, 2, M]`, how tokens enter the readout of their own chunk: lambda^(-i-1) beta, or the same as
+            `inputs` where `skewed`.
         mixing: `[G, 2, 2, M, M]` or `[G, 2, 2, M]`: the pull-back, `p_j = sum_i y_i mixing[i, j]`.
     """
 
-    exact: torch.Tensor
+    skewed: torch.Tensor
     powers: torch.Tensor
     inputs: torch.Tensor
-    table: torch.Tensor
+    intra: torch.Tensor
     mixing: torch.Tensor
 
 
@@ -37,19 +38,19 @@ def make_tables(
     coefficient_matrix: torch.Tensor | None,
     product: str,
     chunk: int,
-) -> Tables:
+) -> DecayTables:
     """Arguments as in `interdomain_attention`."""
     rate = log_decay[..., 0].detach().double()
-    exact = rate.abs().amax(dim=1) * chunk > _LARGEST_EXPONENT
+    skewed = rate.abs().amax(dim=1) * chunk > _LARGEST_EXPONENT
     steps = torch.arange(chunk, device=log_decay.device)
     beta = as_complex(input_matrix.double())[:, None]
     powers = decay_powers(log_decay.detach(), steps + 1)
     inputs = decay_powers(log_decay, steps) * beta
-    # Where `exact`, growing powers would overflow and their gradients be NaN: take those of a decay of one instead.
-    anchored = decay_powers(torch.where(exact[:, None, None], torch.zeros_like(log_decay), log_decay), -steps - 1)
-    table = torch.where(exact[:, None, None], inputs, anchored * beta)
+    # Where `skewed`, growing powers would overflow and their gradients be NaN: take those of a decay of one instead.
+    anchored = decay_powers(torch.where(skewed[:, None, None], torch.zeros_like(log_decay), log_decay), -steps - 1)
+    intra = torch.where(skewed[:, None, None], inputs, anchored * beta)
     mixing = _mixing(coefficient_matrix, product, log_decay)
-    return Tables(exact.int(), _planes(powers), _planes(inputs), _planes(table), mixing)
+    return DecayTables(skewed.int(), _planes(powers), _planes(inputs), _planes(intra), mixing)
 
 
 def _planes(x: torch.Tensor) -> torch.Tensor:

@@ -8,13 +8,20 @@ for each head. Inside a chunk of C tokens that is one lower triangular Toeplitz 
 arrives through the state at the start of the chunk.
 """
 
-from itertools import pairwise
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
-from .op_common import as_complex, decay_powers, document_boundaries
-from .op_interdomain_chunk import Document, documents_on_chunks
-from .op_interdomain_step import advance_state
+from .op_common import as_complex, check_documents, without_autocast
+from .op_common_chunks import Segment, chunks_of
+from .op_common_launch import namespace
+from .op_common_states import DecayTables, Repeated, StateGradients, States, Workspace, pairs
+from .op_interdomain_export import export_s4d
+from .op_interdomain_step import StepTables, advance_state, real_tokens, transition_tables
+
+# Floats of one output of a segment: on a CPU what is worked on should stay in the second-level cache.
+_SEGMENT_FLOATS = {"cpu": 1 << 18, "other": 1 << 24}
 
 
 def s4d_attention(
@@ -36,41 +43,29 @@ def s4d_attention(
         key, value: `[B, T, G, R]` and `[B, T, G, D]`, the two inputs of the state.
         log_decay, input_matrix: `[G, M, 2]`.
         readout: `[H, M, 2]`, G a divisor of H; head h reads group h // (H / G).
-        initial_state, output_final_state, cu_seqlens, chunk_size: as in `interdomain_attention`.
+        initial_state, output_final_state, cu_seqlens, lengths, chunk_size: as in `interdomain_attention`.
 
     Returns:
         output `[B, T, H, R + D]` in the dtype of `value`, and the final state `[B or S, G, 2, M, R + D]` or None.
 
     Raises:
-        ValueError: when `cu_seqlens` does not fit, or the heads are no multiple of the groups.
+        ValueError: when `cu_seqlens` or `lengths` does not fit, or the heads are no multiple of the groups.
     """
-    if lengths is not None:
-        from .op_common import rows_as_documents
-
-        return rows_as_documents(
-            lambda a, b, **kw: s4d_attention(a, b, log_decay, input_matrix, readout, chunk_size=chunk_size, **kw),
-            (key, value),
-            lengths,
-            initial_state,
-            output_final_state,
-            log_decay.shape[1],
-            key.shape[-1] + value.shape[-1],
-        )
     groups, heads = key.shape[2], readout.shape[0]
     if heads % groups:
         raise ValueError(f"readout has H = {heads} heads, which is not a multiple of the G = {groups} groups of key.")
-    boundaries = document_boundaries(cu_seqlens, key)
-    chunk_size = min(chunk_size, max(end - start for start, end in pairwise(boundaries)))
-    documents, slots = documents_on_chunks(boundaries, chunk_size)
+    check_documents(cu_seqlens, lengths, key)
     compute = torch.float64 if torch.float64 in (key.dtype, value.dtype) else torch.float32
     with torch.autocast(key.device.type, enabled=False):
         inputs = torch.cat([key.to(compute), value.to(compute)], dim=-1)
-        chunks, index = _chunked(inputs, documents, slots, chunk_size)
         decay, beta, rows = (x.to(compute) for x in (log_decay, input_matrix, readout))
         state = None if initial_state is None else initial_state.to(compute)
-        output, final = _convolve(chunks, decay, beta, rows, state, documents, output_final_state)
-    output = output[:, : inputs.shape[1]] if index is None else output.index_select(1, index)
-    return output.to(value.dtype), final
+        arguments = inputs, decay, beta, rows, state, cu_seqlens, lengths, chunk_size
+        if torch.compiler.is_exporting():
+            output, final = export_s4d(*arguments)
+        else:
+            output, final = _operator(*arguments, output_final_state)
+    return output.to(value.dtype), final if output_final_state else None
 
 
 def s4d_step(
@@ -87,105 +82,239 @@ def s4d_step(
 
     Args:
         state: `[B, G, 2, M, R + D]`, overwritten.
-        mask: `[B]` bool, False for a pad: the row's state stays and its output is zero.
+        mask: `[B]` bool or integers, zero for a pad: the row's state stays and its output is zero.
 
     Returns:
         `[B, H, R + D]` in the dtype of `value`.
     """
-    with torch.no_grad(), torch.autocast(key.device.type, enabled=False):
+    tables = partial(s4d_tables, log_decay, input_matrix, readout)
+    return take_s4d_step(key, value, tables=tables, state=state, mask=real_tokens(mask, key))
+
+
+def take_s4d_step(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    tables: Callable[[torch.dtype], StepTables],
+    state: torch.Tensor,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`s4d_step` for a caller who may have tables from an earlier step: `tables` gives `s4d_tables` in a dtype.
+
+    Key and value may have an axis of the one token, `[B, 1, G, R]`.
+    """
+    with torch.no_grad(), without_autocast(key.device):
         # A state kept in a lower precision is still advanced in float32.
         working = state if state.dtype in (torch.float32, torch.float64) else state.float()
-        advance_state(working, key, value, log_decay, input_matrix, mask)
+        moves = tables(working.dtype)
+        advance_state(working, key, value, moves, mask)
         if working is not state:
             state.copy_(working)
-        batch, groups, _, size, width = working.shape
-        rows = _real_rows(2 * as_complex(readout.to(working.dtype)))  # [H, 2M]
-        rows = rows.unflatten(0, (groups, -1))
-        output = (rows @ working.view(batch, groups, 2 * size, width)).flatten(1, 2)
+        (rows,) = moves.matrices
+        output = (rows @ working.flatten(2, 3)).flatten(1, 2)
         if mask is not None:
-            output = torch.where(mask[:, None, None], output, 0)
+            output = output.where(mask[:, None, None], 0)
     return output.to(value.dtype)
 
 
-def _chunked(inputs, documents: tuple[Document, ...], slots: list[int], chunk_size: int):
-    """`[B, T, G, W]` as whole chunks `[B, N, C, G, W]`, zeros after every document; and the slots, if they matter."""
-    length = (documents[-1].last + 1) * chunk_size
-    if len(documents) == 1:
-        index = None
-        inputs = torch.nn.functional.pad(inputs, (0, 0, 0, 0, 0, length - inputs.shape[1]))
-    else:
-        index = torch.tensor(slots, device=inputs.device)
-        inputs = inputs.new_zeros(1, length, *inputs.shape[2:]).index_copy(1, index, inputs)
-    return inputs.unflatten(1, (-1, chunk_size)), index
+def s4d_tables(
+    log_decay: torch.Tensor, input_matrix: torch.Tensor, readout: torch.Tensor, dtype: torch.dtype
+) -> StepTables:
+    """What `s4d_step` needs of the parameters: its only matrix holds the real rows `[G, H / G, 2M]` of the readout."""
+    real, imag = (2 * readout.to(dtype)).unbind(-1)
+    rows = torch.cat([real, -imag], dim=-1).unflatten(0, (log_decay.shape[0], -1))
+    return transition_tables(log_decay, input_matrix, dtype)._replace(matrices=(rows,))
 
 
-def _convolve(chunks, log_decay, input_matrix, readout, initial_state, documents, output_final_state):
-    batch, number, size, groups, width = chunks.shape
-    powers = decay_powers(log_decay, torch.arange(size + 1, device=chunks.device))  # [G, C + 1, M]
-    powers = powers.to(torch.complex128 if chunks.dtype == torch.float64 else torch.complex64)
-    beta = as_complex(input_matrix)[:, None]
-    rows = 2 * as_complex(readout).unflatten(0, (groups, -1))  # [G, P, M]
+class _Problem:
+    """One call: its tables, how its tokens lie among the chunks, and the memory that its segments share."""
 
-    tokens = chunks.permute(3, 2, 0, 1, 4).reshape(groups, size, -1)  # [G, C, B N W]
-    toeplitz = _toeplitz((rows @ (powers[:, :-1] * beta).mT).real)  # [G, P, C, C]
-    collect = _as_real_columns(powers[:, :-1].flip(1) * beta)  # [G, 2M, C]: lambda^(C-1-j) beta
-    mixed = torch.cat([toeplitz.flatten(1, 2), collect], dim=1) @ tokens
-    inside, collected = mixed.split([toeplitz.shape[1] * size, collect.shape[1]], dim=1)
+    def __init__(self, inputs, log_decay, input_matrix, readout, initial, cu_seqlens, lengths, chunk_size, ends):
+        batch, length, self.groups, width = inputs.shape
+        self.heads = readout.shape[0] // self.groups
+        floats = _SEGMENT_FLOATS["cpu" if inputs.device.type == "cpu" else "other"]
+        tokens = floats // (readout.shape[0] * width)
+        self.chunks = chunks_of((batch, length), cu_seqlens, lengths, chunk_size, tokens, inputs.device)
+        self.size = self.chunks.size
+        self.tables = DecayTables(log_decay, input_matrix, self.size, inputs.dtype)
+        self.wide_rows = 2 * as_complex(readout.double()).unflatten(0, (self.groups, -1))  # [G, P, M]
+        powers = self.tables.wide_powers
+        self.wide_response = powers[:, :-1] * self.tables.wide_inputs  # lambda^d beta
+        kernel = (self.wide_rows @ self.wide_response.mT).real  # [G, P, C]
+        self.toeplitz = Repeated(_toeplitz(kernel).to(inputs.dtype).flatten(1, 2))  # [G, P C, C]
+        reads = (self.wide_rows[:, :, None] * powers[:, None, 1:]).conj().resolve_conj()
+        self.reads = Repeated(torch.view_as_real(reads).flatten(3).flatten(1, 2).to(inputs.dtype))  # [G, P C, 2M]
+        self.workspace = Workspace()
+        self.states = States("input", inputs, self.chunks, self.tables, initial, self.workspace, ends)
 
-    collected = collected.view(groups, 2, -1, batch, number, width)
-    collected = torch.complex(collected[:, 0], collected[:, 1])  # [G, M, B, N, W]
-    before = _propagate(collected, powers[:, -1, :, None, None], initial_state, documents)
-    pairs = torch.cat([before.real, before.imag], dim=1).flatten(2)  # [G, 2M, B N W]
-    reads = _real_rows(rows[:, :, None] * powers[:, None, 1:])  # [G, P, C, 2M]: readout lambda^(t+1)
-    output = inside + reads.flatten(1, 2) @ pairs
-    output = output.view(groups, -1, size, batch, number, width).permute(3, 4, 2, 0, 1, 5)
-    output = output.reshape(batch, number * size, -1, width)
-    final = _final_states(chunks, before, powers, beta, documents) if output_final_state else None
-    return output, final
+    def walk(self, segment: Segment, entry):
+        """The inputs of a segment `[G, N, C, W]` and the states before its chunks `[G, N, W, 2M]`, None for zeros."""
+        inputs = self.states.inputs(segment)
+        return inputs, self.states.forward(segment, inputs, entry)
+
+    def forward(self, final: torch.Tensor | None) -> torch.Tensor:
+        """The output; the final states are written over `final`."""
+        x = self.states.x
+        output = self.chunks.empty(x, self.groups * self.heads, x.shape[3])
+        for segment in self.chunks.segments:
+            inputs, before = self.walk(segment, self.states.entry(segment))
+            rows = self.workspace.product("output", self.toeplitz(segment.chunks), inputs.flatten(0, 1))
+            if before is not None:
+                rows.baddbmm_(self.reads(segment.chunks), before.flatten(0, 1).mT)
+            self.chunks.write(rows.view(*inputs.shape[:2], self.heads, self.size, -1), segment, output)
+        if final is not None:
+            self.states.final(final)
+        return self.chunks.finish(output)
+
+    def backward(self, grad_output: torch.Tensor, final: torch.Tensor | None):
+        """The gradients of inputs, `log_decay`, `input_matrix`, readout and initial states."""
+        stream = StateGradients(self.states, final)
+        of_toeplitz, of_reads = torch.zeros_like(self.toeplitz.table), torch.zeros_like(self.reads.table)
+        for segment, start in zip(reversed(self.chunks.segments), reversed(stream.starts), strict=True):
+            inputs, before = self.walk(segment._replace(following=0), start)
+            shape = (*inputs.shape[:2], self.heads, *inputs.shape[2:])
+            grad = self.workspace.tensor("grad output", shape, inputs)
+            self.chunks.read(grad_output, segment, grad)
+            grad, flat = grad.flatten(2, 3).flatten(0, 1), inputs.flatten(0, 1)  # [G N, P C, W], [G N, C, W]
+            of_before = None
+            of_toeplitz += self._over_chunks("of toeplitz", grad, flat.mT)
+            if before is not None:
+                of_reads += self._over_chunks("of reads", grad, before.flatten(0, 1))
+                of_before = stream.before(segment)
+                torch.bmm(grad.mT, self.reads(segment.chunks), out=of_before.flatten(0, 1))
+            after = stream.backward(segment, inputs, before, of_before)
+            of_inputs = self.workspace.product("grad inputs", self.toeplitz(segment.chunks).mT, grad)
+            if after is not None:
+                of_inputs.baddbmm_(self.tables.repeated(segment.chunks), after.flatten(0, 1).mT)
+            self.chunks.write(of_inputs.view(inputs.shape)[:, :, None], segment, stream.x)
+        decay, beta, readout = self._parameters(stream, of_toeplitz, of_reads)
+        return stream.finish(), decay, beta, readout, stream.initial_states(final)
+
+    def _over_chunks(self, name: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """The products of a segment, summed over its chunks: `[G, 1, ...]`."""
+        found = self.workspace.product(name, a, b)
+        return found.unflatten(0, (self.groups, -1)).sum(1, keepdim=True)
+
+    def _parameters(self, stream: StateGradients, of_toeplitz: torch.Tensor, of_reads: torch.Tensor):
+        """The gradients of decay, inputs and readout from those of the tables, in float64."""
+        shape = (self.groups, self.heads, self.size, -1)
+        of_kernel = _sum_of_diagonals(of_toeplitz.double().view(shape)).to(torch.complex128)  # [G, P, C]
+        of_reads = pairs(of_reads.double().view(shape)).conj()  # of rows lambda^(t+1), [G, P, C, M]
+        rows_back = self.wide_rows.conj()
+        of_rows = of_kernel @ self.wide_response.conj()
+        of_rows += (of_reads * self.tables.wide_powers[:, None, 1:].conj()).sum(2)
+        of_response = (of_kernel.mT @ rows_back).flip(1)
+        of_table = stream.of_table.double() + torch.view_as_real(of_response).flatten(2)
+        of_powers = stream.of_powers.to(torch.complex128)
+        of_powers[:, 1:] += (of_reads * rows_back[:, :, None]).sum(1)
+        readout = torch.view_as_real(2 * of_rows.flatten(0, 1))
+        dtype = self.states.x.dtype
+        return *(x.to(dtype) for x in self.tables.gradients(of_table, of_powers)), readout.to(dtype)
 
 
 def _toeplitz(kernel: torch.Tensor) -> torch.Tensor:
     """`[..., C]` to the causal matrices `[..., C, C]` with `kernel[t - j]` at (t, j)."""
-    steps = torch.arange(kernel.shape[-1], device=kernel.device)
-    distance = steps[:, None] - steps
+    distance = _distances(kernel)
     return torch.where(distance >= 0, kernel[..., distance.clamp(min=0)], 0)
 
 
-def _real_rows(x: torch.Tensor) -> torch.Tensor:
-    """Rows `[..., 2M]` whose product with `[Re X; Im X]` is `Re(x . X)`."""
-    return torch.cat([x.real, -x.imag], dim=-1)
+def _sum_of_diagonals(x: torch.Tensor) -> torch.Tensor:
+    """The adjoint of `_toeplitz`."""
+    distance = _distances(x).flatten()
+    causal = (distance >= 0).nonzero()[:, 0]
+    return x.new_zeros(x.shape[:-1]).index_add_(-1, distance[causal], x.flatten(-2)[..., causal])
 
 
-def _as_real_columns(x: torch.Tensor) -> torch.Tensor:
-    """`[G, C, M]` to `[G, 2M, C]`, the real parts first."""
-    return torch.cat([x.real, x.imag], dim=-1).mT
+def _distances(x: torch.Tensor) -> torch.Tensor:
+    steps = torch.arange(x.shape[-1], device=x.device)
+    return steps[:, None] - steps
 
 
-def _propagate(collected, decay, initial_state, documents: tuple[Document, ...]) -> torch.Tensor:
-    """The state before every chunk, `[G, M, B, N, W]`; a document starts from its own."""
-    states = []
-    for number, document in enumerate(documents):
-        if initial_state is None:
-            state = torch.zeros_like(collected[..., 0, :])
-        else:
-            first = initial_state[number : number + collected.shape[2]]
-            state = torch.complex(first[:, :, 0], first[:, :, 1]).permute(1, 2, 0, 3)
-        for added in collected[..., document.first : document.last + 1, :].unbind(3):
-            states.append(state)
-            state = decay * state + added
-    return torch.stack(states, dim=3)
+_NAMESPACE = namespace(__name__)
 
 
-def _final_states(chunks, before, powers, beta, documents: tuple[Document, ...]) -> torch.Tensor:
-    """The state after the last token of every document, `[B or S, G, 2, M, W]`."""
-    device = chunks.device
-    last = torch.tensor([document.last for document in documents], device=device)
-    tail = torch.tensor([document.tail for document in documents], device=device)
-    exponents = tail[:, None] - 1 - torch.arange(chunks.shape[2], device=device)  # [S, C]
-    weights = torch.where(exponents[..., None] >= 0, (powers * beta)[:, exponents.clamp(min=0)], 0)  # [G, S, C, M]
-    inputs = chunks[:, last].permute(0, 1, 3, 2, 4)  # [B, S, G, C, W]
-    added = (weights.movedim(0, 1).mT @ inputs.to(weights.dtype)).flatten(0, 1)  # [B S, G, M, W]
-    start = before[..., last, :].permute(2, 3, 0, 1, 4).flatten(0, 1)
-    decay = powers[:, tail].movedim(1, 0)[..., None]  # [S, G, M, 1]
-    final = decay * start + added
-    return torch.stack([final.real, final.imag], dim=2)
+@torch.library.custom_op(f"{_NAMESPACE}::attention", mutates_args=())
+def _operator(
+    inputs: torch.Tensor,
+    log_decay: torch.Tensor,
+    input_matrix: torch.Tensor,
+    readout: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    chunk_size: int,
+    output_final_state: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.autocast(inputs.device.type, enabled=False):
+        problem = _Problem(
+            inputs, log_decay, input_matrix, readout, initial_state, cu_seqlens, lengths, chunk_size, output_final_state
+        )
+        if not output_final_state:
+            return problem.forward(None), inputs.new_empty(0)
+        final = inputs.new_zeros(_state_shape(inputs, log_decay, cu_seqlens))
+        if initial_state is not None:
+            final.copy_(initial_state)
+        return problem.forward(final), final
+
+
+@_operator.register_fake
+def _(
+    inputs, log_decay, input_matrix, readout, initial_state, cu_seqlens, lengths, chunk_size, output_final_state
+):  # fmt: skip
+    output = inputs.new_empty((*inputs.shape[:2], readout.shape[0], inputs.shape[3]))
+    return output, inputs.new_empty(_state_shape(inputs, log_decay, cu_seqlens) if output_final_state else (0,))
+
+
+def _state_shape(inputs, log_decay, cu_seqlens) -> tuple[int, ...]:
+    rows = inputs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return rows, inputs.shape[2], 2, log_decay.shape[1], inputs.shape[3]
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::attention_backward", mutates_args=())
+def _operator_backward(
+    inputs: torch.Tensor,
+    log_decay: torch.Tensor,
+    input_matrix: torch.Tensor,
+    readout: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    chunk_size: int,
+    grad_output: torch.Tensor,
+    grad_final: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    with torch.autocast(inputs.device.type, enabled=False):
+        problem = _Problem(
+            inputs, log_decay, input_matrix, readout, initial_state, cu_seqlens, lengths, chunk_size,
+            grad_final is not None,
+        )  # fmt: skip
+        *grads, initial = problem.backward(grad_output, grad_final)
+        return *grads, inputs.new_empty(0) if initial is None else initial
+
+
+@_operator_backward.register_fake
+def _(
+    inputs, log_decay, input_matrix, readout, initial_state, cu_seqlens, lengths, chunk_size, grad_output, grad_final
+):  # fmt: skip
+    tensors = inputs, log_decay, input_matrix, readout, initial_state
+    return tuple(inputs.new_empty(0 if x is None else x.shape) for x in tensors)
+
+
+def _keep_inputs(ctx, inputs, output):
+    *tensors, ctx.chunk_size, ctx.output_final_state = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, grad_output, grad_final):
+    saved = ctx.saved_tensors  # once: checkpointing unpacks a tensor a single time
+    inputs, _, _, readout, initial, *_ = saved
+    if grad_output is None:
+        grad_output = inputs.new_zeros((*inputs.shape[:2], readout.shape[0], inputs.shape[3]))
+    if not ctx.output_final_state:
+        grad_final = None
+    *grads, of_initial = _operator_backward(*saved, ctx.chunk_size, grad_output, grad_final)
+    return *grads, None if initial is None else of_initial, None, None, None, None
+
+
+_operator.register_autograd(_differentiate, setup_context=_keep_inputs)

@@ -47,7 +47,7 @@ def register_feed_forward(name: str, feed_forward_class: type[nn.Module]) -> Non
     Args:
         name: what the configuration calls it.
         feed_forward_class: a module made as `feed_forward_class(config, layer_idx)`; it maps `[B, T, hidden_size]` to
-            the same. What it wants added to the loss it hands, in training, to an `AuxiliaryLoss` of its own.
+            the same. What it wants added to the training loss it hands to an `AuxiliaryLoss` of its own.
 
     Raises:
         ValueError: when the name is taken, or the class is no module.

@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+from collections import Counter, defaultdict
 
 import pytest
 import torch
@@ -44,6 +45,50 @@ VARIANTS = {
     "gated": {"use_output_gate": True, "use_output_norm": True, "input_norm": False},
     "no-convolution": {"conv_kernel": 1},
 }
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks for marks
+def pytest_collection_modifyitems(items):
+    _variants_in_turn(items)
+    _each_value_once([item for item in items if item.get_closest_marker("each_value")])
+
+
+def _variants_in_turn(items) -> None:
+    """Of a test's other parameters an arrangement of mixers meets all, a variant one in turn; its others are slow."""
+    cases = defaultdict(list)
+    for item in items:
+        values = item.callspec.params if hasattr(item, "callspec") else {}
+        name = values.get("any_model", values.get("recurrent_model"))
+        if name in VARIANTS:
+            cases[item.path, item.originalname, name].append(item)
+    turns = {name: turn for turn, name in enumerate(VARIANTS)}
+    for (_, test, name), same in cases.items():
+        # Tests begin at different places, so that a variant does not meet the same pads in all of them.
+        kept = same[(turns[name] + len(test)) % len(same)]
+        for item in same:
+            if item is not kept:
+                item.add_marker(pytest.mark.slow)
+
+
+def _each_value_once(items) -> None:
+    """Of a test with several parameters as few cases are fast as have every value of each; the others are slow."""
+    tests = defaultdict(dict)
+    for item in items:
+        values = {(name, repr(value)) for name, value in item.callspec.params.items()}
+        tests[item.path, item.originalname][item] = values
+    for cases in tests.values():
+        for item in cases.keys() - _covering(cases):
+            item.add_marker(pytest.mark.slow)
+
+
+def _covering(cases: dict) -> set:
+    """Some of `{case: values}` that together have every value: in turn the one with the most new, or rare, ones."""
+    values, seen, chosen = set().union(*cases.values()), Counter(), set()
+    while values > seen.keys():
+        case = max(cases, key=lambda case: (len(cases[case] - seen.keys()), -sum(seen[value] for value in cases[case])))
+        seen.update(cases[case])
+        chosen.add(case)
+    return chosen
 
 
 @pytest.fixture(autouse=True)

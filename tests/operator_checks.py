@@ -49,9 +49,9 @@ def inputs(shape, coefficients="full", dtype=torch.float64, decay=0.2, phase=3.0
     return {k: None if v is None else v.to(dtype).requires_grad_() for k, v in tensors.items()}
 
 
-def everything(arguments, **options):
+def everything(arguments, attention=interdomain_attention, **options):
     """Output, final state and the gradient of every argument, for a loss on both."""
-    output, state = interdomain_attention(**arguments, output_final_state=True, **options)
+    output, state = attention(**arguments, output_final_state=True, **options)
     weights = torch.Generator().manual_seed(99)
     loss = sum(
         (x * torch.randn(x.shape, generator=weights, dtype=torch.float64).to(x.dtype)).sum() for x in (output, state)

@@ -214,6 +214,48 @@ def test_record_does_not_keep_the_prompt(make_model, random_ids, cache_after):
         assert tensor.untyped_storage().nbytes() <= 2 * tensor.numel() * tensor.element_size()
 
 
+def test_record_keeps_what_was_promised_and_not_much_more(make_model, random_ids, cache_after, advance):
+    model, kept = make_model(max_rollback=4, num_hidden_layers=1), []
+    cache = cache_after(model, random_ids(1, 9), recording=True)
+    for step in range(20):
+        advance(model, cache, random_ids(1, 1, seed=step))
+        kept.append(cache.layers[0].recorded.tokens)
+    assert min(kept) >= 4 and max(kept) <= 8
+    advance(model, cache, random_ids(1, 13))  # all of it can be taken back
+    cache.crop(-13)
+    assert cache.get_seq_length() == 29
+
+
+def test_repeated_rows_of_a_recorded_prompt_of_pads(model, random_ids, advance, contents, assert_same):
+    """The prompt of row 1 begins with pads alone; then rows double, and tokens are taken back."""
+    ids, mask = random_ids(2, 8), torch.ones(2, 8, dtype=torch.long)
+    mask[1, :5] = 0
+    rows, caches = [0, 0, 1, 1], [InterdomainCache(model.config) for _ in range(2)]
+    caches[0].activate_past_recording()
+    advance(model, caches[0], ids[:, :4], attention_mask=mask[:, :4])
+    caches[0].batch_repeat_interleave(2)
+    advance(model, caches[0], ids[rows, 4:], attention_mask=mask[rows])
+    caches[0].crop(-2)
+    advance(model, caches[1], ids[rows, :6], attention_mask=mask[rows, :6])
+    for layer, expected in zip(_recurrent_layers(caches[0]), _recurrent_layers(caches[1])):
+        assert_same([layer.state, *layer.windows], [expected.state, *expected.windows])
+
+
+def test_a_cache_moves_as_a_whole(model, make_cache, random_ids, advance):
+    """To a device without memory; nothing that a rollback needs stays behind."""
+    cache = make_cache(model.config)
+    cache.activate_past_recording()
+    advance(model, cache, random_ids(2, 5))
+    advance(model, cache, random_ids(2, 1))
+    cache.to("meta")
+    for layer in cache.layers:
+        held = [x for x in vars(layer).values() if isinstance(x, torch.Tensor)]
+        if layer in _recurrent_layers(cache):
+            windows, states, pieces, constants, _ = layer.recorded
+            held += [*layer.tensors(), *(windows or ()), *(states or {}).values(), *constants, *sum(pieces, ())]
+        assert held and {x.device.type for x in held} == {"meta"}
+
+
 # Addresses, sizes, dtypes.
 
 

@@ -27,3 +27,8 @@ def test_static_decode_compiles_once_and_agrees(name, backend, make_model, rando
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     assert found.sequences.tolist() == expected.sequences.tolist()
     torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-4)
+
+    # A shorter text finds keys and values of the same shape.
+    shorter = options | {"max_new_tokens": 3, "cache_implementation": "static", "compile_config": compile_config}
+    model.generate(ids[:, 2:], attention_mask=mask[:, 2:], **shorter)
+    assert counters["stats"]["unique_graphs"] == 1

@@ -37,6 +37,7 @@ def assert_same_curve(folder, other, tolerance=2e-5):
         assert a[1:] == pytest.approx(b[1:], abs=tolerance)
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one_with_twice_the_batch(options, tmp_path):  # noqa: F811
     assert train.main(options("one", per_device_train_batch_size=4)) == 0
     launch(torchrun(2), options("two"))
@@ -79,6 +80,7 @@ def test_other_ways_to_the_same_curve(options, tmp_path, changes):  # noqa: F811
 
 @pytest.mark.slow
 def test_inductor_trains_the_same_curve(options, tmp_path):  # noqa: F811
+    torch._dynamo.reset()  # of what other tests have compiled
     assert train.main(options("plain")) == 0
     assert train.main(options("compiled", torch_compile="true")) == 0
     assert_same_curve(tmp_path / "compiled", tmp_path / "plain", 2e-4)

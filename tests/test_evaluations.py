@@ -120,14 +120,15 @@ def test_a_model_that_looks_keys_up_is_right():
     assert len(tokens) == 30 and torch.equal(logits.argmax(-1), tokens)
 
 
-def test_mqar_learns_to_look_keys_up(tmp_path):
+@pytest.mark.parametrize(("steps", "least"), [(5, 0.0), pytest.param(600, 0.6, marks=pytest.mark.slow)])
+def test_mqar_learns_to_look_keys_up(tmp_path, steps, least):
     """Knowing the two values of a sequence without their keys would be right half of the time."""
     config = tmp_path / "small"
     InterdomainConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=1, state_size=8).save_pretrained(config)
-    arguments = ["mqar", str(config), "--sizes", "2", "--steps", "600", "--vocab-size", "16", "--length", "8"]
+    arguments = ["mqar", str(config), "--sizes", "2", "--steps", str(steps), "--vocab-size", "16", "--length", "8"]
     assert recall.main([*arguments, "--batch-size", "64", "--output", str(tmp_path)]) == 0
     record = json.loads((tmp_path / "mqar.json").read_text())
-    assert record["curves"]["small"]["2"] > 0.6 and record["steps"] == 600
+    assert least < record["curves"]["small"]["2"] <= 1 and record["steps"] == steps
     assert (tmp_path / "mqar.png").exists()
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
-from modeling_interdomain import InterdomainCache
+from modeling_interdomain import InterdomainCache, InterdomainStaticCache
 
 MODES = {
     "greedy": {},
@@ -155,6 +155,18 @@ def test_static_cache_in_several_calls(model, random_ids, generate, assert_same_
         assert_same_generation(actual, generate(model, ids, max_new_tokens=new, use_cache=False))
 
 
+def test_static_cache_is_as_long_as_the_longest_so_far(model, random_ids, generate):
+    """A compiled step sees keys of the same shape, and need not be compiled again."""
+    shapes = []
+    for length, new in [(5, 7), (2, 3), (6, 4), (8, 9)]:
+        cache = generate(
+            model, random_ids(1, length), max_new_tokens=new, cache_implementation="static"
+        ).past_key_values
+        shapes.append([tuple(layer.keys.shape) for layer in cache.layers if layer.__dict__.get("keys") is not None])
+    assert shapes[0] == shapes[1] == shapes[2]
+    assert all(long[2] > short[2] for short, long in zip(shapes[0], shapes[3], strict=True))
+
+
 def test_static_cache_with_chunked_prefill(model, left_padded, generate, assert_same_generation):
     inputs = left_padded([2, 5], width=8)
     actual = generate(model, **inputs, cache_implementation="static", prefill_chunk_size=3)
@@ -247,6 +259,7 @@ def _similar_assistant(model, make_model, name):
     return assistant
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tokens", [1, 4, 20])
 @pytest.mark.parametrize(("main", "assistant"), ASSISTED)
 def test_assisted_decoding(main, assistant, tokens, make_model, random_ids, generate, assert_same_generation):
@@ -329,17 +342,57 @@ def test_assisted_decoding_with_a_static_cache_is_refused(model, random_ids):
         model.generate(random_ids(1, 4), prompt_lookup_num_tokens=2, cache_implementation="static")
 
 
+STOCK = {
+    "DynamicCache": lambda config: DynamicCache(config=config),
+    "StaticCache": lambda config: StaticCache(config=config, max_cache_len=16),
+}
+
+
 @pytest.mark.parametrize("name", ["interdomain", "interdomain-softmax", "softmax-interdomain"])
 @pytest.mark.parametrize("call", ["generate", "forward"])
-def test_dynamic_cache_for_a_recurrent_model_is_refused(name, call, make_model, random_ids, contents):
+@pytest.mark.parametrize("stock", STOCK)
+def test_stock_cache_for_a_recurrent_model_is_refused(name, call, stock, make_model, random_ids, contents):
     model, ids = make_model(name), random_ids(1, 4)
-    cache = DynamicCache(config=model.config)
+    cache = STOCK[stock](model.config)
     before = contents(cache)
-    with pytest.raises(ValueError, match=r"DynamicCache.*InterdomainCache\(model.config\)"), torch.no_grad():
+    refusal = rf"{stock}.*InterdomainCache\(model.config\)"
+    with pytest.raises(ValueError, match=refusal), torch.no_grad():
         if call == "generate":
             model.generate(ids, past_key_values=cache, max_new_tokens=2)
         else:
             model(ids, past_key_values=cache)
+    torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stock", STOCK)
+def test_stock_cache_for_softmax(stock, make_model, random_ids, generate, assert_same_generation):
+    model, ids = make_model("softmax"), random_ids(2, 4)
+    cache = STOCK[stock](model.config)
+    assert_same_generation(generate(model, ids, past_key_values=cache), generate(model, ids, use_cache=False))
+
+
+@pytest.mark.parametrize("cache", [InterdomainCache, InterdomainStaticCache])
+def test_offloading_is_refused(cache, model):
+    with pytest.raises(ValueError, match="is not offloaded: leave offloading=False"):
+        cache(config=model.config, max_cache_len=16, offloading=True)
+
+
+def test_pairs_of_keys_and_values_are_refused(model, random_ids):
+    with pytest.raises(ValueError, match=r"past_key_values must be a cache, got tuple; .*InterdomainCache"):
+        model(random_ids(1, 2), past_key_values=((None, None),) * 2)
+
+
+@pytest.mark.parametrize("name", ["interdomain-softmax", "softmax-interdomain", "softmax"])
+def test_static_cache_without_room_is_refused(name, make_model, random_ids, contents):
+    model, ids = make_model(name), random_ids(1, 7)
+    cache = InterdomainStaticCache(model.config, max_cache_len=6)
+    with torch.no_grad():
+        model(ids[:, :4], past_key_values=cache)
+        before = contents(cache)
+        with pytest.raises(ValueError, match="room for 6 tokens, and this needs 7; .*max_cache_len"):
+            model(ids[:, 4:], past_key_values=cache)
+        with pytest.raises(ValueError, match="room for 6 tokens"):
+            model.generate(ids[:, :5], past_key_values=cache, max_new_tokens=3)
     torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
 
 

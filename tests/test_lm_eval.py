@@ -246,6 +246,7 @@ def test_the_real_data(folders):
 # Likelihoods.
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", MIXERS)
 @pytest.mark.parametrize("batch_size", [4, "auto"])
 def test_batches_answer_as_single_sequences(name, batch_size, folders, manager, single):
@@ -296,6 +297,7 @@ def command_line(launcher, folder, data, output, *arguments, **environment):
     return answers(samples), done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_command_line_with_the_code_of_the_folder(folders, data, single, tmp_path):
     (numbers, texts), _ = command_line(["-c", LM_EVAL], folders / "interdomain-softmax", data, tmp_path)
     expected, expected_texts = single["interdomain-softmax"]
@@ -405,10 +407,12 @@ def test_a_card_keeps_its_text_and_a_second_run_replaces_the_first(checkpoint, d
     assert card.text.endswith("\n\nWhat I wrote later.\n")
 
 
+# To these two the harness reads the thousands of tasks that it brings.
+UNKNOWN = ["MODEL", "--tasks", "local_piqa", "local_nothing"], "There is no task local_nothing: "
 NETWORK = ["MODEL", "--tasks", "piqa"], "A task of the harness's own needs a network: "
 MISTAKES = {
     "folder": (["nowhere"], "nowhere is not a folder with a saved model."),
-    "task": (["MODEL", "--tasks", "local_piqa", "local_nothing"], "There is no task local_nothing: "),
+    "task": pytest.param(*UNKNOWN, marks=pytest.mark.slow),
     "data": (["MODEL", "--data", "nowhere"], "nowhere/eval/piqa/validation.parquet does not exist: name the folder"),
     "twice": (["MODEL", "--tasks", "local_recall", "local_drop"], "Duplicate task 'local_drop': found in both "),
     "network": pytest.param(*NETWORK, marks=pytest.mark.slow),

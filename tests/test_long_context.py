@@ -1,5 +1,6 @@
 """examples/long_context.py: a text read in chunks is the text read at once, and what it prints is true."""
 
+import io
 import math
 import os
 import subprocess
@@ -86,13 +87,21 @@ def last(model, tokenizer, text: Path, chunk: int) -> long_context.Reading:
 # Reading.
 
 
-@pytest.mark.parametrize("chunk", [1, 64, 700, 10**6])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 64, 700, 10**6])
 def test_chunks_give_what_the_whole_gives(model, tokenizer, ids, bits_per_byte, text, chunk):
     reading = last(model, tokenizer, text, chunk)
     assert (reading.tokens, reading.bytes) == (ids.shape[1] - 1, len(TEXT.encode()))
     assert reading.cache.get_seq_length() == reading.tokens
     # The example takes the logits in float32.
     assert reading.bits_per_byte == pytest.approx(bits_per_byte, rel=2e-7)
+
+
+def test_the_beginning_read_token_by_token(model, tokenizer, tmp_path):
+    path = tmp_path / "beginning.txt"
+    path.write_text(TEXT[:600], encoding="utf-8")
+    one_by_one, whole = (last(model, tokenizer, path, chunk) for chunk in (1, 10**6))
+    assert one_by_one.tokens == whole.tokens > 100
+    assert one_by_one.bits_per_byte == pytest.approx(whole.bits_per_byte, rel=2e-7)
 
 
 def test_the_cache_after_chunks_is_that_of_one_forward(model, tokenizer, text, contents, assert_same):
@@ -189,12 +198,6 @@ def test_standard_input(folder, tokenizer):
     assert columns(done.stdout.decode())[-1][0] == len(tokenizer(TEXT + "\ufffd")["input_ids"])
 
 
-@pytest.mark.parametrize("folder", ["interdomain"], indirect=True)
-def test_standard_input_without_text(folder):
-    done = run(folder, "-", input=b"")
-    assert (done.returncode, done.stderr) == (2, b"Standard input holds no text.\n")
-
-
 # Mistakes.
 
 
@@ -205,6 +208,11 @@ def refusal(capsys, *arguments) -> str:
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and error.endswith(".\n")
     return error
+
+
+def test_standard_input_without_text(capsys, folder, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    assert refusal(capsys, folder, "-") == "Standard input holds no text.\n"
 
 
 def test_missing_file(capsys, folder, tmp_path):

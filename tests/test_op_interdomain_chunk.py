@@ -4,7 +4,10 @@ import pytest
 import torch
 
 from modeling_interdomain.op_common import decay_powers
+from modeling_interdomain.op_common_chunks import chunks_of
+from modeling_interdomain.op_common_states import Workspace
 from modeling_interdomain.op_interdomain_chunk import skew, unskew
+from modeling_interdomain.op_interdomain_mixing import mixing_matrix
 from modeling_interdomain.op_interdomain_readout import apply_coefficients, combine, pull_back, pull_back_matrix
 
 PRODUCTS = ["bilinear", "hermitian", "real"]
@@ -13,17 +16,56 @@ PRODUCTS = ["bilinear", "hermitian", "real"]
 @pytest.mark.parametrize("size", [1, 2, 5, 16])
 def test_skew_moves_distances_into_columns(size):
     x = torch.randn(3, size, size, dtype=torch.float64)
-    moved = skew(x)
+    moved = skew(x, Workspace(), "skew")
     for t in range(size):
         for distance in range(size):
             expected = x[:, t, t - distance] if distance <= t else torch.zeros(3, dtype=torch.float64)
             assert torch.equal(moved[:, t, size - 1 - distance], expected)
-    assert torch.equal(unskew(moved), x.tril())
+    assert torch.equal(unskew(moved, Workspace(), "unskew"), x.tril())
+    other = torch.randn_like(x)
+    torch.testing.assert_close((moved * other).sum(), (x * unskew(other, Workspace(), "unskew")).sum())
 
 
-@pytest.mark.parametrize("function", [skew, unskew], ids=["skew", "unskew"])
-def test_skew_gradients(function):
-    assert torch.autograd.gradcheck(function, torch.randn(2, 4, 4, dtype=torch.float64, requires_grad=True))
+def tokens_of(chunks):
+    """The places of the tokens, segment by segment and step by step."""
+    for segment in chunks.segments:
+        for start, lanes, following in segment.moves():
+            first = segment.first + start
+            yield segment, lanes, following, chunks.tokens[first : first + lanes]
+
+
+@pytest.mark.parametrize("sizes", [[5, 0, 40, 16, 33, 1, 0], [16] * 40, [0, 0]], ids=["mixed", "alike", "empty"])
+def test_every_token_has_one_slot_and_documents_go_on_first(sizes):
+    chunks = chunks_of((len(sizes), 40), None, torch.tensor(sizes), 16, 64, torch.device("cpu"))
+    found, running = [], {}
+    for segment, lanes, following, places in tokens_of(chunks):
+        assert following <= lanes and segment.chunks <= 64 // chunks.size
+        rows = (places[:, 0] // 40).tolist()
+        if segment.block in running:
+            assert rows == running[segment.block]
+        running[segment.block] = rows[:following]
+        found += places[places < len(sizes) * 40].tolist()
+    assert sorted(found) == [40 * row + t for row, size in enumerate(sizes) for t in range(size)]
+    assert not any(running.values())
+
+
+def test_packed_work_is_linear_in_the_tokens():
+    """Documents of 16 tokens make chunks of 16, and as many segments and steps a token however many they are."""
+    work = []
+    for length in (1024, 2048, 4096):
+        ends = torch.arange(0, length + 1, 16)
+        chunks = chunks_of((1, length), ends, None, 64, 1024, torch.device("cpu"))
+        assert chunks.tokens.numel() == length and chunks.size == 16
+        work.append((len(chunks.segments), sum(len(s.lanes) for s in chunks.segments)))
+    assert work == [(1, 1), (2, 2), (4, 4)]
+
+
+def test_documents_that_end_before_the_row_cost_nothing():
+    """A compiled model passes an end for every token it might have; the last ones are all T."""
+    ends = torch.full((1025,), 1024)
+    ends[:3] = torch.tensor([0, 100, 300])
+    chunks = chunks_of((1, 1024), ends, None, 64, 1024, torch.device("cpu"))
+    assert chunks.documents == 3 and chunks.tokens.shape == (2 + 4 + 12, 64)
 
 
 def test_decay_powers_reduce_large_phases_exactly():
@@ -51,6 +93,11 @@ def test_pull_back_reads_what_the_product_reads(product, kind):
     y = (key_state @ query[..., None].to(key_state.dtype))[..., 0]
     p = pull_back(coefficients, y[:, None], product)[:, 0]
     torch.testing.assert_close((p.conj()[:, None] @ value_state)[:, 0].real, expected)
+    pairs = {"full": 4, "diagonal": 3}.get(kind)
+    given = None if pairs is None else torch.view_as_real(coefficients).reshape(groups, *[size] * (pairs - 2), 2)
+    mixing = mixing_matrix(given, product, groups, size, torch.empty(0, dtype=torch.float64))
+    rows = torch.view_as_real(y).flatten(1)[:, None] @ mixing
+    torch.testing.assert_close(torch.view_as_complex(rows.view(groups, size, 2)), p.resolve_conj())
     if kind == "full":
         rows = torch.view_as_real(y).flatten(1)[:, None] @ pull_back_matrix(coefficients, product)
         torch.testing.assert_close(torch.view_as_complex(rows.view(groups, size, 2)), p.resolve_conj())

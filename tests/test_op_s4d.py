@@ -1,9 +1,11 @@
 """The S4D control against its definition, token by token in float64: outputs, states and every gradient."""
 
+import functools
 from itertools import pairwise
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from modeling_interdomain.op_s4d import s4d_attention, s4d_step
 from tests.operator_checks import EXTREMES, SHAPES, inputs
@@ -44,25 +46,71 @@ def assert_close(found, expected):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9 * float(b.detach().abs().max()))
 
 
+@functools.cache
+def problem(shape, extreme):
+    """Arguments, and what the definition makes of them."""
+    leaves = arguments(SHAPES[shape], **EXTREMES.get(extreme, {}))
+    return leaves, with_gradients(definition(**leaves, boundaries=[0, SHAPES[shape][1]]), leaves)
+
+
 @pytest.mark.parametrize("chunk_size", [1, 16, 64])
-@pytest.mark.parametrize("extreme", [None, *EXTREMES])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "extreme"), [*((shape, None) for shape in SHAPES), *(("one_group", extreme) for extreme in EXTREMES)]
+)
 def test_equals_the_definition(shape, extreme, chunk_size):
-    shape = SHAPES[shape]
-    leaves = arguments(shape, **EXTREMES.get(extreme, {}))
-    expected = with_gradients(definition(**leaves, boundaries=[0, shape[1]]), leaves)
+    leaves, expected = problem(shape, extreme)
     found = with_gradients(s4d_attention(**leaves, output_final_state=True, chunk_size=chunk_size), leaves)
     assert_close(found, expected)
 
 
 @pytest.mark.parametrize("chunk_size", [4, 16])
 def test_packed_documents_do_not_see_each_other(chunk_size):
-    boundaries = [0, 5, 6, 22, 41]
-    leaves = arguments((1, 41, 4, 2, 3, 5, 6), rows=4)
+    boundaries = [0, 5, 5, 6, 22, 41, 41]
+    leaves = arguments((1, 41, 4, 2, 3, 5, 6), rows=6)
     ends = torch.tensor(boundaries)
     expected = with_gradients(definition(**leaves, boundaries=boundaries), leaves)
     found = s4d_attention(**leaves, output_final_state=True, cu_seqlens=ends, chunk_size=chunk_size)
     assert_close(with_gradients(found, leaves), expected)
+
+
+def test_what_stands_at_the_pads_is_not_read():
+    """Rows that end earlier are documents one after the other."""
+    lengths = torch.tensor([33, 0, 20])
+    leaves = arguments((3, 33, 4, 2, 3, 5, 6))
+    pads = torch.arange(33) >= lengths[:, None]
+    with torch.no_grad():
+        leaves["key"][pads] = leaves["value"][pads] = 1e30
+    output, state = s4d_attention(**leaves, output_final_state=True, lengths=lengths, chunk_size=16)
+    found = with_gradients((output[~pads], state), leaves)
+    assert not any(x[pads].any() for x in (output, *found[2:4]))
+    packed = {name: x[~pads][None] if name in ("key", "value") else x for name, x in leaves.items()}
+    output, state = definition(**packed, boundaries=[0, 33, 33, 53])
+    assert_close(found, with_gradients((output[0], state), leaves))
+
+
+@pytest.mark.parametrize("kind", ["rows", "documents"])
+def test_one_dynamic_graph_serves_every_length(kind):
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(s4d_attention, backend=counter, fullgraph=True)
+    for length in (130, 140, 77, 200):
+        leaves = arguments((1, length, 4, 2, 4, 4, 5))
+        if kind == "documents":
+            leaves.pop("initial_state")
+            leaves_and_ends = leaves | {"cu_seqlens": torch.tensor([0, 50, 50, 64, length])}
+        else:
+            leaves_and_ends = leaves
+        found = with_gradients(compiled(**leaves_and_ends, output_final_state=True), leaves)
+        assert_close(found, with_gradients(s4d_attention(**leaves_and_ends, output_final_state=True), leaves))
+    assert counter.frame_count == 2
+    torch.compiler.reset()
+
+
+def test_autocast_reaches_neither_pass():
+    leaves = arguments((2, 70, 4, 2, 3, 5, 6), dtype=torch.float32)
+    expected = with_gradients(s4d_attention(**leaves, output_final_state=True), leaves)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = with_gradients(s4d_attention(**leaves, output_final_state=True), leaves)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_interdomain import InterdomainCache
+from modeling_interdomain.mixer_softmax import eager_attention_forward
 
 LENGTHS = [9, 4, 1, 6]
 WIDTH = 12
@@ -241,3 +244,68 @@ def test_pads_among_packed_documents_do_not_leak(model, random_ids):
 def test_packed_documents_make_no_cache(model, random_ids):
     ids = random_ids(1, sum(DOCUMENTS))
     assert model(ids, use_cache=True, **PACKINGS["positions"]).past_key_values is None
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_positions_that_jump_are_one_document(model, start, random_ids, assert_same):
+    """Where positions go up, tokens have merely been left out between; rotary embeddings see how many."""
+    ids = random_ids(1, 6)
+    jumping = start + torch.tensor([[0, 1, 2, 7, 8, 20]])
+    whole = torch.zeros(1, 21, dtype=torch.long)
+    whole[0, jumping[0] - start] = 1
+    spread = torch.full_like(whole, 5)
+    spread[0, jumping[0] - start] = ids[0]
+    with torch.no_grad():
+        found = model(ids, position_ids=jumping).logits
+        expected = model(spread, attention_mask=whole, position_ids=torch.arange(21)[None]).logits
+    assert_same(found, expected[:, whole[0].bool()])
+
+
+# FlashAttention takes no mask: it is told where documents end.
+
+
+@pytest.fixture
+def flash(monkeypatch, make_model):
+    """A hybrid whose attention, like FlashAttention, knows of documents from its keyword arguments alone."""
+
+    def attend(module, query, key, value, attention_mask, cu_seq_lens_q=None, max_length_q=None, **kwargs):
+        assert attention_mask is None
+        batch, ends = query.shape[0], [0, query.shape[0] * query.shape[2]]
+        if cu_seq_lens_q is not None:
+            assert cu_seq_lens_q.dtype == torch.int32 and kwargs["cu_seq_lens_k"].equal(cu_seq_lens_q)
+            assert max_length_q == kwargs["max_length_k"] == cu_seq_lens_q.diff().max()
+            ends = cu_seq_lens_q.tolist()
+        outputs = []
+        flat = [x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for x in (query, key, value)]
+        for start, end in zip(ends, ends[1:]):
+            causal = torch.full((end - start, end - start), -torch.inf, dtype=query.dtype).triu(1)
+            document = (x[:, :, start:end] for x in flat)
+            outputs.append(eager_attention_forward(module, *document, causal, kwargs["scaling"])[0])
+        return torch.cat(outputs, dim=1)[0].unflatten(0, (batch, -1)), None
+
+    def mask(attention_mask=None, **kwargs):
+        return None if attention_mask is None or attention_mask.all() else attention_mask
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "toy_flash", attend)
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "toy_flash", mask)
+    model = make_model("softmax-interdomain")
+    model.config._attn_implementation = "toy_flash"
+    return model
+
+
+@pytest.mark.parametrize("rows", [[[5, 1, 4], [2, 8]], [[10], [3, 7], [1, 1, 8]], [[3, 7]]], ids=str)
+def test_packed_documents_in_flash_attention(flash, rows, weights, random_ids, assert_same):
+    ids = random_ids(len(rows), 10)
+    positions = torch.cat([_positions(lengths) for lengths in rows])
+    _assert_documents_are_alone(flash, ids, weights, assert_same, rows, position_ids=positions)
+    if len(rows) == 1:
+        _assert_documents_are_alone(flash, ids, weights, assert_same, rows, cu_seq_lens_q=_ends(rows[0]))
+
+
+def test_pads_among_packed_documents_in_flash_attention_are_refused(flash, random_ids):
+    ids = random_ids(1, sum(DOCUMENTS))
+    mask = torch.ones_like(ids)
+    flash(ids, attention_mask=mask, cu_seq_lens_q=_ends(DOCUMENTS))
+    mask[0, 8] = 0
+    with pytest.raises(ValueError, match="FlashAttention cannot keep packed documents apart that hold pads.*sdpa"):
+        flash(ids, attention_mask=mask, cu_seq_lens_q=_ends(DOCUMENTS))

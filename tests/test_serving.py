@@ -156,6 +156,7 @@ def test_chat_in_a_terminal(server, folders, alone, tmp_path):
     assert alone("interdomain", PROMPTS[2]) in " ".join(run.stdout.split())
 
 
+@pytest.mark.slow
 def test_continuous_batching_falls_back_and_says_so(folders, alone, tmp_path):
     arguments = [folders["interdomain"], "--trust-remote-code", "--continuous-batching"]
     with serve(tmp_path, *arguments) as (address, log):
@@ -164,6 +165,7 @@ def test_continuous_batching_falls_back_and_says_so(folders, alone, tmp_path):
     assert log.read_text().count("InterdomainForCausalLM does not support continuous batching.") == 1
 
 
+@pytest.mark.slow
 def test_without_trust_the_server_says_what_is_missing(folders, tmp_path):
     pytest.importorskip("uvicorn", reason="needs transformers[serving]")
     run = subprocess.run(

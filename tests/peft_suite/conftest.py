@@ -2,8 +2,7 @@
 
 import pytest
 
-# Together they adapt, train, decode, merge, save and load, in half a minute on two cores; the whole suite takes nine
-# minutes there and is marked slow.
+# Together they adapt, train, decode, merge, save and load; the others, most of the suite, are slow.
 FAST_TESTS = {
     "test_generate",
     "test_generate_with_mixed_adapter_batches",

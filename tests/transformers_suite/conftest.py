@@ -54,6 +54,20 @@ def pytest_configure(config):
         config.addinivalue_line("markers", f"{marker}: set by the tests of Transformers")
 
 
+# One of the three models takes the long tests with the fast ones, the hybrid those that start several processes.
+FAST_MODEL = {
+    "is_training_test": "InterdomainTest",
+    "is_tensor_parallel_test": "HybridTest",
+    "is_fsdp_test": "HybridTest",
+}
+
+
+def pytest_itemcollected(item):
+    for marker, model in FAST_MODEL.items():
+        if item.get_closest_marker(marker) and item.parent.name != model:
+            item.add_marker(pytest.mark.slow)
+
+
 class SkippedModule(pytest.Module):
     def collect(self):
         pytest.skip(unavailable, allow_module_level=True)

@@ -1,0 +1,82 @@
+"""What a single token puts into the operator, in few calls: at batch 1 a call costs more than what it computes."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from .module_feature_maps import silu_l2
+from .module_rotary import rotate
+
+
+class TokenTables(NamedTuple):
+    """The weights of `token_inputs`, side by side.
+
+    Attributes:
+        taps: `[(H + G) R, kernel]`, of the convolutions of query and key.
+        weight, bias: of the norms of key and value, `[G, R]` and `[G, D]`; one tensor `[2 G, R]` where R = D; or None.
+    """
+
+    taps: torch.Tensor
+    weight: tuple[torch.Tensor, ...] | None
+    bias: tuple[torch.Tensor, ...] | None
+
+
+def token_tables(q_taps: torch.Tensor, k_taps: torch.Tensor, *norms: torch.Tensor) -> TokenTables:
+    """From the weights of two `CausalConv1d`, `[W, 1, kernel]`, and of the norms: `[R]`, `[D]`, `[G, R]`, `[G, D]`."""
+    taps = torch.cat([q_taps, k_taps]).squeeze(1)
+    if not norms:
+        return TokenTables(taps, None, None)
+    biases = list(norms[2:])
+    weights = [w.expand_as(b) for w, b in zip(norms[:2], biases, strict=True)]
+    if weights[0].shape == weights[1].shape:
+        weights, biases = [torch.cat(weights)], [torch.cat(biases)]
+    return TokenTables(taps, tuple(weights), tuple(biases))
+
+
+def token_inputs(
+    projected: Sequence[torch.Tensor],
+    windows: Sequence[torch.Tensor],
+    tables: TokenTables,
+    eps: float,
+    heads: tuple[int, int],
+    cos_sin: tuple[torch.Tensor, torch.Tensor] | None,
+    rope_placement: str | None,
+) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
+    """`fused_inputs` of one token: queries and keys go through together, and so do the norms of keys and values.
+
+    Args:
+        projected: query `[B, 1, H R]`, key `[B, 1, G R]` and value `[B, 1, G D]`, before the convolutions.
+        windows: `[B, H R, kernel - 1]` and `[B, G R, kernel - 1]`, the inputs before the token.
+        heads: H and G.
+        cos_sin: `[B, 1, R]` each, for a rotation "before" or "after" the feature map.
+
+    Returns:
+        query `[B, 1, H, R]`, key `[B, 1, G, R]`, value `[B, 1, G, D]`, and the new windows.
+    """
+    query, key, value = projected
+    token = torch.cat([query, key], dim=-1)
+    extended = torch.cat([torch.cat(list(windows), dim=1).to(token.dtype), token.mT], dim=-1)
+    after = extended[..., 1:].split_with_sizes([w.shape[1] for w in windows], dim=1)
+    x = (extended * tables.taps).sum(-1).view(token.shape[0], 1, sum(heads), -1)
+    if cos_sin is not None and rope_placement == "before":
+        x = rotate(x, *cos_sin)
+    x = silu_l2(x)
+    if cos_sin is not None and rope_placement == "after":
+        x = rotate(x, *cos_sin)
+    query, key = x.split_with_sizes(list(heads), dim=2)
+    key, value = _normalised(key, value.view(*key.shape[:3], -1), tables, eps)
+    return (query, key, value), list(after)
+
+
+def _normalised(key, value, tables: TokenTables, eps: float) -> Sequence[torch.Tensor]:
+    if tables.weight is None:
+        return key, value
+    together = len(tables.weight) == 1
+    xs = [torch.cat([key, value], dim=2)] if together else [key, value]
+    ys = [
+        torch.addcmul(bias, F.rms_norm(x, x.shape[-1:], eps=eps), weight)
+        for x, weight, bias in zip(xs, tables.weight, tables.bias, strict=True)
+    ]
+    return ys[0].chunk(2, dim=2) if together else ys

@@ -1,0 +1,107 @@
+"""`torch.compile(model)`: one graph without a break for every length, masked, packed, in training and prefill."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from modeling_interdomain import InterdomainCache
+
+LENGTHS = (13, 19, 8, 30)
+
+
+def _mask(length: int) -> torch.Tensor:
+    """Two rows with pads on the left and between."""
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[1, :3] = mask[0, 5] = 0
+    return mask
+
+
+def _inputs(kind: str, ids: torch.Tensor) -> dict:
+    length = ids.shape[1]
+    if kind == "masked":
+        return {"input_ids": ids, "attention_mask": _mask(length)}
+    if kind == "positions":
+        positions = torch.cat([torch.arange(4), torch.arange(length - 4)])
+        return {"input_ids": ids, "position_ids": positions.expand(2, -1)}
+    if kind == "ends":
+        return {"input_ids": ids[:1], "cu_seq_lens_q": torch.tensor([0, 3, 4, length], dtype=torch.int32)}
+    return {"input_ids": ids}
+
+
+def _train(model, kind: str, ids: torch.Tensor) -> list[torch.Tensor]:
+    """Logits and every gradient of a step."""
+    inputs = _inputs(kind, ids)
+    model.zero_grad()
+    output = model(**inputs, labels=inputs["input_ids"], use_cache=False)
+    output.loss.backward()
+    return [output.logits.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+@torch.no_grad()
+def _prefill(model, kind: str, ids: torch.Tensor) -> list[torch.Tensor]:
+    """Logits and what the cache then holds."""
+    cache = InterdomainCache(model.config)
+    logits = model(**_inputs(kind, ids), past_key_values=cache).logits
+    held = [
+        x for layer in cache.layers for x in (layer.held() if hasattr(layer, "held") else (layer.keys, layer.values))
+    ]
+    return [logits, *held]
+
+
+RUNS = {
+    "training masked": (_train, "masked"),
+    "training with positions": (_train, "positions"),
+    "training with ends": (_train, "ends"),
+    "training": (_train, "plain"),
+    "prefill masked": (_prefill, "masked"),
+    "prefill": (_prefill, "plain"),
+}
+QUICK = [
+    ("interdomain-softmax", "training masked", "aot_eager"),
+    ("s4d", "training with positions", "aot_eager"),
+    ("grouped", "training with ends", "aot_eager"),
+    ("interdomain-softmax", "prefill masked", "aot_eager"),
+]
+THOROUGH = [
+    (name, run, backend)
+    for name, run, backend in [
+        *((name, run, "aot_eager") for name in ("interdomain", "s4d-grouped", "normalized", "fourier") for run in RUNS),
+        *(("interdomain-softmax", run, "inductor") for run in RUNS),
+        ("s4d", "training masked", "inductor"),
+    ]
+    if (name, run, backend) not in QUICK
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "run", "backend"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in THOROUGH)]
+)
+def test_one_graph_for_every_length(name, run, backend, make_model, random_ids):
+    """The first length is compiled as it is, the second as a variable, later ones not at all."""
+    model = make_model(name, dtype=torch.float32, state_dtype="float32", pad_token_id=None)
+    function, kind = RUNS[run]
+    if function is _train:
+        model.train()
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    try:
+        for length in LENGTHS:
+            ids = random_ids(2, length, seed=length)
+            expected = function(model, kind, ids)
+            found = function(compiled, kind, ids)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        assert counter.frame_count == 2
+    finally:
+        torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_without_fullgraph_there_is_no_break_either(make_model, random_ids):
+    model = make_model("interdomain-softmax", dtype=torch.float32, state_dtype="float32").train()
+    torch._dynamo.reset()
+    for kind in ("masked", "positions", "ends"):
+        explained = torch._dynamo.explain(lambda ids, kind=kind: model(**_inputs(kind, ids), use_cache=False).logits)(
+            random_ids(2, 12)
+        )
+        assert explained.graph_count == 1 and explained.graph_break_count == 0
