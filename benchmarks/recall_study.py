@@ -214,7 +214,8 @@ def run_condition(
     }
     optimizer = torch.optim.AdamW(parameter_groups(model, learning_rate), betas=(0.9, 0.95))
     peaks = [group["lr"] for group in optimizer.param_groups]
-    held_out = [batch for _, batch in zip(range(8), make_batches(pairs, length, shifted, seed + 1000))]
+    asked = make_batches(pairs, length, shifted, seed + 1000)
+    held_out = [batch for _, batch in zip(range(TRAINING["held_out_batches"]), asked)]
     curve = {}
     for step, batch in zip(range(1, steps + 1), make_batches(pairs, length, shifted, seed)):
         for group, peak in zip(optimizer.param_groups, peaks):
