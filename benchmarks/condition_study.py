@@ -281,7 +281,9 @@ def main() -> None:
         studies.write_speed(FILE, fresh, endless_runs(), TRAINING["batch_size"] * TRAINING["sequence_length"])
     else:
         run = functools.partial(run_condition, data=prepare(arguments.data))
-        studies.run_missing(FILE, fresh, plan, run, "python -m benchmarks.condition_study", arguments.part)
+        studies.run_missing(
+            FILE, fresh, plan, run, "python -m benchmarks.condition_study", arguments.part, arguments.runs
+        )
     readme.update()
 
 

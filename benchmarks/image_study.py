@@ -101,7 +101,7 @@ def main() -> None:
     else:
         train, test = load_images(arguments.data, "train"), load_images(arguments.data, "test", TEST_IMAGES)
         run = functools.partial(run_condition, train=train, test=test)
-        studies.run_missing(FILE, fresh, plan, run, "python -m benchmarks.image_study", arguments.part)
+        studies.run_missing(FILE, fresh, plan, run, "python -m benchmarks.image_study", arguments.part, arguments.runs)
     readme.update()
 
 

@@ -72,7 +72,7 @@ def main() -> None:
     data = condition_study.prepare(arguments.data)
     run = functools.partial(condition_study.run_condition, data=data, training=TRAINING)
     planned = functools.partial(plan, shorter=read("condition_study")["runs"])
-    studies.run_missing(FILE, fresh, planned, run, "python -m benchmarks.longer_study", arguments.part)
+    studies.run_missing(FILE, fresh, planned, run, "python -m benchmarks.longer_study", arguments.part, arguments.runs)
     readme.update()
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ def parser(description: str, data: str | None = None, speed: bool = False) -> ar
     if speed:
         found.add_argument("--speed", action="store_true", help="measure the speed of training and stop")
     found.add_argument("--threads", type=int, default=torch.get_num_threads())
+    found.add_argument("--runs", type=int, metavar="N", help="stop after N runs (default: when all are done)")
     found.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="every N-th run from I")
     return found
 
@@ -37,14 +39,15 @@ def run_missing(
     run: Callable[..., dict],
     command: str,
     part: tuple[int, int] = (0, 1),
+    limit: int | None = None,
 ) -> None:
-    """Do the runs of the plan that the file does not hold yet.
+    """Do the runs of the plan that the file does not hold yet, `limit` of them at most.
 
     The plan is asked again after every run, because later runs may depend on the results of earlier ones. Each of its
     items are the arguments of `run`, which are also kept in the row and tell the runs apart.
     """
     index, count = part
-    while True:
+    for _ in itertools.count() if limit is None else range(limit):
         done = load(file, fresh)["runs"]
         missing = [
             item

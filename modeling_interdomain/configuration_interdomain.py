@@ -17,6 +17,9 @@ _CHOICES = {
     "state_input": (None, "key_value", "generic"),
     "rope_placement": (None, "before", "after"),
     "input_matrix_init": ("zero_order_hold", "unit_variance", "one"),
+    "modes": ("s4d_inv", "s4d_lin", "uniform"),
+    "time_step_spacing": ("random", "even"),
+    "coefficient_init": ("normal", "identity", "posterior"),
     "state_dtype": ("float32", "float64", "bfloat16", "float16"),
     "backend": ("auto", "recurrent", "fft", "scan", "associative_scan", "chunk", "triton"),
 }
@@ -76,17 +79,31 @@ class InterdomainConfig(PreTrainedConfig):
             softmax layers rotate queries and keys. Default: None, no rotary embeddings.
         rope_placement: where "interdomain" and "s4d" layers rotate queries and keys: "before" or "after" the feature
             map (the same where a key has none), or None, not at all. Default: None.
+        modes: start of the frequencies Im A: "s4d_inv", "s4d_lin", or "uniform", phases Delta Im A = pi (n + 1/2) / M a
+            token whatever the step, which resolve the last 2M tokens and alias beyond. The decay is Delta / 2 a token.
+            Default: "s4d_inv".
         input_matrix_init: start of beta: "zero_order_hold" ((lambda - 1) / A), "unit_variance" (sqrt(1 - |lambda|^2))
             or "one". Default: "zero_order_hold".
-        coefficient_init_scale: start of C: complex normal of variance `coefficient_init_scale^2 / M` ("diagonal":
+        coefficient_init: start of C: "normal" (complex normal), "identity", or "posterior", with which the kernel of
+            the ages of keys and values comes closest to the identity: C^H C is the inverse Gramian of the modes
+            (of each mode alone for a diagonal C). That is the optimum of product "hermitian", which "interdomain"
+            layers then need; the modes of "s4d" layers it makes orthonormal. Default: "normal".
+        coefficient_init_scale: of "normal": the variance is `coefficient_init_scale^2 / M` ("diagonal":
             `coefficient_init_scale^2`). Default: 0.25.
+        coefficient_init_noise: of "posterior": what is added to the diagonal of the Gramian, relative to its mean, so
+            that nearly equal modes do not start with large coefficients. Default: 1e-3.
+        output_init_rms: root mean square of the output before `o_proj` at the start, to which C is scaled, as queries
+            of unit length with white keys and values of unit size (as `input_norm` makes them) meet it after many
+            tokens; correlated tokens give more. Default: None, as C and beta make it.
         bidirectional: softmax layers see later tokens too; for classifiers without recurrent layers. Default: False.
         use_cls_token: classifiers append a learned token and read the class there. Default: False.
         patch_size: classifiers take `pixel_values` and cut them into squares of so many pixels a side, each one token.
             Default: None, no images.
         num_channels: channels of those images. Default: 3.
-        time_step_min: smallest step Delta at the start, which is log-uniform. Default: 1e-3.
+        time_step_min: smallest step Delta at the start. Default: 1e-3.
         time_step_max: largest step Delta at the start. Default: 1e-1.
+        time_step_spacing: how the steps of the groups of a layer lie between the two, in the logarithm: "random"
+            (drawn uniformly) or "even" (spread evenly, not drawn; the middle for one group). Default: "random".
         hidden_act: activation of the feed-forward layer. Default: "silu".
         rms_norm_eps: epsilon of every RMSNorm. Default: 1e-6.
         attention_dropout: dropout of the softmax weights. Default: 0.0.
@@ -150,14 +167,19 @@ class InterdomainConfig(PreTrainedConfig):
     use_output_norm: bool = False
     rope_parameters: dict | None = None
     rope_placement: str | None = None
+    modes: str = "s4d_inv"
     input_matrix_init: str = "zero_order_hold"
+    coefficient_init: str = "normal"
     coefficient_init_scale: float = 0.25
+    coefficient_init_noise: float = 1e-3
+    output_init_rms: float | None = None
     bidirectional: bool = False
     use_cls_token: bool = False
     patch_size: int | None = None
     num_channels: int = 3
     time_step_min: float = 1e-3
     time_step_max: float = 1e-1
+    time_step_spacing: str = "random"
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-6
     attention_dropout: float = 0.0
@@ -250,8 +272,40 @@ class InterdomainConfig(PreTrainedConfig):
                 f"time_step_min = {self.time_step_min} must be positive and at most time_step_max = "
                 f"{self.time_step_max}."
             )
+        self._check_start()
         if self.max_rollback < 0:
             raise ValueError(f"max_rollback must not be negative, got {self.max_rollback}.")
+
+    def _check_start(self) -> None:
+        """What is asked of C at the start can be done, and has an effect."""
+        if not self.coefficient_init_noise >= 1e-10:
+            raise ValueError(
+                f"coefficient_init_noise must be at least 1e-10, which float64 can tell from 0; got "
+                f"{self.coefficient_init_noise}."
+            )
+        if self.coefficient_init == "posterior" and self.coefficient_matrix == "identity":
+            raise ValueError(
+                'coefficient_init = "posterior" starts a coefficient matrix: set coefficient_matrix to "full" or '
+                '"diagonal".'
+            )
+        if (
+            self.coefficient_init == "posterior"
+            and self.product != "hermitian"
+            and "interdomain" in self.mixers_per_layer
+        ):
+            raise ValueError(
+                f'coefficient_init = "posterior" is the optimum of the hermitian product, and product is '
+                f'"{self.product}": set product="hermitian".'
+            )
+        if self.output_init_rms is None:
+            return
+        if not 0 < self.output_init_rms < float("inf"):
+            raise ValueError(f"output_init_rms must be positive and finite, or None; got {self.output_init_rms}.")
+        if self.coefficient_matrix == "identity":
+            raise ValueError('output_init_rms scales the coefficient matrix, and "identity" has none: set it to None.')
+        if self.normalize or self.use_output_norm:
+            name = "normalize" if self.normalize else "use_output_norm"
+            raise ValueError(f"output_init_rms has no effect with {name}, which divides by the scale: set it to None.")
 
     def _name_unknown_fields(self, fields: dict) -> None:
         """Fields beyond ours and the library's are kept, but a misspelt one, or a newer version's, has no effect."""

@@ -8,6 +8,7 @@ from transformers import initialization as init
 
 from .mixer_interdomain import KeyValueMixer
 from .module_recurrence import InterdomainRecurrence
+from .module_start import readout_rms, real_gramian
 from .op_interdomain_step import StepTables
 from .op_s4d import s4d_attention, s4d_tables, take_s4d_step
 
@@ -18,6 +19,8 @@ class S4DRecurrence(InterdomainRecurrence):
     It starts as small as any linear map: with numbers of unit size, outputs are large and the layer hardly learns
     (benchmarks/start_study.py).
     """
+
+    degree = 1
 
     tabled = (*InterdomainRecurrence.tabled, "readout")
 
@@ -31,6 +34,9 @@ class S4DRecurrence(InterdomainRecurrence):
         super().start_parameters(config)
         if hasattr(self, "readout"):
             init.normal_(self.readout, std=config.initializer_range)
+
+    def _output_rms(self, config, coefficients: torch.Tensor) -> torch.Tensor:
+        return readout_rms(coefficients, config.initializer_range, real_gramian(*self._transition_and_beta()))
 
     def _operate(self, *inputs: Any, **arguments: Any):
         """`s4d_attention` of the two inputs."""

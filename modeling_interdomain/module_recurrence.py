@@ -8,6 +8,15 @@ from torch import nn
 from transformers import initialization as init
 
 from .module_common import Float32Module, TabledModule
+from .module_start import (
+    even_log_steps,
+    frequencies,
+    gramian,
+    output_rms,
+    posterior_coefficients,
+    posterior_diagonal,
+    real_gramian,
+)
 from .op_interdomain import interdomain_attention, take_step
 from .op_interdomain_step import StepTables, step_tables
 
@@ -18,6 +27,9 @@ class InterdomainRecurrence(Float32Module, TabledModule):
     A module of its own, because it stays in float32 whatever the model's dtype: a rounded `log_dt` or `a_imag` would
     turn every phase of a long sequence, and sharding (FSDP2) wants one dtype a module.
     """
+
+    degree = 2
+    """The power of C that the output has."""
 
     C: nn.Parameter | None
     # The parameters that tables of a step are made of.
@@ -40,20 +52,52 @@ class InterdomainRecurrence(Float32Module, TabledModule):
 
     @torch.no_grad()
     def start_parameters(self, config) -> None:
-        """S4D-Inv modes, log-uniform steps, and beta and C as the configuration says."""
+        """Steps, modes, beta and C as the configuration says, each from those before it."""
         groups, size = self.a_imag.shape
-        modes = torch.arange(size, dtype=torch.float32, device=self.a_imag.device)
+        low, high = config.time_step_min, config.time_step_max
+        if config.time_step_spacing == "even":
+            init.copy_(self.log_dt, even_log_steps(groups, low, high, self.log_dt.device))
+        else:
+            init.uniform_(self.log_dt, math.log(low), math.log(high))
         init.constant_(self.log_a_real, math.log(0.5))
-        init.copy_(self.a_imag, (size / math.pi * (size / (2 * modes + 1) - 1)).expand(groups, -1))
-        init.uniform_(self.log_dt, math.log(config.time_step_min), math.log(config.time_step_max))
+        init.copy_(self.a_imag, frequencies(config.modes, size, self.log_dt))
         init.copy_(self.B, self._initial_input_matrix())
-        if self.C is not None:
-            variance = config.coefficient_init_scale**2 / (size if self.C.ndim == 4 else 1)
-            init.normal_(self.C, std=math.sqrt(variance / 2))
+        if self.C is not None and not getattr(self.C, "_is_hf_initialized", False):
+            self._start_coefficients(config, self.C)
+
+    def _start_coefficients(self, config, C: torch.Tensor) -> None:
+        """C as `coefficient_init` names it, then scaled to the wanted size of the output."""
+        size, full = self.a_imag.shape[1], C.ndim == 4
+        if config.coefficient_init == "normal":
+            variance = config.coefficient_init_scale**2 / (size if full else 1)
+            init.normal_(C, std=math.sqrt(variance / 2))
+        elif config.coefficient_init == "identity":
+            ones = torch.ones(C.shape[:2], dtype=torch.complex64, device=C.device)
+            init.copy_(C, torch.view_as_real(torch.diag_embed(ones) if full else ones))
+        else:
+            posterior = posterior_coefficients if full else posterior_diagonal
+            found = posterior(gramian(*self._transition_and_beta()), config.coefficient_init_noise)
+            init.copy_(C, torch.view_as_real(found.resolve_conj()))
+        if config.output_init_rms is not None:
+            coefficients = torch.view_as_complex(C.double())
+            rms = self._output_rms(config, coefficients if full else torch.diag_embed(coefficients))
+            scale = (config.output_init_rms / rms) ** (1 / self.degree)
+            C.mul_(scale.to(C.dtype).view(-1, *[1] * (C.ndim - 1)))
+
+    def _output_rms(self, config, coefficients: torch.Tensor) -> torch.Tensor:
+        """Root mean square of the output at the start, `[G]`, of C complex `[G, M, M]`."""
+        return output_rms(coefficients, config.product, real_gramian(*self._transition_and_beta()))
+
+    def _rates(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A and lambda, complex `[G, M]`, in float64."""
+        rate = torch.complex(-self.log_a_real.double().exp(), self.a_imag.double())
+        return rate, torch.exp(self.log_dt.double().exp()[:, None] * rate)
+
+    def _transition_and_beta(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._rates()[1], torch.view_as_complex(self.B.double())
 
     def _initial_input_matrix(self) -> torch.Tensor:
-        rate = torch.complex(-self.log_a_real.double().exp(), self.a_imag.double())
-        decay = torch.exp(self.log_dt.double().exp()[:, None] * rate)
+        rate, decay = self._rates()
         start = self.config.input_matrix_init
         if start == "zero_order_hold":
             beta = (decay - 1) / rate

@@ -112,6 +112,15 @@ def test_what_is_said_of_starts():
     assert all(one[0] <= other[1] for one, other in itertools.permutations(ranges, 2)), "within those of the seeds"
 
 
+def test_what_is_said_of_recall():
+    runs = [row for row in read("recall_study")["runs"] if (row["pairs"], row["learning_rate"]) == (8, 3e-3)]
+    by_name = {name: [row for row in runs if row["condition"] == name] for name in {row["condition"] for row in runs}}
+    lead, default = by_name["posterior, uniform, even"], by_name["Interdomain"]
+    assert len(lead) > 1 and min(row["accuracy"] for row in lead) > 0.99
+    assert max(row["accuracy"] for row in default) < 0.9
+    assert {row["theory"]["span"] for row in lead} == {64} and max(row["theory"]["span"] for row in default) < 5
+
+
 def test_what_is_said_of_the_papers_comparison():
     runs, longer = read("condition_study")["runs"], read("longer_study")["runs"]
     score = condition_study.score

@@ -15,6 +15,7 @@ from benchmarks import (
     image_study,
     longer_study,
     readme,
+    recall_study,
     start_study,
     studies,
 )
@@ -44,13 +45,17 @@ def test_runs_are_added_until_the_plan_is_done(tmp_path, capsys):
     assert [row["x"] for row in studies.load(file, {})["runs"]] == [0]
     studies.run_missing(file, {"about": "x"}, plan, run, "python study", part=(0, 2))
     assert called == [0, 1, 2]
+    studies.run_missing(file, {"about": "x"}, plan, run, "python study", limit=1)
+    assert called == [0, 1, 2, 1]
     studies.run_missing(file, {"about": "x"}, plan, run, "python study")
     record = json.loads(file.read_text())
     assert [row["x"] for row in record["runs"]] == [0, 2, 1, 6] and record["about"] == "x"
     assert record["machine"]["command"] == "python study" and all(row["seconds"] >= 0 for row in record["runs"])
 
 
-@pytest.mark.parametrize("study", [condition_study, longer_study, image_study, start_study, conversion_study])
+@pytest.mark.parametrize(
+    "study", [condition_study, longer_study, image_study, start_study, conversion_study, recall_study]
+)
 def test_a_study_that_ends_writes_its_table(monkeypatch, tmp_path, study):
     """Its runs are those of the file, so that there is nothing left to do but the table."""
     name = study.__name__.rpartition(".")[2]
@@ -224,3 +229,95 @@ def test_images_are_timed_with_the_models_of_the_study():
     runs = image_study.endless_runs(images)
     assert set(runs) == set(image_study.CONDITIONS)
     assert next(runs["softmax-causal"]).images_per_second > 0
+
+
+def test_the_recall_study_brackets_rates_then_goes_on_with_the_best():
+    """A best rate at an end asks for one beyond it; seeds, control, state sizes and lengths follow at the best."""
+    study = recall_study
+    small, second = study.BRACKETED
+    middle, low, _ = study.LEARNING_RATES
+
+    def result(item):
+        return item | {"accuracy": 0.5, "loss": abs(math.log(item["learning_rate"] / middle))}
+
+    first = list(study.plan([]))
+    assert tuple(first[: len(study.FIRST)]) == study.FIRST
+    assert {item["condition"] for item in first} == set(study.CONDITIONS)
+    assert all(item["length"] == small[1] and not item["shifted"] for item in first)
+    runs = [result(item) for item in first]
+    assert study.best_rate(runs, "softmax", small) == middle
+    for _ in range(2):  # the second size, then what follows from it
+        runs += [result(item) for item in study.plan(runs) if item not in first]
+    later = [row for row in runs if row not in [result(item) for item in first]]
+    assert {row["seed"] for row in later} == set(study.SEEDS)
+    assert {row["learning_rate"] for row in later if row["length"] == second[1]} == set(study.LEARNING_RATES)
+    assert {row["condition"] for row in later if row["length"] > second[1]} == set(study.FRONTIER)
+    assert {row["learning_rate"] for row in later if row["length"] > second[1]} == {middle}
+    assert {row["state_size"] for row in later if row["condition"] == "softmax"} == {study.STATE_SIZE}
+    assert {row["condition"] for row in later if row["shifted"]} == set(study.FRONTIER)
+
+    at_an_end = [result(item) | {"loss": item["learning_rate"]} for item in first]
+    assert study.best_rate(at_an_end, "softmax", small) is None
+    assert study.item("softmax", learning_rate=study.LIMITS[0]) in list(study.plan(at_an_end))
+    beyond = [*at_an_end, study.item("softmax", learning_rate=study.LIMITS[0]) | {"accuracy": 0.4, "loss": 1.0}]
+    assert study.best_rate(beyond, "softmax", small) == low
+
+
+def test_the_recall_study_spends_one_run_on_a_larger_size_where_the_smallest_is_not_learned():
+    study = recall_study
+    runs = [
+        item | {"accuracy": 0.1 if item["condition"] == "S4D-only" else 0.5, "loss": abs(item["learning_rate"] - 3e-3)}
+        for item in study.plan([])
+    ]
+    larger = [item for item in study.plan(runs) if (item["pairs"], item["length"]) == study.BRACKETED[1]]
+    assert [item for item in larger if item["condition"] == "S4D-only"] == [study.item("S4D-only", study.BRACKETED[1])]
+    assert len([item for item in larger if item["condition"] == "hermitian"]) == len(study.LEARNING_RATES)
+
+
+def test_the_shifted_control_moves_rows_and_asks_the_same():
+    plain = next(recall_study.make_batches(4, 24, False, 0))
+    generator = torch.Generator().manual_seed(1)
+    moved = recall_study.shift(plain, generator)
+    assert moved.ids.shape == (plain.ids.shape[0], 24 + recall_study.SHIFT)
+    assert torch.equal(moved.ids[moved.asked], plain.ids[plain.asked])
+    offsets = set()
+    for row, original in zip(moved.ids, plain.ids):
+        offset = next(i for i in range(recall_study.SHIFT + 1) if torch.equal(row[i : i + 24], original))
+        half = recall_study.SHAPE["vocab_size"] // 2
+        assert (row[:offset] >= half).all() and (row[offset + 24 :] == 0).all()
+        offsets.add(offset)
+    assert len(offsets) > 1 and max(offsets) <= recall_study.SHIFT
+
+
+def test_the_theory_of_a_start_names_what_it_can_hold():
+    """As many ages as the posterior resolves; none for C at random; beyond 2M tokens uniform modes alias."""
+    lead = recall_study.make_model("posterior, uniform, even")
+    found = recall_study.theory(lead, 64)
+    assert found["span"] == 64 and 1 <= found["resolution"] < 1.1
+    assert recall_study.theory(recall_study.make_model("Interdomain"), 64)["span"] < 8
+    few = recall_study.make_model("posterior, uniform, even", state_size=8)
+    assert recall_study.theory(few, 64)["resolution"] > found["resolution"]
+    assert recall_study.theory(recall_study.make_model("softmax"), 64) is None
+    assert recall_study.theory(recall_study.make_model("S4D-only"), 64) is None
+
+
+def test_a_run_of_the_recall_study_has_what_its_table_and_plot_read(monkeypatch, tmp_path):
+    """The answers on the way and at the end, by a model that the study's own options describe."""
+    monkeypatch.setattr(recall_study, "EVERY", 2)
+    monkeypatch.setattr(recall_study, "TRAINING", recall_study.TRAINING | {"batch_size": 2})
+    monkeypatch.setattr(recall_study, "FILE", tmp_path / "recall_study.json")
+    items = [
+        recall_study.item("posterior, uniform, even"),
+        recall_study.item("softmax", recall_study.SETTINGS[1], state_size=32),
+        recall_study.item("posterior, uniform, even", shifted=True),
+    ]
+    plan, run = lambda runs: iter(items), recall_study.run_condition
+    training = {"training": recall_study.TRAINING}
+    studies.run_missing(recall_study.FILE, training, plan, lambda **item: run(**item, steps=4), "python study")
+    record = json.loads(recall_study.FILE.read_text())
+    for row in record["runs"]:
+        assert list(row["curve"]) == ["2", "4"] and 0 <= row["accuracy"] <= 1 and math.isfinite(row["loss"])
+    assert record["runs"][0]["state_bytes"] == record["runs"][2]["state_bytes"]
+    table = recall_study.table(record)
+    assert "posterior, uniform, even | " in table and "shifted control" in table and "not run" in table
+    assert recall_study.plot(record).stat().st_size > 0

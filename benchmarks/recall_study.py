@@ -1,0 +1,400 @@
+"""Which layers recall? Multi-query associative recall by start, modes, state size and length.
+
+The task is `mqar` of examples/recall.py: key-value pairs, then the same keys again in another order, and the model is
+asked for their values. Every condition sees the same sequences in the same order with the same optimiser; a seed
+changes the weights and the sequences. At the two smaller sizes three learning rates are run with the first seed, and
+more where the best one lies at an end; each condition's best is run with the other seeds, and taken on to other state
+sizes and lengths. A condition that hardly learns the smallest size (WORTHWHILE) has one run at the next, at its best
+rate: what it gives there is no surprise, and the hours are better spent.
+
+Keys stand at even places and values at odd ones, which a layer could learn instead of looking. The shifted control
+puts 0 to 7 random tokens, other ones for every sequence, in front.
+
+    python -m benchmarks.recall_study             # all runs that results/recall_study.json does not hold yet
+    python -m benchmarks.recall_study --first     # only the most informative runs
+    python -m benchmarks.recall_study --table     # the tables as markdown
+    python -m benchmarks.recall_study --plot      # results/recall_study.png
+"""
+
+import math
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+from benchmarks import readme, studies
+from benchmarks.harness import RESULTS, footnote, markdown
+from examples.recall import Pairs, answers, mqar_batches
+from examples.training import cosine_with_warmup, parameter_groups
+from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
+from modeling_interdomain.op_interdomain_readout import pull_back_matrix
+
+FILE = RESULTS / "recall_study.json"
+SHAPE = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+TRAINING = {"batch_size": 32, "steps": {"8": 1500, "16": 2000, "32": 2000, "64": 2000}, "held_out_batches": 8}
+EVERY = 125  # steps between two looks at the held-out sequences
+SHIFT = 7
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+S4D = {"token_mixers": "s4d"}
+HERMITIAN = {"product": "hermitian"}
+POSTERIOR = HERMITIAN | {"coefficient_init": "posterior"}
+UNIFORM = {"modes": "uniform", "input_matrix_init": "unit_variance"}
+EVEN = {"time_step_spacing": "even", "time_step_min": 0.02, "time_step_max": 0.1}
+LEAD = POSTERIOR | UNIFORM | EVEN
+CONDITIONS = {
+    "Interdomain": {},
+    "posterior, uniform, even": LEAD,
+    "softmax": {"token_mixers": "softmax", "rope_parameters": ROPE},
+    "S4D-only": S4D,
+    "hermitian": HERMITIAN,
+    "posterior, S4D-Inv": POSTERIOR,
+    "posterior, S4D-Lin": POSTERIOR | {"modes": "s4d_lin"},
+    "posterior, uniform": POSTERIOR | UNIFORM | {"time_step_min": 0.03},
+    "identity, uniform, even": LEAD | {"coefficient_init": "identity"},
+    "normal, uniform, even": LEAD | {"coefficient_init": "normal"},
+    "posterior, uniform, even, output 0.05": LEAD | {"output_init_rms": 0.05},
+    "posterior, uniform, even to 1": LEAD | {"time_step_max": 1.0},
+    "Interdomain, RoPE": {"rope_parameters": ROPE, "rope_placement": "after"},
+    "S4D-only, S4D-Lin": S4D | {"modes": "s4d_lin"},
+    "S4D-only, uniform, even": S4D | UNIFORM | EVEN,
+    "single input": {"state_input": "generic"},
+    "single input, posterior, uniform, even": LEAD | {"state_input": "generic"},
+    "linear readout": S4D | {"state_input": "key_value"},
+    "linear readout, uniform, even": S4D | UNIFORM | EVEN | {"state_input": "key_value"},
+}
+FRONTIER = ("posterior, uniform, even", "Interdomain", "S4D-only, uniform, even", "softmax")
+SETTINGS = ((8, 64), (16, 128), (32, 256), (64, 512))  # pairs, tokens
+BRACKETED, LONGER = SETTINGS[:2], SETTINGS[2:]
+LEARNING_RATES, LIMITS, SEEDS = (3e-3, 1e-3, 1e-2), (3e-4, 3e-2), (0, 1, 2)
+STATE_SIZE, STATE_SIZES, LONGER_SIZES = 32, (16, 32, 64, 128), (32, 128)
+WORTHWHILE = 0.2  # right answers; a model that knows which values were seen guesses one of 8
+
+
+def item(
+    condition: str,
+    setting: tuple[int, int] = SETTINGS[0],
+    learning_rate: float = LEARNING_RATES[0],
+    seed: int = 0,
+    state_size: int = STATE_SIZE,
+    shifted: bool = False,
+) -> dict:
+    """What tells a run from the others."""
+    return {
+        "condition": condition,
+        "pairs": setting[0],
+        "length": setting[1],
+        "state_size": state_size,
+        "learning_rate": learning_rate,
+        "seed": seed,
+        "shifted": shifted,
+    }
+
+
+FIRST = (
+    item("posterior, uniform, even"),
+    item("Interdomain"),
+    item("posterior, uniform, even", seed=1),
+    item("softmax"),
+    item("S4D-only"),
+    item("posterior, uniform, even", seed=2),
+    item("Interdomain", seed=1),
+    item("S4D-only, uniform, even"),
+)
+
+
+def plan(runs: list[dict]) -> Iterator[dict]:
+    """The most informative runs first; then rates, seeds, the control, state sizes, and what is longer."""
+    yield from FIRST
+    for setting in BRACKETED:
+        learned = [name for name in CONDITIONS if setting == SETTINGS[0] or worthwhile(runs, name)]
+        for rate in LEARNING_RATES:
+            yield from (item(name, setting, rate) for name in learned)
+        for name in learned:
+            if beyond := rate_beyond(tried_rates(runs, name, setting)):
+                yield item(name, setting, beyond)
+            if rate := best_rate(runs, name, setting):
+                yield from (item(name, setting, rate, seed) for seed in SEEDS)
+    for name in CONDITIONS:
+        rate = best_rate(runs, name, BRACKETED[0])
+        if rate and not worthwhile(runs, name):
+            yield item(name, BRACKETED[1], rate)
+    for name in FRONTIER:
+        first, second = (best_rate(runs, name, setting) for setting in BRACKETED)
+        if first:
+            yield from (item(name, BRACKETED[0], first, seed, shifted=True) for seed in SEEDS)
+        rate = second or first
+        if rate:
+            for setting in (BRACKETED[1], *LONGER):
+                sizes = (STATE_SIZE,) if name == "softmax" else LONGER_SIZES if setting in LONGER else STATE_SIZES
+                yield from (item(name, setting, rate, state_size=size) for size in sizes)
+
+
+def worthwhile(runs: list[dict], name: str) -> bool:
+    """Whether some run of a condition at the smallest size learned more than which values were seen."""
+    return best_rate(runs, name, SETTINGS[0]) is not None and any(
+        row["accuracy"] >= WORTHWHILE
+        for row in runs
+        if (row["condition"], row["pairs"], row["length"]) == (name, *SETTINGS[0]) and not row["shifted"]
+    )
+
+
+def tried_rates(runs: list[dict], name: str, setting: tuple[int, int]) -> dict[float, tuple[float, float]]:
+    """`(errors, nats)` by learning rate of a condition with the first seed and state size, from the smallest on."""
+    return {
+        rate: min(
+            (1 - row["accuracy"], row["loss"]) for row in runs if item(name, setting, rate).items() <= row.items()
+        )
+        for rate in sorted({row["learning_rate"] for row in runs})
+        if any(item(name, setting, rate).items() <= row.items() for row in runs)
+    }
+
+
+def rate_beyond(tried: dict[float, tuple[float, float]]) -> float | None:
+    """The next learning rate to try where the best one of a whole grid lies at its end, within the limits."""
+    if not set(LEARNING_RATES) <= set(tried):
+        return None
+    best = min(tried, key=lambda rate: tried[rate])
+    beyond = {min(tried): LIMITS[0], max(tried): LIMITS[1]}.get(best)
+    return None if beyond in tried else beyond
+
+
+def best_rate(runs: list[dict], name: str, setting: tuple[int, int]) -> float | None:
+    """The learning rate with the fewest errors, once worse ones lie on both sides of it or the limits are reached."""
+    tried = tried_rates(runs, name, setting)
+    if not set(LEARNING_RATES) <= set(tried) or rate_beyond(tried) is not None:
+        return None
+    return min(tried, key=lambda rate: tried[rate])
+
+
+def make_model(condition: str, state_size: int = STATE_SIZE, seed: int = 0):
+    torch.manual_seed(seed)
+    tokens = {"bos_token_id": None, "eos_token_id": None}
+    fields = SHAPE | {"state_size": state_size} | tokens | CONDITIONS[condition]
+    return InterdomainForCausalLM(InterdomainConfig(**fields))
+
+
+def make_batches(pairs: int, length: int, shifted: bool, seed: int) -> Iterator[Pairs]:
+    generator = torch.Generator().manual_seed(seed)
+    batches = mqar_batches(pairs, length, SHAPE["vocab_size"], TRAINING["batch_size"], generator)
+    return (shift(batch, generator) for batch in batches) if shifted else batches
+
+
+def shift(batch: Pairs, generator: torch.Generator) -> Pairs:
+    """Every row later by 0 to `SHIFT` tokens, other values in front and gaps behind; rows are `SHIFT` tokens longer."""
+    rows, length = batch.ids.shape
+    half = SHAPE["vocab_size"] // 2
+    front = torch.randint(half, SHAPE["vocab_size"], (rows, SHIFT), generator=generator)
+    ids = torch.cat([front, batch.ids, torch.zeros_like(front)], dim=1)
+    asked = F.pad(batch.asked, (SHIFT, SHIFT))
+    first = torch.randint(SHIFT + 1, (rows, 1), generator=generator)
+    places = first + torch.arange(length + SHIFT)
+    return Pairs(ids.gather(1, places), asked.gather(1, places))
+
+
+def run_condition(
+    condition: str,
+    pairs: int,
+    length: int,
+    state_size: int,
+    learning_rate: float,
+    seed: int,
+    shifted: bool,
+    steps: int | None = None,
+) -> dict:
+    """Train one condition and ask it about new sequences, on the way (`curve`, by step) and at the end."""
+    model = make_model(condition, state_size, seed)
+    steps = steps or TRAINING["steps"][str(pairs)]
+    found = {
+        "parameters": model.num_parameters(),
+        "state_bytes": 4 * sum(model.config.state_sizes(length).values()),
+        "theory": theory(model, length),
+    }
+    optimizer = torch.optim.AdamW(parameter_groups(model, learning_rate), betas=(0.9, 0.95))
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    asked = make_batches(pairs, length, shifted, seed + 1000)
+    held_out = [batch for _, batch in zip(range(TRAINING["held_out_batches"]), asked)]
+    curve = {}
+    for step, batch in zip(range(1, steps + 1), make_batches(pairs, length, shifted, seed)):
+        for group, peak in zip(optimizer.param_groups, peaks):
+            group["lr"] = peak * cosine_with_warmup(step / steps)
+        loss = F.cross_entropy(*answers(model, batch))
+        if not math.isfinite(loss.item()):
+            return found | {"accuracy": 0.0, "loss": math.inf, "curve": curve, "failed": f"loss {loss} at step {step}"}
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % EVERY == 0:
+            curve[str(step)] = evaluate(model, held_out[:4])[0]
+    accuracy, loss = evaluate(model, held_out)
+    return found | {"accuracy": accuracy, "loss": loss, "curve": curve, "failed": None}
+
+
+@torch.no_grad()
+def evaluate(model, batches: list[Pairs]) -> tuple[float, float]:
+    """The fraction of right answers, and nats an answer."""
+    model.eval()
+    logits, tokens = (torch.cat(parts) for parts in zip(*(answers(model, batch) for batch in batches)))
+    model.train()
+    return (logits.argmax(-1) == tokens).double().mean().item(), F.cross_entropy(logits, tokens).item()
+
+
+@torch.no_grad()
+def theory(model, length: int) -> dict | None:
+    """What the start promises in the first layer, by the kernel K(a, b) of the ages of a key and a value.
+
+    Returns:
+        "span": ages below `length` at which K(a, a) of some head exceeds the root of the sum of K(a, b)^2 over all
+        other b, the noise that other values are; "resolution": for those, the median of sum_b K(a, b)^2 / K(a, a)^2 of
+        the best head, 1 where a value is alone. None for a layer without a query, or without a state.
+    """
+    recurrence = getattr(model.model.layers[0].token_mixer, "recurrence", None)
+    if recurrence is None or recurrence.degree == 1:
+        return None
+    log_decay, beta, coefficients = (torch.view_as_complex(x.double()) for x in recurrence.parameters_of_operator())
+    features = beta[:, None] * torch.exp(log_decay[:, None] * torch.arange(length)[:, None])
+    rows = torch.view_as_real(features).flatten(2)
+    kernel = rows @ pull_back_matrix(coefficients, model.config.product) @ rows.mT
+    width = kernel.square().sum(-1) / kernel.diagonal(dim1=1, dim2=2).square()
+    best = width.min(0).values
+    kept = best[best < 2]
+    return {"span": len(kept), "resolution": kept.median().item() if len(kept) else None}
+
+
+def best_runs(runs: list[dict], name: str, setting: tuple[int, int], shifted: bool = False) -> list[dict]:
+    """All seeds at the best learning rate so far."""
+    tried = tried_rates(runs, name, setting)
+    rate = min(tried, key=lambda rate: tried[rate], default=LEARNING_RATES[0])
+    wanted = item(name, setting, rate, shifted=shifted)
+    del wanted["seed"]
+    return [row for row in runs if wanted.items() <= row.items()]
+
+
+def reached(row: dict, accuracy: float = 0.9) -> float:
+    """The first step at which so many answers were right."""
+    return next((int(step) for step, right in row["curve"].items() if right >= accuracy), math.inf)
+
+
+def table(record: dict) -> str:
+    """Accuracy at the two smaller sizes by condition, and the frontier over state sizes and lengths."""
+    runs = record["runs"]
+    header = ["condition", "bytes of state", "span, resolution at the start"]
+    for pairs, length in BRACKETED:
+        header += [f"{pairs} pairs in {length} tokens", "rate", "90% at step"]
+    rows = []
+    for name in CONDITIONS:
+        by_setting = [best_runs(runs, name, setting) for setting in BRACKETED]
+        first = next((found[0] for found in by_setting if found), None)
+        if first is None:
+            continue
+        cells = [name, f"{first['state_bytes']:,}", _theory_cell(first)]
+        for setting, found in zip(BRACKETED, by_setting):
+            known = best_rate(runs, name, setting) is not None
+            rate = f"{found[0]['learning_rate']:g}" + ("" if known else ", not bracketed") if found else ""
+            steps = ", ".join(str(x) if (x := reached(row)) < math.inf else "never" for row in found)
+            cells += [_accuracies(found), rate, steps]
+        rows.append(cells)
+    frontier = []
+    for name in FRONTIER:
+        for size in STATE_SIZES:
+            found = [frontier_runs(runs, name, setting, size) for setting in SETTINGS]
+            if any(found):
+                frontier.append([name, str(size), *(_accuracies(rows) for rows in found)])
+    shifted = [
+        [name, _accuracies(found)] for name in CONDITIONS if (found := best_runs(runs, name, BRACKETED[0], True))
+    ]
+    settings = [f"{pairs} pairs in {length} tokens" for pairs, length in SETTINGS]
+    tables = [markdown(header, rows), markdown(["condition", "modes M", *settings], frontier)]
+    if shifted:
+        tables.append(markdown(["shifted control", settings[0]], shifted))
+    training = record["training"]
+    steps = ", ".join(f"{count:,} steps with {pairs} pairs" for pairs, count in training["steps"].items())
+    about = (
+        f"{len(runs)} runs so far. Right answers, one number a seed; batches of {training['batch_size']}, {steps}; "
+        f"M = {STATE_SIZE} in the first table. Span: ages at which the kernel of the first layer holds a value "
+        "above the noise of all others."
+    )
+    return "\n\n".join([*tables, f"{about} {footnote(record)}"])
+
+
+def _accuracies(rows: list[dict]) -> str:
+    return ", ".join(f"{row['accuracy']:.1%}" for row in sorted(rows, key=lambda row: row["seed"])) or "not run"
+
+
+def _theory_cell(row: dict) -> str:
+    if row["theory"] is None:
+        return ""
+    span, resolution = row["theory"]["span"], row["theory"]["resolution"]
+    return f"{span} of {row['length']}" + (f", {resolution:.2f}" if resolution else "")
+
+
+def frontier_runs(runs: list[dict], name: str, setting: tuple[int, int], state_size: int) -> list[dict]:
+    """The seeds of a condition with a state size, at the rate with the fewest errors of those that were run."""
+    found = [
+        row
+        for row in runs
+        if (row["condition"], row["pairs"], row["length"], row["state_size"]) == (name, *setting, state_size)
+        and not row["shifted"]
+    ]
+    if not found:
+        return []
+    means = {
+        rate: statistics.mean(row["accuracy"] for row in found if row["learning_rate"] == rate)
+        for rate in {row["learning_rate"] for row in found}
+    }
+    best = max(means, key=lambda rate: means[rate])
+    return [row for row in found if row["learning_rate"] == best]
+
+
+def plot(record: dict) -> Path:
+    """Accuracy against bytes of state, and against length."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    styles = dict(zip(SETTINGS, ("-", "--", "-.", ":")))
+    for color, name in enumerate(FRONTIER):
+        for setting, style in styles.items():
+            sizes = [frontier_runs(record["runs"], name, setting, size) for size in STATE_SIZES]
+            points = [(rows[0]["state_bytes"], _mean(rows)) for rows in sizes if rows]
+            if points:
+                left.plot(*zip(*points), style, marker="o", color=f"C{color}", label=f"{name}, {setting[1]} tokens")
+        lengths = [(setting[1], frontier_runs(record["runs"], name, setting, STATE_SIZE)) for setting in SETTINGS]
+        points = [(length, _mean(rows)) for length, rows in lengths if rows]
+        if points:
+            right.plot(*zip(*points), marker="o", color=f"C{color}", label=name)
+    left.set(xlabel="bytes of state", ylabel="right answers", xscale="log", ylim=(-0.02, 1.02))
+    right.set(xlabel="tokens (pairs: an eighth)", ylabel="right answers", ylim=(-0.02, 1.02))
+    right.set_xscale("log", base=2)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
+    path = FILE.with_suffix(".png")
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def _mean(rows: list[dict]) -> float:
+    return statistics.mean(row["accuracy"] for row in rows)
+
+
+def main() -> None:
+    parser = studies.parser(__doc__)
+    parser.add_argument("--plot", action="store_true", help="draw the runs so far and stop")
+    parser.add_argument("--first", action="store_true", help="only the most informative runs")
+    arguments = parser.parse_args()
+    fresh = {"training": TRAINING, "shape": SHAPE}
+    if arguments.table or arguments.plot:
+        record = studies.load(FILE, fresh)
+        print(table(record) if arguments.table else plot(record))
+        return
+    torch.set_num_threads(arguments.threads)
+    planned = (lambda runs: iter(FIRST)) if arguments.first else plan
+    command = "python -m benchmarks.recall_study"
+    studies.run_missing(FILE, fresh, planned, run_condition, command, arguments.part, arguments.runs)
+    readme.update()
+
+
+if __name__ == "__main__":
+    main()
