@@ -69,8 +69,8 @@ def fused(
         tensors: those that the kernels would work on, the first on their device.
         widths: R, D and M, or the largest of them.
         run: launches the kernels, and imports them: they are imported when they are first used.
-        entry: which kernels these are. With the device, the dtypes and the padded widths, never a length, it says of
-            what kind a launch is.
+        entry: which kernels these are. With the device, the dtypes and the widths, never a length, it says of what
+            kind a launch is.
 
     Raises:
         ValueError: when "triton" is asked for and the kernels cannot run.
@@ -79,21 +79,18 @@ def fused(
     device = tensors[0].device
     if backend == "auto" and device.type == "cpu":
         return None
-    widths = (widths,) if isinstance(widths, int) else tuple(widths)
-    reason = why_not(device)
-    if reason is None and any(x is not None and x.dtype == torch.float64 for x in tensors):
-        reason = "its kernels compute in float32, and these tensors are float64"
-    if reason is None and max(widths) > _WIDEST:
-        widest = max(widths)
-        reason = f"its kernels hold up to {_WIDEST} features, values and modes a head, here one of these is {widest}"
+    dtypes = tuple([x.dtype for x in tensors if x is not None])
+    kind = (entry, device, dtypes, widths if isinstance(widths, int) else tuple(widths))
+    compiling = torch.compiler.is_compiling()  # nothing is launched while a graph is made
+    if not compiling and kind in _succeeded:
+        return run()
+    reason = _why_not_these(device, dtypes, widths if isinstance(widths, int) else max(widths))
     if reason is not None:
         if backend == "triton":
             raise ValueError(f"backend 'triton' cannot run: {reason}. backend='auto' would take another.")
         _say_once(f"Interdomain attention runs without its fused kernels: {reason}.")
         return None
-    dtypes = tuple(x.dtype for x in tensors if x is not None)
-    kind = (entry, device, dtypes, tuple(power_of_two(int(width)) for width in widths))
-    if torch.compiler.is_compiling():  # nothing is launched while a graph is made
+    if compiling:
         return run() if backend == "triton" or not _has_failed(kind) else None
     if backend == "triton" or kind not in _failed:
         try:
@@ -101,12 +98,12 @@ def fused(
         except (torch.OutOfMemoryError, StateTouched):
             raise
         except Exception as error:
-            if backend == "triton" or kind in _succeeded:
+            if backend == "triton":
                 raise
             _failed[kind] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             _say_once(
                 f"Interdomain attention runs without its fused kernels for {entry} in {dtypes[0]} on {device} with "
-                f"padded widths {kind[-1]}: the first launch failed with {_failed[kind]}."
+                f"widths {widths}: the first launch failed with {_failed[kind]}."
             )
         else:
             _succeeded.add(kind)
@@ -117,6 +114,15 @@ def fused(
             "them: set backend='chunk' on all ranks, or repair Triton here."
         )
     return None
+
+
+def _why_not_these(device: torch.device, dtypes: tuple[torch.dtype, ...], widest: int) -> str | None:
+    reason = why_not(device)
+    if reason is None and torch.float64 in dtypes:
+        reason = "its kernels compute in float32, and these tensors are float64"
+    if reason is None and widest > _WIDEST:
+        reason = f"its kernels hold up to {_WIDEST} features, values and modes a head, here one of these is {widest}"
+    return reason
 
 
 @torch.compiler.assume_constant_result

@@ -40,14 +40,18 @@ class Stream(NamedTuple):
     bias: Any = None
 
 
-class Gradients(NamedTuple):
-    """The gradient of a `Stream`'s `out`, and what is written: that of its x, and of taps, weight and bias the sums
-    over a run of tokens, `partial` `[runs, TAPS + 2, heads, width]`.
+class StreamBackward(NamedTuple):
+    """The backward of a `Stream`: `grad_out` is read; written are `grad_x` and, for each run of tokens, the sums that
+    are the gradients of taps, weight and bias, `partial` `[runs, TAPS + 2, heads, width]`.
     """
 
-    out: Any
     x: Any
+    grad_out: Any
+    grad_x: Any
     partial: Any
+    taps: Any = None
+    window: Any = None
+    weight: Any = None
 
 
 class Rotation(NamedTuple):
@@ -226,7 +230,7 @@ def prepare(
 
 @triton.jit
 def _walk_back(
-    stream, grads, rotation, rows, run, tokens, row_length, period, head, heads, eps,
+    stream, rotation, rows, run, tokens, row_length, period, head, heads, eps,
     BLOCK: tl.constexpr, RUN: tl.constexpr, TAPS: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
     """The adjoint of `_walk` for the tokens of a run."""
@@ -238,7 +242,7 @@ def _walk_back(
     inside = (numbers < heads)[:, None] & (columns < WIDTH)[None, :]
     at = numbers[:, None] * WIDTH + columns[None, :]
     total = heads * WIDTH
-    partial = grads.partial + run * (TAPS + 2) * total
+    partial = stream.partial + run * (TAPS + 2) * total
     first = run * RUN
     stop = tl.minimum(first + RUN, tokens)
     if TAPS > 0 and ROPE.WHERE != "none":
@@ -264,7 +268,7 @@ def _walk_back(
         here = inside
         if rows.ends is not None:
             here = inside & _at_least(end, token + 1, columns)
-        d = tl.load(grads.out + token * total + at, mask=here, other=0.0).to(tl.float32)
+        d = tl.load(stream.grad_out + token * total + at, mask=here, other=0.0).to(tl.float32)
         if TAPS == 0:
             f = tl.load(stream.x + token * total + at, mask=here, other=0.0).to(tl.float32)
         else:
@@ -333,7 +337,7 @@ def _walk_back(
                 if TAPS > 3:
                     t_3 += g_0 * x_3
         if mine:
-            tl.store(grads.x + token * total + at, d.to(grads.x.dtype.element_ty), mask=inside)
+            tl.store(stream.grad_x + token * total + at, d.to(stream.grad_x.dtype.element_ty), mask=inside)
     if TAPS > 0:
         tl.store(partial + (TAPS - 1) * total + at, t_0, mask=inside)
     if TAPS > 1:
@@ -348,28 +352,27 @@ def _walk_back(
 
 @triton.jit(do_not_specialize=["tokens", "row_length", "period"])
 def prepare_backward(
-    query, key, value, query_grads, key_grads, value_grads, rotation, rows, tokens, row_length, period,
-    heads, groups, eps,
+    query, key, value, rotation, rows, tokens, row_length, period, heads, groups, eps,
     KEYS: tl.constexpr, VALUES: tl.constexpr, RUN: tl.constexpr, TAPS: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """The grid of `prepare`; query, key, value: `Stream` without what is written there, and their `Gradients`."""
+    """The grid of `prepare`; query, key, value: `StreamBackward`."""
     run = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     query_blocks = tl.cdiv(heads, KEYS.BH)
     key_blocks = tl.cdiv(groups, KEYS.BH)
     if block < query_blocks:
         _walk_back(
-            query, query_grads, rotation, rows, run, tokens, row_length, period, block * KEYS.BH, heads, eps,
+            query, rotation, rows, run, tokens, row_length, period, block * KEYS.BH, heads, eps,
             KEYS, RUN, TAPS, ROPE,
         )  # fmt: skip
     elif block < query_blocks + key_blocks:
         _walk_back(
-            key, key_grads, rotation, rows, run, tokens, row_length, period, (block - query_blocks) * KEYS.BH,
+            key, rotation, rows, run, tokens, row_length, period, (block - query_blocks) * KEYS.BH,
             groups, eps, KEYS, RUN, TAPS, ROPE,
         )  # fmt: skip
     else:
         _walk_back(
-            value, value_grads, rotation, rows, run, tokens, row_length, period,
+            value, rotation, rows, run, tokens, row_length, period,
             (block - query_blocks - key_blocks) * VALUES.BH, groups, eps, VALUES, RUN, 0, ROPE,
         )  # fmt: skip
 
@@ -494,12 +497,9 @@ def _operator_backward(
     )
     with on_device(q):
         _prepare_backward[launch.grid](
-            Stream(q, None, q_taps, q_window),
-            Stream(k, None, k_taps, k_window, weight=k_weight),
-            Stream(v, None, weight=v_weight),
-            Gradients(grad_query, grad_q, partials[0]),
-            Gradients(grad_key, grad_k, partials[1]),
-            Gradients(grad_value, grad_v, partials[2]),
+            StreamBackward(q, grad_query, grad_q, partials[0], q_taps, q_window),
+            StreamBackward(k, grad_key, grad_k, partials[1], k_taps, k_window, k_weight),
+            StreamBackward(v, grad_value, grad_v, partials[2], weight=v_weight),
             *launch.shared,
             **launch.options,
         )

@@ -5,8 +5,6 @@ Both halves are split over blocks (modes, columns), because at batch 1 one block
 Nothing is read back by the host, so that a CUDA graph can hold the step.
 """
 
-from typing import Any, NamedTuple
-
 import torch
 
 from .op_common_launch import StateTouched, multiprocessors, namespace, on_device, power_of_two
@@ -19,14 +17,6 @@ except ImportError:
     triton = None
 
 
-class Parameters(NamedTuple):
-    """log_decay and beta `[groups, size, 2]`; coefficients `[groups, size, size, 2]`, `[groups, size, 2]` or None."""
-
-    log_decay: Any
-    beta: Any
-    coefficients: Any
-
-
 @triton.jit
 def _decay(log_decay, modes, used):
     """lambda = exp(log_decay) for some modes of a group, log_decay `[M, 2]`."""
@@ -36,9 +26,8 @@ def _decay(log_decay, modes, used):
 
 
 @triton.jit
-def _advance(state, x, parameters, group, modes, columns, first, size, width, state_width, real_token):
+def _advance(state, x, log_decay, beta, modes, columns, first, size, width, state_width, real_token):
     """`lambda S + beta x` for a tile of the state of one row and group, stored unless the token is a pad."""
-    beta = parameters.beta + group * 2 * size
     mode = modes < size
     column = columns < width
     inside = mode[:, None] & column[None, :]
@@ -47,7 +36,7 @@ def _advance(state, x, parameters, group, modes, columns, first, size, width, st
     s_re = tl.load(state + at, mask=inside, other=0.0).to(tl.float32)
     s_im = tl.load(state + plane + at, mask=inside, other=0.0).to(tl.float32)
     token = tl.load(x + columns, mask=column, other=0.0).to(tl.float32)[None, :]
-    d_re, d_im = _decay(parameters.log_decay + group * 2 * size, modes, mode)
+    d_re, d_im = _decay(log_decay, modes, mode)
     b_re = tl.load(beta + 2 * modes, mask=mode, other=0.0).to(tl.float32)[:, None]
     b_im = tl.load(beta + 2 * modes + 1, mask=mode, other=0.0).to(tl.float32)[:, None]
     s_re, s_im = times(d_re[:, None], d_im[:, None], s_re, s_im)
@@ -61,7 +50,7 @@ def _advance(state, x, parameters, group, modes, columns, first, size, width, st
 
 @triton.jit
 def step_keys(
-    query, key, parameters, state, mask, pulled, groups, per_group, size, feature_dim, state_width,
+    query, key, log_decay, beta, state, mask, pulled, groups, per_group, size, feature_dim, state_width,
     BM: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """Advance the key half and pull the queries through it; grid [batch, groups, mode blocks].
@@ -73,8 +62,9 @@ def step_keys(
     modes = tl.program_id(2) * BM + tl.arange(0, BM)
     columns = tl.arange(0, BR)
     real_token = tl.load(mask + tl.program_id(0)).to(tl.int32) if mask is not None else 1
+    group = tl.program_id(1) * size * 2
     s_re, s_im = _advance(
-        state + row * 2 * size * state_width, key + row * feature_dim, parameters, tl.program_id(1),
+        state + row * 2 * size * state_width, key + row * feature_dim, log_decay + group, beta + group,
         modes, columns, 0, size, feature_dim, state_width, real_token,
     )  # fmt: skip
     for head in range(per_group):
@@ -134,27 +124,29 @@ def _pull_back(
 
 @triton.jit
 def step_values(
-    value, parameters, state, mask, pulled, output, groups, per_group, size, value_dim, state_width, first,
+    value, log_decay, beta, coefficients, state, mask, pulled, output,
+    groups, per_group, size, value_dim, state_width, first,
     M: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
     """Advance the value half and read it; grid [batch, groups, column blocks].
 
-    value `[batch, groups, value_dim]`; the value half of the state begins at column `first`; output `[batch, groups,
-    per_group, value_dim]`, zero where the token is a pad. C: the kind of the coefficients, see `_pull_back`.
+    value `[batch, groups, value_dim]`; coefficients `[groups, size, size, 2]`, `[groups, size, 2]` or None, as C says;
+    the value half of the state begins at column `first`; output `[batch, groups, per_group, value_dim]`, zero where the
+    token is a pad.
     """
     row = tl.program_id(0).to(tl.int64) * groups + tl.program_id(1)
     modes = tl.arange(0, M)
     columns = tl.program_id(2) * BD + tl.arange(0, BD)
     real_token = tl.load(mask + tl.program_id(0)).to(tl.int32) if mask is not None else 1
+    group = tl.program_id(1) * size * 2
     s_re, s_im = _advance(
-        state + row * 2 * size * state_width, value + row * value_dim, parameters, tl.program_id(1),
+        state + row * 2 * size * state_width, value + row * value_dim, log_decay + group, beta + group,
         modes, columns, first, size, value_dim, state_width, real_token,
     )  # fmt: skip
-    coefficients = parameters.coefficients
     if C == "full":
         coefficients += tl.program_id(1).to(tl.int64) * size * size * 2
     elif C == "diagonal":
-        coefficients += tl.program_id(1) * size * 2
+        coefficients += group
     for head in range(per_group):
         at = pulled + (row * per_group + head) * 2 * size + modes
         y_re = tl.load(at, mask=modes < size, other=0.0)
@@ -204,20 +196,20 @@ def triton_step(
     many = batch * groups >= 2 * multiprocessors(query.device)
     modes, rows = power_of_two(size), 16
     columns = min(power_of_two(value_dim), 64 if many and modes <= 64 else 16)
-    query, key, value = (x.contiguous() for x in (query, key, value))
+    query, key, value, log_decay, beta = (x.contiguous() for x in (query, key, value, log_decay, input_matrix))
     coefficients = None if coefficient_matrix is None else coefficient_matrix.contiguous()
-    parameters = Parameters(log_decay.contiguous(), input_matrix.contiguous(), coefficients)
     mask = None if mask is None else mask.bool().contiguous().view(torch.uint8)
     working, per_group = state.contiguous(), heads // groups
     with on_device(query):
         _step_keys[(batch, groups, triton.cdiv(size, rows))](
-            query, key, parameters, working, mask, pulled, groups, per_group, size, feature_dim, state_width,
+            query, key, log_decay, beta, working, mask, pulled, groups, per_group, size, feature_dim, state_width,
             BM=rows, BR=power_of_two(feature_dim), num_warps=2,
         )  # fmt: skip
         try:
             _step_values[(batch, groups, triton.cdiv(value_dim, columns))](
-                value, parameters, working, mask, pulled, output, groups, per_group, size, value_dim, state_width,
-                feature_dim, M=modes, BK=max(4, 1024 // modes), BD=columns, C=kind, PRODUCT=product, num_warps=4,
+                value, log_decay, beta, coefficients, working, mask, pulled, output, groups, per_group, size, value_dim,
+                state_width, feature_dim, M=modes, BK=max(4, 1024 // modes), BD=columns, C=kind, PRODUCT=product,
+                num_warps=4,
             )  # fmt: skip
         except Exception as error:
             raise StateTouched(f"the value half of a step failed after the key half was written: {error}") from error

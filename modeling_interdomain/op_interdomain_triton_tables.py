@@ -47,8 +47,8 @@ def make_tables(
     powers = decay_powers(log_decay.detach(), steps + 1)
     inputs = decay_powers(log_decay, steps) * beta
     # Where `skewed`, growing powers would overflow and their gradients be NaN: take those of a decay of one instead.
-    anchored = decay_powers(torch.where(skewed[:, None, None], torch.zeros_like(log_decay), log_decay), -steps - 1)
-    intra = torch.where(skewed[:, None, None], inputs, anchored * beta)
+    factored = decay_powers(torch.where(skewed[:, None, None], torch.zeros_like(log_decay), log_decay), -steps - 1)
+    intra = torch.where(skewed[:, None, None], inputs, factored * beta)
     mixing = _mixing(coefficient_matrix, product, log_decay)
     return DecayTables(skewed.int(), _planes(powers), _planes(inputs), _planes(intra), mixing)
 

@@ -165,13 +165,15 @@ def check_absolute(arguments, dtype, bound):
         assert error < bound, (name, error)
 
 
+POSITIONAL = ("query", "key", "value", "log_decay", "input_matrix", "coefficient_matrix")
+
+
 def fused_results(arguments, options, weights):
     """Output, final state and gradients of the kernels, for a loss on output and final state."""
     leaves = {k: v.detach().float().to(DEVICE).requires_grad_() for k, v in arguments.items() if v is not None}
     initial = leaves.get("initial_state")
-    names = ("query", "key", "value", "log_decay", "input_matrix", "coefficient_matrix")
     options = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-    positional = (*(leaves[name] for name in names), "bilinear", initial, options.pop("cu_seqlens", None), 16)
+    positional = (*(leaves[name] for name in POSITIONAL), "bilinear", initial, options.pop("cu_seqlens", None), 16)
     output, state = triton_module().triton_attention(*positional, **options)
     return graded(leaves, output, state, weights)
 
@@ -185,7 +187,7 @@ def alone(arguments, places, weights):
         state = None if initial is None else initial[document, None]
         if end > start:
             tokens = {name: leaves[name][row, None, start:end] for name in ("query", "key", "value")}
-            parameters = {k: leaves[k] for k in ("log_decay", "input_matrix", "coefficient_matrix")}
+            parameters = {k: leaves.get(k) for k in ("log_decay", "input_matrix", "coefficient_matrix")}
             output[row, None, start:end], state = interdomain_attention(
                 **tokens, **parameters, initial_state=state, output_final_state=True, backend="recurrent"
             )
@@ -431,6 +433,20 @@ def test_a_step_with_a_normalised_readout_and_a_bfloat16_state():
     assert relative_error(found.cpu(), expected) < 1e-2 and relative_error(state.cpu(), expected_state) < 1e-2
 
 
+@pytest.mark.parametrize("mask", [torch.tensor([1, 0, 256, 0]), torch.tensor([True, False, False, True] * 2)[::2]])
+def test_a_step_reads_any_mask_and_writes_any_state(mask):
+    arguments = {k: v.detach().float() for k, v in inputs((4, 1, 2, 1, 4, 4, 3)).items()}
+    state = arguments.pop("initial_state")
+    token = [arguments.pop(name)[:, 0] for name in ("query", "key", "value")]
+    expected_state = state.double()
+    wide = [x.double() for x in (*token, *arguments.values())]
+    expected = interdomain_step(*wide, state=expected_state, mask=mask.bool().contiguous())
+    strided = state.to(DEVICE).transpose(3, 4).contiguous().transpose(3, 4)
+    low = [x.to(DEVICE) for x in (*token, *arguments.values())]
+    found = triton_module("_step").triton_step(*low, strided, "bilinear", mask.to(DEVICE), False)
+    assert relative_error(found.cpu(), expected) < FLOAT32 and relative_error(strided.cpu(), expected_state) < FLOAT32
+
+
 PREPARATIONS = {
     # name: (B, T, H, G, R, D, K, rope placement, rotated dimensions, norm, window, cu_seqlens or lengths)
     "plain": (2, 20, 2, 2, 8, 8, 4, None, None, True, False, {}),
@@ -609,8 +625,9 @@ def test_heads_too_wide_are_refused():
 
 @pytest.fixture
 def no_kernels(monkeypatch):
-    """As if this machine had no GPU and no interpreter."""
+    """As if this machine had no GPU and no interpreter, and nothing had run."""
     monkeypatch.setattr(op_common_launch, "interpreted", lambda: False)
+    monkeypatch.setattr(op_common_launch, "_succeeded", set())
 
 
 @pytest.mark.skipif(on_gpu, reason="On a GPU the kernels do run.")
@@ -756,26 +773,24 @@ def test_everything_else_works_without_triton():
     assert "Triton is not installed (pip install triton)" in done.stdout
 
 
-@pytest.mark.parametrize("boundaries", [None, [0, 5, 6, 19]])
+@pytest.mark.parametrize("boundaries", [None, [0, 5, 5, 6, 19, 19]])
 @pytest.mark.parametrize(
     ("extreme", "coefficients"),
     [(None, "diagonal"), (None, "identity"), *((x, "full") for x in (None, *list(EXTREMES)[:3]))],
 )
-def test_the_sequential_scan_equals_the_definition(monkeypatch, extreme, coefficients, boundaries):
+def test_the_sequential_scan_equals_the_definition(extreme, coefficients, boundaries):
     """Segments of 8 tokens: with decays that the inverse recurrence survives, and with some that it does not."""
-    from modeling_interdomain.op_interdomain_triton_scan import triton_scan_attention
-
-    module = importlib.import_module("modeling_interdomain.op_interdomain")
-    monkeypatch.setattr(module, "_scan", triton_scan_attention)
-    arguments = inputs(
-        (1 if boundaries else 2, 19, 4, 2, 5, 10, 7), coefficients, rows=3 if boundaries else None,
-        **EXTREMES.get(extreme, {}),
-    )  # fmt: skip
-    ends = None if boundaries is None else torch.tensor(boundaries)
-    expected = everything(arguments, backend="recurrent", cu_seqlens=ends)
-    low = {k: None if x is None else x.detach().float().to(DEVICE).requires_grad_() for k, x in arguments.items()}
-    ends = None if ends is None else ends.to(DEVICE)
-    found = everything(low, backend="scan", chunk_size=8, cu_seqlens=ends)
+    attention = triton_module("_scan").triton_scan_attention
+    places = [(0, *ends) for ends in pairwise(boundaries)] if boundaries else [(0, 0, 19), (1, 0, 19)]
+    shape = (1 if boundaries else 2, 19, 4, 2, 5, 10, 7)
+    arguments = inputs(shape, coefficients, rows=len(places), **EXTREMES.get(extreme, {}))
+    generator = torch.Generator().manual_seed(1)
+    shapes = (*shape[:3], shape[5]), arguments["initial_state"].shape
+    weights = [torch.randn(x, generator=generator, dtype=torch.float64) for x in shapes]
+    expected = alone(arguments, places, weights)
+    leaves = {k: v.detach().float().to(DEVICE).requires_grad_() for k, v in arguments.items() if v is not None}
+    positional = (*(leaves.get(name) for name in POSITIONAL), "bilinear", leaves["initial_state"])
+    found = graded(leaves, *attention(*positional, boundaries or [0, 19], 8), weights)
     for name, value in expected.items():
-        error = (found[name].cpu().double() - value).norm() / value.norm().clamp(min=1e-12)
+        error = (found[name].double() - value).norm() / value.norm().clamp(min=1e-12)
         assert error < 2e-5, (name, error)
