@@ -24,9 +24,13 @@ class _InterdomainCacheMixin:
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` tokens in all layers, or in none if one cannot."""
+        if tokens_to_remove and not all(hasattr(layer, "crop") for layer in self.layers):
+            raise ValueError(
+                "A static cache of keys and values cannot take tokens back: use InterdomainCache for that."
+            )
         for layer in self.recurrent_layers():
             layer.check_crop(tokens_to_remove)
-        for layer in self.layers:
+        for layer in self.layers if tokens_to_remove else ():
             layer.crop(tokens_to_remove)
 
     def to(self, device=None, dtype: torch.dtype | None = None):
@@ -40,10 +44,6 @@ class _InterdomainCacheMixin:
                 if isinstance(layer, StaticLayer):
                     layer.cumulative_length = layer.cumulative_length.to(device)
         return self
-
-    def ready_to_step(self) -> bool:
-        """Whether every recurrent layer already has what a single token updates in place."""
-        return all(layer.is_initialized for layer in self.recurrent_layers())
 
     def state_bytes(self) -> int:
         """Bytes of the recurrent states and convolution windows: the part of the cache that does not grow."""
@@ -89,6 +89,11 @@ class InterdomainStaticCache(_InterdomainCacheMixin, StaticCache):
         _check_arguments(config, offloading)
         names = config.mixers_per_layer
         Cache.__init__(self, layers=[TOKEN_MIXERS[name].make_cache_layer(config, max_cache_len) for name in names])
+
+
+def ready_to_step(cache: Cache) -> bool:
+    """Whether every recurrent layer already has what a single token updates in place."""
+    return all(layer.is_initialized for layer in cache.layers if isinstance(layer, RecurrentLayer))
 
 
 class Held(NamedTuple):

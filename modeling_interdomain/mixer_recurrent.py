@@ -35,7 +35,7 @@ class RecurrentMixer(TokenMixer):
         """`output_width` are the numbers a head that the recurrence gives."""
         super().__init__(config, layer_idx)
         # Asked for at every token: a configuration is slow to look up.
-        self.backend, self.rope_placement, self.kernel = config.backend, config.rope_placement, config.conv_kernel
+        self.rope_placement, self.kernel = config.rope_placement, config.conv_kernel
         streams = self.streams(config)
         self.stream_names = [stream.name for stream in streams]
         windows = [(stream.heads * stream.width, self.kernel - 1) for stream in streams if stream.convolved]
@@ -50,6 +50,11 @@ class RecurrentMixer(TokenMixer):
             if stream.convolved:
                 setattr(self, f"{stream.name}_conv", CausalConv1d(stream.heads * stream.width, self.kernel))
         self.o_norm = InterdomainRMSNorm(output_width, config.rms_norm_eps) if config.use_output_norm else None
+
+    @property
+    def backend(self) -> str:
+        """Of the configuration as it is now, which the model asks, too."""
+        return self.config.backend
 
     # What a subclass says.
 

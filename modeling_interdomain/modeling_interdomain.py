@@ -25,7 +25,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .cache_interdomain import InterdomainCache, InterdomainStaticCache
+from .cache_interdomain import InterdomainCache, InterdomainStaticCache, ready_to_step
 from .checkpoint_folder import damaged_weights, holds_weights, replacing
 from .checks_interdomain import (
     check_cache,
@@ -49,6 +49,9 @@ from .op_common import (
     positions_from_cu_seqlens,
 )
 from .registry_interdomain import FEED_FORWARDS, TOKEN_MIXERS
+
+# The others walk documents and pads one by one, which no graph can hold.
+_COMPILED_BACKENDS = ("auto", "chunk", "triton")
 
 # Where a checkpoint folder finds its classes when this package is not installed.
 AUTO_MAP = {
@@ -131,6 +134,8 @@ class InterdomainPreTrainedModel(PreTrainedModel):
         super().__init__(config, *args, **kwargs)
         if set(config.layer_types) == {"full_attention"}:
             self._keep_in_fp32_modules_strict = None
+        elif config.backend not in _COMPILED_BACKENDS:
+            self._can_compile_fullgraph = False
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
@@ -311,7 +316,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         """Whether the recurrent layers take one in-place step, which heeds a mask without packing."""
         if cache is None or length != 1 or torch.is_grad_enabled() or self.config.backend not in ("auto", "triton"):
             return False
-        return not hasattr(cache, "ready_to_step") or cache.ready_to_step()
+        return ready_to_step(cache)
 
 
 class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):

@@ -40,7 +40,6 @@ class InterdomainRecurrence(Float32Module, TabledModule):
         self.config = config
         # Asked for at every token: a configuration is slow to look up.
         self.product, self.normalize = config.product, config.normalize
-        self.step_backend = "triton" if config.backend == "triton" else "auto"
         groups, size = config.num_key_value_heads, config.state_size
         self.log_dt = nn.Parameter(torch.empty(groups, dtype=torch.float32))
         self.log_a_real = nn.Parameter(torch.empty(groups, size, dtype=torch.float32))
@@ -128,8 +127,7 @@ class InterdomainRecurrence(Float32Module, TabledModule):
             return self._step(*tokens, **arguments)
         if transition:
             return self.parameters_of_operator()[:2]
-        if arguments.get("initial_state") is None:  # another sequence begins
-            self.forget_tables()
+        self.forget_tables()
         return self._operate(*tokens, *self.parameters_of_operator(), **arguments)
 
     def _operate(self, *inputs: Any, **arguments: Any):
@@ -148,7 +146,7 @@ class InterdomainRecurrence(Float32Module, TabledModule):
             product=self.product,
             normalize=self.normalize,
             mask=mask,
-            backend=self.step_backend,
+            backend="triton" if self.config.backend == "triton" else "auto",
         )
 
     def _step_tables(self, dtype: torch.dtype) -> StepTables:

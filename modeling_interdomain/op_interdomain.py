@@ -246,7 +246,10 @@ def interdomain_step(
     Raises:
         ValueError: when an argument has a wrong shape, device or value, before the state is touched.
     """
-    tokens = tuple(x[:, None] if x.ndim == 3 else x for x in (query, key, value))
+    for name, x, shape in (("query", query, "B, H, R"), ("key", key, "B, G, R"), ("value", value, "B, G, D")):
+        if x.ndim != 3:
+            raise ValueError(f"{name} of a step must have shape [{shape}], one token a row, got {list(x.shape)}.")
+    tokens = tuple(x[:, None] for x in (query, key, value))
     _check_inputs(tokens[0], tokens[1], tokens[2], log_decay, input_matrix, coefficient_matrix, product)
     if state is None:
         raise ValueError("state must be a tensor of shape [B, G, 2, M, R + D]; start from zeros.")

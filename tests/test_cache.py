@@ -160,6 +160,18 @@ def test_rollback_without_a_record_is_refused(order, make_model, random_ids, cac
     torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("order", ["interdomain-softmax", "softmax-interdomain"])
+def test_rollback_of_static_keys_is_refused(order, make_model, random_ids, advance, contents):
+    model = make_model(order)
+    cache = InterdomainStaticCache(model.config, max_cache_len=16)
+    cache.activate_past_recording()
+    advance(model, cache, random_ids(2, 5))
+    before = contents(cache)
+    with pytest.raises(ValueError, match="static cache of keys and values cannot take tokens back"):
+        cache.crop(-2)
+    torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
+
+
 def test_rollback_by_a_positive_number_is_refused(recurrent_model, random_ids, cache_after):
     cache = cache_after(recurrent_model, random_ids(2, 5), recording=True)
     with pytest.raises(ValueError, match="negative"):

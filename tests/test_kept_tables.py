@@ -317,3 +317,15 @@ def test_a_value_is_kept_for_one_version_of_its_parameters():
         parameter.add_(1)
         assert value().tolist() == [4, 4] and calls == [True, True]
     assert value() is not value() and calls == [True, True, False, False]
+
+
+@pytest.mark.parametrize("name", ["interdomain", "s4d"])
+def test_a_reset_cache_begins_with_new_tables(name, make_model, random_ids, advance, assert_same):
+    """Written through `.data`, which counts no version: seen where the next prompt begins, in a used cache, too."""
+    model, ids = make_model(name), random_ids(2, 7)
+    cache = started(model, ids)
+    for p in model.parameters():
+        p.data.mul_(1.1)
+    cache.reset()
+    pieces = [advance(model, cache, piece) for piece in ids.split([5, 1, 1], dim=1)]
+    assert_same(torch.cat(pieces, dim=1), model(ids, use_cache=False).logits.detach())

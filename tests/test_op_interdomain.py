@@ -452,3 +452,13 @@ def test_a_bad_step_leaves_the_state_alone():
     assert bool((state == 1).all())
     with pytest.raises(ValueError, match=r"^state must have shape"):
         interdomain_step(**arguments, state=torch.ones(2, 2, 2, 7, 8))
+
+
+def test_a_step_takes_one_token_a_row():
+    arguments = inputs((2, 2, 2, 2, 4, 4, 3))
+    tokens = {name: arguments.pop(name).detach() for name in ("query", "key", "value")}
+    state = arguments.pop("initial_state").detach()
+    before = state.clone()
+    with pytest.raises(ValueError, match="query of a step must have shape"):
+        interdomain_step(**tokens, **arguments, state=state)
+    assert state.equal(before)

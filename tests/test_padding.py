@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers.cache_utils import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -155,6 +156,24 @@ def test_masks_of_any_dtype(model, dtype, random_ids, assert_same):
     with torch.no_grad():
         actual = model(ids, attention_mask=mask.to(dtype)).logits
         assert_same(actual[mask.bool()], model(ids, attention_mask=mask).logits[mask.bool()])
+
+
+@pytest.mark.parametrize("late", ["cache of the library", "backend"])
+def test_a_first_pad_alone_leaves_no_trace(late, make_model, random_ids, advance):
+    """However the cache was put together, and whenever the backend was chosen."""
+    model, ids, mask = make_model(backend="chunk"), random_ids(2, 1), torch.tensor([[0], [1]])
+    if late == "backend":
+        model.config.backend = "auto"
+        cache = InterdomainCache(model.config)
+        advance(model, cache, random_ids(2, 3))
+    else:
+        cache = Cache(layers=[layer.token_mixer.make_cache_layer(model.config) for layer in model.model.layers])
+    before = [None if layer.state is None else layer.state[0].clone() for layer in cache.layers]
+    if late == "backend":
+        mask = torch.cat([torch.ones(2, 3, dtype=torch.long), mask], dim=1)
+    advance(model, cache, ids, attention_mask=mask)
+    for layer, expected in zip(cache.layers, before):
+        torch.testing.assert_close(layer.state[0], torch.zeros_like(layer.state[0]) if expected is None else expected)
 
 
 # Packed documents.
