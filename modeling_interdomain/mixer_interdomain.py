@@ -95,6 +95,13 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx, config.head_dim, weighted=True)
         self.generic, self.normalised = self.is_generic(config), config.input_norm
+        self.read: list[tuple[str, type[nn.Module]]] = [
+            ("feature_map", SiluL2),
+            ("q_conv", CausalConv1d),
+            ("k_conv", CausalConv1d),
+        ]
+        if self.normalised:
+            self.read += [("k_norm", InterdomainRMSNorm), ("v_norm", InterdomainRMSNorm)]
         self.eps = config.rms_norm_eps
         self.heads = config.num_attention_heads, config.num_key_value_heads
 
@@ -121,12 +128,7 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
     def _are_untouched(self, device: torch.device) -> bool:
         """Whether reading the weights of convolutions and norms is as good as calling them and the feature map."""
         own = self._modules
-        if self.generic or not is_untouched(own["feature_map"], SiluL2, device):
-            return False
-        norms = ("k_norm", "v_norm") if self.normalised else ()
-        return all(is_untouched(own[name], CausalConv1d, device) for name in ("q_conv", "k_conv")) and all(
-            is_untouched(own[name], InterdomainRMSNorm, device) for name in norms
-        )
+        return not self.generic and all(is_untouched(own[name], kind, device) for name, kind in self.read)
 
     def _weights(self) -> tuple[torch.Tensor, ...]:
         """Of the convolutions of query and key, then of the norms of key and value, and their biases."""

@@ -46,7 +46,9 @@ class InterdomainRecurrence(Float32Module, TabledModule):
         self.a_imag = nn.Parameter(torch.empty(groups, size, dtype=torch.float32))
         self.B = nn.Parameter(torch.empty(groups, size, 2, dtype=torch.float32))
         shape = {"full": (groups, size, size, 2), "diagonal": (groups, size, 2)}.get(config.coefficient_matrix)
-        self.register_parameter("C", None if shape is None else nn.Parameter(torch.empty(shape, dtype=torch.float32)))
+        self.C = None if shape is None else nn.Parameter(torch.empty(shape, dtype=torch.float32))
+        if self.C is None:
+            self.tabled = tuple(name for name in self.tabled if name != "C")
         self.start_parameters(config)
 
     @torch.no_grad()
@@ -157,6 +159,8 @@ class InterdomainRecurrence(Float32Module, TabledModule):
 
     def _per_version(self, name: Any, compute: Any) -> Any:
         own = self._parameters
-        if any(name not in own for name in self.tabled):  # adapted or replicated: these tensors are another each time
+        try:
+            parameters = [own[name] for name in self.tabled]
+        except KeyError:  # adapted or replicated: these tensors are others each time
             return compute(False)
-        return self._tables.get(name, [p for p in map(own.get, self.tabled) if p is not None], compute)
+        return self._tables.get(name, parameters, compute)

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from .op_common import check_documents, without_autocast
+from .op_common import check_documents
 from .op_common_launch import fused
 from .op_interdomain_chunk import chunk_attention
 from .op_interdomain_export import export_attention
@@ -294,29 +294,35 @@ def take_step(
         parameters: gives `log_decay`, `input_matrix` and `coefficient_matrix`, where kernels take the step.
         tables: gives `step_tables` of these parameters in a dtype, where PyTorch does.
     """
+    if torch.is_grad_enabled() or torch.is_autocast_enabled(query.device.type):
+        with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+            return take_step(
+                query,
+                key,
+                value,
+                parameters=parameters,
+                tables=tables,
+                state=state,
+                product=product,
+                normalize=normalize,
+                mask=mask,
+                backend=backend,
+            )
     value_dim, out_dtype = value.shape[-1], value.dtype
-    with torch.no_grad(), without_autocast(query.device):
-        if normalize:
-            value = append_one(value)
-        output = _step(backend, query, key, value, parameters, tables, state, product, mask, wide=normalize)
-        if normalize:
-            output = output[..., :value_dim] / output[..., value_dim:]
-            if mask is not None:  # zero over zero
-                output = output.where(mask[:, None, None], 0)
+    if normalize:
+        value = append_one(value)
+    output = _step(backend, query, key, value, parameters, tables, state, product, mask, wide=normalize)
+    if normalize:
+        output = output[..., :value_dim] / output[..., value_dim:]
+        if mask is not None:  # zero over zero
+            output = output.where(mask[:, None, None], 0)
     return output.to(out_dtype)
 
 
 def _step(backend, query, key, value, parameters, tables, state, product, mask=None, wide=False):
     """`advance_state` and `read_state` by the fused kernels or by PyTorch."""
-
-    def run():
-        from .op_interdomain_triton_step import triton_step
-
-        tokens = (x.squeeze(1) if x.ndim == 4 else x for x in (query, key, value))
-        return triton_step(*tokens, *parameters(), state, product, mask, wide)
-
-    if backend != "recurrent" and state.is_contiguous():
-        output = fused(backend, (query, key, value, state), max(query.shape[-1], value.shape[-1], state.shape[3]), run)
+    if backend == "triton" or (backend == "auto" and query.device.type != "cpu" and state.is_contiguous()):
+        output = _fused_step(backend, query, key, value, parameters, state, product, mask, wide)
         if output is not None:
             return output
     # A state kept in a lower precision is still advanced in float32.
@@ -327,6 +333,16 @@ def _step(backend, query, key, value, parameters, tables, state, product, mask=N
         state.copy_(working)
     output = read_state(query, working, moves)
     return output if mask is None else output.where(mask[:, None, None], 0)
+
+
+def _fused_step(backend, query, key, value, parameters, state, product, mask, wide):
+    def run():
+        from .op_interdomain_triton_step import triton_step
+
+        tokens = (x.squeeze(1) if x.ndim == 4 else x for x in (query, key, value))
+        return triton_step(*tokens, *parameters(), state, product, mask, wide)
+
+    return fused(backend, (query, key, value, state), max(query.shape[-1], value.shape[-1], state.shape[3]), run)
 
 
 def append_one(value: torch.Tensor) -> torch.Tensor:
