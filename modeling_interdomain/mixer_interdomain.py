@@ -16,7 +16,7 @@ from .op_interdomain_prepare import fused_inputs
 from .op_interdomain_replay import state_after
 
 # What few calls compute without rounding more than many do.
-_EXACT = (torch.float32, torch.float64)
+_FULL_PRECISION = (torch.float32, torch.float64)
 
 
 class KeyValueMixer(RecurrentMixer):
@@ -112,7 +112,7 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
     def _inputs(self, projected, windows, cos_sin, packing, keep: bool):
         """In one kernel or in few calls where that can run, and nothing hangs on the modules whose weights it reads."""
         found, device = None, projected[0].device
-        if windows is None:  # another sequence begins
+        if windows is None or projected[0].shape[1] > 1:  # another sequence may begin
             self.forget_tables()
         if device.type != "cpu" or self.backend == "triton":
             found = self._fused_inputs(projected, windows, cos_sin, packing, keep)
@@ -142,7 +142,7 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
             return None
         weights = self._weights()
         tables = self._tables.get("token", weights, lambda _: token_tables(*weights))
-        if tables.taps.dtype not in _EXACT or projected[0].dtype != tables.taps.dtype:
+        if tables.taps.dtype not in _FULL_PRECISION or projected[0].dtype != tables.taps.dtype:
             return None
         return token_inputs(projected, windows, tables, self.eps, self.heads, cos_sin, self.rope_placement)
 

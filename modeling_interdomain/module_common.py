@@ -127,8 +127,9 @@ def _unchanged(known: list[tuple], parameters: Sequence[torch.Tensor]) -> bool:
 class TabledModule(nn.Module):
     """A module that keeps tables made of its own parameters.
 
-    What moves or loads parameters is seen, and so is every optimiser; what writes through `.data` is not, and between
-    two tokens of one sequence calls `forget_tables`. A new sequence always begins with new tables.
+    What moves or loads parameters is seen, and so are PyTorch's optimisers. What writes where no version is counted
+    (through `.data`, or in a kernel of its own) is seen when the next prompt of more than a token is read; until then
+    it calls `forget_tables`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
