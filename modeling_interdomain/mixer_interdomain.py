@@ -148,9 +148,9 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
         if weights is None:
             return None
         q_taps, k_taps, *norms = weights
-        places = {}
+        extent = {}
         if packing is not None:
-            places = {
+            extent = {
                 "lengths": packing.lengths,
                 "cu_seqlens": packing.cu_seqlens,
                 "documents": packing.documents,
@@ -166,5 +166,5 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
             write_windows=keep,
             cos_sin=cos_sin,
             rope_placement=self.rope_placement,
-            **places,
+            **extent,
         )

@@ -128,7 +128,7 @@ class RecurrentMixer(TokenMixer):
         if layer is not None and self._can_step(layer, tokens, packing):
             output = self._step(layer, tokens, windows, attention_mask)
         else:
-            output = self._scan(layer, tokens, windows, packing)
+            output = self._all_at_once(layer, tokens, windows, packing)
         if self.o_norm is not None:
             output = self.o_norm(output)
         output = output.flatten(-2).to(hidden_states.dtype)
@@ -148,13 +148,13 @@ class RecurrentMixer(TokenMixer):
         """What the recurrence is called with, and the new windows (if there is a cache to `keep` them)."""
         before = iter(windows or [None] * len(projected))
         streams, after = [], []
-        places: dict[str, Any] = {}
+        extent: dict[str, Any] = {}
         if packing is not None:
             number = 0 if packing.cu_seqlens is None else packing.cu_seqlens.shape[0] - 1
-            places = {"lengths": packing.lengths, "documents": packing.documents, "number": number}
+            extent = {"lengths": packing.lengths, "documents": packing.documents, "number": number}
         for x, conv in zip(projected, self._convolutions(), strict=True):
             if conv is not None:
-                x, window = causal_conv(conv, x, next(before), self.kernel, **places)
+                x, window = causal_conv(conv, x, next(before), self.kernel, **extent)
                 after.append(window)
             streams.append(x)
         return self._tokens(streams, cos_sin), after
@@ -163,12 +163,12 @@ class RecurrentMixer(TokenMixer):
         """One a stream."""
         return [getattr(self, f"{name}_conv", None) for name in self.stream_names]
 
-    def _scan(self, layer, tokens, windows, packing: Packing | None) -> torch.Tensor:
+    def _all_at_once(self, layer, tokens, windows, packing: Packing | None) -> torch.Tensor:
         """All tokens at once, on from the state of the cache, if there is one."""
-        places = {} if packing is None else {"lengths": packing.lengths, "cu_seqlens": packing.cu_seqlens}
+        extent = {} if packing is None else {"lengths": packing.lengths, "cu_seqlens": packing.cu_seqlens}
         if layer is None:
-            return self.recurrence(*tokens, **places)[0]
-        output, state = self.recurrence(*tokens, **places, initial_state=layer.state, output_final_state=True)
+            return self.recurrence(*tokens, **extent)[0]
+        output, state = self.recurrence(*tokens, **extent, initial_state=layer.state, output_final_state=True)
         layer.write(windows, {"state": state}, tokens[0].shape[1])
         return output
 

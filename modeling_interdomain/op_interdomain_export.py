@@ -136,11 +136,11 @@ class _Problem:
 
     def _doubled(self, states: torch.Tensor, blocks: int) -> torch.Tensor:
         """The states before the blocks from what each block adds on its own, the initial states in front."""
-        places = torch.arange(blocks, device=states.device)
-        states = states[:, :, places]
+        numbers = torch.arange(blocks, device=states.device)
+        states = states[:, :, numbers]
         reaches = [2**doubling for doubling in range(_DOUBLINGS)]
         for reach, decay in zip(reaches, self._across([reach * _BLOCK for reach in reaches]), strict=True):
-            source = places - reach
+            source = numbers - reach
             earlier = torch.where((source >= 0)[:, None, None], states[:, :, source.clamp(min=0)], 0)
             states = states + _times(earlier, decay)
         return states

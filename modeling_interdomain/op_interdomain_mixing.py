@@ -6,7 +6,8 @@ where D weighs the real and the imaginary part of `C y`. Complex numbers are int
 
 import torch
 
-_WEIGHTS = {"bilinear": (1.0, -1.0), "hermitian": (1.0, 1.0), "real": (4.0, 0.0)}
+# The diagonal of D, for the real and the imaginary part of C y.
+SIGNS = {"bilinear": (1.0, -1.0), "hermitian": (1.0, 1.0), "real": (4.0, 0.0)}
 
 
 def mixing_matrix(
@@ -55,7 +56,7 @@ def _real_form(coefficients: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(product: str, like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(_WEIGHTS[product], dtype=like.dtype, device=like.device)
+    return torch.tensor(SIGNS[product], dtype=like.dtype, device=like.device)
 
 
 def _weighted(matrix: torch.Tensor, product: str) -> torch.Tensor:

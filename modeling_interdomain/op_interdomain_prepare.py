@@ -48,8 +48,8 @@ def fused_inputs(
 
         numbers = None if documents is None else documents.int()
         ends = None if cu_seqlens is None else cu_seqlens.int()
-        places = windows, cos_sin, numbers, ends, *heads, rope_placement
-        return triton_prepare(query, key, value, taps, norms, *places, eps, write_windows, lengths=lengths)
+        arguments = windows, cos_sin, numbers, ends, *heads, rope_placement
+        return triton_prepare(query, key, value, taps, norms, *arguments, eps, write_windows, lengths=lengths)
 
     widest = max(query.shape[-1] // heads[0], value.shape[-1] // heads[1])
     return fused(backend, (query, key, value), widest, run)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from .op_common import as_complex
+from .op_interdomain_mixing import SIGNS
 
 
 class StepTables(NamedTuple):
@@ -30,10 +31,6 @@ class StepTables(NamedTuple):
     matrices: tuple[torch.Tensor, ...] = ()
     scale: torch.Tensor | None = None
     cross: torch.Tensor | None = None
-
-
-# The diagonal of D, for the real and the imaginary part of C X: see `op_interdomain_readout.pull_back`.
-_SIGNS = {"bilinear": (1.0, -1.0), "hermitian": (1.0, 1.0), "real": (4.0, 0.0)}
 
 
 def step_tables(
@@ -57,7 +54,7 @@ def step_tables(
         return moves._replace(**_without_mixing(coefficient_matrix, product, moves.beta))
     real, imag = coefficient_matrix.to(dtype).unbind(-1)
     block = torch.cat([torch.cat([real, -imag], dim=-1), torch.cat([imag, real], dim=-1)], dim=-2)  # [C], [G, 2M, 2M]
-    signs = block.new_tensor(_SIGNS[product]).repeat_interleave(real.shape[-1])
+    signs = block.new_tensor(SIGNS[product]).repeat_interleave(real.shape[-1])
     left = block.mT * signs
     return moves._replace(matrices=(left @ block,) if reused else (left, block))
 
@@ -73,7 +70,7 @@ def transition_tables(log_decay: torch.Tensor, input_matrix: torch.Tensor, dtype
 
 def _without_mixing(coefficients: torch.Tensor | None, product: str, like: torch.Tensor) -> dict:
     """`scale` and `cross` of a diagonal C, or of the identity."""
-    first, second = _SIGNS[product]
+    first, second = SIGNS[product]
     groups, _, size, _ = like.shape
     if coefficients is None:
         if first == second == 1:

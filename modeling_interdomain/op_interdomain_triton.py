@@ -23,7 +23,7 @@ from .op_interdomain_triton_attend import (
 )
 from .op_interdomain_triton_carry import carry, carry_back, segment_ends
 from .op_interdomain_triton_states import Columns, LaterGradients, chunk_states, chunk_states_backward
-from .op_interdomain_triton_tables import DecayTables, make_tables
+from .op_interdomain_triton_tables import KernelTables, make_tables
 from .op_interdomain_triton_tiles import Arithmetic, Documents, Sizes
 
 try:
@@ -160,7 +160,7 @@ class _Plan(NamedTuple):
         return torch.zeros_like(x) if self.packed else torch.empty_like(x)
 
 
-def _plan(query, key, value, tables: DecayTables, has_initial: bool, cu_seqlens, lengths) -> _Plan:
+def _plan(query, key, value, tables: KernelTables, has_initial: bool, cu_seqlens, lengths) -> _Plan:
     batch, length, _, width = query.shape
     chunk, size = tables.intra.shape[1], tables.intra.shape[3]
     documents = _documents(batch, length, chunk, has_initial, cu_seqlens, lengths)
@@ -222,16 +222,16 @@ def _arithmetic(dtype: torch.dtype) -> Arithmetic:
     return Arithmetic(tl.float32, "tf32" if fast else "tf32x3")
 
 
-def _padded(plan: _Plan, tables: DecayTables) -> DecayTables:
+def _padded(plan: _Plan, tables: KernelTables) -> KernelTables:
     """Modes filled up with zeros to a power of two, operands of matrix products in the dtype of the matrix units."""
     missing = plan.modes - plan.size
     powers, inputs, intra = (torch.nn.functional.pad(x, (0, missing)) for x in tables[1:4])
     mixing = torch.nn.functional.pad(tables.mixing, (0, missing) * (2 if plan.full else 1))
     mixing = mixing.to(plan.storage) if plan.full else mixing
-    return DecayTables(tables.skewed, powers, inputs, intra.to(plan.storage), mixing.contiguous())
+    return KernelTables(tables.skewed, powers, inputs, intra.to(plan.storage), mixing.contiguous())
 
 
-def _states(plan: _Plan, key, value, tables: DecayTables, initial_state, want_final: bool):
+def _states(plan: _Plan, key, value, tables: KernelTables, initial_state, want_final: bool):
     """The states before every chunk, `[slots, G, 2, M, padded width]` of keys and of values, and the last ones.
 
     Rows that are cut into segments are walked twice: once for what each segment leaves, once from where it begins.
@@ -256,7 +256,7 @@ def _states(plan: _Plan, key, value, tables: DecayTables, initial_state, want_fi
     return states, final.unflatten(0, (-1, segments))[:, -1].contiguous() if want_final else None
 
 
-def _states_of_side(plan: _Plan, x, side: int, tables: DecayTables, initial_state, states, final) -> None:
+def _states_of_side(plan: _Plan, x, side: int, tables: KernelTables, initial_state, states, final) -> None:
     """Keys (side 0) or values (side 1); with `states` None only what is left at the end."""
     padded = plan.padded[side]
     block_modes, block_width = min(plan.modes, 32), min(padded, 32)
@@ -268,7 +268,7 @@ def _states_of_side(plan: _Plan, x, side: int, tables: DecayTables, initial_stat
     )  # fmt: skip
 
 
-def _forward(query, key, value, tables: DecayTables, initial_state, cu_seqlens, lengths, wide, want_final):
+def _forward(query, key, value, tables: KernelTables, initial_state, cu_seqlens, lengths, wide, want_final):
     plan = _plan(query, key, value, tables, initial_state is not None, cu_seqlens, lengths)
     tables = _padded(plan, tables)
     shape, dtype = (*query.shape[:3], plan.widths[1]), torch.float32 if wide else value.dtype
@@ -284,7 +284,7 @@ def _forward(query, key, value, tables: DecayTables, initial_state, cu_seqlens, 
 
 
 def _backward(
-    query, key, value, tables: DecayTables, initial_state, cu_seqlens, lengths, want_mixing, grad_output, grad_final
+    query, key, value, tables: KernelTables, initial_state, cu_seqlens, lengths, want_mixing, grad_output, grad_final
 ):
     plan = _plan(query, key, value, tables, initial_state is not None, cu_seqlens, lengths)
     tables = _padded(plan, tables)
@@ -318,7 +318,7 @@ def _side(plan, side, tokens: Operands, states: ChunkStates, tables, grad_query,
         tokens: see `attend_backward`; states: those that b and c wrote.
 
     Returns:
-        The gradients of `DecayTables.intra`, `DecayTables.inputs` and log(lambda).
+        The gradients of `KernelTables.intra`, `KernelTables.inputs` and log(lambda).
     """
     heads, device = plan.shape[2], grad_c.device
     width, padded = plan.widths[side], plan.padded[side]
@@ -372,7 +372,7 @@ def _side(plan, side, tokens: Operands, states: ChunkStates, tables, grad_query,
     return intra, walked_inputs.sum((0, 2)), log_decay + walked_decay.sum((0, 2))
 
 
-def _mixing_gradient(plan, tokens: Operands, states: ChunkStates, tables: DecayTables) -> torch.Tensor:
+def _mixing_gradient(plan, tokens: Operands, states: ChunkStates, tables: KernelTables) -> torch.Tensor:
     heads = plan.shape[2]
     rows = min(plan.modes, 64 if plan.full else 32)
     columns = min(plan.modes, 32)
@@ -411,7 +411,7 @@ def _operator(
     wide: bool,
     want_final: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    tables = DecayTables(skewed, powers, inputs, intra, mixing)
+    tables = KernelTables(skewed, powers, inputs, intra, mixing)
     return _forward(query, key, value, tables, initial_state, cu_seqlens, lengths, wide, want_final)
 
 
@@ -452,7 +452,7 @@ def _operator_backward(
     torch.Tensor,
     torch.Tensor,
 ]:
-    tables = DecayTables(skewed, powers, inputs, intra, mixing)
+    tables = KernelTables(skewed, powers, inputs, intra, mixing)
     return _backward(
         query, key, value, tables, initial_state, cu_seqlens, lengths, want_mixing, grad_output, grad_final
     )

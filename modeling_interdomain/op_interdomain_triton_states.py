@@ -74,7 +74,7 @@ def chunk_states(
 ):  # fmt: skip
     """`S <- lambda^C S + sum_i lambda^(C-1-i) beta x_i`; grid [segments, groups, slices].
 
-    x: `[tokens, groups, width]`; tables: `DecayTables`; columns: `Columns`; initial, final (either may be None):
+    x: `[tokens, groups, width]`; tables: `KernelTables`; columns: `Columns`; initial, final (either may be None):
     `[segments, groups, 2, modes, state_width]`, of which this call has the columns from `offset`; states before each
     chunk, if STORE: `[slots, groups, 2, M, padded]`. TWO_TERMS: the table of inputs is rounded to two numbers of
     MATH.DTYPE instead of one, so that the state keeps the accuracy of float32 when x is exact in MATH.DTYPE.

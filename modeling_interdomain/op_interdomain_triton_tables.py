@@ -13,7 +13,7 @@ from .op_interdomain_step import grouped_coefficients
 _LARGEST_EXPONENT = 60.0
 
 
-class DecayTables(NamedTuple):
+class KernelTables(NamedTuple):
     """Float32; complex numbers by planes, `[..., 2, M]`.
 
     Attributes:
@@ -38,7 +38,7 @@ def make_tables(
     coefficient_matrix: torch.Tensor | None,
     product: str,
     chunk: int,
-) -> DecayTables:
+) -> KernelTables:
     """Arguments as in `interdomain_attention`."""
     rate = log_decay[..., 0].detach().double()
     skewed = rate.abs().amax(dim=1) * chunk > _LARGEST_EXPONENT
@@ -50,7 +50,7 @@ def make_tables(
     factored = decay_powers(torch.where(skewed[:, None, None], torch.zeros_like(log_decay), log_decay), -steps - 1)
     intra = torch.where(skewed[:, None, None], inputs, factored * beta)
     mixing = _mixing(coefficient_matrix, product, log_decay)
-    return DecayTables(skewed.int(), _planes(powers), _planes(inputs), _planes(intra), mixing)
+    return KernelTables(skewed.int(), _planes(powers), _planes(inputs), _planes(intra), mixing)
 
 
 def _planes(x: torch.Tensor) -> torch.Tensor:

@@ -215,7 +215,7 @@ def pull(
 ):  # fmt: skip
     """`y` for the modes m .. m + BM, two tiles `[C, BM]` in float32.
 
-    scores: of `intra_scores`; state: `[2, M, PADDED]`; intra and powers: of the group, see `DecayTables`.
+    scores: of `intra_scores`; state: `[2, M, PADDED]`; intra and powers: of the group, see `KernelTables`.
     """
     z_re, z_im = collect(
         scores, a, state, intra, start, length, a_stride, m, WIDTH, PADDED, BLOCK, BM, C, M, SKEWED, MATH
