@@ -1,5 +1,7 @@
 """Interdomain attention as a token mixer: what drives the state, and the query that reads it."""
 
+from itertools import repeat
+
 import torch
 from torch import nn
 from transformers import initialization as init
@@ -95,13 +97,9 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx, config.head_dim, weighted=True)
         self.generic, self.normalised = self.is_generic(config), config.input_norm
-        self.read: list[tuple[str, type[nn.Module]]] = [
-            ("feature_map", SiluL2),
-            ("q_conv", CausalConv1d),
-            ("k_conv", CausalConv1d),
-        ]
+        self.read: dict[str, type[nn.Module]] = {"feature_map": SiluL2, "q_conv": CausalConv1d, "k_conv": CausalConv1d}
         if self.normalised:
-            self.read += [("k_norm", InterdomainRMSNorm), ("v_norm", InterdomainRMSNorm)]
+            self.read |= {"k_norm": InterdomainRMSNorm, "v_norm": InterdomainRMSNorm}
         self.eps = config.rms_norm_eps
         self.heads = config.num_attention_heads, config.num_key_value_heads
 
@@ -125,31 +123,31 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
         query = query.unflatten(-1, (self.config.num_attention_heads, -1))
         return self._features(query, cos_sin, is_query=True), *super()._tokens(rest, cos_sin)
 
-    def _are_untouched(self, device: torch.device) -> bool:
-        """Whether reading the weights of convolutions and norms is as good as calling them and the feature map."""
-        own = self._modules
-        return not self.generic and all(is_untouched(own[name], kind, device) for name, kind in self.read)
+    def _weights(self, device: torch.device) -> list[torch.Tensor] | None:
+        """Of the convolutions of query and key, then of the norms of key and value, and their biases.
 
-    def _weights(self) -> tuple[torch.Tensor, ...]:
-        """Of the convolutions of query and key, then of the norms of key and value, and their biases."""
-        convolutions = self.q_conv.weight, self.k_conv.weight
-        if not self.normalised:
-            return convolutions
-        return *convolutions, self.k_norm.weight, self.v_norm.weight, self.k_bias, self.v_bias
+        None where calling these modules and the feature map may do more than their weights say.
+        """
+        modules = [self._modules[name] for name in self.read]
+        if self.generic or not all(map(is_untouched, modules, self.read.values(), repeat(device))):
+            return None
+        weights: list[torch.Tensor] = [module._parameters["weight"] for module in modules[1:]]
+        return [*weights, self.k_bias, self.v_bias] if self.normalised else weights
 
     def _token_inputs(self, projected, windows, cos_sin):
-        if self.backend != "auto" or not self._are_untouched(projected[0].device):
+        weights = self._weights(projected[0].device) if self.backend == "auto" else None
+        if weights is None:
             return None
-        weights = self._weights()
         tables = self._tables.get("token", weights, lambda _: token_tables(*weights))
         if tables.taps.dtype not in _EXACT or projected[0].dtype != tables.taps.dtype:
             return None
         return token_inputs(projected, windows, tables, self.eps, self.heads, cos_sin, self.rope_placement)
 
     def _fused_inputs(self, projected, windows, cos_sin, packing, keep: bool):
-        if not self._are_untouched(projected[0].device):
+        weights = self._weights(projected[0].device)
+        if weights is None:
             return None
-        q_taps, k_taps, *norms = self._weights()
+        q_taps, k_taps, *norms = weights
         places = {}
         if packing is not None:
             places = {

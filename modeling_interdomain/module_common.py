@@ -24,8 +24,11 @@ class InterdomainRMSNorm(nn.Module):
         init.ones_(self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # The weight stays outside: it may be wider than x, and then the result is.
-        return self.weight * F.rms_norm(x, self.weight.shape, eps=self.eps)
+        weight = self.weight
+        if x.dtype == weight.dtype == torch.float32:
+            return F.rms_norm(x, weight.shape, weight, self.eps)
+        # Otherwise the weight stays outside: it may be wider than x, and then the result is.
+        return weight * F.rms_norm(x, weight.shape, eps=self.eps)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
@@ -74,8 +77,10 @@ def is_untouched(module: nn.Module, kind: type[nn.Module], device: torch.device)
         return False
     if own["_backward_hooks"] or own["_backward_pre_hooks"] or _has_any_global_hook():
         return False
-    weights = [p for p in own["_parameters"].values() if p is not None]
-    return all(type(p) in (torch.Tensor, nn.Parameter) and p.device == device for p in weights)
+    for p in own["_parameters"].values():
+        if p is not None and (type(p) not in (torch.Tensor, nn.Parameter) or p.device != device):
+            return False
+    return True
 
 
 class PerVersion:
