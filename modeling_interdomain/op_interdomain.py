@@ -128,7 +128,7 @@ def interdomain_attention(
         found = None
         if backend in ("auto", "triton") and not single and not exporting:
             arguments = (*tokens, *parameters, product, initial_state, cu_seqlens, chunk_size, normalize)
-            found = _fused(backend, *arguments, **({} if lengths is None else {"lengths": lengths}))
+            found = _fused(backend, *arguments, lengths=lengths, output_final_state=output_final_state)
         if found is None:
             compute = _compute_dtype(*tokens)
             query, key, value, log_decay, input_matrix = (x.to(compute) for x in (*tokens, *parameters[:2]))
@@ -192,7 +192,7 @@ def _fused(backend, query, key, value, log_decay, *arguments, **options):
 
         return triton_attention(*(x.to(value.dtype) for x in (query, key, value)), log_decay, *arguments, **options)
 
-    return fused(backend, (query, key, value), max(query.shape[3], value.shape[3], log_decay.shape[1]), run)
+    return fused(backend, (query, key, value), (query.shape[3], value.shape[3], log_decay.shape[1]), run)
 
 
 def _scan(query, key, value, log_decay, *arguments):
@@ -203,7 +203,8 @@ def _scan(query, key, value, log_decay, *arguments):
 
         return triton_scan_attention(query, key, value, log_decay, *arguments)
 
-    found = fused("auto", (query, key, value), max(query.shape[3], value.shape[3], log_decay.shape[1]), run)
+    widths = query.shape[3], value.shape[3], log_decay.shape[1]
+    found = fused("auto", (query, key, value), widths, run, "sequential scan")
     return scan_attention(query, key, value, log_decay, *arguments) if found is None else found
 
 
@@ -342,7 +343,7 @@ def _fused_step(backend, query, key, value, parameters, state, product, mask, wi
         tokens = (x.squeeze(1) if x.ndim == 4 else x for x in (query, key, value))
         return triton_step(*tokens, *parameters(), state, product, mask, wide)
 
-    return fused(backend, (query, key, value, state), max(query.shape[-1], value.shape[-1], state.shape[3]), run)
+    return fused(backend, (query, key, value, state), (query.shape[-1], value.shape[-1], state.shape[3]), run, "step")
 
 
 def append_one(value: torch.Tensor) -> torch.Tensor:

@@ -51,5 +51,5 @@ def fused_inputs(
         arguments = windows, cos_sin, numbers, ends, *heads, rope_placement
         return triton_prepare(query, key, value, taps, norms, *arguments, eps, write_windows, lengths=lengths)
 
-    widest = max(query.shape[-1] // heads[0], value.shape[-1] // heads[1])
-    return fused(backend, (query, key, value), widest, run)
+    widths = query.shape[-1] // heads[0], value.shape[-1] // heads[1]
+    return fused(backend, (query, key, value), widths, run, "preparation")
