@@ -52,19 +52,19 @@ def _makers(quick: bool) -> dict[str, Callable]:
     return {**mixers, "llama": lambda layers: _llama(quick, num_hidden_layers=layers)}
 
 
-def calls_a_layer(make: Callable[[int], torch.nn.Module]) -> int:
-    """The operations of ATen that PyTorch is asked for when one more token goes through one more layer."""
-    shallow, deep = (_calls(make(layers)) for layers in (1, 2))
+def calls_a_layer(make: Callable[[int], torch.nn.Module], **inputs: torch.Tensor) -> int:
+    """The operations of ATen that PyTorch is asked for when the tenth token goes through one more layer."""
+    shallow, deep = (_calls(make(layers), **inputs) for layers in (1, 2))
     return deep - shallow
 
 
 @torch.no_grad()
-def _calls(model: torch.nn.Module) -> int:
+def _calls(model: torch.nn.Module, **inputs: torch.Tensor) -> int:
     cache = _cache_after(model, torch.arange(8)[None])
     token = torch.zeros(1, 1, dtype=torch.long)
     model(token, past_key_values=cache)  # what is made once
     with _Counter() as counter:
-        model(token, past_key_values=cache)
+        model(token, past_key_values=cache, **inputs)
     return counter.calls
 
 

@@ -288,6 +288,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
         if not self._steps(past_key_values, shape[1]):
             packing = _packing(masks.get("linear_attention"), cu_seqlens, shape)
             masks["linear_attention"] = None
+        elif _is_idle(masks.get("linear_attention")):
+            masks["linear_attention"] = None
 
         rotations = {int(dim): rotary(inputs_embeds, position_ids) for dim, rotary in self.rotary_embs.items()}
         hidden_states = inputs_embeds
@@ -650,6 +652,13 @@ def _packing(mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None, shape) 
     if cu_seqlens is not None:
         return packing_from_documents(cu_seqlens, mask, tuple(shape))
     return None if mask is None else packing_from_mask(mask)
+
+
+def _is_idle(mask: torch.Tensor | None) -> bool:
+    """Whether a mask shows no pad: looked at on a CPU alone, where that makes nobody wait."""
+    if mask is None or mask.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return bool(mask.all())
 
 
 def _varlen_arguments(cu_seqlens: torch.Tensor, mask) -> dict[str, Any]:
