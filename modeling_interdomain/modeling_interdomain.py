@@ -623,7 +623,9 @@ def _share(labels, shift_labels, items: torch.Tensor | int | None) -> tuple[Any,
 
 def _is_at_hand(seen: int | torch.Tensor) -> bool:
     """Whether a count can be looked at without waiting for a GPU or breaking a graph."""
-    return isinstance(seen, int) or (seen.device.type == "cpu" and not torch.compiler.is_compiling())
+    if isinstance(seen, torch.Tensor):
+        return seen.device.type == "cpu" and not torch.compiler.is_compiling()
+    return isinstance(seen, int)  # not a symbol of an exported graph
 
 
 def _documents(cu_seqlens, position_ids, attention_mask, cache, shape) -> torch.Tensor | None:

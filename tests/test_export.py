@@ -17,15 +17,15 @@ def _held(cache) -> list[torch.Tensor]:
     ]
 
 
-def _cache_of(config, held) -> InterdomainCache:
-    """A cache that holds copies of these tensors."""
+def _cache_of(config, held, tokens: int) -> InterdomainCache:
+    """A cache that holds copies of these tensors after so many tokens."""
     cache, held = InterdomainCache(config), iter(held)
     for layer in cache.layers:
         if not hasattr(layer, "held"):
             layer.update(next(held), next(held))
             continue
         windows = [next(held), next(held)]
-        layer.write(windows, {"state": next(held)}, 0)
+        layer.write(windows, {"state": next(held)}, tokens)
     return cache
 
 
@@ -40,16 +40,16 @@ class Prefill(torch.nn.Module):
 
 
 class Decode(torch.nn.Module):
-    """One token from and to the tensors of a cache; without a mask and rotations, so that no length is needed."""
+    """One token from and to the tensors of a cache; the mask says how many went before, and which of them are pads."""
 
     def __init__(self, model):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids, *held):
-        cache = _cache_of(self.model.config, held)
+    def forward(self, input_ids, attention_mask, *held):
+        cache = _cache_of(self.model.config, held, attention_mask.shape[1] - 1)
         with torch.no_grad():
-            logits = self.model(input_ids=input_ids, past_key_values=cache).logits
+            logits = self.model(input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache).logits
         return logits, *_held(cache)
 
 
@@ -87,28 +87,42 @@ def test_prefill_with_a_mask(model):
             _assert_same(program(*prompt), Prefill(model)(*prompt), prompt[1])
 
 
-def _decoding(make_model, name: str):
+DECODERS = ["interdomain-softmax", "s4d-rope", "rope-after"]
+
+
+def _decoding(make_model, name: str, batch: int = 2, length: int = 24):
+    """The module, and its arguments after a prompt with pads."""
     model = make_model(name, dtype=torch.float32, state_dtype="float32").requires_grad_(False)
-    ids, _ = _prompt(2, 24)
+    ids, mask = _prompt(batch, length)
     with torch.no_grad():
-        held = _held(model(ids, use_cache=True).past_key_values)
-    return Decode(model), (ids[:, :1], *held)
+        held = _held(model(ids, attention_mask=mask, use_cache=True).past_key_values)
+    return Decode(model), (ids[:, :1], torch.cat([mask, mask[:, -1:]], dim=1), *held)
+
+
+def _any_cache(arguments) -> tuple:
+    """Any batch, after any number of tokens: keys and values are the tensors with that axis."""
+    batch, past = Dim("batch"), Dim("past")
+    tokens = arguments[1].shape[1] - 1
+    held = tuple({0: batch, 2: past} if x.ndim == 4 and x.shape[2] == tokens else {0: batch} for x in arguments[2:])
+    return {0: batch}, {0: batch, 1: past + 1}, held
 
 
 def _decoded(run, arguments, steps: int = 3) -> list[torch.Tensor]:
-    logits, (ids, *held) = [], arguments
+    logits, (ids, mask, *held) = [], arguments
     for _ in range(steps):
-        found, *held = (torch.as_tensor(x) for x in run(ids, *held))
+        found, *held = (torch.as_tensor(x) for x in run(ids, mask, *held))
         logits.append(found)
-        ids = found[:, -1:].argmax(-1)
+        ids, mask = found[:, -1:].argmax(-1), torch.nn.functional.pad(mask, (0, 1), value=1)
     return [*logits, *held]
 
 
-@pytest.mark.parametrize("name", ["interdomain", pytest.param("s4d", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [DECODERS[0], *(pytest.param(x, marks=pytest.mark.slow) for x in DECODERS[1:])])
 def test_decoding(name, make_model):
     decode, arguments = _decoding(make_model, name)
-    program = torch.export.export(decode, arguments).module()
-    _assert_same(_decoded(program, arguments), _decoded(decode, arguments))
+    program = torch.export.export(decode, arguments, dynamic_shapes=_any_cache(arguments)).module()
+    for size in SIZES:
+        _, arguments = _decoding(make_model, name, *size)
+        _assert_same(_decoded(program, arguments), _decoded(decode, arguments))
 
 
 def _session(module, arguments, path, dynamic_shapes=None):
@@ -130,8 +144,10 @@ def test_prefill_in_onnxruntime(model, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["interdomain", "s4d"])
+@pytest.mark.parametrize("name", DECODERS)
 def test_decoding_in_onnxruntime(name, make_model, tmp_path):
     decode, arguments = _decoding(make_model, name)
-    run = _session(decode, arguments, tmp_path / "decode.onnx")
-    _assert_same(_decoded(run, arguments), _decoded(decode, arguments), atol=1e-4)
+    run = _session(decode, arguments, tmp_path / "decode.onnx", _any_cache(arguments))
+    for size in SIZES:
+        _, arguments = _decoding(make_model, name, *size)
+        _assert_same(_decoded(run, arguments), _decoded(decode, arguments), atol=1e-4)
