@@ -96,10 +96,16 @@ def ready_to_step(cache: Cache) -> bool:
     return all(layer.is_initialized for layer in cache.layers if isinstance(layer, RecurrentLayer))
 
 
-class Held(NamedTuple):
-    """What a layer of any cache holds: "recurrent", "keys_values" or "other"; shapes and device once it holds any."""
+def kind_of(layer) -> str:
+    """What a layer of any cache holds: "recurrent", "keys_values" or "other"."""
+    if isinstance(layer, RecurrentLayer):
+        return "recurrent"
+    return "keys_values" if hasattr(layer, "keys") and not hasattr(layer, "recurrent_states") else "other"
 
-    kind: str
+
+class Held(NamedTuple):
+    """What a layer of any cache holds, once it holds anything: shapes, and the device of a state."""
+
     shapes: list[list[int]] | None = None
     device: torch.device | None = None
 
@@ -107,14 +113,12 @@ class Held(NamedTuple):
 def look_into(layer) -> Held:
     """Shapes are as `cache_shapes` of a mixer gives them; of keys and values batch, heads and head size."""
     if isinstance(layer, RecurrentLayer):
-        if not layer.is_initialized:
-            return Held("recurrent")
-        return Held("recurrent", [list(x.shape) for x in layer.held()], layer.state.device)
+        held = layer.held()
+        return Held([list(x.shape) for x in held], held[-1].device) if held else Held()
     keys = getattr(layer, "keys", None)
-    kind = "keys_values" if hasattr(layer, "keys") and not hasattr(layer, "recurrent_states") else "other"
     if keys is None or not layer.is_initialized or keys.ndim != 4:
-        return Held(kind)
-    return Held(kind, [[*keys.shape[:2], keys.shape[3]]])
+        return Held()
+    return Held([[*keys.shape[:2], keys.shape[3]]])
 
 
 def _check_arguments(config, offloading: bool) -> None:

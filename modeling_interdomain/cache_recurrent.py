@@ -50,6 +50,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         LinearAttentionCacheLayerMixin.__init__(self, number_of_states=1)
         self.conv_states: dict[int, torch.Tensor] = {}
         self.state_names: tuple[str, ...] = ()
+        self.kept_shapes: list[tuple[int, ...]] | None = None  # of windows and states, without the rows
         self.cumulative_length = 0
         self.max_rollback = max_rollback
         self.state_dtype = state_dtype
@@ -67,6 +68,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         first = next(iter(states.values()))
         self.device, self.dtype, self.batch_size = first.device, self.state_dtype, first.shape[0]
         self.state_names = tuple(states)
+        self.kept_shapes = [tuple(x.shape[1:]) for x in (*windows, *states.values())]
         self.conv_states = {
             i: torch.zeros_like(w, memory_format=torch.contiguous_format) for i, w in enumerate(windows)
         }

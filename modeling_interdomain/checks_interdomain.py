@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, StaticLayer
 
-from .cache_interdomain import look_into
+from .cache_interdomain import kind_of, look_into
 from .mixer_common import TokenMixer
 
 
@@ -54,7 +55,7 @@ def check_cache_layers(cache: Cache, layer_types: list[str]) -> None:
     if cache.layer_class_to_replicate is not None and set(layer_types) == {"full_attention"}:
         return
     kinds = ["keys_values" if kind == "full_attention" else "recurrent" for kind in layer_types]
-    if [look_into(layer).kind for layer in cache.layers] != kinds:
+    if [kind_of(layer) for layer in cache.layers] != kinds:
         raise ValueError(
             f"past_key_values ({type(cache).__name__} of {len(cache.layers)} layers) does not fit the {len(kinds)} "
             "layers of this model; make it with InterdomainCache(model.config) (prefix tuning cannot, it makes keys "
@@ -84,6 +85,9 @@ def check_cache(cache: Cache | None, config, mixers: list[TokenMixer], batch: in
         raise ValueError("A bidirectional model reads a whole sequence at once: leave past_key_values out.")
     check_cache_layers(cache, config.layer_types)
     for i, (layer, mixer) in enumerate(zip(cache.layers, mixers)):
+        home: Any = mixer.o_proj.weight.device
+        if _fits(layer, mixer, batch, home):
+            continue
         found = look_into(layer)
         if found.shapes is None:
             continue
@@ -93,12 +97,22 @@ def check_cache(cache: Cache | None, config, mixers: list[TokenMixer], batch: in
                 f"past_key_values holds tensors of shape {found.shapes} in layer {i}, but this model and batch need "
                 f"{expected}; it belongs to another model or batch."
             )
-        home = mixer.o_proj.weight.device
         if found.device is not None and home.type != "meta" and found.device != home:
             raise ValueError(
                 f"past_key_values is on {found.device} in layer {i}, but the layer is on {home}; move it with "
                 "past_key_values.to(device)."
             )
+
+
+def _fits(layer, mixer: TokenMixer, batch: int, home: torch.device) -> bool:
+    """The same for what a layer noted of its tensors when it made them: asked for at every token."""
+    noted = getattr(layer, "kept_shapes", None)
+    return (
+        noted is not None
+        and noted == getattr(mixer, "kept_shapes", None)
+        and layer.batch_size == batch
+        and layer.device == home
+    )
 
 
 def check_checkpointing(modules: Iterable[nn.Module]) -> None:

@@ -109,12 +109,12 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
 
     def _inputs(self, projected, windows, cos_sin, packing, keep: bool):
         """In one kernel or in few calls where that can run, and nothing hangs on the modules whose weights it reads."""
-        found, device = None, projected[0].device
+        found, device, backend = None, projected[0].device, self.backend
         if windows is None or projected[0].shape[1] > 1:  # another sequence may begin
             self.forget_tables()
-        if device.type != "cpu" or self.backend == "triton":
+        if device.type != "cpu" or backend == "triton":
             found = self._fused_inputs(projected, windows, cos_sin, packing, keep)
-        elif packing is None and windows is not None and projected[0].shape[1] == 1:
+        elif backend == "auto" and packing is None and windows is not None and projected[0].shape[1] == 1:
             found = self._token_inputs(projected, windows, cos_sin)
         return super()._inputs(projected, windows, cos_sin, packing, keep) if found is None else found
 
@@ -135,7 +135,7 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
         return [*weights, self.k_bias, self.v_bias] if self.normalised else weights
 
     def _token_inputs(self, projected, windows, cos_sin):
-        weights = self._weights(projected[0].device) if self.backend == "auto" else None
+        weights = self._weights(projected[0].device)
         if weights is None:
             return None
         tables = self._tables.get("token", weights, lambda _: token_tables(*weights))
