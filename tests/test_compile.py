@@ -62,7 +62,7 @@ QUICK = [
     ("grouped", "training with ends", "aot_eager"),
     ("interdomain-softmax", "prefill masked", "aot_eager"),
 ]
-# Every way of running and every kind of layer, not each with each; what the default backend makes of the two that matter.
+# Every way of running and every kind of layer, not each with each; the default backend where it matters.
 THOROUGH = [
     ("interdomain", "training", "aot_eager"),
     ("s4d-grouped", "prefill", "aot_eager"),
