@@ -19,8 +19,7 @@ def run(quick: bool = False) -> dict:
     return {
         "relative_error": errors,
         "parameters": {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()},
-        # First, as in a process that answers one prompt; again at the end, when long prompts have made the allocator
-        # keep large blocks, which spares Llama's growing keys and values a part of their cost.
+        # Before the long prefills and again after them: what they leave in memory might matter to either model.
         "decode": [_decode(models, position, seconds) for position in positions],
         "prefill": [_prefill(models, length, seconds) for length in lengths],
         "decode_later": [_decode(models, position, seconds) for position in positions[:1]],
@@ -117,16 +116,17 @@ def _per_second(times: dict, tokens: int) -> dict:
 
 
 def table(record: dict) -> str:
+    names = ("interdomain", "llama")
+    kinds = {"prefill": "prefill", "decode": "decode", "decode_later": "decode, after the prefills"}
     rows = [
         [
-            title.replace("_later", ", after the prefills"),
-            f"{row[key]:,}",
-            *(f"{row[n]['tokens_per_second']:,.1f}" for n in names),
+            title,
+            f"{row.get('length', row.get('position')):,}",
+            *(f"{row[name]['tokens_per_second']:,.1f}" for name in names),
             f"{row['ratio']:.2f}x",
         ]
-        for title, key in (("prefill", "length"), ("decode", "position"), ("decode_later", "position"))
-        for row in record[title]
-        for names in [("interdomain", "llama")]
+        for kind, title in kinds.items()
+        for row in record.get(kind, [])
     ]
     header = ["", "tokens before", "Interdomain, tokens/s", "Llama, tokens/s", "ratio"]
     calls = ", ".join(f"{name} {count}" for name, count in record.get("calls", {}).items())
