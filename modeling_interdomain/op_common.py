@@ -53,6 +53,7 @@ class Packing(NamedTuple):
         places: `[B T]`, the inverse of `tokens`.
         lengths: `[B]`, the real tokens of every row; None with packed documents.
         cu_seqlens: `[S + 1]`, ends of the documents along the packed row, starting with 0; None for rows.
+        documents: `[B T]`, the document of every packed token; None for rows.
     """
 
     shape: tuple[int, int]
@@ -61,6 +62,7 @@ class Packing(NamedTuple):
     places: torch.Tensor | None = None
     lengths: torch.Tensor | None = None
     cu_seqlens: torch.Tensor | None = None
+    documents: torch.Tensor | None = None
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         """`[B, T, ...]` to the same with pads at the ends of rows, or to one row `[1, B T, ...]` of documents."""
@@ -78,17 +80,11 @@ class Packing(NamedTuple):
         return flat.unflatten(0, self.shape)
 
     @property
-    def documents(self) -> torch.Tensor | None:
-        """`[B T]`: the document of every packed token; None for rows."""
-        return None if self.cu_seqlens is None else document_of_tokens(self.cu_seqlens, self.shape[0] * self.shape[1])
-
-    @property
     def starts(self) -> torch.Tensor | None:
         """`[B, T]` bool: the tokens of the batch that begin a packed document; None for rows."""
-        documents = self.documents
-        if documents is None:
+        if self.documents is None:
             return None
-        return self.unpack(torch.nn.functional.pad(documents.diff() != 0, (1, 0), value=True)[None])
+        return self.unpack(torch.nn.functional.pad(self.documents.diff() != 0, (1, 0), value=True)[None])
 
 
 def packing_from_mask(mask: torch.Tensor) -> Packing:
@@ -102,13 +98,14 @@ def packing_from_documents(cu_seqlens: torch.Tensor, mask: torch.Tensor | None, 
     """Documents along the flattened `[B, T]` batch, without the pads that a mask marks in them."""
     cu_seqlens = cu_seqlens.long()
     if mask is None:
-        return Packing(shape, cu_seqlens=cu_seqlens)
+        return Packing(shape, cu_seqlens=cu_seqlens, documents=document_of_tokens(cu_seqlens, shape[0] * shape[1]))
     mask = mask.bool()
     flat = mask.flatten()
     places, tokens = _real_tokens_first(flat[None])
     counted = torch.nn.functional.pad(flat.long().cumsum(0), (1, 0))
     ends = torch.nn.functional.pad(counted[cu_seqlens], (0, 1), value=flat.shape[0])
-    return Packing(shape, mask, tokens, places, cu_seqlens=ends)
+    documents = document_of_tokens(ends, flat.shape[0])
+    return Packing(shape, mask, tokens, places, cu_seqlens=ends, documents=documents)
 
 
 def _real_tokens_first(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
