@@ -13,6 +13,7 @@ from .modeling_interdomain import (
 )
 from .module_common import AuxiliaryLoss
 from .op_interdomain import interdomain_attention, interdomain_step
+from .op_ssd import ssd_attention, ssd_step
 from .registry_interdomain import register_feed_forward, register_token_mixer
 
 __all__ = [
@@ -29,6 +30,8 @@ __all__ = [
     "interdomain_step",
     "register_feed_forward",
     "register_token_mixer",
+    "ssd_attention",
+    "ssd_step",
 ]
 
 AutoConfig.register("interdomain", InterdomainConfig, exist_ok=True)

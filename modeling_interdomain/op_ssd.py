@@ -1,0 +1,222 @@
+"""State space duality on tensors: attention without softmax whose weights decay by a factor of the token and the head."""
+
+import torch
+
+from .op_common import check_documents, without_autocast
+from .op_interdomain_step import real_tokens
+from .op_ssd_chunk import chunk_ssd
+from .op_ssd_recurrent import export_ssd, recurrent_ssd
+
+SSD_BACKENDS = ("auto", "recurrent", "chunk")
+
+
+def ssd_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    *,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    chunk_size: int = 64,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The core of Mamba-2 ("Transformers are SSMs", arXiv 2405.21060) and of the SSD layers of Cheems (2407.16958):
+
+        S_t = exp(log_decay_t) S_{t-1} + value_t key_t^T,    o_t = S_t query_t
+
+    Args:
+        query: `[B, T, G, N]`, C of the papers.
+        key: `[B, T, G, N]`, B of the papers.
+        value: `[B, T, H, P]`, the input times its step dt, with H a multiple of G; head h reads group h // (H / G).
+        log_decay: `[B, T, H]`, dt times the (negative) rate of the head; at most 0.
+        initial_state: `[B, H, P, N]`; with `cu_seqlens`, one row a document. Default: None, which means zero.
+        output_final_state: return the state after the last token of each row or document. Default: False.
+        cu_seqlens, lengths: documents packed into one row, or the real tokens of every row, as in
+            `interdomain_attention`. Default: None.
+        chunk_size: the largest number of tokens per chunk; changes speed and memory, not the result. Default: 64.
+        backend: "recurrent" (the definition, token by token), "chunk" (matrix products) or "auto" ("chunk").
+            Default: "auto".
+
+    Returns:
+        output `[B, T, H, P]` in the dtype of `value`, and the final state `[B or S, H, P, N]` in float32 (float64 for
+        float64 inputs), or None. Everything is computed in the dtype of the state, under autocast too; decays are summed
+        in float64.
+
+    Raises:
+        ValueError: when an argument has a wrong shape, device or value; the message begins with its name.
+
+    Example:
+
+        >>> import torch
+        >>> from modeling_interdomain import ssd_attention
+        >>> query, key = torch.randn(2, 100, 1, 16), torch.randn(2, 100, 1, 16)
+        >>> value, log_decay = torch.randn(2, 100, 4, 8), -torch.rand(2, 100, 4)
+        >>> output, state = ssd_attention(query, key, value, log_decay, output_final_state=True)
+        >>> output.shape, state.shape
+        (torch.Size([2, 100, 4, 8]), torch.Size([2, 4, 8, 16]))
+    """
+    _check_inputs(query, key, value, log_decay)
+    check_documents(cu_seqlens, lengths, query)
+    rows = query.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if initial_state is not None:
+        _check_state(initial_state, "initial_state", rows, key, value)
+    if backend not in SSD_BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(SSD_BACKENDS)}, got {backend!r}.")
+    if not isinstance(chunk_size, int) or chunk_size < 1:
+        raise ValueError(f"chunk_size must be a positive integer, got {chunk_size!r}.")
+
+    compute = torch.float64 if torch.float64 in (query.dtype, key.dtype, value.dtype) else torch.float32
+    out_dtype = value.dtype
+    with torch.autocast(query.device.type, enabled=False):
+        query, key, value = (x.to(compute) for x in (query, key, value))
+        log_decay = log_decay.to(torch.promote_types(log_decay.dtype, torch.float32))
+        state = None if initial_state is None else initial_state.to(compute)
+        arguments = query, key, value, log_decay, state, cu_seqlens, lengths
+        if torch.compiler.is_exporting():
+            output, final = export_ssd(*arguments, chunk_size)
+        elif backend == "recurrent":
+            output, final = recurrent_ssd(*arguments)
+        else:
+            output, final = chunk_ssd(*arguments, chunk_size, output_final_state)
+    return output.to(out_dtype), final if output_final_state else None
+
+
+def ssd_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    *,
+    state: torch.Tensor,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One token of `ssd_attention` with the state updated in place.
+
+    Args:
+        query, key: `[B, G, N]`; value: `[B, H, P]`; log_decay: `[B, H]`.
+        state: `[B, H, P, N]`, overwritten.
+        mask: `[B]` bool or integers, zero for a pad: the row's state stays and its output is zero. Default: None.
+
+    Returns:
+        `[B, H, P]` in the dtype of `value`. Not differentiable: use `ssd_attention` for gradients.
+
+    Raises:
+        ValueError: when an argument has a wrong shape, device or value, before the state is touched.
+    """
+    for name, x, shape in (
+        ("query", query, "B, G, N"),
+        ("key", key, "B, G, N"),
+        ("value", value, "B, H, P"),
+        ("log_decay", log_decay, "B, H"),
+    ):
+        if x.ndim != shape.count(",") + 1:
+            raise ValueError(f"{name} of a step must have shape [{shape}], one token a row, got {list(x.shape)}.")
+    tokens = tuple(x[:, None] for x in (query, key, value, log_decay))
+    _check_inputs(tokens[0], tokens[1], tokens[2], tokens[3])
+    _check_state(state, "state", query.shape[0], tokens[1], tokens[2])
+    return take_ssd_step(query, key, value, log_decay, state, real_tokens(mask, query))
+
+
+def take_ssd_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    state: torch.Tensor,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`ssd_step` for a caller whose arguments fit; `mask` `[B]` is bool."""
+    with torch.no_grad(), without_autocast(query.device):
+        # A state kept in a lower precision is still advanced in float32.
+        wide = state.dtype in (torch.float32, torch.float64)
+        working = state if wide and state.is_contiguous() else state.to(torch.promote_types(state.dtype, torch.float32))
+        working = working.contiguous()
+        if mask is not None:  # a pad decays by 1 and puts in 0
+            log_decay = log_decay.where(mask[:, None], 0)
+            key, x = (y.where(mask[:, None, None], 0) for y in (key, value))
+        else:
+            x = value
+        batch, groups, size = key.shape
+        rows = working.view(batch * groups, -1, size)  # the heads of a group one below the other
+        x, key, query = (y.to(working.dtype) for y in (x, key, query))
+        working.mul_(log_decay.to(working.dtype).exp()[..., None, None])
+        rows.baddbmm_(x.reshape(batch * groups, -1, 1), key.reshape(batch * groups, 1, size))
+        output = torch.bmm(rows, query.reshape(batch * groups, size, 1)).view(value.shape)
+        if mask is not None:
+            output = output.where(mask[:, None, None], 0)
+        if working is not state:
+            state.copy_(working)
+    return output.to(value.dtype)
+
+
+@torch.no_grad()
+def ssd_state_after(
+    state: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """The state after some tokens whose inputs were kept, without an output: what taking tokens back needs.
+
+    Args:
+        state: `[B, H, P, N]`, left untouched.
+        key: `[B, T, G, N]`; value: `[B, T, H, P]`; log_decay: `[B, T, H]`; T may be 0.
+        mask: `[B, T]` bool, False for pads.
+
+    Returns:
+        A new tensor like `state`, at least float32.
+    """
+    state = state.to(torch.promote_types(state.dtype, torch.float32))
+    with torch.autocast(state.device.type, enabled=False):
+        decays = torch.where(mask[..., None], log_decay, 0).double()
+        after = decays.flip(1).cumsum(1).flip(1) - decays  # of the tokens behind each
+        value = torch.where(mask[..., None, None], value, 0) * after.exp()[..., None]
+        key = torch.where(mask[..., None, None], key, 0).to(state.dtype)
+        rows = value.to(state.dtype).unflatten(2, (key.shape[2], -1)).flatten(3)  # [B, T, G, (H / G) P]
+        added = torch.einsum("btgp,btgn->bgpn", rows, key).reshape(state.shape)
+        return decays.sum(1).exp().to(state.dtype)[..., None, None] * state + added
+
+
+def _check_inputs(query, key, value, log_decay) -> None:
+    for name, tensor, shape in (
+        ("query", query, "B, T, G, N"),
+        ("key", key, "B, T, G, N"),
+        ("value", value, "B, T, H, P"),
+        ("log_decay", log_decay, "B, T, H"),
+    ):
+        if not isinstance(tensor, torch.Tensor) or tensor.ndim != shape.count(",") + 1:
+            found = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise ValueError(f"{name} must have shape [{shape}], got {found}.")
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} must be a floating-point tensor, got {tensor.dtype}.")
+        if tensor.device != query.device:
+            raise ValueError(f"{name} is on {tensor.device}, but query is on {query.device}; move it there.")
+    batch, length, groups, _ = query.shape
+    heads = value.shape[2]
+    if length == 0:
+        raise ValueError("query must hold at least one token, got T = 0.")
+    if key.shape != query.shape:
+        raise ValueError(
+            f"key must have shape [B, T, G, N] = {list(query.shape)} to match query, got {list(key.shape)}."
+        )
+    if value.shape[:2] != query.shape[:2]:
+        raise ValueError(f"value must have shape [B, T, H, P] = [{batch}, {length}, H, P], got {list(value.shape)}.")
+    if groups == 0 or heads % groups:
+        raise ValueError(f"key has G = {groups} groups, which must divide the H = {heads} heads of value.")
+    if log_decay.shape != value.shape[:3]:
+        raise ValueError(
+            f"log_decay must have shape [B, T, H] = {list(value.shape[:3])} to match value, got {list(log_decay.shape)}."
+        )
+
+
+def _check_state(state, name, rows, key, value) -> None:
+    shape = (rows, *value.shape[2:], key.shape[3])
+    if not isinstance(state, torch.Tensor) or state.shape != shape:
+        found = list(state.shape) if isinstance(state, torch.Tensor) else type(state).__name__
+        raise ValueError(
+            f"{name} must have shape [rows, H, P, N] = {list(shape)}, with one row a batch row or document, got {found}."
+        )
+    if not state.is_floating_point():
+        raise ValueError(f"{name} must be a floating-point tensor, got {state.dtype}.")
+    if state.device != value.device:
+        raise ValueError(f"{name} is on {state.device}, but query is on {value.device}; move it there.")

@@ -1,0 +1,232 @@
+"""State space duality: chunks against the definition in float64, outputs, states and every gradient."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
+
+from modeling_interdomain import op_ssd_chunk
+from modeling_interdomain.op_ssd import ssd_attention, ssd_state_after, ssd_step
+
+NAMES = ("query", "key", "value", "log_decay", "initial_state")
+SHAPES = {
+    # name: (B, T, H, G, P, N)
+    "one_token": (2, 1, 2, 1, 3, 4),
+    "odd_length": (2, 63, 4, 2, 5, 6),
+    "a_group_a_head": (1, 130, 4, 4, 3, 5),
+    "one_group": (3, 130, 4, 1, 4, 5),
+}
+DECAYS = {"none": 0.0, "hardly_any": 1e-9, "usual": 0.3, "gone_at_once": 1e4, "mixed": None}
+
+
+def arguments(shape, decay="usual", dtype=torch.float64, rows=None, seed=0):
+    batch, length, heads, groups, width, size = SHAPES.get(shape, shape)
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*sizes):
+        return torch.randn(*sizes, generator=generator, dtype=torch.float64)
+
+    rate = DECAYS[decay]
+    sizes = 10.0 ** (2 * normal(batch, length, heads)) if rate is None else rate
+    tensors = (
+        normal(batch, length, groups, size),
+        normal(batch, length, groups, size),
+        normal(batch, length, heads, width),
+        -sizes * torch.rand(batch, length, heads, generator=generator, dtype=torch.float64),
+        normal(rows or batch, heads, width, size),
+    )
+    return {name: x.to(dtype).requires_grad_() for name, x in zip(NAMES, tensors, strict=True)}
+
+
+def everything(leaves, **options):
+    """Output, final state and the gradient of every argument for a loss on both."""
+    found = ssd_attention(**leaves, output_final_state=True, **options)
+    return dict(zip(("output", "state", *leaves), [*found, *gradients(found, leaves)], strict=True))
+
+
+def gradients(found, leaves):
+    weights = torch.Generator().manual_seed(1)
+    loss = sum((x * torch.randn(x.shape, generator=weights, dtype=torch.float64).to(x.dtype)).sum() for x in found)
+    return torch.autograd.grad(loss, list(leaves.values()))
+
+
+def assert_close(found, expected, bound=1e-10, leaves=None):
+    """Of the log decays the terms, `u . du`, cancel where they decay at once: their size is what rounding follows."""
+    for name, x in expected.items():
+        size = x.norm()
+        if name == "log_decay" and leaves is not None:
+            size = torch.maximum(size, (expected["value"] * leaves["value"]).sum(-1).norm())
+        error = ((found[name] - x).norm() / size.clamp(min=1e-30)).item()
+        assert error < bound, (name, error)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 16, 64])
+@pytest.mark.parametrize(
+    ("shape", "decay"), [*((s, "usual") for s in SHAPES), *(("a_group_a_head", d) for d in DECAYS)]
+)
+def test_equals_the_definition(shape, decay, chunk_size):
+    leaves = arguments(shape, decay)
+    expected = everything(leaves, backend="recurrent")
+    assert_close(everything(leaves, chunk_size=chunk_size), expected, leaves=leaves)
+    del leaves["initial_state"]
+    found, expected = everything(leaves, chunk_size=chunk_size), everything(leaves, backend="recurrent")
+    assert_close(found, expected, leaves=leaves)
+
+
+@pytest.mark.parametrize("floats", [0, 200, 1 << 18])
+def test_documents_and_pads(monkeypatch, floats):
+    """Packed documents, empty ones among them, in segments of one chunk and more; what stands at pads is not read."""
+    monkeypatch.setitem(op_ssd_chunk._SEGMENT_FLOATS, "cpu", floats)
+    leaves = arguments((1, 41, 4, 2, 3, 5), rows=6)
+    ends = torch.tensor([0, 5, 5, 6, 22, 41, 41])
+    assert_close(
+        everything(leaves, cu_seqlens=ends, chunk_size=4), everything(leaves, cu_seqlens=ends, backend="recurrent")
+    )
+    for document, (start, end) in enumerate(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)):
+        if start == end:
+            continue
+        alone = {name: x[:, start:end] for name, x in leaves.items()} | {
+            "initial_state": leaves["initial_state"][document : document + 1]
+        }
+        together = ssd_attention(**leaves, cu_seqlens=ends, chunk_size=4)[0][:, start:end]
+        torch.testing.assert_close(together, ssd_attention(**alone, backend="recurrent")[0])
+
+    lengths = torch.tensor([33, 0, 20])
+    leaves = arguments((3, 33, 4, 2, 3, 5))
+    pads = torch.arange(33) >= lengths[:, None]
+    with torch.no_grad():
+        for name in NAMES[:4]:
+            leaves[name][pads] = float("nan")
+    found = everything(leaves, lengths=lengths, chunk_size=8)
+    assert_close(found, everything(leaves, lengths=lengths, backend="recurrent"))
+    assert not any(found[name][pads].any() for name in ("output", *NAMES[:4]))
+    assert torch.equal(found["state"][1], leaves["initial_state"][1])
+
+
+def test_pieces_and_steps_are_the_whole():
+    leaves = {name: x.detach() for name, x in arguments((2, 30, 4, 2, 3, 5)).items()}
+    expected, final = ssd_attention(**leaves, output_final_state=True, chunk_size=8)
+    state, tokens = leaves.pop("initial_state"), tuple(leaves.values())
+    replayed = ssd_state_after(state, *tokens[1:], torch.ones(2, 30, dtype=torch.bool))
+    torch.testing.assert_close(replayed, final)
+    first, state = ssd_attention(*(x[:, :11] for x in tokens), initial_state=state, output_final_state=True)
+    second, state = ssd_attention(*(x[:, 11:25] for x in tokens), initial_state=state, output_final_state=True)
+    rest = [ssd_step(*(x[:, t] for x in tokens), state=state)[:, None] for t in range(25, 30)]
+    torch.testing.assert_close(torch.cat([first, second, *rest], dim=1), expected)
+    torch.testing.assert_close(state, final)
+    kept = state.clone()
+    output = ssd_step(*(x[:, 0] for x in tokens), state=state, mask=torch.tensor([1, 0]))
+    assert torch.equal(state[1], kept[1]) and not output[1].any() and not torch.equal(state[0], kept[0])
+
+
+def test_a_state_of_lower_precision_is_advanced_in_float32():
+    leaves = {name: x.detach().float() for name, x in arguments((2, 1, 4, 2, 3, 5)).items()}
+    low = leaves.pop("initial_state").bfloat16()
+    high = low.float()
+    outputs = [ssd_step(*(x[:, 0] for x in leaves.values()), state=state) for state in (low, high)]
+    torch.testing.assert_close(*outputs)
+    assert torch.equal(low, high.bfloat16())
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_equals_the_scan_of_transformers(groups):
+    leaves = {name: x.detach().float() for name, x in arguments((2, 130, 4, groups, 8, 16)).items()}
+    step, rate = torch.rand(2, 130, 4), -torch.arange(1.0, 5.0)
+    x = leaves["value"]
+    expected = mamba2_chunk_scan(
+        x,
+        step,
+        rate,
+        leaves["key"],
+        leaves["query"],
+        32,
+        initial_states=leaves["initial_state"],
+        return_final_states=True,
+    )
+    leaves |= {"value": x * step[..., None], "log_decay": step * rate}
+    found = ssd_attention(**leaves, output_final_state=True)
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).norm() / b.norm() < 1e-5
+    # To where each of the two stands after a decay that float32 sums do not survive.
+    leaves["log_decay"] = leaves["log_decay"].clone()
+    leaves["log_decay"][:, 3] = -1e4
+    exact = ssd_attention(**{name: x.double() for name, x in leaves.items()}, backend="recurrent")[0]
+    assert (ssd_attention(**leaves)[0] - exact).norm() / exact.norm() < 1e-6
+
+
+def test_half_precision_and_autocast_are_computed_in_float32():
+    leaves = arguments((2, 70, 4, 2, 8, 16), dtype=torch.float32)
+    expected = everything(leaves)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = everything(leaves)
+    assert all(torch.equal(x, expected[name]) for name, x in found.items())
+    low = {name: x.detach().bfloat16() for name, x in leaves.items()} | {"log_decay": leaves["log_decay"].detach()}
+    output, state = ssd_attention(**low, output_final_state=True)
+    exact, final = ssd_attention(
+        **{k: x.double() for k, x in low.items()}, output_final_state=True, backend="recurrent"
+    )
+    assert output.dtype == torch.bfloat16 and state.dtype == torch.float32
+    assert (output - exact).norm() / exact.norm() < 5e-3 and (state - final).norm() / final.norm() < 2e-6
+
+
+@pytest.mark.parametrize("kind", ["rows", "documents", "lengths"])
+def test_one_dynamic_graph_serves_every_length(kind):
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(ssd_attention, backend=counter, fullgraph=True)
+    for length in (130, 140, 77):
+        leaves, extent = arguments((1, length, 4, 2, 4, 5)), {}
+        if kind == "documents":
+            leaves.pop("initial_state")
+            extent = {"cu_seqlens": torch.tensor([0, 50, 50, 64, length])}
+        elif kind == "lengths":
+            extent = {"lengths": torch.tensor([length - 9])}
+        found = compiled(**leaves, **extent, output_final_state=True)
+        expected = ssd_attention(**leaves, **extent, output_final_state=True)
+        for a, b in zip([*found, *gradients(found, leaves)], [*expected, *gradients(expected, leaves)], strict=True):
+            torch.testing.assert_close(a, b)
+    assert counter.frame_count == 2
+    torch.compiler.reset()
+
+
+def test_an_exported_graph_serves_every_batch_and_length():
+    class Module(torch.nn.Module):
+        def forward(self, query, key, value, log_decay, initial_state, lengths):
+            return ssd_attention(
+                query, key, value, log_decay, initial_state=initial_state, lengths=lengths, output_final_state=True,
+                chunk_size=8,
+            )  # fmt: skip
+
+    def tokens(batch, length):
+        leaves = {name: x.detach() for name, x in arguments((batch, length, 4, 2, 3, 5)).items()}
+        return (*leaves.values(), torch.arange(batch) * (length // 2) // batch)
+
+    batch, length = torch.export.Dim("batch", max=64), torch.export.Dim("length", max=4096)
+    shapes = (*[{0: batch, 1: length}] * 4, {0: batch}, {0: batch})
+    program = torch.export.export(Module(), tokens(3, 21), dynamic_shapes=shapes).module()
+    for size in ((3, 21), (1, 1), (2, 65)):
+        for a, b in zip(program(*tokens(*size)), Module()(*tokens(*size)), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_bad_arguments_are_named():
+    leaves = {name: x.detach() for name, x in arguments((1, 9, 4, 2, 3, 5)).items()}
+    for changes, message in (
+        ({"key": leaves["key"][..., :4]}, r"key must have shape \[B, T, G, N\] = \[1, 9, 2, 5\]"),
+        ({"value": leaves["value"][:, :, :3]}, "key has G = 2 groups, which must divide the H = 3 heads of value"),
+        ({"log_decay": leaves["log_decay"][..., :2]}, r"log_decay must have shape \[B, T, H\] = \[1, 9, 4\]"),
+        ({"initial_state": leaves["initial_state"][:, :, :2]}, r"initial_state must have shape \[rows, H, P, N\]"),
+        ({"cu_seqlens": torch.tensor([0, 8])}, "cu_seqlens must run from 0 to T = 9, got 0 to 8"),
+        ({"backend": "triton"}, "backend must be one of auto, recurrent, chunk, got 'triton'"),
+        ({"chunk_size": 0}, "chunk_size must be a positive integer, got 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ssd_attention(**leaves | changes)
+    state = leaves.pop("initial_state").clone()
+    kept, tokens = state.clone(), [x[:, 0] for x in leaves.values()]
+    with pytest.raises(ValueError, match=r"state must have shape \[rows, H, P, N\] = \[1, 4, 3, 5\]"):
+        ssd_step(*tokens, state=state[:, :2])
+    with pytest.raises(ValueError, match=r"mask must have shape \[B\] = \[1\]"):
+        ssd_step(*tokens, state=state, mask=torch.ones(2))
+    with pytest.raises(ValueError, match=r"value of a step must have shape \[B, H, P\]"):
+        ssd_step(*tokens[:2], leaves["value"], tokens[3], state=state)
+    assert torch.equal(state, kept)
