@@ -1,4 +1,4 @@
-"""State space duality on tensors: attention without softmax whose weights decay by a factor of the token and the head."""
+"""State space duality on tensors: attention without softmax, its weights decayed by factors of token and head."""
 
 import torch
 
@@ -42,8 +42,8 @@ def ssd_attention(
 
     Returns:
         output `[B, T, H, P]` in the dtype of `value`, and the final state `[B or S, H, P, N]` in float32 (float64 for
-        float64 inputs), or None. Everything is computed in the dtype of the state, under autocast too; decays are summed
-        in float64.
+        float64 inputs), or None. Everything is computed in the dtype of the state, under autocast too, and decays are
+        summed in float64.
 
     Raises:
         ValueError: when an argument has a wrong shape, device or value; the message begins with its name.
@@ -205,7 +205,8 @@ def _check_inputs(query, key, value, log_decay) -> None:
         raise ValueError(f"key has G = {groups} groups, which must divide the H = {heads} heads of value.")
     if log_decay.shape != value.shape[:3]:
         raise ValueError(
-            f"log_decay must have shape [B, T, H] = {list(value.shape[:3])} to match value, got {list(log_decay.shape)}."
+            f"log_decay must have shape [B, T, H] = {list(value.shape[:3])} to match value, got "
+            f"{list(log_decay.shape)}."
         )
 
 
@@ -214,7 +215,8 @@ def _check_state(state, name, rows, key, value) -> None:
     if not isinstance(state, torch.Tensor) or state.shape != shape:
         found = list(state.shape) if isinstance(state, torch.Tensor) else type(state).__name__
         raise ValueError(
-            f"{name} must have shape [rows, H, P, N] = {list(shape)}, with one row a batch row or document, got {found}."
+            f"{name} must have shape [rows, H, P, N] = {list(shape)}, with one row a batch row or document, got "
+            f"{found}."
         )
     if not state.is_floating_point():
         raise ValueError(f"{name} must be a floating-point tensor, got {state.dtype}.")

@@ -4,7 +4,7 @@ Inside a chunk, with s the running sum of the log decays, L_ij = exp(s_i - s_j) 
 
     Y = ((Q K^T) o L) U + exp(s) (Q S^T),    S_next = exp(s_end) S + sum_j exp(s_end - s_j) u_j k_j^T
 
-(Mamba-2, arXiv 2405.21060, section 6). No exponent is positive where the decays are at most 1, so nothing overflows. The
+(Mamba-2, arXiv 2405.21060, section 6). No exponent is positive where no decay is above 1, so nothing overflows. The
 sums are float64: after a single decay of -1e4, sums in float32 leave the later ones without their digits.
 
 Backward keeps the inputs and the output. The gradient of the log decays needs no C x C reductions: token t receives
@@ -228,7 +228,7 @@ class _Gradients:
         self.left: torch.Tensor | None = None
         self.before = [problem.walk(s, problem.tokens(s, within=False), keep=True) for s in chunks.segments]
 
-    def run(self) -> tuple[torch.Tensor | None, ...]:
+    def run(self):
         """Of query, key, value, log decays and initial states."""
         for segment in reversed(self.problem.chunks.segments):
             self._segment(segment, self.before.pop())
@@ -320,7 +320,7 @@ def _power_(exponents: torch.Tensor) -> torch.Tensor:
     """`exp` in place, and zero below `_NOTHING`."""
     nothing = _NOTHING[exponents.dtype]
     powers = exponents.clamp_(min=math.log(nothing) - 1).exp_()  # its own smallest numbers take long, too
-    return torch.nn.functional.threshold_(powers, nothing, 0.0)
+    return torch.threshold_(powers, nothing, 0.0)
 
 
 _NAMESPACE = namespace(__name__)
@@ -378,8 +378,9 @@ def _operator_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     with torch.autocast(query.device.type, enabled=False):
         problem = _Problem(query, key, value, log_decay, initial_state, cu_seqlens, lengths, chunk_size, False)
-        *grads, of_decay, of_initial = _Gradients(problem, output, grad_output, grad_final).run()
-        return *grads, of_decay.to(log_decay.dtype), value.new_empty(0) if of_initial is None else of_initial
+        of_query, of_key, of_value, of_decay, of_initial = _Gradients(problem, output, grad_output, grad_final).run()
+        of_initial = value.new_empty(0) if of_initial is None else of_initial
+        return of_query, of_key, of_value, of_decay.to(log_decay.dtype), of_initial
 
 
 @_operator_backward.register_fake

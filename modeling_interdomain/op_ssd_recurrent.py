@@ -1,5 +1,4 @@
-"""State space duality token by token, the definition, with which the chunks are compared in float64; and chunks of plain
-tensor operations for graphs that leave PyTorch."""
+"""State space duality token by token, the definition; and in chunks of plain operations, for graphs that leave PyTorch."""
 
 from itertools import pairwise
 
@@ -15,7 +14,7 @@ def recurrent_ssd(
     cu_seqlens: torch.Tensor | None,
     lengths: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`S_t = exp(log_decay_t) S_{t-1} + value_t key_t^T`, `y_t = S_t query_t`; as `ssd_attention`, in one real dtype."""
+    """`S_t = exp(log_decay_t) S_{t-1} + value_t key_t^T`, `o_t = S_t query_t`; as `ssd_attention`, in one dtype."""
     if lengths is not None:
         query, key, value, log_decay = without_pads(lengths, query, key, value, log_decay)
     ends = [0, query.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
