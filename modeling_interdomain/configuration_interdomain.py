@@ -21,6 +21,8 @@ _CHOICES = {
     "time_step_spacing": ("random", "even"),
     "coefficient_init": ("normal", "identity", "posterior"),
     "state_dtype": ("float32", "float64", "bfloat16", "float16"),
+    "ssd_dt_bias": (None, "zero", "time_step"),
+    "ssd_norm": (None, "before_gate", "after_gate"),
     "backend": ("auto", "recurrent", "fft", "scan", "associative_scan", "chunk", "triton"),
 }
 
@@ -37,6 +39,9 @@ _POSITIVE = (
     "conv_kernel",
     "chunk_size",
     "max_position_embeddings",
+    "ssd_state_size",
+    "ssd_groups",
+    "ssd_conv_kernel",
 )
 
 
@@ -55,8 +60,9 @@ class InterdomainConfig(PreTrainedConfig):
         feature_dim: feature dimension of queries and keys, R. Default: None, `head_dim`.
         state_size: number of complex basis functions, M. Default: 64.
         conv_kernel: width of the causal convolution of queries and keys, in tokens. Default: 4.
-        token_mixers: "interdomain", "s4d" (the same state read by a learned vector, no query) or "softmax" for all
-            layers, or a list with one name a layer. Default: "interdomain".
+        token_mixers: "interdomain", "s4d" (the same state read by a learned vector, no query), "ssd" (state space
+            duality, whose fields begin with ssd; Mamba-2 is a case of it) or "softmax" for all layers, or a list with
+            one name a layer. Default: "interdomain".
         feed_forwards: "mlp" (SwiGLU) or "none" (the layer ends with its token mixer) for all layers, or a list with one
             name a layer. Default: "mlp".
         aux_loss_coef: what the sum of the auxiliary losses of all layers is multiplied with before it joins the
@@ -77,8 +83,8 @@ class InterdomainConfig(PreTrainedConfig):
         use_output_norm: RMSNorm on the output of each head, before the gate. Default: False.
         rope_parameters: rotary embeddings as in Transformers, `{"rope_type": "default", "rope_theta": 10000.0}`;
             softmax layers rotate queries and keys. Default: None, no rotary embeddings.
-        rope_placement: where "interdomain" and "s4d" layers rotate queries and keys: "before" or "after" the feature
-            map (the same where a key has none), or None, not at all. Default: None.
+        rope_placement: where recurrent layers rotate queries and keys: "before" or "after" the feature map (the same
+            where a key has none), or None, not at all. Default: None.
         modes: start of the frequencies Im A: "s4d_inv", "s4d_lin", or "uniform", phases Delta Im A = pi (n + 1/2) / M a
             token whatever the step, which resolve the last 2M tokens and alias beyond. The decay is Delta / 2 a token.
             Default: "s4d_inv".
@@ -111,9 +117,27 @@ class InterdomainConfig(PreTrainedConfig):
             start with this over sqrt(2 N). Default: 0.02.
         tie_word_embeddings: share input and output embeddings. Default: False.
         max_position_embeddings: the context length evaluations may assume; the recurrence has no limit. Default: 2048.
+        ssd_state_size: of "ssd" layers: the numbers N that a state has for each of the P of a head; rotary embeddings
+            (`rope_placement`, "before" or "after" alike) turn these. Default: 128.
+        ssd_groups: what B and C of the heads are shared in, a divisor of the heads. Default: 1.
+        ssd_heads: heads of "ssd" layers. Default: None, `num_attention_heads`.
+        ssd_head_dim: value dimension of their heads, P. Default: None, `head_dim`.
+        ssd_conv_kernel: width of the causal convolution of x, B and C, in tokens; 1 is none, 4 that of Mamba-2 and of
+            the Conv1d control of Cheems. Default: 1.
+        ssd_conv_bias: give these convolutions a bias. Default: False.
+        ssd_activation: of x, B and C after it, "silu" in Mamba-2. Default: None.
+        ssd_skip: add the input of each head times a learned number, D. Default: True.
+        ssd_dt_bias: start of the bias of the time step dt before its softplus: "zero", "time_step" (that of Mamba-2:
+            dt is drawn between `time_step_min` and `time_step_max`, uniformly in the logarithm), or None, no bias.
+            Default: "zero".
+        ssd_dt_limit: least and largest dt after the softplus. Default: None, no limit.
+        ssd_norm: RMSNorm over the heads of a group "before_gate" or "after_gate" (`use_output_gate`; Mamba-2 has the
+            latter). Default: None.
+        ssd_bias: give the projections of these layers biases. Default: False.
+        residual_in_fp32: keep the residual stream in float32 in a model of a lower precision. Default: False.
         state_dtype: dtype of the recurrent state in the cache. Default: "float32".
-        backend: how the operator is computed, see `interdomain_attention`; "s4d" layers always work in chunks.
-            Default: "auto".
+        backend: how the operator is computed, see `interdomain_attention`; "s4d" layers always work in chunks, and
+            "ssd" layers, too, but for "recurrent". Default: "auto".
         chunk_size: tokens per chunk of the operator. Default: 64.
         max_rollback: how many of the last tokens a cache that records (assisted decoding) can take back. Default: 64.
 
@@ -186,6 +210,19 @@ class InterdomainConfig(PreTrainedConfig):
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 2048
+    ssd_state_size: int = 128
+    ssd_groups: int = 1
+    ssd_heads: int | None = None
+    ssd_head_dim: int | None = None
+    ssd_conv_kernel: int = 1
+    ssd_conv_bias: bool = False
+    ssd_activation: str | None = None
+    ssd_skip: bool = True
+    ssd_dt_bias: str | None = "zero"
+    ssd_dt_limit: list[float] | None = None
+    ssd_norm: str | None = None
+    ssd_bias: bool = False
+    residual_in_fp32: bool = False
     state_dtype: str = "float32"
     backend: str = "auto"
     chunk_size: int = 64
@@ -273,6 +310,8 @@ class InterdomainConfig(PreTrainedConfig):
                 f"{self.time_step_max}."
             )
         self._check_start()
+        for name in dict.fromkeys(self.mixers_per_layer):
+            TOKEN_MIXERS[name].check_config(self)
         if self.max_rollback < 0:
             raise ValueError(f"max_rollback must not be negative, got {self.max_rollback}.")
 

@@ -26,6 +26,10 @@ class TokenMixer(nn.Module):
         self.config, self.layer_idx = config, layer_idx
 
     @classmethod
+    def check_config(cls, config) -> None:
+        """Raise a ValueError, one sentence, where such a layer cannot be made from a configuration."""
+
+    @classmethod
     def make_cache_layer(
         cls, config, max_cache_len: int | None = None
     ) -> CacheLayerMixin | LinearAttentionCacheLayerMixin:

@@ -21,6 +21,13 @@ class Stream(NamedTuple):
     convolved: bool
 
 
+class Biases(NamedTuple):
+    """Which maps of a mixer have one."""
+
+    projections: bool = False
+    convolutions: bool = False
+
+
 class RecurrentMixer(TokenMixer):
     """Projects the tokens into `streams`, convolves them, runs a recurrence on from the cache, and projects back.
 
@@ -35,20 +42,22 @@ class RecurrentMixer(TokenMixer):
         """`output_width` are the numbers a head that the recurrence gives."""
         super().__init__(config, layer_idx)
         # Asked for at every token: a configuration is slow to look up.
-        self.rope_placement, self.kernel = config.rope_placement, config.conv_kernel
+        self.rope_placement, self.kernel = config.rope_placement, self.kernel_size(config)
+        self.rotated_width = self.rotated(config)
         streams = self.streams(config)
         self.stream_names = [stream.name for stream in streams]
         windows = [(stream.heads * stream.width, self.kernel - 1) for stream in streams if stream.convolved]
         self.kept_shapes = [*windows, tuple(self.state_shape(config))]
 
-        hidden, outputs = config.hidden_size, config.num_attention_heads * output_width
+        hidden, outputs, biases = config.hidden_size, self.output_heads(config) * output_width, self.biases(config)
         for stream in streams:
-            setattr(self, f"{stream.name}_proj", nn.Linear(hidden, stream.heads * stream.width, bias=False))
-        self.o_proj = residual_projection(outputs, hidden)
-        self.g_proj = nn.Linear(hidden, outputs, bias=False) if config.use_output_gate else None
+            setattr(self, f"{stream.name}_proj", nn.Linear(hidden, stream.heads * stream.width, biases.projections))
+        self.o_proj = residual_projection(outputs, hidden, biases.projections)
+        self.g_proj = nn.Linear(hidden, outputs, biases.projections) if config.use_output_gate else None
         for stream in streams:
             if stream.convolved:
-                setattr(self, f"{stream.name}_conv", CausalConv1d(stream.heads * stream.width, self.kernel))
+                conv = CausalConv1d(stream.heads * stream.width, self.kernel, biases.convolutions)
+                setattr(self, f"{stream.name}_conv", conv)
         self.o_norm = InterdomainRMSNorm(output_width, config.rms_norm_eps) if config.use_output_norm else None
 
     @property
@@ -81,17 +90,44 @@ class RecurrentMixer(TokenMixer):
         """The state after recorded tokens: called with those, their mask and what `transition=True` gave."""
         raise NotImplementedError
 
+    # What a subclass may say otherwise.
+
+    @classmethod
+    def output_heads(cls, config) -> int:
+        """Those of the output."""
+        return config.num_attention_heads
+
+    @classmethod
+    def kernel_size(cls, config) -> int:
+        """Of the convolutions, in tokens."""
+        return config.conv_kernel
+
+    @classmethod
+    def biases(cls, config) -> Biases:
+        return Biases()
+
+    @classmethod
+    def rotated(cls, config) -> int:
+        """The numbers a head that rotary embeddings turn."""
+        return config.feature_dim
+
+    def _way_out(self, output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What `o_proj` reads, `[B, T, heads width]`, of the output and the tokens of the layer."""
+        if self.g_proj is None:
+            return output
+        return nn.functional.silu(self.g_proj(hidden_states)) * output
+
     # What follows from it.
 
     @classmethod
     def rotated_dims(cls, config) -> set[int]:
-        return set() if config.rope_placement is None else {config.feature_dim}
+        return set() if config.rope_placement is None else {cls.rotated(config)}
 
     @classmethod
     def state_sizes(cls, config, context_length: int) -> dict[str, int]:
         windows = sum(stream.heads * stream.width for stream in cls.streams(config) if stream.convolved)
         state = torch.Size(cls.state_shape(config)).numel()
-        return {"recurrent": state, "convolution": windows * (config.conv_kernel - 1)}
+        return {"recurrent": state, "convolution": windows * (cls.kernel_size(config) - 1)}
 
     def cache_shapes(self, batch: int) -> list[list[int]]:
         return [[batch, *shape] for shape in self.kept_shapes]
@@ -134,14 +170,12 @@ class RecurrentMixer(TokenMixer):
         output = output.flatten(-2).to(hidden_states.dtype)
         if packing is not None:
             output = packing.unpack(output)
-        if self.g_proj is not None:
-            output = nn.functional.silu(self.g_proj(hidden_states)) * output
-        return self.o_proj(output), None
+        return self.o_proj(self._way_out(output, hidden_states)), None
 
     def _rotation(self, position_embeddings, packing, shape) -> tuple[torch.Tensor, ...] | None:
         if self.rope_placement is None or position_embeddings is None:
             return None
-        cos_sin = position_embeddings[self.config.feature_dim]
+        cos_sin = position_embeddings[self.rotated_width]
         return cos_sin if packing is None else tuple(packing.pack(x.expand(*shape, -1)) for x in cos_sin)
 
     def _inputs(self, projected, windows, cos_sin, packing: Packing | None, keep: bool):

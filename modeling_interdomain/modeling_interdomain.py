@@ -98,13 +98,22 @@ class InterdomainDecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = InterdomainRMSNorm(config.hidden_size, config.rms_norm_eps)
         if self.mlp is not None:
             self.post_attention_layernorm = InterdomainRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.residual_in_fp32 = config.residual_in_fp32
 
     def forward(self, hidden_states: torch.Tensor, attention_mask=None, **kwargs) -> torch.Tensor:
-        mixed, _ = self.token_mixer(self.input_layernorm(hidden_states), attention_mask=attention_mask, **kwargs)
+        if self.residual_in_fp32:
+            hidden_states = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
+        mixed, _ = self.token_mixer(
+            self._normed(self.input_layernorm, hidden_states), attention_mask=attention_mask, **kwargs
+        )
         hidden_states = hidden_states + mixed
         if self.mlp is None:
             return hidden_states
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        return hidden_states + self.mlp(self._normed(self.post_attention_layernorm, hidden_states))
+
+    def _normed(self, norm: InterdomainRMSNorm, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What a part of the layer reads, in the dtype of the model whatever that of the stream."""
+        return norm(hidden_states.to(norm.weight.dtype) if self.residual_in_fp32 else hidden_states)
 
 
 class InterdomainPreTrainedModel(PreTrainedModel):
@@ -303,7 +312,10 @@ class InterdomainModel(InterdomainPreTrainedModel):
                 packing=packing,
                 **kwargs,
             )
-        return InterdomainModelOutput(self.norm(hidden_states), past_key_values if use_cache else None)
+        last = self.norm(hidden_states)
+        if config.residual_in_fp32:
+            last = last.to(inputs_embeds.dtype)
+        return InterdomainModelOutput(last, past_key_values if use_cache else None)
 
     def _masks(self, attention_mask, inputs_embeds, past_key_values, cu_seqlens) -> dict[str, Any]:
         if isinstance(attention_mask, dict):

@@ -45,12 +45,12 @@ class Float32Module(nn.Module):
         return super()._apply(move, recurse)
 
 
-def residual_projection(in_features: int, out_features: int) -> nn.Linear:
+def residual_projection(in_features: int, out_features: int, bias: bool = False) -> nn.Linear:
     """A linear layer that starts with a smaller standard deviation: there are 2 N of them, and they add up.
 
     It is marked rather than of a class of its own, because quantizers and adapters may look for `nn.Linear` exactly.
     """
-    linear: Any = nn.Linear(in_features, out_features, bias=False)
+    linear: Any = nn.Linear(in_features, out_features, bias)
     linear.adds_to_residual = True
     return linear
 

@@ -6,10 +6,10 @@ from transformers import initialization as init
 
 
 class CausalConv1d(nn.Conv1d):
-    """Depthwise convolution over the last `kernel_size` tokens, without bias; an ordinary `nn.Conv1d` otherwise."""
+    """Depthwise convolution over the last `kernel_size` tokens; an ordinary `nn.Conv1d` otherwise."""
 
-    def __init__(self, width: int, kernel_size: int):
-        super().__init__(width, width, kernel_size, groups=width, bias=False)
+    def __init__(self, width: int, kernel_size: int, bias: bool = False):
+        super().__init__(width, width, kernel_size, groups=width, bias=bias)
 
     @torch.no_grad()
     def start_parameters(self, config) -> None:
@@ -19,18 +19,21 @@ class CausalConv1d(nn.Conv1d):
         else:
             bound = self.kernel_size[0] ** -0.5
             init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            init.zeros_(self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[B, W, L + kernel_size - 1]` to `[B, W, L]`."""
         # A few shifted products keep the memory layout of the tokens; the library's convolution would transpose it.
         length = x.shape[-1] - self.kernel_size[0] + 1
         if length == 1:
-            return (x * self.weight[:, 0]).sum(-1, keepdim=True)
+            y = (x * self.weight[:, 0]).sum(-1, keepdim=True)
+            return y if self.bias is None else y + self.bias[:, None]
         taps = self.weight[:, 0].split(1, dim=-1)
         y = x[..., :length] * taps[0]
         for shift, tap in enumerate(taps[1:], start=1):
             y = torch.addcmul(y, x[..., shift : shift + length], tap)
-        return y
+        return y if self.bias is None else y + self.bias[:, None]
 
 
 def causal_conv(

@@ -1,4 +1,4 @@
-"""State space duality token by token, the definition; and in chunks of plain operations, for graphs that leave PyTorch."""
+"""State space duality token by token, the definition; and in chunks of plain operations, to leave PyTorch with."""
 
 from itertools import pairwise
 

@@ -7,11 +7,13 @@ from .mixer_common import TokenMixer
 from .mixer_interdomain import InterdomainMixer
 from .mixer_s4d import S4DMixer
 from .mixer_softmax import SoftmaxMixer
+from .mixer_ssd import SSDMixer
 
 TOKEN_MIXERS: dict[str, type[TokenMixer]] = {
     "interdomain": InterdomainMixer,
     "s4d": S4DMixer,
     "softmax": SoftmaxMixer,
+    "ssd": SSDMixer,
 }
 # None: the layer ends with its token mixer.
 FEED_FORWARDS: dict[str, type[nn.Module] | None] = {"mlp": InterdomainMLP, "none": None}

@@ -1,0 +1,96 @@
+"""The small parameters of state space duality: how a token's step becomes a decay and scales its input."""
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import initialization as init
+
+from .module_common import Float32Module
+from .op_ssd import ssd_attention, take_ssd_step
+
+
+class SSDRecurrence(Float32Module):
+    """`A_log`, `D` and `dt_bias`, `[H]` each, the last two or None; the operator called with them.
+
+    A module of its own, because it stays in float32 whatever the model's dtype, see `InterdomainRecurrence`.
+    """
+
+    def __init__(self, config, heads: int):
+        super().__init__()
+        self.config = config
+        self.limit = config.ssd_dt_limit
+        self.A_log = nn.Parameter(torch.empty(heads, dtype=torch.float32))
+        self.D = nn.Parameter(torch.empty(heads, dtype=torch.float32)) if config.ssd_skip else None
+        self.dt_bias = None if config.ssd_dt_bias is None else nn.Parameter(torch.empty(heads, dtype=torch.float32))
+        self.start_parameters(config)
+
+    @torch.no_grad()
+    def start_parameters(self, config) -> None:
+        """Head h keeps `exp(-(h + 1) dt)` of its state (Mamba-2)."""
+        init.copy_(self.A_log, torch.arange(1, len(self.A_log) + 1, device=self.A_log.device).float().log())
+        if self.D is not None:
+            init.ones_(self.D)
+        if self.dt_bias is None:
+            return
+        if config.ssd_dt_bias == "zero":
+            init.zeros_(self.dt_bias)
+        else:
+            low, high = math.log(config.time_step_min), math.log(config.time_step_max)
+            step = torch.empty_like(self.dt_bias).uniform_(low, high).exp()
+            init.copy_(self.dt_bias, step + torch.log(-torch.expm1(-step)))  # softplus of it is the step
+
+    def forward(self, *tokens: torch.Tensor, transition: bool = False, step: bool = False, **arguments: Any):
+        """`ssd_attention` of C `[B, T, G, N]`, B `[B, T, G, N]`, x `[B, T, H, P]` and the raw dt `[B, T, H]`.
+
+        With `transition=True` what `discretized` needs alone; with `step=True` it is one token that moves `state` in
+        place. All of it happens inside, see `InterdomainRecurrence`.
+        """
+        if transition:
+            return self._transition()
+        query, key, value, dt = tokens
+        inputs, log_decay = discretized(value, dt, *self._transition())
+        if step:
+            return self._step(query, key, value, inputs, log_decay, **arguments)
+        backend = "recurrent" if self.config.backend == "recurrent" else "auto"
+        output, state = ssd_attention(
+            query, key, inputs, log_decay, chunk_size=self.config.chunk_size, backend=backend, **arguments
+        )
+        return self._skipped(output, value), state
+
+    def _step(self, query, key, value, inputs, log_decay, *, state: torch.Tensor, mask: torch.Tensor | None = None):
+        """`ssd_step` of tokens with an axis of the one token; `[B, H, P]`."""
+        token = (x.squeeze(1) for x in (query, key, inputs, log_decay))
+        with torch.no_grad():
+            output = self._skipped(take_ssd_step(*token, state=state, mask=mask), value.squeeze(1))
+        return output if mask is None else output.where(mask[:, None, None], 0)
+
+    def _skipped(self, output: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return output if self.D is None else torch.addcmul(output, value.to(output.dtype), self.D[:, None].to(output))
+
+    def _transition(self) -> tuple[torch.Tensor, ...]:
+        """Rates and biases of the heads, and where dt has limits these."""
+        wide = torch.promote_types(self.A_log.dtype, torch.float32)
+        rate = -self.A_log.to(wide).exp()
+        bias = torch.zeros_like(rate) if self.dt_bias is None else self.dt_bias.to(wide)
+        return (rate, bias) if self.limit is None else (rate, bias, rate.new_tensor(self.limit))
+
+
+def discretized(
+    value: torch.Tensor, dt: torch.Tensor, rate: torch.Tensor, bias: torch.Tensor, limit: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs `dt x` `[B, T, H, P]` and log decays `dt a` `[B, T, H]` for `ssd_attention`, in at least float32.
+
+    Args:
+        value: x, `[B, T, H, P]`.
+        dt: as projected, `[B, T, H]`; its softplus after the bias is the step.
+        rate, bias: a and the bias, `[H]`.
+        limit: `[2]`, between which a step is kept. Default: None.
+    """
+    wide = torch.promote_types(torch.promote_types(value.dtype, rate.dtype), torch.float32)
+    step = F.softplus(dt.to(wide) + bias.to(wide))
+    if limit is not None:
+        step = step.clamp(min=limit[0], max=limit[1])
+    return value.to(wide) * step[..., None], step * rate.to(wide)
