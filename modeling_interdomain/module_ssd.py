@@ -62,9 +62,9 @@ class SSDRecurrence(Float32Module):
 
     def _step(self, query, key, value, inputs, log_decay, *, state: torch.Tensor, mask: torch.Tensor | None = None):
         """`ssd_step` of tokens with an axis of the one token; `[B, H, P]`."""
-        token = (x.squeeze(1) for x in (query, key, inputs, log_decay))
+        query, key, inputs, log_decay, value = (x.squeeze(1) for x in (query, key, inputs, log_decay, value))
         with torch.no_grad():
-            output = self._skipped(take_ssd_step(*token, state=state, mask=mask), value.squeeze(1))
+            output = self._skipped(take_ssd_step(query, key, inputs, log_decay, state, mask), value)
         return output if mask is None else output.where(mask[:, None, None], 0)
 
     def _skipped(self, output: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -44,6 +44,27 @@ VARIANTS = {
     "fourier-shifted": {"feature_map": "fourier_shifted", "feature_dim": 10, "num_key_value_heads": 1},
     "gated": {"use_output_gate": True, "use_output_norm": True, "input_norm": False},
     "no-convolution": {"conv_kernel": 1},
+    "ssd": {
+        "token_mixers": "ssd",
+        "ssd_state_size": 6,
+        "ssd_dt_bias": "time_step",
+        "rope_parameters": ROPE,
+        "rope_placement": "after",
+    },
+    "mamba2": {
+        "token_mixers": "ssd",
+        "feed_forwards": "none",
+        "ssd_state_size": 5,
+        "ssd_groups": 2,
+        "ssd_head_dim": 10,
+        "ssd_conv_kernel": 4,
+        "ssd_conv_bias": True,
+        "ssd_activation": "silu",
+        "ssd_dt_bias": "time_step",
+        "ssd_dt_limit": [0.01, 2.0],
+        "ssd_norm": "after_gate",
+        "use_output_gate": True,
+    },
 }
 
 
@@ -105,7 +126,7 @@ def _strengthen(model: torch.nn.Module, seed: int) -> None:
     """Redraw every weight large enough that tokens, positions and the past all show in the logits."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        if name.endswith(("log_a_real", "a_imag", "log_dt")):
+        if name.endswith(("log_a_real", "a_imag", "log_dt", "A_log", "dt_bias")):
             continue
         draw = torch.randn(parameter.shape, generator=generator)
         if "norm" in name:

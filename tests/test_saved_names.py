@@ -14,6 +14,7 @@ BARE = SOFTMAX | RECURRENCE | {"q_conv.weight", "k_conv.weight"}
 PLAIN = BARE | NORMS
 S4D = PLAIN - {"q_proj.weight", "q_conv.weight"} | {"v_conv.weight", "recurrence.readout"}
 FOURIER = {"feature_map.frequencies", "feature_map.weights"}
+SSD = SOFTMAX | {"dt_proj.weight", "recurrence.A_log", "recurrence.D", "recurrence.dt_bias"}
 NAMES = dict.fromkeys([*MIXERS, *VARIANTS], PLAIN) | {
     "softmax": SOFTMAX,
     "identity": PLAIN - {"recurrence.C"},
@@ -24,6 +25,10 @@ NAMES = dict.fromkeys([*MIXERS, *VARIANTS], PLAIN) | {
     "linear-readout": S4D - {"v_conv.weight"},
     "fourier": BARE | FOURIER,
     "fourier-shifted": PLAIN | FOURIER | {"feature_map.phases"},
+    "ssd": SSD,
+    "mamba2": SSD
+    | {f"{name}_conv.{kind}" for name in "qkv" for kind in ("weight", "bias")}
+    | {"g_proj.weight", "norm.weight"},
     "gated": BARE | {"g_proj.weight", "o_norm.weight"},
 }
 LAYER = {f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
@@ -39,7 +44,8 @@ def test_names_stay(name, make_config):
     config = make_config(name)
     expected = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
     for i, mixer in enumerate(config.mixers_per_layer):
-        expected |= names_of(f"model.layers.{i}.", LAYER)
+        bare = config.feed_forwards == "none"
+        expected |= names_of(f"model.layers.{i}.", {"input_layernorm.weight"} if bare else LAYER)
         expected |= names_of(f"model.layers.{i}.token_mixer.", SOFTMAX if mixer == "softmax" else NAMES[name])
     assert set(InterdomainForCausalLM(config).state_dict()) == expected
 
