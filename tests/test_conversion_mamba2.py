@@ -1,0 +1,156 @@
+"""A Mamba-2 of Transformers and the same model here: logits, decoding, the way back, and what is refused."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, Mamba2Config, Mamba2ForCausalLM
+
+from conversion.__main__ import main
+from modeling_interdomain import InterdomainCache, InterdomainConfig, InterdomainForCausalLM
+
+SHAPE = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_heads": 8,
+    "head_dim": 8,
+    "state_size": 16,
+    "n_groups": 1,
+    "chunk_size": 8,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+MAMBAS = {
+    "plain": {},
+    "groups": {"n_groups": 2, "use_conv_bias": False, "tie_word_embeddings": True},
+    "biases": {"use_bias": True, "conv_kernel": 3, "layer_norm_epsilon": 1e-2},
+    "limits": {"time_step_limit": (0.02, 0.3), "expand": 3, "head_dim": 12, "n_groups": 4},
+}
+
+
+def save_mamba(folder, dtype=torch.float32, **changes) -> Mamba2ForCausalLM:
+    """A model whose logits depend clearly on its state."""
+    torch.manual_seed(0)
+    model = Mamba2ForCausalLM(Mamba2Config(**SHAPE | changes))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith((".D", "bias")):
+                parameter.add_(0.3 * torch.randn_like(parameter))
+            elif not name.endswith("A_log"):
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+    model.generation_config = GenerationConfig(max_length=77, bos_token_id=0, eos_token_id=0)
+    model.to(dtype).save_pretrained(folder)
+    return model.eval()
+
+
+def run(command, *arguments) -> int:
+    return main([command, *map(str, arguments)])
+
+
+@torch.no_grad()
+def in_pieces(model, ids: torch.Tensor, ends=(13, 22)) -> torch.Tensor:
+    """Two chunks, then one token at a time."""
+    cache, logits = InterdomainCache(model.config), []
+    pieces = [ids[:, : ends[0]], ids[:, ends[0] : ends[1]], *ids[:, ends[1] :].split(1, dim=1)]
+    for piece in pieces:
+        logits.append(model(piece, past_key_values=cache).logits)
+    return torch.cat(logits, dim=1)
+
+
+@pytest.mark.parametrize("name", MAMBAS)
+def test_the_same_logits_whole_in_pieces_and_back(name, tmp_path, capsys):
+    mamba = save_mamba(tmp_path / "mamba", **MAMBAS[name])
+    assert run("from-mamba2", tmp_path / "mamba", tmp_path / "ours") == 0
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    assert isinstance(ours, InterdomainForCausalLM) and ours.num_parameters() == mamba.num_parameters()
+    assert f"{mamba.num_parameters():,} parameters" in capsys.readouterr().out
+    assert ours.generation_config.max_length == 77
+    ids = torch.randint(1, 48, (2, 30), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = mamba(ids, use_cache=False).logits
+        found = ours(ids, use_cache=False).logits
+    assert expected.std() > 0.3  # of what is compared
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(in_pieces(ours, ids), expected, rtol=1e-4, atol=1e-4)
+
+    assert run("to-mamba2", tmp_path / "ours", tmp_path / "back") == 0
+    back, report = Mamba2ForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(report.values())
+    for (name, x), (other, y) in zip(mamba.state_dict().items(), back.state_dict().items(), strict=True):
+        assert name == other and torch.equal(x, y), name
+    same = {key: getattr(back.config, key) == value for key, value in mamba.config.to_dict().items() if key in SHAPE}
+    same.pop("chunk_size")  # how it is computed
+    assert all(same.values()), same
+
+
+def test_it_generates_what_the_mamba_does_and_pads_do_not_leak(tmp_path):
+    mamba = save_mamba(tmp_path / "mamba")
+    assert run("from-mamba2", tmp_path / "mamba", tmp_path / "ours", "--dtype", "float32") == 0
+    ours = InterdomainForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    ids = torch.randint(1, 48, (3, 12), generator=torch.Generator().manual_seed(1))
+    settings = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(ours.generate(ids, **settings), mamba.generate(ids, **settings))
+    guessed = ours.generate(ids[:1], max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=4)
+    assert torch.equal(guessed, ours.generate(ids[:1], max_new_tokens=12, do_sample=False))
+
+    # Pads on the right: the state is that of the row alone, also where a decoding step goes on from it.
+    padded, mask = torch.nn.functional.pad(ids[:, :7], (0, 5)), torch.zeros(3, 12, dtype=torch.long)
+    mask[:, :7] = 1
+    next_token, mask_after = ids[:, :1], torch.nn.functional.pad(mask, (0, 1), value=1)
+    with torch.no_grad():
+        alone = mamba(torch.cat([ids[:, :7], next_token], dim=1)).logits[:, -1]
+        cache = InterdomainCache(ours.config)
+        ours(padded, attention_mask=mask, past_key_values=cache)
+        found = ours(next_token, attention_mask=mask_after, past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_half_precision_keeps_the_decays(tmp_path):
+    mamba = save_mamba(tmp_path / "mamba", torch.bfloat16)
+    assert run("from-mamba2", tmp_path / "mamba", tmp_path / "ours") == 0
+    ours = InterdomainForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    mixer = ours.model.layers[0].token_mixer
+    assert mixer.v_proj.weight.dtype == torch.bfloat16 and mixer.recurrence.A_log.dtype == torch.float32
+    ids = torch.randint(1, 48, (2, 30), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        exact = mamba.float()(ids, use_cache=False).logits
+        found = ours(ids, use_cache=False).logits
+    assert found.dtype == torch.bfloat16
+    assert (found - exact).norm() / exact.norm() < 0.03
+
+
+def test_a_dry_run_writes_nothing(tmp_path):
+    save_mamba(tmp_path / "mamba")
+    assert run("from-mamba2", tmp_path / "mamba", tmp_path / "ours", "--dry-run") == 0
+    assert run("from-mamba2", tmp_path / "mamba", tmp_path / "kept") == 0
+    assert run("to-mamba2", tmp_path / "kept", tmp_path / "back", "--dry-run") == 0
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["kept", "mamba"]
+
+
+def test_what_is_no_mamba_is_refused_in_one_sentence(tmp_path, capsys):
+    def refused(command, source, message):
+        assert run(command, source, tmp_path / "target") != 0
+        said = capsys.readouterr().err
+        assert message in said and said.count("\n") == 1, said
+        assert not (tmp_path / "target").exists()
+
+    save_mamba(tmp_path / "mamba")
+    ours = InterdomainConfig(
+        vocab_size=48, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, token_mixers="ssd"
+    )
+    InterdomainForCausalLM(ours).save_pretrained(tmp_path / "cheems")
+    capsys.readouterr()
+    refused(
+        "from-mamba2", tmp_path / "cheems", "The source is of type interdomain: models of type mamba2 can be converted."
+    )
+    refused(
+        "to-mamba2", tmp_path / "mamba", "The source is of type mamba2: models of type interdomain can be converted."
+    )
+    refused("to-mamba2", tmp_path / "cheems", "The source is no Mamba-2: its feed_forwards is 'mlp' instead of 'none'.")
+    refused("from-mamba2", tmp_path / "nowhere", "neither a folder nor a model of the Hub")
+    file = tmp_path / "mamba" / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"state_size": 12}))
+    refused("from-mamba2", tmp_path / "mamba", "does not fit its configuration: it")
