@@ -61,6 +61,7 @@ QUICK = [
     ("s4d", "training with positions", "aot_eager"),
     ("grouped", "training with ends", "aot_eager"),
     ("interdomain-softmax", "prefill masked", "aot_eager"),
+    ("mamba2", "training masked", "aot_eager"),
 ]
 # Every way of running and every kind of layer, not each with each; the default backend where it matters.
 THOROUGH = [
@@ -69,6 +70,10 @@ THOROUGH = [
     ("normalized", "training with positions", "aot_eager"),
     ("fourier", "training masked", "aot_eager"),
     ("s4d", "prefill masked", "aot_eager"),
+    ("ssd", "training with positions", "aot_eager"),
+    ("mamba2", "training with ends", "aot_eager"),
+    ("ssd", "prefill masked", "inductor"),
+    ("mamba2", "training masked", "inductor"),
     ("interdomain-softmax", "training masked", "inductor"),
     ("interdomain-softmax", "prefill masked", "inductor"),
 ]

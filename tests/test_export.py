@@ -5,8 +5,9 @@ import torch
 from torch.export import Dim
 
 from modeling_interdomain import InterdomainCache
+from modeling_interdomain.registry_interdomain import TOKEN_MIXERS
 
-MODELS = ["interdomain-softmax", "s4d"]
+MODELS = ["interdomain-softmax", "s4d", "ssd", "mamba2"]
 SIZES = [(2, 40), (3, 9), (1, 70)]
 
 
@@ -20,11 +21,11 @@ def _held(cache) -> list[torch.Tensor]:
 def _cache_of(config, held, tokens: int) -> InterdomainCache:
     """A cache that holds copies of these tensors after so many tokens."""
     cache, held = InterdomainCache(config), iter(held)
-    for layer in cache.layers:
+    for layer, mixer in zip(cache.layers, config.mixers_per_layer, strict=True):
         if not hasattr(layer, "held"):
             layer.update(next(held), next(held))
             continue
-        windows = [next(held), next(held)]
+        windows = [next(held) for stream in TOKEN_MIXERS[mixer].streams(config) if stream.convolved]
         layer.write(windows, {"state": next(held)}, tokens)
     return cache
 
@@ -87,7 +88,7 @@ def test_prefill_with_a_mask(model):
             _assert_same(program(*prompt), Prefill(model)(*prompt), prompt[1])
 
 
-DECODERS = ["interdomain-softmax", "s4d-rope", "rope-after"]
+DECODERS = ["interdomain-softmax", "s4d-rope", "rope-after", "ssd", "mamba2"]
 
 
 def _decoding(make_model, name: str, batch: int = 2, length: int = 24):
