@@ -106,17 +106,8 @@ def ssd_step(
     Raises:
         ValueError: when an argument has a wrong shape, device or value, before the state is touched.
     """
-    for name, x, shape in (
-        ("query", query, "B, G, N"),
-        ("key", key, "B, G, N"),
-        ("value", value, "B, H, P"),
-        ("log_decay", log_decay, "B, H"),
-    ):
-        if x.ndim != shape.count(",") + 1:
-            raise ValueError(f"{name} of a step must have shape [{shape}], one token a row, got {list(x.shape)}.")
-    tokens = tuple(x[:, None] for x in (query, key, value, log_decay))
-    _check_inputs(tokens[0], tokens[1], tokens[2], tokens[3])
-    _check_state(state, "state", query.shape[0], tokens[1], tokens[2])
+    _check_inputs(query, key, value, log_decay, axes=("B",))
+    _check_state(state, "state", query.shape[0], key, value)
     return take_ssd_step(query, key, value, log_decay, state, real_tokens(mask, query))
 
 
@@ -177,41 +168,41 @@ def ssd_state_after(
         return decays.sum(1).exp().to(state.dtype)[..., None, None] * state + added
 
 
-def _check_inputs(query, key, value, log_decay) -> None:
-    for name, tensor, shape in (
-        ("query", query, "B, T, G, N"),
-        ("key", key, "B, T, G, N"),
-        ("value", value, "B, T, H, P"),
-        ("log_decay", log_decay, "B, T, H"),
+def _check_inputs(query, key, value, log_decay, axes: tuple[str, ...] = ("B", "T")) -> None:
+    """Shapes, dtypes and devices of tokens with these axes in front."""
+    first = len(axes)
+    for name, tensor, others in (
+        ("query", query, ("G", "N")),
+        ("key", key, ("G", "N")),
+        ("value", value, ("H", "P")),
+        ("log_decay", log_decay, ("H",)),
     ):
-        if not isinstance(tensor, torch.Tensor) or tensor.ndim != shape.count(",") + 1:
+        if not isinstance(tensor, torch.Tensor) or tensor.ndim != first + len(others):
             found = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise ValueError(f"{name} must have shape [{shape}], got {found}.")
+            raise ValueError(f"{name} must have shape [{', '.join(axes + others)}], got {found}.")
         if not tensor.is_floating_point():
             raise ValueError(f"{name} must be a floating-point tensor, got {tensor.dtype}.")
         if tensor.device != query.device:
             raise ValueError(f"{name} is on {tensor.device}, but query is on {query.device}; move it there.")
-    batch, length, groups, _ = query.shape
-    heads = value.shape[2]
-    if length == 0:
+    tokens, groups, heads = query.shape[:first], query.shape[first], value.shape[first]
+    if first == 2 and tokens[1] == 0:
         raise ValueError("query must hold at least one token, got T = 0.")
     if key.shape != query.shape:
+        raise ValueError(f"key must have the shape of query, {list(query.shape)}, got {list(key.shape)}.")
+    if value.shape[:first] != tokens:
         raise ValueError(
-            f"key must have shape [B, T, G, N] = {list(query.shape)} to match query, got {list(key.shape)}."
+            f"value must have shape [{', '.join(map(str, tokens))}, H, P] to match query, got {list(value.shape)}."
         )
-    if value.shape[:2] != query.shape[:2]:
-        raise ValueError(f"value must have shape [B, T, H, P] = [{batch}, {length}, H, P], got {list(value.shape)}.")
     if groups == 0 or heads % groups:
         raise ValueError(f"key has G = {groups} groups, which must divide the H = {heads} heads of value.")
-    if log_decay.shape != value.shape[:3]:
+    if log_decay.shape != value.shape[:-1]:
         raise ValueError(
-            f"log_decay must have shape [B, T, H] = {list(value.shape[:3])} to match value, got "
-            f"{list(log_decay.shape)}."
+            f"log_decay must have a number a head of value, {list(value.shape[:-1])}, got {list(log_decay.shape)}."
         )
 
 
 def _check_state(state, name, rows, key, value) -> None:
-    shape = (rows, *value.shape[2:], key.shape[3])
+    shape = (rows, *value.shape[-2:], key.shape[-1])
     if not isinstance(state, torch.Tensor) or state.shape != shape:
         found = list(state.shape) if isinstance(state, torch.Tensor) else type(state).__name__
         raise ValueError(

@@ -72,7 +72,6 @@ THOROUGH = [
     ("s4d", "prefill masked", "aot_eager"),
     ("ssd", "training with positions", "aot_eager"),
     ("mamba2", "training with ends", "aot_eager"),
-    ("ssd", "prefill masked", "inductor"),
     ("mamba2", "training masked", "inductor"),
     ("interdomain-softmax", "training masked", "inductor"),
     ("interdomain-softmax", "prefill masked", "inductor"),

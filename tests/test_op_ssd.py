@@ -211,9 +211,12 @@ def test_an_exported_graph_serves_every_batch_and_length():
 def test_bad_arguments_are_named():
     leaves = {name: x.detach() for name, x in arguments((1, 9, 4, 2, 3, 5)).items()}
     for changes, message in (
-        ({"key": leaves["key"][..., :4]}, r"key must have shape \[B, T, G, N\] = \[1, 9, 2, 5\]"),
+        ({"key": leaves["key"][..., :4]}, r"key must have the shape of query, \[1, 9, 2, 5\], got \[1, 9, 2, 4\]"),
         ({"value": leaves["value"][:, :, :3]}, "key has G = 2 groups, which must divide the H = 3 heads of value"),
-        ({"log_decay": leaves["log_decay"][..., :2]}, r"log_decay must have shape \[B, T, H\] = \[1, 9, 4\]"),
+        (
+            {"log_decay": leaves["log_decay"][..., :2]},
+            r"log_decay must have a number a head of value, \[1, 9, 4\], got \[1, 9, 2\]",
+        ),
         ({"initial_state": leaves["initial_state"][:, :, :2]}, r"initial_state must have shape \[rows, H, P, N\]"),
         ({"cu_seqlens": torch.tensor([0, 8])}, "cu_seqlens must run from 0 to T = 9, got 0 to 8"),
         ({"backend": "triton"}, "backend must be one of auto, recurrent, chunk, got 'triton'"),
@@ -227,6 +230,6 @@ def test_bad_arguments_are_named():
         ssd_step(*tokens, state=state[:, :2])
     with pytest.raises(ValueError, match=r"mask must have shape \[B\] = \[1\]"):
         ssd_step(*tokens, state=state, mask=torch.ones(2))
-    with pytest.raises(ValueError, match=r"value of a step must have shape \[B, H, P\]"):
+    with pytest.raises(ValueError, match=r"value must have shape \[B, H, P\], got \[1, 9, 4, 3\]"):
         ssd_step(*tokens[:2], leaves["value"], tokens[3], state=state)
     assert torch.equal(state, kept)
