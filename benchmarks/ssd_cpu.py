@@ -19,7 +19,7 @@ def run(quick: bool = False) -> dict:
     record = {"relative_error": _verify()}
     record["rows"] = [_forward(length, seconds) for length in ([96] if quick else [1024, 4096])]
     record["rows"] += [_training(length, seconds) for length in ([96] if quick else [1024])]
-    return record | {"step": _step(seconds / 2), "required": REQUIRED}
+    return record | {"steps": _steps(seconds / 2), "required": REQUIRED}
 
 
 def _inputs(length: int) -> dict[str, torch.Tensor]:
@@ -90,6 +90,18 @@ def _training(length: int, seconds: float) -> dict:
     return {"what": "forward + backward", "length": length, **time_in_turns(functions, seconds)}
 
 
+def _steps(seconds: float) -> list[dict]:
+    """With one thread and with all: what a step does is so little that the others help Mamba-2's larger parts alone."""
+    threads, rows = torch.get_num_threads(), []
+    try:
+        for number in sorted({1, threads}):
+            torch.set_num_threads(number)
+            rows.append({"what": "step", "length": 1, "threads": number, **_step(seconds)})
+    finally:
+        torch.set_num_threads(threads)
+    return rows
+
+
 @torch.no_grad()
 def _step(seconds: float) -> dict:
     """A hundred tokens of a sequence each time, new ones: a state that only decays ends in numbers that are slow."""
@@ -114,11 +126,11 @@ def _step(seconds: float) -> dict:
 
 def table(record: dict) -> str:
     rows = []
-    for row in [*record["rows"], {"what": "step", "length": 1, **record["step"]}]:
+    for row in [*record["rows"], *record["steps"]]:
         ours = row["ours"]["median"]
         rows.append(
             [
-                row["what"],
+                row["what"] + (f", {_threads(row['threads'])}" if "threads" in row else ""),
                 f"{row['length']:,}",
                 _ms(row["ours"]),
                 _ms(row["mamba2"]),
@@ -139,6 +151,10 @@ def table(record: dict) -> str:
             f"{footnote(record)}",
         ]
     )
+
+
+def _threads(number: int) -> str:
+    return f"{number} thread{'s' if number > 1 else ''}"
 
 
 def _ms(times: dict) -> str:

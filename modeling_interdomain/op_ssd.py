@@ -2,7 +2,7 @@
 
 import torch
 
-from .op_common import check_documents, without_autocast
+from .op_common import check_documents
 from .op_interdomain_step import real_tokens
 from .op_ssd_chunk import chunk_ssd
 from .op_ssd_recurrent import export_ssd, recurrent_ssd
@@ -120,27 +120,25 @@ def take_ssd_step(
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`ssd_step` for a caller whose arguments fit; `mask` `[B]` is bool."""
-    with torch.no_grad(), without_autocast(query.device):
-        # A state kept in a lower precision is still advanced in float32.
-        wide = state.dtype in (torch.float32, torch.float64)
-        working = state if wide and state.is_contiguous() else state.to(torch.promote_types(state.dtype, torch.float32))
-        working = working.contiguous()
-        if mask is not None:  # a pad decays by 1 and puts in 0
-            log_decay = log_decay.where(mask[:, None], 0)
-            key, x = (y.where(mask[:, None, None], 0) for y in (key, value))
-        else:
-            x = value
-        batch, groups, size = key.shape
-        rows = working.view(batch * groups, -1, size)  # the heads of a group one below the other
-        x, key, query = (y.to(working.dtype) for y in (x, key, query))
-        working.mul_(log_decay.to(working.dtype).exp()[..., None, None])
-        rows.baddbmm_(x.reshape(batch * groups, -1, 1), key.reshape(batch * groups, 1, size))
-        output = torch.bmm(rows, query.reshape(batch * groups, size, 1)).view(value.shape)
-        if mask is not None:
-            output = output.where(mask[:, None, None], 0)
-        if working is not state:
-            state.copy_(working)
-    return output.to(value.dtype)
+    if torch.is_grad_enabled() or torch.is_autocast_enabled(query.device.type):
+        with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+            return take_ssd_step(query, key, value, log_decay, state, mask)
+    out_dtype, shape, (batch, groups, size) = value.dtype, value.shape, key.shape
+    if mask is not None:  # a pad decays by 1 and puts in 0
+        log_decay = log_decay.where(mask[:, None], 0)
+        key, value = (x.where(mask[:, None, None], 0) for x in (key, value))
+    # A state kept in a lower precision is still advanced in float32.
+    working = state.to(torch.promote_types(state.dtype, torch.float32)).contiguous()
+    rows = working.view(batch * groups, -1, size)  # the heads of a group one below the other
+    value, key, query, decay = (x.to(working.dtype) for x in (value, key, query, log_decay))
+    working.mul_(decay.exp().view(batch, -1, 1, 1))
+    rows.baddbmm_(value.reshape(batch * groups, -1, 1), key.reshape(batch * groups, 1, size))
+    output = torch.bmm(rows, query.reshape(batch * groups, size, 1)).view(shape)
+    if mask is not None:
+        output = output.where(mask[:, None, None], 0)
+    if working is not state:
+        state.copy_(working)
+    return output.to(out_dtype)
 
 
 @torch.no_grad()

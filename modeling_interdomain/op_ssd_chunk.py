@@ -24,8 +24,9 @@ from .op_common_chunks import Segment, chunks_of
 from .op_common_launch import namespace
 from .op_common_states import Workspace
 
-# Floats of what a segment works on, a token having W + N a head: on a CPU it should stay in the second-level cache.
-_SEGMENT_FLOATS = {"cpu": 1 << 19, "other": 1 << 24}
+# Floats of what a segment works on, a token having W + N a head, and backwards a part of it, since more is held then.
+_SEGMENT_FLOATS = {"cpu": 1 << 21, "other": 1 << 24}
+_BACKWARD_PART = 2
 # Weights below are zero. What is multiplied with them would come near the smallest numbers that a dtype holds, with
 # which a CPU computes a hundred times as slowly; beside the weight 1 of a token's own input none of it would show.
 _NOTHING = {torch.float32: 1e-30, torch.float64: 1e-290}
@@ -78,11 +79,11 @@ class _Problem:
         ends: the states after each document by rank, `[S', G, P, W, N]`, where they are wanted.
     """
 
-    def __init__(self, query, key, value, log_decay, initial, cu_seqlens, lengths, chunk_size, ends: bool):
+    def __init__(self, query, key, value, log_decay, initial, cu_seqlens, lengths, chunk_size, ends=False, part=1):
         batch, length, self.groups, self.width = key.shape
         self.heads, self.head_dim = value.shape[2] // self.groups, value.shape[3]
         floats = _SEGMENT_FLOATS["cpu" if query.device.type == "cpu" else "other"]
-        tokens = floats // (value.shape[2] * (self.width + self.head_dim))
+        tokens = floats // (value.shape[2] * (self.width + self.head_dim) * part)
         self.chunks = chunks_of((batch, length), cu_seqlens, lengths, chunk_size, tokens, query.device)
         self.size = self.chunks.size
         self.query, self.key, self.value = query, key, value
@@ -377,7 +378,9 @@ def _operator_backward(
     grad_final: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     with torch.autocast(query.device.type, enabled=False):
-        problem = _Problem(query, key, value, log_decay, initial_state, cu_seqlens, lengths, chunk_size, False)
+        problem = _Problem(
+            query, key, value, log_decay, initial_state, cu_seqlens, lengths, chunk_size, part=_BACKWARD_PART
+        )
         of_query, of_key, of_value, of_decay, of_initial = _Gradients(problem, output, grad_output, grad_final).run()
         of_initial = value.new_empty(0) if of_initial is None else of_initial
         return of_query, of_key, of_value, of_decay.to(log_decay.dtype), of_initial
