@@ -79,7 +79,9 @@ class _Problem:
         ends: the states after each document by rank, `[S', G, P, W, N]`, where they are wanted.
     """
 
-    def __init__(self, query, key, value, log_decay, initial, cu_seqlens, lengths, chunk_size, ends=False, part=1):
+    def __init__(
+        self, query, key, value, log_decay, initial, cu_seqlens, lengths, chunk_size, ends: bool = False, part: int = 1
+    ):
         batch, length, self.groups, self.width = key.shape
         self.heads, self.head_dim = value.shape[2] // self.groups, value.shape[3]
         floats = _SEGMENT_FLOATS["cpu" if query.device.type == "cpu" else "other"]

@@ -97,6 +97,11 @@ class InterdomainTest(TransformersSuite, unittest.TestCase):
     has_attentions = False
 
 
+class StateSpaceDualityTest(TransformersSuite, unittest.TestCase):
+    token_mixers = "ssd"
+    has_attentions = False
+
+
 class HybridTest(TransformersSuite, unittest.TestCase):
     token_mixers = ("interdomain", "softmax")
     # Recurrent layers have no attention weights to return; SoftmaxTest runs these checks.
