@@ -29,7 +29,7 @@ from benchmarks.harness import RESULTS, footnote, markdown
 from examples.recall import Pairs, answers, mqar_batches
 from examples.training import cosine_with_warmup, parameter_groups
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
-from modeling_interdomain.op_interdomain_readout import pull_back_matrix
+from modeling_interdomain.op_interdomain_mixing import mixing_matrix
 
 FILE = RESULTS / "recall_study.json"
 SHAPE = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -257,7 +257,8 @@ def theory(model, length: int) -> dict | None:
     log_decay, beta, coefficients = (torch.view_as_complex(x.double()) for x in recurrence.parameters_of_operator())
     features = beta[:, None] * torch.exp(log_decay[:, None] * torch.arange(length)[:, None])
     rows = torch.view_as_real(features).flatten(2)
-    kernel = rows @ pull_back_matrix(coefficients, model.config.product) @ rows.mT
+    pairs = torch.view_as_real(coefficients)
+    kernel = rows @ mixing_matrix(pairs, model.config.product, *pairs.shape[:2], rows) @ rows.mT
     width = kernel.square().sum(-1) / kernel.diagonal(dim1=1, dim2=2).square()
     best = width.min(0).values
     kept = best[best < 2]

@@ -69,9 +69,8 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.device, self.dtype, self.batch_size = first.device, self.state_dtype, first.shape[0]
         self.state_names = tuple(states)
         self.kept_shapes = [tuple(x.shape[1:]) for x in (*windows, *states.values())]
-        self.conv_states = {
-            i: torch.zeros_like(w, memory_format=torch.contiguous_format) for i, w in enumerate(windows)
-        }
+        # In the order in memory that the convolution gives and likes.
+        self.conv_states = {i: torch.zeros_like(w) for i, w in enumerate(windows)}
         self.recurrent_states = {
             i: torch.zeros_like(
                 x, dtype=self.state_dtype if x.is_floating_point() else None, memory_format=torch.contiguous_format

@@ -42,6 +42,7 @@ class KeyValueMixer(RecurrentMixer):
             self.v_bias = nn.Parameter(torch.zeros(config.num_key_value_heads, config.head_dim))
         self.feature_map = feature_map(config, weighted) if weighted or not self.is_generic(config) else None
         self.recurrence = self.recurrence_class(config)
+        self.recurrence.start_parameters(config)
 
     def start_parameters(self, config) -> None:
         if config.input_norm:

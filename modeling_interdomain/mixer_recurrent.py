@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from .mixer_common import TokenMixer
-from .module_common import InterdomainRMSNorm, residual_projection
+from .module_common import InterdomainRMSNorm, backend_of, residual_projection
 from .module_convolution import CausalConv1d, causal_conv
 from .op_common import Packing
 
@@ -63,7 +63,7 @@ class RecurrentMixer(TokenMixer):
     @property
     def backend(self) -> str:
         """Of the configuration as it is now, which the model asks, too."""
-        return self.config.backend
+        return backend_of(self.config)
 
     # What a subclass says.
 

@@ -27,13 +27,11 @@ class S4DRecurrence(InterdomainRecurrence):
     def __init__(self, config):
         super().__init__(config)
         self.readout = nn.Parameter(torch.empty(config.num_attention_heads, config.state_size, dtype=torch.float32))
-        init.normal_(self.readout, std=config.initializer_range)
 
     @torch.no_grad()
     def start_parameters(self, config) -> None:
         super().start_parameters(config)
-        if hasattr(self, "readout"):
-            init.normal_(self.readout, std=config.initializer_range)
+        init.normal_(self.readout, std=config.initializer_range)
 
     def _output_rms(self, config, coefficients: torch.Tensor) -> torch.Tensor:
         return readout_rms(coefficients, config.initializer_range, real_gramian(*self._transition_and_beta()))

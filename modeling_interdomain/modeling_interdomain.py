@@ -277,7 +277,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         shape, config = inputs_embeds.shape[:2], self.config
-        layers: Any = self.layers[: config.num_hidden_layers]  # fewer where the first layers are an assistant
+        layers: Any = list(self.layers)[: config.num_hidden_layers]  # fewer where the first layers are an assistant
         check_cache(past_key_values, config, [layer.token_mixer for layer in layers], shape[0])
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         if past_key_values is not None and _is_at_hand(seen):

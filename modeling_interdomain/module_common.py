@@ -3,6 +3,7 @@ what is added to the training loss, values kept for a version of the parameters.
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -10,6 +11,25 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 from transformers import initialization as init
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    """Whether x is on a CPU and nothing is differentiated or compiled, so that calls are what a token costs."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return type(x) is torch.Tensor and x.device.type == "cpu" and x.dtype == torch.float32
+
+
+def plain_rms_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """`x / sqrt(mean(x^2) + eps)` over the last axis of a plain tensor, in fewer calls than PyTorch's."""
+    # The hypotenuse over the norm of x and a constant.
+    size = torch.linalg.vector_norm(x, 2, -1, True).hypot_(_scalar((x.shape[-1] * eps) ** 0.5))
+    return x / size.mul_(_scalar(x.shape[-1] ** -0.5))
+
+
+@lru_cache(maxsize=64)
+def _scalar(value: float) -> torch.Tensor:
+    return torch.full((), value, dtype=torch.float32, device="cpu")
 
 
 class InterdomainRMSNorm(nn.Module):
@@ -26,12 +46,19 @@ class InterdomainRMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight
         if x.dtype == weight.dtype == torch.float32:
+            if is_plain(x):
+                return plain_rms_norm(x, self.eps).mul_(weight)
             return F.rms_norm(x, weight.shape, weight, self.eps)
         # Otherwise the weight stays outside: it may be wider than x, and then the result is.
         return weight * F.rms_norm(x, weight.shape, eps=self.eps)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
+
+
+def backend_of(config) -> str:
+    """`config.backend` as it is now, past the library's lookup: every layer asks at every token."""
+    return config.backend if torch.compiler.is_compiling() else object.__getattribute__(config, "backend")
 
 
 class Float32Module(nn.Module):

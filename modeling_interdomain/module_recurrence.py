@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .module_common import Float32Module, TabledModule
+from .module_common import Float32Module, TabledModule, backend_of
 from .module_start import (
     even_log_steps,
     frequencies,
@@ -49,7 +49,6 @@ class InterdomainRecurrence(Float32Module, TabledModule):
         self.C = None if shape is None else nn.Parameter(torch.empty(shape, dtype=torch.float32))
         if self.C is None:
             self.tabled = tuple(name for name in self.tabled if name != "C")
-        self.start_parameters(config)
 
     @torch.no_grad()
     def start_parameters(self, config) -> None:
@@ -148,7 +147,7 @@ class InterdomainRecurrence(Float32Module, TabledModule):
             product=self.product,
             normalize=self.normalize,
             mask=mask,
-            backend="triton" if self.config.backend == "triton" else "auto",
+            backend="triton" if backend_of(self.config) == "triton" else "auto",
         )
 
     def _step_tables(self, dtype: torch.dtype) -> StepTables:

@@ -15,7 +15,7 @@ import math
 
 import torch
 
-from .op_interdomain_readout import pull_back_matrix
+from .op_interdomain_mixing import mixing_matrix
 
 
 def frequencies(modes: str, size: int, log_step: torch.Tensor) -> torch.Tensor:
@@ -90,7 +90,9 @@ def output_rms(coefficients: torch.Tensor, product: str, gram: torch.Tensor) -> 
         product: as in `interdomain_attention`.
         gram: of `real_gramian`.
     """
-    kernel = pull_back_matrix(coefficients, product)
+    kernel = mixing_matrix(
+        torch.view_as_real(coefficients), product, coefficients.shape[0], coefficients.shape[1], gram
+    )
     return (kernel * (gram @ kernel @ gram)).sum((-2, -1)).sqrt()
 
 

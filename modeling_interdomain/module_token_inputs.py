@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
+from .module_common import is_plain, plain_rms_norm
 from .module_feature_maps import silu_l2
 from .module_rotary import rotate
 
@@ -14,7 +15,7 @@ class TokenTables(NamedTuple):
     """The weights of `token_inputs`, side by side.
 
     Attributes:
-        taps: `[(H + G) R, kernel]`, of the convolutions of query and key.
+        taps: `[kernel, (H + G) R]`, of the convolutions of query and key.
         weight, bias: of the norms of key and value, `[G, R]` and `[G, D]`; one tensor `[2 G, R]` where R = D; or None.
     """
 
@@ -25,7 +26,7 @@ class TokenTables(NamedTuple):
 
 def token_tables(q_taps: torch.Tensor, k_taps: torch.Tensor, *norms: torch.Tensor) -> TokenTables:
     """From the weights of two `CausalConv1d`, `[W, 1, kernel]`, and of the norms: `[R]`, `[D]`, `[G, R]`, `[G, D]`."""
-    taps = torch.cat([q_taps, k_taps]).squeeze(1)
+    taps = torch.cat([q_taps, k_taps]).squeeze(1).mT.contiguous()
     if not norms:
         return TokenTables(taps, None, None)
     biases = list(norms[2:])
@@ -57,9 +58,10 @@ def token_inputs(
     """
     query, key, value = projected
     token = torch.cat([query, key], dim=-1)
-    extended = torch.cat([torch.cat(list(windows), dim=1).to(token.dtype), token.mT], dim=-1)
-    after = extended[..., 1:].split_with_sizes([w.shape[1] for w in windows], dim=1)
-    x = (extended * tables.taps).sum(-1).view(token.shape[0], 1, sum(heads), -1)
+    before = torch.cat([w.mT for w in windows], dim=-1)  # token by token, as a `RecurrentLayer` has them in memory
+    extended = torch.cat([before.to(token.dtype), token], dim=1)
+    after = extended[:, 1:].mT.split_with_sizes([w.shape[1] for w in windows], dim=1)
+    x = (extended * tables.taps).sum(1).view(token.shape[0], 1, sum(heads), -1)
     if cos_sin is not None and rope_placement == "before":
         x = rotate(x, *cos_sin)
     x = silu_l2(x)
@@ -76,7 +78,7 @@ def _normalised(key, value, tables: TokenTables, eps: float) -> Sequence[torch.T
     together = len(tables.weight) == 1
     xs = [torch.cat([key, value], dim=2)] if together else [key, value]
     ys = [
-        torch.addcmul(bias, F.rms_norm(x, x.shape[-1:], eps=eps), weight)
+        torch.addcmul(bias, plain_rms_norm(x, eps) if is_plain(x) else F.rms_norm(x, x.shape[-1:], eps=eps), weight)
         for x, weight, bias in zip(xs, tables.weight, tables.bias, strict=True)
     ]
     return ys[0].chunk(2, dim=2) if together else ys

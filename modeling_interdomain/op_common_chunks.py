@@ -200,9 +200,9 @@ def _of_documents(shape, starts, sizes, largest: int, tokens_per_segment: int, d
     step = torch.arange(rank.numel()) - (counts.cumsum(0) - counts)[rank]
     lanes = max(1, min(per_segment, order.numel()))
     steps_at_most = int(counts.max()) if counts.numel() else 1
-    places = rank // lanes * steps_at_most + step
-    by_place = places.argsort(stable=True)
-    rank, step = rank[by_place], step[by_place]
+    turns = rank // lanes * steps_at_most + step
+    by_turn = turns.argsort(stable=True)
+    rank, step = rank[by_turn], step[by_turn]
     slots = torch.arange(size)
     tokens = starts[rank, None] + step[:, None] * size + slots
     none, beyond = shape[0] * shape[1], tokens >= (starts + sizes)[rank, None]
@@ -213,7 +213,7 @@ def _of_documents(shape, starts, sizes, largest: int, tokens_per_segment: int, d
         shape,
         size,
         lanes,
-        list(_segments(places[by_place], steps_at_most, lanes, per_segment)),
+        list(_segments(turns[by_turn], steps_at_most, lanes, per_segment)),
         order.to(device),
         tokens.masked_fill_(beyond, none).to(device),
         beyond[:, -1].tolist(),
@@ -233,16 +233,16 @@ def _best_size(sizes: torch.Tensor, largest: int) -> int:
     return min(choices, key=work.__getitem__)
 
 
-def _segments(places: torch.Tensor, steps: int, lanes: int, per_segment: int) -> Iterator[Segment]:
-    """Segments of chunks in the order of their places, (block, step) as one number."""
-    places, numbers = (x.tolist() for x in places.unique_consecutive(return_counts=True))
+def _segments(turns: torch.Tensor, steps: int, lanes: int, per_segment: int) -> Iterator[Segment]:
+    """Segments of chunks in the order of their turns, (block, step) as one number."""
+    turns, numbers = (x.tolist() for x in turns.unique_consecutive(return_counts=True))
     taken, first = [], 0
-    for index, (place, number) in enumerate(zip(places, numbers, strict=True)):
+    for index, (turn, number) in enumerate(zip(turns, numbers, strict=True)):
         taken.append(number)
-        runs_on = index + 1 < len(places) and places[index + 1] // steps == place // steps
+        runs_on = index + 1 < len(turns) and turns[index + 1] // steps == turn // steps
         if not runs_on or sum(taken) + numbers[index + 1] > per_segment:
             following = numbers[index + 1] if runs_on else 0
-            block, step = divmod(place, steps)
+            block, step = divmod(turn, steps)
             yield Segment(block * lanes, step + 1 - len(taken), first, tuple(taken), following)
             first += sum(taken)
             taken = []

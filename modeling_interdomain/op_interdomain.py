@@ -167,10 +167,10 @@ def _on_documents(
     if cu_seqlens is None and lengths is None:
         return run(query, key, value, *parameters, state, [0, length], *options)
     sizes = cu_seqlens.diff() if lengths is None else lengths
-    places = None
+    real = None
     if lengths is not None:
-        places = _real_tokens(lengths, query).flatten().nonzero()[:, 0]
-        query, key, value = (x.flatten(0, 1).index_select(0, places)[None] for x in (query, key, value))
+        real = _real_tokens(lengths, query).flatten().nonzero()[:, 0]
+        query, key, value = (x.flatten(0, 1).index_select(0, real)[None] for x in (query, key, value))
     filled = sizes.nonzero()[:, 0]
     rest = _state_or_zeros(state, key, value, log_decay, sizes.shape[0])
     if filled.numel() == 0:
@@ -180,9 +180,9 @@ def _on_documents(
     output, final = run(query, key, value, *parameters, first, ends, *options)
     if filled.numel() < sizes.shape[0]:
         final = rest.index_copy(0, filled, final)
-    if places is not None:
+    if real is not None:
         flat = output.new_zeros(batch * length, *output.shape[2:])
-        output = flat.index_copy(0, places, output[0]).unflatten(0, (batch, length))
+        output = flat.index_copy(0, real, output[0]).unflatten(0, (batch, length))
     return output, final
 
 

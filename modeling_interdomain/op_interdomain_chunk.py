@@ -59,7 +59,7 @@ def chunk_attention(
     )  # fmt: skip
 
 
-class _Problem:
+class _AttentionCall:
     """One call: its tables, how its tokens lie among the chunks, and the memory that its segments share."""
 
     def __init__(
@@ -182,83 +182,81 @@ class _Problem:
 
 
 class _Gradients:
-    """The backward pass of a `_Problem`, segment by segment from the last to the first."""
+    """The backward pass of a `_AttentionCall`, segment by segment from the last to the first."""
 
-    def __init__(self, problem: _Problem, grad_output: torch.Tensor, final, want_mixing: bool):
-        self.problem, self.grad_output, self.workspace = problem, grad_output, problem.workspace
-        self.keys, self.values = (StateGradients(s, g) for s, g in zip((problem.keys, problem.values), final))
-        self.query = problem.chunks.empty(problem.query, *problem.query.shape[2:])
-        self.of_table = torch.zeros_like(problem.tables.table)
-        self.of_powers = torch.zeros_like(problem.tables.powers[:, 1:])  # of lambda^(t+1)
-        self.of_mixing = torch.zeros_like(problem.mixing) if want_mixing else None
+    def __init__(self, call: _AttentionCall, grad_output: torch.Tensor, final, want_mixing: bool):
+        self.call, self.grad_output, self.workspace = call, grad_output, call.workspace
+        self.keys, self.values = (StateGradients(s, g) for s, g in zip((call.keys, call.values), final))
+        self.query = call.chunks.empty(call.query, *call.query.shape[2:])
+        self.of_table = torch.zeros_like(call.tables.table)
+        self.of_powers = torch.zeros_like(call.tables.powers[:, 1:])  # of lambda^(t+1)
+        self.of_mixing = torch.zeros_like(call.mixing) if want_mixing else None
 
     def segment(self, index: int) -> None:
-        problem, segment = self.problem, self.problem.chunks.segments[index]
+        call, segment = self.call, self.call.chunks.segments[index]
         alone = segment._replace(following=0)  # what the next one begins with is kept already
-        rows = problem.rows("rows", problem.query, segment)
-        keys, key_states = _walk(problem.keys, alone, self.keys.starts[index])
-        values, value_states = _walk(problem.values, alone, self.values.starts[index])
-        grad = problem.rows("grad output", self.grad_output, segment)
-        pulled, raw, y, p = problem.pull(rows, keys, key_states, keep=True)
+        rows = call.rows("rows", call.query, segment)
+        keys, key_states = _walk(call.keys, alone, self.keys.starts[index])
+        values, value_states = _walk(call.values, alone, self.values.starts[index])
+        grad = call.rows("grad output", self.grad_output, segment)
+        pulled, raw, y, p = call.pull(rows, keys, key_states, keep=True)
         of_p = self._second_pass(segment, grad, values, value_states, p)
         if self.of_mixing is not None:
             self.of_mixing.baddbmm_(y.mT, of_p)
-        of_y = self.workspace.product("grad y", of_p, problem.mixing)  # a symmetric matrix
+        of_y = self.workspace.product("grad y", of_p, call.mixing)  # a symmetric matrix
         self._first_pass(segment, rows, keys, key_states, pulled, raw, of_y)
 
     def _second_pass(self, segment: Segment, grad, values, states, p) -> torch.Tensor:
         """From the gradient of the output, `[G N, P C, D]`, to those of the values and of p, `[G, N P C, 2M]`."""
-        problem, product = self.problem, self.workspace.product
-        of_values = product("grad values", problem.weights(p).mT, grad)
+        call, product = self.call, self.workspace.product
+        of_values = product("grad values", call.weights(p).mT, grad)
         of_weights = product("scores", grad, values.mT)
-        of_weights = problem.by_group(
-            skew(of_weights.view(-1, problem.size, problem.size), self.workspace, "grad skew")
-        )
+        of_weights = call.by_group(skew(of_weights.view(-1, call.size, call.size), self.workspace, "grad skew"))
         self.of_table.baddbmm_(of_weights.mT, p)
-        of_p = product("grad p", of_weights, problem.tables.table)
+        of_p = product("grad p", of_weights, call.tables.table)
         of_states = None
         if states is not None:
-            of_reader = problem.by_group(product("grad reader", grad, states))
-            problem.by_token(of_p).addcmul_(problem.by_token(of_reader), problem.forth)
+            of_reader = call.by_group(product("grad reader", grad, states))
+            call.by_token(of_p).addcmul_(call.by_token(of_reader), call.forth)
             self._decay(of_reader, p)
             of_states = self.values.before(segment)
-            torch.bmm(grad.mT, problem.reader(p), out=of_states.flatten(0, 1))
+            torch.bmm(grad.mT, call.reader(p), out=of_states.flatten(0, 1))
         self._inputs(self.values, segment, values, states, of_values, of_states)
         return of_p
 
     def _first_pass(self, segment: Segment, rows, keys, states, pulled, raw, of_y) -> None:
         """From the gradient of y to those of query and keys."""
-        problem, product = self.problem, self.workspace.product
+        call, product = self.call, self.workspace.product
         self.of_table.baddbmm_(pulled.mT, of_y)
-        of_scores = product("weights", of_y, problem.tables.table.mT)
-        of_scores = unskew(of_scores.view(-1, problem.size, problem.size), self.workspace, "unskew")
-        of_scores = of_scores.view(rows.shape[0], rows.shape[1], problem.size)
+        of_scores = product("weights", of_y, call.tables.table.mT)
+        of_scores = unskew(of_scores.view(-1, call.size, call.size), self.workspace, "unskew")
+        of_scores = of_scores.view(rows.shape[0], rows.shape[1], call.size)
         of_rows = product("grad rows", of_scores, keys)
         of_keys = product("grad keys", of_scores.mT, rows)
         of_states = None
         if states is not None:
             self._decay(raw, of_y)
-            problem.by_token(of_y).mul_(problem.back)
+            call.by_token(of_y).mul_(call.back)
             of_raw = of_y.view(rows.shape[0], rows.shape[1], -1)
             of_rows.baddbmm_(of_raw, states.mT)
             of_states = self.keys.before(segment)
             torch.bmm(rows.mT, of_raw, out=of_states.flatten(0, 1))
-        problem.write(of_rows, segment, self.query)
+        call.write(of_rows, segment, self.query)
         self._inputs(self.keys, segment, keys, states, of_keys, of_states)
 
     def _inputs(self, stream: StateGradients, segment: Segment, inputs, before, grad, of_before) -> None:
         """The gradient of keys or values: that within the chunk, `[G N, C, W]`, and that through the states."""
-        groups, chunks = self.problem.groups, segment.chunks
+        groups, chunks = self.call.groups, segment.chunks
         before = None if before is None else before.unflatten(0, (groups, chunks))
         after = stream.backward(segment, inputs.unflatten(0, (groups, chunks)), before, of_before)
         if after is not None:
-            grad.baddbmm_(self.problem.tables.repeated(chunks), after.flatten(0, 1).mT)
-        self.problem.chunks.write(grad.view(groups, chunks, 1, *grad.shape[1:]), segment, stream.x)
+            grad.baddbmm_(self.call.tables.repeated(chunks), after.flatten(0, 1).mT)
+        self.call.chunks.write(grad.view(groups, chunks, 1, *grad.shape[1:]), segment, stream.x)
 
     def _decay(self, x: torch.Tensor, grad: torch.Tensor) -> None:
         """Rows that were multiplied by lambda^(t+1), or by its conjugate with the roles exchanged."""
         product = dot(x, grad, self.workspace.tensor("decay product", tuple(x.shape), x))
-        self.of_powers += product.unflatten(1, (-1, self.problem.size)).sum(1)
+        self.of_powers += product.unflatten(1, (-1, self.call.size)).sum(1)
 
 
 def _walk(states: States, segment: Segment, entry):
@@ -315,16 +313,16 @@ def _operator(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # A backward pass inside autocast would otherwise multiply in its dtype, and a compiled one always.
     with torch.autocast(query.device.type, enabled=False):
-        problem = _Problem(
+        call = _AttentionCall(
             query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state, cu_seqlens, lengths,
             product, chunk_size, output_final_state,
         )  # fmt: skip
         if not output_final_state:
-            return problem.forward(None), query.new_empty(0)
+            return call.forward(None), query.new_empty(0)
         final = query.new_zeros(state_shape(query, key, value, log_decay, cu_seqlens))
         if initial_state is not None:
             final.copy_(initial_state)
-        return problem.forward(final), final
+        return call.forward(final), final
 
 
 @_operator.register_fake
@@ -360,11 +358,11 @@ def _operator_backward(
     grad_final: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     with torch.autocast(query.device.type, enabled=False):
-        problem = _Problem(
+        call = _AttentionCall(
             query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state, cu_seqlens, lengths,
             product, chunk_size, grad_final is not None,
         )  # fmt: skip
-        *grads, mixing, initial = problem.backward(grad_output, grad_final, want_coefficients)
+        *grads, mixing, initial = call.backward(grad_output, grad_final, want_coefficients)
         coefficients = mixing_gradient(coefficient_matrix, product, mixing) if want_coefficients else query.new_empty(0)
         return *grads, coefficients, query.new_empty(0) if initial is None else initial
 

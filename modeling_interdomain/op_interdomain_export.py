@@ -34,19 +34,19 @@ def export_attention(
     """As `chunk_attention`, with the final states."""
     groups, width = key.shape[2], key.shape[3]
     inputs = torch.cat([key, value], dim=-1)
-    problem = _Problem(inputs, log_decay, input_matrix, initial_state, cu_seqlens, lengths, chunk_size)
-    keys, values = problem.inputs[:, None, ..., :width], problem.inputs[:, None, ..., width:]
-    key_states, value_states = problem.before[:, None, ..., :width, :], problem.before[:, None, ..., width:, :]
-    rows = problem.cut(query).unflatten(3, (groups, -1)).permute(3, 4, 0, 1, 2, 5)  # [G, P, B, N, C, R]
+    states = _ChunkStates(inputs, log_decay, input_matrix, initial_state, cu_seqlens, lengths, chunk_size)
+    keys, values = states.inputs[:, None, ..., :width], states.inputs[:, None, ..., width:]
+    key_states, value_states = states.before[:, None, ..., :width, :], states.before[:, None, ..., width:, :]
+    rows = states.cut(query).unflatten(3, (groups, -1)).permute(3, 4, 0, 1, 2, 5)  # [G, P, B, N, C, R]
     by_token = _powers(log_decay, torch.arange(1, chunk_size + 1, device=key.device), key.dtype)
     mixing = mixing_matrix(coefficient_matrix, product, groups, log_decay.shape[1], key)
-    table, by_token, mixing = (x[:, None, None, None] for x in (problem.table, by_token, mixing))
+    table, by_token, mixing = (x[:, None, None, None] for x in (states.table, by_token, mixing))
 
     y = _times(rows @ key_states, by_token) + _skew(rows @ keys.mT) @ table
     p = y @ mixing
     reader = _times(p, by_token * by_token.new_tensor([1.0, -1.0]))
     output = reader @ value_states.mT + _unskew(p @ table.mT) @ values
-    return problem.join(output), problem.final()
+    return states.join(output), states.final()
 
 
 def export_s4d(
@@ -60,21 +60,21 @@ def export_s4d(
     chunk_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `s4d_attention`, keys and values side by side in `inputs`, with the final states."""
-    problem = _Problem(inputs, log_decay, input_matrix, initial_state, cu_seqlens, lengths, chunk_size)
+    states = _ChunkStates(inputs, log_decay, input_matrix, initial_state, cu_seqlens, lengths, chunk_size)
     steps = torch.arange(chunk_size, device=inputs.device)
     rows = 2 * readout.unflatten(0, (inputs.shape[2], -1))  # [G, P, M, 2]
     conjugate = rows * rows.new_tensor([1.0, -1.0])
-    kernel = conjugate.flatten(2) @ problem.table.flip(1).mT  # [G, P, C]
+    kernel = conjugate.flatten(2) @ states.table.flip(1).mT  # [G, P, C]
     distance = steps[:, None] - steps
     toeplitz = torch.where(distance >= 0, kernel[..., distance.clamp(min=0)], 0)
     by_token = _powers(log_decay, steps + 1, inputs.dtype)[:, None]  # [G, 1, C, M, 2]
     reads = _times(rows[:, :, None].flatten(3), by_token) * inputs.new_tensor([1.0, -1.0]).repeat(rows.shape[2])
     toeplitz, reads = toeplitz[:, :, None, None], reads[:, :, None, None]
-    output = toeplitz @ problem.inputs[:, None] + reads @ problem.before[:, None].mT
-    return problem.join(output), problem.final()
+    output = toeplitz @ states.inputs[:, None] + reads @ states.before[:, None].mT
+    return states.join(output), states.final()
 
 
-class _Problem:
+class _ChunkStates:
     """Tokens in chunks and the states around them.
 
     Attributes:

@@ -7,7 +7,7 @@ where D weighs the real and the imaginary part of `C y`. Complex numbers are int
 import torch
 
 # The diagonal of D, for the real and the imaginary part of C y.
-SIGNS = {"bilinear": (1.0, -1.0), "hermitian": (1.0, 1.0), "real": (4.0, 0.0)}
+SIGNS = {"bilinear": (1, -1), "hermitian": (1, 1), "real": (4, 0)}
 
 
 def mixing_matrix(
@@ -29,6 +29,18 @@ def mixing_matrix(
     # One 2 x 2 block a mode, on the diagonal.
     same = torch.eye(size, dtype=like.dtype, device=like.device)[:, None, :, None]
     return (mixing[:, :, :, None] * same).reshape(groups, 2 * size, 2 * size)
+
+
+def mixing_factors(coefficient_matrix: torch.Tensor, product: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same product as two factors, `[C]^T D` and `[C]`, `[G, 2M, 2M]` each, for rows of all real parts and then all
+    imaginary parts.
+
+    Args:
+        coefficient_matrix: `[G, M, M, 2]`.
+    """
+    real, imaginary = coefficient_matrix.unbind(-1)
+    matrix = torch.cat([torch.cat([real, -imaginary], dim=-1), torch.cat([imaginary, real], dim=-1)], dim=-2)
+    return matrix.mT * _weights(product, matrix).repeat_interleave(real.shape[-1]), matrix
 
 
 def mixing_gradient(coefficient_matrix: torch.Tensor, product: str, grad: torch.Tensor) -> torch.Tensor:

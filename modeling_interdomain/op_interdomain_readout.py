@@ -56,22 +56,6 @@ def pull_back(coefficients: torch.Tensor | None, y: torch.Tensor, product: str) 
     return _apply_transposed(coefficients, (4 * u.real).to(u.dtype)).conj()
 
 
-def pull_back_matrix(coefficients: torch.Tensor, product: str) -> torch.Tensor:
-    """`pull_back` as a real matrix acting on rows of interleaved (real, imaginary) pairs.
-
-    Args:
-        coefficients: complex `[G, M, M]`.
-
-    Returns:
-        `[G, 2M, 2M]`, real, with `p_row = y_row @ matrix`.
-    """
-    groups, size, _ = coefficients.shape
-    identity = torch.eye(size, dtype=coefficients.dtype, device=coefficients.device)
-    basis = torch.stack([identity, 1j * identity], dim=1).reshape(2 * size, size)
-    images = pull_back(coefficients, basis.expand(groups, -1, -1), product)
-    return torch.view_as_real(images.resolve_conj()).reshape(groups, 2 * size, 2 * size)
-
-
 def combine(u: torch.Tensor, gamma: torch.Tensor, product: str) -> torch.Tensor:
     """The product itself, as the definition writes it: `[..., M, R]` and `[..., M, D]` to real `[..., R, D]`."""
     if product == "bilinear":

@@ -40,8 +40,9 @@ def _advance(state, block, log_decay, input_matrix):
     key, value, mask = block
     inputs = torch.cat([key, value], dim=-1).to(state.dtype).transpose(1, 2)  # [B, G, T, W]
     after = mask.flip(1).long().cumsum(1).flip(1) - mask.long()
-    powers = _powers(log_decay, mask.shape[1]).to(_complex(state))
-    weights = powers * as_complex(input_matrix.to(state.dtype))[:, None]  # [G, T + 1, M]
+    beta = as_complex(input_matrix.to(state.dtype))[:, None]
+    powers = _powers(log_decay, mask.shape[1]).to(beta.dtype)
+    weights = powers * beta  # [G, T + 1, M]
     weights = torch.where(mask[..., None], weights[:, after], 0)  # [G, B, T, M]
     weights = torch.cat([weights.real, weights.imag], dim=-1).movedim(1, 0).mT  # [B, G, 2M, T]
     added = (weights @ inputs).unflatten(2, (2, -1))
@@ -56,7 +57,3 @@ def _powers(log_decay: torch.Tensor, last: int) -> torch.Tensor:
     coarse = decay_powers(log_decay, torch.arange(0, last + 1, 16, device=log_decay.device))
     fine = decay_powers(log_decay, torch.arange(16, device=log_decay.device))
     return (coarse[:, :, None] * fine[:, None]).flatten(1, 2)[:, : last + 1]
-
-
-def _complex(x: torch.Tensor) -> torch.dtype:
-    return torch.complex128 if x.dtype == torch.float64 else torch.complex64

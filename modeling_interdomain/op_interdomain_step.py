@@ -10,15 +10,14 @@ from typing import NamedTuple
 import torch
 
 from .op_common import as_complex
-from .op_interdomain_mixing import SIGNS
+from .op_interdomain_mixing import SIGNS, mixing_factors
 
 
 class StepTables(NamedTuple):
     """What one token does to a state `[B, G, 2, M, R + D]`, and how the state is read.
 
     Attributes:
-        decay, turn: `[G, 2, M, 1]`, the real part of lambda twice, and its imaginary part as (-, +):
-            `lambda X = decay X + turn (Im X, Re X)`.
+        decay, turn: `[G, M, 1]`, the real and the imaginary part of lambda.
         beta: `[G, 2, M, 1]`.
         matrices: real `[G, 2M, 2M]`; the rows `p = y @ matrices[0] @ ...` read the state when `y = [Re y; Im y]` is the
             query pulled through it. One matrix is `[C]^T D [C]`, two are its factors.
@@ -52,20 +51,16 @@ def step_tables(
     moves = transition_tables(log_decay, input_matrix, dtype)
     if coefficient_matrix is None or coefficient_matrix.ndim == 3:
         return moves._replace(**_without_mixing(coefficient_matrix, product, moves.beta))
-    real, imag = coefficient_matrix.to(dtype).unbind(-1)
-    block = torch.cat([torch.cat([real, -imag], dim=-1), torch.cat([imag, real], dim=-1)], dim=-2)  # [C], [G, 2M, 2M]
-    signs = block.new_tensor(SIGNS[product]).repeat_interleave(real.shape[-1])
-    left = block.mT * signs
-    return moves._replace(matrices=(left @ block,) if reused else (left, block))
+    left, right = mixing_factors(coefficient_matrix.to(dtype), product)
+    return moves._replace(matrices=(left @ right,) if reused else (left, right))
 
 
 def transition_tables(log_decay: torch.Tensor, input_matrix: torch.Tensor, dtype: torch.dtype) -> StepTables:
     """Those of `advance_state` alone."""
     wide = log_decay.to(torch.promote_types(log_decay.dtype, torch.float32))
     magnitude, phase = wide[..., 0].exp(), wide[..., 1]
-    real, imag = magnitude * phase.cos(), magnitude * phase.sin()
-    decay, turn = torch.stack([real, real], dim=1), torch.stack([-imag, imag], dim=1)
-    return StepTables(decay.to(dtype)[..., None], turn.to(dtype)[..., None], input_matrix.to(dtype).mT[..., None])
+    decay, turn = (x.to(dtype)[..., None] for x in (magnitude * phase.cos(), magnitude * phase.sin()))
+    return StepTables(decay, turn, input_matrix.to(dtype).mT[..., None])
 
 
 def _without_mixing(coefficients: torch.Tensor | None, product: str, like: torch.Tensor) -> dict:
@@ -98,10 +93,13 @@ def advance_state(
     inputs = torch.cat([key, value], dim=-1).to(state.dtype).view(*state.shape[:2], 1, 1, -1)
     decay, turn, beta = tables[:3]
     if mask is not None:  # a pad decays by 1 and puts in 0
-        real = mask[:, None, None, None, None]
-        decay, turn, inputs = decay.where(real, 1), turn.where(real, 0), inputs.where(real, 0)
-    swapped = state.flip(2)
-    state.mul_(decay).addcmul_(swapped, turn).addcmul_(beta, inputs)
+        here = mask[:, None, None, None]
+        decay, turn, inputs = decay.where(here, 1), turn.where(here, 0), inputs.where(here[..., None], 0)
+    real, imag = state.unbind(2)
+    before = real.clone()
+    real.mul_(decay).addcmul_(imag, turn, value=-1)
+    imag.mul_(decay).addcmul_(before, turn)
+    state.addcmul_(beta, inputs)
 
 
 def read_state(query: torch.Tensor, state: torch.Tensor, tables: StepTables) -> torch.Tensor:

@@ -5,7 +5,8 @@ from typing import NamedTuple
 import torch
 
 from .op_common import as_complex, decay_powers
-from .op_interdomain_readout import pull_back, pull_back_matrix
+from .op_interdomain_mixing import mixing_matrix
+from .op_interdomain_readout import pull_back
 from .op_interdomain_step import grouped_coefficients
 
 # The largest decay in a chunk, as an exponent of e, that is split into a growing and a decaying factor. float32 and
@@ -62,7 +63,7 @@ def _mixing(coefficient_matrix: torch.Tensor | None, product: str, like: torch.T
     groups, size, _ = like.shape
     coefficients = grouped_coefficients(coefficient_matrix, torch.float32)
     if coefficients is not None and coefficient_matrix.ndim == 4:
-        matrix = pull_back_matrix(coefficients, product)
+        matrix = mixing_matrix(coefficient_matrix.float(), product, groups, size, like.float())
         return matrix.view(groups, size, 2, size, 2).permute(0, 2, 4, 1, 3).contiguous()
     basis = torch.tensor([1.0, 1.0j], device=like.device)[:, None].expand(groups, 2, size)
     return torch.view_as_real(pull_back(coefficients, basis, product).resolve_conj()).movedim(-1, 2).contiguous()

@@ -126,7 +126,7 @@ def s4d_tables(
     return transition_tables(log_decay, input_matrix, dtype)._replace(matrices=(rows,))
 
 
-class _Problem:
+class _S4DCall:
     """One call: its tables, how its tokens lie among the chunks, and the memory that its segments share."""
 
     def __init__(self, inputs, log_decay, input_matrix, readout, initial, cu_seqlens, lengths, chunk_size, ends):
@@ -246,15 +246,15 @@ def _operator(
     output_final_state: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.autocast(inputs.device.type, enabled=False):
-        problem = _Problem(
+        call = _S4DCall(
             inputs, log_decay, input_matrix, readout, initial_state, cu_seqlens, lengths, chunk_size, output_final_state
         )
         if not output_final_state:
-            return problem.forward(None), inputs.new_empty(0)
+            return call.forward(None), inputs.new_empty(0)
         final = inputs.new_zeros(_state_shape(inputs, log_decay, cu_seqlens))
         if initial_state is not None:
             final.copy_(initial_state)
-        return problem.forward(final), final
+        return call.forward(final), final
 
 
 @_operator.register_fake
@@ -284,11 +284,11 @@ def _operator_backward(
     grad_final: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     with torch.autocast(inputs.device.type, enabled=False):
-        problem = _Problem(
+        call = _S4DCall(
             inputs, log_decay, input_matrix, readout, initial_state, cu_seqlens, lengths, chunk_size,
             grad_final is not None,
         )  # fmt: skip
-        *grads, initial = problem.backward(grad_output, grad_final)
+        *grads, initial = call.backward(grad_output, grad_final)
         return *grads, inputs.new_empty(0) if initial is None else initial
 
 

@@ -102,14 +102,14 @@ def test_rollback_restores_the_state(any_model, removed, random_ids, cache_after
 
 
 def test_rollback_to_single_steps_is_exact(recurrent_model, random_ids, cache_after):
-    model, ids = recurrent_model.float(), random_ids(2, 12)
-    model.config.state_dtype = "float32"
+    model, ids = recurrent_model.double(), random_ids(2, 12)
+    model.config.state_dtype = "float64"
     steps = [ids[:, :5], *ids[:, 5:].split(1, dim=1)]
     cache = cache_after(model, *steps, recording=True)
     cache.crop(-4)
     never_advanced = cache_after(model, *steps[:-4])
     for layer, expected in zip(_recurrent_layers(cache), _recurrent_layers(never_advanced)):
-        torch.testing.assert_close(layer.state, expected.state, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(layer.state, expected.state, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(layer.windows, expected.windows, rtol=0, atol=0)
 
 

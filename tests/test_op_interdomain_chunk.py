@@ -7,8 +7,8 @@ from modeling_interdomain.op_common import decay_powers
 from modeling_interdomain.op_common_chunks import chunks_of
 from modeling_interdomain.op_common_states import Workspace
 from modeling_interdomain.op_interdomain_chunk import skew, unskew
-from modeling_interdomain.op_interdomain_mixing import mixing_matrix
-from modeling_interdomain.op_interdomain_readout import apply_coefficients, combine, pull_back, pull_back_matrix
+from modeling_interdomain.op_interdomain_mixing import mixing_factors, mixing_matrix
+from modeling_interdomain.op_interdomain_readout import apply_coefficients, combine, pull_back
 
 PRODUCTS = ["bilinear", "hermitian", "real"]
 
@@ -99,5 +99,6 @@ def test_pull_back_reads_what_the_product_reads(product, kind):
     rows = torch.view_as_real(y).flatten(1)[:, None] @ mixing
     torch.testing.assert_close(torch.view_as_complex(rows.view(groups, size, 2)), p.resolve_conj())
     if kind == "full":
-        rows = torch.view_as_real(y).flatten(1)[:, None] @ pull_back_matrix(coefficients, product)
-        torch.testing.assert_close(torch.view_as_complex(rows.view(groups, size, 2)), p.resolve_conj())
+        left, right = mixing_factors(torch.view_as_real(coefficients), product)
+        rows = torch.cat([y.real, y.imag], dim=-1)[:, None] @ left @ right
+        torch.testing.assert_close(torch.complex(*rows[:, 0].chunk(2, dim=-1)), p.resolve_conj())

@@ -28,6 +28,12 @@ def config_of(**fields) -> InterdomainConfig:
     return InterdomainConfig(**{**SMALL, "bos_token_id": None, "eos_token_id": None, **fields})
 
 
+def started(kind, config):
+    recurrence = kind(config)
+    recurrence.start_parameters(config)
+    return recurrence
+
+
 def features(transition: torch.Tensor, beta: torch.Tensor, ages: int) -> torch.Tensor:
     """phi_n(a), complex `[G, M, ages]`."""
     return beta[..., None] * transition[..., None] ** torch.arange(ages)
@@ -128,7 +134,7 @@ def test_a_diagonal_posterior_sees_each_mode_alone():
     gram = torch.diag_embed(torch.tensor([[4.0, 0.25]], dtype=torch.complex128))
     found = module_start.posterior_diagonal(gram, 0.0)
     torch.testing.assert_close(torch.diag_embed(found), module_start.posterior_coefficients(gram, 0.0))
-    recurrence = InterdomainRecurrence(config_of(**LEAD, coefficient_matrix="diagonal"))
+    recurrence = started(InterdomainRecurrence, config_of(**LEAD, coefficient_matrix="diagonal"))
     # Modes of unit variance need no scaling but that of the noise.
     expected = torch.tensor([1 / math.sqrt(1.001), 0.0]).expand_as(recurrence.C)
     torch.testing.assert_close(recurrence.C.detach(), expected, atol=1e-5, rtol=0)
@@ -138,21 +144,21 @@ def test_a_diagonal_posterior_sees_each_mode_alone():
 def test_even_steps_lie_at_equal_ratios_and_are_not_drawn(groups):
     fields = {"num_attention_heads": 4, "num_key_value_heads": groups, "time_step_spacing": "even"}
     torch.manual_seed(0)
-    first = InterdomainRecurrence(config_of(**fields, time_step_min=0.02, time_step_max=0.16)).log_dt.exp()
+    first = started(InterdomainRecurrence, config_of(**fields, time_step_min=0.02, time_step_max=0.16)).log_dt.exp()
     torch.manual_seed(1)
-    second = InterdomainRecurrence(config_of(**fields, time_step_min=0.02, time_step_max=0.16)).log_dt.exp()
+    second = started(InterdomainRecurrence, config_of(**fields, time_step_min=0.02, time_step_max=0.16)).log_dt.exp()
     expected = {1: [0.02 * 8**0.5], 2: [0.02, 0.16], 4: [0.02, 0.04, 0.08, 0.16]}[groups]
     torch.testing.assert_close(first.detach(), torch.tensor(expected))
     assert torch.equal(first, second)
 
 
 def test_uniform_phases_do_not_depend_on_the_step():
-    recurrence = InterdomainRecurrence(config_of(modes="uniform"))
+    recurrence = started(InterdomainRecurrence, config_of(modes="uniform"))
     phase = recurrence.parameters_of_operator()[0][..., 1]
     expected = math.pi * (torch.arange(8) + 0.5) / 8
     torch.testing.assert_close(phase.detach(), expected.expand(2, -1))
     assert recurrence.log_dt[0] != recurrence.log_dt[1]
-    lin = InterdomainRecurrence(config_of(modes="s4d_lin"))
+    lin = started(InterdomainRecurrence, config_of(modes="s4d_lin"))
     torch.testing.assert_close(lin.a_imag.detach(), math.pi * torch.arange(8.0).expand(2, -1))
 
 
@@ -160,7 +166,7 @@ def test_the_default_start_is_bit_for_bit_what_it_was():
     """The draws of the published layer in their order: steps, then C."""
     config = config_of()
     torch.manual_seed(3)
-    recurrence = InterdomainRecurrence(config)
+    recurrence = started(InterdomainRecurrence, config)
     torch.manual_seed(3)
     log_dt = torch.empty(2).uniform_(math.log(1e-3), math.log(1e-1))
     coefficients = torch.empty(2, 8, 8, 2).normal_(std=math.sqrt(0.25**2 / 8 / 2))
@@ -181,7 +187,7 @@ def test_the_output_starts_as_large_as_asked(product, coefficients, modes):
     """White keys and values of unit size, queries of unit length, many tokens: measured against the formula."""
     torch.manual_seed(0)
     fields = {"modes": modes, "time_step_min": 0.05, "product": product, "coefficient_matrix": coefficients}
-    recurrence = InterdomainRecurrence(config_of(**fields, output_init_rms=0.3))
+    recurrence = started(InterdomainRecurrence, config_of(**fields, output_init_rms=0.3))
     query = torch.nn.functional.normalize(torch.randn(8, 256, 2, 16), dim=-1)
     key, value = torch.randn(8, 256, 2, 16), torch.randn(8, 256, 2, 64)
     with torch.no_grad():
@@ -195,7 +201,7 @@ def test_the_output_of_s4d_starts_as_large_as_asked():
     torch.manual_seed(0)
     fields = {"modes": "uniform", "time_step_min": 0.05, "coefficient_init": "posterior", "output_init_rms": 0.3}
     config = config_of(**fields, token_mixers="s4d", num_attention_heads=256, num_key_value_heads=2, head_dim=8)
-    recurrence = S4DRecurrence(config)
+    recurrence = started(S4DRecurrence, config)
     with torch.no_grad():
         output, _ = recurrence(torch.randn(2, 192, 2, 8), torch.randn(2, 192, 2, 8))
     rms = output[:, 128:].unflatten(2, (2, 128)).square().mean((0, 1, 3, 4)).sqrt()
@@ -278,7 +284,7 @@ def test_a_start_that_cannot_be_is_refused_in_one_sentence(fields, message):
 
 def test_a_posterior_of_s4d_layers_needs_no_product():
     assert config_of(token_mixers="s4d", coefficient_init="posterior").product == "bilinear"
-    recurrence = S4DRecurrence(config_of(token_mixers="s4d", coefficient_init="posterior", modes="uniform"))
+    recurrence = started(S4DRecurrence, config_of(token_mixers="s4d", coefficient_init="posterior", modes="uniform"))
     coefficients = torch.view_as_complex(recurrence.C.detach().double())
     # The Gramian of C phi, conjugated: the modes that the readout meets are orthonormal but for the noise.
     mixed = coefficients @ module_start.gramian(*modes_of(recurrence)).conj() @ coefficients.mH
