@@ -3,6 +3,7 @@
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from .cache_interdomain import InterdomainCache, InterdomainStaticCache
+from .cache_store import StateStore
 from .configuration_interdomain import InterdomainConfig
 from .mixer_common import TokenMixer
 from .modeling_interdomain import (
@@ -24,6 +25,7 @@ __all__ = [
     "InterdomainModel",
     "InterdomainPreTrainedModel",
     "InterdomainStaticCache",
+    "StateStore",
     "TokenMixer",
     "interdomain_attention",
     "interdomain_step",
