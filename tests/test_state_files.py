@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from modeling_interdomain import InterdomainCache, InterdomainStaticCache
@@ -40,20 +40,12 @@ folder = Path(sys.argv[1])
 model = AutoModelForCausalLM.from_pretrained(folder / "model")
 ids, new = load_file(folder / "tokens.safetensors").values()
 
-def go_on(name, cache):
+if sys.argv[2] == "load":
+    cache = InterdomainCache.load(folder / "state.safetensors", model, tokens=ids)
     mask = torch.ones(len(ids), ids.shape[1] + new.shape[1], dtype=torch.long)
     settings = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 8}
     found = model.generate(new, attention_mask=mask, past_key_values=cache, **settings)
-    save_file({"ids": found.sequences, "logits": torch.stack(found.logits)}, folder / f"{name}.safetensors")
-
-if sys.argv[2] == "read":
-    cache = InterdomainCache(model.config)
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-    cache.save(folder / "state.safetensors", tokens=ids)
-    go_on("expected", cache)
-elif sys.argv[2] == "load":
-    go_on("found", InterdomainCache.load(folder / "state.safetensors", model, tokens=ids))
+    save_file({"ids": found.sequences, "logits": torch.stack(found.logits)}, folder / "found.safetensors")
 else:
     cache = InterdomainCache.load(folder / "state.safetensors", model)
     print("saving", flush=True)
@@ -66,11 +58,6 @@ def elsewhere(folder: Path, what: str) -> subprocess.Popen:
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-c", ELSEWHERE, str(folder), what]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def finish(process: subprocess.Popen) -> None:
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors[-3000:]
 
 
 @pytest.fixture
@@ -135,17 +122,22 @@ def test_state_dtype_and_bfloat16(make_model, random_ids, read, advance, tmp_pat
     assert advance(model, cache, random_ids(2, 3)).equal(advance(model, found, random_ids(2, 3)))
 
 
-def test_generation_in_another_process_goes_on_bit_for_bit(make_model, random_ids, tmp_path):
-    model, ids = make_model("interdomain-softmax"), random_ids(2, 40)
-    model.save_pretrained(tmp_path / "model")
+def test_generation_in_another_process_goes_on_bit_for_bit(make_model, random_ids, read, tmp_path):
+    ids = random_ids(2, 40)
+    make_model("interdomain-softmax").save_pretrained(tmp_path / "model")
     save_file({"a": ids[:, :35].clone(), "b": ids[:, 35:].clone()}, tmp_path / "tokens.safetensors")
-    for what in ("read", "load"):
-        finish(elsewhere(tmp_path, what))
-    expected, found = (load_file(tmp_path / f"{name}.safetensors") for name in ("expected", "found"))
-    assert found["logits"].equal(expected["logits"]) and found["ids"].equal(expected["ids"])
-    with torch.no_grad():
-        whole = model.generate(ids, max_new_tokens=WRITTEN, do_sample=False)
-    assert whole[:, 35:].equal(found["ids"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    cache = read(model, ids[:, :35])
+    cache.save(tmp_path / "state.safetensors", tokens=ids[:, :35])
+    settings = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    expected = model.generate(ids, past_key_values=cache, **settings)
+    process = elsewhere(tmp_path, "load")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors[-3000:]
+    found = load_file(tmp_path / "found.safetensors")
+    assert found["logits"].equal(torch.stack(expected.logits))
+    assert found["ids"].equal(expected.sequences[:, 35:])
+    assert model.generate(ids, **settings).sequences.equal(expected.sequences), "as if it had read the text at once"
 
 
 def test_killed_while_saving(make_model, random_ids, read, tmp_path):
