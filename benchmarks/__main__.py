@@ -16,7 +16,7 @@ from benchmarks import harness, readme
 
 CPU = ("operator_cpu", "model_cpu", "decode_cpu", "rollback_cpu", "backends")
 GPU = ("operator_gpu", "decode_gpu", "prefill_memory_gpu", "training_gpu")
-TABLES = (*CPU, *GPU, "operator_before", "kernel_resources")
+TABLES = (*CPU, *GPU, "prompt_reuse_cpu", "operator_before", "kernel_resources")
 
 
 def main() -> None:
