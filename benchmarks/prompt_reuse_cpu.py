@@ -10,7 +10,8 @@ import torch
 from datasets import load_dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.harness import footnote, markdown, summary, verify_model
+from benchmarks import harness
+from benchmarks.harness import footnote, markdown, verify_model
 from modeling_interdomain import InterdomainCache, StateStore
 
 TURNS, ANSWER, USERS, SYSTEM_TOKENS, REPETITIONS = 20, 16, 8, 1024, 3
@@ -115,7 +116,7 @@ def _merged(repetitions: list[list[dict]]) -> list[dict]:
     """One row a prompt, its times summed up over the repetitions."""
     rows = []
     for same in zip(*repetitions, strict=True):
-        times = {name: summary([row[name] for row in same]) for name in ("without", "with")}
+        times = {name: harness.summary([row[name] for row in same]) for name in ("without", "with")}
         ratio = times["without"]["median"] / times["with"]["median"]
         rows.append({**same[0], "error": max(row["error"] for row in same), **times, "ratio": ratio})
     return rows
