@@ -13,7 +13,9 @@ from .modeling_interdomain import (
     InterdomainPreTrainedModel,
 )
 from .module_common import AuxiliaryLoss
+from .op_common_spans import join_states, mask_span, remove_span
 from .op_interdomain import interdomain_attention, interdomain_step
+from .op_interdomain_map import interdomain_attention_map
 from .registry_interdomain import register_feed_forward, register_token_mixer
 
 __all__ = [
@@ -28,9 +30,13 @@ __all__ = [
     "StateStore",
     "TokenMixer",
     "interdomain_attention",
+    "interdomain_attention_map",
     "interdomain_step",
+    "join_states",
+    "mask_span",
     "register_feed_forward",
     "register_token_mixer",
+    "remove_span",
 ]
 
 AutoConfig.register("interdomain", InterdomainConfig, exist_ok=True)
