@@ -14,6 +14,7 @@ from .module_recurrence import InterdomainRecurrence
 from .module_rotary import rotate
 from .module_token_inputs import token_inputs, token_tables
 from .op_interdomain import append_one
+from .op_interdomain_map import interdomain_attention_map
 from .op_interdomain_prepare import fused_inputs
 from .op_interdomain_replay import state_after
 
@@ -122,6 +123,21 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
         query, *rest = streams
         query = query.unflatten(-1, (self.config.num_attention_heads, -1))
         return self._features(query, cos_sin, is_query=True), *super()._tokens(rest, cos_sin)
+
+    def attention_map(self, tokens, packing):
+        query, key, _ = tokens
+        weights = interdomain_attention_map(
+            query,
+            key,
+            *self.recurrence.parameters_of_operator(),
+            product=self.config.product,
+            normalize=self.config.normalize,
+            cu_seqlens=None if packing is None else packing.cu_seqlens,
+        )
+        if packing is not None:
+            for axis in (2, 3):  # of the tokens that ask, and of those that answer
+                weights = packing.unpack(weights.transpose(1, axis)).transpose(1, axis)
+        return weights
 
     def _weights(self, device: torch.device) -> list[torch.Tensor] | None:
         """Of the convolutions of query and key, then of the norms of key and value, and their biases.

@@ -39,6 +39,7 @@ from .checks_interdomain import (
     check_tokens,
 )
 from .configuration_interdomain import InterdomainConfig
+from .mixer_recurrent import RecurrentMixer
 from .mixer_softmax import SoftmaxMixer
 from .module_common import AuxiliaryLoss, InterdomainRMSNorm, PerVersion
 from .module_rotary import InterdomainRotaryEmbedding
@@ -128,7 +129,7 @@ class InterdomainPreTrainedModel(PreTrainedModel):
     _is_stateful = False
     _can_record_outputs = {
         "hidden_states": InterdomainDecoderLayer,
-        "attentions": SoftmaxMixer,
+        "attentions": [SoftmaxMixer, RecurrentMixer],
         "auxiliary_losses": OutputRecorder(AuxiliaryLoss, index=0),
     }
 
@@ -267,6 +268,9 @@ class InterdomainModel(InterdomainPreTrainedModel):
             past_key_values: an `InterdomainCache`, updated in place.
             use_cache: make a cache when none is given. Packed documents and training forwards make none.
             cu_seq_lens_q: `[S + 1]`, ends of packed documents, starting with 0; B = 1.
+            output_attentions: add `attentions`, `[B, H, T, T]` a layer: weights of softmax layers (with the "eager"
+                implementation), and of Interdomain layers the exact map of which value made which output, in O(T^2).
+                That is known of tokens without a past; layers without a map are left out.
 
         Raises:
             ValueError: when the inputs do not fit the model or each other, before the cache is touched.
@@ -300,6 +304,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
         elif _is_idle(masks.get("linear_attention")):
             masks["linear_attention"] = None
 
+        if config.output_attentions:
+            kwargs.setdefault("output_attentions", True)
         rotations = {int(dim): rotary(inputs_embeds, position_ids) for dim, rotary in self.rotary_embs.items()}
         hidden_states = inputs_embeds
         for layer in layers:

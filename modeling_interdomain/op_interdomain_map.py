@@ -2,7 +2,7 @@
 
 import torch
 
-from .op_common import as_complex, decay_powers
+from .op_common import as_complex, decay_powers, document_of_tokens, without_autocast
 from .op_interdomain_readout import PRODUCTS, pull_back
 
 
@@ -15,6 +15,7 @@ def interdomain_attention_map(
     *,
     product: str = "bilinear",
     normalize: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     r"""The exact matrix A with `o_t = sum_{j <= t} A_tj value_j`, for `interdomain_attention` without a past.
 
@@ -26,7 +27,7 @@ def interdomain_attention_map(
 
     Args:
         query: `[B, T, H, R]`, key: `[B, T, G, R]`, log_decay, input_matrix: `[G, M, 2]`, coefficient_matrix, product,
-            normalize: as in `interdomain_attention`.
+            normalize, cu_seqlens: as in `interdomain_attention`.
 
     Returns:
         `[B, H, T, T]`, real, zero above the diagonal, in float32 (float64 for float64 inputs).
@@ -45,19 +46,27 @@ def interdomain_attention_map(
         )
     compute = torch.promote_types(torch.promote_types(query.dtype, key.dtype), torch.float32)
     query, key, input_matrix = (x.to(compute) for x in (query, key, input_matrix))
-    ages = torch.arange(length, device=query.device)
-    beta = as_complex(input_matrix)
-    kernel = decay_powers(log_decay, ages).to(beta.dtype) * beta[:, None]  # [G, T, M], by age
-
-    scores = torch.einsum("btghr,bigr->gbhti", query.unflatten(2, (groups, -1)), key)
-    y = _by_age(scores).to(beta.dtype) @ kernel[:, None, None]  # [G, B, H / G, T, M]
     coefficients = None if coefficient_matrix is None else as_complex(coefficient_matrix.to(compute))
     if coefficients is not None and coefficients.ndim == 2:
         coefficients = coefficients[:, None]
-    p = pull_back(coefficients, y, product)
-    weights = _by_token((p.conj() @ kernel.mT[:, None, None]).real)
-    weights = weights.permute(1, 0, 2, 3, 4).flatten(1, 2)
+    ages, beta = torch.arange(length, device=query.device), as_complex(input_matrix)
+    kernel = decay_powers(log_decay, ages).to(beta.dtype) * beta[:, None]  # [G, T, M], by age
+    kernel = kernel[:, None, None]
+    with without_autocast(query.device):
+        scores = _within(cu_seqlens, torch.einsum("btghr,bigr->gbhti", query.unflatten(2, (groups, -1)), key))
+        y = _by_age(scores).to(beta.dtype) @ kernel  # [G, B, H / G, T, M]
+        p = pull_back(coefficients, y, product)
+        weights = _within(cu_seqlens, _by_token((p.conj() @ kernel.mT).real))
+    weights = weights.transpose(0, 1).flatten(1, 2)
     return weights / weights.sum(-1, keepdim=True) if normalize else weights
+
+
+def _within(cu_seqlens: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    """`[..., T, T]`, zero between tokens of different documents."""
+    if cu_seqlens is None:
+        return x
+    document = document_of_tokens(cu_seqlens, x.shape[-1])
+    return torch.where(document[:, None] == document, x, 0)
 
 
 def _by_age(x: torch.Tensor) -> torch.Tensor:
