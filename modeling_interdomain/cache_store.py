@@ -57,7 +57,8 @@ class StateStore:
     training, process groups.
 
     Several threads may use one store, and several processes one folder: files appear whole, and one that another
-    process has removed, or that is damaged, is a state that is not known.
+    process has removed, or that is damaged, is a state that is not known. A state tells much of what was read: keep the
+    folder as private as the prompts.
 
     Args:
         folder: where states are kept that outlast the process or the memory's budget; made when it is missing.
