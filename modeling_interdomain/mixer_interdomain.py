@@ -1,6 +1,7 @@
 """Interdomain attention as a token mixer: what drives the state, and the query that reads it."""
 
 from itertools import repeat
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from .module_feature_maps import SiluL2, feature_map
 from .module_recurrence import InterdomainRecurrence
 from .module_rotary import rotate
 from .module_token_inputs import token_inputs, token_tables
+from .op_common_spans import join_states
 from .op_interdomain import append_one
 from .op_interdomain_map import interdomain_attention_map
 from .op_interdomain_prepare import fused_inputs
@@ -83,6 +85,15 @@ class KeyValueMixer(RecurrentMixer):
         if self.config.rope_placement == "before":
             return self.feature_map(rotate(x, *cos_sin), is_query)
         return rotate(self.feature_map(x, is_query), *cos_sin)
+
+    def join_states(self, first: torch.Tensor, second: torch.Tensor, length: int | torch.Tensor) -> torch.Tensor:
+        """The state after two documents, of which the second has `length` tokens, from those of each alone.
+
+        Exact for the keys and values that were read: in the first layer those of the text itself, but for the tokens
+        that a convolution reaches over the joint; in later ones approximate, see `join_states` of the operators.
+        """
+        recurrence: Any = self.recurrence
+        return join_states(first, second, length, recurrence.parameters_of_operator()[0])
 
     def _recorded(self, tokens):
         *_, key, value = tokens

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from modeling_interdomain import (
+    InterdomainCache,
     interdomain_attention,
     interdomain_attention_map,
     join_states,
@@ -73,6 +74,25 @@ def test_s4d_states_join_alike(problem):
 
     joined = join_states(state(slice(0, 8)), state(slice(8, T)), T - 8, log_decay)
     torch.testing.assert_close(joined, state(slice(0, T)), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("mixer", ["interdomain", "s4d"])
+def test_joined_documents_of_a_model(mixer, make_model, random_ids, assert_same):
+    """Exact in the first layer without convolutions, approximate in the second."""
+    model = make_model("no-convolution", token_mixers=mixer)
+    ids = random_ids(2, 12)
+
+    def states(piece: slice) -> list[torch.Tensor]:
+        cache = InterdomainCache(model.config)
+        with torch.no_grad():
+            model(ids[:, piece], past_key_values=cache)
+        return [layer.state for layer in cache.layers]
+
+    parts = zip(model.model.layers, states(slice(0, 7)), states(slice(7, 12)), strict=True)
+    first, second = [layer.token_mixer.join_states(a, b, 5) for layer, a, b in parts]
+    expected = states(slice(0, 12))
+    assert_same(first.detach(), expected[0])
+    assert 0.001 < ((second - expected[1]).norm() / expected[1].norm()).item() < 1
 
 
 def test_states_that_do_not_fit_are_refused(problem):
