@@ -2,11 +2,13 @@
 
 Prints the address of the page. The page streams the answer to a prompt and counts: tokens read and written, tokens per
 second, the bytes of the cache, and those of the keys and values that a softmax model of the same shape would have kept.
-A model with a chat template answers the prompt; any other continues it. Nothing is loaded from elsewhere.
+A model with a chat template answers the prompt; any other continues it. Nothing is loaded from elsewhere. What a prompt
+begins with is not read again: states of earlier prompts and answers are kept in memory, and with `--states` on disk.
 
 Usage:
     pip install gradio
     python -m examples.chat_page runs/quickstart
+    python -m examples.chat_page runs/quickstart --states states/
     python -m examples.chat_page runs/quickstart --port 8080 --share yes
 """
 
@@ -25,7 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 
 from examples.long_context import cache_bytes, load_interdomain, softmax_bytes
 from examples.text_data import InputError, encode_beginning, exit_code
-from modeling_interdomain import InterdomainCache
+from modeling_interdomain import InterdomainCache, StateStore
 
 FONTS = ["system-ui", "sans-serif"]  # of this computer: a theme's own would come from the network
 USERS = 8  # whose answers are written at the same time; others wait
@@ -172,6 +174,8 @@ def check_options(options: argparse.Namespace) -> None:
         raise InputError("The page needs gradio: pip install gradio.") from error
     if not 0 < options.port < 65536:
         raise InputError(f"--port must be between 1 and 65535, not {options.port}.")
+    if options.states is not None and Path(options.states).is_file():
+        raise InputError(f"{options.states} is a file: name a folder for --states.")
     with socket.socket() as taken:
         if taken.connect_ex(("127.0.0.1", options.port)) == 0:
             raise InputError(f"Port {options.port} is in use: choose another with --port.")
@@ -184,12 +188,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--share", choices=("yes", "no"), default="no", help="also give the page an address on the internet, by Gradio"
     )
+    parser.add_argument("--states", metavar="FOLDER", help="keep what was read here, too, for the next start")
     return parser.parse_args(arguments)
 
 
 def run(options: argparse.Namespace) -> None:
     check_options(options)
     model, tokenizer = load_interdomain(options.folder)
+    model.prompt_store = StateStore(options.states)
     launch(build_page(model, tokenizer, Path(options.folder).resolve().name), options.port, options.share == "yes")
 
 

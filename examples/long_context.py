@@ -2,10 +2,13 @@
 
 Prints a line about every doubling from 1,024 tokens on: bits per byte so far, tokens per second since the line before,
 the bytes of the cache, and those a softmax model of the same shape would need for its keys and values. Then comes the
-continuation, of the text alone or of `--prompt` after it.
+continuation, of the text alone or of `--prompt` after it. With `--state` what was read is a file of a few megabytes,
+from which the next call goes on: with another text, or with none and another prompt.
 
 Usage:
     python -m examples.long_context runs/quickstart novel.txt
+    python -m examples.long_context runs/quickstart novel.txt --state novel.safetensors
+    python -m examples.long_context runs/quickstart --state novel.safetensors --prompt "In short, "
     cat *.txt | python -m examples.long_context runs/quickstart - --prompt "In short, " --tokens 50
 """
 
@@ -30,6 +33,9 @@ from examples.text_data import InputError, exit_code, num_bytes
 from modeling_interdomain import InterdomainCache, InterdomainForCausalLM
 
 PIECE = 16_384  # characters that are turned into tokens at once, with the rest of their last line
+
+
+NUMBERS = {"last": int, "tokens": int, "bytes": int, "nats": float}  # of a reading, beside its cache
 
 
 @dataclass
@@ -63,9 +69,15 @@ def chunks(tokenizer: PreTrainedTokenizerBase, text: TextIO, size: int) -> Itera
 
 
 @torch.no_grad()
-def read(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: TextIO, size: int) -> Iterator[Reading]:
-    """Advance one cache through the text; gives the same reading after every chunk."""
-    reading = Reading(InterdomainCache(model.config), tokenizer.bos_token_id)
+def read(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: TextIO,
+    size: int,
+    reading: Reading | None = None,
+) -> Iterator[Reading]:
+    """Advance one cache through the text; gives the same reading after every chunk, the given one if there is one."""
+    reading = reading or Reading(InterdomainCache(model.config), tokenizer.bos_token_id)
     for ids, count in chunks(tokenizer, text, size):
         inputs = torch.tensor([[reading.last, *ids[:-1]]], device=model.device)
         logits = model(inputs, past_key_values=reading.cache, use_cache=True).logits[0]
@@ -74,6 +86,26 @@ def read(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: TextI
         reading.tokens += len(ids)
         reading.bytes += count
         yield reading
+
+
+def save(reading: Reading, path: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """A file from which `resume` goes on."""
+    notes = {name: repr(getattr(reading, name)) for name in NUMBERS}
+    try:
+        reading.cache.save(path, model, tokenizer=tokenizer, notes=notes)
+    except OSError as error:
+        raise InputError(str(error)) from error
+
+
+def resume(path: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Reading:
+    """What `save` wrote; another model's or a damaged file is refused."""
+    try:
+        cache = InterdomainCache.load(path, model, tokenizer=tokenizer)
+    except (ValueError, OSError) as error:
+        raise InputError(str(error)) from error
+    if not cache.notes.keys() >= NUMBERS.keys():
+        raise InputError(f"{path} was not written by examples.long_context: it does not say how far the text was read.")
+    return Reading(cache, **{name: number(cache.notes[name]) for name, number in NUMBERS.items()})
 
 
 def write(
@@ -120,12 +152,19 @@ def check_options(options: argparse.Namespace) -> None:
     for name, least in (("chunk", 1), ("tokens", 0)):
         if getattr(options, name) < least:
             raise InputError(f"--{name} must be at least {least}, not {getattr(options, name)}.")
+    if options.state is not None and not Path(options.state).absolute().parent.is_dir():
+        raise InputError(f"The folder of {options.state} does not exist: make it, or name another --state.")
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", help="a model that save_pretrained wrote, with its tokenizer")
-    parser.add_argument("text", nargs="?", default="-", help="a file of text (default: standard input)")
+    parser.add_argument(
+        "text", nargs="?", help="a file of text (default: standard input; none where a --state goes on)"
+    )
+    parser.add_argument(
+        "--state", metavar="FILE", help="go on from this file, if it exists, and keep in it what was read"
+    )
     parser.add_argument("--prompt", default="", help="what stands after the text before the model goes on")
     parser.add_argument("--chunk", type=int, default=1024, help="tokens read at once (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=100, help="tokens to write (default: %(default)s)")
@@ -134,30 +173,46 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def run(options: argparse.Namespace) -> None:
     check_options(options)
-    text = open_text(options.text)
+    resumed = options.state is not None and Path(options.state).exists()
+    text = None if resumed and options.text is None else open_text(options.text or "-")
     model, tokenizer = load_interdomain(options.folder)
     if tokenizer.bos_token_id is None:
         raise InputError(f"The tokenizer of {options.folder} has no token for the beginning of a text (bos_token).")
+    reading = resume(options.state, model, tokenizer) if resumed else None
+    if text is not None:
+        reading = read_and_report(model, tokenizer, text, options.chunk, reading)
+        if reading is None:
+            raise InputError(f"{options.text if options.text not in (None, '-') else 'Standard input'} holds no text.")
+        if options.state is not None:
+            save(reading, options.state, model, tokenizer)
+    if options.tokens:
+        print(f"\n{options.prompt}{write(model, tokenizer, reading, options.prompt, options.tokens)}")
+
+
+def read_and_report(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: TextIO, size: int, before: Reading | None
+) -> Reading | None:
+    """What was read in the end, with the lines of the table; None when that is nothing."""
     print("      tokens  bits per byte  tokens/s   cache bytes  keys and values of softmax")
-    next_line, lines_tokens, started, reading = 1024, 0, time.perf_counter(), None
+    lines_tokens, started = 0 if before is None else before.tokens, time.perf_counter()
+    next_line, reading = 1024, before
+    while next_line <= lines_tokens:
+        next_line *= 2
 
     def print_line() -> None:
         speed = (reading.tokens - lines_tokens) / (time.perf_counter() - started)
         ours, theirs = cache_bytes(reading.cache), softmax_bytes(model.config, reading.tokens, model.dtype)
         print(f"{reading.tokens:12,}{reading.bits_per_byte:15.3f}{speed:10,.0f}{ours:14,}{theirs:28,}", flush=True)
 
-    for reading in read(model, tokenizer, text, options.chunk):
+    for reading in read(model, tokenizer, text, size, before):
         if reading.tokens >= next_line:
             print_line()
             lines_tokens, started = reading.tokens, time.perf_counter()
             while next_line <= reading.tokens:
                 next_line *= 2
-    if reading is None:
-        raise InputError(f"{'Standard input' if options.text == '-' else options.text} holds no text.")
-    if reading.tokens > lines_tokens:
+    if reading is not None and reading.tokens > lines_tokens:
         print_line()
-    if options.tokens:
-        print(f"\n{options.prompt}{write(model, tokenizer, reading, options.prompt, options.tokens)}")
+    return reading
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

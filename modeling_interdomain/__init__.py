@@ -3,6 +3,7 @@
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from .cache_interdomain import InterdomainCache, InterdomainStaticCache
+from .cache_store import StateStore
 from .configuration_interdomain import InterdomainConfig
 from .mixer_common import TokenMixer
 from .modeling_interdomain import (
@@ -12,7 +13,9 @@ from .modeling_interdomain import (
     InterdomainPreTrainedModel,
 )
 from .module_common import AuxiliaryLoss
+from .op_common_spans import join_states, mask_span, remove_span
 from .op_interdomain import interdomain_attention, interdomain_step
+from .op_interdomain_map import interdomain_attention_map
 from .op_ssd import ssd_attention, ssd_step
 from .registry_interdomain import register_feed_forward, register_token_mixer
 
@@ -25,11 +28,16 @@ __all__ = [
     "InterdomainModel",
     "InterdomainPreTrainedModel",
     "InterdomainStaticCache",
+    "StateStore",
     "TokenMixer",
     "interdomain_attention",
+    "interdomain_attention_map",
     "interdomain_step",
+    "join_states",
+    "mask_span",
     "register_feed_forward",
     "register_token_mixer",
+    "remove_span",
     "ssd_attention",
     "ssd_step",
 ]

@@ -1,10 +1,14 @@
 """The caches of a model: one layer for each of its token mixers, which say themselves what they keep."""
 
-from typing import NamedTuple
+import os
+import weakref
+from typing import Any, NamedTuple
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, StaticCache, StaticLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 
+from .cache_file import StateFileError, read_state_file, write_state_file
+from .cache_fingerprint import decoder_of, model_fingerprint, tokenizer_fingerprint, tokens_fingerprint
 from .cache_recurrent import RecurrentLayer
 from .registry_interdomain import TOKEN_MIXERS
 
@@ -13,6 +17,13 @@ class _InterdomainCacheMixin:
     """What both caches share."""
 
     layers: list
+    get_seq_length: Any
+    notes: dict[str, str]
+    # Of the model that read with it last. Copies in other processes do not know it.
+    _reader: Any = None
+
+    def __getstate__(self):
+        return {name: value for name, value in vars(self).items() if name != "_reader"}
 
     def recurrent_layers(self) -> list[RecurrentLayer]:
         return [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
@@ -45,6 +56,108 @@ class _InterdomainCacheMixin:
                     layer.cumulative_length = layer.cumulative_length.to(device)
         return self
 
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        """Everything that the next token reads, `[B, ...]` each, by layer and name. No record of past tokens."""
+        return {f"{i}.{name}": x for i, layer in enumerate(self.layers) for name, x in _tensors_of(layer, i).items()}
+
+    def restore(self, tensors: dict[str, torch.Tensor], tokens: int, model) -> None:
+        """Fill an empty cache with copies of the `named_tensors` of one after so many tokens, where `model` is."""
+        for i, (layer, module) in enumerate(zip(self.layers, decoder_of(model).layers)):
+            home = module.token_mixer.o_proj.weight.device
+            own = {name.partition(".")[2]: x.to(home) for name, x in tensors.items() if name.startswith(f"{i}.")}
+            if isinstance(layer, RecurrentLayer) and own:
+                layer.restore(own, tokens)
+            elif own:
+                layer.update(own["keys"], own["values"])
+
+    def save(
+        self,
+        path: str | os.PathLike,
+        model=None,
+        *,
+        tokenizer=None,
+        tokens: torch.Tensor | None = None,
+        notes: dict[str, str] | None = None,
+    ) -> None:
+        """Save what was read so far as one safetensors file, whole or not at all.
+
+        `load` goes on from it in another process bit for bit as this cache would. The record of past tokens
+        (`activate_past_recording`) is not part of it: a loaded cache takes back only what it has read since.
+
+        Args:
+            path: of the file, in a folder that exists; a file of that name is replaced when the new one is complete.
+            model: whose state it is. Default: None, the model that read with this cache last.
+            tokenizer: that made the tokens, to be compared when the file is loaded. Default: None.
+            tokens: `[B, T]` ids of all tokens that were read, pads too, of which a hash is kept. What `generate()`
+                returns has one more, the last, which no forward has read. Default: None.
+            notes: anything else, as strings; a loaded cache has it as `notes`. Default: None.
+
+        Raises:
+            ValueError: when nothing was read, the model is not known, or `tokens` is of another shape.
+            OSError: when the file cannot be written; one that was there is as it was.
+        """
+        decoder = self._reader() if model is None and self._reader is not None else model
+        if decoder is None:
+            raise ValueError("save does not know whose state this is: give the model, save(path, model).")
+        seen = int(self.get_seq_length())
+        if not seen:
+            raise ValueError("This cache has read nothing that could be saved.")
+        tensors = self.named_tensors()
+        rows = next(iter(tensors.values())).shape[0]
+        about = {f"note.{name}": text for name, text in (notes or {}).items()}
+        about |= {"model": model_fingerprint(decoder), "rows": str(rows), "tokens": str(seen)}
+        if tokens is not None:
+            if tuple(tokens.shape) != (rows, seen):
+                raise ValueError(
+                    f"tokens must have shape [B, T] = [{rows}, {seen}], what the cache has read, got "
+                    f"{list(tokens.shape)}."
+                )
+            about["tokens_fingerprint"] = tokens_fingerprint(tokens)
+        if tokenizer is not None:
+            about["tokenizer"] = tokenizer_fingerprint(tokenizer)
+        write_state_file(path, tensors, about)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, model, *, tokenizer=None, tokens: torch.Tensor | None = None, **arguments):
+        """The cache that `save` wrote, on the devices of the model, to go on with.
+
+        Args:
+            path: of the file.
+            model: with the weights of the one that read the text (`model_fingerprint` says what must be the same).
+            tokenizer: if given, the file must have been saved with the same.
+            tokens: `[B, T]`; if given, the file must be that of these tokens.
+            arguments: what the cache is made with: `max_cache_len` of an `InterdomainStaticCache`. Either kind of
+                cache loads what the other has saved.
+
+        Returns:
+            A new cache; its `notes` are those that were saved.
+
+        Raises:
+            FileNotFoundError: when there is no such file.
+            ValueError: when the file is torn or altered, of another model, tokenizer or text, or does not fit in.
+        """
+        tensors, about = read_state_file(path)
+        decoder = decoder_of(model)
+        wanted = {"model": model_fingerprint(decoder)}
+        if tokenizer is not None:
+            wanted["tokenizer"] = tokenizer_fingerprint(tokenizer)
+        if tokens is not None:
+            wanted["tokens_fingerprint"] = tokens_fingerprint(tokens)
+        for name, fingerprint in wanted.items():
+            _check_fingerprint(path, name, about.get(name), fingerprint)
+        seen = int(about["tokens"])
+        make: Any = cls
+        cache = make(decoder.config, **arguments)
+        for layer in cache.layers:
+            if isinstance(layer, StaticLayer) and seen > layer.max_cache_len:
+                raise ValueError(
+                    f"{path} holds {seen} tokens, and max_cache_len={layer.max_cache_len} leaves room for fewer."
+                )
+        cache.restore(tensors, seen, decoder)
+        note_reader(cache, decoder)
+        cache.notes = {name[5:]: text for name, text in about.items() if name.startswith("note.")}
+        return cache
+
     def state_bytes(self) -> int:
         """Bytes of the recurrent states and convolution windows: the part of the cache that does not grow."""
         return sum(x.numel() * x.element_size() for layer in self.recurrent_layers() for x in layer.tensors())
@@ -69,6 +182,9 @@ class InterdomainCache(_InterdomainCacheMixin, DynamicCache):
         >>> output = model(input_ids=torch.tensor([[1, 2, 3]]), past_key_values=cache)
         >>> cache.get_seq_length()
         3
+        >>> cache.save("three_tokens.safetensors")
+        >>> InterdomainCache.load("three_tokens.safetensors", model).get_seq_length()
+        3
     """
 
     def __init__(self, config, offloading: bool = False, **kwargs):
@@ -89,6 +205,36 @@ class InterdomainStaticCache(_InterdomainCacheMixin, StaticCache):
         _check_arguments(config, offloading)
         names = config.mixers_per_layer
         Cache.__init__(self, layers=[TOKEN_MIXERS[name].make_cache_layer(config, max_cache_len) for name in names])
+
+
+def _tensors_of(layer, index: int) -> dict[str, torch.Tensor]:
+    """What the next token reads of a layer, if it has read any."""
+    if not layer.is_initialized:
+        return {}
+    if isinstance(layer, RecurrentLayer):
+        return layer.named_tensors()
+    if type(layer) not in (DynamicLayer, StaticLayer):
+        raise ValueError(f"Layer {index} of this cache is a {type(layer).__name__}, which cannot be saved.")
+    seen = int(layer.get_seq_length())
+    return {"keys": layer.keys[:, :, :seen], "values": layer.values[:, :, :seen]}
+
+
+def _check_fingerprint(path, name: str, found: str | None, wanted: str) -> None:
+    if found == wanted:
+        return
+    what = {"model": "model", "tokenizer": "tokenizer", "tokens_fingerprint": "text"}[name]
+    if found is None:
+        raise StateFileError(f"{path} does not say of which {what} it is: save it with its {what}.")
+    raise StateFileError(
+        f"{path} is the state of another {what} (fingerprint {found[:12]}, not {wanted[:12]}): load it with the one it "
+        "was saved with."
+    )
+
+
+def note_reader(cache: Any, decoder) -> None:
+    """Let a cache know for which model `save` keeps it."""
+    if isinstance(cache, _InterdomainCacheMixin):
+        cache._reader = weakref.ref(decoder)
 
 
 def ready_to_step(cache: Cache) -> bool:

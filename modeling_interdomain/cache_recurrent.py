@@ -119,6 +119,30 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         """All that is written in place."""
         return self.held()
 
+    # What a state file keeps.
+
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        """Everything that the next token reads, `[B, ...]` each, by a name that says its place.
+
+        A layer that keeps more than windows and states adds it here, and takes it back in `restore`.
+        """
+        named = {f"windows.{i}": window for i, window in self.conv_states.items()}
+        return named | {
+            f"states.{i}.{name}": x for i, (name, x) in enumerate(zip(self.state_names, self.recurrent_states.values()))
+        }
+
+    def restore(self, tensors: dict[str, torch.Tensor], tokens: int) -> None:
+        """Hold copies of the `named_tensors` of a layer that had seen `tokens` tokens; this one has seen none."""
+        places = {tuple(name.split(".", 2)): x for name, x in tensors.items()}
+        order = sorted(places, key=lambda place: int(place[1]))
+        windows = [places[place] for place in order if place[0] == "windows"]
+        states = {place[2]: places[place] for place in order if place[0] == "states"}
+        self.state_dtype = next((x.dtype for x in states.values() if x.is_floating_point()), self.state_dtype)
+        self.lazy_initialization(windows, states)
+        self._store_all(windows, states)
+        self.cumulative_length += tokens
+        self.has_previous_state[0] = True
+
     def _store_all(self, windows: list[torch.Tensor], states: dict[str, torch.Tensor]) -> None:
         for i, window in enumerate(windows):
             self.conv_states[i] = _store(self.conv_states[i], window)

@@ -1,6 +1,7 @@
 """Interdomain attention as a token mixer: what drives the state, and the query that reads it."""
 
 from itertools import repeat
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +14,9 @@ from .module_feature_maps import SiluL2, feature_map
 from .module_recurrence import InterdomainRecurrence
 from .module_rotary import rotate
 from .module_token_inputs import token_inputs, token_tables
+from .op_common_spans import join_states
 from .op_interdomain import append_one
+from .op_interdomain_map import interdomain_attention_map
 from .op_interdomain_prepare import fused_inputs
 from .op_interdomain_replay import state_after
 
@@ -84,6 +87,15 @@ class KeyValueMixer(RecurrentMixer):
             return self.feature_map(rotate(x, *cos_sin), is_query)
         return rotate(self.feature_map(x, is_query), *cos_sin)
 
+    def join_states(self, first: torch.Tensor, second: torch.Tensor, length: int | torch.Tensor) -> torch.Tensor:
+        """The state after two documents, of which the second has `length` tokens, from those of each alone.
+
+        Exact for the keys and values that were read: in the first layer those of the text itself, but for the tokens
+        that a convolution reaches over the joint; in later ones approximate, see `join_states` of the operators.
+        """
+        recurrence: Any = self.recurrence
+        return join_states(first, second, length, recurrence.parameters_of_operator()[0])
+
     def _recorded(self, tokens):
         *_, key, value = tokens
         return key, append_one(value) if self.config.normalize else value
@@ -123,6 +135,21 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
         query, *rest = streams
         query = query.unflatten(-1, (self.config.num_attention_heads, -1))
         return self._features(query, cos_sin, is_query=True), *super()._tokens(rest, cos_sin)
+
+    def attention_map(self, tokens, packing):
+        query, key, _ = tokens
+        weights = interdomain_attention_map(
+            query,
+            key,
+            *self.recurrence.parameters_of_operator(),
+            product=self.config.product,
+            normalize=self.config.normalize,
+            cu_seqlens=None if packing is None else packing.cu_seqlens,
+        )
+        if packing is not None:
+            for axis in (2, 3):  # of the tokens that ask, and of those that answer
+                weights = packing.unpack(weights.transpose(1, axis)).transpose(1, axis)
+        return weights
 
     def _weights(self, device: torch.device) -> list[torch.Tensor] | None:
         """Of the convolutions of query and key, then of the norms of key and value, and their biases.

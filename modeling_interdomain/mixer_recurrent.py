@@ -140,14 +140,15 @@ class RecurrentMixer(TokenMixer):
         past_key_values=None,
         packing: Packing | None = None,
         **kwargs,
-    ) -> tuple[torch.Tensor, None]:
-        """Mix the tokens of `[B, T, hidden_size]`.
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Mix the tokens of `[B, T, hidden_size]`; beside them the map of which token answered, see `attention_map`.
 
         Args:
             position_embeddings: cosines and sines `[B, T, R]` by dimension, for rotary embeddings.
             attention_mask: `[B, 1]` bool for a single token, False for a pad; longer masks come as `packing`.
             past_key_values: an `InterdomainCache`, updated in place.
             packing: where the real tokens stand, when some are pads or several documents are packed.
+            output_attentions: make the map, where no tokens came before these.
         """
         layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         if layer is not None:
@@ -160,6 +161,9 @@ class RecurrentMixer(TokenMixer):
         tokens, windows = self._inputs(projected, windows, cos_sin, packing, keep=layer is not None)
         if layer is not None and layer.record_past:
             self._record(layer, projected, tokens, attention_mask, packing, hidden_states)
+        weights = None
+        if kwargs.get("output_attentions") and not _has_past(layer):
+            weights = self.attention_map(tokens, packing)
 
         if layer is not None and self._can_step(layer, tokens, packing):
             output = self._step(layer, tokens, windows, attention_mask)
@@ -170,7 +174,11 @@ class RecurrentMixer(TokenMixer):
         output = output.flatten(-2).to(hidden_states.dtype)
         if packing is not None:
             output = packing.unpack(output)
-        return self.o_proj(self._way_out(output, hidden_states)), None
+        return self.o_proj(self._way_out(output, hidden_states)), weights
+
+    def attention_map(self, tokens: tuple[torch.Tensor, ...], packing: Packing | None) -> torch.Tensor | None:
+        """`[B, H, T, T]`, the weights with which values make the outputs of the recurrence, where it has such."""
+        return None
 
     def _rotation(self, position_embeddings, packing, shape) -> tuple[torch.Tensor, ...] | None:
         if self.rope_placement is None or position_embeddings is None:
@@ -242,6 +250,10 @@ class RecurrentMixer(TokenMixer):
         convolved, tokens, mask = inputs[: len(windows)], inputs[len(windows) : -1], inputs[-1]
         windows = [_last_inputs(w, x, mask) for w, x in zip(windows, convolved, strict=True)]
         return windows, {"state": cls.replay_state(states["state"], *tokens, mask, *constants)}
+
+
+def _has_past(layer) -> bool:
+    return layer is not None and layer.is_initialized and bool(layer.get_seq_length())
 
 
 def _last_inputs(window: torch.Tensor, inputs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

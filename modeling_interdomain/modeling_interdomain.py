@@ -10,6 +10,7 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
+from transformers.generation import StoppingCriteriaList
 from transformers.masking_utils import (
     create_bidirectional_mask,
     create_causal_mask,
@@ -25,7 +26,8 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .cache_interdomain import InterdomainCache, InterdomainStaticCache, ready_to_step
+from .cache_interdomain import InterdomainCache, InterdomainStaticCache, note_reader, ready_to_step
+from .cache_store import StateStore, prompt_reading
 from .checkpoint_folder import damaged_weights, holds_weights, replacing
 from .checks_interdomain import (
     check_cache,
@@ -37,8 +39,9 @@ from .checks_interdomain import (
     check_tokens,
 )
 from .configuration_interdomain import InterdomainConfig
+from .mixer_recurrent import RecurrentMixer
 from .mixer_softmax import SoftmaxMixer
-from .module_common import AuxiliaryLoss, InterdomainRMSNorm
+from .module_common import AuxiliaryLoss, InterdomainRMSNorm, PerVersion
 from .module_rotary import InterdomainRotaryEmbedding
 from .op_common import (
     Packing,
@@ -135,7 +138,7 @@ class InterdomainPreTrainedModel(PreTrainedModel):
     _is_stateful = False
     _can_record_outputs = {
         "hidden_states": InterdomainDecoderLayer,
-        "attentions": SoftmaxMixer,
+        "attentions": [SoftmaxMixer, RecurrentMixer],
         "auxiliary_losses": OutputRecorder(AuxiliaryLoss, index=0),
     }
 
@@ -245,7 +248,12 @@ class InterdomainModel(InterdomainPreTrainedModel):
             {str(dim): InterdomainRotaryEmbedding(config, dim) for dim in config.rotated_dims}
         )
         self.gradient_checkpointing = False
+        self.fingerprints = PerVersion()
         self.post_init()
+
+    def train(self, mode: bool = True):
+        self.fingerprints.forget()
+        return super().train(mode)
 
     @merge_with_config_defaults
     @capture_outputs
@@ -269,6 +277,9 @@ class InterdomainModel(InterdomainPreTrainedModel):
             past_key_values: an `InterdomainCache`, updated in place.
             use_cache: make a cache when none is given. Packed documents and training forwards make none.
             cu_seq_lens_q: `[S + 1]`, ends of packed documents, starting with 0; B = 1.
+            output_attentions: add `attentions`, `[B, H, T, T]` a layer: weights of softmax layers (with the "eager"
+                implementation), and of Interdomain layers the exact map of which value made which output, in O(T^2).
+                That is known of tokens without a past; layers without a map are left out.
 
         Raises:
             ValueError: when the inputs do not fit the model or each other, before the cache is touched.
@@ -290,6 +301,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
         cacheable = cu_seqlens is None and not self.training and not config.bidirectional
         if use_cache and past_key_values is None and cacheable:
             past_key_values = InterdomainCache(config)
+        if not torch.compiler.is_compiling():
+            note_reader(past_key_values, self)
         masks = self._masks(attention_mask, inputs_embeds, past_key_values, cu_seqlens)
         if cu_seqlens is not None and "flash" in config._attn_implementation:
             kwargs |= _varlen_arguments(cu_seqlens, masks.get("full_attention"))
@@ -300,6 +313,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
         elif _is_idle(masks.get("linear_attention")):
             masks["linear_attention"] = None
 
+        if config.output_attentions:
+            kwargs.setdefault("output_attentions", True)
         rotations = {int(dim): rotary(inputs_embeds, position_ids) for dim, rotary in self.rotary_embs.items()}
         hidden_states = inputs_embeds
         for layer in layers:
@@ -334,7 +349,15 @@ class InterdomainModel(InterdomainPreTrainedModel):
 
 
 class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
-    """The model with a language modelling head."""
+    """The model with a language modelling head.
+
+    Attributes:
+        prompt_store: a `StateStore` from which `generate()` takes what it has read before, or None. To begin with, what
+            the environment variable INTERDOMAIN_PROMPT_STORE names, "memory" or a folder: so `transformers serve` has
+            one.
+    """
+
+    prompt_store: StateStore | None = None
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
@@ -348,6 +371,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         self.model = InterdomainModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.prompt_store = StateStore.from_environment()
         self.post_init()
 
     @can_return_tuple
@@ -458,6 +482,28 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
+
+    def _sample(self, input_ids: torch.Tensor, *, stopping_criteria: Any, generation_config: Any, **kwargs: Any) -> Any:
+        """As in the library; with a `prompt_store`, on from what is known of the prompt."""
+        reading = prompt_reading(self, input_ids, generation_config, kwargs)
+        criteria = stopping_criteria if reading is None else StoppingCriteriaList([*stopping_criteria, reading])
+        settings = {"stopping_criteria": criteria, "generation_config": generation_config, **kwargs}
+        if reading is None:
+            return super()._sample(input_ids, **settings)
+
+        def read(start: int, stop: int) -> None:
+            for piece in input_ids[:, start:stop].split(generation_config.prefill_chunk_size or stop, dim=1):
+                ids = piece.to(self.device)
+                self(ids, past_key_values=reading.cache, use_cache=True, logits_to_keep=1)
+
+        reading.begin(read)
+        text = None
+        try:
+            written = super()._sample(input_ids, **settings)
+            text = getattr(written, "sequences", written)
+            return written
+        finally:
+            reading.finish(text)
 
     @property
     def init_continuous_batching(self):

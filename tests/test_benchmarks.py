@@ -19,6 +19,7 @@ from benchmarks import (
     operator_cpu,
     operator_gpu,
     prefill_memory_gpu,
+    prompt_reuse_cpu,
     readme,
     ssd_cpu,
     start_study,
@@ -41,7 +42,7 @@ def test_operator_table(monkeypatch, tmp_path):
     assert (tmp_path / "plot.png").stat().st_size > 0
 
 
-@pytest.mark.parametrize("module", [model_cpu, decode_cpu, ssd_cpu], ids=["model", "decode", "ssd"])
+@pytest.mark.parametrize("module", [model_cpu, decode_cpu, ssd_cpu, prompt_reuse_cpu], ids=lambda m: m.__name__)
 def test_model_tables(module):
     record = {**module.run(quick=True), "machine": harness.machine()}
     assert record["machine"]["torch"] in module.table(record)

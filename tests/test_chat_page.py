@@ -280,6 +280,24 @@ def test_pieces_end_in_the_whole_answer(model, tokenizer):
     assert texts[-1] == alone(model, tokenizer, "delta 4 ", 60)
 
 
+def test_what_was_read_is_not_read_again(model, tokenizer, monkeypatch, tmp_path):
+    """The next prompt holds the one before and its answer; a new start finds their states in the folder."""
+    model = copy.deepcopy(model)
+    monkeypatch.setattr(chat_page, "load_interdomain", lambda folder: (model, tokenizer))
+    monkeypatch.setattr(chat_page, "launch", lambda *arguments: None)
+    monkeypatch.setattr(chat_page, "build_page", lambda *arguments: None)
+    prompt, plain = "delta 4\n", copy.deepcopy(model)
+    for start in range(2):
+        arguments = ["folder", "--port", str(free_port()), "--states", str(tmp_path / "states")]
+        chat_page.run(chat_page.parse_arguments(arguments))
+        store, total = model.prompt_store, 1 + len(tokenizer(prompt)["input_ids"])
+        *_, (text, figures) = chat_page.answer(model, tokenizer, prompt, 30, temperature=0)
+        assert text == alone(plain, tokenizer, prompt, 30)
+        assert f"<b>{total + 29}</b>" in figures, "what was reused is counted, too"
+        assert store.tokens_read + store.tokens_reused == total and bool(store.tokens_reused) == bool(start)
+        prompt += "beta 5\n"
+
+
 def test_an_error_while_writing_reaches_the_page(model, tokenizer, monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError("out of memory")
@@ -322,6 +340,12 @@ def test_port_in_use(capsys, folder):
         other.listen()
         port = str(other.getsockname()[1])
         assert f"Port {port} is in use" in refusal(capsys, str(folder), "--port", port)
+
+
+def test_states_in_a_file(capsys, folder, tmp_path):
+    (tmp_path / "file").touch()
+    arguments = str(folder), "--port", str(free_port()), "--states", str(tmp_path / "file")
+    assert "file is a file: name a folder for --states" in refusal(capsys, *arguments)
 
 
 @pytest.mark.parametrize("port", ["0", "-1", "65536"])

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from examples import long_context, text_data
+from modeling_interdomain import InterdomainCache
 from tests.test_examples import some_documents
 from tests.test_serving import word_tokenizer
 
@@ -184,6 +185,30 @@ def test_no_tokens_no_continuation(capsys, folder, text):
     assert columns(capsys.readouterr().out)[-1][0] > 2048
 
 
+def test_a_state_file_goes_on_where_the_text_ended(capsys, model, tokenizer, folder, tmp_path):
+    """Two texts, then a prompt, each in a call of its own; the same numbers as in one go, to the last digit."""
+    state, halves = tmp_path / "text.safetensors", (TEXT[:6000], TEXT[6000:])
+    for half, name in zip(halves, ("first.txt", "second.txt")):
+        (tmp_path / name).write_text(half, encoding="utf-8")
+        arguments = [str(folder), str(tmp_path / name), "--state", str(state), "--chunk", "64", "--tokens", "0"]
+        assert long_context.main(arguments) == 0
+    table = columns(capsys.readouterr().out.rpartition("\n      tokens")[0])
+    assert table[-1][0] > 1024, "the first call"
+    found = long_context.resume(str(state), AutoModelForCausalLM.from_pretrained(folder), tokenizer)
+
+    expected, loaded = None, AutoModelForCausalLM.from_pretrained(folder)
+    for half in halves:
+        *_, expected = long_context.read(loaded, tokenizer, io.StringIO(half), 64, expected)
+    assert (found.last, found.tokens, found.bytes, found.nats) == (
+        expected.last,
+        expected.tokens,
+        expected.bytes,
+        expected.nats,
+    )
+    assert long_context.main([str(folder), "--state", str(state), "--prompt", PROMPT, "--tokens", "5"]) == 0
+    assert capsys.readouterr().out == f"\n{PROMPT}{long_context.write(loaded, tokenizer, expected, PROMPT, 5)}\n"
+
+
 def run(*arguments, **options) -> subprocess.CompletedProcess:
     """The example as a user starts it."""
     command = [sys.executable, "-m", "examples.long_context", *map(str, arguments)]
@@ -213,6 +238,20 @@ def refusal(capsys, *arguments) -> str:
 def test_standard_input_without_text(capsys, folder, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     assert refusal(capsys, folder, "-") == "Standard input holds no text.\n"
+
+
+def test_states_of_something_else(capsys, folder, model, text, tmp_path):
+    state = tmp_path / "state.safetensors"
+    assert "The folder of" in refusal(capsys, folder, text, "--state", tmp_path / "no" / "state")
+    state.write_bytes(b"noise")
+    assert "is torn, or no state file" in refusal(capsys, folder, "--state", state)
+    cache = InterdomainCache(model.config)
+    model(torch.tensor([[5, 6]]), past_key_values=cache)
+    cache.save(state)
+    assert "is the state of another model" in refusal(capsys, folder, "--state", state)
+    loaded, tokenizer = long_context.load_interdomain(folder)
+    cache.save(state, loaded, tokenizer=tokenizer)
+    assert "was not written by examples.long_context" in refusal(capsys, folder, "--state", state)
 
 
 def test_missing_file(capsys, folder, tmp_path):

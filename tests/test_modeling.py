@@ -15,7 +15,12 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from modeling_interdomain import InterdomainForCausalLM, InterdomainForSequenceClassification, InterdomainModel
+from modeling_interdomain import (
+    InterdomainCache,
+    InterdomainForCausalLM,
+    InterdomainForSequenceClassification,
+    InterdomainModel,
+)
 from modeling_interdomain.mixer_interdomain import InterdomainMixer
 
 RECURRENCE = ("log_dt", "log_a_real", "a_imag", "B", "C")
@@ -363,10 +368,49 @@ def test_hidden_states(model, random_ids, assert_same):
 
 def test_attentions_of_softmax_layers(make_model, random_ids):
     model = make_model("interdomain-softmax", attn_implementation="eager")
-    attentions = model(random_ids(2, 7), output_attentions=True).attentions
-    assert [tuple(a.shape) for a in attentions] == [(2, 4, 7, 7)]
-    assert attentions[0].triu(1).abs().max() == 0
-    torch.testing.assert_close(attentions[0].sum(-1), torch.ones(2, 4, 7), check_dtype=False)
+    _, attention = model(random_ids(2, 7), output_attentions=True).attentions
+    assert attention.shape == (2, 4, 7, 7) and attention.triu(1).abs().max() == 0
+    torch.testing.assert_close(attention.sum(-1), torch.ones(2, 4, 7), check_dtype=False)
+
+
+@pytest.mark.parametrize("name", ["interdomain", "grouped", "normalized", "real-product", "rope-after", "single-input"])
+def test_attentions_of_interdomain_layers(name, make_model, random_ids, assert_same):
+    """Times the values that went into the recurrence, they are its output: rows, pads, and packed documents."""
+    model, seen = make_model(name, attn_implementation="eager"), {}
+    place = model.config.mixers_per_layer.index("interdomain")
+    recurrence = model.model.layers[place].token_mixer.recurrence
+    recurrence.register_forward_hook(lambda module, tokens, found: seen.update(value=tokens[2], output=found[0]))
+    ids, mask = random_ids(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[0, :3] = mask[0, 5] = 0
+    with torch.no_grad():
+        weights = model(ids, output_attentions=True).attentions[place]
+        values = seen["value"].repeat_interleave(4 // seen["value"].shape[2], dim=2)
+        assert_same(torch.einsum("bhtj,bjhd->bthd", weights, values), seen["output"])
+        padded = model(ids, attention_mask=mask, output_attentions=True).attentions[place]
+        real = mask[0].bool()
+        alone = model(ids[:1, real], output_attentions=True).attentions[place]
+        assert_same(padded[:1, :, real][..., real], alone)
+        assert padded[0, :, ~real].eq(0).all() and padded[0, ..., ~real].eq(0).all()
+        ends = torch.tensor([0, 4, 9])
+        packed = model(ids[:1], cu_seq_lens_q=ends, output_attentions=True).attentions[place]
+        for start, stop in ((0, 4), (4, 9)):
+            alone = model(ids[:1, start:stop], output_attentions=True).attentions[place]
+            assert_same(packed[..., start:stop, start:stop], alone)
+        assert packed[..., 4:, :4].eq(0).all()
+
+
+def test_attentions_are_those_of_tokens_without_a_past(make_model, random_ids):
+    model = make_model(attn_implementation="eager")
+    cache = InterdomainCache(model.config)
+    with torch.no_grad():
+        assert len(model(random_ids(1, 5), past_key_values=cache, output_attentions=True).attentions) == 2
+        assert model(random_ids(1, 5), past_key_values=cache, output_attentions=True).attentions == ()
+        assert make_model("s4d")(random_ids(1, 5), output_attentions=True).attentions == ()
+    model.config.output_attentions = True
+    assert len(model(random_ids(1, 5)).attentions) == 2
+    settings = {"max_new_tokens": 3, "return_dict_in_generate": True, "output_attentions": True}
+    found = model.generate(random_ids(1, 5), **settings).attentions
+    assert [len(step) for step in found] == [2, 0, 0]
 
 
 def test_embeddings_instead_of_ids(any_model, random_ids, assert_same):

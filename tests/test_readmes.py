@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import condition_study, headlines, readme
+from benchmarks import condition_study, headlines, prompt_reuse_cpu, readme
 from benchmarks.harness import RESULTS, read
 from benchmarks.readme import MARKED, READMES, REPOSITORY
 
@@ -91,6 +91,13 @@ def test_what_is_said_of_speed():
     assert all(row["ratio"] >= before["required"] for row in before["rows"])
     rollback = read("rollback_cpu")
     assert rollback["crop"]["ratio"] <= 1 and rollback["generate"]["ratio"] >= 1.3
+    reuse = read("prompt_reuse_cpu")
+    turns, users = reuse["conversation"], reuse["users"]
+    assert turns[-1]["ratio"] >= prompt_reuse_cpu.REQUIRED["turn"]
+    assert min(row["ratio"] for row in users[2:]) >= prompt_reuse_cpu.REQUIRED["user"]
+    assert users[1]["read"] == users[1]["prompt"] and max(row["read"] for row in users[2:]) < 64
+    later = [row["with"]["median"] for row in turns[1:]]
+    assert max(later) < 1.3 * min(later), "it does not grow with the text"
     early, late = decode["positions"]
     assert early["bytes"] == late["bytes"] and abs(decode["time_ratio"] - 1) < 0.05
 

@@ -1,0 +1,107 @@
+"""What a linear recurrence with one decay for all tokens allows: joining states, and taking spans out of them.
+
+With `X_t = lambda X_(t-1) + beta (x) [k_t ; v_t]` a state is a sum over tokens, each weighted by its age alone. So the
+state of two documents one after the other, and that of a text without a span, are sums of states that are known. All
+functions here are exact for the keys and values that made the states: up to the rounding of their dtype.
+
+Through the layers of a model they are approximations, except for the first layer: the keys and values of the later ones
+depend on what came before, through the outputs of the layers below (and those of the first three tokens after a joint
+through the convolutions), and they stay what they were. "interdomain" and "s4d" layers have one decay for all tokens;
+where the decay depends on the token, these functions do not hold.
+"""
+
+import torch
+
+from .op_common import decay_powers
+
+
+def join_states(
+    first: torch.Tensor, second: torch.Tensor, length: int | torch.Tensor, log_decay: torch.Tensor
+) -> torch.Tensor:
+    """The state of two documents, one after the other: `lambda^length X_first + X_second`. Exact, see above.
+
+    Args:
+        first, second: `[B, G, 2, M, W]`, each begun from zero or, the first, from anything.
+        length: tokens of the second document, one number or `[B]`.
+        log_decay: `[G, M, 2]`, as in `interdomain_attention`.
+
+    Returns:
+        A new state.
+
+    Raises:
+        ValueError: when shapes do not fit, or a length is negative.
+    """
+    _check(log_decay, length, first=first, second=second)
+    return _aged(first, length, log_decay) + second
+
+
+def mask_span(
+    state: torch.Tensor, span: torch.Tensor, since: int | torch.Tensor, log_decay: torch.Tensor
+) -> torch.Tensor:
+    """The state of a text in which the tokens of a span wrote nothing, but time passed: `X - lambda^since X_span`.
+
+    Exact, see above: it is the state with the span's keys and values at zero.
+
+    Args:
+        state: `[B, G, 2, M, W]`, after the text.
+        span: the same of the span alone, begun from zero.
+        since: tokens of the text after the span, one number or `[B]`.
+        log_decay: `[G, M, 2]`.
+
+    Returns:
+        A new state.
+
+    Raises:
+        ValueError: when shapes do not fit, or a length is negative.
+    """
+    _check(log_decay, since, state=state, span=span)
+    return state - _aged(span, since, log_decay)
+
+
+def remove_span(
+    state: torch.Tensor,
+    before: torch.Tensor,
+    after: torch.Tensor,
+    since: int | torch.Tensor,
+    log_decay: torch.Tensor,
+) -> torch.Tensor:
+    """The state of a text without a span, the rest closed up: `X + lambda^since (X_before - X_after)`.
+
+    Exact, see above: it is the state that the text has without these tokens.
+
+    Args:
+        state: `[B, G, 2, M, W]`, after the text.
+        before, after: the states of the same text where the span begins and where it ends.
+        since: tokens of the text after the span, one number or `[B]`.
+        log_decay: `[G, M, 2]`.
+
+    Returns:
+        A new state.
+
+    Raises:
+        ValueError: when shapes do not fit, or a length is negative.
+    """
+    _check(log_decay, since, state=state, before=before, after=after)
+    return state + _aged(before - after, since, log_decay)
+
+
+def _aged(state: torch.Tensor, tokens: int | torch.Tensor, log_decay: torch.Tensor) -> torch.Tensor:
+    """`lambda^tokens X`."""
+    ages = torch.as_tensor(tokens, device=state.device).reshape(-1)
+    powers = decay_powers(log_decay, ages).transpose(0, 1)[..., None]  # [1 or B, G, M, 1]
+    decay = powers.to(torch.complex128 if state.dtype == torch.float64 else torch.complex64)
+    real, imag = state.unbind(2)
+    aged = [decay.real * real - decay.imag * imag, decay.real * imag + decay.imag * real]
+    return torch.stack(aged, dim=2).to(state.dtype)
+
+
+def _check(log_decay: torch.Tensor, tokens: int | torch.Tensor, **states: torch.Tensor) -> None:
+    shapes = {tuple(x.shape) for x in states.values()}
+    (shape, *others) = shapes
+    groups, size = log_decay.shape[:2]
+    if others or len(shape) != 5 or shape[1:4] != (groups, 2, size):
+        named = ", ".join(f"{name} {list(x.shape)}" for name, x in states.items())
+        raise ValueError(f"States must have one shape [B, {groups}, 2, {size}, R + D], got {named}.")
+    ages = torch.as_tensor(tokens)
+    if ages.ndim > 1 or (ages.ndim == 1 and ages.shape[0] != shape[0]) or bool((ages < 0).any()):
+        raise ValueError(f"A number of tokens must be at least 0, one for all or [B] = [{shape[0]}], got {tokens!r}.")
