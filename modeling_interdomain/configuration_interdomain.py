@@ -6,6 +6,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
+from .op_experts import factor_pair
 from .registry_interdomain import FEED_FORWARDS, TOKEN_MIXERS
 
 logger = logging.get_logger(__name__)
@@ -21,6 +22,8 @@ _CHOICES = {
     "time_step_spacing": ("random", "even"),
     "coefficient_init": ("normal", "identity", "posterior"),
     "state_dtype": ("float32", "float64", "bfloat16", "float16"),
+    "expert_input": ("cross_domain", "hidden"),
+    "expert_score": ("raw", "softmax", "sigmoid"),
     "backend": ("auto", "recurrent", "fft", "scan", "associative_scan", "chunk", "triton"),
 }
 
@@ -57,8 +60,19 @@ class InterdomainConfig(PreTrainedConfig):
         conv_kernel: width of the causal convolution of queries and keys, in tokens. Default: 4.
         token_mixers: "interdomain", "s4d" (the same state read by a learned vector, no query) or "softmax" for all
             layers, or a list with one name a layer. Default: "interdomain".
-        feed_forwards: "mlp" (SwiGLU) or "none" (the layer ends with its token mixer) for all layers, or a list with one
-            name a layer. Default: "mlp".
+        feed_forwards: "mlp" (SwiGLU), "cdmoe" (an MLP without a gate and thousands of one-neuron experts, of which each
+            token uses a few) or "none" (the layer ends with its token mixer) for all layers, or a list with one name a
+            layer. Default: "mlp".
+        num_experts: experts of a "cdmoe" layer; their product keys are a grid of the two factors nearest the root.
+            Default: None, 4 d.
+        expert_heads: retrieval heads, each with keys of its own. Default: None, `hidden_size / 256`, at least 1.
+        experts_per_head: experts that a head finds for a token. Default: None, `2 * expert_heads`.
+        expert_key_dim: width of a query, of whose halves the two product keys are compared with one each; even.
+            Default: 256.
+        expert_input: what the experts read: "cross_domain" (the output of the shared MLP) or "hidden" (its input).
+            Default: "cross_domain".
+        expert_score: how much of an expert is used: "raw" (the score, inside the activation), or outside of it
+            "softmax" (over the experts of a head) or "sigmoid". Default: "raw".
         aux_loss_coef: what the sum of the auxiliary losses of all layers is multiplied with before it joins the
             training loss; only registered feed-forward layers have any. Default: 0.001.
         state_input: what drives the state: "key_value" (convolution and feature map on keys, values as they are) or
@@ -156,6 +170,12 @@ class InterdomainConfig(PreTrainedConfig):
     conv_kernel: int = 4
     token_mixers: str | list[str] = "interdomain"
     feed_forwards: str | list[str] = "mlp"
+    num_experts: int | None = None
+    expert_heads: int | None = None
+    experts_per_head: int | None = None
+    expert_key_dim: int = 256
+    expert_input: str = "cross_domain"
+    expert_score: str = "raw"
     aux_loss_coef: float = 0.001
     state_input: str | None = None
     feature_map: str = "silu_l2"
@@ -211,6 +231,8 @@ class InterdomainConfig(PreTrainedConfig):
             self.feature_dim = self.head_dim
         if self.intermediate_size is None:
             self.intermediate_size = -(-8 * self.hidden_size // (3 * 128)) * 128
+        if "cdmoe" in self.feed_forwards_per_layer:
+            self._complete_experts()
         super().__post_init__(**kwargs)
         self._name_unknown_fields(kwargs)
 
@@ -273,6 +295,8 @@ class InterdomainConfig(PreTrainedConfig):
                 f"{self.time_step_max}."
             )
         self._check_start()
+        if "cdmoe" in self.feed_forwards_per_layer:
+            self._check_experts()
         if self.max_rollback < 0:
             raise ValueError(f"max_rollback must not be negative, got {self.max_rollback}.")
 
@@ -306,6 +330,30 @@ class InterdomainConfig(PreTrainedConfig):
         if self.normalize or self.use_output_norm:
             name = "normalize" if self.normalize else "use_output_norm"
             raise ValueError(f"output_init_rms has no effect with {name}, which divides by the scale: set it to None.")
+
+    def _complete_experts(self) -> None:
+        if self.num_experts is None:
+            self.num_experts = 4 * self.hidden_size
+        if self.expert_heads is None:
+            self.expert_heads = max(1, self.hidden_size // 256)
+        if self.experts_per_head is None:
+            self.experts_per_head = 2 * self.expert_heads
+
+    def _check_experts(self) -> None:
+        """A head can find as many experts as it shall."""
+        for name in ("num_experts", "expert_heads", "experts_per_head", "expert_key_dim"):
+            value = getattr(self, name)
+            if value is None or value < 1:
+                raise ValueError(f'{name} must be a positive integer for "cdmoe" layers, got {value}.')
+        if self.expert_key_dim % 2:
+            raise ValueError(f"expert_key_dim must be even, one half for each product key; got {self.expert_key_dim}.")
+        rows, columns = factor_pair(self.num_experts)
+        if rows < self.experts_per_head:
+            raise ValueError(
+                f"num_experts = {self.num_experts} makes a grid of {rows} x {columns} product keys, of which a head "
+                f"cannot find experts_per_head = {self.experts_per_head}: choose a num_experts with two factors of at "
+                "least as many, such as a square."
+            )
 
     def _name_unknown_fields(self, fields: dict) -> None:
         """Fields beyond ours and the library's are kept, but a misspelt one, or a newer version's, has no effect."""
