@@ -37,6 +37,7 @@ from .checks_interdomain import (
     check_tokens,
 )
 from .configuration_interdomain import InterdomainConfig
+from .feed_forward_cdmoe import ChosenExperts
 from .mixer_softmax import SoftmaxMixer
 from .module_common import AuxiliaryLoss, InterdomainRMSNorm
 from .module_rotary import InterdomainRotaryEmbedding
@@ -66,9 +67,13 @@ AUTO_MAP = {
 
 @dataclass
 class InterdomainModelOutput(BaseModelOutputWithPast):
-    """With `auxiliary_losses`, one scalar for each layer that has one."""
+    """With `auxiliary_losses`, one scalar for each layer that has one, and `chosen_experts`.
+
+    `chosen_experts` are asked for with `output_chosen_experts=True`: ids `[B, T, h, k]` for each layer with experts.
+    """
 
     auxiliary_losses: tuple[torch.Tensor, ...] | None = None
+    chosen_experts: tuple[torch.Tensor, ...] | None = None
 
 
 @dataclass
@@ -77,6 +82,7 @@ class InterdomainCausalLMOutput(CausalLMOutputWithPast):
 
     aux_loss: torch.Tensor | None = None
     auxiliary_losses: tuple[torch.Tensor, ...] | None = None
+    chosen_experts: tuple[torch.Tensor, ...] | None = None
 
 
 @dataclass
@@ -85,6 +91,7 @@ class InterdomainClassifierOutput(SequenceClassifierOutputWithPast):
 
     aux_loss: torch.Tensor | None = None
     auxiliary_losses: tuple[torch.Tensor, ...] | None = None
+    chosen_experts: tuple[torch.Tensor, ...] | None = None
 
 
 class InterdomainDecoderLayer(GradientCheckpointingLayer):
@@ -128,6 +135,7 @@ class InterdomainPreTrainedModel(PreTrainedModel):
         "hidden_states": InterdomainDecoderLayer,
         "attentions": SoftmaxMixer,
         "auxiliary_losses": OutputRecorder(AuxiliaryLoss, index=0),
+        "chosen_experts": OutputRecorder(ChosenExperts, index=0),
     }
 
     def __init__(self, config: InterdomainConfig, *args, **kwargs):
@@ -391,6 +399,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
             loss=loss,
             aux_loss=aux_loss,
             auxiliary_losses=outputs.auxiliary_losses,
+            chosen_experts=outputs.chosen_experts,
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
@@ -573,6 +582,7 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
             loss=loss,
             aux_loss=aux_loss,
             auxiliary_losses=outputs.auxiliary_losses,
+            chosen_experts=outputs.chosen_experts,
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
