@@ -44,6 +44,11 @@ VARIANTS = {
     "fourier-shifted": {"feature_map": "fourier_shifted", "feature_dim": 10, "num_key_value_heads": 1},
     "gated": {"use_output_gate": True, "use_output_norm": True, "input_norm": False},
     "no-convolution": {"conv_kernel": 1},
+    "experts": {
+        "token_mixers": ["interdomain", "softmax"],
+        "feed_forwards": "cdmoe",
+        **{"num_experts": 48, "expert_heads": 2, "experts_per_head": 3, "expert_key_dim": 6},
+    },
 }
 
 

@@ -26,8 +26,12 @@ NAMES = dict.fromkeys([*MIXERS, *VARIANTS], PLAIN) | {
     "fourier-shifted": PLAIN | FOURIER | {"feature_map.phases"},
     "gated": BARE | {"g_proj.weight", "o_norm.weight"},
 }
-LAYER = {f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
-LAYER |= {"input_layernorm.weight", "post_attention_layernorm.weight"}
+NORMS_OF_A_LAYER = {"input_layernorm.weight", "post_attention_layernorm.weight"}
+EXPERTS = {f"expert_{name}" for name in ("keys", "down", "up")}
+FEED_FORWARD = {
+    "mlp": {f"{name}_proj.weight" for name in ("gate", "up", "down")},
+    "cdmoe": EXPERTS | {f"{name}_proj.weight" for name in ("query", "up", "down")},
+}
 
 
 def names_of(prefix: str, names: set[str]) -> set[str]:
@@ -39,7 +43,8 @@ def test_names_stay(name, make_config):
     config = make_config(name)
     expected = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
     for i, mixer in enumerate(config.mixers_per_layer):
-        expected |= names_of(f"model.layers.{i}.", LAYER)
+        expected |= names_of(f"model.layers.{i}.", NORMS_OF_A_LAYER)
+        expected |= names_of(f"model.layers.{i}.mlp.", FEED_FORWARD[config.feed_forwards_per_layer[i]])
         expected |= names_of(f"model.layers.{i}.token_mixer.", SOFTMAX if mixer == "softmax" else NAMES[name])
     assert set(InterdomainForCausalLM(config).state_dict()) == expected
 
