@@ -65,7 +65,7 @@ class CrossDomainMoE(nn.Module):
         """`[B, T, hidden_size]`, in the dtype that x and the tables have in common."""
         scores, ids = self._find(x)
         ids = self.chosen(ids).flatten(-2)
-        products = read_experts(x, self.expert_down, ids).unflatten(-1, scores.shape[-2:])
+        products = read_experts(x, self.expert_down, ids).view(scores.shape)
         weights = self._weigh(products, scores).to(products.dtype)
         return sum_experts(weights.flatten(-2), self.expert_up, ids)
 
@@ -73,7 +73,7 @@ class CrossDomainMoE(nn.Module):
         """Scores, in at least float32, and ids, `[B, T, h, k]`."""
         keys = self.expert_keys
         wide = torch.promote_types(keys.dtype, torch.float32)
-        query = self.query_proj(x.to(keys.dtype)).unflatten(-1, (2, self.heads, -1))
+        query = self.query_proj(x.to(keys.dtype)).view(*x.shape[:2], 2, self.heads, -1)
         return find_experts(query.to(wide), keys.to(wide), self.rows, self.count)
 
     def _weigh(self, products: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -37,20 +37,21 @@ def find_experts(query: torch.Tensor, keys: torch.Tensor, rows: int, count: int)
     Returns:
         scores and ids, `[B, T, h, k]`, best first. No gradient flows through the choice, only through the scores.
     """
-    first, second = (query[:, :, i].transpose(1, 2) for i in range(2))  # [B, h, T, r / 2]
+    first, second = (half.transpose(1, 2) for half in query.unbind(2))  # [B, h, T, r / 2]
     first, second = first @ keys[:, :rows].mT, second @ keys[:, rows:].mT
     with torch.no_grad():
         i, j = _best_pairs(first, second, count)
+        ids = i * second.shape[-1] + j
     scores = first.gather(-1, i) + second.gather(-1, j)
-    ids = i * second.shape[-1] + j
     return scores.transpose(1, 2), ids.transpose(1, 2)
 
 
 def _best_pairs(first: torch.Tensor, second: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places `[..., k]` in both halves of the `count` largest sums."""
-    width = second.shape[-1] - first.shape[-1]
-    halves = torch.stack([F.pad(first, (0, width), value=-torch.inf), second])
-    (best_first, best_second), (i, j) = halves.topk(count)
+    """Places `[..., T, k]` in both halves of the `count` largest sums."""
+    (best_first, i), (best_second, j) = first.topk(count), second.topk(count)
+    if first.shape[-2] == 1:  # all pairs of one token are fewer calls
+        chosen = (best_first[..., :, None] + best_second[..., None, :]).flatten(-2).topk(count).indices
+        return i.gather(-1, chosen // count), j.gather(-1, chosen % count)
     pairs = [(a, b) for a in range(count) for b in range(count) if (a + 1) * (b + 1) <= count]
     a, b = torch.tensor(pairs, device=first.device).unbind(-1)
     chosen = (best_first[..., a] + best_second[..., b]).topk(count).indices
