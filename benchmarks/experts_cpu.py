@@ -178,8 +178,8 @@ def table(record: dict) -> str:
     return "\n\n".join(
         [
             markdown(header, rows),
-            f"Medians (20th to 80th percentile), batch 1. {shapes}. Doge's and ours in the row between have a shared MLP of "
-            f"one neuron. {footnote(record)}",
+            f"Medians (20th to 80th percentile), batch 1. {shapes}. Beside Doge's, both have a shared MLP of one "
+            f"neuron. {footnote(record)}",
         ]
     )
 
