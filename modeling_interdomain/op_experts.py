@@ -35,7 +35,8 @@ def find_experts(query: torch.Tensor, keys: torch.Tensor, rows: int, count: int)
         count: k, at most n1 and n2.
 
     Returns:
-        scores and ids, `[B, T, h, k]`, best first. No gradient flows through the choice, only through the scores.
+        scores and ids, `[B, T, h, k]`, best first. No gradient flows through the choice, only through the scores, and
+        a GPU sums that one in a fixed order only under `torch.use_deterministic_algorithms`.
     """
     first, second = (half.transpose(1, 2) for half in query.unbind(2))  # [B, h, T, r / 2]
     first, second = first @ keys[:, :rows].mT, second @ keys[:, rows:].mT

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from peft import LoraConfig, get_peft_model
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import gradcheck, gradgradcheck
 from transformers import AutoModelForCausalLM
@@ -327,6 +328,19 @@ def test_experts_do_not_decay(make_experts):
     decayed = {names[id(parameter)] for parameter in decayed["params"]}
     assert "model.layers.0.mlp.query_proj.weight" in decayed and not any("expert" in name for name in decayed)
     assert sum("expert" in name for name in names.values()) == 3
+
+
+@pytest.mark.parametrize("targets", [["expert_keys"], ["expert_down", "expert_up"]], ids=["keys", "experts"])
+def test_low_rank_changes_of_experts(make_experts, random_ids, assert_same, targets):
+    """What PEFT adapts of bare parameters holds for the length of their module's forward alone."""
+    adapters = {"r": 4, "init_lora_weights": False, "target_modules": ["query_proj"], "target_parameters": targets}
+    model, ids = get_peft_model(make_experts(), LoraConfig(task_type="CAUSAL_LM", **adapters)), random_ids(2, 20)
+    model.train()(input_ids=ids, labels=ids).loss.backward()
+    learning = [parameter.grad.any() for parameter in model.parameters() if parameter.requires_grad]
+    assert len(learning) == 2 * 2 * (1 + len(targets)) and all(learning)
+    expected = model.eval()(input_ids=ids).logits
+    assert not torch.allclose(expected, make_experts()(ids).logits)
+    assert_same(model.merge_and_unload()(ids).logits, expected)
 
 
 # ------------------------------------------------------------------------------------------ compiled, exported

@@ -91,6 +91,8 @@ def test_what_is_said_of_speed():
     assert all(row["ratio"] >= before["required"] for row in before["rows"])
     rollback = read("rollback_cpu")
     assert rollback["crop"]["ratio"] <= 1 and rollback["generate"]["ratio"] >= 1.3
+    slow = [row for row in read("experts_cpu")["rows"] if row["required"] and row["ratio"] < row["required"]]
+    assert [(row["shape"], row["pass"]) for row in slow] == [("320M", "one token")]
     early, late = decode["positions"]
     assert early["bytes"] == late["bytes"] and abs(decode["time_ratio"] - 1) < 0.05
 
