@@ -25,7 +25,7 @@ class CrossDomainMoE(nn.Module):
 
     z, which also queries the product keys, is phi ("cross_domain": the experts continue where the MLP ends) or x
     ("hidden"). The score s stands inside the activation ("raw") or, as a softmax over the k experts of a head or a
-    sigmoid, outside. Source: "Wonderful Matrices" (arXiv 2407.16958), section 3.3.
+    sigmoid, outside. Source: "Wonderful Matrices" (arXiv 2407.16958), the cross-domain mixture of experts.
 
     Attributes:
         expert_keys: `[h, n1 + n2, r / 2]`, n1 n2 = num_experts.

@@ -6,9 +6,11 @@ token t, both are sides of one trilinear form
     sum_tj weights[t, j] (x[t] . table[ids[t, j]])
 
 whose three derivatives (by the weights, by x, by the table) are the three operators below. Each is therefore the other
-two's gradient, none ever gathers the rows `[T, k, d]`, and all sum in a fixed order. "Wonderful Matrices" (arXiv
-2407.16958), section 3.3; product keys: "Large Memory Layers with Product Keys" (arXiv 1907.05242).
+two's gradient, none ever gathers the rows `[T, k, d]`, and all sum in a fixed order. Such experts: "Wonderful Matrices"
+(arXiv 2407.16958); product keys: "Large Memory Layers with Product Keys" (arXiv 1907.05242).
 """
+
+import math
 
 import torch
 from torch.nn import functional as F
@@ -18,7 +20,7 @@ from .op_common_launch import namespace
 
 def factor_pair(count: int) -> tuple[int, int]:
     """The factors `n1 <= n2` of a number that are nearest to its root."""
-    rows = next(n for n in range(int(count**0.5), 0, -1) if count % n == 0)
+    rows = next(n for n in range(math.isqrt(count), 0, -1) if count % n == 0)
     return rows, count // rows
 
 

@@ -98,6 +98,8 @@ def test_retrieval_is_exact(rows, columns, count):
     expected = every.topk(count)
     assert ids.equal(expected.indices)
     torch.testing.assert_close(scores, expected.values)
+    alone = [find_experts(token, keys, rows, count)[1] for token in query.split(1, dim=1)]
+    assert ids.equal(torch.cat(alone, dim=1))
 
 
 def test_ties_have_the_best_scores_and_different_experts():

@@ -6,7 +6,7 @@ from torch.export import Dim
 
 from modeling_interdomain import InterdomainCache
 
-MODELS = ["interdomain-softmax", "s4d", pytest.param("experts", marks=pytest.mark.slow)]
+MODELS = ["interdomain-softmax", "s4d", "experts"]
 SIZES = [(2, 40), (3, 9), (1, 70)]
 
 
