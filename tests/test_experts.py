@@ -352,11 +352,11 @@ def test_one_graph_for_every_length(make_layer, assert_same):
     layer, counter = make_layer(), CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
-    for length, graphs in ((9, 1), (14, 1), (1, 2)):
+    for length in (9, 14):
         x = normal(2, length, 32, seed=length).requires_grad_()
         found, expected = ([run(x), *differentiate(layer, run(x), x)] for run in (compiled, layer))
         assert_same(found, expected)
-        assert counter.frame_count == graphs
+    assert counter.frame_count == 1
     torch._dynamo.reset()
 
 
