@@ -14,7 +14,16 @@ import torch
 
 from benchmarks import harness, readme
 
-CPU = ("operator_cpu", "model_cpu", "decode_cpu", "rollback_cpu", "backends", "ssd_cpu", "prompt_reuse_cpu")
+CPU = (
+    "operator_cpu",
+    "ssd_cpu",
+    "experts_cpu",
+    "model_cpu",
+    "decode_cpu",
+    "rollback_cpu",
+    "prompt_reuse_cpu",
+    "backends",
+)
 GPU = ("operator_gpu", "decode_gpu", "prefill_memory_gpu", "training_gpu")
 TABLES = (*CPU, *GPU, "operator_before", "kernel_resources")
 

@@ -7,8 +7,9 @@ Usage:
     python -m examples.train ... --resume_from_checkpoint true      # goes on exactly where the last checkpoint was
 
 `recipes/language-model.yaml` holds the defaults; every field of `transformers.TrainingArguments` is an option too. The
-length of the run and of the warm-up are counted in tokens. What is logged besides the loss: tokens per second, and the
-model FLOPs utilisation (MFU) against the matrix rate that this machine reaches in a large product.
+length of the run and of the warm-up are counted in tokens. What is logged besides the loss: tokens per second, the
+model FLOPs utilisation (MFU) against the matrix rate that this machine reaches in a large product, and of a model with
+experts how many of them its tokens use.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from examples.text_data import (
     split_documents,
     train_tokenizer,
 )
-from examples.training import cosine_with_warmup, parameter_groups, read_recipe
+from examples.training import ExpertUsage, cosine_with_warmup, parameter_groups, read_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPE = REPOSITORY / "recipes" / "language-model.yaml"
@@ -170,6 +171,7 @@ class InterdomainTrainer(Trainer):
 
     args: Recipe
     matrix_rate: float | None = None
+    usage: ExpertUsage | None = None
 
     def create_optimizer(self, model=None):
         if self.optimizer is None:
@@ -188,7 +190,7 @@ class InterdomainTrainer(Trainer):
         return self.lr_scheduler
 
     def log(self, logs: dict[str, float], *arguments, **options) -> None:
-        """Adds tokens/s since the last log line, and the model FLOPs utilisation."""
+        """Adds tokens/s since the last log line, the model FLOPs utilisation, and how many experts are in use."""
         now, step = time.perf_counter(), self.state.global_step
         if "loss" in logs:
             before, first = getattr(self, "_last_log", (None, 0))
@@ -196,6 +198,8 @@ class InterdomainTrainer(Trainer):
                 rate = (step - first) * self.args.tokens_per_step() / (now - before)
                 logs["tokens_per_second"] = round(rate, 1)
                 logs["mfu"] = round(rate * flops_per_token(self.model) / self._matrix_rate(), 4)
+            if self.usage is not None:
+                logs |= self.usage.read()
             self._last_log = (time.perf_counter(), step)
         super().log(logs, *arguments, **options)
 
@@ -221,7 +225,7 @@ def schedule(optimizer: torch.optim.Optimizer, args: Recipe, steps: int) -> torc
 def flops_per_token(model: torch.nn.Module) -> float:
     """Operations of forward and backward a token: 6 for each weight of a matrix, embeddings aside (Kaplan et al.).
 
-    What a token mixer adds beyond its projections is left out, so the utilisation is understated.
+    What a token mixer and experts add beyond their projections is left out, so the utilisation is understated.
     """
     matrices = {
         id(module.weight): module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear)
@@ -387,6 +391,7 @@ def run(args: Recipe, text: Text) -> dict[str, float]:
         processing_class=tokenizer,
         data_collator=Collator(tokenizer.eos_token_id, text.separate_documents),
     )
+    trainer.usage = ExpertUsage(model)
     trainer.train(resume_from_checkpoint=checkpoint)
     results = {"steps": trainer.state.global_step, "tokens": trainer.state.global_step * args.tokens_per_step()}
     if eval_data is not None:

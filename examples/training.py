@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,11 +18,14 @@ import torch
 import yaml
 
 from examples.text_data import InputError, next_token_nll
+from modeling_interdomain import ChosenExperts
 
 # What sets the time scales and the mixing of the state: a step too large makes it forget or explode.
 RECURRENCE_PARAMETERS = ("log_dt", "log_a_real", "a_imag", "B", "C", "readout")
 # Of the Fourier features: a spectral density is not pulled towards zero.
 UNDECAYED = ("frequencies", "phases", "weights", "cls_token")
+# An expert that few tokens choose would have faded when one does.
+EXPERTS = ("expert_keys", "expert_down", "expert_up")
 
 
 class Progress(NamedTuple):
@@ -55,7 +59,7 @@ def parameter_groups(
     weight_decay: float = 0.1,
     recurrence_learning_rate: float = 1e-3,
 ) -> list[dict[str, Any]]:
-    """Groups for AdamW: "weights" decay; "vectors" (norms, biases, all that is one-dimensional) do not.
+    """Groups for AdamW: "weights" decay; "vectors" (norms, biases, all that is one-dimensional, experts) do not.
 
     Those of the recurrence ("recurrence") do not decay either, and learn no faster than `recurrence_learning_rate`.
     """
@@ -80,7 +84,41 @@ def _group_of(name: str, parameter: torch.nn.Parameter) -> str:
     leaf = name.rpartition(".")[2]
     if leaf in RECURRENCE_PARAMETERS:
         return "recurrence"
-    return "vectors" if parameter.ndim < 2 or leaf.endswith("bias") or leaf in UNDECAYED else "weights"
+    return "vectors" if parameter.ndim < 2 or leaf.endswith("bias") or leaf in UNDECAYED + EXPERTS else "weights"
+
+
+class ExpertUsage:
+    """Counts which experts the layers of a model choose, forward after forward in training, until it is read.
+
+    Of the layer where it is least, and of the tokens of this process: the share of the experts that were chosen at all,
+    and the effective share, exp(entropy of the choices) / experts, which is 1 when all are chosen equally often. A
+    retrieval that collapses falls towards k h / experts in both.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        self.counts: list[torch.Tensor] = []
+        for module in model.modules():
+            if isinstance(experts := getattr(module, "chosen", None), ChosenExperts):
+                counts = torch.zeros(module.expert_up.shape[0], dtype=torch.long, device=module.expert_up.device)
+                experts.register_forward_hook(partial(self._count, counts))
+                self.counts.append(counts)
+
+    @staticmethod
+    @torch.no_grad()
+    def _count(counts: torch.Tensor, module: torch.nn.Module, inputs: Any, ids: torch.Tensor) -> None:
+        if module.training:
+            counts.scatter_add_(0, ids.flatten(), torch.ones_like(ids.flatten()))
+
+    def read(self) -> dict[str, float]:
+        """ "experts_used" and "experts_effective" since the last time; nothing without experts or tokens."""
+        shares = [counts / counts.sum() for counts in self.counts if counts.any()]
+        for counts in self.counts:
+            counts.zero_()
+        if not shares:
+            return {}
+        effective = min(torch.special.entr(share).sum().exp().item() / len(share) for share in shares)
+        used = min((share > 0).double().mean().item() for share in shares)
+        return {"experts_used": round(used, 4), "experts_effective": round(effective, 4)}
 
 
 def clip_gradients(

@@ -5,6 +5,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from .cache_interdomain import InterdomainCache, InterdomainStaticCache
 from .cache_store import StateStore
 from .configuration_interdomain import InterdomainConfig
+from .feed_forward_cdmoe import ChosenExperts
 from .mixer_common import TokenMixer
 from .modeling_interdomain import (
     InterdomainForCausalLM,
@@ -21,6 +22,7 @@ from .registry_interdomain import register_feed_forward, register_token_mixer
 
 __all__ = [
     "AuxiliaryLoss",
+    "ChosenExperts",
     "InterdomainCache",
     "InterdomainConfig",
     "InterdomainForCausalLM",

@@ -23,6 +23,8 @@ _CHOICES = {
     "state_dtype": ("float32", "float64", "bfloat16", "float16"),
     "ssd_dt_bias": (None, "zero", "time_step"),
     "ssd_norm": (None, "before_gate", "after_gate"),
+    "expert_input": ("cross_domain", "hidden"),
+    "expert_score": ("raw", "softmax", "sigmoid"),
     "backend": ("auto", "recurrent", "fft", "scan", "associative_scan", "chunk", "triton"),
 }
 
@@ -63,8 +65,19 @@ class InterdomainConfig(PreTrainedConfig):
         token_mixers: "interdomain", "s4d" (the same state read by a learned vector, no query), "ssd" (state space
             duality, whose fields begin with ssd; Mamba-2 is a case of it) or "softmax" for all layers, or a list with
             one name a layer. Default: "interdomain".
-        feed_forwards: "mlp" (SwiGLU) or "none" (the layer ends with its token mixer) for all layers, or a list with one
-            name a layer. Default: "mlp".
+        feed_forwards: "mlp" (SwiGLU), "cdmoe" (an MLP without a gate and thousands of one-neuron experts, of which each
+            token uses a few) or "none" (the layer ends with its token mixer) for all layers, or a list with one name a
+            layer. Default: "mlp".
+        num_experts: experts of a "cdmoe" layer; their product keys are a grid of the two factors nearest the root.
+            Default: None, 4 d.
+        expert_heads: retrieval heads, each with keys of its own. Default: None, `hidden_size / 256`, at least 1.
+        experts_per_head: experts that a head finds for a token. Default: None, `2 * expert_heads`.
+        expert_key_dim: width of a query, of whose halves the two product keys are compared with one each; even.
+            Default: 256.
+        expert_input: what the experts read: "cross_domain" (the output of the shared MLP) or "hidden" (its input).
+            Default: "cross_domain".
+        expert_score: how much of an expert is used: "raw" (the score, inside the activation), or outside of it
+            "softmax" (over the experts of a head) or "sigmoid". Default: "raw".
         aux_loss_coef: what the sum of the auxiliary losses of all layers is multiplied with before it joins the
             training loss; only registered feed-forward layers have any. Default: 0.001.
         state_input: what drives the state: "key_value" (convolution and feature map on keys, values as they are) or
@@ -180,6 +193,12 @@ class InterdomainConfig(PreTrainedConfig):
     conv_kernel: int = 4
     token_mixers: str | list[str] = "interdomain"
     feed_forwards: str | list[str] = "mlp"
+    num_experts: int | None = None
+    expert_heads: int | None = None
+    experts_per_head: int | None = None
+    expert_key_dim: int = 256
+    expert_input: str = "cross_domain"
+    expert_score: str = "raw"
     aux_loss_coef: float = 0.001
     state_input: str | None = None
     feature_map: str = "silu_l2"
@@ -248,6 +267,7 @@ class InterdomainConfig(PreTrainedConfig):
             self.feature_dim = self.head_dim
         if self.intermediate_size is None:
             self.intermediate_size = -(-8 * self.hidden_size // (3 * 128)) * 128
+        self._ask_parts("complete_config")
         super().__post_init__(**kwargs)
         self._name_unknown_fields(kwargs)
 
@@ -310,8 +330,7 @@ class InterdomainConfig(PreTrainedConfig):
                 f"{self.time_step_max}."
             )
         self._check_start()
-        for name in dict.fromkeys(self.mixers_per_layer):
-            TOKEN_MIXERS[name].check_config(self)
+        self._ask_parts("check_config")
         if self.max_rollback < 0:
             raise ValueError(f"max_rollback must not be negative, got {self.max_rollback}.")
 
@@ -345,6 +364,13 @@ class InterdomainConfig(PreTrainedConfig):
         if self.normalize or self.use_output_norm:
             name = "normalize" if self.normalize else "use_output_norm"
             raise ValueError(f"output_init_rms has no effect with {name}, which divides by the scale: set it to None.")
+
+    def _ask_parts(self, hook: str) -> None:
+        """Let the classes that layers are made of fill in or check what is theirs, where they have something to say."""
+        tables = (TOKEN_MIXERS, self.mixers_per_layer), (FEED_FORWARDS, self.feed_forwards_per_layer)
+        for kind in (table[name] for table, names in tables for name in dict.fromkeys(names)):
+            if (call := getattr(kind, hook, None)) is not None:
+                call(self)
 
     def _name_unknown_fields(self, fields: dict) -> None:
         """Fields beyond ours and the library's are kept, but a misspelt one, or a newer version's, has no effect."""

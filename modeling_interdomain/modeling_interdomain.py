@@ -39,6 +39,7 @@ from .checks_interdomain import (
     check_tokens,
 )
 from .configuration_interdomain import InterdomainConfig
+from .feed_forward_cdmoe import ChosenExperts
 from .mixer_recurrent import RecurrentMixer
 from .mixer_softmax import SoftmaxMixer
 from .module_common import AuxiliaryLoss, InterdomainRMSNorm, PerVersion
@@ -69,9 +70,13 @@ AUTO_MAP = {
 
 @dataclass
 class InterdomainModelOutput(BaseModelOutputWithPast):
-    """With `auxiliary_losses`, one scalar for each layer that has one."""
+    """With `auxiliary_losses`, one scalar for each layer that has one, and `chosen_experts`.
+
+    `chosen_experts` are asked for with `output_chosen_experts=True`: ids `[B, T, h, k]` for each layer with experts.
+    """
 
     auxiliary_losses: tuple[torch.Tensor, ...] | None = None
+    chosen_experts: tuple[torch.Tensor, ...] | None = None
 
 
 @dataclass
@@ -80,6 +85,7 @@ class InterdomainCausalLMOutput(CausalLMOutputWithPast):
 
     aux_loss: torch.Tensor | None = None
     auxiliary_losses: tuple[torch.Tensor, ...] | None = None
+    chosen_experts: tuple[torch.Tensor, ...] | None = None
 
 
 @dataclass
@@ -88,6 +94,7 @@ class InterdomainClassifierOutput(SequenceClassifierOutputWithPast):
 
     aux_loss: torch.Tensor | None = None
     auxiliary_losses: tuple[torch.Tensor, ...] | None = None
+    chosen_experts: tuple[torch.Tensor, ...] | None = None
 
 
 class InterdomainDecoderLayer(GradientCheckpointingLayer):
@@ -140,6 +147,7 @@ class InterdomainPreTrainedModel(PreTrainedModel):
         "hidden_states": InterdomainDecoderLayer,
         "attentions": [SoftmaxMixer, RecurrentMixer],
         "auxiliary_losses": OutputRecorder(AuxiliaryLoss, index=0),
+        "chosen_experts": OutputRecorder(ChosenExperts, index=0),
     }
 
     def __init__(self, config: InterdomainConfig, *args, **kwargs):
@@ -427,6 +435,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
             loss=loss,
             aux_loss=aux_loss,
             auxiliary_losses=outputs.auxiliary_losses,
+            chosen_experts=outputs.chosen_experts,
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
@@ -631,6 +640,7 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
             loss=loss,
             aux_loss=aux_loss,
             auxiliary_losses=outputs.auxiliary_losses,
+            chosen_experts=outputs.chosen_experts,
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,

@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from .feed_forward_cdmoe import CrossDomainMoE
 from .feed_forward_mlp import InterdomainMLP
 from .mixer_common import TokenMixer
 from .mixer_interdomain import InterdomainMixer
@@ -16,7 +17,11 @@ TOKEN_MIXERS: dict[str, type[TokenMixer]] = {
     "ssd": SSDMixer,
 }
 # None: the layer ends with its token mixer.
-FEED_FORWARDS: dict[str, type[nn.Module] | None] = {"mlp": InterdomainMLP, "none": None}
+FEED_FORWARDS: dict[str, type[nn.Module] | None] = {
+    "mlp": InterdomainMLP,
+    "cdmoe": CrossDomainMoE,
+    "none": None,
+}
 
 LAYER_TYPES = ("linear_attention", "full_attention", "hybrid")
 

@@ -65,6 +65,11 @@ VARIANTS = {
         "ssd_norm": "after_gate",
         "use_output_gate": True,
     },
+    "experts": {
+        "token_mixers": ["interdomain", "softmax"],
+        "feed_forwards": "cdmoe",
+        **{"num_experts": 48, "expert_heads": 2, "experts_per_head": 3, "expert_key_dim": 6},
+    },
 }
 
 

@@ -13,6 +13,7 @@ from benchmarks import __main__ as command
 from benchmarks import (
     decode_cpu,
     decode_gpu,
+    experts_cpu,
     gpu,
     harness,
     model_cpu,
@@ -26,6 +27,7 @@ from benchmarks import (
     training_gpu,
 )
 from modeling_interdomain import interdomain_attention
+from modeling_interdomain.feed_forward_cdmoe import CrossDomainMoE
 
 
 def percentiles_are_ordered(times):
@@ -94,6 +96,17 @@ def test_kernels_compile_for_a_gpu_that_is_not_here():
     for row in rows:
         assert row["fits"] and row["spills"] == 0, row
         assert (sum(row["matrix"].values()) > 0) is matrix_units[row["kernel"]], row
+
+
+def test_experts_table(monkeypatch):
+    record = {**experts_cpu.run(quick=True), "machine": harness.machine()}
+    assert {(row["shape"], row["kind"], row["pass"]) for row in record["rows"]} >= set(experts_cpu.REQUIRED)
+    assert all(row["relative_error"] < 1e-4 and row["ratio"] > 0 for row in record["rows"])
+    assert experts_cpu.table(record).count("\n|") == len(record["rows"]) + 1
+    right = CrossDomainMoE.forward
+    monkeypatch.setattr(CrossDomainMoE, "forward", lambda self, x: right(self, x) * 1.01)
+    with pytest.raises(SystemExit, match="no speed is shown"):
+        experts_cpu.run(quick=True)
 
 
 def test_decode_cache_does_not_grow():

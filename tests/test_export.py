@@ -7,7 +7,7 @@ from torch.export import Dim
 from modeling_interdomain import InterdomainCache
 from modeling_interdomain.registry_interdomain import TOKEN_MIXERS
 
-MODELS = ["interdomain-softmax", "s4d", "ssd", "mamba2"]
+MODELS = ["interdomain-softmax", "s4d", "ssd", "mamba2", "experts"]
 SIZES = [(2, 40), (3, 9), (1, 70)]
 
 

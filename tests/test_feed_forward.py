@@ -67,7 +67,7 @@ def test_a_layer_may_end_with_its_mixer(make_model, random_ids, assert_same):
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ("moe", "feed_forwards must be made of mlp, none, .*register_feed_forward has added; got moe"),
+        ("moe", "feed_forwards must be made of mlp, cdmoe, none, .*register_feed_forward has added; got moe"),
         (["mlp", "moe"], "got moe"),
         (["mlp"], "feed_forwards has 1 names for num_hidden_layers = 2"),
     ],

@@ -98,6 +98,8 @@ def test_what_is_said_of_speed():
     assert users[1]["read"] == users[1]["prompt"] and max(row["read"] for row in users[2:]) < 64
     later = [row["with"]["median"] for row in turns[1:]]
     assert max(later) < 1.3 * min(later), "it does not grow with the text"
+    slow = [row for row in read("experts_cpu")["rows"] if row["required"] and row["ratio"] < row["required"]]
+    assert [(row["shape"], row["pass"]) for row in slow] == [("320M", "one token")]
     early, late = decode["positions"]
     assert early["bytes"] == late["bytes"] and abs(decode["time_ratio"] - 1) < 0.05
 

@@ -85,8 +85,9 @@ Path("report.json").write_text(json.dumps(report))
 
 @pytest.fixture(scope="module")
 def models(make_model):
+    parts = {"feed_forwards": ["cdmoe", "mlp"], "num_experts": 48, "expert_key_dim": 8}
     return {
-        name: make_model("interdomain-softmax", model_class, dtype=torch.float32, num_labels=3)
+        name: make_model("interdomain-softmax", model_class, dtype=torch.float32, num_labels=3, **parts)
         for name, model_class in CLASSES.items()
     }
 

@@ -31,8 +31,12 @@ NAMES = dict.fromkeys([*MIXERS, *VARIANTS], PLAIN) | {
     | {"g_proj.weight", "norm.weight"},
     "gated": BARE | {"g_proj.weight", "o_norm.weight"},
 }
-LAYER = {f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
-LAYER |= {"input_layernorm.weight", "post_attention_layernorm.weight"}
+NORMS_OF_A_LAYER = {"input_layernorm.weight", "post_attention_layernorm.weight"}
+EXPERTS = {f"expert_{name}" for name in ("keys", "down", "up")}
+FEED_FORWARD = {
+    "mlp": {f"{name}_proj.weight" for name in ("gate", "up", "down")},
+    "cdmoe": EXPERTS | {f"{name}_proj.weight" for name in ("query", "up", "down")},
+}
 
 
 def names_of(prefix: str, names: set[str]) -> set[str]:
@@ -44,8 +48,10 @@ def test_names_stay(name, make_config):
     config = make_config(name)
     expected = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
     for i, mixer in enumerate(config.mixers_per_layer):
-        bare = config.feed_forwards == "none"
-        expected |= names_of(f"model.layers.{i}.", {"input_layernorm.weight"} if bare else LAYER)
+        feed_forward = config.feed_forwards_per_layer[i]
+        bare = feed_forward == "none"
+        expected |= names_of(f"model.layers.{i}.", {"input_layernorm.weight"} if bare else NORMS_OF_A_LAYER)
+        expected |= names_of(f"model.layers.{i}.mlp.", set() if bare else FEED_FORWARD[feed_forward])
         expected |= names_of(f"model.layers.{i}.token_mixer.", SOFTMAX if mixer == "softmax" else NAMES[name])
     assert set(InterdomainForCausalLM(config).state_dict()) == expected
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,6 +61,20 @@ def test_a_run_saves_what_loads_and_logs_its_speed(options, tmp_path, capsys):
     state = json.loads((tmp_path / "out" / "checkpoint-6" / "trainer_state.json").read_text())
     logged = [row for row in state["log_history"] if "tokens_per_second" in row]
     assert len(logged) == 5 and all(row["tokens_per_second"] > 0 and 0 < row["mfu"] < 1 for row in logged)
+
+
+def test_a_model_with_experts_logs_how_many_are_in_use(options, tmp_path, capsys):
+    fields = json.loads((Path(TINY) / "config.json").read_text())
+    fields |= {"feed_forwards": "cdmoe", "num_experts": 64, "experts_per_head": 2, "expert_key_dim": 8}
+    (tmp_path / "experts").mkdir()
+    (tmp_path / "experts" / "config.json").write_text(json.dumps(fields))
+    assert train.main(options(config=tmp_path / "experts")) == 0
+    state = json.loads((tmp_path / "out" / "checkpoint-6" / "trainer_state.json").read_text())
+    logged = [row for row in state["log_history"] if "loss" in row]
+    assert len(logged) == 6
+    assert all(2 / 64 <= row["experts_effective"] <= row["experts_used"] <= 1 for row in logged)
+    assert "experts_used" in capsys.readouterr().out
+    assert AutoConfig.from_pretrained(tmp_path / "out").num_experts == 64
 
 
 def test_the_same_curve_with_and_without_a_stop(options, tmp_path, monkeypatch):

@@ -44,8 +44,9 @@ class InterdomainModelTester:
     num_hidden_layers = 2
     num_attention_heads = 4
 
-    def __init__(self, token_mixers):
+    def __init__(self, token_mixers, feed_forwards):
         self.token_mixers = token_mixers if isinstance(token_mixers, str) else list(token_mixers)
+        self.feed_forwards = feed_forwards if isinstance(feed_forwards, str) else list(feed_forwards)
 
     def config_fields(self):
         return {
@@ -60,6 +61,7 @@ class InterdomainModelTester:
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
             "rope_placement": "before",
             "token_mixers": self.token_mixers,
+            "feed_forwards": self.feed_forwards,
             "pad_token_id": 0,
             "bos_token_id": 1,
             "eos_token_id": 2,
@@ -82,11 +84,12 @@ class TransformersSuite(ModelTesterMixin, TrainingTesterMixin, TensorParallelTes
     test_can_init_all_missing_weights_before_2023 = True
 
     token_mixers = None
+    feed_forwards = "mlp"
 
     def setUp(self):
         if reason := NOT_APPLICABLE.get(self._testMethodName):
             self.skipTest(reason)
-        self.model_tester = InterdomainModelTester(self.token_mixers)
+        self.model_tester = InterdomainModelTester(self.token_mixers, self.feed_forwards)
 
     def test_config(self):
         ConfigTester(self, InterdomainConfig, **self.model_tester.config_fields()).run_common_tests()
@@ -106,6 +109,10 @@ class HybridTest(TransformersSuite, unittest.TestCase):
     token_mixers = ("interdomain", "softmax")
     # Recurrent layers have no attention weights to return; SoftmaxTest runs these checks.
     has_attentions = False
+
+
+class ExpertsTest(HybridTest):
+    feed_forwards = ("cdmoe", "mlp")
 
 
 class SoftmaxTest(TransformersSuite, unittest.TestCase):

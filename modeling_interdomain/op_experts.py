@@ -1,0 +1,195 @@
+"""Thousands of experts of one neuron each: found by product keys, their neurons and their outputs summed in bags.
+
+Expert e is a row of two tables: it reads `x . down[e]` and adds a multiple of `up[e]`. With the experts ids[t, j] of
+token t, both are sides of one trilinear form
+
+    sum_tj weights[t, j] (x[t] . table[ids[t, j]])
+
+whose three derivatives (by the weights, by x, by the table) are the three operators below. Each is therefore the other
+two's gradient, none ever gathers the rows `[T, k, d]`, and all sum in a fixed order. Such experts: "Wonderful Matrices"
+(arXiv 2407.16958); product keys: "Large Memory Layers with Product Keys" (arXiv 1907.05242).
+"""
+
+import math
+
+import torch
+from torch.nn import functional as F
+
+from .op_common_launch import namespace
+
+
+def factor_pair(count: int) -> tuple[int, int]:
+    """The factors `n1 <= n2` of a number that are nearest to its root."""
+    rows = next(n for n in range(math.isqrt(count), 0, -1) if count % n == 0)
+    return rows, count // rows
+
+
+def find_experts(query: torch.Tensor, keys: torch.Tensor, rows: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts whose product keys fit a query best, exactly: all n1 n2 sums of two scores are compared.
+
+    Only the best of each half can have a part, and of those, sorted, a pair (a, b) only if the (a + 1)(b + 1) pairs
+    that are at least as good leave it a place. Experts of equal score stand in no particular order.
+
+    Args:
+        query: `[B, T, 2, h, r / 2]`, two halves for each of h heads.
+        keys: `[h, n1 + n2, r / 2]`; expert i n2 + j has key i of the first n1 and key j of the others.
+        rows: n1.
+        count: k, at most n1 and n2.
+
+    Returns:
+        scores and ids, `[B, T, h, k]`, best first. No gradient flows through the choice, only through the scores, and
+        a GPU sums that one in a fixed order only under `torch.use_deterministic_algorithms`.
+    """
+    first, second = (half.transpose(1, 2) for half in query.unbind(2))  # [B, h, T, r / 2]
+    first, second = first @ keys[:, :rows].mT, second @ keys[:, rows:].mT
+    with torch.no_grad():
+        i, j = _best_pairs(first, second, count)
+        ids = i * second.shape[-1] + j
+    scores = first.gather(-1, i) + second.gather(-1, j)
+    return scores.transpose(1, 2), ids.transpose(1, 2)
+
+
+def _best_pairs(first: torch.Tensor, second: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places `[..., T, k]` in both halves of the `count` largest sums."""
+    (best_first, i), (best_second, j) = first.topk(count), second.topk(count)
+    if first.shape[-2] == 1:  # all pairs of one token are fewer calls
+        chosen = (best_first[..., :, None] + best_second[..., None, :]).flatten(-2).topk(count).indices
+        return i.gather(-1, chosen // count), j.gather(-1, chosen % count)
+    pairs = [(a, b) for a in range(count) for b in range(count) if (a + 1) * (b + 1) <= count]
+    a, b = torch.tensor(pairs, device=first.device).unbind(-1)
+    chosen = (best_first[..., a] + best_second[..., b]).topk(count).indices
+    return i.gather(-1, a[chosen]), j.gather(-1, b[chosen])
+
+
+def read_experts(x: torch.Tensor, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """`x[t] . table[ids[t, j]]`.
+
+    Args:
+        x: `[B, T, d]`.
+        table: `[experts, d]`.
+        ids: `[B, T, k]`.
+
+    Returns:
+        `[B, T, k]`, in the wider dtype of the two.
+    """
+    dtype = torch.promote_types(x.dtype, table.dtype)
+    if _is_short(ids):
+        return (F.embedding(ids, table).to(dtype) @ x.to(dtype)[..., None])[..., 0]
+    working = _working_dtype(dtype, x.device)
+    found = _products(x.flatten(0, 1).to(working), table.to(working), ids.flatten(0, 1))
+    return found.view(ids.shape).to(dtype)
+
+
+def sum_experts(weights: torch.Tensor, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """`sum_j weights[t, j] table[ids[t, j]]`.
+
+    Args:
+        weights, ids: `[B, T, k]`.
+        table: `[experts, d]`.
+
+    Returns:
+        `[B, T, d]`, in the wider dtype of weights and table.
+    """
+    dtype = torch.promote_types(weights.dtype, table.dtype)
+    if _is_short(ids):
+        return (weights.to(dtype)[..., None, :] @ F.embedding(ids, table).to(dtype))[..., 0, :]
+    working = _working_dtype(dtype, table.device)
+    found = _bags(weights.flatten(0, 1).to(working), table.to(working), ids.flatten(0, 1))
+    return found.unflatten(0, ids.shape[:2]).to(dtype)
+
+
+def _is_short(ids: torch.Tensor) -> bool:
+    """Whether the rows may be gathered: one token is few of them, and a graph that leaves PyTorch has no operators."""
+    return ids.shape[1] == 1 or torch.compiler.is_exporting()
+
+
+def _working_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """On a CPU the sums of low precision would be rounded at every term."""
+    return torch.promote_types(dtype, torch.float32) if device.type == "cpu" else dtype
+
+
+_NAMESPACE = namespace(__name__)
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::products", mutates_args=())
+def _products(x: torch.Tensor, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """By the weights: `x[t] . table[ids[t, j]]`, `[T, k]`."""
+    tokens, count = ids.shape
+    owners = torch.arange(tokens, device=ids.device).repeat_interleave(count)
+    starts = torch.arange(0, ids.numel(), count, device=ids.device)
+    # PyTorch's own kernel for the gradient of the weights of bags, which are these products.
+    found = torch.ops.aten._embedding_bag_per_sample_weights_backward(
+        x.contiguous(), table.contiguous(), ids.flatten(), starts, owners, 0
+    )
+    return found.view(tokens, count)
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::bags", mutates_args=())
+def _bags(weights: torch.Tensor, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """By x: `sum_j weights[t, j] table[ids[t, j]]`, `[T, d]`."""
+    return F.embedding_bag(ids.contiguous(), table, mode="sum", per_sample_weights=weights.contiguous())
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::transposed_bags", mutates_args=())
+def _transposed_bags(weights: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, experts: int) -> torch.Tensor:
+    """By the table: of every expert the sum of `weights[t, j] x[t]` over its tokens, in their order, `[experts, d]`."""
+    flat = ids.flatten()
+    order = flat.argsort(stable=True)
+    starts = torch.searchsorted(flat[order], torch.arange(experts, device=flat.device))
+    owners, weights = order // ids.shape[1], weights.flatten()[order]
+    return F.embedding_bag(owners, x.contiguous(), starts, mode="sum", per_sample_weights=weights)
+
+
+@_products.register_fake
+def _(x, table, ids):
+    return x.new_empty(ids.shape)
+
+
+@_bags.register_fake
+def _(weights, table, ids):
+    return table.new_empty(ids.shape[0], table.shape[1])
+
+
+@_transposed_bags.register_fake
+def _(weights, x, ids, experts):
+    return x.new_empty(experts, x.shape[1])
+
+
+def _keep_tensors(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:3])
+
+
+def _differentiate_products(ctx, grad):
+    x, table, ids = ctx.saved_tensors
+    of_x, of_table, _ = ctx.needs_input_grad
+    return (
+        _bags(grad, table, ids) if of_x else None,
+        _transposed_bags(grad, x, ids, table.shape[0]) if of_table else None,
+        None,
+    )
+
+
+def _differentiate_bags(ctx, grad):
+    weights, table, ids = ctx.saved_tensors
+    of_weights, of_table, _ = ctx.needs_input_grad
+    return (
+        _products(grad, table, ids) if of_weights else None,
+        _transposed_bags(weights, grad, ids, table.shape[0]) if of_table else None,
+        None,
+    )
+
+
+def _differentiate_transposed(ctx, grad):
+    weights, x, ids = ctx.saved_tensors
+    of_weights, of_x, *_ = ctx.needs_input_grad
+    return (
+        _products(x, grad, ids) if of_weights else None,
+        _bags(weights, grad, ids) if of_x else None,
+        None,
+        None,
+    )
+
+
+_products.register_autograd(_differentiate_products, setup_context=_keep_tensors)
+_bags.register_autograd(_differentiate_bags, setup_context=_keep_tensors)
+_transposed_bags.register_autograd(_differentiate_transposed, setup_context=_keep_tensors)
