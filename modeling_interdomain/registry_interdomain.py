@@ -4,6 +4,7 @@ from torch import nn
 
 from .feed_forward_mlp import InterdomainMLP
 from .mixer_common import TokenMixer
+from .mixer_inner_function import InnerFunctionMixer
 from .mixer_interdomain import InterdomainMixer
 from .mixer_s4d import S4DMixer
 from .mixer_softmax import SoftmaxMixer
@@ -12,6 +13,7 @@ TOKEN_MIXERS: dict[str, type[TokenMixer]] = {
     "interdomain": InterdomainMixer,
     "s4d": S4DMixer,
     "softmax": SoftmaxMixer,
+    "inner_function": InnerFunctionMixer,
 }
 # None: the layer ends with its token mixer.
 FEED_FORWARDS: dict[str, type[nn.Module] | None] = {"mlp": InterdomainMLP, "none": None}
