@@ -55,10 +55,9 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, cache: Cache | None, batch: int, 
 
 def check_cache_layers(cache: Cache, config) -> None:
     """Raise if the layers of a cache are of other kinds than the model's; such a cache knows no length either."""
-    windowed = config.windowed_layers
-    if cache.layer_class_to_replicate is not None and set(config.layer_types) == {"full_attention"}:
-        if not any(windowed):
-            return
+    windowed, like_others = config.windowed_layers, set(config.layer_types) == {"full_attention"}
+    if cache.layer_class_to_replicate is not None and like_others and not any(windowed):
+        return
     kinds = ["keys_values" if kind == "full_attention" else "recurrent" for kind in config.layer_types]
     kinds = ["window" if window else kind for kind, window in zip(kinds, windowed)]
     if [kind_of(layer) for layer in cache.layers] != kinds:

@@ -10,8 +10,8 @@ from .mixer_softmax import SoftmaxMixer
 class InnerFunction(nn.Module):
     """`x * sum_{i in I} w_i E_i`: I are the `inner_values_per_token` best of `inner_values` learned vectors for x.
 
-    They are found by `g = (x W_vQ) theta_vK^T`, and w is the softmax of g over all of them. The paper's equation 3 has g
-    there, its steps and its listing nothing: then, with `inner_value_weights="one"`, neither `W_vQ` nor `theta_vK`
+    They are found by `g = (x W_vQ) theta_vK^T`, and w is the softmax of g over all of them. The paper's equation 3 has
+    g there, its steps and its listing nothing: then, with `inner_value_weights="one"`, neither `W_vQ` nor `theta_vK`
     would ever learn.
     """
 
