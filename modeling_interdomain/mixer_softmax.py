@@ -7,7 +7,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .cache_window import StaticWindowLayer, WindowLayer
 from .mixer_common import TokenMixer
 from .module_common import residual_projection
-from .module_dynamic_mask import BIAS_COLUMNS, bias_of, make_dynamic_mask
+from .module_dynamic_mask import BIAS_COLUMNS, bias_order, make_dynamic_mask
 from .module_rotary import rotate
 from .op_common import Packing
 from .op_window import Keys, best, seen, token_documents
@@ -148,7 +148,7 @@ def _new_keys(key, value, before, mask: torch.Tensor | None, packing: Packing | 
         documents = None if packing.documents is None else packing.unpack(packing.documents.view(1, -1))
     documents = token_documents(None if mask is None else mask.bool(), documents, places)
     places, documents = (x[:, None].expand(batch, groups, length) for x in (places, documents))
-    return Keys(key, value, bias_of(key), places, documents)
+    return Keys(key, value, bias_order(key), places, documents)
 
 
 def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):

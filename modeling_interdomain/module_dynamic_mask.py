@@ -71,11 +71,16 @@ class ValueMask(nn.Module):
         return torch.exp(self.A.to(wide) * F.softplus(self.dt_proj(value.flatten(2)).to(wide)))
 
 
-def bias_of(key: torch.Tensor) -> torch.Tensor:
-    """Of keys with their bias, what orders them by it: `[..., size]` to `[...]`, at least float32."""
+def bias_order(key: torch.Tensor) -> torch.Tensor:
+    """Of keys with their bias, a number that orders them by it: `[..., size]` to `[...]`, at least float32.
+
+    The same token at two places has one bias, but for rounding, which differs between a whole text and a step: biases
+    closer than 2^-12 of themselves (float64: 2^-30) therefore count as equal.
+    """
     wide = torch.promote_types(key.dtype, torch.float32)
     first, second = key[..., -BIAS_COLUMNS], key[..., 1 - BIAS_COLUMNS]
-    return first.detach().to(wide) + second.detach().to(wide)
+    grid = 2.0**30 if wide == torch.float64 else 2.0**12
+    return ((first.detach().to(wide) + second.detach().to(wide)).log() * grid).round()
 
 
 def make_dynamic_mask(config) -> PositionMask | ValueMask | None:

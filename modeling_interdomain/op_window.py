@@ -19,7 +19,7 @@ class Keys(NamedTuple):
     Attributes:
         key: `[B, G, n, size]`.
         value: `[B, G, n, size]`.
-        bias: `[B, G, n]`.
+        bias: `[B, G, n]`, or anything that orders the keys as it does.
         places: `[B, G, n]`, where along the sequence each stands, ascending from left to right.
         documents: `[B, G, n]`, never falling along the sequence but for pads, which have a negative number each.
     """

@@ -44,6 +44,15 @@ VARIANTS = {
     "fourier-shifted": {"feature_map": "fourier_shifted", "feature_dim": 10, "num_key_value_heads": 1},
     "gated": {"use_output_gate": True, "use_output_norm": True, "input_norm": False},
     "no-convolution": {"conv_kernel": 1},
+    "inner-function": {
+        "token_mixers": ["inner_function", "interdomain"],
+        "rope_parameters": ROPE,
+        "dynamic_mask": "position",
+        "inner_values": 5,
+        "inner_value_dim": 8,
+        "inner_values_per_token": 2,
+    },
+    "value-mask": {"token_mixers": ["interdomain", "softmax"], "dynamic_mask": "value", "num_key_value_heads": 2},
 }
 
 
@@ -110,6 +119,8 @@ def _strengthen(model: torch.nn.Module, seed: int) -> None:
         draw = torch.randn(parameter.shape, generator=generator)
         if "norm" in name:
             draw = 1 + 0.2 * draw
+        elif name.endswith("dynamic_mask.table"):
+            draw = 1 + 0.5 * draw
         elif name.endswith((".C", ".B")) or "bias" in name:
             draw = 0.5 * draw
         elif "conv" not in name and "embed" not in name:

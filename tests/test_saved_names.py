@@ -26,6 +26,12 @@ NAMES = dict.fromkeys([*MIXERS, *VARIANTS], PLAIN) | {
     "fourier-shifted": PLAIN | FOURIER | {"feature_map.phases"},
     "gated": BARE | {"g_proj.weight", "o_norm.weight"},
 }
+ATTENTION = {
+    "softmax": SOFTMAX,
+    "inner_function": SOFTMAX - {"v_proj.weight"}
+    | {f"inner_function.{name}" for name in ("query_proj.weight", "keys", "values")},
+}
+MASKS = {None: set(), "position": {"dynamic_mask.table"}, "value": {"dynamic_mask.A", "dynamic_mask.dt_proj.weight"}}
 LAYER = {f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
 LAYER |= {"input_layernorm.weight", "post_attention_layernorm.weight"}
 
@@ -40,7 +46,8 @@ def test_names_stay(name, make_config):
     expected = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
     for i, mixer in enumerate(config.mixers_per_layer):
         expected |= names_of(f"model.layers.{i}.", LAYER)
-        expected |= names_of(f"model.layers.{i}.token_mixer.", SOFTMAX if mixer == "softmax" else NAMES[name])
+        own = ATTENTION[mixer] | MASKS[config.dynamic_mask] if mixer in ATTENTION else NAMES[name]
+        expected |= names_of(f"model.layers.{i}.token_mixer.", own)
     assert set(InterdomainForCausalLM(config).state_dict()) == expected
 
 
