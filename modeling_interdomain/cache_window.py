@@ -45,7 +45,6 @@ class WindowLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    @property
     def held(self) -> Keys | None:
         return Keys(*self.tensors()) if self.is_initialized else None
 
@@ -187,7 +186,7 @@ class StaticWindowLayer(WindowLayer):
     def store(self, keys: Keys, tokens: int, kept: int, whole: bool) -> None:
         if not self.is_initialized:
             self.make_room(keys)
-            keys = best(self.held.then(keys), self.window)
+            keys = best(self.held().then(keys), self.window)
         self._set(keys)
         self.cumulative_length.add_(tokens)
 

@@ -113,11 +113,11 @@ class SoftmaxMixer(TokenMixer):
         """
         length, eager = query.shape[2], self.config._attn_implementation == "eager"
         # What returns its weights returns them as one, and no graph holds a number of pieces that varies.
-        piece = length if eager or torch.compiler.is_compiling() else max(self.window, _PIECE)
-        held, last = (None, 0) if layer is None else (layer.held, layer.to_keep(length))
+        together = eager or torch.compiler.is_compiling()
+        pieces = [(0, length)] if together else _pieces(length, max(self.window, _PIECE))
+        held, last = (None, 0) if layer is None else (layer.held(), layer.to_keep(length))
         outputs, weights, whole = [], None, True
-        for start in range(0, length, piece):
-            stop = min(start + piece, length)
+        for start, stop in pieces:
             tokens = Keys(*(x[:, :, start:stop] for x in new))
             keys = tokens if held is None else held.then(tokens)
             mask = seen(keys, stop - start, self.window).repeat_interleave(self.num_key_value_groups, dim=1)
@@ -131,6 +131,11 @@ class SoftmaxMixer(TokenMixer):
         if layer is not None:
             layer.store(held, length, last, whole)
         return torch.cat(outputs, dim=1), weights
+
+
+def _pieces(length: int, size: int) -> list[tuple[int, int]]:
+    """Where pieces of so many tokens begin and end."""
+    return [(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 def _kept_dim(config) -> int:

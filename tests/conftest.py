@@ -54,6 +54,15 @@ VARIANTS = {
     },
     "value-mask": {"token_mixers": ["interdomain", "softmax"], "dynamic_mask": "value", "num_key_value_heads": 2},
 }
+# What holds keys that the next forward does not read: tests that compare whole caches leave it out.
+WINDOWED = {
+    "windowed": {
+        "token_mixers": ["inner_function", "interdomain"],
+        "inner_value_dim": 8,
+        "dynamic_mask": "value",
+        "dynamic_mask_window": 4,
+    }
+}
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks for marks
@@ -146,7 +155,7 @@ def make_config():
             "bos_token_id": None,
             "eos_token_id": None,
         }
-        return InterdomainConfig(**arguments | (MIXERS | VARIANTS)[name] | changes)
+        return InterdomainConfig(**arguments | (MIXERS | VARIANTS | WINDOWED)[name] | changes)
 
     return make
 

@@ -12,14 +12,14 @@ from transformers.models.doge.modeling_doge import DogeAttention
 from modeling_interdomain import InterdomainCache, InterdomainConfig, InterdomainStaticCache, mixer_softmax
 from modeling_interdomain.module_dynamic_mask import BIAS_COLUMNS
 from modeling_interdomain.op_window import Keys, best, seen, token_documents
-from tests.conftest import ROPE
+from tests.conftest import ROPE, WINDOWED
 
 REFUSED = (ValueError, StrictDataclassError)
 WINDOW = {"dynamic_mask": "value", "dynamic_mask_window": 4}
 ARRANGEMENTS = {
     "softmax": {"token_mixers": "softmax", "rope_parameters": ROPE, **WINDOW},
     "grouped": {"token_mixers": "softmax", "num_key_value_heads": 2, **WINDOW},
-    "mixed": {"token_mixers": ["inner_function", "interdomain"], "inner_value_dim": 8, **WINDOW},
+    "mixed": WINDOWED["windowed"],
     "narrow": {"token_mixers": ["interdomain", "softmax"], "dynamic_mask": "value", "dynamic_mask_window": 1},
 }
 DOCUMENTS = [5, 1, 9, 3]
