@@ -13,6 +13,7 @@ from benchmarks import __main__ as command
 from benchmarks import (
     decode_cpu,
     decode_gpu,
+    dynamic_mask_cpu,
     gpu,
     harness,
     model_cpu,
@@ -40,7 +41,7 @@ def test_operator_table(monkeypatch, tmp_path):
     assert (tmp_path / "plot.png").stat().st_size > 0
 
 
-@pytest.mark.parametrize("module", [model_cpu, decode_cpu], ids=["model", "decode"])
+@pytest.mark.parametrize("module", [model_cpu, decode_cpu, dynamic_mask_cpu], ids=["model", "decode", "dynamic mask"])
 def test_model_tables(module):
     record = {**module.run(quick=True), "machine": harness.machine()}
     assert record["machine"]["torch"] in module.table(record)

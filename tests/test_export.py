@@ -6,7 +6,7 @@ from torch.export import Dim
 
 from modeling_interdomain import InterdomainCache
 
-MODELS = ["interdomain-softmax", "s4d"]
+MODELS = ["interdomain-softmax", "s4d", "inner-function", "value-mask"]
 SIZES = [(2, 40), (3, 9), (1, 70)]
 
 
@@ -87,7 +87,7 @@ def test_prefill_with_a_mask(model):
             _assert_same(program(*prompt), Prefill(model)(*prompt), prompt[1])
 
 
-DECODERS = ["interdomain-softmax", "s4d-rope", "rope-after"]
+DECODERS = ["interdomain-softmax", "s4d-rope", "rope-after", "inner-function"]
 
 
 def _decoding(make_model, name: str, batch: int = 2, length: int = 24):
