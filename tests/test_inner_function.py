@@ -5,6 +5,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM
 
+from examples.training import parameter_groups
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
 from modeling_interdomain.mixer_inner_function import InnerFunctionMixer
 from tests.conftest import ROPE
@@ -124,6 +125,15 @@ def test_parameters_at_the_shapes_of_the_paper(width, heads, count, expected):
     r = config.inner_value_dim
     formula = 3 * width**2 + width * r + count * (r + width) + heads * config.max_position_embeddings
     assert sum(p.numel() for p in mixer.parameters()) == formula == expected
+
+
+def test_neither_values_nor_masks_decay(make_model):
+    model = make_model("inner-function")
+    (decayed,) = [group["params"] for group in parameter_groups(model, 1e-3) if group["name"] == "weights"]
+    names = {name.split("token_mixer.")[1] for name, p in model.named_parameters() if "layers.0.token_mixer" in name}
+    found = {id(p) for p in decayed}
+    kept = {name for name in names if id(model.get_parameter(f"model.layers.0.token_mixer.{name}")) not in found}
+    assert kept == {"inner_function.keys", "inner_function.values", "dynamic_mask.table"}
 
 
 def test_saved_and_loaded(make_model, random_ids, tmp_path):
