@@ -18,14 +18,14 @@ CPU = (
     "operator_cpu",
     "ssd_cpu",
     "experts_cpu",
+    "dynamic_mask_cpu",
     "model_cpu",
     "decode_cpu",
     "rollback_cpu",
-    "prompt_reuse_cpu",
     "backends",
 )
 GPU = ("operator_gpu", "decode_gpu", "prefill_memory_gpu", "training_gpu")
-TABLES = (*CPU, *GPU, "operator_before", "kernel_resources")
+TABLES = (*CPU, *GPU, "prompt_reuse_cpu", "operator_before", "kernel_resources")
 
 
 def main() -> None:

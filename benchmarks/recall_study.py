@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from benchmarks import readme, studies
 from benchmarks.harness import RESULTS, footnote, markdown
-from examples.recall import Pairs, answers, mqar_batches
+from examples.recall import Pairs, answers, mqar_batches, shift_rows
 from examples.training import cosine_with_warmup, parameter_groups
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
 from modeling_interdomain.op_interdomain_mixing import mixing_matrix
@@ -184,14 +184,7 @@ def make_batches(pairs: int, length: int, shifted: bool, seed: int) -> Iterator[
 
 def shift(batch: Pairs, generator: torch.Generator) -> Pairs:
     """Every row later by 0 to `SHIFT` tokens, other values in front and gaps behind; rows are `SHIFT` tokens longer."""
-    rows, length = batch.ids.shape
-    half = SHAPE["vocab_size"] // 2
-    front = torch.randint(half, SHAPE["vocab_size"], (rows, SHIFT), generator=generator)
-    ids = torch.cat([front, batch.ids, torch.zeros_like(front)], dim=1)
-    asked = F.pad(batch.asked, (SHIFT, SHIFT))
-    first = torch.randint(SHIFT + 1, (rows, 1), generator=generator)
-    places = first + torch.arange(length + SHIFT)
-    return Pairs(ids.gather(1, places), asked.gather(1, places))
+    return shift_rows(batch, SHIFT, SHAPE["vocab_size"], generator)
 
 
 def run_condition(

@@ -2,11 +2,15 @@
 
 Usage:
     python -m examples.recall mqar configuration/interdomain-small configuration/softmax-small   # trained here
+    python -m examples.recall mqar configuration/softmax-small --random-filler --hidden-answers --shift 7
     python -m examples.recall phonebook runs/mine --sizes 4 8 16                                 # checkpoints
     python -m examples.recall needle runs/mine --sizes 256 512 1024
 
 mqar (multi-query associative recall, Arora et al., "Zoology", 2023) trains small models of the given configurations
-from scratch for each number of key-value pairs and measures how often the value of a repeated key is predicted.
+from scratch for each number of key-value pairs and measures how often the value of a repeated key is predicted. As in
+"Zoology", gaps can hold random tokens (--random-filler) and values of repeated keys can stand in the labels alone
+(--hidden-answers). Sequences that fill their length have one layout, which a layer could learn instead of looking:
+--shift puts random tokens in front, another number of them for each.
 phonebook (Jelassi et al., "Repeat After Me", 2024) lists names with numbers and asks for one of them; needle hides one
 sentence with a number in filler text. Both ask a trained language model by the likelihood of the right number among
 `--choices` numbers, so that chance is known. Each writes a JSON file, a table and a plot.
@@ -40,19 +44,61 @@ FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. Th
 
 
 class Pairs(NamedTuple):
-    """Token ids `[B, T]`, and True `[B, T]` where the value of a key seen before stands."""
+    """Token ids `[B, T]`, True `[B, T]` where the value of a key seen before is asked, and the values that are right.
+
+    `labels` None: the value stands there, in `ids`.
+    """
 
     ids: torch.Tensor
     asked: torch.Tensor
+    labels: torch.Tensor | None = None
 
 
 def mqar_batches(
-    pairs: int, length: int, vocab_size: int, batch_size: int, generator: torch.Generator
+    pairs: int,
+    length: int,
+    vocab_size: int,
+    batch_size: int,
+    generator: torch.Generator,
+    *,
+    random_filler: bool = False,
+    hidden_answers: bool = False,
+    shift: int = 0,
 ) -> Iterator[Pairs]:
     """Key-value pairs, each key once, then the same pairs in another order with gaps; 0 fills the gaps.
 
     Keys and values come from the two halves of the vocabulary; values may repeat.
+
+    Args:
+        random_filler: any tokens fill the gaps (among them keys, as in "Zoology").
+        hidden_answers: the values of the repeated keys stand in `labels` alone, and a gap where they would.
+        shift: up to so many other values in front, see `shift_rows`.
     """
+    batches = _plain_batches(pairs, length, vocab_size, batch_size, generator)
+    for ids, asked, _ in batches:
+        batch = Pairs(torch.where(asked, 0, ids), asked, ids) if hidden_answers else Pairs(ids, asked)
+        if shift:
+            batch = shift_rows(batch, shift, vocab_size, generator)
+        if random_filler:
+            filler = torch.randint(1, vocab_size, batch.ids.shape, generator=generator)
+            batch = batch._replace(ids=torch.where(batch.ids == 0, filler, batch.ids))
+        yield batch
+
+
+def shift_rows(batch: Pairs, most: int, vocab_size: int, generator: torch.Generator) -> Pairs:
+    """Every row later by 0 to `most` tokens, values in front and gaps behind; rows are `most` tokens longer."""
+    rows, length = batch.ids.shape
+    front = torch.randint(vocab_size // 2, vocab_size, (rows, most), generator=generator)
+    ids = torch.cat([front, batch.ids, torch.zeros_like(front)], dim=1)
+    first = torch.randint(most + 1, (rows, 1), generator=generator)
+    places = first + torch.arange(length + most)
+    around = (None if x is None else F.pad(x, (most, most)).gather(1, places) for x in batch[1:])
+    return Pairs(ids.gather(1, places), *around)
+
+
+def _plain_batches(
+    pairs: int, length: int, vocab_size: int, batch_size: int, generator: torch.Generator
+) -> Iterator[Pairs]:
     half = vocab_size // 2
     if length < 4 * pairs:
         raise InputError(f"{pairs} pairs need sequences of at least {4 * pairs} tokens, got {length}.")
@@ -76,7 +122,8 @@ def answers(model: torch.nn.Module, batch: Pairs) -> tuple[torch.Tensor, torch.T
     device = next(model.parameters()).device
     logits = model(input_ids=batch.ids[:, :-1].to(device), use_cache=False).logits
     asked = batch.asked[:, 1:].to(device)
-    return logits[asked].float(), batch.ids[:, 1:].to(device)[asked]
+    right = batch.ids if batch.labels is None else batch.labels
+    return logits[asked].float(), right[:, 1:].to(device)[asked]
 
 
 def mqar(config, pairs: int, options: argparse.Namespace) -> float:
@@ -88,7 +135,8 @@ def mqar(config, pairs: int, options: argparse.Namespace) -> float:
     peaks = [group["lr"] for group in optimizer.param_groups]
     length = max(options.length, 4 * pairs)
     generator = torch.Generator().manual_seed(options.seed)
-    batches = mqar_batches(pairs, length, config.vocab_size, options.batch_size, generator)
+    kind = {name: getattr(options, name) for name in ("random_filler", "hidden_answers", "shift")}
+    batches = mqar_batches(pairs, length, config.vocab_size, options.batch_size, generator, **kind)
     bar = tqdm(zip(range(options.steps), batches), total=options.steps, desc=f"{pairs} pairs", dynamic_ncols=True)
     for step, batch in bar:
         for group, peak in zip(optimizer.param_groups, peaks):
@@ -101,7 +149,7 @@ def mqar(config, pairs: int, options: argparse.Namespace) -> float:
         bar.set_postfix_str(f"loss {loss.item():.3f}", refresh=False)
     model.eval()
     generator = torch.Generator().manual_seed(options.seed + 1)
-    batches = mqar_batches(pairs, length, config.vocab_size, options.batch_size, generator)
+    batches = mqar_batches(pairs, length, config.vocab_size, options.batch_size, generator, **kind)
     right, asked = 0, 0
     with torch.no_grad():
         for _, batch in zip(range(8), batches):
@@ -202,6 +250,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     training.add_argument("--length", type=int, default=128, help="tokens a sequence (default: %(default)s)")
     training.add_argument("--vocab-size", type=int, default=256, help="default: %(default)s")
     training.add_argument("--learning-rate", type=float, default=3e-3, help="default: %(default)s")
+    training.add_argument("--random-filler", action="store_true", help="any tokens in the gaps, not one and the same")
+    training.add_argument("--hidden-answers", action="store_true", help="what is asked stands in the labels alone")
+    training.add_argument("--shift", type=int, default=0, help="up to so many tokens in front (default: %(default)s)")
     asking = parser.add_argument_group("phonebook and needle")
     asking.add_argument("--questions", type=int, default=100, help="for each size (default: %(default)s)")
     asking.add_argument("--choices", type=int, default=4, help="numbers to choose from (default: %(default)s)")
@@ -215,6 +266,8 @@ def run(options: argparse.Namespace) -> None:
     check_positive(options, "steps", "batch_size", "questions")
     if min(sizes) < 1 or options.choices < 2:
         raise InputError("--sizes must be positive and --choices at least 2.")
+    if options.shift < 0:
+        raise InputError(f"--shift must not be negative, not {options.shift}.")
     if options.task == "phonebook" and min(sizes) < options.choices:
         raise InputError(f"A phone book of {min(sizes)} entries has no {options.choices} numbers to choose from.")
     if options.task == "phonebook" and max(sizes) > len(PEOPLE):

@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCa
 from .cache_file import StateFileError, read_state_file, write_state_file
 from .cache_fingerprint import decoder_of, model_fingerprint, tokenizer_fingerprint, tokens_fingerprint
 from .cache_recurrent import RecurrentLayer
+from .cache_window import WindowLayer
 from .registry_interdomain import TOKEN_MIXERS
 
 
@@ -29,9 +30,10 @@ class _InterdomainCacheMixin:
         return [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
 
     def allow_rollback(self, tokens: int) -> None:
-        """Let recurrent layers take back at least so many tokens from now on."""
-        for layer in self.recurrent_layers():
-            layer.max_rollback = max(layer.max_rollback, tokens)
+        """Let layers of a fixed size take back at least so many tokens from now on."""
+        for layer in self.layers:
+            if hasattr(layer, "max_rollback"):
+                layer.max_rollback = max(layer.max_rollback, tokens)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` tokens in all layers, or in none if one cannot."""
@@ -39,15 +41,16 @@ class _InterdomainCacheMixin:
             raise ValueError(
                 "A static cache of keys and values cannot take tokens back: use InterdomainCache for that."
             )
-        for layer in self.recurrent_layers():
-            layer.check_crop(tokens_to_remove)
+        for layer in self.layers:
+            if hasattr(layer, "check_crop"):
+                layer.check_crop(tokens_to_remove)
         for layer in self.layers if tokens_to_remove else ():
             layer.crop(tokens_to_remove)
 
     def to(self, device=None, dtype: torch.dtype | None = None):
         """Move every layer to a device, and its states to a dtype; returns the cache."""
         for layer in self.layers:
-            if isinstance(layer, RecurrentLayer):
+            if isinstance(layer, (RecurrentLayer, WindowLayer)):
                 layer.to(device, dtype)
             elif layer.is_initialized:
                 layer.keys, layer.values = layer.keys.to(device, dtype), layer.values.to(device, dtype)
@@ -159,8 +162,9 @@ class _InterdomainCacheMixin:
         return cache
 
     def state_bytes(self) -> int:
-        """Bytes of the recurrent states and convolution windows: the part of the cache that does not grow."""
-        return sum(x.numel() * x.element_size() for layer in self.recurrent_layers() for x in layer.tensors())
+        """Bytes of the recurrent states, of the windows of convolutions and of keys: the part that does not grow."""
+        fixed = [layer for layer in self.layers if isinstance(layer, (RecurrentLayer, WindowLayer))]
+        return sum(x.numel() * x.element_size() for layer in fixed for x in layer.tensors())
 
 
 class InterdomainCache(_InterdomainCacheMixin, DynamicCache):
@@ -243,9 +247,11 @@ def ready_to_step(cache: Cache) -> bool:
 
 
 def kind_of(layer) -> str:
-    """What a layer of any cache holds: "recurrent", "keys_values" or "other"."""
+    """What a layer of any cache holds: "recurrent", "window", "keys_values" or "other"."""
     if isinstance(layer, RecurrentLayer):
         return "recurrent"
+    if isinstance(layer, WindowLayer):
+        return "window"
     return "keys_values" if hasattr(layer, "keys") and not hasattr(layer, "recurrent_states") else "other"
 
 

@@ -11,6 +11,9 @@ from transformers.cache_utils import Cache, StaticLayer
 from .cache_interdomain import kind_of, look_into
 from .mixer_common import TokenMixer
 
+# The attention implementations that take a mask a head.
+_WINDOWED = ("eager", "sdpa")
+
 
 def check_tokens(input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> None:
     """Exactly one of the two, `[B, T]` or `[B, T, hidden_size]`, with at least one token."""
@@ -50,11 +53,13 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, cache: Cache | None, batch: int, 
         raise ValueError(f"cu_seq_lens_q must increase strictly from 0 to T = {length}, got {ends}.")
 
 
-def check_cache_layers(cache: Cache, layer_types: list[str]) -> None:
+def check_cache_layers(cache: Cache, config) -> None:
     """Raise if the layers of a cache are of other kinds than the model's; such a cache knows no length either."""
-    if cache.layer_class_to_replicate is not None and set(layer_types) == {"full_attention"}:
+    windowed, like_others = config.windowed_layers, set(config.layer_types) == {"full_attention"}
+    if cache.layer_class_to_replicate is not None and like_others and not any(windowed):
         return
-    kinds = ["keys_values" if kind == "full_attention" else "recurrent" for kind in layer_types]
+    kinds = ["keys_values" if kind == "full_attention" else "recurrent" for kind in config.layer_types]
+    kinds = ["window" if window else kind for kind, window in zip(kinds, windowed)]
     if [kind_of(layer) for layer in cache.layers] != kinds:
         raise ValueError(
             f"past_key_values ({type(cache).__name__} of {len(cache.layers)} layers) does not fit the {len(kinds)} "
@@ -83,7 +88,7 @@ def check_cache(cache: Cache | None, config, mixers: list[TokenMixer], batch: in
         )
     if config.bidirectional:
         raise ValueError("A bidirectional model reads a whole sequence at once: leave past_key_values out.")
-    check_cache_layers(cache, config.layer_types)
+    check_cache_layers(cache, config)
     for i, (layer, mixer) in enumerate(zip(cache.layers, mixers)):
         home: Any = mixer.o_proj.weight.device
         if _fits(layer, mixer, batch, home):
@@ -113,6 +118,34 @@ def _fits(layer, mixer: TokenMixer, batch: int, home: torch.device) -> bool:
         and layer.batch_size == batch
         and layer.device == home
     )
+
+
+def check_dynamic_mask(config, position_ids: torch.Tensor, longest: int | torch.Tensor | None) -> None:
+    """A mask that this forward cannot have: of a position beyond its table, or a window where no mask is heeded.
+
+    `longest` bounds the number of positions where that is known without looking at them. In a compiled graph nothing
+    is looked at: its own index checks refuse what is beyond the table.
+    """
+    if config.dynamic_mask_window is not None and config._attn_implementation not in _WINDOWED:
+        names = " or ".join(f'"{name}"' for name in _WINDOWED)
+        raise ValueError(
+            "dynamic_mask_window hides other keys from each head, which attn_implementation = "
+            f'"{config._attn_implementation}" cannot do: use {names}.'
+        )
+    if config.dynamic_mask not in ("position", "hard") or torch.compiler.is_compiling():
+        return
+    room = config.max_position_embeddings
+    if longest is not None and longest <= room:
+        return
+    if position_ids.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    least, most = (int(x) for x in position_ids.aminmax())
+    if least < 0 or most >= room:
+        raise ValueError(
+            f'dynamic_mask = "{config.dynamic_mask}" has a number for each position below max_position_embeddings = '
+            f"{room}, and this forward needs one for {most if most >= room else least}; shorten the text, or train "
+            "with a larger max_position_embeddings."
+        )
 
 
 def check_checkpointing(modules: Iterable[nn.Module]) -> None:

@@ -25,6 +25,8 @@ _CHOICES = {
     "ssd_norm": (None, "before_gate", "after_gate"),
     "expert_input": ("cross_domain", "hidden"),
     "expert_score": ("raw", "softmax", "sigmoid"),
+    "inner_value_weights": ("softmax", "one"),
+    "dynamic_mask": (None, "position", "hard", "value"),
     "backend": ("auto", "recurrent", "fft", "scan", "associative_scan", "chunk", "triton"),
 }
 
@@ -44,6 +46,9 @@ _POSITIVE = (
     "ssd_state_size",
     "ssd_groups",
     "ssd_conv_kernel",
+    "inner_values",
+    "inner_value_dim",
+    "inner_values_per_token",
 )
 
 
@@ -63,8 +68,9 @@ class InterdomainConfig(PreTrainedConfig):
         state_size: number of complex basis functions, M. Default: 64.
         conv_kernel: width of the causal convolution of queries and keys, in tokens. Default: 4.
         token_mixers: "interdomain", "s4d" (the same state read by a learned vector, no query), "ssd" (state space
-            duality, whose fields begin with ssd; Mamba-2 is a case of it) or "softmax" for all layers, or a list with
-            one name a layer. Default: "interdomain".
+            duality, whose fields begin with ssd; Mamba-2 is a case of it), "softmax" or "inner_function" (softmax
+            attention whose values are the input times a learned vector chosen a token, from "Wonderful Matrices") for
+            all layers, or a list with one name a layer. Default: "interdomain".
         feed_forwards: "mlp" (SwiGLU), "cdmoe" (an MLP without a gate and thousands of one-neuron experts, of which each
             token uses a few) or "none" (the layer ends with its token mixer) for all layers, or a list with one name a
             layer. Default: "mlp".
@@ -153,6 +159,17 @@ class InterdomainConfig(PreTrainedConfig):
             "ssd" layers, too, but for "recurrent". Default: "auto".
         chunk_size: tokens per chunk of the operator. Default: 64.
         max_rollback: how many of the last tokens a cache that records (assisted decoding) can take back. Default: 64.
+        inner_values: "inner_function": learned vectors of width `hidden_size`, n_v. Default: 6.
+        inner_value_dim: "inner_function": numbers of the query that chooses among them. Default: 128.
+        inner_values_per_token: "inner_function": vectors that a token chooses. Default: 1.
+        inner_value_weights: "inner_function": "softmax" weighs a chosen vector by its softmax score among all, so that
+            the choice is learned; "one" does not, and the choice stays as it starts. Default: "softmax".
+        dynamic_mask: what fades keys in "softmax" and "inner_function" layers (the same paper): "position", a learned
+            number a head and position, from 1, that multiplies the value; "hard", the same rounded to 0 or 1, with the
+            gradient straight through; "value", a bias of the scores that is computed from the value (Doge). Default:
+            None.
+        dynamic_mask_window: of "value": a head sees only so many of the keys so far, those of the largest bias (of
+            equal ones the later), and a cache keeps no more. Default: None, all.
 
     Raises:
         ValueError: when a field has an unknown value or two fields contradict each other.
@@ -246,6 +263,12 @@ class InterdomainConfig(PreTrainedConfig):
     backend: str = "auto"
     chunk_size: int = 64
     max_rollback: int = 64
+    inner_values: int = 6
+    inner_value_dim: int = 128
+    inner_values_per_token: int = 1
+    inner_value_weights: str = "softmax"
+    dynamic_mask: str | None = None
+    dynamic_mask_window: int | None = None
     use_cache: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = 1
@@ -333,6 +356,25 @@ class InterdomainConfig(PreTrainedConfig):
         self._ask_parts("check_config")
         if self.max_rollback < 0:
             raise ValueError(f"max_rollback must not be negative, got {self.max_rollback}.")
+        self._check_dynamic_mask()
+
+    def _check_dynamic_mask(self) -> None:
+        """There are layers that it masks, and a window has a value to go by."""
+        window = self.dynamic_mask_window
+        if window is not None and self.dynamic_mask != "value":
+            raise ValueError(
+                f'dynamic_mask_window = {window} keeps the keys of the largest bias: it needs dynamic_mask = "value", '
+                f"got {self.dynamic_mask!r}."
+            )
+        if window is not None and window < 1:
+            raise ValueError(f"dynamic_mask_window must be positive, or None; got {window}.")
+        if window is not None and self.bidirectional:
+            raise ValueError("dynamic_mask_window goes by the keys so far: set it to None, or bidirectional to False.")
+        if self.dynamic_mask and not any(TOKEN_MIXERS[name].takes_dynamic_mask for name in self.mixers_per_layer):
+            raise ValueError(
+                f"dynamic_mask = {self.dynamic_mask!r} masks attention layers, and token_mixers has none: add "
+                '"softmax" or "inner_function", or set it to None.'
+            )
 
     def _check_start(self) -> None:
         """What is asked of C at the start can be done, and has an effect."""
@@ -440,6 +482,12 @@ class InterdomainConfig(PreTrainedConfig):
             for kind, number in TOKEN_MIXERS[name].state_sizes(self, context_length).items():
                 sizes[kind] += number
         return sizes
+
+    @property
+    def windowed_layers(self) -> list[bool]:
+        """Which layers keep the keys of the largest bias only."""
+        window = self.dynamic_mask_window is not None
+        return [window and TOKEN_MIXERS[name].takes_dynamic_mask for name in self.mixers_per_layer]
 
     @property
     def layer_types(self) -> list[str]:

@@ -16,9 +16,11 @@ class TokenMixer(nn.Module):
         layer_type: what Transformers calls such a layer: "linear_attention" (it keeps a state in
             `past_key_values.layers[layer_idx]`, and gets pads and packed documents as a `Packing`), "full_attention"
             (it updates keys and values there, and gets a mask), or "hybrid" (both).
+        takes_dynamic_mask: whether it heeds `dynamic_mask` of the configuration.
     """
 
     layer_type: ClassVar[str] = "linear_attention"
+    takes_dynamic_mask: ClassVar[bool] = False
     o_proj: nn.Module
 
     def __init__(self, config, layer_idx: int):

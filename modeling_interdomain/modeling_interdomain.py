@@ -34,6 +34,7 @@ from .checks_interdomain import (
     check_cache_layers,
     check_checkpointing,
     check_cu_seqlens,
+    check_dynamic_mask,
     check_mask,
     check_room,
     check_tokens,
@@ -224,15 +225,17 @@ class InterdomainPreTrainedModel(PreTrainedModel):
         """
         masks: dict[str, Any] = {}
         kinds = set(config.layer_types)
-        if kinds != {"full_attention"}:
+        windowed = config.windowed_layers
+        if kinds != {"full_attention"} or any(windowed):
             if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim != 2:
+                what = "recurrent layers" if kinds != {"full_attention"} else "a window of keys"
                 raise ValueError(
-                    "attention_mask must have shape [B, tokens] for a model with recurrent layers, got "
+                    f"attention_mask must have shape [B, tokens] for a model with {what}, got "
                     f"{list(attention_mask.shape)}; a state cannot attend by a custom mask."
                 )
             length = inputs_embeds.shape[1]
             masks["linear_attention"] = None if attention_mask is None else attention_mask[:, -length:].contiguous()
-        if kinds != {"linear_attention"}:
+        if any(kind != "linear_attention" and not alone for kind, alone in zip(config.layer_types, windowed)):
             create_mask = create_bidirectional_mask if config.bidirectional else create_causal_mask
             masks["full_attention"] = create_mask(
                 config=config,
@@ -304,8 +307,10 @@ class InterdomainModel(InterdomainPreTrainedModel):
         check_mask(attention_mask, seen, *shape)
         cu_seqlens = _documents(kwargs.get("cu_seq_lens_q"), position_ids, attention_mask, past_key_values, shape)
 
+        longest = seen + shape[1] if position_ids is None and _is_at_hand(seen) else None
         if position_ids is None:
             position_ids = _default_positions(attention_mask, cu_seqlens, seen, shape, inputs_embeds.device)
+        check_dynamic_mask(config, position_ids, longest)
         cacheable = cu_seqlens is None and not self.training and not config.bidirectional
         if use_cache and past_key_values is None and cacheable:
             past_key_values = InterdomainCache(config)
@@ -449,7 +454,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         given = model_kwargs.get("past_key_values")
         rollback = _rollback(self.config, generation_config)
         if isinstance(given, Cache):
-            check_cache_layers(given, self.config.layer_types)
+            check_cache_layers(given, self.config)
             check_room(given, max_cache_length)
         if isinstance(given, InterdomainCache):
             given.allow_rollback(rollback)

@@ -5,6 +5,7 @@ from torch import nn
 from .feed_forward_cdmoe import CrossDomainMoE
 from .feed_forward_mlp import InterdomainMLP
 from .mixer_common import TokenMixer
+from .mixer_inner_function import InnerFunctionMixer
 from .mixer_interdomain import InterdomainMixer
 from .mixer_s4d import S4DMixer
 from .mixer_softmax import SoftmaxMixer
@@ -15,6 +16,7 @@ TOKEN_MIXERS: dict[str, type[TokenMixer]] = {
     "s4d": S4DMixer,
     "softmax": SoftmaxMixer,
     "ssd": SSDMixer,
+    "inner_function": InnerFunctionMixer,
 }
 # None: the layer ends with its token mixer.
 FEED_FORWARDS: dict[str, type[nn.Module] | None] = {

@@ -70,6 +70,24 @@ VARIANTS = {
         "feed_forwards": "cdmoe",
         **{"num_experts": 48, "expert_heads": 2, "experts_per_head": 3, "expert_key_dim": 6},
     },
+    "inner-function": {
+        "token_mixers": ["inner_function", "interdomain"],
+        "rope_parameters": ROPE,
+        "dynamic_mask": "position",
+        "inner_values": 5,
+        "inner_value_dim": 8,
+        "inner_values_per_token": 2,
+    },
+    "value-mask": {"token_mixers": ["interdomain", "softmax"], "dynamic_mask": "value", "num_key_value_heads": 2},
+}
+# What holds keys that the next forward does not read: tests that compare whole caches leave it out.
+WINDOWED = {
+    "windowed": {
+        "token_mixers": ["inner_function", "interdomain"],
+        "inner_value_dim": 8,
+        "dynamic_mask": "value",
+        "dynamic_mask_window": 4,
+    }
 }
 
 
@@ -136,6 +154,8 @@ def _strengthen(model: torch.nn.Module, seed: int) -> None:
         draw = torch.randn(parameter.shape, generator=generator)
         if "norm" in name:
             draw = 1 + 0.2 * draw
+        elif name.endswith("dynamic_mask.table"):
+            draw = 1 + 0.5 * draw
         elif name.endswith((".C", ".B")) or "bias" in name:
             draw = 0.5 * draw
         elif "conv" not in name and "embed" not in name:
@@ -161,7 +181,7 @@ def make_config():
             "bos_token_id": None,
             "eos_token_id": None,
         }
-        return InterdomainConfig(**arguments | (MIXERS | VARIANTS)[name] | changes)
+        return InterdomainConfig(**arguments | (MIXERS | VARIANTS | WINDOWED)[name] | changes)
 
     return make
 

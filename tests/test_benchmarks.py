@@ -13,6 +13,7 @@ from benchmarks import __main__ as command
 from benchmarks import (
     decode_cpu,
     decode_gpu,
+    dynamic_mask_cpu,
     experts_cpu,
     gpu,
     harness,
@@ -44,7 +45,10 @@ def test_operator_table(monkeypatch, tmp_path):
     assert (tmp_path / "plot.png").stat().st_size > 0
 
 
-@pytest.mark.parametrize("module", [model_cpu, decode_cpu, ssd_cpu, prompt_reuse_cpu], ids=lambda m: m.__name__)
+CPU_TABLES = [model_cpu, decode_cpu, ssd_cpu, dynamic_mask_cpu, prompt_reuse_cpu]
+
+
+@pytest.mark.parametrize("module", CPU_TABLES, ids=lambda m: m.__name__)
 def test_model_tables(module):
     record = {**module.run(quick=True), "machine": harness.machine()}
     assert record["machine"]["torch"] in module.table(record)

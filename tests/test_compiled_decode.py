@@ -8,7 +8,7 @@ from transformers import CompileConfig
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["auto", "triton"])
-@pytest.mark.parametrize("name", ["interdomain", "interdomain-softmax"])
+@pytest.mark.parametrize("name", ["interdomain", "interdomain-softmax", "inner-function", "value-mask", "windowed"])
 def test_static_decode_compiles_once_and_agrees(name, backend, make_model, random_ids):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = make_model(name, dtype=torch.float32, state_dtype="float32", backend=backend).to(device)

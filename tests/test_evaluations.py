@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from examples import evaluate_lengths, recall, text_data
 from examples.saved_model import load
@@ -106,6 +107,36 @@ def test_every_key_is_asked_once_after_its_pair():
         assert not ids[rest].any()
 
 
+def test_the_kinds_of_sequences_ask_the_same():
+    """Of one seed: what is put in front, in gaps and in labels leaves pairs and questions as they are."""
+
+    def draw(**kind):
+        generator = torch.Generator().manual_seed(0)
+        return next(recall.mqar_batches(6, 32, 64, 50, generator, **kind))
+
+    plain, hidden, filled = draw(), draw(hidden_answers=True), draw(random_filler=True)
+    assert torch.equal(hidden.labels, plain.ids) and torch.equal(hidden.asked, plain.asked)
+    assert torch.equal(hidden.ids, plain.ids.masked_fill(plain.asked, 0))
+    gaps = plain.ids == 0
+    assert torch.equal(filled.ids[~gaps], plain.ids[~gaps]) and len(filled.ids[gaps].unique()) == 63
+    assert not (filled.ids == 0).any() and filled.labels is None
+    every = draw(random_filler=True, hidden_answers=True, shift=7)
+    moved, starts = draw(shift=7), set()
+    assert torch.equal(every.asked, moved.asked) and torch.equal(every.labels[every.asked], moved.ids[moved.asked])
+    for row in range(50):
+        place = moved.asked[row].nonzero()[0] - plain.asked[row].nonzero()[0]
+        starts.add(place.item())
+        behind = slice(place, place + 32)
+        assert torch.equal(moved.ids[row, behind], plain.ids[row])
+        assert (moved.ids[row, :place] >= 32).all() and not moved.ids[row, place + 32 :].any()
+        given = hidden.ids[row] != 0
+        assert torch.equal(every.ids[row, behind][given], hidden.ids[row][given]) and (every.ids[row] != 0).all()
+    assert starts == set(range(8)) and moved.ids.shape == (50, 39)
+    logits = F.one_hot(every.labels[:, 1:], 64).float()
+    found, tokens = recall.answers(Fixed(lambda ids: logits, 64), every)
+    assert len(tokens) == 300 and torch.equal(found.argmax(-1), tokens)
+
+
 def test_a_model_that_looks_keys_up_is_right():
     def lookup(ids):
         logits = torch.zeros(*ids.shape, 64)
@@ -126,6 +157,7 @@ def test_mqar_learns_to_look_keys_up(tmp_path, steps, least):
     config = tmp_path / "small"
     InterdomainConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=1, state_size=8).save_pretrained(config)
     arguments = ["mqar", str(config), "--sizes", "2", "--steps", str(steps), "--vocab-size", "16", "--length", "8"]
+    arguments += ["--random-filler", "--shift", "2"] if steps == 5 else []
     assert recall.main([*arguments, "--batch-size", "64", "--output", str(tmp_path)]) == 0
     record = json.loads((tmp_path / "mqar.json").read_text())
     assert least < record["curves"]["small"]["2"] <= 1 and record["steps"] == steps
@@ -186,6 +218,7 @@ MISTAKES = {
     "needles": (["needle", "CONFIG", "--choices", "100000"], "--choices is at most 90,000 for a needle"),
     "sizes": (["needle", "CONFIG", "--sizes", "0"], "--sizes must be positive"),
     "steps": (["mqar", "CONFIG", "--steps", "0"], "--steps must be positive, not 0"),
+    "shift": (["mqar", "CONFIG", "--shift", "-1"], "--shift must not be negative, not -1"),
 }
 
 

@@ -104,6 +104,19 @@ def test_what_is_said_of_speed():
     assert early["bytes"] == late["bytes"] and abs(decode["time_ratio"] - 1) < 0.05
 
 
+def test_what_is_said_of_dynamic_masks():
+    record = read("dynamic_mask_cpu")
+    (_, long), (early, late) = record["forward"], record["decode"]
+    windowed = next(name for name in late if name.startswith("value, window"))
+    for row in record["forward"]:
+        assert row["position"]["median"] <= record["required"]["position"] * row["plain"]["median"]
+        assert row["a mask tensor"]["median"] > 1.2 * row["plain"]["median"]
+    assert all(1 < row["Doge"]["median"] / row["value"]["median"] < 2 for row in (early, late))
+    assert long[windowed]["median"] < long["a mask tensor"]["median"]
+    assert late[windowed]["median"] < 1.25 * early[windowed]["median"] and late[windowed]["p20"] < late["value"]["p20"]
+    assert early[windowed]["median"] > early["value"]["median"]
+
+
 def test_what_is_said_of_the_ways_to_compute_the_recurrence():
     rows = read("backends")["rows"]
     for length in {row["length"] for row in rows}:

@@ -37,6 +37,12 @@ FEED_FORWARD = {
     "mlp": {f"{name}_proj.weight" for name in ("gate", "up", "down")},
     "cdmoe": EXPERTS | {f"{name}_proj.weight" for name in ("query", "up", "down")},
 }
+ATTENTION = {
+    "softmax": SOFTMAX,
+    "inner_function": SOFTMAX - {"v_proj.weight"}
+    | {f"inner_function.{name}" for name in ("query_proj.weight", "keys", "values")},
+}
+MASKS = {None: set(), "position": {"dynamic_mask.table"}, "value": {"dynamic_mask.A", "dynamic_mask.dt_proj.weight"}}
 
 
 def names_of(prefix: str, names: set[str]) -> set[str]:
@@ -52,7 +58,8 @@ def test_names_stay(name, make_config):
         bare = feed_forward == "none"
         expected |= names_of(f"model.layers.{i}.", {"input_layernorm.weight"} if bare else NORMS_OF_A_LAYER)
         expected |= names_of(f"model.layers.{i}.mlp.", set() if bare else FEED_FORWARD[feed_forward])
-        expected |= names_of(f"model.layers.{i}.token_mixer.", SOFTMAX if mixer == "softmax" else NAMES[name])
+        own = ATTENTION[mixer] | MASKS[config.dynamic_mask] if mixer in ATTENTION else NAMES[name]
+        expected |= names_of(f"model.layers.{i}.token_mixer.", own)
     assert set(InterdomainForCausalLM(config).state_dict()) == expected
 
 
