@@ -24,6 +24,8 @@ import torch
 
 from benchmarks import readme, studies
 from benchmarks.harness import RESULTS, footnote, markdown
+from benchmarks.recall_study import CONDITIONS as RECALL
+from benchmarks.recall_study import DEFAULT
 from examples.text_data import (
     encode,
     gather_documents,
@@ -62,6 +64,12 @@ CONDITIONS = {
         "rope_placement": "after",
     },
     "s4d-rope": {"token_mixers": "s4d", "rope_parameters": ROPE, "rope_placement": "before"},
+}
+# The same with the posterior start, which recall wants (benchmarks/recall_study.py), for every recurrent condition.
+CONDITIONS |= {
+    f"{name}, posterior": fields | RECALL[DEFAULT]
+    for name, fields in CONDITIONS.items()
+    if fields["token_mixers"] != "softmax"
 }
 
 
@@ -197,7 +205,7 @@ def table(record: dict) -> str:
                 f"{statistics.mean(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})",
                 f"{math.exp(statistics.mean(losses)):.1f}",
                 f"{statistics.mean(row['bits_per_byte']['wikitext-2'] for row in best):.3f}",
-                f"{record['speed'][name]['median']:,.0f}" if "speed" in record else "not measured",
+                f"{record['speed'][name]['median']:,.0f}" if name in record.get("speed", {}) else "not measured",
             ]
         )
     training = record["training"]

@@ -93,6 +93,15 @@ def item(
     }
 
 
+# What the default start is held to: the smaller size in five seeds, twice the pairs in as many tokens, and softmax.
+DEFAULT, DENSE = "posterior, uniform, even, output 0.05", (16, 64)
+HELD_TO = (
+    *(item("softmax", learning_rate=rate) for rate in LEARNING_RATES),
+    *(item(DEFAULT, seed=seed) for seed in range(2)),
+    *(item("softmax", learning_rate=1e-3, seed=seed) for seed in range(1, 5)),
+    *(item(DEFAULT, DENSE, seed=seed) for seed in range(2)),
+    item("posterior, uniform, even", DENSE),
+)
 FIRST = (
     item("posterior, uniform, even"),
     item("Interdomain"),
@@ -108,6 +117,7 @@ FIRST = (
 def plan(runs: list[dict]) -> Iterator[dict]:
     """The most informative runs first; then rates, seeds, the control, state sizes, and what is longer."""
     yield from FIRST
+    yield from HELD_TO
     for setting in BRACKETED:
         learned = [name for name in CONDITIONS if setting == SETTINGS[0] or worthwhile(runs, name)]
         for rate in LEARNING_RATES:
