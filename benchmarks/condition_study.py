@@ -102,9 +102,16 @@ def prepare(data: Path) -> dict:
 
 
 def run_condition(condition: str, learning_rate: float, seed: int, data: dict, training: dict = TRAINING) -> dict:
-    """Train one condition and measure it: nats a token on three texts, and at longer lengths than it was trained on."""
-    torch.manual_seed(seed)
+    """Train one condition and measure it."""
     config = InterdomainConfig(**SHAPE, **CONDITIONS[condition])
+    return train_and_measure(config, learning_rate, seed, data, training)
+
+
+def train_and_measure(
+    config: InterdomainConfig, learning_rate: float, seed: int, data: dict, training: dict = TRAINING
+) -> dict:
+    """Nats a token on three texts, and at longer lengths than it was trained on."""
+    torch.manual_seed(seed)
     model = InterdomainForCausalLM(config)
     batches = random_batches(data["train"], training["batch_size"], training["sequence_length"], seed)
     state = sum(config.state_sizes(training["sequence_length"]).values())
