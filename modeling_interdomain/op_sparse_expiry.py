@@ -82,11 +82,11 @@ def _leaving(own: torch.Tensor, best: torch.Tensor, k: int) -> torch.Tensor:
     rivals = own.flatten(0, 1).float()
     until = torch.ones(size, size, device=own.device).triu()
     rows = max(1, _COMPARISONS["cpu" if own.device.type == "cpu" else "other"] // (size * candidates.shape[1]))
-    leaves = [
-        ((rival[:, None] < candidate[..., None]).float() @ until < free[..., None]).sum(-1)
-        for rival, candidate, free in zip(rivals.split(rows), candidates.split(rows), room.split(rows), strict=True)
-    ]
-    return torch.cat(leaves).unflatten(0, own.shape[:2])
+    leaves = []
+    for rival, candidate, free in zip(rivals.split(rows), candidates.split(rows), room.split(rows), strict=True):
+        beaten = (candidate[..., None] - rival[:, None]).clamp_(0, 1)  # of whole numbers: 1 where the first is larger
+        leaves.append((free[..., None] - beaten @ until).clamp_(0, 1).sum(-1))
+    return torch.cat(leaves).long().unflatten(0, own.shape[:2])
 
 
 def _padded(x: torch.Tensor, size: int, value) -> torch.Tensor:

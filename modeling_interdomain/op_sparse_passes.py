@@ -10,6 +10,10 @@ from .op_sparse_stream import Stream
 BLOCK = 32
 # Logits of one run: on a CPU what is worked on should stay in a cache.
 _LOGITS = {"cpu": 1 << 18, "other": 1 << 26}
+# No logit of what is seen is so small, and none of what is hidden so large.
+HIDDEN = -1e25
+# More than all tokens.
+FAR = float(1 << 23)
 
 
 class Run(NamedTuple):
@@ -29,10 +33,12 @@ class Pass(NamedTuple):
         blocks: `[rows]`, the block of each tile, ascending; None for one tile a block.
         runs: what is worked on together.
         time: `[blocks, C]`, when the query arrives.
-        until: `[rows, W]`, when the key leaves the best: the one bound of that pass, and where the other passes begin.
+        until: `[rows, W]`, when the key leaves the best: where that pass ends, and the others begin.
         bounds: `[blocks, C]` each, the first sorted key that the query sees, and the last but one; None for the best.
         slots: `[rows, W]`, the sorted number of the key.
         others: of the parts before, the bin of the query, the bin of the key, and when the key leaves that bin.
+
+    Times and numbers are floats, exact below 2^23 tokens: a comparison and a mask cost several times an addition.
     """
 
     queries: torch.Tensor
@@ -49,27 +55,31 @@ class Pass(NamedTuple):
     def block_of(self, run: Run) -> torch.Tensor | None:
         return None if self.blocks is None else self.blocks[run.rows] - run.blocks.start
 
-    def mask(self, run: Run) -> torch.Tensor:
-        """`[rows, C, W]` bool."""
+    def hide(self, logits: torch.Tensor, run: Run) -> torch.Tensor:
+        """Logits `[rows, C, W]` with what is not seen below `HIDDEN`; overwritten."""
         block = self.block_of(run)
 
         def asked(x: torch.Tensor) -> torch.Tensor:
             x = x[run.blocks]
             return (x if block is None else x[block])[..., None]
 
+        def found(x: torch.Tensor) -> torch.Tensor:
+            return x[run.rows, None]
+
+        # By how much each condition holds: below 0 where it does not.
         if self.bounds is None:
-            seen = asked(self.time) < self.until[run.rows, None]
+            seen = found(self.until) - asked(self.time + 0.5)
             size = self.queries.shape[1]
-            own = torch.ones(size, size, dtype=torch.bool, device=seen.device).tril_()
-            seen[..., -size:] &= own
-            return seen
-        slots = self.slots[run.rows, None]
-        seen = (asked(self.bounds[0]) <= slots) & (slots < asked(self.bounds[1]))
-        if self.until is not None:
-            seen &= asked(self.time) >= self.until[run.rows, None]
-        for of_query, of_key, until in self.others:
-            seen &= (asked(of_query) != of_key[run.rows, None]) | (asked(self.time) >= until[run.rows, None])
-        return seen
+            seen[..., -size:] -= torch.full((size, size), 2 * FAR, dtype=seen.dtype, device=seen.device).triu_(1)
+        else:
+            first, last = self.bounds
+            seen = torch.minimum(found(self.slots) - asked(first - 0.5), asked(last - 0.5) - found(self.slots))
+            if self.until is not None:
+                seen = torch.minimum(seen, asked(self.time + 0.5) - found(self.until))
+            for of_query, of_key, until in self.others:
+                same = (asked(of_query) == found(of_key)) & (asked(self.time) < found(until))
+                seen = seen.masked_fill_(same, -1)
+        return logits.add_(seen.clamp_(max=0), alpha=-4 * HIDDEN)
 
 
 def passes_of(stream: Stream) -> list[Pass]:
@@ -98,7 +108,8 @@ def _best_pass(stream: Stream, best: Selection) -> Pass:
         places = (tokens.flatten()[: length - stream.past] + head[..., 0] * chunks * BLOCK).flatten()
     time = (tokens + stream.past).expand(heads, -1, -1).flatten(0, 1)
     keys = (keys.clamp(max=length - 1) + head * length).flatten(0, 1)
-    return Pass(queries.flatten(0, 1), places, keys, None, _equal_runs(keys), time, until)
+    runs, dtype = _equal_runs(keys), stream.query.dtype
+    return Pass(queries.flatten(0, 1), places, keys, None, runs, time.to(dtype), until.to(dtype))
 
 
 def _equal_runs(keys: torch.Tensor) -> list[Run]:
@@ -128,13 +139,13 @@ def _bin_pass(stream: Stream, parts: list[Sorted], best: Selection | None) -> Pa
     queries = order + (head * asked)[:, None]
     slot_of = torch.arange(heads * (asked + pad), device=device).view(heads, -1)[:, :asked]
     places = torch.empty_like(this.queries).scatter_(1, this.queries, slot_of).flatten()
-    until = None if best is None else best.expiry[:, :length].flatten()[keys]
+    dtype = stream.query.dtype
+    until = None if best is None else best.expiry[:, :length].flatten()[keys].to(dtype)
     others = []
     for part, found in zip(stream.bins, parts[:-1], strict=False):
         others.append((part.query.flatten()[queries], part.key.flatten()[keys], found.expiry.flatten()[keys]))
-    return Pass(
-        queries, places, keys, blocks, runs, order + stream.past, until, (first, last), slots, tuple(others)
-    )
+    time, bounds, slots = (order + stream.past).to(dtype), (first.to(dtype), last.to(dtype)), slots.to(dtype)
+    return Pass(queries, places, keys, blocks, runs, time, until, bounds, slots, tuple(others))
 
 
 def _repeat_last(x: torch.Tensor, count: int) -> torch.Tensor:
