@@ -11,13 +11,26 @@ from typing import Any
 
 import torch
 
-from .op_sparse_passes import HIDDEN, Pass, Run, passes_of
+from .op_sparse_expiry import Selection, selection
+from .op_sparse_passes import BLOCK, HIDDEN, Pass, Run, passes_of, tokens_at_once
 from .op_sparse_stream import Stream
+
+# Tokens of heads that are worked on together: memory of this size is used again, and needs no new pages.
+_TOKENS = 1 << 17
 
 
 def blocks(stream: Stream) -> torch.Tensor:
     """`[N, T, D]`; rows that see no key are zero."""
-    passes = passes_of(stream)
+    best = None if stream.scores is None else selection(stream, BLOCK)
+    heads, length = stream.query.shape[:2]
+    step = heads if torch.compiler.is_compiling() else max(1, _TOKENS // length)
+    parts = [slice(start, start + step) for start in range(0, heads, step)]
+    outputs = [_blocks(stream.of_heads(part), None if best is None else best.of_heads(part)) for part in parts]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _blocks(stream: Stream, best: Selection | None) -> torch.Tensor:
+    passes = passes_of(stream, best)
     # Powers of 2, because those of e take many times as long on a CPU where nothing is left of them.
     query = stream.query * math.log2(math.e)
     inputs = query.flatten(0, 1), stream.key.flatten(0, 1), stream.value.flatten(0, 1)
@@ -56,6 +69,20 @@ class _Attention(torch.autograd.Function):
 def _attend(query, key, value, passes: list[Pass]) -> tuple[torch.Tensor, torch.Tensor]:
     """Output `[N T, D]`, and the logarithm of the sum of every row, infinite where there is nothing to sum."""
     sums = [_sums(one, query, key, value) for one in passes]
+    tokens = query.shape[0]
+    output, log_sums = value.new_empty(tokens, value.shape[1]), value.new_empty(tokens)
+    step = tokens if torch.compiler.is_compiling() else tokens_at_once(value)
+    for start in range(0, tokens, step):
+        part = slice(start, min(start + step, tokens))
+        output[part], log_sums[part] = _merged([_in_order(one, x, part) for one, x in zip(passes, sums, strict=True)])
+    return output, log_sums
+
+
+def _in_order(one: Pass, sums: tuple[torch.Tensor, ...], part: slice) -> list[torch.Tensor]:
+    return [x[part] if one.places is None else x.index_select(0, one.places[part]) for x in sums]
+
+
+def _merged(sums: list[list[torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
     most = sums[0][0]
     for other, *_ in sums[1:]:
         most = torch.maximum(most, other)
@@ -65,32 +92,32 @@ def _attend(query, key, value, passes: list[Pass]) -> tuple[torch.Tensor, torch.
     total = total.masked_fill(empty, 1)
     output = sums[0][2] * (shares[0] / total)[:, None]
     for share, (_, _, more) in zip(shares[1:], sums[1:], strict=True):
-        output = output.addcmul_(more, (share / total)[:, None])
+        output = output.addcmul(more, (share / total)[:, None])
     return output, (most + total.log2()).masked_fill(empty, torch.inf)
 
 
 def _sums(one: Pass, query, key, value) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The largest logit of each row, and over its keys the sum of the weights relative to it, and of the values."""
-    parts = [_sums_of_run(one, run, query, key, value) for run in one.runs]
-    joined = parts[0] if len(parts) == 1 else [torch.cat(x) for x in zip(*parts, strict=True)]
-    most, total, output = (x if one.places is None else x.index_select(0, one.places) for x in joined)
-    return most, total, output
-
-
-def _sums_of_run(one: Pass, run: Run, query, key, value) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    block, keys = one.block_of(run), one.keys[run.rows]
-    asked = _rows(query, one.queries[run.blocks])
-    logits = one.hide((asked if block is None else asked[block]) @ _rows(key, keys).mT, run)
-    most = logits.detach().amax(-1)
-    if block is not None:
-        index = block[:, None].expand_as(most)
-        most = most.new_full(asked.shape[:2], HIDDEN).scatter_reduce_(0, index, most, "amax")
-    most = most.clamp(min=HIDDEN)
-    weights = logits.sub_((most if block is None else most[block])[..., None]).exp2_()
-    total, output = weights.sum(-1), weights @ _rows(value, keys)
-    if block is not None:
-        total = total.new_zeros(most.shape).index_add(0, block, total)
-        output = output.new_zeros(*most.shape, output.shape[2]).index_add(0, block, output)
+    """In the order of the places: the largest logit, and over the keys the sum of the weights relative to it and that
+    of the weighted values."""
+    shape = one.queries.shape
+    most, total = query.new_empty(shape), query.new_zeros(shape)
+    output = value.new_zeros(*shape, value.shape[1])
+    for run in one.runs:
+        block, keys = one.block_of(run), one.keys[run.rows]
+        asked = _rows(query, one.queries[run.blocks])
+        logits = one.hide((asked if block is None else asked[block]) @ _rows(key, keys).mT, run)
+        largest = logits.detach().amax(-1)
+        if block is not None:
+            index = block[:, None].expand_as(largest)
+            largest = largest.new_full(asked.shape[:2], HIDDEN).scatter_reduce_(0, index, largest, "amax")
+        largest = largest.clamp(min=HIDDEN)
+        weights = logits.sub_((largest if block is None else largest[block])[..., None]).exp2_()
+        most[run.blocks] = largest
+        if block is None:
+            total[run.blocks], output[run.blocks] = weights.sum(-1), weights @ _rows(value, keys)
+        else:
+            total[run.blocks].index_add_(0, block, weights.sum(-1))
+            output[run.blocks].index_add_(0, block, weights @ _rows(value, keys))
     return most.flatten(), total.flatten(), output.flatten(0, 1)
 
 

@@ -21,6 +21,9 @@ class Selection(NamedTuple):
     expiry: torch.Tensor
     best: torch.Tensor
 
+    def of_heads(self, part: slice) -> "Selection":
+        return Selection(self.expiry[part], self.best[part])
+
 
 def selection(stream: Stream, size: int) -> Selection:
     """For chunks of `size` queries. What can expire in a chunk is its own keys and the best ones before it."""
@@ -57,6 +60,12 @@ def _best_before(past: torch.Tensor, own: torch.Tensor, k: int, none: int) -> to
     first = _smallest(past, k, none)[:, None]
     if chunks == 1:
         return first
+    if own.device.type == "cpu" and not torch.compiler.is_compiling():
+        # One chunk after the other: the least work.
+        lists = [first[:, 0]]
+        for ranks in own[:, :-1].unbind(1):
+            lists.append(_smallest(torch.cat([lists[-1], ranks], dim=1), k, none))
+        return torch.stack(lists, dim=1)
     lists = torch.cat([first, _smallest(own[:, :-1], k, none)], dim=1)
     step = 1
     while step < chunks:

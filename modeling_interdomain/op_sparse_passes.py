@@ -4,12 +4,12 @@ from typing import NamedTuple
 
 import torch
 
-from .op_sparse_expiry import Selection, Sorted, by_bins, selection
+from .op_sparse_expiry import Selection, Sorted, by_bins
 from .op_sparse_stream import Stream
 
 BLOCK = 32
 # Logits of one run: on a CPU what is worked on should stay in a cache.
-_LOGITS = {"cpu": 1 << 18, "other": 1 << 26}
+_LOGITS = {"cpu": 1 << 19, "other": 1 << 26}
 # No logit of what is seen is so small, and none of what is hidden so large.
 HIDDEN = -1e25
 # More than all tokens.
@@ -73,20 +73,18 @@ class Pass(NamedTuple):
             seen[..., -size:] -= torch.full((size, size), 2 * FAR, dtype=seen.dtype, device=seen.device).triu_(1)
         else:
             first, last = self.bounds
-            seen = torch.minimum(found(self.slots) - asked(first - 0.5), asked(last - 0.5) - found(self.slots))
+            seen = found(self.slots) - asked(first - 0.5)
+            torch.minimum(seen, asked(last - 0.5) - found(self.slots), out=seen)
             if self.until is not None:
-                seen = torch.minimum(seen, asked(self.time + 0.5) - found(self.until))
+                torch.minimum(seen, asked(self.time + 0.5) - found(self.until), out=seen)
             for of_query, of_key, until in self.others:
                 same = (asked(of_query) == found(of_key)) & (asked(self.time) < found(until))
                 seen = seen.masked_fill_(same, -1)
         return logits.add_(seen.clamp_(max=0), alpha=-4 * HIDDEN)
 
 
-def passes_of(stream: Stream) -> list[Pass]:
-    passes, best = [], None
-    if stream.scores is not None:
-        best = selection(stream, BLOCK)
-        passes.append(_best_pass(stream, best))
+def passes_of(stream: Stream, best: Selection | None) -> list[Pass]:
+    passes = [] if best is None else [_best_pass(stream, best)]
     earlier: list[Sorted] = []
     for part in stream.bins:
         earlier.append(by_bins(part, stream))
@@ -120,6 +118,10 @@ def _equal_runs(keys: torch.Tensor) -> list[Run]:
 
 def _at_once(width: int, device: torch.device) -> int:
     return max(1, _LOGITS["cpu" if device.type == "cpu" else "other"] // (BLOCK * width))
+
+
+def tokens_at_once(value: torch.Tensor) -> int:
+    return max(1, _LOGITS["cpu" if value.device.type == "cpu" else "other"] // value.shape[1])
 
 
 def _bin_pass(stream: Stream, parts: list[Sorted], best: Selection | None) -> Pass:

@@ -73,6 +73,16 @@ class Stream(NamedTuple):
     places: torch.Tensor
     past: int
 
+    def of_heads(self, part: slice) -> "Stream":
+        return self._replace(
+            query=self.query[part],
+            key=self.key[part],
+            value=self.value[part],
+            scores=None if self.scores is None else self.scores[part],
+            bins=tuple(bins._replace(query=bins.query[part], key=bins.key[part]) for bins in self.bins),
+            places=self.places[part],
+        )
+
 
 def stream_of(query, key, value, scores, selected_keys, bins, real, ends, memory) -> Stream:
     """Heads first; pads (`real` `[B, T]` is False) hold zeros and are in no set; the keys of the memory go first."""
