@@ -1,4 +1,4 @@
-"""Bounded sparse attention: a query sees a few keys that are chosen by content, and all who follow share a memory of them.
+"""Bounded sparse attention: a query sees a few keys, chosen by content, out of a memory that does not grow.
 
 Source: HAX, "Overcoming Long-Context Limitations of State-Space Models via Context-Dependent Sparse Attention"
 (arXiv 2507.00449), eqs. 8, 9, 13 and 19.
@@ -105,10 +105,10 @@ def _check(query, key, value, scores, selected_keys, bins, memory, backend) -> N
 
 
 def _check_memory(memory: SparseMemory, key, value, selected_keys: int, bins: Sequence[Bins]) -> None:
-    batch, _, heads, width = (*key.shape[:3], key.shape[3] + value.shape[3])
-    expected = [] if not selected_keys else [(batch, heads, selected_keys + 1, width)]
+    batch, heads, width = key.shape[0], key.shape[2], key.shape[3] + value.shape[3]
+    expected: list[tuple[int, ...]] = [(batch, heads, selected_keys, width)] if selected_keys else []
     expected += [(batch, heads, part.number, part.keys, width) for part in bins]
-    found = [] if memory.entries is None else [tuple(memory.entries.shape)]
+    found: list[tuple[int, ...]] = [] if memory.entries is None else [tuple(memory.entries.shape)]
     found += [tuple(ring.entries.shape) for ring in memory.rings]
     if found != expected:
         raise ValueError(

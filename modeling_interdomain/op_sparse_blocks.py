@@ -87,8 +87,8 @@ def _merged(sums: list[list[torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]
     for other, *_ in sums[1:]:
         most = torch.maximum(most, other)
     shares = [(m - most).exp2() for m, _, _ in sums]
-    total = sum(share * s for share, (_, s, _) in zip(shares, sums, strict=True))
-    empty = total == 0
+    total = torch.stack([share * s for share, (_, s, _) in zip(shares, sums, strict=True)]).sum(0)
+    empty: torch.Tensor = total == 0
     total = total.masked_fill(empty, 1)
     output = sums[0][2] * (shares[0] / total)[:, None]
     for share, (_, _, more) in zip(shares[1:], sums[1:], strict=True):

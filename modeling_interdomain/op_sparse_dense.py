@@ -1,8 +1,8 @@
 """Sparse attention by its definition: the times at which keys leave the sets, a mask of all pairs, one softmax.
 
-The whole pattern is a few integers a key (HAX, arXiv 2507.00449, eqs. 8, 9, 13 and 19, in another form): key j is among
-the best until `e_j`, the first query by whose time enough keys beat it, and among the latest of its bin until `l_j`, the
-arrival of the last of enough later ones. Query i sees it when
+The whole pattern is a few integers a key (HAX, arXiv 2507.00449, eqs. 8, 9, 13 and 19, in another form): key j is
+among the best until `e_j`, the first query by whose time enough keys beat it, and among the latest of its bin until
+`l_j`, the arrival of the last of enough later ones. Query i sees it when
 
     j <= i  and  (i < e_j  or, for any of the parts,  bin of query i = bin of key j and i < l_j).
 """

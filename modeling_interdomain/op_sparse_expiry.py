@@ -56,16 +56,16 @@ def _order(stream: Stream) -> torch.Tensor:
 
 def _best_before(past: torch.Tensor, own: torch.Tensor, k: int, none: int) -> torch.Tensor:
     """The k smallest ranks before each chunk, ascending: running minima, in as many steps as the number has bits."""
-    chunks, size = own.shape[1:]
+    chunks = own.shape[1]
     first = _smallest(past, k, none)[:, None]
     if chunks == 1:
         return first
     if own.device.type == "cpu" and not torch.compiler.is_compiling():
         # One chunk after the other: the least work.
-        lists = [first[:, 0]]
+        found = [first[:, 0]]
         for ranks in own[:, :-1].unbind(1):
-            lists.append(_smallest(torch.cat([lists[-1], ranks], dim=1), k, none))
-        return torch.stack(lists, dim=1)
+            found.append(_smallest(torch.cat([found[-1], ranks], dim=1), k, none))
+        return torch.stack(found, dim=1)
     lists = torch.cat([first, _smallest(own[:, :-1], k, none)], dim=1)
     step = 1
     while step < chunks:

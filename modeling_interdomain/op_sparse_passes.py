@@ -164,9 +164,7 @@ def _tiles(first, last, part_keys: int, length: int, heads: int):
         step = max(1, _at_once(BLOCK, first.device) // 2)
         starts = [*range(0, total, step), total]
         found = [0, *ends[[i - 1 for i in starts[1:]]].tolist()]
-        runs = [
-            Run(slice(a, b), slice(c, d)) for a, b, c, d in zip(starts[:-1], starts[1:], found[:-1], found[1:])
-        ]
+        runs = [Run(slice(a, b), slice(c, d)) for a, b, c, d in zip(starts[:-1], starts[1:], found[:-1], found[1:])]
         number = found[-1]
     else:
         # As many as there can be: no size depends on values, which a device would have to hand over first.

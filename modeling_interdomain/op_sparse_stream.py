@@ -17,12 +17,14 @@ class Bins(NamedTuple):
         query, key: `[B, T, S]`, the bin of every token, -1 for none.
         number: the bins are 0 to `number - 1`.
         keys: how many of a bin are seen.
+        complete: every token has a bin; saves a step some work.
     """
 
     query: torch.Tensor
     key: torch.Tensor
     number: int
     keys: int
+    complete: bool = False
 
 
 class Ring(NamedTuple):
@@ -36,10 +38,10 @@ class SparseMemory(NamedTuple):
     """What later queries may ask for. All zeros is an empty memory.
 
     Attributes:
-        seen: `[B]`, the tokens so far without pads. Places are counted from 1; place 0 is an empty slot.
-        entries: `[B, S, selected_keys + 1, d + D]`, the best keys beside their values, and an empty slot in which a
-            step puts a rival; None without selection.
-        scores, places: `[B, S, selected_keys + 1]` of these.
+        seen: `[B]`, the tokens so far without pads. Places are counted from 1; place 0 is an empty slot, and holds
+            zeros. Everywhere slots are in the order of their places, so that the same keys are the same memory.
+        entries: `[B, S, selected_keys, d + D]`, the best keys beside their values; None without selection.
+        scores, places: `[B, S, selected_keys]` of these.
         rings: one for each of the bins.
     """
 
@@ -96,8 +98,12 @@ def stream_of(query, key, value, scores, selected_keys, bins, real, ends, memory
         ]
     query, key, value = map(_heads_first, (query, key, value))
     scores = None if scores is None else _heads_first(scores)
-    bins = tuple(part._replace(query=_heads_first(part.query.long()), key=_heads_first(part.key.long())) for part in bins)
+    bins = tuple(
+        part._replace(query=_heads_first(part.query.long()), key=_heads_first(part.key.long())) for part in bins
+    )
     places = torch.arange(1, length + 1, device=key.device).expand(batch * heads, length)
+    if real is not None:
+        places = real.cumsum(1).repeat_interleave(heads, dim=0)
     if memory is not None:
         places = places + memory.seen.repeat_interleave(heads)[:, None]
     new = Stream(query, key, value, scores, selected_keys, bins, ends, places, 0)
@@ -131,9 +137,7 @@ def _after_memory(new: Stream, memory: SparseMemory) -> Stream:
         key=torch.cat([entries[..., :width], new.key], dim=1),
         value=torch.cat([entries[..., width:], new.value], dim=1),
         scores=None if new.scores is None else torch.cat([merged(scores, -torch.inf).to(new.scores), new.scores], 1),
-        bins=tuple(
-            part._replace(key=torch.cat([kept, part.key], dim=1)) for part, kept in zip(new.bins, kept_bins)
-        ),
+        bins=tuple(part._replace(key=torch.cat([kept, part.key], dim=1)) for part, kept in zip(new.bins, kept_bins)),
         places=torch.cat([places.masked_fill(gone, 0), new.places], dim=1),
         past=places.shape[1],
     )
@@ -147,16 +151,14 @@ def _kept(memory: SparseMemory, new: Stream):
     if memory.entries is not None:
         entries, places = [memory.entries.flatten(0, 1), *entries], [memory.places.flatten(0, 1), *places]
         scores = [memory.scores.flatten(0, 1), *scores]
-    bins = []
+    bins: list[torch.Tensor] = []
     for ring in rings:
         number, keys = ring.places.shape[1:]
         own = torch.arange(number, device=places[0].device).repeat_interleave(keys).expand(len(places[0]), -1)
-        bins.append(torch.cat([own if r is ring else torch.full_like(x, -1) for r, x in _beside(rings, places)], 1))
+        of_none = [torch.full_like(x, -1) for x in places]
+        of_none[len(places) - len(rings) + len(bins)] = own
+        bins.append(torch.cat(of_none, 1))
     return torch.cat(entries, 1), torch.cat(places, 1), torch.cat(scores, 1), bins
-
-
-def _beside(rings, places):
-    return zip([None] * (len(places) - len(rings)) + rings, places, strict=True)
 
 
 def memory_after(stream: Stream, batch: int, counts: torch.Tensor, before: SparseMemory | None) -> SparseMemory:
@@ -169,12 +171,20 @@ def memory_after(stream: Stream, batch: int, counts: torch.Tensor, before: Spars
         # Stable: of equal scores the earlier is better.
         found = stream.scores.sort(dim=1, descending=True, stable=True)
         best, valid = found.indices[:, :k], found.values[:, :k] > -torch.inf
-        fill = k + 1 - best.shape[1]
+        order = torch.where(valid, best, -1).argsort(dim=1)
+        best, valid, scores = (x.gather(1, order) for x in (best, valid, found.values[:, :k]))
+        fill = k - best.shape[1]
         entries = _rows(_taken(together, best, valid), fill, batch)
-        scores = _rows(found.values[:, :k].masked_fill(~valid, 0), fill, batch)
+        scores = _rows(scores.masked_fill(~valid, 0), fill, batch)
         places = _rows(stream.places.gather(1, best).masked_fill(~valid, 0), fill, batch)
     rings = tuple(_ring_after(stream, part, together, batch) for part in stream.bins)
     return SparseMemory(seen, entries, scores, places, rings)
+
+
+def memory_of(key, value, scores, selected_keys, bins, real: torch.Tensor, before: SparseMemory) -> SparseMemory:
+    """The memory after more tokens (`real` `[B, T]` is False for pads, wherever they stand), without any output."""
+    stream = stream_of(key, key, value, scores, selected_keys, bins, real, None, before)
+    return memory_after(stream, real.shape[0], real.sum(1), before)
 
 
 def _ring_after(stream: Stream, part: Bins, together: torch.Tensor, batch: int) -> Ring:
@@ -198,8 +208,8 @@ def _taken(x: torch.Tensor, index: torch.Tensor, valid: torch.Tensor) -> torch.T
 
 
 def _rows(x: torch.Tensor, fill: int, batch: int) -> torch.Tensor:
-    """`[N, k, ...]` with `fill` empty slots more, as `[B, S, k + fill, ...]`."""
-    x = torch.cat([x, x.new_zeros(x.shape[0], fill, *x.shape[2:])], dim=1)
+    """`[N, k, ...]` after `fill` empty slots, as `[B, S, fill + k, ...]`."""
+    x = torch.cat([x.new_zeros(x.shape[0], fill, *x.shape[2:]), x], dim=1)
     return x.unflatten(0, (batch, -1))
 
 
@@ -209,7 +219,7 @@ def empty_memory(batch, heads, key_width, value_width, selected_keys, bins, like
     def zeros(*shape: int, dtype=None) -> torch.Tensor:
         return like.new_zeros(batch, *shape, dtype=dtype)
 
-    width, slots, whole = key_width + value_width, selected_keys + 1, torch.long
+    width, slots, whole = key_width + value_width, selected_keys, torch.long
     rings = (Ring(zeros(heads, n, k, width), zeros(heads, n, k, dtype=whole)) for n, k in bins)
     if not selected_keys:
         return SparseMemory(zeros(dtype=whole), None, None, None, tuple(rings))
