@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import harness, readme
 
-CPU = ("operator_cpu", "model_cpu", "decode_cpu", "rollback_cpu", "backends")
+CPU = ("operator_cpu", "model_cpu", "decode_cpu", "rollback_cpu", "backends", "sparse_cpu")
 GPU = ("operator_gpu", "decode_gpu", "prefill_memory_gpu", "training_gpu")
 TABLES = (*CPU, *GPU, "operator_before", "kernel_resources")
 

@@ -33,11 +33,13 @@ class SparseHash(Float32Module):
             z = z - means
             z = torch.where(torch.linalg.vector_norm(z, dim=-1, keepdim=True) < _SAME * size, 0, z)
         projection = torch.randn_like(self.H) if self.training else self.H
-        projected = torch.einsum("...snd,sdh->...snh", z, projection.to(z.dtype))
+        heads_first = z.permute(2, 0, 1, 3, 4)
+        projected = heads_first.flatten(1, 3) @ projection.to(z.dtype)
         if self.kind == "argmax":
-            return projected.argmax(-1)
-        bits = 2 ** torch.arange(projected.shape[-1], device=z.device)
-        return ((projected > 0) * bits).sum(-1)
+            bins = projected.argmax(-1)
+        else:
+            bins = ((projected > 0) * 2 ** torch.arange(projected.shape[-1], device=z.device)).sum(-1)
+        return bins.view(heads_first.shape[:-1]).permute(1, 2, 0, 3)
 
 
 class KeyScorer(Float32Module):

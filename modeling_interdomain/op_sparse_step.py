@@ -39,8 +39,8 @@ def _remember(key, value, memory: SparseMemory, scores, bins: Sequence[Bins], ma
     heads = key.shape[1]
     entry = torch.cat([key, value], dim=-1).flatten(0, 1)[:, None]
     memory.seen.add_(1 if mask is None else mask.long())
-    place = memory.seen.repeat_interleave(heads)[:, None]
-    real = None if mask is None else mask.repeat_interleave(heads)
+    place = memory.seen[:, None].expand(-1, heads).reshape(-1, 1)
+    real = None if mask is None else mask[:, None].expand(-1, heads).reshape(-1)
     if memory.entries is not None:
         _compete(memory, entry.to(memory.entries.dtype), scores.reshape(-1, 1), place, real)
     for ring, part in zip(memory.rings, bins, strict=True):
@@ -57,10 +57,13 @@ def _compete(memory: SparseMemory, entry, score, place, real) -> None:
     worst = k - rivals.flip(1).argmin(1)
     if real is not None:
         worst = torch.where(real, worst, k)
-    stays = torch.arange(k, device=worst.device) < worst[:, None]
-    for kept, new in ((scores, score), (places, place)):
-        kept.copy_(torch.where(stays, kept, torch.cat([kept[:, 1:], new], dim=1)))
-    entries.copy_(torch.where(stays[..., None], entries, torch.cat([entries[:, 1:], entry], dim=1)))
+    slots = torch.arange(k, device=worst.device)
+    slots = slots + (slots >= worst[:, None])
+    scores.copy_(torch.cat([scores, score], dim=1).gather(1, slots))
+    places.copy_(torch.cat([places, place], dim=1).gather(1, slots))
+    slots = slots + torch.arange(0, len(slots) * (k + 1), k + 1, device=slots.device)[:, None]
+    together = torch.cat([entries, entry], dim=1).flatten(0, 1)
+    entries.copy_(together.index_select(0, slots.flatten()).view_as(entries))
 
 
 def _push(ring: Ring, entry, place, own, valid) -> None:
