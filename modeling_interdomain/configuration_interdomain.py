@@ -6,7 +6,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-from .module_sparse import check_parts, numbers_kept
+from .module_sparse_parts import check_parts, numbers_kept
 from .registry_interdomain import FEED_FORWARDS, TOKEN_MIXERS
 
 logger = logging.get_logger(__name__)

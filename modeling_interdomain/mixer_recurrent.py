@@ -9,7 +9,8 @@ from torch import nn
 from .mixer_common import TokenMixer
 from .module_common import InterdomainRMSNorm, residual_projection
 from .module_convolution import CausalConv1d, causal_conv
-from .module_sparse import EXACT_STATES, SparseBranch, recorded_count, replay
+from .module_sparse import SparseBranch, recorded_count, replay
+from .module_sparse_parts import EXACT_STATES
 from .op_common import Packing
 
 

@@ -20,6 +20,7 @@ from benchmarks import (
     operator_gpu,
     prefill_memory_gpu,
     readme,
+    sparse_cpu,
     start_study,
     training_gpu,
 )
@@ -40,7 +41,7 @@ def test_operator_table(monkeypatch, tmp_path):
     assert (tmp_path / "plot.png").stat().st_size > 0
 
 
-@pytest.mark.parametrize("module", [model_cpu, decode_cpu], ids=["model", "decode"])
+@pytest.mark.parametrize("module", [model_cpu, decode_cpu, sparse_cpu], ids=["model", "decode", "sparse"])
 def test_model_tables(module):
     record = {**module.run(quick=True), "machine": harness.machine()}
     assert record["machine"]["torch"] in module.table(record)
