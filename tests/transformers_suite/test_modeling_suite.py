@@ -108,7 +108,8 @@ class HybridTest(TransformersSuite, unittest.TestCase):
 
 
 class CheemsTest(TransformersSuite, unittest.TestCase):
-    parts = {"token_mixers": ["ssd", "inner_function"], "feed_forwards": "cdmoe", "num_key_value_heads": 4}
+    # With an MLP, so that every entry of the tensor parallel plan finds its module.
+    parts = {"token_mixers": ["ssd", "inner_function"], "feed_forwards": ["cdmoe", "mlp"], "num_key_value_heads": 4}
     has_attentions = False
 
 
