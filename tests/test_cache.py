@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from transformers.cache_utils import StaticLayer
 
 from modeling_interdomain import InterdomainCache, InterdomainStaticCache
@@ -99,6 +100,16 @@ def test_rollback_restores_the_state(any_model, removed, random_ids, cache_after
     cache.crop(-removed)
     assert int(cache.get_seq_length()) == 10 - removed
     assert_same(contents(cache), contents(cache_after(any_model, ids[:, : 10 - removed])))
+
+
+def test_rollback_without_the_parameters(any_model, random_ids, cache_after, contents, assert_same):
+    """They are on the device only while their modules are called: a record has all that it replays."""
+    ids = random_ids(2, 10)
+    expected = contents(cache_after(any_model, ids[:, :7]))
+    offloaded = cpu_offload(any_model, execution_device=torch.device("cpu"))
+    cache = cache_after(offloaded, ids[:, :5], ids[:, 5:6], ids[:, 6:], recording=True)
+    cache.crop(-3)
+    assert_same(contents(cache), expected)
 
 
 def test_rollback_to_single_steps_is_exact(recurrent_model, random_ids, cache_after):
