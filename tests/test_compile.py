@@ -77,6 +77,9 @@ THOROUGH = [
     ("ssd", "training with positions", "aot_eager"),
     ("mamba2", "training with ends", "aot_eager"),
     ("mamba2", "training masked", "inductor"),
+    ("cheems", "training masked", "aot_eager"),
+    ("cheems", "prefill masked", "aot_eager"),
+    ("cheems", "training with ends", "inductor"),
     ("interdomain-softmax", "training masked", "inductor"),
     ("interdomain-softmax", "prefill masked", "inductor"),
 ]
