@@ -31,7 +31,24 @@ class Record(NamedTuple):
         return sum(piece[-1].shape[1] for piece in self.pieces)
 
 
-class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
+class ByRow:
+    """What beams, several sequences a prompt and selections do to the rows of a layer."""
+
+    def map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Apply to every tensor with a batch axis."""
+        raise NotImplementedError
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self.map_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.map_rows(lambda x: x[indices.to(x.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.map_rows(lambda x: x.repeat_interleave(repeats, dim=0))
+
+
+class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
     """The `windows` of a layer's convolutions, `[B, W, kernel - 1]` each, its `states` by name, `[B, ...]` each, and
     how many tokens it has seen.
 
@@ -255,17 +272,6 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         with torch.no_grad():
             return record.replay(windows, states, inputs, record.constants)
 
-    # Rows: beams, several sequences a prompt, selections.
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self._map_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._map_rows(lambda x: x[indices.to(x.device)])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._map_rows(lambda x: x.repeat_interleave(repeats, dim=0))
-
     def reset(self) -> None:
         self.thaw()
         for tensor in self.tensors():
@@ -313,7 +319,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             pieces = [tuple(function(x) for x in piece) for piece in pieces]
             self.recorded = Record(windows, states, pieces, constants, replay)
 
-    def _map_rows(self, function) -> None:
+    def map_rows(self, function) -> None:
         """The same, in place where the number of rows stays, so that addresses stay."""
         if not self.is_initialized:
             return
