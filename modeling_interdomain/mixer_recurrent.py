@@ -53,7 +53,7 @@ class RecurrentMixer(TokenMixer):
         for stream in streams:
             setattr(self, f"{stream.name}_proj", nn.Linear(hidden, stream.heads * stream.width, biases.projections))
         self.o_proj = residual_projection(outputs, hidden, biases.projections)
-        self.g_proj = nn.Linear(hidden, outputs, biases.projections) if config.use_output_gate else None
+        self.g_proj = nn.Linear(hidden, outputs, biases.projections) if self.gated(config) else None
         for stream in streams:
             if stream.convolved:
                 conv = CausalConv1d(stream.heads * stream.width, self.kernel, biases.convolutions)
@@ -105,6 +105,11 @@ class RecurrentMixer(TokenMixer):
     @classmethod
     def biases(cls, config) -> Biases:
         return Biases()
+
+    @classmethod
+    def gated(cls, config) -> bool:
+        """Whether the output is multiplied by SiLU of a linear map of the input."""
+        return config.use_output_gate
 
     @classmethod
     def rotated(cls, config) -> int:
