@@ -24,6 +24,7 @@ import torch
 
 from benchmarks import readme, studies
 from benchmarks.harness import RESULTS, footnote, markdown
+from benchmarks.recall_study import CONDITIONS as RECALL
 from examples.text_data import (
     encode,
     gather_documents,
@@ -63,6 +64,12 @@ CONDITIONS = {
     },
     "s4d-rope": {"token_mixers": "s4d", "rope_parameters": ROPE, "rope_placement": "before"},
 }
+# The same with the posterior start, its output as small as language wants it, for every recurrent condition.
+CONDITIONS |= {
+    f"{name}, posterior": fields | RECALL["posterior, uniform, even, output 0.05"]
+    for name, fields in CONDITIONS.items()
+    if fields["token_mixers"] != "softmax"
+}
 
 
 def prepare(data: Path) -> dict:
@@ -94,9 +101,16 @@ def prepare(data: Path) -> dict:
 
 
 def run_condition(condition: str, learning_rate: float, seed: int, data: dict, training: dict = TRAINING) -> dict:
-    """Train one condition and measure it: nats a token on three texts, and at longer lengths than it was trained on."""
-    torch.manual_seed(seed)
+    """Train one condition and measure it."""
     config = InterdomainConfig(**SHAPE, **CONDITIONS[condition])
+    return train_and_measure(config, learning_rate, seed, data, training)
+
+
+def train_and_measure(
+    config: InterdomainConfig, learning_rate: float, seed: int, data: dict, training: dict = TRAINING
+) -> dict:
+    """Nats a token on three texts, and at longer lengths than it was trained on."""
+    torch.manual_seed(seed)
     model = InterdomainForCausalLM(config)
     batches = random_batches(data["train"], training["batch_size"], training["sequence_length"], seed)
     state = sum(config.state_sizes(training["sequence_length"]).values())
@@ -197,7 +211,7 @@ def table(record: dict) -> str:
                 f"{statistics.mean(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})",
                 f"{math.exp(statistics.mean(losses)):.1f}",
                 f"{statistics.mean(row['bits_per_byte']['wikitext-2'] for row in best):.3f}",
-                f"{record['speed'][name]['median']:,.0f}" if "speed" in record else "not measured",
+                f"{record['speed'][name]['median']:,.0f}" if name in record.get("speed", {}) else "not measured",
             ]
         )
     training = record["training"]

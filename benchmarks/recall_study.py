@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from benchmarks import readme, studies
 from benchmarks.harness import RESULTS, footnote, markdown
-from examples.recall import Pairs, answers, mqar_batches, shift_rows
+from examples.recall import Pairs, answers, mqar_batches
 from examples.training import cosine_with_warmup, parameter_groups
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
 from modeling_interdomain.op_interdomain_mixing import mixing_matrix
@@ -93,6 +93,15 @@ def item(
     }
 
 
+# What the posterior start is held to: the smaller size in five seeds, twice the pairs in as many tokens, and softmax.
+DENSE = (16, 64)
+HELD_TO = (
+    *(item("posterior, uniform, even", seed=seed) for seed in range(5)),
+    *(item("softmax", learning_rate=rate) for rate in (*LEARNING_RATES, 3e-4)),
+    *(item("posterior, uniform, even", DENSE, seed=seed) for seed in range(5)),
+    *(item("softmax", learning_rate=1e-3, seed=seed) for seed in range(1, 5)),
+    *(item("posterior, uniform, even, output 0.05", seed=seed) for seed in range(2)),
+)
 FIRST = (
     item("posterior, uniform, even"),
     item("Interdomain"),
@@ -108,6 +117,7 @@ FIRST = (
 def plan(runs: list[dict]) -> Iterator[dict]:
     """The most informative runs first; then rates, seeds, the control, state sizes, and what is longer."""
     yield from FIRST
+    yield from HELD_TO
     for setting in BRACKETED:
         learned = [name for name in CONDITIONS if setting == SETTINGS[0] or worthwhile(runs, name)]
         for rate in LEARNING_RATES:
@@ -178,13 +188,8 @@ def make_model(condition: str, state_size: int = STATE_SIZE, seed: int = 0):
 
 def make_batches(pairs: int, length: int, shifted: bool, seed: int) -> Iterator[Pairs]:
     generator = torch.Generator().manual_seed(seed)
-    batches = mqar_batches(pairs, length, SHAPE["vocab_size"], TRAINING["batch_size"], generator)
-    return (shift(batch, generator) for batch in batches) if shifted else batches
-
-
-def shift(batch: Pairs, generator: torch.Generator) -> Pairs:
-    """Every row later by 0 to `SHIFT` tokens, other values in front and gaps behind; rows are `SHIFT` tokens longer."""
-    return shift_rows(batch, SHIFT, SHAPE["vocab_size"], generator)
+    most = SHIFT if shifted else 0
+    return mqar_batches(pairs, length, SHAPE["vocab_size"], TRAINING["batch_size"], generator, shift=most)
 
 
 def run_condition(
@@ -197,25 +202,29 @@ def run_condition(
     shifted: bool,
     steps: int | None = None,
 ) -> dict:
-    """Train one condition and ask it about new sequences, on the way (`curve`, by step) and at the end."""
+    """Train one condition and ask it about new sequences."""
     model = make_model(condition, state_size, seed)
-    steps = steps or TRAINING["steps"][str(pairs)]
     found = {
         "parameters": model.num_parameters(),
         "state_bytes": 4 * sum(model.config.state_sizes(length).values()),
         "theory": theory(model, length),
     }
+    batches, asked = (make_batches(pairs, length, shifted, first) for first in (seed, seed + 1000))
+    return found | train_and_ask(model, batches, asked, steps or TRAINING["steps"][str(pairs)], learning_rate)
+
+
+def train_and_ask(model, batches: Iterator[Pairs], asked: Iterator[Pairs], steps: int, learning_rate: float) -> dict:
+    """Train a model, and ask it about other sequences, on the way (`curve`, by step) and at the end."""
     optimizer = torch.optim.AdamW(parameter_groups(model, learning_rate), betas=(0.9, 0.95))
     peaks = [group["lr"] for group in optimizer.param_groups]
-    asked = make_batches(pairs, length, shifted, seed + 1000)
     held_out = [batch for _, batch in zip(range(TRAINING["held_out_batches"]), asked)]
     curve = {}
-    for step, batch in zip(range(1, steps + 1), make_batches(pairs, length, shifted, seed)):
+    for step, batch in zip(range(1, steps + 1), batches):
         for group, peak in zip(optimizer.param_groups, peaks):
             group["lr"] = peak * cosine_with_warmup(step / steps)
         loss = F.cross_entropy(*answers(model, batch))
         if not math.isfinite(loss.item()):
-            return found | {"accuracy": 0.0, "loss": math.inf, "curve": curve, "failed": f"loss {loss} at step {step}"}
+            return {"accuracy": 0.0, "loss": math.inf, "curve": curve, "failed": f"loss {loss} at step {step}"}
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -223,7 +232,7 @@ def run_condition(
         if step % EVERY == 0:
             curve[str(step)] = evaluate(model, held_out[:4])[0]
     accuracy, loss = evaluate(model, held_out)
-    return found | {"accuracy": accuracy, "loss": loss, "curve": curve, "failed": None}
+    return {"accuracy": accuracy, "loss": loss, "curve": curve, "failed": None}
 
 
 @torch.no_grad()

@@ -37,6 +37,8 @@ AUTO_CLASSES = {
     "ForSequenceClassification": "AutoModelForSequenceClassification",
     "Model": "AutoModel",
 }
+# Parts of layers that come from "Wonderful Matrices".
+CHEEMS = {"ssd", "inner_function", "cdmoe"}
 # Figures of a report that are results: the name of the measure.
 MEASURES = {"bits_per_byte": "bits per byte", "perplexity": "perplexity", "accuracy": "accuracy"}
 
@@ -189,11 +191,12 @@ def render(
     name, length = repo.split("/")[-1], config.max_position_embeddings
     recurrent = "linear_attention" in config.layer_types
     tags = ["interdomain-attention", "linear-attention", "state-space-model"] if recurrent else []
+    cheems = bool(CHEEMS & {*config.mixers_per_layer, *config.feed_forwards_per_layer})
     data = ModelCardData(
         license=LICENSE,
         library_name="transformers",
         pipeline_tag=pipeline_tag(config),
-        tags=[config.model_type, *tags, "arxiv:2605.24330"],
+        tags=[config.model_type, *tags, "arxiv:2605.24330", *(["arxiv:2407.16958"] if cheems else [])],
         language=list(language) or None,
         datasets=list(datasets) or None,
         metrics=sorted({result.metric_type for result in results}) or None,
@@ -208,6 +211,8 @@ def render(
         task=data.pipeline_tag,
         recurrent=recurrent,
         mixers=config.mixers_per_layer,
+        feed_forwards=config.feed_forwards_per_layer,
+        cheems=cheems,
         layers=describe_layers(config),
         reads_images=config.patch_size is not None,
         parameters=count_parameters(config),

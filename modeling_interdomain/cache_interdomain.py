@@ -68,7 +68,7 @@ class _InterdomainCacheMixin:
         for i, (layer, module) in enumerate(zip(self.layers, decoder_of(model).layers)):
             home = module.token_mixer.o_proj.weight.device
             own = {name.partition(".")[2]: x.to(home) for name, x in tensors.items() if name.startswith(f"{i}.")}
-            if isinstance(layer, RecurrentLayer) and own:
+            if hasattr(layer, "restore") and own:
                 layer.restore(own, tokens)
             elif own:
                 layer.update(own["keys"], own["values"])
@@ -215,7 +215,7 @@ def _tensors_of(layer, index: int) -> dict[str, torch.Tensor]:
     """What the next token reads of a layer, if it has read any."""
     if not layer.is_initialized:
         return {}
-    if isinstance(layer, RecurrentLayer):
+    if hasattr(layer, "named_tensors"):
         return layer.named_tensors()
     if type(layer) not in (DynamicLayer, StaticLayer):
         raise ValueError(f"Layer {index} of this cache is a {type(layer).__name__}, which cannot be saved.")

@@ -31,7 +31,24 @@ class Record(NamedTuple):
         return sum(piece[-1].shape[1] for piece in self.pieces)
 
 
-class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
+class ByRow:
+    """What beams, several sequences a prompt and selections do to the rows of a layer."""
+
+    def map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Apply to every tensor with a batch axis."""
+        raise NotImplementedError
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self.map_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.map_rows(lambda x: x[indices.to(x.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.map_rows(lambda x: x.repeat_interleave(repeats, dim=0))
+
+
+class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
     """The `windows` of a layer's convolutions, `[B, W, kernel - 1]` each, its `states` by name, `[B, ...]` each, and
     how many tokens it has seen.
 
@@ -45,7 +62,13 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     supports_early_init = False
     cumulative_length: Any
 
-    def __init__(self, max_rollback: int = 64, state_dtype: torch.dtype = torch.float32, **kwargs):
+    def __init__(
+        self,
+        max_rollback: int = 64,
+        state_dtype: torch.dtype = torch.float32,
+        exact_states: tuple[str, ...] = (),
+        **kwargs,
+    ):
         CacheLayerMixin.__init__(self)
         LinearAttentionCacheLayerMixin.__init__(self, number_of_states=1)
         self.conv_states: dict[int, torch.Tensor] = {}
@@ -54,6 +77,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.cumulative_length = 0
         self.max_rollback = max_rollback
         self.state_dtype = state_dtype
+        self.exact_states = exact_states
         self.recorded: Record | None = None
         self.kept = max_rollback
 
@@ -73,9 +97,9 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.conv_states = {i: torch.zeros_like(w) for i, w in enumerate(windows)}
         self.recurrent_states = {
             i: torch.zeros_like(
-                x, dtype=self.state_dtype if x.is_floating_point() else None, memory_format=torch.contiguous_format
+                x, dtype=self.state_dtype if self._is_cast(name, x) else None, memory_format=torch.contiguous_format
             )
-            for i, x in enumerate(states.values())
+            for i, (name, x) in enumerate(states.items())
         }
         self.is_conv_states_initialized = dict.fromkeys(self.conv_states, True)
         self.is_recurrent_states_initialized = dict.fromkeys(self.recurrent_states, True)
@@ -83,6 +107,10 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         if not torch.compiler.is_compiling():
             for tensor in self.tensors():
                 torch._dynamo.mark_static_address(tensor)
+
+    def _is_cast(self, name: str, x: torch.Tensor) -> bool:
+        """Whether a state is kept in `state_dtype`."""
+        return x.is_floating_point() and name not in self.exact_states
 
     @property
     def windows(self) -> list[torch.Tensor] | None:
@@ -244,17 +272,6 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         with torch.no_grad():
             return record.replay(windows, states, inputs, record.constants)
 
-    # Rows: beams, several sequences a prompt, selections.
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self._map_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._map_rows(lambda x: x[indices.to(x.device)])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._map_rows(lambda x: x.repeat_interleave(repeats, dim=0))
-
     def reset(self) -> None:
         self.thaw()
         for tensor in self.tensors():
@@ -276,7 +293,8 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.device = self.state.device
         if dtype is not None:
             self.recurrent_states = {
-                i: x.to(dtype) if x.is_floating_point() else x for i, x in self.recurrent_states.items()
+                i: x.to(dtype) if self._is_cast(name, x) else x
+                for name, (i, x) in zip(self.state_names, self.recurrent_states.items(), strict=True)
             }
             self.conv_states = {i: w.to(dtype) for i, w in self.conv_states.items()}
 
@@ -301,7 +319,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             pieces = [tuple(function(x) for x in piece) for piece in pieces]
             self.recorded = Record(windows, states, pieces, constants, replay)
 
-    def _map_rows(self, function) -> None:
+    def map_rows(self, function) -> None:
         """The same, in place where the number of rows stays, so that addresses stay."""
         if not self.is_initialized:
             return

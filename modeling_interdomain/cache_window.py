@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from .cache_recurrent import _store
+from .cache_recurrent import ByRow, _store
 from .op_window import NO_DOCUMENT, Keys, best
 
 _NAMES = ("keys", "values", "bias", "places", "documents")
 
 
-class WindowLayer(CacheLayerMixin):
+class WindowLayer(ByRow, CacheLayerMixin):
     """The `window` keys a head that later tokens can see (`op_window.Keys`), and how many tokens it has seen.
 
     While recording (`activate_past_recording`), it also keeps the last `max_rollback` tokens and what was seen before
@@ -69,6 +69,15 @@ class WindowLayer(CacheLayerMixin):
         for name, tensor in zip(_NAMES, keys, strict=True):
             setattr(self, name, tensor)
 
+    # What a state file keeps.
+
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        return dict(zip(_NAMES, self.tensors()))
+
+    def restore(self, tensors: dict[str, torch.Tensor], tokens: int) -> None:
+        """Hold what `named_tensors` of a layer gave that had seen `tokens` tokens; this one has seen none."""
+        self.store(Keys(*(tensors[name] for name in _NAMES)), tokens, kept=0, whole=False)
+
     def update(self, key_states, value_states, *args, **kwargs):
         # `DynamicCache` is rebuilt from (None, None) pairs when processes gather their outputs.
         if key_states is None and value_states is None:
@@ -110,20 +119,9 @@ class WindowLayer(CacheLayerMixin):
         self.check_crop(tokens_to_remove)
         if tokens_to_remove == 0:
             return
-        self._map(lambda x: x[:, :, :tokens_to_remove])
+        self.map_rows(lambda x: x[:, :, :tokens_to_remove])
         self.cumulative_length += tokens_to_remove
         self.available += tokens_to_remove
-
-    # Rows: beams, several sequences a prompt, selections.
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._map(lambda x: x[indices.to(x.device)])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def reset(self) -> None:
         for name in _NAMES:
@@ -134,7 +132,7 @@ class WindowLayer(CacheLayerMixin):
     # Devices and dtypes.
 
     def to(self, device=None, dtype: torch.dtype | None = None) -> None:
-        self._map(lambda x: x.to(device))
+        self.map_rows(lambda x: x.to(device))
         if dtype is not None and self.is_initialized:
             self.keys, self.values, self.dtype = self.keys.to(dtype), self.values.to(dtype), dtype
         if self.is_initialized:
@@ -149,7 +147,7 @@ class WindowLayer(CacheLayerMixin):
         if self.is_initialized:
             self.to(self.device)
 
-    def _map(self, function) -> None:
+    def map_rows(self, function) -> None:
         if self.is_initialized:
             self._set(Keys(*(function(x) for x in self.tensors())))
 

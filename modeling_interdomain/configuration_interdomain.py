@@ -6,6 +6,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
+from .module_sparse_parts import check_parts, numbers_kept
 from .registry_interdomain import FEED_FORWARDS, TOKEN_MIXERS
 
 logger = logging.get_logger(__name__)
@@ -27,6 +28,9 @@ _CHOICES = {
     "expert_score": ("raw", "softmax", "sigmoid"),
     "inner_value_weights": ("softmax", "one"),
     "dynamic_mask": (None, "position", "hard", "value"),
+    "sparse_hash": ("argmax", "sign"),
+    "sparse_hash_center": (None, "prefix"),
+    "ranking_target": ("sum", "mean"),
     "backend": ("auto", "recurrent", "fft", "scan", "associative_scan", "chunk", "triton"),
 }
 
@@ -50,6 +54,9 @@ _POSITIVE = (
     "inner_values",
     "inner_value_dim",
     "inner_values_per_token",
+    "sparse_keys",
+    "sparse_key_dim",
+    "sparse_hash_size",
 )
 
 
@@ -179,6 +186,23 @@ class InterdomainConfig(PreTrainedConfig):
             None.
         dynamic_mask_window: of "value": a head sees only so many of the keys so far, those of the largest bias (of
             equal ones the later), and a cache keeps no more. Default: None, all.
+        sparse_attention: what every recurrent layer has beside it, a softmax attention to a few keys (HAX): "lsh" (the
+            latest keys of the query's hash bin), "key_selection" (the best keys by a learned score), "sliding_window"
+            (the latest), "sink" (the first), "dilated" (the latest of every m-th, m = `max_position_embeddings` /
+            keys), "full" (the last `max_position_embeddings`), some of them joined by "+", or "hax" for
+            "lsh+key_selection"; or a list with one a layer, None for none. Default: None, no layer has any.
+        sparse_keys: keys that a query sees, split evenly among the parts. Default: 64.
+        sparse_num_heads: heads of the branch, a divisor of the groups of values. Default: None, as many as these.
+        sparse_key_dim: width of its queries and keys. Default: 16.
+        sparse_hash: "argmax" of random projections, or "sign", the bits that say which of them are positive.
+            Default: "argmax".
+        sparse_hash_size: projections: bins of "argmax", bits of "sign". Default: 64.
+        sparse_hash_center: hash what is left of queries and keys without the mean of all so far ("prefix"), or None.
+            Default: "prefix".
+        sparse_gate_init: start of the factor, one a channel, of what the branch adds. Default: 1.0.
+        ranking_loss_coef: what the ranking losses of the learned scores, summed over the layers, are multiplied with
+            before they join the training loss; 0 freezes the scores. Default: 0.1.
+        ranking_target: what ranks keys: the "sum" of what later queries make of them, or its "mean". Default: "sum".
 
     Raises:
         ValueError: when a field has an unknown value or two fields contradict each other.
@@ -283,6 +307,16 @@ class InterdomainConfig(PreTrainedConfig):
     inner_value_weights: str = "softmax"
     dynamic_mask: str | None = None
     dynamic_mask_window: int | None = None
+    sparse_attention: str | list[str | None] | None = None
+    sparse_keys: int = 64
+    sparse_num_heads: int | None = None
+    sparse_key_dim: int = 16
+    sparse_hash: str = "argmax"
+    sparse_hash_size: int = 64
+    sparse_hash_center: str | None = "prefix"
+    sparse_gate_init: float = 1.0
+    ranking_loss_coef: float = 0.1
+    ranking_target: str = "sum"
     use_cache: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = 1
@@ -368,6 +402,7 @@ class InterdomainConfig(PreTrainedConfig):
             )
         self._check_start()
         self._ask_parts("check_config")
+        self._check_sparse()
         if self.max_rollback < 0:
             raise ValueError(f"max_rollback must not be negative, got {self.max_rollback}.")
         self._check_dynamic_mask()
@@ -389,6 +424,29 @@ class InterdomainConfig(PreTrainedConfig):
                 f"dynamic_mask = {self.dynamic_mask!r} masks attention layers, and token_mixers has none: add "
                 '"softmax" or "inner_function", or set it to None.'
             )
+
+    def _check_sparse(self) -> None:
+        """The branches can be made, and stand beside layers that can have one."""
+        branches = self.sparse_attention
+        if isinstance(branches, list) and len(branches) != self.num_hidden_layers:
+            raise ValueError(
+                f"sparse_attention has {len(branches)} names for num_hidden_layers = {self.num_hidden_layers}; give "
+                "one name a layer, or one for all."
+            )
+        if not 0 <= self.ranking_loss_coef < float("inf"):
+            raise ValueError(
+                f"ranking_loss_coef must be finite and not negative, got {self.ranking_loss_coef}; 0 leaves the loss "
+                "out."
+            )
+        for mixer, branch in zip(self.mixers_per_layer, self.sparse_per_layer):
+            if branch is None:
+                continue
+            if not TOKEN_MIXERS[mixer].can_branch:
+                raise ValueError(
+                    f'sparse_attention stands beside recurrent layers, and "{mixer}" is none: give a list with None '
+                    "for such layers."
+                )
+            check_parts(self, branch, TOKEN_MIXERS[mixer].written_shape(self)[0])
 
     def _check_start(self) -> None:
         """What is asked of C at the start can be done, and has an effect."""
@@ -468,8 +526,17 @@ class InterdomainConfig(PreTrainedConfig):
         """The feed-forward layer of every layer."""
         return self._per_layer(self.feed_forwards)
 
-    def _per_layer(self, names: str | list[str]) -> list[str]:
-        return [names] * self.num_hidden_layers if isinstance(names, str) else list(names)[: self.num_hidden_layers]
+    @property
+    def sparse_per_layer(self) -> list[str | None]:
+        """The sparse branch of every layer, None for none."""
+        return self._per_layer(self.sparse_attention)
+
+    def _per_layer(self, names) -> list:
+        return (
+            list(names)[: self.num_hidden_layers]
+            if isinstance(names, list | tuple)
+            else [names] * self.num_hidden_layers
+        )
 
     @property
     def rotated_dims(self) -> list[int]:
@@ -486,7 +553,7 @@ class InterdomainConfig(PreTrainedConfig):
 
         Returns:
             "recurrent" (real numbers: 2 M (R + D) a group, one more column with `normalize`), "convolution" (the last
-            inputs of the convolutions) and "keys_values".
+            inputs of the convolutions) and "keys_values"; with sparse branches also "sparse", their memory.
 
         Raises:
             ValueError: when a layer is a registered mixer that does not say its sizes.
@@ -495,6 +562,11 @@ class InterdomainConfig(PreTrainedConfig):
         for name in self.mixers_per_layer:
             for kind, number in TOKEN_MIXERS[name].state_sizes(self, context_length).items():
                 sizes[kind] += number
+        for name, branch in zip(self.mixers_per_layer, self.sparse_per_layer):
+            if branch is not None:
+                window, memory = numbers_kept(self, branch, *TOKEN_MIXERS[name].written_shape(self))
+                sizes["convolution"] += window
+                sizes["sparse"] = sizes.get("sparse", 0) + memory
         return sizes
 
     @property

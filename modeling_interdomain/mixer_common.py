@@ -17,10 +17,14 @@ class TokenMixer(nn.Module):
             `past_key_values.layers[layer_idx]`, and gets pads and packed documents as a `Packing`), "full_attention"
             (it updates keys and values there, and gets a mask), or "hybrid" (both).
         takes_dynamic_mask: whether it heeds `dynamic_mask` of the configuration.
+        can_branch: a sparse branch can stand beside it; its class then has `written_shape(config)`.
+        exact_states: names of the states that keep their dtype in a cache, whatever its `state_dtype`.
     """
 
     layer_type: ClassVar[str] = "linear_attention"
     takes_dynamic_mask: ClassVar[bool] = False
+    can_branch: ClassVar[bool] = False
+    exact_states: ClassVar[tuple[str, ...]] = ()
     o_proj: nn.Module
 
     def __init__(self, config, layer_idx: int):
@@ -39,6 +43,7 @@ class TokenMixer(nn.Module):
         if cls.layer_type == "full_attention":
             return DynamicLayer() if max_cache_len is None else StaticLayer(max_cache_len=max_cache_len)
         arguments = {"max_rollback": config.max_rollback, "state_dtype": getattr(torch, config.state_dtype)}
+        arguments["exact_states"] = cls.exact_states
         if max_cache_len is None:
             return RecurrentLayer(**arguments)
         return StaticRecurrentLayer(max_cache_len=max_cache_len, **arguments)
@@ -50,6 +55,11 @@ class TokenMixer(nn.Module):
     def select_mask(self, masks: dict):
         """Of the masks of a forward, by kind of layer, the one it is called with; of a "hybrid" layer, all."""
         return masks if self.layer_type == "hybrid" else masks.get(self.layer_type)
+
+    @classmethod
+    def written_shape(cls, config) -> tuple[int, int]:
+        """Groups and numbers a group of what a recurrence writes, which a sparse branch reads a second time."""
+        raise NotImplementedError(f"{cls.__name__} does not say what it writes: write written_shape.")
 
     @classmethod
     def rotated_dims(cls, config) -> set[int]:

@@ -9,6 +9,8 @@ from torch import nn
 from .mixer_common import TokenMixer
 from .module_common import InterdomainRMSNorm, backend_of, residual_projection
 from .module_convolution import CausalConv1d, causal_conv
+from .module_sparse import SparseBranch, recorded_count, replay
+from .module_sparse_parts import EXACT_STATES
 from .op_common import Packing
 
 
@@ -36,6 +38,8 @@ class RecurrentMixer(TokenMixer):
     """
 
     layer_type = "linear_attention"
+    can_branch = True
+    exact_states = EXACT_STATES
     recurrence: nn.Module
 
     def __init__(self, config, layer_idx: int, output_width: int):
@@ -47,7 +51,13 @@ class RecurrentMixer(TokenMixer):
         streams = self.streams(config)
         self.stream_names = [stream.name for stream in streams]
         windows = [(stream.heads * stream.width, self.kernel - 1) for stream in streams if stream.convolved]
+        branch = config.sparse_per_layer[layer_idx]
+        self.sparse = None if branch is None else SparseBranch(config, branch, *self.written_shape(config))
+        self.own_windows = len(windows)
         self.kept_shapes = [*windows, tuple(self.state_shape(config))]
+        if self.sparse is not None:
+            states = self.sparse.state_shapes.values()
+            self.kept_shapes = [*windows, *self.sparse.window_shapes, self.kept_shapes[-1], *states]
 
         hidden, outputs, biases = config.hidden_size, self.output_heads(config) * output_width, self.biases(config)
         for stream in streams:
@@ -122,6 +132,15 @@ class RecurrentMixer(TokenMixer):
             return output
         return nn.functional.silu(self.g_proj(hidden_states)) * output
 
+    @classmethod
+    def written_shape(cls, config) -> tuple[int, int]:
+        """Of `_written`; the recurrence's output has as many numbers a head."""
+        return config.num_key_value_heads, config.head_dim
+
+    def _written(self, tokens: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """What the recurrence writes, `[B, T, groups, width]`: a sparse branch reads it a second time."""
+        return tokens[-1]
+
     # What follows from it.
 
     @classmethod
@@ -163,17 +182,21 @@ class RecurrentMixer(TokenMixer):
             projected = [packing.pack(x) for x in projected]
         cos_sin = self._rotation(position_embeddings, packing, hidden_states.shape[:2])
         windows = None if layer is None else layer.windows
-        tokens, windows = self._inputs(projected, windows, cos_sin, packing, keep=layer is not None)
+        own = windows if self.sparse is None or windows is None else windows[: self.own_windows]
+        tokens, after = self._inputs(projected, own, cos_sin, packing, keep=layer is not None)
+        companion = None
+        if self.sparse is not None:
+            companion = self._companion(hidden_states, tokens, layer, windows, packing)
         if layer is not None and layer.record_past:
-            self._record(layer, projected, tokens, attention_mask, packing, hidden_states)
+            self._record(layer, projected, tokens, attention_mask, packing, hidden_states, companion)
         weights = None
-        if kwargs.get("output_attentions") and not _has_past(layer):
+        if kwargs.get("output_attentions") and self.sparse is None and not _has_past(layer):
             weights = self.attention_map(tokens, packing)
 
         if layer is not None and self._can_step(layer, tokens, packing):
-            output = self._step(layer, tokens, windows, attention_mask)
+            output = self._step(layer, tokens, after, attention_mask, companion)
         else:
-            output = self._all_at_once(layer, tokens, windows, packing)
+            output = self._all_at_once(layer, tokens, after, packing, companion)
         if self.o_norm is not None:
             output = self.o_norm(output)
         output = output.flatten(-2).to(hidden_states.dtype)
@@ -210,37 +233,63 @@ class RecurrentMixer(TokenMixer):
         """One a stream."""
         return [getattr(self, f"{name}_conv", None) for name in self.stream_names]
 
-    def _all_at_once(self, layer, tokens, windows, packing: Packing | None) -> torch.Tensor:
+    def _companion(self, hidden_states, tokens, layer, windows, packing: Packing | None):
+        """What the tokens bring to the sparse branch."""
+        states = None if layer is None else layer.states
+        own = None if windows is None else windows[self.own_windows :]
+        inputs = self.sparse.prepare(hidden_states, self._written(tokens), own, states, packing)
+        self.sparse.add_ranking_loss(inputs, packing)
+        return inputs
+
+    def _all_at_once(self, layer, tokens, windows, packing: Packing | None, companion=None) -> torch.Tensor:
         """All tokens at once, on from the state of the cache, if there is one."""
         extent = {} if packing is None else {"lengths": packing.lengths, "cu_seqlens": packing.cu_seqlens}
+        beside: torch.Tensor | None = None
+        states: dict[str, torch.Tensor] | None = None
+        if companion is not None:
+            before = None if layer is None else layer.states
+            beside, states = self.sparse.attend(companion, before, packing, keep=layer is not None)
+            windows = [*windows, *companion.windows]
         if layer is None:
-            return self.recurrence(*tokens, **extent)[0]
-        output, state = self.recurrence(*tokens, **extent, initial_state=layer.state, output_final_state=True)
-        layer.write(windows, {"state": state}, tokens[0].shape[1])
-        return output
+            output = self.recurrence(*tokens, **extent)[0]
+        else:
+            output, state = self.recurrence(*tokens, **extent, initial_state=layer.state, output_final_state=True)
+            layer.write(windows, {"state": state, **(states or {})}, tokens[0].shape[1])
+        return output if beside is None else output + beside
 
     def _can_step(self, layer, tokens: Sequence[torch.Tensor], packing: Packing | None) -> bool:
         differentiated = torch.is_grad_enabled() and (
-            tokens[0].requires_grad or any(p.requires_grad for p in self.recurrence.parameters())
+            tokens[0].requires_grad
+            or any(p.requires_grad for p in self.recurrence.parameters())
+            or (self.sparse is not None and any(p.requires_grad for p in self.sparse.parameters()))
         )
         single = tokens[0].shape[1] == 1 and packing is None and not differentiated
         return single and layer.is_initialized and self.backend in ("auto", "triton")
 
-    def _step(self, layer, tokens, windows, attention_mask) -> torch.Tensor:
+    def _step(self, layer, tokens, windows, attention_mask, companion=None) -> torch.Tensor:
         """One token, the state updated in place; a pad leaves windows and state alone."""
         mask = None if attention_mask is None else attention_mask[:, -1].bool()
+        if companion is not None:
+            windows = [*windows, *companion.windows]
         if mask is not None:
             keep = mask[:, None, None]
             windows = [torch.where(keep, w, old) for w, old in zip(windows, layer.windows, strict=True)]
         state = layer.state.detach().clone() if layer.state.requires_grad else layer.state
         output = self.recurrence(*tokens, step=True, state=state, mask=mask)
-        layer.write(windows, {"state": state}, 1)
+        states = layer.states | {"state": state}
+        if companion is not None:
+            output = output + self.sparse.step(companion, states, mask)
+        layer.write(windows, states, 1)
         return output[:, None]
 
-    def _record(self, layer, projected, tokens, attention_mask, packing: Packing | None, hidden_states) -> None:
+    def _record(
+        self, layer, projected, tokens, attention_mask, packing: Packing | None, hidden_states, companion=None
+    ) -> None:
         """Let a recording cache keep what this forward puts in, at its place in the batch."""
         convolved = [x for x, conv in zip(projected, self._convolutions(), strict=True) if conv is not None]
         kept = [*convolved, *self._recorded(tokens)]
+        if companion is not None:
+            kept = [*convolved, *companion.inputs, *self._recorded(tokens), *companion.recorded()]
         mask = attention_mask
         if packing is not None:
             kept, mask = [packing.unpack(x) for x in kept], packing.mask
@@ -254,7 +303,12 @@ class RecurrentMixer(TokenMixer):
         """Windows and states after recorded inputs, for `RecurrentLayer.record`."""
         convolved, tokens, mask = inputs[: len(windows)], inputs[len(windows) : -1], inputs[-1]
         windows = [_last_inputs(w, x, mask) for w, x in zip(windows, convolved, strict=True)]
-        return windows, {"state": cls.replay_state(states["state"], *tokens, mask, *constants)}
+        beside = {name: x for name, x in states.items() if name != "state"}
+        if beside:
+            count = len(tokens) - recorded_count(beside)
+            tokens, recorded = tokens[:count], tokens[count:]
+            beside = replay(beside, list(recorded), mask)
+        return windows, {"state": cls.replay_state(states["state"], *tokens, mask, *constants)} | beside
 
 
 def _has_past(layer) -> bool:

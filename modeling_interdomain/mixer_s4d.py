@@ -79,3 +79,10 @@ class S4DMixer(KeyValueMixer):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx, config.feature_dim + config.head_dim, weighted=False)
+
+    @classmethod
+    def written_shape(cls, config) -> tuple[int, int]:
+        return config.num_key_value_heads, config.feature_dim + config.head_dim
+
+    def _written(self, tokens):
+        return torch.cat(tokens, dim=-1)

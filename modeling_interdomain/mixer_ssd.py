@@ -118,6 +118,13 @@ class SSDMixer(RecurrentMixer):
             query, key = rotate(query, *cos_sin), rotate(key, *cos_sin)
         return query, key, value.unflatten(-1, (dt.shape[-1], -1)), dt
 
+    @classmethod
+    def written_shape(cls, config) -> tuple[int, int]:
+        return cls.output_heads(config), cls.head_width(config)
+
+    def _written(self, tokens):
+        return tokens[2]
+
     def _recorded(self, tokens):
         return tokens[1:]
 

@@ -45,6 +45,7 @@ from .mixer_recurrent import RecurrentMixer
 from .mixer_softmax import SoftmaxMixer
 from .module_common import AuxiliaryLoss, InterdomainRMSNorm, PerVersion
 from .module_rotary import InterdomainRotaryEmbedding
+from .module_sparse_choice import RankingLoss
 from .op_common import (
     Packing,
     cu_seqlens_from_positions,
@@ -57,6 +58,12 @@ from .registry_interdomain import FEED_FORWARDS, TOKEN_MIXERS
 
 # The others walk documents and pads one by one, which no graph can hold.
 _COMPILED_BACKENDS = ("auto", "chunk", "triton")
+
+# What layers hand on for the loss of training, and what of the configuration it is multiplied with.
+_LAYER_LOSSES = {
+    "auxiliary_losses": (AuxiliaryLoss, "aux_loss_coef"),
+    "ranking_losses": (RankingLoss, "ranking_loss_coef"),
+}
 
 # Where a checkpoint folder finds its classes when this package is not installed.
 AUTO_MAP = {
@@ -71,21 +78,24 @@ AUTO_MAP = {
 
 @dataclass
 class InterdomainModelOutput(BaseModelOutputWithPast):
-    """With `auxiliary_losses`, one scalar for each layer that has one, and `chosen_experts`.
+    """With `auxiliary_losses` and `ranking_losses`, one scalar for each layer that has one, and `chosen_experts`.
 
     `chosen_experts` are asked for with `output_chosen_experts=True`: ids `[B, T, h, k]` for each layer with experts.
     """
 
     auxiliary_losses: tuple[torch.Tensor, ...] | None = None
+    ranking_losses: tuple[torch.Tensor, ...] | None = None
     chosen_experts: tuple[torch.Tensor, ...] | None = None
 
 
 @dataclass
 class InterdomainCausalLMOutput(CausalLMOutputWithPast):
-    """With `aux_loss`, their sum, of which `config.aux_loss_coef` times as much is part of `loss`."""
+    """With `aux_loss`, the sum of `auxiliary_losses`, of which `config.aux_loss_coef` times as much is part of `loss`;
+    of the sum of `ranking_losses` it is `config.ranking_loss_coef` times as much."""
 
     aux_loss: torch.Tensor | None = None
     auxiliary_losses: tuple[torch.Tensor, ...] | None = None
+    ranking_losses: tuple[torch.Tensor, ...] | None = None
     chosen_experts: tuple[torch.Tensor, ...] | None = None
 
 
@@ -95,6 +105,7 @@ class InterdomainClassifierOutput(SequenceClassifierOutputWithPast):
 
     aux_loss: torch.Tensor | None = None
     auxiliary_losses: tuple[torch.Tensor, ...] | None = None
+    ranking_losses: tuple[torch.Tensor, ...] | None = None
     chosen_experts: tuple[torch.Tensor, ...] | None = None
 
 
@@ -148,6 +159,7 @@ class InterdomainPreTrainedModel(PreTrainedModel):
         "hidden_states": InterdomainDecoderLayer,
         "attentions": [SoftmaxMixer, RecurrentMixer],
         "auxiliary_losses": OutputRecorder(AuxiliaryLoss, index=0),
+        "ranking_losses": OutputRecorder(RankingLoss, index=0),
         "chosen_experts": OutputRecorder(ChosenExperts, index=0),
     }
 
@@ -157,6 +169,8 @@ class InterdomainPreTrainedModel(PreTrainedModel):
             self._keep_in_fp32_modules_strict = None
         elif config.backend not in _COMPILED_BACKENDS:
             self._can_compile_fullgraph = False
+        if any(config.sparse_per_layer):
+            self._keep_in_fp32_modules_strict = [*self._keep_in_fp32_modules_strict, "sparse.hash", "sparse.scorer"]
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
@@ -199,21 +213,26 @@ class InterdomainPreTrainedModel(PreTrainedModel):
             if getattr(module, "bias", None) is not None:
                 init.zeros_(module.bias)
 
-    def _wants_auxiliary_losses(self, labels: torch.Tensor | None) -> bool:
-        """Whether a layer has something to add to the loss of this forward."""
-        if labels is None or not self.training or not any(isinstance(m, AuxiliaryLoss) for m in self.modules()):
-            return False
-        check_checkpointing(self.modules())
-        return True
+    def _ask_for_losses(self, labels: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
+        """In training, have the forward hand on what layers add to the loss."""
+        if labels is None or not self.training:
+            return
+        for name, (kind, _) in _LAYER_LOSSES.items():
+            if any(isinstance(m, kind) for m in self.modules()):
+                check_checkpointing(self.modules())
+                kwargs[f"output_{name}"] = True
 
-    def _add_auxiliary_losses(self, loss, losses, part=1, whole=1) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The loss, in training with its part of the weighted auxiliary losses; and their sum."""
-        if not losses:
-            return loss, None
-        total = sum(x.to(losses[-1].device) for x in losses)
-        if loss is not None and self.training:
-            loss = loss + (self.config.aux_loss_coef * total).to(loss.device) * part / whole
-        return loss, total
+    def _add_layer_losses(self, loss, outputs, part=1, whole=1) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The loss, in training with its part of what the layers add to it; and the sum of the auxiliary losses."""
+        totals = {}
+        for name, (_, coefficient) in _LAYER_LOSSES.items():
+            losses = getattr(outputs, name)
+            if not losses:
+                continue
+            totals[name] = total = sum(x.to(losses[-1].device) for x in losses)
+            if loss is not None and self.training:
+                loss = loss + (getattr(self.config, coefficient) * total).to(loss.device) * part / whole
+        return loss, totals.get("auxiliary_losses")
 
     @staticmethod
     def create_masks_for_generate(
@@ -419,8 +438,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
             >>> tokenizer = AutoTokenizer.from_pretrained("outputs/quickstart")
             >>> ids = model.generate(**tokenizer("def main", return_tensors="pt"), max_new_tokens=20)
         """
-        if self._wants_auxiliary_losses(labels):
-            kwargs["output_auxiliary_losses"] = True
+        self._ask_for_losses(labels, kwargs)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -436,11 +454,12 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         share = _share(labels, kwargs.get("shift_labels"), kwargs.get("num_items_in_batch"))
-        loss, aux_loss = self._add_auxiliary_losses(loss, outputs.auxiliary_losses, *share)
+        loss, aux_loss = self._add_layer_losses(loss, outputs, *share)
         return InterdomainCausalLMOutput(
             loss=loss,
             aux_loss=aux_loss,
             auxiliary_losses=outputs.auxiliary_losses,
+            ranking_losses=outputs.ranking_losses,
             chosen_experts=outputs.chosen_experts,
             logits=logits,
             past_key_values=outputs.past_key_values,
@@ -623,8 +642,7 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
             inputs_embeds, input_ids, use_cache = torch.cat([inputs_embeds, cls_token], dim=1), None, False
             real = torch.cat([real, real.new_ones(batch, 1)], dim=1)
             attention_mask = None if bool(real.all()) else real.long()
-        if self._wants_auxiliary_losses(labels):
-            kwargs["output_auxiliary_losses"] = True
+        self._ask_for_losses(labels, kwargs)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -641,11 +659,12 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
-        loss, aux_loss = self._add_auxiliary_losses(loss, outputs.auxiliary_losses)
+        loss, aux_loss = self._add_layer_losses(loss, outputs)
         return InterdomainClassifierOutput(
             loss=loss,
             aux_loss=aux_loss,
             auxiliary_losses=outputs.auxiliary_losses,
+            ranking_losses=outputs.ranking_losses,
             chosen_experts=outputs.chosen_experts,
             logits=logits,
             past_key_values=outputs.past_key_values,

@@ -23,6 +23,7 @@ from benchmarks import (
     prefill_memory_gpu,
     prompt_reuse_cpu,
     readme,
+    sparse_cpu,
     ssd_cpu,
     start_study,
     training_gpu,
@@ -45,7 +46,7 @@ def test_operator_table(monkeypatch, tmp_path):
     assert (tmp_path / "plot.png").stat().st_size > 0
 
 
-CPU_TABLES = [model_cpu, decode_cpu, ssd_cpu, dynamic_mask_cpu, prompt_reuse_cpu]
+CPU_TABLES = [model_cpu, decode_cpu, ssd_cpu, sparse_cpu, dynamic_mask_cpu, prompt_reuse_cpu]
 
 
 @pytest.mark.parametrize("module", CPU_TABLES, ids=lambda m: m.__name__)

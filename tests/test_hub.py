@@ -243,7 +243,7 @@ def test_figures_are_those_of_the_model(published, folder):
 @pytest.mark.parametrize(
     ("name", "model_class", "changes", "task", "says", "never"),
     [
-        ("softmax", InterdomainForCausalLM, {}, "text-generation", "is the control", "fixed size"),
+        ("softmax", InterdomainForCausalLM, {}, "text-generation", "is a control", "fixed size"),
         ("s4d", InterdomainForCausalLM, {}, "text-generation", "2 layers (all s4d)", "A query is compared"),
         (
             "interdomain",

@@ -1,5 +1,6 @@
 """The studies: every condition is a configuration, runs are resumed one by one, tables follow the files."""
 
+import functools
 import itertools
 import json
 import math
@@ -10,6 +11,7 @@ import torch
 
 from benchmarks import (
     backends,
+    cheems_study,
     condition_study,
     conversion_study,
     image_study,
@@ -21,6 +23,7 @@ from benchmarks import (
 )
 from benchmarks.harness import RESULTS
 from examples.classify_images import Images
+from examples.recall import shift_rows
 from examples.text_data import mean_nll
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
 
@@ -277,7 +280,7 @@ def test_the_recall_study_spends_one_run_on_a_larger_size_where_the_smallest_is_
 def test_the_shifted_control_moves_rows_and_asks_the_same():
     plain = next(recall_study.make_batches(4, 24, False, 0))
     generator = torch.Generator().manual_seed(1)
-    moved = recall_study.shift(plain, generator)
+    moved = shift_rows(plain, recall_study.SHIFT, recall_study.SHAPE["vocab_size"], generator)
     assert moved.ids.shape == (plain.ids.shape[0], 24 + recall_study.SHIFT)
     assert torch.equal(moved.ids[moved.asked], plain.ids[plain.asked])
     offsets = set()
@@ -321,3 +324,38 @@ def test_a_run_of_the_recall_study_has_what_its_table_and_plot_read(monkeypatch,
     table = recall_study.table(record)
     assert "posterior, uniform, even | " in table and "shifted control" in table and "not run" in table
     assert recall_study.plot(record).stat().st_size > 0
+
+
+def test_the_cheems_study_compares_models_of_one_size():
+    counts = {}
+    for part, conditions in cheems_study.conditions().items():
+        for name, fields in conditions.items():
+            with torch.device("meta"):
+                counts[part, name] = InterdomainForCausalLM(InterdomainConfig(**fields)).num_parameters()
+    placements = [count for (part, _), count in counts.items() if part == "placements"]
+    assert len(placements) == 6 and max(placements) < 1.01 * min(placements)
+    encodings = [count for (part, _), count in counts.items() if part == "encodings"]
+    assert len(encodings) == 13 and max(encodings) < 1.05 * min(encodings)
+    items = list(cheems_study.plan([]))
+    assert len({tuple(item.items()) for item in items}) == len(items) and {item["seed"] for item in items} == {0}
+
+
+def test_a_run_of_the_cheems_study_has_what_its_table_reads(data, monkeypatch, tmp_path):
+    monkeypatch.setattr(cheems_study, "FILE", tmp_path / "cheems_study.json")
+    monkeypatch.setattr(cheems_study, "RECALL_STEPS", 2)
+    training = {"steps": 1, "batch_size": 1, "sequence_length": 16}
+    monkeypatch.setattr(condition_study.train_and_measure, "__defaults__", (training,))
+    items = [
+        cheems_study.item("encodings", "SSD, rope", 3e-3),
+        cheems_study.item("placements", "two", 3e-3),
+        cheems_study.item("recall", "SSD, 32", 3e-3, shift=cheems_study.SHIFT),
+    ]
+    run = functools.partial(cheems_study.run_condition, data=data)
+    studies.run_missing(cheems_study.FILE, {"training": training}, lambda runs: iter(items), run, "python study")
+    record = json.loads(cheems_study.FILE.read_text())
+    table = cheems_study.table(record)
+    assert table.count(" at 0.003") == 2 and "3 runs so far" in table
+    later = [item for item in cheems_study.plan(record["runs"]) if item["seed"] == 1]
+    assert {(item["part"], item["condition"]) for item in later} == {
+        (item["part"], item["condition"]) for item in items
+    }

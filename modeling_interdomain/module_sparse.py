@@ -1,0 +1,285 @@
+"""The companion of a recurrent layer: softmax attention to a few keys chosen by content (HAX, arXiv 2507.00449).
+
+What the recurrence writes is read a second time, by queries and keys of the branch's own, and joins the output of the
+recurrence channel by channel with a learned weight.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from .module_convolution import CausalConv1d, causal_conv
+from .module_sparse_choice import KeyScorer, RankingLoss, SparseHash, ranking_loss
+from .module_sparse_parts import Budget, budgets, kept_shapes
+from .op_common import Packing, without_autocast
+from .op_sparse import sparse_attention
+from .op_sparse_step import sparse_step
+from .op_sparse_stream import Bins, Ring, SparseMemory, memory_of
+
+
+class SparseInputs(NamedTuple):
+    """What the tokens of one forward bring.
+
+    Attributes:
+        query, key: `[B, T, S, d]`, keys scaled by `d^-1/2`.
+        value: `[B, T, S, D]`.
+        scores: `[B, T, S]`, or None.
+        bins: of every part but key selection.
+        sums: `[B, S, 2, d]`, the sums of all queries and keys so far; None where no part asks.
+        inputs, windows: what the two convolutions read, and will have read last.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scores: torch.Tensor | None
+    bins: tuple[Bins, ...]
+    sums: torch.Tensor | None
+    inputs: list[torch.Tensor]
+    windows: list[torch.Tensor]
+
+    def recorded(self) -> list[torch.Tensor]:
+        """What moves the memory, `[B, T, ...]` each, for `replay`."""
+        kept = [self.value, self.key, *(part.key for part in self.bins)]
+        kept += [] if self.scores is None else [self.scores]
+        return kept if self.sums is None else [*kept, self.query]
+
+
+class SparseBranch(nn.Module):
+    """`gate * attention` of queries and keys of S heads to `value`, the numbers that the recurrence writes.
+
+    Parameters: `q_proj`, `k_proj`, each followed by a short convolution (`q_conv`, `k_conv`); `gate` `[H, D]`, E of the
+    paper; `hash` and `scorer`, where a part needs them.
+    """
+
+    def __init__(self, config, name: str, groups: int, width: int):
+        """`groups` x `width` is what the recurrence writes of a token; its output has H x `width` numbers."""
+        super().__init__()
+        self.config = config
+        self.budgets = budgets(config, name)
+        parts = {budget.part for budget in self.budgets}
+        self.heads = config.sparse_num_heads or groups
+        self.dim, self.kernel = config.sparse_key_dim, config.conv_kernel
+        self.groups, self.width, self.repeats = groups, width, config.num_attention_heads // groups
+        self.selected_keys = next((b.keys for b in self.budgets if b.part == "key_selection"), 0)
+        self.binned = [budget for budget in self.budgets if budget.part != "key_selection"]
+        self.spacing = max(1, config.max_position_embeddings // max(1, self.budgets[0].keys))
+        size = self.heads * self.dim
+        self.q_proj = nn.Linear(config.hidden_size, size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, size, bias=False)
+        self.q_conv, self.k_conv = CausalConv1d(size, self.kernel), CausalConv1d(size, self.kernel)
+        self.gate = nn.Parameter(torch.full((config.num_attention_heads, width), float(config.sparse_gate_init)))
+        self.hash = SparseHash(config, self.heads) if "lsh" in parts else None
+        self.scorer = KeyScorer(config) if "key_selection" in parts else None
+        self.ranking = None
+        if self.scorer is not None and config.ranking_loss_coef > 0:
+            self.ranking = RankingLoss()
+        elif self.scorer is not None:
+            self.scorer.requires_grad_(False)  # nothing else trains it
+        self.centred = self.hash is not None and config.sparse_hash_center is not None
+        self.summed = self.centred or self.scorer is not None
+        self.window_shapes, self.state_shapes = kept_shapes(config, name, groups, width)
+
+    def start_parameters(self, config) -> None:
+        init.constant_(self.gate, config.sparse_gate_init)
+
+    # What the tokens bring.
+
+    def prepare(
+        self,
+        hidden_states: torch.Tensor,
+        value: torch.Tensor,
+        windows: list[torch.Tensor] | None,
+        states: dict[str, torch.Tensor] | None,
+        packing: Packing | None,
+    ) -> SparseInputs:
+        """From tokens `[B, T, hidden_size]` of the batch and `value` `[B, T, groups, width]`, packed already.
+
+        `windows` are those of `q_conv` and `k_conv`, and `states` those of the cache, if there is one.
+        """
+        projected = [self.q_proj(hidden_states), self.k_proj(hidden_states)]
+        extent: dict[str, Any] = {}
+        if packing is not None:
+            projected = [packing.pack(x) for x in projected]
+            number = 0 if packing.cu_seqlens is None else packing.cu_seqlens.shape[0] - 1
+            extent = {"lengths": packing.lengths, "documents": packing.documents, "number": number}
+        before = windows or [None, None]
+        streams, after = [], []
+        for x, conv, window in zip(projected, (self.q_conv, self.k_conv), before, strict=True):
+            y, window = causal_conv(conv, x, window, self.kernel, **extent)
+            streams.append(y.unflatten(-1, (self.heads, self.dim)))
+            after.append(window)
+        query, key = streams
+        key = key * self.dim**-0.5
+        value = value.flatten(2).unflatten(-1, (self.heads, -1))
+        differentiated = self.training and torch.is_grad_enabled()
+        with torch.no_grad(), without_autocast(query.device):
+            chosen = self._choose(query.detach(), key.detach(), states, packing, differentiated)
+        scores, bins, sums = chosen
+        return SparseInputs(query, key, value, scores, bins, sums, projected, after)
+
+    def _choose(self, query, key, states, packing: Packing | None, differentiated: bool):
+        """Scores, bins and sums, in at least float32; only the scores of a forward of training have a gradient."""
+        wide = torch.promote_types(query.dtype, torch.float32)
+        query, key = query.to(wide), key.to(wide)
+        counts = _counts(query, None if states is None else states["sparse_seen"], packing)
+        sums, running = None, None
+        if self.summed:
+            before = None if states is None else states["sparse_sums"]
+            running, sums = _running_sums(torch.stack([query, key], dim=3), before, packing)
+        scores = None
+        if self.scorer is not None:
+            with torch.set_grad_enabled(differentiated and self.ranking is not None):
+                scores = self.scorer(key, running[..., 0, :].to(wide))
+        hashed = None
+        if self.hash is not None:
+            means = (running / counts[..., None, None, None]).to(wide) if self.centred else None
+            hashed = self.hash(torch.stack([query, key], dim=3), means)
+        return scores, tuple(self._bins(budget, hashed, counts, query) for budget in self.binned), sums
+
+    def _bins(self, budget: Budget, hashed, counts: torch.Tensor, query: torch.Tensor) -> Bins:
+        """One bin for all queries but those of a hash; of the keys some parts leave many out."""
+        part, keys, number = budget
+        if part == "lsh":
+            return Bins(hashed[..., 0], hashed[..., 1], number, keys, complete=True)
+        shape = query.shape[:3]
+        one = torch.zeros(shape, dtype=torch.long, device=query.device)
+        if part in ("sliding_window", "full"):
+            return Bins(one, one, number, keys, complete=True)
+        seen = counts <= keys if part == "sink" else counts % self.spacing == 0
+        return Bins(one, torch.where(seen[..., None], one, -1), number, keys)
+
+    # Attention.
+
+    def attend(
+        self, inputs: SparseInputs, states: dict[str, torch.Tensor] | None, packing: Packing | None, keep: bool
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor] | None]:
+        """All tokens at once: `[B, T, H, width]`, and what the cache holds then, if it is to `keep` anything."""
+        extent: dict[str, Any] = {}
+        if packing is not None:
+            extent = {"lengths": packing.lengths, "cu_seqlens": packing.cu_seqlens, "documents": packing.documents}
+        output, memory = sparse_attention(
+            inputs.query,
+            inputs.key,
+            inputs.value,
+            scores=inputs.scores,
+            selected_keys=self.selected_keys,
+            bins=inputs.bins,
+            initial_state=None if states is None else _memory_of(states),
+            output_final_state=keep,
+            **extent,
+        )
+        after = None
+        if memory is not None:
+            after = _states_of(memory) | ({} if inputs.sums is None else {"sparse_sums": inputs.sums})
+            after = {name: after[name] for name in self.state_shapes}
+        return self._gated(output), after
+
+    def step(self, inputs: SparseInputs, states: dict[str, torch.Tensor], mask: torch.Tensor | None) -> torch.Tensor:
+        """One token, the states updated in place: `[B, H, width]`."""
+        if inputs.sums is not None:
+            kept = states["sparse_sums"]
+            kept.copy_(inputs.sums if mask is None else inputs.sums.where(mask[:, None, None, None], kept))
+        query, key, value = (x[:, 0] for x in (inputs.query, inputs.key, inputs.value))
+        scores = None if inputs.scores is None else inputs.scores[:, 0]
+        bins = [part._replace(query=part.query[:, 0], key=part.key[:, 0]) for part in inputs.bins]
+        output = sparse_step(query, key, value, memory=_memory_of(states), scores=scores, bins=bins, mask=mask)
+        return self._gated(output)
+
+    def _gated(self, output: torch.Tensor) -> torch.Tensor:
+        """From S heads to the H of the recurrence's output."""
+        output = output.flatten(-2).unflatten(-1, (self.groups, self.width))
+        if self.repeats > 1:
+            output = output.repeat_interleave(self.repeats, dim=-2)
+        return self.gate * output
+
+    def add_ranking_loss(self, inputs: SparseInputs, packing: Packing | None) -> None:
+        """Hand on what trains the scorer; in training alone."""
+        if self.ranking is None or not self.training:
+            return
+        with without_autocast(inputs.query.device):
+            wide = torch.promote_types(inputs.query.dtype, torch.float32)
+            loss = ranking_loss(
+                inputs.scores,
+                inputs.query.detach().to(wide),
+                inputs.key.detach().to(wide),
+                self.selected_keys,
+                target=self.config.ranking_target,
+                lengths=None if packing is None else packing.lengths,
+                documents=None if packing is None else packing.documents,
+            )
+        self.ranking(loss)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{part}: {keys} keys of {bins} bins" for part, keys, bins in self.budgets)
+
+
+def replay(
+    states: dict[str, torch.Tensor], recorded: list[torch.Tensor], mask: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """The states of a branch, by name, after the tokens of `SparseInputs.recorded` (mask `[B, T]`)."""
+    memory = _memory_of(states)
+    value, key, *rest = recorded
+    of_bins, rest = rest[: len(memory.rings)], rest[len(memory.rings) :]
+    bins = [Bins(x, x, *ring.places.shape[2:]) for x, ring in zip(of_bins, memory.rings, strict=True)]
+    scores, selected = None, 0
+    if memory.scores is not None:
+        scores, selected, rest = rest[0], memory.scores.shape[-1], rest[1:]
+    after = _states_of(memory_of(key, value, scores, selected, bins, mask, memory))
+    if rest:
+        both = torch.stack([rest[0], key], dim=3).to(states["sparse_sums"].dtype)
+        after["sparse_sums"] = states["sparse_sums"] + torch.where(mask[..., None, None, None], both, 0).sum(1)
+    return {name: after[name] for name in states}
+
+
+def recorded_count(states: dict[str, torch.Tensor]) -> int:
+    """How many tensors a branch with these states records."""
+    if "sparse_seen" not in states:
+        return 0
+    rings = sum(name.endswith("_places") for name in states) - ("sparse_places" in states)
+    return 2 + rings + ("sparse_scores" in states) + ("sparse_sums" in states)
+
+
+def _memory_of(states: dict[str, torch.Tensor]) -> SparseMemory:
+    rings: list[Ring] = []
+    while (name := f"sparse_ring{len(rings)}") in states:
+        rings.append(Ring(states[name], states[f"{name}_places"]))
+    entries, scores, places = (states.get(f"sparse_{name}") for name in ("entries", "scores", "places"))
+    return SparseMemory(states["sparse_seen"], entries, scores, places, tuple(rings))
+
+
+def _states_of(memory: SparseMemory) -> dict[str, torch.Tensor]:
+    states = {"sparse_seen": memory.seen}
+    if memory.entries is not None:
+        states |= {"sparse_entries": memory.entries, "sparse_scores": memory.scores, "sparse_places": memory.places}
+    for i, ring in enumerate(memory.rings):
+        states |= {f"sparse_ring{i}": ring.entries, f"sparse_ring{i}_places": ring.places}
+    return states
+
+
+def _counts(x: torch.Tensor, seen: torch.Tensor | None, packing: Packing | None) -> torch.Tensor:
+    """`[B or 1, T]`, how many tokens there are up to each, in its row or document."""
+    counts = torch.arange(1, x.shape[1] + 1, device=x.device)[None]
+    if packing is not None and packing.documents is not None:
+        counts = counts - packing.cu_seqlens[packing.documents]
+    return counts if seen is None else counts + seen[:, None]
+
+
+def _running_sums(x: torch.Tensor, before: torch.Tensor | None, packing: Packing | None):
+    """Of `[B, T, S, n, d]`, the sums up to every token, in float64, and the last of them `[B, S, n, d]`.
+
+    A long sum in float32 would put equal tokens into other bins, depending on how the text was cut into pieces.
+    """
+    if packing is not None and packing.lengths is not None:
+        real = torch.arange(x.shape[1], device=x.device) < packing.lengths[:, None]
+        x = torch.where(real[..., None, None, None], x, 0)
+    running = x.double().cumsum(1) if x.shape[1] > 1 else x.double()
+    if packing is not None and packing.documents is not None:
+        starts = packing.cu_seqlens[packing.documents]
+        earlier = torch.nn.functional.pad(running[0], (0, 0, 0, 0, 0, 0, 1, 0))
+        running = running - earlier[starts]
+    if before is not None:
+        running = running + before[:, None]
+    return running, running[:, -1]
