@@ -105,6 +105,12 @@ class StateSpaceDualityTest(TransformersSuite, unittest.TestCase):
     has_attentions = False
 
 
+@pytest.mark.slow
+class SelectiveScanTest(TransformersSuite, unittest.TestCase):
+    token_mixers = "selective_scan"
+    has_attentions = False
+
+
 class HybridTest(TransformersSuite, unittest.TestCase):
     token_mixers = ("interdomain", "softmax")
     # Recurrent layers have no attention weights to return; SoftmaxTest runs these checks.
