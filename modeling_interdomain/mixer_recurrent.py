@@ -52,7 +52,9 @@ class RecurrentMixer(TokenMixer):
         self.stream_names = [stream.name for stream in streams]
         windows = [(stream.heads * stream.width, self.kernel - 1) for stream in streams if stream.convolved]
         branch = config.sparse_per_layer[layer_idx]
-        self.sparse = None if branch is None else SparseBranch(config, branch, *self.written_shape(config))
+        self.sparse = None
+        if branch is not None:
+            self.sparse = SparseBranch(config, branch, *self.written_shape(config), self.output_heads(config))
         self.own_windows = len(windows)
         self.kept_shapes = [*windows, tuple(self.state_shape(config))]
         if self.sparse is not None:

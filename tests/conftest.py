@@ -19,25 +19,40 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 PAD = 3
 VOCABULARY = 48
 
+EXPERTS = {"num_experts": 48, "expert_heads": 2, "experts_per_head": 3, "expert_key_dim": 6}
+
 MIXERS = {
     "interdomain": {"token_mixers": "interdomain"},
     "interdomain-softmax": {"token_mixers": ["interdomain", "softmax"], "rope_parameters": ROPE},
     "softmax-interdomain": {"token_mixers": ["softmax", "interdomain"], "rope_parameters": ROPE},
     "softmax": {"token_mixers": "softmax", "rope_parameters": ROPE},
 }
+# Together they put every token mixer before every feed-forward layer: test_configuration.py.
 VARIANTS = {
     "grouped": {"num_key_value_heads": 2},
     "one-group": {"num_key_value_heads": 1, "token_mixers": ["interdomain", "softmax"]},
     "wide-features": {"feature_dim": 12},
     "normalized": {"normalize": True},
-    "diagonal": {"coefficient_matrix": "diagonal"},
+    "diagonal": {"coefficient_matrix": "diagonal", "feed_forwards": ["none", "mlp"]},
     "identity": {"coefficient_matrix": "identity", "product": "hermitian"},
     "real-product": {"product": "real"},
     "rope-before": {"rope_parameters": ROPE, "rope_placement": "before", "feature_dim": 6},
     "rope-after": {"rope_parameters": ROPE, "rope_placement": "after", "token_mixers": ["softmax", "interdomain"]},
     "s4d": {"token_mixers": "s4d"},
-    "s4d-grouped": {"token_mixers": ["s4d", "softmax"], "num_key_value_heads": 2, "use_output_gate": True},
-    "s4d-rope": {"token_mixers": "s4d", "rope_parameters": ROPE, "rope_placement": "before", "feature_dim": 6},
+    "s4d-grouped": {
+        "token_mixers": ["s4d", "softmax"],
+        "feed_forwards": ["cdmoe", "none"],
+        "num_key_value_heads": 2,
+        "use_output_gate": True,
+        **EXPERTS,
+    },
+    "s4d-rope": {
+        "token_mixers": "s4d",
+        "feed_forwards": ["none", "mlp"],
+        "rope_parameters": ROPE,
+        "rope_placement": "before",
+        "feature_dim": 6,
+    },
     "single-input": {"state_input": "generic", "rope_parameters": ROPE, "rope_placement": "after"},
     "linear-readout": {"token_mixers": "s4d", "state_input": "key_value", "coefficient_matrix": "diagonal"},
     "fourier": {"feature_map": "fourier", "feature_dim": 6, "normalize": True, "input_norm": False, "product": "real"},
@@ -72,13 +87,21 @@ VARIANTS = {
         "scan_state_size": 5,
         "scan_step_rank": 3,
     },
-    "experts": {
-        "token_mixers": ["interdomain", "softmax"],
+    "experts": {"token_mixers": ["interdomain", "softmax"], "feed_forwards": "cdmoe", **EXPERTS},
+    "cheems": {
+        "token_mixers": ["ssd", "inner_function"],
         "feed_forwards": "cdmoe",
-        **{"num_experts": 48, "expert_heads": 2, "experts_per_head": 3, "expert_key_dim": 6},
+        "ssd_state_size": 6,
+        "inner_values": 5,
+        "inner_value_dim": 8,
+        "rope_parameters": ROPE,
+        "rope_placement": "after",
+        **EXPERTS,
     },
     "inner-function": {
-        "token_mixers": ["inner_function", "interdomain"],
+        "num_hidden_layers": 3,
+        "token_mixers": ["inner_function", "interdomain", "inner_function"],
+        "feed_forwards": ["mlp", "mlp", "none"],
         "rope_parameters": ROPE,
         "dynamic_mask": "position",
         "inner_values": 5,
@@ -109,7 +132,7 @@ def _variants_in_turn(items) -> None:
     cases = defaultdict(list)
     for item in items:
         values = item.callspec.params if hasattr(item, "callspec") else {}
-        name = values.get("any_model", values.get("recurrent_model"))
+        name = next((values[x] for x in ("model", "any_model", "recurrent_model") if x in values), None)
         if name in VARIANTS:
             cases[item.path, item.originalname, name].append(item)
     turns = {name: turn for turn, name in enumerate(VARIANTS)}
@@ -206,9 +229,9 @@ def make_model(make_config):
     return make
 
 
-@pytest.fixture(params=MIXERS)
+@pytest.fixture(params=[*MIXERS, "cheems"])
 def model(request, make_model):
-    """Every arrangement of token mixers."""
+    """Every arrangement of token mixers, and the one without any of them."""
     return make_model(request.param)
 
 

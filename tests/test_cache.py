@@ -444,11 +444,17 @@ def test_gradient_through_a_cache(any_model, pieces, random_ids, assert_same):
 
 def test_layers_hold_what_their_mixers_need(model, random_ids, cache_after):
     cache, config = cache_after(model, random_ids(3, 7)), model.config
+    states = {
+        "interdomain": (3, 4, 2, config.state_size, config.feature_dim + config.head_dim),
+        "ssd": (3, 4, config.head_dim, config.ssd_state_size),
+    }
     for mixer, layer in zip(config.mixers_per_layer, cache.layers):
-        if mixer == "interdomain":
+        if mixer in states:
             assert layer.keys is None
-            assert layer.state.shape == (3, 4, 2, config.state_size, config.feature_dim + config.head_dim)
-            assert [tuple(w.shape) for w in layer.windows] == [(3, 32, 3), (3, 32, 3)]
+            assert layer.state.shape == states[mixer]
+            assert [tuple(w.shape) for w in layer.windows] == (
+                [(3, 32, 3), (3, 32, 3)] if mixer == "interdomain" else []
+            )
         else:
             assert layer.keys.shape == layer.values.shape == (3, 4, 7, config.head_dim)
 

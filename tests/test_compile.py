@@ -80,6 +80,9 @@ THOROUGH = [
     ("selective-scan", "training with ends", "aot_eager"),
     ("selective-scan", "prefill masked", "aot_eager"),
     ("mamba2", "training masked", "inductor"),
+    ("cheems", "training masked", "aot_eager"),
+    ("cheems", "prefill masked", "aot_eager"),
+    ("cheems", "training with ends", "inductor"),
     ("interdomain-softmax", "training masked", "inductor"),
     ("interdomain-softmax", "prefill masked", "inductor"),
 ]

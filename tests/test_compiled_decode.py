@@ -7,8 +7,21 @@ from transformers import CompileConfig
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["auto", "triton"])
-@pytest.mark.parametrize("name", ["interdomain", "interdomain-softmax", "inner-function", "value-mask", "windowed"])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("interdomain", "auto"),
+        ("interdomain", "triton"),
+        ("interdomain-softmax", "triton"),
+        ("s4d-grouped", "auto"),
+        ("mamba2", "auto"),
+        ("cheems", "auto"),
+        ("experts", "triton"),
+        ("inner-function", "triton"),
+        ("value-mask", "auto"),
+        ("windowed", "auto"),
+    ],
+)
 def test_static_decode_compiles_once_and_agrees(name, backend, make_model, random_ids):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = make_model(name, dtype=torch.float32, state_dtype="float32", backend=backend).to(device)

@@ -1,6 +1,7 @@
 """The configuration checks itself, and the presets are the paper's models."""
 
 import copy
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from modeling_interdomain import InterdomainCache, InterdomainConfig
 from modeling_interdomain.cache_recurrent import RecurrentLayer
+from modeling_interdomain.registry_interdomain import FEED_FORWARDS, TOKEN_MIXERS
+from tests.conftest import MIXERS, VARIANTS
 
 PRESETS = sorted(Path(__file__).parents[1].glob("configuration/*/config.json"))
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -96,6 +99,19 @@ def test_state_sizes_are_those_of_a_cache(any_model, random_ids):
         else:
             held["keys_values"] += layer.keys.numel() + layer.values.numel()
     assert any_model.config.state_sizes(5) == held
+
+
+def test_the_tests_meet_every_mixer_with_every_feed_forward(make_config):
+    """What takes `any_model` says something of all pairs; names that other tests have registered are not ours."""
+    met = set()
+    for name in (*MIXERS, *VARIANTS):
+        config = make_config(name)
+        met |= set(zip(config.mixers_per_layer, config.feed_forwards_per_layer, strict=True))
+    ours = [
+        [name for name, part in table.items() if part is None or part.__module__.startswith("modeling_interdomain.")]
+        for table in (TOKEN_MIXERS, FEED_FORWARDS)
+    ]
+    assert set(product(*ours)) <= met
 
 
 @pytest.mark.parametrize("coefficients", ["full", "diagonal", "identity"])

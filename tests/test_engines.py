@@ -1,6 +1,7 @@
 """Training with the stock engines gives the curve of one plain process: DDP, FSDP2, DeepSpeed, compile, TRL."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -44,9 +45,30 @@ def test_two_processes_equal_one_with_twice_the_batch(options, tmp_path):  # noq
     assert_same_curve(tmp_path / "two", tmp_path / "one")
 
 
-def test_sharded_parameters_equal_whole_ones(options, tmp_path):  # noqa: F811
-    """FSDP2: every parameter is split over two processes, the state space model's own ones included."""
-    assert train.main(options("start")) == 0
+SHARDED = {
+    "interdomain": {},
+    "cheems": {
+        "token_mixers": ["ssd", "inner_function"],
+        "ssd_state_size": 8,
+        "inner_value_dim": 8,
+        "dynamic_mask": "position",
+        "feed_forwards": "cdmoe",
+        "num_experts": 64,
+        "experts_per_head": 2,
+        "expert_key_dim": 8,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "changes", [SHARDED["interdomain"], pytest.param(SHARDED["cheems"], marks=pytest.mark.slow)], ids=SHARDED
+)
+def test_sharded_parameters_equal_whole_ones(options, tmp_path, changes):  # noqa: F811
+    """FSDP2: every parameter is split over two processes, those of a state space model and of experts included."""
+    (tmp_path / "model").mkdir()
+    fields = json.loads((TINY / "config.json").read_text()) | changes
+    (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
+    assert train.main(options("start", config=tmp_path / "model")) == 0
     go_on = {"model": tmp_path / "start", "save_only_model": "true"}
     assert train.main(options("whole", per_device_train_batch_size=4, **go_on)) == 0
     launch(torchrun(2), options("sharded", fsdp_size=2, **go_on))

@@ -243,6 +243,9 @@ ASSISTED = [
     ("interdomain-softmax", "softmax-interdomain"),
     ("softmax-interdomain", "interdomain"),
     ("normalized", "rope-after"),
+    ("cheems", "mamba2"),
+    ("mamba2", "inner-function"),
+    ("value-mask", "cheems"),
 ]
 
 
@@ -269,7 +272,10 @@ def test_assisted_decoding(main, assistant, tokens, make_model, random_ids, gene
     assert_same_generation(actual, generate(model, ids, max_new_tokens=12, use_cache=False))
 
 
-@pytest.mark.parametrize("name", ["interdomain", "interdomain-softmax", "softmax-interdomain", "normalized"])
+@pytest.mark.each_value
+@pytest.mark.parametrize(
+    "name", ["interdomain", "interdomain-softmax", "softmax-interdomain", "normalized", "cheems", "mamba2"]
+)
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampling"])
 def test_assistant_that_is_often_right(name, do_sample, make_model, random_ids, generate, assert_logits_of_text):
     model = make_model(name)

@@ -26,7 +26,7 @@ from tests.test_examples import WORDS, some_documents
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED = REPOSITORY.parent / "shared" / "data"
-MIXERS = ["interdomain", "interdomain-softmax", "s4d", "softmax"]
+MIXERS = ["interdomain", "interdomain-softmax", "s4d", "softmax", "cheems"]
 COMMONSENSE = ["piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "social_iqa", "boolq", "lambada_openai"]
 TASKS = ["commonsense", "lambada_standard", "wikitext", "recall", "triviaqa", "longdocs"]
 METRICS = {

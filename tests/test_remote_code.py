@@ -85,9 +85,15 @@ Path("report.json").write_text(json.dumps(report))
 
 @pytest.fixture(scope="module")
 def models(make_model):
-    parts = {"feed_forwards": ["cdmoe", "mlp"], "num_experts": 48, "expert_key_dim": 8}
+    mixers = ["interdomain", "softmax", "s4d", "ssd", "inner_function"]
+    parts = {
+        "num_hidden_layers": len(mixers),
+        "token_mixers": mixers,
+        "feed_forwards": ["cdmoe", "mlp", "none", "mlp", "cdmoe"],
+        "dynamic_mask": "value",
+    }
     return {
-        name: make_model("interdomain-softmax", model_class, dtype=torch.float32, num_labels=3, **parts)
+        name: make_model("cheems", model_class, dtype=torch.float32, num_labels=3, feature_dim=6, **parts)
         for name, model_class in CLASSES.items()
     }
 

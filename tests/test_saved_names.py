@@ -27,6 +27,7 @@ NAMES = dict.fromkeys([*MIXERS, *VARIANTS], PLAIN) | {
     "fourier": BARE | FOURIER,
     "fourier-shifted": PLAIN | FOURIER | {"feature_map.phases"},
     "ssd": SSD,
+    "cheems": SSD,
     "mamba2": SSD
     | {f"{name}_conv.{kind}" for name in "qkv" for kind in ("weight", "bias")}
     | {"g_proj.weight", "norm.weight"},

@@ -44,5 +44,6 @@ def pytest_itemcollected(item):
     reason, tests = CANNOT.get(method, ("", ()))
     if test in tests:
         item.add_marker(pytest.mark.xfail(reason=reason, raises=ValueError, strict=True))
-    if test not in FAST_TESTS or method not in FAST_METHODS:
+    first = item.callspec.params["model_id"] == "interdomain"
+    if test not in FAST_TESTS or method not in FAST_METHODS or not first:
         item.add_marker(pytest.mark.slow)

@@ -1,4 +1,4 @@
-"""Runs the tests that PEFT has for decoders, unmodified, on our model."""
+"""Runs the tests that PEFT has for decoders, unmodified, on two of our models."""
 
 import importlib
 import inspect
@@ -13,7 +13,15 @@ from examples.text_data import train_tokenizer
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
 from tests.sdist import SdistUnavailable, fetch_tests_folder
 
-MODEL = "interdomain"
+MODELS = {
+    "interdomain": {"token_mixers": ["interdomain", "softmax"]},
+    "cheems": {
+        "token_mixers": ["ssd", "inner_function"],
+        "feed_forwards": "cdmoe",
+        "inner_value_dim": 8,
+        "ssd_norm": "after_gate",  # of what o_proj reads, PVERA takes the exponential
+    },
+}
 QUOTES = ["So many books, so little time.", "Be yourself; everyone else is already taken."] * 8
 
 
@@ -37,8 +45,8 @@ except SdistUnavailable as error:
     pytest.skip(str(error), allow_module_level=True)
 
 # The parameters of the tests refer to these two lists.
-tests.PEFT_DECODER_MODELS_TO_TEST[:] = [MODEL]
-tests.SMALL_GRID_MODELS[:] = [MODEL]
+tests.PEFT_DECODER_MODELS_TO_TEST[:] = MODELS
+tests.SMALL_GRID_MODELS[:] = MODELS
 tests.load_dataset_english_quotes = lambda: DatasetDict(train=Dataset.from_dict({"quote": QUOTES}))
 
 
@@ -47,20 +55,21 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
     tokenizer = train_tokenizer(QUOTES, vocab_size=300)
-    config = InterdomainConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        state_size=8,
-        token_mixers=["interdomain", "softmax"],
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        eos_token_id=None,  # so that all rows of a batch are continued to the same length
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    InterdomainForCausalLM(config).save_pretrained(folder / MODEL)
-    tokenizer.save_pretrained(folder / MODEL)
+    for name, parts in MODELS.items():
+        config = InterdomainConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            state_size=8,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            eos_token_id=None,  # so that all rows of a batch are continued to the same length
+            pad_token_id=tokenizer.pad_token_id,
+            **parts,
+        )
+        InterdomainForCausalLM(config).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
     return folder
 
 

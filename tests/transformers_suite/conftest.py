@@ -54,7 +54,7 @@ def pytest_configure(config):
         config.addinivalue_line("markers", f"{marker}: set by the tests of Transformers")
 
 
-# One of the three models takes the long tests with the fast ones, the hybrid those that start several processes.
+# One of the five models takes the long tests with the fast ones, the hybrid those that start several processes.
 FAST_MODEL = {
     "is_training_test": "InterdomainTest",
     "is_tensor_parallel_test": "HybridTest",

@@ -2,6 +2,7 @@
 
 import unittest
 
+import pytest
 import torch
 from transformers.testing_utils import torch_device
 
@@ -44,9 +45,8 @@ class InterdomainModelTester:
     num_hidden_layers = 2
     num_attention_heads = 4
 
-    def __init__(self, token_mixers, feed_forwards):
-        self.token_mixers = token_mixers if isinstance(token_mixers, str) else list(token_mixers)
-        self.feed_forwards = feed_forwards if isinstance(feed_forwards, str) else list(feed_forwards)
+    def __init__(self, parts):
+        self.parts = parts
 
     def config_fields(self):
         return {
@@ -60,12 +60,10 @@ class InterdomainModelTester:
             "max_position_embeddings": 64,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
             "rope_placement": "before",
-            "token_mixers": self.token_mixers,
-            "feed_forwards": self.feed_forwards,
             "pad_token_id": 0,
             "bos_token_id": 1,
             "eos_token_id": 2,
-        }
+        } | self.parts
 
     def get_config(self):
         return InterdomainConfig(**self.config_fields())
@@ -83,25 +81,24 @@ class TransformersSuite(ModelTesterMixin, TrainingTesterMixin, TensorParallelTes
     # The library dates a model by the copyright line of its configuration file and would excuse one without a date.
     test_can_init_all_missing_weights_before_2023 = True
 
-    token_mixers = None
-    feed_forwards = "mlp"
+    parts = None
 
     def setUp(self):
         if reason := NOT_APPLICABLE.get(self._testMethodName):
             self.skipTest(reason)
-        self.model_tester = InterdomainModelTester(self.token_mixers, self.feed_forwards)
+        self.model_tester = InterdomainModelTester(self.parts)
 
     def test_config(self):
         ConfigTester(self, InterdomainConfig, **self.model_tester.config_fields()).run_common_tests()
 
 
 class InterdomainTest(TransformersSuite, unittest.TestCase):
-    token_mixers = "interdomain"
+    parts = {"token_mixers": "interdomain"}
     has_attentions = False
 
 
-class StateSpaceDualityTest(TransformersSuite, unittest.TestCase):
-    token_mixers = "ssd"
+class StateSpaceTest(TransformersSuite, unittest.TestCase):
+    parts = {"token_mixers": ["ssd", "s4d"], "feed_forwards": ["none", "mlp"]}
     has_attentions = False
 
 
@@ -112,17 +109,19 @@ class SelectiveScanTest(TransformersSuite, unittest.TestCase):
 
 
 class HybridTest(TransformersSuite, unittest.TestCase):
-    token_mixers = ("interdomain", "softmax")
+    parts = {"token_mixers": ["interdomain", "softmax"]}
     # Recurrent layers have no attention weights to return; SoftmaxTest runs these checks.
     has_attentions = False
 
 
-class ExpertsTest(HybridTest):
-    feed_forwards = ("cdmoe", "mlp")
+class CheemsTest(TransformersSuite, unittest.TestCase):
+    # With an MLP, so that every entry of the tensor parallel plan finds its module.
+    parts = {"token_mixers": ["ssd", "inner_function"], "feed_forwards": ["cdmoe", "mlp"], "num_key_value_heads": 4}
+    has_attentions = False
 
 
 class SoftmaxTest(TransformersSuite, unittest.TestCase):
-    token_mixers = "softmax"
+    parts = {"token_mixers": "softmax"}
 
 
 def test_every_skipped_test_exists():
