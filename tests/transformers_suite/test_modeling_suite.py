@@ -104,7 +104,7 @@ class StateSpaceTest(TransformersSuite, unittest.TestCase):
 
 @pytest.mark.slow
 class SelectiveScanTest(TransformersSuite, unittest.TestCase):
-    token_mixers = "selective_scan"
+    parts = {"token_mixers": ["selective_scan", "softmax"], "feed_forwards": ["none", "mlp"]}
     has_attentions = False
 
 
