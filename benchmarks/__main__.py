@@ -17,6 +17,7 @@ from benchmarks import harness, readme
 CPU = (
     "operator_cpu",
     "ssd_cpu",
+    "selective_scan_cpu",
     "sparse_cpu",
     "experts_cpu",
     "dynamic_mask_cpu",

@@ -1,6 +1,8 @@
 """Make an Interdomain checkpoint from another one, or check one.
 
 python -m conversion from-llama SOURCE TARGET      a Llama with the token mixers of some or all layers replaced
+python -m conversion from-mamba SOURCE TARGET      a Mamba of Transformers, the same logits
+python -m conversion to-mamba SOURCE TARGET        and back
 python -m conversion from-mamba2 SOURCE TARGET     a Mamba-2 of Transformers, the same logits
 python -m conversion to-mamba2 SOURCE TARGET       and back
 python -m conversion from-training SOURCE TARGET   the weights of a training run as a folder that loads anywhere
@@ -13,11 +15,13 @@ from collections.abc import Sequence
 
 from transformers.utils import logging
 
-from conversion import check, from_llama, from_mamba2, from_training, to_mamba2
+from conversion import check, from_llama, from_mamba, from_mamba2, from_training, to_mamba, to_mamba2
 from examples.text_data import exit_code
 
 COMMANDS = {
     "from-llama": from_llama,
+    "from-mamba": from_mamba,
+    "to-mamba": to_mamba,
     "from-mamba2": from_mamba2,
     "to-mamba2": to_mamba2,
     "from-training": from_training,

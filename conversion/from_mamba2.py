@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
+from conversion import mamba2
 from conversion.carry import expected_weights
 from conversion.from_llama import source_folder
-from conversion.mamba2 import check_style, our_config, our_weights
 from conversion.reading import compare, read_config, read_weights, tensor_bytes, weight_files
 from conversion.writing import (
     DTYPES,
@@ -35,13 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_writing_arguments(parser)
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace, family: ModuleType = mamba2) -> None:
+    """`family` says which fields and weights its models and ours have in common."""
     check_target(options)
     folder = source_folder(options.source)
     source = read_config(folder)
-    check_style(source)
-    config = our_config(source)
-    weights = our_weights(config, read_weights(weight_files(folder)))
+    family.check_style(source)
+    config = family.our_config(source)
+    weights = family.our_weights(config, read_weights(weight_files(folder)))
     if config.tie_word_embeddings:
         weights.pop(HEAD, None)
     expected = expected_weights(config)

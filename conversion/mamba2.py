@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import Mamba2Config, PreTrainedConfig
+from transformers import Mamba2Config, Mamba2ForCausalLM, PreTrainedConfig
 
 from conversion.reading import reason
 from examples.text_data import InputError
 from modeling_interdomain import InterdomainConfig
 
+THEIR_CLASS = Mamba2ForCausalLM
 SAME_FIELDS = (
     "vocab_size",
     "hidden_size",

@@ -17,6 +17,7 @@ from .module_common import AuxiliaryLoss
 from .op_common_spans import join_states, mask_span, remove_span
 from .op_interdomain import interdomain_attention, interdomain_step
 from .op_interdomain_map import interdomain_attention_map
+from .op_selective_scan import selective_scan, selective_scan_step
 from .op_ssd import ssd_attention, ssd_step
 from .registry_interdomain import register_feed_forward, register_token_mixer
 
@@ -40,6 +41,8 @@ __all__ = [
     "register_feed_forward",
     "register_token_mixer",
     "remove_span",
+    "selective_scan",
+    "selective_scan_step",
     "ssd_attention",
     "ssd_step",
 ]

@@ -50,6 +50,7 @@ _POSITIVE = (
     "ssd_state_size",
     "ssd_groups",
     "ssd_conv_kernel",
+    "scan_state_size",
     "inner_values",
     "inner_value_dim",
     "inner_values_per_token",
@@ -75,7 +76,8 @@ class InterdomainConfig(PreTrainedConfig):
         state_size: number of complex basis functions, M. Default: 64.
         conv_kernel: width of the causal convolution of queries and keys, in tokens. Default: 4.
         token_mixers: "interdomain", "s4d" (the same state read by a learned vector, no query), "ssd" (state space
-            duality, whose fields begin with ssd; Mamba-2 is a case of it), "softmax" or "inner_function" (softmax
+            duality, whose fields begin with ssd; Mamba-2 is a case of it), "selective_scan" (the layer of Mamba, whose
+            fields begin with scan), "softmax" or "inner_function" (softmax
             attention whose values are the input times a learned vector chosen a token, from "Wonderful Matrices") for
             all layers, or a list with one name a layer. Default: "interdomain".
         feed_forwards: "mlp" (SwiGLU), "cdmoe" (an MLP without a gate and thousands of one-neuron experts, of which each
@@ -160,10 +162,17 @@ class InterdomainConfig(PreTrainedConfig):
         ssd_norm: RMSNorm over the heads of a group "before_gate" or "after_gate" (`use_output_gate`; Mamba-2 has the
             latter). Default: None.
         ssd_bias: give the projections of these layers biases. Default: False.
+        scan_channels: of "selective_scan" layers: the channels E that each have a state. Default: None,
+            `2 * hidden_size`.
+        scan_state_size: the numbers N of the state of a channel. Default: 16.
+        scan_step_rank: what the steps of all channels are computed from, the rank R of their map. Default: None,
+            `hidden_size / 16`, rounded up.
+        scan_bias: give the projections from and to the residual stream biases. Default: False.
+        scan_conv_bias: give the convolution (of `conv_kernel` tokens) a bias. Default: True.
         residual_in_fp32: keep the residual stream in float32 in a model of a lower precision. Default: False.
         state_dtype: dtype of the recurrent state in the cache. Default: "float32".
         backend: how the operator is computed, see `interdomain_attention`; "s4d" layers always work in chunks, and
-            "ssd" layers, too, but for "recurrent". Default: "auto".
+            "ssd" and "selective_scan" layers, too, but for "recurrent". Default: "auto".
         chunk_size: tokens per chunk of the operator. Default: 64.
         max_rollback: how many of the last tokens a cache that records (assisted decoding) can take back. Default: 64.
         inner_values: "inner_function": learned vectors of width `hidden_size`, n_v. Default: 6.
@@ -282,6 +291,11 @@ class InterdomainConfig(PreTrainedConfig):
     ssd_dt_limit: list[float] | None = None
     ssd_norm: str | None = None
     ssd_bias: bool = False
+    scan_channels: int | None = None
+    scan_state_size: int = 16
+    scan_step_rank: int | None = None
+    scan_bias: bool = False
+    scan_conv_bias: bool = True
     residual_in_fp32: bool = False
     state_dtype: str = "float32"
     backend: str = "auto"

@@ -52,7 +52,9 @@ class RecurrentMixer(TokenMixer):
         self.stream_names = [stream.name for stream in streams]
         windows = [(stream.heads * stream.width, self.kernel - 1) for stream in streams if stream.convolved]
         branch = config.sparse_per_layer[layer_idx]
-        self.sparse = None if branch is None else SparseBranch(config, branch, *self.written_shape(config))
+        self.sparse = None
+        if branch is not None:
+            self.sparse = SparseBranch(config, branch, *self.written_shape(config), self.output_heads(config))
         self.own_windows = len(windows)
         self.kept_shapes = [*windows, tuple(self.state_shape(config))]
         if self.sparse is not None:
@@ -63,7 +65,7 @@ class RecurrentMixer(TokenMixer):
         for stream in streams:
             setattr(self, f"{stream.name}_proj", nn.Linear(hidden, stream.heads * stream.width, biases.projections))
         self.o_proj = residual_projection(outputs, hidden, biases.projections)
-        self.g_proj = nn.Linear(hidden, outputs, biases.projections) if config.use_output_gate else None
+        self.g_proj = nn.Linear(hidden, outputs, biases.projections) if self.gated(config) else None
         for stream in streams:
             if stream.convolved:
                 conv = CausalConv1d(stream.heads * stream.width, self.kernel, biases.convolutions)
@@ -115,6 +117,11 @@ class RecurrentMixer(TokenMixer):
     @classmethod
     def biases(cls, config) -> Biases:
         return Biases()
+
+    @classmethod
+    def gated(cls, config) -> bool:
+        """Whether the output is multiplied by SiLU of a linear map of the input."""
+        return config.use_output_gate
 
     @classmethod
     def rotated(cls, config) -> int:

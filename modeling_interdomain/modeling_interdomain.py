@@ -208,7 +208,8 @@ class InterdomainPreTrainedModel(PreTrainedModel):
         if start is not None:
             start(self.config)
         elif isinstance(module, (nn.Linear, nn.Embedding)):
-            init.normal_(module.weight, std=residual_std if getattr(module, "adds_to_residual", False) else std)
+            usual = residual_std if getattr(module, "adds_to_residual", False) else std
+            init.normal_(module.weight, std=getattr(module, "start_std", usual))
             if getattr(module, "bias", None) is not None:
                 init.zeros_(module.bias)
 

@@ -54,9 +54,9 @@ class ChannelGate(nn.Module):
     a module does so where it is called.
     """
 
-    def __init__(self, config, width: int):
+    def __init__(self, config, heads: int, width: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.num_attention_heads, width))
+        self.weight = nn.Parameter(torch.empty(heads, width))
         self.start_parameters(config)
 
     @torch.no_grad()
@@ -74,15 +74,16 @@ class SparseBranch(nn.Module):
     paper; `hash` and `scorer`, where a part needs them.
     """
 
-    def __init__(self, config, name: str, groups: int, width: int):
-        """`groups` x `width` is what the recurrence writes of a token; its output has H x `width` numbers."""
+    def __init__(self, config, name: str, groups: int, width: int, outputs: int | None = None):
+        """`groups` x `width` is what the recurrence writes of a token; its output has `outputs` (H) x `width`."""
+        outputs = config.num_attention_heads if outputs is None else outputs
         super().__init__()
         self.config = config
         self.budgets = budgets(config, name)
         parts = {budget.part for budget in self.budgets}
         self.heads = config.sparse_num_heads or groups
         self.dim, self.kernel = config.sparse_key_dim, config.conv_kernel
-        self.groups, self.width, self.repeats = groups, width, config.num_attention_heads // groups
+        self.groups, self.width, self.repeats = groups, width, outputs // groups
         self.selected_keys = next((b.keys for b in self.budgets if b.part == "key_selection"), 0)
         self.binned = [budget for budget in self.budgets if budget.part != "key_selection"]
         self.spacing = max(1, config.max_position_embeddings // max(1, self.budgets[0].keys))
@@ -90,7 +91,7 @@ class SparseBranch(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, size, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, size, bias=False)
         self.q_conv, self.k_conv = CausalConv1d(size, self.kernel), CausalConv1d(size, self.kernel)
-        self.gate = ChannelGate(config, width)
+        self.gate = ChannelGate(config, outputs, width)
         self.hash = SparseHash(config, self.heads) if "lsh" in parts else None
         self.scorer = KeyScorer(config) if "key_selection" in parts else None
         self.ranking = None

@@ -8,6 +8,7 @@ from .mixer_common import TokenMixer
 from .mixer_inner_function import InnerFunctionMixer
 from .mixer_interdomain import InterdomainMixer
 from .mixer_s4d import S4DMixer
+from .mixer_selective_scan import SelectiveScanMixer
 from .mixer_softmax import SoftmaxMixer
 from .mixer_ssd import SSDMixer
 
@@ -16,6 +17,7 @@ TOKEN_MIXERS: dict[str, type[TokenMixer]] = {
     "s4d": S4DMixer,
     "softmax": SoftmaxMixer,
     "ssd": SSDMixer,
+    "selective_scan": SelectiveScanMixer,
     "inner_function": InnerFunctionMixer,
 }
 # None: the layer ends with its token mixer.

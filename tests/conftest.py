@@ -80,6 +80,13 @@ VARIANTS = {
         "ssd_norm": "after_gate",
         "use_output_gate": True,
     },
+    "selective-scan": {
+        "token_mixers": "selective_scan",
+        "feed_forwards": ["none", "mlp"],
+        "scan_channels": 40,
+        "scan_state_size": 5,
+        "scan_step_rank": 3,
+    },
     "experts": {"token_mixers": ["interdomain", "softmax"], "feed_forwards": "cdmoe", **EXPERTS},
     "cheems": {
         "token_mixers": ["ssd", "inner_function"],

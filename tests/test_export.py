@@ -7,7 +7,17 @@ from torch.export import Dim
 from modeling_interdomain import InterdomainCache
 from modeling_interdomain.registry_interdomain import TOKEN_MIXERS
 
-MODELS = ["interdomain-softmax", "s4d", "ssd", "mamba2", "experts", "cheems", "inner-function", "value-mask"]
+MODELS = [
+    "interdomain-softmax",
+    "s4d",
+    "ssd",
+    "mamba2",
+    "selective-scan",
+    "experts",
+    "cheems",
+    "inner-function",
+    "value-mask",
+]
 SIZES = [(2, 40), (3, 9), (1, 70)]
 
 
@@ -88,7 +98,16 @@ def test_prefill_with_a_mask(model):
             _assert_same(program(*prompt), Prefill(model)(*prompt), prompt[1])
 
 
-DECODERS = ["interdomain-softmax", "s4d-rope", "rope-after", "ssd", "mamba2", "cheems", "inner-function"]
+DECODERS = [
+    "interdomain-softmax",
+    "s4d-rope",
+    "rope-after",
+    "ssd",
+    "mamba2",
+    "selective-scan",
+    "cheems",
+    "inner-function",
+]
 
 
 def _decoding(make_model, name: str, batch: int = 2, length: int = 24):

@@ -15,6 +15,7 @@ PLAIN = BARE | NORMS
 S4D = PLAIN - {"q_proj.weight", "q_conv.weight"} | {"v_conv.weight", "recurrence.readout"}
 FOURIER = {"feature_map.frequencies", "feature_map.weights"}
 SSD = SOFTMAX | {"dt_proj.weight", "recurrence.A_log", "recurrence.D", "recurrence.dt_bias"}
+SCAN = {f"{name}_proj.weight" for name in ("v", "x", "dt", "g", "o")} | {"v_conv.weight", "v_conv.bias"}
 NAMES = dict.fromkeys([*MIXERS, *VARIANTS], PLAIN) | {
     "softmax": SOFTMAX,
     "identity": PLAIN - {"recurrence.C"},
@@ -30,6 +31,7 @@ NAMES = dict.fromkeys([*MIXERS, *VARIANTS], PLAIN) | {
     "mamba2": SSD
     | {f"{name}_conv.{kind}" for name in "qkv" for kind in ("weight", "bias")}
     | {"g_proj.weight", "norm.weight"},
+    "selective-scan": SCAN | {"recurrence.A_log", "recurrence.D", "recurrence.dt_bias"},
     "gated": BARE | {"g_proj.weight", "o_norm.weight"},
 }
 NORMS_OF_A_LAYER = {"input_layernorm.weight", "post_attention_layernorm.weight"}

@@ -16,6 +16,8 @@ SMALL = {"sparse_keys": 8, "sparse_key_dim": 4, "sparse_hash_size": 4, "num_key_
 BRANCHES = {
     "hax": {"sparse_attention": "hax"},
     "hax-s4d": {"sparse_attention": "hax", "token_mixers": "s4d"},
+    "hax-selective-scan": {"sparse_attention": "hax", "token_mixers": "selective_scan", "feed_forwards": "none"},
+    "hax-ssd": {"sparse_attention": "hax", "token_mixers": "ssd", "ssd_heads": 6},
     "four-parts": {
         "sparse_attention": "sink+sliding_window+dilated+lsh",
         "sparse_keys": 16,

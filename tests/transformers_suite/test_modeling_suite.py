@@ -2,6 +2,7 @@
 
 import unittest
 
+import pytest
 import torch
 from transformers.testing_utils import torch_device
 
@@ -99,6 +100,12 @@ class InterdomainTest(TransformersSuite, unittest.TestCase):
 
 class StateSpaceTest(TransformersSuite, unittest.TestCase):
     parts = {"token_mixers": ["ssd", "s4d"], "feed_forwards": ["none", "mlp"]}
+    has_attentions = False
+
+
+@pytest.mark.slow
+class SelectiveScanTest(TransformersSuite, unittest.TestCase):
+    parts = {"token_mixers": ["selective_scan", "softmax"], "feed_forwards": ["none", "mlp"]}
     has_attentions = False
 
 

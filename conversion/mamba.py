@@ -1,0 +1,126 @@
+"""What a Mamba of Transformers and an Interdomain model of selective scans have in common: fields and weights."""
+
+from __future__ import annotations
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import MambaConfig, MambaForCausalLM, PreTrainedConfig
+
+from conversion.mamba2 import MODEL, SAME_FIELDS
+from conversion.reading import reason
+from examples.text_data import InputError
+from modeling_interdomain import InterdomainConfig
+
+THEIR_CLASS = MambaForCausalLM
+# Theirs and ours.
+OTHER_NAMES = {
+    "state_size": "scan_state_size",
+    "intermediate_size": "scan_channels",
+    "time_step_rank": "scan_step_rank",
+    "conv_kernel": "conv_kernel",
+    "use_conv_bias": "scan_conv_bias",
+    "use_bias": "scan_bias",
+    "layer_norm_epsilon": "rms_norm_eps",
+}
+# What makes a layer of ours one of theirs.
+MAMBA = {
+    "token_mixers": "selective_scan",
+    "feed_forwards": "none",
+    "use_output_norm": False,
+}
+# Parameters of a layer that have one counterpart, ours and theirs.
+LAYER = {
+    "input_layernorm.weight": "norm.weight",
+    "token_mixer.v_conv.weight": "mixer.conv1d.weight",
+    "token_mixer.v_conv.bias": "mixer.conv1d.bias",
+    "token_mixer.x_proj.weight": "mixer.x_proj.weight",
+    "token_mixer.dt_proj.weight": "mixer.dt_proj.weight",
+    "token_mixer.recurrence.dt_bias": "mixer.dt_proj.bias",
+    "token_mixer.recurrence.D": "mixer.D",
+    "token_mixer.o_proj.weight": "mixer.out_proj.weight",
+    "token_mixer.o_proj.bias": "mixer.out_proj.bias",
+}
+# One matrix of theirs holds these of ours, in their order; and ours has channels side by side.
+IN_PROJECTION = ("v_proj", "g_proj")
+TRANSPOSED = "token_mixer.recurrence.A_log", "mixer.A_log"
+
+
+def our_config(source: MambaConfig) -> InterdomainConfig:
+    """The configuration of the same model here."""
+    if source.hidden_act not in ("silu", "swish"):
+        raise InputError(f'The source has hidden_act = "{source.hidden_act}": layers of Mamba here have "silu".')
+    fields = {name: getattr(source, name) for name in SAME_FIELDS}
+    fields |= {ours: getattr(source, theirs) for theirs, ours in OTHER_NAMES.items()}
+    heads = {"num_attention_heads": 1}  # of which a layer of Mamba knows nothing
+    try:
+        return InterdomainConfig(**fields | heads | MAMBA)
+    except (ValueError, StrictDataclassError) as error:
+        raise InputError(f"The source has a shape that an Interdomain model cannot have: {reason(error)}") from error
+
+
+def their_config(source: InterdomainConfig) -> MambaConfig:
+    """The way back; raises where a layer computes what no Mamba does."""
+    mixers, feed_forwards = source.mixers_per_layer, source.feed_forwards_per_layer
+    found = {"token_mixers": mixers, "feed_forwards": feed_forwards, "use_output_norm": source.use_output_norm}
+    for name, value in MAMBA.items():
+        others = [x for x in found[name] if x != value] if isinstance(found[name], list) else []
+        if others or found[name] not in (value, [value] * source.num_hidden_layers):
+            wrong = repr(others[0]) if others else found[name]
+            raise InputError(f"The source is no Mamba: its {name} is {wrong} instead of {value!r}.")
+    channels, rank = source.scan_channels, source.scan_step_rank
+    channels = 2 * source.hidden_size if channels is None else channels
+    if channels % source.hidden_size:
+        raise InputError(
+            f"The channels of a Mamba are a multiple of hidden_size = {source.hidden_size}, and the source has "
+            f"{channels}."
+        )
+    fields = {name: getattr(source, name) for name in SAME_FIELDS}
+    fields |= {theirs: getattr(source, ours) for theirs, ours in OTHER_NAMES.items()}
+    del fields["intermediate_size"]
+    fields |= {"expand": channels // source.hidden_size, "time_step_rank": "auto" if rank is None else rank}
+    return MambaConfig(**fields)
+
+
+def check_style(source: PreTrainedConfig) -> None:
+    """Refuse what is no Mamba of Transformers."""
+    if source.model_type != "mamba":
+        raise InputError(f"The source is of type {source.model_type}: models of type mamba can be converted.")
+    if getattr(source, "quantization_config", None):
+        raise InputError("The source is quantized: convert the original weights.")
+
+
+def _names(number: int) -> dict[str, str]:
+    """Ours and theirs, of what has one counterpart."""
+    layers = {f"model.layers.{i}.{a}": f"backbone.layers.{i}.{b}" for i in range(number) for a, b in LAYER.items()}
+    return MODEL | layers
+
+
+def our_weights(config: InterdomainConfig, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Their weights under our names, large matrices cut into ours; what is not known stays as it is."""
+    # As the first versions wrote it.
+    rest = {name.replace("backbone.embedding.", "backbone.embeddings."): x for name, x in weights.items()}
+    found = {ours: rest.pop(theirs) for ours, theirs in _names(config.num_hidden_layers).items() if theirs in rest}
+    ours, theirs = TRANSPOSED
+    for i in range(config.num_hidden_layers):
+        layer, other = f"model.layers.{i}", f"backbone.layers.{i}"
+        if f"{other}.{theirs}" in rest:
+            found[f"{layer}.{ours}"] = rest.pop(f"{other}.{theirs}").T.contiguous()
+        for kind in ("weight", "bias"):
+            if (both := rest.pop(f"{other}.mixer.in_proj.{kind}", None)) is not None:
+                names = [f"{layer}.token_mixer.{name}.{kind}" for name in IN_PROJECTION]
+                found |= dict(zip(names, both.chunk(2), strict=True))
+    return found | rest
+
+
+def their_weights(config: InterdomainConfig, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The way back, of weights that fit the configuration."""
+    found = {theirs: weights[ours] for ours, theirs in _names(config.num_hidden_layers).items() if ours in weights}
+    ours, theirs = TRANSPOSED
+    for i in range(config.num_hidden_layers):
+        layer, other = f"model.layers.{i}", f"backbone.layers.{i}"
+        found[f"{other}.{theirs}"] = weights[f"{layer}.{ours}"].T.contiguous()
+        for kind in ("weight", "bias"):
+            parts = [f"{layer}.token_mixer.{name}.{kind}" for name in IN_PROJECTION]
+            if parts[0] in weights:
+                found[f"{other}.mixer.in_proj.{kind}"] = torch.cat([weights[name] for name in parts])
+    return found

@@ -1,0 +1,228 @@
+"""Mamba's selective scan on tensors: a state a channel whose step, input and readout the tokens choose."""
+
+import torch
+
+from .op_common import check_documents
+from .op_interdomain_step import real_tokens
+from .op_selective_scan_chunk import chunk_scan
+from .op_selective_scan_recurrent import export_scan, recurrent_scan
+from .op_ssd_recurrent import without_pads
+
+SCAN_BACKENDS = ("auto", "recurrent", "chunk")
+
+
+def selective_scan(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    step: torch.Tensor,
+    rate: torch.Tensor,
+    *,
+    skip: torch.Tensor | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    chunk_size: int = 64,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The core of Mamba (arXiv 2312.00752, algorithm 2), for each of E channels with N state numbers:
+
+        h_t = exp(step_t rate) h_{t-1} + step_t value_t key_t,    y_t = query_t . h_t + skip value_t
+
+    Args:
+        query: `[B, T, N]`, C of the paper.
+        key: `[B, T, N]`, B of the paper.
+        value: `[B, T, E]`, x of the paper.
+        step: `[B, T, E]`, Delta of the paper after its softplus; at least 0.
+        rate: `[N, E]`, A of the paper, transposed; at most 0.
+        skip: `[E]`, D of the paper. Default: None, which means zero.
+        initial_state: `[B, N, E]`; with `cu_seqlens`, one row a document. Default: None, which means zero.
+        output_final_state: return the state after the last token of each row or document. Default: False.
+        cu_seqlens, lengths: documents packed into one row, or the real tokens of every row, as in
+            `interdomain_attention`. Default: None.
+        chunk_size: the largest number of tokens per chunk; changes speed and memory, not the result. Default: 64.
+        backend: "recurrent" (the definition, token by token), "chunk" (states are kept at the ends of chunks alone, and
+            made anew in backward) or "auto" ("chunk"). Default: "auto".
+
+    Returns:
+        output `[B, T, E]` in the dtype of `value`, and the final state `[B or S, N, E]` in float32 (float64 for float64
+        inputs), or None. Everything is computed in the dtype of the state, under autocast too.
+
+    Raises:
+        ValueError: when an argument has a wrong shape, device or value; the message begins with its name.
+
+    Example:
+
+        >>> import torch
+        >>> from modeling_interdomain import selective_scan
+        >>> query, key, value = torch.randn(2, 100, 16), torch.randn(2, 100, 16), torch.randn(2, 100, 32)
+        >>> step, rate = torch.rand(2, 100, 32), -torch.rand(16, 32)
+        >>> output, state = selective_scan(query, key, value, step, rate, output_final_state=True)
+        >>> output.shape, state.shape
+        (torch.Size([2, 100, 32]), torch.Size([2, 16, 32]))
+    """
+    _check_inputs(query, key, value, step, rate, skip)
+    check_documents(cu_seqlens, lengths, query)
+    rows = query.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if initial_state is not None:
+        _check_state(initial_state, "initial_state", rows, value, rate)
+    if backend not in SCAN_BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(SCAN_BACKENDS)}, got {backend!r}.")
+    if not isinstance(chunk_size, int) or chunk_size < 1:
+        raise ValueError(f"chunk_size must be a positive integer, got {chunk_size!r}.")
+
+    compute = torch.float64 if torch.float64 in (query.dtype, key.dtype, value.dtype) else torch.float32
+    out_dtype = value.dtype
+    with torch.autocast(query.device.type, enabled=False):
+        tokens = [x.to(compute) for x in (query, key, value, step)]
+        if lengths is not None:
+            tokens = without_pads(lengths, *tokens)
+        state = None if initial_state is None else initial_state.to(compute)
+        query, key, value, step = tokens
+        arguments = query, key, value, step, rate.to(compute), state, cu_seqlens
+        if torch.compiler.is_exporting():
+            output, final = export_scan(*arguments)
+        elif backend == "recurrent":
+            output, final = recurrent_scan(*arguments)
+        else:
+            output, final = chunk_scan(*arguments, chunk_size, output_final_state)
+        if skip is not None:
+            output = torch.addcmul(output, value, skip.to(compute))
+    return output.to(out_dtype), final if output_final_state else None
+
+
+def selective_scan_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    step: torch.Tensor,
+    rate: torch.Tensor,
+    *,
+    state: torch.Tensor,
+    skip: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One token of `selective_scan` with the state updated in place.
+
+    Args:
+        query, key: `[B, N]`; value, step: `[B, E]`; rate: `[N, E]`; skip: `[E]`, or None for zero.
+        state: `[B, N, E]`, overwritten.
+        mask: `[B]` bool or integers, zero for a pad: the row's state stays and its output is zero. Default: None.
+
+    Returns:
+        `[B, E]` in the dtype of `value`. Not differentiable: use `selective_scan` for gradients.
+
+    Raises:
+        ValueError: when an argument has a wrong shape, device or value, before the state is touched.
+    """
+    _check_inputs(query, key, value, step, rate, skip, axes=("B",))
+    _check_state(state, "state", query.shape[0], value, rate)
+    return take_scan_step(query, key, value, step, rate, state, skip, real_tokens(mask, query))
+
+
+def take_scan_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    step: torch.Tensor,
+    rate: torch.Tensor,
+    state: torch.Tensor,
+    skip: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`selective_scan_step` for a caller whose arguments fit; `mask` `[B]` is bool."""
+    if torch.is_grad_enabled() or torch.is_autocast_enabled(query.device.type):
+        with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+            return take_scan_step(query, key, value, step, rate, state, skip, mask)
+    out_dtype = value.dtype
+    # A state kept in a lower precision is still advanced in float32.
+    working = state.to(torch.promote_types(state.dtype, torch.float32)).contiguous()
+    query, key, value, step, rate = (x.to(working.dtype) for x in (query, key, value, step, rate))
+    if mask is not None:  # a pad decays by 1 and puts in 0
+        query, key, value, step = (x.where(mask[:, None], 0) for x in (query, key, value, step))
+    working.mul_((step[:, None] * rate).exp_())
+    working.addcmul_(key[..., None], (step * value)[:, None])
+    output = torch.bmm(query[:, None], working)[:, 0]
+    if skip is not None:
+        output.addcmul_(value, skip.to(output.dtype))
+    if working is not state:
+        state.copy_(working)
+    return output.to(out_dtype)
+
+
+@torch.no_grad()
+def scan_state_after(
+    state: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    step: torch.Tensor,
+    rate: torch.Tensor,
+    mask: torch.Tensor,
+) -> torch.Tensor:
+    """The state after some tokens whose inputs were kept, without an output: what taking tokens back needs.
+
+    Args:
+        state: `[B, N, E]`, left untouched.
+        key: `[B, T, N]`; value, step: `[B, T, E]`; rate: `[N, E]`; T may be 0.
+        mask: `[B, T]` bool, False for pads.
+
+    Returns:
+        A new tensor like `state`, at least float32.
+    """
+    state = state.to(torch.promote_types(state.dtype, torch.float32), copy=True)
+    if not mask.shape[1]:
+        return state
+    with torch.autocast(state.device.type, enabled=False):
+        key, value, step = (torch.where(mask[..., None], x, 0).to(state.dtype) for x in (key, value, step))
+        return chunk_scan(
+            torch.zeros_like(key), key, value, step, rate.to(state.dtype), state, None, 64, output_final_state=True
+        )[1]
+
+
+def _check_inputs(query, key, value, step, rate, skip, axes: tuple[str, ...] = ("B", "T")) -> None:
+    """Shapes, dtypes and devices of tokens with these axes in front."""
+    for name, tensor, names in (
+        ("query", query, (*axes, "N")),
+        ("key", key, (*axes, "N")),
+        ("value", value, (*axes, "E")),
+        ("step", step, (*axes, "E")),
+        ("rate", rate, ("N", "E")),
+        ("skip", skip, ("E",)),
+    ):
+        if name == "skip" and tensor is None:
+            continue
+        if not isinstance(tensor, torch.Tensor) or tensor.ndim != len(names):
+            found = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise ValueError(f"{name} must have shape [{', '.join(names)}], got {found}.")
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} must be a floating-point tensor, got {tensor.dtype}.")
+        if tensor.device != query.device:
+            raise ValueError(f"{name} is on {tensor.device}, but query is on {query.device}; move it there.")
+    if len(axes) == 2 and query.shape[1] == 0:
+        raise ValueError("query must hold at least one token, got T = 0.")
+    if key.shape != query.shape:
+        raise ValueError(f"key must have the shape of query, {list(query.shape)}, got {list(key.shape)}.")
+    if value.shape[:-1] != query.shape[:-1]:
+        tokens = ", ".join(map(str, query.shape[:-1]))
+        raise ValueError(f"value must have shape [{tokens}, E] to match query, got {list(value.shape)}.")
+    if step.shape != value.shape:
+        raise ValueError(f"step must have the shape of value, {list(value.shape)}, got {list(step.shape)}.")
+    size = [query.shape[-1], value.shape[-1]]
+    if list(rate.shape) != size:
+        raise ValueError(f"rate must have shape [N, E] = {size} to match query and value, got {list(rate.shape)}.")
+    if skip is not None and skip.shape != value.shape[-1:]:
+        raise ValueError(f"skip must have a number a channel of value, {size[1:]}, got {list(skip.shape)}.")
+
+
+def _check_state(state, name, rows, value, rate) -> None:
+    shape = (rows, *rate.shape)
+    if not isinstance(state, torch.Tensor) or state.shape != shape:
+        found = list(state.shape) if isinstance(state, torch.Tensor) else type(state).__name__
+        raise ValueError(
+            f"{name} must have shape [rows, N, E] = {list(shape)}, with one row a batch row or document, got {found}."
+        )
+    if not state.is_floating_point():
+        raise ValueError(f"{name} must be a floating-point tensor, got {state.dtype}.")
+    if state.device != value.device:
+        raise ValueError(f"{name} is on {state.device}, but value is on {value.device}; move it there.")
