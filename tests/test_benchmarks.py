@@ -24,6 +24,7 @@ from benchmarks import (
     prompt_reuse_cpu,
     readme,
     sparse_cpu,
+    selective_scan_cpu,
     ssd_cpu,
     start_study,
     training_gpu,
@@ -46,7 +47,7 @@ def test_operator_table(monkeypatch, tmp_path):
     assert (tmp_path / "plot.png").stat().st_size > 0
 
 
-CPU_TABLES = [model_cpu, decode_cpu, ssd_cpu, sparse_cpu, dynamic_mask_cpu, prompt_reuse_cpu]
+CPU_TABLES = [model_cpu, decode_cpu, ssd_cpu, selective_scan_cpu, sparse_cpu, dynamic_mask_cpu, prompt_reuse_cpu]
 
 
 @pytest.mark.parametrize("module", CPU_TABLES, ids=lambda m: m.__name__)
