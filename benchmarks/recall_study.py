@@ -56,6 +56,8 @@ CONDITIONS = {
     "identity, uniform, even": LEAD | {"coefficient_init": "identity"},
     "normal, uniform, even": LEAD | {"coefficient_init": "normal"},
     "posterior, uniform, even, output 0.05": LEAD | {"output_init_rms": 0.05},
+    "posterior, uniform, even, output 0.3": LEAD | {"output_init_rms": 0.3},
+    "posterior, uniform, even, output 1": LEAD | {"output_init_rms": 1.0},
     "posterior, uniform, even to 1": LEAD | {"time_step_max": 1.0},
     "Interdomain, RoPE": {"rope_parameters": ROPE, "rope_placement": "after"},
     "S4D-only, S4D-Lin": S4D | {"modes": "s4d_lin"},
@@ -300,16 +302,16 @@ def table(record: dict) -> str:
             steps = ", ".join(str(x) if (x := reached(row)) < math.inf else "never" for row in found)
             cells += [_accuracies(found), rate, steps]
         rows.append(cells)
-    frontier = []
+    frontier, columns = [], (SETTINGS[0], DENSE, *SETTINGS[1:])
     for name in FRONTIER:
         for size in STATE_SIZES:
-            found = [frontier_runs(runs, name, setting, size) for setting in SETTINGS]
+            found = [frontier_runs(runs, name, setting, size) for setting in columns]
             if any(found):
                 frontier.append([name, str(size), *(_accuracies(rows) for rows in found)])
     shifted = [
         [name, _accuracies(found)] for name in CONDITIONS if (found := best_runs(runs, name, BRACKETED[0], True))
     ]
-    settings = [f"{pairs} pairs in {length} tokens" for pairs, length in SETTINGS]
+    settings = [f"{pairs} pairs in {length} tokens" for pairs, length in columns]
     tables = [markdown(header, rows), markdown(["condition", "modes M", *settings], frontier)]
     if shifted:
         tables.append(markdown(["shifted control", settings[0]], shifted))

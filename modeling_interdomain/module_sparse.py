@@ -47,6 +47,26 @@ class SparseInputs(NamedTuple):
         return kept if self.sums is None else [*kept, self.query]
 
 
+class ChannelGate(nn.Module):
+    """A factor for every channel of every head, `[H, D]`.
+
+    A module of its own, because a branch itself is never called, and what offloads, shards or adapts the parameters of
+    a module does so where it is called.
+    """
+
+    def __init__(self, config, heads: int, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads, width))
+        self.start_parameters(config)
+
+    @torch.no_grad()
+    def start_parameters(self, config) -> None:
+        init.constant_(self.weight, config.sparse_gate_init)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x
+
+
 class SparseBranch(nn.Module):
     """`gate * attention` of queries and keys of S heads to `value`, the numbers that the recurrence writes.
 
@@ -71,7 +91,7 @@ class SparseBranch(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, size, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, size, bias=False)
         self.q_conv, self.k_conv = CausalConv1d(size, self.kernel), CausalConv1d(size, self.kernel)
-        self.gate = nn.Parameter(torch.full((outputs, width), float(config.sparse_gate_init)))
+        self.gate = ChannelGate(config, outputs, width)
         self.hash = SparseHash(config, self.heads) if "lsh" in parts else None
         self.scorer = KeyScorer(config) if "key_selection" in parts else None
         self.ranking = None
@@ -82,9 +102,6 @@ class SparseBranch(nn.Module):
         self.centred = self.hash is not None and config.sparse_hash_center is not None
         self.summed = self.centred or self.scorer is not None
         self.window_shapes, self.state_shapes = kept_shapes(config, name, groups, width)
-
-    def start_parameters(self, config) -> None:
-        init.constant_(self.gate, config.sparse_gate_init)
 
     # What the tokens bring.
 
@@ -194,7 +211,7 @@ class SparseBranch(nn.Module):
         output = output.flatten(-2).unflatten(-1, (self.groups, self.width))
         if self.repeats > 1:
             output = output.repeat_interleave(self.repeats, dim=-2)
-        return self.gate * output
+        return self.gate(output)
 
     def add_ranking_loss(self, inputs: SparseInputs, packing: Packing | None) -> None:
         """Hand on what trains the scorer; in training alone."""

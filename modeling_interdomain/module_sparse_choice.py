@@ -45,29 +45,34 @@ class SparseHash(Float32Module):
 class KeyScorer(Float32Module):
     """How good a key is: an MLP of the key and the direction of the sum of all queries so far, the same in all heads.
 
-    Its weights are plain parameters, not linear layers, so that quantization and adapters leave it alone.
+    Its weights are plain parameters, not linear layers, so that quantization and adapters leave it alone; and they are
+    its own, not those of a ParameterList, which is never called and so never brought back by what offloads modules.
     """
+
+    LAYERS = 3
 
     def __init__(self, config):
         super().__init__()
         width = 2 * config.sparse_key_dim
-        sizes = [(width, width), (width, width), (1, width)]
-        self.weights = nn.ParameterList([nn.Parameter(torch.empty(size)) for size in sizes])
-        self.biases = nn.ParameterList([nn.Parameter(torch.empty(size[0])) for size in sizes])
+        for i in range(self.LAYERS):
+            outputs = 1 if i == self.LAYERS - 1 else width
+            self.register_parameter(f"weight_{i}", nn.Parameter(torch.empty(outputs, width)))
+            self.register_parameter(f"bias_{i}", nn.Parameter(torch.empty(outputs)))
         self.start_parameters(config)
 
     @torch.no_grad()
     def start_parameters(self, config) -> None:
         """Uniform, as in the library's linear layers: with smaller numbers the scores would be nearly equal."""
         bound = (2 * config.sparse_key_dim) ** -0.5
-        for parameter in (*self.weights, *self.biases):
+        for parameter in self.parameters(recurse=False):
             init.uniform_(parameter, -bound, bound)
 
     def forward(self, key: torch.Tensor, query_sum: torch.Tensor) -> torch.Tensor:
         """`[B, T, S, d]` each to `[B, T, S]`."""
         x = torch.cat([key, nn.functional.normalize(query_sum, dim=-1)], dim=-1)
-        for i, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
-            x = nn.functional.linear(x if i == 0 else x.relu(), weight.to(x.dtype), bias.to(x.dtype))
+        for i in range(self.LAYERS):
+            weight, bias = (getattr(self, f"{name}_{i}").to(x.dtype) for name in ("weight", "bias"))
+            x = nn.functional.linear(x if i == 0 else x.relu(), weight, bias)
         return x[..., 0]
 
 

@@ -108,6 +108,12 @@ VARIANTS = {
         "inner_value_dim": 8,
         "inner_values_per_token": 2,
     },
+    "hax": {
+        "token_mixers": ["interdomain", "softmax"],
+        "rope_parameters": ROPE,
+        "sparse_attention": ["hax", None],
+        **{"sparse_keys": 8, "sparse_key_dim": 4, "sparse_hash_size": 4},
+    },
     "value-mask": {"token_mixers": ["interdomain", "softmax"], "dynamic_mask": "value", "num_key_value_heads": 2},
 }
 # What holds keys that the next forward does not read: tests that compare whole caches leave it out.

@@ -20,6 +20,7 @@ from transformers import CompileConfig
         ("inner-function", "triton"),
         ("value-mask", "auto"),
         ("windowed", "auto"),
+        ("hax", "auto"),
     ],
 )
 def test_static_decode_compiles_once_and_agrees(name, backend, make_model, random_ids):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, StaticCache
@@ -225,6 +226,16 @@ def test_chat_turn_by_turn(model, make_cache, options, random_ids, generate, ass
         assert_same_generation(answer, generate(model, text, max_new_tokens=4, use_cache=False))
         assert answer.past_key_values is cache
         text = answer.sequences
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
+def test_offloaded_parameters(any_model, options, random_ids, generate, assert_same_generation):
+    """Every parameter is on its device while its module is called, and nobody reads it at another time."""
+    ids = random_ids(1, 4).repeat(1, 3)
+    expected = generate(any_model, ids, **options)
+    offloaded = cpu_offload(any_model, execution_device=torch.device("cpu"))
+    assert all(parameter.is_meta for parameter in offloaded.parameters())
+    assert_same_generation(generate(offloaded, ids, **options), expected)
 
 
 def test_streaming(model, random_ids, generate):

@@ -282,7 +282,8 @@ def test_every_parameter_gets_a_gradient(any_model, random_ids):
     gradients = _loss_and_gradients(any_model.train(), random_ids(2, 12))[1:]
     for (name, parameter), gradient in zip(any_model.named_parameters(), gradients, strict=True):
         assert gradient.isfinite().all(), name
-        assert gradient.abs().sum() > 0, name
+        # What is added to all scores of keys orders them no differently.
+        assert gradient.abs().sum() > 0 or name.endswith("scorer.bias_2"), name
         assert gradient.shape == parameter.shape
 
 

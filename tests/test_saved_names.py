@@ -45,6 +45,8 @@ ATTENTION = {
     "inner_function": SOFTMAX - {"v_proj.weight"}
     | {f"inner_function.{name}" for name in ("query_proj.weight", "keys", "values")},
 }
+SPARSE = {f"{name}.weight" for name in ("q_proj", "k_proj", "q_conv", "k_conv", "gate")} | {"hash.H"}
+SPARSE |= {f"scorer.{name}_{i}" for name in ("weight", "bias") for i in range(3)}
 MASKS = {None: set(), "position": {"dynamic_mask.table"}, "value": {"dynamic_mask.A", "dynamic_mask.dt_proj.weight"}}
 
 
@@ -62,6 +64,8 @@ def test_names_stay(name, make_config):
         expected |= names_of(f"model.layers.{i}.", {"input_layernorm.weight"} if bare else NORMS_OF_A_LAYER)
         expected |= names_of(f"model.layers.{i}.mlp.", set() if bare else FEED_FORWARD[feed_forward])
         own = ATTENTION[mixer] | MASKS[config.dynamic_mask] if mixer in ATTENTION else NAMES[name]
+        if config.sparse_per_layer[i] == "hax":
+            own = own | names_of("sparse.", SPARSE)
         expected |= names_of(f"model.layers.{i}.token_mixer.", own)
     assert set(InterdomainForCausalLM(config).state_dict()) == expected
 

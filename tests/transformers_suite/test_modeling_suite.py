@@ -47,6 +47,7 @@ class InterdomainModelTester:
 
     def __init__(self, parts):
         self.parts = parts
+        self.hidden_size = parts.get("hidden_size", self.hidden_size)
 
     def config_fields(self):
         return {
@@ -115,8 +116,12 @@ class HybridTest(TransformersSuite, unittest.TestCase):
 
 
 class CheemsTest(TransformersSuite, unittest.TestCase):
-    # With an MLP, so that every entry of the tensor parallel plan finds its module.
-    parts = {"token_mixers": ["ssd", "inner_function"], "feed_forwards": ["cdmoe", "mlp"], "num_key_value_heads": 4}
+    parts = {
+        "token_mixers": ["ssd", "inner_function"],
+        "feed_forwards": ["cdmoe", "mlp"],  # so that every entry of the tensor parallel plan finds its module
+        "hidden_size": 64,  # as the tests of FSDP set it: inner functions want heads that are as wide together
+        "num_key_value_heads": 4,
+    }
     has_attentions = False
 
 
