@@ -81,11 +81,13 @@ VARIANTS = {
         "use_output_gate": True,
     },
     "selective-scan": {
+        "num_hidden_layers": 3,
         "token_mixers": "selective_scan",
-        "feed_forwards": ["none", "mlp"],
+        "feed_forwards": ["none", "mlp", "cdmoe"],
         "scan_channels": 40,
         "scan_state_size": 5,
         "scan_step_rank": 3,
+        **EXPERTS,
     },
     "experts": {"token_mixers": ["interdomain", "softmax"], "feed_forwards": "cdmoe", **EXPERTS},
     "cheems": {

@@ -552,8 +552,8 @@ def test_presets_are_complete(name):
         model = (AutoModelForSequenceClassification if images else AutoModelForCausalLM).from_config(config)
     assert type(model).__name__ == config.architectures[0]
     mechanism = name.split("-")[1 if name.startswith("workshop-softmax") else 0]
-    mixers = {"single": "interdomain", "linear": "s4d", "workshop": "interdomain"}
-    assert set(config.mixers_per_layer) == {mixers.get(mechanism, mechanism)}
+    mixers = {"single": "interdomain", "linear": "s4d", "workshop": "interdomain", "cheems": "ssd inner_function"}
+    assert set(config.mixers_per_layer) == set(mixers.get(mechanism, mechanism).split())
 
 
 @pytest.mark.parametrize("size", ["125m", "350m", "760m", "1.3b"])

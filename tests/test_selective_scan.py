@@ -56,6 +56,8 @@ CONTROLS = {
     "biases": {"scan_bias": True, "scan_conv_bias": False},
     "output norm": {"use_output_norm": True, "conv_kernel": 1},
     "beside rotated softmax": {
+        "num_hidden_layers": 2,
+        "feed_forwards": "mlp",
         "token_mixers": ["softmax", "selective_scan"],
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "rope_placement": "after",
