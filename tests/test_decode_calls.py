@@ -9,7 +9,7 @@ from benchmarks.model_cpu import calls_a_layer
 @pytest.mark.parametrize("name", ["interdomain", "rope-after", "grouped", "diagonal", "normalized", "s4d", "softmax"])
 def test_a_token_takes_at_most_100_calls_a_layer(name, make_model):
     def make(layers: int):
-        return make_model(name, num_hidden_layers=layers, token_mixers=mixer(name))
+        return make_model(name, num_hidden_layers=layers, token_mixers=mixer(name), feed_forwards="mlp")
 
     assert 0 < calls_a_layer(make) <= 100
     # As in `generate`: a mask without pads costs nothing.

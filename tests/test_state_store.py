@@ -33,6 +33,8 @@ def conversation(random_ids, assert_same):
     def run(model, store, turns=4, **settings) -> list[int]:
         ids, costs = random_ids(1, 40), []
         for turn in range(turns):
+            # Given, or a pad among the ids that a model with random weights writes would be taken for one.
+            settings["attention_mask"] = torch.ones_like(ids)
             model.prompt_store = None
             expected = model.generate(ids, **SETTINGS, **settings)
             model.prompt_store = store
