@@ -60,6 +60,8 @@ def our_config(source: MambaConfig) -> InterdomainConfig:
 
 def their_config(source: InterdomainConfig) -> MambaConfig:
     """The way back; raises where a layer computes what no Mamba does."""
+    if any(source.sparse_per_layer):
+        raise InputError("The source is no Mamba: it has sparse_attention beside its layers.")
     mixers, feed_forwards = source.mixers_per_layer, source.feed_forwards_per_layer
     found = {"token_mixers": mixers, "feed_forwards": feed_forwards, "use_output_norm": source.use_output_norm}
     for name, value in MAMBA.items():

@@ -81,6 +81,8 @@ def our_config(source: Mamba2Config) -> InterdomainConfig:
 
 def their_config(source: InterdomainConfig) -> Mamba2Config:
     """The way back; raises where a layer computes what no Mamba-2 does."""
+    if any(source.sparse_per_layer):
+        raise InputError("The source is no Mamba-2: it has sparse_attention beside its layers.")
     different = [name for name, value in MAMBA2.items() if not _is(source, name, value)]
     if different:
         name = different[0]

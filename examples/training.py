@@ -23,8 +23,8 @@ from modeling_interdomain import ChosenExperts
 # What sets the time scales and the mixing of the state: a step too large makes it forget or explode.
 RECURRENCE_PARAMETERS = ("log_dt", "log_a_real", "a_imag", "B", "C", "readout")
 # Of the Fourier features: a spectral density is not pulled towards zero. Nor is what multiplies a value (the table of a
-# dynamic mask, inner values), nor the keys by which one is chosen.
-UNDECAYED = ("frequencies", "phases", "weights", "cls_token", "table", "keys", "values")
+# dynamic mask, inner values), nor the keys by which one is chosen, nor the rates of a selective scan.
+UNDECAYED = ("frequencies", "phases", "weights", "cls_token", "table", "keys", "values", "A_log")
 # An expert that few tokens choose would have faded when one does.
 EXPERTS = ("expert_keys", "expert_down", "expert_up")
 
@@ -62,7 +62,7 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Groups for AdamW: "weights" decay; "vectors" (norms, biases, all that is one-dimensional, experts) do not.
 
-    Those of the recurrence ("recurrence") do not decay either, and learn no faster than `recurrence_learning_rate`.
+    Those of the S4D recurrence ("recurrence") do not decay either, and learn no faster than `recurrence_learning_rate`.
     """
     groups: dict[str, list[torch.nn.Parameter]] = {"weights": [], "vectors": [], "recurrence": []}
     for name, parameter in model.named_parameters():
@@ -85,7 +85,10 @@ def _group_of(name: str, parameter: torch.nn.Parameter) -> str:
     leaf = name.rpartition(".")[2]
     if leaf in RECURRENCE_PARAMETERS:
         return "recurrence"
-    return "vectors" if parameter.ndim < 2 or leaf.endswith("bias") or leaf in UNDECAYED + EXPERTS else "weights"
+    gate = name.endswith("sparse.gate.weight")  # multiplies what a branch adds
+    if parameter.ndim < 2 or gate or leaf.endswith("bias") or leaf in UNDECAYED + EXPERTS:
+        return "vectors"
+    return "weights"
 
 
 class ExpertUsage:

@@ -190,7 +190,9 @@ def render(
     results = [*report_results(report, config), *results]
     name, length = repo.split("/")[-1], config.max_position_embeddings
     recurrent = "linear_attention" in config.layer_types
-    tags = ["interdomain-attention", "linear-attention", "state-space-model"] if recurrent else []
+    tags = ["linear-attention", "state-space-model"] if recurrent else []
+    if "interdomain" in config.mixers_per_layer:
+        tags = ["interdomain-attention", *tags]
     cheems = bool(CHEEMS & {*config.mixers_per_layer, *config.feed_forwards_per_layer})
     data = ModelCardData(
         license=LICENSE,

@@ -20,6 +20,10 @@ class StateFileError(ValueError):
     """A file that is no state, or not the one that was saved."""
 
 
+class NewerStateFileError(StateFileError):
+    """A file of a version that this library does not read."""
+
+
 def write_state_file(
     path: str | os.PathLike, tensors: dict[str, torch.Tensor], about: dict[str, str], durable: bool = True
 ) -> None:
@@ -67,7 +71,7 @@ def read_state_file(path: str | os.PathLike) -> tuple[dict[str, torch.Tensor], d
             if about.get("format") != FORMAT:
                 raise StateFileError(f"{path} is not a state file: save one with cache.save(path).")
             if about.get("version") != VERSION:
-                raise StateFileError(
+                raise NewerStateFileError(
                     f"{path} is a state file of version {about.get('version')}, and this library reads version "
                     f"{VERSION}: update modeling_interdomain."
                 )
@@ -97,7 +101,7 @@ def _checksum(tensors: dict[str, torch.Tensor], about: dict[str, str]) -> str:
 
 
 def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(handle)
     finally:

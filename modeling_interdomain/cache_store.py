@@ -1,5 +1,6 @@
 """States of what prompts began with, so that `generate()` reads only what is new: in memory, then on a disk."""
 
+import contextlib
 import hashlib
 import os
 import time
@@ -13,7 +14,7 @@ import torch
 from transformers.generation import StoppingCriteria
 from transformers.utils import logging
 
-from .cache_file import SAVING, StateFileError, read_state_file, write_state_file
+from .cache_file import SAVING, NewerStateFileError, StateFileError, read_state_file, write_state_file
 from .cache_fingerprint import model_fingerprint, tensor_bytes
 
 logger = logging.get_logger(__name__)
@@ -173,8 +174,11 @@ class StateStore:
                 tensors, _ = read_state_file(path)
                 self._keep(model, beginning, tensors)
             os.utime(path)
-        except StateFileError:
-            path.unlink(missing_ok=True)
+        except StateFileError as error:
+            # A newer version's, or one that cannot be read just now, may be good.
+            if not isinstance(error, NewerStateFileError) and not isinstance(error.__cause__, OSError):
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
         except OSError:
             pass  # another process has removed it
         return tensors
@@ -206,7 +210,8 @@ class StateStore:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             # A torn file would be noticed when it is read: nobody waits for the disk.
-            write_state_file(path, tensors, {"model": model}, durable=False)
+            about = {"model": model, "rows": "1", "tokens": path.name.partition("-")[0]}
+            write_state_file(path, tensors, about, durable=False)
         self._remove_the_oldest()
 
     def _remove_the_oldest(self) -> None:
@@ -296,7 +301,11 @@ def prompt_reading(model: Any, ids: torch.Tensor, generation_config: Any, argume
         or any(module._forward_pre_hooks for module in model.modules())  # what they change, nobody knows
     ):
         return None
-    return PromptReading(store, model, cache, ids)
+    try:
+        return PromptReading(store, model, cache, ids)
+    except ValueError as error:  # offloaded weights, whose fingerprint nobody can take
+        logger.warning_once(f"The prompt store is not used: {error}")
+        return None
 
 
 def _beginnings(ids: list[int], lengths) -> list[Beginning]:

@@ -117,6 +117,7 @@ def test_what_is_no_mamba_is_refused_in_one_sentence(tmp_path, capsys):
     sources = {
         "hybrid": {"token_mixers": ["selective_scan", "ssd"], "feed_forwards": "none"},
         "with an mlp": {"token_mixers": "selective_scan"},
+        "with a branch": {"token_mixers": "selective_scan", "feed_forwards": "none", "sparse_attention": "lsh"},
         "odd": {"token_mixers": "selective_scan", "feed_forwards": "none", "scan_channels": 40},
     }
     for name, changes in sources.items():
@@ -127,4 +128,6 @@ def test_what_is_no_mamba_is_refused_in_one_sentence(tmp_path, capsys):
     refused("to-mamba", tmp_path / "mamba", "The source is of type mamba: models of type interdomain can be converted.")
     refused("to-mamba", tmp_path / "hybrid", "its token_mixers is 'ssd' instead of 'selective_scan'.")
     refused("to-mamba", tmp_path / "with an mlp", "its feed_forwards is 'mlp' instead of 'none'.")
+    refused("to-mamba", tmp_path / "with a branch", "it has sparse_attention beside its layers.")
+    refused("to-mamba2", tmp_path / "with a branch", "it has sparse_attention beside its layers.")
     refused("to-mamba", tmp_path / "odd", "a multiple of hidden_size = 32, and the source has 40.")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from modeling_interdomain import InterdomainCache, InterdomainStaticCache, StateStore
+from modeling_interdomain import InterdomainCache, InterdomainStaticCache, StateStore, cache_file, cache_store
 from modeling_interdomain.cache_fingerprint import model_fingerprint
 from tests.conftest import PAD
 from tests.test_serving import TOKENS, folders, serve, word_tokenizer  # noqa: F401  a fixture
@@ -252,6 +252,20 @@ def _key(n: int):
     return _beginnings([n] * 5, [5])[0]
 
 
+def test_a_model_whose_weights_nobody_can_read_goes_without(make_model, random_ids):
+    model, ids = make_model(), random_ids(1, 20)
+    expected = model.generate(ids, **SETTINGS)
+    model.prompt_store = StateStore()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_store, "model_fingerprint", _unreadable)
+        assert model.generate(ids, **SETTINGS).sequences.equal(expected.sequences)
+    assert model.prompt_store.tokens_read == 0
+
+
+def _unreadable(model):
+    raise ValueError("not loaded")
+
+
 def test_files_that_vanish_or_are_damaged_are_not_known(tmp_path):
     store = StateStore(tmp_path, memory_bytes=0)
     for ids, tensors in states_of(3):
@@ -260,6 +274,9 @@ def test_files_that_vanish_or_are_damaged_are_not_known(tmp_path):
     paths[0].unlink()
     paths[1].write_bytes(paths[1].read_bytes()[:-3])
     assert known(store, 3) == [2] and not paths[1].exists()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_file, "VERSION", "0")  # what this library has written is newer now
+        assert known(store, 3) == [] and paths[2].exists()
     abandoned, busy = (paths[2].with_name(f".{name}.saving") for name in "ab")
     for path, age in ((abandoned, 7200), (busy, 10)):
         path.write_bytes(b"half")
