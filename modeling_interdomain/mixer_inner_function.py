@@ -5,6 +5,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .mixer_softmax import SoftmaxMixer
+from .op_common import without_autocast
 
 
 class InnerFunction(nn.Module):
@@ -32,7 +33,8 @@ class InnerFunction(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[B, T, hidden_size]` to the same. Scores are at least float32: a choice should not flip by rounding."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        scores = self.query_proj(x).to(wide) @ self.keys.to(wide).mT
+        with without_autocast(x.device):
+            scores = self.query_proj(x.to(self.keys.dtype)).to(wide) @ self.keys.to(wide).mT
         best = scores.topk(self.chosen, dim=-1).indices
         weights = scores.softmax(-1) if self.weighted else torch.ones_like(scores)
         # A product over all, though few are chosen: they are few in all, and its gradient is deterministic.

@@ -147,8 +147,13 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
             cu_seqlens=None if packing is None else packing.cu_seqlens,
         )
         if packing is not None:
-            for axis in (2, 3):  # of the tokens that ask, and of those that answer
-                weights = packing.unpack(weights.transpose(1, axis)).transpose(1, axis)
+            weights = packing.unpack(weights.transpose(1, 2)).transpose(1, 2)  # the tokens that ask
+            if packing.cu_seqlens is None:
+                weights = packing.unpack(weights.transpose(1, 3)).transpose(1, 3)  # those that answer
+            else:  # of all rows, of which each asks its own
+                if packing.places is not None:
+                    weights = weights.index_select(3, packing.places)
+                weights = weights.unflatten(3, packing.shape).diagonal(dim1=0, dim2=3).permute(3, 0, 1, 2)
         return weights
 
     def _weights(self, device: torch.device) -> list[torch.Tensor] | None:

@@ -276,9 +276,9 @@ class RecurrentMixer(TokenMixer):
         if mask is not None:
             keep = mask[:, None, None]
             windows = [torch.where(keep, w, old) for w, old in zip(windows, layer.windows, strict=True)]
-        state = layer.state.detach().clone() if layer.state.requires_grad else layer.state
-        output = self.recurrence(*tokens, step=True, state=state, mask=mask)
-        states = layer.states | {"state": state}
+        # What a forward with gradients has written is not overwritten in place.
+        states = {name: x.detach().clone() if x.requires_grad else x for name, x in layer.states.items()}
+        output = self.recurrence(*tokens, step=True, state=states["state"], mask=mask)
         if companion is not None:
             output = output + self.sparse.step(companion, states, mask)
         layer.write(windows, states, 1)

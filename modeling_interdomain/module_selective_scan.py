@@ -43,6 +43,8 @@ class SelectiveScanRecurrence(Float32Module, TabledModule):
         With `transition=True` what `steps_of` and the scan need alone; with `step=True` it is one token that moves
         `state` in place. All of it happens inside, see `InterdomainRecurrence`.
         """
+        if not (step or transition):
+            self.forget_tables()
         rate, bias = self._transition()
         if transition:
             return rate, bias

@@ -217,6 +217,9 @@ class SparseBranch(nn.Module):
         """Hand on what trains the scorer; in training alone."""
         if self.ranking is None or not self.training:
             return
+        lengths = None if packing is None else packing.lengths
+        if packing is not None and packing.cu_seqlens is not None and packing.mask is not None:
+            lengths = packing.cu_seqlens[-2:-1]  # pads are the last document
         with without_autocast(inputs.query.device):
             wide = torch.promote_types(inputs.query.dtype, torch.float32)
             loss = ranking_loss(
@@ -225,7 +228,7 @@ class SparseBranch(nn.Module):
                 inputs.key.detach().to(wide),
                 self.selected_keys,
                 target=self.config.ranking_target,
-                lengths=None if packing is None else packing.lengths,
+                lengths=lengths,
                 documents=None if packing is None else packing.documents,
             )
         self.ranking(loss)

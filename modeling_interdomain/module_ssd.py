@@ -75,7 +75,9 @@ class SSDRecurrence(Float32Module):
         wide = torch.promote_types(self.A_log.dtype, torch.float32)
         rate = -self.A_log.to(wide).exp()
         bias = torch.zeros_like(rate) if self.dt_bias is None else self.dt_bias.to(wide)
-        return (rate, bias) if self.limit is None else (rate, bias, rate.new_tensor(self.limit))
+        if self.limit is None:
+            return rate, bias
+        return rate, bias, torch.stack([rate.new_full((), x) for x in self.limit])  # made where it is used
 
 
 def discretized(

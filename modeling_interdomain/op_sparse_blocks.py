@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .op_common import without_autocast
 from .op_sparse_expiry import Selection, selection
 from .op_sparse_passes import BLOCK, HIDDEN, Pass, Run, passes_of, tokens_at_once
 from .op_sparse_stream import Stream
@@ -57,11 +58,12 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, grad):
         query, key, value, output, log_sums = ctx.saved_tensors
         grad = grad.contiguous()
-        dots = (grad * output).sum(-1)
         gradients = tuple(torch.zeros_like(x) for x in (query, key, value))
-        for one in ctx.passes:
-            for run in one.runs:
-                _add_gradients(one, run, query, key, value, grad, dots, log_sums, gradients)
+        with without_autocast(query.device):
+            dots = (grad * output).sum(-1)
+            for one in ctx.passes:
+                for run in one.runs:
+                    _add_gradients(one, run, query, key, value, grad, dots, log_sums, gradients)
         of_query, of_key, of_value = gradients
         return of_query * math.log(2), of_key * math.log(2), of_value, None
 

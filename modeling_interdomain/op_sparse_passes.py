@@ -34,7 +34,8 @@ class Pass(NamedTuple):
         runs: what is worked on together.
         time: `[blocks, C]`, when the query arrives.
         until: `[rows, W]`, when the key leaves the best: where that pass ends, and the others begin.
-        bounds: `[blocks, C]` each, the first sorted key that the query sees, and the last but one; None for the best.
+        bounds: `[blocks, C]` each, the first sorted key that the query sees, and the one behind the last; None
+            for the best.
         slots: `[rows, W]`, the sorted number of the key.
         others: of the parts before, the bin of the query, the bin of the key, and when the key leaves that bin.
 

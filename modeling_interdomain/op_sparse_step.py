@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .op_common import without_autocast
 from .op_sparse_stream import Bins, Ring, SparseMemory
 
 
@@ -30,8 +31,9 @@ def sparse_step(
     Returns:
         `[B, S, D]` in the dtype of `value`.
     """
-    _remember(key, value, memory, scores, bins, mask)
-    output = _read(query.flatten(0, 1), memory, bins).view(value.shape)
+    with without_autocast(query.device):
+        _remember(key, value, memory, scores, bins, mask)
+        output = _read(query.flatten(0, 1), memory, bins).view(value.shape)
     return (output if mask is None else output.where(mask[:, None, None], 0)).to(value.dtype)
 
 

@@ -27,7 +27,8 @@ def recurrent_ssd(
         else:
             state = initial_state[document : document + batch]
         for t in range(start, end):
-            state = log_decay[:, t, :, None, None].exp() * state + value[:, t, :, :, None] * key[:, t, :, None]
+            decay = log_decay[:, t, :, None, None].exp().to(state.dtype)
+            state = decay * state + value[:, t, :, :, None] * key[:, t, :, None]
             outputs.append((state @ query[:, t, ..., None]).squeeze(-1)[:, None])
         finals.append(state)
     return torch.cat(outputs, dim=1), torch.cat(finals)

@@ -319,7 +319,7 @@ def test_a_value_is_kept_for_one_version_of_its_parameters():
     assert value() is not value() and calls == [True, True, False, False]
 
 
-@pytest.mark.parametrize("name", ["interdomain", "s4d"])
+@pytest.mark.parametrize("name", ["interdomain", "s4d", "selective-scan"])
 def test_a_reset_cache_begins_with_new_tables(name, make_model, random_ids, advance, assert_same):
     """Written through `.data`, which counts no version: seen where the next prompt begins, in a used cache, too."""
     model, ids = make_model(name), random_ids(2, 7)

@@ -1,5 +1,6 @@
 """The model classes: saving, initialisation, precision, checkpointing, losses, heads, presets, errors."""
 
+import itertools
 import math
 from pathlib import Path
 
@@ -650,3 +651,16 @@ def test_ends_of_documents_with_a_cache_are_refused(model, random_ids, contents)
     with pytest.raises(ValueError, match="cannot continue from past_key_values"):
         model(random_ids(1, 4), cu_seq_lens_q=torch.tensor([0, 4]), past_key_values=cache)
     torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
+
+
+def test_maps_of_packed_rows_stay_in_their_documents(make_model, random_ids):
+    model, ids = make_model("interdomain"), random_ids(2, 6)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 0, 1]])
+    with torch.no_grad():
+        found = model(ids, position_ids=positions, output_attentions=True).attentions[0]
+        assert found.shape[:1] + found.shape[2:] == (2, 6, 6)
+        for row, ends in enumerate([(0, 3, 6), (0, 4, 6)]):
+            for start, end in itertools.pairwise(ends):
+                alone = model(ids[row : row + 1, start:end], output_attentions=True).attentions[0]
+                torch.testing.assert_close(found[row, :, start:end, start:end], alone[0], rtol=1e-9, atol=1e-12)
+                assert not found[row, :, start:end, :start].any()

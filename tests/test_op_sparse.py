@@ -208,6 +208,17 @@ def test_gradients_reach_what_is_remembered():
     torch.testing.assert_close(torch.autograd.grad(output.square().sum(), tokens[1:]), expected, **EXACT)
 
 
+def test_autocast_reaches_neither_pass():
+    (query, key, value), options = _arguments("hax")
+    tokens = [x.float().requires_grad_() for x in (query, key, value)]
+    options = options | {"scores": options["scores"].float()}
+    expected = torch.autograd.grad(sparse_attention(*tokens, **options)[0].square().sum(), tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        output, _ = sparse_attention(*tokens, **options)
+        found = torch.autograd.grad(output.square().sum(), tokens)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_compiled_with_gradients():
     tokens, options = _arguments("hax")
     tokens = [x.requires_grad_() for x in tokens]

@@ -327,3 +327,14 @@ def test_cache_mistakes(make_branch, random_ids, advance):
         advance(model, cache, piece)
     with pytest.raises(ValueError, match="crop can take back the last"):
         cache.crop(-30)
+
+
+def test_generation_under_autocast(make_model, random_ids):
+    """Passes and steps of a branch stay in float32."""
+    model, ids = make_model("hax", dtype=torch.float32), random_ids(1, 6)
+    settings = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    expected = model.generate(ids, **settings)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model.generate(ids, **settings)
+    torch.testing.assert_close(found.logits[0], expected.logits[0].to(found.logits[0].dtype), rtol=0.1, atol=0.1)
+    assert all(x.isfinite().all() for x in found.logits)
