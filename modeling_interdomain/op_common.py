@@ -173,5 +173,30 @@ def check_documents(cu_seqlens: torch.Tensor | None, lengths: torch.Tensor | Non
         raise ValueError("cu_seqlens must never decrease: every document begins where the one before it ends.")
 
 
+def check_how(backend: str, backends: tuple[str, ...], chunk_size: int) -> None:
+    """Refuse a backend that an operator does not have, and a chunk that holds no token."""
+    if backend not in backends:
+        raise ValueError(f"backend must be one of {', '.join(backends)}, got {backend!r}.")
+    if not isinstance(chunk_size, int) or chunk_size < 1:
+        raise ValueError(f"chunk_size must be a positive integer, got {chunk_size!r}.")
+
+
+def check_floats(name: str, x: torch.Tensor, device: torch.device, beside: str = "query") -> None:
+    """Refuse what is no floating-point tensor on the device of the argument `beside` it."""
+    if not x.is_floating_point():
+        raise ValueError(f"{name} must be a floating-point tensor, got {x.dtype}.")
+    if x.device != device:
+        raise ValueError(f"{name} is on {x.device}, but {beside} is on {device}; move it there.")
+
+
+def check_state_shape(name: str, state: torch.Tensor, shape: tuple[int, ...], axes: str) -> None:
+    """Refuse a state that has not one row of the named axes for each row of the batch, or document."""
+    if not isinstance(state, torch.Tensor) or state.shape != shape:
+        found = list(state.shape) if isinstance(state, torch.Tensor) else type(state).__name__
+        raise ValueError(
+            f"{name} must have shape [rows, {axes}] = {list(shape)}, with one row a batch row or document, got {found}."
+        )
+
+
 def _described(x: torch.Tensor) -> str:
     return f"{x.dtype} of shape {list(x.shape)}"

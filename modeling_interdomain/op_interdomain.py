@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from .op_common import check_documents
+from .op_common import check_documents, check_floats, check_how, check_state_shape
 from .op_common_launch import fused
 from .op_interdomain_chunk import chunk_attention
 from .op_interdomain_export import export_attention
@@ -109,10 +109,7 @@ def interdomain_attention(
     check_documents(cu_seqlens, lengths, query)
     rows = query.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     _check_state(initial_state, "initial_state", rows, query, key, value, log_decay, normalize)
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}.")
-    if not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ValueError(f"chunk_size must be a positive integer, got {chunk_size!r}.")
+    check_how(backend, BACKENDS, chunk_size)
 
     out_dtype, value_dim = value.dtype, value.shape[-1]
     if normalize:
@@ -420,13 +417,6 @@ def _check_state(state, name, rows, query, key, value, log_decay, normalize) -> 
         return
     width = key.shape[-1] + value.shape[-1] + (1 if normalize else 0)
     shape = (rows, key.shape[2], 2, log_decay.shape[1], width)
-    if state.shape != shape:
-        columns = "R + D + 1 (normalize=True)" if normalize else "R + D"
-        raise ValueError(
-            f"{name} must have shape [rows, G, 2, M, {columns}] = {list(shape)}, with one row a batch row or document, "
-            f"got {list(state.shape)}."
-        )
-    if not state.is_floating_point():
-        raise ValueError(f"{name} must be a floating-point tensor, got {state.dtype}.")
-    if state.device != query.device:
-        raise ValueError(f"{name} is on {state.device}, but query is on {query.device}; move it there.")
+    columns = "R + D + 1 (normalize=True)" if normalize else "R + D"
+    check_state_shape(name, state, shape, f"G, 2, M, {columns}")
+    check_floats(name, state, query.device)

@@ -2,7 +2,7 @@
 
 import torch
 
-from .op_common import check_documents
+from .op_common import check_documents, check_floats, check_how, check_state_shape
 from .op_interdomain_step import real_tokens
 from .op_selective_scan_chunk import chunk_scan
 from .op_selective_scan_recurrent import export_scan, recurrent_scan
@@ -67,10 +67,7 @@ def selective_scan(
     rows = query.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if initial_state is not None:
         _check_state(initial_state, "initial_state", rows, value, rate)
-    if backend not in SCAN_BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(SCAN_BACKENDS)}, got {backend!r}.")
-    if not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ValueError(f"chunk_size must be a positive integer, got {chunk_size!r}.")
+    check_how(backend, SCAN_BACKENDS, chunk_size)
 
     compute = torch.float64 if torch.float64 in (query.dtype, key.dtype, value.dtype) else torch.float32
     out_dtype = value.dtype
@@ -195,10 +192,7 @@ def _check_inputs(query, key, value, step, rate, skip, axes: tuple[str, ...] = (
         if not isinstance(tensor, torch.Tensor) or tensor.ndim != len(names):
             found = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise ValueError(f"{name} must have shape [{', '.join(names)}], got {found}.")
-        if not tensor.is_floating_point():
-            raise ValueError(f"{name} must be a floating-point tensor, got {tensor.dtype}.")
-        if tensor.device != query.device:
-            raise ValueError(f"{name} is on {tensor.device}, but query is on {query.device}; move it there.")
+        check_floats(name, tensor, query.device)
     if len(axes) == 2 and query.shape[1] == 0:
         raise ValueError("query must hold at least one token, got T = 0.")
     if key.shape != query.shape:
@@ -217,12 +211,5 @@ def _check_inputs(query, key, value, step, rate, skip, axes: tuple[str, ...] = (
 
 def _check_state(state, name, rows, value, rate) -> None:
     shape = (rows, *rate.shape)
-    if not isinstance(state, torch.Tensor) or state.shape != shape:
-        found = list(state.shape) if isinstance(state, torch.Tensor) else type(state).__name__
-        raise ValueError(
-            f"{name} must have shape [rows, N, E] = {list(shape)}, with one row a batch row or document, got {found}."
-        )
-    if not state.is_floating_point():
-        raise ValueError(f"{name} must be a floating-point tensor, got {state.dtype}.")
-    if state.device != value.device:
-        raise ValueError(f"{name} is on {state.device}, but value is on {value.device}; move it there.")
+    check_state_shape(name, state, shape, "N, E")
+    check_floats(name, state, value.device, beside="value")

@@ -2,7 +2,7 @@
 
 import torch
 
-from .op_common import check_documents
+from .op_common import check_documents, check_floats, check_how, check_state_shape
 from .op_interdomain_step import real_tokens
 from .op_ssd_chunk import chunk_ssd
 from .op_ssd_recurrent import export_ssd, recurrent_ssd
@@ -63,10 +63,7 @@ def ssd_attention(
     rows = query.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if initial_state is not None:
         _check_state(initial_state, "initial_state", rows, key, value)
-    if backend not in SSD_BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(SSD_BACKENDS)}, got {backend!r}.")
-    if not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ValueError(f"chunk_size must be a positive integer, got {chunk_size!r}.")
+    check_how(backend, SSD_BACKENDS, chunk_size)
 
     compute = torch.float64 if torch.float64 in (query.dtype, key.dtype, value.dtype) else torch.float32
     out_dtype = value.dtype
@@ -178,10 +175,7 @@ def _check_inputs(query, key, value, log_decay, axes: tuple[str, ...] = ("B", "T
         if not isinstance(tensor, torch.Tensor) or tensor.ndim != first + len(others):
             found = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise ValueError(f"{name} must have shape [{', '.join(axes + others)}], got {found}.")
-        if not tensor.is_floating_point():
-            raise ValueError(f"{name} must be a floating-point tensor, got {tensor.dtype}.")
-        if tensor.device != query.device:
-            raise ValueError(f"{name} is on {tensor.device}, but query is on {query.device}; move it there.")
+        check_floats(name, tensor, query.device)
     tokens, groups, heads = query.shape[:first], query.shape[first], value.shape[first]
     if first == 2 and tokens[1] == 0:
         raise ValueError("query must hold at least one token, got T = 0.")
@@ -201,13 +195,5 @@ def _check_inputs(query, key, value, log_decay, axes: tuple[str, ...] = ("B", "T
 
 def _check_state(state, name, rows, key, value) -> None:
     shape = (rows, *value.shape[-2:], key.shape[-1])
-    if not isinstance(state, torch.Tensor) or state.shape != shape:
-        found = list(state.shape) if isinstance(state, torch.Tensor) else type(state).__name__
-        raise ValueError(
-            f"{name} must have shape [rows, H, P, N] = {list(shape)}, with one row a batch row or document, got "
-            f"{found}."
-        )
-    if not state.is_floating_point():
-        raise ValueError(f"{name} must be a floating-point tensor, got {state.dtype}.")
-    if state.device != value.device:
-        raise ValueError(f"{name} is on {state.device}, but query is on {value.device}; move it there.")
+    check_state_shape(name, state, shape, "H, P, N")
+    check_floats(name, state, value.device)

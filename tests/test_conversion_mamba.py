@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, MambaConfig, MambaForCausalLM
 
-from conversion.__main__ import main
-from modeling_interdomain import InterdomainCache, InterdomainConfig, InterdomainForCausalLM
+from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
+from tests.test_conversion_mamba2 import in_pieces, run
 
 SHAPE = {
     "vocab_size": 48,
@@ -36,20 +36,6 @@ def save_mamba(folder, dtype=torch.float32, **changes) -> MambaForCausalLM:
     model.generation_config = GenerationConfig(max_length=77, bos_token_id=0, eos_token_id=0)
     model.to(dtype).save_pretrained(folder)
     return model.eval()
-
-
-def run(command, *arguments) -> int:
-    return main([command, *map(str, arguments)])
-
-
-@torch.no_grad()
-def in_pieces(model, ids: torch.Tensor, ends=(13, 22)) -> torch.Tensor:
-    """Two chunks, then one token at a time."""
-    cache, logits = InterdomainCache(model.config), []
-    pieces = [ids[:, : ends[0]], ids[:, ends[0] : ends[1]], *ids[:, ends[1] :].split(1, dim=1)]
-    for piece in pieces:
-        logits.append(model(piece, past_key_values=cache).logits)
-    return torch.cat(logits, dim=1)
 
 
 @pytest.mark.parametrize("name", MAMBAS)
