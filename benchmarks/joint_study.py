@@ -38,7 +38,7 @@ SHAPE = {
     "sparse_hash": "sign",
     "sparse_hash_size": 4,
 }
-TRAINING = {"batch_size": 32, "steps": 1500}
+TRAINING = {"batch_size": 32, "steps": 1000}
 LEARNING_RATES, SEEDS = (3e-3, 1e-3), (0, 1)
 CORES = {
     "ssd": {  # the layer of Mamba-2

@@ -106,7 +106,7 @@ def mqar_batches(
         shift: up to so many other values in front, see `shift_rows`.
     """
     batches = _plain_batches(pairs, length, vocab_size, batch_size, generator)
-    for ids, asked, _ in batches:
+    for ids, asked, *_ in batches:
         batch = Pairs(torch.where(asked, 0, ids), asked, ids) if hidden_answers else Pairs(ids, asked)
         if shift:
             batch = shift_rows(batch, shift, vocab_size, generator)
