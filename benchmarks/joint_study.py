@@ -4,7 +4,8 @@ The task is `joint` of examples/recall.py: what the value of a key is depends on
 condition sees the same sequences in the same order with the same optimiser; a seed changes the weights and the
 sequences. The ten conditions are those of the HAX paper (arXiv 2507.00449, table 1), of the same budget of keys a
 query, on three cores; its figures for Mamba and Mamba-2 stand beside. Its task is larger (5 to 16 contexts and keys of
-16 values, 64 keys, 400,000 steps of 64 sequences), so that orders can be compared and percentages cannot.
+16 values, 64 keys, 400,000 steps of 64 sequences), so that orders can be compared and percentages cannot. A run takes
+one to two minutes of a thread that has a core to itself.
 
     python -m benchmarks.joint_study             # all runs that results/joint_study.json does not hold yet
     python -m benchmarks.joint_study --table     # the table as markdown

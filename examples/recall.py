@@ -61,10 +61,9 @@ class Pairs(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """Logits `[n, vocab_size]`, the right tokens `[n]` and weights `[n]` of what is asked, and what layers add to a
-    loss.
+    """Logits `[n, vocab_size]`, the right tokens `[n]` and weights `[n]` of what is asked, and the model's output.
 
-    A sequence of a batch has the same weight as the others, however much it is asked; the weights add up to 1.
+    Each sequence of a batch weighs the same, however much it is asked; the weights add up to 1.
     """
 
     logits: torch.Tensor
