@@ -38,12 +38,14 @@ EVERY = 125  # steps between two looks at the held-out sequences
 SHIFT = 7
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
+RANDOM = {"start": "random"}  # of all conditions but the last
 S4D = {"token_mixers": "s4d"}
 HERMITIAN = {"product": "hermitian"}
 POSTERIOR = HERMITIAN | {"coefficient_init": "posterior"}
 UNIFORM = {"modes": "uniform", "input_matrix_init": "unit_variance"}
 EVEN = {"time_step_spacing": "even", "time_step_min": 0.02, "time_step_max": 0.1}
 LEAD = POSTERIOR | UNIFORM | EVEN
+INDUCTION = {"query_init": "induction"}
 CONDITIONS = {
     "Interdomain": {},
     "posterior, uniform, even": LEAD,
@@ -66,6 +68,12 @@ CONDITIONS = {
     "single input, posterior, uniform, even": LEAD | {"state_input": "generic"},
     "linear readout": S4D | {"state_input": "key_value"},
     "linear readout, uniform, even": S4D | UNIFORM | EVEN | {"state_input": "key_value"},
+    "posterior, uniform, even, induction": LEAD | INDUCTION,
+    "induction alone": INDUCTION,
+    "normal, uniform, even, output 0.05, induction": LEAD
+    | INDUCTION
+    | {"coefficient_init": "normal", "output_init_rms": 0.05},
+    "recall": {"start": "recall"},
 }
 FRONTIER = ("posterior, uniform, even", "Interdomain", "S4D-only, uniform, even", "softmax")
 SETTINGS = ((8, 64), (16, 128), (32, 256), (64, 512))  # pairs, tokens
@@ -184,7 +192,7 @@ def best_rate(runs: list[dict], name: str, setting: tuple[int, int]) -> float | 
 def make_model(condition: str, state_size: int = STATE_SIZE, seed: int = 0):
     torch.manual_seed(seed)
     tokens = {"bos_token_id": None, "eos_token_id": None}
-    fields = SHAPE | {"state_size": state_size} | tokens | CONDITIONS[condition]
+    fields = SHAPE | RANDOM | {"state_size": state_size} | tokens | CONDITIONS[condition]
     return InterdomainForCausalLM(InterdomainConfig(**fields))
 
 
