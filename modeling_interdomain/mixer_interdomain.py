@@ -105,6 +105,8 @@ class KeyValueMixer(RecurrentMixer):
 class InterdomainMixer(TabledModule, KeyValueMixer):
     """The token mixer of the paper (eqs. 10 to 13): queries join, convolved and passed through the feature map."""
 
+    q_proj: nn.Linear
+    k_proj: nn.Linear
     q_conv: nn.Conv1d
     k_conv: nn.Conv1d
 
@@ -129,12 +131,10 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
         shared = self.k_proj.weight.unflatten(0, (groups, -1)).repeat_interleave(heads // groups, dim=0)
         init.copy_(self.q_proj.weight, shared.flatten(0, 1))
         for conv in self._convolutions():
-            if conv is None:
-                continue
-            age = int(conv is self.k_conv)
-            taps = torch.zeros_like(conv.weight)
-            taps[..., -1 - age] = 1
-            init.copy_(conv.weight, taps)
+            if conv is not None:
+                taps = torch.zeros_like(conv.weight)
+                taps[..., -2 if conv is self.k_conv else -1] = 1
+                init.copy_(conv.weight, taps)
 
     @classmethod
     def streams(cls, config) -> list[Stream]:
