@@ -65,10 +65,14 @@ CONDITIONS = {
     "s4d-rope": {"token_mixers": "s4d", "rope_parameters": ROPE, "rope_placement": "before"},
 }
 RECURRENT = {name: fields for name, fields in CONDITIONS.items() if fields["token_mixers"] != "softmax"}
-# Every recurrent condition with a random start, then with the start that remembers, and what of it is not induction.
+# Every recurrent condition with a random start, then with the start that remembers, and two with what of it is not
+# induction.
 CONDITIONS |= {name: fields | {"start": "random"} for name, fields in RECURRENT.items()}
 CONDITIONS |= {f"{name}, recall": fields | {"start": "recall"} for name, fields in RECURRENT.items()}
-CONDITIONS["interdomain, posterior"] = CONDITIONS["interdomain"] | RECALL["posterior, uniform, even, output 0.05"]
+CONDITIONS |= {
+    f"{name}, posterior": CONDITIONS[name] | RECALL["posterior, uniform, even, output 0.05"]
+    for name in ("interdomain", "s4d")
+}
 
 
 def prepare(data: Path) -> dict:

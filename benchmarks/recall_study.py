@@ -70,12 +70,12 @@ CONDITIONS = {
     "linear readout, uniform, even": S4D | UNIFORM | EVEN | {"state_input": "key_value"},
     "posterior, uniform, even, induction": LEAD | INDUCTION,
     "induction alone": INDUCTION,
-    "normal, uniform, even, output 0.05, induction": LEAD
+    "normal, uniform, even, output 0.02, induction": LEAD
     | INDUCTION
-    | {"coefficient_init": "normal", "output_init_rms": 0.05},
+    | {"coefficient_init": "normal", "output_init_rms": 0.02},
     "recall": {"start": "recall"},
 }
-FRONTIER = ("posterior, uniform, even", "Interdomain", "S4D-only, uniform, even", "softmax")
+FRONTIER = ("recall", "posterior, uniform, even", "Interdomain", "S4D-only, uniform, even", "softmax")
 SETTINGS = ((8, 64), (16, 128), (32, 256), (64, 512))  # pairs, tokens
 BRACKETED, LONGER = SETTINGS[:2], SETTINGS[2:]
 LEARNING_RATES, LIMITS, SEEDS = (3e-3, 1e-3, 1e-2), (3e-4, 3e-2), (0, 1, 2)
@@ -103,11 +103,24 @@ def item(
     }
 
 
-# What the posterior start is held to: the smaller size in five seeds, twice the pairs in as many tokens, and softmax.
+# What the default start is held to: the smaller size in five seeds, twice the pairs in as many tokens; and beside it
+# the posterior start without induction, softmax, the parts of the start alone, and longer sequences.
 DENSE = (16, 64)
 HELD_TO = (
+    *(item("recall", seed=seed) for seed in range(5)),
+    *(item("recall", DENSE, seed=seed) for seed in range(5)),
     *(item("posterior, uniform, even", seed=seed) for seed in range(5)),
     *(item("softmax", learning_rate=rate) for rate in LEARNING_RATES),
+    item("induction alone"),
+    item("normal, uniform, even, output 0.02, induction"),
+    item("recall", SETTINGS[1]),
+    item("recall", SETTINGS[2]),
+    *(item("recall", shifted=True, seed=seed) for seed in range(2)),
+    item("softmax", DENSE, learning_rate=1e-3),
+    item("posterior, uniform, even, induction"),
+    item("recall", SETTINGS[2], state_size=128),
+    item("recall", SETTINGS[3]),
+    item("recall", SETTINGS[3], state_size=128),
     *(item("posterior, uniform, even", DENSE, seed=seed) for seed in range(5)),
     *(item("softmax", learning_rate=1e-3, seed=seed) for seed in range(1, 5)),
     *(item("posterior, uniform, even, output 0.05", seed=seed) for seed in range(2)),

@@ -59,7 +59,7 @@ STARTS = {
         "time_step_spacing": "random",
     },
 }
-_RECALL_RMS = 0.05
+_RECALL_RMS = 0.02
 
 _POSITIVE = (
     "vocab_size",
@@ -160,7 +160,7 @@ class InterdomainConfig(PreTrainedConfig):
             that nearly equal modes do not start with large coefficients. Default: 1e-3.
         output_init_rms: root mean square of the output before `o_proj` at the start, to which C is scaled, as queries
             of unit length with white keys and values of unit size (as `input_norm` makes them) meet it after many
-            tokens; correlated tokens give more. Default: None, 0.05 where `start` "recall" chose `coefficient_init`
+            tokens; correlated tokens give more. Default: None, 0.02 where `start` "recall" chose `coefficient_init`
             and the scale of C counts, else as C and beta make it.
         query_init: "independent" draws the query projection by itself; "induction" makes it start as that of the keys,
             and the convolutions as no more than the query's own token and the token before the key, so that a layer

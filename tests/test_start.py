@@ -298,7 +298,7 @@ def test_a_start_that_cannot_be_is_refused_in_one_sentence(fields, message):
 def test_the_default_start_remembers():
     """All that `start="recall"` stands for, and a field that is given instead."""
     config = InterdomainConfig(**SMALL)
-    assert config.start == "recall" and config.output_init_rms == 0.05
+    assert config.start == "recall" and config.output_init_rms == 0.02
     assert STARTS["recall"].items() <= config.to_dict().items()
     assert InterdomainConfig(**SMALL, modes="s4d_lin").modes == "s4d_lin"
     given = InterdomainConfig(**SMALL, coefficient_init="posterior")  # with the scale that it has
