@@ -122,14 +122,16 @@ def test_the_longer_study_takes_the_best_rates_of_the_shorter(monkeypatch):
         list(longer_study.plan([], shorter[:5]))
     planned = list(longer_study.plan([], shorter))
     assert planned == [{"condition": name, "learning_rate": rates[0], "seed": 0} for name in longer_study.CONDITIONS]
-    loss = {"interdomain": 1.0, "s4d": 1.0, "softmax": 1.5}
+    loss = {"interdomain": 1.0, "s4d": 1.0, "softmax": 1.5, "interdomain, recall": 0.5, "s4d, recall": 1.0}
     lengths = {"lengths": {"1.0": math.log(2.0), "2.0": math.log(2.0), "3.5": math.log(3.0)}}
     runs = [item | {"validation": {"a": math.log(loss[item["condition"]])}} | lengths for item in planned]
     machine = dict.fromkeys(("cpu", "threads", "torch", "transformers", "commit", "date", "command"), "x")
     monkeypatch.setattr(longer_study, "read", lambda name: {"training": condition_study.TRAINING, "runs": shorter})
     table = longer_study.table({"training": longer_study.TRAINING, "runs": runs, "machine": machine})
-    assert "| 1,024,000 | 2.0 | 2.0 | 2.0 | +0.0% | +0.0% |" in table
-    assert "| 4,096,000 | 1.0 | 1.0 | 1.5 | +0.0% | -33.3% |" in table
+    assert "| 1,024,000 | 2.0 | 2.0 | 2.0 | 2.0 | 2.0 | +0.0% | +0.0% |" in table
+    assert "| 4,096,000 | 1.0 | 1.0 | 1.5 | 0.5 | 1.0 | +0.0% | -50.0% |" in table
+    some = longer_study.table({"training": longer_study.TRAINING, "runs": runs[:4], "machine": machine})
+    assert "| 4,096,000 | 1.0 | 1.0 | 1.5 | 0.5 | not run | +0.0% | not run |" in some
     assert "| s4d | 2.0 | 2.0 | 3.0 | +50.0% |" in table
 
 
