@@ -5,7 +5,7 @@ condition sees the same sequences in the same order with the same optimiser; a s
 sequences. The ten conditions are those of the HAX paper (arXiv 2507.00449, table 1), of the same budget of keys a
 query, on three cores; its figures for Mamba and Mamba-2 stand beside. Its task is larger (5 to 16 contexts and keys of
 16 values, 64 keys, 400,000 steps of 64 sequences), so that orders can be compared and percentages cannot. A run takes
-one to two minutes of a thread that has a core to itself.
+two to three minutes of a thread that has a core to itself.
 
     python -m benchmarks.joint_study             # all runs that results/joint_study.json does not hold yet
     python -m benchmarks.joint_study --table     # the table as markdown
@@ -19,7 +19,7 @@ import torch
 
 from benchmarks import readme, studies
 from benchmarks.harness import RESULTS, footnote, markdown
-from benchmarks.recall_study import EVEN, LEAD, ROPE, S4D, UNIFORM, train_and_ask
+from benchmarks.recall_study import ROPE, train_and_ask
 from examples.recall import Joint, joint_batches
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
 
@@ -33,13 +33,14 @@ SHAPE = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "max_position_embeddings": LENGTH,
+    "tie_word_embeddings": True,
     "sparse_keys": KEYS,
     "sparse_num_heads": 1,
     "sparse_key_dim": 16,
     "sparse_hash": "sign",
     "sparse_hash_size": 4,
 }
-TRAINING = {"batch_size": 32, "steps": 1000}
+TRAINING = {"batch_size": 32, "steps": 1500}
 LEARNING_RATES, SEEDS = (3e-3, 1e-3), (0, 1)
 CORES = {
     "ssd": {  # the layer of Mamba-2
@@ -54,8 +55,8 @@ CORES = {
         "ssd_norm": "after_gate",
         "use_output_gate": True,
     },
-    "interdomain": LEAD | {"state_size": 16},
-    "s4d": S4D | UNIFORM | EVEN | {"state_size": 16},
+    "interdomain": {"token_mixers": "interdomain", "start": "recall", "state_size": 16},
+    "s4d": {"token_mixers": "s4d", "start": "recall", "state_size": 16},
 }
 CONDITIONS = {
     "base": {},
@@ -103,7 +104,7 @@ def make_model(condition: str, core: str, seed: int = 0) -> InterdomainForCausal
     torch.manual_seed(seed)
     fields = SHAPE | CORES[core] | CONDITIONS[condition] | dict.fromkeys(("bos_token_id", "eos_token_id"))
     if condition == "Samba":
-        fields["token_mixers"] = [fields.get("token_mixers", "interdomain"), "softmax"]
+        fields["token_mixers"] = [fields["token_mixers"], "softmax"]
     model = InterdomainForCausalLM(InterdomainConfig(**fields))
     if condition == "Samba":
         model.model.layers[1].token_mixer.register_forward_pre_hook(see_latest, with_kwargs=True)

@@ -83,7 +83,6 @@ THOROUGH = [
     ("cheems", "training masked", "aot_eager"),
     ("cheems", "prefill masked", "aot_eager"),
     ("cheems", "training with ends", "inductor"),
-    ("hax", "training masked", "aot_eager"),
     ("hax", "prefill masked", "aot_eager"),
     ("interdomain-softmax", "training masked", "inductor"),
     ("interdomain-softmax", "prefill masked", "inductor"),
