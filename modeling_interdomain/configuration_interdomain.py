@@ -163,9 +163,9 @@ class InterdomainConfig(PreTrainedConfig):
             tokens; correlated tokens give more. Default: None, 0.02 where `start` "recall" chose `coefficient_init`
             and the scale of C counts, else as C and beta make it.
         query_init: "independent" draws the query projection by itself; "induction" makes it start as that of the keys,
-            and the convolutions as no more than the query's own token and the token before the key, so that a layer
-            reads first what came after earlier occurrences of the token (the induction heads of arXiv 2209.11895, the
-            shift of H3, arXiv 2212.14052). Default: None, "induction" or, with `start` "random" and where there is
+            and the convolutions as the query's own token and, for keys, the token before (and a tenth of their own), so
+            that a layer reads first what came after earlier occurrences of the token (the induction heads of arXiv
+            2209.11895, the shift of H3, arXiv 2212.14052). Default: None, "induction" or, with `start` "random" and where there is
             nothing to shift or the projections differ in size, "independent".
         bidirectional: softmax layers see later tokens too; for classifiers without recurrent layers. Default: False.
         use_cls_token: classifiers append a learned token and read the class there. Default: False.

@@ -20,6 +20,9 @@ from .op_interdomain_map import interdomain_attention_map
 from .op_interdomain_prepare import fused_inputs
 from .op_interdomain_replay import state_after
 
+# The part of a key that is its own token's at the start, beside that of the token before.
+_OWN = 0.1
+
 # What few calls compute without rounding more than many do.
 _FULL_PRECISION = (torch.float32, torch.float64)
 
@@ -126,14 +129,19 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
 
     @torch.no_grad()
     def _start_induction(self) -> None:
-        """Queries as keys; of the convolutions the own token of queries (and values), of keys the token before."""
+        """Queries as keys; of the convolutions the own token of queries (and values), of keys the token before.
+
+        And a little of the key's own token: the first has none before it, and the direction of nothing has no gradient.
+        """
         heads, groups = self.heads
         shared = self.k_proj.weight.unflatten(0, (groups, -1)).repeat_interleave(heads // groups, dim=0)
         init.copy_(self.q_proj.weight, shared.flatten(0, 1))
         for conv in self._convolutions():
             if conv is not None:
                 taps = torch.zeros_like(conv.weight)
-                taps[..., -2 if conv is self.k_conv else -1] = 1
+                taps[..., -1] = 1
+                if conv is self.k_conv:
+                    taps[..., -2:] = torch.tensor([1, _OWN])
                 init.copy_(conv.weight, taps)
 
     @classmethod

@@ -351,7 +351,21 @@ def test_queries_start_as_the_keys_of_their_group():
     queries, keys = mixer.q_proj.weight.unflatten(0, (4, -1)), mixer.k_proj.weight.unflatten(0, (2, -1))
     assert all(torch.equal(queries[head], keys[head // 2]) for head in range(4))
     assert torch.equal(mixer.q_conv.weight, torch.tensor([0.0, 0.0, 1.0]).expand(32, 1, -1))
-    assert torch.equal(mixer.k_conv.weight, torch.tensor([0.0, 1.0, 0.0]).expand(16, 1, -1))
+    assert torch.equal(mixer.k_conv.weight, torch.tensor([0.0, 1.0, 0.1]).expand(16, 1, -1))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_first_token_has_a_key_and_small_gradients(packed):
+    """Nothing comes before it; the feature map of nothing would have a gradient of 1e12."""
+    torch.manual_seed(0)
+    ids, norms = torch.randint(32, (2, 16)), {}
+    for start in ("random", "recall"):
+        torch.manual_seed(0)
+        model = InterdomainForCausalLM(config_of(start=start))
+        positions = {"position_ids": (torch.arange(16) % 5).expand(2, -1)} if packed else {}
+        model(ids, labels=ids, **positions).loss.backward()
+        norms[start] = torch.nn.utils.get_total_norm([x.grad for x in model.parameters()]).item()
+    assert norms["recall"] < 3 * norms["random"]
 
 
 def test_a_posterior_of_s4d_layers_needs_no_product():
