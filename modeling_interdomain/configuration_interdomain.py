@@ -165,8 +165,8 @@ class InterdomainConfig(PreTrainedConfig):
         query_init: "independent" draws the query projection by itself; "induction" makes it start as that of the keys,
             and the convolutions as the query's own token and, for keys, the token before (and a tenth of their own), so
             that a layer reads first what came after earlier occurrences of the token (the induction heads of arXiv
-            2209.11895, the shift of H3, arXiv 2212.14052). Default: None, "induction" or, with `start` "random" and where there is
-            nothing to shift or the projections differ in size, "independent".
+            2209.11895, the shift of H3, arXiv 2212.14052). Default: None, "induction" or, with `start` "random" and
+            where there is nothing to shift or the projections differ in size, "independent".
         bidirectional: softmax layers see later tokens too; for classifiers without recurrent layers. Default: False.
         use_cls_token: classifiers append a learned token and read the class there. Default: False.
         patch_size: classifiers take `pixel_values` and cut them into squares of so many pixels a side, each one token.
