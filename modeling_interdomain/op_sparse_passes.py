@@ -9,7 +9,7 @@ from .op_sparse_stream import Stream
 
 BLOCK = 32
 # Logits of one run: on a CPU what is worked on should stay in a cache.
-_LOGITS = {"cpu": 1 << 19, "other": 1 << 26}
+_LOGITS = {"cpu": 1 << 18, "other": 1 << 26}
 # No logit of what is seen is so small, and none of what is hidden so large.
 HIDDEN = -1e25
 # More than all tokens.
