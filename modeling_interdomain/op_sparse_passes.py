@@ -62,7 +62,7 @@ class Pass(NamedTuple):
 
         def asked(x: torch.Tensor) -> torch.Tensor:
             x = x[run.blocks]
-            return (x if block is None else x[block])[..., None]
+            return (x if block is None else x.index_select(0, block))[..., None]
 
         def found(x: torch.Tensor) -> torch.Tensor:
             return x[run.rows, None]
@@ -122,7 +122,7 @@ def _at_once(width: int, device: torch.device) -> int:
 
 
 def tokens_at_once(value: torch.Tensor) -> int:
-    return max(1, _LOGITS["cpu" if value.device.type == "cpu" else "other"] // value.shape[1])
+    return max(1, _LOGITS["cpu" if value.device.type == "cpu" else "other"] // value.shape[-1])
 
 
 def _bin_pass(stream: Stream, parts: list[Sorted], best: Selection | None) -> Pass:
