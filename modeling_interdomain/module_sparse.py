@@ -143,7 +143,8 @@ class SparseBranch(nn.Module):
     def _choose(self, both, states, packing: Packing | None, differentiated: bool):
         """Scores, bins and sums, in at least float32; only the scores of a forward of training have a gradient.
 
-        `both` `[B, T, S, 2, d]` are queries and keys."""
+        `both` `[B, T, S, 2, d]` are queries and keys.
+        """
         wide = torch.promote_types(both.dtype, torch.float32)
         both = both.to(wide)
         counts = _counts(both, None if states is None else states["sparse_seen"], packing)
