@@ -83,6 +83,15 @@ def test_packed_documents(model, ids):
     assert error < 1e-4 if is_ours(model) else error > 1e-3
 
 
+def test_continuous_batching(model, ids):
+    prompts = [ids[0, :5].tolist(), ids[0, 5:12].tolist()]
+    if is_ours(model):
+        assert len(model.generate_batch(prompts, max_new_tokens=3)) == 2
+    else:
+        with pytest.raises((ValueError, NotImplementedError)):
+            model.generate_batch(prompts, max_new_tokens=3)
+
+
 @torch.no_grad()
 def test_maps_and_files(model, ids, tmp_path):
     found = model(ids, output_attentions=True, use_cache=True)
