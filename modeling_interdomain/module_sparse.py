@@ -166,7 +166,8 @@ class SparseBranch(nn.Module):
         """One bin for all queries but those of a hash; of the keys some parts leave many out."""
         part, keys, number = budget
         if part == "lsh":
-            return Bins(*hashed.unbind(-1), number, keys, complete=True)
+            of_query, of_key = hashed.unbind(-1)
+            return Bins(of_query, of_key, number, keys, complete=True)
         one = torch.zeros(both.shape[:3], dtype=torch.long, device=both.device)
         if part in ("sliding_window", "full"):
             return Bins(one, one, number, keys, complete=True)

@@ -104,9 +104,9 @@ def _read(query: torch.Tensor, memory: SparseMemory, bins: Sequence[Bins]) -> to
         places.append(once)
     together, place = (x[0] if len(x) == 1 else torch.cat(x, dim=1) for x in (entries, places))
     wide = torch.promote_types(together.dtype, torch.float32)
-    keys, values = together.to(wide).split_with_sizes([query.shape[2], together.shape[2] - query.shape[2]], dim=2)
+    remembered, values = together.to(wide).split_with_sizes([query.shape[2], together.shape[2] - query.shape[2]], dim=2)
     hidden = (place == 0)[:, None]
-    weights = torch.bmm(query.to(wide), keys.mT).masked_fill_(hidden, torch.finfo(wide).min).softmax(-1)
+    weights = torch.bmm(query.to(wide), remembered.mT).masked_fill_(hidden, torch.finfo(wide).min).softmax(-1)
     if memory.entries is None:  # otherwise a token sees a key, the first of all if no other
         weights = weights.masked_fill_(hidden, 0)
     return torch.bmm(weights, values)
