@@ -131,39 +131,44 @@ class SparseBranch(nn.Module):
             after.append(window)
         query, key = streams
         key = key * self.dim**-0.5
-        value = value.flatten(2).unflatten(-1, (self.heads, -1))
+        if self.heads != self.groups:
+            value = value.flatten(2).unflatten(-1, (self.heads, -1))
         differentiated = self.training and torch.is_grad_enabled()
         with torch.no_grad(), without_autocast(query.device):
-            chosen = self._choose(query.detach(), key.detach(), states, packing, differentiated)
+            both = torch.stack([query, key], dim=3).detach()
+            chosen = self._choose(both, states, packing, differentiated)
         scores, bins, sums = chosen
         return SparseInputs(query, key, value, scores, bins, sums, projected, after)
 
-    def _choose(self, query, key, states, packing: Packing | None, differentiated: bool):
-        """Scores, bins and sums, in at least float32; only the scores of a forward of training have a gradient."""
-        wide = torch.promote_types(query.dtype, torch.float32)
-        query, key = query.to(wide), key.to(wide)
-        counts = _counts(query, None if states is None else states["sparse_seen"], packing)
+    def _choose(self, both, states, packing: Packing | None, differentiated: bool):
+        """Scores, bins and sums, in at least float32; only the scores of a forward of training have a gradient.
+
+        `both` `[B, T, S, 2, d]` are queries and keys.
+        """
+        wide = torch.promote_types(both.dtype, torch.float32)
+        both = both.to(wide)
+        counts = _counts(both, None if states is None else states["sparse_seen"], packing)
         sums, running = None, None
         if self.summed:
             before = None if states is None else states["sparse_sums"]
-            running, sums = _running_sums(torch.stack([query, key], dim=3), before, packing)
+            running, sums = _running_sums(both, before, packing)
         scores = None
         if self.scorer is not None:
             with torch.set_grad_enabled(differentiated and self.ranking is not None):
-                scores = self.scorer(key, running[..., 0, :].to(wide))
+                scores = self.scorer(both[..., 1, :], running[..., 0, :].to(wide))
         hashed = None
         if self.hash is not None:
-            means = (running / counts[..., None, None, None]).to(wide) if self.centred else None
-            hashed = self.hash(torch.stack([query, key], dim=3), means)
-        return scores, tuple(self._bins(budget, hashed, counts, query) for budget in self.binned), sums
+            means = (running / counts.view(*counts.shape, 1, 1, 1)).to(wide) if self.centred else None
+            hashed = self.hash(both, means)
+        return scores, tuple(self._bins(budget, hashed, counts, both) for budget in self.binned), sums
 
-    def _bins(self, budget: Budget, hashed, counts: torch.Tensor, query: torch.Tensor) -> Bins:
+    def _bins(self, budget: Budget, hashed, counts: torch.Tensor, both: torch.Tensor) -> Bins:
         """One bin for all queries but those of a hash; of the keys some parts leave many out."""
         part, keys, number = budget
         if part == "lsh":
-            return Bins(hashed[..., 0], hashed[..., 1], number, keys, complete=True)
-        shape = query.shape[:3]
-        one = torch.zeros(shape, dtype=torch.long, device=query.device)
+            of_query, of_key = hashed.unbind(-1)
+            return Bins(of_query, of_key, number, keys, complete=True)
+        one = torch.zeros(both.shape[:3], dtype=torch.long, device=both.device)
         if part in ("sliding_window", "full"):
             return Bins(one, one, number, keys, complete=True)
         seen = counts <= keys if part == "sink" else counts % self.spacing == 0
@@ -208,7 +213,8 @@ class SparseBranch(nn.Module):
 
     def _gated(self, output: torch.Tensor) -> torch.Tensor:
         """From S heads to the H of the recurrence's output."""
-        output = output.flatten(-2).unflatten(-1, (self.groups, self.width))
+        if self.heads != self.groups:
+            output = output.flatten(-2).unflatten(-1, (self.groups, self.width))
         if self.repeats > 1:
             output = output.repeat_interleave(self.repeats, dim=-2)
         return self.gate(output)
@@ -282,6 +288,8 @@ def _states_of(memory: SparseMemory) -> dict[str, torch.Tensor]:
 
 def _counts(x: torch.Tensor, seen: torch.Tensor | None, packing: Packing | None) -> torch.Tensor:
     """`[B or 1, T]`, how many tokens there are up to each, in its row or document."""
+    if x.shape[1] == 1 and packing is None and seen is not None:
+        return (seen + 1)[:, None]
     counts = torch.arange(1, x.shape[1] + 1, device=x.device)[None]
     if packing is not None and packing.documents is not None:
         counts = counts - packing.cu_seqlens[packing.documents]
@@ -296,7 +304,10 @@ def _running_sums(x: torch.Tensor, before: torch.Tensor | None, packing: Packing
     if packing is not None and packing.lengths is not None:
         real = torch.arange(x.shape[1], device=x.device) < packing.lengths[:, None]
         x = torch.where(real[..., None, None, None], x, 0)
-    running = x.double().cumsum(1) if x.shape[1] > 1 else x.double()
+    if x.shape[1] == 1 and packing is None and before is not None:
+        running = x + before[:, None]
+        return running, running[:, 0]
+    running = x.double().cumsum(1)
     if packing is not None and packing.documents is not None:
         starts = packing.cu_seqlens[packing.documents]
         earlier = torch.nn.functional.pad(running[0], (0, 0, 0, 0, 0, 0, 1, 0))

@@ -8,6 +8,8 @@ from .module_common import Float32Module
 
 # A vector so close to the mean of those before is that mean, and what is left of it is noise of rounding.
 _SAME = 1e-4
+# The sum of no queries, or of pads, has no direction.
+_TINY = 1e-12
 
 
 class SparseHash(Float32Module):
@@ -31,10 +33,10 @@ class SparseHash(Float32Module):
         if means is not None:
             size = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
             z = z - means
-            z = torch.where(torch.linalg.vector_norm(z, dim=-1, keepdim=True) < _SAME * size, 0, z)
+            z = z.masked_fill(torch.linalg.vector_norm(z, dim=-1, keepdim=True) < _SAME * size, 0)
         projection = torch.randn_like(self.H) if self.training else self.H
         heads_first = z.permute(2, 0, 1, 3, 4)
-        projected = heads_first.flatten(1, 3) @ projection.to(z.dtype)
+        projected = torch.bmm(heads_first.flatten(1, 3), projection.to(z.dtype))
         if self.kind == "argmax":
             bins = projected.argmax(-1)
         else:
@@ -69,11 +71,12 @@ class KeyScorer(Float32Module):
 
     def forward(self, key: torch.Tensor, query_sum: torch.Tensor) -> torch.Tensor:
         """`[B, T, S, d]` each to `[B, T, S]`."""
-        x = torch.cat([key, nn.functional.normalize(query_sum, dim=-1)], dim=-1)
+        direction = query_sum / torch.linalg.vector_norm(query_sum, dim=-1, keepdim=True).clamp_min(_TINY)
+        x = torch.cat([key, direction], dim=-1).flatten(0, -2)
         for i in range(self.LAYERS):
             weight, bias = (getattr(self, f"{name}_{i}").to(x.dtype) for name in ("weight", "bias"))
             x = nn.functional.linear(x if i == 0 else x.relu(), weight, bias)
-        return x[..., 0]
+        return x.view(key.shape[:-1])
 
 
 class RankingLoss(nn.Module):

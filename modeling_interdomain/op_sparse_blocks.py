@@ -7,6 +7,7 @@ k / W + 2 a block and one for every tile of keys, whatever the bins.
 """
 
 import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,67 +18,81 @@ from .op_sparse_passes import BLOCK, HIDDEN, Pass, Run, passes_of, tokens_at_onc
 from .op_sparse_stream import Stream
 
 # Tokens of heads that are worked on together: memory of this size is used again, and needs no new pages.
-_TOKENS = 1 << 17
+_TOKENS = 1 << 15
+
+# Some of the heads, and their passes.
+Part = tuple[slice, list[Pass]]
 
 
 def blocks(stream: Stream) -> torch.Tensor:
     """`[N, T, D]`; rows that see no key are zero."""
     best = None if stream.scores is None else selection(stream, BLOCK)
-    heads, length = stream.query.shape[:2]
-    step = heads if torch.compiler.is_compiling() else max(1, _TOKENS // length)
-    parts = [slice(start, start + step) for start in range(0, heads, step)]
-    outputs = [_blocks(stream.of_heads(part), None if best is None else best.of_heads(part)) for part in parts]
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-
-def _blocks(stream: Stream, best: Selection | None) -> torch.Tensor:
-    passes = passes_of(stream, best)
     # Powers of 2, because those of e take many times as long on a CPU where nothing is left of them.
-    query = stream.query * math.log2(math.e)
-    inputs = query.flatten(0, 1), stream.key.flatten(0, 1), stream.value.flatten(0, 1)
+    inputs = stream.query * math.log2(math.e), stream.key, stream.value
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     if differentiated and not torch.compiler.is_compiling():
-        output: Any = _Attention.apply(*inputs, passes)
+        output: Any = _Attention.apply(*inputs, list(_parts(stream, best)))
     else:
-        output, _ = _attend(*inputs, passes)
-    return output.view(*stream.query.shape[:2], -1)
+        output, _ = _attend(*inputs, _parts(stream, best))
+    return output
+
+
+def _parts(stream: Stream, best: Selection | None) -> Iterator[Part]:
+    heads, length = stream.query.shape[:2]
+    step = heads if torch.compiler.is_compiling() else max(1, _TOKENS // length)
+    for start in range(0, heads, step):
+        part = slice(start, start + step)
+        yield part, passes_of(stream.of_heads(part), None if best is None else best.of_heads(part))
 
 
 class _Attention(torch.autograd.Function):
     """Keeps the logarithms of the sums, and forms the weights again backwards."""
 
     @staticmethod
-    def forward(ctx, query, key, value, passes):
-        output, log_sums = _attend(query, key, value, passes)
+    def forward(ctx, query, key, value, parts):
+        output, log_sums = _attend(query, key, value, parts)
         ctx.save_for_backward(query, key, value, output, log_sums)
-        ctx.passes = passes
+        ctx.parts = parts
         return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         query, key, value, output, log_sums = ctx.saved_tensors
-        grad = grad.contiguous()
-        gradients = tuple(torch.zeros_like(x) for x in (query, key, value))
+        dots = (grad * output).sum(-1)
+        gradients = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
         with without_autocast(query.device):
-            dots = (grad * output).sum(-1)
-            for one in ctx.passes:
-                for run in one.runs:
-                    _add_gradients(one, run, query, key, value, grad, dots, log_sums, gradients)
+            for part, passes in ctx.parts:
+                tensors = _of_heads(part, query, key, value, grad, dots, log_sums)
+                into = _of_heads(part, *gradients)
+                for one in passes:
+                    for run in one.runs:
+                        _add_gradients(one, run, *tensors, into)
         of_query, of_key, of_value = gradients
-        return of_query * math.log(2), of_key * math.log(2), of_value, None
+        return of_query.mul_(math.log(2)), of_key.mul_(math.log(2)), of_value, None
 
 
-def _attend(query, key, value, passes: list[Pass]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output `[N T, D]`, and the logarithm of the sum of every row, infinite where there is nothing to sum."""
-    sums = [_sums(one, query, key, value) for one in passes]
-    if torch.compiler.is_compiling():  # a number of parts is fixed in a graph, and with it the length
-        return _merged([_in_order(one, x, slice(None)) for one, x in zip(passes, sums, strict=True)])
-    tokens, step = query.shape[0], tokens_at_once(value)
-    output, log_sums = value.new_empty(tokens, value.shape[1]), value.new_empty(tokens)
-    for start in range(0, tokens, step):
-        part = slice(start, min(start + step, tokens))
-        output[part], log_sums[part] = _merged([_in_order(one, x, part) for one, x in zip(passes, sums, strict=True)])
+def _of_heads(part: slice, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Of `[N, T, ...]` those heads, one after the other."""
+    return [x[part].flatten(0, 1) for x in tensors]
+
+
+def _attend(query, key, value, parts: Iterable[Part]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output `[N, T, D]`, and the logarithm of the sum of every row, infinite where there is nothing to sum."""
+    output, log_sums = value.new_empty(*query.shape[:2], value.shape[2]), value.new_empty(query.shape[:2])
+    for part, passes in parts:
+        inputs, (into, logarithms) = _of_heads(part, query, key, value), _of_heads(part, output, log_sums)
+        sums = [_sums(one, *inputs) for one in passes]
+        if torch.compiler.is_compiling():  # a number of steps is fixed in a graph, and with it the length
+            into[:], logarithms[:] = _merged(
+                [_in_order(one, x, slice(None)) for one, x in zip(passes, sums, strict=True)]
+            )
+            continue
+        step = tokens_at_once(value)
+        for start in range(0, len(into), step):
+            some = slice(start, min(start + step, len(into)))
+            merged = _merged([_in_order(one, x, some) for one, x in zip(passes, sums, strict=True)])
+            into[some], logarithms[some] = merged
     return output, log_sums
 
 
@@ -104,23 +119,24 @@ def _sums(one: Pass, query, key, value) -> tuple[torch.Tensor, torch.Tensor, tor
     of the weighted values."""
     shape = one.queries.shape
     most, total = query.new_empty(shape), query.new_zeros(shape)
-    output = value.new_zeros(*shape, value.shape[1])
+    output = (value.new_empty if one.blocks is None else value.new_zeros)((*shape, value.shape[1]))
     for run in one.runs:
         block, keys = one.block_of(run), one.keys[run.rows]
         asked = _rows(query, one.queries[run.blocks])
-        logits = one.hide((asked if block is None else asked[block]) @ _rows(key, keys).mT, run)
+        logits = one.hide(torch.bmm(asked if block is None else _rows(asked, block), _rows(key, keys).mT), run)
         largest = logits.detach().amax(-1)
         if block is not None:
             index = block[:, None].expand_as(largest)
             largest = largest.new_full(asked.shape[:2], HIDDEN).scatter_reduce_(0, index, largest, "amax")
         largest = largest.clamp(min=HIDDEN)
-        weights = logits.sub_((largest if block is None else largest[block])[..., None]).exp2_()
+        weights = logits.sub_((largest if block is None else _rows(largest, block))[..., None]).exp2_()
         most[run.blocks] = largest
+        sums, values = weights.sum(-1), torch.bmm(weights, _rows(value, keys))
         if block is None:
-            total[run.blocks], output[run.blocks] = weights.sum(-1), weights @ _rows(value, keys)
+            total[run.blocks], output[run.blocks] = sums, values
         else:
-            total[run.blocks].index_add_(0, block, weights.sum(-1))
-            output[run.blocks].index_add_(0, block, weights @ _rows(value, keys))
+            total[run.blocks].index_add_(0, block, sums)
+            output[run.blocks].index_add_(0, block, values)
     return most.flatten(), total.flatten(), output.flatten(0, 1)
 
 
@@ -128,7 +144,7 @@ def _add_gradients(one: Pass, run: Run, query, key, value, grad, dots, log_sums,
     of_query, of_key, of_value = gradients
     block, tokens, keys = one.block_of(run), one.queries[run.blocks], one.keys[run.rows]
     rows = [_rows(x, tokens) for x in (query, grad, dots, log_sums)]
-    asked, grads, dot, log_sum = rows if block is None else [x[block] for x in rows]
+    asked, grads, dot, log_sum = rows if block is None else [_rows(x, block) for x in rows]
     k, v = _rows(key, keys), _rows(value, keys)
     weights = one.hide(asked @ k.mT, run).sub_(log_sum[..., None]).exp2_()
     of_value.index_add_(0, keys.flatten(), (weights.mT @ grads).flatten(0, 1))

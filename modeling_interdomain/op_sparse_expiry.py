@@ -7,7 +7,7 @@ import torch
 from .op_sparse_stream import Bins, Stream
 
 # Comparisons of one run of chunks: what is worked on should stay in a cache.
-_COMPARISONS = {"cpu": 1 << 20, "other": 1 << 27}
+_COMPARISONS = {"cpu": 1 << 17, "other": 1 << 27}
 
 
 class Selection(NamedTuple):

@@ -9,7 +9,7 @@ from .op_sparse_stream import Stream
 
 BLOCK = 32
 # Logits of one run: on a CPU what is worked on should stay in a cache.
-_LOGITS = {"cpu": 1 << 19, "other": 1 << 26}
+_LOGITS = {"cpu": 1 << 18, "other": 1 << 26}
 # No logit of what is seen is so small, and none of what is hidden so large.
 HIDDEN = -1e25
 # More than all tokens.
@@ -62,7 +62,7 @@ class Pass(NamedTuple):
 
         def asked(x: torch.Tensor) -> torch.Tensor:
             x = x[run.blocks]
-            return (x if block is None else x[block])[..., None]
+            return (x if block is None else x.index_select(0, block))[..., None]
 
         def found(x: torch.Tensor) -> torch.Tensor:
             return x[run.rows, None]
@@ -124,7 +124,7 @@ def _at_once(width: int, device: torch.device) -> int:
 
 
 def tokens_at_once(value: torch.Tensor) -> int:
-    return max(1, _LOGITS["cpu" if value.device.type == "cpu" else "other"] // value.shape[1])
+    return max(1, _LOGITS["cpu" if value.device.type == "cpu" else "other"] // value.shape[-1])
 
 
 def _bin_pass(stream: Stream, parts: list[Sorted], best: Selection | None) -> Pass:

@@ -1,6 +1,7 @@
 """One token of sparse attention: its key goes into the memory in place, and its query reads what is kept for it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 
@@ -32,14 +33,14 @@ def sparse_step(
         `[B, S, D]` in the dtype of `value`.
     """
     with without_autocast(query.device):
-        _remember(key, value, memory, scores, bins, mask)
-        output = _read(query.flatten(0, 1), memory, bins).view(value.shape)
+        entry = torch.cat([key, value], dim=-1).flatten(0, 1)[:, None]
+        _remember(entry, memory, scores, bins, mask)
+        output = _read(query.flatten(0, 1)[:, None], memory, bins).view(value.shape)
     return (output if mask is None else output.where(mask[:, None, None], 0)).to(value.dtype)
 
 
-def _remember(key, value, memory: SparseMemory, scores, bins: Sequence[Bins], mask) -> None:
-    heads = key.shape[1]
-    entry = torch.cat([key, value], dim=-1).flatten(0, 1)[:, None]
+def _remember(entry, memory: SparseMemory, scores, bins: Sequence[Bins], mask) -> None:
+    heads = len(entry) // len(memory.seen)
     memory.seen.add_(1 if mask is None else mask.long())
     place = memory.seen[:, None].expand(-1, heads).reshape(-1, 1)
     real = None if mask is None else mask[:, None].expand(-1, heads).reshape(-1)
@@ -53,19 +54,15 @@ def _remember(key, value, memory: SparseMemory, scores, bins: Sequence[Bins], ma
 
 def _compete(memory: SparseMemory, entry, score, place, real) -> None:
     """The worst of all makes room, of equals the latest, which may be the new one; the others stay in their order."""
-    entries, scores, places = (x.flatten(0, 1) for x in (memory.entries, memory.scores, memory.places))
-    k = scores.shape[1]
-    rivals = torch.cat([scores.masked_fill(places == 0, -torch.inf), score], dim=1)
-    worst = k - rivals.flip(1).argmin(1)
+    kept = [x.flatten(0, 1) for x in (memory.entries, memory.scores, memory.places)]
+    rivals = [torch.cat(x, dim=1) for x in zip(kept, (entry, score, place), strict=True)]
+    worst = rivals[1].masked_fill(rivals[2] == 0, -torch.inf).flip(1).argmin(1, keepdim=True)  # from the end
     if real is not None:
-        worst = torch.where(real, worst, k)
-    slots = torch.arange(k, device=worst.device)
-    slots = slots + (slots >= worst[:, None])
-    scores.copy_(torch.cat([scores, score], dim=1).gather(1, slots))
-    places.copy_(torch.cat([places, place], dim=1).gather(1, slots))
-    slots = slots + torch.arange(0, len(slots) * (k + 1), k + 1, device=slots.device)[:, None]
-    together = torch.cat([entries, entry], dim=1).flatten(0, 1)
-    entries.copy_(together.index_select(0, slots.flatten()).view_as(entries))
+        worst = worst * real[:, None]
+    slots, from_end = _numbers(_slots, *kept[1].shape, like=entry)
+    slots = (slots + (worst >= from_end)).flatten()
+    for old, x in zip(kept, rivals, strict=True):
+        torch.index_select(x.flatten(0, 1), 0, slots, out=old.flatten(0, 1))
 
 
 def _push(ring: Ring, entry, place, own, valid) -> None:
@@ -73,7 +70,7 @@ def _push(ring: Ring, entry, place, own, valid) -> None:
     number, keys = ring.places.shape[2:]
     entries, places = ring.entries.view(-1, keys, entry.shape[2]), ring.places.view(-1, keys)
     if number > 1:
-        row = torch.arange(0, len(places), number, device=own.device) + (own if valid is None else own.clamp(min=0))
+        row = _row(ring, own if valid is None else own.clamp(min=0))
         kept = entries.index_select(0, row), places.index_select(0, row)
     else:
         row, kept = None, (entries, places)
@@ -85,29 +82,63 @@ def _push(ring: Ring, entry, place, own, valid) -> None:
 
 
 def _read(query: torch.Tensor, memory: SparseMemory, bins: Sequence[Bins]) -> torch.Tensor:
-    """`[N, D]` from queries `[N, d]`."""
-    count, width = query.shape
-    entries, places = [], []
+    """`[N, 1, D]` from queries `[N, 1, d]`."""
+    entries, places, known = [], [], []
     if memory.entries is not None:
-        entries, places = [memory.entries.flatten(0, 1)], [memory.places.flatten(0, 1)]
+        entries, known = [memory.entries.flatten(0, 1)], [memory.places.flatten(0, 1)]
+        places = [*known]
     for ring, part in zip(memory.rings, bins, strict=True):
         number, keys = ring.places.shape[2:]
+        found, place = ring.entries.view(-1, keys, ring.entries.shape[-1]), ring.places.view(-1, keys)
         asked = part.query.flatten()
         if number > 1:
-            row = (asked if part.complete else asked.clamp(min=0)) + number * torch.arange(count, device=query.device)
-            found = ring.entries.view(-1, keys, ring.entries.shape[-1]).index_select(0, row)
-            place = ring.places.view(-1, keys).index_select(0, row)
-        else:
-            found, place = ring.entries.flatten(0, 2), ring.places.flatten(0, 2)
+            row = _row(ring, asked if part.complete else asked.clamp(min=0))
+            found, place = found.index_select(0, row), place.index_select(0, row)
         if not part.complete:
             place = place.masked_fill((asked < 0)[:, None], 0)
-        for earlier in places:  # a key in both counts once
-            place = place.masked_fill((place[..., None] == earlier[:, None]).any(-1), 0)
+        once = place
+        for earlier in known:  # a key in both counts once
+            once = once * (_among(earlier, place) != place)
+        known.append(place)
         entries.append(found)
-        places.append(place)
+        places.append(once)
     together, place = (x[0] if len(x) == 1 else torch.cat(x, dim=1) for x in (entries, places))
     wide = torch.promote_types(together.dtype, torch.float32)
-    together, hidden = together.to(wide), place == 0
-    logits = (together[..., :width] @ query.to(wide)[..., None])[..., 0]
-    weights = logits.masked_fill(hidden, torch.finfo(wide).min).softmax(-1).masked_fill(hidden, 0)
-    return (weights[:, None] @ together[..., width:])[:, 0]
+    remembered, values = together.to(wide).split_with_sizes([query.shape[2], together.shape[2] - query.shape[2]], dim=2)
+    hidden = (place == 0)[:, None]
+    weights = torch.bmm(query.to(wide), remembered.mT).masked_fill_(hidden, torch.finfo(wide).min).softmax(-1)
+    if memory.entries is None:  # otherwise a token sees a key, the first of all if no other
+        weights = weights.masked_fill_(hidden, 0)
+    return torch.bmm(weights, values)
+
+
+def _among(places: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Of ascending `places` of each row the first that is not before the wanted one, the last if all are."""
+    return places.gather(1, torch.searchsorted(places, wanted).clamp_(max=places.shape[1] - 1))
+
+
+def _row(ring: Ring, own: torch.Tensor) -> torch.Tensor:
+    """Of the bins of all heads, those at `own` of each."""
+    return _numbers(_starts, len(own), ring.places.shape[2], like=own) + own
+
+
+def _starts(rows: int, size: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(0, rows * size, size, device=device)
+
+
+def _slots(rows: int, keys: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first `keys` of `keys + 1` slots of each row, `[rows, keys]`, and how far each is from the last one."""
+    slots = torch.arange(keys, device=device)
+    return _starts(rows, keys + 1, device)[:, None] + slots, keys - slots
+
+
+def _numbers(make: Callable, *sizes: int, like: torch.Tensor):
+    """What `make` gives for these sizes, which every layer needs at every token."""
+    if torch.compiler.is_compiling() or type(like) is not torch.Tensor or like.device.type != "cpu":
+        return make(*sizes, like.device)
+    return _kept_numbers(make, *sizes)
+
+
+@lru_cache(maxsize=64)
+def _kept_numbers(make: Callable, *sizes: int):
+    return make(*sizes, torch.device("cpu"))

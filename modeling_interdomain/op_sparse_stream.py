@@ -96,7 +96,8 @@ def stream_of(query, key, value, scores, selected_keys, bins, real, ends, memory
             part._replace(query=part.query.where(real[..., None], -1), key=part.key.where(real[..., None], -1))
             for part in bins
         ]
-    query, key, value = map(_heads_first, (query, key, value))
+    query, key = map(_heads_first, (query, key))
+    value = value.transpose(1, 2).flatten(0, 1)  # not copied where one row is all there is
     scores = None if scores is None else _heads_first(scores)
     bins = tuple(
         part._replace(query=_heads_first(part.query.long()), key=_heads_first(part.key.long())) for part in bins
