@@ -30,14 +30,14 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx, x: torch.Tensor, group: Any) -> torch.Tensor:
         ctx.group = group
         found = x.new_empty(group.size() * x.numel())
-        dist.all_gather_into_tensor(found, x.contiguous().flatten(), group=group)
+        dist.all_gather_single(found, x.contiguous().flatten(), group=group)
         return found.view(group.size(), *x.shape)
 
     @staticmethod
     def backward(ctx, *grads: torch.Tensor):
         (grad,) = grads
         found = grad.new_empty(grad[0].numel())
-        dist.reduce_scatter_tensor(found, grad.contiguous().flatten(), group=ctx.group)
+        dist.reduce_scatter_single(found, grad.contiguous().flatten(), group=ctx.group)
         return found.view(grad.shape[1:]), None
 
 

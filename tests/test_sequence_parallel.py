@@ -1,6 +1,7 @@
 """Rows in pieces over several processes: outputs, gradients, caches and losses are those of one process, in float64."""
 
 import copy
+import multiprocessing
 import os
 import threading
 from itertools import pairwise, product
@@ -112,10 +113,10 @@ class Threads:
         self.barrier.wait(60)
         return found
 
-    def all_gather_into_tensor(self, output, x, group):
+    def all_gather_single(self, output, x, group):
         output.copy_(torch.cat(self._all(x, group)))
 
-    def reduce_scatter_tensor(self, output, x, group):
+    def reduce_scatter_single(self, output, x, group):
         output.copy_(sum(self._all(x, group)).chunk(group.size())[group.rank()])
 
     def all_reduce(self, x, group):
@@ -239,7 +240,8 @@ def found(models, tmp_path_factory):
     """What four processes found, one after the other."""
     folder = tmp_path_factory.mktemp("processes")
     torch.save(models, folder / "models")
-    mp.spawn(work, (str(folder),), nprocs=4)
+    multiprocessing.set_forkserver_preload([__name__])  # imported once, not by each process
+    mp.start_processes(work, (str(folder),), nprocs=4, start_method="forkserver")
     return [torch.load(folder / str(rank), weights_only=False) for rank in range(4)]
 
 
