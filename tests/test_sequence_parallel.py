@@ -13,6 +13,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from benchmarks.exchanged_bytes import exchange
 from modeling_interdomain import (
     InterdomainCache,
     InterdomainForSequenceClassification,
@@ -103,6 +104,7 @@ class Threads:
     """Stands for `torch.distributed` where the processes are threads: each brings its tensor and takes all of them."""
 
     def __init__(self, size: int):
+        self.numbers = 0  # of floats that the first has gathered, of its own
         self.brought: list = [None] * size
         self.barrier = threading.Barrier(size)
 
@@ -114,6 +116,7 @@ class Threads:
         return found
 
     def all_gather_single(self, output, x, group):
+        self.numbers += x.numel() * (x.is_floating_point() and group.rank() == 0)
         output.copy_(torch.cat(self._all(x, group)))
 
     def reduce_scatter_single(self, output, x, group):
@@ -316,6 +319,17 @@ def refused(model, in_threads, batch=None, **arguments) -> str:
 
 def run_piece_with(model, batch, group, arguments):
     return model(**cut(batch, CUTS[2], group.rank()), sequence_group=group, **arguments)
+
+
+@pytest.mark.parametrize("name", ["interdomain", "s4d"])
+def test_what_is_exchanged(name, models, in_threads):
+    """A layer sends its state and the last inputs of its convolutions: numbers that no length changes."""
+    model, batch = models[name], batch_of("rows")
+    in_threads(2, lambda group: run_piece_with(model, batch, group, {"use_cache": False}))
+    sizes = model.config.state_sizes(LENGTH)
+    assert sequence_parallel.dist.numbers == 2 * (sizes["recurrent"] + sizes["convolution"])  # of two rows
+    found = exchange(model.config, LENGTH, processes=2)
+    assert found.states * model.config.num_hidden_layers == 4 * sizes["recurrent"] + 2 * sizes["convolution"]
 
 
 LAYERS = {
