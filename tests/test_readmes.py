@@ -73,7 +73,7 @@ def test_headlines_follow_the_result_files():
     text = headlines.table(records)
     assert "then at 7,777" in text and "then 500.0 ms and 123.4 MB" in text and "then 1234.6" in text
     assert "2 seeds" in text and "\n\n1, 2, 3: " in text and "\n\n4, 5: another" in text
-    assert len(re.findall(r"^\| \[\d\]", text, flags=re.MULTILINE)) == 5
+    assert len(re.findall(r"^\| \[\d\]", text, flags=re.MULTILINE)) == 6
 
 
 # ------------------------------------------------------------------------------------------ sentences

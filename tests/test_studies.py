@@ -80,7 +80,7 @@ def test_the_best_learning_rate_of_a_condition_is_run_with_the_other_seeds():
     planned = list(condition_study.plan([]))
     starts, first = (
         planned[: -len(rates) * len(condition_study.CONDITIONS)],
-        planned[len(condition_study.RECURRENT) + 2 :],
+        planned[len(condition_study.RECURRENT) + len(condition_study.SECOND) :],
     )
     assert all(item["condition"].endswith(", recall") and item["learning_rate"] == rates[0] for item in starts)
     assert len(first) == len(rates) * len(condition_study.CONDITIONS)
