@@ -4,6 +4,7 @@ Usage:
     python -m examples.train --config configuration/interdomain-small --data my_texts/ --output_dir runs/mine
     accelerate launch -m examples.train ...          # several processes, FSDP or DeepSpeed as accelerate is configured
     torchrun --nproc_per_node 2 -m examples.train ... --model runs/mine --fsdp_size 2       # FSDP2, on CPUs too
+    torchrun --nproc_per_node 2 -m examples.train ... --sequence_parallel 2       # each holds half of every sequence
     python -m examples.train ... --resume_from_checkpoint true      # goes on exactly where the last checkpoint was
 
 `recipes/language-model.yaml` holds the defaults; every field of `transformers.TrainingArguments` is an option too. The
@@ -31,7 +32,6 @@ from transformers import (
     HfArgumentParser,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    Trainer,
     TrainingArguments,
     set_seed,
 )
@@ -41,6 +41,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from examples.quickstart import load_config
 from examples.saved_model import load_model, load_tokenizer
+from examples.sequence_parallel import SequenceParallelism, SequenceParallelTrainer
 from examples.text_data import (
     InputError,
     check_positive,
@@ -52,6 +53,7 @@ from examples.text_data import (
     train_tokenizer,
 )
 from examples.training import ExpertUsage, cosine_with_warmup, parameter_groups, read_recipe
+from modeling_interdomain import TokenMixer
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPE = REPOSITORY / "recipes" / "language-model.yaml"
@@ -68,6 +70,9 @@ class Recipe(TrainingArguments):
     total_tokens: int = field(default=0, metadata={"help": "Length of the run; max_steps, if given, goes first."})
     warmup_tokens: int = field(default=0, metadata={"help": "Length of the linear warm-up."})
     sequence_length: int = field(default=2048, metadata={"help": "Tokens a sequence."})
+    sequence_parallel: int = field(
+        default=1, metadata={"help": "Processes that hold a piece of every sequence each, and pass states on."}
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -76,7 +81,8 @@ class Recipe(TrainingArguments):
 
     def tokens_per_step(self) -> int:
         """Of all processes, accumulated gradients included."""
-        return self.train_batch_size * self.gradient_accumulation_steps * self.world_size * self.sequence_length
+        groups = self.world_size // self.sequence_parallel
+        return self.train_batch_size * self.gradient_accumulation_steps * groups * self.sequence_length
 
     def num_steps(self) -> int:
         """As many as were asked for, or as the tokens need."""
@@ -166,7 +172,7 @@ class Collator:
         return {name: x.reshape(1, -1) for name, x in row.items()} | {"cu_seq_lens_q": ends.int()}
 
 
-class InterdomainTrainer(Trainer):
+class InterdomainTrainer(SequenceParallelTrainer):
     """The Trainer with the optimiser, the schedule and the log of this recipe."""
 
     args: Recipe
@@ -278,7 +284,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[Recipe, Tex
 
 def check_options(args: Recipe, text: Text) -> None:
     """Refuse at once what would fail, or lose somebody's files, minutes later."""
-    check_positive(args, "sequence_length", "per_device_train_batch_size", "gradient_accumulation_steps")
+    counts = ("sequence_length", "sequence_parallel", "per_device_train_batch_size", "gradient_accumulation_steps")
+    check_positive(args, *counts)
     source = text.model or text.config
     if not (Path(source) / "config.json").is_file():
         raise InputError(f"{source} has no config.json.")
@@ -298,6 +305,8 @@ def check_options(args: Recipe, text: Text) -> None:
         raise InputError(
             "--streaming with --separate_documents needs one process: documents of two cannot be dealt out."
         )
+    if args.sequence_parallel > 1:
+        check_sequence_parallel(args, text)
     if args.max_steps <= 0 and args.total_tokens <= 0:
         raise InputError("The run needs an end: --total_tokens or --max_steps.")
     total = args.num_steps() * args.tokens_per_step()
@@ -311,6 +320,21 @@ def check_options(args: Recipe, text: Text) -> None:
         raise InputError(
             f"{output} is not empty: choose another --output_dir, or --resume_from_checkpoint true to go on there."
         )
+
+
+def check_sequence_parallel(args: Recipe, text: Text) -> None:
+    """What cannot be cut into pieces."""
+    pieces = args.sequence_parallel
+    if args.world_size % pieces:
+        raise InputError(
+            f"--sequence_parallel {pieces} needs a multiple of as many processes, and there are {args.world_size}."
+        )
+    if pieces > args.sequence_length:
+        raise InputError(f"--sequence_parallel {pieces} is more than the {args.sequence_length} tokens of a sequence.")
+    if text.streaming:
+        raise InputError("--sequence_parallel cannot take --streaming: accelerate deals such text out row by row.")
+    if args.torch_compile:
+        raise InputError("--sequence_parallel cannot take --torch_compile: no graph holds what processes exchange.")
 
 
 def last_checkpoint(args: Recipe) -> str | None:
@@ -361,6 +385,13 @@ def make_model(text: Text, tokenizer: PreTrainedTokenizerBase) -> PreTrainedMode
     return model
 
 
+def without_state(model: PreTrainedModel) -> str:
+    """The names of mixers whose layers pass no state on to another process."""
+    mixers = [module for module in model.modules() if isinstance(module, TokenMixer)]
+    kinds = [name for name, mixer in zip(model.config.mixers_per_layer, mixers, strict=True) if not mixer.passes_state]
+    return ", ".join(f'"{kind}"' for kind in dict.fromkeys(kinds))
+
+
 def run(args: Recipe, text: Text) -> dict[str, float]:
     """Train, evaluate, save model and tokenizer; what was measured."""
     check_options(args, text)
@@ -379,10 +410,14 @@ def run(args: Recipe, text: Text) -> dict[str, float]:
         train_data = Blocks(encode(tokenizer, documents), length)
     eval_data = Blocks(encode(tokenizer, held_out), length) if held_out else None
     args.max_steps = args.num_steps()
+    if args.sequence_parallel > 1:
+        args.parallelism_config = SequenceParallelism.over(args.world_size, args.sequence_parallel)
     if eval_data is None:
         args.eval_strategy = "no"
     set_seed(args.seed)
     model = make_model(text, tokenizer)
+    if args.sequence_parallel > 1 and (names := without_state(model)):
+        raise InputError(f"--sequence_parallel needs layers that pass a state on, and the model has {names}.")
     trainer = InterdomainTrainer(
         model=model,
         args=args,

@@ -14,6 +14,7 @@ from .modeling_interdomain import (
     InterdomainPreTrainedModel,
 )
 from .module_common import AuxiliaryLoss
+from .module_sequence_parallel import sequence_piece
 from .op_common_spans import join_states, mask_span, remove_span
 from .op_interdomain import interdomain_attention, interdomain_step
 from .op_interdomain_map import interdomain_attention_map
@@ -43,6 +44,7 @@ __all__ = [
     "remove_span",
     "selective_scan",
     "selective_scan_step",
+    "sequence_piece",
     "ssd_attention",
     "ssd_step",
 ]

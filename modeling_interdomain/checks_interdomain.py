@@ -10,6 +10,8 @@ from transformers.cache_utils import Cache, StaticLayer
 
 from .cache_interdomain import kind_of, look_into
 from .mixer_common import TokenMixer
+from .module_common import AuxiliaryLoss
+from .module_rotary import LENGTH_DEPENDENT
 
 # The attention implementations that take a mask a head.
 _WINDOWED = ("eager", "sdpa")
@@ -145,6 +147,54 @@ def check_dynamic_mask(config, position_ids: torch.Tensor, longest: int | torch.
             f'dynamic_mask = "{config.dynamic_mask}" has a number for each position below max_position_embeddings = '
             f"{room}, and this forward needs one for {most if most >= room else least}; shorten the text, or train "
             "with a larger max_position_embeddings."
+        )
+
+
+def check_sequence_group(
+    group: Any, config, mixers: list[TokenMixer], cache: Cache | None, attention_mask, arguments: dict[str, Any]
+) -> None:
+    """What cannot be read in pieces: layers without a state to pass on, a past, packed pads, maps of all tokens."""
+    if not isinstance(group, torch.distributed.ProcessGroup):
+        raise ValueError(
+            f"sequence_group must be a process group of torch.distributed that this process is in, got {group!r}."
+        )
+    if torch.compiler.is_compiling():
+        raise ValueError("A sequence_group passes states between processes, which no graph holds: do not compile.")
+    for i, mixer in enumerate(mixers):
+        name = config.mixers_per_layer[i]
+        if not mixer.passes_state:
+            raise ValueError(f'Layer {i} is "{name}", which passes no state on: leave sequence_group out.')
+        if getattr(mixer, "sparse", None) is not None:
+            raise ValueError(f"Layer {i} has a sparse branch, which reads all tokens: leave sequence_group out.")
+    kind = (config.rope_parameters or {}).get("rope_type")
+    if kind in LENGTH_DEPENDENT and config.rotated_dims:
+        raise ValueError(
+            f'rope_type "{kind}" changes its angles with the length, which a piece does not know: leave sequence_group '
+            'out, or choose another, such as "default".'
+        )
+    if attention_mask is not None and not (isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2):
+        raise ValueError(
+            "With a sequence_group attention_mask must have shape [B, T], one number a token of the piece."
+        )
+    if cache is not None and cache.get_seq_length():
+        raise ValueError("A sequence_group reads rows from their beginning: give a new past_key_values, or none.")
+    if cache is not None and any(getattr(layer, "record_past", False) for layer in cache.layers):
+        raise ValueError("A piece cannot be taken back: give past_key_values that record no past to a sequence_group.")
+    if arguments.get("cu_seq_lens_q") is not None and (attention_mask is not None or cache is not None):
+        raise ValueError(
+            "With a sequence_group cu_seq_lens_q pack whole documents without pads: leave attention_mask and "
+            "past_key_values out."
+        )
+    if arguments.get("output_attentions") or config.output_attentions:
+        raise ValueError("output_attentions maps all tokens of a row on all others: leave sequence_group out.")
+
+
+def check_sequence_losses(model: nn.Module) -> None:
+    """In training, what is added to the loss as a statistic of all tokens is not the sum of that of pieces."""
+    if model.training and any(isinstance(module, AuxiliaryLoss) for module in model.modules()):
+        raise ValueError(
+            "The auxiliary loss of experts is a statistic of all tokens, which a piece does not know: leave "
+            "sequence_group out in training."
         )
 
 

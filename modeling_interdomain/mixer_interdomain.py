@@ -14,7 +14,7 @@ from .module_feature_maps import SiluL2, feature_map
 from .module_recurrence import InterdomainRecurrence
 from .module_rotary import rotate
 from .module_token_inputs import token_inputs, token_tables
-from .op_common_spans import join_states
+from .op_common_spans import aged, join_states
 from .op_interdomain import append_one
 from .op_interdomain_map import interdomain_attention_map
 from .op_interdomain_prepare import fused_inputs
@@ -35,6 +35,7 @@ class KeyValueMixer(RecurrentMixer):
     "generic" the two are alike, linear maps of the token after a convolution: the single-input ablation.
     """
 
+    passes_state = True
     can_start_to_recall = True
     default_state_input = "key_value"
     recurrence_class = InterdomainRecurrence
@@ -72,6 +73,10 @@ class KeyValueMixer(RecurrentMixer):
         return config.num_key_value_heads, 2, config.state_size, width
 
     replay_state = staticmethod(state_after)
+
+    @staticmethod
+    def aged(state, elapsed, log_decay, input_matrix):
+        return aged(state, elapsed, log_decay)
 
     def _tokens(self, streams, cos_sin):
         key, value = (x.unflatten(-1, (self.config.num_key_value_heads, -1)) for x in streams)
@@ -206,7 +211,7 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
 
     def _fused_inputs(self, projected, windows, cos_sin, packing, keep: bool):
         weights = self._weights(projected[0].device)
-        if weights is None:
+        if weights is None or (windows is not None and packing is not None and packing.documents is not None):
             return None
         q_taps, k_taps, *norms = weights
         extent = {}

@@ -1,6 +1,7 @@
 """What all recurrent token mixers do alike: projections, short convolutions, the cache, the way out."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +9,8 @@ from torch import nn
 
 from .mixer_common import TokenMixer
 from .module_common import InterdomainRMSNorm, backend_of, residual_projection
-from .module_convolution import CausalConv1d, causal_conv
+from .module_convolution import CausalConv1d, causal_conv, last_inputs
+from .module_sequence_parallel import SequencePiece
 from .module_sparse import SparseBranch, recorded_count, replay
 from .module_sparse_parts import EXACT_STATES
 from .op_common import Packing
@@ -102,6 +104,21 @@ class RecurrentMixer(TokenMixer):
         """The state after recorded tokens: called with those, their mask and what `transition=True` gave."""
         raise NotImplementedError
 
+    # What a subclass says that passes its state to other processes.
+
+    @staticmethod
+    def aged(state: torch.Tensor, elapsed: torch.Tensor, *transition: Any) -> torch.Tensor:
+        """A state `[B, ...]` after tokens that write nothing, of which `elapsed` tells; in any floating dtype."""
+        raise NotImplementedError
+
+    @staticmethod
+    def elapsed(mask: torch.Tensor, *arguments: Any) -> torch.Tensor | None:
+        """What `aged` needs to know of recorded tokens, `[B, ...]`, a sum over those of the mask `[B, T]`.
+
+        Called with the tokens and what `transition=True` gave; None means their number.
+        """
+        return None
+
     # What a subclass may say otherwise.
 
     @classmethod
@@ -165,6 +182,7 @@ class RecurrentMixer(TokenMixer):
         attention_mask: torch.Tensor | None = None,
         past_key_values=None,
         packing: Packing | None = None,
+        piece: SequencePiece | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Mix the tokens of `[B, T, hidden_size]`; beside them the map of which token answered, see `attention_map`.
@@ -174,6 +192,7 @@ class RecurrentMixer(TokenMixer):
             attention_mask: `[B, 1]` bool for a single token, False for a pad; longer masks come as `packing`.
             past_key_values: an `InterdomainCache`, updated in place.
             packing: where the real tokens stand, when some are pads or several documents are packed.
+            piece: where these tokens stand in rows that several processes hold.
             output_attentions: make the map, where no tokens came before these.
         """
         layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
@@ -185,6 +204,8 @@ class RecurrentMixer(TokenMixer):
         cos_sin = self._rotation(position_embeddings, packing, hidden_states.shape[:2])
         windows = None if layer is None else layer.windows
         own = windows if self.sparse is None or windows is None else windows[: self.own_windows]
+        if piece is not None and self.own_windows and self.kernel > 1:
+            own = piece.windows(self._convolved(projected), self.kernel - 1)
         tokens, after = self._inputs(projected, own, cos_sin, packing, keep=layer is not None)
         companion = None
         if self.sparse is not None:
@@ -198,7 +219,7 @@ class RecurrentMixer(TokenMixer):
         if layer is not None and self._can_step(layer, tokens, packing):
             output = self._step(layer, tokens, after, attention_mask, companion)
         else:
-            output = self._all_at_once(layer, tokens, after, packing, companion)
+            output = self._all_at_once(layer, tokens, after, packing, companion, piece)
         if self.o_norm is not None:
             output = self.o_norm(output)
         output = output.flatten(-2).to(hidden_states.dtype)
@@ -235,6 +256,10 @@ class RecurrentMixer(TokenMixer):
         """One a stream."""
         return [getattr(self, f"{name}_conv", None) for name in self.stream_names]
 
+    def _convolved(self, projected) -> list[torch.Tensor]:
+        """Those that have a convolution."""
+        return [x for x, conv in zip(projected, self._convolutions(), strict=True) if conv is not None]
+
     def _companion(self, hidden_states, tokens, layer, windows, packing: Packing | None):
         """What the tokens bring to the sparse branch."""
         states = None if layer is None else layer.states
@@ -243,9 +268,17 @@ class RecurrentMixer(TokenMixer):
         self.sparse.add_ranking_loss(inputs, packing)
         return inputs
 
-    def _all_at_once(self, layer, tokens, windows, packing: Packing | None, companion=None) -> torch.Tensor:
-        """All tokens at once, on from the state of the cache, if there is one."""
-        extent = {} if packing is None else {"lengths": packing.lengths, "cu_seqlens": packing.cu_seqlens}
+    def _all_at_once(
+        self, layer, tokens, windows, packing: Packing | None, companion=None, piece: SequencePiece | None = None
+    ) -> torch.Tensor:
+        """All tokens at once, on from the state of the cache, or of the processes before, if there is one."""
+        extent: dict[str, Any] = {}
+        if packing is not None:
+            extent = {"lengths": packing.lengths, "cu_seqlens": packing.cu_seqlens}
+        if piece is not None:
+            extent["initial_state"] = partial(self._arriving, piece, tokens)
+        elif layer is not None:
+            extent["initial_state"] = layer.state
         beside: torch.Tensor | None = None
         states: dict[str, torch.Tensor] | None = None
         if companion is not None:
@@ -255,9 +288,19 @@ class RecurrentMixer(TokenMixer):
         if layer is None:
             output = self.recurrence(*tokens, **extent)[0]
         else:
-            output, state = self.recurrence(*tokens, **extent, initial_state=layer.state, output_final_state=True)
-            layer.write(windows, {"state": state, **(states or {})}, tokens[0].shape[1])
+            output, state = self.recurrence(*tokens, **extent, output_final_state=True)
+            seen = tokens[0].shape[1] + (0 if piece is None else piece.offset)
+            layer.write(windows, {"state": state, **(states or {})}, seen)
         return output if beside is None else output + beside
+
+    def _arriving(self, piece: SequencePiece, tokens: tuple[torch.Tensor, ...], *transition: Any) -> torch.Tensor:
+        """The state with which a piece begins: of this layer's recurrence, called within it."""
+        recorded = [piece.rows(x) for x in self._recorded(tokens)]
+        wide = torch.promote_types(recorded[0].dtype, torch.float32)
+        nothing = recorded[0].new_zeros(piece.last.shape[0], *self.kept_shapes[-1], dtype=wide)
+        left = self.replay_state(nothing, *recorded, piece.last, *transition)
+        elapsed = self.elapsed(piece.last, *recorded, *transition)
+        return piece.state(left, elapsed, lambda state, elapsed: self.aged(state, elapsed, *transition))
 
     def _can_step(self, layer, tokens: Sequence[torch.Tensor], packing: Packing | None) -> bool:
         differentiated = torch.is_grad_enabled() and (
@@ -288,7 +331,7 @@ class RecurrentMixer(TokenMixer):
         self, layer, projected, tokens, attention_mask, packing: Packing | None, hidden_states, companion=None
     ) -> None:
         """Let a recording cache keep what this forward puts in, at its place in the batch."""
-        convolved = [x for x, conv in zip(projected, self._convolutions(), strict=True) if conv is not None]
+        convolved = self._convolved(projected)
         kept = [*convolved, *self._recorded(tokens)]
         if companion is not None:
             kept = [*convolved, *companion.inputs, *self._recorded(tokens), *companion.recorded()]
@@ -304,7 +347,7 @@ class RecurrentMixer(TokenMixer):
     def replay(cls, windows, states, inputs, constants):
         """Windows and states after recorded inputs, for `RecurrentLayer.record`."""
         convolved, tokens, mask = inputs[: len(windows)], inputs[len(windows) : -1], inputs[-1]
-        windows = [_last_inputs(w, x, mask) for w, x in zip(windows, convolved, strict=True)]
+        windows = [last_inputs(w, x, mask) for w, x in zip(windows, convolved, strict=True)]
         beside = {name: x for name, x in states.items() if name != "state"}
         if beside:
             count = len(tokens) - recorded_count(beside)
@@ -315,13 +358,3 @@ class RecurrentMixer(TokenMixer):
 
 def _has_past(layer) -> bool:
     return layer is not None and layer.is_initialized and bool(layer.get_seq_length())
-
-
-def _last_inputs(window: torch.Tensor, inputs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The window `[B, W, kernel - 1]` of a convolution after the real ones (mask `[B, T]`) of `inputs` `[B, T, W]`."""
-    size = window.shape[-1]
-    together = torch.cat([window.to(inputs.dtype).mT, inputs], dim=1)
-    real = torch.cat([mask.new_ones(mask.shape[0], size), mask], dim=1)
-    # A stable sort brings the real inputs to the end in their order.
-    order = real.long().sort(dim=1, stable=True).indices[:, real.shape[1] - size :]
-    return together.gather(1, order[..., None].expand(-1, -1, together.shape[2])).mT

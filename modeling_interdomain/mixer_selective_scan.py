@@ -18,6 +18,8 @@ class SelectiveScanMixer(RecurrentMixer):
     channel; `g_proj` makes the gate z. Mamba is this without feed-forward layers. All channels are one head.
     """
 
+    passes_state = True
+
     def __init__(self, config, layer_idx: int):
         channels = self.channels(config)
         super().__init__(config, layer_idx, channels)
@@ -86,3 +88,11 @@ class SelectiveScanMixer(RecurrentMixer):
     @staticmethod
     def replay_state(state, key, value, dt, mask, rate, bias):
         return scan_state_after(state, key, value, steps_of(dt, bias), rate, mask)
+
+    @staticmethod
+    def elapsed(mask, key, value, dt, rate, bias):
+        return torch.where(mask[..., None], steps_of(dt, bias), 0).double().sum(1)
+
+    @staticmethod
+    def aged(state, elapsed, rate, bias):
+        return (elapsed[:, None] * rate).exp().to(state.dtype) * state

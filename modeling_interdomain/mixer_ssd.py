@@ -6,12 +6,9 @@ from transformers.activations import ACT2FN
 
 from .mixer_recurrent import Biases, RecurrentMixer, Stream
 from .module_common import InterdomainRMSNorm
-from .module_rotary import rotate
+from .module_rotary import LENGTH_DEPENDENT, rotate
 from .module_ssd import SSDRecurrence, discretized
 from .op_ssd import ssd_state_after
-
-# Whose frequencies change with the length: what a state holds cannot be rotated again.
-_LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 class GroupedRMSNorm(InterdomainRMSNorm):
@@ -33,6 +30,8 @@ class SSDMixer(RecurrentMixer):
     `rope_placement` B and C are rotated. Mamba-2 is `ssd_conv_kernel=4`, `ssd_activation="silu"`, `use_output_gate` and
     `ssd_norm="after_gate"`, without feed-forward layers.
     """
+
+    passes_state = True
 
     def __init__(self, config, layer_idx: int):
         self.groups, width = config.ssd_groups, self.head_width(config)
@@ -67,7 +66,7 @@ class SSDMixer(RecurrentMixer):
                 f"Rotary embeddings turn pairs: with rope_placement ssd_state_size must be even, got {size}."
             )
         kind = config.rope_parameters.get("rope_type")
-        if kind in _LENGTH_DEPENDENT:
+        if kind in LENGTH_DEPENDENT:
             raise ValueError(
                 f'rope_type "{kind}" changes its angles with the length, and the state of "ssd" layers cannot be '
                 'rotated again: choose another, such as "default".'
@@ -132,6 +131,15 @@ class SSDMixer(RecurrentMixer):
     def replay_state(state, key, value, dt, mask, *transition):
         inputs, log_decay = discretized(value, dt, *transition)
         return ssd_state_after(state, key, inputs, log_decay, mask)
+
+    @staticmethod
+    def elapsed(mask, key, value, dt, *transition):
+        log_decay = discretized(value[..., :0], dt, *transition)[1]  # of the steps alone
+        return torch.where(mask[..., None], log_decay, 0).double().sum(1)
+
+    @staticmethod
+    def aged(state, elapsed, *transition):
+        return elapsed.exp()[..., None, None].to(state.dtype) * state
 
     def _way_out(self, output, hidden_states):
         if self.norm is None:

@@ -37,6 +37,8 @@ from .checks_interdomain import (
     check_dynamic_mask,
     check_mask,
     check_room,
+    check_sequence_group,
+    check_sequence_losses,
     check_tokens,
 )
 from .configuration_interdomain import InterdomainConfig
@@ -46,6 +48,7 @@ from .mixer_recurrent import RecurrentMixer
 from .mixer_softmax import SoftmaxMixer
 from .module_common import AuxiliaryLoss, InterdomainRMSNorm, PerVersion
 from .module_rotary import InterdomainRotaryEmbedding
+from .module_sequence_parallel import place_piece, shifted_labels, summed
 from .module_sparse_choice import RankingLoss
 from .op_common import (
     Packing,
@@ -301,6 +304,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
+        sequence_group: Any = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         """Run T more tokens.
@@ -313,6 +317,9 @@ class InterdomainModel(InterdomainPreTrainedModel):
             past_key_values: an `InterdomainCache`, updated in place.
             use_cache: make a cache when none is given. Packed documents and training forwards make none.
             cu_seq_lens_q: `[S + 1]`, ends of packed documents, starting with 0; B = 1.
+            sequence_group: the process group over which the rows are spread, this process holding T tokens of each in
+                the order of the processes; `sequence_piece` cuts them. Masks and positions are those of the piece,
+                `cu_seq_lens_q` are the ends along the whole row. A new cache then holds what has been read so far.
             output_attentions: add `attentions`, `[B, H, T, T]` a layer: weights of softmax layers (with the "eager"
                 implementation), and of Interdomain layers the exact map of which value made which output, in O(T^2).
                 That is known of tokens without a past; layers without a map are left out.
@@ -330,13 +337,22 @@ class InterdomainModel(InterdomainPreTrainedModel):
         if past_key_values is not None and _is_at_hand(seen):
             check_room(past_key_values, int(seen) + shape[1])
         check_mask(attention_mask, seen, *shape)
-        cu_seqlens = _documents(kwargs.get("cu_seq_lens_q"), position_ids, attention_mask, past_key_values, shape)
+        cu_seqlens, piece = kwargs.get("cu_seq_lens_q"), None
+        if sequence_group is not None:
+            mixers = [layer.token_mixer for layer in layers]
+            check_sequence_group(sequence_group, config, mixers, past_key_values, attention_mask, kwargs)
+            arguments: Any = attention_mask, position_ids, cu_seqlens, past_key_values is None
+            piece, position_ids, cu_seqlens = place_piece(sequence_group, inputs_embeds, *arguments)
+            kwargs["piece"] = piece
+        else:
+            cu_seqlens = _documents(cu_seqlens, position_ids, attention_mask, past_key_values, shape)
 
         longest = seen + shape[1] if position_ids is None and _is_at_hand(seen) else None
         if position_ids is None:
             position_ids = _default_positions(attention_mask, cu_seqlens, seen, shape, inputs_embeds.device)
         check_dynamic_mask(config, position_ids, longest)
-        cacheable = cu_seqlens is None and not self.training and not config.bidirectional
+        packed = cu_seqlens is not None if piece is None else piece.packed
+        cacheable = not packed and not self.training and not config.bidirectional
         if use_cache and past_key_values is None and cacheable:
             past_key_values = InterdomainCache(config)
         if not torch.compiler.is_compiling():
@@ -345,7 +361,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         if cu_seqlens is not None and "flash" in config._attn_implementation:
             kwargs |= _varlen_arguments(cu_seqlens, masks.get("full_attention"))
         packing = None
-        if not self._steps(past_key_values, shape[1]):
+        if piece is not None or not self._steps(past_key_values, shape[1]):
             packing = _packing(masks.get("linear_attention"), cu_seqlens, shape)
             masks["linear_attention"] = None
         elif _is_idle(masks.get("linear_attention")):
@@ -423,6 +439,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        sequence_group: Any = None,
         **kwargs,
     ) -> InterdomainCausalLMOutput:
         """As `InterdomainModel.forward`, and:
@@ -430,6 +447,9 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         Args:
             labels: `[B, T]`, the input ids themselves (the shift happens here); -100 is ignored. Adds `loss`, the mean
                 cross-entropy in nats.
+            sequence_group: as in the model. `loss` is then that of the whole rows on every process, and its gradients
+                averaged over the processes, as DDP and FSDP do, are those of one process; with `num_items_in_batch`,
+                as elsewhere, it is this process's share.
             logits_to_keep: compute logits for the last so many tokens alone, or for these indices; 0 means all.
 
         Returns:
@@ -443,6 +463,8 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
             >>> tokenizer = AutoTokenizer.from_pretrained("outputs/quickstart")
             >>> ids = model.generate(**tokenizer("def main", return_tensors="pt"), max_new_tokens=20)
         """
+        if sequence_group is not None:
+            check_sequence_losses(self)
         self._ask_for_losses(kwargs)
         outputs = self.model(
             input_ids=input_ids,
@@ -451,13 +473,14 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            sequence_group=sequence_group,
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = self._loss(logits, labels, sequence_group, kwargs)
         added = self._layer_losses(outputs)
         share = _share(labels, kwargs.get("shift_labels"), kwargs.get("num_items_in_batch"))
         return InterdomainCausalLMOutput(
@@ -471,6 +494,15 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def _loss(self, logits: torch.Tensor, labels: torch.Tensor, sequence_group, kwargs: dict[str, Any]) -> torch.Tensor:
+        whole = sequence_group is not None and kwargs.get("num_items_in_batch") is None
+        if sequence_group is not None and kwargs.get("shift_labels") is None:
+            kwargs["shift_labels"] = shifted_labels(labels, sequence_group)
+        if whole:
+            kwargs["num_items_in_batch"] = summed((kwargs["shift_labels"] != -100).sum(), sequence_group)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return summed(loss, sequence_group) if whole else loss
 
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
@@ -667,6 +699,8 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
             inputs_embeds, input_ids, use_cache = torch.cat([inputs_embeds, cls_token], dim=1), None, False
             real = torch.cat([real, real.new_ones(batch, 1)], dim=1)
             attention_mask = None if bool(real.all()) else real.long()
+        if kwargs.get("sequence_group") is not None:
+            raise ValueError("A classifier reads the last token of whole rows: leave sequence_group out.")
         self._ask_for_losses(kwargs)
         outputs = self.model(
             input_ids=input_ids,

@@ -61,6 +61,11 @@ def backend_of(config) -> str:
     return config.backend if torch.compiler.is_compiling() else object.__getattribute__(config, "backend")
 
 
+def begun_with(initial_state: Any, *transition: torch.Tensor) -> torch.Tensor | None:
+    """An initial state: as it is, or made by a function from what moves the state on."""
+    return initial_state(*transition) if callable(initial_state) else initial_state
+
+
 class Float32Module(nn.Module):
     """`.to(torch.bfloat16)` and `.half()` move parameters and buffers of this module without rounding them."""
 

@@ -50,7 +50,8 @@ def causal_conv(
     Args:
         conv: maps `[B, W, L + kernel - 1]` to `[B, W, L]`.
         x: `[B, T, W]`.
-        window: `[B, W, kernel - 1]`, the inputs before the first token; None means zeros.
+        window: `[B, W, kernel - 1]`, the inputs before the first token, a row a document where there are such; None
+            means zeros.
         lengths: `[B]`, the real tokens of every row, the rest are pads. Default: None, all are.
         documents: `[T]`, which of `number` packed documents each token belongs to (B = 1).
 
@@ -59,7 +60,7 @@ def causal_conv(
     """
     before = kernel - 1
     if documents is not None:
-        return _conv_documents(conv, x, before, documents, number), None
+        return _conv_documents(conv, x, window, before, documents, number), None
     if window is None:
         window = x.new_zeros(x.shape[0], x.shape[2], before)
     extended = torch.cat([window.to(x.dtype).mT, x], dim=1).mT
@@ -71,8 +72,24 @@ def causal_conv(
     return conv(extended).mT, window
 
 
-def _conv_documents(conv: nn.Module, x, before: int, documents: torch.Tensor, number: int) -> torch.Tensor:
-    """Zeros in front of every document; what a convolution then mixes across documents is never read."""
-    slots = torch.arange(x.shape[1], device=x.device) + before * (documents + 1)
+def _conv_documents(conv: nn.Module, x, window, before: int, documents: torch.Tensor, number: int) -> torch.Tensor:
+    """The window, or zeros, before every document; what a convolution then mixes across documents is never read."""
+    tokens = torch.arange(x.shape[1], device=x.device)
+    slots = tokens + before * (documents + 1)
     spread = x.new_zeros(x.shape[1] + before * number, x.shape[2]).index_copy(0, slots, x[0])
+    if window is not None:
+        numbers = torch.arange(number, device=x.device)
+        begins = torch.searchsorted(documents, numbers) + before * numbers
+        margins = (begins[:, None] + torch.arange(before, device=x.device)).flatten()
+        spread = spread.index_copy(0, margins, window.to(x.dtype).mT.flatten(0, 1))
     return conv(spread.T[None]).mT.index_select(1, slots - before)
+
+
+def last_inputs(window: torch.Tensor, inputs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The window `[B, W, kernel - 1]` of a convolution after the real ones (mask `[B, T]`) of `inputs` `[B, T, W]`."""
+    size = window.shape[-1]
+    together = torch.cat([window.to(inputs.dtype).mT, inputs], dim=1)
+    real = torch.cat([mask.new_ones(mask.shape[0], size), mask], dim=1)
+    # A stable sort brings the real inputs to the end in their order.
+    order = real.long().sort(dim=1, stable=True).indices[:, real.shape[1] - size :]
+    return together.gather(1, order[..., None].expand(-1, -1, together.shape[2])).mT

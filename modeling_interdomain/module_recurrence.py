@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .module_common import Float32Module, TabledModule, backend_of
+from .module_common import Float32Module, TabledModule, backend_of, begun_with
 from .module_start import (
     even_log_steps,
     frequencies,
@@ -120,16 +120,18 @@ class InterdomainRecurrence(Float32Module, TabledModule):
     def forward(self, *tokens: torch.Tensor, transition: bool = False, step: bool = False, **arguments: Any):
         """The operator applied to the tokens, or with `transition=True` `log_decay` and `input_matrix` alone.
 
-        With `step=True` it is one token, `[B, 1, heads, ...]`, that moves `state` in place. All of it happens inside,
-        because for the length of this call alone sharded parameters are gathered, and those that PEFT targets
-        (`target_parameters`) are adapted.
+        `initial_state` may be a function of these two. With `step=True` it is one token, `[B, 1, heads, ...]`, that
+        moves `state` in place. All of it happens inside, because for the length of this call alone sharded parameters
+        are gathered, and those that PEFT targets (`target_parameters`) are adapted.
         """
         if step:
             return self._step(*tokens, **arguments)
         if transition:
             return self.parameters_of_operator()[:2]
         self.forget_tables()
-        return self._operate(*tokens, *self.parameters_of_operator(), **arguments)
+        parameters = self.parameters_of_operator()
+        arguments["initial_state"] = begun_with(arguments.get("initial_state"), *parameters[:2])
+        return self._operate(*tokens, *parameters, **arguments)
 
     def _operate(self, *inputs: Any, **arguments: Any):
         """`interdomain_attention` of query, key, value and parameters."""

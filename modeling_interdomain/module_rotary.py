@@ -8,6 +8,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_u
 
 from .module_common import Float32Module
 
+# Whose frequencies change with the length: what a state holds cannot be rotated again.
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+
 
 class InterdomainRotaryEmbedding(Float32Module):
     """Cosines and sines `[B, T, dim]` for a head of `dim` numbers, by default `config.head_dim`."""

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from .module_common import Float32Module, TabledModule, backend_of
+from .module_common import Float32Module, TabledModule, backend_of, begun_with
 from .op_selective_scan import selective_scan, take_scan_step
 
 
@@ -40,8 +40,8 @@ class SelectiveScanRecurrence(Float32Module, TabledModule):
     def forward(self, *tokens: torch.Tensor, transition: bool = False, step: bool = False, **arguments: Any):
         """`selective_scan` of C and B `[B, T, N]`, x and the raw dt `[B, T, E]`; the output is `[B, T, 1, E]`.
 
-        With `transition=True` what `steps_of` and the scan need alone; with `step=True` it is one token that moves
-        `state` in place. All of it happens inside, see `InterdomainRecurrence`.
+        With `transition=True` what `steps_of` and the scan need alone, of which `initial_state` may be a function. With
+        `step=True` it is one token that moves `state` in place. All of it happens inside, see `InterdomainRecurrence`.
         """
         if not (step or transition):
             self.forget_tables()
@@ -53,6 +53,7 @@ class SelectiveScanRecurrence(Float32Module, TabledModule):
         if step:
             return self._step(query, key, value, steps, rate, **arguments)
         backend = "recurrent" if backend_of(self.config) == "recurrent" else "auto"
+        arguments["initial_state"] = begun_with(arguments.get("initial_state"), rate, bias)
         output, state = selective_scan(
             query, key, value, steps, rate, skip=self.D, chunk_size=self.config.chunk_size, backend=backend, **arguments
         )

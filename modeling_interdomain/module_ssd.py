@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from .module_common import Float32Module
+from .module_common import Float32Module, begun_with
 from .op_ssd import ssd_attention, take_ssd_step
 
 
@@ -45,16 +45,18 @@ class SSDRecurrence(Float32Module):
     def forward(self, *tokens: torch.Tensor, transition: bool = False, step: bool = False, **arguments: Any):
         """`ssd_attention` of C `[B, T, G, N]`, B `[B, T, G, N]`, x `[B, T, H, P]` and the raw dt `[B, T, H]`.
 
-        With `transition=True` what `discretized` needs alone; with `step=True` it is one token that moves `state` in
-        place. All of it happens inside, see `InterdomainRecurrence`.
+        With `transition=True` what `discretized` needs alone, of which `initial_state` may be a function. With
+        `step=True` it is one token that moves `state` in place. All of it happens inside, see `InterdomainRecurrence`.
         """
         if transition:
             return self._transition()
         query, key, value, dt = tokens
-        inputs, log_decay = discretized(value, dt, *self._transition())
+        moves = self._transition()
+        inputs, log_decay = discretized(value, dt, *moves)
         if step:
             return self._step(query, key, value, inputs, log_decay, **arguments)
         backend = "recurrent" if self.config.backend == "recurrent" else "auto"
+        arguments["initial_state"] = begun_with(arguments.get("initial_state"), *moves)
         output, state = ssd_attention(
             query, key, inputs, log_decay, chunk_size=self.config.chunk_size, backend=backend, **arguments
         )

@@ -32,7 +32,7 @@ def join_states(
         ValueError: when shapes do not fit, or a length is negative.
     """
     _check(log_decay, length, first=first, second=second)
-    return _aged(first, length, log_decay) + second
+    return aged(first, length, log_decay) + second
 
 
 def mask_span(
@@ -55,7 +55,7 @@ def mask_span(
         ValueError: when shapes do not fit, or a length is negative.
     """
     _check(log_decay, since, state=state, span=span)
-    return state - _aged(span, since, log_decay)
+    return state - aged(span, since, log_decay)
 
 
 def remove_span(
@@ -82,11 +82,11 @@ def remove_span(
         ValueError: when shapes do not fit, or a length is negative.
     """
     _check(log_decay, since, state=state, before=before, after=after)
-    return state + _aged(before - after, since, log_decay)
+    return state + aged(before - after, since, log_decay)
 
 
-def _aged(state: torch.Tensor, tokens: int | torch.Tensor, log_decay: torch.Tensor) -> torch.Tensor:
-    """`lambda^tokens X`."""
+def aged(state: torch.Tensor, tokens: int | torch.Tensor, log_decay: torch.Tensor) -> torch.Tensor:
+    """`lambda^tokens X` of a state `[B, G, 2, M, W]`, for one number of tokens or `[B]`: nothing is checked."""
     ages = torch.as_tensor(tokens, device=state.device).reshape(-1)
     powers = decay_powers(log_decay, ages).transpose(0, 1)[..., None]  # [1 or B, G, M, 1]
     decay = powers.to(torch.complex128 if state.dtype == torch.float64 else torch.complex64)

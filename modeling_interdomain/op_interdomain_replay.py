@@ -1,4 +1,4 @@
-"""The state after some tokens whose inputs were kept, without an output: what taking tokens back needs."""
+"""The state after some tokens without an output: what taking tokens back needs, and passing a state on."""
 
 import torch
 
@@ -8,7 +8,6 @@ from .op_common import as_complex, decay_powers
 _BLOCK = 1024
 
 
-@torch.no_grad()
 def state_after(
     state: torch.Tensor,
     key: torch.Tensor,
@@ -26,23 +25,23 @@ def state_after(
         log_decay, input_matrix: `[G, M, 2]`, as in `interdomain_attention`.
 
     Returns:
-        A new tensor like `state`, at least float32.
+        A new tensor like `state`, at least float32; differentiable.
     """
     wide = torch.promote_types(state.dtype, torch.float32)
     state = state.to(wide)
     with torch.autocast(state.device.type, enabled=False):
+        beta = as_complex(input_matrix.to(wide))[:, None]
+        powers = _powers(log_decay, min(mask.shape[1], _BLOCK)).to(beta.dtype)
         for block in zip(*(x.split(_BLOCK, dim=1) for x in (key, value, mask)), strict=True):
-            state = _advance(state, block, log_decay, input_matrix)
+            state = _advance(state, block, powers, powers * beta)
     return state
 
 
-def _advance(state, block, log_decay, input_matrix):
+def _advance(state, block, powers, weights):
+    """`powers` and `weights`, lambda^n and lambda^n beta, are `[G, T + 1, M]` or longer."""
     key, value, mask = block
     inputs = torch.cat([key, value], dim=-1).to(state.dtype).transpose(1, 2)  # [B, G, T, W]
     after = mask.flip(1).long().cumsum(1).flip(1) - mask.long()
-    beta = as_complex(input_matrix.to(state.dtype))[:, None]
-    powers = _powers(log_decay, mask.shape[1]).to(beta.dtype)
-    weights = powers * beta  # [G, T + 1, M]
     weights = torch.where(mask[..., None], weights[:, after], 0)  # [G, B, T, M]
     weights = torch.cat([weights.real, weights.imag], dim=-1).movedim(1, 0).mT  # [B, G, 2M, T]
     added = (weights @ inputs).unflatten(2, (2, -1))

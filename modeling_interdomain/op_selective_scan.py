@@ -148,7 +148,6 @@ def take_scan_step(
     return output.to(out_dtype)
 
 
-@torch.no_grad()
 def scan_state_after(
     state: torch.Tensor,
     key: torch.Tensor,
@@ -157,7 +156,7 @@ def scan_state_after(
     rate: torch.Tensor,
     mask: torch.Tensor,
 ) -> torch.Tensor:
-    """The state after some tokens whose inputs were kept, without an output: what taking tokens back needs.
+    """The state after some tokens without an output: what taking tokens back needs, and passing a state on.
 
     Args:
         state: `[B, N, E]`, left untouched.
@@ -165,7 +164,7 @@ def scan_state_after(
         mask: `[B, T]` bool, False for pads.
 
     Returns:
-        A new tensor like `state`, at least float32.
+        A new tensor like `state`, at least float32; differentiable.
     """
     state = state.to(torch.promote_types(state.dtype, torch.float32), copy=True)
     if not mask.shape[1]:

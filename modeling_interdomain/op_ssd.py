@@ -138,11 +138,10 @@ def take_ssd_step(
     return output.to(out_dtype)
 
 
-@torch.no_grad()
 def ssd_state_after(
     state: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
-    """The state after some tokens whose inputs were kept, without an output: what taking tokens back needs.
+    """The state after some tokens without an output: what taking tokens back needs, and passing a state on.
 
     Args:
         state: `[B, H, P, N]`, left untouched.
@@ -150,7 +149,7 @@ def ssd_state_after(
         mask: `[B, T]` bool, False for pads.
 
     Returns:
-        A new tensor like `state`, at least float32.
+        A new tensor like `state`, at least float32; differentiable.
     """
     state = state.to(torch.promote_types(state.dtype, torch.float32))
     with torch.autocast(state.device.type, enabled=False):

@@ -78,6 +78,20 @@ def test_sharded_parameters_equal_whole_ones(options, tmp_path, changes):  # noq
         torch.testing.assert_close(a, b, rtol=0, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.slow
+def test_pieces_of_sequences_equal_whole_ones(options, tmp_path):  # noqa: F811
+    """Of four processes two have the same rows, half of each, of packed documents and an odd length."""
+    changes = {"separate_documents": "true", "sequence_length": 33, "gradient_accumulation_steps": 2}
+    # The library weighs batches of an evaluation alike, whatever they hold.
+    changes |= {"held_out_bytes": 1500, "per_device_eval_batch_size": 1}
+    assert train.main(options("whole", per_device_train_batch_size=4, **changes)) == 0
+    launch(torchrun(4), options("pieces", sequence_parallel=2, **changes))
+    assert_same_curve(tmp_path / "pieces", tmp_path / "whole")
+    whole, pieces = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("whole", "pieces"))
+    assert pieces["tokens"] == whole["tokens"]
+    assert pieces["eval_loss"] == pytest.approx(whole["eval_loss"], abs=2e-5)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 def test_deepspeed_gives_the_same_curve(options, tmp_path):  # noqa: F811
     assert train.main(options("plain")) == 0
@@ -112,6 +126,7 @@ MISTAKES = {
     "no checkpoint": ({"fsdp_size": 2}, "--fsdp_size needs --model"),
     "resume": ({"fsdp_size": 2, "model": TINY}, "--fsdp_size needs --save_only_model true"),
     "processes": ({"fsdp_size": 2, "model": TINY, "save_only_model": "true"}, "--fsdp_size 2 needs as many processes"),
+    "pieces": ({"sequence_parallel": 2}, "--sequence_parallel 2 needs a multiple of as many processes"),
     "no tokenizer": ({"model": TINY}, "holds no tokenizer"),
     "not a checkpoint": ({"model": "nowhere"}, "nowhere has no config.json"),
 }
