@@ -19,6 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from benchmarks.chips import CHIPS, blocks_a_multiprocessor
 from benchmarks.harness import footnote, markdown
 
 MODULES = tuple(f"op_interdomain_triton{part}" for part in ("", "_step", "_prepare", "_scan"))
@@ -189,13 +190,14 @@ def run(quick: bool = False) -> dict:
 
 
 def all_jobs() -> list[tuple]:
-    """Every kernel, problem and target; both numbers of warps for the first problem, the larger for the others."""
+    """The first problem for every target with all numbers of warps; the others for one target with the largest."""
+    first = next(iter(PROBLEMS))
     return [
         (problem, index, target, warps, 1)
         for problem in PROBLEMS
         for index, warps_of_launch in _distinct(problem)
-        for target in TARGETS
-        for warps in (warps_of_launch if problem == next(iter(PROBLEMS)) else warps_of_launch[-1:])
+        for target in (TARGETS if problem == first else ("sm_90",))
+        for warps in (warps_of_launch if problem == first else warps_of_launch[-1:])
     ]
 
 
@@ -243,7 +245,10 @@ def table(record: dict) -> str:
         [problem, f"`{kernel}`", *(_cell(best.get((problem, kernel, target))) for target in TARGETS)]
         for problem, kernel in lines
     ]
-    note = "Registers a thread, spilled ones after a plus sign; shared memory; warps; matrix instructions found."
+    note = (
+        "Registers a thread, spilled ones after a plus sign; shared memory; warps; blocks that a multiprocessor holds; "
+        "matrix instructions found."
+    )
     return f"{markdown(['problem', 'kernel', *TARGETS], body)}\n\n{note} Triton {record['triton']}. {footnote(record)}"
 
 
@@ -257,4 +262,5 @@ def _cell(row: dict | None) -> str:
     spills = f"+{row['spills']}" if row["spills"] else ""
     matrix = ", ".join(f"{count} {name}" for name, count in row["matrix"].items() if count) or "no matrix"
     fits = "" if row["fits"] else " (too much)"
-    return f"{row['registers']}{spills}; {row['shared_bytes'] / 1024:.0f} KiB{fits}; {row['warps']}; {matrix}"
+    blocks = blocks_a_multiprocessor(row, CHIPS[row["target"]])
+    return f"{row['registers']}{spills}; {row['shared_bytes'] / 1024:.0f} KiB{fits}; {row['warps']}; {blocks}; {matrix}"
