@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 from benchmarks.chips import CHIPS, blocks_a_multiprocessor
 from benchmarks.harness import footnote, markdown
 
-MODULES = tuple(f"op_interdomain_triton{part}" for part in ("", "_step", "_prepare", "_scan"))
+MODULES = tuple(f"op_interdomain_triton{part}" for part in ("", "_tables", "_step", "_prepare", "_scan"))
 # Bytes of shared memory a block may use on each target, from the makers' manuals.
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), 163 * 1024),
@@ -126,7 +126,8 @@ def source(kernel, arguments: dict) -> ASTSource:
             constants[path] = value
             return "constexpr"
         if isinstance(value, tuple):  # Triton specialises the members of a bundle whatever is said of the bundle
-            return type(value)(*(specialise(x, (*path, i), False, True) for i, x in enumerate(value)))
+            members = [specialise(x, (*path, i), False, True) for i, x in enumerate(value)]
+            return type(value)(*members) if hasattr(value, "_fields") else tuple(members)
         if isinstance(value, torch.Tensor):
             attributes[path] = [["tt.divisibility", 16]]
             return "*" + _TYPES[value.dtype]
@@ -150,8 +151,8 @@ def compiled(problem: str, index: int, target_name: str, warps: int, stages: int
     if target.backend == "hip" and "MATH" in arguments:
         arguments = arguments | {"MATH": arguments["MATH"]._replace(PRECISION="ieee")}
     row = {"problem": problem, "kernel": kernel.__name__, "target": target_name, "warps": warps, "stages": stages}
-    if "ROWS" in arguments:
-        row["kernel"] += ", keys" if arguments["ROWS"] else ", values"
+    if "SIDE" in arguments:
+        row["kernel"] += ", keys" if arguments["SIDE"] else ", values"
     if arguments.get("SKEWED"):
         row["kernel"] += ", skewed"
     built = triton.compile(source(kernel, arguments), target=target, options={"num_warps": warps, "num_stages": stages})
