@@ -227,11 +227,10 @@ def _distinct(problem: str) -> list[tuple[int, tuple[int, ...]]]:
 def summary(record: dict) -> str:
     """The first problem alone, for benchmarks/README.md."""
     first = next(iter(PROBLEMS))
-    others = ", ".join(f"`{name}`" for name in PROBLEMS if name != first)
     rows = [row for row in record["rows"] if row["problem"] == first]
-    return (
-        table({**record, "rows": rows}) + f"\n\n`benchmarks/results/kernel_resources.json` has the same for {others}."
-    )
+    others = dict.fromkeys(f"`{row['problem']}`" for row in record["rows"] if row["problem"] != first)
+    more = f"\n\n`benchmarks/results/kernel_resources.json` has the same for {', '.join(others)}." if others else ""
+    return table({**record, "rows": rows}) + more
 
 
 def table(record: dict) -> str:
