@@ -73,7 +73,7 @@ def test_headlines_follow_the_result_files():
     text = headlines.table(records)
     assert "then at 7,777" in text and "then 500.0 ms and 123.4 MB" in text and "then 1234.6" in text
     assert "2 seeds" in text and "\n\n1, 2, 3: " in text and "\n\n4, 5: another" in text
-    assert len(re.findall(r"^\| \[\d\]", text, flags=re.MULTILINE)) == 5
+    assert len(re.findall(r"^\| \[\d\]", text, flags=re.MULTILINE)) == 6
 
 
 # ------------------------------------------------------------------------------------------ sentences
@@ -168,6 +168,13 @@ def test_what_is_said_of_the_papers_comparison():
     loss = {name: [score(row) for row in condition_study.best_runs(runs, name)] for name in condition_study.CONDITIONS}
     ours, s4d = loss["interdomain"], loss["s4d"]
     assert min(ours) < max(s4d) and min(s4d) < max(ours), "as close together as the seeds of each"
+    started = {name: loss[f"{name}, recall"] for name in condition_study.RECURRENT}
+    gain = {name: math.exp(min(loss[name]) - max(losses)) - 1 for name, losses in started.items()}
+    assert len(started["interdomain"]) == len(started["s4d"]) == 2 and 0.1 < gain["interdomain"]
+    assert math.exp(max(started["interdomain"]) - min(started["s4d"])) < 0.94
+    assert 0.09 < min(gain["interdomain-norope"], gain["single-input"])
+    assert 0 < gain["s4d"] < 0.05 < gain["linear-readout"] and gain["s4d-rope"] < 0
+    assert 0.01 < math.exp(min(ours) - max(loss["interdomain, posterior"])) - 1 < 0.02
     assert min(loss["softmax"]) > max(loss_ for name in loss if name != "softmax" for loss_ in loss[name])
     late = {row["condition"]: row for row in longer}
     assert score(late["s4d"]) < score(late["interdomain"]) < score(late["softmax"])
