@@ -17,7 +17,7 @@ OLDEST := $(VENV)/oldest
 STOCK  := versions modeling cache generation padding configuration remote_code peft lm_eval hub train engines finetune_lora
 STOCK  += mistakes conversion
 
-.PHONY: help quickstart test test-slow test-all test-oldest lint bench clean
+.PHONY: help quickstart test test-slow test-all test-oldest lint bench gpu clean
 .DEFAULT_GOAL := help
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make test-oldest  the tests of the models with the oldest supported libraries"
 	@echo "make lint         style and types only"
 	@echo "make bench        the performance tables"
+	@echo "make gpu          on a GPU: check the kernels, then every table, in 25 minutes; goes on where it was stopped"
 	@echo "make clean        remove caches and builds (the environment and runs/ stay)"
 	@echo "Options are passed on: make quickstart ARGS='--minutes 2 --data my_texts/'"
 
@@ -53,6 +54,9 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	@$(RUN) -m benchmarks $(ARGS)
+
+gpu: $(STAMP)
+	@$(RUN) -m benchmarks.gpu_day $(ARGS)
 
 clean:
 	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -27,7 +27,7 @@ CPU = (
     "backends",
 )
 GPU = ("operator_gpu", "decode_gpu", "prefill_memory_gpu", "training_gpu")
-TABLES = (*CPU, *GPU, "prompt_reuse_cpu", "operator_before", "kernel_resources")
+TABLES = (*CPU, *GPU, "prompt_reuse_cpu", "operator_before", "kernel_costs", "kernel_resources")
 
 
 def main() -> None:
@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("tables", nargs="*", help=f"any of {', '.join(TABLES)}")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, nothing written")
     parser.add_argument("--only", help="of a GPU table, the cases that match this regular expression")
+    parser.add_argument("--resume", action="store_true", help="of a GPU table, only what this GPU and commit lack")
     parser.add_argument("--readme", action="store_true", help="write the tables of the READMEs and stop")
     arguments = parser.parse_args()
     unknown = sorted(set(arguments.tables) - set(TABLES))
@@ -43,9 +44,10 @@ def main() -> None:
     if arguments.readme:
         readme.update()
         return
+    some = {"only": arguments.only, "resume": arguments.resume}
     for name in arguments.tables or (GPU if torch.cuda.is_available() else CPU):
         module = importlib.import_module(f"benchmarks.{name}")
-        record = module.run(arguments.quick, **({"only": arguments.only} if name in GPU else {}))
+        record = module.run(arguments.quick, **(some if name in GPU else {}))
         if arguments.quick:
             record["machine"] = harness.machine()
         else:

@@ -21,7 +21,7 @@ KINDS = {  # name: model, cache of generate()
 }
 
 
-def run(quick: bool = False, only: str | None = None) -> dict:
+def run(quick: bool = False, only: str | None = None, resume: bool = False) -> dict:
     where = gpu.device(quick)
     sizes, batches, prefixes = (("tiny",), (2,), (16, 32)) if quick else (SIZES, BATCHES, PREFIXES)
     record = {"relative_error": gpu.verify(where), "ceilings": gpu.ceilings(where)}
@@ -35,7 +35,7 @@ def run(quick: bool = False, only: str | None = None) -> dict:
         for batch in batches
         for prefix in prefixes
     }
-    return gpu.run_cases("decode_gpu", cases, record, only, keep=not quick)
+    return gpu.run_cases("decode_gpu", cases, record, only, keep=not quick, resume=resume)
 
 
 class _Clock(LogitsProcessor):

@@ -105,27 +105,52 @@ def peak_bytes(function: Callable[[], object], where: torch.device) -> int | Non
     return torch.cuda.max_memory_allocated() - before
 
 
-def run_cases(name: str, cases: dict[str, Callable[[], dict]], record: dict, only: str | None, keep: bool) -> dict:
+def run_cases(
+    name: str, cases: dict[str, Callable[[], dict]], record: dict, only: str | None, keep: bool, resume: bool = False
+) -> dict:
     """Measure the cases whose name matches `only`; with `keep`, write after each and leave older ones in the file.
 
-    A case that does not fit in memory, or lacks a package, becomes a row that says so.
+    A case that does not fit in memory becomes a row that says so. With `resume`, a case that this GPU and commit have
+    measured already is not measured again.
     """
+    here = _place()
     rows: dict[str, dict] = {}
-    if keep and only and (harness.RESULTS / f"{name}.json").exists():
+    if keep and (only or resume) and (harness.RESULTS / f"{name}.json").exists():
         rows = harness.read(name)["rows"]
     for case, function in cases.items():
         if only and not re.search(only, case):
             continue
+        if resume and rows.get(case, {}).get("place") == here:
+            continue
         try:
-            rows[case] = function()
+            rows[case] = function() | {"place": here}
         except torch.OutOfMemoryError:
-            rows[case] = {"missing": "does not fit in memory"}
+            rows[case] = {"missing": "does not fit in memory", "place": here}
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         print(f"{name}: {case}: {rows[case]}", flush=True)
         if keep:
             harness.write(name, {**record, "rows": rows})
     return {**record, "rows": rows}
+
+
+def _place() -> str:
+    """What a figure belongs to: this GPU and this commit."""
+    about = harness.machine()  # the tables that were written make its tree another, but not its code
+    return f"{about.get('gpu', about['cpu'])}, {about['commit'].rstrip('+')}"
+
+
+def largest_that_fits(function: Callable[[int], dict], batch: int) -> dict:
+    """What a case gives for a batch, or for the half of it where memory is small, and so on down to one row."""
+    while True:
+        try:
+            return function(batch)
+        except torch.OutOfMemoryError:
+            if batch == 1:
+                raise
+            batch //= 2
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
 
 
 def median_of_gaps(events: list) -> dict:

@@ -19,9 +19,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from benchmarks.chips import CHIPS, blocks_a_multiprocessor
 from benchmarks.harness import footnote, markdown
 
-MODULES = tuple(f"op_interdomain_triton{part}" for part in ("", "_step", "_prepare", "_scan"))
+MODULES = tuple(f"op_interdomain_triton{part}" for part in ("", "_tables", "_step", "_prepare", "_scan"))
 # Bytes of shared memory a block may use on each target, from the makers' manuals.
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), 163 * 1024),
@@ -125,7 +126,8 @@ def source(kernel, arguments: dict) -> ASTSource:
             constants[path] = value
             return "constexpr"
         if isinstance(value, tuple):  # Triton specialises the members of a bundle whatever is said of the bundle
-            return type(value)(*(specialise(x, (*path, i), False, True) for i, x in enumerate(value)))
+            members = [specialise(x, (*path, i), False, True) for i, x in enumerate(value)]
+            return type(value)(*members) if hasattr(value, "_fields") else tuple(members)
         if isinstance(value, torch.Tensor):
             attributes[path] = [["tt.divisibility", 16]]
             return "*" + _TYPES[value.dtype]
@@ -149,8 +151,8 @@ def compiled(problem: str, index: int, target_name: str, warps: int, stages: int
     if target.backend == "hip" and "MATH" in arguments:
         arguments = arguments | {"MATH": arguments["MATH"]._replace(PRECISION="ieee")}
     row = {"problem": problem, "kernel": kernel.__name__, "target": target_name, "warps": warps, "stages": stages}
-    if "ROWS" in arguments:
-        row["kernel"] += ", keys" if arguments["ROWS"] else ", values"
+    if "SIDE" in arguments:
+        row["kernel"] += ", keys" if arguments["SIDE"] else ", values"
     if arguments.get("SKEWED"):
         row["kernel"] += ", skewed"
     built = triton.compile(source(kernel, arguments), target=target, options={"num_warps": warps, "num_stages": stages})
@@ -189,13 +191,14 @@ def run(quick: bool = False) -> dict:
 
 
 def all_jobs() -> list[tuple]:
-    """Every kernel, problem and target; both numbers of warps for the first problem, the larger for the others."""
+    """The first problem for every target with all numbers of warps; the others for one target with the largest."""
+    first = next(iter(PROBLEMS))
     return [
         (problem, index, target, warps, 1)
         for problem in PROBLEMS
         for index, warps_of_launch in _distinct(problem)
-        for target in TARGETS
-        for warps in (warps_of_launch if problem == next(iter(PROBLEMS)) else warps_of_launch[-1:])
+        for target in (TARGETS if problem == first else ("sm_90",))
+        for warps in (warps_of_launch if problem == first else warps_of_launch[-1:])
     ]
 
 
@@ -224,11 +227,10 @@ def _distinct(problem: str) -> list[tuple[int, tuple[int, ...]]]:
 def summary(record: dict) -> str:
     """The first problem alone, for benchmarks/README.md."""
     first = next(iter(PROBLEMS))
-    others = ", ".join(f"`{name}`" for name in PROBLEMS if name != first)
     rows = [row for row in record["rows"] if row["problem"] == first]
-    return (
-        table({**record, "rows": rows}) + f"\n\n`benchmarks/results/kernel_resources.json` has the same for {others}."
-    )
+    others = dict.fromkeys(f"`{row['problem']}`" for row in record["rows"] if row["problem"] != first)
+    more = f"\n\n`benchmarks/results/kernel_resources.json` has the same for {', '.join(others)}." if others else ""
+    return table({**record, "rows": rows}) + more
 
 
 def table(record: dict) -> str:
@@ -243,7 +245,10 @@ def table(record: dict) -> str:
         [problem, f"`{kernel}`", *(_cell(best.get((problem, kernel, target))) for target in TARGETS)]
         for problem, kernel in lines
     ]
-    note = "Registers a thread, spilled ones after a plus sign; shared memory; warps; matrix instructions found."
+    note = (
+        "Registers a thread, spilled ones after a plus sign; shared memory; warps; blocks that a multiprocessor holds; "
+        "matrix instructions found."
+    )
     return f"{markdown(['problem', 'kernel', *TARGETS], body)}\n\n{note} Triton {record['triton']}. {footnote(record)}"
 
 
@@ -257,4 +262,5 @@ def _cell(row: dict | None) -> str:
     spills = f"+{row['spills']}" if row["spills"] else ""
     matrix = ", ".join(f"{count} {name}" for name, count in row["matrix"].items() if count) or "no matrix"
     fits = "" if row["fits"] else " (too much)"
-    return f"{row['registers']}{spills}; {row['shared_bytes'] / 1024:.0f} KiB{fits}; {row['warps']}; {matrix}"
+    blocks = blocks_a_multiprocessor(row, CHIPS[row["target"]])
+    return f"{row['registers']}{spills}; {row['shared_bytes'] / 1024:.0f} KiB{fits}; {row['warps']}; {blocks}; {matrix}"

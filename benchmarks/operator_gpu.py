@@ -21,7 +21,7 @@ REQUIRED = {4096: 1.0, 32768: 3.0}
 PEERS = ("flash", "gla", "gsa", "retention", "mamba2", "gated_deltanet")
 
 
-def run(quick: bool = False, only: str | None = None) -> dict:
+def run(quick: bool = False, only: str | None = None, resume: bool = False) -> dict:
     where = gpu.device(quick)
     tokens, lengths = (64, (32, 64)) if quick else (TOKENS, LENGTHS)
     record = {
@@ -31,14 +31,19 @@ def run(quick: bool = False, only: str | None = None) -> dict:
         "tokens": tokens,
         "required": {str(length): ratio for length, ratio in REQUIRED.items()},
     }
+
+    def case(length: int, batch: int, training: bool) -> dict:
+        seconds = 0.05 if quick else 1.0
+        return _case(where, length, batch, record["heads"], training, record["ceilings"], seconds)
+
     cases = {
-        f"{length} {'training' if training else 'forward'}": lambda length=length, training=training: _case(
-            where, length, tokens // length, record["heads"], training, record["ceilings"], 0.05 if quick else 1.0
+        f"{length} {'training' if training else 'forward'}": lambda length=length, training=training: (
+            gpu.largest_that_fits(lambda batch: case(length, batch, training), tokens // length)
         )
         for length in lengths
         for training in (False, True)
     }
-    return gpu.run_cases("operator_gpu", cases, record, only, keep=not quick)
+    return gpu.run_cases("operator_gpu", cases, record, only, keep=not quick, resume=resume)
 
 
 def _case(where, length: int, batch: int, heads: int, training: bool, ceiling: dict, seconds: float) -> dict:

@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks import harness
@@ -19,6 +20,16 @@ def update(*files: Path) -> None:
         if filled != text:
             file.write_text(filled)
             print(f"The tables of {file} are new.")
+
+
+def add_tables(names: Iterable[str], file: Path = READMES[1], before: str = "### Still missing") -> None:
+    """Make room in a README for tables that have results now and had none before."""
+    text = file.read_text()
+    for name in names:
+        if (harness.RESULTS / f"{name}.json").exists() and f"<!-- table: {name} -->" not in text:
+            room = f"<!-- table: {name} -->\n<!-- end -->\n\n"
+            text = text.replace(before, room + before, 1)
+    file.write_text(text)
 
 
 def fill(text: str) -> str:

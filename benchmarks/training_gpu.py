@@ -13,19 +13,23 @@ SIZES, LENGTH = {"125m": 16, "350m": 8, "760m": 4, "1.3b": 4}, 4096  # size: bat
 REQUIRED = {"1.3b": 1.0}
 
 
-def run(quick: bool = False, only: str | None = None) -> dict:
+def run(quick: bool = False, only: str | None = None, resume: bool = False) -> dict:
     where = gpu.device(quick)
     sizes, length = ({"tiny": 1}, 32) if quick else (SIZES, LENGTH)
     record = {"relative_error": gpu.verify(where), "ceilings": gpu.ceilings(where), "required": REQUIRED}
+
+    def case(name: str, size: str, batch: int, compiled: bool) -> dict:
+        return _case(where, name, size, batch, length, compiled, 0.1 if quick else 8.0, record["ceilings"])
+
     cases = {
-        f"{size}, {mode}, {name}": lambda size=size, mode=mode, name=name: _case(
-            where, name, size, sizes[size], length, mode == "compiled", 0.1 if quick else 8.0, record["ceilings"]
+        f"{size}, {mode}, {name}": lambda size=size, mode=mode, name=name: gpu.largest_that_fits(
+            lambda batch: case(name, size, batch, mode == "compiled"), sizes[size]
         )
         for size in sizes
         for mode in (("eager",) if quick else ("eager", "compiled"))
         for name in ("interdomain", "llama")
     }
-    return gpu.run_cases("training_gpu", cases, record, only, keep=not quick)
+    return gpu.run_cases("training_gpu", cases, record, only, keep=not quick, resume=resume)
 
 
 def _case(where, name, size, batch, length, compiled, seconds, ceiling) -> dict:

@@ -224,7 +224,7 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
         return fused_inputs(
             self.backend,
             projected,
-            (q_taps[:, 0], k_taps[:, 0]),
+            (q_taps.flatten(1), k_taps.flatten(1)),  # views, whose gradients are views
             norms or None,
             self.eps,
             self.heads,

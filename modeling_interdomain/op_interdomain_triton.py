@@ -1,9 +1,9 @@
 """The fused backend: `chunk_attention` as a few kernels behind one opaque operator of `torch.library`.
 
-Forward: two passes over the tokens leave the state before every chunk (keys, values), then one program a chunk and head
-computes its outputs. Backward stores nothing but its inputs: it makes the chunk states again, finds what each chunk
-contributes on its own (twice the same kernel, with the roles of query, key, value and the gradient of the output
-exchanged, see `op_interdomain_triton_attend`), and walks the chunks back. Sums over chunks are taken in a fixed order,
+Forward: one launch makes the tables of the parameters, two passes over the tokens leave the state before every chunk
+(keys, values), then one program a chunk and head computes its outputs. Backward stores nothing but its inputs: it makes
+tables and chunk states again, finds what each chunk contributes on its own (`op_interdomain_triton_attend_backward`),
+walks the chunks back, and sums what is the parameters' in a last launch. Sums over chunks are taken in a fixed order,
 so that gradients repeat bit for bit. Which tokens are real is read by the kernels alone, never by the host.
 """
 
@@ -12,18 +12,18 @@ from typing import NamedTuple
 import torch
 
 from .op_common_launch import interpreted, multiprocessors, namespace, on_device, power_of_two, tuned
-from .op_interdomain_triton_attend import (
+from .op_interdomain_triton_attend import ChunkStates, Operands, Widths, attend
+from .op_interdomain_triton_attend_backward import (
     ChunkGradients,
-    ChunkStates,
-    Operands,
-    Widths,
-    attend,
-    attend_backward,
+    mix,
     mixing_backward,
+    pull_both,
+    push_query,
+    push_side,
 )
 from .op_interdomain_triton_carry import carry, carry_back, segment_ends
 from .op_interdomain_triton_states import Columns, LaterGradients, chunk_states, chunk_states_backward
-from .op_interdomain_triton_tables import KernelTables, make_tables
+from .op_interdomain_triton_tables import KernelTables, Parameters, Partial, make_tables, table_gradients
 from .op_interdomain_triton_tiles import Arithmetic, Documents, Sizes
 
 try:
@@ -32,14 +32,17 @@ try:
 except ImportError:
     triton = None
 
-_KIND = ("SIZES", "FULL", "MATH")
-_attend = tuned(attend, _KIND)
-_attend_backward = tuned(attend_backward, (*_KIND, "ROWS"))
-_mixing_backward = tuned(mixing_backward, _KIND)
+_KIND = ("SIZES", "MATH")
+_attend = tuned(attend, (*_KIND, "FULL"))
+_pull_both = tuned(pull_both, _KIND)
+_mix = tuned(mix, (*_KIND, "FULL"))
+_mixing_backward = tuned(mixing_backward, (*_KIND, "FULL"))
+_push_query = tuned(push_query, _KIND)
+_push_side = tuned(push_side, (*_KIND, "SIDE"))
 _chunk_states = tuned(chunk_states, ("C", "M", "BM", "BW", "STORE", "TWO_TERMS", "MATH"))
 _chunk_states_backward = tuned(chunk_states_backward, ("C", "M", "BW", "EMIT", "MATH"))
 # Hardly ever at work, so not worth the compilations of a choice.
-_attend_skewed, _attend_backward_skewed, _mixing_backward_skewed = attend, attend_backward, mixing_backward
+_attend_skewed, _pull_both_skewed, _push_query_skewed, _push_side_skewed = attend, pull_both, push_query, push_side
 
 
 def triton_attention(
@@ -67,14 +70,13 @@ def triton_attention(
             are not read; outputs and gradients at pads are zero.
         output_final_state: without it, no memory is taken for states of documents (many of which may be empty).
     """
-    chunk = _chunk_tokens(chunk_size, log_decay.shape[1], query.shape[1])
-    tables = make_tables(log_decay.float(), input_matrix.float(), coefficient_matrix, product, chunk)
+    wide_tensors = (log_decay, input_matrix, coefficient_matrix, initial_state)
     output, final = _operator(
         *(x.contiguous() for x in (query, key, value)),
-        log_decay.float().contiguous(),
-        *tables,
-        None if initial_state is None else initial_state.float().contiguous(),
+        *(None if x is None else x.float().contiguous() for x in wide_tensors),
         *(None if x is None else x.to(torch.int32).contiguous() for x in (cu_seqlens, lengths)),
+        product,
+        _chunk_tokens(chunk_size, log_decay.shape[1], query.shape[1]),
         coefficient_matrix is not None and coefficient_matrix.requires_grad,
         wide,
         output_final_state,
@@ -125,7 +127,12 @@ class _Plan(NamedTuple):
 
     @property
     def options(self) -> dict:
-        return {"FULL": self.full, "PACKED": self.packed, "MATH": self.math}
+        return {"PACKED": self.packed, "MATH": self.math}
+
+    @property
+    def places(self) -> tuple:
+        """What says a kernel which tokens a chunk has."""
+        return self.documents, self.rows, *self.row
 
     def sizes(self, side: int) -> dict:
         """What the kernels of a pass are compiled for; its c are the keys (side 0) or the values (side 1)."""
@@ -160,9 +167,9 @@ class _Plan(NamedTuple):
         return torch.zeros_like(x) if self.packed else torch.empty_like(x)
 
 
-def _plan(query, key, value, tables: KernelTables, has_initial: bool, cu_seqlens, lengths) -> _Plan:
+def _plan(query, key, value, parameters: Parameters, chunk: int, has_initial: bool, cu_seqlens, lengths) -> _Plan:
     batch, length, _, width = query.shape
-    chunk, size = tables.intra.shape[1], tables.intra.shape[3]
+    size = parameters.log_decay.shape[1]
     documents = _documents(batch, length, chunk, has_initial, cu_seqlens, lengths)
     rows = batch if cu_seqlens is None else cu_seqlens.numel() - 1
     chunks = slots = rows * -(-length // chunk)
@@ -174,7 +181,7 @@ def _plan(query, key, value, tables: KernelTables, has_initial: bool, cu_seqlens
     return _Plan(
         query.shape, key.shape[2], widths, tuple(power_of_two(w) for w in widths), size, power_of_two(size), chunk,
         rows, _segments(rows * key.shape[2], chunks // rows, query.device), chunks, slots, documents,
-        tables.mixing.ndim == 5, _arithmetic(value.dtype),
+        parameters.full, _arithmetic(value.dtype),
     )  # fmt: skip
 
 
@@ -222,17 +229,10 @@ def _arithmetic(dtype: torch.dtype) -> Arithmetic:
     return Arithmetic(tl.float32, "tf32" if fast else "tf32x3")
 
 
-def _padded(plan: _Plan, tables: KernelTables) -> KernelTables:
-    """Modes filled up with zeros to a power of two, operands of matrix products in the dtype of the matrix units."""
-    missing = plan.modes - plan.size
-    powers, inputs, intra = (torch.nn.functional.pad(x, (0, missing)) for x in tables[1:4])
-    mixing = torch.nn.functional.pad(tables.mixing, (0, missing) * (2 if plan.full else 1))
-    mixing = mixing.to(plan.storage) if plan.full else mixing
-    return KernelTables(tables.skewed, powers, inputs, intra.to(plan.storage), mixing.contiguous())
-
-
 def _states(plan: _Plan, key, value, tables: KernelTables, initial_state, want_final: bool):
     """The states before every chunk, `[slots, G, 2, M, padded width]` of keys and of values, and the last ones.
+
+    What is kept as a state is as accurate as float32; what the chunks read is rounded to their operands anyway.
 
     Rows that are cut into segments are walked twice: once for what each segment leaves, once from where it begins.
     """
@@ -241,7 +241,7 @@ def _states(plan: _Plan, key, value, tables: KernelTables, initial_state, want_f
     if segments > 1:
         alone = key.new_empty(shape, dtype=torch.float32)
         for side, x in enumerate((key, value)):
-            _states_of_side(plan, x, side, tables, None, None, alone)
+            _states_of_side(plan, x, side, tables, None, None, alone, want_final)
         first = torch.zeros_like(alone[: plan.rows]) if initial_state is None else initial_state
         sources = torch.cat([first[:, None], alone.unflatten(0, (-1, segments))[:, :-1]], dim=1)
         begins = plan.segment_ends(key.device)[:, :-1]
@@ -252,11 +252,11 @@ def _states(plan: _Plan, key, value, tables: KernelTables, initial_state, want_f
         for x, padded in zip((key, value), plan.padded, strict=True)
     )
     for side, x in enumerate((key, value)):
-        _states_of_side(plan, x, side, tables, initial_state, states[side], final)
+        _states_of_side(plan, x, side, tables, initial_state, states[side], final, want_final)
     return states, final.unflatten(0, (-1, segments))[:, -1].contiguous() if want_final else None
 
 
-def _states_of_side(plan: _Plan, x, side: int, tables: KernelTables, initial_state, states, final) -> None:
+def _states_of_side(plan: _Plan, x, side: int, tables: KernelTables, initial_state, states, final, exact) -> None:
     """Keys (side 0) or values (side 1); with `states` None only what is left at the end."""
     padded = plan.padded[side]
     block_modes, block_width = min(plan.modes, 32), min(padded, 32)
@@ -264,100 +264,115 @@ def _states_of_side(plan: _Plan, x, side: int, tables: KernelTables, initial_sta
     _chunk_states[grid](
         x, tables, initial_state, states, final, plan.documents, *plan.row, plan.groups, plan.columns(side),
         C=plan.chunk, M=plan.modes, BM=block_modes, BW=block_width, STORE=states is not None, SEGMENTS=plan.segments,
-        PACKED=plan.packed, TWO_TERMS=plan.storage == torch.bfloat16, MATH=plan.math,
+        PACKED=plan.packed, TWO_TERMS=exact and plan.storage == torch.bfloat16, MATH=plan.math,
     )  # fmt: skip
 
 
-def _forward(query, key, value, tables: KernelTables, initial_state, cu_seqlens, lengths, wide, want_final):
-    plan = _plan(query, key, value, tables, initial_state is not None, cu_seqlens, lengths)
-    tables = _padded(plan, tables)
+def _tables(plan: _Plan, parameters: Parameters, product: str) -> KernelTables:
+    return make_tables(parameters, product, plan.chunk, plan.storage, plan.math)
+
+
+def _forward(
+    query, key, value, parameters: Parameters, initial_state, cu_seqlens, lengths, product, chunk, wide, want_final
+):
+    plan = _plan(query, key, value, parameters, chunk, initial_state is not None, cu_seqlens, lengths)
     shape, dtype = (*query.shape[:3], plan.widths[1]), torch.float32 if wide else value.dtype
     output = value.new_zeros(shape, dtype=dtype) if plan.packed else value.new_empty(shape, dtype=dtype)
     with on_device(query):
+        tables = _tables(plan, parameters, product)
         states, final = _states(plan, key, value, tables, initial_state, want_final)
         for skewed, kernel in enumerate((_attend, _attend_skewed)):
             kernel[(plan.chunks, plan.shape[2])](
-                Operands(query, key, value), output, ChunkStates(*states), tables, plan.documents, plan.rows, *plan.row,
-                plan.shape[2], plan.groups, **plan.sizes(1), SKEWED=skewed, **plan.options,
+                Operands(query, key, value), output, ChunkStates(*states), tables, *plan.places,
+                plan.shape[2], plan.groups, **plan.sizes(1), FULL=plan.full, SKEWED=skewed, **plan.options,
             )  # fmt: skip
     return output, query.new_empty(0, dtype=torch.float32) if final is None else final
 
 
 def _backward(
-    query, key, value, tables: KernelTables, initial_state, cu_seqlens, lengths, want_mixing, grad_output, grad_final
-):
-    plan = _plan(query, key, value, tables, initial_state is not None, cu_seqlens, lengths)
-    tables = _padded(plan, tables)
-    transposed = tables.mixing.transpose(1, 2)
-    transposed = (transposed.transpose(3, 4) if plan.full else transposed).contiguous()
+    query, key, value, parameters: Parameters, initial_state, cu_seqlens, lengths, product, chunk, want_mixing,
+    grad_output, grad_final,
+):  # fmt: skip
+    plan = _plan(query, key, value, parameters, chunk, initial_state is not None, cu_seqlens, lengths)
     grads = [plan.like_tokens(x) for x in (query, key, value)]
     grad_initial = None if initial_state is None else torch.empty_like(initial_state)
-    grad_mixing = torch.zeros_like(tables.mixing, dtype=torch.float32)
     with on_device(query):
+        tables = _tables(plan, parameters, product)
         states, _ = _states(plan, key, value, tables, initial_state, want_final=False)
-        keys = _side(
-            plan, 0, Operands(grad_output, value, key, query), ChunkStates(*states[::-1]),
-            tables._replace(mixing=transposed), grads[0], grads[1], grad_initial, grad_final,
-        )  # fmt: skip
-        values = _side(
-            plan, 1, Operands(query, key, value, grad_output), ChunkStates(*states), tables, grads[0], grads[2],
-            grad_initial, grad_final,
-        )  # fmt: skip
-        if want_mixing:
-            grad_mixing = _mixing_gradient(plan, Operands(query, key, value, grad_output), ChunkStates(*states), tables)
-    intra, inputs, log_decay = ((a + b)[..., : plan.size].contiguous() for a, b in zip(keys, values, strict=True))
-    index = (..., slice(plan.size), slice(plan.size)) if plan.full else (..., slice(plan.size))
-    initial = query.new_empty(0, dtype=torch.float32) if grad_initial is None else grad_initial
-    return *grads, log_decay.mT.contiguous(), inputs, intra, grad_mixing[index].contiguous(), initial
+        operands = Operands(query, key, value, grad_output)
+        mixing, chunk_sums, direct = _of_chunks(plan, operands, ChunkStates(*states), tables, grads[0], want_mixing)
+        keys, values = (
+            _walk_back(plan, side, x, states[side], tables, direct[side], grads[1 + side], grad_initial, grad_final)
+            for side, x in enumerate((key, value))
+        )
+        found = table_gradients(parameters, Partial(chunk_sums, keys, values, mixing), product, plan.shape[2])
+    return *grads, *found, grad_initial
 
 
-def _side(plan, side, tokens: Operands, states: ChunkStates, tables, grad_query, grad_c, grad_initial, grad_final):
-    """Gradients that enter through the keys (side 0, which also gives that of the query) or the values (side 1).
+def _of_chunks(plan: _Plan, tokens: Operands, states: ChunkStates, tables: KernelTables, grad_query, want_mixing: bool):
+    """What the chunks contribute on their own.
 
     Args:
-        tokens: see `attend_backward`; states: those that b and c wrote.
+        tokens: query, key, value and the gradient of the output.
 
     Returns:
-        The gradients of `KernelTables.intra`, `KernelTables.inputs` and log(lambda).
+        The gradient of `KernelTables.mixing` or None, `Partial.chunks`, and `ChunkGradients` of keys and of values.
     """
-    heads, device = plan.shape[2], grad_c.device
-    width, padded = plan.widths[side], plan.padded[side]
+    heads = plan.shape[2]
+    grid, sides = (plan.chunks, heads), (plan.chunks, heads, 2)
 
-    def empty(*shape, dtype=torch.float32):
-        return grad_c.new_empty(shape, dtype=dtype)
+    def empty(*shape, dtype=plan.storage):
+        return grad_query.new_empty(shape, dtype=dtype)
 
-    lanes = plan.lanes(device)
-    grads = ChunkGradients(
-        c=empty(*plan.shape[:3], width, dtype=plan.storage),
-        states=empty(plan.slots, heads, 2, plan.modes, padded, dtype=plan.storage),
-        intra=empty(lanes, heads, plan.chunk, 2, plan.modes),
-        # Where there are documents, some chunks at the end belong to none.
-        log_decay=grad_c.new_zeros((plan.chunks, heads, 2, plan.modes), dtype=torch.float32),
+    pulled, mixed = ([empty(*plan.shape[:3], 2, plan.modes) for _ in range(2)] for _ in range(2))
+    chunk_sums = empty(plan.chunks, heads, 2, 3, 2, plan.modes, dtype=torch.float32)
+    direct = [
+        ChunkGradients(empty(*plan.shape[:3], width), empty(plan.slots, heads, 2, plan.modes, padded))
+        for width, padded in zip(plan.widths, plan.padded, strict=True)
+    ]
+    sizes, shared = plan.sizes(1), (*plan.places, heads, plan.groups)
+    for skewed, kernel in enumerate((_pull_both, _pull_both_skewed)):
+        kernel[sides](tokens, tuple(pulled), states, tables, *shared, **sizes, SKEWED=skewed, **plan.options)
+    _mix[sides](
+        tuple(pulled), tuple(mixed), chunk_sums, tables, *shared, SIZES=sizes["SIZES"], FULL=plan.full, **plan.options
     )
-    for skewed, kernel in enumerate((_attend_backward, _attend_backward_skewed)):
-        kernel[(lanes, heads)](
-            tokens, grad_query, grads, states, tables, plan.documents, plan.rows, *plan.row, heads, plan.groups,
-            plan.chunks, **plan.sizes(side), ROWS=side == 0, SKEWED=skewed, **plan.options,
-        )  # fmt: skip
+    mixing = _mixing_gradient(plan, pulled) if want_mixing else None
+    for skewed, kernel in enumerate((_push_query, _push_query_skewed)):
+        kernel[grid](tokens, tuple(mixed), grad_query, states, tables, *shared, **sizes, SKEWED=skewed, **plan.options)
+    for skewed, kernel in enumerate((_push_side, _push_side_skewed)):
+        for side, c, f, state in ((0, tokens.b, tokens.a, states.b), (1, tokens.c, tokens.f, states.c)):
+            kernel[grid](
+                c, f, mixed[1 - side], direct[side], chunk_sums, state, tables, *shared, SIDE=1 - side,
+                WIDTH=plan.widths[side], PADDED=plan.padded[side], SIZES=plan.sizes(side)["SIZES"], SKEWED=skewed,
+                **plan.options,
+            )  # fmt: skip
+    return mixing, chunk_sums, direct
 
+
+def _walk_back(plan: _Plan, side: int, x, states, tables, direct: ChunkGradients, grad_x, grad_initial, grad_final):
+    """What enters through later chunks for keys (side 0) or values (side 1), written to `grad_x` with what came before.
+
+    Returns:
+        `Partial.walked_keys` or `Partial.walked_values`.
+    """
+    device, width, padded = grad_x.device, plan.widths[side], plan.padded[side]
     block, segments = min(padded, 32), plan.rows * plan.segments
     walkers = _walkers(segments, plan.groups * (padded // block), device)
     programs = (walkers, plan.groups, padded // block)
-    walked_inputs = empty(*programs, plan.chunk, 2, plan.modes)
-    walked_decay = empty(*programs, 2, plan.modes)
+    sums = grad_x.new_empty((walkers, padded // block, plan.groups, 3, 2, plan.modes), dtype=torch.float32)
 
     def walk(entering, leaving, emit: bool) -> None:
         _chunk_states_backward[programs](
-            tokens.c, tables, states.c, entering, grads, LaterGradients(grad_c, leaving, walked_inputs, walked_decay),
-            plan.documents, segments, *plan.row, heads, plan.groups, plan.columns(side), C=plan.chunk, M=plan.modes,
-            BW=block, EMIT=emit, SEGMENTS=plan.segments, PACKED=plan.packed, MATH=plan.math,
+            x, tables, states, entering, direct, LaterGradients(grad_x, leaving, sums),
+            plan.documents, segments, *plan.row, plan.shape[2], plan.groups, plan.columns(side), C=plan.chunk,
+            M=plan.modes, BW=block, EMIT=emit, SEGMENTS=plan.segments, PACKED=plan.packed, MATH=plan.math,
         )  # fmt: skip
 
     if plan.segments > 1:
         shape = (plan.groups, 2, plan.size, sum(plan.widths))
-        alone = grad_c.new_zeros((segments, *shape), dtype=torch.float32)
+        alone = grad_x.new_zeros((segments, *shape), dtype=torch.float32)
         walk(None, alone, emit=False)
-        last = grad_c.new_zeros((plan.rows, *shape), dtype=torch.float32) if grad_final is None else grad_final
+        last = grad_x.new_zeros((plan.rows, *shape), dtype=torch.float32) if grad_final is None else grad_final
         ends = plan.segment_ends(device)[:, 1:]
         sources = torch.cat([alone.unflatten(0, (-1, plan.segments))[:, 1:], last[:, None]], dim=1)
         grad_final = carry_back(tables.powers[..., : plan.size], sources, ends, ends).flatten(0, 1)
@@ -368,26 +383,22 @@ def _side(plan, side, tokens: Operands, states: ChunkStates, tables, grad_query,
             grad_initial[..., columns] = alone.unflatten(0, (-1, plan.segments))[:, 0, ..., columns]
     else:
         walk(grad_final, grad_initial, emit=True)
-    intra, log_decay = (x.sum(0).unflatten(0, (plan.groups, -1)).sum(1) for x in (grads.intra, grads.log_decay))
-    return intra, walked_inputs.sum((0, 2)), log_decay + walked_decay.sum((0, 2))
+    return sums.flatten(0, 1)
 
 
-def _mixing_gradient(plan, tokens: Operands, states: ChunkStates, tables: KernelTables) -> torch.Tensor:
+def _mixing_gradient(plan: _Plan, pulled: list[torch.Tensor]) -> torch.Tensor:
     heads = plan.shape[2]
     rows = min(plan.modes, 64 if plan.full else 32)
     columns = min(plan.modes, 32)
     blocks = (plan.modes // rows) * (plan.modes // columns) if plan.full else plan.modes // rows
-    lanes = plan.lanes(tokens.a.device, blocks)
+    lanes = plan.lanes(pulled[0].device, blocks)
     shape = (plan.modes, plan.modes) if plan.full else (plan.modes,)
-    partial = tokens.a.new_empty((lanes, heads, 2, 2, *shape), dtype=torch.float32)
-    sizes = plan.sizes(1)
-    sizes["SIZES"] = sizes["SIZES"]._replace(BM=rows)
-    for skewed, kernel in enumerate((_mixing_backward, _mixing_backward_skewed)):
-        kernel[(lanes, heads, blocks)](
-            tokens, partial, states, tables, plan.documents, plan.rows, *plan.row, heads, plan.groups, plan.chunks,
-            BN=columns, SKEWED=skewed, **sizes, **plan.options,
-        )  # fmt: skip
-    return partial.sum(0).unflatten(0, (plan.groups, -1)).sum(1)
+    partial = pulled[0].new_empty((lanes, heads, 2, 2, *shape), dtype=torch.float32)
+    _mixing_backward[(lanes, heads, blocks)](
+        tuple(pulled), partial, *plan.places, heads, plan.chunks, SIZES=plan.sizes(1)["SIZES"]._replace(BM=rows),
+        BN=columns, FULL=plan.full, **plan.options,
+    )  # fmt: skip
+    return partial.unflatten(1, (plan.groups, -1)).sum((0, 2))
 
 
 _NAMESPACE = namespace(__name__)
@@ -399,30 +410,30 @@ def _operator(
     key: torch.Tensor,
     value: torch.Tensor,
     log_decay: torch.Tensor,
-    skewed: torch.Tensor,
-    powers: torch.Tensor,
-    inputs: torch.Tensor,
-    intra: torch.Tensor,
-    mixing: torch.Tensor,
+    input_matrix: torch.Tensor,
+    coefficients: torch.Tensor | None,
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
     lengths: torch.Tensor | None,
+    product: str,
+    chunk: int,
     want_mixing: bool,
     wide: bool,
     want_final: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    tables = KernelTables(skewed, powers, inputs, intra, mixing)
-    return _forward(query, key, value, tables, initial_state, cu_seqlens, lengths, wide, want_final)
+    parameters = Parameters(log_decay, input_matrix, coefficients)
+    extent = initial_state, cu_seqlens, lengths
+    return _forward(query, key, value, parameters, *extent, product, chunk, wide, want_final)
 
 
 @_operator.register_fake
 def _(
-    query, key, value, log_decay, skewed, powers, inputs, intra, mixing, initial_state, cu_seqlens, lengths,
+    query, key, value, log_decay, input_matrix, coefficients, initial_state, cu_seqlens, lengths, product, chunk,
     want_mixing, wide, want_final,
 ):  # fmt: skip
     output = value.new_empty((*query.shape[:3], value.shape[3]), dtype=torch.float32 if wide else value.dtype)
     rows = query.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    shape = (rows, key.shape[2], 2, intra.shape[3], key.shape[3] + value.shape[3]) if want_final else (0,)
+    shape = (rows, key.shape[2], 2, log_decay.shape[1], key.shape[3] + value.shape[3]) if want_final else (0,)
     return output, query.new_empty(shape, dtype=torch.float32)
 
 
@@ -431,14 +442,14 @@ def _operator_backward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    skewed: torch.Tensor,
-    powers: torch.Tensor,
-    inputs: torch.Tensor,
-    intra: torch.Tensor,
-    mixing: torch.Tensor,
+    log_decay: torch.Tensor,
+    input_matrix: torch.Tensor,
+    coefficients: torch.Tensor | None,
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
     lengths: torch.Tensor | None,
+    product: str,
+    chunk: int,
     want_mixing: bool,
     grad_output: torch.Tensor,
     grad_final: torch.Tensor | None,
@@ -450,29 +461,30 @@ def _operator_backward(
     torch.Tensor,
     torch.Tensor,
     torch.Tensor,
-    torch.Tensor,
 ]:
-    tables = KernelTables(skewed, powers, inputs, intra, mixing)
-    return _backward(
-        query, key, value, tables, initial_state, cu_seqlens, lengths, want_mixing, grad_output, grad_final
+    parameters = Parameters(log_decay, input_matrix, coefficients)
+    extent = initial_state, cu_seqlens, lengths
+    *grads, coefficient_grad, initial_grad = _backward(
+        query, key, value, parameters, *extent, product, chunk, want_mixing, grad_output, grad_final
     )
+    optional = (log_decay.new_empty(0) if x is None else x for x in (coefficient_grad, initial_grad))
+    return *grads, *optional
 
 
 @_operator_backward.register_fake
 def _(
-    query, key, value, skewed, powers, inputs, intra, mixing, initial_state, cu_seqlens, lengths, want_mixing,
-    grad_output, grad_final,
+    query, key, value, log_decay, input_matrix, coefficients, initial_state, cu_seqlens, lengths, product, chunk,
+    want_mixing, grad_output, grad_final,
 ):  # fmt: skip
-    tokens = (torch.empty_like(x) for x in (query, key, value))
-    log_decay = inputs.new_empty((inputs.shape[0], inputs.shape[3], 2))
-    initial = inputs.new_empty(0) if initial_state is None else torch.empty_like(initial_state)
-    return *tokens, log_decay, *(torch.empty_like(x) for x in (inputs, intra, mixing)), initial
+    given = [torch.empty_like(x) for x in (query, key, value, log_decay, input_matrix)]
+    optional = (coefficients if want_mixing else None, initial_state)
+    return *given, *(log_decay.new_empty(0) if x is None else torch.empty_like(x) for x in optional)
 
 
 def _keep_inputs(ctx, inputs, output):
-    query, key, value, _, *tensors, want_mixing, _, want_final = inputs
-    ctx.save_for_backward(query, key, value, *tensors)
-    ctx.want_mixing, ctx.want_final = want_mixing, want_final
+    *tensors, product, chunk, want_mixing, _, want_final = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.options, ctx.want_final = (product, chunk, want_mixing), want_final
 
 
 def _differentiate(ctx, grad_output, grad_final):
@@ -482,9 +494,9 @@ def _differentiate(ctx, grad_output, grad_final):
         grad_output = value.new_zeros((*query.shape[:3], value.shape[3]))
     grad_final = grad_final.float().contiguous() if ctx.want_final and grad_final is not None else None
     grad_output = grad_output.to(value.dtype).contiguous()
-    *grads, inputs, intra, mixing, initial = _operator_backward(*saved, ctx.want_mixing, grad_output, grad_final)
-    initial = None if initial_state is None else initial
-    return *grads, None, None, inputs, intra, mixing, initial, *(None,) * 5
+    *grads, mixing, initial = _operator_backward(*saved, *ctx.options, grad_output, grad_final)
+    mixing = mixing if ctx.options[2] else None
+    return *grads, mixing, None if initial_state is None else initial, *(None,) * 7
 
 
 _operator.register_autograd(_differentiate, setup_context=_keep_inputs)

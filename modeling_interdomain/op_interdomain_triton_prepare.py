@@ -42,7 +42,8 @@ class Stream(NamedTuple):
 
 class StreamBackward(NamedTuple):
     """The backward of a `Stream`: `grad_out` is read; written are `grad_x` and, for each run of tokens, the sums that
-    are the gradients of taps, weight and bias, `partial` `[runs, TAPS + 2, heads, width]`.
+    are the gradients of taps `[heads, width, TAPS]`, weight and bias `[heads, width]`, one after the other in a row of
+    `partial`; the rows of the three streams lie side by side.
     """
 
     x: Any
@@ -230,7 +231,7 @@ def prepare(
 
 @triton.jit
 def _walk_back(
-    stream, rotation, rows, run, tokens, row_length, period, head, heads, eps,
+    stream, rotation, rows, run, tokens, row_length, period, head, heads, eps, sums,
     BLOCK: tl.constexpr, RUN: tl.constexpr, TAPS: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
     """The adjoint of `_walk` for the tokens of a run."""
@@ -242,7 +243,7 @@ def _walk_back(
     inside = (numbers < heads)[:, None] & (columns < WIDTH)[None, :]
     at = numbers[:, None] * WIDTH + columns[None, :]
     total = heads * WIDTH
-    partial = stream.partial + run * (TAPS + 2) * total
+    partial = stream.partial + run * sums
     first = run * RUN
     stop = tl.minimum(first + RUN, tokens)
     if TAPS > 0 and ROPE.WHERE != "none":
@@ -339,41 +340,41 @@ def _walk_back(
         if mine:
             tl.store(stream.grad_x + token * total + at, d.to(stream.grad_x.dtype.element_ty), mask=inside)
     if TAPS > 0:
-        tl.store(partial + (TAPS - 1) * total + at, t_0, mask=inside)
+        tl.store(partial + at * TAPS + TAPS - 1, t_0, mask=inside)
     if TAPS > 1:
-        tl.store(partial + (TAPS - 2) * total + at, t_1, mask=inside)
+        tl.store(partial + at * TAPS + TAPS - 2, t_1, mask=inside)
     if TAPS > 2:
-        tl.store(partial + (TAPS - 3) * total + at, t_2, mask=inside)
+        tl.store(partial + at * TAPS + TAPS - 3, t_2, mask=inside)
     if TAPS > 3:
-        tl.store(partial + at, t_3, mask=inside)
+        tl.store(partial + at * TAPS, t_3, mask=inside)
     tl.store(partial + TAPS * total + at, d_weight, mask=inside)
     tl.store(partial + (TAPS + 1) * total + at, d_bias, mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens", "row_length", "period"])
 def prepare_backward(
-    query, key, value, rotation, rows, tokens, row_length, period, heads, groups, eps,
+    query, key, value, rotation, rows, tokens, row_length, period, heads, groups, eps, sums,
     KEYS: tl.constexpr, VALUES: tl.constexpr, RUN: tl.constexpr, TAPS: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """The grid of `prepare`; query, key, value: `StreamBackward`."""
+    """The grid of `prepare`; query, key, value: `StreamBackward`; sums: numbers in a row of their `partial`."""
     run = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     query_blocks = tl.cdiv(heads, KEYS.BH)
     key_blocks = tl.cdiv(groups, KEYS.BH)
     if block < query_blocks:
         _walk_back(
-            query, rotation, rows, run, tokens, row_length, period, block * KEYS.BH, heads, eps,
+            query, rotation, rows, run, tokens, row_length, period, block * KEYS.BH, heads, eps, sums,
             KEYS, RUN, TAPS, ROPE,
         )  # fmt: skip
     elif block < query_blocks + key_blocks:
         _walk_back(
             key, rotation, rows, run, tokens, row_length, period, (block - query_blocks) * KEYS.BH,
-            groups, eps, KEYS, RUN, TAPS, ROPE,
+            groups, eps, sums, KEYS, RUN, TAPS, ROPE,
         )  # fmt: skip
     else:
         _walk_back(
             value, rotation, rows, run, tokens, row_length, period,
-            (block - query_blocks - key_blocks) * VALUES.BH, groups, eps, VALUES, RUN, 0, ROPE,
+            (block - query_blocks - key_blocks) * VALUES.BH, groups, eps, sums, VALUES, RUN, 0, ROPE,
         )  # fmt: skip
 
 
@@ -488,28 +489,27 @@ def _operator_backward(
     groups: int,
     placement: str,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     launch = _launch(q, v, q_taps, cos, sin, documents, cu_seqlens, lengths, heads, groups, placement, eps)
     grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, k, v))
-    partials = tuple(
-        x.new_empty((launch.grid[0], *shape), dtype=torch.float32)
-        for x, shape in zip((q, k, v), _partial_shapes(q, k, v, q_taps), strict=True)
-    )
+    sizes = _sizes_of_sums(q, k, v, q_taps)
+    partial = q.new_empty((launch.grid[0], sum(sizes)), dtype=torch.float32)
+    partials = partial.split(sizes, dim=1)
     with on_device(q):
         _prepare_backward[launch.grid](
             StreamBackward(q, grad_query, grad_q, partials[0], q_taps, q_window),
             StreamBackward(k, grad_key, grad_k, partials[1], k_taps, k_window, k_weight),
             StreamBackward(v, grad_value, grad_v, partials[2], weight=v_weight),
             *launch.shared,
+            sum(sizes),
             **launch.options,
         )
-    q_sums, k_sums, v_sums = (x.sum(0) for x in partials)
-    return grad_q, grad_k, grad_v, q_sums, k_sums, v_sums
+    return grad_q, grad_k, grad_v, partial.sum(0)
 
 
-def _partial_shapes(q, k, v, taps):
-    """Gradients of taps, weight and bias; the values have no taps."""
-    return tuple((count + 2, x.shape[2]) for x, count in ((q, taps.shape[1]), (k, taps.shape[1]), (v, 0)))
+def _sizes_of_sums(q, k, v, taps) -> list[int]:
+    """Of the gradients of taps, weight and bias of each stream; the values have no taps."""
+    return [(count + 2) * x.shape[2] for x, count in ((q, taps.shape[1]), (k, taps.shape[1]), (v, 0))]
 
 
 @_operator_backward.register_fake
@@ -517,8 +517,8 @@ def _(
     grad_query, grad_key, grad_value, q, k, v, q_taps, k_taps, k_weight, v_weight, q_window, k_window, cos, sin,
     documents, cu_seqlens, lengths, heads, groups, placement, eps,
 ):  # fmt: skip
-    partials = (q.new_empty(shape, dtype=torch.float32) for shape in _partial_shapes(q, k, v, q_taps))
-    return *(torch.empty_like(x) for x in (q, k, v)), *partials
+    sums = q.new_empty(sum(_sizes_of_sums(q, k, v, q_taps)), dtype=torch.float32)
+    return *(torch.empty_like(x) for x in (q, k, v)), sums
 
 
 def _keep_inputs(ctx, inputs, output):
@@ -531,16 +531,27 @@ def _keep_inputs(ctx, inputs, output):
 
 def _differentiate(ctx, grad_query, grad_key, grad_value, *_):
     saved = ctx.saved_tensors  # once: checkpointing unpacks a tensor a single time
-    _, _, _, q_taps, k_taps, k_weight, v_weight, *_ = saved
+    q, k, v, q_taps, k_taps, k_weight, v_weight, *_ = saved
     groups = ctx.options[1]
     grads = (x.contiguous() for x in (grad_query, grad_key, grad_value))
-    q, k, v, *sums = _operator_backward(*grads, *saved, *ctx.options)
-    taps = tuple(s[:-2].T.to(t.dtype) for s, t in zip(sums[:2], (q_taps, k_taps), strict=True))
-    norms = (None,) * 4
+    *grads_x, sums = _operator_backward(*grads, *saved, *ctx.options)
+    parameters = [q_taps, k_taps, *(x for x in (k_weight, v_weight) if x is not None)]
+    narrowed = {dtype: sums.to(dtype) for dtype in {x.dtype for x in parameters}}  # all at once, where all are alike
+    q_sums, k_sums, v_sums = _sizes_of_sums(q, k, v, q_taps)
+    ends = {"key": q_sums + k_sums, "value": q_sums + k_sums + v_sums}
+    taps = tuple(
+        narrowed[x.dtype][start : start + x.numel()].view(x.shape) for x, start in ((q_taps, 0), (k_taps, q_sums))
+    )
+    norms: tuple = (None,) * 4
     if k_weight is not None:
-        weights, biases = zip(*((s[-2].view(groups, -1).sum(0), s[-1].view(groups, -1)) for s in sums[1:]), strict=True)
-        norms = tuple(x.to(w.dtype) for x, w in zip((*weights, *biases), (k_weight, v_weight) * 2, strict=True))
-    return q, k, v, *taps, *norms, *(None,) * 12
+        weights, biases = [], []
+        for x, weight, end in ((k, k_weight, ends["key"]), (v, v_weight, ends["value"])):
+            width = x.shape[2]
+            of_weight = sums[end - 2 * width : end - width].view(groups, -1).sum(0)
+            weights.append(of_weight.to(weight.dtype))
+            biases.append(narrowed[weight.dtype][end - width : end].view(groups, -1))
+        norms = *weights, *biases
+    return *grads_x, *taps, *norms, *(None,) * 12
 
 
 _operator.register_autograd(_differentiate, setup_context=_keep_inputs)

@@ -37,8 +37,7 @@ class LaterGradients(NamedTuple):
 
     x: Any
     initial: Any
-    inputs: Any
-    log_decay: Any
+    sums: Any
 
 
 @triton.jit
@@ -145,11 +144,9 @@ def chunk_states_backward(
 ):  # fmt: skip
     """The adjoint of `chunk_states`, from the last chunk to the first; grid [lanes, groups, column blocks].
 
-    Lane l works on segments l, l + lanes, ... grads: `ChunkGradients` that `attend_backward` found, of which those of
-    the states and of c, here x, are summed over the heads of the group. Written, `later`: x `[tokens, groups, width]`;
-    initial like `initial` of `chunk_states` (or None); and for each program `[lanes, groups, blocks]` the gradients of
-    the table of inputs `[C, 2, M]` and of log(lambda) through the decay from chunk to chunk `[2, M]`. Without EMIT,
-    initial alone.
+    Lane l works on segments l, l + lanes, ... grads: `ChunkGradients` of x, summed over the heads of the group.
+    Written, `later`: x `[tokens, groups, width]`; initial like `initial` of `chunk_states` (or None); and what each
+    program leaves to be summed, `[lanes, blocks, groups, 3, 2, M]`, see `Partial`. Without EMIT, initial alone.
     """
     group = tl.program_id(1)
     block = tl.program_id(2)
@@ -162,10 +159,13 @@ def chunk_states_backward(
     t_im = narrow(t_im, MATH.DTYPE, MATH)
     plane = columns.modes * columns.state_width
     used = (modes < columns.modes)[:, None] & (column < columns.width)[None, :]
-    dt_re = tl.zeros([C, M], tl.float32)
-    dt_im = tl.zeros([C, M], tl.float32)
-    dl_re = tl.zeros([M], tl.float32)
-    dl_im = tl.zeros([M], tl.float32)
+    HALF: tl.constexpr = C if C < 32 else 32
+    decay_re = tl.zeros([M], tl.float32)
+    decay_im = tl.zeros([M], tl.float32)
+    beta_re = tl.zeros([M], tl.float32)
+    beta_im = tl.zeros([M], tl.float32)
+    aged_re = tl.zeros([M], tl.float32)
+    aged_im = tl.zeros([M], tl.float32)
     per_group = heads // groups
     tile = modes[:, None] * columns.padded + column[None, :]
     for segment in range(tl.program_id(0), segments, tl.num_programs(0)):
@@ -190,21 +190,37 @@ def chunk_states_backward(
             d_im = tl.load(powers + (count - 1) * 2 * M + M + modes)
             if EMIT:
                 address = token[:, None] * (groups * columns.width) + group * columns.width + column[None, :]
-                x_tile = tl.load(x + address, mask=valid, other=0.0)
                 dx = dot(t_re, g_re, tl.zeros([C, BW], tl.float32), MATH)
                 dx = dot(t_im, g_im, dx, MATH)
-                dt_re = dot(x_tile, tl.trans(g_re), dt_re, MATH)
-                dt_im = dot(x_tile, tl.trans(g_im), dt_im, MATH)
+                for h in tl.static_range(0, C, HALF):  # the products of all tokens at once would not fit on the chip
+                    at_h = h + tl.arange(0, HALF)
+                    age = C - 1 - at_h
+                    real = at_h >= C - count
+                    address_h = (start + c * C + at_h - (C - count))[None, :] * (groups * columns.width)
+                    address_h = address_h + group * columns.width + column[:, None]
+                    x_h = tl.load(x + address_h, mask=real[None, :] & (column < columns.width)[:, None], other=0.0)
+                    i_re = dot(g_re, x_h, tl.zeros([M, HALF], tl.float32), MATH)
+                    i_im = dot(g_im, x_h, tl.zeros([M, HALF], tl.float32), MATH)
+                    # lambda^age is the power one step younger; where there is none, it is 1.
+                    younger = (age - 1)[None, :] * 2 * M + modes[:, None]
+                    older = (age > 0)[None, :] & (modes >= 0)[:, None]
+                    u_re = tl.load(powers + younger, mask=older, other=1.0)
+                    u_im = tl.load(powers + M + younger, mask=older, other=0.0)
+                    i_re, i_im = times_conj(i_re, i_im, u_re, u_im)
+                    beta_re += tl.sum(i_re, 1)
+                    beta_im += tl.sum(i_im, 1)
+                    aged_re += tl.sum(age[None, :].to(tl.float32) * i_re, 1)
+                    aged_im += tl.sum(age[None, :].to(tl.float32) * i_im, 1)
                 before = states + (here * groups + group) * 2 * M * columns.padded + tile
                 s_re = tl.load(before).to(tl.float32)
                 s_im = tl.load(before + M * columns.padded).to(tl.float32)
                 step_re, step_im = times_conj(g_re, g_im, s_re, s_im)
                 step_re, step_im = times_conj(tl.sum(step_re, 1), tl.sum(step_im, 1), d_re, d_im)
-                dl_re += count * step_re
-                dl_im += count * step_im
+                decay_re += count * step_re
+                decay_im += count * step_im
                 for head in range(group * per_group, (group + 1) * per_group):
                     direct = token[:, None] * (heads * columns.width) + head * columns.width + column[None, :]
-                    dx += tl.load(grads.c + direct, mask=valid, other=0.0).to(tl.float32)
+                    dx += tl.load(grads.tokens + direct, mask=valid, other=0.0).to(tl.float32)
                 tl.store(later.x + address, narrow(dx, later.x.dtype.element_ty, MATH), mask=valid)
             g_re, g_im = times_conj(g_re, g_im, d_re[:, None], d_im[:, None])
             for head in range(group * per_group, (group + 1) * per_group):
@@ -215,10 +231,11 @@ def chunk_states_backward(
             tl.store(later.initial + at, g_re, mask=used)
             tl.store(later.initial + plane + at, g_im, mask=used)
     if EMIT:
-        program = (tl.program_id(0).to(tl.int64) * groups + group) * tl.num_programs(2) + block
-        grad_inputs = later.inputs + program * C * 2 * M + (C - 1 - tokens)[:, None] * 2 * M + modes[None, :]
-        tl.store(grad_inputs, dt_re)
-        tl.store(grad_inputs + M, dt_im)
-        grad_log_decay = later.log_decay + program * 2 * M + modes
-        tl.store(grad_log_decay, dl_re)
-        tl.store(grad_log_decay + M, dl_im)
+        program = tl.program_id(0).to(tl.int64) * tl.num_programs(2) + block
+        sums = later.sums + (program * groups + group) * 6 * M + modes
+        tl.store(sums, decay_re)
+        tl.store(sums + M, decay_im)
+        tl.store(sums + 2 * M, beta_re)
+        tl.store(sums + 3 * M, beta_im)
+        tl.store(sums + 4 * M, aged_re)
+        tl.store(sums + 5 * M, aged_im)

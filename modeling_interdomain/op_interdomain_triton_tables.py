@@ -1,69 +1,411 @@
-"""What the fused kernels read of the parameters: powers of the decay and the pull-back, made differentiably."""
+"""What the fused kernels read of the parameters, made in one launch, and the gradients of the parameters in another.
 
-from typing import NamedTuple
+Exponents reach some hundreds of radians a token and 64 tokens: angles and magnitudes are computed in float64, which
+costs nothing beside what reads the tables.
+"""
+
+from typing import Any, NamedTuple
 
 import torch
 
-from .op_common import as_complex, decay_powers
-from .op_interdomain_mixing import mixing_matrix
-from .op_interdomain_readout import pull_back
-from .op_interdomain_step import grouped_coefficients
+from .op_common_launch import power_of_two
+from .op_interdomain_mixing import SIGNS
+from .op_interdomain_triton_tiles import Arithmetic, narrow, times, times_conj
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
 
 # The largest decay in a chunk, as an exponent of e, that is split into a growing and a decaying factor. float32 and
 # bfloat16 hold e^88; what remains is room for sums of many large products.
 _LARGEST_EXPONENT = 60.0
+# Modes that a program makes the powers of, and the sides of the blocks of the mixing matrix.
+_MODES, _EDGE = 16, 16
 
 
 class KernelTables(NamedTuple):
-    """Float32; complex numbers by planes, `[..., 2, M]`.
+    """Complex numbers by planes, `[..., 2, M]`, with M padded by zeros; float32 but for what matrix products take.
 
     Attributes:
         skewed: `[G]` int32, 1 where a mode decays (or grows) too fast in a chunk for `intra` to hold growing powers.
-        powers: `[G, C, 2, M]`, lambda^(t+1); no gradient (the kernels give that of log(lambda) itself).
+        powers: `[G, C, 2, M]`, lambda^(t+1).
+        units: `[G, C, 2, M]`, lambda^(-i-1), or lambda^d where `skewed`.
         inputs: `[G, C, 2, M]`, lambda^d beta, by which tokens enter the state d tokens later.
-        intra: `[G, C, 2, M]`, how tokens enter the readout of their own chunk: lambda^(-i-1) beta, or the same as
-            `inputs` where `skewed`.
-        mixing: `[G, 2, 2, M, M]` or `[G, 2, 2, M]`: the pull-back, `p_j = sum_i y_i mixing[i, j]`.
+        intra: `[G, C, 2, M]`, how tokens enter the readout of their own chunk: `units` times beta; an operand.
+        mixing: `[G, 2, 2, M, M]` or `[G, 2, 2, M]`: the pull-back, `p_j = sum_i y_i mixing[i, j]`. A full one is an
+            operand. Either is symmetric, so that it is its own transpose for the gradients.
     """
 
     skewed: torch.Tensor
     powers: torch.Tensor
+    units: torch.Tensor
     inputs: torch.Tensor
     intra: torch.Tensor
     mixing: torch.Tensor
 
 
+class Parameters(NamedTuple):
+    """Those of the operator: `[G, M, 2]` twice, and `[G, M, M, 2]`, `[G, M, 2]` or None."""
+
+    log_decay: Any
+    input_matrix: Any
+    coefficients: Any
+
+    @property
+    def full(self) -> bool:
+        """Whether C mixes modes."""
+        return self.coefficients is not None and self.coefficients.ndim == 4
+
+
+class Partial(NamedTuple):
+    """What the kernels of the backward leave to be summed.
+
+    Rows `[3, 2, M]` hold the gradient of log(lambda), that of beta, and another of log(lambda) but for a factor
+    conj(beta): what a table `units * beta` was read for is summed over its ages, plainly and weighted by them.
+
+    Attributes:
+        chunks: `[chunks, heads, 2, 3, 2, M]`, a row for either side.
+        walked_keys, walked_values: `[programs, G, 3, 2, M]`, of those that walk the chunks back.
+        mixing: the gradient of `KernelTables.mixing`, float32, or None.
+    """
+
+    chunks: Any
+    walked_keys: Any
+    walked_values: Any
+    mixing: Any
+
+
+@triton.jit
+def _pair(x, at, inside):
+    """Real and imaginary parts that lie side by side."""
+    return tl.load(x + 2 * at, mask=inside, other=0.0), tl.load(x + 2 * at + 1, mask=inside, other=0.0)
+
+
+@triton.jit
+def _power(rate, phase, exponent):
+    """`lambda ** exponent` as two tiles in float32."""
+    magnitude = tl.exp(rate * exponent)
+    return (magnitude * tl.cos(phase * exponent)).to(tl.float32), (magnitude * tl.sin(phase * exponent)).to(tl.float32)
+
+
+@triton.jit
+def _store_pair(x, at, plane, re, im, MATH: tl.constexpr):
+    tl.store(x + at, narrow(re, x.dtype.element_ty, MATH))
+    tl.store(x + at + plane, narrow(im, x.dtype.element_ty, MATH))
+
+
+@triton.jit
+def _make_powers(
+    parameters, tables, group, block, size, C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, LARGEST: tl.constexpr,
+    MATH: tl.constexpr,
+):  # fmt: skip
+    everyone = tl.arange(0, M)
+    rates = tl.load(parameters.log_decay + (group * size + everyone) * 2, mask=everyone < size, other=0.0)
+    skewed = (tl.max(tl.abs(rates), 0) * C > LARGEST).to(tl.int32)
+    if block == 0:
+        tl.store(tables.skewed + group, skewed)
+    modes = block * BM + tl.arange(0, BM)
+    inside = modes < size
+    rate, phase = _pair(parameters.log_decay, group * size + modes, inside)
+    beta_re, beta_im = _pair(parameters.input_matrix, group * size + modes, inside)
+    rate = rate.to(tl.float64)[None, :]
+    phase = phase.to(tl.float64)[None, :]
+    steps = tl.arange(0, C)
+    at = (group * C + steps)[:, None] * 2 * M + modes[None, :]
+    used = inside.to(tl.float32)[None, :]
+    steps = steps[:, None]
+    re, im = _power(rate, phase, (steps + 1).to(tl.float64))
+    _store_pair(tables.powers, at, M, re * used, im * used, MATH)
+    re, im = _power(rate, phase, steps.to(tl.float64))
+    re, im = times(re, im, beta_re[None, :], beta_im[None, :])
+    _store_pair(tables.inputs, at, M, re, im, MATH)
+    re, im = _power(rate, phase, (skewed * (2 * steps + 1) - steps - 1).to(tl.float64))
+    _store_pair(tables.units, at, M, re * used, im * used, MATH)
+    re, im = times(re, im, beta_re[None, :], beta_im[None, :])
+    _store_pair(tables.intra, at, M, re, im, MATH)
+
+
+@triton.jit
+def _coefficients(x, group, rows, columns, size):
+    """A tile of C `[rows, columns]`."""
+    inside = (rows < size)[:, None] & (columns < size)[None, :]
+    return _pair(x, (group * size + rows)[:, None] * size + columns[None, :], inside)
+
+
+@triton.jit
+def _product(a, b, acc):
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def _make_mixing(
+    x, mixing, group, block, size, first, second, M: tl.constexpr, BLOCK: tl.constexpr, MATH: tl.constexpr
+):
+    """One block of `[C]^T D [C]`, D of `first` and `second` for the real and the imaginary part of `C y`."""
+    row = (block // (M // BLOCK)) * BLOCK + tl.arange(0, BLOCK)
+    column = (block % (M // BLOCK)) * BLOCK + tl.arange(0, BLOCK)
+    zero = tl.zeros([BLOCK, BLOCK], tl.float32)
+    rr = zero
+    ri = zero
+    ir = zero
+    ii = zero
+    for k in range(0, M, BLOCK):
+        between = k + tl.arange(0, BLOCK)
+        a_re, a_im = _coefficients(x, group, between, row, size)
+        b_re, b_im = _coefficients(x, group, between, column, size)
+        a_re = tl.trans(a_re)
+        a_im = tl.trans(a_im)
+        rr = _product(a_re, b_re, rr)
+        ri = _product(a_re, b_im, ri)
+        ir = _product(a_im, b_re, ir)
+        ii = _product(a_im, b_im, ii)
+    mixing += group * 4 * M * M + row[:, None] * M + column[None, :]
+    dtype = mixing.dtype.element_ty
+    tl.store(mixing, narrow(first * rr + second * ii, dtype, MATH))
+    tl.store(mixing + M * M, narrow(second * ir - first * ri, dtype, MATH))
+    tl.store(mixing + 2 * M * M, narrow(second * ri - first * ir, dtype, MATH))
+    tl.store(mixing + 3 * M * M, narrow(first * ii + second * rr, dtype, MATH))
+
+
+@triton.jit
+def _make_diagonal(x, mixing, group, size, first, second, M: tl.constexpr):
+    modes = tl.arange(0, M)
+    inside = modes < size
+    if x is not None:
+        c_re, c_im = _pair(x, group * size + modes, inside)
+    else:
+        c_re = tl.where(inside, 1.0, 0.0)
+        c_im = tl.zeros([M], tl.float32)
+    cross = (second - first) * c_re * c_im
+    mixing += group * 4 * M + modes
+    tl.store(mixing, first * c_re * c_re + second * c_im * c_im)
+    tl.store(mixing + M, cross)
+    tl.store(mixing + 2 * M, cross)
+    tl.store(mixing + 3 * M, first * c_im * c_im + second * c_re * c_re)
+
+
+@triton.jit
+def tables(
+    parameters, out, size, first, second,
+    C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr, LARGEST: tl.constexpr,
+    MATH: tl.constexpr,
+):  # fmt: skip
+    """Grid [groups, blocks]: M / BM blocks of modes for the powers, then those of the mixing matrix.
+
+    parameters: `Parameters`; out: `KernelTables`; first, second: the diagonal of D (`op_interdomain_mixing`).
+    """
+    group = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    if block < M // BM:
+        _make_powers(parameters, out, group, block, size, C, M, BM, LARGEST, MATH)
+    elif FULL:
+        _make_mixing(parameters.coefficients, out.mixing, group, block - M // BM, size, first, second, M, BLOCK, MATH)
+    else:
+        _make_diagonal(parameters.coefficients, out.mixing, group, size, first, second, M)
+
+
+@triton.jit
+def _summed(x, count, stride, BM: tl.constexpr, ROWS: tl.constexpr):
+    """The sum of `count` rows of BM numbers, always in the same order."""
+    acc = tl.zeros([ROWS, BM], tl.float32)
+    rows = tl.arange(0, ROWS)
+    for done in range(0, count, ROWS):
+        row = done + rows
+        at = row[:, None].to(tl.int64) * stride + tl.arange(0, BM)[None, :]
+        acc += tl.load(x + at, mask=(row < count)[:, None] & (tl.arange(0, BM) >= 0)[None, :], other=0.0)
+    return tl.sum(acc, 0)
+
+
+@triton.jit
+def _summed_row(x, count, stride, M: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr):
+    """The sums of the six numbers of a row of `Partial`."""
+    return (
+        _summed(x, count, stride, BM, ROWS),
+        _summed(x + M, count, stride, BM, ROWS),
+        _summed(x + 2 * M, count, stride, BM, ROWS),
+        _summed(x + 3 * M, count, stride, BM, ROWS),
+        _summed(x + 4 * M, count, stride, BM, ROWS),
+        _summed(x + 5 * M, count, stride, BM, ROWS),
+    )
+
+
+@triton.jit
+def _decay_gradient(
+    parameters, partial, grads, group, block, size, chunks, key_walkers, value_walkers, heads, groups,
+    M: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The gradients of log(lambda) and beta for BM modes, from all that `Partial` says of them."""
+    at = group * 6 * M + block * BM
+    d_re, d_im, b_re, b_im, a_re, a_im = _summed_row(partial.walked_keys + at, key_walkers, groups * 6 * M, M, BM, ROWS)
+    of_values = _summed_row(partial.walked_values + at, value_walkers, groups * 6 * M, M, BM, ROWS)
+    d_re += of_values[0]
+    d_im += of_values[1]
+    b_re += of_values[2]
+    b_im += of_values[3]
+    a_re += of_values[4]
+    a_im += of_values[5]
+    per_group = heads // groups
+    for row in range(group * per_group * 2, (group + 1) * per_group * 2):  # heads and sides
+        of_chunks = _summed_row(partial.chunks + row * 6 * M + block * BM, chunks, heads * 12 * M, M, BM, ROWS)
+        d_re += of_chunks[0]
+        d_im += of_chunks[1]
+        b_re += of_chunks[2]
+        b_im += of_chunks[3]
+        a_re += of_chunks[4]
+        a_im += of_chunks[5]
+    modes = block * BM + tl.arange(0, BM)
+    inside = modes < size
+    beta_re, beta_im = _pair(parameters.input_matrix, group * size + modes, inside)
+    a_re, a_im = times_conj(a_re, a_im, beta_re, beta_im)
+    at = (group * size + modes) * 2
+    tl.store(grads.log_decay + at, d_re + a_re, mask=inside)
+    tl.store(grads.log_decay + at + 1, d_im + a_im, mask=inside)
+    tl.store(grads.input_matrix + at, b_re, mask=inside)
+    tl.store(grads.input_matrix + at + 1, b_im, mask=inside)
+
+
+@triton.jit
+def _symmetric(grad, rows, columns, A: tl.constexpr, B: tl.constexpr, M: tl.constexpr):
+    """A block of the gradient of the mixing matrix plus its transpose, of the parts A and B."""
+    here = tl.load(grad + (2 * A + B) * M * M + rows[:, None] * M + columns[None, :])
+    there = tl.load(grad + (2 * B + A) * M * M + columns[None, :] * M + rows[:, None])
+    return here + there
+
+
+@triton.jit
+def _coefficient_gradient(
+    coefficients, mixing, grad, group, block, size, first, second, M: tl.constexpr, BLOCK: tl.constexpr
+):
+    """As `mixing_gradient` of `op_interdomain_mixing`, one block of C."""
+    row = (block // (M // BLOCK)) * BLOCK + tl.arange(0, BLOCK)
+    column = (block % (M // BLOCK)) * BLOCK + tl.arange(0, BLOCK)
+    mixing += group * 4 * M * M
+    re = tl.zeros([BLOCK, BLOCK], tl.float32)
+    im = tl.zeros([BLOCK, BLOCK], tl.float32)
+    for k in range(0, M, BLOCK):
+        between = k + tl.arange(0, BLOCK)
+        c_re, c_im = _coefficients(coefficients, group, row, between, size)
+        s_00 = _symmetric(mixing, between, column, 0, 0, M)
+        s_10 = _symmetric(mixing, between, column, 1, 0, M)
+        re = _product(first * c_re, s_00, re)
+        re = _product(-first * c_im, s_10, re)
+        im = _product(second * c_im, s_00, im)
+        im = _product(second * c_re, s_10, im)
+        s_01 = _symmetric(mixing, between, column, 0, 1, M)
+        s_11 = _symmetric(mixing, between, column, 1, 1, M)
+        re = _product(second * c_im, s_01, re)
+        re = _product(second * c_re, s_11, re)
+        im = _product(-first * c_re, s_01, im)
+        im = _product(first * c_im, s_11, im)
+    inside = (row < size)[:, None] & (column < size)[None, :]
+    at = ((group * size + row)[:, None] * size + column[None, :]) * 2
+    tl.store(grad + at, re, mask=inside)
+    tl.store(grad + at + 1, im, mask=inside)
+
+
+@triton.jit
+def _diagonal_gradient(coefficients, mixing, grad, group, size, first, second, M: tl.constexpr):
+    modes = tl.arange(0, M)
+    inside = modes < size
+    mixing += group * 4 * M + modes
+    s_00 = 2 * tl.load(mixing)
+    s_01 = tl.load(mixing + M) + tl.load(mixing + 2 * M)
+    s_11 = 2 * tl.load(mixing + 3 * M)
+    c_re, c_im = _pair(coefficients, group * size + modes, inside)
+    re = first * (c_re * s_00 - c_im * s_01) + second * (c_im * s_01 + c_re * s_11)
+    im = second * (c_im * s_00 + c_re * s_01) - first * (c_re * s_01 - c_im * s_11)
+    at = (group * size + modes) * 2
+    tl.store(grad + at, re, mask=inside)
+    tl.store(grad + at + 1, im, mask=inside)
+
+
+@triton.jit(do_not_specialize=["chunks", "key_walkers", "value_walkers"])
+def tables_backward(
+    parameters, partial, grads, size, first, second, chunks, key_walkers, value_walkers, heads, groups,
+    M: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """The gradients of `Parameters` from `Partial`; the grid of `tables`, or its powers alone."""
+    group = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    if block < M // BM:
+        _decay_gradient(
+            parameters, partial, grads, group, block, size, chunks, key_walkers, value_walkers, heads, groups,
+            M, BM, ROWS,
+        )  # fmt: skip
+    elif grads.coefficients is not None:
+        if FULL:
+            _coefficient_gradient(
+                parameters.coefficients, partial.mixing, grads.coefficients, group, block - M // BM, size,
+                first, second, M, BLOCK,
+            )  # fmt: skip
+        else:
+            _diagonal_gradient(
+                parameters.coefficients, partial.mixing, grads.coefficients, group, size, first, second, M
+            )
+
+
+_tables, _tables_backward = tables, tables_backward
+
+
+def _blocks(size: int, full: bool) -> tuple[int, dict]:
+    """Programs a group, and what the kernels are compiled for."""
+    modes = power_of_two(size)
+    side = min(modes, _EDGE)
+    blocks = modes // _MODES + ((modes // side) ** 2 if full else 1)
+    return blocks, {"M": modes, "BM": _MODES, "BLOCK": side, "FULL": full}
+
+
+def _signs(product: str) -> tuple[float, float]:
+    first, second = SIGNS[product]
+    return float(first), float(second)
+
+
 def make_tables(
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    coefficient_matrix: torch.Tensor | None,
-    product: str,
-    chunk: int,
+    parameters: Parameters, product: str, chunk: int, operand: torch.dtype, math: Arithmetic
 ) -> KernelTables:
-    """Arguments as in `interdomain_attention`."""
-    rate = log_decay[..., 0].detach().double()
-    skewed = rate.abs().amax(dim=1) * chunk > _LARGEST_EXPONENT
-    steps = torch.arange(chunk, device=log_decay.device)
-    beta = as_complex(input_matrix.double())[:, None]
-    powers = decay_powers(log_decay.detach(), steps + 1)
-    inputs = decay_powers(log_decay, steps) * beta
-    # Where `skewed`, growing powers would overflow and their gradients be NaN: take those of a decay of one instead.
-    factored = decay_powers(torch.where(skewed[:, None, None], torch.zeros_like(log_decay), log_decay), -steps - 1)
-    intra = torch.where(skewed[:, None, None], inputs, factored * beta)
-    mixing = _mixing(coefficient_matrix, product, log_decay)
-    return KernelTables(skewed.int(), _planes(powers), _planes(inputs), _planes(intra), mixing)
+    """The tables of contiguous float32 parameters; `operand`: the dtype of the operands of matrix products."""
+    groups, size, _ = parameters.log_decay.shape
+    blocks, options = _blocks(size, parameters.full)
+    modes = options["M"]
+
+    def empty(*shape, dtype=torch.float32):
+        return parameters.log_decay.new_empty(shape, dtype=dtype)
+
+    shape = (groups, chunk, 2, modes)
+    mixing = empty(groups, 2, 2, modes, modes, dtype=operand) if parameters.full else empty(groups, 2, 2, modes)
+    made = KernelTables(
+        empty(groups, dtype=torch.int32), empty(*shape), empty(*shape), empty(*shape), empty(*shape, dtype=operand),
+        mixing,
+    )  # fmt: skip
+    _tables[(groups, blocks)](
+        parameters,
+        made,
+        size,
+        *_signs(product),
+        C=chunk,
+        LARGEST=_LARGEST_EXPONENT,
+        MATH=math,
+        num_warps=8,
+        **options,
+    )
+    return made
 
 
-def _planes(x: torch.Tensor) -> torch.Tensor:
-    """Complex `[G, C, M]` to `[G, C, 2, M]`."""
-    return torch.view_as_real(x).movedim(-1, 2).float().contiguous()
-
-
-def _mixing(coefficient_matrix: torch.Tensor | None, product: str, like: torch.Tensor) -> torch.Tensor:
-    groups, size, _ = like.shape
-    coefficients = grouped_coefficients(coefficient_matrix, torch.float32)
-    if coefficients is not None and coefficient_matrix.ndim == 4:
-        matrix = mixing_matrix(coefficient_matrix.float(), product, groups, size, like.float())
-        return matrix.view(groups, size, 2, size, 2).permute(0, 2, 4, 1, 3).contiguous()
-    basis = torch.tensor([1.0, 1.0j], device=like.device)[:, None].expand(groups, 2, size)
-    return torch.view_as_real(pull_back(coefficients, basis, product).resolve_conj()).movedim(-1, 2).contiguous()
+def table_gradients(parameters: Parameters, partial: Partial, product: str, heads: int) -> Parameters:
+    """The gradients of the parameters; without `partial.mixing` none of the coefficients."""
+    groups, size, _ = parameters.log_decay.shape
+    blocks, options = _blocks(size, parameters.full)
+    if partial.mixing is None:
+        blocks = options["M"] // _MODES
+    grads = Parameters(
+        torch.empty_like(parameters.log_decay),
+        torch.empty_like(parameters.input_matrix),
+        None if partial.mixing is None else torch.empty_like(parameters.coefficients),
+    )
+    counts = partial.chunks.shape[0], partial.walked_keys.shape[0], partial.walked_values.shape[0]
+    _tables_backward[(groups, blocks)](
+        parameters, partial, grads, size, *_signs(product), *counts, heads, groups, ROWS=64, **options
+    )
+    return grads

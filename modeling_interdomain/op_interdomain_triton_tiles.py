@@ -270,21 +270,26 @@ def pull_and_mix(
 
 
 @triton.jit
-def readers(p_re, p_im, powers, intra, C: tl.constexpr, M: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr):
-    """How a token reads: the state by `e = p conj(lambda^(t+1))`, the tokens of its chunk by
-    `w[t, j] = Re(conj(p_t) lambda^(t-j) beta)`; and x, by which `intra` is read. e, x: two `[C, M]`, w `[C, C]`, in
-    MATH.DTYPE.
+def weights(x_re, x_im, intra, C: tl.constexpr, M: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr):
+    """How a token reads those of its chunk, `w[t, j] = Re(conj(p_t) lambda^(t-j) beta)`, `[C, C]` in MATH.DTYPE.
+
+    x: what `intra` is read by, `[C, M]` in MATH.DTYPE: p where SKEWED, otherwise `p conj(lambda^(t+1))`.
     """
-    rows = tl.arange(0, C)
-    modes = tl.arange(0, M)
-    d_re, d_im = load_pair(powers, rows, modes, 2 * M, M)
+    t_re, t_im = load_pair(intra, tl.arange(0, C), tl.arange(0, M), 2 * M, M)
+    w = dot(x_re, tl.trans(t_re), tl.zeros([C, C], tl.float32), MATH)
+    w = narrow(dot(x_im, tl.trans(t_im), w, MATH), MATH.DTYPE, MATH)
+    return skew(w, C) if SKEWED else causal(w, C)
+
+
+@triton.jit
+def readers(p_re, p_im, powers, intra, C: tl.constexpr, M: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr):
+    """How a token reads: the state by `e = p conj(lambda^(t+1))`, `[C, M]`, its chunk by the `weights`; MATH.DTYPE."""
+    d_re, d_im = load_pair(powers, tl.arange(0, C), tl.arange(0, M), 2 * M, M)
     e_re, e_im = times_conj(p_re, p_im, d_re, d_im)
     e_re = narrow(e_re, MATH.DTYPE, MATH)
     e_im = narrow(e_im, MATH.DTYPE, MATH)
-    x_re = narrow(p_re, MATH.DTYPE, MATH) if SKEWED else e_re
-    x_im = narrow(p_im, MATH.DTYPE, MATH) if SKEWED else e_im
-    t_re, t_im = load_pair(intra, rows, modes, 2 * M, M)
-    w = dot(x_re, tl.trans(t_re), tl.zeros([C, C], tl.float32), MATH)
-    w = narrow(dot(x_im, tl.trans(t_im), w, MATH), MATH.DTYPE, MATH)
-    w = skew(w, C) if SKEWED else causal(w, C)
-    return e_re, e_im, x_re, x_im, w
+    if SKEWED:
+        w = weights(narrow(p_re, MATH.DTYPE, MATH), narrow(p_im, MATH.DTYPE, MATH), intra, C, M, SKEWED, MATH)
+    else:
+        w = weights(e_re, e_im, intra, C, M, SKEWED, MATH)
+    return e_re, e_im, w

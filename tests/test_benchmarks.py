@@ -16,6 +16,7 @@ from benchmarks import (
     dynamic_mask_cpu,
     experts_cpu,
     gpu,
+    gpu_day,
     harness,
     model_cpu,
     operator_cpu,
@@ -86,7 +87,93 @@ def test_some_cases_of_a_table_are_measured_again_and_the_others_kept(monkeypatc
     gpu.run_cases("table", cases, {}, None, keep=True)
     cases = {"a 1": lambda: {"x": 2}, "b 1": lambda: {"x": 3}}
     rows = gpu.run_cases("table", cases, {}, "^b", keep=True)["rows"]
-    assert rows == harness.read("table")["rows"] == {"a 1": {"x": 1}, "b 1": {"x": 3}}
+    assert rows == harness.read("table")["rows"]
+    assert [(case, row["x"]) for case, row in rows.items()] == [("a 1", 1), ("b 1", 3)]
+
+
+def test_a_stopped_table_goes_on_where_it_stopped(monkeypatch, tmp_path):
+    """On the same GPU and commit; another commit measures anew."""
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    place = {**harness.machine(), "commit": "abc"}
+    monkeypatch.setattr(harness, "machine", lambda: place)
+    measured = []
+
+    def case(name, stop=False):
+        def measure():
+            if stop:
+                raise KeyboardInterrupt
+            measured.append(name)
+            return {"x": name}
+
+        return measure
+
+    with pytest.raises(KeyboardInterrupt):
+        gpu.run_cases("table", {"a": case("a"), "b": case("b", stop=True)}, {}, None, keep=True, resume=True)
+    assert list(harness.read("table")["rows"]) == ["a"]
+    cases = {"a": case("a"), "b": case("b")}
+    assert list(gpu.run_cases("table", cases, {}, None, keep=True, resume=True)["rows"]) == ["a", "b"]
+    assert measured == ["a", "b"]
+    place["commit"] = "def"
+    gpu.run_cases("table", cases, {}, None, keep=True, resume=True)
+    assert measured == ["a", "b", "a", "b"]
+
+
+def test_a_small_card_takes_smaller_batches():
+    def fits(batch):
+        if batch > 3:
+            raise torch.OutOfMemoryError("no room")
+        return {"batch": batch}
+
+    assert gpu.largest_that_fits(fits, 16) == {"batch": 2}
+    with pytest.raises(torch.OutOfMemoryError):
+        gpu.largest_that_fits(lambda batch: fits(batch + 3), 4)
+
+
+class Day:
+    """A machine whose stages take the time that they are told to."""
+
+    def __init__(self, takes, fails=()):
+        self.now, self.takes, self.fails, self.given = 0.0, takes, fails, {}
+
+    def run(self, stage, seconds):
+        self.given[stage.name] = seconds
+        self.now += min(seconds, self.takes[stage.name])
+        if stage.name in self.fails:
+            return "failed with 1"
+        return "done" if self.takes[stage.name] <= seconds else "stopped"
+
+
+def test_a_day_on_a_gpu_ends_in_time_and_measures_nothing_wrong():
+    todo = gpu_day.stages()
+    assert todo_names(todo)[0] == "correctness" and set(todo_names(todo)[1:]) == set(command.GPU)
+    day = Day(dict.fromkeys(todo_names(todo), 1e9) | {"correctness": 60})
+    said = gpu_day.go(todo, 1500, day.run, lambda: day.now)
+    assert said.pop("correctness") == "done" and set(said.values()) == {"stopped"} and day.now <= 1500
+    assert day.given["operator_gpu"] > 1500 * 6 / 25  # what correctness left over is shared
+    wrong = Day(dict.fromkeys(todo_names(todo), 1), fails=("correctness",))
+    with pytest.raises(SystemExit, match="Nothing is measured: correctness"):
+        gpu_day.go(todo, 1500, wrong.run, lambda: wrong.now)
+    assert list(wrong.given) == ["correctness"]
+
+
+def todo_names(todo):
+    return [stage.name for stage in todo]
+
+
+def test_a_stage_that_is_stopped_or_fails_says_so():
+    sleep = gpu_day.Stage("sleep", ("-c", "import time; time.sleep(60)"), 1)
+    assert gpu_day.run_stage(sleep, 0.2) == "stopped"
+    assert gpu_day.run_stage(gpu_day.Stage("fail", ("-c", "raise SystemExit(3)"), 1), 30) == "failed with 3"
+
+
+def test_a_new_table_finds_its_place_in_the_readme(monkeypatch, tmp_path):
+    file = tmp_path / "README.md"
+    file.write_text("## On a GPU\n\n### Still missing\n")
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    (tmp_path / "operator_gpu.json").write_text("{}")
+    for _ in range(2):
+        readme.add_tables(["operator_gpu", "decode_gpu"], file)
+    assert file.read_text().count("<!-- table: ") == 1 and "operator_gpu -->\n<!-- end -->\n\n###" in file.read_text()
 
 
 def test_kernels_compile_for_a_gpu_that_is_not_here():

@@ -134,6 +134,47 @@ def test_low_precision(dtype, bound, coefficients):
     check(inputs((1, 70, 2, 2, 16, 16, 16), coefficients, decay=0.05), dtype, bound)
 
 
+def test_gradients_are_the_same_twice():
+    """Bit for bit, with several programs that share the chunks of a head."""
+    arguments = inputs((1, 70, 4, 2, 16, 16, 16), decay=0.05)
+    low = cast(arguments, torch.float32) | cast({k: arguments[k] for k in ("query", "key", "value")}, torch.bfloat16)
+    low = {k: v.detach().to(DEVICE).requires_grad_() for k, v in low.items()}
+    once, again = (everything(low, chunk_size=16, backend="triton") for _ in range(2))
+    assert all(torch.equal(once[name], again[name]) for name in once)
+
+
+def test_tables_and_their_gradients_are_those_of_the_formulas():
+    """Powers against float64, one group on either side of where the way changes; gradients of C against PyTorch's."""
+    tables, mixing = triton_module("_tables"), importlib.import_module("modeling_interdomain.op_interdomain_mixing")
+    math = triton_module("_tiles").Arithmetic(triton.language.float32, "ieee")
+    rate = torch.tensor([[-0.9, -0.1, -1e-6], [-1.0, -40.0, 0.0]], device=DEVICE)
+    log_decay = torch.stack([rate, 128 * torch.randn(2, 3, device=DEVICE)], dim=-1)
+    beta, coefficients = torch.randn(2, 3, 2, device=DEVICE), torch.randn(2, 3, 3, 2, device=DEVICE)
+    parameters = tables.Parameters(log_decay, beta, coefficients)
+    made = tables.make_tables(parameters, "real", 64, torch.float32, math)
+    assert made.skewed.tolist() == [0, 1]
+    steps = torch.arange(64, device=DEVICE, dtype=torch.float64)[None, :, None]
+    exact, wide = (torch.view_as_complex(x.double())[:, None] for x in (log_decay, beta))
+    units = torch.stack([(exact[0] * (-steps[0] - 1)).exp(), (exact[1] * steps[0]).exp()])
+    expected = {"powers": (exact * (steps + 1)).exp(), "units": units, "inputs": (exact * steps).exp() * wide}
+    for name, value in (expected | {"intra": units * wide}).items():
+        found = getattr(made, name)
+        for part, wanted in ((0, value.real), (1, value.imag)):
+            assert relative_error(found[:, :, part, :3], wanted) < 1e-6, name
+        assert not found[..., 3:].any()
+    found = made.mixing[..., :3, :3].permute(0, 3, 1, 4, 2).reshape(2, 6, 6)
+    assert relative_error(found, mixing.mixing_matrix(coefficients.double(), "real", 2, 3, beta.double())) < 1e-6
+    grad = torch.zeros_like(made.mixing)
+    grad[..., :3, :3] = torch.randn(2, 2, 2, 3, 3, device=DEVICE)
+    rows = torch.zeros(1, 2, 3, 2, made.powers.shape[-1], device=DEVICE)
+    partial = tables.Partial(torch.zeros(1, 2, 2, *rows.shape[2:], device=DEVICE), rows, rows, grad)
+    found = tables.table_gradients(parameters, partial, "real", heads=2)
+    grad = grad[..., :3, :3].permute(0, 3, 1, 4, 2).reshape(2, 6, 6).double()
+    wanted = mixing.mixing_gradient(coefficients.double(), "real", grad)
+    assert relative_error(found.coefficients, wanted) < 1e-6
+    assert not found.log_decay.any() and not found.input_matrix.any()
+
+
 def test_low_precision_leaves_the_state_precise():
     arguments = {k: v.detach() for k, v in inputs((1, 300, 1, 1, 16, 16, 16), decay=0.01).items()}
     low = {k: v.bfloat16() if k in ("query", "key", "value") else v.float() for k, v in arguments.items()}
@@ -284,21 +325,22 @@ class NoNumbers(torch.utils._python_dispatch.TorchDispatchMode):
 @pytest.mark.parametrize("places", ["empty_documents", "lengths"])
 def test_no_length_is_read_by_the_host(places, monkeypatch):
     arguments, options, _, _ = case_of(places)
-    module, prepare = triton_module(), triton_module("_prepare")
+    module, prepare, made = (triton_module(part) for part in ("", "_prepare", "_tables"))
     silent = defaultdict(lambda: lambda *args, **kwargs: None)
-    for owner in (module, prepare):
+    for owner in (module, prepare, made):
         for name, kernel in list(vars(owner).items()):
             if name.startswith("_") and isinstance(kernel, triton.runtime.KernelInterface):
                 monkeypatch.setattr(owner, name, silent)
     arguments = {k: v.detach().float() for k, v in arguments.items()}
     initial, tokens = arguments.pop("initial_state"), [arguments.pop(name) for name in ("query", "key", "value")]
-    tables = module.make_tables(*arguments.values(), "bilinear", 16)
+    parameters = made.Parameters(*arguments.values())
     documents = options.get("cu_seqlens"), options.get("lengths")
     taps = torch.ones(6, 4), torch.ones(3, 4)
     ids = None if documents[0] is None else document_of_tokens(documents[0], tokens[0].shape[1])
     with NoNumbers():
-        output, final = module._forward(*tokens, tables, initial, *documents, False, True)
-        module._backward(*tokens, tables, initial, *documents, True, output, final)
+        shared = *tokens, parameters, initial, *documents, "bilinear", 16
+        output, final = module._forward(*shared, False, True)
+        module._backward(*shared, True, output, final)
         prepare._operator._init_fn(
             *(x.flatten(2) for x in tokens), *taps, *(None,) * 8, ids, *documents, 2, 1, "none", 1e-6, True
         )
@@ -360,15 +402,12 @@ def test_strided_inputs():
 def test_the_operator_is_sound():
     """What torch.library checks: schema, fake implementation, autograd registration."""
     module = triton_module()
-    tables = importlib.import_module("modeling_interdomain.op_interdomain_triton_tables")
     arguments = {k: v.detach().float().to(DEVICE) for k, v in inputs((1, 20, 2, 1, 4, 4, 4)).items()}
-    made = tables.make_tables(
-        arguments["log_decay"], arguments["input_matrix"], arguments["coefficient_matrix"], "bilinear", 16
-    )
     tokens = [arguments[name].requires_grad_() for name in ("query", "key", "value")]
+    rest = [arguments[name] for name in (*POSITIONAL[3:], "initial_state")]
     torch.library.opcheck(
         module._operator,
-        (*tokens, arguments["log_decay"], *made, arguments["initial_state"], None, None, True, False, True),
+        (*tokens, *rest, None, None, "bilinear", 16, True, False, True),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )  # fmt: skip
 

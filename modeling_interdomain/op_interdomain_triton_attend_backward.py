@@ -1,0 +1,349 @@
+"""What the chunks of the fused backend contribute to the gradients, each on its own.
+
+The query is pulled through the keys and the gradient of the output through the values once (`pull_both`), both are
+mixed (`mix`; the matrix of the pull-back is symmetric and serves both), and what they have become is pushed: the mixed
+gradient through the keys gives the query's gradient and, turned round, that of the keys; the mixed query gives that of
+the values (`push_query`, `push_side`). Between these kernels `[2, tokens, heads, 2, M]` numbers lie in memory, in the
+dtype of the matrix units: side 0 begins with the query, side 1 with the gradient of the output.
+
+Gradients of the decay and of beta are sums over the tokens of a chunk (`Partial` of `op_interdomain_triton_tables`), so
+that no program carries a table from chunk to chunk.
+"""
+
+from typing import Any, NamedTuple
+
+from .op_interdomain_triton_tiles import (
+    collect,
+    dot,
+    intra_scores,
+    load_pair,
+    load_tokens,
+    locate,
+    narrow,
+    pull,
+    store_tokens,
+    times_conj,
+    weights,
+)
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+
+class ChunkGradients(NamedTuple):
+    """What the chunks contribute to the gradients of one side, each on its own and for each head: `tokens` `[tokens,
+    heads, width]`, and `states`, before the chunks, `[slots, heads, 2, M, padded width]`.
+    """
+
+    tokens: Any
+    states: Any
+
+
+@triton.jit
+def _load_modes(x, start, length, stride, first, C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr):
+    """BM modes from `first` of the tokens of a chunk, two tiles `[C, BM]`; zero past its end."""
+    rows = tl.arange(0, C)
+    at = (start + rows)[:, None].to(tl.int64) * stride + (first + tl.arange(0, BM))[None, :]
+    inside = (rows < length)[:, None] & (tl.arange(0, BM) >= 0)[None, :]
+    return tl.load(x + at, mask=inside, other=0.0), tl.load(x + M + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _store_modes(
+    x, re, im, start, length, stride, first, C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, MATH: tl.constexpr
+):
+    rows = tl.arange(0, C)
+    at = (start + rows)[:, None].to(tl.int64) * stride + (first + tl.arange(0, BM))[None, :]
+    inside = (rows < length)[:, None] & (tl.arange(0, BM) >= 0)[None, :]
+    tl.store(x + at, narrow(re, x.dtype.element_ty, MATH), mask=inside)
+    tl.store(x + M + at, narrow(im, x.dtype.element_ty, MATH), mask=inside)
+
+
+@triton.jit
+def _store_sums(x, re, im, M: tl.constexpr):
+    tl.store(x + tl.arange(0, M), re)
+    tl.store(x + M + tl.arange(0, M), im)
+
+
+@triton.jit
+def _pull_side(
+    a, b, state, out, intra, powers, start, length, a_stride, b_stride, out_stride, WIDTH: tl.constexpr,
+    PADDED: tl.constexpr, BLOCK: tl.constexpr, SIZES: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr,
+):  # fmt: skip
+    C: tl.constexpr = SIZES.C
+    M: tl.constexpr = SIZES.M
+    BM: tl.constexpr = SIZES.BM
+    scores = intra_scores(a, b, start, length, a_stride, b_stride, WIDTH, PADDED, BLOCK, C, SKEWED, MATH)
+    for m in tl.static_range(0, M, BM):
+        y_re, y_im = pull(
+            scores, a, state, intra, powers, start, length, a_stride, m, WIDTH, PADDED, BLOCK, BM, C, M, SKEWED, MATH
+        )
+        _store_modes(out, y_re, y_im, start, length, out_stride, m, C, M, BM, MATH)
+
+
+@triton.jit(do_not_specialize=["count", "per_row", "row_length"])
+def pull_both(
+    tokens, pulled, states, tables, documents, count, per_row, row_length, heads, groups,
+    WIDTHS: tl.constexpr, SIZES: tl.constexpr, SKEWED: tl.constexpr, PACKED: tl.constexpr, MATH: tl.constexpr,
+):  # fmt: skip
+    """The query pulled through the keys and the gradient of the output through the values; grid [chunks, heads, 2].
+
+    tokens: `Operands` (query, key, value, gradient of the output); pulled: a pair of `[tokens, heads, 2, M]`.
+    """
+    C: tl.constexpr = SIZES.C
+    M: tl.constexpr = SIZES.M
+    head = tl.program_id(1)
+    group = head // (heads // groups)
+    if tl.load(tables.skewed + group) != SKEWED:
+        return
+    start, length, slot = locate(tl.program_id(0), documents, count, per_row, row_length, C, PACKED)
+    if length > 0:
+        intra = tables.intra + group * C * 2 * M
+        powers = tables.powers + group * C * 2 * M
+        at = (slot * groups + group) * 2 * M
+        if tl.program_id(2) == 0:
+            _pull_side(
+                tokens.a + head * WIDTHS.A, tokens.b + group * WIDTHS.A, states.b + at * WIDTHS.A_PADDED,
+                pulled[0] + head * 2 * M, intra, powers, start, length, heads * WIDTHS.A, groups * WIDTHS.A,
+                heads * 2 * M, WIDTHS.A, WIDTHS.A_PADDED, SIZES.BR, SIZES, SKEWED, MATH,
+            )  # fmt: skip
+        else:
+            _pull_side(
+                tokens.f + head * WIDTHS.C, tokens.c + group * WIDTHS.C, states.c + at * WIDTHS.C_PADDED,
+                pulled[1] + head * 2 * M, intra, powers, start, length, heads * WIDTHS.C, groups * WIDTHS.C,
+                heads * 2 * M, WIDTHS.C, WIDTHS.C_PADDED, SIZES.BD, SIZES, SKEWED, MATH,
+            )  # fmt: skip
+
+
+@triton.jit
+def _mix_side(
+    a, b, out, sums, powers, mixing, start, length, stride, skewed, C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr,
+    FULL: tl.constexpr, MATH: tl.constexpr,
+):  # fmt: skip
+    if FULL:
+        p_re = tl.zeros([C, M], tl.float32)
+        p_im = tl.zeros([C, M], tl.float32)
+        for m in tl.static_range(0, M, BM):
+            a_re, a_im = _load_modes(a, start, length, stride, m, C, M, BM)
+            at = (m + tl.arange(0, BM))[:, None] * M + tl.arange(0, M)[None, :]
+            p_re = dot(a_re, tl.load(mixing + at), p_re, MATH)
+            p_im = dot(a_re, tl.load(mixing + M * M + at), p_im, MATH)
+            p_re = dot(a_im, tl.load(mixing + 2 * M * M + at), p_re, MATH)
+            p_im = dot(a_im, tl.load(mixing + 3 * M * M + at), p_im, MATH)
+    else:
+        a_re, a_im = _load_modes(a, start, length, stride, 0, C, M, M)
+        a_re = a_re.to(tl.float32)
+        a_im = a_im.to(tl.float32)
+        modes = tl.arange(0, M)[None, :]
+        p_re = a_re * tl.load(mixing + modes) + a_im * tl.load(mixing + 2 * M + modes)
+        p_im = a_re * tl.load(mixing + M + modes) + a_im * tl.load(mixing + 3 * M + modes)
+    if skewed == 0:
+        b_re, b_im = _load_modes(b, start, length, stride, 0, C, M, M)
+        z_re, z_im = times_conj(p_re, p_im, b_re.to(tl.float32), b_im.to(tl.float32))
+        ages = (1 + tl.arange(0, C))[:, None].to(tl.float32)
+        _store_sums(sums, tl.sum(ages * z_re, 0), tl.sum(ages * z_im, 0), M)
+        d_re, d_im = load_pair(powers, tl.arange(0, C), tl.arange(0, M), 2 * M, M)
+        p_re, p_im = times_conj(p_re, p_im, d_re, d_im)
+    _store_modes(out, p_re, p_im, start, length, stride, 0, C, M, M, MATH)
+
+
+@triton.jit(do_not_specialize=["count", "per_row", "row_length"])
+def mix(
+    pulled, mixed, chunk_sums, tables, documents, count, per_row, row_length, heads, groups,
+    SIZES: tl.constexpr, FULL: tl.constexpr, PACKED: tl.constexpr, MATH: tl.constexpr,
+):  # fmt: skip
+    """`p = mix(y)` for what either side has pulled, kept as what reads the chunk (`weights`); grid [chunks, heads, 2].
+
+    Unless a group is skewed, the gradient of log(lambda) through the powers comes with it: `sum_t (t + 1) p_t
+    conj(x_t)` with x what the other side has pulled. pulled, mixed: pairs of `[tokens, heads, 2, M]`; chunk_sums: see
+    `Partial.chunks`.
+    """
+    C: tl.constexpr = SIZES.C
+    M: tl.constexpr = SIZES.M
+    chunk = tl.program_id(0)
+    head = tl.program_id(1)
+    side = tl.program_id(2)
+    group = head // (heads // groups)
+    skewed = tl.load(tables.skewed + group)
+    start, length, _ = locate(chunk, documents, count, per_row, row_length, C, PACKED)
+    sums = chunk_sums + ((tl.cast(chunk, tl.int64) * heads + head) * 2 + side) * 6 * M
+    powers = tables.powers + group * C * 2 * M
+    mixing = tables.mixing + group * 4 * M * (M if FULL else 1)
+    if length > 0:
+        at = head * 2 * M
+        if side == 0:
+            _mix_side(
+                pulled[0] + at, pulled[1] + at, mixed[0] + at, sums, powers, mixing, start, length, heads * 2 * M,
+                skewed, C, M, SIZES.BM, FULL, MATH,
+            )  # fmt: skip
+        else:
+            _mix_side(
+                pulled[1] + at, pulled[0] + at, mixed[1] + at, sums, powers, mixing, start, length, heads * 2 * M,
+                skewed, C, M, SIZES.BM, FULL, MATH,
+            )  # fmt: skip
+    elif skewed == 0:
+        _store_sums(sums, tl.zeros([M], tl.float32), tl.zeros([M], tl.float32), M)
+
+
+@triton.jit(do_not_specialize=["count", "per_row", "row_length", "chunks"])
+def mixing_backward(
+    pulled, grad_mixing, documents, count, per_row, row_length, heads, chunks,
+    SIZES: tl.constexpr, BN: tl.constexpr, FULL: tl.constexpr, PACKED: tl.constexpr, MATH: tl.constexpr,
+):  # fmt: skip
+    """`grad of mixing[i, j] = y_i^T x_j` for what the sides have pulled, y and x; grid [lanes, heads, blocks].
+
+    A block is BM x BN modes, or BM = BN of the diagonal unless FULL; lane l sums over chunks l, l + lanes, ...
+    grad_mixing `[lanes, heads, 2, 2, M, M]` or `[lanes, heads, 2, 2, M]`.
+    """
+    C: tl.constexpr = SIZES.C
+    M: tl.constexpr = SIZES.M
+    BM: tl.constexpr = SIZES.BM
+    lane = tl.program_id(0)
+    head = tl.program_id(1)
+    block = tl.program_id(2)
+    m = (block // (M // BN)) * BM if FULL else block * BM
+    n = (block % (M // BN)) * BN if FULL else m
+    stride = heads * 2 * M
+    SHAPE: tl.constexpr = [BM, BN] if FULL else [BM]
+    w_00 = tl.zeros(SHAPE, tl.float32)
+    w_01 = tl.zeros(SHAPE, tl.float32)
+    w_10 = tl.zeros(SHAPE, tl.float32)
+    w_11 = tl.zeros(SHAPE, tl.float32)
+    for chunk in range(lane, chunks, tl.num_programs(0)):
+        start, length, _ = locate(chunk, documents, count, per_row, row_length, C, PACKED)
+        if length > 0:
+            y_re, y_im = _load_modes(pulled[0] + head * 2 * M, start, length, stride, m, C, M, BM)
+            x_re, x_im = _load_modes(pulled[1] + head * 2 * M, start, length, stride, n, C, M, BN)
+            if FULL:
+                y_re = tl.trans(y_re)
+                y_im = tl.trans(y_im)
+                w_00 = dot(y_re, x_re, w_00, MATH)
+                w_01 = dot(y_re, x_im, w_01, MATH)
+                w_10 = dot(y_im, x_re, w_10, MATH)
+                w_11 = dot(y_im, x_im, w_11, MATH)
+            else:
+                y_re = y_re.to(tl.float32)
+                y_im = y_im.to(tl.float32)
+                w_00 += tl.sum(y_re * x_re.to(tl.float32), 0)
+                w_01 += tl.sum(y_re * x_im.to(tl.float32), 0)
+                w_10 += tl.sum(y_im * x_re.to(tl.float32), 0)
+                w_11 += tl.sum(y_im * x_im.to(tl.float32), 0)
+    PLANE: tl.constexpr = M * M if FULL else M
+    grad_mixing += (lane * heads + head).to(tl.int64) * 4 * PLANE
+    if FULL:
+        grad_mixing += (m + tl.arange(0, BM))[:, None] * M + n + tl.arange(0, BN)[None, :]
+    else:
+        grad_mixing += m + tl.arange(0, BM)
+    tl.store(grad_mixing, w_00)
+    tl.store(grad_mixing + PLANE, w_01)
+    tl.store(grad_mixing + 2 * PLANE, w_10)
+    tl.store(grad_mixing + 3 * PLANE, w_11)
+
+
+@triton.jit
+def _reading(x_re, x_im, powers, C: tl.constexpr, M: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr):
+    """What reads the state, from what reads the chunk."""
+    if SKEWED:
+        d_re, d_im = load_pair(powers, tl.arange(0, C), tl.arange(0, M), 2 * M, M)
+        e_re, e_im = times_conj(x_re.to(tl.float32), x_im.to(tl.float32), d_re, d_im)
+        x_re = narrow(e_re, MATH.DTYPE, MATH)
+        x_im = narrow(e_im, MATH.DTYPE, MATH)
+    return x_re, x_im
+
+
+@triton.jit(do_not_specialize=["count", "per_row", "row_length"])
+def push_query(
+    tokens, mixed, out, states, tables, documents, count, per_row, row_length, heads, groups,
+    WIDTHS: tl.constexpr, SIZES: tl.constexpr, SKEWED: tl.constexpr, PACKED: tl.constexpr, MATH: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the query, `out`: the mixed gradient of the output pushed through keys; grid [chunks, heads]."""
+    C: tl.constexpr = SIZES.C
+    M: tl.constexpr = SIZES.M
+    BR: tl.constexpr = SIZES.BR
+    head = tl.program_id(1)
+    group = head // (heads // groups)
+    if tl.load(tables.skewed + group) != SKEWED:
+        return
+    start, length, slot = locate(tl.program_id(0), documents, count, per_row, row_length, C, PACKED)
+    if length > 0:
+        x_re, x_im = _load_modes(mixed[1] + head * 2 * M, start, length, heads * 2 * M, 0, C, M, M)
+        w = weights(x_re, x_im, tables.intra + group * C * 2 * M, C, M, SKEWED, MATH)
+        e_re, e_im = _reading(x_re, x_im, tables.powers + group * C * 2 * M, C, M, SKEWED, MATH)
+        state = states.b + (slot * groups + group) * 2 * M * WIDTHS.A_PADDED
+        for r in tl.static_range(0, WIDTHS.A_PADDED, BR):
+            tile = load_tokens(tokens.b + group * WIDTHS.A, start, length, r, groups * WIDTHS.A, WIDTHS.A, C, BR)
+            s_re, s_im = load_pair(state, tl.arange(0, M), r + tl.arange(0, BR), WIDTHS.A_PADDED, M * WIDTHS.A_PADDED)
+            tile = dot(w, tile, tl.zeros([C, BR], tl.float32), MATH)
+            tile = dot(e_re, s_re, tile, MATH)
+            tile = dot(e_im, s_im, tile, MATH)
+            store_tokens(out + head * WIDTHS.A, tile, start, length, r, heads * WIDTHS.A, WIDTHS.A, C, BR, MATH)
+
+
+@triton.jit(do_not_specialize=["count", "per_row", "row_length"])
+def push_side(
+    c, f, mixed, grads, chunk_sums, states, tables, documents, count, per_row, row_length, heads, groups,
+    SIDE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, SIZES: tl.constexpr, SKEWED: tl.constexpr,
+    PACKED: tl.constexpr, MATH: tl.constexpr,
+):  # fmt: skip
+    """What a chunk contributes to the gradients of its tokens c `[tokens, groups, WIDTH]` and of the state before it.
+
+    (c, f) are (value, gradient of the output) with what side 0 has mixed, or (key, query) with side 1. grads:
+    `ChunkGradients`; states `[slots, groups, 2, M, PADDED]`, which c left; chunk_sums: see `Partial.chunks`. Grid
+    [chunks, heads].
+    """
+    C: tl.constexpr = SIZES.C
+    M: tl.constexpr = SIZES.M
+    BD: tl.constexpr = SIZES.BD
+    chunk = tl.program_id(0)
+    head = tl.program_id(1)
+    group = head // (heads // groups)
+    if tl.load(tables.skewed + group) != SKEWED:
+        return
+    start, length, slot = locate(chunk, documents, count, per_row, row_length, C, PACKED)
+    sums = chunk_sums + ((tl.cast(chunk, tl.int64) * heads + head) * 2 + SIDE) * 6 * M
+    rows = tl.arange(0, C)
+    modes = tl.arange(0, M)
+    if length > 0:
+        intra = tables.intra + group * C * 2 * M
+        powers = tables.powers + group * C * 2 * M
+        f += head * WIDTH
+        c += group * WIDTH
+        x_re, x_im = _load_modes(mixed + head * 2 * M, start, length, heads * 2 * M, 0, C, M, M)
+        e_re, e_im = _reading(x_re, x_im, powers, C, M, SKEWED, MATH)
+        w = tl.trans(weights(x_re, x_im, intra, C, M, SKEWED, MATH))
+        g_states = grads.states + (slot * heads + head) * 2 * M * PADDED
+        for d in tl.static_range(0, PADDED, BD):
+            f_tile = load_tokens(f, start, length, d, heads * WIDTH, WIDTH, C, BD)
+            tile = dot(w, f_tile, tl.zeros([C, BD], tl.float32), MATH)
+            store_tokens(grads.tokens + head * WIDTH, tile, start, length, d, heads * WIDTH, WIDTH, C, BD, MATH)
+            at = g_states + modes[:, None] * PADDED + (d + tl.arange(0, BD))[None, :]
+            tile = dot(tl.trans(e_re), f_tile, tl.zeros([M, BD], tl.float32), MATH)
+            tl.store(at, narrow(tile, at.dtype.element_ty, MATH))
+            tile = dot(tl.trans(e_im), f_tile, tl.zeros([M, BD], tl.float32), MATH)
+            tl.store(at + M * PADDED, narrow(tile, at.dtype.element_ty, MATH))
+        scores = intra_scores(f, c, start, length, heads * WIDTH, groups * WIDTH, WIDTH, PADDED, BD, C, SKEWED, MATH)
+        scores_t = tl.trans(scores)
+        t_re = dot(scores_t, x_re, tl.zeros([C, M], tl.float32), MATH)
+        t_im = dot(scores_t, x_im, tl.zeros([C, M], tl.float32), MATH)
+        u_re, u_im = load_pair(tables.units + group * C * 2 * M, rows, modes, 2 * M, M)
+        t_re, t_im = times_conj(t_re, t_im, u_re, u_im)
+        _store_sums(sums + 2 * M, tl.sum(t_re, 0), tl.sum(t_im, 0), M)
+        ages = (rows if SKEWED else -1 - rows)[:, None].to(tl.float32)
+        _store_sums(sums + 4 * M, tl.sum(ages * t_re, 0), tl.sum(ages * t_im, 0), M)
+        if SKEWED:
+            z_re, z_im = collect(
+                scores, f, states + (slot * groups + group) * 2 * M * PADDED, intra, start, length, heads * WIDTH, 0,
+                WIDTH, PADDED, BD, M, C, M, SKEWED, MATH,
+            )  # fmt: skip
+            z_re, z_im = times_conj(e_re.to(tl.float32), e_im.to(tl.float32), z_re, z_im)
+            ages = (1 + rows)[:, None].to(tl.float32)
+            _store_sums(sums, tl.sum(ages * z_re, 0), tl.sum(ages * z_im, 0), M)
+    else:
+        zero = tl.zeros([M], tl.float32)
+        _store_sums(sums + 2 * M, zero, zero, M)
+        _store_sums(sums + 4 * M, zero, zero, M)
+        if SKEWED:
+            _store_sums(sums, zero, zero, M)
