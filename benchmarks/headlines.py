@@ -83,7 +83,7 @@ def recall(record: dict) -> list[str]:
 
     def median(name: str) -> str:
         rows = recall_study.best_runs(record["runs"], name, recall_study.SETTINGS[0])
-        return f"{statistics.median(row['accuracy'] for row in rows):.0%}"
+        return f"{statistics.median(row['accuracy'] for row in rows):.0%}" if rows else "not run"
 
     pairs, length = recall_study.SETTINGS[0]
     steps = record["training"]["steps"][str(pairs)]
