@@ -20,6 +20,7 @@ from .op_interdomain_map import interdomain_attention_map
 from .op_selective_scan import selective_scan, selective_scan_step
 from .op_ssd import ssd_attention, ssd_step
 from .registry_interdomain import register_feed_forward, register_token_mixer
+from .state_tuning import add_learned_state, load_learned_state, save_learned_state
 
 __all__ = [
     "AuxiliaryLoss",
@@ -33,14 +34,17 @@ __all__ = [
     "InterdomainStaticCache",
     "StateStore",
     "TokenMixer",
+    "add_learned_state",
     "interdomain_attention",
     "interdomain_attention_map",
     "interdomain_step",
     "join_states",
+    "load_learned_state",
     "mask_span",
     "register_feed_forward",
     "register_token_mixer",
     "remove_span",
+    "save_learned_state",
     "selective_scan",
     "selective_scan_step",
     "ssd_attention",

@@ -169,6 +169,8 @@ class InterdomainPreTrainedModel(PreTrainedModel):
             self._keep_in_fp32_modules_strict = None
         elif config.backend not in _COMPILED_BACKENDS:
             self._can_compile_fullgraph = False
+        if config.learned_state and self._keep_in_fp32_modules_strict:
+            self._keep_in_fp32_modules_strict = [*self._keep_in_fp32_modules_strict, "token_mixer.first_state"]
         if any(config.sparse_per_layer):
             self._keep_in_fp32_modules_strict = [*self._keep_in_fp32_modules_strict, "sparse.hash", "sparse.scorer"]
 
