@@ -12,7 +12,7 @@ there is to lose is the loss of the model without its token mixers.
 import copy
 import statistics
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -29,7 +29,7 @@ from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
 FILE = RESULTS / "reduce_study.json"
 RUNS = Path("runs/reduce_study")
 SHAPE = {"vocab_size": 2048, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "state_size": 32}
-TRAINING = {"steps": 800, "batch_size": 8, "sequence_length": 256, "learning_rate": 3e-3, "held_out_tokens": 16_000}
+TRAINING = {"steps": 800, "batch_size": 8, "sequence_length": 256, "learning_rate": 3e-3, "held_out_tokens": 8_000}
 RECALL = {"condition": "posterior, uniform, even", "pairs": 8, "length": 64, "steps": 1500, "learning_rate": 3e-3}
 MODELS = ("language", "recall")
 SIZES = (16, 8, 4)
@@ -49,6 +49,7 @@ def plan(runs: list[dict]) -> Iterator[dict]:
         yield from ({"model": model, "state_size": size, "how": how} for size in SIZES for how in HOW)
 
 
+@cache
 def documents(data: Path) -> tuple[list[str], list[str]]:
     """What the language model learns from, and what it is measured on."""
     found = gather_documents([str(data / "corpus" / "wiki" / "train-000.parquet")], 8_000_000)

@@ -6,7 +6,7 @@ python -m conversion to-mamba SOURCE TARGET        and back
 python -m conversion from-mamba2 SOURCE TARGET     a Mamba-2 of Transformers, the same logits
 python -m conversion to-mamba2 SOURCE TARGET       and back
 python -m conversion from-training SOURCE TARGET   the weights of a training run as a folder that loads anywhere
-python -m conversion reduce SOURCE TARGET          fewer modes a layer, refit: a smaller state, nothing trained
+python -m conversion reduce SOURCE TARGET --state-size 16   fewer modes, refit: a smaller state, nothing trained
 python -m conversion check FOLDER                  whether a folder loads, fits its configuration, and generates
 """
 

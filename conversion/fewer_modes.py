@@ -27,7 +27,7 @@ from modeling_interdomain.op_interdomain_mixing import mixing_matrix, real_form
 RIDGE = 1e-12
 # What a function or a kernel is divided by that is zero.
 TINY = 1e-100
-STEPS = 300
+STEPS = 150
 
 
 class Kernel(NamedTuple):
@@ -271,13 +271,14 @@ def _fitted(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log lambda and coefficients of the smallest error that is found from the best of the starts."""
     size = _squared_norm(kernel.weights, kernel.gram, kernel.linear).clamp(min=TINY)
-    modes = 2 * kernel.beta.shape[1]
 
     def errors(log_decay: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
         """Squared, relative, without the constant 1, `[G]`."""
-        transitions = torch.cat([kernel.log_decay, log_decay], dim=1).exp()
-        gram = real_gramian(transitions, torch.cat([kernel.beta, beta], dim=1))
-        own, across = gram[:, modes:, modes:], gram[:, modes:, :modes]
+        transition = log_decay.exp()
+        own, across = (
+            real_gramian(transition, beta),
+            real_gramian(transition, beta, kernel.log_decay.exp(), kernel.beta),
+        )
         weights, wanted = form.weights(found), kernel.weights @ across.mT
         if not kernel.linear:
             wanted = across @ wanted
