@@ -64,11 +64,14 @@ CONDITIONS = {
     },
     "s4d-rope": {"token_mixers": "s4d", "rope_parameters": ROPE, "rope_placement": "before"},
 }
-# The same with the posterior start, its output as small as language wants it, for every recurrent condition.
+RECURRENT = {name: fields for name, fields in CONDITIONS.items() if fields["token_mixers"] != "softmax"}
+# Every recurrent condition with a random start, then with the start that remembers, and two with what of it is not
+# induction.
+CONDITIONS |= {name: fields | {"start": "random"} for name, fields in RECURRENT.items()}
+CONDITIONS |= {f"{name}, recall": fields | {"start": "recall"} for name, fields in RECURRENT.items()}
 CONDITIONS |= {
-    f"{name}, posterior": fields | RECALL["posterior, uniform, even, output 0.05"]
-    for name, fields in CONDITIONS.items()
-    if fields["token_mixers"] != "softmax"
+    f"{name}, posterior": CONDITIONS[name] | RECALL["posterior, uniform, even, output 0.05"]
+    for name in ("interdomain", "s4d")
 }
 
 
@@ -147,7 +150,10 @@ def endless_runs(training: dict = TRAINING) -> dict[str, Iterator]:
 
 
 def plan(runs: list[dict]) -> Iterator[dict]:
-    """All learning rates with the first seed; then, condition by condition, the best one with the others."""
+    """The starts at one rate; all rates with the first seed; then, condition by condition, the best with the others."""
+    for seed, names in zip(SEEDS, (RECURRENT, ("interdomain", "s4d"))):
+        for name in names:
+            yield {"condition": f"{name}, recall", "learning_rate": LEARNING_RATES[0], "seed": seed}
     for rate in LEARNING_RATES:
         for name in CONDITIONS:
             yield {"condition": name, "learning_rate": rate, "seed": SEEDS[0]}
@@ -194,7 +200,6 @@ def table(record: dict) -> str:
     """Two tables: quality by condition, and what happens beyond the training length."""
     quality = []
     for name in CONDITIONS:
-        rate = best_rate(record["runs"], name)
         best = best_runs(record["runs"], name)
         if not best:
             continue
@@ -206,7 +211,7 @@ def table(record: dict) -> str:
                 name,
                 f"{first['parameters']:,}",
                 f"{first['state']:,}",
-                f"{rate:g}",
+                f"{first['learning_rate']:g}" + ("" if best_rate(record["runs"], name) else ", not bracketed"),
                 ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in tried.items()),
                 f"{statistics.mean(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})",
                 f"{math.exp(statistics.mean(losses)):.1f}",
@@ -221,7 +226,7 @@ def table(record: dict) -> str:
     about = (
         f"{tokens:,} tokens a run ({training['steps']} steps of {training['batch_size']} x "
         f"{training['sequence_length']}), vocabulary {record['shape']['vocab_size']}; losses in nats a token, the mean "
-        f"over held-out Wikipedia, books and WikiText-2; {len(SEEDS)} seeds at the best rate (mean, and range)."
+        f"over held-out Wikipedia, books and WikiText-2; all seeds at the best rate (mean, and range)."
     )
     lengths = length_table({name: best_runs(record["runs"], name) for name in CONDITIONS})
     tables = [markdown(header, quality), lengths, f"{about} {footnote(record)}"]
@@ -256,8 +261,9 @@ def reading(record: dict) -> list[str]:
 
 
 def best_runs(runs: list[dict], name: str) -> list[dict]:
-    """All seeds of a condition at its best learning rate."""
-    rate = best_rate(runs, name)
+    """All seeds of a condition at its best learning rate, or the best so far."""
+    tried = tried_rates(runs, name)
+    rate = min(tried, key=lambda rate: tried[rate], default=None)
     return [row for row in runs if (row["condition"], row["learning_rate"]) == (name, rate) and "validation" in row]
 
 

@@ -38,12 +38,14 @@ EVERY = 125  # steps between two looks at the held-out sequences
 SHIFT = 7
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
+RANDOM = {"start": "random"}  # of all conditions but the last
 S4D = {"token_mixers": "s4d"}
 HERMITIAN = {"product": "hermitian"}
 POSTERIOR = HERMITIAN | {"coefficient_init": "posterior"}
 UNIFORM = {"modes": "uniform", "input_matrix_init": "unit_variance"}
 EVEN = {"time_step_spacing": "even", "time_step_min": 0.02, "time_step_max": 0.1}
 LEAD = POSTERIOR | UNIFORM | EVEN
+INDUCTION = {"query_init": "induction"}
 CONDITIONS = {
     "Interdomain": {},
     "posterior, uniform, even": LEAD,
@@ -66,8 +68,14 @@ CONDITIONS = {
     "single input, posterior, uniform, even": LEAD | {"state_input": "generic"},
     "linear readout": S4D | {"state_input": "key_value"},
     "linear readout, uniform, even": S4D | UNIFORM | EVEN | {"state_input": "key_value"},
+    "posterior, uniform, even, induction": LEAD | INDUCTION,
+    "induction alone": INDUCTION,
+    "normal, uniform, even, output 0.02, induction": LEAD
+    | INDUCTION
+    | {"coefficient_init": "normal", "output_init_rms": 0.02},
+    "recall": {"start": "recall"},
 }
-FRONTIER = ("posterior, uniform, even", "Interdomain", "S4D-only, uniform, even", "softmax")
+FRONTIER = ("recall", "posterior, uniform, even", "Interdomain", "S4D-only, uniform, even", "softmax")
 SETTINGS = ((8, 64), (16, 128), (32, 256), (64, 512))  # pairs, tokens
 BRACKETED, LONGER = SETTINGS[:2], SETTINGS[2:]
 LEARNING_RATES, LIMITS, SEEDS = (3e-3, 1e-3, 1e-2), (3e-4, 3e-2), (0, 1, 2)
@@ -95,11 +103,24 @@ def item(
     }
 
 
-# What the posterior start is held to: the smaller size in five seeds, twice the pairs in as many tokens, and softmax.
+# What the default start is held to: the smaller size in five seeds, twice the pairs in as many tokens; and beside it
+# the posterior start without induction, softmax, the parts of the start alone, and longer sequences.
 DENSE = (16, 64)
 HELD_TO = (
+    *(item("recall", seed=seed) for seed in range(5)),
+    *(item("recall", DENSE, seed=seed) for seed in range(5)),
     *(item("posterior, uniform, even", seed=seed) for seed in range(5)),
     *(item("softmax", learning_rate=rate) for rate in LEARNING_RATES),
+    item("induction alone"),
+    item("normal, uniform, even, output 0.02, induction"),
+    item("recall", SETTINGS[1]),
+    item("recall", SETTINGS[2]),
+    *(item("recall", shifted=True, seed=seed) for seed in range(2)),
+    item("softmax", DENSE, learning_rate=1e-3),
+    item("posterior, uniform, even, induction"),
+    item("recall", SETTINGS[2], state_size=128),
+    item("recall", SETTINGS[3]),
+    item("recall", SETTINGS[3], state_size=128),
     *(item("posterior, uniform, even", DENSE, seed=seed) for seed in range(5)),
     *(item("softmax", learning_rate=1e-3, seed=seed) for seed in range(1, 5)),
     *(item("posterior, uniform, even, output 0.05", seed=seed) for seed in range(2)),
@@ -184,7 +205,7 @@ def best_rate(runs: list[dict], name: str, setting: tuple[int, int]) -> float | 
 def make_model(condition: str, state_size: int = STATE_SIZE, seed: int = 0):
     torch.manual_seed(seed)
     tokens = {"bos_token_id": None, "eos_token_id": None}
-    fields = SHAPE | {"state_size": state_size} | tokens | CONDITIONS[condition]
+    fields = SHAPE | RANDOM | {"state_size": state_size} | tokens | CONDITIONS[condition]
     return InterdomainForCausalLM(InterdomainConfig(**fields))
 
 

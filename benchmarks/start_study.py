@@ -39,7 +39,13 @@ TRAINING = {"steps": 200, "batch_size": 8, "sequence_length": 256, "learning_rat
 
 
 def start(beta: str, scale: float, rope: str | None = None, product: str = "bilinear") -> dict:
-    fields = {"input_matrix_init": beta, "coefficient_init_scale": scale, "rope_placement": rope, "product": product}
+    fields = {
+        "start": "random",
+        "input_matrix_init": beta,
+        "coefficient_init_scale": scale,
+        "rope_placement": rope,
+        "product": product,
+    }
     return fields | ({"rope_parameters": ROPE} if rope else {})
 
 

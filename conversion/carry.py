@@ -64,6 +64,7 @@ def interdomain_config(source: PreTrainedConfig, layers: Collection[int], state_
         return InterdomainConfig(
             **fields,
             attention_dropout=float(source.attention_dropout or 0.0),
+            start="random",  # queries and keys are those of the source, which a start must not shift
             token_mixers=["interdomain" if i in layers else "softmax" for i in range(number)],
             # Relative positions stay what they were: rotated features meet as rotated queries and keys did.
             rope_placement="after" if layers else None,

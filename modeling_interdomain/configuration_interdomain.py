@@ -12,6 +12,7 @@ from .registry_interdomain import FEED_FORWARDS, TOKEN_MIXERS
 logger = logging.get_logger(__name__)
 
 _CHOICES = {
+    "start": ("recall", "random"),
     "feature_map": ("silu_l2", "fourier", "fourier_shifted"),
     "product": ("bilinear", "hermitian", "real"),
     "coefficient_matrix": ("full", "diagonal", "identity"),
@@ -21,6 +22,7 @@ _CHOICES = {
     "modes": ("s4d_inv", "s4d_lin", "uniform"),
     "time_step_spacing": ("random", "even"),
     "coefficient_init": ("normal", "identity", "posterior"),
+    "query_init": ("independent", "induction"),
     "state_dtype": ("float32", "float64", "bfloat16", "float16"),
     "ssd_dt_bias": (None, "zero", "time_step"),
     "ssd_norm": (None, "before_gate", "after_gate"),
@@ -33,6 +35,31 @@ _CHOICES = {
     "ranking_target": ("sum", "mean"),
     "backend": ("auto", "recurrent", "fft", "scan", "associative_scan", "chunk", "triton"),
 }
+
+# What `start` puts in the place of fields that are not given.
+STARTS = {
+    "recall": {
+        "product": "hermitian",
+        "modes": "uniform",
+        "input_matrix_init": "unit_variance",
+        "coefficient_init": "posterior",
+        "query_init": "induction",
+        "time_step_min": 0.02,
+        "time_step_max": 0.1,
+        "time_step_spacing": "even",
+    },
+    "random": {
+        "product": "bilinear",
+        "modes": "s4d_inv",
+        "input_matrix_init": "zero_order_hold",
+        "coefficient_init": "normal",
+        "query_init": "independent",
+        "time_step_min": 1e-3,
+        "time_step_max": 1e-1,
+        "time_step_spacing": "random",
+    },
+}
+_RECALL_RMS = 0.02
 
 _POSITIVE = (
     "vocab_size",
@@ -101,8 +128,12 @@ class InterdomainConfig(PreTrainedConfig):
         feature_map: the map xi of queries and keys: "silu_l2" is SiLU(x) / ||SiLU(x)|| (eq. 10), "fourier" a cosine
             and a sine of R / 2 learned frequencies with softmax weights a head, "fourier_shifted" R cosines with
             learned phases (both: the workshop paper; they read `head_dim` numbers). Default: "silu_l2".
+        start: how "interdomain" and "s4d" layers start, in all the fields below that are not given. "recall": a state
+            that tells the last 2M tokens apart, and queries that ask it what followed the last time their token came;
+            "random": the S4D start, with C and queries drawn at random, and eq. 13 as written. Default: None, "recall"
+            where it can be (some such layer, the hermitian product, a learned C, no `normalize`), else "random".
         product: how the coefficients of keys and values are multiplied: "bilinear" (eq. 13), "hermitian" or "real".
-            Default: "bilinear".
+            Default: None, "hermitian" with `start` "recall", "bilinear" with "random".
         coefficient_matrix: the learned matrix C: "full", "diagonal" or "identity". Default: "full".
         normalize: divide by the readout of a constant value 1 (the workshop paper, eq. 8). Nothing keeps the divisor
             from zero: train with small steps, 3e-4 as in recipes/sequential-cifar10.yaml. Default: False.
@@ -115,29 +146,37 @@ class InterdomainConfig(PreTrainedConfig):
             where a key has none), or None, not at all. Default: None.
         modes: start of the frequencies Im A: "s4d_inv", "s4d_lin", or "uniform", phases Delta Im A = pi (n + 1/2) / M a
             token whatever the step, which resolve the last 2M tokens and alias beyond. The decay is Delta / 2 a token.
-            Default: "s4d_inv".
+            Default: None, "uniform" or, with `start` "random", "s4d_inv".
         input_matrix_init: start of beta: "zero_order_hold" ((lambda - 1) / A), "unit_variance" (sqrt(1 - |lambda|^2))
-            or "one". Default: "zero_order_hold".
+            or "one". Default: None, "unit_variance" or, with `start` "random", "zero_order_hold".
         coefficient_init: start of C: "normal" (complex normal), "identity", or "posterior", with which the kernel of
             the ages of keys and values comes closest to the identity: C^H C is the inverse Gramian of the modes
             (of each mode alone for a diagonal C). That is the optimum of product "hermitian", which "interdomain"
-            layers then need; the modes of "s4d" layers it makes orthonormal. Default: "normal".
+            layers then need; the modes of "s4d" layers it makes orthonormal. Default: None, "posterior" or, with
+            `start` "random", "normal".
         coefficient_init_scale: of "normal": the variance is `coefficient_init_scale^2 / M` ("diagonal":
             `coefficient_init_scale^2`). Default: 0.25.
         coefficient_init_noise: of "posterior": what is added to the diagonal of the Gramian, relative to its mean, so
             that nearly equal modes do not start with large coefficients. Default: 1e-3.
         output_init_rms: root mean square of the output before `o_proj` at the start, to which C is scaled, as queries
             of unit length with white keys and values of unit size (as `input_norm` makes them) meet it after many
-            tokens; correlated tokens give more. Default: None, as C and beta make it.
+            tokens; correlated tokens give more. Default: None, 0.02 where `start` "recall" chose `coefficient_init`
+            and the scale of C counts, else as C and beta make it.
+        query_init: "independent" draws the query projection by itself; "induction" makes it start as that of the keys,
+            and the convolutions as no more than the query's own token and the token before the key, so that a layer
+            reads first what came after earlier occurrences of the token (the induction heads of arXiv 2209.11895, the
+            shift of H3, arXiv 2212.14052). Default: None, "induction" or, with `start` "random" and where there is
+            nothing to shift or the projections differ in size, "independent".
         bidirectional: softmax layers see later tokens too; for classifiers without recurrent layers. Default: False.
         use_cls_token: classifiers append a learned token and read the class there. Default: False.
         patch_size: classifiers take `pixel_values` and cut them into squares of so many pixels a side, each one token.
             Default: None, no images.
         num_channels: channels of those images. Default: 3.
-        time_step_min: smallest step Delta at the start. Default: 1e-3.
-        time_step_max: largest step Delta at the start. Default: 1e-1.
+        time_step_min: smallest step Delta at the start. Default: None, 0.02 or, with `start` "random", 1e-3.
+        time_step_max: largest step Delta at the start. Default: None, 0.1.
         time_step_spacing: how the steps of the groups of a layer lie between the two, in the logarithm: "random"
-            (drawn uniformly) or "even" (spread evenly, not drawn; the middle for one group). Default: "random".
+            (drawn uniformly) or "even" (spread evenly, not drawn; the middle for one group). Default: None, "even" or,
+            with `start` "random", "random".
         hidden_act: activation of the feed-forward layer. Default: "silu".
         rms_norm_eps: epsilon of every RMSNorm. Default: 1e-6.
         attention_dropout: dropout of the softmax weights. Default: 0.0.
@@ -254,7 +293,8 @@ class InterdomainConfig(PreTrainedConfig):
     aux_loss_coef: float = 0.001
     state_input: str | None = None
     feature_map: str = "silu_l2"
-    product: str = "bilinear"
+    start: str | None = None
+    product: str | None = None
     coefficient_matrix: str = "full"
     normalize: bool = False
     input_norm: bool = True
@@ -262,19 +302,20 @@ class InterdomainConfig(PreTrainedConfig):
     use_output_norm: bool = False
     rope_parameters: dict | None = None
     rope_placement: str | None = None
-    modes: str = "s4d_inv"
-    input_matrix_init: str = "zero_order_hold"
-    coefficient_init: str = "normal"
+    modes: str | None = None
+    input_matrix_init: str | None = None
+    coefficient_init: str | None = None
     coefficient_init_scale: float = 0.25
     coefficient_init_noise: float = 1e-3
     output_init_rms: float | None = None
+    query_init: str | None = None
     bidirectional: bool = False
     use_cls_token: bool = False
     patch_size: int | None = None
     num_channels: int = 3
-    time_step_min: float = 1e-3
-    time_step_max: float = 1e-1
-    time_step_spacing: str = "random"
+    time_step_min: float | None = None
+    time_step_max: float | None = None
+    time_step_spacing: str | None = None
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-6
     attention_dropout: float = 0.0
@@ -341,9 +382,44 @@ class InterdomainConfig(PreTrainedConfig):
             self.feature_dim = self.head_dim
         if self.intermediate_size is None:
             self.intermediate_size = -(-8 * self.hidden_size // (3 * 128)) * 128
+        self._choose_start()
         self._ask_parts("complete_config")
         super().__post_init__(**kwargs)
         self._name_unknown_fields(kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        """As in the library; what was written before there was a `start` means "random"."""
+        return super().from_dict({"start": "random"} | config_dict, **kwargs)
+
+    def _choose_start(self) -> None:
+        """Fill in how the recurrent layers start."""
+        if self.start is None:
+            possible = (
+                any(TOKEN_MIXERS[name].can_start_to_recall for name in self.mixers_per_layer)
+                and self.product in (None, "hermitian")
+                and self.coefficient_matrix != "identity"
+                and self.feature_map == "silu_l2"
+                and not self.normalize
+            )
+            self.start = "recall" if possible else "random"
+        chosen = STARTS.get(self.start, {})
+        scaled = not (self.normalize or self.use_output_norm or self.coefficient_matrix == "identity")
+        if self.start == "recall" and self.coefficient_init is None and self.output_init_rms is None and scaled:
+            self.output_init_rms = _RECALL_RMS
+        if self.query_init is None and self._induction_problem() is not None:
+            self.query_init = "independent"
+        for name, value in chosen.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+
+    def _induction_problem(self) -> str | None:
+        """Why queries cannot start as keys do, or None."""
+        if self.conv_kernel < 2:
+            return f"shifts keys by a token, which conv_kernel = {self.conv_kernel} cannot"
+        if self.state_input == "generic" and self.mapped_dim != self.feature_dim:
+            return "makes queries start as keys do, which have another width here"
+        return None
 
     def to_dict(self):
         """As in the library; PEFT asks for it just before it looks up what to adapt, whenever PEFT was imported."""
@@ -452,7 +528,9 @@ class InterdomainConfig(PreTrainedConfig):
             check_parts(self, branch, TOKEN_MIXERS[mixer].written_shape(self)[0])
 
     def _check_start(self) -> None:
-        """What is asked of C at the start can be done, and has an effect."""
+        """What is asked of C and of queries at the start can be done, and has an effect."""
+        if self.query_init == "induction" and (problem := self._induction_problem()) is not None:
+            raise ValueError(f'query_init = "induction" {problem}: set it to "independent".')
         if not self.coefficient_init_noise >= 1e-10:
             raise ValueError(
                 f"coefficient_init_noise must be at least 1e-10, which float64 can tell from 0; got "

@@ -18,12 +18,14 @@ class TokenMixer(nn.Module):
             (it updates keys and values there, and gets a mask), or "hybrid" (both).
         takes_dynamic_mask: whether it heeds `dynamic_mask` of the configuration.
         can_branch: a sparse branch can stand beside it; its class then has `written_shape(config)`.
+        can_start_to_recall: `start="recall"` of the configuration has something to start in it.
         exact_states: names of the states that keep their dtype in a cache, whatever its `state_dtype`.
     """
 
     layer_type: ClassVar[str] = "linear_attention"
     takes_dynamic_mask: ClassVar[bool] = False
     can_branch: ClassVar[bool] = False
+    can_start_to_recall: ClassVar[bool] = False
     exact_states: ClassVar[tuple[str, ...]] = ()
     o_proj: nn.Module
 

@@ -32,6 +32,7 @@ class KeyValueMixer(RecurrentMixer):
     "generic" the two are alike, linear maps of the token after a convolution: the single-input ablation.
     """
 
+    can_start_to_recall = True
     default_state_input = "key_value"
     recurrence_class = InterdomainRecurrence
 
@@ -104,6 +105,8 @@ class KeyValueMixer(RecurrentMixer):
 class InterdomainMixer(TabledModule, KeyValueMixer):
     """The token mixer of the paper (eqs. 10 to 13): queries join, convolved and passed through the feature map."""
 
+    q_proj: nn.Linear
+    k_proj: nn.Linear
     q_conv: nn.Conv1d
     k_conv: nn.Conv1d
 
@@ -115,6 +118,23 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
             self.read |= {"k_norm": InterdomainRMSNorm, "v_norm": InterdomainRMSNorm}
         self.eps = config.rms_norm_eps
         self.heads = config.num_attention_heads, config.num_key_value_heads
+
+    def start_parameters(self, config) -> None:
+        super().start_parameters(config)
+        if config.query_init == "induction":
+            self._start_induction()
+
+    @torch.no_grad()
+    def _start_induction(self) -> None:
+        """Queries as keys; of the convolutions the own token of queries (and values), of keys the token before."""
+        heads, groups = self.heads
+        shared = self.k_proj.weight.unflatten(0, (groups, -1)).repeat_interleave(heads // groups, dim=0)
+        init.copy_(self.q_proj.weight, shared.flatten(0, 1))
+        for conv in self._convolutions():
+            if conv is not None:
+                taps = torch.zeros_like(conv.weight)
+                taps[..., -2 if conv is self.k_conv else -1] = 1
+                init.copy_(conv.weight, taps)
 
     @classmethod
     def streams(cls, config) -> list[Stream]:

@@ -30,14 +30,19 @@ MIXERS = {
 # Together they put every token mixer before every feed-forward layer: test_configuration.py.
 VARIANTS = {
     "grouped": {"num_key_value_heads": 2},
-    "one-group": {"num_key_value_heads": 1, "token_mixers": ["interdomain", "softmax"]},
+    "one-group": {"num_key_value_heads": 1, "token_mixers": ["interdomain", "softmax"], "start": "random"},
     "wide-features": {"feature_dim": 12},
     "normalized": {"normalize": True},
     "diagonal": {"coefficient_matrix": "diagonal", "feed_forwards": ["none", "mlp"]},
     "identity": {"coefficient_matrix": "identity", "product": "hermitian"},
     "real-product": {"product": "real"},
     "rope-before": {"rope_parameters": ROPE, "rope_placement": "before", "feature_dim": 6},
-    "rope-after": {"rope_parameters": ROPE, "rope_placement": "after", "token_mixers": ["softmax", "interdomain"]},
+    "rope-after": {
+        "token_mixers": ["softmax", "interdomain"],
+        "start": "random",
+        "rope_parameters": ROPE,
+        "rope_placement": "after",
+    },
     "s4d": {"token_mixers": "s4d"},
     "s4d-grouped": {
         "token_mixers": ["s4d", "softmax"],

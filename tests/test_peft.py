@@ -319,6 +319,7 @@ def test_classifiers(make_model, left_padded, tmp_path, assert_same):
     expected = logits(model, **inputs)
     model.save_pretrained(tmp_path / "adapter")
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", dtype=torch.float64)
+    again = again.double()  # the recurrence too, which loading leaves in float32
     loaded = PeftModel.from_pretrained(again, tmp_path / "adapter").eval()
     assert_same(logits(loaded, **inputs), expected)
 

@@ -10,6 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM, interdomain_attention, module_start
+from modeling_interdomain.configuration_interdomain import STARTS
 from modeling_interdomain.mixer_s4d import S4DRecurrence
 from modeling_interdomain.module_recurrence import InterdomainRecurrence
 
@@ -25,7 +26,8 @@ LEAD = {
 
 
 def config_of(**fields) -> InterdomainConfig:
-    return InterdomainConfig(**{**SMALL, "bos_token_id": None, "eos_token_id": None, **fields})
+    """Of a random start, but for `fields`."""
+    return InterdomainConfig(**{**SMALL, "bos_token_id": None, "eos_token_id": None, "start": "random", **fields})
 
 
 def started(kind, config):
@@ -162,7 +164,7 @@ def test_uniform_phases_do_not_depend_on_the_step():
     torch.testing.assert_close(lin.a_imag.detach(), math.pi * torch.arange(8.0).expand(2, -1))
 
 
-def test_the_default_start_is_bit_for_bit_what_it_was():
+def test_a_random_start_is_bit_for_bit_what_it_was():
     """The draws of the published layer in their order: steps, then C."""
     config = config_of()
     torch.manual_seed(3)
@@ -255,7 +257,9 @@ def test_a_configuration_of_before_starts_as_before(tmp_path):
     config = config_of()
     config.save_pretrained(tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())
-    new = ("modes", "time_step_spacing", "coefficient_init", "coefficient_init_noise", "output_init_rms")
+    assert {"start", *STARTS["recall"]} <= fields.keys()
+    new = {"start", "query_init", "modes", "time_step_spacing", "coefficient_init", "coefficient_init_noise"}
+    new |= {"output_init_rms", "product"}
     (tmp_path / "config.json").write_text(json.dumps({key: x for key, x in fields.items() if key not in new}))
     assert AutoConfig.from_pretrained(tmp_path).to_diff_dict() == config.to_diff_dict()
 
@@ -275,11 +279,79 @@ def test_a_configuration_of_before_starts_as_before(tmp_path):
         ({"output_init_rms": 0.1, "coefficient_matrix": "identity"}, '"identity" has none'),
         ({"output_init_rms": 0.1, "normalize": True}, "no effect with normalize"),
         ({"output_init_rms": 0.1, "use_output_norm": True}, "no effect with use_output_norm"),
+        ({"start": "posterior"}, "start must be one of recall, random"),
+        ({"start": "recall", "product": "bilinear"}, 'set product="hermitian"'),
+        ({"start": "recall", "coefficient_matrix": "identity"}, 'set coefficient_matrix to "full"'),
+        ({"query_init": "keys"}, "query_init must be one of independent, induction"),
+        ({"query_init": "induction", "conv_kernel": 1}, "shifts keys by a token, which conv_kernel"),
+        (
+            {"query_init": "induction", "state_input": "generic", "feature_map": "fourier", "feature_dim": 12},
+            "another width here",
+        ),
     ],
 )
 def test_a_start_that_cannot_be_is_refused_in_one_sentence(fields, message):
     with pytest.raises((ValueError, StrictDataclassError), match=message):
         config_of(**fields)
+
+
+def test_the_default_start_remembers():
+    """All that `start="recall"` stands for, and a field that is given instead."""
+    config = InterdomainConfig(**SMALL)
+    assert config.start == "recall" and config.output_init_rms == 0.02
+    assert STARTS["recall"].items() <= config.to_dict().items()
+    assert InterdomainConfig(**SMALL, modes="s4d_lin").modes == "s4d_lin"
+    given = InterdomainConfig(**SMALL, coefficient_init="posterior")  # with the scale that it has
+    assert given.output_init_rms is None and InterdomainConfig.from_dict(given.to_dict()).output_init_rms is None
+    assert InterdomainConfig(**SMALL, start="recall", normalize=True).output_init_rms is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"product": "bilinear"},
+        {"product": "real"},
+        {"normalize": True},
+        {"token_mixers": "softmax"},
+        {"coefficient_matrix": "identity"},
+        {"token_mixers": "ssd"},
+        {"feature_map": "fourier"},
+    ],
+    ids=str,
+)
+def test_what_cannot_start_to_recall_starts_at_random(fields):
+    config = InterdomainConfig(**SMALL, **fields)
+    assert config.start == "random" and config.output_init_rms is None
+    assert (STARTS["random"] | fields).items() <= config.to_dict().items()
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"num_key_value_heads": 1}, {"state_input": "generic"}, {"feature_dim": 12}], ids=str
+)
+def test_a_start_that_recalls_reads_what_followed(fields):
+    """Of random tokens, each seen once before at most, the one after the earlier occurrence answers."""
+    torch.manual_seed(0)
+    shape = SMALL | {"hidden_size": 128, "num_attention_heads": 4, "vocab_size": 64, "state_size": 32}
+    model = InterdomainForCausalLM(InterdomainConfig(**shape, **fields)).eval()
+    seen = torch.randperm(64)[:20]
+    order = torch.randperm(19)
+    ids = torch.cat([seen, seen[order]])[None]
+    weights = model(ids, output_attentions=True).attentions[0][0].mean(0)  # [asks, answers]
+    answered = weights[20:, :20].argmax(-1)
+    assert (answered == order + 1).double().mean() > 0.9
+    torch.manual_seed(0)
+    model = InterdomainForCausalLM(InterdomainConfig(**shape, **fields, start="random")).eval()
+    answered = model(ids, output_attentions=True).attentions[0][0].mean(0)[20:, :20].argmax(-1)
+    assert (answered == order + 1).double().mean() < 0.3
+
+
+def test_queries_start_as_the_keys_of_their_group():
+    config = InterdomainConfig(**SMALL | {"num_attention_heads": 4}, num_key_value_heads=2, conv_kernel=3)
+    mixer = InterdomainForCausalLM(config).model.layers[0].token_mixer
+    queries, keys = mixer.q_proj.weight.unflatten(0, (4, -1)), mixer.k_proj.weight.unflatten(0, (2, -1))
+    assert all(torch.equal(queries[head], keys[head // 2]) for head in range(4))
+    assert torch.equal(mixer.q_conv.weight, torch.tensor([0.0, 0.0, 1.0]).expand(32, 1, -1))
+    assert torch.equal(mixer.k_conv.weight, torch.tensor([0.0, 1.0, 0.0]).expand(16, 1, -1))
 
 
 def test_a_posterior_of_s4d_layers_needs_no_product():

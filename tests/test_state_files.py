@@ -226,7 +226,7 @@ def test_what_a_model_fingerprint_covers(make_model):
         seen.add(model_fingerprint(model))
         assert len(seen) > 1, name
     assert len(seen) == 1 + len(list(model.model.parameters()))
-    model.config.product = "hermitian"
+    model.config.product = "bilinear"
     assert model_fingerprint(model) not in seen
     assert model_fingerprint(model.bfloat16()) not in seen
 

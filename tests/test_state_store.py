@@ -388,12 +388,13 @@ def test_the_stock_server_reuses_a_conversation(folders, make_model, monkeypatch
     monkeypatch.setenv("INTERDOMAIN_PROMPT_STORE", str(states))
     with serve(tmp_path, "--trust-remote-code") as (address, _):
         for turn in range(2):
-            messages.append({"role": "user", "content": " ".join(f"w{4 + (7 * i + turn) % 44}" for i in range(30))})
+            messages.append({"role": "user", "content": " ".join(f"w{4 + (9 * i + turn) % 44}" for i in range(30))})
             inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
             length = inputs["input_ids"].shape[1]
             expected = tokenizer.decode(model.generate(**inputs, **settings)[0, length:], skip_special_tokens=True)
             found = converse(address, folders[name], messages)
             assert found.split() == expected.split()
+            assert len(found.split()) == TOKENS, "none of them special, which the next prompt would not hold"
             messages.append({"role": "assistant", "content": found})
             before, files = files, {int(x.name.partition("-")[0]): x.stat().st_mtime for x in states.glob("*/*")}
             assert sorted(files.keys() - before.keys()) == [length, length + TOKENS - 1], "after prompt and answer"

@@ -91,12 +91,17 @@ def test_a_study_that_ends_writes_its_table(monkeypatch, tmp_path, study):
 
 def test_the_best_learning_rate_of_a_condition_is_run_with_the_other_seeds():
     rates = condition_study.LEARNING_RATES
-    first = list(condition_study.plan([]))
+    planned = list(condition_study.plan([]))
+    starts, first = (
+        planned[: -len(rates) * len(condition_study.CONDITIONS)],
+        planned[len(condition_study.RECURRENT) + 2 :],
+    )
+    assert all(item["condition"].endswith(", recall") and item["learning_rate"] == rates[0] for item in starts)
     assert len(first) == len(rates) * len(condition_study.CONDITIONS)
     assert {item["learning_rate"] for item in first} == set(rates) and {item["seed"] for item in first} == {0}
     losses = {rate: {"validation": {"a": abs(rate - rates[0])}} for rate in rates}
     runs = [item | losses[item["learning_rate"]] for item in first if item["condition"] != "softmax"]
-    later = list(condition_study.plan(runs))[len(first) :]
+    later = list(condition_study.plan(runs))[len(planned) :]
     assert {item["learning_rate"] for item in later} == {rates[0]} and {item["seed"] for item in later} == {1}
     assert {item["condition"] for item in later} == set(condition_study.CONDITIONS) - {"softmax"}
     diverged = [
@@ -136,14 +141,16 @@ def test_the_longer_study_takes_the_best_rates_of_the_shorter(monkeypatch):
         list(longer_study.plan([], shorter[:5]))
     planned = list(longer_study.plan([], shorter))
     assert planned == [{"condition": name, "learning_rate": rates[0], "seed": 0} for name in longer_study.CONDITIONS]
-    loss = {"interdomain": 1.0, "s4d": 1.0, "softmax": 1.5}
+    loss = {"interdomain": 1.0, "s4d": 1.0, "softmax": 1.5, "interdomain, recall": 0.5, "s4d, recall": 1.0}
     lengths = {"lengths": {"1.0": math.log(2.0), "2.0": math.log(2.0), "3.5": math.log(3.0)}}
     runs = [item | {"validation": {"a": math.log(loss[item["condition"]])}} | lengths for item in planned]
     machine = dict.fromkeys(("cpu", "threads", "torch", "transformers", "commit", "date", "command"), "x")
     monkeypatch.setattr(longer_study, "read", lambda name: {"training": condition_study.TRAINING, "runs": shorter})
     table = longer_study.table({"training": longer_study.TRAINING, "runs": runs, "machine": machine})
-    assert "| 1,024,000 | 2.0 | 2.0 | 2.0 | +0.0% | +0.0% |" in table
-    assert "| 4,096,000 | 1.0 | 1.0 | 1.5 | +0.0% | -33.3% |" in table
+    assert "| 1,024,000 | 2.0 | 2.0 | 2.0 | 2.0 | 2.0 | +0.0% | +0.0% |" in table
+    assert "| 4,096,000 | 1.0 | 1.0 | 1.5 | 0.5 | 1.0 | +0.0% | -50.0% |" in table
+    some = longer_study.table({"training": longer_study.TRAINING, "runs": runs[:4], "machine": machine})
+    assert "| 4,096,000 | 1.0 | 1.0 | 1.5 | 0.5 | not run | +0.0% | not run |" in some
     assert "| s4d | 2.0 | 2.0 | 3.0 | +50.0% |" in table
 
 
@@ -260,7 +267,8 @@ def test_the_recall_study_brackets_rates_then_goes_on_with_the_best():
     first = list(study.plan([]))
     assert tuple(first[: len(study.FIRST)]) == study.FIRST
     assert {item["condition"] for item in first} == set(study.CONDITIONS)
-    assert all(item["length"] == small[1] and not item["shifted"] for item in first)
+    others = [item for item in first if item not in study.HELD_TO]
+    assert all(item["length"] == small[1] and not item["shifted"] for item in others)
     runs = [result(item) for item in first]
     assert study.best_rate(runs, "softmax", small) == middle
     for _ in range(2):  # the second size, then what follows from it
@@ -268,7 +276,7 @@ def test_the_recall_study_brackets_rates_then_goes_on_with_the_best():
     later = [row for row in runs if row not in [result(item) for item in first]]
     assert {row["seed"] for row in later} == set(study.SEEDS)
     assert {row["learning_rate"] for row in later if row["length"] == second[1]} == set(study.LEARNING_RATES)
-    assert {row["condition"] for row in later if row["length"] > second[1]} == set(study.FRONTIER)
+    assert {row["condition"] for row in runs if row["length"] > second[1]} == set(study.FRONTIER)
     assert {row["learning_rate"] for row in later if row["length"] > second[1]} == {middle}
     assert {row["state_size"] for row in later if row["condition"] == "softmax"} == {study.STATE_SIZE}
     assert {row["condition"] for row in later if row["shifted"]} == set(study.FRONTIER)
