@@ -26,7 +26,7 @@ from examples.training import train
 from modeling_interdomain import InterdomainForCausalLM, add_learned_state
 
 FILE = RESULTS / "adapter_study.json"
-TRAINING = {"steps": 60, "batch_size": 8, "sequence_length": 128, "held_out_tokens": 8_000}
+TRAINING = {"steps": 40, "batch_size": 4, "sequence_length": 128, "held_out_tokens": 8_000}
 # Ranks and virtual tokens for as many parameters as the states have.
 RANK, VIRTUAL_TOKENS = 16, 512
 RATES = {"state": (1e-2, 3e-2), "prompt": (1e-2, 1e-1), "LoRA": (1e-3, 5e-3)}

@@ -28,7 +28,14 @@ from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
 
 FILE = RESULTS / "reduce_study.json"
 RUNS = Path("runs/reduce_study")
-SHAPE = {"vocab_size": 2048, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "state_size": 32}
+SHAPE = {
+    "vocab_size": 2048,
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "state_size": 32,
+    "start": "random",
+}
 TRAINING = {"steps": 800, "batch_size": 8, "sequence_length": 256, "learning_rate": 3e-3, "held_out_tokens": 8_000}
 RECALL = {"condition": "posterior, uniform, even", "pairs": 8, "length": 64, "steps": 1500, "learning_rate": 3e-3}
 MODELS = ("language", "recall")

@@ -395,8 +395,12 @@ def test_models_are_reduced_and_adapted_from_one_training(monkeypatch, tmp_path)
     small = {"data": tmp_path, "runs": tmp_path, "training": training, "recall": reduce_study.RECALL | {"steps": 2}}
     planned = [item for item in reduce_study.plan([]) if item["state_size"] in (32, 4)]
     runs = [item | reduce_study.run_condition(**item, **small) for item in planned]
-    losses = {(row["model"], row["how"]): row["loss"] for row in runs}
-    assert len(set(losses.values())) == len(runs) == 14
+    by_run = {(row["model"], row["how"]): row for row in runs}
+    for model in reduce_study.MODELS:
+        dropped, refit, moved = (by_run[model, how]["kernel_errors"] for how in ("dropped", "refit", "refit, moved"))
+        assert len(dropped) == {"language": 1, "recall": 2}[model] and sum(dropped) > sum(refit) >= sum(moved)
+        losses = [by_run[model, how]["loss"] for how in (reduce_study.WHOLE, reduce_study.SILENT, "dropped")]
+        assert len(set(losses)) == 3
     machine = dict.fromkeys(("cpu", "threads", "torch", "transformers", "commit", "date", "command"), "x")
     table = reduce_study.table({"runs": runs, "machine": machine})
     assert "| dropped | not run | not run | " in table and "| greedy, refit, moved |" in table
