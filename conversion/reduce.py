@@ -98,6 +98,8 @@ def reduced_config(config, size: int) -> InterdomainConfig:
         )
     if size >= config.state_size:
         raise InputError(f"--state-size must be below the {config.state_size} modes of the source, not {size}.")
+    if config.learned_state:
+        raise InputError("The source has a learned state, which belongs to its modes: reduce the model without it.")
     check_reducible(config)
     smaller = copy.deepcopy(config)
     smaller.state_size = size

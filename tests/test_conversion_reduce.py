@@ -221,6 +221,7 @@ def test_other_dtypes_and_a_dry_run(source, capsys):
         ({"token_mixers": "ssd", "ssd_state_size": 4}, {}, "The source has ssd layers alone"),
         ({"token_mixers": ["selective_scan", "softmax"]}, {}, "The source has selective_scan and softmax layers alone"),
         ({"normalize": True, "product": "real"}, {}, "normalize=True divides by a readout"),
+        ({"learned_state": True}, {}, "The source has a learned state, which belongs to its modes"),
         (
             {"token_mixers": "s4d", "num_key_value_heads": 2, "coefficient_matrix": "diagonal"},
             {},

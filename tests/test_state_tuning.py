@@ -39,16 +39,13 @@ def test_zeros_change_nothing_bit_for_bit(recurrent_model, random_ids):
     ids, length = random_ids(2, 12), 5
     options = {"max_new_tokens": length, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     before, written = logits(recurrent_model, ids), recurrent_model.generate(ids, **options)
-    try:
-        parameters = add_learned_state(recurrent_model)
-        assert all(not x.any() and x.requires_grad for x in parameters)
-        assert torch.equal(logits(recurrent_model, ids), before)
-        again = recurrent_model.generate(ids, **options)
-        assert torch.equal(again.sequences, written.sequences)
-        assert all(torch.equal(x, y) for x, y in zip(again.logits, written.logits, strict=True))
-        assert add_learned_state(recurrent_model) == parameters
-    finally:
-        recurrent_model.config.learned_state = False
+    parameters = add_learned_state(recurrent_model)
+    assert all(not x.any() and x.requires_grad for x in parameters)
+    assert torch.equal(logits(recurrent_model, ids), before)
+    again = recurrent_model.generate(ids, **options)
+    assert torch.equal(again.sequences, written.sequences)
+    assert all(torch.equal(x, y) for x, y in zip(again.logits, written.logits, strict=True))
+    assert add_learned_state(recurrent_model) == parameters
 
 
 def test_pieces_padding_and_documents_begin_with_it(recurrent_model, random_ids, assert_same):
@@ -72,6 +69,29 @@ def test_pieces_padding_and_documents_begin_with_it(recurrent_model, random_ids,
         positions = torch.cat([torch.arange(8), torch.arange(13)])[None]
         found = logits(model, packed, position_ids=positions)
         assert_same(found[0], torch.cat([expected[0, :8], expected[1]]))
+
+
+@pytest.mark.parametrize("backend", ["triton", "recurrent"])
+def test_every_backend_begins_with_it(backend, make_model, random_ids):
+    if backend == "triton":
+        pytest.importorskip("triton")
+    model, ids = with_state(make_model(dtype=torch.float32)), random_ids(2, 9)
+    positions = torch.cat([torch.arange(4), torch.arange(5)]).expand(2, -1)
+    expected = logits(model, ids), logits(model, ids, position_ids=positions)
+    model.config.backend = backend
+    found = logits(model, ids), logits(model, ids, position_ids=positions)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_states_are_joined_as_if_only_the_first_had_begun_with_it(make_model, random_ids, assert_same):
+    model, ids = with_state(make_model(conv_kernel=1, num_hidden_layers=1)), random_ids(2, 12)
+    mixer, states = model.model.layers[0].token_mixer, []
+    with torch.no_grad():
+        for part in (ids[:, :7], ids[:, 7:], ids):
+            cache = InterdomainCache(model.config)
+            model(part, past_key_values=cache)
+            states.append(cache.layers[0].state)
+        assert_same(mixer.join_states(states[0], states[1], 5), states[2])
 
 
 @pytest.mark.parametrize("name", ["interdomain", "ssd", "selective-scan"])
