@@ -3,6 +3,7 @@
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from .cache_interdomain import InterdomainCache, InterdomainStaticCache
+from .cache_state_tuning import add_learned_state, load_learned_state, save_learned_state
 from .cache_store import StateStore
 from .configuration_interdomain import InterdomainConfig
 from .feed_forward_cdmoe import ChosenExperts
@@ -20,7 +21,6 @@ from .op_interdomain_map import interdomain_attention_map
 from .op_selective_scan import selective_scan, selective_scan_step
 from .op_ssd import ssd_attention, ssd_step
 from .registry_interdomain import register_feed_forward, register_token_mixer
-from .state_tuning import add_learned_state, load_learned_state, save_learned_state
 
 __all__ = [
     "AuxiliaryLoss",
