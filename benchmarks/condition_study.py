@@ -245,19 +245,22 @@ def length_table(runs: dict[str, list[dict]]) -> str:
 
 
 def reading(record: dict) -> list[str]:
-    """Where Interdomain stands, in one sentence, beside the paper's figures at 125M; nothing without results."""
-    means = {
-        name: statistics.mean(score(row) for row in rows)
-        for name in ("interdomain", "s4d", "softmax")
-        if (rows := best_runs(record["runs"], name))
-    }
-    if len(means) < 3:
-        return []
-    beside = {name: math.exp(means["interdomain"] - means[name]) - 1 for name in ("s4d", "softmax")}
-    return [
-        f"Interdomain's perplexity against S4D-only: {beside['s4d']:+.0%} (the paper at 125M: -14%); against softmax: "
-        f"{beside['softmax']:+.0%} (the paper: level)."
-    ]
+    """Where Interdomain stands with either start, beside the paper's figures at 125M; nothing without results."""
+    sentences = []
+    for start, words in (("", "a random start"), (", recall", "the start that remembers")):
+        means = [_mean_score(record["runs"], name) for name in (f"interdomain{start}", f"s4d{start}", "softmax")]
+        if None not in means:
+            ours, s4d, softmax = means
+            sentences.append(
+                f"With {words}, Interdomain's perplexity against S4D-only: {math.exp(ours - s4d) - 1:+.0%} (the paper "
+                f"at 125M: -14%); against softmax: {math.exp(ours - softmax) - 1:+.0%} (the paper: level)."
+            )
+    return sentences
+
+
+def _mean_score(runs: list[dict], name: str) -> float | None:
+    found = best_runs(runs, name)
+    return statistics.mean(map(score, found)) if found else None
 
 
 def best_runs(runs: list[dict], name: str) -> list[dict]:

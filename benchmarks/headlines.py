@@ -1,12 +1,12 @@
-"""Five figures for the README, each from the result file of a table in benchmarks/README.md."""
+"""Six figures for the README, each from the result file of a table in benchmarks/README.md."""
 
 import math
 import statistics
 
-from benchmarks import condition_study
+from benchmarks import condition_study, recall_study
 from benchmarks.harness import footnote, markdown
 
-SOURCES = ("decode_cpu", "operator_cpu", "model_cpu", "longer_study")
+SOURCES = ("decode_cpu", "operator_cpu", "model_cpu", "longer_study", "recall_study")
 
 
 def table(records: dict[str, dict]) -> str:
@@ -17,6 +17,7 @@ def table(records: dict[str, dict]) -> str:
         ("model_cpu", "whole-models", whole_model),
         ("longer_study", "the-papers-comparison-small", quality),
         ("longer_study", "the-papers-comparison-small", length),
+        ("recall_study", "recall", recall),
     ]
     rows, measured = [], {}
     for number, (source, section, cells) in enumerate(figures, start=1):
@@ -77,6 +78,22 @@ def quality(record: dict) -> list[str]:
     ]
 
 
+def recall(record: dict) -> list[str]:
+    """Associative recall with the default start and without it, the median seed at the rate that most runs have."""
+
+    def median(name: str) -> str:
+        rows = recall_study.best_runs(record["runs"], name, recall_study.SETTINGS[0])
+        return f"{statistics.median(row['accuracy'] for row in rows):.0%}"
+
+    pairs, length = recall_study.SETTINGS[0]
+    steps = record["training"]["steps"][str(pairs)]
+    return [
+        f"values recalled right of {pairs} pairs in {length} tokens, after {steps:,} steps, median of the seeds",
+        median("recall"),
+        f"a random start: {median('Interdomain')}; S4D-only: {median('S4D-only')}; softmax: {median('softmax')}",
+    ]
+
+
 def length(record: dict) -> list[str]:
     """What text beyond the training length does to the same models."""
     factor = max(condition_study.LENGTHS)
@@ -94,7 +111,10 @@ def length(record: dict) -> list[str]:
 
 
 def _by(runs: list[dict]) -> dict[str, list[dict]]:
-    return {name: [row for row in runs if row["condition"] == name] for name in ("interdomain", "s4d", "softmax")}
+    """Of Interdomain, S4D-only and softmax; the first two with the start that remembers, where both have it."""
+    names = {name: [row for row in runs if row["condition"] == name] for name in ("interdomain", "s4d", "softmax")}
+    started = {name: [row for row in runs if row["condition"] == f"{name}, recall"] for name in ("interdomain", "s4d")}
+    return names | (started if all(started.values()) else {})
 
 
 def _ms(times: dict) -> str:

@@ -42,6 +42,7 @@ from .checks_interdomain import (
 )
 from .configuration_interdomain import InterdomainConfig
 from .feed_forward_cdmoe import ChosenExperts
+from .generation_batch import write_batch
 from .mixer_recurrent import RecurrentMixer
 from .mixer_softmax import SoftmaxMixer
 from .module_common import AuxiliaryLoss, InterdomainRMSNorm, PerVersion
@@ -562,8 +563,28 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
     def continuous_batching_context_manager(self, *args, **kwargs):
         raise NotImplementedError(_NO_CONTINUOUS_BATCHING)
 
-    def generate_batch(self, *args, **kwargs):
-        raise NotImplementedError(_NO_CONTINUOUS_BATCHING)
+    def generate_batch(self, inputs, generation_config=None, *, max_batch_size: int = 8, **kwargs):
+        """Write after many prompts with continuous batching; for models all of whose layers keep a state.
+
+        A request in flight is a row of fixed size: as soon as one ends, the next prompt is read into its row.
+
+        Args:
+            inputs: token ids, a list for each prompt; of any lengths.
+            generation_config: default: the model's own.
+            max_batch_size: prompts in flight at once. Default: 8.
+            kwargs: of a `GenerationConfig`, as for `generate`.
+
+        Returns:
+            `{request id: GenerationOutput}` in the order of the prompts; `generated_tokens` are what `generate` writes
+            after each prompt alone.
+
+        Raises:
+            NotImplementedError: when layers keep keys and values, which grow.
+            ValueError: for prompts and options that cannot be.
+        """
+        if set(self.config.layer_types) != {"linear_attention"}:
+            raise NotImplementedError(_NO_CONTINUOUS_BATCHING)
+        return write_batch(self, inputs, generation_config, max_batch_size, kwargs)
 
 
 class PatchEmbedding(nn.Module):
@@ -716,8 +737,8 @@ def _rollback(config, generation_config) -> int:
 
 
 _NO_CONTINUOUS_BATCHING = (
-    "Continuous batching pages keys and values, and a recurrent state has none; call generate() on a padded batch "
-    "instead."
+    "Continuous batching in the library pages keys and values, and a recurrent state has none; call generate_batch() "
+    "where all layers keep a state, and generate() on a padded batch where some keep keys and values."
 )
 
 

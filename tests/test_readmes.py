@@ -73,7 +73,7 @@ def test_headlines_follow_the_result_files():
     text = headlines.table(records)
     assert "then at 7,777" in text and "then 500.0 ms and 123.4 MB" in text and "then 1234.6" in text
     assert "2 seeds" in text and "\n\n1, 2, 3: " in text and "\n\n4, 5: another" in text
-    assert len(re.findall(r"^\| \[\d\]", text, flags=re.MULTILINE)) == 5
+    assert len(re.findall(r"^\| \[\d\]", text, flags=re.MULTILINE)) == 6
 
 
 # ------------------------------------------------------------------------------------------ sentences
@@ -141,14 +141,25 @@ def test_what_is_said_of_starts():
     assert all(one[0] <= other[1] for one, other in itertools.permutations(ranges, 2)), "within those of the seeds"
 
 
+DENSE = ("recall", 16, 64)
+
+
 def test_what_is_said_of_recall():
     runs = [row for row in read("recall_study")["runs"] if (row["pairs"], row["learning_rate"]) == (8, 3e-3)]
     by_name = {name: [row for row in runs if row["condition"] == name] for name in {row["condition"] for row in runs}}
-    lead, default = by_name["posterior, uniform, even"], by_name["Interdomain"]
+    lead, start, random = by_name["posterior, uniform, even"], by_name["recall"], by_name["Interdomain"]
     assert sorted(row["accuracy"] > 0.99 for row in lead) == [False, True, True, True, True]
-    assert max(row["accuracy"] for row in default) < 0.9
+    assert max(row["accuracy"] for row in random) < 0.9
     assert max(row["accuracy"] for row in by_name["posterior, uniform, even, output 0.05"]) < 0.2
-    assert {row["theory"]["span"] for row in lead} == {64} and max(row["theory"]["span"] for row in default) < 5
+    assert {row["theory"]["span"] for row in lead} == {64} and max(row["theory"]["span"] for row in random) < 5
+    eight = [row for row in start if not row["shifted"]]
+    assert len(eight) == 5 and min(row["accuracy"] for row in eight) > 0.99
+    assert min(row["curve"]["125"] for row in eight) > 0.98
+    dense = [row for row in read("recall_study")["runs"] if (row["condition"], row["pairs"], row["length"]) == DENSE]
+    assert len(dense) == 5 and min(row["accuracy"] for row in dense) > 0.999
+    softmax = [row for row in read("recall_study")["runs"] if (row["condition"], row["pairs"]) == ("softmax", 8)]
+    assert max(row["accuracy"] for row in softmax) < 0.9
+    assert max(row["accuracy"] for row in by_name["induction alone"]) < 0.2
 
 
 def test_what_is_said_of_the_papers_comparison():
