@@ -29,7 +29,7 @@ FILE = RESULTS / "adapter_study.json"
 TRAINING = {"steps": 40, "batch_size": 4, "sequence_length": 128, "held_out_tokens": 8_000}
 # Ranks and virtual tokens for as many parameters as the states have.
 RANK, VIRTUAL_TOKENS = 16, 512
-RATES = {"state": (1e-2, 3e-2), "prompt": (1e-2, 1e-1), "LoRA": (1e-3, 5e-3)}
+RATES = {"state": (1e-2, 3e-2), "LoRA": (1e-3, 5e-3), "prompt": (1e-2, 1e-1)}
 LONG = 8
 SEEDS = (0, 1)
 
@@ -61,9 +61,8 @@ def adapt(model: InterdomainForCausalLM, method: str) -> Adapted:
 def plan(runs: list[dict]) -> Iterator[dict]:
     yield {"method": "none", "learning_rate": 0.0, "seed": 0}
     for seed in SEEDS:
-        for place in (0, 1):
-            for method, rates in RATES.items():
-                yield {"method": method, "learning_rate": rates[place], "seed": seed}
+        for method, rates in RATES.items():
+            yield from ({"method": method, "learning_rate": rate, "seed": seed} for rate in rates)
 
 
 @cache

@@ -413,6 +413,6 @@ def test_models_are_reduced_and_adapted_from_one_training(monkeypatch, tmp_path)
         for item in items
     ]
     assert len({row["losses"]["8"] for row in runs}) == 4
-    assert runs[1]["parameters"] == 4 * 2 * 32 * 64 and runs[3]["parameters"] == 4 * 16 * 2 * 128
+    assert runs[1]["parameters"] == 4 * 2 * 32 * 64 and runs[2]["parameters"] == 4 * 16 * 2 * 128
     assert "| prompt | 512 |" in adapter_study.table({"training": training, "runs": runs, "machine": machine})
     reduce_study.documents.cache_clear(), adapter_study.texts.cache_clear()
