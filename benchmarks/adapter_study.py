@@ -106,6 +106,7 @@ def table(record: dict) -> str:
     for method, rates in RATES.items():
         found = [row for row in runs if row["method"] == method]
         if not found:
+            rows.append([method, "", "", "not run", "not run", _tokens(method)])
             continue
         by_rate = {rate: [row for row in found if row["learning_rate"] == rate] for rate in rates}
         best = min(filter(by_rate.get, rates), key=lambda rate: _mean(by_rate[rate], columns[0]))
@@ -114,7 +115,8 @@ def table(record: dict) -> str:
     header = ["adapter", "parameters", "rate", *(f"loss, windows of {n}" for n in columns), "tokens added to a text"]
     about = (
         f"Nats a token of held-out books, one number a seed; {record['training']['steps']} steps of "
-        f"{record['training']['batch_size']} x {length} tokens at the better of two learning rates."
+        f"{record['training']['batch_size']} x {length} tokens at the better learning rate; {len(runs)} of "
+        f"{len(list(plan([])))} runs so far."
     )
     return f"{markdown(header, rows)}\n\n{about} {footnote(record)}"
 
