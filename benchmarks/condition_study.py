@@ -42,6 +42,7 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 SHAPE = {"vocab_size": 2048, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "state_size": 32}
 TRAINING = {"steps": 500, "batch_size": 8, "sequence_length": 256}
 LEARNING_RATES, SEEDS = (3e-3, 1.5e-3, 6e-3), (0, 1)
+SECOND = ("interdomain", "s4d", "s4d-rope", "linear-readout")  # of which the start is run with a second seed first
 LENGTHS = (1.0, 2.0, 3.5)  # of the training length
 WINDOWS = 32  # of the longest length, on long documents
 
@@ -151,7 +152,7 @@ def endless_runs(training: dict = TRAINING) -> dict[str, Iterator]:
 
 def plan(runs: list[dict]) -> Iterator[dict]:
     """The starts at one rate; all rates with the first seed; then, condition by condition, the best with the others."""
-    for seed, names in zip(SEEDS, (RECURRENT, ("interdomain", "s4d"))):
+    for seed, names in zip(SEEDS, (RECURRENT, SECOND)):
         for name in names:
             yield {"condition": f"{name}, recall", "learning_rate": LEARNING_RATES[0], "seed": seed}
     for rate in LEARNING_RATES:

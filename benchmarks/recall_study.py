@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch.nn import functional as F
 
 from benchmarks import readme, studies
 from benchmarks.harness import RESULTS, footnote, markdown
@@ -245,7 +244,7 @@ def train_and_ask(model, batches: Iterator[Pairs], asked: Iterator[Pairs], steps
     for step, batch in zip(range(1, steps + 1), batches):
         for group, peak in zip(optimizer.param_groups, peaks):
             group["lr"] = peak * cosine_with_warmup(step / steps)
-        loss = F.cross_entropy(*answers(model, batch))
+        loss = answers(model, batch).loss()
         if not math.isfinite(loss.item()):
             return {"accuracy": 0.0, "loss": math.inf, "curve": curve, "failed": f"loss {loss} at step {step}"}
         optimizer.zero_grad()
@@ -262,9 +261,10 @@ def train_and_ask(model, batches: Iterator[Pairs], asked: Iterator[Pairs], steps
 def evaluate(model, batches: list[Pairs]) -> tuple[float, float]:
     """The fraction of right answers, and nats an answer."""
     model.eval()
-    logits, tokens = (torch.cat(parts) for parts in zip(*(answers(model, batch) for batch in batches)))
+    found = [(answer.accuracy(), answer.nats().item()) for answer in (answers(model, batch) for batch in batches)]
     model.train()
-    return (logits.argmax(-1) == tokens).double().mean().item(), F.cross_entropy(logits, tokens).item()
+    accuracy, nats = map(statistics.mean, zip(*found))
+    return accuracy, nats
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from conversion.writing import save_state
 from examples.text_data import encode, mean_nll
-from examples.training import clip_gradients, cosine_with_warmup, parameter_groups
+from examples.training import clip_gradients, cosine_with_warmup, parameter_groups, with_layer_loss
 
 Loss = Callable[[torch.Tensor], torch.Tensor]
 
@@ -141,21 +141,24 @@ def distillation_loss(teacher: PreTrainedModel, student: PreTrainedModel, layers
 
 
 def finetuning_loss(teacher: PreTrainedModel, student: PreTrainedModel, kl_weight: float) -> Loss:
-    """Cross-entropy of the text, with `kl_weight` of it given to the divergence from the teacher's predictions.
+    """Cross-entropy of the text, with `kl_weight` of it given to the divergence from the teacher's predictions; and
+    what the layers of the student add to it.
 
     Leaves gradients to all parameters.
     """
     student.requires_grad_(True)
 
     def loss(batch: torch.Tensor) -> torch.Tensor:
-        logits = student(input_ids=batch[:, :-1], use_cache=False).logits.float().flatten(0, 1)
+        output = student(input_ids=batch[:, :-1], use_cache=False)
+        logits = output.logits.float().flatten(0, 1)
         loss = F.cross_entropy(logits, batch[:, 1:].flatten())
         if kl_weight == 0:
-            return loss
+            return with_layer_loss(loss, output)
         with torch.no_grad():
             wanted = teacher(input_ids=batch[:, :-1], use_cache=False).logits.float().flatten(0, 1)
         wanted, found = wanted.log_softmax(dim=-1), logits.log_softmax(dim=-1)
-        return (1 - kl_weight) * loss + kl_weight * F.kl_div(found, wanted, log_target=True, reduction="batchmean")
+        divergence = F.kl_div(found, wanted, log_target=True, reduction="batchmean")
+        return with_layer_loss((1 - kl_weight) * loss + kl_weight * divergence, output)
 
     return loss
 

@@ -1,8 +1,9 @@
-"""What does a fixed-size memory hold? Associative recall, a phone book, and a needle in a long text.
+"""What does a fixed-size memory hold? Associative and joint recall, a phone book, and a needle in a long text.
 
 Usage:
     python -m examples.recall mqar configuration/interdomain-small configuration/softmax-small   # trained here
     python -m examples.recall mqar configuration/softmax-small --random-filler --hidden-answers --shift 7
+    python -m examples.recall joint configuration/interdomain-small --sizes 6 --smallest 4
     python -m examples.recall phonebook runs/mine --sizes 4 8 16                                 # checkpoints
     python -m examples.recall needle runs/mine --sizes 256 512 1024
 
@@ -11,6 +12,9 @@ from scratch for each number of key-value pairs and measures how often the value
 "Zoology", gaps can hold random tokens (--random-filler) and values of repeated keys can stand in the labels alone
 (--hidden-answers). Sequences that fill their length have one layout, which a layer could learn instead of looking:
 --shift puts random tokens in front, another number of them for each.
+joint (joint recall, the HAX paper, 2025, section 3) does the same where the value of a key depends on the context in
+which it stands: contexts with the values of all keys, then all of it again in other orders. With --levels contexts
+stand in contexts.
 phonebook (Jelassi et al., "Repeat After Me", 2024) lists names with numbers and asks for one of them; needle hides one
 sentence with a number in filler text. Both ask a trained language model by the likelihood of the right number among
 `--choices` numbers, so that chance is known. Each writes a JSON file, a table and a plot.
@@ -20,10 +24,11 @@ from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -34,7 +39,7 @@ from transformers.utils import logging
 from examples.report import labels, write_report
 from examples.saved_model import load, read_config
 from examples.text_data import InputError, check_positive, exit_code, gather_documents
-from examples.training import cosine_with_warmup, parameter_groups
+from examples.training import cosine_with_warmup, parameter_groups, with_layer_loss
 
 NAMES = ["Alice", "Bruno", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "Irene", "James", "Karen", "Louis"]
 NAMES += ["Maria", "Nolan", "Olive", "Peter", "Quinn", "Rosa", "Simon", "Tessa", "Ursula", "Victor", "Wendy", "Zane"]
@@ -46,12 +51,37 @@ FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. Th
 class Pairs(NamedTuple):
     """Token ids `[B, T]`, True `[B, T]` where the value of a key seen before is asked, and the values that are right.
 
-    `labels` None: the value stands there, in `ids`.
+    `labels` None: the value stands there, in `ids`. `mask` `[B, T]`: False for pads; None: there are none.
     """
 
     ids: torch.Tensor
     asked: torch.Tensor
     labels: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+
+
+class Answers(NamedTuple):
+    """Logits `[n, vocab_size]`, the right tokens `[n]` and weights `[n]` of what is asked, and the model's output.
+
+    Each sequence of a batch weighs the same, however much it is asked; the weights add up to 1.
+    """
+
+    logits: torch.Tensor
+    tokens: torch.Tensor
+    weights: torch.Tensor
+    output: Any
+
+    def nats(self) -> torch.Tensor:
+        """An answer, in the mean of a sequence and then of sequences."""
+        return F.cross_entropy(self.logits, self.tokens, reduction="none") @ self.weights
+
+    def loss(self) -> torch.Tensor:
+        """What training minimises."""
+        return with_layer_loss(self.nats(), self.output)
+
+    def accuracy(self) -> float:
+        """Of the likeliest answers, in the same mean."""
+        return ((self.logits.argmax(-1) == self.tokens).float() @ self.weights).item()
 
 
 def mqar_batches(
@@ -75,7 +105,7 @@ def mqar_batches(
         shift: up to so many other values in front, see `shift_rows`.
     """
     batches = _plain_batches(pairs, length, vocab_size, batch_size, generator)
-    for ids, asked, _ in batches:
+    for ids, asked, *_ in batches:
         batch = Pairs(torch.where(asked, 0, ids), asked, ids) if hidden_answers else Pairs(ids, asked)
         if shift:
             batch = shift_rows(batch, shift, vocab_size, generator)
@@ -92,7 +122,7 @@ def shift_rows(batch: Pairs, most: int, vocab_size: int, generator: torch.Genera
     ids = torch.cat([front, batch.ids, torch.zeros_like(front)], dim=1)
     first = torch.randint(most + 1, (rows, 1), generator=generator)
     places = first + torch.arange(length + most)
-    around = (None if x is None else F.pad(x, (most, most)).gather(1, places) for x in batch[1:])
+    around = (None if x is None else F.pad(x, (most, most)).gather(1, places) for x in (batch.asked, batch.labels))
     return Pairs(ids.gather(1, places), *around)
 
 
@@ -117,45 +147,108 @@ def _plain_batches(
         yield Pairs(ids, asked)
 
 
-def answers(model: torch.nn.Module, batch: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits `[n, vocab_size]` and the right tokens `[n]` of everything that is asked."""
+class Joint(NamedTuple):
+    """The shape of joint recall: how many contexts and keys, of how many values, and contexts in how many levels."""
+
+    smallest: int
+    largest: int
+    values: int = 16
+    levels: int = 1
+
+    @property
+    def vocab_size(self) -> int:
+        """Padding, beginning and separator, then values, then as many tokens for each level and for the keys."""
+        return JOINT_SPECIAL + self.values + (self.levels + 1) * self.largest
+
+
+JOINT_SPECIAL = 3
+PAD, BEGIN, SEPARATOR = range(JOINT_SPECIAL)
+
+
+def joint_batches(shape: Joint, batch_size: int, generator: torch.Generator) -> Iterator[Pairs]:
+    """Joint recall (the HAX paper, arXiv 2507.00449, section 3), padded on the right where lengths differ.
+
+    A sequence draws how many contexts there are on each level and how many keys, and a value for each path to a key.
+    Beginning; then the contexts in any order, each followed by those of the next level in any order, the last of them
+    by its keys in any order and their values; separator; and all of that once more in other orders, where the values
+    are asked.
+    """
+    while True:
+        rows = [_joint_row(shape, generator) for _ in range(batch_size)]
+        longest = max(len(ids) for ids, _ in rows)
+        ids = torch.tensor([ids + [PAD] * (longest - len(ids)) for ids, _ in rows])
+        asked = torch.tensor([asked + [False] * (longest - len(asked)) for _, asked in rows])
+        mask = ids != PAD
+        yield Pairs(ids, asked, mask=None if mask.all() else mask)
+
+
+def _joint_row(shape: Joint, generator: torch.Generator) -> tuple[list[int], list[bool]]:
+    """Token ids, and which of them are asked."""
+    sizes = torch.randint(shape.smallest, shape.largest + 1, (shape.levels + 1,), generator=generator).tolist()
+    table = JOINT_SPECIAL + torch.randint(shape.values, sizes, generator=generator)
+
+    def walk(values: torch.Tensor, level: int) -> Iterator[int]:
+        for i in torch.randperm(len(values), generator=generator).tolist():
+            yield JOINT_SPECIAL + shape.values + level * shape.largest + i
+            if values.ndim == 1:
+                yield int(values[i])
+            else:
+                yield from walk(values[i], level + 1)
+
+    told, again = list(walk(table, 0)), list(walk(table, 0))
+    ids = [BEGIN, *told, SEPARATOR, *again]
+    first = JOINT_SPECIAL + shape.values
+    return ids, [place > len(told) + 1 and token < first for place, token in enumerate(ids)]
+
+
+def answers(model: torch.nn.Module, batch: Pairs) -> Answers:
+    """What a model says to everything that is asked."""
     device = next(model.parameters()).device
-    logits = model(input_ids=batch.ids[:, :-1].to(device), use_cache=False).logits
+    mask = None if batch.mask is None else batch.mask[:, :-1].to(device)
+    output = model(input_ids=batch.ids[:, :-1].to(device), attention_mask=mask, use_cache=False)
     asked = batch.asked[:, 1:].to(device)
     right = batch.ids if batch.labels is None else batch.labels
-    return logits[asked].float(), right[:, 1:].to(device)[asked]
+    weights = (asked / asked.sum(1, keepdim=True).clamp(min=1) / len(asked))[asked]
+    return Answers(output.logits[asked].float(), right[:, 1:].to(device)[asked], weights, output)
 
 
-def mqar(config, pairs: int, options: argparse.Namespace) -> float:
+def batches_of(size: int, vocab_size: int, options: argparse.Namespace, seed: int) -> Iterator[Pairs]:
+    """What mqar and joint train on and are asked."""
+    generator = torch.Generator().manual_seed(seed)
+    if options.task == "joint":
+        return joint_batches(joint_shape(size, options), options.batch_size, generator)
+    kind = {name: getattr(options, name) for name in ("random_filler", "hidden_answers", "shift")}
+    length = max(options.length, 4 * size)
+    return mqar_batches(size, length, vocab_size, options.batch_size, generator, **kind)
+
+
+def joint_shape(size: int, options: argparse.Namespace) -> Joint:
+    return Joint(options.smallest or size, size, options.values, options.levels)
+
+
+def train_and_ask(config, size: int, options: argparse.Namespace) -> float:
     """Train a model of the configuration and return the fraction of right answers on new sequences."""
     torch.manual_seed(options.seed)
     model = AutoModelForCausalLM.from_config(config)
     groups = parameter_groups(model, options.learning_rate)
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
     peaks = [group["lr"] for group in optimizer.param_groups]
-    length = max(options.length, 4 * pairs)
-    generator = torch.Generator().manual_seed(options.seed)
-    kind = {name: getattr(options, name) for name in ("random_filler", "hidden_answers", "shift")}
-    batches = mqar_batches(pairs, length, config.vocab_size, options.batch_size, generator, **kind)
-    bar = tqdm(zip(range(options.steps), batches), total=options.steps, desc=f"{pairs} pairs", dynamic_ncols=True)
+    batches = batches_of(size, config.vocab_size, options, options.seed)
+    name = f"{size} {LABELS[options.task]}"
+    bar = tqdm(zip(range(options.steps), batches), total=options.steps, desc=name, dynamic_ncols=True)
     for step, batch in bar:
         for group, peak in zip(optimizer.param_groups, peaks):
             group["lr"] = peak * cosine_with_warmup((step + 1) / options.steps)
-        loss = F.cross_entropy(*answers(model, batch))
+        loss = answers(model, batch).loss()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         bar.set_postfix_str(f"loss {loss.item():.3f}", refresh=False)
     model.eval()
-    generator = torch.Generator().manual_seed(options.seed + 1)
-    batches = mqar_batches(pairs, length, config.vocab_size, options.batch_size, generator, **kind)
-    right, asked = 0, 0
+    batches = batches_of(size, config.vocab_size, options, options.seed + 1)
     with torch.no_grad():
-        for _, batch in zip(range(8), batches):
-            logits, tokens = answers(model, batch)
-            right, asked = right + int((logits.argmax(-1) == tokens).sum()), asked + len(tokens)
-    return right / asked
+        return statistics.mean(answers(model, batch).accuracy() for _, batch in zip(range(8), batches))
 
 
 class Question(NamedTuple):
@@ -228,31 +321,43 @@ def questions_of(task: str, size: int, options: argparse.Namespace) -> list[Ques
     return [needle_question(sentences, size, options.choices, draw) for _ in range(options.questions)]
 
 
-def mqar_config(folder: str, options: argparse.Namespace):
-    changes = {"vocab_size": options.vocab_size, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+def trained_config(folder: str, size: int, options: argparse.Namespace):
+    vocab_size = joint_shape(size, options).vocab_size if options.task == "joint" else options.vocab_size
+    changes = {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     return read_config(Path(folder), **changes)
 
 
-LABELS = {"mqar": "key-value pairs", "phonebook": "entries", "needle": "words of text"}
-SIZES = {"mqar": [4, 8, 16, 32], "phonebook": [4, 8, 16, 32], "needle": [100, 200, 400, 800]}
+LABELS = {
+    "mqar": "key-value pairs",
+    "joint": "contexts and keys",
+    "phonebook": "entries",
+    "needle": "words of text",
+}
+SIZES = {"mqar": [4, 8, 16, 32], "joint": [4, 6, 8], "phonebook": [4, 8, 16, 32], "needle": [100, 200, 400, 800]}
+TRAINED = ("mqar", "joint")  # here, and not before
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("task", choices=LABELS)
-    parser.add_argument("folders", nargs="+", help="mqar: configurations; otherwise models with their tokenizers")
-    parser.add_argument("--sizes", type=int, nargs="+", help="pairs, entries or words (default: the task's)")
+    parser.add_argument("folders", nargs="+", help="mqar, joint: configurations; else models with their tokenizers")
+    parser.add_argument("--sizes", type=int, nargs="+", help="pairs, contexts, entries or words (default: the task's)")
     parser.add_argument("--output", type=Path, default=Path("runs/recall"), help="folder (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    learning = parser.add_argument_group("mqar and joint")
+    learning.add_argument("--steps", type=int, default=400, help="default: %(default)s")
+    learning.add_argument("--batch-size", type=int, default=32, help="default: %(default)s")
+    learning.add_argument("--learning-rate", type=float, default=3e-3, help="default: %(default)s")
     training = parser.add_argument_group("mqar")
-    training.add_argument("--steps", type=int, default=400, help="default: %(default)s")
-    training.add_argument("--batch-size", type=int, default=32, help="default: %(default)s")
     training.add_argument("--length", type=int, default=128, help="tokens a sequence (default: %(default)s)")
     training.add_argument("--vocab-size", type=int, default=256, help="default: %(default)s")
-    training.add_argument("--learning-rate", type=float, default=3e-3, help="default: %(default)s")
     training.add_argument("--random-filler", action="store_true", help="any tokens in the gaps, not one and the same")
     training.add_argument("--hidden-answers", action="store_true", help="what is asked stands in the labels alone")
     training.add_argument("--shift", type=int, default=0, help="up to so many tokens in front (default: %(default)s)")
+    joint = parser.add_argument_group("joint")
+    joint.add_argument("--smallest", type=int, help="contexts and keys, where --sizes are the most (default: as many)")
+    joint.add_argument("--values", type=int, default=16, help="default: %(default)s")
+    joint.add_argument("--levels", type=int, default=1, help="of contexts (default: %(default)s)")
     asking = parser.add_argument_group("phonebook and needle")
     asking.add_argument("--questions", type=int, default=100, help="for each size (default: %(default)s)")
     asking.add_argument("--choices", type=int, default=4, help="numbers to choose from (default: %(default)s)")
@@ -263,11 +368,15 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def run(options: argparse.Namespace) -> None:
     logging.disable_progress_bar()
     sizes = options.sizes or SIZES[options.task]
-    check_positive(options, "steps", "batch_size", "questions")
+    check_positive(options, "steps", "batch_size", "questions", "smallest", "levels")
     if min(sizes) < 1 or options.choices < 2:
         raise InputError("--sizes must be positive and --choices at least 2.")
     if options.shift < 0:
         raise InputError(f"--shift must not be negative, not {options.shift}.")
+    if options.task == "joint" and (options.smallest or 1) > min(sizes):
+        raise InputError(f"--smallest {options.smallest} is more than {min(sizes)}, the least of --sizes.")
+    if options.values < 2:
+        raise InputError(f"--values must be at least 2, not {options.values}.")
     if options.task == "phonebook" and min(sizes) < options.choices:
         raise InputError(f"A phone book of {min(sizes)} entries has no {options.choices} numbers to choose from.")
     if options.task == "phonebook" and max(sizes) > len(PEOPLE):
@@ -280,14 +389,14 @@ def run(options: argparse.Namespace) -> None:
     names = labels(options.folders)
     curves: dict[str, dict[float, float]] = {name: {} for name in names}
     for size in sizes:
-        questions = [] if options.task == "mqar" else questions_of(options.task, size, options)
+        questions = [] if options.task in TRAINED else questions_of(options.task, size, options)
         for name, folder in zip(names, options.folders):
-            if options.task == "mqar":
-                found = mqar(mqar_config(folder, options), size, options)
+            if options.task in TRAINED:
+                found = train_and_ask(trained_config(folder, size, options), size, options)
             else:
                 found = accuracy(folder, questions)
             curves[name][float(size)] = found
-    chance = 2 / options.vocab_size if options.task == "mqar" else 1 / options.choices
+    chance = {"mqar": 2 / options.vocab_size, "joint": 1 / options.values}.get(options.task, 1 / options.choices)
     settings = {name: value for name, value in vars(options).items() if isinstance(value, (int, float, str))}
     print(write_report(options.task, curves, options.output, LABELS[options.task], "accuracy", **settings))
     print(f"Chance is {chance:.3f}.")

@@ -164,7 +164,11 @@ def _random_windows(
 def next_token_nll(model: torch.nn.Module, windows: torch.Tensor) -> torch.Tensor:
     """Negative log-likelihood [B, T], in nats and float32, of the last T tokens of windows [B, T + 1]."""
     windows = windows.to(next(model.parameters()).device)
-    logits = model(input_ids=windows[:, :-1], use_cache=False).logits
+    return nll_of_logits(model(input_ids=windows[:, :-1], use_cache=False).logits, windows)
+
+
+def nll_of_logits(logits: torch.Tensor, windows: torch.Tensor) -> torch.Tensor:
+    """The same of logits [B, T, vocab_size] that were made of the first T tokens."""
     return F.cross_entropy(logits.float().transpose(1, 2), windows[:, 1:], reduction="none")
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 
-from examples.text_data import InputError, next_token_nll
+from examples.text_data import InputError, nll_of_logits
 from modeling_interdomain import ChosenExperts
 
 # What sets the time scales and the mixing of the state: a step too large makes it forget or explode.
@@ -145,6 +145,19 @@ def cosine_with_warmup(progress: float, warmup: float = 0.05, final: float = 0.1
     return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * decayed))
 
 
+def with_layer_loss(loss: torch.Tensor, output: Any) -> torch.Tensor:
+    """A loss that was made of the logits of `output`, in training with what the layers of the model add to it."""
+    added = getattr(output, "layer_loss", None)
+    return loss if added is None else loss + added.to(loss.device)
+
+
+def next_token_loss(model: torch.nn.Module, windows: torch.Tensor) -> torch.Tensor:
+    """What training minimises on windows [B, T + 1]: nats a token, and what the layers add."""
+    windows = windows.to(next(model.parameters()).device)
+    output = model(input_ids=windows[:, :-1], use_cache=False)
+    return with_layer_loss(nll_of_logits(output.logits, windows).mean(), output)
+
+
 def train(
     model: torch.nn.Module,
     batches: Iterable[torch.Tensor],
@@ -184,7 +197,7 @@ def train(
         for group, peak in zip(optimizer.param_groups, peaks):
             group["lr"] = peak * factor
         with torch.autocast(device_type, autocast_dtype, enabled=autocast_dtype is not None):
-            loss = next_token_nll(model, batch).mean()
+            loss = next_token_loss(model, batch)
         value = loss.item()
         if not math.isfinite(value):
             raise FloatingPointError(f"The loss is {value} at step {step + 1}: try a smaller learning rate.")

@@ -92,9 +92,11 @@ class InterdomainModelOutput(BaseModelOutputWithPast):
 
 @dataclass
 class InterdomainCausalLMOutput(CausalLMOutputWithPast):
-    """With `aux_loss`, the sum of `auxiliary_losses`, of which `config.aux_loss_coef` times as much is part of `loss`;
-    of the sum of `ranking_losses` it is `config.ranking_loss_coef` times as much."""
+    """With `layer_loss`, in training what the layers add to the loss: `config.aux_loss_coef` times `aux_loss`, the sum
+    of `auxiliary_losses`, and `config.ranking_loss_coef` times the sum of `ranking_losses`. It is part of `loss`, and a
+    loss of one's own, made of the logits, adds it itself."""
 
+    layer_loss: torch.Tensor | None = None
     aux_loss: torch.Tensor | None = None
     auxiliary_losses: tuple[torch.Tensor, ...] | None = None
     ranking_losses: tuple[torch.Tensor, ...] | None = None
@@ -105,6 +107,7 @@ class InterdomainCausalLMOutput(CausalLMOutputWithPast):
 class InterdomainClassifierOutput(SequenceClassifierOutputWithPast):
     """As `InterdomainCausalLMOutput`."""
 
+    layer_loss: torch.Tensor | None = None
     aux_loss: torch.Tensor | None = None
     auxiliary_losses: tuple[torch.Tensor, ...] | None = None
     ranking_losses: tuple[torch.Tensor, ...] | None = None
@@ -229,26 +232,27 @@ class InterdomainPreTrainedModel(PreTrainedModel):
             if getattr(module, "bias", None) is not None:
                 init.zeros_(module.bias)
 
-    def _ask_for_losses(self, labels: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
+    def _ask_for_losses(self, kwargs: dict[str, Any]) -> None:
         """In training, have the forward hand on what layers add to the loss."""
-        if labels is None or not self.training:
+        if not self.training:
             return
         for name, (kind, _) in _LAYER_LOSSES.items():
             if any(isinstance(m, kind) for m in self.modules()):
                 check_checkpointing(self.modules())
                 kwargs[f"output_{name}"] = True
 
-    def _add_layer_losses(self, loss, outputs, part=1, whole=1) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The loss, in training with its part of what the layers add to it; and the sum of the auxiliary losses."""
-        totals = {}
+    def _layer_losses(self, outputs) -> dict[str, torch.Tensor | None]:
+        """`layer_loss` and `aux_loss`."""
+        layer_loss, totals = None, {}
         for name, (_, coefficient) in _LAYER_LOSSES.items():
             losses = getattr(outputs, name)
             if not losses:
                 continue
             totals[name] = total = sum(x.to(losses[-1].device) for x in losses)
-            if loss is not None and self.training:
-                loss = loss + (getattr(self.config, coefficient) * total).to(loss.device) * part / whole
-        return loss, totals.get("auxiliary_losses")
+            if self.training:
+                scaled = getattr(self.config, coefficient) * total
+                layer_loss = scaled if layer_loss is None else layer_loss + scaled.to(layer_loss.device)
+        return {"layer_loss": layer_loss, "aux_loss": totals.get("auxiliary_losses")}
 
     @staticmethod
     def create_masks_for_generate(
@@ -454,7 +458,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
             >>> tokenizer = AutoTokenizer.from_pretrained("outputs/quickstart")
             >>> ids = model.generate(**tokenizer("def main", return_tensors="pt"), max_new_tokens=20)
         """
-        self._ask_for_losses(labels, kwargs)
+        self._ask_for_losses(kwargs)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -469,11 +473,11 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        added = self._layer_losses(outputs)
         share = _share(labels, kwargs.get("shift_labels"), kwargs.get("num_items_in_batch"))
-        loss, aux_loss = self._add_layer_losses(loss, outputs, *share)
         return InterdomainCausalLMOutput(
-            loss=loss,
-            aux_loss=aux_loss,
+            loss=_together(loss, added["layer_loss"], *share),
+            **added,
             auxiliary_losses=outputs.auxiliary_losses,
             ranking_losses=outputs.ranking_losses,
             chosen_experts=outputs.chosen_experts,
@@ -678,7 +682,7 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
             inputs_embeds, input_ids, use_cache = torch.cat([inputs_embeds, cls_token], dim=1), None, False
             real = torch.cat([real, real.new_ones(batch, 1)], dim=1)
             attention_mask = None if bool(real.all()) else real.long()
-        self._ask_for_losses(labels, kwargs)
+        self._ask_for_losses(kwargs)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -695,10 +699,10 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
-        loss, aux_loss = self._add_layer_losses(loss, outputs)
+        added = self._layer_losses(outputs)
         return InterdomainClassifierOutput(
-            loss=loss,
-            aux_loss=aux_loss,
+            loss=_together(loss, added["layer_loss"]),
+            **added,
             auxiliary_losses=outputs.auxiliary_losses,
             ranking_losses=outputs.ranking_losses,
             chosen_experts=outputs.chosen_experts,
@@ -748,6 +752,13 @@ def _share(labels, shift_labels, items: torch.Tensor | int | None) -> tuple[Any,
         return 1, 1
     counted = labels[:, 1:] if shift_labels is None else shift_labels
     return (counted != -100).sum(), items
+
+
+def _together(loss, layer_loss, part=1, whole=1) -> torch.Tensor | None:
+    """The loss with what the layers add to it."""
+    if loss is None or layer_loss is None:
+        return loss
+    return loss + layer_loss.to(loss.device) * part / whole
 
 
 def _is_at_hand(seen: int | torch.Tensor) -> bool:

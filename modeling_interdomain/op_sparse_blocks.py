@@ -71,9 +71,10 @@ class _Attention(torch.autograd.Function):
 def _attend(query, key, value, passes: list[Pass]) -> tuple[torch.Tensor, torch.Tensor]:
     """Output `[N T, D]`, and the logarithm of the sum of every row, infinite where there is nothing to sum."""
     sums = [_sums(one, query, key, value) for one in passes]
-    tokens = query.shape[0]
+    if torch.compiler.is_compiling():  # a number of parts is fixed in a graph, and with it the length
+        return _merged([_in_order(one, x, slice(None)) for one, x in zip(passes, sums, strict=True)])
+    tokens, step = query.shape[0], tokens_at_once(value)
     output, log_sums = value.new_empty(tokens, value.shape[1]), value.new_empty(tokens)
-    step = tokens if torch.compiler.is_compiling() else tokens_at_once(value)
     for start in range(0, tokens, step):
         part = slice(start, min(start + step, tokens))
         output[part], log_sums[part] = _merged([_in_order(one, x, part) for one, x in zip(passes, sums, strict=True)])

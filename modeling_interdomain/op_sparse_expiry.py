@@ -30,10 +30,11 @@ def selection(stream: Stream, size: int) -> Selection:
     length, k = stream.scores.shape[1], stream.selected_keys
     order = _order(stream)
     rank = torch.empty_like(order).scatter_(1, order, torch.arange(length, device=order.device).expand_as(order))
-    own = _padded(rank[:, stream.past :], size, length + 1).unflatten(1, (-1, size))
+    own = _padded(rank[:, stream.past :], size, length + 1)
+    own = own.view(len(own), own.shape[1] // size, size)
     best = _best_before(rank[:, : stream.past], own, k, length)
     expiry = rank.new_full((rank.shape[0], length + 1), length)
-    order = torch.nn.functional.pad(order, (0, 2), value=length)
+    order = _extended(order, 2, length)
     keys = order.gather(1, torch.cat([best, own], dim=2).flatten(1))
     starts = stream.past + size * torch.arange(own.shape[1], device=own.device)[:, None]
     leaves = _leaving(own, best, k)
@@ -42,7 +43,7 @@ def selection(stream: Stream, size: int) -> Selection:
     if stream.ends is not None:
         expiry[:, :length] = torch.minimum(expiry[:, :length], stream.ends)
     expiry[:, :length].masked_fill_(stream.scores == -torch.inf, 0)
-    expiry[:, length] = 0
+    expiry[:, -1] = 0
     return Selection(expiry, order.gather(1, best.flatten(1)).view_as(best))
 
 
@@ -78,7 +79,7 @@ def _best_before(past: torch.Tensor, own: torch.Tensor, k: int, none: int) -> to
 def _smallest(ranks: torch.Tensor, k: int, none: int) -> torch.Tensor:
     """The k smallest of the last axis, ascending."""
     if ranks.shape[-1] < k:
-        ranks = torch.nn.functional.pad(ranks, (0, k - ranks.shape[-1]), value=none)
+        ranks = _extended(ranks, k - ranks.shape[-1], none)
     return ranks.topk(k, dim=-1, largest=False, sorted=True).values.clamp(max=none)
 
 
@@ -99,7 +100,13 @@ def _leaving(own: torch.Tensor, best: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _padded(x: torch.Tensor, size: int, value) -> torch.Tensor:
-    return torch.nn.functional.pad(x, (0, -x.shape[1] % size), value=value)
+    """To a whole number of chunks, written so that a graph of any length knows it to be one."""
+    return _extended(x, -(-x.shape[1] // size) * size - x.shape[1], value)
+
+
+def _extended(x: torch.Tensor, count: int, value) -> torch.Tensor:
+    """With `count` more on the last axis. A pad of the library takes no length for its value: a graph would fix it."""
+    return torch.cat([x, x.new_full((*x.shape[:-1], count), value)], dim=-1)
 
 
 class Sorted(NamedTuple):

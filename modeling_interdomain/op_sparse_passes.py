@@ -113,6 +113,8 @@ def _best_pass(stream: Stream, best: Selection) -> Pass:
 
 def _equal_runs(keys: torch.Tensor) -> list[Run]:
     rows, width = keys.shape
+    if torch.compiler.is_compiling():  # a number of runs is fixed in a graph, and with it the length
+        return [Run(slice(0, rows), slice(0, rows))]
     step = _at_once(width, keys.device)
     return [Run(slice(i, min(i + step, rows)), slice(i, min(i + step, rows))) for i in range(0, rows, step)]
 
@@ -130,17 +132,20 @@ def _bin_pass(stream: Stream, parts: list[Sorted], best: Selection | None) -> Pa
     this, device = parts[-1], stream.key.device
     heads, length = this.keys.shape
     asked = this.queries.shape[1]
-    pad = -asked % BLOCK
-    order, first, last = (_repeat_last(x, pad).view(-1, BLOCK) for x in (this.queries, this.first, this.last))
-    real = torch.arange(asked + pad, device=device).view(-1, BLOCK).repeat(heads, 1) < asked
+    chunks = -(-asked // BLOCK)
+    pad = chunks * BLOCK - asked
+    order, first, last = (
+        _repeat_last(x, pad).view(heads * chunks, BLOCK) for x in (this.queries, this.first, this.last)
+    )
+    real = torch.arange(chunks * BLOCK, device=device).view(chunks, BLOCK).repeat(heads, 1) < asked
     last = torch.where(real, last, first)  # a place without a query sees nothing
-    head = torch.arange(heads, device=device).repeat_interleave((asked + pad) // BLOCK)
+    head = torch.arange(heads, device=device).repeat_interleave(chunks)
     blocks, tiles, runs = _tiles(first, last, part_keys=stream.bins[len(parts) - 1].keys, length=length, heads=heads)
     slots = tiles[:, None] * BLOCK + torch.arange(BLOCK, device=device)
     flat = slots.clamp(max=length - 1) + (head[blocks] * length)[:, None]
     keys = this.keys.flatten()[flat] + (head[blocks] * length)[:, None]
     queries = order + (head * asked)[:, None]
-    slot_of = torch.arange(heads * (asked + pad), device=device).view(heads, -1)[:, :asked]
+    slot_of = torch.arange(heads * chunks * BLOCK, device=device).view(heads, chunks * BLOCK)[:, :asked]
     places = torch.empty_like(this.queries).scatter_(1, this.queries, slot_of).flatten()
     dtype = stream.query.dtype
     until = None if best is None else best.expiry[:, :length].flatten()[keys].to(dtype)

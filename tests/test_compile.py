@@ -83,6 +83,7 @@ THOROUGH = [
     ("cheems", "training masked", "aot_eager"),
     ("cheems", "prefill masked", "aot_eager"),
     ("cheems", "training with ends", "inductor"),
+    ("hax", "prefill masked", "aot_eager"),
     ("interdomain-softmax", "training masked", "inductor"),
     ("interdomain-softmax", "prefill masked", "inductor"),
 ]
@@ -103,7 +104,9 @@ def test_one_graph_for_every_length(name, run, backend, make_model, random_ids):
     try:
         for length in LENGTHS:
             ids = random_ids(2, length, seed=length)
+            torch.manual_seed(length)  # some layers draw in training
             expected = function(model, kind, ids)
+            torch.manual_seed(length)
             found = function(compiled, kind, ids)
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
         assert counter.frame_count == 2

@@ -133,8 +133,8 @@ def test_the_kinds_of_sequences_ask_the_same():
         assert torch.equal(every.ids[row, behind][given], hidden.ids[row][given]) and (every.ids[row] != 0).all()
     assert starts == set(range(8)) and moved.ids.shape == (50, 39)
     logits = F.one_hot(every.labels[:, 1:], 64).float()
-    found, tokens = recall.answers(Fixed(lambda ids: logits, 64), every)
-    assert len(tokens) == 300 and torch.equal(found.argmax(-1), tokens)
+    found = recall.answers(Fixed(lambda ids: logits, 64), every)
+    assert len(found.tokens) == 300 and found.accuracy() == pytest.approx(1.0)
 
 
 def test_a_model_that_looks_keys_up_is_right():
@@ -147,8 +147,58 @@ def test_a_model_that_looks_keys_up_is_right():
         return logits
 
     batch = next(recall.mqar_batches(6, 32, 64, 5, torch.Generator().manual_seed(0)))
-    logits, tokens = recall.answers(Fixed(lookup, 64), batch)
-    assert len(tokens) == 30 and torch.equal(logits.argmax(-1), tokens)
+    found = recall.answers(Fixed(lookup, 64), batch)
+    assert len(found.tokens) == 30 and found.accuracy() == pytest.approx(1.0)
+
+
+def read_joint(row, asked, shape):
+    """By path the values that are told, and those that are asked: contexts of each level, then the key."""
+    first, halves, path = 3 + shape.values, [{}, {}], []
+    assert row[0] == 1 and row.count(1) == row.count(2) == 1
+    half = 0
+    for place, token in enumerate(row[1:], start=1):
+        assert asked[place] == (half == 1 and 3 <= token < first)
+        if token == 2:
+            half = 1
+        elif token < first:
+            assert len(path) == shape.levels + 1 and tuple(path) not in halves[half]
+            halves[half][tuple(path)] = token
+        else:
+            level, number = divmod(token - first, shape.largest)
+            path = [*path[:level], number]
+    return halves
+
+
+@pytest.mark.parametrize("shape", [recall.Joint(2, 4, 5), recall.Joint(3, 3, 7, levels=2)], ids=["drawn", "levels"])
+def test_joint_recall_tells_every_value_once_and_asks_it_in_other_orders(shape):
+    batch = next(recall.joint_batches(shape, 40, torch.Generator().manual_seed(0)))
+    assert batch.ids.max() < shape.vocab_size and (batch.mask is None) == (shape.smallest == shape.largest)
+    sizes, orders, values, turned = set(), set(), set(), 0
+    for row, (ids, asked) in enumerate(zip(batch.ids, batch.asked)):
+        real = int((ids != 0).sum())
+        assert ids[real:].eq(0).all() and not asked[real:].any()
+        assert batch.mask is None or batch.mask[row].sum() == real == batch.mask[row, :real].sum()
+        told, wanted = read_joint(ids[:real].tolist(), asked.tolist(), shape)
+        assert told == wanted
+        turned += list(told) != list(wanted)
+        by_level = [len({path[level] for path in told}) for level in range(shape.levels + 1)]
+        assert len(told) == math.prod(by_level) == asked.sum()
+        sizes.add(tuple(by_level))
+        orders.add(tuple(told))
+        values |= set(told.values())
+    drawn = range(shape.smallest, shape.largest + 1)
+    assert len(sizes) == len(drawn) ** (shape.levels + 1) and len(orders) > 20
+    assert len(values) == shape.values and turned > 30
+
+
+def test_sequences_weigh_the_same_however_much_they_are_asked():
+    ids = torch.tensor([[1, 5, 4, 5, 4, 5, 4], [1, 5, 4, 0, 0, 0, 0]])
+    asked = torch.tensor([[0, 0, 1, 0, 1, 0, 1], [0, 0, 1, 0, 0, 0, 0]]).bool()
+    model = Fixed(lambda ids: torch.eye(6)[4] * torch.tensor([[1.0], [-1.0]])[..., None].expand(2, ids.shape[1], 1), 6)
+    found = recall.answers(model, recall.Pairs(ids, asked, mask=ids != 0))
+    assert found.accuracy() == pytest.approx(0.5)
+    nats = [math.log(5 + math.exp(x)) - x for x in (1, -1)]
+    assert found.nats().item() == pytest.approx(sum(nats) / 2, rel=1e-5) == found.loss().item()
 
 
 @pytest.mark.parametrize(("steps", "least"), [(5, 0.0), pytest.param(600, 0.6, marks=pytest.mark.slow)])
@@ -162,6 +212,15 @@ def test_mqar_learns_to_look_keys_up(tmp_path, steps, least):
     record = json.loads((tmp_path / "mqar.json").read_text())
     assert least < record["curves"]["small"]["2"] <= 1 and record["steps"] == steps
     assert (tmp_path / "mqar.png").exists()
+
+
+def test_joint_recall_is_trained_and_asked(tmp_path, capsys):
+    config = tmp_path / "small"
+    InterdomainConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=1, state_size=8).save_pretrained(config)
+    arguments = ["joint", str(config), "--sizes", "3", "--smallest", "2", "--values", "4", "--steps", "3"]
+    assert recall.main([*arguments, "--batch-size", "8", "--output", str(tmp_path)]) == 0
+    assert "Chance is 0.250" in capsys.readouterr().out
+    assert 0 <= json.loads((tmp_path / "joint.json").read_text())["curves"]["small"]["3"] <= 1
 
 
 def test_the_phone_book_asks_for_a_number_that_it_lists():
@@ -218,6 +277,9 @@ MISTAKES = {
     "needles": (["needle", "CONFIG", "--choices", "100000"], "--choices is at most 90,000 for a needle"),
     "sizes": (["needle", "CONFIG", "--sizes", "0"], "--sizes must be positive"),
     "steps": (["mqar", "CONFIG", "--steps", "0"], "--steps must be positive, not 0"),
+    "smallest": (["joint", "CONFIG", "--sizes", "4", "6", "--smallest", "5"], "--smallest 5 is more than 4"),
+    "values": (["joint", "CONFIG", "--values", "1"], "--values must be at least 2, not 1"),
+    "levels": (["joint", "CONFIG", "--levels", "0"], "--levels must be positive, not 0"),
     "shift": (["mqar", "CONFIG", "--shift", "-1"], "--shift must not be negative, not -1"),
 }
 

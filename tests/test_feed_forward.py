@@ -9,6 +9,8 @@ from torch import nn
 from torch.utils import _pytree
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
+from examples.text_data import next_token_nll
+from examples.training import next_token_loss
 from modeling_interdomain import (
     AuxiliaryLoss,
     InterdomainConfig,
@@ -107,7 +109,12 @@ def test_they_are_added_in_training_alone(balanced, random_ids, assert_same):
     trained = balanced.train()(ids, labels=ids)
     assert_same(trained.auxiliary_losses, asked.auxiliary_losses)
     assert_same(trained.loss, alone.loss + 0.5 * asked.aux_loss)
-    assert balanced(ids).aux_loss is None  # nothing to add it to
+    assert alone.layer_loss is None and asked.layer_loss is None
+    mine = balanced(ids)  # for a loss of one's own
+    assert mine.loss is None
+    assert_same(mine.layer_loss, 0.5 * asked.aux_loss)
+    shorter = balanced(ids[:, :-1]).layer_loss
+    assert_same(next_token_loss(balanced, ids), next_token_nll(balanced, ids).mean() + shorter)
 
 
 def test_the_gradient_is_that_of_the_sum(balanced, random_ids, assert_same):

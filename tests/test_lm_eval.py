@@ -27,6 +27,7 @@ from tests.test_examples import WORDS, some_documents
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED = REPOSITORY.parent / "shared" / "data"
 MIXERS = ["interdomain", "interdomain-softmax", "s4d", "softmax", "cheems"]
+SLOW = "hax"
 COMMONSENSE = ["piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "social_iqa", "boolq", "lambada_openai"]
 TASKS = ["commonsense", "lambada_standard", "wikitext", "recall", "triviaqa", "longdocs"]
 METRICS = {
@@ -149,7 +150,7 @@ def folders(make_model, tmp_path_factory):
     parent = tmp_path_factory.mktemp("models")
     tokenizer = text_data.train_tokenizer(some_documents(), vocab_size=300)
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    for name in MIXERS:
+    for name in (*MIXERS, SLOW):
         model = make_model(name, dtype=torch.float32, vocab_size=300, max_position_embeddings=128, **ids)
         model.save_pretrained(parent / name)
         tokenizer.save_pretrained(parent / name)
@@ -271,6 +272,15 @@ def test_likelihoods_are_those_of_a_plain_forward(name, folders, manager, single
                     scores = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])
                 expected.append(scores[len(context) - 1 :].sum().item())
     assert single[name][0][: len(expected)] == pytest.approx(expected, rel=0, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_sparse_branch_answers_in_batches_as_alone(folders, manager):
+    alone, together = (
+        answers(evaluate(folders / SLOW, manager, batch_size=size, max_batch_size=8)["samples"]) for size in (1, 4)
+    )
+    assert len(alone[0]) > 30 and together[0] == pytest.approx(alone[0], rel=0, abs=1e-4)
+    assert len(alone[1]) == 7 and any(alone[1]) and together[1] == alone[1]
 
 
 # Other processes.

@@ -168,6 +168,13 @@ def test_what_is_said_of_the_papers_comparison():
     loss = {name: [score(row) for row in condition_study.best_runs(runs, name)] for name in condition_study.CONDITIONS}
     ours, s4d = loss["interdomain"], loss["s4d"]
     assert min(ours) < max(s4d) and min(s4d) < max(ours), "as close together as the seeds of each"
+    started = {name: loss[f"{name}, recall"] for name in condition_study.RECURRENT}
+    gain = {name: math.exp(min(loss[name]) - max(losses)) - 1 for name, losses in started.items()}
+    assert len(started["interdomain"]) == len(started["s4d"]) == 2 and gain["interdomain"] > 0.1
+    assert math.exp(max(started["interdomain"]) - min(started["s4d"])) < 0.94
+    assert min(gain["interdomain-norope"], gain["single-input"]) > 0.09
+    assert 0 < gain["s4d"] < 0.05 < gain["linear-readout"] and gain["s4d-rope"] < 0
+    assert 0.01 < math.exp(min(ours) - max(loss["interdomain, posterior"])) - 1 < 0.02
     assert min(loss["softmax"]) > max(loss_ for name in loss if name != "softmax" for loss_ in loss[name])
     late = {row["condition"]: row for row in longer}
     assert score(late["s4d"]) < score(late["interdomain"]) < score(late["softmax"])

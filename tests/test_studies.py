@@ -16,6 +16,7 @@ from benchmarks import (
     condition_study,
     conversion_study,
     image_study,
+    joint_study,
     longer_study,
     readme,
     recall_study,
@@ -94,7 +95,7 @@ def test_the_best_learning_rate_of_a_condition_is_run_with_the_other_seeds():
     planned = list(condition_study.plan([]))
     starts, first = (
         planned[: -len(rates) * len(condition_study.CONDITIONS)],
-        planned[len(condition_study.RECURRENT) + 2 :],
+        planned[len(condition_study.RECURRENT) + len(condition_study.SECOND) :],
     )
     assert all(item["condition"].endswith(", recall") and item["learning_rate"] == rates[0] for item in starts)
     assert len(first) == len(rates) * len(condition_study.CONDITIONS)
@@ -152,6 +153,37 @@ def test_the_longer_study_takes_the_best_rates_of_the_shorter(monkeypatch):
     some = longer_study.table({"training": longer_study.TRAINING, "runs": runs[:4], "machine": machine})
     assert "| 4,096,000 | 1.0 | 1.0 | 1.5 | 0.5 | not run | +0.0% | not run |" in some
     assert "| s4d | 2.0 | 2.0 | 3.0 | +50.0% |" in table
+
+
+def test_joint_recall_begins_with_what_says_most_and_asks_for_all_in_the_end():
+    planned = list(joint_study.plan([]))
+    first, second = planned[:8], planned[8:10]
+    assert {(x["core"], x["condition"]) for x in first} == set(itertools.product(*joint_study.FIRST[::-1]))
+    assert {x["condition"] for x in second} == {"+KS"}
+    assert {x["learning_rate"] for x in planned[:30]} == {joint_study.LEARNING_RATES[0]}
+    every = itertools.product(joint_study.CONDITIONS, joint_study.CORES, joint_study.LEARNING_RATES, joint_study.SEEDS)
+    assert {tuple(x.values()) for x in planned} == set(every)
+    assert len(joint_study.CONDITIONS) == 10 == len(joint_study.PAPER["Mamba-2"])
+
+
+def test_joint_recall_is_run_and_its_table_takes_the_better_rate(monkeypatch):
+    monkeypatch.setitem(recall_study.TRAINING, "held_out_batches", 1)
+    row = joint_study.run_condition("+HAX", "ssd", 1e-3, 0, steps=1)
+    assert 0 <= row["accuracy"] <= 1 and row["failed"] is None and row["state_sizes"]["sparse"] > 0
+    assert joint_study.LENGTH == joint_study.SHAPE["max_position_embeddings"] == 74
+    model = joint_study.make_model("Samba", "s4d").eval()
+    assert model.config.mixers_per_layer == ["s4d", "softmax"]
+    _, keywords = joint_study.see_latest(None, (torch.zeros(1, 40, 8),), {"attention_mask": None})
+    mask = keywords["attention_mask"][0, 0]
+    assert mask.sum(1).tolist() == [min(i + 1, joint_study.KEYS) for i in range(40)] and not mask.triu(1).any()
+    runs = [
+        joint_study.item("base", "ssd", rate, seed) | {"accuracy": accuracy}
+        for rate, seed, accuracy in ((3e-3, 0, 0.5), (1e-3, 1, 0.75), (1e-3, 0, 0.625))
+    ]
+    machine = dict.fromkeys(("cpu", "threads", "torch", "transformers", "commit", "date", "command"), "x")
+    table = joint_study.table({"training": joint_study.TRAINING, "runs": runs, "machine": machine})
+    assert "| base | 62.5%, 75.0% | not run | not run | 16.3% | 36.6% |" in table
+    assert "| Samba | not run | not run | not run | 6.3% |  |" in table
 
 
 def test_every_condition_is_a_configuration_of_one_size():
