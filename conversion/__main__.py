@@ -7,6 +7,7 @@ python -m conversion from-mamba2 SOURCE TARGET     a Mamba-2 of Transformers, th
 python -m conversion to-mamba2 SOURCE TARGET       and back
 python -m conversion add-sparse SOURCE TARGET      sparse attention (HAX) beside the recurrent layers, the same logits
 python -m conversion from-training SOURCE TARGET   the weights of a training run as a folder that loads anywhere
+python -m conversion reduce SOURCE TARGET --state-size 16   fewer modes, refit: a smaller state, nothing trained
 python -m conversion check FOLDER                  whether a folder loads, fits its configuration, and generates
 """
 
@@ -16,7 +17,17 @@ from collections.abc import Sequence
 
 from transformers.utils import logging
 
-from conversion import add_sparse, check, from_llama, from_mamba, from_mamba2, from_training, to_mamba, to_mamba2
+from conversion import (
+    add_sparse,
+    check,
+    from_llama,
+    from_mamba,
+    from_mamba2,
+    from_training,
+    reduce,
+    to_mamba,
+    to_mamba2,
+)
 from examples.text_data import exit_code
 
 COMMANDS = {
@@ -27,6 +38,7 @@ COMMANDS = {
     "to-mamba2": to_mamba2,
     "add-sparse": add_sparse,
     "from-training": from_training,
+    "reduce": reduce,
     "check": check,
 }
 

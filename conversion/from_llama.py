@@ -86,12 +86,12 @@ def source_folder(source: str) -> Path:
         raise InputError(f"{source} is neither a folder nor a model of the Hub that could be downloaded.") from error
 
 
-def read_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase:
-    """A tokenizer whose tokens the model knows, and that can end a document."""
+def read_tokenizer(folder: Path, vocab_size: int, option: str = "--data") -> PreTrainedTokenizerBase:
+    """A tokenizer whose tokens the model knows, and that can end a document; `option` is what asks for it."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"{folder} has no tokenizer, which --data needs.") from error
+        raise InputError(f"{folder} has no tokenizer, which {option} needs.") from error
     if tokenizer.eos_token_id is None:
         raise InputError(f"The tokenizer in {folder} has no eos token to put between documents.")
     if len(tokenizer) > vocab_size:

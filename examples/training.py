@@ -23,8 +23,9 @@ from modeling_interdomain import ChosenExperts
 # What sets the time scales and the mixing of the state: a step too large makes it forget or explode.
 RECURRENCE_PARAMETERS = ("log_dt", "log_a_real", "a_imag", "B", "C", "readout")
 # Of the Fourier features: a spectral density is not pulled towards zero. Nor is what multiplies a value (the table of a
-# dynamic mask, inner values), nor the keys by which one is chosen, nor the rates of a selective scan.
-UNDECAYED = ("frequencies", "phases", "weights", "cls_token", "table", "keys", "values", "A_log")
+# dynamic mask, inner values), nor the keys by which one is chosen, nor the rates of a selective scan, nor the
+# state that a layer begins with.
+UNDECAYED = ("frequencies", "phases", "weights", "cls_token", "table", "keys", "values", "A_log", "state")
 # An expert that few tokens choose would have faded when one does.
 EXPERTS = ("expert_keys", "expert_down", "expert_up")
 

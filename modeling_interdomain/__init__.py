@@ -3,6 +3,7 @@
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from .cache_interdomain import InterdomainCache, InterdomainStaticCache
+from .cache_state_tuning import add_learned_state, load_learned_state, save_learned_state
 from .cache_store import StateStore
 from .configuration_interdomain import InterdomainConfig
 from .feed_forward_cdmoe import ChosenExperts
@@ -34,14 +35,17 @@ __all__ = [
     "InterdomainStaticCache",
     "StateStore",
     "TokenMixer",
+    "add_learned_state",
     "interdomain_attention",
     "interdomain_attention_map",
     "interdomain_step",
     "join_states",
+    "load_learned_state",
     "mask_span",
     "register_feed_forward",
     "register_token_mixer",
     "remove_span",
+    "save_learned_state",
     "selective_scan",
     "selective_scan_step",
     "sequence_piece",

@@ -25,7 +25,9 @@ _WITHOUT_EFFECT = {
     "tie_word_embeddings",
     "use_cache",
 }
-# How an adapter library's layers (PEFT's) are switched at the moment.
+# What stands in the names of weights that an adapter library's layers (PEFT's) have wrapped.
+_AROUND = ("base_layer", "original_module")
+# How these layers are switched at the moment.
 _SWITCHES = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 
 
@@ -71,6 +73,25 @@ def model_fingerprint(model: nn.Module) -> str:
         if hasattr(module, "active_adapters")
     ]
     return _sha256(json.dumps([config, weights, switches], sort_keys=True, default=str).encode())
+
+
+def base_fingerprint(model: nn.Module) -> str:
+    """A hash of the weights of a model as it was before adapters and learned states were added.
+
+    It is the same for a model in float32 and that model in bfloat16, of whose weights it sees as much.
+
+    Raises:
+        ValueError: when there is no Interdomain model, or its weights are not at hand.
+    """
+    decoder = decoder_of(model)
+    with torch.device("meta"):
+        own = {name for name, _ in type(decoder)(decoder.config).named_parameters() if "first_state" not in name}
+    found = {}
+    for name, x in decoder.named_parameters():
+        plain = ".".join(part for part in name.split(".") if part not in _AROUND)
+        if plain in own:
+            found[plain] = x.detach() if x.is_meta or hasattr(x, "full_tensor") else x.detach().to(torch.bfloat16)
+    return _hash(found)
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

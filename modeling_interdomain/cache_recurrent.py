@@ -14,7 +14,8 @@ class Record(NamedTuple):
     """What moves a layer on from `windows` and `states`, kept so that the last tokens can be taken back.
 
     Attributes:
-        windows, states: before the first recorded token; None where it was the first of all.
+        windows, states: before the first recorded token. Where it was the first of all windows are None, and states
+            those that did not begin with zeros.
         pieces: one tuple of `[B, T, ...]` tensors a forward, the last of each the `[B, T]` bool mask, False for pads.
         constants: tensors without a batch axis that `replay` needs (a decay, say).
         replay: the mixer's own way to move on, `replay(windows, states, inputs, constants)` to new ones of both.
@@ -202,11 +203,24 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     # Taking tokens back.
 
-    def record(self, inputs: tuple[torch.Tensor, ...], constants: tuple[torch.Tensor, ...], replay: Callable) -> None:
-        """Note what a forward is about to put in, see `Record`; called before `write`."""
+    def set_state(self, state: torch.Tensor) -> None:
+        """Overwrite the first of the states, in place."""
+        self.recurrent_states[0] = _store(self.recurrent_states[0], state)
+
+    def record(
+        self,
+        inputs: tuple[torch.Tensor, ...],
+        constants: tuple[torch.Tensor, ...],
+        replay: Callable,
+        first: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Note what a forward is about to put in, see `Record`; called before `write`.
+
+        `first` are the states of a layer that has seen nothing, where they are not zeros.
+        """
         inputs, constants = (tuple(x.detach() for x in tensors) for tensors in (inputs, constants))
         if self.recorded is None:
-            before: tuple[Any, Any] = (None, None)
+            before: tuple[Any, Any] = (None, None if first is None else _map_states(_copy, first))
             if self.is_initialized:
                 before = [w.detach().clone() for w in self.windows], _map_states(_copy, self.states)
             self.recorded = Record(*before, [inputs], constants, replay)
@@ -268,7 +282,8 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
         record = self.recorded
         windows, states = record.windows, record.states
         if windows is None:
-            windows, states = [torch.zeros_like(w) for w in self.windows], _map_states(torch.zeros_like, self.states)
+            windows = [torch.zeros_like(w) for w in self.windows]
+            states = _map_states(torch.zeros_like, self.states) | (states or {})
         with torch.no_grad():
             return record.replay(windows, states, inputs, record.constants)
 

@@ -166,6 +166,10 @@ def check_sequence_group(
             raise ValueError(f'Layer {i} is "{name}", which passes no state on: leave sequence_group out.')
         if getattr(mixer, "sparse", None) is not None:
             raise ValueError(f"Layer {i} has a sparse branch, which reads all tokens: leave sequence_group out.")
+        if getattr(mixer, "first_state", None) is not None:
+            raise ValueError(
+                f"Layer {i} has a learned state, which pieces do not begin with: leave sequence_group out."
+            )
     kind = (config.rope_parameters or {}).get("rope_type")
     if kind in LENGTH_DEPENDENT and config.rotated_dims:
         raise ValueError(

@@ -209,6 +209,8 @@ class InterdomainConfig(PreTrainedConfig):
         scan_bias: give the projections from and to the residual stream biases. Default: False.
         scan_conv_bias: give the convolution (of `conv_kernel` tokens) a bias. Default: True.
         residual_in_fp32: keep the residual stream in float32 in a model of a lower precision. Default: False.
+        learned_state: recurrent layers begin every row and document with a learned state instead of zeros (state
+            tuning, see `add_learned_state`). Default: False.
         state_dtype: dtype of the recurrent state in the cache. Default: "float32".
         backend: how the operator is computed, see `interdomain_attention`; "s4d" layers always work in chunks, and
             "ssd" and "selective_scan" layers, too, but for "recurrent". Default: "auto".
@@ -338,6 +340,7 @@ class InterdomainConfig(PreTrainedConfig):
     scan_bias: bool = False
     scan_conv_bias: bool = True
     residual_in_fp32: bool = False
+    learned_state: bool = False
     state_dtype: str = "float32"
     backend: str = "auto"
     chunk_size: int = 64

@@ -102,6 +102,8 @@ class KeyValueMixer(RecurrentMixer):
         Exact for the keys and values that were read: in the first layer those of the text itself, but for the tokens
         that a convolution reaches over the joint; in later ones approximate, see `join_states` of the operators.
         """
+        if self.first_state is not None:  # with which the second has begun, too
+            first = first - self.first_state(first)
         recurrence: Any = self.recurrence
         return join_states(first, second, length, recurrence.parameters_of_operator()[0])
 

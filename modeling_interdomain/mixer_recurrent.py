@@ -10,6 +10,7 @@ from torch import nn
 from .mixer_common import TokenMixer
 from .module_common import InterdomainRMSNorm, backend_of, residual_projection
 from .module_convolution import CausalConv1d, causal_conv, last_inputs
+from .module_first_state import FirstState
 from .module_sequence_parallel import SequencePiece
 from .module_sparse import SparseBranch, recorded_count, replay
 from .module_sparse_parts import EXACT_STATES
@@ -63,6 +64,7 @@ class RecurrentMixer(TokenMixer):
             states = self.sparse.state_shapes.values()
             self.kept_shapes = [*windows, *self.sparse.window_shapes, self.kept_shapes[-1], *states]
 
+        self.first_state = FirstState(tuple(self.state_shape(config))) if config.learned_state else None
         hidden, outputs, biases = config.hidden_size, self.output_heads(config) * output_width, self.biases(config)
         for stream in streams:
             setattr(self, f"{stream.name}_proj", nn.Linear(hidden, stream.heads * stream.width, biases.projections))
@@ -198,6 +200,7 @@ class RecurrentMixer(TokenMixer):
         layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         if layer is not None:
             layer.thaw()
+            self._begin_again(layer)
         projected = [getattr(self, f"{name}_proj")(hidden_states) for name in self.stream_names]
         if packing is not None:  # not before: adapters that differ by row must find the rows of the batch
             projected = [packing.pack(x) for x in projected]
@@ -213,7 +216,8 @@ class RecurrentMixer(TokenMixer):
         if layer is not None and layer.record_past:
             self._record(layer, projected, tokens, attention_mask, packing, hidden_states, companion)
         weights = None
-        if kwargs.get("output_attentions") and self.sparse is None and not _has_past(layer):
+        plain = self.sparse is None and self.first_state is None
+        if kwargs.get("output_attentions") and plain and not _has_past(layer):
             weights = self.attention_map(tokens, packing)
 
         if layer is not None and self._can_step(layer, tokens, packing):
@@ -226,6 +230,11 @@ class RecurrentMixer(TokenMixer):
         if packing is not None:
             output = packing.unpack(output)
         return self.o_proj(self._way_out(output, hidden_states)), weights
+
+    def _begin_again(self, layer) -> None:
+        """Let a layer of a cache that was reset hold what a sequence begins with."""
+        if self.first_state is not None and layer.is_initialized and not layer.has_previous_state[0]:
+            layer.set_state(self.first_state(layer.state))
 
     def attention_map(self, tokens: tuple[torch.Tensor, ...], packing: Packing | None) -> torch.Tensor | None:
         """`[B, H, T, T]`, the weights with which values make the outputs of the recurrence, where it has such."""
@@ -277,8 +286,10 @@ class RecurrentMixer(TokenMixer):
             extent = {"lengths": packing.lengths, "cu_seqlens": packing.cu_seqlens}
         if piece is not None:
             extent["initial_state"] = partial(self._arriving, piece, tokens)
-        elif layer is not None:
+        elif layer is not None and layer.state is not None:
             extent["initial_state"] = layer.state
+        elif self.first_state is not None:
+            extent["initial_state"] = self._first_states(tokens, packing)
         beside: torch.Tensor | None = None
         states: dict[str, torch.Tensor] | None = None
         if companion is not None:
@@ -302,9 +313,15 @@ class RecurrentMixer(TokenMixer):
         elapsed = self.elapsed(piece.last, *recorded, *transition)
         return piece.state(left, elapsed, lambda state, elapsed: self.aged(state, elapsed, *transition))
 
+    def _first_states(self, tokens: Sequence[torch.Tensor], packing: Packing | None) -> torch.Tensor:
+        """The learned state once for every row, or packed document."""
+        first: Any = self.first_state
+        return first(tokens[0] if packing is None or packing.cu_seqlens is None else packing.cu_seqlens[1:])
+
     def _can_step(self, layer, tokens: Sequence[torch.Tensor], packing: Packing | None) -> bool:
         differentiated = torch.is_grad_enabled() and (
             tokens[0].requires_grad
+            or (layer.is_initialized and layer.state.requires_grad)
             or any(p.requires_grad for p in self.recurrence.parameters())
             or (self.sparse is not None and any(p.requires_grad for p in self.sparse.parameters()))
         )
@@ -341,7 +358,8 @@ class RecurrentMixer(TokenMixer):
         if mask is None:
             mask = hidden_states.new_ones(hidden_states.shape[:2])
         transition = self.recurrence(hidden_states, transition=True)
-        layer.record((*kept, mask.bool()), transition, type(self).replay)
+        first = None if self.first_state is None else {"state": self._first_states(tokens, None)}
+        layer.record((*kept, mask.bool()), transition, type(self).replay, first)
 
     @classmethod
     def replay(cls, windows, states, inputs, constants):

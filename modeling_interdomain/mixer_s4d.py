@@ -39,7 +39,7 @@ class S4DRecurrence(InterdomainRecurrence):
     def _operate(self, *inputs: Any, **arguments: Any):
         """`s4d_attention` of the two inputs."""
         key, value, log_decay, input_matrix, coefficients = inputs
-        row = self._row(coefficients)
+        row = self.head_rows(coefficients)
         return s4d_attention(key, value, log_decay, input_matrix, row, chunk_size=self.config.chunk_size, **arguments)
 
     def _step(self, *tokens: Any, state: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -49,11 +49,11 @@ class S4DRecurrence(InterdomainRecurrence):
     def _step_tables(self, dtype: torch.dtype) -> StepTables:
         def tables(kept: bool) -> StepTables:
             log_decay, input_matrix, coefficients = self.parameters_of_operator()
-            return s4d_tables(log_decay, input_matrix, self._row(coefficients), dtype)
+            return s4d_tables(log_decay, input_matrix, self.head_rows(coefficients), dtype)
 
         return self._per_version(dtype, tables)
 
-    def _row(self, coefficients: torch.Tensor | None) -> torch.Tensor:
+    def head_rows(self, coefficients: torch.Tensor | None) -> torch.Tensor:
         """`readout^T C`, the row `[H, M, 2]` that reads the state."""
         wide = torch.promote_types(self.readout.dtype, torch.float32)
         rows = self.readout.to(wide).unflatten(0, (self.log_dt.shape[0], -1))  # [G, H / G, M]

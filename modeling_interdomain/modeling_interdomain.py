@@ -27,6 +27,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .cache_interdomain import InterdomainCache, InterdomainStaticCache, note_reader, ready_to_step
+from .cache_state_tuning import add_learned_state, load_learned_state, save_learned_state
 from .cache_store import StateStore, prompt_reading
 from .checkpoint_folder import damaged_weights, holds_weights, replacing
 from .checks_interdomain import (
@@ -176,6 +177,8 @@ class InterdomainPreTrainedModel(PreTrainedModel):
             self._keep_in_fp32_modules_strict = None
         elif config.backend not in _COMPILED_BACKENDS:
             self._can_compile_fullgraph = False
+        if config.learned_state and self._keep_in_fp32_modules_strict:
+            self._keep_in_fp32_modules_strict = [*self._keep_in_fp32_modules_strict, "token_mixer.first_state"]
         if any(config.sparse_per_layer):
             self._keep_in_fp32_modules_strict = [*self._keep_in_fp32_modules_strict, "sparse.hash", "sparse.scorer"]
 
@@ -205,6 +208,18 @@ class InterdomainPreTrainedModel(PreTrainedModel):
             return
         with replacing(save_directory, kwargs.get("variant")) as folder:
             super().save_pretrained(folder, *arguments, **kwargs)
+
+    def add_learned_state(self) -> list[nn.Parameter]:
+        """Let every recurrent layer begin with a learned state, see `cache_state_tuning.py`."""
+        return add_learned_state(self)
+
+    def save_learned_state(self, path) -> None:
+        """Save that state alone."""
+        save_learned_state(self, path)
+
+    def load_learned_state(self, path) -> list[nn.Parameter]:
+        """Begin with the state of a file."""
+        return load_learned_state(self, path)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -45,16 +45,28 @@ def even_log_steps(groups: int, smallest: float, largest: float, device: torch.d
 
 def gramian(transition: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
     """`P_nm = sum_a conj(phi_n(a)) phi_m(a)` over all ages, complex `[G, M, M]`, of lambda and beta `[G, M]`."""
-    return _outer(beta.conj(), beta) / (1 - _outer(transition.conj(), transition))
+    return _inner(transition.conj(), beta.conj(), transition, beta)
 
 
-def real_gramian(transition: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
-    """The Gramian `[G, 2M, 2M]` of the 2M real functions Re phi_0, Im phi_0, Re phi_1, ... over all ages."""
-    hermitian = gramian(transition, beta)
-    bilinear = _outer(beta, beta) / (1 - _outer(transition, transition))
+def real_gramian(
+    transition: torch.Tensor,
+    beta: torch.Tensor,
+    other_transition: torch.Tensor | None = None,
+    other_beta: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The Gramian `[G, 2M, 2M]` of the 2M real functions Re phi_0, Im phi_0, Re phi_1, ... over all ages; with other
+    modes `[G, N]` their products with those, `[G, 2M, 2N]`."""
+    others = (transition, beta) if other_transition is None else (other_transition, other_beta)
+    hermitian = _inner(transition.conj(), beta.conj(), *others)
+    bilinear = _inner(transition, beta, *others)
     real = torch.stack([hermitian.real + bilinear.real, hermitian.imag + bilinear.imag], dim=-1)
     imag = torch.stack([bilinear.imag - hermitian.imag, hermitian.real - bilinear.real], dim=-1)
     return torch.stack([real, imag], dim=2).flatten(3, 4).flatten(1, 2) / 2
+
+
+def _inner(transition, beta, other_transition, other_beta) -> torch.Tensor:
+    """`sum_a beta_n lambda_n^a beta'_m lambda'_m^a`, `[G, M, N]`."""
+    return _outer(beta, other_beta) / (1 - _outer(transition, other_transition))
 
 
 def posterior_coefficients(gram: torch.Tensor, noise: float) -> torch.Tensor:

@@ -22,7 +22,7 @@ def mixing_matrix(
     if coefficient_matrix is None:
         diagonal = torch.eye(2 * size, dtype=like.dtype, device=like.device) * _weights(product, like).repeat(size)
         return diagonal.expand(groups, -1, -1).contiguous()
-    matrix = _real_form(coefficient_matrix)
+    matrix = real_form(coefficient_matrix)
     mixing = matrix.mT @ (_weighted(matrix, product) * matrix)
     if coefficient_matrix.ndim == 4:
         return mixing
@@ -49,7 +49,7 @@ def mixing_gradient(coefficient_matrix: torch.Tensor, product: str, grad: torch.
     full = coefficient_matrix.ndim == 4
     if not full:
         grad = grad.view(groups, size, 2, size, 2).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
-    matrix = _real_form(coefficient_matrix)
+    matrix = real_form(coefficient_matrix)
     of_matrix = _weighted(matrix, product) * (matrix @ (grad + grad.mT))
     if full:
         of_matrix = of_matrix.view(groups, size, 2, size, 2).transpose(2, 3)
@@ -58,7 +58,7 @@ def mixing_gradient(coefficient_matrix: torch.Tensor, product: str, grad: torch.
     return torch.stack([real, imaginary], dim=-1)
 
 
-def _real_form(coefficients: torch.Tensor) -> torch.Tensor:
+def real_form(coefficients: torch.Tensor) -> torch.Tensor:
     """`[G, 2M, 2M]` of a full matrix, `[G, M, 2, 2]` of a diagonal one."""
     real, imaginary = coefficients.unbind(-1)
     blocks = torch.stack([real, -imaginary, imaginary, real], dim=-1).unflatten(-1, (2, 2))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks import (
+    adapter_study,
     backends,
     cheems_study,
     condition_study,
@@ -19,14 +20,17 @@ from benchmarks import (
     longer_study,
     readme,
     recall_study,
+    reduce_study,
     start_study,
     studies,
 )
 from benchmarks.harness import RESULTS
+from conversion import fewer_modes
 from examples.classify_images import Images
 from examples.recall import shift_rows
 from examples.text_data import mean_nll
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
+from tests.test_examples import some_documents
 
 
 def test_runs_are_added_until_the_plan_is_done(tmp_path, capsys):
@@ -58,7 +62,17 @@ def test_runs_are_added_until_the_plan_is_done(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "study", [condition_study, longer_study, image_study, start_study, conversion_study, recall_study]
+    "study",
+    [
+        adapter_study,
+        condition_study,
+        longer_study,
+        image_study,
+        start_study,
+        conversion_study,
+        recall_study,
+        reduce_study,
+    ],
 )
 def test_a_study_that_ends_writes_its_table(monkeypatch, tmp_path, study):
     """Its runs are those of the file, so that there is nothing left to do but the table."""
@@ -399,3 +413,38 @@ def test_a_run_of_the_cheems_study_has_what_its_table_reads(data, monkeypatch, t
     assert {(item["part"], item["condition"]) for item in later} == {
         (item["part"], item["condition"]) for item in items
     }
+
+
+def test_models_are_reduced_and_adapted_from_one_training(monkeypatch, tmp_path):
+    """Both studies on models of a few steps: every way of reducing, every adapter, and the tables."""
+    documents = some_documents(120)
+    for study in (reduce_study, adapter_study):
+        monkeypatch.setattr(study, "gather_documents", lambda *arguments: documents)
+    monkeypatch.setattr(reduce_study, "SHAPE", reduce_study.SHAPE | {"vocab_size": 300, "num_hidden_layers": 1})
+    monkeypatch.setattr(fewer_modes, "STEPS", 2)
+    reduce_study.documents.cache_clear(), adapter_study.texts.cache_clear()
+    training = {"steps": 2, "batch_size": 2, "sequence_length": 8, "learning_rate": 3e-3, "held_out_tokens": 40}
+    small = {"data": tmp_path, "runs": tmp_path, "training": training, "recall": reduce_study.RECALL | {"steps": 2}}
+    planned = [item for item in reduce_study.plan([]) if item["state_size"] in (32, 4)]
+    runs = [item | reduce_study.run_condition(**item, **small) for item in planned]
+    by_run = {(row["model"], row["how"]): row for row in runs}
+    for model in reduce_study.MODELS:
+        dropped, refit, moved = (by_run[model, how]["kernel_errors"] for how in ("dropped", "refit", "refit, moved"))
+        assert len(dropped) == {"language": 1, "recall": 2}[model] and sum(dropped) > sum(refit) >= sum(moved)
+        losses = [by_run[model, how]["loss"] for how in (reduce_study.WHOLE, reduce_study.SILENT, "dropped")]
+        assert len(set(losses)) == 3
+    machine = dict.fromkeys(("cpu", "threads", "torch", "transformers", "commit", "date", "command"), "x")
+    table = reduce_study.table({"runs": runs, "machine": machine})
+    assert "| dropped | not run | not run | " in table and "| greedy, refit, moved |" in table
+
+    monkeypatch.setattr(adapter_study, "VIRTUAL_TOKENS", 4)
+    items = [{"method": "none", "learning_rate": 0.0, "seed": 0}]
+    items += [{"method": name, "learning_rate": rates[0], "seed": 0} for name, rates in adapter_study.RATES.items()]
+    runs = [
+        item | adapter_study.run_condition(**item, data=tmp_path, folder=tmp_path / "language", training=training)
+        for item in items
+    ]
+    assert len({row["losses"]["8"] for row in runs}) == 4
+    assert runs[1]["parameters"] == 4 * 2 * 32 * 64 and runs[2]["parameters"] == 4 * 16 * 2 * 128
+    assert "| prompt | 512 |" in adapter_study.table({"training": training, "runs": runs, "machine": machine})
+    reduce_study.documents.cache_clear(), adapter_study.texts.cache_clear()
