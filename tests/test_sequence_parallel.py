@@ -339,6 +339,7 @@ LAYERS = {
         {"sparse_attention": [None, "hax"], "sparse_keys": 8, "sparse_key_dim": 4, "sparse_hash_size": 4},
         "Layer 1 has a sparse branch",
     ),
+    "learned state": ({"learned_state": True}, "Layer 0 has a learned state"),
     "long rope": (
         {"rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 2.0}, "rope_placement": "after"},
         'rope_type "dynamic" changes its angles',
