@@ -141,7 +141,10 @@ def pytest_collection_modifyitems(items):
 
 
 def _variants_in_turn(items) -> None:
-    """Of a test's other parameters an arrangement of mixers meets all, a variant one in turn; its others are slow."""
+    """Of a test's other parameters an arrangement of mixers meets all, a variant one in turn.
+
+    Its others are slow, and half of them exhaustive.
+    """
     cases = defaultdict(list)
     for item in items:
         values = item.callspec.params if hasattr(item, "callspec") else {}
@@ -152,9 +155,10 @@ def _variants_in_turn(items) -> None:
     for (_, test, name), same in cases.items():
         # Tests begin at different places, so that a variant does not meet the same pads in all of them.
         kept = same[(turns[name] + len(test)) % len(same)]
-        for item in same:
-            if item is not kept:
-                item.add_marker(pytest.mark.slow)
+        for place, item in enumerate(item for item in same if item is not kept):
+            item.add_marker(pytest.mark.slow)
+            if place % 2:
+                item.add_marker(pytest.mark.exhaustive)
 
 
 def _each_value_once(items) -> None:

@@ -79,6 +79,7 @@ def test_sharded_parameters_equal_whole_ones(options, tmp_path, changes):  # noq
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # two runs of four processes, minutes on two cores
 def test_pieces_of_sequences_equal_whole_ones(options, tmp_path):  # noqa: F811
     """Of four processes two have the same rows, half of each, of packed documents and an odd length."""
     changes = {"separate_documents": "true", "sequence_length": 33, "gradient_accumulation_steps": 2}

@@ -1,7 +1,6 @@
 """Rows in pieces over several processes: outputs, gradients, caches and losses are those of one process, in float64."""
 
 import copy
-import multiprocessing
 import os
 import threading
 from itertools import pairwise, product
@@ -243,7 +242,6 @@ def found(models, tmp_path_factory):
     """What four processes found, one after the other."""
     folder = tmp_path_factory.mktemp("processes")
     torch.save(models, folder / "models")
-    multiprocessing.set_forkserver_preload([__name__])  # imported once, not by each process
     mp.start_processes(work, (str(folder),), nprocs=4, start_method="forkserver")
     return [torch.load(folder / str(rank), weights_only=False) for rank in range(4)]
 
