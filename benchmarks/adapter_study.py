@@ -19,7 +19,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 from transformers import AutoTokenizer
 
-from benchmarks import readme, reduce_study, studies
+from benchmarks import reduce_study, studies
 from benchmarks.harness import RESULTS, footnote, markdown
 from examples.text_data import encode, gather_documents, mean_nll, random_batches, split_documents
 from examples.training import train
@@ -131,14 +131,8 @@ def _mean(rows: list[dict], length: str) -> float:
 
 def main() -> None:
     arguments = studies.parser(__doc__, "../shared/data").parse_args()
-    fresh = {"training": TRAINING}
-    if arguments.table:
-        print(table(studies.load(FILE, fresh)))
-        return
-    torch.set_num_threads(arguments.threads)
     run = partial(run_condition, data=arguments.data, folder=reduce_study.RUNS / "language")
-    studies.run_missing(FILE, fresh, plan, run, "python -m benchmarks.adapter_study", arguments.part, arguments.runs)
-    readme.update()
+    studies.show_or_run(arguments, FILE, {"training": TRAINING}, plan, lambda: run, table)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks import condition_study, readme, recall_study, studies
+from benchmarks import condition_study, recall_study, studies
 from benchmarks.harness import RESULTS, footnote, markdown
 from examples.recall import mqar_batches
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
@@ -203,14 +203,11 @@ def table(record: dict) -> str:
 
 def main() -> None:
     arguments = studies.parser(__doc__, "../shared/data").parse_args()
-    fresh = {"training": TRAINING}
-    if arguments.table:
-        print(table(studies.load(FILE, fresh)))
-        return
-    torch.set_num_threads(arguments.threads)
-    run = functools.partial(run_condition, data=condition_study.prepare(arguments.data))
-    studies.run_missing(FILE, fresh, plan, run, "python -m benchmarks.cheems_study", arguments.part, arguments.runs)
-    readme.update()
+
+    def make_run():
+        return functools.partial(run_condition, data=condition_study.prepare(arguments.data))
+
+    studies.show_or_run(arguments, FILE, {"training": TRAINING}, plan, make_run, table)
 
 
 if __name__ == "__main__":

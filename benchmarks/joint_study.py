@@ -17,7 +17,7 @@ from itertools import product
 
 import torch
 
-from benchmarks import readme, studies
+from benchmarks import studies
 from benchmarks.harness import RESULTS, footnote, markdown
 from benchmarks.recall_study import ROPE, train_and_ask
 from examples.recall import Joint, joint_batches
@@ -150,15 +150,8 @@ def _cell(rows: list[dict]) -> str:
 
 
 def main() -> None:
-    arguments = studies.parser(__doc__).parse_args()
     fresh = {"training": TRAINING, "shape": SHAPE, "task": TASK._asdict()}
-    if arguments.table:
-        print(table(studies.load(FILE, fresh)))
-        return
-    torch.set_num_threads(arguments.threads)
-    command = "python -m benchmarks.joint_study"
-    studies.run_missing(FILE, fresh, plan, run_condition, command, arguments.part, arguments.runs)
-    readme.update()
+    studies.show_or_run(studies.parser(__doc__).parse_args(), FILE, fresh, plan, lambda: run_condition, table)
 
 
 if __name__ == "__main__":

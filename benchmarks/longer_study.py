@@ -11,9 +11,7 @@ import functools
 import math
 from collections.abc import Iterator
 
-import torch
-
-from benchmarks import condition_study, readme, studies
+from benchmarks import condition_study, studies
 from benchmarks.harness import RESULTS, footnote, markdown, read
 
 FILE = RESULTS / "longer_study.json"
@@ -70,15 +68,13 @@ def _losses(runs: list[dict], like: list[dict]) -> dict[str, float]:
 def main() -> None:
     arguments = studies.parser(__doc__, "../shared/data").parse_args()
     fresh = {"training": TRAINING, "shape": condition_study.SHAPE}
-    if arguments.table:
-        print(table(studies.load(FILE, fresh)))
-        return
-    torch.set_num_threads(arguments.threads)
-    data = condition_study.prepare(arguments.data)
-    run = functools.partial(condition_study.run_condition, data=data, training=TRAINING)
     planned = functools.partial(plan, shorter=read("condition_study")["runs"])
-    studies.run_missing(FILE, fresh, planned, run, "python -m benchmarks.longer_study", arguments.part, arguments.runs)
-    readme.update()
+
+    def make_run():
+        data = condition_study.prepare(arguments.data)
+        return functools.partial(condition_study.run_condition, data=data, training=TRAINING)
+
+    studies.show_or_run(arguments, FILE, fresh, planned, make_run, table)
 
 
 if __name__ == "__main__":

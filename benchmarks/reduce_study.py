@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from benchmarks import readme, recall_study, studies
+from benchmarks import recall_study, studies
 from benchmarks.harness import RESULTS, footnote, markdown
 from conversion.reduce import kernel_errors, reduce_model, reduced_config
 from examples.quickstart import save_checkpoint
@@ -146,13 +146,7 @@ def _cell(row: dict | None, whole: dict) -> str:
 def main() -> None:
     arguments = studies.parser(__doc__, "../shared/data").parse_args()
     fresh = {"training": TRAINING, "recall": RECALL, "shape": copy.deepcopy(SHAPE)}
-    if arguments.table:
-        print(table(studies.load(FILE, fresh)))
-        return
-    torch.set_num_threads(arguments.threads)
-    run = partial(run_condition, data=arguments.data)
-    studies.run_missing(FILE, fresh, plan, run, "python -m benchmarks.reduce_study", arguments.part, arguments.runs)
-    readme.update()
+    studies.show_or_run(arguments, FILE, fresh, plan, lambda: partial(run_condition, data=arguments.data), table)
 
 
 if __name__ == "__main__":

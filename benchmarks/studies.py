@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import readme
 from benchmarks.harness import machine, time_in_turns
 
 
@@ -30,6 +31,27 @@ def parser(description: str, data: str | None = None, speed: bool = False) -> ar
     found.add_argument("--runs", type=int, metavar="N", help="stop after N runs (default: when all are done)")
     found.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="every N-th run from I")
     return found
+
+
+def show_or_run(
+    arguments: argparse.Namespace,
+    file: Path,
+    fresh: dict,
+    plan: Callable[[list[dict]], Iterator[dict]],
+    make_run: Callable[[], Callable[..., dict]],
+    table: Callable[[dict], str],
+) -> None:
+    """What `parser` was asked for: the table of the runs so far, or those that are missing and the READMEs' tables.
+
+    `make_run()`, called where there is something to run, gives the `run` of `run_missing`.
+    """
+    if arguments.table:
+        print(table(load(file, fresh)))
+        return
+    torch.set_num_threads(arguments.threads)
+    command = f"python -m benchmarks.{file.stem}"
+    run_missing(file, fresh, plan, make_run(), command, arguments.part, arguments.runs)
+    readme.update()
 
 
 def run_missing(

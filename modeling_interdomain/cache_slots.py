@@ -10,15 +10,13 @@ from .cache_interdomain import InterdomainCache
 
 
 class Slots:
-    """The cache of a batch whose rows begin and end at different times.
+    """The cache of a batch of `number` rows that begin and end at different times.
 
-    Args:
-        config: of the model, all of whose layers keep a state (`layer_types` "linear_attention").
-        number: rows.
+    For models all of whose layers keep a state (`layer_types` "linear_attention").
     """
 
-    def __init__(self, config, number: int):
-        self.config, self.number = config, number
+    def __init__(self, number: int):
+        self.number = number
         self.cache: InterdomainCache | None = None
 
     def admit(self, cache: InterdomainCache, row: int) -> None:

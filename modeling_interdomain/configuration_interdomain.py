@@ -403,13 +403,12 @@ class InterdomainConfig(PreTrainedConfig):
                 and not self.normalize
             )
             self.start = "recall" if possible else "random"
-        chosen = STARTS.get(self.start, {})
         scaled = not (self.normalize or self.use_output_norm or self.coefficient_matrix == "identity")
         if self.start == "recall" and self.coefficient_init is None and self.output_init_rms is None and scaled:
             self.output_init_rms = _RECALL_RMS
         if self.query_init is None and self._induction_problem() is not None:
             self.query_init = "independent"
-        for name, value in chosen.items():
+        for name, value in STARTS.get(self.start, {}).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
 

@@ -20,7 +20,7 @@ class _Request:
     def __init__(self, model, number: int, prompt: Sequence[int], config):
         self.name, self.prompt = f"req_{number}", list(prompt)
         self.written: list[int] = []
-        self.config, self.device = config, model.device
+        self.config = config
         self.ids = torch.tensor([self.prompt], device=model.device)
         self.processors: LogitsProcessorList = model._get_logits_processor(
             generation_config=config, input_ids_seq_length=len(self.prompt), device=model.device
@@ -67,7 +67,7 @@ def write_batch(model, prompts: Sequence[Sequence[int]], generation_config, rows
     _check(model, prompts, config, rows, others)
     model._prepare_special_tokens(config, True, device=model.device)
     waiting = deque(_Request(model, number, prompt, config) for number, prompt in enumerate(prompts))
-    order, slots = list(waiting), Slots(model.config, min(rows, len(waiting)))
+    order, slots = list(waiting), Slots(min(rows, len(waiting)))
     active: list[_Request | None] = [None] * slots.number
     while waiting or any(active):
         for row, request in enumerate(active):
