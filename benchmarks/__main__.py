@@ -24,6 +24,7 @@ CPU = (
     "model_cpu",
     "decode_cpu",
     "rollback_cpu",
+    "batch_cpu",
     "backends",
 )
 GPU = ("operator_gpu", "decode_gpu", "prefill_memory_gpu", "training_gpu")

@@ -3,6 +3,7 @@
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from .cache_interdomain import InterdomainCache, InterdomainStaticCache
+from .cache_spans import cut_cache, join_caches
 from .cache_state_tuning import add_learned_state, load_learned_state, save_learned_state
 from .cache_store import StateStore
 from .configuration_interdomain import InterdomainConfig
@@ -36,9 +37,11 @@ __all__ = [
     "StateStore",
     "TokenMixer",
     "add_learned_state",
+    "cut_cache",
     "interdomain_attention",
     "interdomain_attention_map",
     "interdomain_step",
+    "join_caches",
     "join_states",
     "load_learned_state",
     "mask_span",

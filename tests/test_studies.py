@@ -21,6 +21,7 @@ from benchmarks import (
     readme,
     recall_study,
     reduce_study,
+    spans_study,
     start_study,
     studies,
 )
@@ -413,6 +414,22 @@ def test_a_run_of_the_cheems_study_has_what_its_table_reads(data, monkeypatch, t
     assert {(item["part"], item["condition"]) for item in later} == {
         (item["part"], item["condition"]) for item in items
     }
+
+
+def test_a_run_of_the_spans_study_has_what_its_table_reads(data, monkeypatch, tmp_path):
+    """Exact in the first layer but for the convolutions over the joint; a model is trained once."""
+    for name, value in {"FOLDER": tmp_path, "LENGTHS": (12,), "AFTER": 4}.items():
+        monkeypatch.setattr(spans_study, name, value)
+    training = spans_study.TRAINING | {"steps": 1, "batch_size": 1, "sequence_length": 16}
+    runs = [item | spans_study.run_condition(**item, data=data, training=training) for item in spans_study.plan([])]
+    assert [row["condition"] for row in runs] == list(spans_study.CONDITIONS)
+    for row in runs:
+        for kind, (ours, bound) in {"join": ("joined", "second alone"), "cut": ("cut", "not cut")}.items():
+            errors = {name: row[kind][name]["errors"] for name in (ours, bound)}
+            assert row[kind]["read"]["errors"] == [0] * 4 and errors[ours][0] < 0.5 * errors[bound][0]
+    machine = dict.fromkeys(("cpu", "threads", "torch", "transformers", "commit", "date", "command"), "x")
+    table = spans_study.table({"runs": runs, "machine": machine})
+    assert table.count("second alone") == table.count("not cut") == 2
 
 
 def test_models_are_reduced_and_adapted_from_one_training(monkeypatch, tmp_path):

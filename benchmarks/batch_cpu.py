@@ -1,0 +1,92 @@
+"""Many prompts: one after the other, in padded batches, and with rows that are refilled as they end."""
+
+import random
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.harness import footnote, markdown, time_in_turns, verify_model
+
+PROMPTS, ROWS, SHORTEST, LONGEST, NEW_TOKENS, ENDS = 24, 8, 8, 128, 96, 32  # a text ends at one of ENDS in a thousand
+REQUIRED = {"one by one": 1.5, "padded batches": 1.2}
+
+
+def run(quick: bool = False) -> dict:
+    config = AutoConfig.from_pretrained("configuration/interdomain-" + ("tiny" if quick else "125m"))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    record = {"relative_error": verify_model(model)}
+    draw = random.Random(0)
+    prompts = [
+        [draw.randrange(config.vocab_size) for _ in range(draw.randint(SHORTEST, LONGEST))]
+        for _ in range(4 if quick else PROMPTS)
+    ]
+    rows = 2 if quick else ROWS
+    options = {
+        "max_new_tokens": 8 if quick else NEW_TOKENS,
+        "eos_token_id": draw.sample(range(config.vocab_size), config.vocab_size * ENDS // 1000),
+        "pad_token_id": 0,
+        "do_sample": False,
+    }
+    written: dict[str, list[list[int]]] = {}
+
+    def note(name: str, way) -> None:
+        written[name] = way(model, prompts, rows, options)
+
+    ways = {"refilled rows": refilled_rows, "one by one": one_by_one, "padded batches": padded_batches}
+    times = time_in_turns({name: lambda name=name: note(name, ways[name]) for name in ways}, seconds=0, at_least=3)
+    first, *others = written.values()
+    if any(other != first for other in others):
+        raise SystemExit("The three ways do not write the same: no speed is shown.")
+    lengths = [len(tokens) for tokens in first]
+    return record | {"times": times, "rows": rows, "lengths": lengths, "required": REQUIRED}
+
+
+def refilled_rows(model, prompts, rows: int, options: dict) -> list[list[int]]:
+    found = model.generate_batch(prompts, max_batch_size=rows, **options)
+    return [output.generated_tokens for output in found.values()]
+
+
+def one_by_one(model, prompts, rows: int, options: dict) -> list[list[int]]:
+    return [tokens for prompt in prompts for tokens in padded_batches(model, [prompt], 1, options)]
+
+
+def padded_batches(model, prompts, rows: int, options: dict) -> list[list[int]]:
+    """As many as there are rows at once, each as long as its longest."""
+    found = []
+    for begin in range(0, len(prompts), rows):
+        batch = prompts[begin : begin + rows]
+        width = max(map(len, batch))
+        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in batch])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in batch])
+        written = model.generate(ids, attention_mask=mask, **options)[:, width:].tolist()
+        found += [_until_the_end(tokens, options["eos_token_id"]) for tokens in written]
+    return found
+
+
+def _until_the_end(tokens: list[int], ends: list[int]) -> list[int]:
+    """Without the pads after the first token that ends a text."""
+    stop = next((place for place, token in enumerate(tokens, start=1) if token in ends), len(tokens))
+    return tokens[:stop]
+
+
+def table(record: dict) -> str:
+    times, total = record["times"], sum(record["lengths"])
+    ours = times["refilled rows"]["median"]
+    rows = []
+    for name, taken in times.items():
+        low, high = total / taken["p80"], total / taken["p20"]
+        required = f"{record['required'][name]:g}x" if name in record["required"] else ""
+        cells = [
+            f"{total / taken['median']:,.1f} ({low:,.1f} to {high:,.1f})",
+            f"{taken['median'] / ours:.2f}x",
+            required,
+        ]
+        rows.append([name, *cells])
+    about = (
+        f"The 125M shape, float32: {len(record['lengths'])} prompts of {SHORTEST} to {LONGEST} tokens, answers of "
+        f"{min(record['lengths'])} to {max(record['lengths'])}, {total:,} tokens in all, the same in every way; "
+        f"{record['rows']} rows."
+    )
+    header = ["", "tokens written a second", "refilled rows are", "required"]
+    return "\n\n".join([markdown(header, rows), f"{about} {footnote(record)}"])
