@@ -143,7 +143,7 @@ def pytest_collection_modifyitems(items):
 def _variants_in_turn(items) -> None:
     """Of a test's other parameters an arrangement of mixers meets all, a variant one in turn.
 
-    Its others are slow, and half of them exhaustive.
+    Its others are exhaustive.
     """
     cases = defaultdict(list)
     for item in items:
@@ -155,9 +155,9 @@ def _variants_in_turn(items) -> None:
     for (_, test, name), same in cases.items():
         # Tests begin at different places, so that a variant does not meet the same pads in all of them.
         kept = same[(turns[name] + len(test)) % len(same)]
-        for place, item in enumerate(item for item in same if item is not kept):
-            item.add_marker(pytest.mark.slow)
-            if place % 2:
+        for item in same:
+            if item is not kept:
+                item.add_marker(pytest.mark.slow)
                 item.add_marker(pytest.mark.exhaustive)
 
 
