@@ -14,6 +14,7 @@ from benchmarks import (
     batch_cpu,
     decode_cpu,
     decode_gpu,
+    denominators,
     dynamic_mask_cpu,
     experts_cpu,
     gpu,
@@ -49,7 +50,7 @@ def test_operator_table(monkeypatch, tmp_path):
     assert (tmp_path / "plot.png").stat().st_size > 0
 
 
-CPU_TABLES = [batch_cpu, model_cpu, decode_cpu, ssd_cpu, selective_scan_cpu, sparse_cpu, dynamic_mask_cpu]
+CPU_TABLES = [batch_cpu, model_cpu, decode_cpu, ssd_cpu, selective_scan_cpu, sparse_cpu, dynamic_mask_cpu, denominators]
 
 
 @pytest.mark.parametrize("module", [*CPU_TABLES, prompt_reuse_cpu], ids=lambda m: m.__name__)

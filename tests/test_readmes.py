@@ -141,6 +141,16 @@ def test_what_is_said_of_starts():
     assert all(one[0] <= other[1] for one, other in itertools.permutations(ranges, 2)), "within those of the seeds"
 
 
+def test_what_is_said_of_denominators():
+    rows = read("denominators")["rows"]
+    fourier = [row for row in rows if row["features"] != "silu_l2"]
+    assert {row["negative"] for row in fourier if row["start"].startswith("hermitian")} == {0}
+    negative = [row["negative"] for row in rows if row not in fourier or row["start"].startswith("bilinear")]
+    assert all(0.4 < share < 0.6 for share in negative)
+    small = {row["start"]: row["small"] for row in fourier}
+    assert small["hermitian, posterior, uniform modes, even steps"] < 0.03 < min(small["hermitian, C random"], 1)
+
+
 DENSE = ("recall", 16, 64)
 
 
