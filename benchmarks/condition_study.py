@@ -97,7 +97,8 @@ def prepare(data: Path) -> dict:
     documents = training_documents(data)
     tokenizer = train_tokenizer(documents, SHAPE["vocab_size"])
     texts = {
-        folder.name: gather_documents([str(folder / "validation.parquet")], max_bytes=80_000) for folder in corpora_of(data)
+        folder.name: gather_documents([str(folder / "validation.parquet")], max_bytes=80_000)
+        for folder in corpora_of(data)
     }
     with lzma.open(data / "wikitext-2" / "wiki.test.raw.xz", "rt", encoding="utf-8") as file:
         texts["wikitext-2"] = [file.read(80_000)]

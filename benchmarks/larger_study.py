@@ -1,7 +1,7 @@
 """The paper's order at the largest size that two cores train: 3M parameters, 8M tokens, the default start.
 
-Interdomain, S4D-only (with the same start) and softmax, each with the learning rate that was its best at 1.4M parameters
-in `condition_study`; the two recurrent ones with two seeds. Beside the loss: lengths beyond training, the loss by the
+Interdomain, S4D-only (with the same start) and softmax, each with the learning rate that was its best in
+`condition_study`; the two recurrent ones with two seeds. Beside the loss: lengths beyond training, the loss by the
 place in the window, and that of tokens which the context has already shown after the same token, where recall shows
 and the mean hides it. Training multiplies in bfloat16 (autocast) and is compiled; losses are measured in float32. Every
 model stays in runs/larger_study/, and the best Interdomain is a checkpoint for the examples.
@@ -117,7 +117,7 @@ def table(record: dict) -> str:
     share = record["runs"][0]["repeats"]["share"]
     about = (
         f"{tokens:,} tokens a run ({training['steps']:,} steps of {training['batch_size']} x "
-        f"{training['sequence_length']}, {training['autocast']} autocast), losses in nats a token as in the tables above. "
+        f"{training['sequence_length']}, {training['autocast']} autocast), losses in nats a token, as above. "
         f"Seen in the context: the token stood after the same token before, {share:.0%} of the second half of a window."
     )
     return "\n\n".join([*tables, f"{about} {footnote(record)}", *order(runs)])
