@@ -34,7 +34,7 @@ PLACES = (0, 16, 64, 128, 256)  # of a token in its window, to the next
 
 
 def plan(runs: list[dict], shorter: list[dict]) -> Iterator[dict]:
-    """The conditions at their best learning rates in the `shorter` study, as far as that knows them; first seeds first."""
+    """The conditions at their best learning rates in the `shorter` study, as far as that knows them."""
     rates = {name: condition_study.best_rate(shorter, there) for name, there in CONDITIONS.items()}
     if None in rates.values():
         print(f"Not all best rates are known, {rates}: benchmarks.condition_study finds the others.")
