@@ -76,6 +76,16 @@ CONDITIONS |= {
 }
 
 
+def corpora_of(data: Path) -> list[Path]:
+    return [data / "corpus" / name for name in ("wiki", "books")]
+
+
+def training_documents(data: Path, shards: int = 1) -> list[str]:
+    """16 MB of text a shard, half Wikipedia and half books."""
+    files = [str(folder / f"train-{shard:03}.parquet") for folder in corpora_of(data) for shard in range(shards)]
+    return gather_documents(files, max_bytes=shards * 16_000_000)
+
+
 def prepare(data: Path) -> dict:
     """Tokens of the training and evaluation texts, and the bytes of the latter; kept in `runs/`."""
     if CACHE.exists():
@@ -84,11 +94,11 @@ def prepare(data: Path) -> dict:
         raise SystemExit(
             f"{data} is not a folder; name the one that holds corpus/, wikitext-2/ and longdocs/ (--data)."
         )
-    corpora = [data / "corpus" / name for name in ("wiki", "books")]
-    documents = gather_documents([str(folder / "train-000.parquet") for folder in corpora], max_bytes=16_000_000)
+    documents = training_documents(data)
     tokenizer = train_tokenizer(documents, SHAPE["vocab_size"])
     texts = {
-        folder.name: gather_documents([str(folder / "validation.parquet")], max_bytes=80_000) for folder in corpora
+        folder.name: gather_documents([str(folder / "validation.parquet")], max_bytes=80_000)
+        for folder in corpora_of(data)
     }
     with lzma.open(data / "wikitext-2" / "wiki.test.raw.xz", "rt", encoding="utf-8") as file:
         texts["wikitext-2"] = [file.read(80_000)]
@@ -117,18 +127,21 @@ def train_and_measure(
     torch.manual_seed(seed)
     model = InterdomainForCausalLM(config)
     batches = random_batches(data["train"], training["batch_size"], training["sequence_length"], seed)
-    state = sum(config.state_sizes(training["sequence_length"]).values())
-    row: dict = {"parameters": model.num_parameters(), "state": state}
     try:
         steps = list(train(model, batches, steps=training["steps"], learning_rate=learning_rate))
     except FloatingPointError as error:
-        return row | {"failed": str(error)}
-    length = training["sequence_length"]
+        return {"parameters": model.num_parameters(), "failed": str(error)}
+    row = {"parameters": model.num_parameters(), "train_loss": statistics.mean(step.loss for step in steps[-50:])}
+    return row | measure(model, data, training["sequence_length"])
+
+
+def measure(model: InterdomainForCausalLM, data: dict, length: int) -> dict:
+    """Numbers of the state, nats a token and bits a byte on the held-out texts, nats at longer lengths."""
 
     def loss(tokens: torch.Tensor, length: int) -> float:
         return mean_nll(model, tokens, length, max(1, 2048 // length))
 
-    row["train_loss"] = statistics.mean(step.loss for step in steps[-50:])
+    row: dict = {"state": sum(model.config.state_sizes(length).values())}
     row["validation"] = {key: loss(tokens, length) for key, tokens in data["validation"].items()}
     row["bits_per_byte"] = {
         key: row["validation"][key] * (len(tokens) - 1) / math.log(2) / data["bytes"][key]
@@ -155,6 +168,9 @@ def plan(runs: list[dict]) -> Iterator[dict]:
     for seed, names in zip(SEEDS, (RECURRENT, SECOND)):
         for name in names:
             yield {"condition": f"{name}, recall", "learning_rate": LEARNING_RATES[0], "seed": seed}
+    for rate in LEARNING_RATES[1:]:  # what larger_study waits for
+        for name in SECOND[:2]:
+            yield {"condition": f"{name}, recall", "learning_rate": rate, "seed": SEEDS[0]}
     for rate in LEARNING_RATES:
         for name in CONDITIONS:
             yield {"condition": name, "learning_rate": rate, "seed": SEEDS[0]}

@@ -5,7 +5,9 @@ asked for their values. Every condition sees the same sequences in the same orde
 changes the weights and the sequences. At the two smaller sizes three learning rates are run with the first seed, and
 more where the best one lies at an end; each condition's best is run with the other seeds, and taken on to other state
 sizes and lengths. A condition that hardly learns the smallest size (WORTHWHILE) has one run at the next, at its best
-rate: what it gives there is no surprise, and the hours are better spent.
+rate: what it gives there is no surprise, and the hours are better spent. So are they where nothing is left to learn: a
+run ends once two looks in a row at the held-out sequences find SOLVED of the answers right, whatever its learning rate
+was by then. And what did not learn one length is not asked for the next.
 
 Keys stand at even places and values at odd ones, which a layer could learn instead of looking. The shifted control
 puts 0 to 7 random tokens, other ones for every sequence, in front.
@@ -16,6 +18,7 @@ puts 0 to 7 random tokens, other ones for every sequence, in front.
     python -m benchmarks.recall_study --plot      # results/recall_study.png
 """
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterator
@@ -34,6 +37,7 @@ FILE = RESULTS / "recall_study.json"
 SHAPE = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 TRAINING = {"batch_size": 32, "steps": {"8": 1500, "16": 2000, "32": 2000, "64": 2000}, "held_out_batches": 8}
 EVERY = 125  # steps between two looks at the held-out sequences
+SOLVED = 0.999  # right answers, twice in a row, at which a run ends
 SHIFT = 7
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
@@ -76,9 +80,9 @@ CONDITIONS = {
 }
 FRONTIER = ("recall", "posterior, uniform, even", "Interdomain", "S4D-only, uniform, even", "softmax")
 SETTINGS = ((8, 64), (16, 128), (32, 256), (64, 512))  # pairs, tokens
-BRACKETED, LONGER = SETTINGS[:2], SETTINGS[2:]
+BRACKETED = SETTINGS[:2]
 LEARNING_RATES, LIMITS, SEEDS = (3e-3, 1e-3, 1e-2), (3e-4, 3e-2), (0, 1, 2)
-STATE_SIZE, STATE_SIZES, LONGER_SIZES = 32, (16, 32, 64, 128), (32, 128)
+STATE_SIZE, STATE_SIZES = 32, (16, 32, 64, 128)
 WORTHWHILE = 0.2  # right answers; a model that knows which values were seen guesses one of 8
 
 
@@ -112,14 +116,13 @@ HELD_TO = (
     *(item("softmax", learning_rate=rate) for rate in LEARNING_RATES),
     item("induction alone"),
     item("normal, uniform, even, output 0.02, induction"),
-    item("recall", SETTINGS[1]),
-    item("recall", SETTINGS[2]),
-    *(item("recall", shifted=True, seed=seed) for seed in range(2)),
+    *(item("recall", SETTINGS[1], state_size=size) for size in STATE_SIZES),
+    *(item("recall", shifted=True, seed=seed) for seed in SEEDS),
+    *(item("recall", SETTINGS[2], state_size=size) for size in STATE_SIZES),
+    *(item("recall", learning_rate=rate) for rate in LEARNING_RATES),
     item("softmax", DENSE, learning_rate=1e-3),
     item("posterior, uniform, even, induction"),
-    item("recall", SETTINGS[2], state_size=128),
-    item("recall", SETTINGS[3]),
-    item("recall", SETTINGS[3], state_size=128),
+    *(item("recall", SETTINGS[3], state_size=size) for size in (32, 128, 64)),
     *(item("posterior, uniform, even", DENSE, seed=seed) for seed in range(5)),
     *(item("softmax", learning_rate=1e-3, seed=seed) for seed in range(1, 5)),
     *(item("posterior, uniform, even, output 0.05", seed=seed) for seed in range(2)),
@@ -158,18 +161,23 @@ def plan(runs: list[dict]) -> Iterator[dict]:
         if first:
             yield from (item(name, BRACKETED[0], first, seed, shifted=True) for seed in SEEDS)
         rate = second or first
-        if rate:
-            for setting in (BRACKETED[1], *LONGER):
-                sizes = (STATE_SIZE,) if name == "softmax" else LONGER_SIZES if setting in LONGER else STATE_SIZES
+        for shorter, setting in itertools.pairwise(SETTINGS):
+            if rate and learned(runs, name, shorter):
+                sizes = (STATE_SIZE,) if name == "softmax" else STATE_SIZES
                 yield from (item(name, setting, rate, state_size=size) for size in sizes)
 
 
 def worthwhile(runs: list[dict], name: str) -> bool:
-    """Whether some run of a condition at the smallest size learned more than which values were seen."""
-    return best_rate(runs, name, SETTINGS[0]) is not None and any(
+    """Whether a condition is to be bracketed at the second size."""
+    return best_rate(runs, name, SETTINGS[0]) is not None and learned(runs, name, SETTINGS[0])
+
+
+def learned(runs: list[dict], name: str, setting: tuple[int, int]) -> bool:
+    """Whether some run of a condition with this setting learned more than which values were seen."""
+    return any(
         row["accuracy"] >= WORTHWHILE
         for row in runs
-        if (row["condition"], row["pairs"], row["length"]) == (name, *SETTINGS[0]) and not row["shifted"]
+        if (row["condition"], row["pairs"], row["length"]) == (name, *setting) and not row["shifted"]
     )
 
 
@@ -232,11 +240,17 @@ def run_condition(
         "theory": theory(model, length),
     }
     batches, asked = (make_batches(pairs, length, shifted, first) for first in (seed, seed + 1000))
-    return found | train_and_ask(model, batches, asked, steps or TRAINING["steps"][str(pairs)], learning_rate)
+    steps = steps or TRAINING["steps"][str(pairs)]
+    return found | train_and_ask(model, batches, asked, steps, learning_rate, SOLVED)
 
 
-def train_and_ask(model, batches: Iterator[Pairs], asked: Iterator[Pairs], steps: int, learning_rate: float) -> dict:
-    """Train a model, and ask it about other sequences, on the way (`curve`, by step) and at the end."""
+def train_and_ask(
+    model, batches: Iterator[Pairs], asked: Iterator[Pairs], steps: int, learning_rate: float, solved: float = math.inf
+) -> dict:
+    """Train a model, and ask it about other sequences, on the way (`curve`, by step) and at the end.
+
+    It ends before `steps` where two looks in a row find `solved` of the answers right.
+    """
     optimizer = torch.optim.AdamW(parameter_groups(model, learning_rate), betas=(0.9, 0.95))
     peaks = [group["lr"] for group in optimizer.param_groups]
     held_out = [batch for _, batch in zip(range(TRAINING["held_out_batches"]), asked)]
@@ -253,6 +267,8 @@ def train_and_ask(model, batches: Iterator[Pairs], asked: Iterator[Pairs], steps
         optimizer.step()
         if step % EVERY == 0:
             curve[str(step)] = evaluate(model, held_out[:4])[0]
+            if len(curve) > 1 and min(list(curve.values())[-2:]) >= solved:
+                break
     accuracy, loss = evaluate(model, held_out)
     return {"accuracy": accuracy, "loss": loss, "curve": curve, "failed": None}
 
@@ -339,9 +355,9 @@ def table(record: dict) -> str:
     training = record["training"]
     steps = ", ".join(f"{count:,} steps with {pairs} pairs" for pairs, count in training["steps"].items())
     about = (
-        f"{len(runs)} runs so far. Right answers, one number a seed; batches of {training['batch_size']}, {steps}; "
-        f"M = {STATE_SIZE} in the first table. Span: ages at which the kernel of the first layer holds a value "
-        "above the noise of all others."
+        f"{len(runs)} runs so far. Right answers, one number a seed; batches of {training['batch_size']}, {steps}, "
+        f"fewer where {SOLVED:.1%} were right twice in a row; M = {STATE_SIZE} in the first table. Span: ages at which "
+        "the kernel of the first layer holds a value above the noise of all others."
     )
     return "\n\n".join([*tables, f"{about} {footnote(record)}"])
 
