@@ -1,7 +1,6 @@
 """Does the order of the conditions change with more tokens? Interdomain, S4D-only and softmax, four times as long.
 
-Everything is as in `condition_study`, each condition with the learning rate that was its best there, or, with the start
-that remembers, that of its random start; one seed.
+Everything is as in `condition_study`, each condition with the learning rate that was its best there; one seed.
 
     python -m benchmarks.longer_study --data ../shared/data     # all runs that the results do not hold yet
     python -m benchmarks.longer_study --table                   # the table as markdown
@@ -15,14 +14,14 @@ from benchmarks import condition_study, studies
 from benchmarks.harness import RESULTS, footnote, markdown, read
 
 FILE = RESULTS / "longer_study.json"
-CONDITIONS = ("interdomain", "s4d", "softmax", "interdomain, recall", "s4d, recall")
+CONDITIONS = ("interdomain", "s4d", "softmax")
 TRAINING = condition_study.TRAINING | {"steps": 2000}
 
 
 def plan(runs: list[dict], shorter: list[dict]) -> Iterator[dict]:
     """The conditions at their best learning rates in the `shorter` study."""
     for name in CONDITIONS:
-        rate = condition_study.best_rate(shorter, name.removesuffix(", recall"))
+        rate = condition_study.best_rate(shorter, name)
         if rate is None:
             raise SystemExit(f"The best learning rate of {name} is not known: run benchmarks.condition_study first.")
         yield {"condition": name, "learning_rate": rate, "seed": 0}
@@ -35,14 +34,15 @@ def table(record: dict) -> str:
         record["training"]["steps"]: _losses(record["runs"], record["runs"]),
     }
     per_step = record["training"]["batch_size"] * record["training"]["sequence_length"]
-    header = ["tokens", *CONDITIONS, "Interdomain against S4D-only", "with the start that remembers, both"]
+    header = ["tokens", *CONDITIONS, "Interdomain against S4D-only", "against softmax"]
     rows = [
         [
             f"{steps * per_step:,}",
-            *(f"{math.exp(loss[name]):.1f}" if name in loss else "not run" for name in CONDITIONS),
-            *(_against(loss, f"interdomain{start}", f"s4d{start}") for start in ("", ", recall")),
+            *(f"{math.exp(loss[name]):.1f}" for name in CONDITIONS),
+            *(f"{math.exp(loss['interdomain'] - loss[name]) - 1:+.1%}" for name in CONDITIONS[1:]),
         ]
         for steps, loss in losses.items()
+        if set(loss) == set(CONDITIONS)
     ]
     about = (
         "Perplexity, mean over the held-out texts of the table above, with the same seed and rates in both rows; then, "
@@ -51,11 +51,6 @@ def table(record: dict) -> str:
     runs = {name: [row for row in record["runs"] if row["condition"] == name] for name in CONDITIONS}
     lengths = condition_study.length_table(runs)
     return f"{markdown(header, rows)}\n\n{lengths}\n\n{about} {footnote(record)}"
-
-
-def _against(loss: dict[str, float], ours: str, theirs: str) -> str:
-    """How much less, or more, the perplexity is."""
-    return f"{math.exp(loss[ours] - loss[theirs]) - 1:+.1%}" if {ours, theirs} <= loss.keys() else "not run"
 
 
 def _losses(runs: list[dict], like: list[dict]) -> dict[str, float]:

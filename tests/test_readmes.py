@@ -68,11 +68,11 @@ def test_headlines_follow_the_result_files():
         records[source]["machine"] = records["decode_cpu"]["machine"]
     records["decode_cpu"]["positions"][1] |= {"position": 7777, "median": 0.5, "bytes": 123_400_000}
     records["model_cpu"]["decode"][-1]["llama"]["tokens_per_second"] = 1234.56
-    records["longer_study"]["runs"] += [row | {"seed": 1} for row in records["longer_study"]["runs"]]
-    records["longer_study"]["machine"] |= {"cpu": "another"}
+    records["larger_study"]["training"] |= {"steps": 1000}
+    records["larger_study"]["machine"] |= {"cpu": "another"}
     text = headlines.table(records)
     assert "then at 7,777" in text and "then 500.0 ms and 123.4 MB" in text and "then 1234.6" in text
-    assert "2 seeds" in text and "\n\n1, 2, 3: " in text and "\n\n4, 5: another" in text
+    assert "after 2,048,000 tokens" in text and "\n\n1, 2, 3: " in text and "\n\n4, 5: another" in text
     assert len(re.findall(r"^\| \[\d\]", text, flags=re.MULTILINE)) == 6
 
 

@@ -17,6 +17,7 @@ from benchmarks import (
     conversion_study,
     image_study,
     joint_study,
+    larger_study,
     longer_study,
     readme,
     recall_study,
@@ -67,6 +68,7 @@ def test_runs_are_added_until_the_plan_is_done(tmp_path, capsys):
     [
         adapter_study,
         condition_study,
+        larger_study,
         longer_study,
         image_study,
         start_study,
@@ -79,7 +81,8 @@ def test_a_study_that_ends_writes_its_table(monkeypatch, tmp_path, study):
     """Its runs are those of the file, so that there is nothing left to do but the table."""
     name = study.__name__.rpartition(".")[2]
     record = json.loads((RESULTS / f"{name}.json").read_text())
-    for module, function in ((condition_study, "prepare"), (image_study, "load_images"), (studies, "run_missing")):
+    prepared = ((condition_study, "prepare"), (larger_study, "prepare"), (image_study, "load_images"))
+    for module, function in (*prepared, (studies, "run_missing")):
         monkeypatch.setattr(module, function, lambda *arguments: None)
     monkeypatch.setattr(start_study, "RUNS", [])
     monkeypatch.setattr(conversion_study, "run", lambda data: record)
@@ -143,16 +146,14 @@ def test_the_longer_study_takes_the_best_rates_of_the_shorter(monkeypatch):
         list(longer_study.plan([], shorter[:5]))
     planned = list(longer_study.plan([], shorter))
     assert planned == [{"condition": name, "learning_rate": rates[0], "seed": 0} for name in longer_study.CONDITIONS]
-    loss = {"interdomain": 1.0, "s4d": 1.0, "softmax": 1.5, "interdomain, recall": 0.5, "s4d, recall": 1.0}
+    loss = {"interdomain": 1.0, "s4d": 1.0, "softmax": 1.5}
     lengths = {"lengths": {"1.0": math.log(2.0), "2.0": math.log(2.0), "3.5": math.log(3.0)}}
     runs = [item | {"validation": {"a": math.log(loss[item["condition"]])}} | lengths for item in planned]
     machine = dict.fromkeys(("cpu", "threads", "torch", "transformers", "commit", "date", "command"), "x")
     monkeypatch.setattr(longer_study, "read", lambda name: {"training": condition_study.TRAINING, "runs": shorter})
     table = longer_study.table({"training": longer_study.TRAINING, "runs": runs, "machine": machine})
-    assert "| 1,024,000 | 2.0 | 2.0 | 2.0 | 2.0 | 2.0 | +0.0% | +0.0% |" in table
-    assert "| 4,096,000 | 1.0 | 1.0 | 1.5 | 0.5 | 1.0 | +0.0% | -50.0% |" in table
-    some = longer_study.table({"training": longer_study.TRAINING, "runs": runs[:4], "machine": machine})
-    assert "| 4,096,000 | 1.0 | 1.0 | 1.5 | 0.5 | not run | +0.0% | not run |" in some
+    assert "| 1,024,000 | 2.0 | 2.0 | 2.0 | +0.0% | +0.0% |" in table
+    assert "| 4,096,000 | 1.0 | 1.0 | 1.5 | +0.0% | -33.3% |" in table
     assert "| s4d | 2.0 | 2.0 | 3.0 | +50.0% |" in table
 
 
@@ -414,6 +415,46 @@ def test_a_run_of_the_cheems_study_has_what_its_table_reads(data, monkeypatch, t
     assert {(item["part"], item["condition"]) for item in later} == {
         (item["part"], item["condition"]) for item in items
     }
+
+
+def test_the_larger_study_begins_with_the_rates_that_are_known():
+    """First seeds first; a condition whose rate is not bracketed is left for later."""
+    rates = condition_study.LEARNING_RATES
+    shorter = [
+        {"condition": there, "learning_rate": rate, "seed": 0, "validation": {"wiki": 1.0 + abs(rate - rates[0])}}
+        for name, there in larger_study.CONDITIONS.items()
+        for rate in rates[: 3 if name != "interdomain" else 2]
+    ]
+    planned = [(item["condition"], item["seed"]) for item in larger_study.plan([], shorter)]
+    assert planned == [("s4d", 0), ("softmax", 0), ("s4d", 1)]
+    assert all(item["learning_rate"] == rates[0] for item in larger_study.plan([], shorter))
+
+
+def test_a_run_of_the_larger_study_says_where_the_loss_lies(data, monkeypatch, tmp_path):
+    """Models are kept, and the order is told once all conditions are there."""
+    monkeypatch.setattr(condition_study, "WINDOWS", 4)
+    for name, value in {"FOLDER": tmp_path, "PLACES": (0, 2, 4, 8)}.items():
+        monkeypatch.setattr(larger_study, name, value)
+    shape = larger_study.SHAPE | {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    monkeypatch.setattr(larger_study, "SHAPE", shape)
+    training = {"steps": 1, "batch_size": 2, "sequence_length": 8, "autocast": "bfloat16", "compiled": False}
+    data["validation"] = {name: tokens.repeat(2) for name, tokens in data["validation"].items()}
+    runs = []
+    for name in larger_study.CONDITIONS:
+        item = {"condition": name, "learning_rate": 1e-3, "seed": 0}
+        runs.append(item | larger_study.run_condition(**item, data=data, training=training))
+        assert InterdomainForCausalLM.from_pretrained(tmp_path / f"{name}-0").num_parameters() == runs[-1]["parameters"]
+        assert list(runs[-1]["places"]) == ["0", "2", "4"]
+    machine = dict.fromkeys(("cpu", "threads", "torch", "transformers", "commit", "date", "command"), "x")
+    record = {"training": training, "shape": shape, "machine": machine}
+    assert "The paper's order" in larger_study.table(record | {"runs": runs})
+    assert "The paper's order" not in larger_study.table(record | {"runs": runs[:2]})
+
+
+def test_a_token_repeats_where_the_context_had_it_after_the_same_one():
+    windows = torch.tensor([[1, 2, 3, 1, 2, 3, 2], [1, 1, 1, 2, 1, 2, 1]])
+    expected = [[False, False, False, True, True, False], [False, True, False, False, True, True]]
+    assert larger_study.repeated(windows).tolist() == expected
 
 
 def test_a_run_of_the_spans_study_has_what_its_table_reads(data, monkeypatch, tmp_path):
