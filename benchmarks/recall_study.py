@@ -162,17 +162,17 @@ def plan(runs: list[dict]) -> Iterator[dict]:
             yield from (item(name, BRACKETED[0], first, seed, shifted=True) for seed in SEEDS)
         rate = second or first
         for shorter, setting in itertools.pairwise(SETTINGS):
-            if rate and learned(runs, name, shorter):
+            if rate and has_learned(runs, name, shorter):
                 sizes = (STATE_SIZE,) if name == "softmax" else STATE_SIZES
                 yield from (item(name, setting, rate, state_size=size) for size in sizes)
 
 
 def worthwhile(runs: list[dict], name: str) -> bool:
     """Whether a condition is to be bracketed at the second size."""
-    return best_rate(runs, name, SETTINGS[0]) is not None and learned(runs, name, SETTINGS[0])
+    return best_rate(runs, name, SETTINGS[0]) is not None and has_learned(runs, name, SETTINGS[0])
 
 
-def learned(runs: list[dict], name: str, setting: tuple[int, int]) -> bool:
+def has_learned(runs: list[dict], name: str, setting: tuple[int, int]) -> bool:
     """Whether some run of a condition with this setting learned more than which values were seen."""
     return any(
         row["accuracy"] >= WORTHWHILE
