@@ -1,6 +1,7 @@
 """What examples/README.md says of Mamba-2 in the library itself, where it can be checked here, and of ours."""
 
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -97,3 +98,30 @@ def test_maps_and_files(model, ids, tmp_path):
     found = model(ids, output_attentions=True, use_cache=True)
     assert (getattr(found, "attentions", None) is not None) == is_ours(model)
     assert hasattr(cache_of(found), "save") == is_ours(model)
+
+
+def test_where_the_librarys_engine_stops(monkeypatch):
+    """An allocator for states can be added, but what prepares the batch counts keys for two kinds of layers alone."""
+    from transformers import ContinuousBatchingConfig
+    from transformers.generation.continuous_batching import cache, input_outputs
+
+    config = InterdomainConfig(**SHAPE, num_attention_heads=2, attn_implementation="paged|flash_attention_2")
+    with pytest.raises(ValueError, match="Invalid layer type: linear_attention"):
+        cache.group_layers_by_attn_type(config)
+    monkeypatch.setitem(cache.ATTN_TYPE_TO_ALLOCATOR, "linear_attention", object)
+    assert cache.group_layers_by_attn_type(config) == {"linear_attention": [0, 1]}
+    allocator = SimpleNamespace(write_trash_index=0, read_trash_index=0, get_seqlen_k=lambda past, query: past + query)
+    held = SimpleNamespace(
+        cache_allocators={"linear_attention": allocator},
+        max_batch_tokens=8,
+        max_tokens_read=8,
+        max_blocks_per_request=0,
+    )
+    nothing = SimpleNamespace(tensors_required=0, fill_defaults=lambda tensor: None)
+    options = ContinuousBatchingConfig(max_requests_per_batch=2, use_cuda_graph=False)
+    prepared = input_outputs.ContinuousBatchingIOs(held, config, options, torch.device("cpu"), torch.float32, nothing)
+    assert prepared.cumulative_seqlens_k == {}
+    state = SimpleNamespace(position_offset=0, tokens_to_process=[1], request_id="r")
+    request = SimpleNamespace(state=state, query_length=1, has_new_token=True)
+    with pytest.raises(KeyError, match="linear_attention"):
+        prepared.prepare_batch_tensors([request], nothing, False, 1, 0, False)

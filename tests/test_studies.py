@@ -313,7 +313,7 @@ def test_the_recall_study_brackets_rates_then_goes_on_with_the_best():
     assert {row["condition"] for row in runs if row["length"] > second[1]} == set(study.FRONTIER)
     assert {row["learning_rate"] for row in later if row["length"] > second[1]} == {middle}
     assert {row["state_size"] for row in later if row["condition"] == "softmax"} == {study.STATE_SIZE}
-    assert {row["condition"] for row in later if row["shifted"]} == set(study.FRONTIER)
+    assert {row["condition"] for row in runs if row["shifted"]} == set(study.FRONTIER)
 
     at_an_end = [result(item) | {"loss": item["learning_rate"]} for item in first]
     assert study.best_rate(at_an_end, "softmax", small) is None
