@@ -4,7 +4,7 @@ Interdomain, S4D-only (with the same start) and softmax, each with the learning 
 `condition_study`; the two recurrent ones with two seeds. Beside the loss: lengths beyond training, the loss by the
 place in the window, and that of tokens which the context has already shown after the same token, where recall shows
 and the mean hides it. Training multiplies in bfloat16 (autocast) and is compiled; losses are measured in float32. Every
-model stays in runs/larger_study/, and the best Interdomain is a checkpoint for the examples.
+model stays in runs/larger_study/, and the best in runs/best, where the examples find it.
 
     python -m benchmarks.larger_study --data ../shared/data     # all runs that the results do not hold yet
     python -m benchmarks.larger_study --table                   # the tables as markdown
@@ -12,6 +12,7 @@ model stays in runs/larger_study/, and the best Interdomain is a checkpoint for 
 
 import functools
 import math
+import shutil
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 
 from benchmarks import condition_study, studies
 from benchmarks.harness import RESULTS, footnote, markdown, read
+from examples.saved_model import DEFAULTS
 from examples.text_data import encode, next_token_nll, random_batches, train_tokenizer
 from examples.training import train
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
@@ -69,6 +71,14 @@ def run_condition(condition: str, learning_rate: float, seed: int, data: dict, t
     row = {"parameters": model.num_parameters(), "train_loss": statistics.mean(step.loss for step in steps[-50:])}
     row |= condition_study.measure(model, data, training["sequence_length"])
     return row | by_token(model, data["validation"], training["sequence_length"])
+
+
+def keep_best(runs: list[dict], folder: Path = DEFAULTS[0]) -> None:
+    """Copy the model with the lowest loss and its tokenizer to where the examples look, if it lies here."""
+    best = min(runs, key=condition_study.score)
+    kept = FOLDER / f"{best['condition']}-{best['seed']}"
+    for source in (kept, FOLDER / "tokenizer") if kept.is_dir() else ():
+        shutil.copytree(source, folder, dirs_exist_ok=True)
 
 
 @torch.no_grad()
@@ -151,6 +161,8 @@ def main() -> None:
         return functools.partial(run_condition, data=prepare(arguments.data))
 
     studies.show_or_run(arguments, FILE, fresh, planned, make_run, table)
+    if not arguments.table:
+        keep_best(studies.load(FILE, fresh)["runs"])
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList, TextIteratorStreamer
 
 from examples.long_context import cache_bytes, load_interdomain, softmax_bytes
+from examples.saved_model import add_folder
 from examples.text_data import InputError, encode_beginning, exit_code
 from modeling_interdomain import InterdomainCache, StateStore
 
@@ -183,7 +184,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", help="a model that save_pretrained wrote, with its tokenizer")
+    add_folder(parser)
     parser.add_argument("--port", type=int, default=7860, help="of this computer (default: %(default)s)")
     parser.add_argument(
         "--share", choices=("yes", "no"), default="no", help="also give the page an address on the internet, by Gradio"

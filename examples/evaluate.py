@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from examples.saved_model import load
+from examples.saved_model import add_folder, load
 from examples.text_data import (
     InputError,
     bits_per_byte,
@@ -73,7 +73,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", help="a model that save_pretrained wrote, with its tokenizer")
+    add_folder(parser)
     parser.add_argument("--prompt", default="def read_", help="what the model continues (default: %(default)r)")
     parser.add_argument("--tokens", type=int, default=160, help="tokens to write (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.7, help="of the sampling (default: %(default)s)")

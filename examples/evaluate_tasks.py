@@ -23,7 +23,7 @@ from transformers.utils import logging
 from yaml import YAMLError
 
 from examples.report import markdown_table
-from examples.saved_model import load, replace_text
+from examples.saved_model import add_folder, load, replace_text
 from examples.text_data import InputError, check_positive, exit_code
 from model_cards.model_card import HARNESS
 
@@ -158,7 +158,7 @@ def update_card(card: ModelCard, found: Sequence[Score], name: str) -> None:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="a model that save_pretrained wrote, with its tokenizer")
+    add_folder(parser)
     parser.add_argument(
         "--tasks",
         nargs="+",

@@ -31,7 +31,7 @@ from peft import (
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments, set_seed
 
-from examples.saved_model import load, one_line
+from examples.saved_model import add_folder, load, one_line
 from examples.text_data import InputError, check_positive, encode, exit_code, gather_documents, split_documents
 from examples.train import Blocks, Collator
 
@@ -146,7 +146,7 @@ def perplexity(trainer: Trainer) -> float:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("base", help="a model that save_pretrained wrote, with its tokenizer")
+    add_folder(parser, "base")
     parser.add_argument("--data", nargs="+", default=[], help="files, folders or datasets; none: Python's own source")
     parser.add_argument("--output", type=Path, default=Path("runs/adapter"), help="folder (default: %(default)s)")
     parser.add_argument("--adapter", type=Path, help="go on from this adapter instead of a new one")

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from transformers import set_seed
 
 from examples.finetune_lora import load_base
+from examples.saved_model import add_folder
 from examples.text_data import (
     InputError,
     check_positive,
@@ -43,7 +44,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("base", help="a model that save_pretrained wrote, with its tokenizer")
+    add_folder(parser, "base")
     parser.add_argument("--data", nargs="+", default=[], help="files, folders or datasets; none: Python's own source")
     parser.add_argument(
         "--output", type=Path, default=Path("runs/state.safetensors"), help="file (default: %(default)s)"

@@ -6,6 +6,7 @@ Example:
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 from collections.abc import Iterator
@@ -26,6 +27,16 @@ from examples.text_data import InputError
 
 # What `from_pretrained` finds out about weights that do not fit, and only warns about.
 MISFITS = {"missing_keys": "missing", "unexpected_keys": "unexpected", "mismatched_keys": "of another shape"}
+
+# Where a model lies that nobody named: the best of benchmarks.larger_study, or what `make quickstart` has left.
+DEFAULTS = (Path("runs/best"), Path("runs/quickstart"))
+
+
+def add_folder(parser: argparse.ArgumentParser, name: str = "folder") -> None:
+    """The argument that names a model."""
+    default = next((folder for folder in DEFAULTS if (folder / "config.json").is_file()), DEFAULTS[-1])
+    help = f"a model that save_pretrained wrote, with its tokenizer (default: {' or '.join(map(str, DEFAULTS))})"
+    parser.add_argument(name, nargs="?", type=Path, default=default, help=help)
 
 
 def load(folder: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

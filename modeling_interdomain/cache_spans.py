@@ -66,12 +66,12 @@ def cut_cache(cache, before, after, model, since: torch.Tensor | None = None) ->
     if decoder.config.rope_placement is not None:
         raise ValueError("Rotary embeddings have numbered the tokens after the span: it cannot be closed up.")
     start, stop, end = seen
-    since = end - stop if since is None else since
+    tokens = end - stop if since is None else since
     states = []
     for i, layer in enumerate(decoder.layers):
         whole, rest = cache.layers[i].state, after.layers[i].state
         head = _begun(layer.token_mixer, rest) if before is None else before.layers[i].state
-        states.append(whole + aged(head - rest, since, layer.token_mixer.recurrence.parameters_of_operator()[0]))
+        states.append(whole + aged(head - rest, tokens, layer.token_mixer.recurrence.parameters_of_operator()[0]))
     return _with_states(cache, states, end - (stop - start), decoder)
 
 

@@ -1,5 +1,6 @@
 """The examples: text and its score, the parts of a training run, the quickstart from data to a fresh process."""
 
+import argparse
 import copy
 import csv
 import json
@@ -16,7 +17,7 @@ from huggingface_hub import ModelCard
 from tokenizers.processors import TemplateProcessing
 from torch import nn
 
-from examples import evaluate, quickstart, text_data, training
+from examples import evaluate, quickstart, saved_model, text_data, training
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -485,3 +486,18 @@ def test_quickstart_from_data_to_a_fresh_process(tmp_path, tiny_config, some_tex
     documents = text_data.gather_documents([str(output / "held_out.jsonl")])
     score = text_data.bits_per_byte(model, tokenizer, documents, sequence_length=32)
     assert score == pytest.approx(results["bits_per_byte"], rel=1e-3)
+
+
+def test_a_model_that_nobody_named_is_the_best_there_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def default() -> Path:
+        parser = argparse.ArgumentParser()
+        saved_model.add_folder(parser)
+        return parser.parse_args([]).folder
+
+    assert default() == Path("runs/quickstart")
+    (tmp_path / "runs" / "best").mkdir(parents=True)
+    assert default() == Path("runs/quickstart"), "an empty folder is no model"
+    (tmp_path / "runs" / "best" / "config.json").touch()
+    assert default() == Path("runs/best")

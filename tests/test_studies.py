@@ -82,7 +82,7 @@ def test_a_study_that_ends_writes_its_table(monkeypatch, tmp_path, study):
     name = study.__name__.rpartition(".")[2]
     record = json.loads((RESULTS / f"{name}.json").read_text())
     prepared = ((condition_study, "prepare"), (larger_study, "prepare"), (image_study, "load_images"))
-    for module, function in (*prepared, (studies, "run_missing")):
+    for module, function in (*prepared, (larger_study, "keep_best"), (studies, "run_missing")):
         monkeypatch.setattr(module, function, lambda *arguments: None)
     monkeypatch.setattr(start_study, "RUNS", [])
     monkeypatch.setattr(conversion_study, "run", lambda data: record)
@@ -445,6 +445,11 @@ def test_a_run_of_the_larger_study_says_where_the_loss_lies(data, monkeypatch, t
         runs.append(item | larger_study.run_condition(**item, data=data, training=training))
         assert InterdomainForCausalLM.from_pretrained(tmp_path / f"{name}-0").num_parameters() == runs[-1]["parameters"]
         assert list(runs[-1]["places"]) == ["0", "2", "4"]
+    (tmp_path / "tokenizer").mkdir()
+    larger_study.keep_best(runs, tmp_path / "best")
+    best = min(runs, key=condition_study.score)["condition"]
+    kept, copied = (InterdomainForCausalLM.from_pretrained(tmp_path / name) for name in (f"{best}-0", "best"))
+    assert torch.equal(kept.lm_head.weight, copied.lm_head.weight)
     machine = dict.fromkeys(("cpu", "threads", "torch", "transformers", "commit", "date", "command"), "x")
     record = {"training": training, "shape": shape, "machine": machine}
     assert "The paper's order" in larger_study.table(record | {"runs": runs})
