@@ -65,13 +65,16 @@ def quality(record: dict) -> list[str]:
     """Perplexity of small models, trained alike."""
     training, runs = record["training"], record["runs"]
     tokens = training["steps"] * training["batch_size"] * training["sequence_length"]
-    losses = {name: [condition_study.score(row) for row in rows] for name, rows in _by(runs).items()}
-    found = {name: math.exp(statistics.mean(values)) for name, values in losses.items()}
+
+    def perplexity(rows: list[dict]) -> str:
+        return f"{math.exp(statistics.mean(map(condition_study.score, rows))):.1f}" if rows else "not run"
+
+    found = {name: perplexity(rows) for name, rows in _by(runs).items()}
     size = max(row["parameters"] for row in runs) / 1e6
     return [
         f"perplexity of a model of {size:.1f}M parameters after {tokens:,} tokens",
-        f"{found['interdomain']:.1f}",
-        f"S4D-only: {found['s4d']:.1f}; softmax: {found['softmax']:.1f}",
+        found["interdomain"],
+        f"S4D-only: {found['s4d']}; softmax: {found['softmax']}",
     ]
 
 
@@ -96,6 +99,8 @@ def length(record: dict) -> list[str]:
     factor = max(condition_study.LENGTHS)
 
     def change(rows: list[dict]) -> str:
+        if not rows:
+            return "not run"
         near, far = (statistics.mean(row["lengths"][str(x)] for row in rows) for x in (1.0, factor))
         return f"{math.exp(far - near) - 1:+.1%}"
 
