@@ -1,7 +1,7 @@
 """Heads over several processes: what the library's tensor parallelism needs to know of layers that keep a state.
 
 Projections are divided by its own styles ("colwise", "rowwise"). All else that a token mixer learns has heads, groups
-or their channels along its first axis, whatever axes follow, or is a norm that all heads share: that is for `HEADS`, the
+or their channels along its first axis, whatever axes follow, or is a norm that all heads share: for these is `HEADS`, a
 style registered here. A head reads and writes its own state alone, so each process holds the states of its heads, and
 processes meet where those of any attention layer do: in the sum over the heads that `o_proj` makes, and in gradients.
 """
