@@ -593,8 +593,8 @@ class InterdomainConfig(PreTrainedConfig):
         Where a layer's heads cannot be shared out, all processes hold them all, and the projections alone are divided:
         a plan has one entry for the modules of a name in all layers, so it is so in all.
         """
-        given = getattr(self, "distributed_config", None)  # from_pretrained puts it here before it makes a model
-        processes = 1 if given is None else given.tp_size
+        # `from_pretrained` puts it here before it makes a model.
+        processes = getattr(getattr(self, "distributed_config", None), "tp_size", 1)
         reason = self._undivided(processes)
         if reason is not None and processes > 1:
             logger.warning_once(

@@ -65,7 +65,7 @@ class TokenMixer(nn.Module):
     @classmethod
     def undivided(cls, config, processes: int) -> str | None:
         """Why the heads cannot be shared out over so many processes of tensor parallelism; None where they can."""
-        return f"{cls.__name__} layers do not say how"
+        return f"{cls.__name__} layers do not say how to share theirs"
 
     @classmethod
     def head_plan(cls, config) -> dict[str, str]:

@@ -53,8 +53,7 @@ class KeyValueMixer(RecurrentMixer):
         self.feature_map = feature_map(config, weighted) if weighted or not self.is_generic(config) else None
         self.recurrence = self.recurrence_class(config)
         self.recurrence.start_parameters(config)
-        *_, key, value = self.streams(config)
-        self.widths = key.width, value.width
+        self.widths = [stream.width for stream in self.streams(config)]
 
     def start_parameters(self, config) -> None:
         if config.input_norm:
@@ -93,7 +92,7 @@ class KeyValueMixer(RecurrentMixer):
         return aged(state, elapsed, log_decay)
 
     def _tokens(self, streams, cos_sin):
-        key, value = (x.unflatten(-1, (-1, width)) for x, width in zip(streams, self.widths, strict=True))
+        key, value = (x.unflatten(-1, (-1, width)) for x, width in zip(streams, self.widths[-2:], strict=True))
         if not self.is_generic(self.config):
             key = self._features(key, cos_sin)
         elif cos_sin is not None:
@@ -186,7 +185,7 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
 
     def _tokens(self, streams, cos_sin):
         query, *rest = streams
-        query = query.unflatten(-1, (-1, self.config.mapped_dim))
+        query = query.unflatten(-1, (-1, self.widths[0]))
         return self._features(query, cos_sin, is_query=True), *super()._tokens(rest, cos_sin)
 
     def attention_map(self, tokens, packing):

@@ -46,7 +46,7 @@ if dist.is_available():
             if shape[0] % processes:
                 raise ValueError(
                     f"tp_size = {processes} does not divide the heads of {parameter_name or param}, which has shape "
-                    f"{shape}: choose a tp_size that divides num_key_value_heads."
+                    f"{shape}: choose one that divides the groups of heads."
                 )
 
         def shard_param(self, module, param, mesh):
