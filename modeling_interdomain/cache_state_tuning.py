@@ -30,7 +30,7 @@ def add_learned_state(model: nn.Module) -> list[nn.Parameter]:
         `model.requires_grad_(False)`.
 
     Raises:
-        ValueError: when the model has no recurrent layer.
+        ValueError: when the model has no recurrent layer, or several processes hold parts of it (tensor parallelism).
 
     Example:
 
@@ -47,6 +47,11 @@ def add_learned_state(model: nn.Module) -> list[nn.Parameter]:
     for mixer in mixers:
         if mixer.first_state is None:
             first = next(mixer.recurrence.parameters())
+            if hasattr(first, "full_tensor"):
+                raise ValueError(
+                    "The heads of this model are in several processes: add the learned state to the whole model, save "
+                    "it with save_pretrained, and load that for tensor parallelism."
+                )
             mixer.first_state = FirstState(tuple(mixer.state_shape(mixer.config))).to(first.device, first.dtype)
     decoder.config.learned_state = True
     return list(_states(decoder).values())

@@ -36,6 +36,10 @@ _CHOICES = {
     "backend": ("auto", "recurrent", "fft", "scan", "associative_scan", "chunk", "triton"),
 }
 
+# Tensor parallelism: of feed-forward layers, and of token mixers whose heads are not shared out.
+_DIVIDED_MLP = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+_GATHERED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise_gather_output")
+
 # What `start` puts in the place of fields that are not given.
 STARTS = {
     "recall": {
@@ -257,15 +261,6 @@ class InterdomainConfig(PreTrainedConfig):
 
     model_type = "interdomain"
     keys_to_ignore_at_inference = ["past_key_values"]
-    # The heads of a recurrent layer share no weights, but its small parameters are not sharded: gather before them.
-    base_model_tp_plan = {
-        "layers.*.token_mixer.q_proj": "colwise_gather_output",
-        "layers.*.token_mixer.k_proj": "colwise_gather_output",
-        "layers.*.token_mixer.v_proj": "colwise_gather_output",
-        "layers.*.mlp.gate_proj": "colwise",
-        "layers.*.mlp.up_proj": "colwise",
-        "layers.*.mlp.down_proj": "rowwise",
-    }
     base_model_pp_plan = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
@@ -590,6 +585,35 @@ class InterdomainConfig(PreTrainedConfig):
                     f"{field} has {len(names)} names for num_hidden_layers = {self.num_hidden_layers}; give one name a "
                     "layer, or one for all."
                 )
+
+    @property
+    def base_model_tp_plan(self) -> dict[str, str]:
+        """The library's tensor parallel plan: each process holds its part of the heads, with their states.
+
+        Where a layer's heads cannot be shared out, all processes hold them all, and the projections alone are divided:
+        a plan has one entry for the modules of a name in all layers, so it is so in all.
+        """
+        # `from_pretrained` puts it here before it makes a model.
+        processes = getattr(getattr(self, "distributed_config", None), "tp_size", 1)
+        reason = self._undivided(processes)
+        if reason is not None and processes > 1:
+            logger.warning_once(
+                f"All heads and their states are in every process of tp_size = {processes}, because {reason}."
+            )
+        parts = _GATHERED if reason is not None else self._head_plan()
+        plan = {f"layers.*.token_mixer.{name}".rstrip("."): style for name, style in parts.items()}
+        return plan | {f"layers.*.mlp.{name}": style for name, style in _DIVIDED_MLP.items()}
+
+    def _undivided(self, processes: int) -> str | None:
+        """Why so many processes cannot share out the heads of all layers, or None."""
+        if any(self.sparse_per_layer):
+            return "a sparse branch reads what all of them write"
+        reasons = (TOKEN_MIXERS[name].undivided(self, processes) for name in self.mixers_per_layer)
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def _head_plan(self) -> dict[str, str]:
+        plans = [TOKEN_MIXERS[name].head_plan(self) for name in dict.fromkeys(self.mixers_per_layer)]
+        return {name: style for plan in plans for name, style in plan.items()}
 
     @property
     def mapped_dim(self) -> int:

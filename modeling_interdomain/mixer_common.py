@@ -9,6 +9,12 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttent
 from .cache_recurrent import RecurrentLayer, StaticRecurrentLayer
 
 
+def undivided_groups(config, processes: int) -> str | None:
+    """`TokenMixer.undivided` of mixers whose states, or keys and values, are those of `num_key_value_heads` groups."""
+    groups = config.num_key_value_heads
+    return f"it does not divide num_key_value_heads = {groups}" if groups % processes else None
+
+
 class TokenMixer(nn.Module):
     """The base of all token mixers, the defaults those of a mixer with one recurrent state.
 
@@ -55,6 +61,20 @@ class TokenMixer(nn.Module):
     def cache_shapes(self, batch: int) -> list[list[int]]:
         """The shapes of what a cache holds of this layer: windows, then states; or `[batch, heads, head size]`."""
         raise NotImplementedError(f"{type(self).__name__} does not say what a cache holds of it: write cache_shapes.")
+
+    @classmethod
+    def undivided(cls, config, processes: int) -> str | None:
+        """Why the heads cannot be shared out over so many processes of tensor parallelism; None where they can."""
+        return f"{cls.__name__} layers do not say how to share theirs"
+
+    @classmethod
+    def head_plan(cls, config) -> dict[str, str]:
+        """Where they can: styles of the library's tensor parallelism by module or parameter, "" the mixer itself."""
+        raise NotImplementedError(f"{cls.__name__} does not say how its heads are divided: write head_plan.")
+
+    def share_heads(self, processes: int) -> None:
+        """Hold one part in so many of the heads from now on, of which the parameters are given by then."""
+        raise NotImplementedError(f"{type(self).__name__} does not know its part of the heads: write share_heads.")
 
     def select_mask(self, masks: dict):
         """Of the masks of a forward, by kind of layer, the one it is called with; of a "hybrid" layer, all."""

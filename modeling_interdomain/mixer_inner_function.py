@@ -61,6 +61,10 @@ class InnerFunctionMixer(SoftmaxMixer):
                 f"{config.inner_values}."
             )
 
+    @classmethod
+    def undivided(cls, config, processes: int) -> str | None:
+        return '"inner_function" layers choose the values of all heads at once'
+
     def make_value(self, config) -> None:
         self.inner_function = InnerFunction(config)
 

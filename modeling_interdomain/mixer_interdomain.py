@@ -7,12 +7,14 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
+from .mixer_common import undivided_groups
 from .mixer_recurrent import RecurrentMixer, Stream
 from .module_common import InterdomainRMSNorm, TabledModule, is_untouched
 from .module_convolution import CausalConv1d
 from .module_feature_maps import SiluL2, feature_map
 from .module_recurrence import InterdomainRecurrence
 from .module_rotary import rotate
+from .module_tensor_parallel import HEADS
 from .module_token_inputs import token_inputs, token_tables
 from .op_common_spans import aged, join_states
 from .op_interdomain import append_one
@@ -51,6 +53,7 @@ class KeyValueMixer(RecurrentMixer):
         self.feature_map = feature_map(config, weighted) if weighted or not self.is_generic(config) else None
         self.recurrence = self.recurrence_class(config)
         self.recurrence.start_parameters(config)
+        self.widths = [stream.width for stream in self.streams(config)]
 
     def start_parameters(self, config) -> None:
         if config.input_norm:
@@ -72,6 +75,16 @@ class KeyValueMixer(RecurrentMixer):
         width = config.feature_dim + config.head_dim + int(config.normalize)
         return config.num_key_value_heads, 2, config.state_size, width
 
+    @classmethod
+    def undivided(cls, config, processes: int) -> str | None:
+        return undivided_groups(config, processes)
+
+    @classmethod
+    def head_plan(cls, config) -> dict[str, str]:
+        mapped = len(cls.streams(config)) > 2 or not cls.is_generic(config)  # a query, or keys
+        learned = mapped and config.feature_map != "silu_l2"
+        return super().head_plan(config) | ({"feature_map": HEADS} if learned else {})
+
     replay_state = staticmethod(state_after)
 
     @staticmethod
@@ -79,7 +92,7 @@ class KeyValueMixer(RecurrentMixer):
         return aged(state, elapsed, log_decay)
 
     def _tokens(self, streams, cos_sin):
-        key, value = (x.unflatten(-1, (self.config.num_key_value_heads, -1)) for x in streams)
+        key, value = (x.unflatten(-1, (-1, width)) for x, width in zip(streams, self.widths[-2:], strict=True))
         if not self.is_generic(self.config):
             key = self._features(key, cos_sin)
         elif cos_sin is not None:
@@ -129,6 +142,10 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
         self.eps = config.rms_norm_eps
         self.heads = config.num_attention_heads, config.num_key_value_heads
 
+    def share_heads(self, processes: int) -> None:
+        super().share_heads(processes)
+        self.heads = self.heads[0] // processes, self.heads[1] // processes
+
     def start_parameters(self, config) -> None:
         super().start_parameters(config)
         if config.query_init == "induction":
@@ -168,7 +185,7 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
 
     def _tokens(self, streams, cos_sin):
         query, *rest = streams
-        query = query.unflatten(-1, (self.config.num_attention_heads, -1))
+        query = query.unflatten(-1, (-1, self.widths[0]))
         return self._features(query, cos_sin, is_query=True), *super()._tokens(rest, cos_sin)
 
     def attention_map(self, tokens, packing):

@@ -14,6 +14,7 @@ from .module_first_state import FirstState
 from .module_sequence_parallel import SequencePiece
 from .module_sparse import SparseBranch, recorded_count, replay
 from .module_sparse_parts import EXACT_STATES
+from .module_tensor_parallel import HEADS
 from .op_common import Packing
 
 
@@ -176,6 +177,24 @@ class RecurrentMixer(TokenMixer):
 
     def cache_shapes(self, batch: int) -> list[list[int]]:
         return [[batch, *shape] for shape in self.kept_shapes]
+
+    @classmethod
+    def head_plan(cls, config) -> dict[str, str]:
+        streams, biases = cls.streams(config), cls.biases(config)
+        plan = {"": HEADS, "recurrence": HEADS} | {f"{stream.name}_proj": "colwise" for stream in streams}
+        for stream in streams:
+            if stream.convolved:
+                plan[f"{stream.name}_conv.weight"] = HEADS
+                if biases.convolutions:
+                    plan[f"{stream.name}_conv.bias"] = HEADS
+        if cls.gated(config):
+            plan["g_proj"] = "colwise"
+        if config.learned_state:
+            plan["first_state"] = HEADS
+        return plan | {"o_proj": "rowwise"}
+
+    def share_heads(self, processes: int) -> None:
+        self.kept_shapes = [(heads // processes, *rest) for heads, *rest in self.kept_shapes]
 
     def forward(
         self,

@@ -37,6 +37,10 @@ class SelectiveScanMixer(RecurrentMixer):
                 raise ValueError(f"{name} must be a positive integer or None, got {getattr(config, name)}.")
 
     @classmethod
+    def undivided(cls, config, processes: int) -> str | None:
+        return '"selective_scan" layers have one head, whose channels choose its steps together'
+
+    @classmethod
     def channels(cls, config) -> int:
         """E."""
         return 2 * config.hidden_size if config.scan_channels is None else config.scan_channels

@@ -5,10 +5,11 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .cache_window import StaticWindowLayer, WindowLayer
-from .mixer_common import TokenMixer
+from .mixer_common import TokenMixer, undivided_groups
 from .module_common import residual_projection
 from .module_dynamic_mask import BIAS_COLUMNS, bias_order, make_dynamic_mask
 from .module_rotary import rotate
+from .module_tensor_parallel import HEADS
 from .op_common import Packing
 from .op_window import Keys, best, seen, token_documents
 
@@ -30,6 +31,7 @@ class SoftmaxMixer(TokenMixer):
         self.attention_dropout = config.attention_dropout
         self.is_causal = not config.bidirectional
         self.window = config.dynamic_mask_window
+        self.key_heads = config.num_key_value_heads
         queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
@@ -54,7 +56,21 @@ class SoftmaxMixer(TokenMixer):
 
     def cache_shapes(self, batch: int) -> list[list[int]]:
         """Batch, heads and head size of the keys a cache of this layer holds."""
-        return [[batch, self.config.num_key_value_heads, _kept_dim(self.config)]]
+        return [[batch, self.key_heads, _kept_dim(self.config)]]
+
+    @classmethod
+    def undivided(cls, config, processes: int) -> str | None:
+        if config.dynamic_mask == "value":
+            return 'dynamic_mask = "value" makes the bias of a head of the values of all'
+        return undivided_groups(config, processes)
+
+    @classmethod
+    def head_plan(cls, config) -> dict[str, str]:
+        masks = {} if config.dynamic_mask is None else {"dynamic_mask": HEADS}
+        return {"": HEADS, "q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"} | masks
+
+    def share_heads(self, processes: int) -> None:
+        self.key_heads //= processes
 
     def select_mask(self, masks: dict):
         """With a window it makes its own, of the real tokens, which come as a `Packing` or, for a step, `[B, 1]`."""

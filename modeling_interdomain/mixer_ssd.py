@@ -8,6 +8,7 @@ from .mixer_recurrent import Biases, RecurrentMixer, Stream
 from .module_common import InterdomainRMSNorm
 from .module_rotary import LENGTH_DEPENDENT, rotate
 from .module_ssd import SSDRecurrence, discretized
+from .module_tensor_parallel import HEADS
 from .op_ssd import ssd_state_after
 
 
@@ -16,10 +17,10 @@ class GroupedRMSNorm(InterdomainRMSNorm):
 
     def __init__(self, size: int, groups: int, eps: float):
         super().__init__(size, eps)
-        self.groups = groups
+        self.width = size // groups
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = x.unflatten(-1, (self.groups, -1))
+        parts = x.unflatten(-1, (-1, self.width))
         return self.weight * F.rms_norm(parts, parts.shape[-1:], eps=self.eps).flatten(-2)
 
 
@@ -34,7 +35,7 @@ class SSDMixer(RecurrentMixer):
     passes_state = True
 
     def __init__(self, config, layer_idx: int):
-        self.groups, width = config.ssd_groups, self.head_width(config)
+        self.size, width = config.ssd_state_size, self.head_width(config)
         super().__init__(config, layer_idx, width)
         self.activation = None if config.ssd_activation is None else ACT2FN[config.ssd_activation]
         self.norm_after_gate = config.ssd_norm == "after_gate"
@@ -112,10 +113,19 @@ class SSDMixer(RecurrentMixer):
         if self.activation is not None:
             convolved = [self.activation(x) for x in convolved]
         query, key, value = convolved
-        query, key = (x.unflatten(-1, (self.groups, -1)) for x in (query, key))
+        query, key = (x.unflatten(-1, (-1, self.size)) for x in (query, key))
         if cos_sin is not None:
             query, key = rotate(query, *cos_sin), rotate(key, *cos_sin)
         return query, key, value.unflatten(-1, (dt.shape[-1], -1)), dt
+
+    @classmethod
+    def undivided(cls, config, processes: int) -> str | None:
+        groups = config.ssd_groups
+        return f"it does not divide ssd_groups = {groups}, what heads share B and C in" if groups % processes else None
+
+    @classmethod
+    def head_plan(cls, config) -> dict[str, str]:
+        return super().head_plan(config) | ({} if config.ssd_norm is None else {"norm.weight": HEADS})
 
     @classmethod
     def written_shape(cls, config) -> tuple[int, int]:
