@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from .op_common_launch import interpreted, multiprocessors, namespace, on_device, power_of_two, tuned
+from .op_common_tiles import Arithmetic, Documents, arithmetic, chunk_tokens, layout_of
 from .op_interdomain_triton_attend import ChunkStates, Operands, Widths, attend
 from .op_interdomain_triton_attend_backward import (
     ChunkGradients,
@@ -24,13 +25,7 @@ from .op_interdomain_triton_attend_backward import (
 from .op_interdomain_triton_carry import carry, carry_back, segment_ends
 from .op_interdomain_triton_states import Columns, LaterGradients, chunk_states, chunk_states_backward
 from .op_interdomain_triton_tables import KernelTables, Parameters, Partial, make_tables, table_gradients
-from .op_interdomain_triton_tiles import Arithmetic, Documents, Sizes
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
+from .op_interdomain_triton_tiles import Sizes
 
 _KIND = ("SIZES", "MATH")
 _attend = tuned(attend, (*_KIND, "FULL"))
@@ -76,21 +71,12 @@ def triton_attention(
         *(None if x is None else x.float().contiguous() for x in wide_tensors),
         *(None if x is None else x.to(torch.int32).contiguous() for x in (cu_seqlens, lengths)),
         product,
-        _chunk_tokens(chunk_size, log_decay.shape[1], query.shape[1]),
+        chunk_tokens(min(chunk_size, 4096 // power_of_two(log_decay.shape[1])), query.shape[1]),
         coefficient_matrix is not None and coefficient_matrix.requires_grad,
         wide,
         output_final_state,
     )
     return output, final if output_final_state else None
-
-
-def _chunk_tokens(chunk_size: int, size: int, length: int) -> int:
-    """Tokens a chunk; lengths are only compared, so that a compiled graph serves all above 32."""
-    largest = max(16, min(chunk_size, 4096 // power_of_two(size)))
-    chunk = 1 << (largest.bit_length() - 1)
-    while chunk > 16 and chunk // 2 >= length:
-        chunk //= 2
-    return chunk
 
 
 class _Plan(NamedTuple):
@@ -117,8 +103,7 @@ class _Plan(NamedTuple):
 
     @property
     def storage(self) -> torch.dtype:
-        """The dtype of states between kernels, and of the operands of matrix products."""
-        return torch.bfloat16 if tl.bfloat16 == self.math.DTYPE else torch.float32
+        return self.math.storage
 
     @property
     def row(self) -> tuple[int, int]:
@@ -170,36 +155,13 @@ class _Plan(NamedTuple):
 def _plan(query, key, value, parameters: Parameters, chunk: int, has_initial: bool, cu_seqlens, lengths) -> _Plan:
     batch, length, _, width = query.shape
     size = parameters.log_decay.shape[1]
-    documents = _documents(batch, length, chunk, has_initial, cu_seqlens, lengths)
-    rows = batch if cu_seqlens is None else cu_seqlens.numel() - 1
-    chunks = slots = rows * -(-length // chunk)
-    if cu_seqlens is not None:
-        chunks = length // chunk + min(rows, length)
-    if documents.starts is not None:
-        slots = batch * length // chunk + (rows if has_initial else 1)
+    rows, chunks, slots, documents = layout_of(batch, length, chunk, has_initial, cu_seqlens, lengths)
     widths = (width, value.shape[3])
     return _Plan(
         query.shape, key.shape[2], widths, tuple(power_of_two(w) for w in widths), size, power_of_two(size), chunk,
         rows, _segments(rows * key.shape[2], chunks // rows, query.device), chunks, slots, documents,
-        parameters.full, _arithmetic(value.dtype),
+        parameters.full, arithmetic(value.dtype),
     )  # fmt: skip
-
-
-def _documents(batch, length, chunk, has_initial, cu_seqlens, lengths) -> Documents:
-    if cu_seqlens is not None:
-        starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
-    elif lengths is not None:
-        starts = torch.arange(0, batch * length, length, dtype=torch.int32, device=lengths.device)
-        ends = starts + lengths
-    else:
-        return Documents()
-    counts = (ends - starts + chunk - 1) // chunk
-    first_chunks = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-    # Without initial states the first chunks of all documents begin with zeros, for which one slot will do.
-    first_slots = torch.full_like(starts, batch * length // chunk)
-    if has_initial:
-        first_slots += torch.arange(starts.shape[0], dtype=torch.int32, device=starts.device)
-    return Documents(starts, ends, first_chunks, first_slots)
 
 
 def _segments(lanes: int, chunks: int, device: torch.device) -> int:
@@ -214,19 +176,6 @@ def _segments(lanes: int, chunks: int, device: torch.device) -> int:
 def _walkers(segments: int, programs: int, device: torch.device) -> int:
     """How many lanes walk the segments back: all at once, up to what fills the device several times over."""
     return min(segments, max(128, 8 * multiprocessors(device) // programs))
-
-
-def _arithmetic(dtype: torch.dtype) -> Arithmetic:
-    """Operands of the matrix units, and how float32 is multiplied.
-
-    float16 would overflow where a state or a readout passes 65,504; tf32 has its precision and the range of float32.
-    """
-    if dtype == torch.bfloat16:
-        return Arithmetic(tl.bfloat16, "interpreted" if interpreted() else "tf32")
-    if torch.version.hip is not None or interpreted():
-        return Arithmetic(tl.float32, "ieee")
-    fast = dtype == torch.float16 or torch.get_float32_matmul_precision() != "highest"
-    return Arithmetic(tl.float32, "tf32" if fast else "tf32x3")
 
 
 def _states(plan: _Plan, key, value, tables: KernelTables, initial_state, want_final: bool):
