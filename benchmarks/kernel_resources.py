@@ -22,7 +22,10 @@ from triton.compiler import ASTSource
 from benchmarks.chips import CHIPS, blocks_a_multiprocessor
 from benchmarks.harness import footnote, markdown
 
-MODULES = tuple(f"op_interdomain_triton{part}" for part in ("", "_tables", "_step", "_prepare", "_scan"))
+MODULES = (
+    *(f"op_interdomain_triton{part}" for part in ("", "_tables", "_step", "_prepare", "_scan")),
+    *(f"op_ssd_triton{part}" for part in ("", "_step")),
+)
 # Bytes of shared memory a block may use on each target, from the makers' manuals.
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), 163 * 1024),
@@ -41,6 +44,12 @@ PROBLEMS = {
     "M = R = D = 128, bf16": (torch.bfloat16, 4, 4, 128, 128, 128, "full"),
     "M = R = D = 256, bf16": (torch.bfloat16, 4, 1, 256, 256, 256, "full"),
     "M = 96, R = 80, D = 65, bf16": (torch.bfloat16, 4, 2, 80, 65, 96, "diagonal"),
+}
+# Other operators; name: dtype, heads, groups, P, N
+SSD_PROBLEMS = {
+    "SSD, P = 64, N = 128, bf16": (torch.bfloat16, 8, 1, 64, 128),
+    "SSD, P = 64, N = 128, fp32": (torch.float32, 8, 1, 64, 128),
+    "SSD, P = N = 256, bf16": (torch.bfloat16, 4, 2, 256, 256),
 }
 
 
@@ -84,7 +93,28 @@ def recorded():
 
 
 def launches_of(problem: str) -> list[Launch]:
-    """What one problem launches: preparation of the inputs, operator, their gradients, and a decoding step."""
+    """What one problem launches, forward, backward and in a decoding step."""
+    return _ssd_launches(problem) if problem in SSD_PROBLEMS else _interdomain_launches(problem)
+
+
+def _ssd_launches(problem: str) -> list[Launch]:
+    from modeling_interdomain.op_ssd_triton import triton_ssd
+    from modeling_interdomain.op_ssd_triton_step import triton_ssd_step
+
+    dtype, heads, groups, width, size = SSD_PROBLEMS[problem]
+    keys, inputs = (2, 256, groups, size), (2, 256, heads, width)
+    query, key, value = (torch.zeros(x, dtype=dtype, requires_grad=True) for x in (keys, keys, inputs))
+    decay = torch.zeros(inputs[:3], requires_grad=True)
+    with recorded() as launches:
+        output, state = triton_ssd(query, key, value, decay, None, None, None, 64, True)
+        (output.sum() + state.sum()).backward()
+        with torch.no_grad():
+            triton_ssd_step(*(x[:, 0] for x in (query, key, value, decay)), state, None)
+    return launches
+
+
+def _interdomain_launches(problem: str) -> list[Launch]:
+    """Preparation of the inputs, operator, their gradients, and a decoding step."""
     from modeling_interdomain.op_interdomain_triton import triton_attention
     from modeling_interdomain.op_interdomain_triton_prepare import triton_prepare
     from modeling_interdomain.op_interdomain_triton_scan import triton_scan_attention
@@ -153,8 +183,9 @@ def compiled(problem: str, index: int, target_name: str, warps: int, stages: int
     row = {"problem": problem, "kernel": kernel.__name__, "target": target_name, "warps": warps, "stages": stages}
     if "SIDE" in arguments:
         row["kernel"] += ", keys" if arguments["SIDE"] else ", values"
-    if arguments.get("SKEWED"):
-        row["kernel"] += ", skewed"
+    for name in ("SKEWED", "REVERSE"):
+        if arguments.get(name):
+            row["kernel"] += f", {name.lower()}"
     built = triton.compile(source(kernel, arguments), target=target, options={"num_warps": warps, "num_stages": stages})
     row["shared_bytes"] = built.metadata.shared
     row["fits"] = built.metadata.shared <= limit
