@@ -24,7 +24,7 @@ from benchmarks.harness import footnote, markdown
 
 MODULES = (
     *(f"op_interdomain_triton{part}" for part in ("", "_tables", "_step", "_prepare", "_scan")),
-    *(f"op_ssd_triton{part}" for part in ("", "_step")),
+    *(f"op_{name}_triton{part}" for name in ("ssd", "s4d") for part in ("", "_step")),
 )
 # Bytes of shared memory a block may use on each target, from the makers' manuals.
 TARGETS = {
@@ -50,6 +50,11 @@ SSD_PROBLEMS = {
     "SSD, P = 64, N = 128, bf16": (torch.bfloat16, 8, 1, 64, 128),
     "SSD, P = 64, N = 128, fp32": (torch.float32, 8, 1, 64, 128),
     "SSD, P = N = 256, bf16": (torch.bfloat16, 4, 2, 256, 256),
+}
+# name: dtype, heads, groups, R + D, M
+S4D_PROBLEMS = {
+    "S4D, 1.3B head, bf16": (torch.bfloat16, 4, 4, 128, 64),
+    "S4D, 1.3B head, fp32": (torch.float32, 4, 4, 128, 64),
 }
 
 
@@ -94,14 +99,17 @@ def recorded():
 
 def launches_of(problem: str) -> list[Launch]:
     """What one problem launches, forward, backward and in a decoding step."""
-    return _ssd_launches(problem) if problem in SSD_PROBLEMS else _interdomain_launches(problem)
+    if problem in SSD_PROBLEMS:
+        return _ssd_launches(*SSD_PROBLEMS[problem])
+    if problem in S4D_PROBLEMS:
+        return _s4d_launches(*S4D_PROBLEMS[problem])
+    return _interdomain_launches(*PROBLEMS[problem])
 
 
-def _ssd_launches(problem: str) -> list[Launch]:
+def _ssd_launches(dtype: torch.dtype, heads: int, groups: int, width: int, size: int) -> list[Launch]:
     from modeling_interdomain.op_ssd_triton import triton_ssd
     from modeling_interdomain.op_ssd_triton_step import triton_ssd_step
 
-    dtype, heads, groups, width, size = SSD_PROBLEMS[problem]
     keys, inputs = (2, 256, groups, size), (2, 256, heads, width)
     query, key, value = (torch.zeros(x, dtype=dtype, requires_grad=True) for x in (keys, keys, inputs))
     decay = torch.zeros(inputs[:3], requires_grad=True)
@@ -113,14 +121,30 @@ def _ssd_launches(problem: str) -> list[Launch]:
     return launches
 
 
-def _interdomain_launches(problem: str) -> list[Launch]:
+def _s4d_launches(dtype: torch.dtype, heads: int, groups: int, width: int, size: int) -> list[Launch]:
+    from modeling_interdomain.op_s4d import s4d_tables
+    from modeling_interdomain.op_s4d_triton import triton_s4d
+    from modeling_interdomain.op_s4d_triton_step import triton_s4d_step
+
+    inputs = torch.zeros(2, 256, groups, width, dtype=dtype, requires_grad=True)
+    parameters = [torch.zeros(n, size, 2, requires_grad=True) for n in (groups, groups, heads)]
+    with recorded() as launches:
+        output, state = triton_s4d(inputs, *parameters, None, None, None, 64, True)
+        (output.sum() + state.sum()).backward()
+        with torch.no_grad():
+            moves = s4d_tables(*parameters, torch.float32)
+            triton_s4d_step(inputs[:, 0], moves.decay, moves.turn, moves.beta, *moves.matrices, state, None)
+    return launches
+
+
+def _interdomain_launches(
+    dtype: torch.dtype, heads: int, groups: int, feature_dim: int, value_dim: int, size: int, coefficients: str
+) -> list[Launch]:
     """Preparation of the inputs, operator, their gradients, and a decoding step."""
     from modeling_interdomain.op_interdomain_triton import triton_attention
     from modeling_interdomain.op_interdomain_triton_prepare import triton_prepare
     from modeling_interdomain.op_interdomain_triton_scan import triton_scan_attention
     from modeling_interdomain.op_interdomain_triton_step import triton_step
-
-    dtype, heads, groups, feature_dim, value_dim, size, coefficients = PROBLEMS[problem]
 
     def zeros(*shape, dtype=torch.float32):
         return torch.zeros(shape, dtype=dtype, requires_grad=True)

@@ -79,12 +79,12 @@ def triton_attention(
     return output, final if output_final_state else None
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """Sizes of one call, and what its kernels share."""
 
     shape: torch.Size  # [B, T, H, R] of the query
     groups: int
-    widths: tuple[int, ...]  # R and D
+    widths: tuple[int, ...]  # R and D, or what else the sides of the state have
     padded: tuple[int, ...]
     size: int  # M
     modes: int  # M, padded
@@ -152,15 +152,23 @@ class _Plan(NamedTuple):
         return torch.zeros_like(x) if self.packed else torch.empty_like(x)
 
 
-def _plan(query, key, value, parameters: Parameters, chunk: int, has_initial: bool, cu_seqlens, lengths) -> _Plan:
-    batch, length, _, width = query.shape
-    size = parameters.log_decay.shape[1]
-    rows, chunks, slots, documents = layout_of(batch, length, chunk, has_initial, cu_seqlens, lengths)
-    widths = (width, value.shape[3])
-    return _Plan(
-        query.shape, key.shape[2], widths, tuple(power_of_two(w) for w in widths), size, power_of_two(size), chunk,
-        rows, _segments(rows * key.shape[2], chunks // rows, query.device), chunks, slots, documents,
-        parameters.full, arithmetic(value.dtype),
+def _plan(query, key, value, parameters: Parameters, chunk: int, has_initial: bool, cu_seqlens, lengths) -> Plan:
+    widths, size = (query.shape[3], value.shape[3]), parameters.log_decay.shape[1]
+    extent = chunk, has_initial, cu_seqlens, lengths
+    return plan_of(query.shape, value, widths, size, *extent, full=parameters.full)
+
+
+def plan_of(
+    shape: torch.Size, x: torch.Tensor, widths: tuple[int, ...], size: int, chunk: int, has_initial: bool, cu_seqlens,
+    lengths, full: bool = False,
+) -> Plan:  # fmt: skip
+    """Of tokens `shape`, by head, that read a state of `widths`, and of those that move it, `x` `[B, T, G, W]`."""
+    groups = x.shape[2]
+    rows, chunks, slots, documents = layout_of(shape[0], shape[1], chunk, has_initial, cu_seqlens, lengths)
+    padded = tuple(power_of_two(w) for w in widths)
+    return Plan(
+        shape, groups, widths, padded, size, power_of_two(size), chunk,
+        rows, _segments(rows * groups, chunks // rows, x.device), chunks, slots, documents, full, arithmetic(x.dtype),
     )  # fmt: skip
 
 
@@ -178,8 +186,10 @@ def _walkers(segments: int, programs: int, device: torch.device) -> int:
     return min(segments, max(128, 8 * multiprocessors(device) // programs))
 
 
-def _states(plan: _Plan, key, value, tables: KernelTables, initial_state, want_final: bool):
-    """The states before every chunk, `[slots, G, 2, M, padded width]` of keys and of values, and the last ones.
+def states_before(plan: Plan, sides: tuple, tables: KernelTables, initial_state, want_final: bool):
+    """The states before every chunk, `[slots, G, 2, M, padded width]` of each side, and the last ones.
+
+    sides: keys and values, or what else moves the state, `[B, T, G, width]`.
 
     What is kept as a state is as accurate as float32; what the chunks read is rounded to their operands anyway.
 
@@ -188,24 +198,24 @@ def _states(plan: _Plan, key, value, tables: KernelTables, initial_state, want_f
     segments = plan.segments
     shape = (plan.rows * segments, plan.groups, 2, plan.size, sum(plan.widths))
     if segments > 1:
-        alone = key.new_empty(shape, dtype=torch.float32)
-        for side, x in enumerate((key, value)):
+        alone = sides[0].new_empty(shape, dtype=torch.float32)
+        for side, x in enumerate(sides):
             _states_of_side(plan, x, side, tables, None, None, alone, want_final)
         first = torch.zeros_like(alone[: plan.rows]) if initial_state is None else initial_state
         sources = torch.cat([first[:, None], alone.unflatten(0, (-1, segments))[:, :-1]], dim=1)
-        begins = plan.segment_ends(key.device)[:, :-1]
+        begins = plan.segment_ends(sides[0].device)[:, :-1]
         initial_state = carry(tables.powers[..., : plan.size], sources, begins, begins).flatten(0, 1)
-    final = key.new_empty(shape, dtype=torch.float32) if want_final else None
+    final = sides[0].new_empty(shape, dtype=torch.float32) if want_final else None
     states = tuple(
         x.new_empty((plan.slots, plan.groups, 2, plan.modes, padded), dtype=plan.storage)
-        for x, padded in zip((key, value), plan.padded, strict=True)
+        for x, padded in zip(sides, plan.padded, strict=True)
     )
-    for side, x in enumerate((key, value)):
+    for side, x in enumerate(sides):
         _states_of_side(plan, x, side, tables, initial_state, states[side], final, want_final)
     return states, final.unflatten(0, (-1, segments))[:, -1].contiguous() if want_final else None
 
 
-def _states_of_side(plan: _Plan, x, side: int, tables: KernelTables, initial_state, states, final, exact) -> None:
+def _states_of_side(plan: Plan, x, side: int, tables: KernelTables, initial_state, states, final, exact) -> None:
     """Keys (side 0) or values (side 1); with `states` None only what is left at the end."""
     padded = plan.padded[side]
     block_modes, block_width = min(plan.modes, 32), min(padded, 32)
@@ -217,7 +227,7 @@ def _states_of_side(plan: _Plan, x, side: int, tables: KernelTables, initial_sta
     )  # fmt: skip
 
 
-def _tables(plan: _Plan, parameters: Parameters, product: str) -> KernelTables:
+def _tables(plan: Plan, parameters: Parameters, product: str) -> KernelTables:
     return make_tables(parameters, product, plan.chunk, plan.storage, plan.math)
 
 
@@ -229,7 +239,7 @@ def _forward(
     output = value.new_zeros(shape, dtype=dtype) if plan.packed else value.new_empty(shape, dtype=dtype)
     with on_device(query):
         tables = _tables(plan, parameters, product)
-        states, final = _states(plan, key, value, tables, initial_state, want_final)
+        states, final = states_before(plan, (key, value), tables, initial_state, want_final)
         for skewed, kernel in enumerate((_attend, _attend_skewed)):
             kernel[(plan.chunks, plan.shape[2])](
                 Operands(query, key, value), output, ChunkStates(*states), tables, *plan.places,
@@ -247,18 +257,18 @@ def _backward(
     grad_initial = None if initial_state is None else torch.empty_like(initial_state)
     with on_device(query):
         tables = _tables(plan, parameters, product)
-        states, _ = _states(plan, key, value, tables, initial_state, want_final=False)
+        states, _ = states_before(plan, (key, value), tables, initial_state, want_final=False)
         operands = Operands(query, key, value, grad_output)
         mixing, chunk_sums, direct = _of_chunks(plan, operands, ChunkStates(*states), tables, grads[0], want_mixing)
         keys, values = (
-            _walk_back(plan, side, x, states[side], tables, direct[side], grads[1 + side], grad_initial, grad_final)
+            walk_back(plan, side, x, states[side], tables, direct[side], grads[1 + side], grad_initial, grad_final)
             for side, x in enumerate((key, value))
         )
         found = table_gradients(parameters, Partial(chunk_sums, keys, values, mixing), product, plan.shape[2])
     return *grads, *found, grad_initial
 
 
-def _of_chunks(plan: _Plan, tokens: Operands, states: ChunkStates, tables: KernelTables, grad_query, want_mixing: bool):
+def _of_chunks(plan: Plan, tokens: Operands, states: ChunkStates, tables: KernelTables, grad_query, want_mixing: bool):
     """What the chunks contribute on their own.
 
     Args:
@@ -298,7 +308,7 @@ def _of_chunks(plan: _Plan, tokens: Operands, states: ChunkStates, tables: Kerne
     return mixing, chunk_sums, direct
 
 
-def _walk_back(plan: _Plan, side: int, x, states, tables, direct: ChunkGradients, grad_x, grad_initial, grad_final):
+def walk_back(plan: Plan, side: int, x, states, tables, direct: ChunkGradients, grad_x, grad_initial, grad_final):
     """What enters through later chunks for keys (side 0) or values (side 1), written to `grad_x` with what came before.
 
     Returns:
@@ -335,7 +345,7 @@ def _walk_back(plan: _Plan, side: int, x, states, tables, direct: ChunkGradients
     return sums.flatten(0, 1)
 
 
-def _mixing_gradient(plan: _Plan, pulled: list[torch.Tensor]) -> torch.Tensor:
+def _mixing_gradient(plan: Plan, pulled: list[torch.Tensor]) -> torch.Tensor:
     heads = plan.shape[2]
     rows = min(plan.modes, 64 if plan.full else 32)
     columns = min(plan.modes, 32)

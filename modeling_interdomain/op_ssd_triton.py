@@ -38,17 +38,22 @@ def triton_ssd(
 
     Args:
         cu_seqlens, lengths: not checked here; an empty document keeps its initial state, and pads are not read.
-        chunk_size: rounded down to a power of two from 16 to 64, or to 32 for N above 128.
+        chunk_size: rounded down to a power of two from 16 to 64, less where N is above 128, in float32 above 64.
     """
     output, final = _operator(
         *(x.contiguous() for x in (query, key, value)),
         log_decay.float().contiguous(),
         None if initial_state is None else initial_state.float().contiguous(),
         *(None if x is None else x.to(torch.int32).contiguous() for x in (cu_seqlens, lengths)),
-        chunk_tokens(min(chunk_size, 64, 8192 // power_of_two(key.shape[3])), query.shape[1]),
+        chunk_tokens(min(chunk_size, 64, _tile(key.dtype) // power_of_two(key.shape[3])), query.shape[1]),
         output_final_state,
     )
     return output, final if output_final_state else None
+
+
+def _tile(dtype: torch.dtype) -> int:
+    """Numbers of a tile `[C, N]` of which a program holds two, beside the operands of products."""
+    return 8192 if dtype == torch.bfloat16 else 4096
 
 
 class _Plan(NamedTuple):
