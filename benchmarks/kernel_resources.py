@@ -24,7 +24,7 @@ from benchmarks.harness import footnote, markdown
 
 MODULES = (
     *(f"op_interdomain_triton{part}" for part in ("", "_tables", "_step", "_prepare", "_scan")),
-    *(f"op_{name}_triton{part}" for name in ("ssd", "s4d") for part in ("", "_step")),
+    *(f"op_{name}_triton{part}" for name in ("ssd", "s4d", "selective_scan") for part in ("", "_step")),
 )
 # Bytes of shared memory a block may use on each target, from the makers' manuals.
 TARGETS = {
@@ -51,6 +51,8 @@ SSD_PROBLEMS = {
     "SSD, P = 64, N = 128, fp32": (torch.float32, 8, 1, 64, 128),
     "SSD, P = N = 256, bf16": (torch.bfloat16, 4, 2, 256, 256),
 }
+# name: dtype, E, N
+SCAN_PROBLEMS = {"selective scan, N = 16, bf16": (torch.bfloat16, 256, 16)}
 # name: dtype, heads, groups, R + D, M
 S4D_PROBLEMS = {
     "S4D, 1.3B head, bf16": (torch.bfloat16, 4, 4, 128, 64),
@@ -101,6 +103,8 @@ def launches_of(problem: str) -> list[Launch]:
     """What one problem launches, forward, backward and in a decoding step."""
     if problem in SSD_PROBLEMS:
         return _ssd_launches(*SSD_PROBLEMS[problem])
+    if problem in SCAN_PROBLEMS:
+        return _scan_launches(*SCAN_PROBLEMS[problem])
     if problem in S4D_PROBLEMS:
         return _s4d_launches(*S4D_PROBLEMS[problem])
     return _interdomain_launches(*PROBLEMS[problem])
@@ -118,6 +122,21 @@ def _ssd_launches(dtype: torch.dtype, heads: int, groups: int, width: int, size:
         (output.sum() + state.sum()).backward()
         with torch.no_grad():
             triton_ssd_step(*(x[:, 0] for x in (query, key, value, decay)), state, None)
+    return launches
+
+
+def _scan_launches(dtype: torch.dtype, channels: int, size: int) -> list[Launch]:
+    from modeling_interdomain.op_selective_scan_triton import triton_scan
+    from modeling_interdomain.op_selective_scan_triton_step import triton_scan_step
+
+    query, key = (torch.zeros(2, 256, size, dtype=dtype, requires_grad=True) for _ in range(2))
+    value = torch.zeros(2, 256, channels, dtype=dtype, requires_grad=True)
+    step, rate = torch.zeros(2, 256, channels, requires_grad=True), torch.zeros(size, channels, requires_grad=True)
+    with recorded() as launches:
+        output, state = triton_scan(query, key, value, step, rate, None, None, None, True)
+        (output.sum() + state.sum()).backward()
+        with torch.no_grad():
+            triton_scan_step(*(x[:, 0] for x in (query, key, value, step)), rate, state, None, None)
     return launches
 
 

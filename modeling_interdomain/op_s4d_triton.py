@@ -13,9 +13,9 @@ from .op_common_tiles import chunk_tokens
 from .op_interdomain_triton import Plan, plan_of, states_before, walk_back
 from .op_interdomain_triton_attend_backward import ChunkGradients
 from .op_interdomain_triton_tables import KernelTables, Parameters, Partial, make_tables, table_gradients
-from .op_s4d_triton_chunks import Responses, Side, read, read_backward, responses_backward
+from .op_s4d_triton_chunks import Extent, Responses, read, read_backward, responses_backward
 
-_KIND = ("SIDE", "MATH")
+_KIND = ("EXTENT", "MATH")
 _read, _read_backward = tuned(read, _KIND), tuned(read_backward, _KIND)
 _responses_backward = tuned(responses_backward, _KIND)
 
@@ -73,7 +73,7 @@ def _plan(inputs, log_decay, kernel, has_initial: bool, cu_seqlens, lengths) -> 
 def _options(plan: Plan) -> dict:
     limit = 64 if plan.storage == torch.bfloat16 and plan.modes <= 64 else 32
     (width,), (padded,) = plan.widths, plan.padded
-    return {"SIDE": Side(plan.chunk, plan.modes, width, padded, min(padded, limit)), **plan.options}
+    return {"EXTENT": Extent(plan.chunk, plan.modes, width, padded, min(padded, limit)), **plan.options}
 
 
 def _tables(plan: Plan, log_decay, input_matrix) -> KernelTables:
@@ -103,7 +103,7 @@ def _operator(
     with on_device(inputs):
         tables = _tables(plan, log_decay, input_matrix)
         (states,), final = states_before(plan, (inputs,), tables, initial_state, want_final)
-        _read[(plan.chunks, heads, options["SIDE"].PADDED // options["SIDE"].BW)](
+        _read[(plan.chunks, heads, options["EXTENT"].PADDED // options["EXTENT"].BW)](
             inputs, output, states, Responses(kernel, reads), *plan.places, heads, plan.groups, **options
         )
     return output, inputs.new_empty(0, dtype=torch.float32) if final is None else final
@@ -132,7 +132,7 @@ def _operator_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     plan = _plan(inputs, log_decay, kernel, initial_state is not None, cu_seqlens, lengths)
     heads, options = plan.shape[2], _options(plan)
-    side, responses, of_inputs = options["SIDE"], Responses(kernel, reads), plan.like_tokens(inputs)
+    side, responses, of_inputs = options["EXTENT"], Responses(kernel, reads), plan.like_tokens(inputs)
     of_initial = None if initial_state is None else torch.empty_like(initial_state)
     with on_device(inputs):
         tables = _tables(plan, log_decay, input_matrix)

@@ -25,7 +25,7 @@ class Responses(NamedTuple):
     reads: Any
 
 
-class Side(NamedTuple):
+class Extent(NamedTuple):
     """What a kernel is compiled for: tokens of a chunk, modes (padded), the width as it is and padded, and how much of
     it is taken at once.
     """
@@ -53,67 +53,69 @@ def _reads(responses, head, C: tl.constexpr, M: tl.constexpr):
 @triton.jit(do_not_specialize=["count", "per_row", "row_length"])
 def read(
     x, out, states, responses, documents, count, per_row, row_length, heads, groups,
-    SIDE: tl.constexpr, PACKED: tl.constexpr, MATH: tl.constexpr,
+    EXTENT: tl.constexpr, PACKED: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """`out_t = sum_j kernel[t - j] x_j + reads_t S`; grid [chunks, heads, blocks of columns].
 
     x `[tokens, groups, W]`; out `[tokens, heads, W]`; states `[slots, groups, 2, M, padded W]`.
     """
-    C: tl.constexpr = SIDE.C
-    M: tl.constexpr = SIDE.M
+    C: tl.constexpr = EXTENT.C
+    M: tl.constexpr = EXTENT.M
     head = tl.program_id(1)
     group = head // (heads // groups)
-    w = tl.program_id(2) * SIDE.BW
+    w = tl.program_id(2) * EXTENT.BW
     start, length, slot = locate(tl.program_id(0), documents, count, per_row, row_length, C, PACKED)
     if length > 0:
-        state = states + (slot * groups + group) * 2 * M * SIDE.PADDED
-        s_re, s_im = load_pair(state, tl.arange(0, M), w + tl.arange(0, SIDE.BW), SIDE.PADDED, M * SIDE.PADDED)
-        x_tile = load_tokens(x + group * SIDE.W, start, length, w, groups * SIDE.W, SIDE.W, C, SIDE.BW)
+        state = states + (slot * groups + group) * 2 * M * EXTENT.PADDED
+        s_re, s_im = load_pair(state, tl.arange(0, M), w + tl.arange(0, EXTENT.BW), EXTENT.PADDED, M * EXTENT.PADDED)
+        x_tile = load_tokens(x + group * EXTENT.W, start, length, w, groups * EXTENT.W, EXTENT.W, C, EXTENT.BW)
         r_re, r_im = _reads(responses, head, C, M)
-        tile = dot(_toeplitz(responses.kernel + head * C, C, MATH), x_tile, tl.zeros([C, SIDE.BW], tl.float32), MATH)
+        tile = dot(_toeplitz(responses.kernel + head * C, C, MATH), x_tile, tl.zeros([C, EXTENT.BW], tl.float32), MATH)
         tile = dot(r_re, s_re, tile, MATH)
         tile = dot(r_im, s_im, tile, MATH)
-        store_tokens(out + head * SIDE.W, tile, start, length, w, heads * SIDE.W, SIDE.W, C, SIDE.BW, MATH)
+        store_tokens(out + head * EXTENT.W, tile, start, length, w, heads * EXTENT.W, EXTENT.W, C, EXTENT.BW, MATH)
 
 
 @triton.jit(do_not_specialize=["count", "per_row", "row_length"])
 def read_backward(
     grad, found, responses, documents, count, per_row, row_length, heads, groups,
-    SIDE: tl.constexpr, PACKED: tl.constexpr, MATH: tl.constexpr,
+    EXTENT: tl.constexpr, PACKED: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """What the chunks give to x and to the states, `found`: `ChunkGradients`; the grid of `read`, grad as its out."""
-    C: tl.constexpr = SIDE.C
-    M: tl.constexpr = SIDE.M
+    C: tl.constexpr = EXTENT.C
+    M: tl.constexpr = EXTENT.M
     head = tl.program_id(1)
-    w = tl.program_id(2) * SIDE.BW
+    w = tl.program_id(2) * EXTENT.BW
     start, length, slot = locate(tl.program_id(0), documents, count, per_row, row_length, C, PACKED)
     if length > 0:
-        g = load_tokens(grad + head * SIDE.W, start, length, w, heads * SIDE.W, SIDE.W, C, SIDE.BW)
+        g = load_tokens(grad + head * EXTENT.W, start, length, w, heads * EXTENT.W, EXTENT.W, C, EXTENT.BW)
         weights = tl.trans(_toeplitz(responses.kernel + head * C, C, MATH))
-        tile = dot(weights, g, tl.zeros([C, SIDE.BW], tl.float32), MATH)
-        store_tokens(found.tokens + head * SIDE.W, tile, start, length, w, heads * SIDE.W, SIDE.W, C, SIDE.BW, MATH)
+        tile = dot(weights, g, tl.zeros([C, EXTENT.BW], tl.float32), MATH)
+        store_tokens(
+            found.tokens + head * EXTENT.W, tile, start, length, w, heads * EXTENT.W, EXTENT.W, C, EXTENT.BW, MATH
+        )
         r_re, r_im = _reads(responses, head, C, M)
-        columns = w + tl.arange(0, SIDE.BW)
-        at = (slot * heads + head) * 2 * M * SIDE.PADDED
-        at = at + tl.arange(0, M)[:, None] * SIDE.PADDED + columns[None, :]
-        s_re = dot(tl.trans(r_re), g, tl.zeros([M, SIDE.BW], tl.float32), MATH)
-        s_im = dot(tl.trans(r_im), g, tl.zeros([M, SIDE.BW], tl.float32), MATH)
+        columns = w + tl.arange(0, EXTENT.BW)
+        at = (slot * heads + head) * 2 * M * EXTENT.PADDED
+        at = at + tl.arange(0, M)[:, None] * EXTENT.PADDED + columns[None, :]
+        s_re = dot(tl.trans(r_re), g, tl.zeros([M, EXTENT.BW], tl.float32), MATH)
+        s_im = dot(tl.trans(r_im), g, tl.zeros([M, EXTENT.BW], tl.float32), MATH)
         tl.store(found.states + at, narrow(s_re, found.states.dtype.element_ty, MATH))
-        tl.store(found.states + M * SIDE.PADDED + at, narrow(s_im, found.states.dtype.element_ty, MATH))
+        tl.store(found.states + M * EXTENT.PADDED + at, narrow(s_im, found.states.dtype.element_ty, MATH))
 
 
 @triton.jit(do_not_specialize=["chunks", "count", "per_row", "row_length"])
 def responses_backward(
     x, grad, states, pairs, reads, documents, chunks, count, per_row, row_length, heads, groups,
-    SIDE: tl.constexpr, PACKED: tl.constexpr, MATH: tl.constexpr,
+    EXTENT: tl.constexpr, PACKED: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """What the chunks give to `Responses`; grid [lanes, heads]: a lane has every so manieth chunk.
 
     Written, to be summed over the lanes: pairs `[lanes, heads, C, C]`, whose sums over equal t - j are the gradient of
     the kernel, and reads `[lanes, heads, C, 2, M]`.
     """
-    C: tl.constexpr = SIDE.C
-    M: tl.constexpr = SIDE.M
+    C: tl.constexpr = EXTENT.C
+    M: tl.constexpr = EXTENT.M
     head = tl.program_id(1)
     group = head // (heads // groups)
     rows = tl.arange(0, C)
@@ -124,11 +126,11 @@ def responses_backward(
     for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
         start, length, slot = locate(chunk, documents, count, per_row, row_length, C, PACKED)
         if length > 0:
-            state = states + (slot * groups + group) * 2 * M * SIDE.PADDED
-            for w in tl.static_range(0, SIDE.PADDED, SIDE.BW):
-                g = load_tokens(grad + head * SIDE.W, start, length, w, heads * SIDE.W, SIDE.W, C, SIDE.BW)
-                x_tile = load_tokens(x + group * SIDE.W, start, length, w, groups * SIDE.W, SIDE.W, C, SIDE.BW)
-                s_re, s_im = load_pair(state, modes, w + tl.arange(0, SIDE.BW), SIDE.PADDED, M * SIDE.PADDED)
+            state = states + (slot * groups + group) * 2 * M * EXTENT.PADDED
+            for w in tl.static_range(0, EXTENT.PADDED, EXTENT.BW):
+                g = load_tokens(grad + head * EXTENT.W, start, length, w, heads * EXTENT.W, EXTENT.W, C, EXTENT.BW)
+                x_tile = load_tokens(x + group * EXTENT.W, start, length, w, groups * EXTENT.W, EXTENT.W, C, EXTENT.BW)
+                s_re, s_im = load_pair(state, modes, w + tl.arange(0, EXTENT.BW), EXTENT.PADDED, M * EXTENT.PADDED)
                 p = dot(g, tl.trans(x_tile), p, MATH)
                 r_re = dot(g, tl.trans(s_re), r_re, MATH)
                 r_im = dot(g, tl.trans(s_im), r_im, MATH)
