@@ -10,6 +10,7 @@ import multiprocessing
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +26,7 @@ from benchmarks.harness import footnote, markdown
 MODULES = (
     *(f"op_interdomain_triton{part}" for part in ("", "_tables", "_step", "_prepare", "_scan")),
     *(f"op_{name}_triton{part}" for name in ("ssd", "s4d", "selective_scan") for part in ("", "_step")),
+    "op_experts_triton",
 )
 # Bytes of shared memory a block may use on each target, from the makers' manuals.
 TARGETS = {
@@ -36,27 +38,6 @@ TARGETS = {
 MATRIX = {
     "cuda": {"wgmma": r"wgmma\.mma_async", "mma": r"mma\.sync", "tcgen05": r"tcgen05\.mma"},
     "hip": {"mfma": r"v_mfma_"},
-}
-# name: dtype, heads, groups, R, D, M, coefficient matrix
-PROBLEMS = {
-    "1.3B head, bf16": (torch.bfloat16, 4, 4, 64, 64, 64, "full"),
-    "1.3B head, fp32": (torch.float32, 4, 4, 64, 64, 64, "full"),
-    "M = R = D = 128, bf16": (torch.bfloat16, 4, 4, 128, 128, 128, "full"),
-    "M = R = D = 256, bf16": (torch.bfloat16, 4, 1, 256, 256, 256, "full"),
-    "M = 96, R = 80, D = 65, bf16": (torch.bfloat16, 4, 2, 80, 65, 96, "diagonal"),
-}
-# Other operators; name: dtype, heads, groups, P, N
-SSD_PROBLEMS = {
-    "SSD, P = 64, N = 128, bf16": (torch.bfloat16, 8, 1, 64, 128),
-    "SSD, P = 64, N = 128, fp32": (torch.float32, 8, 1, 64, 128),
-    "SSD, P = N = 256, bf16": (torch.bfloat16, 4, 2, 256, 256),
-}
-# name: dtype, E, N
-SCAN_PROBLEMS = {"selective scan, N = 16, bf16": (torch.bfloat16, 256, 16)}
-# name: dtype, heads, groups, R + D, M
-S4D_PROBLEMS = {
-    "S4D, 1.3B head, bf16": (torch.bfloat16, 4, 4, 128, 64),
-    "S4D, 1.3B head, fp32": (torch.float32, 4, 4, 128, 64),
 }
 
 
@@ -99,18 +80,7 @@ def recorded():
             setattr(module, name, kernel)
 
 
-def launches_of(problem: str) -> list[Launch]:
-    """What one problem launches, forward, backward and in a decoding step."""
-    if problem in SSD_PROBLEMS:
-        return _ssd_launches(*SSD_PROBLEMS[problem])
-    if problem in SCAN_PROBLEMS:
-        return _scan_launches(*SCAN_PROBLEMS[problem])
-    if problem in S4D_PROBLEMS:
-        return _s4d_launches(*S4D_PROBLEMS[problem])
-    return _interdomain_launches(*PROBLEMS[problem])
-
-
-def _ssd_launches(dtype: torch.dtype, heads: int, groups: int, width: int, size: int) -> list[Launch]:
+def _ssd(dtype: torch.dtype, heads: int, groups: int, width: int, size: int) -> list[Launch]:
     from modeling_interdomain.op_ssd_triton import triton_ssd
     from modeling_interdomain.op_ssd_triton_step import triton_ssd_step
 
@@ -125,7 +95,7 @@ def _ssd_launches(dtype: torch.dtype, heads: int, groups: int, width: int, size:
     return launches
 
 
-def _scan_launches(dtype: torch.dtype, channels: int, size: int) -> list[Launch]:
+def _selective_scan(dtype: torch.dtype, channels: int, size: int) -> list[Launch]:
     from modeling_interdomain.op_selective_scan_triton import triton_scan
     from modeling_interdomain.op_selective_scan_triton_step import triton_scan_step
 
@@ -140,7 +110,7 @@ def _scan_launches(dtype: torch.dtype, channels: int, size: int) -> list[Launch]
     return launches
 
 
-def _s4d_launches(dtype: torch.dtype, heads: int, groups: int, width: int, size: int) -> list[Launch]:
+def _s4d(dtype: torch.dtype, heads: int, groups: int, width: int, size: int) -> list[Launch]:
     from modeling_interdomain.op_s4d import s4d_tables
     from modeling_interdomain.op_s4d_triton import triton_s4d
     from modeling_interdomain.op_s4d_triton_step import triton_s4d_step
@@ -156,7 +126,7 @@ def _s4d_launches(dtype: torch.dtype, heads: int, groups: int, width: int, size:
     return launches
 
 
-def _interdomain_launches(
+def _interdomain(
     dtype: torch.dtype, heads: int, groups: int, feature_dim: int, value_dim: int, size: int, coefficients: str
 ) -> list[Launch]:
     """Preparation of the inputs, operator, their gradients, and a decoding step."""
@@ -184,6 +154,41 @@ def _interdomain_launches(
         with torch.no_grad():
             triton_step(*(x[:, 0] for x in tokens), *parameters, state, "bilinear", None, False)
     return launches
+
+
+def _experts(dtype: torch.dtype, width: int, count: int) -> list[Launch]:
+    from modeling_interdomain.op_experts_triton import triton_bags, triton_products
+
+    x, table = (torch.zeros(n, width, dtype=dtype) for n in (8, 64))
+    ids = torch.zeros(8, count, dtype=torch.long)
+    with recorded() as launches:
+        weights = triton_products(x, table, ids)
+        triton_bags(weights, table, ids)
+        triton_bags(weights.flatten(), x, ids.flatten(), torch.zeros(65, dtype=torch.long))
+    return launches
+
+
+_16, _32 = torch.bfloat16, torch.float32
+# name: what launches it, and with which dtype, heads, groups and sizes
+PROBLEMS: dict[str, tuple[Callable[..., list[Launch]], tuple]] = {
+    "1.3B head, bf16": (_interdomain, (_16, 4, 4, 64, 64, 64, "full")),
+    "1.3B head, fp32": (_interdomain, (_32, 4, 4, 64, 64, 64, "full")),
+    "M = R = D = 128, bf16": (_interdomain, (_16, 4, 4, 128, 128, 128, "full")),
+    "M = R = D = 256, bf16": (_interdomain, (_16, 4, 1, 256, 256, 256, "full")),
+    "M = 96, R = 80, D = 65, bf16": (_interdomain, (_16, 4, 2, 80, 65, 96, "diagonal")),
+    "SSD, P = 64, N = 128, bf16": (_ssd, (_16, 8, 1, 64, 128)),
+    "SSD, P = 64, N = 128, fp32": (_ssd, (_32, 8, 1, 64, 128)),
+    "SSD, P = N = 256, bf16": (_ssd, (_16, 4, 2, 256, 256)),
+    "S4D, 1.3B head, bf16": (_s4d, (_16, 4, 4, 128, 64)),
+    "selective scan, N = 16, bf16": (_selective_scan, (_16, 256, 16)),
+    "experts, bf16": (_experts, (_16, 2048, 16)),
+}
+
+
+def launches_of(problem: str) -> list[Launch]:
+    """What one problem launches, forward, backward and in a decoding step."""
+    launch, sizes = PROBLEMS[problem]
+    return launch(*sizes)
 
 
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
@@ -278,9 +283,13 @@ def all_jobs() -> list[tuple]:
 
 def small_jobs() -> list[tuple]:
     """The kernels of a forward and the sequential scan for one target."""
-    problem = next(iter(PROBLEMS))
+    return some_jobs(next(iter(PROBLEMS)), ("chunk_states", "attend", "walk", "walk_back"), warps=4)
+
+
+def some_jobs(problem: str, kernels: Sequence[str], warps: int) -> list[tuple]:
+    """These kernels of a problem, each at its first launch, for one target."""
     names = [launch.kernel.__name__ for launch in launches_of(problem)]
-    return [(problem, names.index(name), "sm_90", 4, 1) for name in ("chunk_states", "attend", "walk", "walk_back")]
+    return [(problem, names.index(name), "sm_90", warps, 1) for name in kernels]
 
 
 def _job(job) -> dict:

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLOAT32 = 1e-6
 IDS = {
-    "many": torch.randint(11, (2, 5, 9), generator=torch.Generator().manual_seed(0)),
+    "many": torch.randint(11, (1, 3, 9), generator=torch.Generator().manual_seed(0)),
     "one": torch.full((1, 3, 3), 4),
     "a_token": torch.tensor([[[10, 0, 10, 2, 7]]]),
 }
@@ -28,7 +28,7 @@ def everything(x, table, weights, ids, read, add):
 
 @pytest.mark.parametrize(
     ("ids", "width", "dtype", "bound"),
-    [("many", 300, torch.float32, FLOAT32), ("one", 6, torch.float32, FLOAT32), ("a_token", 130, torch.bfloat16, 5e-3)],
+    [("many", 260, torch.float32, FLOAT32), ("one", 6, torch.float32, FLOAT32), ("a_token", 130, torch.bfloat16, 5e-3)],
 )
 def test_kernels_are_gathered_rows(ids, width, dtype, bound):
     ids, generator = IDS[ids], torch.Generator().manual_seed(1)

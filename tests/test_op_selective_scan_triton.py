@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed on this m
 pytestmark = pytest.mark.usefixtures("kernels")
 on_gpu = torch.cuda.is_available()
 DEVICE = "cuda" if on_gpu else "cpu"
-FLOAT32 = 1e-6
+FLOAT32 = 1e-5 if on_gpu else 1e-6  # its exp is an approximation
 
 
 @pytest.fixture(autouse=True)

@@ -33,8 +33,8 @@ def check(leaves, bound=FLOAT32, dtype=torch.float32, **options):
 
 @pytest.mark.parametrize(
     ("shape", "decay"),
-    [((2, 1, 2, 1, 3, 4), "usual"), ((2, 37, 4, 2, 5, 17), "usual"), ((1, 32, 2, 1, 20, 4), "none"),
-     ((1, 40, 4, 4, 3, 5), "gone_at_once"), ((1, 40, 2, 1, 3, 5), "mixed")],
+    [((2, 1, 2, 1, 3, 4), "usual"), ((1, 37, 4, 2, 5, 17), "usual"), ((1, 32, 2, 1, 20, 4), "none"),
+     ((1, 20, 2, 2, 3, 5), "gone_at_once"), ((1, 40, 2, 1, 3, 5), "mixed")],
 )  # fmt: skip
 def test_fused_is_the_definition(shape, decay):
     check(arguments(shape, decay))
@@ -46,9 +46,9 @@ def test_without_an_initial_state():
     check(leaves)
 
 
-@pytest.mark.parametrize("initial", [True, False])
+@pytest.mark.parametrize("initial", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_documents(initial):
-    leaves = arguments((1, 40, 3, 1, 3, 5), rows=6)
+    leaves = arguments((1, 40, 2, 1, 3, 5), rows=6)
     if not initial:
         del leaves["initial_state"]
     check(leaves, cu_seqlens=torch.tensor([0, 0, 5, 5, 21, 38, 40]))
@@ -67,7 +67,7 @@ def test_pads_are_not_read():
 
 def test_low_precision():
     """Products in bfloat16; the state keeps the accuracy of float32, and values may be wider than keys."""
-    leaves = arguments((1, 70, 4, 2, 16, 20), "usual")
+    leaves = arguments((1, 40, 2, 1, 16, 20), "usual")
     found = check(leaves, 5e-3, torch.bfloat16)
     wide = {k: x.detach().bfloat16().double() if k in NAMES[:3] else x.detach() for k, x in leaves.items()}
     _, expected = ssd_attention(**wide, output_final_state=True, backend="recurrent")
@@ -120,7 +120,7 @@ def test_the_operators_are_sound():
     torch.library.opcheck(step.triton_ssd_step, (*token, state.detach(), None), **tests)
 
 
-@pytest.mark.parametrize("kind", ["cu_seqlens", "lengths"])
+@pytest.mark.parametrize("kind", ["cu_seqlens", pytest.param("lengths", marks=pytest.mark.slow)])
 def test_one_graph_for_two_lengths(kind):
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(ssd_attention, backend=counter, fullgraph=True, dynamic=True)
