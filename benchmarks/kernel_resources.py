@@ -27,6 +27,7 @@ MODULES = (
     *(f"op_interdomain_triton{part}" for part in ("", "_tables", "_step", "_prepare", "_scan")),
     *(f"op_{name}_triton{part}" for name in ("ssd", "s4d", "selective_scan") for part in ("", "_step")),
     "op_experts_triton",
+    "op_sparse_triton_step",
 )
 # Bytes of shared memory a block may use on each target, from the makers' manuals.
 TARGETS = {
@@ -168,6 +169,18 @@ def _experts(dtype: torch.dtype, width: int, count: int) -> list[Launch]:
     return launches
 
 
+def _sparse(dtype: torch.dtype, keys: int, key_width: int, value_width: int) -> list[Launch]:
+    from modeling_interdomain.op_sparse_stream import Bins, empty_memory
+    from modeling_interdomain.op_sparse_triton_step import triton_sparse_step
+
+    query, entry = (torch.zeros(8, n, dtype=dtype) for n in (key_width, key_width + value_width))
+    memory = empty_memory(2, 4, key_width, value_width, keys, [(16, keys)], torch.zeros(1))
+    own = torch.zeros(2, 4, dtype=torch.long)
+    with recorded() as launches:
+        triton_sparse_step(query, entry, memory, torch.zeros(2, 4), (Bins(own, own, 16, keys),), None)
+    return launches
+
+
 _16, _32 = torch.bfloat16, torch.float32
 # name: what launches it, and with which dtype, heads, groups and sizes
 PROBLEMS: dict[str, tuple[Callable[..., list[Launch]], tuple]] = {
@@ -182,6 +195,7 @@ PROBLEMS: dict[str, tuple[Callable[..., list[Launch]], tuple]] = {
     "S4D, 1.3B head, bf16": (_s4d, (_16, 4, 4, 128, 64)),
     "selective scan, N = 16, bf16": (_selective_scan, (_16, 256, 16)),
     "experts, bf16": (_experts, (_16, 2048, 16)),
+    "sparse step, 64 keys, bf16": (_sparse, (_16, 64, 16, 64)),
 }
 
 
@@ -191,7 +205,14 @@ def launches_of(problem: str) -> list[Launch]:
     return launch(*sizes)
 
 
-_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+}
 
 
 def source(kernel, arguments: dict) -> ASTSource:

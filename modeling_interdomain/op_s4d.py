@@ -66,8 +66,8 @@ def s4d_attention(
     compute = torch.float64 if torch.float64 in (key.dtype, value.dtype) else torch.float32
     with torch.autocast(key.device.type, enabled=False):
         if backend in ("auto", "triton") and not exporting:
-            arguments = key, value, log_decay, input_matrix, readout, initial_state, cu_seqlens, lengths
-            found = _fused(backend, *arguments, chunk_size, output_final_state)
+            parameters, extent = (log_decay, input_matrix, readout), (initial_state, cu_seqlens, lengths)
+            found = _fused(backend, key, value, *parameters, *extent, chunk_size, output_final_state)
             if found is not None:
                 return found
         inputs = torch.cat([key.to(compute), value.to(compute)], dim=-1)

@@ -76,8 +76,8 @@ def selective_scan(
     out_dtype, exporting = value.dtype, torch.compiler.is_exporting()
     with torch.autocast(query.device.type, enabled=False):
         if backend in ("auto", "triton") and not exporting:
-            arguments = query, key, value, step, rate, initial_state, cu_seqlens, lengths, output_final_state
-            found = _fused(backend, *arguments)
+            extent = initial_state, cu_seqlens, lengths, output_final_state
+            found = _fused(backend, query, key, value, step, rate, *extent)
             if found is not None:
                 return _skipped(found[0], value, skip, lengths).to(out_dtype), found[1]
         tokens = [x.to(compute) for x in (query, key, value, step)]

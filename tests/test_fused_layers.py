@@ -12,10 +12,11 @@ LAYERS = {
     "mamba2": {},
     "s4d-grouped": {"token_mixers": "s4d", "feed_forwards": "cdmoe"},
     "selective-scan": {"feed_forwards": "none"},
+    "hax": {"token_mixers": "interdomain", "sparse_attention": "hax"},
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", [*list(LAYERS)[:-1], pytest.param("hax", marks=pytest.mark.slow)])
 def test_a_model_on_fused_kernels(make_model, left_padded, name):
     """Logits, gradients, a padded prefill and decoding; `backend="triton"` would raise where no kernel runs."""
     changes = {"num_hidden_layers": 1, **LAYERS[name]}
@@ -31,7 +32,10 @@ def test_a_model_on_fused_kernels(make_model, left_padded, name):
     expected.loss.backward()
     found.loss.backward()
     for (parameter, a), b in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert relative_error(a.grad.cpu(), b.grad) < 1e-4, parameter
+        if b.grad is None:  # what chooses sparse keys learns from a loss of its own
+            assert a.grad is None, parameter
+        else:
+            assert relative_error(a.grad.cpu(), b.grad) < 1e-4, parameter
     with torch.no_grad():
         cache = model(ids[:, :-1], attention_mask=mask[:, :-1], use_cache=True).past_key_values
         last = model(ids[:, -1:], attention_mask=mask, past_key_values=cache).logits
