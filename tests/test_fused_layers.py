@@ -16,7 +16,9 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", [*list(LAYERS)[:-1], pytest.param("hax", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x in ("s4d-grouped", "hax"))) for x in LAYERS]
+)
 def test_a_model_on_fused_kernels(make_model, left_padded, name):
     """Logits, gradients, a padded prefill and decoding; `backend="triton"` would raise where no kernel runs."""
     changes = {"num_hidden_layers": 1, **LAYERS[name]}
