@@ -10,6 +10,7 @@ import multiprocessing
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +23,12 @@ from triton.compiler import ASTSource
 from benchmarks.chips import CHIPS, blocks_a_multiprocessor
 from benchmarks.harness import footnote, markdown
 
-MODULES = tuple(f"op_interdomain_triton{part}" for part in ("", "_tables", "_step", "_prepare", "_scan"))
+MODULES = (
+    *(f"op_interdomain_triton{part}" for part in ("", "_tables", "_step", "_prepare", "_scan")),
+    *(f"op_{name}_triton{part}" for name in ("ssd", "s4d", "selective_scan") for part in ("", "_step")),
+    "op_experts_triton",
+    "op_sparse_triton_step",
+)
 # Bytes of shared memory a block may use on each target, from the makers' manuals.
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), 163 * 1024),
@@ -33,14 +39,6 @@ TARGETS = {
 MATRIX = {
     "cuda": {"wgmma": r"wgmma\.mma_async", "mma": r"mma\.sync", "tcgen05": r"tcgen05\.mma"},
     "hip": {"mfma": r"v_mfma_"},
-}
-# name: dtype, heads, groups, R, D, M, coefficient matrix
-PROBLEMS = {
-    "1.3B head, bf16": (torch.bfloat16, 4, 4, 64, 64, 64, "full"),
-    "1.3B head, fp32": (torch.float32, 4, 4, 64, 64, 64, "full"),
-    "M = R = D = 128, bf16": (torch.bfloat16, 4, 4, 128, 128, 128, "full"),
-    "M = R = D = 256, bf16": (torch.bfloat16, 4, 1, 256, 256, 256, "full"),
-    "M = 96, R = 80, D = 65, bf16": (torch.bfloat16, 4, 2, 80, 65, 96, "diagonal"),
 }
 
 
@@ -83,14 +81,60 @@ def recorded():
             setattr(module, name, kernel)
 
 
-def launches_of(problem: str) -> list[Launch]:
-    """What one problem launches: preparation of the inputs, operator, their gradients, and a decoding step."""
+def _ssd(dtype: torch.dtype, heads: int, groups: int, width: int, size: int) -> list[Launch]:
+    from modeling_interdomain.op_ssd_triton import triton_ssd
+    from modeling_interdomain.op_ssd_triton_step import triton_ssd_step
+
+    keys, inputs = (2, 256, groups, size), (2, 256, heads, width)
+    query, key, value = (torch.zeros(x, dtype=dtype, requires_grad=True) for x in (keys, keys, inputs))
+    decay = torch.zeros(inputs[:3], requires_grad=True)
+    with recorded() as launches:
+        output, state = triton_ssd(query, key, value, decay, None, None, None, 64, True)
+        (output.sum() + state.sum()).backward()
+        with torch.no_grad():
+            triton_ssd_step(*(x[:, 0] for x in (query, key, value, decay)), state, None)
+    return launches
+
+
+def _selective_scan(dtype: torch.dtype, channels: int, size: int) -> list[Launch]:
+    from modeling_interdomain.op_selective_scan_triton import triton_scan
+    from modeling_interdomain.op_selective_scan_triton_step import triton_scan_step
+
+    query, key = (torch.zeros(2, 256, size, dtype=dtype, requires_grad=True) for _ in range(2))
+    value = torch.zeros(2, 256, channels, dtype=dtype, requires_grad=True)
+    step, rate = torch.zeros(2, 256, channels, requires_grad=True), torch.zeros(size, channels, requires_grad=True)
+    with recorded() as launches:
+        output, state = triton_scan(query, key, value, step, rate, None, None, None, True)
+        (output.sum() + state.sum()).backward()
+        with torch.no_grad():
+            triton_scan_step(*(x[:, 0] for x in (query, key, value, step)), rate, state, None, None)
+    return launches
+
+
+def _s4d(dtype: torch.dtype, heads: int, groups: int, width: int, size: int) -> list[Launch]:
+    from modeling_interdomain.op_s4d import s4d_tables
+    from modeling_interdomain.op_s4d_triton import triton_s4d
+    from modeling_interdomain.op_s4d_triton_step import triton_s4d_step
+
+    inputs = torch.zeros(2, 256, groups, width, dtype=dtype, requires_grad=True)
+    parameters = [torch.zeros(n, size, 2, requires_grad=True) for n in (groups, groups, heads)]
+    with recorded() as launches:
+        output, state = triton_s4d(inputs, *parameters, None, None, None, 64, True)
+        (output.sum() + state.sum()).backward()
+        with torch.no_grad():
+            moves = s4d_tables(*parameters, torch.float32)
+            triton_s4d_step(inputs[:, 0], moves.decay, moves.turn, moves.beta, *moves.matrices, state, None)
+    return launches
+
+
+def _interdomain(
+    dtype: torch.dtype, heads: int, groups: int, feature_dim: int, value_dim: int, size: int, coefficients: str
+) -> list[Launch]:
+    """Preparation of the inputs, operator, their gradients, and a decoding step."""
     from modeling_interdomain.op_interdomain_triton import triton_attention
     from modeling_interdomain.op_interdomain_triton_prepare import triton_prepare
     from modeling_interdomain.op_interdomain_triton_scan import triton_scan_attention
     from modeling_interdomain.op_interdomain_triton_step import triton_step
-
-    dtype, heads, groups, feature_dim, value_dim, size, coefficients = PROBLEMS[problem]
 
     def zeros(*shape, dtype=torch.float32):
         return torch.zeros(shape, dtype=dtype, requires_grad=True)
@@ -113,7 +157,62 @@ def launches_of(problem: str) -> list[Launch]:
     return launches
 
 
-_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+def _experts(dtype: torch.dtype, width: int, count: int) -> list[Launch]:
+    from modeling_interdomain.op_experts_triton import triton_bags, triton_products
+
+    x, table = (torch.zeros(n, width, dtype=dtype) for n in (8, 64))
+    ids = torch.zeros(8, count, dtype=torch.long)
+    with recorded() as launches:
+        weights = triton_products(x, table, ids)
+        triton_bags(weights, table, ids)
+        triton_bags(weights.flatten(), x, ids.flatten(), torch.zeros(65, dtype=torch.long))
+    return launches
+
+
+def _sparse(dtype: torch.dtype, keys: int, key_width: int, value_width: int) -> list[Launch]:
+    from modeling_interdomain.op_sparse_stream import Bins, empty_memory
+    from modeling_interdomain.op_sparse_triton_step import triton_sparse_step
+
+    query, entry = (torch.zeros(8, n, dtype=dtype) for n in (key_width, key_width + value_width))
+    memory = empty_memory(2, 4, key_width, value_width, keys, [(16, keys)], torch.zeros(1))
+    own = torch.zeros(2, 4, dtype=torch.long)
+    with recorded() as launches:
+        triton_sparse_step(query, entry, memory, torch.zeros(2, 4), (Bins(own, own, 16, keys),), None)
+    return launches
+
+
+_16, _32 = torch.bfloat16, torch.float32
+# name: what launches it, and with which dtype, heads, groups and sizes
+PROBLEMS: dict[str, tuple[Callable[..., list[Launch]], tuple]] = {
+    "1.3B head, bf16": (_interdomain, (_16, 4, 4, 64, 64, 64, "full")),
+    "1.3B head, fp32": (_interdomain, (_32, 4, 4, 64, 64, 64, "full")),
+    "M = R = D = 128, bf16": (_interdomain, (_16, 4, 4, 128, 128, 128, "full")),
+    "M = R = D = 256, bf16": (_interdomain, (_16, 4, 1, 256, 256, 256, "full")),
+    "M = 96, R = 80, D = 65, bf16": (_interdomain, (_16, 4, 2, 80, 65, 96, "diagonal")),
+    "SSD, P = 64, N = 128, bf16": (_ssd, (_16, 8, 1, 64, 128)),
+    "SSD, P = 64, N = 128, fp32": (_ssd, (_32, 8, 1, 64, 128)),
+    "SSD, P = N = 256, bf16": (_ssd, (_16, 4, 2, 256, 256)),
+    "S4D, 1.3B head, bf16": (_s4d, (_16, 4, 4, 128, 64)),
+    "selective scan, N = 16, bf16": (_selective_scan, (_16, 256, 16)),
+    "experts, bf16": (_experts, (_16, 2048, 16)),
+    "sparse step, 64 keys, bf16": (_sparse, (_16, 64, 16, 64)),
+}
+
+
+def launches_of(problem: str) -> list[Launch]:
+    """What one problem launches, forward, backward and in a decoding step."""
+    launch, sizes = PROBLEMS[problem]
+    return launch(*sizes)
+
+
+_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+}
 
 
 def source(kernel, arguments: dict) -> ASTSource:
@@ -153,8 +252,9 @@ def compiled(problem: str, index: int, target_name: str, warps: int, stages: int
     row = {"problem": problem, "kernel": kernel.__name__, "target": target_name, "warps": warps, "stages": stages}
     if "SIDE" in arguments:
         row["kernel"] += ", keys" if arguments["SIDE"] else ", values"
-    if arguments.get("SKEWED"):
-        row["kernel"] += ", skewed"
+    for name in ("SKEWED", "REVERSE"):
+        if arguments.get(name):
+            row["kernel"] += f", {name.lower()}"
     built = triton.compile(source(kernel, arguments), target=target, options={"num_warps": warps, "num_stages": stages})
     row["shared_bytes"] = built.metadata.shared
     row["fits"] = built.metadata.shared <= limit
@@ -204,9 +304,13 @@ def all_jobs() -> list[tuple]:
 
 def small_jobs() -> list[tuple]:
     """The kernels of a forward and the sequential scan for one target."""
-    problem = next(iter(PROBLEMS))
+    return some_jobs(next(iter(PROBLEMS)), ("chunk_states", "attend", "walk", "walk_back"), warps=4)
+
+
+def some_jobs(problem: str, kernels: Sequence[str], warps: int) -> list[tuple]:
+    """These kernels of a problem, each at its first launch, for one target."""
     names = [launch.kernel.__name__ for launch in launches_of(problem)]
-    return [(problem, names.index(name), "sm_90", 4, 1) for name in ("chunk_states", "attend", "walk", "walk_back")]
+    return [(problem, names.index(name), "sm_90", warps, 1) for name in kernels]
 
 
 def _job(job) -> dict:

@@ -216,8 +216,8 @@ class InterdomainConfig(PreTrainedConfig):
         learned_state: recurrent layers begin every row and document with a learned state instead of zeros (state
             tuning, see `add_learned_state`). Default: False.
         state_dtype: dtype of the recurrent state in the cache. Default: "float32".
-        backend: how the operator is computed, see `interdomain_attention`; "s4d" layers always work in chunks, and
-            "ssd" and "selective_scan" layers, too, but for "recurrent". Default: "auto".
+        backend: how the operator is computed, see `interdomain_attention`; "s4d" layers know "chunk" and "triton"
+            alone, "ssd" and "selective_scan" layers "recurrent" too; for another it is "auto". Default: "auto".
         chunk_size: tokens per chunk of the operator. Default: 64.
         max_rollback: how many of the last tokens a cache that records (assisted decoding) can take back. Default: 64.
         inner_values: "inner_function": learned vectors of width `hidden_size`, n_v. Default: 6.

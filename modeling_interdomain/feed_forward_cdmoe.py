@@ -5,9 +5,9 @@ from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 
-from .module_common import residual_projection
+from .module_common import own_backend, residual_projection
 from .op_common import without_autocast
-from .op_experts import factor_pair, find_experts, read_experts, sum_experts
+from .op_experts import EXPERT_BACKENDS, factor_pair, find_experts, read_experts, sum_experts
 
 
 class ChosenExperts(nn.Module):
@@ -35,6 +35,7 @@ class CrossDomainMoE(nn.Module):
     def __init__(self, config, layer_idx: int):
         super().__init__()
         width, heads, key_dim = config.hidden_size, config.expert_heads, config.expert_key_dim
+        self.config = config
         self.heads, self.count, self.score = heads, config.experts_per_head, config.expert_score
         self.crosses = config.expert_input == "cross_domain"
         self.up_proj = nn.Linear(width, config.intermediate_size, bias=False)
@@ -94,9 +95,10 @@ class CrossDomainMoE(nn.Module):
         """`[B, T, hidden_size]`, in the dtype that x and the tables have in common."""
         scores, ids = self._find(x)
         ids = self.chosen(ids).flatten(-2)
-        products = read_experts(x, self.expert_down, ids).view(scores.shape)
+        backend = own_backend(self.config, EXPERT_BACKENDS)
+        products = read_experts(x, self.expert_down, ids, backend).view(scores.shape)
         weights = self._weigh(products, scores).to(products.dtype)
-        return sum_experts(weights.flatten(-2), self.expert_up, ids)
+        return sum_experts(weights.flatten(-2), self.expert_up, ids, backend)
 
     def _find(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores, in at least float32, and ids, `[B, T, h, k]`."""

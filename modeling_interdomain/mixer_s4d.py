@@ -7,10 +7,12 @@ from torch import nn
 from transformers import initialization as init
 
 from .mixer_interdomain import KeyValueMixer
+from .module_common import own_backend
 from .module_recurrence import InterdomainRecurrence
 from .module_start import readout_rms, real_gramian
+from .op_common_launch import STEP_BACKENDS
 from .op_interdomain_step import StepTables
-from .op_s4d import s4d_attention, s4d_tables, take_s4d_step
+from .op_s4d import S4D_BACKENDS, s4d_attention, s4d_tables, take_s4d_step
 
 
 class S4DRecurrence(InterdomainRecurrence):
@@ -39,12 +41,13 @@ class S4DRecurrence(InterdomainRecurrence):
     def _operate(self, *inputs: Any, **arguments: Any):
         """`s4d_attention` of the two inputs."""
         key, value, log_decay, input_matrix, coefficients = inputs
-        row = self.head_rows(coefficients)
-        return s4d_attention(key, value, log_decay, input_matrix, row, chunk_size=self.config.chunk_size, **arguments)
+        arguments |= {"chunk_size": self.config.chunk_size, "backend": own_backend(self.config, S4D_BACKENDS)}
+        return s4d_attention(key, value, log_decay, input_matrix, self.head_rows(coefficients), **arguments)
 
     def _step(self, *tokens: Any, state: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """`s4d_step` of the two inputs."""
-        return take_s4d_step(*tokens, tables=self._step_tables, state=state, mask=mask)
+        backend = own_backend(self.config, STEP_BACKENDS)
+        return take_s4d_step(*tokens, tables=self._step_tables, state=state, mask=mask, backend=backend)
 
     def _step_tables(self, dtype: torch.dtype) -> StepTables:
         def tables(kept: bool) -> StepTables:

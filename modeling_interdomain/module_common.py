@@ -61,6 +61,12 @@ def backend_of(config) -> str:
     return config.backend if torch.compiler.is_compiling() else object.__getattribute__(config, "backend")
 
 
+def own_backend(config, backends: tuple[str, ...]) -> str:
+    """`config.backend` for an operator that has these backends, "auto" for one that is another operator's."""
+    backend = backend_of(config)
+    return backend if backend in backends else "auto"
+
+
 def begun_with(initial_state: Any, *transition: torch.Tensor) -> torch.Tensor | None:
     """An initial state: as it is, or made by a function from what moves the state on."""
     return initial_state(*transition) if callable(initial_state) else initial_state

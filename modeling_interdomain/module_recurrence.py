@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .module_common import Float32Module, TabledModule, backend_of, begun_with
+from .module_common import Float32Module, TabledModule, begun_with, own_backend
 from .module_start import (
     even_log_steps,
     frequencies,
@@ -17,6 +17,7 @@ from .module_start import (
     posterior_diagonal,
     real_gramian,
 )
+from .op_common_launch import STEP_BACKENDS
 from .op_interdomain import interdomain_attention, take_step
 from .op_interdomain_step import StepTables, step_tables
 
@@ -149,7 +150,7 @@ class InterdomainRecurrence(Float32Module, TabledModule):
             product=self.product,
             normalize=self.normalize,
             mask=mask,
-            backend="triton" if backend_of(self.config) == "triton" else "auto",
+            backend=own_backend(self.config, STEP_BACKENDS),
         )
 
     def _step_tables(self, dtype: torch.dtype) -> StepTables:

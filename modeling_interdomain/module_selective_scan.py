@@ -8,8 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from .module_common import Float32Module, TabledModule, backend_of, begun_with
-from .op_selective_scan import selective_scan, take_scan_step
+from .module_common import Float32Module, TabledModule, begun_with, own_backend
+from .op_common_launch import STEP_BACKENDS
+from .op_selective_scan import SCAN_BACKENDS, selective_scan, take_scan_step
 
 
 class SelectiveScanRecurrence(Float32Module, TabledModule):
@@ -52,10 +53,17 @@ class SelectiveScanRecurrence(Float32Module, TabledModule):
         steps = steps_of(dt, bias)
         if step:
             return self._step(query, key, value, steps, rate, **arguments)
-        backend = "recurrent" if backend_of(self.config) == "recurrent" else "auto"
         arguments["initial_state"] = begun_with(arguments.get("initial_state"), rate, bias)
         output, state = selective_scan(
-            query, key, value, steps, rate, skip=self.D, chunk_size=self.config.chunk_size, backend=backend, **arguments
+            query,
+            key,
+            value,
+            steps,
+            rate,
+            skip=self.D,
+            chunk_size=self.config.chunk_size,
+            backend=own_backend(self.config, SCAN_BACKENDS),
+            **arguments,
         )
         return output[:, :, None], state
 
@@ -64,7 +72,8 @@ class SelectiveScanRecurrence(Float32Module, TabledModule):
     ) -> torch.Tensor:
         """`selective_scan_step` of tokens with an axis of the one token; `[B, 1, E]`."""
         query, key, value, steps = (x.squeeze(1) for x in (query, key, value, steps))
-        return take_scan_step(query, key, value, steps, rate, state, self.D, mask)[:, None]
+        backend = own_backend(self.config, STEP_BACKENDS)
+        return take_scan_step(query, key, value, steps, rate, state, self.D, mask, backend)[:, None]
 
     def _transition(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Rates `[N, E]` and biases `[E]`."""

@@ -10,10 +10,12 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
+from .module_common import own_backend
 from .module_convolution import CausalConv1d, causal_conv
 from .module_sparse_choice import KeyScorer, RankingLoss, SparseHash, ranking_loss
 from .module_sparse_parts import Budget, budgets, kept_shapes
 from .op_common import Packing, without_autocast
+from .op_common_launch import STEP_BACKENDS
 from .op_sparse import sparse_attention
 from .op_sparse_step import sparse_step
 from .op_sparse_stream import Bins, Ring, SparseMemory, memory_of
@@ -208,7 +210,9 @@ class SparseBranch(nn.Module):
         query, key, value = (x[:, 0] for x in (inputs.query, inputs.key, inputs.value))
         scores = None if inputs.scores is None else inputs.scores[:, 0]
         bins = [part._replace(query=part.query[:, 0], key=part.key[:, 0]) for part in inputs.bins]
-        output = sparse_step(query, key, value, memory=_memory_of(states), scores=scores, bins=bins, mask=mask)
+        backend = own_backend(self.config, STEP_BACKENDS)
+        memory = _memory_of(states)
+        output = sparse_step(query, key, value, memory=memory, scores=scores, bins=bins, mask=mask, backend=backend)
         return self._gated(output)
 
     def _gated(self, output: torch.Tensor) -> torch.Tensor:

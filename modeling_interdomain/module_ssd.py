@@ -8,8 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from .module_common import Float32Module, begun_with
-from .op_ssd import ssd_attention, take_ssd_step
+from .module_common import Float32Module, begun_with, own_backend
+from .op_common_launch import STEP_BACKENDS
+from .op_ssd import SSD_BACKENDS, ssd_attention, take_ssd_step
 
 
 class SSDRecurrence(Float32Module):
@@ -55,10 +56,15 @@ class SSDRecurrence(Float32Module):
         inputs, log_decay = discretized(value, dt, *moves)
         if step:
             return self._step(query, key, value, inputs, log_decay, **arguments)
-        backend = "recurrent" if self.config.backend == "recurrent" else "auto"
         arguments["initial_state"] = begun_with(arguments.get("initial_state"), *moves)
         output, state = ssd_attention(
-            query, key, inputs, log_decay, chunk_size=self.config.chunk_size, backend=backend, **arguments
+            query,
+            key,
+            inputs,
+            log_decay,
+            chunk_size=self.config.chunk_size,
+            backend=own_backend(self.config, SSD_BACKENDS),
+            **arguments,
         )
         return self._skipped(output, value), state
 
@@ -66,7 +72,8 @@ class SSDRecurrence(Float32Module):
         """`ssd_step` of tokens with an axis of the one token; `[B, H, P]`."""
         query, key, inputs, log_decay, value = (x.squeeze(1) for x in (query, key, inputs, log_decay, value))
         with torch.no_grad():
-            output = self._skipped(take_ssd_step(query, key, inputs, log_decay, state, mask), value)
+            backend = own_backend(self.config, STEP_BACKENDS)
+            output = self._skipped(take_ssd_step(query, key, inputs, log_decay, state, mask, backend), value)
         return output if mask is None else output.where(mask[:, None, None], 0)
 
     def _skipped(self, output: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

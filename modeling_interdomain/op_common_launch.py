@@ -21,6 +21,8 @@ Result = TypeVar("Result")
 _succeeded: set[tuple] = set()
 _failed: dict[tuple, str] = {}
 
+STEP_BACKENDS = ("auto", "recurrent", "triton")
+
 # The largest R, D or M of a head.
 _WIDEST = 256
 
@@ -114,6 +116,14 @@ def fused(
             "them: set backend='chunk' on all ranks, or repair Triton here."
         )
     return None
+
+
+def check_step_backend(backend: str, state: torch.Tensor) -> None:
+    """Refuse a backend that a decoding step does not have, or a state that its kernels cannot overwrite."""
+    if backend not in STEP_BACKENDS:
+        raise ValueError(f"backend of a step must be one of {', '.join(STEP_BACKENDS)}, got {backend!r}.")
+    if backend == "triton" and not state.is_contiguous():
+        raise ValueError("state must be contiguous for backend 'triton', which overwrites it; use 'auto' or a copy.")
 
 
 def _why_not_these(device: torch.device, dtypes: tuple[torch.dtype, ...], widest: int) -> str | None:

@@ -15,7 +15,10 @@ import math
 import torch
 from torch.nn import functional as F
 
-from .op_common_launch import namespace
+from .op_common_launch import fused, namespace
+
+# PyTorch's embedding bags, or fused kernels on a GPU, where they can run.
+EXPERT_BACKENDS = ("auto", "bags", "triton")
 
 
 def factor_pair(count: int) -> tuple[int, int]:
@@ -61,46 +64,56 @@ def _best_pairs(first: torch.Tensor, second: torch.Tensor, count: int) -> tuple[
     return i.gather(-1, a[chosen]), j.gather(-1, b[chosen])
 
 
-def read_experts(x: torch.Tensor, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def read_experts(x: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, backend: str = "auto") -> torch.Tensor:
     """`x[t] . table[ids[t, j]]`.
 
     Args:
         x: `[B, T, d]`.
         table: `[experts, d]`.
         ids: `[B, T, k]`.
+        backend: "bags" (what PyTorch has for embedding bags), "triton" (fused kernels on a GPU) or "auto" ("triton"
+            where it can run, otherwise "bags"). Default: "auto".
 
     Returns:
         `[B, T, k]`, in the wider dtype of the two.
+
+    Raises:
+        ValueError: when "triton" is asked for and cannot run here.
     """
     dtype = torch.promote_types(x.dtype, table.dtype)
-    if _is_short(ids):
+    if _is_short(ids, backend):
         return (F.embedding(ids, table).to(dtype) @ x.to(dtype)[..., None])[..., 0]
     working = _working_dtype(dtype, x.device)
-    found = _products(x.flatten(0, 1).to(working), table.to(working), ids.flatten(0, 1))
+    found = _products(x.flatten(0, 1).to(working), table.to(working), ids.flatten(0, 1), backend)
     return found.view(ids.shape).to(dtype)
 
 
-def sum_experts(weights: torch.Tensor, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def sum_experts(weights: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, backend: str = "auto") -> torch.Tensor:
     """`sum_j weights[t, j] table[ids[t, j]]`.
 
     Args:
         weights, ids: `[B, T, k]`.
         table: `[experts, d]`.
+        backend: as for `read_experts`.
 
     Returns:
         `[B, T, d]`, in the wider dtype of weights and table.
+
+    Raises:
+        ValueError: when "triton" is asked for and cannot run here.
     """
     dtype = torch.promote_types(weights.dtype, table.dtype)
-    if _is_short(ids):
+    if _is_short(ids, backend):
         return (weights.to(dtype)[..., None, :] @ F.embedding(ids, table).to(dtype))[..., 0, :]
     working = _working_dtype(dtype, table.device)
-    found = _bags(weights.flatten(0, 1).to(working), table.to(working), ids.flatten(0, 1))
+    found = _bags(weights.flatten(0, 1).to(working), table.to(working), ids.flatten(0, 1), backend)
     return found.unflatten(0, ids.shape[:2]).to(dtype)
 
 
-def _is_short(ids: torch.Tensor) -> bool:
+def _is_short(ids: torch.Tensor, backend: str) -> bool:
     """Whether the rows may be gathered: one token is few of them, and a graph that leaves PyTorch has no operators."""
-    return ids.shape[1] == 1 or torch.compiler.is_exporting()
+    kernels = backend == "triton" or (backend == "auto" and ids.device.type != "cpu")
+    return (ids.shape[1] == 1 and not kernels) or torch.compiler.is_exporting()
 
 
 def _working_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -112,8 +125,17 @@ _NAMESPACE = namespace(__name__)
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::products", mutates_args=())
-def _products(x: torch.Tensor, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def _products(x: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, backend: str) -> torch.Tensor:
     """By the weights: `x[t] . table[ids[t, j]]`, `[T, k]`."""
+
+    def run():
+        from .op_experts_triton import triton_products
+
+        return triton_products(x, table, ids)
+
+    found = fused(backend, (x, table), 1, run, "products with experts")
+    if found is not None:
+        return found
     tokens, count = ids.shape
     owners = torch.arange(tokens, device=ids.device).repeat_interleave(count)
     starts = torch.arange(0, ids.numel(), count, device=ids.device)
@@ -125,56 +147,76 @@ def _products(x: torch.Tensor, table: torch.Tensor, ids: torch.Tensor) -> torch.
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::bags", mutates_args=())
-def _bags(weights: torch.Tensor, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def _bags(weights: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, backend: str) -> torch.Tensor:
     """By x: `sum_j weights[t, j] table[ids[t, j]]`, `[T, d]`."""
+    found = _fused_bags(backend, weights, table, ids)
+    if found is not None:
+        return found
     return F.embedding_bag(ids.contiguous(), table, mode="sum", per_sample_weights=weights.contiguous())
 
 
+def _fused_bags(backend: str, weights: torch.Tensor, table: torch.Tensor, *entries: torch.Tensor):
+    def run():
+        from .op_experts_triton import triton_bags
+
+        return triton_bags(weights, table, *entries)
+
+    return fused(backend, (weights, table), 1, run, "sums of experts")
+
+
 @torch.library.custom_op(f"{_NAMESPACE}::transposed_bags", mutates_args=())
-def _transposed_bags(weights: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, experts: int) -> torch.Tensor:
+def _transposed_bags(
+    weights: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, experts: int, backend: str
+) -> torch.Tensor:
     """By the table: of every expert the sum of `weights[t, j] x[t]` over its tokens, in their order, `[experts, d]`."""
     flat = ids.flatten()
     order = flat.argsort(stable=True)
-    starts = torch.searchsorted(flat[order], torch.arange(experts, device=flat.device))
+    starts = torch.searchsorted(flat[order], torch.arange(experts + 1, device=flat.device))
     owners, weights = order // ids.shape[1], weights.flatten()[order]
-    return F.embedding_bag(owners, x.contiguous(), starts, mode="sum", per_sample_weights=weights)
+    found = _fused_bags(backend, weights, x, owners, starts)
+    if found is not None:
+        return found
+    return F.embedding_bag(owners, x.contiguous(), starts[:-1], mode="sum", per_sample_weights=weights)
 
 
 @_products.register_fake
-def _(x, table, ids):
+def _(x, table, ids, backend):
     return x.new_empty(ids.shape)
 
 
 @_bags.register_fake
-def _(weights, table, ids):
+def _(weights, table, ids, backend):
     return table.new_empty(ids.shape[0], table.shape[1])
 
 
 @_transposed_bags.register_fake
-def _(weights, x, ids, experts):
+def _(weights, x, ids, experts, backend):
     return x.new_empty(experts, x.shape[1])
 
 
 def _keep_tensors(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:3])
+    ctx.backend = inputs[-1]
 
 
 def _differentiate_products(ctx, grad):
     x, table, ids = ctx.saved_tensors
-    of_x, of_table, _ = ctx.needs_input_grad
+    of_x, of_table, *_ = ctx.needs_input_grad
     return (
-        _bags(grad, table, ids) if of_x else None,
-        _transposed_bags(grad, x, ids, table.shape[0]) if of_table else None,
+        _bags(grad, table, ids, ctx.backend) if of_x else None,
+        _transposed_bags(grad, x, ids, table.shape[0], ctx.backend) if of_table else None,
+        None,
         None,
     )
 
 
 def _differentiate_bags(ctx, grad):
     weights, table, ids = ctx.saved_tensors
-    of_weights, of_table, _ = ctx.needs_input_grad
+    of_weights, of_table, *_ = ctx.needs_input_grad
     return (
-        _products(grad, table, ids) if of_weights else None,
-        _transposed_bags(weights, grad, ids, table.shape[0]) if of_table else None,
+        _products(grad, table, ids, ctx.backend) if of_weights else None,
+        _transposed_bags(weights, grad, ids, table.shape[0], ctx.backend) if of_table else None,
+        None,
         None,
     )
 
@@ -183,8 +225,9 @@ def _differentiate_transposed(ctx, grad):
     weights, x, ids = ctx.saved_tensors
     of_weights, of_x, *_ = ctx.needs_input_grad
     return (
-        _products(x, grad, ids) if of_weights else None,
-        _bags(weights, grad, ids) if of_x else None,
+        _products(x, grad, ids, ctx.backend) if of_weights else None,
+        _bags(weights, grad, ids, ctx.backend) if of_x else None,
+        None,
         None,
         None,
     )

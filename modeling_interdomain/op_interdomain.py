@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from .op_common import check_documents, check_floats, check_how, check_state_shape
-from .op_common_launch import fused
+from .op_common_launch import check_step_backend, fused
 from .op_interdomain_chunk import chunk_attention
 from .op_interdomain_export import export_attention
 from .op_interdomain_prefix import associative_scan_attention, fft_attention
@@ -16,7 +16,6 @@ from .op_interdomain_scan import scan_attention
 from .op_interdomain_step import StepTables, advance_state, read_state, real_tokens, step_tables
 
 BACKENDS = ("auto", "recurrent", "fft", "scan", "associative_scan", "chunk", "triton")
-STEP_BACKENDS = ("auto", "recurrent", "triton")
 
 _WITHOUT_CHUNKS = {
     "recurrent": recurrent_attention,
@@ -252,10 +251,7 @@ def interdomain_step(
     if state is None:
         raise ValueError("state must be a tensor of shape [B, G, 2, M, R + D]; start from zeros.")
     _check_state(state, "state", query.shape[0], tokens[0], tokens[1], tokens[2], log_decay, normalize)
-    if backend not in STEP_BACKENDS:
-        raise ValueError(f"backend of a step must be one of {', '.join(STEP_BACKENDS)}, got {backend!r}.")
-    if backend == "triton" and not state.is_contiguous():
-        raise ValueError("state must be contiguous for backend 'triton', which overwrites it; use 'auto' or a copy.")
+    check_step_backend(backend, state)
     mask = real_tokens(mask, query)
     parameters = log_decay, input_matrix, coefficient_matrix
     return take_step(

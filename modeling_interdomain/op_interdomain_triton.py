@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from .op_common_launch import interpreted, multiprocessors, namespace, on_device, power_of_two, tuned
+from .op_common_tiles import Arithmetic, Documents, arithmetic, chunk_tokens, layout_of
 from .op_interdomain_triton_attend import ChunkStates, Operands, Widths, attend
 from .op_interdomain_triton_attend_backward import (
     ChunkGradients,
@@ -24,13 +25,7 @@ from .op_interdomain_triton_attend_backward import (
 from .op_interdomain_triton_carry import carry, carry_back, segment_ends
 from .op_interdomain_triton_states import Columns, LaterGradients, chunk_states, chunk_states_backward
 from .op_interdomain_triton_tables import KernelTables, Parameters, Partial, make_tables, table_gradients
-from .op_interdomain_triton_tiles import Arithmetic, Documents, Sizes
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
+from .op_interdomain_triton_tiles import Sizes
 
 _KIND = ("SIZES", "MATH")
 _attend = tuned(attend, (*_KIND, "FULL"))
@@ -76,7 +71,7 @@ def triton_attention(
         *(None if x is None else x.float().contiguous() for x in wide_tensors),
         *(None if x is None else x.to(torch.int32).contiguous() for x in (cu_seqlens, lengths)),
         product,
-        _chunk_tokens(chunk_size, log_decay.shape[1], query.shape[1]),
+        chunk_tokens(min(chunk_size, 4096 // power_of_two(log_decay.shape[1])), query.shape[1]),
         coefficient_matrix is not None and coefficient_matrix.requires_grad,
         wide,
         output_final_state,
@@ -84,21 +79,12 @@ def triton_attention(
     return output, final if output_final_state else None
 
 
-def _chunk_tokens(chunk_size: int, size: int, length: int) -> int:
-    """Tokens a chunk; lengths are only compared, so that a compiled graph serves all above 32."""
-    largest = max(16, min(chunk_size, 4096 // power_of_two(size)))
-    chunk = 1 << (largest.bit_length() - 1)
-    while chunk > 16 and chunk // 2 >= length:
-        chunk //= 2
-    return chunk
-
-
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """Sizes of one call, and what its kernels share."""
 
     shape: torch.Size  # [B, T, H, R] of the query
     groups: int
-    widths: tuple[int, ...]  # R and D
+    widths: tuple[int, ...]  # R and D, or what else the sides of the state have
     padded: tuple[int, ...]
     size: int  # M
     modes: int  # M, padded
@@ -117,8 +103,7 @@ class _Plan(NamedTuple):
 
     @property
     def storage(self) -> torch.dtype:
-        """The dtype of states between kernels, and of the operands of matrix products."""
-        return torch.bfloat16 if tl.bfloat16 == self.math.DTYPE else torch.float32
+        return self.math.storage
 
     @property
     def row(self) -> tuple[int, int]:
@@ -167,39 +152,24 @@ class _Plan(NamedTuple):
         return torch.zeros_like(x) if self.packed else torch.empty_like(x)
 
 
-def _plan(query, key, value, parameters: Parameters, chunk: int, has_initial: bool, cu_seqlens, lengths) -> _Plan:
-    batch, length, _, width = query.shape
-    size = parameters.log_decay.shape[1]
-    documents = _documents(batch, length, chunk, has_initial, cu_seqlens, lengths)
-    rows = batch if cu_seqlens is None else cu_seqlens.numel() - 1
-    chunks = slots = rows * -(-length // chunk)
-    if cu_seqlens is not None:
-        chunks = length // chunk + min(rows, length)
-    if documents.starts is not None:
-        slots = batch * length // chunk + (rows if has_initial else 1)
-    widths = (width, value.shape[3])
-    return _Plan(
-        query.shape, key.shape[2], widths, tuple(power_of_two(w) for w in widths), size, power_of_two(size), chunk,
-        rows, _segments(rows * key.shape[2], chunks // rows, query.device), chunks, slots, documents,
-        parameters.full, _arithmetic(value.dtype),
+def _plan(query, key, value, parameters: Parameters, chunk: int, has_initial: bool, cu_seqlens, lengths) -> Plan:
+    widths, size = (query.shape[3], value.shape[3]), parameters.log_decay.shape[1]
+    extent = chunk, has_initial, cu_seqlens, lengths
+    return plan_of(query.shape, value, widths, size, *extent, full=parameters.full)
+
+
+def plan_of(
+    shape: torch.Size, x: torch.Tensor, widths: tuple[int, ...], size: int, chunk: int, has_initial: bool, cu_seqlens,
+    lengths, full: bool = False,
+) -> Plan:  # fmt: skip
+    """Of tokens `shape`, by head, that read a state of `widths`, and of those that move it, `x` `[B, T, G, W]`."""
+    groups = x.shape[2]
+    rows, chunks, slots, documents = layout_of(shape[0], shape[1], chunk, has_initial, cu_seqlens, lengths)
+    padded = tuple(power_of_two(w) for w in widths)
+    return Plan(
+        shape, groups, widths, padded, size, power_of_two(size), chunk,
+        rows, _segments(rows * groups, chunks // rows, x.device), chunks, slots, documents, full, arithmetic(x.dtype),
     )  # fmt: skip
-
-
-def _documents(batch, length, chunk, has_initial, cu_seqlens, lengths) -> Documents:
-    if cu_seqlens is not None:
-        starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
-    elif lengths is not None:
-        starts = torch.arange(0, batch * length, length, dtype=torch.int32, device=lengths.device)
-        ends = starts + lengths
-    else:
-        return Documents()
-    counts = (ends - starts + chunk - 1) // chunk
-    first_chunks = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-    # Without initial states the first chunks of all documents begin with zeros, for which one slot will do.
-    first_slots = torch.full_like(starts, batch * length // chunk)
-    if has_initial:
-        first_slots += torch.arange(starts.shape[0], dtype=torch.int32, device=starts.device)
-    return Documents(starts, ends, first_chunks, first_slots)
 
 
 def _segments(lanes: int, chunks: int, device: torch.device) -> int:
@@ -216,21 +186,10 @@ def _walkers(segments: int, programs: int, device: torch.device) -> int:
     return min(segments, max(128, 8 * multiprocessors(device) // programs))
 
 
-def _arithmetic(dtype: torch.dtype) -> Arithmetic:
-    """Operands of the matrix units, and how float32 is multiplied.
+def states_before(plan: Plan, sides: tuple, tables: KernelTables, initial_state, want_final: bool):
+    """The states before every chunk, `[slots, G, 2, M, padded width]` of each side, and the last ones.
 
-    float16 would overflow where a state or a readout passes 65,504; tf32 has its precision and the range of float32.
-    """
-    if dtype == torch.bfloat16:
-        return Arithmetic(tl.bfloat16, "interpreted" if interpreted() else "tf32")
-    if torch.version.hip is not None or interpreted():
-        return Arithmetic(tl.float32, "ieee")
-    fast = dtype == torch.float16 or torch.get_float32_matmul_precision() != "highest"
-    return Arithmetic(tl.float32, "tf32" if fast else "tf32x3")
-
-
-def _states(plan: _Plan, key, value, tables: KernelTables, initial_state, want_final: bool):
-    """The states before every chunk, `[slots, G, 2, M, padded width]` of keys and of values, and the last ones.
+    sides: keys and values, or what else moves the state, `[B, T, G, width]`.
 
     What is kept as a state is as accurate as float32; what the chunks read is rounded to their operands anyway.
 
@@ -239,24 +198,24 @@ def _states(plan: _Plan, key, value, tables: KernelTables, initial_state, want_f
     segments = plan.segments
     shape = (plan.rows * segments, plan.groups, 2, plan.size, sum(plan.widths))
     if segments > 1:
-        alone = key.new_empty(shape, dtype=torch.float32)
-        for side, x in enumerate((key, value)):
+        alone = sides[0].new_empty(shape, dtype=torch.float32)
+        for side, x in enumerate(sides):
             _states_of_side(plan, x, side, tables, None, None, alone, want_final)
         first = torch.zeros_like(alone[: plan.rows]) if initial_state is None else initial_state
         sources = torch.cat([first[:, None], alone.unflatten(0, (-1, segments))[:, :-1]], dim=1)
-        begins = plan.segment_ends(key.device)[:, :-1]
+        begins = plan.segment_ends(sides[0].device)[:, :-1]
         initial_state = carry(tables.powers[..., : plan.size], sources, begins, begins).flatten(0, 1)
-    final = key.new_empty(shape, dtype=torch.float32) if want_final else None
+    final = sides[0].new_empty(shape, dtype=torch.float32) if want_final else None
     states = tuple(
         x.new_empty((plan.slots, plan.groups, 2, plan.modes, padded), dtype=plan.storage)
-        for x, padded in zip((key, value), plan.padded, strict=True)
+        for x, padded in zip(sides, plan.padded, strict=True)
     )
-    for side, x in enumerate((key, value)):
+    for side, x in enumerate(sides):
         _states_of_side(plan, x, side, tables, initial_state, states[side], final, want_final)
     return states, final.unflatten(0, (-1, segments))[:, -1].contiguous() if want_final else None
 
 
-def _states_of_side(plan: _Plan, x, side: int, tables: KernelTables, initial_state, states, final, exact) -> None:
+def _states_of_side(plan: Plan, x, side: int, tables: KernelTables, initial_state, states, final, exact) -> None:
     """Keys (side 0) or values (side 1); with `states` None only what is left at the end."""
     padded = plan.padded[side]
     block_modes, block_width = min(plan.modes, 32), min(padded, 32)
@@ -268,7 +227,7 @@ def _states_of_side(plan: _Plan, x, side: int, tables: KernelTables, initial_sta
     )  # fmt: skip
 
 
-def _tables(plan: _Plan, parameters: Parameters, product: str) -> KernelTables:
+def _tables(plan: Plan, parameters: Parameters, product: str) -> KernelTables:
     return make_tables(parameters, product, plan.chunk, plan.storage, plan.math)
 
 
@@ -280,7 +239,7 @@ def _forward(
     output = value.new_zeros(shape, dtype=dtype) if plan.packed else value.new_empty(shape, dtype=dtype)
     with on_device(query):
         tables = _tables(plan, parameters, product)
-        states, final = _states(plan, key, value, tables, initial_state, want_final)
+        states, final = states_before(plan, (key, value), tables, initial_state, want_final)
         for skewed, kernel in enumerate((_attend, _attend_skewed)):
             kernel[(plan.chunks, plan.shape[2])](
                 Operands(query, key, value), output, ChunkStates(*states), tables, *plan.places,
@@ -298,18 +257,18 @@ def _backward(
     grad_initial = None if initial_state is None else torch.empty_like(initial_state)
     with on_device(query):
         tables = _tables(plan, parameters, product)
-        states, _ = _states(plan, key, value, tables, initial_state, want_final=False)
+        states, _ = states_before(plan, (key, value), tables, initial_state, want_final=False)
         operands = Operands(query, key, value, grad_output)
         mixing, chunk_sums, direct = _of_chunks(plan, operands, ChunkStates(*states), tables, grads[0], want_mixing)
         keys, values = (
-            _walk_back(plan, side, x, states[side], tables, direct[side], grads[1 + side], grad_initial, grad_final)
+            walk_back(plan, side, x, states[side], tables, direct[side], grads[1 + side], grad_initial, grad_final)
             for side, x in enumerate((key, value))
         )
         found = table_gradients(parameters, Partial(chunk_sums, keys, values, mixing), product, plan.shape[2])
     return *grads, *found, grad_initial
 
 
-def _of_chunks(plan: _Plan, tokens: Operands, states: ChunkStates, tables: KernelTables, grad_query, want_mixing: bool):
+def _of_chunks(plan: Plan, tokens: Operands, states: ChunkStates, tables: KernelTables, grad_query, want_mixing: bool):
     """What the chunks contribute on their own.
 
     Args:
@@ -349,7 +308,7 @@ def _of_chunks(plan: _Plan, tokens: Operands, states: ChunkStates, tables: Kerne
     return mixing, chunk_sums, direct
 
 
-def _walk_back(plan: _Plan, side: int, x, states, tables, direct: ChunkGradients, grad_x, grad_initial, grad_final):
+def walk_back(plan: Plan, side: int, x, states, tables, direct: ChunkGradients, grad_x, grad_initial, grad_final):
     """What enters through later chunks for keys (side 0) or values (side 1), written to `grad_x` with what came before.
 
     Returns:
@@ -386,7 +345,7 @@ def _walk_back(plan: _Plan, side: int, x, states, tables, direct: ChunkGradients
     return sums.flatten(0, 1)
 
 
-def _mixing_gradient(plan: _Plan, pulled: list[torch.Tensor]) -> torch.Tensor:
+def _mixing_gradient(plan: Plan, pulled: list[torch.Tensor]) -> torch.Tensor:
     heads = plan.shape[2]
     rows = min(plan.modes, 64 if plan.full else 32)
     columns = min(plan.modes, 32)

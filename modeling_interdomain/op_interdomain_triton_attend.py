@@ -7,15 +7,8 @@ alone.
 
 from typing import Any, NamedTuple
 
-from .op_interdomain_triton_tiles import (
-    dot,
-    load_pair,
-    load_tokens,
-    locate,
-    pull_and_mix,
-    readers,
-    store_tokens,
-)
+from .op_common_tiles import dot, load_tokens, locate, store_tokens
+from .op_interdomain_triton_tiles import load_pair, pull_and_mix, readers
 
 try:
     import triton

@@ -12,19 +12,8 @@ that no program carries a table from chunk to chunk.
 
 from typing import Any, NamedTuple
 
-from .op_interdomain_triton_tiles import (
-    collect,
-    dot,
-    intra_scores,
-    load_pair,
-    load_tokens,
-    locate,
-    narrow,
-    pull,
-    store_tokens,
-    times_conj,
-    weights,
-)
+from .op_common_tiles import dot, load_tokens, locate, narrow, store_tokens
+from .op_interdomain_triton_tiles import collect, intra_scores, load_pair, pull, times_conj, weights
 
 try:
     import triton

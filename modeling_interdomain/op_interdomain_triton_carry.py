@@ -6,7 +6,7 @@ import torch
 def segment_ends(lengths: torch.Tensor, chunk: int, segments: int) -> torch.Tensor:
     """Where the segments of rows of `lengths` `[rows]` tokens end, `[rows, segments + 1]`, beginning with 0.
 
-    The same cut as `_segment` of `op_interdomain_triton_states`: whole chunks, as even as they go, the last ones
+    The same cut as `segment_of` of `op_common_tiles`: whole chunks, as even as they go, the last ones
     possibly empty.
     """
     chunks = (lengths + chunk - 1) // chunk

@@ -11,7 +11,8 @@ pass proper starts from there.
 
 from typing import Any, NamedTuple
 
-from .op_interdomain_triton_tiles import dot, load_pair, narrow, times, times_conj
+from .op_common_tiles import dot, narrow, segment_of
+from .op_interdomain_triton_tiles import load_pair, times, times_conj
 
 try:
     import triton
@@ -40,31 +41,6 @@ class LaterGradients(NamedTuple):
     sums: Any
 
 
-@triton.jit
-def _segment(segment, documents, per_row, row_length, C: tl.constexpr, SEGMENTS: tl.constexpr, PACKED: tl.constexpr):
-    """First token and number of tokens of one of the SEGMENTS of a row or document, some of them empty; the slot of
-    the state before its first chunk and of that before its second (those that follow lie behind).
-    """
-    row = segment // SEGMENTS
-    if PACKED:
-        start = tl.load(documents.starts + row).to(tl.int64)
-        length = (tl.load(documents.ends + row) - start).to(tl.int32)
-    else:
-        start = row.to(tl.int64) * row_length
-        length = row_length
-    chunks = tl.cdiv(length, C)
-    each = tl.cdiv(chunks, SEGMENTS)
-    skipped = tl.minimum((segment % SEGMENTS) * each, chunks)
-    length = tl.minimum(length - skipped * C, each * C)
-    if PACKED:
-        second = start // C + skipped
-        first = tl.where(skipped == 0, tl.load(documents.first_slots + row).to(tl.int64), second - 1)
-    else:
-        first = row.to(tl.int64) * per_row + skipped
-        second = first + 1
-    return start + skipped * C, tl.maximum(length, 0), first, second
-
-
 @triton.jit(do_not_specialize=["per_row", "row_length"])
 def chunk_states(
     x, tables, initial, states, final, documents, per_row, row_length, groups, columns,
@@ -82,7 +58,7 @@ def chunk_states(
     group = tl.program_id(1)
     m = (tl.program_id(2) % (M // BM)) * BM
     begin = (tl.program_id(2) // (M // BM)) * BW
-    start, length, slot, next_slot = _segment(segment, documents, per_row, row_length, C, SEGMENTS, PACKED)
+    start, length, slot, next_slot = segment_of(segment, documents, per_row, row_length, C, SEGMENTS, PACKED)
     if final is None and length == 0:
         return
     modes = m + tl.arange(0, BM)
@@ -169,7 +145,7 @@ def chunk_states_backward(
     per_group = heads // groups
     tile = modes[:, None] * columns.padded + column[None, :]
     for segment in range(tl.program_id(0), segments, tl.num_programs(0)):
-        start, length, slot, next_slot = _segment(segment, documents, per_row, row_length, C, SEGMENTS, PACKED)
+        start, length, slot, next_slot = segment_of(segment, documents, per_row, row_length, C, SEGMENTS, PACKED)
         at = (tl.cast(segment, tl.int64) * groups + group) * 2 * columns.modes * columns.state_width
         at = at + modes[:, None] * columns.state_width + (columns.offset + column)[None, :]
         if grad_final is not None:

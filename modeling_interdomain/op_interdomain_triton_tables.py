@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from .op_common_launch import power_of_two
+from .op_common_tiles import Arithmetic, narrow
 from .op_interdomain_mixing import SIGNS
-from .op_interdomain_triton_tiles import Arithmetic, narrow, times, times_conj
+from .op_interdomain_triton_tiles import times, times_conj
 
 try:
     import triton

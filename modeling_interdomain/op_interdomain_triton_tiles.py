@@ -18,31 +18,15 @@ Weights within a chunk come in two ways, chosen for each group by its fastest mo
 A complex tile is two real ones; pointers are to the first element of what the names say, rows contiguous.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from .op_common_tiles import causal, dot, load_tokens, narrow
 
 try:
     import triton
     import triton.language as tl
 except ImportError:
     triton = None
-
-
-class Documents(NamedTuple):
-    """Where documents, or the real tokens of padded rows, lie among the flattened tokens; integer tensors.
-
-    All None where every row is full: then addresses are computed. Documents do not overlap and may be empty.
-
-    Attributes:
-        starts, ends: `[S]`, tokens.
-        first_chunks: `[S + 1]`, how many chunks the documents before have.
-        first_slots: `[S]`, where the state before a document is kept. Those before its later chunks are kept by the
-            whole chunks of tokens up to there, so that many short documents need no more room than one long one.
-    """
-
-    starts: Any = None
-    ends: Any = None
-    first_chunks: Any = None
-    first_slots: Any = None
 
 
 class Sizes(NamedTuple):
@@ -55,15 +39,6 @@ class Sizes(NamedTuple):
     BM: int
     BR: int
     BD: int
-
-
-class Arithmetic(NamedTuple):
-    """DTYPE of the operands of matrix products, and PRECISION as `tl.dot` takes it, or "interpreted" for bfloat16
-    where the interpreter runs.
-    """
-
-    DTYPE: Any
-    PRECISION: str
 
 
 @triton.jit
@@ -87,86 +62,10 @@ def times_conj(a_re, a_im, b_re, b_im):
 
 
 @triton.jit
-def narrow(x, dtype: tl.constexpr, MATH: tl.constexpr):
-    """`x.to(dtype)`, to the nearest in the interpreter too, which would cut bfloat16 off."""
-    if MATH.PRECISION == "interpreted" and tl.bfloat16 == dtype:
-        bits = x.to(tl.float32).to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-        x = bits.to(tl.float32, bitcast=True)
-    return x.to(dtype)
-
-
-@triton.jit
-def dot(a, b, acc, MATH: tl.constexpr):
-    """A matrix product with operands in MATH.DTYPE, accumulated in float32."""
-    a = narrow(a, MATH.DTYPE, MATH)
-    b = narrow(b, MATH.DTYPE, MATH)
-    if MATH.PRECISION == "interpreted":  # the interpreter would multiply the bit patterns of bfloat16
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    return tl.dot(a, b, acc, input_precision=MATH.PRECISION)
-
-
-@triton.jit
 def load_pair(x, rows, columns, row_stride, plane):
     """Two tiles `[rows, columns]`, the imaginary one `plane` elements after the real one."""
     at = rows[:, None] * row_stride + columns[None, :]
     return tl.load(x + at), tl.load(x + plane + at)
-
-
-@triton.jit
-def load_tokens(x, start, length, first, stride, width, C: tl.constexpr, BLOCK: tl.constexpr):
-    """`[C, BLOCK]`: tokens from `start`, columns from `first`; zero past the chunk's length or the head's width."""
-    rows = tl.arange(0, C)
-    columns = first + tl.arange(0, BLOCK)
-    at = (start + rows)[:, None].to(tl.int64) * stride + columns[None, :]
-    return tl.load(x + at, mask=(rows < length)[:, None] & (columns < width)[None, :], other=0.0)
-
-
-@triton.jit
-def store_tokens(
-    x, tile, start, length, first, stride, width, C: tl.constexpr, BLOCK: tl.constexpr, MATH: tl.constexpr
-):
-    rows = tl.arange(0, C)
-    columns = first + tl.arange(0, BLOCK)
-    at = (start + rows)[:, None].to(tl.int64) * stride + columns[None, :]
-    inside = (rows < length)[:, None] & (columns < width)[None, :]
-    tl.store(x + at, narrow(tile, x.dtype.element_ty, MATH), mask=inside)
-
-
-@triton.jit
-def locate(chunk, documents, count, per_row, row_length, C: tl.constexpr, PACKED: tl.constexpr):
-    """The first token of a chunk, how many it has (0 for a chunk that no document uses) and the slot of its state.
-
-    PACKED: there are `count` documents. Otherwise every row has `per_row` chunks of `row_length` tokens.
-    """
-    if PACKED:
-        # Few documents against many chunks: a binary search without a table of all chunks.
-        used = chunk < tl.load(documents.first_chunks + count)
-        low = 0
-        high = tl.where(used, count, 0)
-        while low < high:
-            middle = (low + high) // 2
-            if tl.load(documents.first_chunks + middle + 1) <= chunk:
-                low = middle + 1
-            else:
-                high = middle
-        begin = tl.load(documents.starts + low).to(tl.int64)
-        inside = (chunk - tl.load(documents.first_chunks + low)).to(tl.int64)
-        start = begin + inside * C
-        length = tl.where(used, tl.minimum(tl.load(documents.ends + low) - start, C), 0).to(tl.int32)
-        slot = tl.where(inside == 0, tl.load(documents.first_slots + low).to(tl.int64), begin // C + inside - 1)
-    else:
-        inside = (chunk % per_row) * C
-        start = (chunk // per_row).to(tl.int64) * row_length + inside
-        length = tl.minimum(row_length - inside, C)
-        slot = tl.cast(chunk, tl.int64)
-    return start, length, slot
-
-
-@triton.jit
-def causal(scores, C: tl.constexpr):
-    rows = tl.arange(0, C)
-    return tl.where(rows[:, None] >= rows[None, :], scores, tl.zeros_like(scores))
 
 
 @triton.jit

@@ -13,12 +13,14 @@ from functools import partial
 
 import torch
 
-from .op_common import as_complex, check_documents, without_autocast
+from .op_common import as_complex, check_documents, check_how, without_autocast
 from .op_common_chunks import Segment, chunks_of
-from .op_common_launch import namespace
+from .op_common_launch import check_step_backend, fused, namespace
 from .op_common_states import DecayTables, Repeated, StateGradients, States, Workspace, pairs
 from .op_interdomain_export import export_s4d
 from .op_interdomain_step import StepTables, advance_state, real_tokens, transition_tables
+
+S4D_BACKENDS = ("auto", "chunk", "triton")
 
 # Floats of one output of a segment: on a CPU what is worked on should stay in the second-level cache.
 _SEGMENT_FLOATS = {"cpu": 1 << 18, "other": 1 << 24}
@@ -36,6 +38,7 @@ def s4d_attention(
     cu_seqlens: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
     chunk_size: int = 64,
+    backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`o_t = 2 Re sum_n readout[n] X_t[n]` of the state of `interdomain_attention` (the S4D-only control of the paper).
 
@@ -44,28 +47,47 @@ def s4d_attention(
         log_decay, input_matrix: `[G, M, 2]`.
         readout: `[H, M, 2]`, G a divisor of H; head h reads group h // (H / G).
         initial_state, output_final_state, cu_seqlens, lengths, chunk_size: as in `interdomain_attention`.
+        backend: "chunk" (matrix products), "triton" (fused kernels on a GPU) or "auto" ("triton" where it can run,
+            otherwise "chunk"). Default: "auto".
 
     Returns:
         output `[B, T, H, R + D]` in the dtype of `value`, and the final state `[B or S, G, 2, M, R + D]` or None.
 
     Raises:
-        ValueError: when `cu_seqlens` or `lengths` does not fit, or the heads are no multiple of the groups.
+        ValueError: when `cu_seqlens` or `lengths` does not fit, or the heads are no multiple of the groups. Also when
+            "triton" is asked for and cannot run here.
     """
     groups, heads = key.shape[2], readout.shape[0]
     if heads % groups:
         raise ValueError(f"readout has H = {heads} heads, which is not a multiple of the G = {groups} groups of key.")
     check_documents(cu_seqlens, lengths, key)
+    check_how(backend, S4D_BACKENDS, chunk_size)
+    exporting = torch.compiler.is_exporting()
     compute = torch.float64 if torch.float64 in (key.dtype, value.dtype) else torch.float32
     with torch.autocast(key.device.type, enabled=False):
+        if backend in ("auto", "triton") and not exporting:
+            parameters, extent = (log_decay, input_matrix, readout), (initial_state, cu_seqlens, lengths)
+            found = _fused(backend, key, value, *parameters, *extent, chunk_size, output_final_state)
+            if found is not None:
+                return found
         inputs = torch.cat([key.to(compute), value.to(compute)], dim=-1)
         decay, beta, rows = (x.to(compute) for x in (log_decay, input_matrix, readout))
         state = None if initial_state is None else initial_state.to(compute)
         arguments = inputs, decay, beta, rows, state, cu_seqlens, lengths, chunk_size
-        if torch.compiler.is_exporting():
+        if exporting:
             output, final = export_s4d(*arguments)
         else:
             output, final = _operator(*arguments, output_final_state)
     return output.to(value.dtype), final if output_final_state else None
+
+
+def _fused(backend, key, value, log_decay, *arguments):
+    def run():
+        from .op_s4d_triton import triton_s4d
+
+        return triton_s4d(torch.cat([key.to(value.dtype), value], dim=-1), log_decay, *arguments)
+
+    return fused(backend, (key, value), (key.shape[3], value.shape[3], log_decay.shape[1]), run, "S4D")
 
 
 def s4d_step(
@@ -77,18 +99,22 @@ def s4d_step(
     *,
     state: torch.Tensor,
     mask: torch.Tensor | None = None,
+    backend: str = "auto",
 ) -> torch.Tensor:
     """One token of `s4d_attention` with the state updated in place; key `[B, G, R]`, value `[B, G, D]`.
 
     Args:
         state: `[B, G, 2, M, R + D]`, overwritten.
         mask: `[B]` bool or integers, zero for a pad: the row's state stays and its output is zero.
+        backend: "triton" (one kernel on a GPU), "recurrent" (PyTorch) or "auto" (the kernel where it can run). Default:
+            "auto".
 
     Returns:
         `[B, H, R + D]` in the dtype of `value`.
     """
+    check_step_backend(backend, state)
     tables = partial(s4d_tables, log_decay, input_matrix, readout)
-    return take_s4d_step(key, value, tables=tables, state=state, mask=real_tokens(mask, key))
+    return take_s4d_step(key, value, tables=tables, state=state, mask=real_tokens(mask, key), backend=backend)
 
 
 def take_s4d_step(
@@ -98,12 +124,17 @@ def take_s4d_step(
     tables: Callable[[torch.dtype], StepTables],
     state: torch.Tensor,
     mask: torch.Tensor | None = None,
+    backend: str = "auto",
 ) -> torch.Tensor:
     """`s4d_step` for a caller who may have tables from an earlier step: `tables` gives `s4d_tables` in a dtype.
 
     Key and value may have an axis of the one token, `[B, 1, G, R]`.
     """
     with torch.no_grad(), without_autocast(key.device):
+        if backend == "triton" or (backend == "auto" and key.device.type != "cpu" and state.is_contiguous()):
+            output = _fused_step(backend, key, value, tables, state, mask)
+            if output is not None:
+                return output
         # A state kept in a lower precision is still advanced in float32.
         working = state if state.dtype in (torch.float32, torch.float64) else state.float()
         moves = tables(working.dtype)
@@ -115,6 +146,17 @@ def take_s4d_step(
         if mask is not None:
             output = output.where(mask[:, None, None], 0)
     return output.to(value.dtype)
+
+
+def _fused_step(backend, key, value, tables, state, mask):
+    def run():
+        from .op_s4d_triton_step import triton_s4d_step
+
+        inputs = torch.cat([x.squeeze(1) if x.ndim == 4 else x for x in (key.to(value.dtype), value)], dim=-1)
+        moves = tables(torch.float32)
+        return triton_s4d_step(inputs, moves.decay, moves.turn, moves.beta, *moves.matrices, state, mask)
+
+    return fused(backend, (key, value, state), (key.shape[-1], value.shape[-1], state.shape[3]), run, "a step of S4D")
 
 
 def s4d_tables(

@@ -3,12 +3,13 @@
 import torch
 
 from .op_common import check_documents, check_floats, check_how, check_state_shape
+from .op_common_launch import check_step_backend, fused
 from .op_interdomain_step import real_tokens
 from .op_selective_scan_chunk import chunk_scan
 from .op_selective_scan_recurrent import export_scan, recurrent_scan
 from .op_ssd_recurrent import without_pads
 
-SCAN_BACKENDS = ("auto", "recurrent", "chunk")
+SCAN_BACKENDS = ("auto", "recurrent", "chunk", "triton")
 
 
 def selective_scan(
@@ -43,14 +44,16 @@ def selective_scan(
             `interdomain_attention`. Default: None.
         chunk_size: the largest number of tokens per chunk; changes speed and memory, not the result. Default: 64.
         backend: "recurrent" (the definition, token by token), "chunk" (states are kept at the ends of chunks alone, and
-            made anew in backward) or "auto" ("chunk"). Default: "auto".
+            made anew in backward), "triton" (fused kernels on a GPU, in chunks of 32) or "auto" ("triton" where it can
+            run, otherwise "chunk"). Default: "auto".
 
     Returns:
         output `[B, T, E]` in the dtype of `value`, and the final state `[B or S, N, E]` in float32 (float64 for float64
         inputs), or None. Everything is computed in the dtype of the state, under autocast too.
 
     Raises:
-        ValueError: when an argument has a wrong shape, device or value; the message begins with its name.
+        ValueError: when an argument has a wrong shape, device or value; the message begins with its name. Also when
+            "triton" is asked for and cannot run here.
 
     Example:
 
@@ -70,23 +73,44 @@ def selective_scan(
     check_how(backend, SCAN_BACKENDS, chunk_size)
 
     compute = torch.float64 if torch.float64 in (query.dtype, key.dtype, value.dtype) else torch.float32
-    out_dtype = value.dtype
+    out_dtype, exporting = value.dtype, torch.compiler.is_exporting()
     with torch.autocast(query.device.type, enabled=False):
+        if backend in ("auto", "triton") and not exporting:
+            extent = initial_state, cu_seqlens, lengths, output_final_state
+            found = _fused(backend, query, key, value, step, rate, *extent)
+            if found is not None:
+                return _skipped(found[0], value, skip, lengths).to(out_dtype), found[1]
         tokens = [x.to(compute) for x in (query, key, value, step)]
         if lengths is not None:
             tokens = without_pads(lengths, *tokens)
         state = None if initial_state is None else initial_state.to(compute)
         query, key, value, step = tokens
         arguments = query, key, value, step, rate.to(compute), state, cu_seqlens
-        if torch.compiler.is_exporting():
+        if exporting:
             output, final = export_scan(*arguments)
         elif backend == "recurrent":
             output, final = recurrent_scan(*arguments)
         else:
             output, final = chunk_scan(*arguments, chunk_size, output_final_state)
-        if skip is not None:
-            output = torch.addcmul(output, value, skip.to(compute))
+        output = _skipped(output, value, skip)
     return output.to(out_dtype), final if output_final_state else None
+
+
+def _skipped(output, value, skip, lengths=None) -> torch.Tensor:
+    """`output + skip value`, at real tokens alone."""
+    if skip is None:
+        return output
+    value = value.to(output.dtype)
+    return torch.addcmul(output, value if lengths is None else without_pads(lengths, value)[0], skip.to(output.dtype))
+
+
+def _fused(backend, query, key, value, step, rate, *arguments):
+    def run():
+        from .op_selective_scan_triton import triton_scan
+
+        return triton_scan(query, key, value, step, rate, *arguments)
+
+    return fused(backend, (query, key, value, step), rate.shape[0], run, "selective scan")
 
 
 def selective_scan_step(
@@ -99,6 +123,7 @@ def selective_scan_step(
     state: torch.Tensor,
     skip: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
+    backend: str = "auto",
 ) -> torch.Tensor:
     """One token of `selective_scan` with the state updated in place.
 
@@ -106,6 +131,8 @@ def selective_scan_step(
         query, key: `[B, N]`; value, step: `[B, E]`; rate: `[N, E]`; skip: `[E]`, or None for zero.
         state: `[B, N, E]`, overwritten.
         mask: `[B]` bool or integers, zero for a pad: the row's state stays and its output is zero. Default: None.
+        backend: "triton" (one kernel on a GPU), "recurrent" (PyTorch) or "auto" (the kernel where it can run). Default:
+            "auto".
 
     Returns:
         `[B, E]` in the dtype of `value`. Not differentiable: use `selective_scan` for gradients.
@@ -115,7 +142,8 @@ def selective_scan_step(
     """
     _check_inputs(query, key, value, step, rate, skip, axes=("B",))
     _check_state(state, "state", query.shape[0], value, rate)
-    return take_scan_step(query, key, value, step, rate, state, skip, real_tokens(mask, query))
+    check_step_backend(backend, state)
+    return take_scan_step(query, key, value, step, rate, state, skip, real_tokens(mask, query), backend)
 
 
 def take_scan_step(
@@ -127,11 +155,16 @@ def take_scan_step(
     state: torch.Tensor,
     skip: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
+    backend: str = "auto",
 ) -> torch.Tensor:
     """`selective_scan_step` for a caller whose arguments fit; `mask` `[B]` is bool."""
     if torch.is_grad_enabled() or torch.is_autocast_enabled(query.device.type):
         with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-            return take_scan_step(query, key, value, step, rate, state, skip, mask)
+            return take_scan_step(query, key, value, step, rate, state, skip, mask, backend)
+    if backend == "triton" or (backend == "auto" and query.device.type != "cpu" and state.is_contiguous()):
+        output = _fused_step(backend, query, key, value, step, rate, state, skip, mask)
+        if output is not None:
+            return output
     out_dtype = value.dtype
     # A state kept in a lower precision is still advanced in float32.
     working = state.to(torch.promote_types(state.dtype, torch.float32)).contiguous()
@@ -146,6 +179,16 @@ def take_scan_step(
     if working is not state:
         state.copy_(working)
     return output.to(out_dtype)
+
+
+def _fused_step(backend, query, key, value, step, rate, state, skip, mask):
+    def run():
+        from .op_selective_scan_triton_step import triton_scan_step
+
+        return triton_scan_step(query, key, value, step, rate, state, skip, mask)
+
+    tensors = query, key, value, step, state
+    return fused(backend, tensors, rate.shape[0], run, "a step of the selective scan")
 
 
 def scan_state_after(

@@ -6,6 +6,7 @@ from functools import lru_cache
 import torch
 
 from .op_common import without_autocast
+from .op_common_launch import fused
 from .op_sparse_stream import Bins, Ring, SparseMemory
 
 
@@ -19,6 +20,7 @@ def sparse_step(
     scores: torch.Tensor | None = None,
     bins: Sequence[Bins] = (),
     mask: torch.Tensor | None = None,
+    backend: str = "auto",
 ) -> torch.Tensor:
     """One token of `sparse_attention` with the memory updated in place; all sizes are fixed.
 
@@ -28,15 +30,36 @@ def sparse_step(
         scores: `[B, S]` in the dtype of those in the memory; as in `sparse_attention`.
         bins: of each part, with query and key `[B, S]`.
         mask: `[B]` bool, False for a pad: it leaves the memory as it was, and its output is zero.
+        backend: "triton" (a fused kernel for each set of keys on a GPU), "recurrent" (PyTorch) or "auto" (the kernels
+            where they can run). Default: "auto".
 
     Returns:
         `[B, S, D]` in the dtype of `value`.
     """
     with without_autocast(query.device):
         entry = torch.cat([key, value], dim=-1).flatten(0, 1)[:, None]
+        if backend == "triton" or (backend == "auto" and query.device.type != "cpu" and _contiguous(memory)):
+            output = _fused(backend, query.flatten(0, 1), entry[:, 0], memory, scores, bins, mask)
+            if output is not None:
+                return output.view(value.shape).to(value.dtype)
         _remember(entry, memory, scores, bins, mask)
         output = _read(query.flatten(0, 1)[:, None], memory, bins).view(value.shape)
     return (output if mask is None else output.where(mask[:, None, None], 0)).to(value.dtype)
+
+
+def _contiguous(memory: SparseMemory) -> bool:
+    kept = [memory.entries, memory.scores, memory.places, *(x for ring in memory.rings for x in ring)]
+    return all(x is None or x.is_contiguous() for x in kept)
+
+
+def _fused(backend, query, entry, memory: SparseMemory, scores, bins: Sequence[Bins], mask) -> torch.Tensor | None:
+    def run():
+        from .op_sparse_triton_step import triton_sparse_step
+
+        return triton_sparse_step(query, entry, memory, scores, tuple(bins), mask)
+
+    kept = [memory.entries, *(ring.entries for ring in memory.rings)]
+    return fused(backend, (query, entry, *kept), entry.shape[1], run, "a step of sparse attention")
 
 
 def _remember(entry, memory: SparseMemory, scores, bins: Sequence[Bins], mask) -> None:

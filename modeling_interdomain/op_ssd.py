@@ -3,11 +3,12 @@
 import torch
 
 from .op_common import check_documents, check_floats, check_how, check_state_shape
+from .op_common_launch import check_step_backend, fused
 from .op_interdomain_step import real_tokens
 from .op_ssd_chunk import chunk_ssd
 from .op_ssd_recurrent import export_ssd, recurrent_ssd
 
-SSD_BACKENDS = ("auto", "recurrent", "chunk")
+SSD_BACKENDS = ("auto", "recurrent", "chunk", "triton")
 
 
 def ssd_attention(
@@ -37,16 +38,17 @@ def ssd_attention(
         cu_seqlens, lengths: documents packed into one row, or the real tokens of every row, as in
             `interdomain_attention`. Default: None.
         chunk_size: the largest number of tokens per chunk; changes speed and memory, not the result. Default: 64.
-        backend: "recurrent" (the definition, token by token), "chunk" (matrix products) or "auto" ("chunk").
-            Default: "auto".
+        backend: "recurrent" (the definition, token by token), "chunk" (matrix products), "triton" (fused kernels on a
+            GPU) or "auto" ("triton" where it can run, otherwise "chunk"). Default: "auto".
 
     Returns:
         output `[B, T, H, P]` in the dtype of `value`, and the final state `[B or S, H, P, N]` in float32 (float64 for
         float64 inputs), or None. Everything is computed in the dtype of the state, under autocast too, and decays are
-        summed in float64.
+        summed in float64; "triton" multiplies in the dtype of `query` and `key` and sums in float32.
 
     Raises:
-        ValueError: when an argument has a wrong shape, device or value; the message begins with its name.
+        ValueError: when an argument has a wrong shape, device or value; the message begins with its name. Also when
+            "triton" is asked for and cannot run here.
 
     Example:
 
@@ -67,18 +69,34 @@ def ssd_attention(
 
     compute = torch.float64 if torch.float64 in (query.dtype, key.dtype, value.dtype) else torch.float32
     out_dtype = value.dtype
+    exporting = torch.compiler.is_exporting()
     with torch.autocast(query.device.type, enabled=False):
+        if backend in ("auto", "triton") and not exporting:
+            arguments = query, key, value, log_decay, initial_state, cu_seqlens, lengths
+            found = _fused(backend, *arguments, chunk_size, output_final_state)
+            if found is not None:
+                return found
         query, key, value = (x.to(compute) for x in (query, key, value))
         log_decay = log_decay.to(torch.promote_types(log_decay.dtype, torch.float32))
         state = None if initial_state is None else initial_state.to(compute)
         arguments = query, key, value, log_decay, state, cu_seqlens, lengths
-        if torch.compiler.is_exporting():
+        if exporting:
             output, final = export_ssd(*arguments, chunk_size)
         elif backend == "recurrent":
             output, final = recurrent_ssd(*arguments)
         else:
             output, final = chunk_ssd(*arguments, chunk_size, output_final_state)
     return output.to(out_dtype), final if output_final_state else None
+
+
+def _fused(backend, query, key, value, log_decay, *arguments):
+    def run():
+        from .op_ssd_triton import triton_ssd
+
+        dtype = torch.promote_types(query.dtype, key.dtype)
+        return triton_ssd(query.to(dtype), key.to(dtype), value, log_decay, *arguments)
+
+    return fused(backend, (query, key, value), (key.shape[3], value.shape[3]), run, "state space duality")
 
 
 def ssd_step(
@@ -89,6 +107,7 @@ def ssd_step(
     *,
     state: torch.Tensor,
     mask: torch.Tensor | None = None,
+    backend: str = "auto",
 ) -> torch.Tensor:
     """One token of `ssd_attention` with the state updated in place.
 
@@ -96,6 +115,8 @@ def ssd_step(
         query, key: `[B, G, N]`; value: `[B, H, P]`; log_decay: `[B, H]`.
         state: `[B, H, P, N]`, overwritten.
         mask: `[B]` bool or integers, zero for a pad: the row's state stays and its output is zero. Default: None.
+        backend: "triton" (one kernel on a GPU), "recurrent" (PyTorch) or "auto" (the kernel where it can run). Default:
+            "auto".
 
     Returns:
         `[B, H, P]` in the dtype of `value`. Not differentiable: use `ssd_attention` for gradients.
@@ -105,7 +126,8 @@ def ssd_step(
     """
     _check_inputs(query, key, value, log_decay, axes=("B",))
     _check_state(state, "state", query.shape[0], key, value)
-    return take_ssd_step(query, key, value, log_decay, state, real_tokens(mask, query))
+    check_step_backend(backend, state)
+    return take_ssd_step(query, key, value, log_decay, state, real_tokens(mask, query), backend)
 
 
 def take_ssd_step(
@@ -115,11 +137,16 @@ def take_ssd_step(
     log_decay: torch.Tensor,
     state: torch.Tensor,
     mask: torch.Tensor | None = None,
+    backend: str = "auto",
 ) -> torch.Tensor:
     """`ssd_step` for a caller whose arguments fit; `mask` `[B]` is bool."""
     if torch.is_grad_enabled() or torch.is_autocast_enabled(query.device.type):
         with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-            return take_ssd_step(query, key, value, log_decay, state, mask)
+            return take_ssd_step(query, key, value, log_decay, state, mask, backend)
+    if backend == "triton" or (backend == "auto" and query.device.type != "cpu" and state.is_contiguous()):
+        output = _fused_step(backend, query, key, value, log_decay, state, mask)
+        if output is not None:
+            return output
     out_dtype, shape, (batch, groups, size) = value.dtype, value.shape, key.shape
     if mask is not None:  # a pad decays by 1 and puts in 0
         log_decay = log_decay.where(mask[:, None], 0)
@@ -136,6 +163,16 @@ def take_ssd_step(
     if working is not state:
         state.copy_(working)
     return output.to(out_dtype)
+
+
+def _fused_step(backend, query, key, value, log_decay, state, mask):
+    def run():
+        from .op_ssd_triton_step import triton_ssd_step
+
+        return triton_ssd_step(query, key, value, log_decay, state, mask)
+
+    tensors = query, key, value, log_decay, state
+    return fused(backend, tensors, (key.shape[2], value.shape[2]), run, "a step of state space duality")
 
 
 def ssd_state_after(

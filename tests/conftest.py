@@ -1,10 +1,12 @@
 """Small models whose outputs depend clearly on their past, and the comparisons that several test files share."""
 
+import importlib
 import os
 import resource
 import signal
 from collections import Counter, defaultdict
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +15,13 @@ if not torch.cuda.is_available():  # before Triton is imported: kernels then run
 
 from transformers.utils import logging
 
-from modeling_interdomain import InterdomainCache, InterdomainConfig, InterdomainForCausalLM, InterdomainStaticCache
+from modeling_interdomain import (
+    InterdomainCache,
+    InterdomainConfig,
+    InterdomainForCausalLM,
+    InterdomainStaticCache,
+    op_common_launch,
+)
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 PAD = 3
@@ -208,6 +216,55 @@ def _strengthen(model: torch.nn.Module, seed: int) -> None:
         elif "conv" not in name and "embed" not in name:
             draw = draw * parameter.shape[-1] ** -0.5 * (3 if "lm_head" in name else 1)
         parameter.copy_(draw)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """For tests of fused kernels, on a GPU or in Triton's interpreter: what no kernel writes is NaN."""
+    if not torch.cuda.is_available():
+        if not op_common_launch.interpreted():
+            pytest.skip("Without a GPU the kernels need TRITON_INTERPRET=1.")
+        _patch_the_interpreter_once(monkeypatch)
+
+    def poison(make):
+        def made(*args, **kwargs):
+            tensor = make(*args, **kwargs)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+        return made
+
+    # Dynamo remembers PyTorch's functions as it finds them the first time: later tests must not find ours gone.
+    torch._dynamo.trace_rules.lookup(torch.empty_like)
+    monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
+
+
+def _patch_the_interpreter_once(monkeypatch) -> None:
+    """It would make Triton's language its own again in every call inside a kernel: half of its time."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    done = set()
+
+    def call(function, *args, **kwargs):
+        module = function.fn.__module__
+        if module not in done:
+            interpreter._patch_lang(function.fn)
+            done.add(module)
+        return function.rewrite()(*args, **kwargs)
+
+    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
+    monkeypatch.setattr(interpreter.ScanOps, "generic_scan", _scan_by_slices)
+
+
+def _scan_by_slices(scan, inputs):
+    """A prefix along an axis, one call of its function a place: the interpreter makes one a number."""
+    numbers = [np.moveaxis(x.handle.data, scan.axis, 0) for x in inputs]
+    kinds = [x.dtype for x in inputs]
+    places = [tuple(scan.to_tensor(x[0], kind) for x, kind in zip(numbers, kinds, strict=True))]
+    for i in range(1, len(numbers[0])):
+        here = (scan.to_tensor(x[i], kind) for x, kind in zip(numbers, kinds, strict=True))
+        places.append(scan.combine_fn.fn(*places[-1], *here))
+    columns = ([x.handle.data for x in column] for column in zip(*places, strict=True))
+    return [scan.to_tensor(np.stack(x, scan.axis), kind) for x, kind in zip(columns, kinds, strict=True)]
 
 
 @pytest.fixture(scope="session")

@@ -178,19 +178,41 @@ def test_a_new_table_finds_its_place_in_the_readme(monkeypatch, tmp_path):
     assert file.read_text().count("<!-- table: ") == 1 and "operator_gpu -->\n<!-- end -->\n\n###" in file.read_text()
 
 
-def test_kernels_compile_for_a_gpu_that_is_not_here():
-    """In a process of its own, because kernels of this one are interpreted."""
+def compiled(jobs: str) -> list[dict]:
+    """What `kernel_resources` finds, in a process of its own, because kernels of this one are interpreted."""
     pytest.importorskip("triton", reason="Triton is not installed on this machine.")
-    code = "from benchmarks import kernel_resources as k; print([r for r in map(k._job, k.small_jobs())])"
+    code = f"from benchmarks import kernel_resources as k; print([r for r in map(k._job, {jobs})])"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    rows = ast.literal_eval(done.stdout)
-    matrix_units = {"attend": True, "chunk_states": True, "walk": False, "walk_back": False}
+    return ast.literal_eval(done.stdout)
+
+
+def assert_good(rows: list[dict], matrix_units: dict[str, bool]) -> None:
     assert {row["kernel"] for row in rows} == set(matrix_units)
     for row in rows:
         assert row["fits"] and row["spills"] == 0, row
         assert (sum(row["matrix"].values()) > 0) is matrix_units[row["kernel"]], row
+
+
+def test_kernels_compile_for_a_gpu_that_is_not_here():
+    matrix_units = {"attend": True, "chunk_states": True, "walk": False, "walk_back": False}
+    assert_good(compiled("k.small_jobs()"), matrix_units)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("problem", "warps", "matrix_units"),
+    [
+        ("SSD, P = 64, N = 128, bf16", 8, {"walk": True, "attend": True, "contract": True}),
+        ("S4D, 1.3B head, bf16", 8, {"read": True, "read_backward": True, "s4d_step": False}),
+        ("selective scan, N = 16, bf16", 8, {"scan_backward": False}),
+        ("experts, bf16", 4, {"products": False, "bags": False}),
+        ("sparse step, 64 keys, bf16", 4, {"step_set": False}),
+    ],
+)
+def test_kernels_of_other_operators_compile(problem, warps, matrix_units):
+    assert_good(compiled(f"k.some_jobs({problem!r}, {tuple(matrix_units)}, {warps})"), matrix_units)
 
 
 def test_experts_table(monkeypatch):

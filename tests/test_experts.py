@@ -141,9 +141,9 @@ def test_sums_of_low_precision_are_rounded_once(dtype):
 def test_operators_say_their_shapes():
     x, table, weights, ids = normal(4, 6), normal(11, 6), normal(4, 3), integers(11, 4, 3)
     for operator, arguments in (
-        (op_experts._products, (x, table, ids)),
-        (op_experts._bags, (weights, table, ids)),
-        (op_experts._transposed_bags, (weights, x, ids, 11)),
+        (op_experts._products, (x, table, ids, "auto")),
+        (op_experts._bags, (weights, table, ids, "auto")),
+        (op_experts._transposed_bags, (weights, x, ids, 11, "auto")),
     ):
         differentiable = tuple(a.requires_grad_() if torch.is_tensor(a) and a is not ids else a for a in arguments)
         torch.library.opcheck(operator, differentiable)

@@ -29,9 +29,7 @@ from tests.operator_checks import (
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this machine.")
 on_gpu = torch.cuda.is_available()
-pytestmark = pytest.mark.skipif(
-    not on_gpu and not op_common_launch.interpreted(), reason="Without a GPU the kernels need TRITON_INTERPRET=1."
-)
+pytestmark = pytest.mark.usefixtures("kernels")
 DEVICE = "cuda" if on_gpu else "cpu"
 # On a GPU the matrix units round float32 to three tf32 numbers, in the interpreter not at all.
 FLOAT32 = 2e-5 if on_gpu else 2e-6
@@ -51,41 +49,6 @@ WIDE_SHAPES = {
     "256_16_128": (1, 17, 1, 1, 256, 16, 128),
     "16_16_256": (1, 17, 1, 1, 16, 16, 256),
 }
-
-
-@pytest.fixture(autouse=True)
-def patched_once(monkeypatch):
-    """The interpreter would make Triton's language its own again in every call inside a kernel: half of its time."""
-    if not op_common_launch.interpreted():
-        return
-    interpreter = importlib.import_module("triton.runtime.interpreter")
-    done = set()
-
-    def call(function, *args, **kwargs):
-        module = function.fn.__module__
-        if module not in done:
-            interpreter._patch_lang(function.fn)
-            done.add(module)
-        return function.rewrite()(*args, **kwargs)
-
-    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    """Fresh buffers hold NaN, so that an element that no kernel writes shows."""
-
-    def poison(make):
-        def made(*args, **kwargs):
-            tensor = make(*args, **kwargs)
-            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
-
-        return made
-
-    # Dynamo remembers PyTorch's functions as it finds them the first time: later tests must not find ours gone.
-    torch._dynamo.trace_rules.lookup(torch.empty_like)
-    monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
-    monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
 
 
 def check(arguments, dtype, bound, **options):
@@ -146,7 +109,7 @@ def test_gradients_are_the_same_twice():
 def test_tables_and_their_gradients_are_those_of_the_formulas():
     """Powers against float64, one group on either side of where the way changes; gradients of C against PyTorch's."""
     tables, mixing = triton_module("_tables"), importlib.import_module("modeling_interdomain.op_interdomain_mixing")
-    math = triton_module("_tiles").Arithmetic(triton.language.float32, "ieee")
+    math = importlib.import_module("modeling_interdomain.op_common_tiles").Arithmetic(triton.language.float32, "ieee")
     rate = torch.tensor([[-0.9, -0.1, -1e-6], [-1.0, -40.0, 0.0]], device=DEVICE)
     log_decay = torch.stack([rate, 128 * torch.randn(2, 3, device=DEVICE)], dim=-1)
     beta, coefficients = torch.randn(2, 3, 2, device=DEVICE), torch.randn(2, 3, 3, 2, device=DEVICE)

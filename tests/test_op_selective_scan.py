@@ -218,7 +218,7 @@ def test_bad_arguments_are_named():
         ({"skip": leaves["skip"][:2]}, r"skip must have a number a channel of value, \[3\], got \[2\]"),
         ({"initial_state": leaves["initial_state"].mT}, r"initial_state must have shape \[rows, N, E\] = \[1, 5, 3\]"),
         ({"cu_seqlens": torch.tensor([0, 8])}, "cu_seqlens must run from 0 to T = 9, got 0 to 8"),
-        ({"backend": "triton"}, "backend must be one of auto, recurrent, chunk, got 'triton'"),
+        ({"backend": "fft"}, "backend must be one of auto, recurrent, chunk, triton, got 'fft'"),
         ({"chunk_size": 0}, "chunk_size must be a positive integer, got 0"),
         ({"query": leaves["query"].long()}, "query must be a floating-point tensor, got torch.int64"),
     ):

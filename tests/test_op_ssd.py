@@ -219,7 +219,7 @@ def test_bad_arguments_are_named():
         ),
         ({"initial_state": leaves["initial_state"][:, :, :2]}, r"initial_state must have shape \[rows, H, P, N\]"),
         ({"cu_seqlens": torch.tensor([0, 8])}, "cu_seqlens must run from 0 to T = 9, got 0 to 8"),
-        ({"backend": "triton"}, "backend must be one of auto, recurrent, chunk, got 'triton'"),
+        ({"backend": "fft"}, "backend must be one of auto, recurrent, chunk, triton, got 'fft'"),
         ({"chunk_size": 0}, "chunk_size must be a positive integer, got 0"),
     ):
         with pytest.raises(ValueError, match=message):
