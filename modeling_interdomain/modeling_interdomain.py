@@ -27,6 +27,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .cache_interdomain import InterdomainCache, InterdomainStaticCache, note_reader, ready_to_step
+from .cache_spans import cut_cache, join_caches
 from .cache_state_tuning import add_learned_state, load_learned_state, save_learned_state
 from .cache_store import StateStore, prompt_reading
 from .checkpoint_folder import damaged_weights, holds_weights, replacing
@@ -220,6 +221,14 @@ class InterdomainPreTrainedModel(PreTrainedModel):
     def load_learned_state(self, path) -> list[nn.Parameter]:
         """Begin with the state of a file."""
         return load_learned_state(self, path)
+
+    def join_caches(self, first, second, lengths: torch.Tensor | None = None) -> InterdomainCache:
+        """The cache of two documents, each read alone, one after the other, see `cache_spans.py`."""
+        return join_caches(first, second, self, lengths)
+
+    def cut_cache(self, cache, before, after, since: torch.Tensor | None = None) -> InterdomainCache:
+        """The cache of a text without a span, see `cache_spans.py`."""
+        return cut_cache(cache, before, after, self, since)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -34,7 +34,7 @@ def test_a_joined_cache_goes_on_as_if_it_had_read_both(one_layer, learned, rando
         torch.nn.init.normal_(model.model.layers[0].token_mixer.first_state.state)
     first, second = (read(model, ids, piece)[0] for piece in DOCUMENTS)
     kept = [x.clone() for x in (first.layers[0].state, second.layers[0].state)]
-    joined = join_caches(first, second, model)
+    joined = model.join_caches(first, second)
     assert joined.get_seq_length() == 16
     assert_same(read(model, ids, REST, cache=joined)[1], read(model, ids, *DOCUMENTS, REST)[1])
     assert torch.equal(first.layers[0].state, kept[0]) and torch.equal(second.layers[0].state, kept[1])
@@ -73,7 +73,7 @@ def test_a_cut_cache_goes_on_as_if_it_had_never_read_the_span(one_layer, start, 
     before = read(model, ids, slice(0, start))[0] if start else None
     after = read(model, ids, slice(start, 9), cache=copy.deepcopy(before))[0]
     cache = read(model, ids, slice(9, 16), cache=copy.deepcopy(after))[0]
-    found = cut_cache(cache, before, after, model)
+    found = model.cut_cache(cache, before, after)
     rest = torch.cat([ids[:, :start], ids[:, 9:]], dim=1)
     assert found.get_seq_length() == start + 7
     expected = read(model, rest, slice(0, start + 7), slice(start + 7, None))[1]
