@@ -13,10 +13,11 @@ import torch
 
 from .op_common import without_autocast
 from .op_sparse_expiry import selection
-from .op_sparse_passes import BLOCK, HIDDEN, Run, ranges, rows_of, runs_of
+from .op_sparse_passes import BLOCK, HIDDEN, Run, ranges, rows_of, runs_of, values_at_hand
 from .op_sparse_stream import Stream
 
 # Powers of logits up to this size neither overflow nor vanish, whatever they are summed or multiplied with.
+# It spares looking for the largest logit of every query, to which weights are relative otherwise.
 _SAFE = 40.0
 # Rows that are worked on together where all rows are.
 _PIECE = 1 << 13
@@ -64,7 +65,7 @@ def _attend(query, key, value, runs: Sequence[Run]):
     """Output `[B T S, D]`, what is to be multiplied with the weights to make their sum 1 `[B T S]`, 0 where there are
     none, and the logits that the weights are relative to, or None."""
     table, most = ranges(query), None
-    if torch.compiler.is_compiling() or query.device.type != "cpu" or not _small(query, key):
+    if not (values_at_hand(query) and _small(query, key)):
         most = _largest(query.detach(), key.detach(), runs, table)
     output, total = value.new_zeros(len(query), value.shape[1]), value.new_zeros(len(query))
     for run in runs:

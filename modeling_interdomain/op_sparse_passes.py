@@ -54,6 +54,11 @@ class Run(NamedTuple):
         return hidden
 
 
+def values_at_hand(x: torch.Tensor) -> bool:
+    """Whether sizes and branches may depend on values, which a device would have to hand over, and a graph cannot."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def rows_of(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return x.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:])
 
@@ -109,7 +114,7 @@ def _bin_runs(stream: Stream, parts: list[Sorted], keys: int) -> Iterator[Run]:
     starts = torch.arange(0, queries.numel(), BLOCK, device=queries.device)
     begin = torch.searchsorted(this.last[:-1], starts, right=True)
     counts = (torch.searchsorted(this.arrives, starts + BLOCK) - begin).clamp(min=0)
-    if queries.device.type == "cpu" and not torch.compiler.is_compiling():
+    if values_at_hand(queries):
         widths, order = counts.sort(descending=True)
         start = 0
         while start < len(widths) and (width := int(widths[start])):
@@ -118,7 +123,7 @@ def _bin_runs(stream: Stream, parts: list[Sorted], keys: int) -> Iterator[Run]:
             yield _bin_run(stream, parts, rows, queries[some], slots, starts[some])
             start += len(some)
         return
-    # As many tiles as there can be: no size depends on values, which a device would have to hand over first.
+    # As many tiles as there can be.
     tile = begin // BLOCK
     tiles = torch.where(counts > 0, (begin + counts - 1) // BLOCK + 1 - tile, 0)
     ends = tiles.cumsum(0)
