@@ -6,14 +6,13 @@ as come in its time, however tokens and bins are mixed.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from .op_common import without_autocast
-from .op_sparse_expiry import selection
-from .op_sparse_passes import BLOCK, HIDDEN, Run, ranges, rows_of, runs_of, values_at_hand
+from .op_sparse_passes import HIDDEN, Run, ranges, rows_of, runs_of, values_at_hand
 from .op_sparse_stream import Stream
 
 # Powers of logits up to this size neither overflow nor vanish, whatever they are summed or multiplied with.
@@ -25,12 +24,11 @@ _PIECE = 1 << 13
 
 def blocks(stream: Stream) -> torch.Tensor:
     """`[B, T, S, D]`; rows that see no key are zero."""
-    best = None if stream.scores is None else selection(stream, BLOCK)
-    runs = list(runs_of(stream, best))
+    runs = runs_of(stream)
     query, key, value = (x.flatten(0, 2) for x in (stream.query, stream.key, stream.value))
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if differentiated and not torch.compiler.is_compiling():
-        output: Any = _Attention.apply(query, key, value, runs)
+        output: Any = _Attention.apply(query, key, value, list(runs))
     else:
         output, *_ = _attend(query, key, value, runs)
     return output.unflatten(0, stream.query.shape[:3])
@@ -61,11 +59,12 @@ class _Attention(torch.autograd.Function):
         return *gradients, None
 
 
-def _attend(query, key, value, runs: Sequence[Run]):
+def _attend(query, key, value, runs: Iterable[Run]):
     """Output `[B T S, D]`, what is to be multiplied with the weights to make their sum 1 `[B T S]`, 0 where there are
     none, and the logits that the weights are relative to, or None."""
     table, most = ranges(query), None
     if not (values_at_hand(query) and _small(query, key)):
+        runs = list(runs)
         most = _largest(query.detach(), key.detach(), runs, table)
     output, total = value.new_zeros(len(query), value.shape[1]), value.new_zeros(len(query))
     for run in runs:
@@ -82,7 +81,7 @@ def _small(query, key) -> bool:
     return bool(query * key < _SAFE)
 
 
-def _largest(query, key, runs: Sequence[Run], table) -> torch.Tensor:
+def _largest(query, key, runs: Iterable[Run], table) -> torch.Tensor:
     most = query.new_full(query.shape[:1], HIDDEN)
     for run in runs:
         largest = _logits(run, table, run.of_block(query), rows_of(key, run.keys)).amax(1)

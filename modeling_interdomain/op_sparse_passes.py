@@ -8,12 +8,14 @@ from typing import NamedTuple
 
 import torch
 
-from .op_sparse_expiry import Selection, Sorted, by_bins
+from .op_sparse_expiry import Selection, Sorted, by_bins, selection
 from .op_sparse_stream import Stream
 
 BLOCK = 32
 # Logits of one run: on a CPU what is worked on should stay in a cache.
 _LOGITS = {"cpu": 1 << 18, "other": 1 << 26}
+# Tokens of heads that are sorted together, on a CPU, for the same reason.
+_TOKENS = 1 << 16
 # No logit of what is seen is so small, and none of what is hidden so large.
 HIDDEN = -1e25
 
@@ -75,7 +77,15 @@ def _range(first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     return first.clamp(0, BLOCK) * (BLOCK + 1) + last.clamp(0, BLOCK)
 
 
-def runs_of(stream: Stream, best: Selection | None) -> Iterator[Run]:
+def runs_of(stream: Stream) -> Iterator[Run]:
+    heads, length = stream.places.shape
+    step = max(1, _TOKENS // length) if values_at_hand(stream.key) else heads
+    for start in range(0, heads, step):
+        yield from _runs_of_heads(stream.of_heads(slice(start, start + step)))
+
+
+def _runs_of_heads(stream: Stream) -> Iterator[Run]:
+    best = None if stream.scores is None else selection(stream, BLOCK)
     if best is not None:
         yield from _best_runs(stream, best)
     parts: list[Sorted] = []

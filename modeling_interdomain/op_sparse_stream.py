@@ -63,6 +63,7 @@ class Stream(NamedTuple):
         ends: `[L]`, where the packed document of every key ends; None for rows.
         places: `[N, L]`, as in the memory.
         past: the keys before the first query.
+        heads: `[N]`, their numbers among the B S.
     """
 
     query: torch.Tensor
@@ -74,12 +75,22 @@ class Stream(NamedTuple):
     ends: torch.Tensor | None
     places: torch.Tensor
     past: int
+    heads: torch.Tensor
+
+    def of_heads(self, part: slice) -> "Stream":
+        """Some of the N heads, of the same tensors."""
+        return self._replace(
+            scores=None if self.scores is None else self.scores[part],
+            bins=tuple(bins._replace(query=bins.query[part], key=bins.key[part]) for bins in self.bins),
+            places=self.places[part],
+            heads=self.heads[part],
+        )
 
     def rows(self, length: int) -> torch.Tensor:
         """`[N, length]`, where each token of each head is in a flattened `[B, length, S]`."""
-        batch, _, heads = self.key.shape[:3]
-        rows = torch.arange(batch * length * heads, device=self.key.device)
-        return rows.view(batch, length, heads).transpose(1, 2).flatten(0, 1)
+        heads = self.key.shape[2]
+        first = self.heads // heads * (length * heads) + self.heads % heads
+        return first[:, None] + heads * torch.arange(length, device=self.key.device)
 
 
 def stream_of(query, key, value, scores, selected_keys, bins, real, ends, memory) -> Stream:
@@ -99,7 +110,8 @@ def stream_of(query, key, value, scores, selected_keys, bins, real, ends, memory
         places = real.cumsum(1).repeat_interleave(heads, dim=0)
     if memory is not None:
         places = places + memory.seen.repeat_interleave(heads)[:, None]
-    new = Stream(query, key, value, scores, selected_keys, bins, ends, places, 0)
+    numbers = torch.arange(batch * heads, device=key.device)
+    new = Stream(query, key, value, scores, selected_keys, bins, ends, places, 0, numbers)
     return new if memory is None else _after_memory(new, memory)
 
 

@@ -101,6 +101,14 @@ def test_sizes_that_do_not_depend_on_values(name, monkeypatch):
     torch.testing.assert_close(found, expected, **EXACT)
 
 
+def test_heads_one_after_the_other(monkeypatch):
+    tokens, options = _arguments("hax")
+    expected = sparse_attention(*tokens, **options, backend="blocks")[0]
+    monkeypatch.setattr(op_sparse_passes, "_TOKENS", 150)  # two of the four heads of 70 tokens, then the others
+    found = sparse_attention(*tokens, **options, backend="blocks")[0]
+    torch.testing.assert_close(found, expected, **EXACT)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_large_logits(backend):
     """Powers that would overflow, were they not relative to the largest; even so most weights vanish."""
