@@ -56,7 +56,7 @@ def sparse_attention(
     check_documents(cu_seqlens, lengths, key)
     if cu_seqlens is not None and (initial_state is not None or output_final_state):
         raise ValueError("Packed documents begin and end within T: leave initial_state and output_final_state out.")
-    batch, length, heads = key.shape[:3]
+    batch, length = key.shape[:2]
     compute = torch.float64 if torch.float64 in (query.dtype, value.dtype) else torch.float32
     real = None if lengths is None else torch.arange(length, device=key.device) < lengths[:, None]
     ends = None
@@ -70,7 +70,7 @@ def sparse_attention(
         if backend == "auto":
             # A graph of any length has no number of chunks.
             backend = "dense" if torch.compiler.is_exporting() else "blocks"
-        output = BACKENDS[backend](stream).unflatten(0, (batch, heads)).transpose(1, 2)
+        output = BACKENDS[backend](stream)
         if real is not None:
             output = torch.where(real[..., None, None], output, 0)
         memory = None

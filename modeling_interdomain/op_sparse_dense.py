@@ -9,15 +9,16 @@ among the best until `e_j`, the first query by whose time enough keys beat it, a
 
 import torch
 
-from .op_sparse_stream import Bins, Stream
+from .op_sparse_stream import Bins, Stream, heads_first
 
 
 def dense(stream: Stream) -> torch.Tensor:
-    """`[N, T, D]`; rows that see no key are zero."""
+    """`[B, T, S, D]`; rows that see no key are zero."""
+    query, key, value = map(heads_first, (stream.query, stream.key, stream.value))
     seen = visible(stream)
-    logits = (stream.query @ stream.key.mT).masked_fill(~seen, torch.finfo(stream.query.dtype).min)
+    logits = (query @ key.mT).masked_fill(~seen, torch.finfo(query.dtype).min)
     weights = logits.softmax(dim=-1).masked_fill(~seen, 0)
-    return weights @ stream.value
+    return (weights @ value).unflatten(0, (stream.query.shape[0], -1)).transpose(1, 2)
 
 
 def visible(stream: Stream) -> torch.Tensor:
@@ -25,7 +26,7 @@ def visible(stream: Stream) -> torch.Tensor:
     length = stream.key.shape[1]
     j = torch.arange(length, device=stream.key.device)
     i = j[stream.past :, None]
-    seen = j.new_zeros(stream.key.shape[0], length - stream.past, length, dtype=torch.bool)
+    seen = j.new_zeros(len(stream.places), length - stream.past, length, dtype=torch.bool)
     if stream.scores is not None:
         seen = i < selection_expiry(stream)[:, None]
     for part in stream.bins:

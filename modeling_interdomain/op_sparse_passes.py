@@ -1,183 +1,157 @@
-"""Which queries and keys sparse attention brings together, block by block, and which of them see each other."""
+"""Which queries and keys sparse attention brings together, block by block, and which of them see each other.
 
+In the order of a block's queries, those that see a key are always a range: from its arrival until it leaves.
+"""
+
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
-from .op_sparse_expiry import Selection, Sorted, by_bins
+from .op_sparse_expiry import Selection, Sorted, by_bins, selection
 from .op_sparse_stream import Stream
 
 BLOCK = 32
 # Logits of one run: on a CPU what is worked on should stay in a cache.
 _LOGITS = {"cpu": 1 << 18, "other": 1 << 26}
+# Tokens of heads that are sorted together, on a CPU, for the same reason.
+_TOKENS = 1 << 16
 # No logit of what is seen is so small, and none of what is hidden so large.
 HIDDEN = -1e25
-# More than all tokens.
-FAR = float(1 << 23)
 
 
 class Run(NamedTuple):
-    """Blocks and their tiles that are worked on together."""
-
-    blocks: slice
-    rows: slice
-
-
-class Pass(NamedTuple):
-    """One set of keys; C queries a block and W keys a tile.
+    """Blocks of C queries and rows of W keys that are worked on together.
 
     Attributes:
-        queries: `[blocks, C]`, the query (of N T) in every place; where there is none, any.
-        places: `[N T]`, where each query is; None where they lie in order.
-        keys: `[rows, W]`, the key (of N L) in every place; where there is none, any.
-        blocks: `[rows]`, the block of each tile, ascending; None for one tile a block.
-        runs: what is worked on together.
-        time: `[blocks, C]`, when the query arrives.
-        until: `[rows, W]`, when the key leaves the best: where that pass ends, and the others begin.
-        bounds: `[blocks, C]` each, the first sorted key that the query sees, and the one behind the last; None
-            for the best.
-        slots: `[rows, W]`, the sorted number of the key.
-        others: of the parts before, the bin of the query, the bin of the key, and when the key leaves that bin.
-
-    Times and numbers are floats, exact below 2^23 tokens: a comparison and a mask cost several times an addition.
+        queries: `[blocks, C]`, of B T S; where there is none, any, which sees nothing.
+        keys: `[rows, W]`, of B L S; where there is none, any, which nobody sees.
+        seen: `[rows, W]`, the range of queries in the block that see the key, as a row of `ranges`.
+        block: `[rows]`, the block of each row; None for one row a block.
+        others: of the parts before, the bin of the query and its time, the bin of the key and when it leaves that.
     """
 
     queries: torch.Tensor
-    places: torch.Tensor | None
     keys: torch.Tensor
-    blocks: torch.Tensor | None
-    runs: list[Run]
-    time: torch.Tensor
-    until: torch.Tensor | None
-    bounds: tuple[torch.Tensor, torch.Tensor] | None = None
-    slots: torch.Tensor | None = None
-    others: tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], ...] = ()
+    seen: torch.Tensor
+    block: torch.Tensor | None = None
+    others: tuple[tuple[torch.Tensor, ...], ...] = ()
 
-    def block_of(self, run: Run) -> torch.Tensor | None:
-        return None if self.blocks is None else self.blocks[run.rows] - run.blocks.start
+    def of_block(self, x: torch.Tensor) -> torch.Tensor:
+        """`[blocks, C, ...]` or `[rows, C, ...]`, what `x` `[B T S, ...]` says of the queries."""
+        x = rows_of(x, self.queries)
+        return x if self.block is None else x.index_select(0, self.block)
 
-    def hide(self, logits: torch.Tensor, run: Run) -> torch.Tensor:
-        """Logits `[rows, C, W]` with what is not seen below `HIDDEN`; overwritten."""
-        block = self.block_of(run)
+    def asking(self) -> torch.Tensor:
+        """`[rows, C]`, the queries beside each row."""
+        return self.queries if self.block is None else self.queries[self.block]
 
-        def asked(x: torch.Tensor) -> torch.Tensor:
-            x = x[run.blocks]
-            return (x if block is None else x.index_select(0, block))[..., None]
-
-        def found(x: torch.Tensor) -> torch.Tensor:
-            return x[run.rows, None]
-
-        # By how much each condition holds: below 0 where it does not.
-        if self.bounds is None:
-            seen = found(self.until) - asked(self.time + 0.5)
-            size = self.queries.shape[1]
-            seen[..., -size:] -= torch.full((size, size), 2 * FAR, dtype=seen.dtype, device=seen.device).triu_(1)
-        else:
-            first, last = self.bounds
-            seen = found(self.slots) - asked(first - 0.5)
-            torch.minimum(seen, asked(last - 0.5) - found(self.slots), out=seen)
-            if self.until is not None:
-                torch.minimum(seen, asked(self.time + 0.5) - found(self.until), out=seen)
-            for of_query, of_key, until in self.others:
-                same = (asked(of_query) == found(of_key)) & (asked(self.time) < found(until))
-                seen = seen.masked_fill_(same, -1)
-        return logits.add_(seen.clamp_(max=0), alpha=-4 * HIDDEN)
+    def hidden(self, ranges: torch.Tensor) -> torch.Tensor:
+        """`[rows, W, C]`, far below zero where the query does not see the key, zero elsewhere."""
+        hidden = rows_of(ranges, self.seen)
+        for of_query, time, of_key, until in self.others:
+            of_query, time = (x if self.block is None else x[self.block] for x in (of_query, time))
+            twice = (of_query[:, None] == of_key[..., None]) & (time[:, None] < until[..., None])
+            hidden = hidden.masked_fill_(twice, 4 * HIDDEN)
+        return hidden
 
 
-def passes_of(stream: Stream, best: Selection | None) -> list[Pass]:
-    passes = [] if best is None else [_best_pass(stream, best)]
-    earlier: list[Sorted] = []
+def values_at_hand(x: torch.Tensor) -> bool:
+    """Whether sizes and branches may depend on values, which a device would have to hand over, and a graph cannot."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def rows_of(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return x.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:])
+
+
+def ranges(like: torch.Tensor) -> torch.Tensor:
+    """`[(C + 1)^2, C]`: zero in the range from a to b without b, row a (C + 1) + b, and far below it elsewhere."""
+    numbers = torch.arange(BLOCK + 1, device=like.device)
+    inside = (numbers[:-1] >= numbers[:, None, None]) & (numbers[:-1] < numbers[:, None])
+    return torch.where(inside, 0, like.new_full((), 4 * HIDDEN)).flatten(0, 1)
+
+
+def _range(first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """The row of `ranges`, of numbers relative to the block."""
+    return first.clamp(0, BLOCK) * (BLOCK + 1) + last.clamp(0, BLOCK)
+
+
+def runs_of(stream: Stream) -> Iterator[Run]:
+    heads, length = stream.places.shape
+    step = max(1, _TOKENS // length) if values_at_hand(stream.key) else heads
+    for start in range(0, heads, step):
+        yield from _runs_of_heads(stream.of_heads(slice(start, start + step)))
+
+
+def _runs_of_heads(stream: Stream) -> Iterator[Run]:
+    best = None if stream.scores is None else selection(stream, BLOCK)
+    if best is not None:
+        yield from _best_runs(stream, best)
+    parts: list[Sorted] = []
     for part in stream.bins:
-        earlier.append(by_bins(part, stream))
-        passes.append(_bin_pass(stream, earlier, best))
-    return passes
+        parts.append(by_bins(part, stream, best))
+        yield from _bin_runs(stream, parts, part.keys)
 
 
-def _best_pass(stream: Stream, best: Selection) -> Pass:
-    heads, length = stream.scores.shape
-    chunks, device = best.best.shape[1], stream.key.device
+def _best_runs(stream: Stream, best: Selection) -> Iterator[Run]:
+    """A block sees the best before it, and its own."""
+    heads, chunks, k = best.best.shape
+    length, past, device = stream.key.shape[1], stream.past, stream.key.device
     tokens = torch.arange(chunks * BLOCK, device=device).view(chunks, BLOCK)
-    own = (tokens + stream.past).clamp(max=length)
-    keys = torch.cat([best.best, own.expand(heads, -1, -1)], dim=2)
-    until = best.expiry.gather(1, keys.flatten(1)).view(-1, keys.shape[2])
-    head = torch.arange(heads, device=device)[:, None, None]
-    queries = tokens.clamp(max=length - stream.past - 1) + head * (length - stream.past)
-    places = None
-    if chunks * BLOCK != length - stream.past:
-        places = (tokens.flatten()[: length - stream.past] + head[..., 0] * chunks * BLOCK).flatten()
-    time = (tokens + stream.past).expand(heads, -1, -1).flatten(0, 1)
-    keys = (keys.clamp(max=length - 1) + head * length).flatten(0, 1)
-    runs, dtype = _equal_runs(keys), stream.query.dtype
-    return Pass(queries.flatten(0, 1), places, keys, None, runs, time.to(dtype), until.to(dtype))
-
-
-def _equal_runs(keys: torch.Tensor) -> list[Run]:
-    rows, width = keys.shape
-    if torch.compiler.is_compiling():  # a number of runs is fixed in a graph, and with it the length
-        return [Run(slice(0, rows), slice(0, rows))]
-    step = _at_once(width, keys.device)
-    return [Run(slice(i, min(i + step, rows)), slice(i, min(i + step, rows))) for i in range(0, rows, step)]
+    queries = stream.rows(length - past)[:, tokens.clamp(max=length - past - 1)].flatten(0, 1)
+    starts = past + tokens[:, :1]
+    keys = torch.cat([best.best, (tokens + past).expand(heads, -1, -1)], dim=2)
+    until = best.expiry.gather(1, keys.clamp(max=length).flatten(1)).view_as(keys)
+    seen = _range(keys - starts, until - starts).flatten(0, 1)
+    keys = stream.rows(length).gather(1, keys.clamp(max=length - 1).flatten(1)).view(-1, k + BLOCK)
+    step = len(keys) if torch.compiler.is_compiling() else _at_once(k + BLOCK, device)
+    for start in range(0, len(keys), step):
+        part = slice(start, start + step)
+        yield Run(queries[part], keys[part], seen[part])
 
 
 def _at_once(width: int, device: torch.device) -> int:
     return max(1, _LOGITS["cpu" if device.type == "cpu" else "other"] // (BLOCK * width))
 
 
-def tokens_at_once(value: torch.Tensor) -> int:
-    return max(1, _LOGITS["cpu" if value.device.type == "cpu" else "other"] // value.shape[-1])
+def _bin_runs(stream: Stream, parts: list[Sorted], keys: int) -> Iterator[Run]:
+    """Of the last of the parts: a block of sorted queries sees a range of sorted keys."""
+    this = parts[-1]
+    rows = stream.rows(stream.query.shape[1]).flatten(), stream.rows(stream.key.shape[1]).flatten()
+    fill = -len(this.queries) % BLOCK
+    queries = torch.cat([this.queries, this.queries[-1:].expand(fill)]).view(-1, BLOCK)
+    starts = torch.arange(0, queries.numel(), BLOCK, device=queries.device)
+    begin = torch.searchsorted(this.last[:-1], starts, right=True)
+    counts = (torch.searchsorted(this.arrives, starts + BLOCK) - begin).clamp(min=0)
+    if values_at_hand(queries):
+        widths, order = counts.sort(descending=True)
+        start = 0
+        while start < len(widths) and (width := int(widths[start])):
+            some = order[start : start + _at_once(width, queries.device)]
+            slots = begin[some, None] + torch.arange(width)
+            yield _bin_run(stream, parts, rows, queries[some], slots, starts[some])
+            start += len(some)
+        return
+    # As many tiles as there can be.
+    tile = begin // BLOCK
+    tiles = torch.where(counts > 0, (begin + counts - 1) // BLOCK + 1 - tile, 0)
+    ends = tiles.cumsum(0)
+    number = torch.arange(len(starts) * (keys // BLOCK + 2) + len(this.keys) // BLOCK + 1, device=queries.device)
+    block = torch.searchsorted(ends, number, right=True).clamp(max=len(starts) - 1)
+    # Those beyond the last lie behind all that the last block sees.
+    slots = (tile + tiles - ends)[block] + number
+    slots = slots[:, None] * BLOCK + torch.arange(BLOCK, device=queries.device)
+    yield _bin_run(stream, parts, rows, queries, slots, starts, block)
 
 
-def _bin_pass(stream: Stream, parts: list[Sorted], best: Selection | None) -> Pass:
-    """The pass of the last of the parts."""
-    this, device = parts[-1], stream.key.device
-    heads, length = this.keys.shape
-    asked = this.queries.shape[1]
-    chunks = -(-asked // BLOCK)
-    pad = chunks * BLOCK - asked
-    order, first, last = (
-        _repeat_last(x, pad).view(heads * chunks, BLOCK) for x in (this.queries, this.first, this.last)
-    )
-    real = torch.arange(chunks * BLOCK, device=device).view(chunks, BLOCK).repeat(heads, 1) < asked
-    last = torch.where(real, last, first)  # a place without a query sees nothing
-    head = torch.arange(heads, device=device).repeat_interleave(chunks)
-    blocks, tiles, runs = _tiles(first, last, part_keys=stream.bins[len(parts) - 1].keys, length=length, heads=heads)
-    slots = tiles[:, None] * BLOCK + torch.arange(BLOCK, device=device)
-    flat = slots.clamp(max=length - 1) + (head[blocks] * length)[:, None]
-    keys = this.keys.flatten()[flat] + (head[blocks] * length)[:, None]
-    queries = order + (head * asked)[:, None]
-    slot_of = torch.arange(heads * chunks * BLOCK, device=device).view(heads, chunks * BLOCK)[:, :asked]
-    places = torch.empty_like(this.queries).scatter_(1, this.queries, slot_of).flatten()
-    dtype = stream.query.dtype
-    until = None if best is None else best.expiry[:, :length].flatten()[keys].to(dtype)
-    others = []
-    for part, found in zip(stream.bins, parts[:-1], strict=False):
-        others.append((part.query.flatten()[queries], part.key.flatten()[keys], found.expiry.flatten()[keys]))
-    time, bounds, slots = (order + stream.past).to(dtype), (first.to(dtype), last.to(dtype)), slots.to(dtype)
-    return Pass(queries, places, keys, blocks, runs, time, until, bounds, slots, tuple(others))
-
-
-def _repeat_last(x: torch.Tensor, count: int) -> torch.Tensor:
-    return torch.cat([x, x[:, -1:].expand(-1, count)], dim=1) if count else x
-
-
-def _tiles(first, last, part_keys: int, length: int, heads: int):
-    """The block and the tile of every row, and the runs."""
-    begin = first[:, 0] // BLOCK
-    counts = ((last.amax(1) - 1) // BLOCK + 1 - begin).clamp(min=0) * (last > first).any(1)
-    ends = counts.cumsum(0)
-    total = len(first)
-    if first.device.type == "cpu" and not torch.compiler.is_compiling():
-        step = max(1, _at_once(BLOCK, first.device) // 2)
-        starts = [*range(0, total, step), total]
-        found = [0, *ends[[i - 1 for i in starts[1:]]].tolist()]
-        runs = [Run(slice(a, b), slice(c, d)) for a, b, c, d in zip(starts[:-1], starts[1:], found[:-1], found[1:])]
-        number = found[-1]
-    else:
-        # As many as there can be: no size depends on values, which a device would have to hand over first.
-        number = total * (part_keys // BLOCK + 2) + heads * -(-length // BLOCK)
-        runs = [Run(slice(0, total), slice(0, number))]
-    rows = torch.arange(number, device=first.device)
-    blocks = torch.searchsorted(ends, rows, right=True).clamp(max=total - 1)
-    # Rows beyond the last lie behind all keys, where nothing is seen.
-    tiles = begin[blocks] + rows - (ends - counts)[blocks]
-    return blocks, tiles, runs
+def _bin_run(stream: Stream, parts: list[Sorted], rows, queries, slots, starts, block=None) -> Run:
+    """Blocks of queries that start at sorted query `starts`, beside the sorted keys `slots` `[rows, W]`; `rows` says
+    where queries and keys are."""
+    this = parts[-1]
+    slots = slots.clamp(max=len(this.keys) - 1)
+    start = (starts if block is None else starts[block])[:, None]
+    keys, seen = this.keys[slots], _range(this.first[slots] - start, this.last[slots] - start)
+    time = queries % stream.query.shape[1] + stream.past
+    others = tuple((x.query_groups[queries], time, x.key_groups[keys], x.expiry[keys]) for x in parts[:-1])
+    return Run(rows[0][queries], rows[1][keys], seen, block, others)

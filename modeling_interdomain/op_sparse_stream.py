@@ -56,13 +56,14 @@ class Stream(NamedTuple):
     """Queries `[N, T]` and keys `[N, L]` of N = B S heads; key `past + i` arrives with query i.
 
     Attributes:
-        query, key, value: `[N, T, d]`, `[N, L, d]`, `[N, L, D]`.
+        query, key, value: `[B, T, S, d]`, `[B, L, S, d]`, `[B, L, S, D]`, as they came: new memory is dear on a CPU.
         scores: `[N, L]`, -inf for what no query may select; None without selection.
         selected_keys: how many of the best a query sees.
         bins: query `[N, T]` and key `[N, L]`.
         ends: `[L]`, where the packed document of every key ends; None for rows.
         places: `[N, L]`, as in the memory.
         past: the keys before the first query.
+        heads: `[N]`, their numbers among the B S.
     """
 
     query: torch.Tensor
@@ -74,20 +75,26 @@ class Stream(NamedTuple):
     ends: torch.Tensor | None
     places: torch.Tensor
     past: int
+    heads: torch.Tensor
 
     def of_heads(self, part: slice) -> "Stream":
+        """Some of the N heads, of the same tensors."""
         return self._replace(
-            query=self.query[part],
-            key=self.key[part],
-            value=self.value[part],
             scores=None if self.scores is None else self.scores[part],
             bins=tuple(bins._replace(query=bins.query[part], key=bins.key[part]) for bins in self.bins),
             places=self.places[part],
+            heads=self.heads[part],
         )
+
+    def rows(self, length: int) -> torch.Tensor:
+        """`[N, length]`, where each token of each head is in a flattened `[B, length, S]`."""
+        heads = self.key.shape[2]
+        first = self.heads // heads * (length * heads) + self.heads % heads
+        return first[:, None] + heads * torch.arange(length, device=self.key.device)
 
 
 def stream_of(query, key, value, scores, selected_keys, bins, real, ends, memory) -> Stream:
-    """Heads first; pads (`real` `[B, T]` is False) hold zeros and are in no set; the keys of the memory go first."""
+    """Pads (`real` `[B, T]` is False) hold zeros and are in no set; the keys of the memory go first."""
     batch, length, heads = key.shape[:3]
     if real is not None:
         query, key, value = (torch.where(real[..., None, None], x, 0) for x in (query, key, value))
@@ -96,22 +103,20 @@ def stream_of(query, key, value, scores, selected_keys, bins, real, ends, memory
             part._replace(query=part.query.where(real[..., None], -1), key=part.key.where(real[..., None], -1))
             for part in bins
         ]
-    query, key = map(_heads_first, (query, key))
-    value = value.transpose(1, 2).flatten(0, 1)  # not copied where one row is all there is
-    scores = None if scores is None else _heads_first(scores)
-    bins = tuple(
-        part._replace(query=_heads_first(part.query.long()), key=_heads_first(part.key.long())) for part in bins
-    )
+    scores = None if scores is None else heads_first(scores)
+    bins = tuple(part._replace(query=heads_first(part.query.long()), key=heads_first(part.key.long())) for part in bins)
     places = torch.arange(1, length + 1, device=key.device).expand(batch * heads, length)
     if real is not None:
         places = real.cumsum(1).repeat_interleave(heads, dim=0)
     if memory is not None:
         places = places + memory.seen.repeat_interleave(heads)[:, None]
-    new = Stream(query, key, value, scores, selected_keys, bins, ends, places, 0)
+    numbers = torch.arange(batch * heads, device=key.device)
+    new = Stream(query, key, value, scores, selected_keys, bins, ends, places, 0, numbers)
     return new if memory is None else _after_memory(new, memory)
 
 
-def _heads_first(x: torch.Tensor) -> torch.Tensor:
+def heads_first(x: torch.Tensor) -> torch.Tensor:
+    """`[B, T, S, ...]` to `[N, T, ...]`."""
     return x.transpose(1, 2).contiguous().flatten(0, 1)
 
 
@@ -134,6 +139,7 @@ def _after_memory(new: Stream, memory: SparseMemory) -> Stream:
 
     width = new.key.shape[-1]
     kept_bins = [merged(x, -1) for x in bins]
+    entries = entries.unflatten(0, (new.key.shape[0], -1)).transpose(1, 2)
     return new._replace(
         key=torch.cat([entries[..., :width], new.key], dim=1),
         value=torch.cat([entries[..., width:], new.value], dim=1),
@@ -164,7 +170,6 @@ def _kept(memory: SparseMemory, new: Stream):
 
 def memory_after(stream: Stream, batch: int, counts: torch.Tensor, before: SparseMemory | None) -> SparseMemory:
     """The memory after `counts` `[B]` more tokens: the best keys of the stream, and of every bin the latest."""
-    together = torch.cat([stream.key, stream.value], dim=-1)
     seen = counts if before is None else before.seen + counts
     entries = scores = places = None
     if stream.scores is not None:
@@ -175,10 +180,10 @@ def memory_after(stream: Stream, batch: int, counts: torch.Tensor, before: Spars
         order = torch.where(valid, best, -1).argsort(dim=1)
         best, valid, scores = (x.gather(1, order) for x in (best, valid, found.values[:, :k]))
         fill = k - best.shape[1]
-        entries = _rows(_taken(together, best, valid), fill, batch)
+        entries = _rows(_taken(stream, best, valid), fill, batch)
         scores = _rows(scores.masked_fill(~valid, 0), fill, batch)
         places = _rows(stream.places.gather(1, best).masked_fill(~valid, 0), fill, batch)
-    rings = tuple(_ring_after(stream, part, together, batch) for part in stream.bins)
+    rings = tuple(_ring_after(stream, part, batch) for part in stream.bins)
     return SparseMemory(seen, entries, scores, places, rings)
 
 
@@ -188,7 +193,7 @@ def memory_of(key, value, scores, selected_keys, bins, real: torch.Tensor, befor
     return memory_after(stream, real.shape[0], real.sum(1), before)
 
 
-def _ring_after(stream: Stream, part: Bins, together: torch.Tensor, batch: int) -> Ring:
+def _ring_after(stream: Stream, part: Bins, batch: int) -> Ring:
     heads, length = part.key.shape
     # By bin, and within a bin by arrival; those of no bin come first.
     bins, order = part.key.sort(dim=1, stable=True)
@@ -198,14 +203,16 @@ def _ring_after(stream: Stream, part: Bins, together: torch.Tensor, batch: int) 
     slots = ends[..., None] - part.keys + torch.arange(part.keys, device=bins.device)
     valid = slots >= starts[..., None]
     index = order.gather(1, slots.clamp(0, length - 1).flatten(1))
-    entries = _taken(together, index, valid.flatten(1)).unflatten(1, (part.number, part.keys))
+    entries = _taken(stream, index, valid.flatten(1)).unflatten(1, (part.number, part.keys))
     places = stream.places.gather(1, index).unflatten(1, (part.number, part.keys)).masked_fill(~valid, 0)
     return Ring(entries.unflatten(0, (batch, -1)), places.unflatten(0, (batch, -1)))
 
 
-def _taken(x: torch.Tensor, index: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    taken = x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
-    return torch.where(valid[..., None], taken, 0)
+def _taken(stream: Stream, index: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """`[N, k, d + D]`, the keys at `index` beside their values."""
+    rows = stream.rows(stream.key.shape[1]).gather(1, index)
+    taken = [x.flatten(0, 2).index_select(0, rows.flatten()) for x in (stream.key, stream.value)]
+    return torch.where(valid[..., None], torch.cat(taken, dim=1).view(*rows.shape, -1), 0)
 
 
 def _rows(x: torch.Tensor, fill: int, batch: int) -> torch.Tensor:

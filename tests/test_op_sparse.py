@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from modeling_interdomain import op_sparse_blocks, op_sparse_passes
 from modeling_interdomain.op_sparse import BACKENDS, sparse_attention
 from modeling_interdomain.op_sparse_step import sparse_step
 from modeling_interdomain.op_sparse_stream import Bins, empty_memory
@@ -84,6 +85,39 @@ def test_output_and_gradients(name, backend):
     weights = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     gradients = [torch.autograd.grad((x * weights).sum(), tokens) for x in (found, expected)]
     torch.testing.assert_close(*gradients, **EXACT)
+
+
+@pytest.mark.parametrize("name", ["hax", "three-parts", "budget-beyond-all", "whole-blocks"])
+def test_sizes_that_do_not_depend_on_values(name, monkeypatch):
+    """As on a device: tiles instead of windows, and weights relative to the largest logit."""
+    tokens, options = _arguments(name)
+    tokens = [x.requires_grad_() for x in tokens]
+    found, expected = [], []
+    for outputs in (expected, found):
+        output, _ = sparse_attention(*tokens, **options, backend="blocks")
+        outputs += [output, *torch.autograd.grad(output.square().sum(), tokens)]
+        for module in (op_sparse_blocks, op_sparse_passes):
+            monkeypatch.setattr(module, "values_at_hand", lambda x: False)
+    torch.testing.assert_close(found, expected, **EXACT)
+
+
+def test_heads_one_after_the_other(monkeypatch):
+    tokens, options = _arguments("hax")
+    expected = sparse_attention(*tokens, **options, backend="blocks")[0]
+    monkeypatch.setattr(op_sparse_passes, "_TOKENS", 150)  # two of the four heads of 70 tokens, then the others
+    found = sparse_attention(*tokens, **options, backend="blocks")[0]
+    torch.testing.assert_close(found, expected, **EXACT)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_large_logits(backend):
+    """Powers that would overflow, were they not relative to the largest; even so most weights vanish."""
+    (query, key, value), options = _arguments("three-parts")
+    tokens = [(x * scale).requires_grad_() for x, scale in ((query, 40), (key, 40), (value, 1))]
+    expected, found = _oracle(tokens, options), sparse_attention(*tokens, **options, backend=backend)[0]
+    assert expected.isfinite().all() and (tokens[0] * tokens[1]).sum(-1).abs().amax() > 1e3
+    gradients = [torch.autograd.grad(x.square().sum(), tokens) for x in (found, expected)]
+    torch.testing.assert_close((found, *gradients[0]), (expected, *gradients[1]), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

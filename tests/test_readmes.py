@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import condition_study, headlines, larger_study, prompt_reuse_cpu, readme
+from benchmarks import condition_study, headlines, larger_study, prompt_reuse_cpu, readme, sparse_cpu
 from benchmarks.harness import RESULTS, read
 from benchmarks.readme import MARKED, READMES, REPOSITORY
 
@@ -116,6 +116,17 @@ def test_what_is_said_of_dynamic_masks():
     assert long[windowed]["median"] < long["a mask tensor"]["median"]
     assert late[windowed]["median"] < 1.25 * early[windowed]["median"] and late[windowed]["p20"] < late["value"]["p20"]
     assert early[windowed]["median"] > early["value"]["median"]
+
+
+def test_what_is_said_of_sparse_attention():
+    found = read("sparse_cpu")
+    for name, required in sparse_cpu.REQUIRED.items():
+        ratios = {row["length"]: row["ratio"] for row in found[name] if "ratio" in row}
+        assert required.keys() == ratios.keys() and all(ratios[length] > required[length] for length in required)
+    assert found["spread_of_time_per_token"] < sparse_cpu.FLAT_WITHIN
+    steps = [row["median"] for row in found["steps"]]
+    assert max(steps) / min(steps) - 1 < sparse_cpu.STEP_FLAT_WITHIN
+    assert all(4e-6 < step / 145 < 5e-6 and step > sparse_cpu.STEP_MS / 1e3 for step in steps)
 
 
 def test_what_is_said_of_the_ways_to_compute_the_recurrence():
