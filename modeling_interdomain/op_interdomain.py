@@ -5,10 +5,9 @@ from functools import partial
 
 import torch
 
-from .op_common import check_documents, check_floats, check_how, check_state_shape
+from .op_common import check_documents, check_floats, check_how, check_state_shape, multiplies_narrow
 from .op_common_launch import fused
 from .op_interdomain_chunk import chunk_attention
-from .op_interdomain_chunk_narrow import multiplies_narrow
 from .op_interdomain_export import export_attention
 from .op_interdomain_prefix import associative_scan_attention, fft_attention
 from .op_interdomain_readout import PRODUCTS
@@ -129,7 +128,9 @@ def interdomain_attention(
             found = _fused(backend, *arguments, lengths=lengths, output_final_state=output_final_state)
         if found is None:
             compute = _compute_dtype(*tokens)
-            narrow = backend in ("auto", "chunk") and not (single or exporting or normalize) and multiplies_narrow(value)
+            narrow = (
+                backend in ("auto", "chunk") and not (single or exporting or normalize) and multiplies_narrow(value)
+            )
             operand = torch.bfloat16 if narrow and compute == torch.float32 else compute
             query, key, value = (x.to(operand) for x in tokens)
             log_decay, input_matrix = (x.to(compute) for x in parameters[:2])

@@ -29,7 +29,7 @@ from .op_interdomain_mixing import mixing_matrix
 
 # Numbers of one M-wide intermediate of a segment. On a CPU the whole working set should stay in the second-level cache,
 # and allocations small enough to be reused; on an accelerator launches count instead.
-_SEGMENT_FLOATS = {"cpu": 1 << 18, "other": 1 << 24}
+_SEGMENT_FLOATS = {"cpu": 1 << 19, "other": 1 << 24}
 
 
 class AttentionCall:

@@ -13,24 +13,11 @@ roundings in between are saved: a y of all keys is much larger than what W leave
 (the posterior start). For the same reason the columns of p have what rounding their matrix took away beside them.
 """
 
-from functools import cache
-
 import torch
 
 from .op_common_chunks import Segment
 from .op_common_states import Repeated, StateGradients, States, pairs
 from .op_interdomain_chunk_call import AttentionCall, Gradients, Walked, skew, unskew
-
-
-def multiplies_narrow(x: torch.Tensor) -> bool:
-    """Whether x is bfloat16 on a CPU that has instructions for it; without them it is faster to multiply in float32."""
-    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and _has_instructions()
-
-
-@cache
-def _has_instructions() -> bool:
-    found = torch.cpu.get_capabilities()
-    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
 
 
 class NarrowStates(States):
