@@ -37,7 +37,7 @@ def by_pieces(
     dtype: torch.dtype,
     into: Sequence[torch.Tensor] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """`function(*tensors)` in a dtype, computed for a few tokens at a time, so that what lies between stays in the cache.
+    """`function(*tensors)` in a dtype, a few tokens at a time, so that what lies between stays in the cache.
 
     Args:
         function: gives tensors `[B, T, ...]`, token by token.

@@ -77,8 +77,9 @@ def interdomain_attention(
 
     Returns:
         output `[B, T, H, D]` in the dtype of `value`, and the final state `[B or S, G, 2, M, R + D]` in float32
-        (float64 for float64 inputs), or None. Computation is in the dtype of the state, under autocast too; "triton"
-        multiplies in the dtype of `value` and sums in float32.
+        (float64 for float64 inputs), or None. Computation is in the dtype of the state, under autocast too; "triton",
+        and "chunk" for a bfloat16 `value` on a CPU that has instructions for it (without `normalize`), multiply in the
+        dtype of `value` and sum in float32.
 
     Raises:
         ValueError: when an argument has a wrong shape, device or value; the message begins with its name. Also when
@@ -128,10 +129,9 @@ def interdomain_attention(
             found = _fused(backend, *arguments, lengths=lengths, output_final_state=output_final_state)
         if found is None:
             compute = _compute_dtype(*tokens)
-            narrow = (
-                backend in ("auto", "chunk") and not (single or exporting or normalize) and multiplies_narrow(value)
-            )
-            operand = torch.bfloat16 if narrow and compute == torch.float32 else compute
+            chunks = backend in ("auto", "chunk") and not (single or exporting or normalize)
+            narrow = chunks and compute == torch.float32 and multiplies_narrow(value)
+            operand = torch.bfloat16 if narrow else compute
             query, key, value = (x.to(operand) for x in tokens)
             log_decay, input_matrix = (x.to(compute) for x in parameters[:2])
             coefficients, state = (None if x is None else x.to(compute) for x in (coefficient_matrix, initial_state))
