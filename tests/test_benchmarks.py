@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import __main__ as command
 from benchmarks import (
+    bf16_cpu,
     decode_cpu,
     decode_gpu,
     dynamic_mask_cpu,
@@ -48,7 +49,16 @@ def test_operator_table(monkeypatch, tmp_path):
     assert (tmp_path / "plot.png").stat().st_size > 0
 
 
-CPU_TABLES = [model_cpu, decode_cpu, ssd_cpu, selective_scan_cpu, sparse_cpu, dynamic_mask_cpu, prompt_reuse_cpu]
+CPU_TABLES = [
+    model_cpu,
+    bf16_cpu,
+    decode_cpu,
+    ssd_cpu,
+    selective_scan_cpu,
+    sparse_cpu,
+    dynamic_mask_cpu,
+    prompt_reuse_cpu,
+]
 
 
 @pytest.mark.parametrize("module", CPU_TABLES, ids=lambda m: m.__name__)
