@@ -9,7 +9,7 @@ from modeling_interdomain.op_common import multiplies_narrow
 # What the ratio to Llama has to be, by kind and tokens before.
 REQUIRED = {"prefill": {"2048": 1.1, "8192": 1.7}, "decode": {"512": 1.0}}
 
-# Of logits token by token and of a whole prompt: each of some hundred results on the way is rounded to 2^-9.
+# Of logits token by token and of a whole prompt: each of some hundred results on the way is rounded to 2^-8.
 _LARGEST_ERROR = 0.05
 
 
