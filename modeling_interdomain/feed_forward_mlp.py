@@ -19,7 +19,7 @@ class InterdomainMLP(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
-        if is_plain(gate, torch.bfloat16) and gate.ndim == 3:
+        if gate.ndim == 3 and gate.shape[1] > 1 and is_plain(gate, torch.bfloat16):
             own = is_untouched(self.gate_proj, nn.Linear, gate.device)  # otherwise others may hold what it gave
             return self.down_proj(by_pieces(self._gated, [gate, up], gate.dtype, [gate] if own else [])[0])
         return self.down_proj(self._gated(gate, up)[0])

@@ -222,8 +222,6 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
         widened = dtype == torch.bfloat16 and is_plain(projected[0], dtype)
         if projected[0].dtype != dtype or not (widened or dtype in _FULL_PRECISION):
             return None
-        if widened:
-            projected = [x.float() for x in projected]
         tables = self._tables.get(
             "token", weights, lambda _: token_tables(*(w.float() if widened else w for w in weights))
         )

@@ -68,9 +68,9 @@ class NarrowCall(AttentionCall):
         table = self.tables.table
         self.modes = table.shape[2]
         self.repeated = Repeated(table.to(query.dtype))
-        ones = torch.eye(self.modes, dtype=table.dtype, device=table.device)
-        self.both = torch.cat([table.mT, ones.expand(self.groups, -1, -1)], dim=-1)  # [T^T | 1]
-        joint = self.both.mT @ self.mixing @ self.both
+        below = table @ self.mixing  # a symmetric matrix
+        beside = torch.cat([below.mT, self.mixing], dim=-1)
+        joint = torch.cat([torch.cat([below @ table.mT, below], dim=-1), beside], dim=-2)
         narrow = joint.to(query.dtype)
         rest = (joint - narrow)[..., self.size :].to(query.dtype)
         self.joint = torch.cat([narrow, rest], dim=-1)
@@ -143,12 +143,14 @@ class NarrowGradients(Gradients):
 
     def __init__(self, call: NarrowCall, *arguments):
         super().__init__(call, *arguments)
-        width = call.both.shape[2]
+        width = call.size + call.modes
         self.of_joint = call.mixing.new_zeros(call.groups, width, width)
 
     def segments(self) -> None:
         super().segments()
-        call, both = self.call, self.call.both
+        call = self.call
+        ones = torch.eye(call.modes, dtype=call.mixing.dtype, device=call.mixing.device)
+        both = torch.cat([call.tables.table.mT, ones.expand(call.groups, -1, -1)], dim=-1)  # joint = both^T W both
         of_both = call.mixing @ both @ (self.of_joint + self.of_joint.mT)
         self.of_table += of_both[..., : call.size].mT
         if self.of_mixing is not None:
