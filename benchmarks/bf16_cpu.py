@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks.harness import footnote, markdown, verify_model
+from benchmarks.harness import footnote, markdown, time_in_turns, verify_model
 from benchmarks.model_cpu import _decode, _interdomain, _llama, _prefill
 from modeling_interdomain.op_common import multiplies_narrow
 
@@ -25,7 +25,35 @@ def run(quick: bool = False) -> dict:
         "instructions": multiplies_narrow(torch.empty(0, dtype=torch.bfloat16)),
         "prefill": [_prefill(models, length, seconds) for length in ([64] if quick else [512, 2048, 8192])],
         "decode": [_decode(models, position, seconds) for position in ([32] if quick else [512])],
+        "floor": _floor(models["interdomain"].config, 64 if quick else 2048, seconds / 4),
     }
+
+
+@torch.no_grad()
+def _floor(config, length: int, seconds: float) -> dict:
+    """Seconds of the matrix products alone of a prompt of whole chunks, with their operands at hand."""
+    size, heads, modes, chunk = config.hidden_size, config.num_attention_heads, 2 * config.state_size, config.chunk_size
+    key, value, chunks = config.feature_dim, config.head_dim, length // config.chunk_size
+
+    def product(batch, rows, inner, columns, dtype=torch.bfloat16):
+        operands = torch.randn(batch, rows, inner, dtype=dtype), torch.randn(batch, inner, columns, dtype=dtype)
+        return lambda: torch.bmm(*operands)
+
+    each = {
+        "projections": [product(1, length, size, size)] * 4
+        + [product(1, length, size, config.intermediate_size)] * 2
+        + [product(1, length, config.intermediate_size, size)],
+        "operator": [
+            product(heads * chunks, chunk, key, chunk + modes),  # scores, query times state
+            product(heads, length, chunk + modes, chunk + 2 * modes),  # the joint matrix and its rest
+            product(heads * chunks, chunk, chunk + modes, value),  # values, reader times state
+        ],
+        "states": [product(heads * chunks, key + value, chunk, modes, torch.float32)],
+    }
+    functions = {name: lambda calls=calls: [call() for call in calls] for name, calls in each.items()}
+    times = time_in_turns(functions, seconds)
+    layers = config.num_hidden_layers
+    return {"length": length, **{name: layers * row["median"] for name, row in times.items()}}
 
 
 def table(record: dict) -> str:
@@ -38,5 +66,8 @@ def table(record: dict) -> str:
             required = "" if bound is None else f"{bound:.1f}x, {'met' if row['ratio'] >= bound else 'missed'}"
             rows.append([kind, f"{tokens:,}", *speeds, f"{row['ratio']:.2f}x", required])
     header = ["", "tokens before", "Interdomain, tokens/s", "Llama, tokens/s", "ratio", "required"]
-    about = "Batch 1, bfloat16, the recurrent state in float32. "
+    floor = dict(record["floor"])
+    length = floor.pop("length")
+    parts = ", ".join(f"{name} {1e3 * taken:,.0f} ms" for name, taken in floor.items())
+    about = f"Batch 1, bfloat16, the recurrent state in float32. Matrix products of {length:,} tokens alone: {parts}. "
     return "\n\n".join([markdown(header, rows), about + footnote(record)])
