@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from .module_common import residual_projection
+from .module_common import by_pieces, is_plain, is_untouched, residual_projection
 
 
 class InterdomainMLP(nn.Module):
@@ -18,4 +18,11 @@ class InterdomainMLP(nn.Module):
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+        gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
+        if gate.ndim == 3 and gate.shape[1] > 1 and is_plain(gate, torch.bfloat16):
+            own = is_untouched(self.gate_proj, nn.Linear, gate.device)  # otherwise others may hold what it gave
+            return self.down_proj(by_pieces(self._gated, [gate, up], gate.dtype, [gate] if own else [])[0])
+        return self.down_proj(self._gated(gate, up)[0])
+
+    def _gated(self, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor]:
+        return (self.act_fn(gate) * up,)

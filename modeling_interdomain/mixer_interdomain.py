@@ -9,13 +9,14 @@ from transformers import initialization as init
 
 from .mixer_common import undivided_groups
 from .mixer_recurrent import RecurrentMixer, Stream
-from .module_common import InterdomainRMSNorm, TabledModule, is_untouched
+from .module_common import InterdomainRMSNorm, TabledModule, by_pieces, is_plain, is_untouched
 from .module_convolution import CausalConv1d
 from .module_feature_maps import SiluL2, feature_map
 from .module_recurrence import InterdomainRecurrence
 from .module_rotary import rotate
 from .module_tensor_parallel import HEADS
 from .module_token_inputs import token_inputs, token_tables
+from .op_common import multiplies_narrow
 from .op_common_spans import aged, join_states
 from .op_interdomain import append_one
 from .op_interdomain_map import interdomain_attention_map
@@ -184,6 +185,17 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
         return super()._inputs(projected, windows, cos_sin, packing, keep) if found is None else found
 
     def _tokens(self, streams, cos_sin):
+        first = streams[0]
+        narrow = multiplies_narrow(first) and self.backend in ("auto", "chunk") and not self.recurrence.normalize
+        if not (narrow and first.shape[1] > 1 and is_plain(first, first.dtype)):
+            return self._mapped(streams, cos_sin)
+
+        def mapped(*pieces):  # which the operator would round
+            return self._mapped(pieces[: len(streams)], pieces[len(streams) :] or None)
+
+        return by_pieces(mapped, [*streams, *(cos_sin or ())], first.dtype)
+
+    def _mapped(self, streams, cos_sin):
         query, *rest = streams
         query = query.unflatten(-1, (-1, self.widths[0]))
         return self._features(query, cos_sin, is_query=True), *super()._tokens(rest, cos_sin)
@@ -223,9 +235,13 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
         weights = self._weights(projected[0].device)
         if weights is None:
             return None
-        tables = self._tables.get("token", weights, lambda _: token_tables(*weights))
-        if tables.taps.dtype not in _FULL_PRECISION or projected[0].dtype != tables.taps.dtype:
+        dtype = weights[0].dtype
+        widened = dtype == torch.bfloat16 and is_plain(projected[0], dtype)
+        if projected[0].dtype != dtype or not (widened or dtype in _FULL_PRECISION):
             return None
+        tables = self._tables.get(
+            "token", weights, lambda _: token_tables(*(w.float() if widened else w for w in weights))
+        )
         return token_inputs(projected, windows, tables, self.eps, self.heads, cos_sin, self.rope_placement)
 
     def _fused_inputs(self, projected, windows, cos_sin, packing, keep: bool):

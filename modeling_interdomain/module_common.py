@@ -13,11 +13,11 @@ from torch.nn.modules.module import _has_any_global_hook
 from transformers import initialization as init
 
 
-def is_plain(x: torch.Tensor) -> bool:
+def is_plain(x: torch.Tensor, dtype: torch.dtype = torch.float32) -> bool:
     """Whether x is on a CPU and nothing is differentiated or compiled, so that calls are what a token costs."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    return type(x) is torch.Tensor and x.device.type == "cpu" and x.dtype == torch.float32
+    return type(x) is torch.Tensor and x.device.type == "cpu" and x.dtype == dtype
 
 
 def plain_rms_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -25,6 +25,36 @@ def plain_rms_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
     # The hypotenuse over the norm of x and a constant.
     size = torch.linalg.vector_norm(x, 2, -1, True).hypot_(_scalar((x.shape[-1] * eps) ** 0.5))
     return x / size.mul_(_scalar(x.shape[-1] ** -0.5))
+
+
+# Numbers of the pieces that a chain of element-wise steps works on: in float32 a few of them fit into a cache.
+_PIECE = 1 << 17
+
+
+def by_pieces(
+    function: Callable[..., Sequence[torch.Tensor]],
+    tensors: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    into: Sequence[torch.Tensor] = (),
+) -> tuple[torch.Tensor, ...]:
+    """`function(*tensors)` in a dtype, a few tokens at a time, so that what lies between stays in the cache.
+
+    Args:
+        function: gives tensors `[B, T, ...]`, token by token.
+        tensors: `[B, T, ...]`, the first the largest; nothing is differentiated.
+        into: where the results go, which may be some of `tensors`. Default: new tensors.
+    """
+    length = tensors[0].shape[1]
+    size = max(1, _PIECE * length // max(1, tensors[0].numel()))
+    if length <= size:
+        return tuple(x.to(dtype) for x in function(*tensors))
+    joined = list(into)
+    for start in range(0, length, size):
+        found = function(*(x[:, start : start + size] for x in tensors))
+        joined = joined or [x.new_empty(x.shape[0], length, *x.shape[2:], dtype=dtype) for x in found]
+        for target, x in zip(joined, found, strict=True):
+            target[:, start : start + size] = x
+    return tuple(joined)
 
 
 @lru_cache(maxsize=64)
@@ -45,10 +75,13 @@ class InterdomainRMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight
+        if is_plain(x) and weight.dtype in (torch.float32, torch.bfloat16):
+            return plain_rms_norm(x, self.eps).mul_(weight)
         if x.dtype == weight.dtype == torch.float32:
-            if is_plain(x):
-                return plain_rms_norm(x, self.eps).mul_(weight)
             return F.rms_norm(x, weight.shape, weight, self.eps)
+        if x.dtype == weight.dtype == torch.bfloat16 and is_plain(x, x.dtype):
+            # PyTorch's rounds in between, and goes to the memory and back for each of its steps.
+            return by_pieces(lambda x: (plain_rms_norm(x.float(), self.eps).mul_(weight),), [x], x.dtype)[0]
         # Otherwise the weight stays outside: it may be wider than x, and then the result is.
         return weight * F.rms_norm(x, weight.shape, eps=self.eps)
 

@@ -4,6 +4,8 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
+from .op_common import multiplies_narrow, without_autocast
+
 
 class CausalConv1d(nn.Conv1d):
     """Depthwise convolution over the last `kernel_size` tokens; an ordinary `nn.Conv1d` otherwise."""
@@ -26,6 +28,12 @@ class CausalConv1d(nn.Conv1d):
         """`[B, W, L + kernel_size - 1]` to `[B, W, L]`."""
         # A few shifted products keep the memory layout of the tokens; the library's convolution would transpose it.
         length = x.shape[-1] - self.kernel_size[0] + 1
+        if length > 1 and multiplies_narrow(x) and not torch.compiler.is_compiling():
+            # In two dimensions the library's convolution reads tokens as they lie.
+            with without_autocast(x.device):
+                weight = self.weight.unsqueeze(2)
+                y = torch.conv2d(x.to(weight.dtype).unsqueeze(2), weight, self.bias, groups=weight.shape[0])
+            return y.squeeze(2)
         if length == 1:
             y = (x * self.weight[:, 0]).sum(-1, keepdim=True)
             return y if self.bias is None else y + self.bias[:, None]

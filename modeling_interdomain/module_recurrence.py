@@ -17,6 +17,7 @@ from .module_start import (
     posterior_diagonal,
     real_gramian,
 )
+from .op_common import narrowed
 from .op_common_launch import STEP_BACKENDS
 from .op_interdomain import interdomain_attention, take_step
 from .op_interdomain_step import StepTables, step_tables
@@ -137,6 +138,7 @@ class InterdomainRecurrence(Float32Module, TabledModule):
     def _operate(self, *inputs: Any, **arguments: Any):
         """`interdomain_attention` of query, key, value and parameters."""
         config = self.config
+        inputs = (*narrowed(*inputs[:3]), *inputs[3:])
         arguments |= {"product": self.product, "normalize": self.normalize}
         return interdomain_attention(*inputs, **arguments, chunk_size=config.chunk_size, backend=config.backend)
 

@@ -48,7 +48,8 @@ def token_inputs(
     """`fused_inputs` of one token: queries and keys go through together, and so do the norms of keys and values.
 
     Args:
-        projected: query `[B, 1, H R]`, key `[B, 1, G R]` and value `[B, 1, G D]`, before the convolutions.
+        projected: query `[B, 1, H R]`, key `[B, 1, G R]` and value `[B, 1, G D]`, before the convolutions; where they
+            are narrower than the tables, all but the windows is computed in the dtype of these.
         windows: `[B, H R, kernel - 1]` and `[B, G R, kernel - 1]`, the inputs before the token.
         heads: H and G.
         cos_sin: `[B, 1, R]` each, for a rotation "before" or "after" the feature map.

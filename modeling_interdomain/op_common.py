@@ -1,6 +1,7 @@
 """What all operators share: powers of a decay, which tokens belong to which document, and the checks of both."""
 
 import contextlib
+import functools
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,26 @@ def as_complex(pairs: torch.Tensor) -> torch.Tensor:
     if pairs.dtype not in (torch.float32, torch.float64):
         pairs = pairs.float()
     return torch.view_as_complex(pairs.contiguous())
+
+
+def multiplies_narrow(x: torch.Tensor) -> bool:
+    """Whether x is bfloat16 on a CPU that has instructions for it; without them it is faster to compute in float32."""
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and _has_bfloat16_instructions()
+
+
+def narrowed(*tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Query, key and value as autocast wants the operands of products on a CPU that multiplies bfloat16 faster."""
+    device = tokens[0].device.type
+    if device != "cpu" or not torch.is_autocast_enabled(device) or any(x.dtype == torch.float64 for x in tokens):
+        return tokens
+    cast = torch.get_autocast_dtype(device) == torch.bfloat16 and _has_bfloat16_instructions()
+    return tuple(x.to(torch.bfloat16) for x in tokens) if cast else tokens
+
+
+@functools.cache
+def _has_bfloat16_instructions() -> bool:
+    found = torch.cpu.get_capabilities()
+    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
 
 
 def without_autocast(device: torch.device):

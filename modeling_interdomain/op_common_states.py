@@ -90,7 +90,7 @@ class States:
 
     Args:
         name: of the stream, for the workspace.
-        x: `[B, T, G, W]`.
+        x: `[B, T, G, W]`; of a narrower dtype than the tables, only together with `NarrowStates`.
         initial: `[documents, G, 2, M, W]`, or None for zeros.
         ends: whether the states after the last token of every document are wanted.
     """
@@ -110,7 +110,7 @@ class States:
         self.initial = None if initial is None else self._by_rank(initial)
         self.left: torch.Tensor | None = None  # what the next segment begins with
         # The states before the last chunk of every document, by rank.
-        self.ends = x.new_zeros(self._shape(chunks.documents)) if ends else None
+        self.ends = tables.table.new_zeros(self._shape(chunks.documents)) if ends else None
 
     def _shape(self, count: int) -> tuple[int, ...]:
         return self.x.shape[2], count, self.x.shape[3], self.tables.table.shape[2]
@@ -196,7 +196,7 @@ class States:
         tails = self.chunks.tails[ranks]
         target = self.x.new_empty(self.x.shape[2], tails.numel(), 1, self.chunks.size, self.x.shape[3])
         self.chunks.read_last(self.x, ranks, target)
-        return target[:, :, 0], self.tables.powers[:, tails][:, :, None]
+        return target[:, :, 0].to(self.tables.table.dtype), self.tables.powers[:, tails][:, :, None]
 
 
 def _endings(segment: Segment) -> Iterator[tuple[tuple[int, int, int], slice]]:
@@ -247,7 +247,7 @@ class StateGradients:
 
     def before(self, segment: Segment) -> torch.Tensor:
         """Room for the gradient of the states before the chunks of a segment, `[G, N, W, 2M]`."""
-        return self.workspace.tensor("grad before", self.states._shape(segment.chunks), self.states.x)
+        return self.workspace.tensor("grad before", self.states._shape(segment.chunks), self.tables.table)
 
     def backward(
         self, segment: Segment, inputs: torch.Tensor, before: torch.Tensor | None, grad: torch.Tensor | None
@@ -266,7 +266,7 @@ class StateGradients:
                 grad[:, start + following : start + lanes] += self.ends[:, ranks]
         after, entry = None, grad
         if segment.following or len(segment.lanes) > 1:
-            after = self.workspace.tensor("grad after", self.states._shape(segment.chunks), inputs)
+            after = self.workspace.tensor("grad after", self.states._shape(segment.chunks), self.tables.table)
             entry = self._walk(segment, grad, after)
             self._sums(inputs, before, after)
         self.left = None
@@ -295,26 +295,26 @@ class StateGradients:
 
     def _sums(self, inputs: torch.Tensor, before: torch.Tensor | None, after: torch.Tensor) -> None:
         """What the table and lambda^C receive."""
-        found = self.workspace.product("grad tables", inputs.flatten(0, 1), after.flatten(0, 1))
-        self.of_table += found.view(*after.shape[:2], *found.shape[1:]).sum(1)
+        found = self.workspace.product("grad tables", inputs.flatten(0, 1), after.flatten(0, 1).to(inputs.dtype))
+        self.of_table += found.view(*after.shape[:2], *found.shape[1:]).sum(1, dtype=self.of_table.dtype)
         if before is not None:
-            product = self.workspace.tensor("decay product", tuple(before.shape), before)
-            dot(before, after, product)
+            product = self.workspace.tensor("decay product", tuple(before.shape), after)
+            dot(before.to(after.dtype), after, product)
             self.of_powers[:, -1] += pairs(product.flatten(1, 2).sum(1))
 
     def finish(self) -> torch.Tensor:
         """The gradient of the inputs `[B, T, G, W]`, after the last segment."""
         for ranks, grad in zip(self.states._ranks(), self._last_inputs):
-            self.states.chunks.add_last(grad[:, :, None], ranks, self.x)
+            self.states.chunks.add_last(grad[:, :, None].to(self.x.dtype), ranks, self.x)
         return self.states.chunks.finish(self.x)
 
     def initial_states(self, final: torch.Tensor | None) -> torch.Tensor | None:
         """That of the initial states `[documents, G, 2, M, W]`; an empty document hands on that of its final one."""
         if self.initial is None:
             return None
-        states, documents = self.states.x, self.states.documents
+        documents = self.states.documents
         groups, _, width, pairs_of_modes = self.initial.shape
         shape = (documents, groups, 2, pairs_of_modes // 2, width)
-        found = states.new_zeros(shape) if final is None else final.clone()
+        found = self.initial.new_zeros(shape) if final is None else final.clone()
         self.states.by_document(self.initial, found)
         return found

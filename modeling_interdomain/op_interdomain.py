@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from .op_common import check_documents, check_floats, check_how, check_state_shape
+from .op_common import check_documents, check_floats, check_how, check_state_shape, multiplies_narrow
 from .op_common_launch import check_step_backend, fused
 from .op_interdomain_chunk import chunk_attention
 from .op_interdomain_export import export_attention
@@ -76,8 +76,9 @@ def interdomain_attention(
 
     Returns:
         output `[B, T, H, D]` in the dtype of `value`, and the final state `[B or S, G, 2, M, R + D]` in float32
-        (float64 for float64 inputs), or None. Computation is in the dtype of the state, under autocast too; "triton"
-        multiplies in the dtype of `value` and sums in float32.
+        (float64 for float64 inputs), or None. Computation is in the dtype of the state, under autocast too; "triton",
+        and "chunk" for a bfloat16 `value` on a CPU that has instructions for it (without `normalize`), multiply in the
+        dtype of `value` and sum in float32.
 
     Raises:
         ValueError: when an argument has a wrong shape, device or value; the message begins with its name. Also when
@@ -127,7 +128,11 @@ def interdomain_attention(
             found = _fused(backend, *arguments, lengths=lengths, output_final_state=output_final_state)
         if found is None:
             compute = _compute_dtype(*tokens)
-            query, key, value, log_decay, input_matrix = (x.to(compute) for x in (*tokens, *parameters[:2]))
+            chunks = backend in ("auto", "chunk") and not (single or exporting or normalize)
+            narrow = chunks and compute == torch.float32 and multiplies_narrow(value)
+            operand = torch.bfloat16 if narrow else compute
+            query, key, value = (x.to(operand) for x in tokens)
+            log_decay, input_matrix = (x.to(compute) for x in parameters[:2])
             coefficients, state = (None if x is None else x.to(compute) for x in (coefficient_matrix, initial_state))
             problem = (query, key, value, log_decay, input_matrix, coefficients, product, state)
             if single:

@@ -12,6 +12,7 @@ import torch
 from benchmarks import __main__ as command
 from benchmarks import (
     batch_cpu,
+    bf16_cpu,
     decode_cpu,
     decode_gpu,
     denominators,
@@ -50,10 +51,21 @@ def test_operator_table(monkeypatch, tmp_path):
     assert (tmp_path / "plot.png").stat().st_size > 0
 
 
-CPU_TABLES = [batch_cpu, model_cpu, decode_cpu, ssd_cpu, selective_scan_cpu, sparse_cpu, dynamic_mask_cpu, denominators]
+CPU_TABLES = [
+    batch_cpu,
+    model_cpu,
+    bf16_cpu,
+    decode_cpu,
+    ssd_cpu,
+    selective_scan_cpu,
+    sparse_cpu,
+    dynamic_mask_cpu,
+    denominators,
+    prompt_reuse_cpu,
+]
 
 
-@pytest.mark.parametrize("module", [*CPU_TABLES, prompt_reuse_cpu], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", CPU_TABLES, ids=lambda m: m.__name__)
 def test_model_tables(module):
     record = {**module.run(quick=True), "machine": harness.machine()}
     assert record["machine"]["torch"] in module.table(record)

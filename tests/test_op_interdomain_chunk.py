@@ -6,7 +6,7 @@ import torch
 from modeling_interdomain.op_common import decay_powers
 from modeling_interdomain.op_common_chunks import chunks_of
 from modeling_interdomain.op_common_states import Workspace
-from modeling_interdomain.op_interdomain_chunk import skew, unskew
+from modeling_interdomain.op_interdomain_chunk_call import skew, unskew
 from modeling_interdomain.op_interdomain_mixing import mixing_factors, mixing_matrix
 from modeling_interdomain.op_interdomain_readout import apply_coefficients, combine, pull_back
 

@@ -90,6 +90,16 @@ def test_what_is_said_of_speed():
     assert abs(model["decode"][0]["ratio"] - 1) < 0.05, "and writes within a few percent as fast"
     before = read("operator_before")
     assert all(row["ratio"] >= before["required"] for row in before["rows"])
+    narrow = read("bf16_cpu")
+    for kind, required in narrow["required"].items():
+        ratios = {str(row.get("length", row.get("position"))): row["ratio"] for row in narrow[kind]}
+        assert all(ratios[tokens] < ratio for tokens, ratio in required.items()), "none is reached"
+        assert {tokens for tokens, ratio in ratios.items() if ratio > 1} == ({"8192"} if kind == "prefill" else set())
+    prompt = next(row for row in narrow["prefill"] if row["length"] == narrow["floor"]["length"])
+    alone = sum(narrow["floor"][part] for part in ("projections", "operator", "states"))
+    assert (
+        abs(alone / prompt["llama"]["median"] - 1 / 2) < 0.05 and 1 / 3 < alone / prompt["interdomain"]["median"] < 0.4
+    )
     rollback = read("rollback_cpu")
     assert rollback["crop"]["ratio"] <= 1 and rollback["generate"]["ratio"] >= 1.3
     reuse = read("prompt_reuse_cpu")

@@ -1,0 +1,73 @@
+"""Whole models of 125M parameters on a CPU, bfloat16: prefill and decode beside Llama of the same shape."""
+
+import torch
+
+from benchmarks.harness import footnote, markdown, time_in_turns, verify_model
+from benchmarks.model_cpu import _decode, _interdomain, _llama, _prefill
+from modeling_interdomain.op_common import multiplies_narrow
+
+# What the ratio to Llama has to be, by kind and tokens before.
+REQUIRED = {"prefill": {"2048": 1.1, "8192": 1.7}, "decode": {"512": 1.0}}
+
+# Of logits token by token and of a whole prompt: each of some hundred results on the way is rounded to 2^-8.
+_LARGEST_ERROR = 0.05
+
+
+def run(quick: bool = False) -> dict:
+    models = {"interdomain": _interdomain(quick), "llama": _llama(quick)}
+    for model in models.values():
+        model.to(torch.bfloat16)
+    errors = {name: verify_model(model, _LARGEST_ERROR) for name, model in models.items()}
+    seconds = 0.2 if quick else 10.0
+    return {
+        "relative_error": errors,
+        "required": REQUIRED,
+        "instructions": multiplies_narrow(torch.empty(0, dtype=torch.bfloat16)),
+        "prefill": [_prefill(models, length, seconds) for length in ([64] if quick else [512, 2048, 8192])],
+        "decode": [_decode(models, position, seconds) for position in ([32] if quick else [512])],
+        "floor": _floor(models["interdomain"].config, 64 if quick else 2048, seconds / 4),
+    }
+
+
+@torch.no_grad()
+def _floor(config, length: int, seconds: float) -> dict:
+    """Seconds of the matrix products alone of a prompt of whole chunks, with their operands at hand."""
+    size, heads, modes, chunk = config.hidden_size, config.num_attention_heads, 2 * config.state_size, config.chunk_size
+    key, value, chunks = config.feature_dim, config.head_dim, length // config.chunk_size
+
+    def product(batch, rows, inner, columns, dtype=torch.bfloat16):
+        operands = torch.randn(batch, rows, inner, dtype=dtype), torch.randn(batch, inner, columns, dtype=dtype)
+        return lambda: torch.bmm(*operands)
+
+    each = {
+        "projections": [product(1, length, size, size)] * 4
+        + [product(1, length, size, config.intermediate_size)] * 2
+        + [product(1, length, config.intermediate_size, size)],
+        "operator": [
+            product(heads * chunks, chunk, key, chunk + modes),  # scores, query times state
+            product(heads, length, chunk + modes, chunk + 2 * modes),  # the joint matrix and its rest
+            product(heads * chunks, chunk, chunk + modes, value),  # values, reader times state
+        ],
+        "states": [product(heads * chunks, key + value, chunk, modes, torch.float32)],
+    }
+    functions = {name: lambda calls=calls: [call() for call in calls] for name, calls in each.items()}
+    times = time_in_turns(functions, seconds)
+    layers = config.num_hidden_layers
+    return {"length": length, **{name: layers * row["median"] for name, row in times.items()}}
+
+
+def table(record: dict) -> str:
+    rows = []
+    for kind, bounds in record["required"].items():
+        for row in record[kind]:
+            tokens = row.get("length", row.get("position"))
+            bound = bounds.get(str(tokens))
+            speeds = [f"{row[name]['tokens_per_second']:,.1f}" for name in ("interdomain", "llama")]
+            required = "" if bound is None else f"{bound:.1f}x, {'met' if row['ratio'] >= bound else 'missed'}"
+            rows.append([kind, f"{tokens:,}", *speeds, f"{row['ratio']:.2f}x", required])
+    header = ["", "tokens before", "Interdomain, tokens/s", "Llama, tokens/s", "ratio", "required"]
+    floor = dict(record["floor"])
+    length = floor.pop("length")
+    parts = ", ".join(f"{name} {1e3 * taken:,.0f} ms" for name, taken in floor.items())
+    about = f"Batch 1, bfloat16, the recurrent state in float32. Matrix products of {length:,} tokens alone: {parts}. "
+    return "\n\n".join([markdown(header, rows), about + footnote(record)])
