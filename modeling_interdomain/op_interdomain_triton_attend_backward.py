@@ -13,7 +13,7 @@ that no program carries a table from chunk to chunk.
 from typing import Any, NamedTuple
 
 from .op_common_tiles import dot, load_tokens, locate, narrow, store_tokens
-from .op_interdomain_triton_tiles import collect, intra_scores, load_pair, pull, times_conj, weights
+from .op_interdomain_triton_tiles import collect, intra_scores, load_pair, mix_rows, pull, times_conj, weights
 
 try:
     import triton
@@ -117,11 +117,7 @@ def _mix_side(
         p_im = tl.zeros([C, M], tl.float32)
         for m in tl.static_range(0, M, BM):
             a_re, a_im = _load_modes(a, start, length, stride, m, C, M, BM)
-            at = (m + tl.arange(0, BM))[:, None] * M + tl.arange(0, M)[None, :]
-            p_re = dot(a_re, tl.load(mixing + at), p_re, MATH)
-            p_im = dot(a_re, tl.load(mixing + M * M + at), p_im, MATH)
-            p_re = dot(a_im, tl.load(mixing + 2 * M * M + at), p_re, MATH)
-            p_im = dot(a_im, tl.load(mixing + 3 * M * M + at), p_im, MATH)
+            p_re, p_im = mix_rows(a_re, a_im, mixing, m, p_re, p_im, M, BM, MATH)
     else:
         a_re, a_im = _load_modes(a, start, length, stride, 0, C, M, M)
         a_re = a_re.to(tl.float32)

@@ -35,8 +35,8 @@ class KernelTables(NamedTuple):
         units: `[G, C, 2, M]`, lambda^(-i-1), or lambda^d where `skewed`.
         inputs: `[G, C, 2, M]`, lambda^d beta, by which tokens enter the state d tokens later.
         intra: `[G, C, 2, M]`, how tokens enter the readout of their own chunk: `units` times beta; an operand.
-        mixing: `[G, 2, 2, M, M]` or `[G, 2, 2, M]`: the pull-back, `p_j = sum_i y_i mixing[i, j]`. A full one is an
-            operand. Either is symmetric, so that it is its own transpose for the gradients.
+        mixing: `[G, 2, 2, M, M]` or `[G, 2, 2, M]`: the pull-back, `p_j = sum_i y_i mixing[i, j]`. It is symmetric, so
+            that it is its own transpose for the gradients.
     """
 
     skewed: torch.Tensor
@@ -141,9 +141,7 @@ def _product(a, b, acc):
 
 
 @triton.jit
-def _make_mixing(
-    x, mixing, group, block, size, first, second, M: tl.constexpr, BLOCK: tl.constexpr, MATH: tl.constexpr
-):
+def _make_mixing(x, mixing, group, block, size, first, second, M: tl.constexpr, BLOCK: tl.constexpr):
     """One block of `[C]^T D [C]`, D of `first` and `second` for the real and the imaginary part of `C y`."""
     row = (block // (M // BLOCK)) * BLOCK + tl.arange(0, BLOCK)
     column = (block % (M // BLOCK)) * BLOCK + tl.arange(0, BLOCK)
@@ -163,11 +161,10 @@ def _make_mixing(
         ir = _product(a_im, b_re, ir)
         ii = _product(a_im, b_im, ii)
     mixing += group * 4 * M * M + row[:, None] * M + column[None, :]
-    dtype = mixing.dtype.element_ty
-    tl.store(mixing, narrow(first * rr + second * ii, dtype, MATH))
-    tl.store(mixing + M * M, narrow(second * ir - first * ri, dtype, MATH))
-    tl.store(mixing + 2 * M * M, narrow(second * ri - first * ir, dtype, MATH))
-    tl.store(mixing + 3 * M * M, narrow(first * ii + second * rr, dtype, MATH))
+    tl.store(mixing, first * rr + second * ii)
+    tl.store(mixing + M * M, second * ir - first * ri)
+    tl.store(mixing + 2 * M * M, second * ri - first * ir)
+    tl.store(mixing + 3 * M * M, first * ii + second * rr)
 
 
 @triton.jit
@@ -202,7 +199,7 @@ def tables(
     if block < M // BM:
         _make_powers(parameters, out, group, block, size, C, M, BM, LARGEST, MATH)
     elif FULL:
-        _make_mixing(parameters.coefficients, out.mixing, group, block - M // BM, size, first, second, M, BLOCK, MATH)
+        _make_mixing(parameters.coefficients, out.mixing, group, block - M // BM, size, first, second, M, BLOCK)
     else:
         _make_diagonal(parameters.coefficients, out.mixing, group, size, first, second, M)
 
@@ -375,7 +372,7 @@ def make_tables(
         return parameters.log_decay.new_empty(shape, dtype=dtype)
 
     shape = (groups, chunk, 2, modes)
-    mixing = empty(groups, 2, 2, modes, modes, dtype=operand) if parameters.full else empty(groups, 2, 2, modes)
+    mixing = empty(groups, 2, 2, modes, modes) if parameters.full else empty(groups, 2, 2, modes)
     made = KernelTables(
         empty(groups, dtype=torch.int32), empty(*shape), empty(*shape), empty(*shape), empty(*shape, dtype=operand),
         mixing,

@@ -20,7 +20,7 @@ A complex tile is two real ones; pointers are to the first element of what the n
 
 from typing import NamedTuple
 
-from .op_common_tiles import causal, dot, load_tokens, narrow
+from .op_common_tiles import causal, dot, dot_in_two, load_tokens, narrow
 
 try:
     import triton
@@ -130,6 +130,21 @@ def pull(
 
 
 @triton.jit
+def mix_rows(y_re, y_im, mixing, m, p_re, p_im, M: tl.constexpr, BM: tl.constexpr, MATH: tl.constexpr):
+    """Add what BM rows of a full mixing matrix, from the m-th on, make of the modes m .. m + BM of y.
+
+    The matrix is not rounded to bfloat16: where C is the inverse of a Gramian (the posterior start), y is up to a
+    hundred times what the matrix leaves of it.
+    """
+    at = (m + tl.arange(0, BM))[:, None] * M + tl.arange(0, M)[None, :]
+    p_re = dot_in_two(y_re, tl.load(mixing + at), p_re, MATH)
+    p_im = dot_in_two(y_re, tl.load(mixing + M * M + at), p_im, MATH)
+    p_re = dot_in_two(y_im, tl.load(mixing + 2 * M * M + at), p_re, MATH)
+    p_im = dot_in_two(y_im, tl.load(mixing + 3 * M * M + at), p_im, MATH)
+    return p_re, p_im
+
+
+@triton.jit
 def pull_and_mix(
     a, b, state, intra, powers, mixing, start, length, a_stride, b_stride, WIDTH: tl.constexpr, PADDED: tl.constexpr,
     SIZES: tl.constexpr, FULL: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr,
@@ -150,13 +165,9 @@ def pull_and_mix(
                 scores, a, state, intra, powers, start, length, a_stride, m, WIDTH, PADDED,
                 SIZES.BR, BM, C, M, SKEWED, MATH,
             )  # fmt: skip
-            y_re = narrow(y_re, MATH.DTYPE, MATH)
-            y_im = narrow(y_im, MATH.DTYPE, MATH)
-            at = (m + tl.arange(0, BM))[:, None] * M + tl.arange(0, M)[None, :]
-            p_re = dot(y_re, tl.load(mixing + at), p_re, MATH)
-            p_im = dot(y_re, tl.load(mixing + M * M + at), p_im, MATH)
-            p_re = dot(y_im, tl.load(mixing + 2 * M * M + at), p_re, MATH)
-            p_im = dot(y_im, tl.load(mixing + 3 * M * M + at), p_im, MATH)
+            p_re, p_im = mix_rows(
+                narrow(y_re, MATH.DTYPE, MATH), narrow(y_im, MATH.DTYPE, MATH), mixing, m, p_re, p_im, M, BM, MATH
+            )
     else:
         y_re, y_im = pull(
             scores, a, state, intra, powers, start, length, a_stride, 0, WIDTH, PADDED,
