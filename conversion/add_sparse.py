@@ -152,7 +152,7 @@ def of_b_and_c(source: InterdomainConfig) -> dict[str, int]:
 def start_branch(mixer: torch.nn.Module) -> bool:
     """Let queries and keys of a branch start with C and B of its layer; whether shapes allow it."""
     if isinstance(mixer, SSDMixer):
-        heads, starts = mixer.groups, _of_ssd(mixer)
+        heads, starts = mixer.q_proj.out_features // mixer.size, _of_ssd(mixer)
     elif isinstance(mixer, SelectiveScanMixer):
         heads, starts = 1, _of_selective_scan(mixer)
     else:

@@ -97,12 +97,10 @@ def test_a_study_that_ends_writes_its_table(monkeypatch, tmp_path, study):
 def test_the_best_learning_rate_of_a_condition_is_run_with_the_other_seeds():
     rates = condition_study.LEARNING_RATES
     planned = list(condition_study.plan([]))
-    starts, first = (
-        planned[: -len(rates) * len(condition_study.CONDITIONS)],
-        planned[len(condition_study.RECURRENT) + len(condition_study.SECOND) :],
-    )
-    assert all(item["condition"].endswith(", recall") and item["learning_rate"] == rates[0] for item in starts)
-    assert len(first) == len(rates) * len(condition_study.CONDITIONS)
+    grid = len(rates) * len(condition_study.CONDITIONS)
+    starts, first = planned[:-grid], planned[-grid:]
+    assert all(item["condition"].endswith(", recall") for item in starts)
+    assert {item["learning_rate"] for item in starts[-4:]} == set(rates[1:]), "of what the larger study waits for"
     assert {item["learning_rate"] for item in first} == set(rates) and {item["seed"] for item in first} == {0}
     losses = {rate: {"validation": {"a": abs(rate - rates[0])}} for rate in rates}
     runs = [item | losses[item["learning_rate"]] for item in first if item["condition"] != "softmax"]
