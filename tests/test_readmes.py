@@ -189,6 +189,15 @@ def test_what_is_said_of_recall():
     assert min(row["curve"]["125"] for row in eight) > 0.98
     dense = [row for row in read("recall_study")["runs"] if (row["condition"], row["pairs"], row["length"]) == DENSE]
     assert len(dense) == 5 and min(row["accuracy"] for row in dense) > 0.999
+    longer = {
+        row["state_size"]: row
+        for row in read("recall_study")["runs"]
+        if (row["condition"], row["pairs"], row["length"]) == ("recall", 16, 128)
+    }
+    assert longer[16]["accuracy"] > 0.98 and longer[32]["accuracy"] > 0.99
+    assert (longer[16]["theory"]["span"], longer[32]["theory"]["span"]) == (31, 64)
+    shifted = [row for row in start if row["shifted"]]
+    assert len(shifted) == 3 and min(row["accuracy"] for row in shifted) > 0.999
     softmax = [row for row in read("recall_study")["runs"] if (row["condition"], row["pairs"]) == ("softmax", 8)]
     assert max(row["accuracy"] for row in softmax) < 0.9
     assert max(row["accuracy"] for row in by_name["induction alone"]) < 0.2
