@@ -2,7 +2,9 @@
 
 import importlib
 import logging
+import math
 import os
+import statistics
 import subprocess
 import sys
 import textwrap
@@ -170,22 +172,29 @@ def test_low_precision_leaves_the_state_precise():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_any_decay_is_right(extreme, dtype):
     """0.9 a token over 64 tokens is just short of e^60, 1.0 beyond: one group on each side of where the way changes."""
-    arguments = inputs((1, 70, 2, 2, 4, 4, 5), **extreme)
-    if extreme.get("decay") in (0.9, 1.0):
+    draws = [inputs((1, 70, 2, 2, 4, 4, 5), **extreme, seed=seed) for seed in range(1 if dtype == torch.float32 else 2)]
+    for arguments in draws if extreme.get("decay") in (0.9, 1.0) else ():
         with torch.no_grad():
             arguments["log_decay"][0, 0, 0] = -extreme["decay"]
             arguments["log_decay"][1, :, 0] *= 0.1
-    check_absolute(arguments, dtype, FLOAT32 if dtype == torch.float32 else 2e-2)
+    check_absolute(draws, dtype, FLOAT32 if dtype == torch.float32 else 2e-2)
 
 
-def check_absolute(arguments, dtype, bound):
-    """The gradient of a mode that is gone at once is zero but for rounding: those are compared in absolute terms."""
-    low = cast(arguments, torch.float32) | cast({k: arguments[k] for k in ("query", "key", "value")}, dtype)
-    expected = everything(cast(low, torch.float64), backend="recurrent")
-    low = {k: v.detach().to(DEVICE).requires_grad_() for k, v in low.items()}
-    for name, value in everything(low, backend="triton").items():
-        error = (value.cpu().double() - expected[name]).norm() / expected[name].norm().clamp(min=1e-3)
-        assert error < bound, (name, error)
+def check_absolute(draws, dtype, bound):
+    """The gradient of a mode that is gone at once is zero but for rounding: those are compared in absolute terms.
+
+    Of several draws the root mean square: what little is left of a sum that cancels has an error by chance.
+    """
+    squares = defaultdict(list)
+    for arguments in draws:
+        low = cast(arguments, torch.float32) | cast({k: arguments[k] for k in ("query", "key", "value")}, dtype)
+        expected = everything(cast(low, torch.float64), backend="recurrent")
+        low = {k: v.detach().to(DEVICE).requires_grad_() for k, v in low.items()}
+        for name, value in everything(low, backend="triton").items():
+            error = (value.cpu().double() - expected[name]).norm() / expected[name].norm().clamp(min=1e-3)
+            squares[name].append(error.item() ** 2)
+    errors = {name: math.sqrt(statistics.mean(values)) for name, values in squares.items()}
+    assert max(errors.values()) < bound, errors
 
 
 POSITIONAL = ("query", "key", "value", "log_decay", "input_matrix", "coefficient_matrix")
