@@ -251,6 +251,14 @@ def test_what_is_said_of_the_papers_comparison_at_the_largest_size():
     assert max(change["interdomain"], change["s4d"]) < 0.01 and change["softmax"] > math.log(1.5)
 
 
+def test_what_is_said_of_joined_and_cut_states():
+    for row in read("spans_study")["runs"]:
+        for kind, (ours, bound) in {"join": ("joined", "second alone"), "cut": ("cut", "not cut")}.items():
+            near, far = (row[kind][name]["errors"][-1] for name in (ours, bound))
+            assert 0.2 < near / far < 0.45 and (0.045 < near < 0.065 or row["length"] < 128)
+            assert all(abs(row[kind][name]["nats"] - row[kind]["read"]["nats"]) < 0.003 for name in (ours, bound))
+
+
 def test_what_is_said_of_images_conversion_and_kernels():
     accuracy = {row["condition"]: row["accuracy"] for row in read("image_study")["runs"]}
     names = ("shared-shifted", "shared-fourier", "per-head-shifted", "per-head-fourier", "softmax-bidirectional")
