@@ -119,8 +119,9 @@ def _bin_runs(stream: Stream, parts: list[Sorted], keys: int) -> Iterator[Run]:
     """Of the last of the parts: a block of sorted queries sees a range of sorted keys."""
     this = parts[-1]
     rows = stream.rows(stream.query.shape[1]).flatten(), stream.rows(stream.key.shape[1]).flatten()
-    fill = -len(this.queries) % BLOCK
-    queries = torch.cat([this.queries, this.queries[-1:].expand(fill)]).view(-1, BLOCK)
+    # Whole blocks; a graph would ask again whether nothing is to be filled.
+    places = torch.arange(-(-len(this.queries) // BLOCK) * BLOCK, device=this.queries.device)
+    queries = this.queries[places.clamp(max=len(this.queries) - 1)].view(-1, BLOCK)
     starts = torch.arange(0, queries.numel(), BLOCK, device=queries.device)
     begin = torch.searchsorted(this.last[:-1], starts, right=True)
     counts = (torch.searchsorted(this.arrives, starts + BLOCK) - begin).clamp(min=0)
