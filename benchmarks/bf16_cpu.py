@@ -3,7 +3,7 @@
 import torch
 
 from benchmarks.harness import footnote, markdown, time_in_turns, verify_model
-from benchmarks.model_cpu import _decode, _interdomain, _llama, _prefill
+from benchmarks.model_cpu import decode, interdomain, llama, prefill
 from modeling_interdomain.op_common import multiplies_narrow
 
 # What the ratio to Llama has to be, by kind and tokens before.
@@ -14,7 +14,7 @@ _LARGEST_ERROR = 0.05
 
 
 def run(quick: bool = False) -> dict:
-    models = {"interdomain": _interdomain(quick), "llama": _llama(quick)}
+    models = {"interdomain": interdomain(quick), "llama": llama(quick)}
     for model in models.values():
         model.to(torch.bfloat16)
     errors = {name: verify_model(model, _LARGEST_ERROR) for name, model in models.items()}
@@ -23,8 +23,8 @@ def run(quick: bool = False) -> dict:
         "relative_error": errors,
         "required": REQUIRED,
         "instructions": multiplies_narrow(torch.empty(0, dtype=torch.bfloat16)),
-        "prefill": [_prefill(models, length, seconds) for length in ([64] if quick else [512, 2048, 8192])],
-        "decode": [_decode(models, position, seconds) for position in ([32] if quick else [512])],
+        "prefill": [prefill(models, length, seconds) for length in ([64] if quick else [512, 2048, 8192])],
+        "decode": [decode(models, position, seconds) for position in ([32] if quick else [512])],
         "floor": _floor(models["interdomain"].config, 64 if quick else 2048, seconds / 4),
     }
 

@@ -11,7 +11,7 @@ from modeling_interdomain import InterdomainCache, InterdomainConfig
 
 
 def run(quick: bool = False) -> dict:
-    models = {"interdomain": _interdomain(quick), "llama": _llama(quick)}
+    models = {"interdomain": interdomain(quick), "llama": llama(quick)}
     errors = {name: verify_model(model) for name, model in models.items()}
     seconds = 0.2 if quick else 12.0
     lengths = [64] if quick else [512, 2048, 8192]
@@ -20,20 +20,20 @@ def run(quick: bool = False) -> dict:
         "relative_error": errors,
         "parameters": {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()},
         # Before the long prefills and again after them: what they leave in memory might matter to either model.
-        "decode": [_decode(models, position, seconds) for position in positions],
-        "prefill": [_prefill(models, length, seconds) for length in lengths],
-        "decode_later": [_decode(models, position, seconds) for position in positions[:1]],
+        "decode": [decode(models, position, seconds) for position in positions],
+        "prefill": [prefill(models, length, seconds) for length in lengths],
+        "decode_later": [decode(models, position, seconds) for position in positions[:1]],
         "calls": {name: calls_a_layer(make) for name, make in _makers(quick).items()},
     }
 
 
-def _interdomain(quick: bool, **changes):
+def interdomain(quick: bool, **changes):
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(_shape(quick), **changes)
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def _llama(quick: bool, **changes) -> LlamaForCausalLM:
+def llama(quick: bool, **changes) -> LlamaForCausalLM:
     torch.manual_seed(0)
     shape = AutoConfig.from_pretrained(_shape(quick), **changes)
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -48,10 +48,10 @@ def _shape(quick: bool) -> str:
 def _makers(quick: bool) -> dict[str, Callable]:
     """By name, what makes a model of a number of layers."""
     mixers = {
-        name: lambda layers, name=name: _interdomain(quick, num_hidden_layers=layers, token_mixers=name)
+        name: lambda layers, name=name: interdomain(quick, num_hidden_layers=layers, token_mixers=name)
         for name in ("interdomain", "s4d", "softmax")
     }
-    return {**mixers, "llama": lambda layers: _llama(quick, num_hidden_layers=layers)}
+    return {**mixers, "llama": lambda layers: llama(quick, num_hidden_layers=layers)}
 
 
 def calls_a_layer(make: Callable[[int], torch.nn.Module], **inputs: torch.Tensor) -> int:
@@ -84,14 +84,14 @@ def _ids(models: dict, length: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _prefill(models: dict, length: int, seconds: float) -> dict:
+def prefill(models: dict, length: int, seconds: float) -> dict:
     ids = _ids(models, length)
     functions = {name: lambda model=model: model(ids, logits_to_keep=1) for name, model in models.items()}
     return {"length": length, **_per_second(time_in_turns(functions, seconds, at_least=3), length)}
 
 
 @torch.no_grad()
-def _decode(models: dict, position: int, seconds: float) -> dict:
+def decode(models: dict, position: int, seconds: float) -> dict:
     """Tokens a second from `position` on, one token at a time; a few hundred at most, so the position hardly moves."""
     caches = {name: _cache_after(model, _ids(models, position)) for name, model in models.items()}
     token = _ids(models, 1)

@@ -11,7 +11,7 @@ import torch
 
 from .cache_fingerprint import decoder_of
 from .cache_interdomain import InterdomainCache
-from .op_common_spans import aged
+from .op_common_spans import remove_span
 
 
 @torch.no_grad()
@@ -71,7 +71,8 @@ def cut_cache(cache, before, after, model, since: torch.Tensor | None = None) ->
     for i, layer in enumerate(decoder.layers):
         whole, rest = cache.layers[i].state, after.layers[i].state
         head = _begun(layer.token_mixer, rest) if before is None else before.layers[i].state
-        states.append(whole + aged(head - rest, tokens, layer.token_mixer.recurrence.parameters_of_operator()[0]))
+        log_decay = layer.token_mixer.recurrence.parameters_of_operator()[0]
+        states.append(remove_span(whole, head, rest, tokens, log_decay))
     return _with_states(cache, states, end - (stop - start), decoder)
 
 

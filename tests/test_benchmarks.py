@@ -255,7 +255,7 @@ def test_a_wrong_operator_has_no_speed():
 
 
 def test_a_model_that_decodes_wrongly_has_no_speed(monkeypatch):
-    model = model_cpu._interdomain(quick=True)
+    model = model_cpu.interdomain(quick=True)
     monkeypatch.setattr(type(model.lm_head), "forward", lambda self, x: torch.randn(*x.shape[:-1], self.out_features))
     with pytest.raises(SystemExit, match="decodes wrongly"):
         harness.verify_model(model)
