@@ -131,12 +131,16 @@ def dot(a, b, acc, MATH: tl.constexpr):
 
 
 @triton.jit
+def left_over(x, MATH: tl.constexpr):
+    """What rounding x, in float32, to MATH.DTYPE takes away: the second term of two that hold it."""
+    return x - narrow(x, MATH.DTYPE, MATH).to(tl.float32)
+
+
+@triton.jit
 def dot_in_two(a, b, acc, MATH: tl.constexpr):
     """The same with b in float32, of which bfloat16 takes a second term: what rounding the first took away."""
     if tl.bfloat16 == MATH.DTYPE:
-        first = narrow(b, MATH.DTYPE, MATH)
-        acc = dot(a, b - first.to(tl.float32), acc, MATH)
-        return dot(a, first, acc, MATH)
+        acc = dot(a, left_over(b, MATH), acc, MATH)
     return dot(a, b, acc, MATH)
 
 

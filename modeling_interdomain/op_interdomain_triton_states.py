@@ -11,7 +11,7 @@ pass proper starts from there.
 
 from typing import Any, NamedTuple
 
-from .op_common_tiles import dot, narrow, segment_of
+from .op_common_tiles import dot, left_over, narrow, segment_of
 from .op_interdomain_triton_tiles import load_pair, times, times_conj
 
 try:
@@ -69,8 +69,8 @@ def chunk_states(
     t_re, t_im = load_pair(tables.inputs + group * C * 2 * M, C - 1 - tokens, modes, 2 * M, M)
     t_re = tl.trans(t_re)
     t_im = tl.trans(t_im)
-    rest_re = t_re - narrow(t_re, MATH.DTYPE, MATH).to(tl.float32)
-    rest_im = t_im - narrow(t_im, MATH.DTYPE, MATH).to(tl.float32)
+    rest_re = left_over(t_re, MATH)
+    rest_im = left_over(t_im, MATH)
 
     plane = columns.modes * columns.state_width
     at = (segment.to(tl.int64) * groups + group) * 2 * columns.modes * columns.state_width

@@ -20,7 +20,7 @@ heads of a group, or a block of them, one after the other, because their scores 
 
 from typing import Any, NamedTuple
 
-from .op_common_tiles import dot, load_tokens, locate_between, narrow, segment_of, store_tokens
+from .op_common_tiles import dot, left_over, load_tokens, locate_between, narrow, segment_of, store_tokens
 
 try:
     import triton
@@ -145,7 +145,7 @@ def walk(
         x = tl.trans(x * _reach(sums, end, not REVERSE)[:, None])  # what a writer leaves is what a reader has, reversed
         state = dot(x, b, state * tl.exp(end.to(tl.float32)), MATH)
         if TWO_TERMS:
-            state = dot(x - narrow(x, MATH.DTYPE, MATH).to(tl.float32), b, state, MATH)
+            state = dot(left_over(x, MATH), b, state, MATH)
     if last is not None:
         tl.store(last + whole, state, mask=inside)
 
