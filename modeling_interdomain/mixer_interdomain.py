@@ -110,8 +110,8 @@ class KeyValueMixer(RecurrentMixer):
     def join_states(self, first: torch.Tensor, second: torch.Tensor, length: int | torch.Tensor) -> torch.Tensor:
         """The state after two documents, of which the second has `length` tokens, from those of each alone.
 
-        Exact for the keys and values that were read, and so in a first layer without convolutions; approximate where a
-        convolution reaches over the joint and in later layers, see `join_states` of the operators.
+        Exact for the keys and values that were read: in the first layer those of the text itself, but for the tokens
+        that a convolution reaches over the joint; in later ones approximate, see `join_states` of the operators.
         """
         if self.first_state is not None:  # with which the second has begun, too
             first = first - self.first_state(first)
