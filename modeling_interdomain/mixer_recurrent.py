@@ -288,7 +288,7 @@ class RecurrentMixer(TokenMixer):
             streams.append(x)
         return self._tokens(streams, cos_sin), after
 
-    def _convolutions(self) -> list[nn.Conv1d | None]:
+    def _convolutions(self) -> list[CausalConv1d | None]:
         """One a stream."""
         return [getattr(self, f"{name}_conv", None) for name in self.stream_names]
 
