@@ -418,3 +418,15 @@ class RecurrentMixer(TokenMixer):
 
 def _has_past(layer) -> bool:
     return layer is not None and layer.is_initialized and bool(layer.get_seq_length())
+
+
+def placed_map(weights: torch.Tensor, packing: Packing | None) -> torch.Tensor:
+    """A map `[B, H, T, T]` of packed tokens where these stand in the batch, zero at pads."""
+    if packing is None:
+        return weights
+    weights = packing.unpack(weights.transpose(1, 2)).transpose(1, 2)  # the tokens that ask
+    if packing.cu_seqlens is None:
+        return packing.unpack(weights.transpose(1, 3)).transpose(1, 3)  # those that answer
+    if packing.places is not None:  # of all rows, of which each asks its own
+        weights = weights.index_select(3, packing.places)
+    return weights.unflatten(3, packing.shape).diagonal(dim1=0, dim2=3).permute(3, 0, 1, 2)
