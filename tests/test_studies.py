@@ -155,15 +155,15 @@ def test_the_longer_study_takes_the_best_rates_of_the_shorter(monkeypatch):
     assert "| s4d | 2.0 | 2.0 | 3.0 | +50.0% |" in table
 
 
-def test_joint_recall_begins_with_what_says_most_and_asks_for_all_in_the_end():
-    planned = list(joint_study.plan([]))
-    first, second = planned[:8], planned[8:10]
-    assert {(x["core"], x["condition"]) for x in first} == set(itertools.product(*joint_study.FIRST[::-1]))
-    assert {x["condition"] for x in second} == {"+KS"}
-    assert {x["learning_rate"] for x in planned[:30]} == {joint_study.LEARNING_RATES[0]}
-    every = itertools.product(joint_study.CONDITIONS, joint_study.CORES, joint_study.LEARNING_RATES, joint_study.SEEDS)
-    assert {tuple(x.values()) for x in planned} == set(every)
-    assert len(joint_study.CONDITIONS) == 10 == len(joint_study.PAPER["Mamba-2"])
+def test_joint_recall_runs_all_at_each_rate_and_then_the_other_seeds_at_the_better():
+    rates, every = joint_study.LEARNING_RATES, list(itertools.product(joint_study.CONDITIONS, joint_study.CORES))
+    first = [joint_study.item(name, core, rate) for rate in rates for name, core in every]
+    assert list(joint_study.plan([])) == first and len(first) == 66
+    runs = [row | {"accuracy": row["learning_rate"] * (1 if row["core"] == "ssd" else -1)} for row in first]
+    then = list(joint_study.plan(runs))[len(first) :]
+    wanted = [(name, core, max(rates) if core == "ssd" else min(rates), 1) for name, core in every]
+    assert [tuple(row.values()) for row in then] == wanted
+    assert all(len(figures) == len(joint_study.CONDITIONS) for figures in joint_study.PAPER.values())
 
 
 def test_joint_recall_is_run_and_its_table_takes_the_better_rate(monkeypatch):
