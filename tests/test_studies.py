@@ -391,28 +391,26 @@ def test_the_cheems_study_compares_models_of_one_size():
     encodings = [count for (part, _), count in counts.items() if part == "encodings"]
     assert len(encodings) == 13 and max(encodings) < 1.05 * min(encodings)
     items = list(cheems_study.plan([]))
-    assert len({tuple(item.items()) for item in items}) == len(items) and {item["seed"] for item in items} == {0}
+    assert len({tuple(item.items()) for item in items}) == len(items) == 2 * (13 + 6 + 32)
 
 
 def test_a_run_of_the_cheems_study_has_what_its_table_reads(data, monkeypatch, tmp_path):
     monkeypatch.setattr(cheems_study, "FILE", tmp_path / "cheems_study.json")
     monkeypatch.setattr(cheems_study, "RECALL_STEPS", 2)
-    training = {"steps": 1, "batch_size": 1, "sequence_length": 16}
-    monkeypatch.setattr(condition_study.train_and_measure, "__defaults__", (training,))
+    training = {"steps": 1, "batch_size": 1, "sequence_length": 16, "autocast": "bfloat16"}
+    monkeypatch.setattr(cheems_study, "TRAINING", training)
     items = [
-        cheems_study.item("encodings", "SSD, rope", 3e-3),
-        cheems_study.item("placements", "two", 3e-3),
-        cheems_study.item("recall", "SSD, 32", 3e-3, shift=cheems_study.SHIFT),
+        cheems_study.item("encodings", "SSD, rope"),
+        cheems_study.item("placements", "two"),
+        cheems_study.item("recall", "SSD, 32", shift=cheems_study.SHIFT),
     ]
     run = functools.partial(cheems_study.run_condition, data=data)
     studies.run_missing(cheems_study.FILE, {"training": training}, lambda runs: iter(items), run, "python study")
     record = json.loads(cheems_study.FILE.read_text())
     table = cheems_study.table(record)
-    assert table.count(" at 0.003") == 2 and "3 runs so far" in table
-    later = [item for item in cheems_study.plan(record["runs"]) if item["seed"] == 1]
-    assert {(item["part"], item["condition"]) for item in later} == {
-        (item["part"], item["condition"]) for item in items
-    }
+    for row in record["runs"][:2]:
+        assert f"{math.exp(condition_study.score(row)):.1f}" in table
+    assert f"{record['runs'][2]['accuracy']:.0%}" in table and "3 of 102 runs so far" in table
 
 
 def test_the_larger_study_begins_with_the_rates_that_are_known():
