@@ -85,19 +85,9 @@ def see_latest(mixer, arguments: tuple, keywords: dict) -> tuple[tuple, dict]:
     return arguments, keywords | {"attention_mask": ((ages >= 0) & (ages < KEYS))[None, None]}
 
 
-def item(condition: str, core: str, learning_rate: float = LEARNING_RATES[0], seed: int = 0) -> dict:
-    """What tells a run from the others."""
-    return {"condition": condition, "core": core, "learning_rate": learning_rate, "seed": seed}
-
-
 def plan(runs: list[dict]) -> Iterator[dict]:
-    """Everything at a rate, then at the next, then the other seeds at the better rate of each."""
-    everything = list(product(CONDITIONS, CORES))
-    for rate in LEARNING_RATES:
-        yield from (item(name, core, rate) for name, core in everything)
-    for seed, (name, core) in product(SEEDS[1:], everything):
-        if {row["learning_rate"] for row in runs_of(runs, name, core)} == set(LEARNING_RATES):
-            yield item(name, core, best_rate(runs, name, core), seed)
+    kinds = [{"condition": name, "core": core} for name, core in product(CONDITIONS, CORES)]
+    yield from studies.rates_then_seeds(runs, kinds, LEARNING_RATES, SEEDS)
 
 
 def make_model(condition: str, core: str, seed: int = 0) -> InterdomainForCausalLM:
@@ -120,22 +110,6 @@ def run_condition(condition: str, core: str, learning_rate: float, seed: int, st
     return found | train_and_ask(model, batches, asked, steps, learning_rate)
 
 
-def runs_of(runs: list[dict], condition: str, core: str) -> list[dict]:
-    return [row for row in runs if (row["condition"], row["core"]) == (condition, core)]
-
-
-def best_rate(runs: list[dict], condition: str, core: str) -> float:
-    """The learning rate with the most right answers of the first seed, of those tried."""
-    first = [row for row in runs_of(runs, condition, core) if row["seed"] == SEEDS[0]]
-    return max(first, key=lambda row: row["accuracy"], default={"learning_rate": LEARNING_RATES[0]})["learning_rate"]
-
-
-def best_runs(runs: list[dict], condition: str, core: str) -> list[dict]:
-    """All seeds at that rate."""
-    rate = best_rate(runs, condition, core)
-    return [row for row in runs_of(runs, condition, core) if row["learning_rate"] == rate]
-
-
 def table(record: dict) -> str:
     """Accuracy by condition and core, beside the paper's."""
     runs = record["runs"]
@@ -143,7 +117,7 @@ def table(record: dict) -> str:
     rows = []
     for i, name in enumerate(CONDITIONS):
         paper = [f"{figures[i]}%" if figures[i] is not None else "" for figures in PAPER.values()]
-        rows.append([name, *(_cell(best_runs(runs, name, core)) for core in CORES), *paper])
+        rows.append([name, *(_cell(runs, name, core) for core in CORES), *paper])
     training = record["training"]
     about = (
         f"{len(runs)} runs so far, a number a seed, at the better of the learning rates "
@@ -154,8 +128,9 @@ def table(record: dict) -> str:
     return f"{markdown(header, rows)}\n\n{about} {footnote(record)}"
 
 
-def _cell(rows: list[dict]) -> str:
-    return ", ".join(f"{row['accuracy']:.1%}" for row in sorted(rows, key=lambda row: row["seed"])) or "not run"
+def _cell(runs: list[dict], name: str, core: str) -> str:
+    found = studies.best_runs(runs, {"condition": name, "core": core}, SEEDS[0])
+    return ", ".join(f"{row['accuracy']:.1%}" for row in found) or "not run"
 
 
 def main() -> None:
