@@ -255,14 +255,14 @@ def test_what_is_said_of_the_papers_comparison_at_the_largest_size():
 def test_what_is_said_of_guessing_ahead():
     rows = {tuple(row[x] for x in ("model", "choice", "way")): row for row in read("speculation_study")["rows"]}
     gain = {
-        key: rows[*key[:2], "plain"]["seconds"]["median"] / row["seconds"]["median"]
+        key: rows[(*key[:2], "plain")]["seconds"]["median"] / row["seconds"]["median"]
         for key, row in rows.items()
         if key[2] != "plain"
     }
     assert gain["softmax", "greedy", "prompt lookup"] > 1
     assert all(x < 1 for (model, _, way), x in gain.items() if model == "interdomain" or way == "first layers")
     for (_, *way), row in rows.items():
-        assert row["tokens_per_forward"] == pytest.approx(rows["softmax", *way]["tokens_per_forward"], rel=0.05)
+        assert row["tokens_per_forward"] == pytest.approx(rows[("softmax", *way)]["tokens_per_forward"], rel=0.05)
     assert read("rollback_cpu")["crop"]["guess_ratio"] > 2
 
 
