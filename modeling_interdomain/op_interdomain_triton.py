@@ -444,6 +444,7 @@ def _keep_inputs(ctx, inputs, output):
     *tensors, product, chunk, want_mixing, _, want_final = inputs
     ctx.save_for_backward(*tensors)
     ctx.options, ctx.want_final = (product, chunk, want_mixing), want_final
+    ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, grad_output, grad_final):

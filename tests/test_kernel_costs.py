@@ -44,6 +44,10 @@ def test_operators_of_pytorch_are_launches_and_views_are_not():
     found = count(lambda: x.T.reshape(8, 4).unflatten(0, (2, 4)).sum() + torch.empty(4).view(2, 2).shape[0])
     assert {name: work.launches for name, work in found.items()} == {"aten.sum": 1, "aten.add": 1}
     assert found["aten.sum"].read == 4 * 32 and found["aten.sum"].written == 4
+    several, others = [torch.empty(3), torch.empty(5)], [torch.ones(3), torch.ones(5)]
+    found = count(lambda: (torch._foreach_copy_(several, others), torch.zeros(0)))
+    assert {name: work.launches for name, work in found.items()} == {"aten._foreach_copy_": 1}
+    assert found["aten._foreach_copy_"].written == 4 * 8
 
 
 def test_the_interpreter_is_left_as_it_was():
