@@ -24,7 +24,7 @@ from benchmarks.chips import CHIPS, blocks_a_multiprocessor
 from benchmarks.harness import footnote, markdown
 
 MODULES = (
-    *(f"op_interdomain_triton{part}" for part in ("", "_tables", "_step", "_prepare", "_scan")),
+    *(f"op_interdomain_triton{part}" for part in ("", "_tables", "_step", "_prepare", "_rates", "_scan")),
     *(f"op_{name}_triton{part}" for name in ("ssd", "s4d", "selective_scan") for part in ("", "_step")),
     "op_experts_triton",
     *(f"op_sparse_triton{part}" for part in ("", "_step")),
@@ -133,6 +133,7 @@ def _interdomain(
     """Preparation of the inputs, operator, their gradients, and a decoding step."""
     from modeling_interdomain.op_interdomain_triton import triton_attention
     from modeling_interdomain.op_interdomain_triton_prepare import triton_prepare
+    from modeling_interdomain.op_interdomain_triton_rates import triton_log_decays
     from modeling_interdomain.op_interdomain_triton_scan import triton_scan_attention
     from modeling_interdomain.op_interdomain_triton_step import triton_step
 
@@ -143,8 +144,9 @@ def _interdomain(
     taps = zeros(heads * feature_dim, 4), zeros(groups * feature_dim, 4)
     norms = zeros(feature_dim), zeros(value_dim), zeros(groups, feature_dim), zeros(groups, value_dim)
     shape = {"full": (groups, size, size, 2), "diagonal": (groups, size, 2)}[coefficients]
-    parameters = [zeros(groups, size, 2), zeros(groups, size, 2), zeros(*shape)]
+    learned = zeros(groups), zeros(groups, size), zeros(groups, size)
     with recorded() as launches:
+        parameters = [triton_log_decays(*learned), zeros(groups, size, 2), zeros(*shape)]
         tokens, _ = triton_prepare(
             *projected, taps, norms, None, None, None, None, heads, groups, None, 1e-6, False
         )  # fmt: skip
@@ -267,8 +269,6 @@ def compiled(problem: str, index: int, target_name: str, warps: int, stages: int
     if target.backend == "hip" and "MATH" in arguments:
         arguments = arguments | {"MATH": arguments["MATH"]._replace(PRECISION="ieee")}
     row = {"problem": problem, "kernel": kernel.__name__, "target": target_name, "warps": warps, "stages": stages}
-    if "SIDE" in arguments:
-        row["kernel"] += ", keys" if arguments["SIDE"] else ", values"
     for name in ("SKEWED", "REVERSE"):
         if arguments.get(name):
             row["kernel"] += f", {name.lower()}"
