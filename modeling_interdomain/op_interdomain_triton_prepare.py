@@ -177,7 +177,8 @@ def _walk(
     if stream.weight is not None:
         w = tl.load(stream.weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)[None, :]
         b = tl.load(stream.bias + at, mask=inside, other=0.0).to(tl.float32)
-    for token in range(first, tl.minimum(first + RUN, tokens)):
+    for done in range(0, tl.minimum(RUN, tokens - first)):
+        token = first + done  # in 64 bits
         row, start, end = _bounds(token, row_length, rows)
         here = inside
         if rows.ends is not None:
