@@ -144,6 +144,36 @@ def _seen(place, asking, first, last, number, earlier, sizes):
     return seen
 
 
+@triton.jit
+def _asking(tokens, of, per_row, row_length, sizes, EXTENT: tl.constexpr):
+    """A block of queries: their places in the set, which of them are there, numbers, rows and vectors; and the slots
+    from `begin` to `end` beside them.
+    """
+    block = tl.program_id(0)
+    start, length, _ = locate(block, None, 0, per_row, row_length, EXTENT.C, False)
+    used = tl.arange(0, EXTENT.C) < length
+    place = (start + tl.arange(0, EXTENT.C)).to(of.first.dtype.element_ty)
+    number = tl.load(of.queries + place, mask=used, other=0)
+    rows = _row(number, sizes.heads, sizes.queries)
+    query = _load_rows(tokens.query, rows, used, EXTENT.KEY, EXTENT.KEY_PADDED)
+    begin = tl.load(of.begin + block)
+    return place, used, number, rows, query, begin, begin + tl.load(of.count + block)
+
+
+@triton.jit
+def _beside(tokens, of, slot, end, place, asking, query, earlier, sizes, EXTENT: tl.constexpr, MATH: tl.constexpr):
+    """A tile of slots: which of them anyone sees, where their keys are, these, and the logits `[C, W]` (for powers of
+    2), -inf where a query does not see the slot.
+    """
+    number, first, last = _load_slots(of, slot, end, EXTENT.W)
+    held = first < last
+    rows = _row(number, sizes.heads, sizes.keys)
+    key = _load_rows(tokens.key, rows, held, EXTENT.KEY, EXTENT.KEY_PADDED)
+    seen = _seen(place[:, None], asking[:, None], first[None, :], last[None, :], number[None, :], earlier, sizes)
+    logits = dot(query, tl.trans(key), tl.zeros([EXTENT.C, EXTENT.W], tl.float32), MATH) * _LOG2E
+    return held, rows, key, tl.where(seen, logits, -float("inf"))
+
+
 _LENGTHS = ["per_row", "row_length"]
 
 
@@ -158,13 +188,7 @@ def attend(
     nothing is seen) and `level` `[N T]`.
     """
     C: tl.constexpr = EXTENT.C
-    block = tl.program_id(0)
-    start, length, _ = locate(block, None, 0, per_row, row_length, C, False)
-    used = tl.arange(0, C) < length
-    place = (start + tl.arange(0, C)).to(of.first.dtype.element_ty)
-    asking = tl.load(of.queries + place, mask=used, other=0)
-    rows = _row(asking, sizes.heads, sizes.queries)
-    query = _load_rows(tokens.query, rows, used, EXTENT.KEY, EXTENT.KEY_PADDED)
+    place, used, asking, rows, query, begin, end = _asking(tokens, of, per_row, row_length, sizes, EXTENT)
     if before is None:
         most = tl.full([C], -float("inf"), tl.float32)
         total = tl.zeros([C], tl.float32)
@@ -173,18 +197,10 @@ def attend(
         most = tl.load(before.most + asking, mask=used, other=0.0)
         total = tl.load(before.total + asking, mask=used, other=0.0)
         read = _load_rows(before.read, asking, used, EXTENT.VALUE, EXTENT.VALUE_PADDED)
-    begin = tl.load(of.begin + block)
-    end = begin + tl.load(of.count + block)
     for slot in range(begin, end, EXTENT.W):
-        number, first, last = _load_slots(of, slot, end, EXTENT.W)
-        held = first < last
-        rows_of_keys = _row(number, sizes.heads, sizes.keys)
-        key = _load_rows(tokens.key, rows_of_keys, held, EXTENT.KEY, EXTENT.KEY_PADDED)
-        seen = _seen(
-            place[:, None], asking[:, None], first[None, :], last[None, :], number[None, :], earlier, sizes
-        )  # fmt: skip
-        logits = dot(query, tl.trans(key), tl.zeros([C, EXTENT.W], tl.float32), MATH) * _LOG2E
-        logits = tl.where(seen, logits, -float("inf"))
+        held, rows_of_keys, _, logits = _beside(
+            tokens, of, slot, end, place, asking, query, earlier, sizes, EXTENT, MATH
+        )
         larger = tl.maximum(most, tl.max(logits, 1))
         base = tl.where(larger == -float("inf"), 0.0, larger)  # as long as nothing is seen
         scale = tl.exp2(most - base)
@@ -214,13 +230,7 @@ def of_queries(
     The first set writes `ahead.product`.
     """
     C: tl.constexpr = EXTENT.C
-    block = tl.program_id(0)
-    start, length, _ = locate(block, None, 0, per_row, row_length, C, False)
-    used = tl.arange(0, C) < length
-    place = (start + tl.arange(0, C)).to(of.first.dtype.element_ty)
-    asking = tl.load(of.queries + place, mask=used, other=0)
-    rows = _row(asking, sizes.heads, sizes.queries)
-    query = _load_rows(tokens.query, rows, used, EXTENT.KEY, EXTENT.KEY_PADDED)
+    place, used, asking, rows, query, begin, end = _asking(tokens, of, per_row, row_length, sizes, EXTENT)
     grad = _load_rows(ahead.grad, rows, used, EXTENT.VALUE, EXTENT.VALUE_PADDED)
     level = tl.load(ahead.level + asking, mask=used, other=float("inf"))
     if before is None:
@@ -231,19 +241,12 @@ def of_queries(
     else:
         product = tl.load(ahead.product + asking, mask=used, other=0.0)
         found = _load_rows(before, rows, used, EXTENT.KEY, EXTENT.KEY_PADDED)
-    begin = tl.load(of.begin + block)
-    end = begin + tl.load(of.count + block)
     for slot in range(begin, end, EXTENT.W):
-        number, first, last = _load_slots(of, slot, end, EXTENT.W)
-        held = first < last
-        rows_of_keys = _row(number, sizes.heads, sizes.keys)
-        key = _load_rows(tokens.key, rows_of_keys, held, EXTENT.KEY, EXTENT.KEY_PADDED)
+        held, rows_of_keys, key, logits = _beside(
+            tokens, of, slot, end, place, asking, query, earlier, sizes, EXTENT, MATH
+        )
         value = _load_rows(tokens.value, rows_of_keys, held, EXTENT.VALUE, EXTENT.VALUE_PADDED)
-        seen = _seen(
-            place[:, None], asking[:, None], first[None, :], last[None, :], number[None, :], earlier, sizes
-        )  # fmt: skip
-        logits = dot(query, tl.trans(key), tl.zeros([C, EXTENT.W], tl.float32), MATH) * _LOG2E
-        weights = tl.exp2(tl.where(seen, logits - level[:, None], -float("inf")))
+        weights = tl.exp2(logits - level[:, None])
         of_weights = dot(grad, tl.trans(value), tl.zeros([C, EXTENT.W], tl.float32), MATH)
         found = dot(weights * (of_weights - product[:, None]), key, found, MATH)
     _store_rows(after, found, rows, used, EXTENT.KEY, EXTENT.KEY_PADDED, MATH)
