@@ -100,7 +100,7 @@ class Extent(NamedTuple):
     VALUE_PADDED: int
 
 
-_LOG2E = tl.constexpr(1.4426950408889634) if triton is not None else None
+_LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
