@@ -77,8 +77,10 @@ def _operators(found: dict[str, Work]) -> Iterator[None]:
             if _running or function.is_view or name in _ROOM:
                 return result
             tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-            results = [x for x in torch.utils._pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
-            if results:
+            in_place = result is None and name.startswith("_foreach_")  # one launch for all
+            written = torch.utils._pytree.tree_leaves(args[0] if in_place else result)
+            results = [x for x in written if isinstance(x, torch.Tensor)]
+            if any(x.numel() for x in results):  # nothing is launched for nothing
                 read, written = (sum(x.numel() * x.element_size() for x in xs) for xs in (tensors, results))
                 work = Work(1, _products(name, tensors), 0, read, written, read + written)
                 found[f"aten.{name}"] = found.get(f"aten.{name}", Work()) + work

@@ -24,10 +24,10 @@ from benchmarks.chips import CHIPS, blocks_a_multiprocessor
 from benchmarks.harness import footnote, markdown
 
 MODULES = (
-    *(f"op_interdomain_triton{part}" for part in ("", "_tables", "_step", "_prepare", "_scan")),
+    *(f"op_interdomain_triton{part}" for part in ("", "_tables", "_step", "_prepare", "_rates", "_scan")),
     *(f"op_{name}_triton{part}" for name in ("ssd", "s4d", "selective_scan") for part in ("", "_step")),
     "op_experts_triton",
-    "op_sparse_triton_step",
+    *(f"op_sparse_triton{part}" for part in ("", "_step")),
 )
 # Bytes of shared memory a block may use on each target, from the makers' manuals.
 TARGETS = {
@@ -133,6 +133,7 @@ def _interdomain(
     """Preparation of the inputs, operator, their gradients, and a decoding step."""
     from modeling_interdomain.op_interdomain_triton import triton_attention
     from modeling_interdomain.op_interdomain_triton_prepare import triton_prepare
+    from modeling_interdomain.op_interdomain_triton_rates import triton_log_decays
     from modeling_interdomain.op_interdomain_triton_scan import triton_scan_attention
     from modeling_interdomain.op_interdomain_triton_step import triton_step
 
@@ -143,8 +144,9 @@ def _interdomain(
     taps = zeros(heads * feature_dim, 4), zeros(groups * feature_dim, 4)
     norms = zeros(feature_dim), zeros(value_dim), zeros(groups, feature_dim), zeros(groups, value_dim)
     shape = {"full": (groups, size, size, 2), "diagonal": (groups, size, 2)}[coefficients]
-    parameters = [zeros(groups, size, 2), zeros(groups, size, 2), zeros(*shape)]
+    learned = zeros(groups), zeros(groups, size), zeros(groups, size)
     with recorded() as launches:
+        parameters = [triton_log_decays(*learned), zeros(groups, size, 2), zeros(*shape)]
         tokens, _ = triton_prepare(
             *projected, taps, norms, None, None, None, None, heads, groups, None, 1e-6, False
         )  # fmt: skip
@@ -170,6 +172,20 @@ def _experts(dtype: torch.dtype, width: int, count: int) -> list[Launch]:
 
 
 def _sparse(dtype: torch.dtype, keys: int, key_width: int, value_width: int) -> list[Launch]:
+    """The best keys, the latest of sixteen bins, and a window that leaves out what is in these."""
+    from modeling_interdomain.op_sparse_stream import Bins, stream_of
+    from modeling_interdomain.op_sparse_triton import triton_sparse
+
+    shape = 2, 256, 4
+    tokens = (torch.zeros(*shape, n, dtype=dtype, requires_grad=True) for n in (key_width, key_width, value_width))
+    one = torch.zeros(shape, dtype=torch.long)
+    bins = Bins(one, one, 16, keys), Bins(one, one, 1, keys)
+    with recorded() as launches:
+        triton_sparse(stream_of(*tokens, torch.zeros(shape), keys, bins, None, None, None)).sum().backward()
+    return launches
+
+
+def _sparse_step(dtype: torch.dtype, keys: int, key_width: int, value_width: int) -> list[Launch]:
     from modeling_interdomain.op_sparse_stream import Bins, empty_memory
     from modeling_interdomain.op_sparse_triton_step import triton_sparse_step
 
@@ -195,7 +211,10 @@ PROBLEMS: dict[str, tuple[Callable[..., list[Launch]], tuple]] = {
     "S4D, 1.3B head, bf16": (_s4d, (_16, 4, 4, 128, 64)),
     "selective scan, N = 16, bf16": (_selective_scan, (_16, 256, 16)),
     "experts, bf16": (_experts, (_16, 2048, 16)),
-    "sparse step, 64 keys, bf16": (_sparse, (_16, 64, 16, 64)),
+    "sparse, 64 keys, D = 128, bf16": (_sparse, (_16, 64, 16, 128)),
+    "sparse, 64 keys, D = 128, fp32": (_sparse, (_32, 64, 16, 128)),
+    "sparse, d = D = 256, bf16": (_sparse, (_16, 64, 256, 256)),
+    "sparse step, 64 keys, bf16": (_sparse_step, (_16, 64, 16, 64)),
 }
 
 
@@ -250,8 +269,6 @@ def compiled(problem: str, index: int, target_name: str, warps: int, stages: int
     if target.backend == "hip" and "MATH" in arguments:
         arguments = arguments | {"MATH": arguments["MATH"]._replace(PRECISION="ieee")}
     row = {"problem": problem, "kernel": kernel.__name__, "target": target_name, "warps": warps, "stages": stages}
-    if "SIDE" in arguments:
-        row["kernel"] += ", keys" if arguments["SIDE"] else ", values"
     for name in ("SKEWED", "REVERSE"):
         if arguments.get(name):
             row["kernel"] += f", {name.lower()}"

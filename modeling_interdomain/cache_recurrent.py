@@ -183,8 +183,8 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.has_previous_state[0] = True
 
     def _store_all(self, windows: list[torch.Tensor], states: dict[str, torch.Tensor]) -> None:
-        for i, window in enumerate(windows):
-            self.conv_states[i] = _store(self.conv_states[i], window)
+        for i, window in enumerate(_store_together(list(self.conv_states.values()), windows)):
+            self.conv_states[i] = window
         for i, name in enumerate(self.state_names):
             self.recurrent_states[i] = _store(self.recurrent_states[i], states[name])
 
@@ -421,15 +421,30 @@ def _copy(x: torch.Tensor) -> torch.Tensor:
     return x.detach().clone()
 
 
+def _store_together(buffers: list[torch.Tensor], new: list[torch.Tensor]) -> list[torch.Tensor]:
+    """As `_store` for each, in one launch on a GPU where all are copied."""
+    pairs = list(zip(buffers, new, strict=True))
+    if not pairs or torch.compiler.is_compiling() or not all(_is_copied(*pair) for pair in pairs):
+        return [_store(*pair) for pair in pairs]
+    torch._foreach_copy_(buffers, new)
+    return buffers
+
+
 def _store(buffer: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """Copy in place where that is possible; otherwise a tensor to use instead of the buffer."""
     if new is buffer:
         return buffer
+    if _is_copied(buffer, new):
+        return buffer.copy_(new)
     if torch.is_grad_enabled() and new.requires_grad:
         return new.to(buffer.dtype)  # the caller differentiates through the cache
-    if not torch.compiler.is_compiling() and (buffer.requires_grad or _is_frozen(buffer)):
-        return new.to(buffer.dtype).clone()
-    return buffer.copy_(new)
+    return new.to(buffer.dtype).clone()
+
+
+def _is_copied(buffer: torch.Tensor, new: torch.Tensor) -> bool:
+    if torch.is_grad_enabled() and new.requires_grad:
+        return False
+    return torch.compiler.is_compiling() or not (buffer.requires_grad or _is_frozen(buffer))
 
 
 def _is_frozen(tensor: torch.Tensor) -> bool:

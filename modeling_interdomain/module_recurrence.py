@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .module_common import Float32Module, TabledModule, begun_with, own_backend
+from .module_common import Float32Module, TabledModule, backend_of, begun_with, own_backend
 from .module_start import (
     even_log_steps,
     frequencies,
@@ -21,6 +21,7 @@ from .op_common import narrowed
 from .op_common_launch import STEP_BACKENDS
 from .op_interdomain import interdomain_attention, take_step
 from .op_interdomain_few import FewTables, few_tables, take_few
+from .op_interdomain_rates import log_decays
 from .op_interdomain_step import StepTables, step_tables
 
 
@@ -113,12 +114,9 @@ class InterdomainRecurrence(Float32Module, TabledModule):
     def parameters_of_operator(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """`log_decay` and `input_matrix`, `[G, M, 2]` each, and the coefficient matrix, in at least float32."""
         wide = torch.promote_types(self.log_dt.dtype, torch.float32)
-        log_decay = self._per_version("log_decay", lambda _: self._log_decay(wide))
+        rates = self.log_dt, self.log_a_real, self.a_imag
+        log_decay = self._per_version("log_decay", lambda _: log_decays(*rates, wide, backend_of(self.config)))
         return log_decay, self.B.to(wide), None if self.C is None else self.C.to(wide)
-
-    def _log_decay(self, dtype: torch.dtype) -> torch.Tensor:
-        step = self.log_dt.to(dtype).exp()[:, None]
-        return torch.stack([-step * self.log_a_real.to(dtype).exp(), step * self.a_imag.to(dtype)], dim=-1)
 
     def forward(self, *tokens: torch.Tensor, transition: bool = False, step: bool = False, **arguments: Any):
         """The operator applied to the tokens, or with `transition=True` `log_decay` and `input_matrix` alone.

@@ -7,6 +7,7 @@ walks the chunks back, and sums what is the parameters' in a last launch. Sums o
 so that gradients repeat bit for bit. Which tokens are real is read by the kernels alone, never by the host.
 """
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from .op_interdomain_triton_attend_backward import (
     mixing_backward,
     pull_both,
     push_query,
-    push_side,
+    push_sides,
 )
 from .op_interdomain_triton_carry import carry, carry_back, segment_ends
 from .op_interdomain_triton_states import Columns, LaterGradients, chunk_states, chunk_states_backward
@@ -33,11 +34,11 @@ _pull_both = tuned(pull_both, _KIND)
 _mix = tuned(mix, (*_KIND, "FULL"))
 _mixing_backward = tuned(mixing_backward, (*_KIND, "FULL"))
 _push_query = tuned(push_query, _KIND)
-_push_side = tuned(push_side, (*_KIND, "SIDE"))
-_chunk_states = tuned(chunk_states, ("C", "M", "BM", "BW", "STORE", "TWO_TERMS", "MATH"))
+_push_sides = tuned(push_sides, _KIND)
+_chunk_states = tuned(chunk_states, ("C", "M", "BM", "BW", "TWO_TERMS", "MATH"))
 _chunk_states_backward = tuned(chunk_states_backward, ("C", "M", "BW", "EMIT", "MATH"))
 # Hardly ever at work, so not worth the compilations of a choice.
-_attend_skewed, _pull_both_skewed, _push_query_skewed, _push_side_skewed = attend, pull_both, push_query, push_side
+_attend_skewed, _pull_both_skewed, _push_query_skewed, _push_sides_skewed = attend, pull_both, push_query, push_sides
 
 
 def triton_attention(
@@ -119,21 +120,29 @@ class Plan(NamedTuple):
         """What says a kernel which tokens a chunk has."""
         return self.documents, self.rows, *self.row
 
-    def sizes(self, side: int) -> dict:
-        """What the kernels of a pass are compiled for; its c are the keys (side 0) or the values (side 1)."""
+    @property
+    def sizes(self) -> dict:
+        """What the kernels are compiled for."""
         limit = 64 if self.modes <= 64 else 32
         if self.storage == torch.float32:
             limit //= 2
-        a, c = (self.widths[1 - side], self.padded[1 - side]), (self.widths[side], self.padded[side])
+        blocks = (min(padded, limit) for padded in self.padded)
         return {
-            "WIDTHS": Widths(a[0], c[0], a[1], c[1]),
-            "SIZES": Sizes(self.chunk, self.modes, min(self.modes, 32), min(a[1], limit), min(c[1], limit)),
+            "WIDTHS": Widths(*self.widths, *self.padded),
+            "SIZES": Sizes(self.chunk, self.modes, min(self.modes, 32), *blocks),
         }
 
-    def columns(self, side: int) -> Columns:
-        """Those of the keys (side 0) or the values (side 1) in the state."""
-        offset = self.widths[0] * side
-        return Columns(self.widths[side], self.padded[side], self.size, sum(self.widths), offset)
+    @property
+    def columns(self) -> tuple[Columns, ...]:
+        """Those of every side in the state."""
+        offsets = itertools.accumulate(self.widths, initial=0)
+        sides = zip(self.widths, self.padded, offsets)
+        return tuple(Columns(width, padded, self.size, sum(self.widths), offset) for width, padded, offset in sides)
+
+    @property
+    def block(self) -> int:
+        """Columns that a program has of the state."""
+        return min(*self.padded, 32)
 
     def segment_ends(self, device: torch.device) -> torch.Tensor:
         if self.packed:
@@ -199,8 +208,7 @@ def states_before(plan: Plan, sides: tuple, tables: KernelTables, initial_state,
     shape = (plan.rows * segments, plan.groups, 2, plan.size, sum(plan.widths))
     if segments > 1:
         alone = sides[0].new_empty(shape, dtype=torch.float32)
-        for side, x in enumerate(sides):
-            _states_of_side(plan, x, side, tables, None, None, alone, want_final)
+        _walk(plan, sides, tables, None, (None,) * len(sides), alone, want_final)
         first = torch.zeros_like(alone[: plan.rows]) if initial_state is None else initial_state
         sources = torch.cat([first[:, None], alone.unflatten(0, (-1, segments))[:, :-1]], dim=1)
         begins = plan.segment_ends(sides[0].device)[:, :-1]
@@ -210,20 +218,18 @@ def states_before(plan: Plan, sides: tuple, tables: KernelTables, initial_state,
         x.new_empty((plan.slots, plan.groups, 2, plan.modes, padded), dtype=plan.storage)
         for x, padded in zip(sides, plan.padded, strict=True)
     )
-    for side, x in enumerate(sides):
-        _states_of_side(plan, x, side, tables, initial_state, states[side], final, want_final)
+    _walk(plan, sides, tables, initial_state, states, final, want_final)
     return states, final.unflatten(0, (-1, segments))[:, -1].contiguous() if want_final else None
 
 
-def _states_of_side(plan: Plan, x, side: int, tables: KernelTables, initial_state, states, final, exact) -> None:
-    """Keys (side 0) or values (side 1); with `states` None only what is left at the end."""
-    padded = plan.padded[side]
-    block_modes, block_width = min(plan.modes, 32), min(padded, 32)
-    grid = (plan.rows * plan.segments, plan.groups, (plan.modes // block_modes) * (padded // block_width))
-    _chunk_states[grid](
-        x, tables, initial_state, states, final, plan.documents, *plan.row, plan.groups, plan.columns(side),
-        C=plan.chunk, M=plan.modes, BM=block_modes, BW=block_width, STORE=states is not None, SEGMENTS=plan.segments,
-        PACKED=plan.packed, TWO_TERMS=exact and plan.storage == torch.bfloat16, MATH=plan.math,
+def _walk(plan: Plan, sides: tuple, tables: KernelTables, initial_state, states: tuple, final, exact: bool) -> None:
+    """All sides; where their `states` are None, only what is left at the end."""
+    block_modes, block_width = min(plan.modes, 32), plan.block
+    slices = sum((plan.modes // block_modes) * (padded // block_width) for padded in plan.padded)
+    _chunk_states[(plan.rows * plan.segments, plan.groups, slices)](
+        sides, tables, initial_state, states, final, plan.documents, *plan.row, plan.groups, plan.columns,
+        C=plan.chunk, M=plan.modes, BM=block_modes, BW=block_width, SEGMENTS=plan.segments, PACKED=plan.packed,
+        TWO_TERMS=exact and plan.storage == torch.bfloat16, MATH=plan.math,
     )  # fmt: skip
 
 
@@ -243,7 +249,7 @@ def _forward(
         for skewed, kernel in enumerate((_attend, _attend_skewed)):
             kernel[(plan.chunks, plan.shape[2])](
                 Operands(query, key, value), output, ChunkStates(*states), tables, *plan.places,
-                plan.shape[2], plan.groups, **plan.sizes(1), FULL=plan.full, SKEWED=skewed, **plan.options,
+                plan.shape[2], plan.groups, **plan.sizes, FULL=plan.full, SKEWED=skewed, **plan.options,
             )  # fmt: skip
     return output, query.new_empty(0, dtype=torch.float32) if final is None else final
 
@@ -260,11 +266,8 @@ def _backward(
         states, _ = states_before(plan, (key, value), tables, initial_state, want_final=False)
         operands = Operands(query, key, value, grad_output)
         mixing, chunk_sums, direct = _of_chunks(plan, operands, ChunkStates(*states), tables, grads[0], want_mixing)
-        keys, values = (
-            walk_back(plan, side, x, states[side], tables, direct[side], grads[1 + side], grad_initial, grad_final)
-            for side, x in enumerate((key, value))
-        )
-        found = table_gradients(parameters, Partial(chunk_sums, keys, values, mixing), product, plan.shape[2])
+        walked = walk_back(plan, (key, value), states, tables, direct, tuple(grads[1:]), grad_initial, grad_final)
+        found = table_gradients(parameters, Partial(chunk_sums, walked, mixing), product, plan.shape[2])
     return *grads, *found, grad_initial
 
 
@@ -285,11 +288,11 @@ def _of_chunks(plan: Plan, tokens: Operands, states: ChunkStates, tables: Kernel
 
     pulled, mixed = ([empty(*plan.shape[:3], 2, plan.modes) for _ in range(2)] for _ in range(2))
     chunk_sums = empty(plan.chunks, heads, 2, 3, 2, plan.modes, dtype=torch.float32)
-    direct = [
+    direct = tuple(
         ChunkGradients(empty(*plan.shape[:3], width), empty(plan.slots, heads, 2, plan.modes, padded))
         for width, padded in zip(plan.widths, plan.padded, strict=True)
-    ]
-    sizes, shared = plan.sizes(1), (*plan.places, heads, plan.groups)
+    )
+    sizes, shared = plan.sizes, (*plan.places, heads, plan.groups)
     for skewed, kernel in enumerate((_pull_both, _pull_both_skewed)):
         kernel[sides](tokens, tuple(pulled), states, tables, *shared, **sizes, SKEWED=skewed, **plan.options)
     _mix[sides](
@@ -298,48 +301,43 @@ def _of_chunks(plan: Plan, tokens: Operands, states: ChunkStates, tables: Kernel
     mixing = _mixing_gradient(plan, pulled) if want_mixing else None
     for skewed, kernel in enumerate((_push_query, _push_query_skewed)):
         kernel[grid](tokens, tuple(mixed), grad_query, states, tables, *shared, **sizes, SKEWED=skewed, **plan.options)
-    for skewed, kernel in enumerate((_push_side, _push_side_skewed)):
-        for side, c, f, state in ((0, tokens.b, tokens.a, states.b), (1, tokens.c, tokens.f, states.c)):
-            kernel[grid](
-                c, f, mixed[1 - side], direct[side], chunk_sums, state, tables, *shared, SIDE=1 - side,
-                WIDTH=plan.widths[side], PADDED=plan.padded[side], SIZES=plan.sizes(side)["SIZES"], SKEWED=skewed,
-                **plan.options,
-            )  # fmt: skip
+    for skewed, kernel in enumerate((_push_sides, _push_sides_skewed)):
+        kernel[sides](
+            tokens, tuple(mixed), direct, chunk_sums, states, tables, *shared, **sizes, SKEWED=skewed, **plan.options
+        )  # fmt: skip
     return mixing, chunk_sums, direct
 
 
-def walk_back(plan: Plan, side: int, x, states, tables, direct: ChunkGradients, grad_x, grad_initial, grad_final):
-    """What enters through later chunks for keys (side 0) or values (side 1), written to `grad_x` with what came before.
+def walk_back(
+    plan: Plan, sides: tuple, states: tuple, tables, direct: tuple, grads: tuple, grad_initial, grad_final
+) -> torch.Tensor:
+    """What enters each side through later chunks, written to `grads` with what came before; gives `Partial.walked`.
 
-    Returns:
-        `Partial.walked_keys` or `Partial.walked_values`.
+    sides: as in `states_before`; states, direct, grads: the states, `ChunkGradients` and gradients of each.
     """
-    device, width, padded = grad_x.device, plan.widths[side], plan.padded[side]
-    block, segments = min(padded, 32), plan.rows * plan.segments
-    walkers = _walkers(segments, plan.groups * (padded // block), device)
-    programs = (walkers, plan.groups, padded // block)
-    sums = grad_x.new_empty((walkers, padded // block, plan.groups, 3, 2, plan.modes), dtype=torch.float32)
+    x, block, segments = grads[0], plan.block, plan.rows * plan.segments
+    blocks = sum(padded // block for padded in plan.padded)
+    walkers = _walkers(segments, plan.groups * blocks, x.device)
+    sums = x.new_empty((walkers, blocks, plan.groups, 3, 2, plan.modes), dtype=torch.float32)
 
     def walk(entering, leaving, emit: bool) -> None:
-        _chunk_states_backward[programs](
-            x, tables, states, entering, direct, LaterGradients(grad_x, leaving, sums),
-            plan.documents, segments, *plan.row, plan.shape[2], plan.groups, plan.columns(side), C=plan.chunk,
+        _chunk_states_backward[(walkers, plan.groups, blocks)](
+            sides, tables, states, entering, direct, LaterGradients(grads, leaving, sums),
+            plan.documents, segments, *plan.row, plan.shape[2], plan.groups, plan.columns, C=plan.chunk,
             M=plan.modes, BW=block, EMIT=emit, SEGMENTS=plan.segments, PACKED=plan.packed, MATH=plan.math,
         )  # fmt: skip
 
     if plan.segments > 1:
         shape = (plan.groups, 2, plan.size, sum(plan.widths))
-        alone = grad_x.new_zeros((segments, *shape), dtype=torch.float32)
+        alone = x.new_zeros((segments, *shape), dtype=torch.float32)
         walk(None, alone, emit=False)
-        last = grad_x.new_zeros((plan.rows, *shape), dtype=torch.float32) if grad_final is None else grad_final
-        ends = plan.segment_ends(device)[:, 1:]
+        last = x.new_zeros((plan.rows, *shape), dtype=torch.float32) if grad_final is None else grad_final
+        ends = plan.segment_ends(x.device)[:, 1:]
         sources = torch.cat([alone.unflatten(0, (-1, plan.segments))[:, 1:], last[:, None]], dim=1)
         grad_final = carry_back(tables.powers[..., : plan.size], sources, ends, ends).flatten(0, 1)
         walk(grad_final, None if grad_initial is None else alone, emit=True)
         if grad_initial is not None:
-            offset = plan.columns(side).offset
-            columns = slice(offset, offset + width)
-            grad_initial[..., columns] = alone.unflatten(0, (-1, plan.segments))[:, 0, ..., columns]
+            grad_initial.copy_(alone.unflatten(0, (-1, plan.segments))[:, 0])
     else:
         walk(grad_final, grad_initial, emit=True)
     return sums.flatten(0, 1)
@@ -354,7 +352,7 @@ def _mixing_gradient(plan: Plan, pulled: list[torch.Tensor]) -> torch.Tensor:
     shape = (plan.modes, plan.modes) if plan.full else (plan.modes,)
     partial = pulled[0].new_empty((lanes, heads, 2, 2, *shape), dtype=torch.float32)
     _mixing_backward[(lanes, heads, blocks)](
-        tuple(pulled), partial, *plan.places, heads, plan.chunks, SIZES=plan.sizes(1)["SIZES"]._replace(BM=rows),
+        tuple(pulled), partial, *plan.places, heads, plan.chunks, SIZES=plan.sizes["SIZES"]._replace(BM=rows),
         BN=columns, FULL=plan.full, **plan.options,
     )  # fmt: skip
     return partial.unflatten(1, (plan.groups, -1)).sum((0, 2))
@@ -444,6 +442,7 @@ def _keep_inputs(ctx, inputs, output):
     *tensors, product, chunk, want_mixing, _, want_final = inputs
     ctx.save_for_backward(*tensors)
     ctx.options, ctx.want_final = (product, chunk, want_mixing), want_final
+    ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, grad_output, grad_final):

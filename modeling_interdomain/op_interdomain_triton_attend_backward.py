@@ -267,28 +267,15 @@ def push_query(
             store_tokens(out + head * WIDTHS.A, tile, start, length, r, heads * WIDTHS.A, WIDTHS.A, C, BR, MATH)
 
 
-@triton.jit(do_not_specialize=["count", "per_row", "row_length"])
-def push_side(
-    c, f, mixed, grads, chunk_sums, states, tables, documents, count, per_row, row_length, heads, groups,
-    SIDE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, SIZES: tl.constexpr, SKEWED: tl.constexpr,
-    PACKED: tl.constexpr, MATH: tl.constexpr,
+@triton.jit
+def _push_side(
+    c, f, mixed, grads, sums, state, tables, start, length, slot, head, heads, group, groups,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, BD: tl.constexpr, SIZES: tl.constexpr, SKEWED: tl.constexpr,
+    MATH: tl.constexpr,
 ):  # fmt: skip
-    """What a chunk contributes to the gradients of its tokens c `[tokens, groups, WIDTH]` and of the state before it.
-
-    (c, f) are (value, gradient of the output) with what side 0 has mixed, or (key, query) with side 1. grads:
-    `ChunkGradients`; states `[slots, groups, 2, M, PADDED]`, which c left; chunk_sums: see `Partial.chunks`. Grid
-    [chunks, heads].
-    """
+    """Tokens c `[tokens, groups, WIDTH]` and what they are read with, f; see `push_sides`."""
     C: tl.constexpr = SIZES.C
     M: tl.constexpr = SIZES.M
-    BD: tl.constexpr = SIZES.BD
-    chunk = tl.program_id(0)
-    head = tl.program_id(1)
-    group = head // (heads // groups)
-    if tl.load(tables.skewed + group) != SKEWED:
-        return
-    start, length, slot = locate(chunk, documents, count, per_row, row_length, C, PACKED)
-    sums = chunk_sums + ((tl.cast(chunk, tl.int64) * heads + head) * 2 + SIDE) * 6 * M
     rows = tl.arange(0, C)
     modes = tl.arange(0, M)
     if length > 0:
@@ -320,7 +307,7 @@ def push_side(
         _store_sums(sums + 4 * M, tl.sum(ages * t_re, 0), tl.sum(ages * t_im, 0), M)
         if SKEWED:
             z_re, z_im = collect(
-                scores, f, states + (slot * groups + group) * 2 * M * PADDED, intra, start, length, heads * WIDTH, 0,
+                scores, f, state + (slot * groups + group) * 2 * M * PADDED, intra, start, length, heads * WIDTH, 0,
                 WIDTH, PADDED, BD, M, C, M, SKEWED, MATH,
             )  # fmt: skip
             z_re, z_im = times_conj(e_re.to(tl.float32), e_im.to(tl.float32), z_re, z_im)
@@ -332,3 +319,34 @@ def push_side(
         _store_sums(sums + 4 * M, zero, zero, M)
         if SKEWED:
             _store_sums(sums, zero, zero, M)
+
+
+@triton.jit(do_not_specialize=["count", "per_row", "row_length"])
+def push_sides(
+    tokens, mixed, grads, chunk_sums, states, tables, documents, count, per_row, row_length, heads, groups,
+    WIDTHS: tl.constexpr, SIZES: tl.constexpr, SKEWED: tl.constexpr, PACKED: tl.constexpr, MATH: tl.constexpr,
+):  # fmt: skip
+    """What a chunk contributes to the gradients of its keys and values and of the states before it; grid [chunks,
+    heads, 2].
+
+    Keys are pushed with the query and what side 1 has mixed, values with the gradient of the output and side 0. grads:
+    a pair of `ChunkGradients`; states: `ChunkStates`; chunk_sums: see `Partial.chunks`.
+    """
+    M: tl.constexpr = SIZES.M
+    chunk = tl.program_id(0)
+    head = tl.program_id(1)
+    group = head // (heads // groups)
+    if tl.load(tables.skewed + group) != SKEWED:
+        return
+    start, length, slot = locate(chunk, documents, count, per_row, row_length, SIZES.C, PACKED)
+    sums = chunk_sums + (tl.cast(chunk, tl.int64) * heads + head) * 12 * M
+    if tl.program_id(2) == 0:
+        _push_side(
+            tokens.b, tokens.a, mixed[1], grads[0], sums + 6 * M, states.b, tables, start, length, slot, head, heads,
+            group, groups, WIDTHS.A, WIDTHS.A_PADDED, SIZES.BR, SIZES, SKEWED, MATH,
+        )  # fmt: skip
+    else:
+        _push_side(
+            tokens.c, tokens.f, mixed[0], grads[1], sums, states.c, tables, start, length, slot, head, heads,
+            group, groups, WIDTHS.C, WIDTHS.C_PADDED, SIZES.BD, SIZES, SKEWED, MATH,
+        )  # fmt: skip

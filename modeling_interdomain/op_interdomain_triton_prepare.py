@@ -8,6 +8,8 @@ read from memory once and written once. Backward walks the other way and keeps t
 read; at them outputs and gradients are zero.
 """
 
+import itertools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -175,7 +177,8 @@ def _walk(
     if stream.weight is not None:
         w = tl.load(stream.weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)[None, :]
         b = tl.load(stream.bias + at, mask=inside, other=0.0).to(tl.float32)
-    for token in range(first, tl.minimum(first + RUN, tokens)):
+    for done in range(0, tl.minimum(RUN, tokens - first)):
+        token = first + done  # in 64 bits
         row, start, end = _bounds(token, row_length, rows)
         here = inside
         if rows.ends is not None:
@@ -378,7 +381,41 @@ def prepare_backward(
         )  # fmt: skip
 
 
-_prepare, _prepare_backward = prepare, prepare_backward
+class Section(NamedTuple):
+    """Parameters side by side, `first` to `end` of all, whose gradient is the sum of `heads` numbers of each row of
+    sums, from `column` on and `stride` apart.
+    """
+
+    first: int
+    end: int
+    column: int
+    heads: int
+    stride: int
+
+
+@triton.jit(do_not_specialize=["runs"])
+def sum_runs(partial, out, sections, runs, sums, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The gradients of all parameters, `out`, from `partial` `[runs, sums]`, in a fixed order; grid [blocks]."""
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    column = number * 0
+    heads = number * 0
+    stride = number * 0
+    for i in tl.static_range(len(sections)):
+        here = (number >= sections[i].first) & (number < sections[i].end)
+        column = tl.where(here, sections[i].column + number - sections[i].first, column)
+        heads = tl.where(here, sections[i].heads, heads)
+        stride = tl.where(here, sections[i].stride, stride)
+    found = tl.zeros([BLOCK], tl.float32)
+    for head in range(0, tl.max(heads, 0)):
+        for run in range(0, runs, ROWS):
+            row = (run + tl.arange(0, ROWS)).to(tl.int64)
+            used = (row < runs)[:, None] & (head < heads)[None, :]
+            at = row[:, None] * sums + (column + head * stride)[None, :]
+            found += tl.sum(tl.load(partial + at, mask=used, other=0.0), 0)
+    tl.store(out + number, found.to(out.dtype.element_ty), mask=heads > 0)
+
+
+_prepare, _prepare_backward, _sum_runs = prepare, prepare_backward, sum_runs
 _NAMESPACE = namespace(__name__)
 
 
@@ -504,7 +541,31 @@ def _operator_backward(
             sum(sizes),
             **launch.options,
         )
-    return grad_q, grad_k, grad_v, partial.sum(0)
+        of_parameters = _of_parameters(q, k, v, q_taps, k_taps, k_weight, v_weight, groups)
+        sections = _sections(q, k, v, q_taps, groups, k_weight is not None)
+        _sum_runs[(-(-len(of_parameters) // 32),)](
+            partial, of_parameters, sections, len(partial), sum(sizes), ROWS=64, BLOCK=32, num_warps=4
+        )
+    return grad_q, grad_k, grad_v, of_parameters
+
+
+def _of_parameters(q, k, v, q_taps, k_taps, k_weight, v_weight, groups: int) -> torch.Tensor:
+    """Room for the gradients of all parameters side by side; those of several dtypes are rounded one by one, later."""
+    dtypes = {x.dtype for x in (q_taps, k_taps, k_weight, v_weight) if x is not None}
+    size = _sections(q, k, v, q_taps, groups, k_weight is not None)[-1].end
+    return q.new_empty(size, dtype=dtypes.pop() if len(dtypes) == 1 else torch.float32)
+
+
+def _sections(q, k, v, taps, groups: int, norms: bool) -> tuple[Section, ...]:
+    """Of the taps of query and key; then of weight and bias of key and value, where they have such."""
+    (q_sums, k_sums, _), (q_width, k_width, v_width) = _sizes_of_sums(q, k, v, taps), (x.shape[2] for x in (q, k, v))
+    count = taps.shape[1]
+    parts = [(count * q_width, 0, 1, 0), (count * k_width, q_sums, 1, 0)]
+    if norms:
+        for width, column in ((k_width, q_sums + count * k_width), (v_width, q_sums + k_sums)):
+            parts += [(width // groups, column, groups, width // groups), (width, column + width, 1, 0)]
+    ends = list(itertools.accumulate(part[0] for part in parts))
+    return tuple(Section(end - part[0], end, *part[1:]) for end, part in zip(ends, parts, strict=True))
 
 
 def _sizes_of_sums(q, k, v, taps) -> list[int]:
@@ -517,8 +578,9 @@ def _(
     grad_query, grad_key, grad_value, q, k, v, q_taps, k_taps, k_weight, v_weight, q_window, k_window, cos, sin,
     documents, cu_seqlens, lengths, heads, groups, placement, eps,
 ):  # fmt: skip
-    sums = q.new_empty(sum(_sizes_of_sums(q, k, v, q_taps)), dtype=torch.float32)
-    return *(torch.empty_like(x) for x in (q, k, v)), sums
+    return *(torch.empty_like(x) for x in (q, k, v)), _of_parameters(
+        q, k, v, q_taps, k_taps, k_weight, v_weight, groups
+    )
 
 
 def _keep_inputs(ctx, inputs, output):
@@ -526,32 +588,31 @@ def _keep_inputs(ctx, inputs, output):
     q, k, v, q_taps, k_taps, k_weight, v_weight, _, _, *rest = tensors
     ctx.save_for_backward(q, k, v, q_taps, k_taps, k_weight, v_weight, *rest)
     ctx.options = heads, groups, placement, eps
-    ctx.set_materialize_grads(True)
+    ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, grad_query, grad_key, grad_value, *_):
     saved = ctx.saved_tensors  # once: checkpointing unpacks a tensor a single time
     q, k, v, q_taps, k_taps, k_weight, v_weight, *_ = saved
     groups = ctx.options[1]
-    grads = (x.contiguous() for x in (grad_query, grad_key, grad_value))
-    *grads_x, sums = _operator_backward(*grads, *saved, *ctx.options)
-    parameters = [q_taps, k_taps, *(x for x in (k_weight, v_weight) if x is not None)]
-    narrowed = {dtype: sums.to(dtype) for dtype in {x.dtype for x in parameters}}  # all at once, where all are alike
-    q_sums, k_sums, v_sums = _sizes_of_sums(q, k, v, q_taps)
-    ends = {"key": q_sums + k_sums, "value": q_sums + k_sums + v_sums}
-    taps = tuple(
-        narrowed[x.dtype][start : start + x.numel()].view(x.shape) for x, start in ((q_taps, 0), (k_taps, q_sums))
+    shapes = [(*x.shape[:2], n, x.shape[2] // n) for x, n in ((q, ctx.options[0]), (k, groups), (v, groups))]
+    grads = (
+        v.new_zeros(shape) if x is None else x.contiguous()
+        for x, shape in zip((grad_query, grad_key, grad_value), shapes, strict=True)
     )
-    norms: tuple = (None,) * 4
+    *grads_x, of_parameters = _operator_backward(*grads, *saved, *ctx.options)
+    shapes = [x.shape for x in (q_taps, k_taps)]
+    kinds = [q_taps.dtype, k_taps.dtype]
     if k_weight is not None:
-        weights, biases = [], []
-        for x, weight, end in ((k, k_weight, ends["key"]), (v, v_weight, ends["value"])):
-            width = x.shape[2]
-            of_weight = sums[end - 2 * width : end - width].view(groups, -1).sum(0)
-            weights.append(of_weight.to(weight.dtype))
-            biases.append(narrowed[weight.dtype][end - width : end].view(groups, -1))
-        norms = *weights, *biases
-    return *grads_x, *taps, *norms, *(None,) * 12
+        for x, weight in ((k, k_weight), (v, v_weight)):
+            shapes += [weight.shape, (groups, x.shape[2] // groups)]
+            kinds += [weight.dtype] * 2
+    pieces = of_parameters.split([math.prod(shape) for shape in shapes])
+    taps_and_norms = [x.view(shape).to(dtype) for x, shape, dtype in zip(pieces, shapes, kinds, strict=True)]
+    if k_weight is None:
+        return *grads_x, *taps_and_norms, *(None,) * 16
+    q_grad, k_grad, of_k_weight, of_k_bias, of_v_weight, of_v_bias = taps_and_norms
+    return *grads_x, q_grad, k_grad, of_k_weight, of_v_weight, of_k_bias, of_v_bias, *(None,) * 12
 
 
 _operator.register_autograd(_differentiate, setup_context=_keep_inputs)

@@ -1,6 +1,6 @@
 """The states around the chunks, forward and backward: what carries information from one chunk to the next.
 
-One program owns a slice of the state of one segment and group, and walks its chunks with that slice on the chip, so
+One program owns a part of the state of one segment and group, and walks its chunks with that part on the chip, so
 that a chunk costs one read of its tokens and one write of its state. Tokens of a partial chunk are shifted to the end
 of the tile, where their distances to the end of the chunk are those of a full one.
 
@@ -41,26 +41,16 @@ class LaterGradients(NamedTuple):
     sums: Any
 
 
-@triton.jit(do_not_specialize=["per_row", "row_length"])
-def chunk_states(
-    x, tables, initial, states, final, documents, per_row, row_length, groups, columns,
-    C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr, STORE: tl.constexpr,
-    SEGMENTS: tl.constexpr, PACKED: tl.constexpr, TWO_TERMS: tl.constexpr, MATH: tl.constexpr,
+@triton.jit
+def _walk(
+    x, tables, initial, states, final, segment, part, start, length, slot, next_slot, groups, columns,
+    C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr, PACKED: tl.constexpr,
+    TWO_TERMS: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
-    """`S <- lambda^C S + sum_i lambda^(C-1-i) beta x_i`; grid [segments, groups, slices].
-
-    x: `[tokens, groups, width]`; tables: `KernelTables`; columns: `Columns`; initial, final (either may be None):
-    `[segments, groups, 2, modes, state_width]`, of which this call has the columns from `offset`; states before each
-    chunk, if STORE: `[slots, groups, 2, M, padded]`. TWO_TERMS: the table of inputs is rounded to two numbers of
-    MATH.DTYPE instead of one, so that the state keeps the accuracy of float32 when x is exact in MATH.DTYPE.
-    """
-    segment = tl.program_id(0)
+    """One part of what one side moves; see `chunk_states`."""
     group = tl.program_id(1)
-    m = (tl.program_id(2) % (M // BM)) * BM
-    begin = (tl.program_id(2) // (M // BM)) * BW
-    start, length, slot, next_slot = segment_of(segment, documents, per_row, row_length, C, SEGMENTS, PACKED)
-    if final is None and length == 0:
-        return
+    m = (part % (M // BM)) * BM
+    begin = (part // (M // BM)) * BW
     modes = m + tl.arange(0, BM)
     column = begin + tl.arange(0, BW)
     tokens = tl.arange(0, C)
@@ -84,10 +74,10 @@ def chunk_states(
         s_im = tl.zeros([BM, BW], tl.float32)
     stride = groups * 2 * M * columns.padded
     jump = (next_slot - slot) * stride
-    if STORE:
+    if states is not None:
         states += (slot * groups + group) * 2 * M * columns.padded + modes[:, None] * columns.padded + column[None, :]
     for done in range(0, length, C):
-        if STORE:
+        if states is not None:
             tl.store(states, narrow(s_re, states.dtype.element_ty, MATH))
             tl.store(states + M * columns.padded, narrow(s_im, states.dtype.element_ty, MATH))
             if PACKED:
@@ -112,20 +102,42 @@ def chunk_states(
         tl.store(final + plane + at, s_im, mask=used)
 
 
-@triton.jit(do_not_specialize=["segments", "per_row", "row_length"])
-def chunk_states_backward(
-    x, tables, states, grad_final, grads, later, documents, segments, per_row, row_length, heads, groups, columns,
-    C: tl.constexpr, M: tl.constexpr, BW: tl.constexpr, EMIT: tl.constexpr, SEGMENTS: tl.constexpr,
-    PACKED: tl.constexpr, MATH: tl.constexpr,
+@triton.jit(do_not_specialize=["per_row", "row_length"])
+def chunk_states(
+    x, tables, initial, states, final, documents, per_row, row_length, groups, columns,
+    C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr,
+    SEGMENTS: tl.constexpr, PACKED: tl.constexpr, TWO_TERMS: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
-    """The adjoint of `chunk_states`, from the last chunk to the first; grid [lanes, groups, column blocks].
+    """`S <- lambda^C S + sum_i lambda^(C-1-i) beta x_i`; grid [segments, groups, slices of all sides].
 
-    Lane l works on segments l, l + lanes, ... grads: `ChunkGradients` of x, summed over the heads of the group.
-    Written, `later`: x `[tokens, groups, width]`; initial like `initial` of `chunk_states` (or None); and what each
-    program leaves to be summed, `[lanes, blocks, groups, 3, 2, M]`, see `Partial`. Without EMIT, initial alone.
+    x: `[tokens, groups, width]` of every side (keys and values, or what else moves the state); tables: `KernelTables`;
+    columns: `Columns` of each; initial, final (either may be None): `[segments, groups, 2, modes, state_width]`; states
+    before each chunk, `[slots, groups, 2, M, padded]` of each side, or None of each. TWO_TERMS: the table of inputs is
+    rounded to two numbers of MATH.DTYPE instead of one, so that the state keeps the accuracy of float32 when x is exact
+    in MATH.DTYPE.
     """
+    segment = tl.program_id(0)
+    part = tl.program_id(2)
+    start, length, slot, next_slot = segment_of(segment, documents, per_row, row_length, C, SEGMENTS, PACKED)
+    wanted = length > 0 if final is None else length >= 0
+    for side in tl.static_range(len(x)):
+        slices = (M // BM) * (columns[side].padded // BW)
+        if wanted & (part >= 0) & (part < slices):
+            _walk(
+                x[side], tables, initial, states[side], final, segment, part, start, length, slot, next_slot, groups,
+                columns[side], C, M, BM, BW, PACKED, TWO_TERMS, MATH,
+            )  # fmt: skip
+        part -= slices
+
+
+@triton.jit
+def _walk_back(
+    x, tables, states, grad_final, grads, later_x, later_initial, sums, documents, segments, per_row, row_length, heads,
+    groups, columns, block, C: tl.constexpr, M: tl.constexpr, BW: tl.constexpr, EMIT: tl.constexpr,
+    SEGMENTS: tl.constexpr, PACKED: tl.constexpr, MATH: tl.constexpr,
+):  # fmt: skip
+    """One block of the columns of one side; see `chunk_states_backward`."""
     group = tl.program_id(1)
-    block = tl.program_id(2)
     modes = tl.arange(0, M)
     column = block * BW + tl.arange(0, BW)
     tokens = tl.arange(0, C)
@@ -197,21 +209,46 @@ def chunk_states_backward(
                 for head in range(group * per_group, (group + 1) * per_group):
                     direct = token[:, None] * (heads * columns.width) + head * columns.width + column[None, :]
                     dx += tl.load(grads.tokens + direct, mask=valid, other=0.0).to(tl.float32)
-                tl.store(later.x + address, narrow(dx, later.x.dtype.element_ty, MATH), mask=valid)
+                tl.store(later_x + address, narrow(dx, later_x.dtype.element_ty, MATH), mask=valid)
             g_re, g_im = times_conj(g_re, g_im, d_re[:, None], d_im[:, None])
             for head in range(group * per_group, (group + 1) * per_group):
                 local = grads.states + (here * heads + head) * 2 * M * columns.padded + tile
                 g_re += tl.load(local).to(tl.float32)
                 g_im += tl.load(local + M * columns.padded).to(tl.float32)
-        if later.initial is not None:
-            tl.store(later.initial + at, g_re, mask=used)
-            tl.store(later.initial + plane + at, g_im, mask=used)
+        if later_initial is not None:
+            tl.store(later_initial + at, g_re, mask=used)
+            tl.store(later_initial + plane + at, g_im, mask=used)
     if EMIT:
-        program = tl.program_id(0).to(tl.int64) * tl.num_programs(2) + block
-        sums = later.sums + (program * groups + group) * 6 * M + modes
-        tl.store(sums, decay_re)
-        tl.store(sums + M, decay_im)
-        tl.store(sums + 2 * M, beta_re)
-        tl.store(sums + 3 * M, beta_im)
-        tl.store(sums + 4 * M, aged_re)
-        tl.store(sums + 5 * M, aged_im)
+        tl.store(sums + modes, decay_re)
+        tl.store(sums + M + modes, decay_im)
+        tl.store(sums + 2 * M + modes, beta_re)
+        tl.store(sums + 3 * M + modes, beta_im)
+        tl.store(sums + 4 * M + modes, aged_re)
+        tl.store(sums + 5 * M + modes, aged_im)
+
+
+@triton.jit(do_not_specialize=["segments", "per_row", "row_length"])
+def chunk_states_backward(
+    x, tables, states, grad_final, grads, later, documents, segments, per_row, row_length, heads, groups, columns,
+    C: tl.constexpr, M: tl.constexpr, BW: tl.constexpr, EMIT: tl.constexpr, SEGMENTS: tl.constexpr,
+    PACKED: tl.constexpr, MATH: tl.constexpr,
+):  # fmt: skip
+    """The adjoint of `chunk_states`, last chunk first; grid [lanes, groups, column blocks of all sides].
+
+    Lane l works on segments l, l + lanes, ... grads: `ChunkGradients` of each side, summed over the heads of the group.
+    Written, `later`: x `[tokens, groups, width]` of each side; initial like `initial` of `chunk_states` (or None); and
+    what each program leaves to be summed, `[lanes, blocks, groups, 3, 2, M]`, see `Partial`. Without EMIT, initial
+    alone.
+    """
+    program = tl.program_id(0).to(tl.int64) * tl.num_programs(2) + tl.program_id(2)
+    sums = later.sums + (program * groups + tl.program_id(1)) * 6 * M
+    block = tl.program_id(2)
+    for side in tl.static_range(len(x)):
+        blocks = columns[side].padded // BW
+        if (block >= 0) & (block < blocks):
+            _walk_back(
+                x[side], tables, states[side], grad_final, grads[side], later.x[side], later.initial, sums, documents,
+                segments, per_row, row_length, heads, groups, columns[side], block, C, M, BW, EMIT, SEGMENTS, PACKED,
+                MATH,
+            )  # fmt: skip
+        block -= blocks

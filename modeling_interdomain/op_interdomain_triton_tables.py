@@ -68,13 +68,12 @@ class Partial(NamedTuple):
 
     Attributes:
         chunks: `[chunks, heads, 2, 3, 2, M]`, a row for either side.
-        walked_keys, walked_values: `[programs, G, 3, 2, M]`, of those that walk the chunks back.
+        walked: `[programs, G, 3, 2, M]`, of those that walk the chunks back.
         mixing: the gradient of `KernelTables.mixing`, float32, or None.
     """
 
     chunks: Any
-    walked_keys: Any
-    walked_values: Any
+    walked: Any
     mixing: Any
 
 
@@ -231,19 +230,12 @@ def _summed_row(x, count, stride, M: tl.constexpr, BM: tl.constexpr, ROWS: tl.co
 
 @triton.jit
 def _decay_gradient(
-    parameters, partial, grads, group, block, size, chunks, key_walkers, value_walkers, heads, groups,
+    parameters, partial, grads, group, block, size, chunks, walkers, heads, groups,
     M: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The gradients of log(lambda) and beta for BM modes, from all that `Partial` says of them."""
     at = group * 6 * M + block * BM
-    d_re, d_im, b_re, b_im, a_re, a_im = _summed_row(partial.walked_keys + at, key_walkers, groups * 6 * M, M, BM, ROWS)
-    of_values = _summed_row(partial.walked_values + at, value_walkers, groups * 6 * M, M, BM, ROWS)
-    d_re += of_values[0]
-    d_im += of_values[1]
-    b_re += of_values[2]
-    b_im += of_values[3]
-    a_re += of_values[4]
-    a_im += of_values[5]
+    d_re, d_im, b_re, b_im, a_re, a_im = _summed_row(partial.walked + at, walkers, groups * 6 * M, M, BM, ROWS)
     per_group = heads // groups
     for row in range(group * per_group * 2, (group + 1) * per_group * 2):  # heads and sides
         of_chunks = _summed_row(partial.chunks + row * 6 * M + block * BM, chunks, heads * 12 * M, M, BM, ROWS)
@@ -319,19 +311,16 @@ def _diagonal_gradient(coefficients, mixing, grad, group, size, first, second, M
     tl.store(grad + at + 1, im, mask=inside)
 
 
-@triton.jit(do_not_specialize=["chunks", "key_walkers", "value_walkers"])
+@triton.jit(do_not_specialize=["chunks", "walkers"])
 def tables_backward(
-    parameters, partial, grads, size, first, second, chunks, key_walkers, value_walkers, heads, groups,
+    parameters, partial, grads, size, first, second, chunks, walkers, heads, groups,
     M: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """The gradients of `Parameters` from `Partial`; the grid of `tables`, or its powers alone."""
     group = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     if block < M // BM:
-        _decay_gradient(
-            parameters, partial, grads, group, block, size, chunks, key_walkers, value_walkers, heads, groups,
-            M, BM, ROWS,
-        )  # fmt: skip
+        _decay_gradient(parameters, partial, grads, group, block, size, chunks, walkers, heads, groups, M, BM, ROWS)
     elif grads.coefficients is not None:
         if FULL:
             _coefficient_gradient(
@@ -402,7 +391,7 @@ def table_gradients(parameters: Parameters, partial: Partial, product: str, head
         torch.empty_like(parameters.input_matrix),
         None if partial.mixing is None else torch.empty_like(parameters.coefficients),
     )
-    counts = partial.chunks.shape[0], partial.walked_keys.shape[0], partial.walked_values.shape[0]
+    counts = partial.chunks.shape[0], partial.walked.shape[0]
     _tables_backward[(groups, blocks)](
         parameters, partial, grads, size, *_signs(product), *counts, heads, groups, ROWS=64, **options
     )

@@ -145,9 +145,9 @@ def _operator_backward(
             grad_output, direct, responses, *plan.places, heads, plan.groups, **options
         )
         of_responses = _of_responses(plan, inputs, grad_output, states, reads, options)
-        walked = walk_back(plan, 0, inputs, states, tables, direct, of_inputs, of_initial, grad_final)
+        walked = walk_back(plan, (inputs,), (states,), tables, (direct,), (of_inputs,), of_initial, grad_final)
         nothing = walked.new_empty((0, heads, 2, *walked.shape[2:]))
-        partial = Partial(nothing, walked, walked[:0], None)
+        partial = Partial(nothing, walked, None)
         found = table_gradients(Parameters(log_decay, input_matrix, None), partial, "real", heads)
     of_initial = log_decay.new_empty(0) if of_initial is None else of_initial
     return of_inputs, found.log_decay, found.input_matrix, *of_responses, of_initial

@@ -4,16 +4,19 @@ Source: HAX, "Overcoming Long-Context Limitations of State-Space Models via Cont
 (arXiv 2507.00449), eqs. 8, 9, 13 and 19.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
 
 from .op_common import check_documents, document_of_tokens, without_autocast
+from .op_common_launch import fused
 from .op_sparse_blocks import blocks
 from .op_sparse_dense import dense
-from .op_sparse_stream import Bins, SparseMemory, memory_after, stream_of
+from .op_sparse_stream import Bins, SparseMemory, Stream, memory_after, stream_of
 
 BACKENDS = {"dense": dense, "blocks": blocks}
+SPARSE_BACKENDS = ("auto", *BACKENDS, "triton")
 
 
 def sparse_attention(
@@ -44,13 +47,16 @@ def sparse_attention(
         cu_seqlens: `[N + 1]`, ends of packed documents along T, starting with 0; B = 1. No memory then.
         lengths: `[B]`, the real tokens of every row; the outputs of the rest are zero.
         documents: `[T]`, the document of every token, where it is known already.
-        backend: "dense" (the definition, of all pairs), "blocks" (linear in T), or "auto".
+        backend: "dense" (the definition, of all pairs), "blocks" (linear in T), "triton" (fused kernels on a GPU) or
+            "auto" ("triton" where it can run, otherwise "blocks").
 
     Returns:
-        `[B, T, S, D]` in the dtype of `value`, zero where a query sees no key, and the memory or None.
+        `[B, T, S, D]` in the dtype of `value`, zero where a query sees no key, and the memory or None. Everything is
+        computed in at least float32; "triton" multiplies in the dtype of `query` and sums in float32.
 
     Raises:
-        ValueError: when shapes do not fit, a budget is not positive, or the backend is unknown.
+        ValueError: when shapes do not fit, a budget is not positive, the backend is unknown, or "triton" is asked for
+            and cannot run here.
     """
     _check(query, key, value, scores, selected_keys, bins, initial_state, backend)
     check_documents(cu_seqlens, lengths, key)
@@ -64,25 +70,46 @@ def sparse_attention(
         documents = document_of_tokens(cu_seqlens, length) if documents is None else documents
         ends = cu_seqlens.long()[documents + 1]
     with without_autocast(query.device):
-        query, key, values = (x.to(compute) for x in (query, key, value))
         scores = None if scores is None else scores.detach()
-        stream = stream_of(query, key, values, scores, selected_keys, bins, real, ends, initial_state)
-        if backend == "auto":
-            # A graph of any length has no number of chunks.
-            backend = "dense" if torch.compiler.is_exporting() else "blocks"
-        output = BACKENDS[backend](stream)
+        others = scores, selected_keys, bins, real, ends, initial_state
+        found = None
+        # A graph of any length has no number of chunks.
+        exporting = torch.compiler.is_exporting()
+        if backend in ("auto", "triton") and not exporting:
+            found = _fused(backend, query, key, value, others)
+        if found is None:
+            stream = stream_of(query.to(compute), key.to(compute), value.to(compute), *others)
+            way = BACKENDS.get(backend, dense if exporting else blocks)
+            found = way(stream), stream
+        output, stream = found
         if real is not None:
             output = torch.where(real[..., None, None], output, 0)
         memory = None
         if output_final_state:
             counts = key.new_full((batch,), length, dtype=torch.long) if lengths is None else lengths.long()
-            memory = memory_after(stream, batch, counts, initial_state)
+            memory = memory_after(stream, batch, counts, initial_state).to(compute)
     return output.to(value.dtype), memory
 
 
+def _fused(backend: str, query, key, value, others) -> tuple[torch.Tensor, Stream] | None:
+    """The output, and what the kernels worked on: tokens in their own dtype, or in that of the memory before them."""
+    memory = others[-1]
+    kept = [] if memory is None else [x.entries for x in (memory, *memory.rings) if x.entries is not None]
+
+    def run():
+        from .op_sparse_triton import triton_sparse
+
+        wide = [functools.reduce(torch.promote_types, (y.dtype for y in kept), x.dtype) for x in (key, value)]
+        stream = stream_of(query, key.to(wide[0]), value.to(wide[1]), *others)
+        return triton_sparse(stream), stream
+
+    widths = key.shape[3], value.shape[3]
+    return fused(backend, (query, key, value, *kept), widths, run, "sparse attention")
+
+
 def _check(query, key, value, scores, selected_keys, bins, memory, backend) -> None:
-    if backend not in ("auto", *BACKENDS):
-        raise ValueError(f"backend must be one of auto, {', '.join(BACKENDS)}; got {backend!r}.")
+    if backend not in SPARSE_BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(SPARSE_BACKENDS)}; got {backend!r}.")
     if query.ndim != 4 or query.shape != key.shape or value.shape[:3] != key.shape[:3]:
         raise ValueError(
             "query and key must have shape [B, T, S, d] and value [B, T, S, D], got "

@@ -51,6 +51,11 @@ class SparseMemory(NamedTuple):
     places: torch.Tensor | None
     rings: tuple[Ring, ...]
 
+    def to(self, dtype: torch.dtype) -> "SparseMemory":
+        """With entries in another dtype."""
+        rings = tuple(ring._replace(entries=ring.entries.to(dtype)) for ring in self.rings)
+        return self._replace(entries=None if self.entries is None else self.entries.to(dtype), rings=rings)
+
 
 class Stream(NamedTuple):
     """Queries `[N, T]` and keys `[N, L]` of N = B S heads; key `past + i` arrives with query i.

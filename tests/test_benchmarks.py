@@ -220,6 +220,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_here():
         ("S4D, 1.3B head, bf16", 8, {"read": True, "read_backward": True, "s4d_step": False}),
         ("selective scan, N = 16, bf16", 8, {"scan_backward": False}),
         ("experts, bf16", 4, {"products": False, "bags": False}),
+        ("sparse, 64 keys, D = 128, bf16", 4, {"attend": True, "of_queries": True, "of_slots": True, "of_keys": False}),
         ("sparse step, 64 keys, bf16", 4, {"step_set": False}),
     ],
 )

@@ -149,7 +149,7 @@ def test_tables_and_their_gradients_are_those_of_the_formulas():
     grad = torch.zeros_like(made.mixing)
     grad[..., :3, :3] = torch.randn(2, 2, 2, 3, 3, device=DEVICE)
     rows = torch.zeros(1, 2, 3, 2, made.powers.shape[-1], device=DEVICE)
-    partial = tables.Partial(torch.zeros(1, 2, 2, *rows.shape[2:], device=DEVICE), rows, rows, grad)
+    partial = tables.Partial(torch.zeros(1, 2, 2, *rows.shape[2:], device=DEVICE), rows, grad)
     found = tables.table_gradients(parameters, partial, "real", heads=2)
     grad = grad[..., :3, :3].permute(0, 3, 1, 4, 2).reshape(2, 6, 6).double()
     wanted = mixing.mixing_gradient(coefficients.double(), "real", grad)

@@ -267,7 +267,7 @@ def test_mistakes():
     one = torch.zeros(query.shape[:3], dtype=torch.long)
     _, memory = sparse_attention(query, key, value, **options, output_final_state=True)
     for message, changes in {
-        "backend must be one of auto, dense, blocks; got 'fast'": {"backend": "fast"},
+        "backend must be one of auto, dense, blocks, triton; got 'fast'": {"backend": "fast"},
         r"query and key must have shape \[B, T, S, d\]": {"query": query[..., :2]},
         "scores and a positive selected_keys go together": {"selected_keys": 0},
         "Nothing says which keys are seen": {"selected_keys": 0, "scores": None, "bins": []},

@@ -1,0 +1,199 @@
+"""The kernels far from the beginning of what they read and write, where offsets need 64 bits.
+
+Memory that is never touched is free, so tensors are as long as they must be, and the kernels work on their last rows.
+Other kernels show this beside their other tests (`test_op_ssd_triton`, `test_op_sparse_triton_passes`).
+"""
+
+import importlib
+
+import pytest
+import torch
+
+from modeling_interdomain import interdomain_attention, interdomain_step
+from modeling_interdomain.op_s4d import s4d_attention
+from modeling_interdomain.op_selective_scan import selective_scan
+from tests.operator_checks import inputs, relative_error
+
+triton = pytest.importorskip("triton", reason="Triton is not installed on this machine.")
+pytestmark = [
+    pytest.mark.usefixtures("kernels"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="Memory that is never touched is free on the host alone."),
+]
+FEW, WIDTH = 20, 16
+LONG = (1 << 27) + 37
+LOW = 2e-2  # states and products in bfloat16; a wrong address is wrong by all of it
+
+
+def module(name: str):
+    return importlib.import_module(f"modeling_interdomain.{name}")
+
+
+def far(few: torch.Tensor, total: int = LONG, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Room for `[1, total, ...]`, the last tokens those of `few` `[1, few, ...]`."""
+    x = torch.empty(1, total, *few.shape[2:], dtype=dtype or few.dtype)
+    assert x.numel() > 1 << 31
+    x[:, -few.shape[1] :] = few
+    return x
+
+
+@pytest.fixture
+def untouched(monkeypatch):
+    """From its call on, what kernels write to is not filled before, and two chunks are all that there are."""
+    operator = module("op_interdomain_triton")
+    whole = operator.plan_of
+
+    def last_chunks(*arguments, **options):
+        return whole(*arguments, **options)._replace(chunks=2)
+
+    def begin() -> None:
+        for name in ("new_empty", "new_zeros"):
+            monkeypatch.setattr(torch.Tensor, name, torch._C.TensorBase.new_empty)
+        monkeypatch.setattr(operator.Plan, "like_tokens", lambda self, x: torch.Tensor.new_empty(x, x.shape))
+        for name in ("op_interdomain_triton", "op_s4d_triton"):
+            monkeypatch.setattr(module(name), "plan_of", last_chunks)
+
+    return begin
+
+
+def last_document(total: int = LONG) -> torch.Tensor:
+    return torch.tensor([total - FEW, total], dtype=torch.int32)
+
+
+def check(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        assert relative_error(a[:, -b.shape[1] :] if a.numel() > 1 << 31 else a, b) < LOW
+
+
+def test_interdomain_attention(untouched):
+    operator = module("op_interdomain_triton")
+    leaves = inputs((1, FEW, 1, 1, WIDTH, WIDTH, WIDTH))
+    del leaves["initial_state"]
+    tokens = [x.detach().bfloat16() for x in list(leaves.values())[:3]]
+    leaves |= {n: x.double().requires_grad_() for n, x in zip(("query", "key", "value"), tokens, strict=True)}
+    expected, state = interdomain_attention(**leaves, output_final_state=True, backend="recurrent")
+    weights = [torch.randn_like(x).bfloat16() for x in (expected, state)]
+    grads = torch.autograd.grad((expected, state), list(leaves.values()), [x.double() for x in weights])
+    given = *(far(x) for x in tokens), operator.Parameters(*(x.detach().float() for x in list(leaves.values())[3:]))
+    how = None, last_document(), None, "bilinear", WIDTH
+    untouched()
+    check(operator._forward(*given, *how, False, True), (expected, state))
+    found = operator._backward(*given, *how, True, far(weights[0]), weights[1].float())
+    check(found[:6], grads)
+
+
+def test_s4d_attention(untouched):
+    operator = module("op_s4d_triton")
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, FEW, 1, WIDTH, generator=generator).bfloat16()
+    decay, beta, rows = (torch.randn(1, WIDTH, 2, generator=generator) for _ in range(3))
+    decay[..., 0] = -decay[..., 0].abs()
+    leaves = [y.double().requires_grad_() for y in (x, decay, beta, rows)]
+    halves = leaves[0].split(WIDTH // 2, dim=-1)
+    expected, state = s4d_attention(*halves, *leaves[1:], output_final_state=True, backend="chunk")
+    weights = [torch.randn(y.shape, generator=generator).bfloat16() for y in (expected, state)]
+    grads = torch.autograd.grad((expected, state), leaves[:1], [y.double() for y in weights])
+    kernel, reads = operator._responses(decay, beta, rows, WIDTH)
+    given = far(x), decay, beta, kernel, reads, None, last_document(), None
+    untouched()
+    check(operator._operator._init_fn(*given, True), (expected, state))
+    check(operator._operator_backward._init_fn(*given, far(weights[0]), weights[1].float())[:1], grads)
+
+
+def test_selective_scan():
+    operator = module("op_selective_scan_triton")
+    channels, total = 8, (1 << 28) + 37
+    generator = torch.Generator().manual_seed(0)
+    small = [torch.randn(1, FEW, n, generator=generator).bfloat16() for n in (WIDTH, WIDTH, channels, channels)]
+    small[3] = small[3].abs()
+    rate = -torch.rand(WIDTH, channels, generator=generator)
+    leaves = [x.double().requires_grad_() for x in (*small, rate)]
+    expected, _ = selective_scan(*leaves, backend="recurrent")
+    weight = torch.randn(expected.shape, generator=generator)
+    grads = torch.autograd.grad(expected, leaves, weight.double())
+    tokens, slot = operator.Tokens(*(far(x, total) for x in small)), (1 << 24) + 5
+    rows = operator.Rows(*(torch.tensor([n], dtype=torch.int32) for n in (total - FEW, total, slot)))
+    options = {"EXTENT": operator._extent(rate)[0]}
+    out, kept = far(torch.zeros_like(weight), total), torch.empty(slot + 1, WIDTH, channels)
+    assert kept.numel() > 1 << 31
+    operator.scan[1, 1](tokens, rate, None, out, kept, None, rows, channels, **options)
+    check([out], [expected])
+    found = operator.Tokens(*(far(torch.zeros_like(x), total, torch.float32) for x in small))
+    of_rate = torch.empty(1, WIDTH, channels)
+    operator.scan_backward[1, 1](
+        tokens, rate, kept, far(weight, total), None, found, of_rate, None, rows, channels, total, **options
+    )
+    check([*found, of_rate[0]], grads)
+
+
+@pytest.fixture
+def last_program(monkeypatch):
+    """`last_program(n)`: the programs of a launch are those from n on, of rows of the batch or runs of tokens."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    own = interpreter.InterpreterBuilder.create_get_program_id
+
+    def begin(first: int) -> None:
+        def create_get_program_id(self, axis):
+            handle = own(self, axis)
+            handle.data = handle.data + (first if axis == 0 else 0)
+            return handle
+
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_get_program_id", create_get_program_id)
+
+    return begin
+
+
+def test_steps(last_program):
+    """The last row of a batch whose states pass 2^31 elements."""
+    step, row = module("op_interdomain_triton_step"), (1 << 22) + 5
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, WIDTH, generator=generator) for _ in range(3))
+    decay, beta = (-torch.rand(1, WIDTH, 2, generator=generator) for _ in range(2))
+    state = far(torch.randn(1, 1, 1, 2, WIDTH, 2 * WIDTH, generator=generator), row + 1)
+    before = state[0, -1:].double()
+    tokens = [torch.empty(row + 1, WIDTH).index_copy_(0, torch.tensor([row]), x) for x in (query, key, value)]
+    pulled, output = torch.empty(row + 1, 1, 1, 2, WIDTH), torch.empty(row + 1, WIDTH)
+    last_program(row)
+    sizes = 1, 1, WIDTH, WIDTH, 2 * WIDTH
+    step.step_keys[1, 1, 1](*tokens[:2], decay, beta, state, None, pulled, *sizes, BM=WIDTH, BR=WIDTH)
+    step.step_values[1, 1, 1](
+        tokens[2], decay, beta, None, state, None, pulled, output, *sizes, WIDTH,
+        M=WIDTH, BK=4, BD=WIDTH, C="identity", PRODUCT="bilinear",
+    )  # fmt: skip
+    wide = [x[:, None].double() for x in (query, key, value)]
+    expected = interdomain_step(*wide, decay.double(), beta.double(), None, state=before, backend="recurrent")
+    assert relative_error(output[row], expected[0, 0]) < 1e-5 and relative_error(state[0, -1:], before) < 1e-5
+
+
+@pytest.mark.slow
+def test_preparation(last_program, monkeypatch):
+    """The last run of tokens, of a text that was all zeros before, is what it is alone."""
+    prepare = module("op_interdomain_triton_prepare")
+    run, generator = 16, torch.Generator().manual_seed(0)
+    monkeypatch.setattr(prepare, "_RUN", run)
+    total = LONG // run * run + run
+    taps, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((WIDTH, 4), (WIDTH,), (1, WIDTH)))
+    small = [torch.randn(1, run, WIDTH, generator=generator).bfloat16().requires_grad_() for _ in range(3)]
+    weights = [torch.randn(1, run, 1, WIDTH, generator=generator).bfloat16() for _ in range(3)]
+    norms = weight, weight, bias, bias
+    how = (taps, taps), norms, None, None, None, None, 1, 1, None, 1e-6, False
+    expected, _ = prepare.triton_prepare(*small, *how)
+    grads = torch.autograd.grad(expected, small, weights)
+    x, given = [far(y.detach(), total) for y in small], [far(y, total) for y in weights]
+    out, of_x = ([torch.empty(y.shape, dtype=y.dtype) for y in x] for _ in range(2))
+    launch = prepare._launch(x[0], x[2], taps, None, None, None, None, None, 1, 1, "none", 1e-6)
+    grid, moved, normed = (1, launch.grid[1]), (taps, None), (weight, bias)
+    last_program(total // run - 1)
+    prepare.prepare[grid](
+        prepare.Stream(x[0], out[0], *moved), prepare.Stream(x[1], out[1], *moved, None, *normed),
+        prepare.Stream(x[2], out[2], None, None, None, *normed), *launch.shared, **launch.options,
+    )  # fmt: skip
+    sizes = prepare._sizes_of_sums(*x, taps)
+    partial = torch.empty(total // run, sum(sizes)).split(sizes, dim=1)
+    prepare.prepare_backward[grid](
+        prepare.StreamBackward(x[0], given[0], of_x[0], partial[0], *moved),
+        prepare.StreamBackward(x[1], given[1], of_x[1], partial[1], *moved, weight),
+        prepare.StreamBackward(x[2], given[2], of_x[2], partial[2], None, None, weight),
+        *launch.shared, sum(sizes), **launch.options,
+    )  # fmt: skip
+    for found, right in zip((*out, *of_x), (*expected, *grads), strict=True):
+        assert relative_error(found[:, -run:].flatten(), right.flatten()) < 1e-5
