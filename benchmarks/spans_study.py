@@ -1,9 +1,10 @@
 """How near are joined and cut caches? What a model loses that goes on from `join_caches` and `cut_cache`.
 
-Exact in the first layer, approximate above it: so a trained model reads two documents apart, its states are joined, and
-beside those of reading both the following text tells what is lost; and a span in the middle of a text is cut out. The
-lower bounds are to keep the second document alone, and to keep the span. Models of 1.4M parameters as in
-`condition_study` without rotary embeddings, trained here once and kept in runs/spans_study/; text that was held out.
+Exact in a first layer without convolutions, approximate elsewhere: so a trained model reads two documents apart, its
+states are joined, and beside those of reading both the following text tells what is lost; and a span in the middle of a
+text is cut out. The lower bounds are to keep the second document alone, and to keep the span. Models of 1.4M parameters
+as in `condition_study` without rotary embeddings, trained here once and kept in runs/spans_study/; text that was held
+out.
 
     python -m benchmarks.spans_study --data ../shared/data     # the models, then what is missing of the table
     python -m benchmarks.spans_study --table                   # the table as markdown

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .mixer_common import undivided_groups
-from .mixer_recurrent import RecurrentMixer, Stream
+from .mixer_recurrent import RecurrentMixer, Stream, placed_map
 from .module_common import InterdomainRMSNorm, TabledModule, by_pieces, is_plain, is_untouched
 from .module_convolution import TOKEN_BEFORE, CausalConv1d
 from .module_feature_maps import SiluL2, feature_map
@@ -211,15 +211,7 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
             normalize=self.config.normalize,
             cu_seqlens=None if packing is None else packing.cu_seqlens,
         )
-        if packing is not None:
-            weights = packing.unpack(weights.transpose(1, 2)).transpose(1, 2)  # the tokens that ask
-            if packing.cu_seqlens is None:
-                weights = packing.unpack(weights.transpose(1, 3)).transpose(1, 3)  # those that answer
-            else:  # of all rows, of which each asks its own
-                if packing.places is not None:
-                    weights = weights.index_select(3, packing.places)
-                weights = weights.unflatten(3, packing.shape).diagonal(dim1=0, dim2=3).permute(3, 0, 1, 2)
-        return weights
+        return placed_map(weights, packing)
 
     def _weights(self, device: torch.device) -> list[torch.Tensor] | None:
         """Of the convolutions of query and key, then of the norms of key and value, and their biases.
