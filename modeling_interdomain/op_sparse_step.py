@@ -25,10 +25,10 @@ def sparse_step(
     """One token of `sparse_attention` with the memory updated in place; all sizes are fixed.
 
     Args:
-        query, key, value: `[B, S, d]` and `[B, S, D]`.
+        query, key, value: `[B, S, d]` and `[B, S, D]`, or with an axis of the one token, `[B, 1, S, d]`.
         memory: overwritten.
-        scores: `[B, S]` in the dtype of those in the memory; as in `sparse_attention`.
-        bins: of each part, with query and key `[B, S]`.
+        scores: `[B, S]` or `[B, 1, S]` in the dtype of those in the memory; as in `sparse_attention`.
+        bins: of each part, with query and key `[B, S]` or `[B, 1, S]`.
         mask: `[B]` bool, False for a pad: it leaves the memory as it was, and its output is zero.
         backend: "triton" (a fused kernel for each set of keys on a GPU), "recurrent" (PyTorch) or "auto" (the kernels
             where they can run). Default: "auto".
@@ -37,13 +37,15 @@ def sparse_step(
         `[B, S, D]` in the dtype of `value`.
     """
     with without_autocast(query.device):
-        entry = torch.cat([key, value], dim=-1).flatten(0, 1)[:, None]
+        shape = value.shape[0], *value.shape[-2:]
+        query = query.reshape(-1, 1, query.shape[-1])
+        entry = torch.cat([key, value], dim=-1).view(len(query), 1, -1)
         if backend == "triton" or (backend == "auto" and query.device.type != "cpu" and _contiguous(memory)):
-            output = _fused(backend, query.flatten(0, 1), entry[:, 0], memory, scores, bins, mask)
+            output = _fused(backend, query[:, 0], entry[:, 0], memory, scores, bins, mask)
             if output is not None:
-                return output.view(value.shape).to(value.dtype)
+                return output.view(shape).to(value.dtype)
         _remember(entry, memory, scores, bins, mask)
-        output = _read(query.flatten(0, 1)[:, None], memory, bins).view(value.shape)
+        output = _read(query, memory, bins).view(shape)
     return (output if mask is None else output.where(mask[:, None, None], 0)).to(value.dtype)
 
 
@@ -89,19 +91,14 @@ def _compete(memory: SparseMemory, entry, score, place, real) -> None:
 
 
 def _push(ring: Ring, entry, place, own, valid) -> None:
-    """The oldest key of the bin makes room."""
-    number, keys = ring.places.shape[2:]
-    entries, places = ring.entries.view(-1, keys, entry.shape[2]), ring.places.view(-1, keys)
-    if number > 1:
-        row = _row(ring, own if valid is None else own.clamp(min=0))
-        kept = entries.index_select(0, row), places.index_select(0, row)
-    else:
-        row, kept = None, (entries, places)
-    for whole, old, new in zip((entries, places), kept, (entry, place), strict=True):
-        after = torch.cat([old[:, 1:], new], dim=1)
+    """The oldest key of the bin makes room, an empty slot before all."""
+    row = _row(ring, own if valid is None else own.clamp(min=0))
+    keys = ring.places.shape[3]
+    slot = torch.add(ring.places.view(-1, keys).index_select(0, row).argmin(1), row, alpha=keys)
+    for kept, new in ((ring.entries.view(-1, entry.shape[2]), entry[:, 0]), (ring.places.view(-1, 1), place)):
         if valid is not None:
-            after = torch.where(valid.view(-1, *[1] * (after.ndim - 1)), after, old)
-        whole.copy_(after) if row is None else whole.index_copy_(0, row, after)
+            new = torch.where(valid[:, None], new, kept.index_select(0, slot))
+        kept.index_copy_(0, slot, new)
 
 
 def _read(query: torch.Tensor, memory: SparseMemory, bins: Sequence[Bins]) -> torch.Tensor:
@@ -110,7 +107,7 @@ def _read(query: torch.Tensor, memory: SparseMemory, bins: Sequence[Bins]) -> to
     if memory.entries is not None:
         entries, known = [memory.entries.flatten(0, 1)], [memory.places.flatten(0, 1)]
         places = [*known]
-    for ring, part in zip(memory.rings, bins, strict=True):
+    for i, (ring, part) in enumerate(zip(memory.rings, bins, strict=True), start=1):
         number, keys = ring.places.shape[2:]
         found, place = ring.entries.view(-1, keys, ring.entries.shape[-1]), ring.places.view(-1, keys)
         asked = part.query.flatten()
@@ -121,8 +118,9 @@ def _read(query: torch.Tensor, memory: SparseMemory, bins: Sequence[Bins]) -> to
             place = place.masked_fill((asked < 0)[:, None], 0)
         once = place
         for earlier in known:  # a key in both counts once
-            once = once * (_among(earlier, place) != place)
-        known.append(place)
+            once = once * _missing(earlier, place)
+        if i < len(memory.rings):
+            known.append(place.sort(1).values)
         entries.append(found)
         places.append(once)
     together, place = (x[0] if len(x) == 1 else torch.cat(x, dim=1) for x in (entries, places))
@@ -135,9 +133,9 @@ def _read(query: torch.Tensor, memory: SparseMemory, bins: Sequence[Bins]) -> to
     return torch.bmm(weights, values)
 
 
-def _among(places: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Of ascending `places` of each row the first that is not before the wanted one, the last if all are."""
-    return places.gather(1, torch.searchsorted(places, wanted).clamp_(max=places.shape[1] - 1))
+def _missing(places: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Which of the wanted are not among the ascending `places` of their row."""
+    return torch.searchsorted(places, wanted) == torch.searchsorted(places, wanted, right=True)
 
 
 def _row(ring: Ring, own: torch.Tensor) -> torch.Tensor:
