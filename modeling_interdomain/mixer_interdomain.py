@@ -9,7 +9,7 @@ from transformers import initialization as init
 
 from .mixer_common import undivided_groups
 from .mixer_recurrent import RecurrentMixer, Stream
-from .module_common import InterdomainRMSNorm, TabledModule, by_pieces, is_plain, is_untouched
+from .module_common import FULL_PRECISION, InterdomainRMSNorm, TabledModule, by_pieces, is_plain, is_untouched
 from .module_convolution import CausalConv1d
 from .module_feature_maps import SiluL2, feature_map
 from .module_recurrence import InterdomainRecurrence
@@ -25,9 +25,6 @@ from .op_interdomain_replay import state_after
 
 # The part of a key that is its own token's at the start, beside that of the token before.
 _OWN = 0.1
-
-# What few calls compute without rounding more than many do.
-_FULL_PRECISION = (torch.float32, torch.float64)
 
 
 class KeyValueMixer(RecurrentMixer):
@@ -237,7 +234,7 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
             return None
         dtype = weights[0].dtype
         widened = dtype == torch.bfloat16 and is_plain(projected[0], dtype)
-        if projected[0].dtype != dtype or not (widened or dtype in _FULL_PRECISION):
+        if projected[0].dtype != dtype or not (widened or dtype in FULL_PRECISION):
             return None
         tables = self._tables.get(
             "token", weights, lambda _: token_tables(*(w.float() if widened else w for w in weights))

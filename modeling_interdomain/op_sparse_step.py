@@ -10,7 +10,6 @@ from .op_common_launch import fused
 from .op_sparse_stream import Bins, Ring, SparseMemory
 
 
-@torch.no_grad()
 def sparse_step(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -36,16 +35,18 @@ def sparse_step(
     Returns:
         `[B, S, D]` in the dtype of `value`.
     """
-    with without_autocast(query.device):
-        shape = value.shape[0], *value.shape[-2:]
-        query = query.reshape(-1, 1, query.shape[-1])
-        entry = torch.cat([key, value], dim=-1).view(len(query), 1, -1)
-        if backend == "triton" or (backend == "auto" and query.device.type != "cpu" and _contiguous(memory)):
-            output = _fused(backend, query[:, 0], entry[:, 0], memory, scores, bins, mask)
-            if output is not None:
-                return output.view(shape).to(value.dtype)
-        _remember(entry, memory, scores, bins, mask)
-        output = _read(query, memory, bins).view(shape)
+    if torch.is_grad_enabled() or torch.is_autocast_enabled(query.device.type):
+        with torch.no_grad(), without_autocast(query.device):
+            return sparse_step(query, key, value, memory=memory, scores=scores, bins=bins, mask=mask, backend=backend)
+    shape = value.shape[0], *value.shape[-2:]
+    query = query.reshape(-1, 1, query.shape[-1])
+    entry = torch.cat([key, value], dim=-1).view(query.shape[0], 1, -1)
+    if backend == "triton" or (backend == "auto" and query.device.type != "cpu" and _contiguous(memory)):
+        output = _fused(backend, query[:, 0], entry[:, 0], memory, scores, bins, mask)
+        if output is not None:
+            return output.view(shape).to(value.dtype)
+    _remember(entry, memory, scores, bins, mask)
+    output = _read(query, memory, bins).view(shape)
     return (output if mask is None else output.where(mask[:, None, None], 0)).to(value.dtype)
 
 
@@ -65,9 +66,10 @@ def _fused(backend, query, entry, memory: SparseMemory, scores, bins: Sequence[B
 
 
 def _remember(entry, memory: SparseMemory, scores, bins: Sequence[Bins], mask) -> None:
-    heads = len(entry) // len(memory.seen)
-    memory.seen.add_(1 if mask is None else mask.long())
-    place = memory.seen[:, None].expand(-1, heads).reshape(-1, 1)
+    seen = memory.seen.add_(1 if mask is None else mask.long())
+    batch = seen.shape[0]
+    heads = entry.shape[0] // batch
+    place = seen.expand(heads, 1) if batch == 1 else seen[:, None].expand(-1, heads).reshape(-1, 1)
     real = None if mask is None else mask[:, None].expand(-1, heads).reshape(-1)
     if memory.entries is not None:
         _compete(memory, entry.to(memory.entries.dtype), scores.reshape(-1, 1), place, real)
@@ -79,15 +81,19 @@ def _remember(entry, memory: SparseMemory, scores, bins: Sequence[Bins], mask) -
 
 def _compete(memory: SparseMemory, entry, score, place, real) -> None:
     """The worst of all makes room, of equals the latest, which may be the new one; the others stay in their order."""
-    kept = [x.flatten(0, 1) for x in (memory.entries, memory.scores, memory.places)]
-    rivals = [torch.cat(x, dim=1) for x in zip(kept, (entry, score, place), strict=True)]
-    worst = rivals[1].masked_fill(rivals[2] == 0, -torch.inf).flip(1).argmin(1, keepdim=True)  # from the end
+    rows, _, width = entry.shape
+    keys = memory.scores.shape[2]
+    scores, places = memory.scores.view(rows, keys), memory.places.view(rows, keys)
+    entries = torch.cat([memory.entries.view(rows, keys, width), entry], dim=1)
+    of_all, places_of_all = torch.cat([scores, score], dim=1), torch.cat([places, place], dim=1)
+    worst = of_all.masked_fill(places_of_all == 0, -torch.inf).flip(1).argmin(1, keepdim=True)  # from the end
     if real is not None:
         worst = worst * real[:, None]
-    slots, from_end = _numbers(_slots, *kept[1].shape, like=entry)
-    slots = (slots + (worst >= from_end)).flatten()
-    for old, x in zip(kept, rivals, strict=True):
-        torch.index_select(x.flatten(0, 1), 0, slots, out=old.flatten(0, 1))
+    slots, from_end = _numbers(_slots, rows, keys, like=entry)
+    slots = slots + (worst >= from_end)
+    torch.take(of_all, slots, out=scores)
+    torch.take(places_of_all, slots, out=places)
+    torch.index_select(entries.view(-1, width), 0, slots.view(-1), out=memory.entries.view(-1, width))
 
 
 def _push(ring: Ring, entry, place, own, valid) -> None:
@@ -124,10 +130,12 @@ def _read(query: torch.Tensor, memory: SparseMemory, bins: Sequence[Bins]) -> to
         entries.append(found)
         places.append(once)
     together, place = (x[0] if len(x) == 1 else torch.cat(x, dim=1) for x in (entries, places))
-    wide = torch.promote_types(together.dtype, torch.float32)
-    remembered, values = together.to(wide).split_with_sizes([query.shape[2], together.shape[2] - query.shape[2]], dim=2)
+    if together.dtype not in (torch.float32, torch.float64):
+        together = together.float()
+    remembered, values = together.split_with_sizes([query.shape[2], together.shape[2] - query.shape[2]], dim=2)
     hidden = (place == 0)[:, None]
-    weights = torch.bmm(query.to(wide), remembered.mT).masked_fill_(hidden, torch.finfo(wide).min).softmax(-1)
+    logits = torch.bmm(query.to(together.dtype), remembered.mT)
+    weights = logits.masked_fill_(hidden, torch.finfo(together.dtype).min).softmax(-1)
     if memory.entries is None:  # otherwise a token sees a key, the first of all if no other
         weights = weights.masked_fill_(hidden, 0)
     return torch.bmm(weights, values)

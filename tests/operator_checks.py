@@ -86,6 +86,6 @@ def parameters_of_the_default_start(size: int) -> dict[str, torch.Tensor]:
 
 
 def ring_by_place(entries: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The slots of each bin of a sparse memory in the order of their places: those of equal keys may stand otherwise."""
+    """The slots of each bin of a sparse memory in the order of their places, which equal memories may differ in."""
     ordered, order = places.sort(dim=-1, stable=True)
     return entries.gather(-2, order[..., None].expand_as(entries)), ordered
