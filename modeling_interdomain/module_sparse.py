@@ -165,7 +165,7 @@ class SparseBranch(TabledModule):
                 return None
         weights = [own["q_conv"]._parameters["weight"], own["k_conv"]._parameters["weight"]]
         layers = list(own["scorer"]._parameters.values()) if self.scored else []
-        if any(weight.dtype != dtype for weight in (*weights, *layers[:1])):
+        if weights[0].dtype != dtype or (layers and layers[0].dtype != dtype):
             return None
         taps = self._tables.get("taps", weights, lambda _: taps_of(weights[0], weights[1] * self.dim**-0.5))
         y, after = convolve_token(projected, windows, taps)

@@ -42,15 +42,14 @@ def hashed(z: torch.Tensor, means: torch.Tensor | None, projection: torch.Tensor
         size = torch.linalg.vector_norm(z, 2, -1, True)
         z = z - means
         z.masked_fill_(torch.linalg.vector_norm(z, 2, -1, True) < size.mul_(_SAME), 0)
-    if z.shape[0] == z.shape[1] == 1:  # of more tokens the library would make as many copies of the projection
-        projected = torch.matmul(z, projection)
-    else:
-        heads_first = z.permute(2, 0, 1, 3, 4)
-        projected = torch.bmm(heads_first.flatten(1, 3), projection)
-        projected = projected.view(*heads_first.shape[:-1], -1).permute(1, 2, 0, 3, 4)
+    one = z.shape[0] == z.shape[1] == 1
+    heads_first = z.squeeze((0, 1)) if one else z.permute(2, 0, 1, 3, 4)
+    projected = torch.bmm(heads_first if one else heads_first.flatten(1, 3), projection)
     if kind == "argmax":
-        return projected.argmax(-1)
-    return ((projected > 0) * 2 ** torch.arange(projected.shape[-1], device=z.device)).sum(-1)
+        bins = projected.argmax(-1)
+    else:
+        bins = ((projected > 0) * 2 ** torch.arange(projected.shape[-1], device=z.device)).sum(-1)
+    return bins.view(z.shape[:-1]) if one else bins.view(heads_first.shape[:-1]).permute(1, 2, 0, 3)
 
 
 class KeyScorer(Float32Module):
