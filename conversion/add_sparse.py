@@ -126,7 +126,7 @@ def with_branches(source: InterdomainConfig, options: argparse.Namespace) -> Int
     """The configuration with a branch beside each recurrent layer."""
     asked = {name: getattr(options, name) for name in (*NUMBERS, "sparse_hash", "ranking_loss_coef")}
     fields = {name: value for name, value in asked.items() if value is not None}
-    fields["sparse_gate_init"] = 0.0
+    fields |= {"sparse_gate_init": 0.0, "sparse_query_init": "induction" if source.conv_kernel > 1 else "independent"}
     fields["sparse_attention"] = [
         options.sparse_attention if TOKEN_MIXERS[name].can_branch else None for name in source.mixers_per_layer
     ]

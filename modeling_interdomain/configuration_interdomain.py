@@ -32,6 +32,7 @@ _CHOICES = {
     "dynamic_mask": (None, "position", "hard", "value"),
     "sparse_hash": ("argmax", "sign"),
     "sparse_hash_center": (None, "prefix"),
+    "sparse_query_init": ("independent", "induction"),
     "ranking_target": ("sum", "mean"),
     "backend": ("auto", "recurrent", "fft", "scan", "associative_scan", "chunk", "triton"),
 }
@@ -244,7 +245,10 @@ class InterdomainConfig(PreTrainedConfig):
         sparse_hash_size: projections: bins of "argmax", bits of "sign". Default: 64.
         sparse_hash_center: hash what is left of queries and keys without the mean of all so far ("prefix"), or None.
             Default: "prefix".
-        sparse_gate_init: start of the factor, one a channel, of what the branch adds. Default: 1.0.
+        sparse_gate_init: start of the factor, one a channel, of what the branch adds. Default: None, as loud as the
+            recurrence: `output_init_rms`, or 1 where that is not set.
+        sparse_query_init: as `query_init`, of the branch, in layers whose recurrence does not start with "induction"
+            itself. Default: None, "induction" or, with `start` "random" or nothing to shift, "independent".
         ranking_loss_coef: what the ranking losses of the learned scores, summed over the layers, are multiplied with
             before they join the training loss; 0 freezes the scores. Default: 0.1.
         ranking_target: what ranks keys: the "sum" of what later queries make of them, or its "mean". Default: "sum".
@@ -353,7 +357,8 @@ class InterdomainConfig(PreTrainedConfig):
     sparse_hash: str = "argmax"
     sparse_hash_size: int = 64
     sparse_hash_center: str | None = "prefix"
-    sparse_gate_init: float = 1.0
+    sparse_gate_init: float | None = None
+    sparse_query_init: str | None = None
     ranking_loss_coef: float = 0.1
     ranking_target: str = "sum"
     use_cache: bool = True
@@ -389,6 +394,9 @@ class InterdomainConfig(PreTrainedConfig):
 
     def _choose_start(self) -> None:
         """Fill in how the recurrent layers start."""
+        if self.sparse_query_init is None:
+            alone = self.start == "random" or self.conv_kernel < 2
+            self.sparse_query_init = "independent" if alone else "induction"
         if self.start is None:
             possible = (
                 any(TOKEN_MIXERS[name].can_start_to_recall for name in self.mixers_per_layer)
@@ -403,6 +411,8 @@ class InterdomainConfig(PreTrainedConfig):
             self.output_init_rms = _RECALL_RMS
         if self.query_init is None and self._induction_problem() is not None:
             self.query_init = "independent"
+        if self.sparse_gate_init is None:
+            self.sparse_gate_init = 1.0 if self.output_init_rms is None else self.output_init_rms
         for name, value in STARTS.get(self.start, {}).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
@@ -525,6 +535,9 @@ class InterdomainConfig(PreTrainedConfig):
         """What is asked of C and of queries at the start can be done, and has an effect."""
         if self.query_init == "induction" and (problem := self._induction_problem()) is not None:
             raise ValueError(f'query_init = "induction" {problem}: set it to "independent".')
+        if self.sparse_query_init == "induction" and self.conv_kernel < 2:
+            problem = f"shifts keys by a token, which conv_kernel = {self.conv_kernel} cannot"
+            raise ValueError(f'sparse_query_init = "induction" {problem}: set it to "independent".')
         if not self.coefficient_init_noise >= 1e-10:
             raise ValueError(
                 f"coefficient_init_noise must be at least 1e-10, which float64 can tell from 0; got "

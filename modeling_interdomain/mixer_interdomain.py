@@ -10,7 +10,7 @@ from transformers import initialization as init
 from .mixer_common import undivided_groups
 from .mixer_recurrent import RecurrentMixer, Stream
 from .module_common import FULL_PRECISION, InterdomainRMSNorm, TabledModule, by_pieces, is_plain, is_untouched
-from .module_convolution import CausalConv1d
+from .module_convolution import TOKEN_BEFORE, CausalConv1d
 from .module_feature_maps import SiluL2, feature_map
 from .module_recurrence import InterdomainRecurrence
 from .module_rotary import rotate
@@ -22,9 +22,6 @@ from .op_interdomain import append_one
 from .op_interdomain_map import interdomain_attention_map
 from .op_interdomain_prepare import fused_inputs
 from .op_interdomain_replay import state_after
-
-# The part of a key that is its own token's at the start, beside that of the token before.
-_OWN = 0.1
 
 
 class KeyValueMixer(RecurrentMixer):
@@ -146,25 +143,22 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
 
     def start_parameters(self, config) -> None:
         super().start_parameters(config)
-        if config.query_init == "induction":
+        if self.starts_with_induction(config):
             self._start_induction()
 
     @torch.no_grad()
     def _start_induction(self) -> None:
-        """Queries as keys; of the convolutions the own token of queries (and values), of keys the token before.
-
-        And a little of the key's own token: the first has none before it, and the direction of nothing has no gradient.
-        """
+        """Queries as keys; of the convolutions the own token of queries (and values), of keys the token before."""
         heads, groups = self.heads
         shared = self.k_proj.weight.unflatten(0, (groups, -1)).repeat_interleave(heads // groups, dim=0)
         init.copy_(self.q_proj.weight, shared.flatten(0, 1))
         for conv in self._convolutions():
             if conv is not None:
-                taps = torch.zeros_like(conv.weight)
-                taps[..., -1] = 1
-                if conv is self.k_conv:
-                    taps[..., -2:] = torch.tensor([1, _OWN])
-                init.copy_(conv.weight, taps)
+                conv.start_taps(*(TOKEN_BEFORE if conv is self.k_conv else (1,)))
+
+    @classmethod
+    def starts_with_induction(cls, config) -> bool:
+        return config.query_init == "induction"
 
     @classmethod
     def streams(cls, config) -> list[Stream]:

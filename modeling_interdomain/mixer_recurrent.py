@@ -58,7 +58,8 @@ class RecurrentMixer(TokenMixer):
         branch = config.sparse_per_layer[layer_idx]
         self.sparse = None
         if branch is not None:
-            self.sparse = SparseBranch(config, branch, *self.written_shape(config), self.output_heads(config))
+            shape = *self.written_shape(config), self.output_heads(config)
+            self.sparse = SparseBranch(config, branch, *shape, reads_first=not self.starts_with_induction(config))
         self.own_windows = len(windows)
         self.kept_shapes = [*windows, tuple(self.state_shape(config))]
         if self.sparse is not None:
@@ -83,6 +84,11 @@ class RecurrentMixer(TokenMixer):
         return backend_of(self.config)
 
     # What a subclass says.
+
+    @classmethod
+    def starts_with_induction(cls, config) -> bool:
+        """Whether its own queries start so that they find what came after earlier occurrences of the token."""
+        return False
 
     @classmethod
     def streams(cls, config) -> list[Stream]:

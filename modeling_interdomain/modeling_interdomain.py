@@ -250,6 +250,11 @@ class InterdomainPreTrainedModel(PreTrainedModel):
             if getattr(module, "bias", None) is not None:
                 init.zeros_(module.bias)
 
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        """As in the library, which takes a module without parameters of its own for one that has been loaded."""
+        own = next(module.parameters(recurse=False), next(module.buffers(recurse=False), None))
+        super()._initialize_weights(module, is_custom_code and own is not None)
+
     def _ask_for_losses(self, kwargs: dict[str, Any]) -> None:
         """In training, have the forward hand on what layers add to the loss."""
         if not self.training:

@@ -8,6 +8,10 @@ from transformers import initialization as init
 
 from .op_common import multiplies_narrow, without_autocast
 
+# Taps of a key that starts as the token before, and a little as its own: the first token has none before it, and the
+# direction of nothing has no gradient.
+TOKEN_BEFORE = (1.0, 0.1)
+
 
 class CausalConv1d(nn.Conv1d):
     """Depthwise convolution over the last `kernel_size` tokens; an ordinary `nn.Conv1d` otherwise."""
@@ -25,6 +29,13 @@ class CausalConv1d(nn.Conv1d):
             init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
             init.zeros_(self.bias)
+
+    @torch.no_grad()
+    def start_taps(self, *last: float) -> None:
+        """The last taps, in the order of the tokens, are the same numbers in all channels, and those before them 0."""
+        taps = torch.zeros_like(self.weight)
+        taps[..., -len(last) :] = torch.tensor(last)
+        init.copy_(self.weight, taps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[B, W, L + kernel_size - 1]` to `[B, W, L]`."""

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .module_common import FULL_PRECISION, TabledModule, is_plain, is_untouched, own_backend
-from .module_convolution import CausalConv1d, causal_conv, convolve_token, taps_of
+from .module_convolution import TOKEN_BEFORE, CausalConv1d, causal_conv, convolve_token, taps_of
 from .module_sparse_choice import KeyScorer, RankingLoss, SparseHash, hashed, ranking_loss, scored
 from .module_sparse_parts import Budget, budgets, kept_shapes
 from .op_common import Packing, without_autocast
@@ -76,8 +76,13 @@ class SparseBranch(TabledModule):
     paper; `hash` and `scorer`, where a part needs them.
     """
 
-    def __init__(self, config, name: str, groups: int, width: int, outputs: int | None = None):
-        """`groups` x `width` is what the recurrence writes of a token; its output has `outputs` (H) x `width`."""
+    def __init__(
+        self, config, name: str, groups: int, width: int, outputs: int | None = None, *, reads_first: bool = False
+    ):
+        """`groups` x `width` is what the recurrence writes of a token; its output has `outputs` (H) x `width`.
+
+        `reads_first`: the queries of the recurrence, if it has any, leave induction to the branch.
+        """
         outputs = config.num_attention_heads if outputs is None else outputs
         super().__init__()
         self.config = config
@@ -109,6 +114,20 @@ class SparseBranch(TabledModule):
         self.read = [("q_conv", CausalConv1d), ("k_conv", CausalConv1d)]
         self.read += [("scorer", KeyScorer)] * self.scored + [("hash", SparseHash)] * self.hashed
         self.window_shapes, self.state_shapes = kept_shapes(config, name, groups, width)
+        self.reads_first = reads_first
+
+    @torch.no_grad()
+    def start_parameters(self, config) -> None:
+        """With `sparse_query_init="induction"` keys of the token before, which queries of the same token find.
+
+        Both of unit variance in every number, so that equal ones score `d^(1/2)` and others about 0.
+        """
+        if config.sparse_query_init != "induction" or not self.reads_first:
+            return
+        init.normal_(self.k_proj.weight, std=config.hidden_size**-0.5)
+        init.copy_(self.q_proj.weight, self.k_proj.weight)
+        self.q_conv.start_taps(1)
+        self.k_conv.start_taps(*TOKEN_BEFORE)
 
     # What the tokens bring.
 

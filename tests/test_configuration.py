@@ -73,7 +73,7 @@ def test_the_mechanism_cube_compares_models_of_one_size():
 def test_presets_of_a_size_differ_in_the_mechanism_only():
     folder = Path(__file__).parents[1] / "configuration"
     mechanism = {"token_mixers", "state_input", "rope_parameters", "rope_placement"}
-    without_a_state = {"start", "output_init_rms", *STARTS["recall"]}
+    without_a_state = {"start", "output_init_rms", "sparse_gate_init", "sparse_query_init", *STARTS["recall"]}
     first = AutoConfig.from_pretrained(folder / "interdomain-125m").to_dict()
     for name in (*CUBE, "softmax"):
         other = AutoConfig.from_pretrained(folder / f"{name}-125m").to_dict()

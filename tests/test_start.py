@@ -284,6 +284,8 @@ def test_a_configuration_of_before_starts_as_before(tmp_path):
         ({"start": "recall", "coefficient_matrix": "identity"}, 'set coefficient_matrix to "full"'),
         ({"query_init": "keys"}, "query_init must be one of independent, induction"),
         ({"query_init": "induction", "conv_kernel": 1}, "shifts keys by a token, which conv_kernel"),
+        ({"sparse_query_init": "keys"}, "sparse_query_init must be one of independent, induction"),
+        ({"sparse_query_init": "induction", "conv_kernel": 1}, 'set it to "independent"'),
         (
             {"query_init": "induction", "state_input": "generic", "feature_map": "fourier", "feature_dim": 12},
             "another width here",
@@ -326,7 +328,9 @@ def test_what_cannot_start_to_recall_starts_at_random(fields):
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"num_key_value_heads": 1}, {"state_input": "generic"}, {"feature_dim": 12}], ids=str
+    "fields",
+    [{}, {"num_key_value_heads": 1}, {"state_input": "generic"}, {"feature_dim": 12}, {"input_norm": False}],
+    ids=str,
 )
 def test_a_start_that_recalls_reads_what_followed(fields):
     """Of random tokens, each seen once before at most, the one after the earlier occurrence answers."""
@@ -375,3 +379,45 @@ def test_a_posterior_of_s4d_layers_needs_no_product():
     # The Gramian of C phi, conjugated: the modes that the readout meets are orthonormal but for the noise.
     mixed = coefficients @ module_start.gramian(*modes_of(recurrence)).conj() @ coefficients.mH
     torch.testing.assert_close(mixed, torch.eye(8).expand(2, -1, -1).to(mixed.dtype), atol=5e-3, rtol=0)
+
+
+@pytest.mark.parametrize("mixer", ["s4d", "ssd", "selective_scan", "interdomain"])
+def test_one_of_a_recurrence_and_its_branch_starts_with_induction(mixer):
+    """Of random tokens, each seen once before at most, the branch reads the one after; not where the layer does."""
+    torch.manual_seed(0)
+    fields = {"hidden_size": 128, "vocab_size": 64, "token_mixers": mixer, "sparse_attention": "full"}
+    fields |= {"feed_forwards": "none"} if mixer == "selective_scan" else {}
+    model = InterdomainForCausalLM(InterdomainConfig(**SMALL | fields)).eval()
+    first = model.model.layers[0]
+    seen = torch.randperm(64)[:20]
+    order = torch.randperm(19)
+    ids = torch.cat([seen, seen[order]])[None]
+    tokens = first.input_layernorm(model.model.embed_tokens(ids))
+    branch = first.token_mixer.sparse
+    inputs = branch.prepare(tokens, torch.zeros(1, 39, branch.groups, branch.width), None, None, None)
+    scores = torch.einsum("tsd,usd->tu", inputs.query[0], inputs.key[0])
+    right = (scores[20:, :20].argmax(-1) == order + 1).float().mean()
+    assert (right > 0.9) == (mixer != "interdomain")
+    own = scores[20:, :20].gather(1, order[:, None] + 1).mean().item() / branch.heads
+    if mixer != "interdomain":  # queries and keys of unit variance
+        assert own == pytest.approx(branch.dim**0.5, rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "gate", "query"),
+    [
+        ({}, 0.02, "induction"),
+        ({"output_init_rms": 0.05}, 0.05, "induction"),
+        ({"token_mixers": "ssd"}, 1.0, "induction"),
+        ({"conv_kernel": 1}, 0.02, "independent"),
+        ({"start": "random"}, 1.0, "independent"),
+        ({"sparse_gate_init": 0.5, "sparse_query_init": "independent"}, 0.5, "independent"),
+    ],
+    ids=str,
+)
+def test_a_branch_starts_as_loud_as_its_recurrence(fields, gate, query):
+    config = InterdomainConfig(**SMALL, sparse_attention="hax", **fields)
+    again = InterdomainConfig.from_dict(config.to_dict())
+    assert all((x.sparse_gate_init, x.sparse_query_init) == (gate, query) for x in (config, again))
+    model = InterdomainForCausalLM(config)
+    assert model.model.layers[0].token_mixer.sparse.gate.weight.unique().tolist() == pytest.approx([gate])
