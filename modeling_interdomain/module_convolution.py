@@ -106,7 +106,7 @@ def convolve_token(
     Returns:
         `[B, sum of all W]` and the new windows.
     """
-    token = torch.cat(inputs, dim=-1)
+    token = torch.cat(list(inputs), dim=-1)
     before = torch.cat([w.mT for w in windows], dim=-1)  # token by token, as a `RecurrentLayer` has them in memory
     extended = torch.cat([before.to(token.dtype), token], dim=1)
     after = extended[:, 1:].mT.split_with_sizes([w.shape[1] for w in windows], dim=1)

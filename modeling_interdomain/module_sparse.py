@@ -111,8 +111,8 @@ class SparseBranch(TabledModule):
         # What a token reads the weights of, and what it asks for: a module is slow to look up.
         self.scored, self.hashed = self.scorer is not None, self.hash is not None
         self.hash_kind = config.sparse_hash
-        self.read = [("q_conv", CausalConv1d), ("k_conv", CausalConv1d)]
-        self.read += [("scorer", KeyScorer)] * self.scored + [("hash", SparseHash)] * self.hashed
+        read = {"q_conv": CausalConv1d, "k_conv": CausalConv1d, "scorer": KeyScorer, "hash": SparseHash}
+        self.read = {name: kind for name, kind in read.items() if getattr(self, name) is not None}
         self.window_shapes, self.state_shapes = kept_shapes(config, name, groups, width)
         self.reads_first = reads_first
 
@@ -175,11 +175,12 @@ class SparseBranch(TabledModule):
 
         None where calling the modules may do more than their weights say, or something is differentiated or compiled.
         """
-        own, x = self._modules, projected[0]
+        own: dict[str, Any] = self._modules
+        x = projected[0]
         dtype = x.dtype
         if self.training or not is_plain(x, dtype) or dtype not in FULL_PRECISION:
             return None
-        for name, kind in self.read:
+        for name, kind in self.read.items():
             if not is_untouched(own[name], kind, x.device):
                 return None
         weights = [own["q_conv"]._parameters["weight"], own["k_conv"]._parameters["weight"]]
@@ -190,7 +191,7 @@ class SparseBranch(TabledModule):
         y, after = convolve_token(projected, windows, taps)
         both = y.view(-1, 1, 2, self.heads, self.dim).transpose(2, 3)
         query, key = both.unbind(3)
-        scores = sums = bins = running = None
+        scores = sums = found = running = None
         if self.summed:
             sums = both.squeeze(1) + states["sparse_sums"]
             running = sums.to(dtype).unsqueeze(1)
@@ -199,9 +200,9 @@ class SparseBranch(TabledModule):
         if self.hashed:
             # As a number of the dtype at once: PyTorch would convert it in a call of its own.
             means = running / (states["sparse_seen"] + 1.0).view(-1, 1, 1, 1, 1) if self.centred else None
-            bins = hashed(both, means, own["hash"].H, self.hash_kind)
+            found = hashed(both, means, own["hash"].H.to(dtype), self.hash_kind)
         counts = states["sparse_seen"][:, None] + 1 if len(self.binned) > self.hashed else None
-        bins = tuple([self._bins(budget, bins, counts, both) for budget in self.binned])
+        bins = tuple([self._bins(budget, found, counts, both) for budget in self.binned])
         return SparseInputs(query, key, value, scores, bins, sums, projected, after)
 
     def _choose(self, both, states, packing: Packing | None, differentiated: bool):
