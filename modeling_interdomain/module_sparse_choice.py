@@ -42,7 +42,7 @@ def hashed(z: torch.Tensor, means: torch.Tensor | None, projection: torch.Tensor
         size = torch.linalg.vector_norm(z, 2, -1, True)
         z = z - means
         z.masked_fill_(torch.linalg.vector_norm(z, 2, -1, True) < size.mul_(_SAME), 0)
-    one = z.shape[0] == z.shape[1] == 1
+    one = z.shape[0] == 1 and z.shape[1] == 1  # one by one: a graph of any length must not compare the two
     heads_first = z.squeeze((0, 1)) if one else z.permute(2, 0, 1, 3, 4)
     projected = torch.bmm(heads_first if one else heads_first.flatten(1, 3), projection)
     if kind == "argmax":
