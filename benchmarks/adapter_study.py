@@ -2,7 +2,7 @@
 
 The model is the language model of benchmarks/reduce_study.py. All three train the same number of parameters on the same
 windows with the same optimiser: the first states of all layers; a prompt of learned embeddings in front of every
-window; matrices of a low rank beside the projections of the token mixers. Two learning rates and two seeds each.
+window; matrices of a low rank beside the projections of the token mixers. Three learning rates and two seeds each.
 Windows of the training length, and of eight times that, say how much of what was learned fades with the text.
 
     python -m benchmarks.adapter_study     # all runs that results/adapter_study.json does not hold yet, four minutes
@@ -29,7 +29,7 @@ FILE = RESULTS / "adapter_study.json"
 TRAINING = {"steps": 40, "batch_size": 4, "sequence_length": 128, "held_out_tokens": 8_000}
 # Ranks and virtual tokens for as many parameters as the states have.
 RANK, VIRTUAL_TOKENS = 16, 512
-RATES = {"state": (1e-2, 3e-2), "LoRA": (1e-3, 5e-3), "prompt": (1e-2, 1e-1)}
+RATES = {"state": (1e-2, 3e-2, 1e-1), "LoRA": (1e-3, 5e-3, 2e-2), "prompt": (1e-2, 1e-1, 1.0)}
 LONG = 8
 SEEDS = (0, 1)
 
@@ -97,7 +97,7 @@ def run_condition(
 
 
 def table(record: dict) -> str:
-    """One row a method, at its better learning rate."""
+    """One row a method, at its best learning rate."""
     length = record["training"]["sequence_length"]
     columns = [str(length), str(LONG * length)]
     runs = record["runs"]
@@ -115,7 +115,7 @@ def table(record: dict) -> str:
     header = ["adapter", "parameters", "rate", *(f"loss, windows of {n}" for n in columns), "tokens added to a text"]
     about = (
         f"Nats a token of held-out books, one number a seed; {record['training']['steps']} steps of "
-        f"{record['training']['batch_size']} x {length} tokens at the better learning rate; {len(runs)} of "
+        f"{record['training']['batch_size']} x {length} tokens at the best of three learning rates; {len(runs)} of "
         f"{len(list(plan([])))} runs so far."
     )
     return f"{markdown(header, rows)}\n\n{about} {footnote(record)}"

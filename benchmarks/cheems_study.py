@@ -1,4 +1,4 @@
-"""The comparisons of "Wonderful Matrices" (arXiv 2407.16958) at a size that fits a laptop.
+"""The comparisons of "Wonderful Matrices" (arXiv 2407.16958) at a size that two hours of one core hold.
 
 Three parts, of which each condition sees the same data in the same order with the same optimiser:
 
@@ -10,7 +10,9 @@ recall       figure 5: multi-query associative recall at four widths, with a qua
              filler, and answers in the labels alone. That fixes the layout, which a layer could learn instead of
              looking, so the same runs are done with rows that are shifted by 0 to 7 tokens.
 
-Text comes from the folder of benchmarks.condition_study.
+All runs have one learning rate, the best of softmax and S4D in benchmarks.condition_study or next to it, and two seeds:
+the first of everything, then the second. Text comes from that study's folder; there training multiplies in bfloat16
+(autocast), and losses are measured in float32. A run of recall ends once two looks in a row find everything.
 
     python -m benchmarks.cheems_study --data ../shared/data     # all runs that the results do not hold yet
     python -m benchmarks.cheems_study --table                   # the tables as markdown
@@ -18,7 +20,6 @@ Text comes from the folder of benchmarks.condition_study.
 
 import functools
 import math
-import statistics
 from collections.abc import Iterator
 
 import torch
@@ -31,10 +32,9 @@ from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
 FILE = RESULTS / "cheems_study.json"
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "rope_placement": "before"}
 TEXT = {"vocab_size": 2048, "hidden_size": 128, "num_attention_heads": 4, "ssd_state_size": 64}
-TRAINING = condition_study.TRAINING
-RATES, SEEDS = (3e-3, 1.5e-3, 6e-3), (0, 1)
-RECALL_RATES = (3e-3, 1e-3)
-WIDTHS, LENGTH, RECALL_STEPS, SHIFT = (32, 64, 128, 256), 32, 1500, 7
+TRAINING = condition_study.TRAINING | {"steps": 300, "autocast": "bfloat16"}
+LEARNING_RATE, SEEDS = 3e-3, (0, 1)
+WIDTHS, LENGTH, RECALL_STEPS, SHIFT = (16, 32, 64, 128), 16, 1500, 7
 
 ENCODINGS = {
     "conv": {"ssd_conv_kernel": 4},
@@ -96,7 +96,7 @@ def conditions() -> dict[str, dict[str, dict]]:
     recall = {
         f"{name}, {width}": fields
         | ROPE
-        | {"vocab_size": 128, "hidden_size": width, "num_hidden_layers": 2, "num_attention_heads": 1}
+        | {"vocab_size": 32, "hidden_size": width, "num_hidden_layers": 2, "num_attention_heads": 1}
         | {"ssd_state_size": 64, "inner_value_dim": max(8, width // 2), "bos_token_id": None, "eos_token_id": None}
         for name, fields in RECALL.items()
         for width in WIDTHS
@@ -105,30 +105,24 @@ def conditions() -> dict[str, dict[str, dict]]:
 
 
 def plan(runs: list[dict]) -> Iterator[dict]:
-    """The texts at the first rate, recall, then the other rates, then the other seeds at each condition's best."""
+    """Everything with the first seed, then with the second; the text before recall."""
     known = conditions()
     text = [(part, name) for part in ("encodings", "placements") for name in known[part]]
     recall = [("recall", name, shift) for shift in (0, SHIFT) for name in known["recall"]]
-    yield from (item(part, name, RATES[0]) for part, name in text)
-    yield from (item(part, name, RECALL_RATES[0], shift=shift) for part, name, shift in recall)
-    yield from (item(part, name, rate) for rate in RATES[1:] for part, name in text)
-    yield from (item(part, name, rate, shift=shift) for rate in RECALL_RATES[1:] for part, name, shift in recall)
-    for seed in SEEDS[1:]:
-        for part, name, *shift in [*text, *recall]:
-            if found := best_runs(runs, part, name, *shift):
-                yield item(part, name, found[0]["learning_rate"], seed, *shift)
+    for seed in SEEDS:
+        yield from (item(*what, seed=seed) for what in (*text, *recall))
 
 
-def item(part: str, condition: str, learning_rate: float, seed: int = 0, shift: int = 0) -> dict:
+def item(part: str, condition: str, shift: int = 0, seed: int = 0) -> dict:
     """What tells a run from the others."""
-    return {"part": part, "condition": condition, "learning_rate": learning_rate, "seed": seed, "shift": shift}
+    return {"part": part, "condition": condition, "learning_rate": LEARNING_RATE, "seed": seed, "shift": shift}
 
 
 def run_condition(part: str, condition: str, learning_rate: float, seed: int, shift: int, data: dict) -> dict:
     """Train one condition, and measure it on held-out text or sequences."""
     config = InterdomainConfig(**conditions()[part][condition])
     if part != "recall":
-        return condition_study.train_and_measure(config, learning_rate, seed, data)
+        return condition_study.train_and_measure(config, learning_rate, seed, data, TRAINING)
     torch.manual_seed(seed)
     model = InterdomainForCausalLM(config)
 
@@ -137,20 +131,14 @@ def run_condition(part: str, condition: str, learning_rate: float, seed: int, sh
         kind = {"random_filler": True, "hidden_answers": True, "shift": shift}
         return mqar_batches(LENGTH // 4, LENGTH, config.vocab_size, 64, generator, **kind)
 
-    found = recall_study.train_and_ask(model, batches(seed), batches(seed + 1000), RECALL_STEPS, learning_rate)
+    streams = batches(seed), batches(seed + 1000)
+    found = recall_study.train_and_ask(model, *streams, RECALL_STEPS, learning_rate, recall_study.SOLVED)
     return {"parameters": model.num_parameters()} | found
 
 
-def error(row: dict) -> float:
-    """What the best learning rate has least of."""
-    return condition_study.score(row) if row["part"] != "recall" else 1 - row["accuracy"]
-
-
-def best_runs(runs: list[dict], part: str, name: str, shift: int = 0) -> list[dict]:
-    """All seeds at the learning rate that is best with the first seed, of those tried."""
-    own = [row for row in runs if (row["part"], row["condition"], row["shift"]) == (part, name, shift)]
-    best = min((row for row in own if row["seed"] == SEEDS[0]), key=error, default=None)
-    return [row for row in own if row["learning_rate"] == best["learning_rate"]] if best else []
+def runs_of(runs: list[dict], part: str, name: str, shift: int = 0) -> list[dict]:
+    """All seeds of a condition."""
+    return [row for row in runs if (row["part"], row["condition"], row["shift"]) == (part, name, shift)]
 
 
 def table(record: dict) -> str:
@@ -158,9 +146,8 @@ def table(record: dict) -> str:
     runs = record["runs"]
 
     def perplexity(part: str, name: str) -> str:
-        found = best_runs(runs, part, name)
-        seeds = ", ".join(f"{math.exp(condition_study.score(row)):.1f}" for row in found)
-        return f"{seeds} at {found[0]['learning_rate']:g}" if found else "not run"
+        found = runs_of(runs, part, name)
+        return ", ".join(f"{math.exp(condition_study.score(row)):.1f}" for row in found) or "not run"
 
     encodings = [
         [
@@ -174,13 +161,13 @@ def table(record: dict) -> str:
     ]
     placements = []
     for name, figure in PAPER_PLACEMENTS.items():
-        found = best_runs(runs, "placements", name)
+        found = runs_of(runs, "placements", name)
         parameters = f"{found[0]['parameters']:,}" if found else ""
         placements.append([name, parameters, perplexity("placements", name), str(figure)])
     recall = []
     for name in RECALL:
         for shift in (0, SHIFT):
-            cells = [best_runs(runs, "recall", f"{name}, {width}", shift) for width in WIDTHS]
+            cells = [runs_of(runs, "recall", f"{name}, {width}", shift) for width in WIDTHS]
             if any(cells):
                 shown = [", ".join(f"{row['accuracy']:.0%}" for row in found) or "not run" for found in cells]
                 recall.append([name, "shifted" if shift else "fixed", *shown])
@@ -191,12 +178,12 @@ def table(record: dict) -> str:
     if recall:
         tables.append(markdown(["recall", "layout", *(f"width {width}" for width in WIDTHS)], recall))
     tokens = TRAINING["steps"] * TRAINING["batch_size"] * TRAINING["sequence_length"]
-    tried = statistics.mean(len({row["learning_rate"] for row in runs if row["part"] == part}) for part in conditions())
     about = (
-        f"{len(runs)} runs so far, {tried:.1f} learning rates a part. Texts: {tokens:,} tokens a run, vocabulary "
-        f"{TEXT['vocab_size']}, width {TEXT['hidden_size']}; perplexity a token, one number a seed, at the best rate "
-        f"tried. Recall: {LENGTH // 4} pairs in {LENGTH} tokens, {RECALL_STEPS} steps of 64 sequences. One seed and "
-        "one rate do not tell conditions apart that lie within some percent."
+        f"{len(runs)} of {len(list(plan(runs)))} runs so far. Texts: {tokens:,} tokens a run, vocabulary "
+        f"{TEXT['vocab_size']}, width {TEXT['hidden_size']}; perplexity a token, one number a seed. Recall: "
+        f"{LENGTH // 4} pairs in {LENGTH} tokens, at most {RECALL_STEPS} steps of 64 sequences; right answers, one "
+        f"number a seed. All at the rate {LEARNING_RATE:g}: two seeds and one rate do not tell conditions apart that "
+        "lie within some percent."
     )
     return "\n\n".join([*tables, f"{about} {footnote(record)}"])
 

@@ -123,12 +123,17 @@ def run_condition(condition: str, learning_rate: float, seed: int, data: dict, t
 def train_and_measure(
     config: InterdomainConfig, learning_rate: float, seed: int, data: dict, training: dict = TRAINING
 ) -> dict:
-    """Nats a token on three texts, and at longer lengths than it was trained on."""
+    """Nats a token on three texts, and at longer lengths than it was trained on.
+
+    `training["autocast"]`, if there is one, names the dtype that training multiplies in.
+    """
     torch.manual_seed(seed)
     model = InterdomainForCausalLM(config)
     batches = random_batches(data["train"], training["batch_size"], training["sequence_length"], seed)
+    autocast = getattr(torch, training["autocast"]) if "autocast" in training else None
+    options = {"steps": training["steps"], "learning_rate": learning_rate, "autocast_dtype": autocast}
     try:
-        steps = list(train(model, batches, steps=training["steps"], learning_rate=learning_rate))
+        steps = list(train(model, batches, **options))
     except FloatingPointError as error:
         return {"parameters": model.num_parameters(), "failed": str(error)}
     row = {"parameters": model.num_parameters(), "train_loss": statistics.mean(step.loss for step in steps[-50:])}

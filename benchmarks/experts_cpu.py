@@ -57,7 +57,7 @@ def _config(width: int, hidden: int) -> InterdomainConfig:
 
 def verify(config: InterdomainConfig) -> float:
     """The largest relative error of the layer's output and gradients against all experts in float64; below 1e-4."""
-    layer, x = CrossDomainMoE(config, 0), torch.randn(1, 24, config.hidden_size)
+    layer, x = CrossDomainMoE(config, 0), torch.randn(1, 256, config.hidden_size)
     chosen: list[torch.Tensor] = []
     hook = layer.chosen.register_forward_hook(lambda module, inputs, ids: chosen.append(ids))
     found = _with_gradients(layer, x)

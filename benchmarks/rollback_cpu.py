@@ -8,6 +8,7 @@ from modeling_interdomain import InterdomainCache
 
 # Tokens until the text begins again, tokens to write, and the candidates of one guess.
 PERIOD, NEW_TOKENS, CANDIDATES = 48, 96, 10
+GUESSED = 5  # as in benchmarks.speculation_study
 REQUIRED = {"crop": 1.0, "prompt_lookup": 1.3}
 
 
@@ -24,7 +25,9 @@ def run(quick: bool = False) -> dict:
 
 @torch.no_grad()
 def _crop(model, seconds: float) -> dict:
-    """A decode step, and `crop(-5)` of a record of 64 single steps; the step that refills it is not timed with it."""
+    """A decode step; `crop(-5)` of a record of 64 single steps (what refills it is not timed with it); and a guess of
+    GUESSED tokens of which one is right, with what takes the others back.
+    """
     cache, plain = InterdomainCache(model.config), InterdomainCache(model.config)
     cache.activate_past_recording()
     ids = torch.randint(model.config.vocab_size, (1, 512), generator=torch.Generator().manual_seed(1))
@@ -40,9 +43,18 @@ def _crop(model, seconds: float) -> dict:
             layer.recorded = record
         cache.crop(-5)
 
-    functions = {"step": lambda: model(ids[:, :1], past_key_values=plain), "crop": crop}
+    guessing = InterdomainCache(model.config)
+    guessing.activate_past_recording()
+    model(ids, past_key_values=guessing, logits_to_keep=1)
+
+    def guess():
+        model(ids[:, : GUESSED + 1], past_key_values=guessing)
+        guessing.crop(1 - GUESSED)
+
+    functions = {"step": lambda: model(ids[:, :1], past_key_values=plain), "crop": crop, "guess": guess}
     times = time_in_turns(functions, seconds)
-    return {**times, "ratio": times["crop"]["median"] / times["step"]["median"]}
+    step = times["step"]["median"]
+    return {**times, "ratio": times["crop"]["median"] / step, "guess_ratio": times["guess"]["median"] / step}
 
 
 @torch.no_grad()
@@ -83,6 +95,13 @@ def table(record: dict) -> str:
             "a decode step",
             _ms(crop["step"]),
             f"{crop['ratio']:.2f} of it",
+        ],
+        [
+            f"a guess of {GUESSED} tokens, {GUESSED - 1} of them wrong",
+            _ms(crop["guess"]),
+            "a decode step",
+            _ms(crop["step"]),
+            f"{crop['guess_ratio']:.2f} of it",
         ],
         [
             f"{NEW_TOKENS} tokens with prompt lookup",

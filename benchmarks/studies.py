@@ -87,6 +87,30 @@ def run_missing(
         print(f"{missing[0]}: {row['seconds']:.0f} s", flush=True)
 
 
+def rates_then_seeds(
+    runs: list[dict], kinds: list[dict], rates: tuple[float, ...], seeds: tuple[int, ...]
+) -> Iterator[dict]:
+    """A plan: every kind of run at a learning rate, then at the next, then the other seeds at the best rate of each."""
+    for rate in rates:
+        yield from (kind | {"learning_rate": rate, "seed": seeds[0]} for kind in kinds)
+    for seed in seeds[1:]:
+        for kind in kinds:
+            if {row["learning_rate"] for row in runs if kind.items() <= row.items()} >= set(rates):
+                yield kind | {"learning_rate": best_rate(runs, kind, seeds[0]), "seed": seed}
+
+
+def best_rate(runs: list[dict], kind: dict, seed: int) -> float | None:
+    """The learning rate with the most right answers of a seed, of those tried."""
+    tried = [row for row in runs if (kind | {"seed": seed}).items() <= row.items()]
+    return max(tried, key=lambda row: row["accuracy"])["learning_rate"] if tried else None
+
+
+def best_runs(runs: list[dict], kind: dict, seed: int) -> list[dict]:
+    """All seeds at that rate, in their order."""
+    wanted = kind | {"learning_rate": best_rate(runs, kind, seed)}
+    return sorted((row for row in runs if wanted.items() <= row.items()), key=lambda row: row["seed"])
+
+
 def write_speed(file: Path, fresh: dict, runs: dict[str, Iterator], amount: int, seconds: float = 10.0) -> None:
     """Add to the file what each condition does a second: median, 20th and 80th percentile.
 

@@ -3,7 +3,8 @@
 Prints a line about every doubling from 1,024 tokens on: bits per byte so far, tokens per second since the line before,
 the bytes of the cache, and those a softmax model of the same shape would need for its keys and values. Then comes the
 continuation, of the text alone or of `--prompt` after it. With `--state` what was read is a file of a few megabytes,
-from which the next call goes on: with another text, or with none and another prompt.
+from which the next call goes on: with another text, or with none and another prompt. Of a text read in one call the
+file has the hash of its tokens, too, which take four bytes each until it is written.
 
 Usage:
     python -m examples.long_context runs/quickstart novel.txt
@@ -18,6 +19,7 @@ import argparse
 import math
 import sys
 import time
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,13 +42,17 @@ NUMBERS = {"last": int, "tokens": int, "bytes": int, "nats": float}  # of a read
 
 @dataclass
 class Reading:
-    """A text so far; `last` is its newest token, which the cache has not seen."""
+    """A text so far; `last` is its newest token, which the cache has not seen.
+
+    `seen` are the tokens that it has, for a state file; None where nobody asks or a file has gone on from another.
+    """
 
     cache: InterdomainCache
     last: int
     tokens: int = 0
     bytes: int = 0
     nats: float = 0.0
+    seen: array[int] | None = None
 
     @property
     def bits_per_byte(self) -> float:
@@ -68,6 +74,11 @@ def chunks(tokenizer: PreTrainedTokenizerBase, text: TextIO, size: int) -> Itera
             start = end
 
 
+def start(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Reading:
+    """Of nothing yet."""
+    return Reading(InterdomainCache(model.config), tokenizer.bos_token_id)
+
+
 @torch.no_grad()
 def read(
     model: PreTrainedModel,
@@ -77,9 +88,12 @@ def read(
     reading: Reading | None = None,
 ) -> Iterator[Reading]:
     """Advance one cache through the text; gives the same reading after every chunk, the given one if there is one."""
-    reading = reading or Reading(InterdomainCache(model.config), tokenizer.bos_token_id)
+    reading = reading or start(model, tokenizer)
     for ids, count in chunks(tokenizer, text, size):
-        inputs = torch.tensor([[reading.last, *ids[:-1]]], device=model.device)
+        inputs = [reading.last, *ids[:-1]]
+        if reading.seen is not None:
+            reading.seen.extend(inputs)
+        inputs = torch.tensor([inputs], device=model.device)
         logits = model(inputs, past_key_values=reading.cache, use_cache=True).logits[0]
         reading.nats += F.cross_entropy(logits.float(), torch.tensor(ids, device=model.device), reduction="sum").item()
         reading.last = ids[-1]
@@ -91,8 +105,9 @@ def read(
 def save(reading: Reading, path: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """A file from which `resume` goes on."""
     notes = {name: repr(getattr(reading, name)) for name in NUMBERS}
+    tokens = None if reading.seen is None else torch.frombuffer(reading.seen, dtype=torch.int32)[None]
     try:
-        reading.cache.save(path, model, tokenizer=tokenizer, notes=notes)
+        reading.cache.save(path, model, tokenizer=tokenizer, tokens=tokens, notes=notes)
     except OSError as error:
         raise InputError(str(error)) from error
 
@@ -178,10 +193,12 @@ def run(options: argparse.Namespace) -> None:
     model, tokenizer = load_interdomain(options.folder)
     if tokenizer.bos_token_id is None:
         raise InputError(f"The tokenizer of {options.folder} has no token for the beginning of a text (bos_token).")
-    reading = resume(options.state, model, tokenizer) if resumed else None
+    reading = resume(options.state, model, tokenizer) if resumed else start(model, tokenizer)
+    if options.state is not None and not resumed:
+        reading.seen = array("i")
     if text is not None:
         reading = read_and_report(model, tokenizer, text, options.chunk, reading)
-        if reading is None:
+        if not reading.tokens:
             raise InputError(f"{options.text if options.text not in (None, '-') else 'Standard input'} holds no text.")
         if options.state is not None:
             save(reading, options.state, model, tokenizer)
@@ -190,12 +207,11 @@ def run(options: argparse.Namespace) -> None:
 
 
 def read_and_report(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: TextIO, size: int, before: Reading | None
-) -> Reading | None:
-    """What was read in the end, with the lines of the table; None when that is nothing."""
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: TextIO, size: int, reading: Reading
+) -> Reading:
+    """What was read in the end, with the lines of the table."""
     print("      tokens  bits per byte  tokens/s   cache bytes  keys and values of softmax")
-    lines_tokens, started = 0 if before is None else before.tokens, time.perf_counter()
-    next_line, reading = 1024, before
+    lines_tokens, started, next_line = reading.tokens, time.perf_counter(), 1024
     while next_line <= lines_tokens:
         next_line *= 2
 
@@ -204,13 +220,13 @@ def read_and_report(
         ours, theirs = cache_bytes(reading.cache), softmax_bytes(model.config, reading.tokens, model.dtype)
         print(f"{reading.tokens:12,}{reading.bits_per_byte:15.3f}{speed:10,.0f}{ours:14,}{theirs:28,}", flush=True)
 
-    for reading in read(model, tokenizer, text, size, before):
+    for _ in read(model, tokenizer, text, size, reading):
         if reading.tokens >= next_line:
             print_line()
             lines_tokens, started = reading.tokens, time.perf_counter()
             while next_line <= reading.tokens:
                 next_line *= 2
-    if reading is not None and reading.tokens > lines_tokens:
+    if reading.tokens > lines_tokens:
         print_line()
     return reading
 

@@ -169,7 +169,9 @@ def next_token_nll(model: torch.nn.Module, windows: torch.Tensor) -> torch.Tenso
 
 def nll_of_logits(logits: torch.Tensor, windows: torch.Tensor) -> torch.Tensor:
     """The same of logits [B, T, vocab_size] that were made of the first T tokens."""
-    return F.cross_entropy(logits.float().transpose(1, 2), windows[:, 1:], reduction="none")
+    # Rows of a matrix: with the classes in the middle a CPU takes twice as long.
+    nats = F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten(), reduction="none")
+    return nats.view(logits.shape[:2])
 
 
 @torch.no_grad()

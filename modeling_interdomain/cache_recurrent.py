@@ -10,6 +10,14 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 _PIECES = 16
 
 
+class Kept(NamedTuple):
+    """`windows` and `states` after so many `tokens` of a record."""
+
+    windows: list[torch.Tensor]
+    states: dict[str, torch.Tensor]
+    tokens: int
+
+
 class Record(NamedTuple):
     """What moves a layer on from `windows` and `states`, kept so that the last tokens can be taken back.
 
@@ -19,6 +27,7 @@ class Record(NamedTuple):
         pieces: one tuple of `[B, T, ...]` tensors a forward, the last of each the `[B, T]` bool mask, False for pads.
         constants: tensors without a batch axis that `replay` needs (a decay, say).
         replay: the mixer's own way to move on, `replay(windows, states, inputs, constants)` to new ones of both.
+        latest: before the latest forward of several tokens, of which the last are those that guessing takes back.
     """
 
     windows: list[torch.Tensor] | None
@@ -26,6 +35,7 @@ class Record(NamedTuple):
     pieces: list[tuple[torch.Tensor, ...]]
     constants: tuple[torch.Tensor, ...]
     replay: Callable
+    latest: Kept | None = None
 
     @property
     def tokens(self) -> int:
@@ -225,10 +235,14 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
                 before = [w.detach().clone() for w in self.windows], _map_states(_copy, self.states)
             self.recorded = Record(*before, [inputs], constants, replay)
         else:
+            latest = self.recorded.latest
+            if inputs[-1].shape[1] > 1:
+                windows = [w.detach().clone() for w in self.windows]
+                latest = Kept(windows, _map_states(_copy, self.states), self.recorded.tokens)
             pieces = [*self.recorded.pieces, inputs]
             if len(pieces) > _PIECES:
                 pieces = [_joined(pieces)]
-            self.recorded = self.recorded._replace(pieces=pieces, constants=constants)
+            self.recorded = self.recorded._replace(pieces=pieces, constants=constants, latest=latest)
         # All of a short forward can be taken back, of the prompt only its end.
         self.kept = max(self.max_rollback, inputs[-1].shape[1] if self.is_initialized else 0)
 
@@ -237,10 +251,12 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
         if self.recorded is None or self.recorded.tokens <= 2 * self.kept:
             return
         tokens = self.recorded.tokens - self.kept
-        inputs = self._between(0, tokens)
-        rest = tuple(x.clone() for x in self._between(tokens, self.recorded.tokens))
-        windows, states = self._replay(inputs)
-        self.recorded = self.recorded._replace(windows=windows, states=states, pieces=[rest])
+        rest = tuple(x.clone() for x in _joined(_between(self.recorded.pieces, tokens, self.recorded.tokens)))
+        windows, states = self._replay(tokens)
+        latest = self.recorded.latest
+        if latest is not None:
+            latest = latest._replace(tokens=latest.tokens - tokens) if latest.tokens >= tokens else None
+        self.recorded = self.recorded._replace(windows=windows, states=states, pieces=[rest], latest=latest)
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise if `crop` with this argument cannot be done, before anything is changed."""
@@ -268,22 +284,25 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
         if tokens_to_remove == 0:
             return
         self.thaw()
-        kept = self._between(0, self.recorded.tokens + tokens_to_remove)
+        kept = self.recorded.tokens + tokens_to_remove
         self._store_all(*self._replay(kept))
-        self.recorded = self.recorded._replace(pieces=[kept])
+        latest = self.recorded.latest
+        if latest is not None and latest.tokens > kept:
+            latest = None
+        pieces = _between(self.recorded.pieces, 0, kept)
+        self.recorded = self.recorded._replace(pieces=pieces, latest=latest)
         self.cumulative_length += tokens_to_remove
 
-    def _between(self, start: int, stop: int) -> tuple[torch.Tensor, ...]:
-        """The recorded inputs of some tokens, as one piece."""
-        return tuple(x[:, start:stop] for x in _joined(self.recorded.pieces))
-
-    def _replay(self, inputs: tuple[torch.Tensor, ...]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        """Windows and states after `inputs`, from the beginning of the record."""
-        record = self.recorded
+    def _replay(self, tokens: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        """Windows and states after the first `tokens` of the record, from the nearest that are known."""
+        record, start = self.recorded, 0
         windows, states = record.windows, record.states
-        if windows is None:
+        if record.latest is not None and record.latest.tokens <= tokens:
+            windows, states, start = record.latest
+        elif windows is None:
             windows = [torch.zeros_like(w) for w in self.windows]
             states = _map_states(torch.zeros_like, self.states) | (states or {})
+        inputs = _joined(_between(record.pieces, start, tokens))
         with torch.no_grad():
             return record.replay(windows, states, inputs, record.constants)
 
@@ -328,11 +347,15 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.conv_states = {i: function(w) for i, w in self.conv_states.items()}
         self.recurrent_states = {i: function(x) for i, x in self.recurrent_states.items()}
         if self.recorded is not None:
-            windows, states, pieces, constants, replay = self.recorded
+            windows, states, pieces, constants, replay, latest = self.recorded
             windows = None if windows is None else [function(w) for w in windows]
             states = None if states is None else _map_states(function, states)
             pieces = [tuple(function(x) for x in piece) for piece in pieces]
-            self.recorded = Record(windows, states, pieces, constants, replay)
+            if latest is not None:
+                latest = Kept(
+                    [function(w) for w in latest.windows], _map_states(function, latest.states), latest.tokens
+                )
+            self.recorded = Record(windows, states, pieces, constants, replay, latest)
 
     def map_rows(self, function) -> None:
         """The same, in place where the number of rows stays, so that addresses stay."""
@@ -376,6 +399,18 @@ class StaticRecurrentLayer(RecurrentLayer):
 def _joined(pieces: list[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
     """Several forwards as one piece, along the tokens."""
     return pieces[0] if len(pieces) == 1 else tuple(torch.cat(x, dim=1) for x in zip(*pieces, strict=True))
+
+
+def _between(pieces: list[tuple[torch.Tensor, ...]], start: int, stop: int) -> list[tuple[torch.Tensor, ...]]:
+    """The pieces that hold the tokens from `start` to `stop`, cut to them; at least one, which may be empty."""
+    found, first = [], 0
+    for piece in pieces:
+        count = piece[-1].shape[1]
+        low, high = max(start - first, 0), min(stop - first, count)
+        if low < high:
+            found.append(piece if (low, high) == (0, count) else tuple(x[:, low:high] for x in piece))
+        first += count
+    return found or [tuple(x[:, :0] for x in pieces[0])]
 
 
 def _map_states(function, states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

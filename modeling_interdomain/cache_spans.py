@@ -1,8 +1,8 @@
 """Caches of texts put together and taken apart, without reading anything again: see `op_common_spans`.
 
-Exact in the first recurrent layer, but for the tokens that its convolutions reach over a joint; approximate in later
-ones, whose keys and values are those of the text as it was read. How near that is, is measured in
-benchmarks/spans_study.py.
+Exact at the operator, and in a first layer without convolutions. With them the first tokens after a joint are those
+that the convolutions made without the text before it, and the keys and values of later layers are those of the text as
+it was read: there it is approximate. How near that is, is measured in benchmarks/spans_study.py.
 """
 
 from typing import Any

@@ -2,12 +2,21 @@
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 
-from .module_common import own_backend, residual_projection
+from .module_common import TabledModule, is_untouched, own_backend, residual_projection
 from .op_common import without_autocast
-from .op_experts import EXPERT_BACKENDS, factor_pair, find_experts, read_experts, sum_experts
+from .op_experts import (
+    EXPERT_BACKENDS,
+    choose_experts,
+    factor_pair,
+    find_experts,
+    keys_of_inputs,
+    read_experts,
+    sum_experts,
+)
 
 
 class ChosenExperts(nn.Module):
@@ -20,7 +29,7 @@ class ChosenExperts(nn.Module):
         return ids
 
 
-class CrossDomainMoE(nn.Module):
+class CrossDomainMoE(TabledModule):
     """`phi + sum over h heads and k experts of act((z . down) s) up`, with the shared MLP `phi = down(act(up(x)))`.
 
     z, which also queries the product keys, is phi ("cross_domain": the experts continue where the MLP ends) or x
@@ -103,9 +112,31 @@ class CrossDomainMoE(nn.Module):
     def _find(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores, in at least float32, and ids, `[B, T, h, k]`."""
         keys = self.expert_keys
+        met = self._keys_of(x)
+        if met is not None:
+            scores = F.linear(x, met.flatten(0, 1)).unflatten(-1, met.shape[:2])
+            return choose_experts(scores[..., : self.rows], scores[..., self.rows :], self.count)
         wide = torch.promote_types(keys.dtype, torch.float32)
         query = self.query_proj(x.to(keys.dtype)).view(*x.shape[:2], 2, self.heads, -1)
         return find_experts(query.to(wide), keys.to(wide), self.rows, self.count)
+
+    def _keys_of(self, x: torch.Tensor) -> torch.Tensor | None:
+        """`keys_of_inputs` where that is the shorter way to the same scores; for single tokens they are kept."""
+        keys, plain = self.expert_keys, x.dtype in (torch.float32, torch.float64)
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or not (plain and x.dtype == keys.dtype):
+            return None
+        (batch, length), number, size = x.shape[:2], keys.shape[1], 2 * keys.shape[2]
+        if number >= size or not is_untouched(self.query_proj, nn.Linear, x.device):
+            return None
+        many = batch * length * (size - number) > size * number
+
+        def compute(kept: bool) -> torch.Tensor | None:
+            return keys_of_inputs(self.query_proj.weight, keys, self.rows) if kept or many else None
+
+        if length == 1:
+            return self._tables.get("keys", [self.query_proj.weight, keys], compute)
+        self.forget_tables()
+        return compute(False)
 
     def _weigh(self, products: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self.score == "raw":

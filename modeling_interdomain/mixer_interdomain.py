@@ -19,6 +19,7 @@ from .module_token_inputs import token_inputs, token_tables
 from .op_common import multiplies_narrow
 from .op_common_spans import aged, join_states
 from .op_interdomain import append_one
+from .op_interdomain_few import FEW
 from .op_interdomain_map import interdomain_attention_map
 from .op_interdomain_prepare import fused_inputs
 from .op_interdomain_replay import state_after
@@ -123,6 +124,7 @@ class KeyValueMixer(RecurrentMixer):
 class InterdomainMixer(TabledModule, KeyValueMixer):
     """The token mixer of the paper (eqs. 10 to 13): queries join, convolved and passed through the feature map."""
 
+    most_steps = FEW
     q_proj: nn.Linear
     k_proj: nn.Linear
     q_conv: nn.Conv1d
@@ -190,6 +192,11 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
         query, *rest = streams
         query = query.unflatten(-1, (-1, self.widths[0]))
         return self._features(query, cos_sin, is_query=True), *super()._tokens(rest, cos_sin)
+
+    def _steps(self, tokens, state):
+        if self.recurrence.normalize:
+            return super()._steps(tokens, state)
+        return self.recurrence(*tokens, step=True, state=state)
 
     def attention_map(self, tokens, packing):
         query, key, _ = tokens

@@ -45,6 +45,8 @@ class RecurrentMixer(TokenMixer):
     can_branch = True
     exact_states = EXACT_STATES
     recurrence: nn.Module
+    # Tokens that take less time on a CPU step by step than in an operator for many.
+    most_steps = 6
 
     def __init__(self, config, layer_idx: int, output_width: int):
         """`output_width` are the numbers a head that the recurrence gives."""
@@ -286,7 +288,7 @@ class RecurrentMixer(TokenMixer):
             streams.append(x)
         return self._tokens(streams, cos_sin), after
 
-    def _convolutions(self) -> list[nn.Conv1d | None]:
+    def _convolutions(self) -> list[CausalConv1d | None]:
         """One a stream."""
         return [getattr(self, f"{name}_conv", None) for name in self.stream_names]
 
@@ -350,11 +352,16 @@ class RecurrentMixer(TokenMixer):
             or any(p.requires_grad for p in self.recurrence.parameters())
             or (self.sparse is not None and any(p.requires_grad for p in self.sparse.parameters()))
         )
-        single = tokens[0].shape[1] == 1 and packing is None and not differentiated
-        return single and layer.is_initialized and self.backend in ("auto", "triton")
+        few = packing is None and (tokens[0].shape[1] == 1 or self._can_step_each(tokens[0]))
+        return few and not differentiated and layer.is_initialized and self.backend in ("auto", "triton")
+
+    def _can_step_each(self, first: torch.Tensor) -> bool:
+        """Whether a few tokens, as guesses are, take a step each, sooner than an operator for many would begin."""
+        here = first.device.type == "cpu" and self.sparse is None and not torch.compiler.is_compiling()
+        return here and first.shape[1] <= self.most_steps
 
     def _step(self, layer, tokens, windows, attention_mask, companion=None) -> torch.Tensor:
-        """One token, the state updated in place; a pad leaves windows and state alone."""
+        """One token, or some after each other, the state updated in place; a pad leaves windows and state alone."""
         mask = None if attention_mask is None else attention_mask[:, -1].bool()
         if companion is not None:
             windows = [*windows, *companion.windows]
@@ -363,11 +370,21 @@ class RecurrentMixer(TokenMixer):
             windows = [torch.where(keep, w, old) for w, old in zip(windows, layer.windows, strict=True)]
         # What a forward with gradients has written is not overwritten in place.
         states = {name: x.detach().clone() if x.requires_grad else x for name, x in layer.states.items()}
-        output = self.recurrence(*tokens, step=True, state=states["state"], mask=mask)
-        if companion is not None:
-            output = output + self.sparse.step(companion, states, mask)
-        layer.write(windows, states, 1)
-        return output[:, None]
+        count = tokens[0].shape[1]
+        if count == 1:
+            output = self.recurrence(*tokens, step=True, state=states["state"], mask=mask)
+            if companion is not None:
+                output = output + self.sparse.step(companion, states, mask)
+            output = output[:, None]
+        else:
+            output = self._steps(tokens, states["state"])
+        layer.write(windows, states, count)
+        return output
+
+    def _steps(self, tokens: Sequence[torch.Tensor], state: torch.Tensor) -> torch.Tensor:
+        """A few tokens after each other."""
+        each = zip(*(x.split(1, dim=1) for x in tokens))
+        return torch.stack([self.recurrence(*one, step=True, state=state) for one in each], dim=1)
 
     def _record(
         self, layer, projected, tokens, attention_mask, packing: Packing | None, hidden_states, companion=None
@@ -401,3 +418,15 @@ class RecurrentMixer(TokenMixer):
 
 def _has_past(layer) -> bool:
     return layer is not None and layer.is_initialized and bool(layer.get_seq_length())
+
+
+def placed_map(weights: torch.Tensor, packing: Packing | None) -> torch.Tensor:
+    """A map `[B, H, T, T]` of packed tokens where these stand in the batch, zero at pads."""
+    if packing is None:
+        return weights
+    weights = packing.unpack(weights.transpose(1, 2)).transpose(1, 2)  # the tokens that ask
+    if packing.cu_seqlens is None:
+        return packing.unpack(weights.transpose(1, 3)).transpose(1, 3)  # those that answer
+    if packing.places is not None:  # of all rows, of which each asks its own
+        weights = weights.index_select(3, packing.places)
+    return weights.unflatten(3, packing.shape).diagonal(dim1=0, dim2=3).permute(3, 0, 1, 2)

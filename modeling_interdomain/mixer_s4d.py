@@ -7,12 +7,14 @@ from torch import nn
 from transformers import initialization as init
 
 from .mixer_interdomain import KeyValueMixer
+from .mixer_recurrent import placed_map
 from .module_common import own_backend
 from .module_recurrence import InterdomainRecurrence
 from .module_start import readout_rms, real_gramian
 from .op_common_launch import STEP_BACKENDS
 from .op_interdomain_step import StepTables
 from .op_s4d import S4D_BACKENDS, s4d_attention, s4d_tables, take_s4d_step
+from .op_s4d_map import s4d_attention_map
 
 
 class S4DRecurrence(InterdomainRecurrence):
@@ -89,3 +91,12 @@ class S4DMixer(KeyValueMixer):
 
     def _written(self, tokens):
         return torch.cat(tokens, dim=-1)
+
+    def attention_map(self, tokens, packing):
+        """Of both inputs: the kernel of the layer, the same for all texts."""
+        batch, length = tokens[0].shape[:2]
+        log_decay, input_matrix, coefficients = self.recurrence.parameters_of_operator()
+        ends = None if packing is None else packing.cu_seqlens
+        rows = self.recurrence.head_rows(coefficients)
+        weights = s4d_attention_map(log_decay, input_matrix, rows, length, cu_seqlens=ends)
+        return placed_map(weights.expand(batch, -1, -1, -1), packing)

@@ -4,7 +4,7 @@ import torch
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-from .mixer_recurrent import Biases, RecurrentMixer, Stream
+from .mixer_recurrent import Biases, RecurrentMixer, Stream, placed_map
 from .module_common import InterdomainRMSNorm
 from .module_rotary import LENGTH_DEPENDENT, rotate
 from .module_ssd import SSDRecurrence, discretized
@@ -117,6 +117,10 @@ class SSDMixer(RecurrentMixer):
         if cos_sin is not None:
             query, key = rotate(query, *cos_sin), rotate(key, *cos_sin)
         return query, key, value.unflatten(-1, (dt.shape[-1], -1)), dt
+
+    def attention_map(self, tokens, packing):
+        ends = None if packing is None else packing.cu_seqlens
+        return placed_map(self.recurrence.attention_map(*tokens, ends), packing)
 
     @classmethod
     def undivided(cls, config, processes: int) -> str | None:

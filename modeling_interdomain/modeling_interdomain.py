@@ -355,9 +355,12 @@ class InterdomainModel(InterdomainPreTrainedModel):
             sequence_group: the process group over which the rows are spread, this process holding T tokens of each in
                 the order of the processes; `sequence_piece` cuts them. Masks and positions are those of the piece,
                 `cu_seq_lens_q` are the ends along the whole row. A new cache then holds what has been read so far.
-            output_attentions: add `attentions`, `[B, H, T, T]` a layer: weights of softmax layers (with the "eager"
-                implementation), and of Interdomain layers the exact map of which value made which output, in O(T^2).
-                That is known of tokens without a past; layers without a map are left out.
+            output_attentions: add `attentions`, `[B, H, T, T]` a layer: weights of softmax and inner-function layers
+                (with the "eager" implementation), and of Interdomain, S4D and SSD layers the exact map of which value
+                made which output, in O(T^2). That is known of tokens without a past. Layers without a map are left out:
+                selective scan, where every channel has decays of its own, and so a map of its own; recurrent layers
+                with a sparse branch, whose output adds two maps of different values; and those that begin with a
+                learned state, which is no token.
 
         Raises:
             ValueError: when the inputs do not fit the model or each other, before the cache is touched.
@@ -623,7 +626,8 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
     def generate_batch(self, inputs, generation_config=None, *, max_batch_size: int = 8, **kwargs):
         """Write after many prompts with continuous batching; for models all of whose layers keep a state.
 
-        A request in flight is a row of fixed size: as soon as one ends, the next prompt is read into its row.
+        A request in flight is a row of fixed size: as soon as one ends, the next prompt is read into its row. The
+        prompt store takes no part: every prompt is read whole.
 
         Args:
             inputs: token ids, a list for each prompt; of any lengths.

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .op_common import multiplies_narrow, without_autocast
+from .op_common import all_real, multiplies_narrow, without_autocast
 
 # Taps of a key that starts as the token before, and a little as its own: the first token has none before it, and the
 # direction of nothing has no gradient.
@@ -135,6 +135,8 @@ def last_inputs(window: torch.Tensor, inputs: torch.Tensor, mask: torch.Tensor) 
     """The window `[B, W, kernel - 1]` of a convolution after the real ones (mask `[B, T]`) of `inputs` `[B, T, W]`."""
     size = window.shape[-1]
     together = torch.cat([window.to(inputs.dtype).mT, inputs], dim=1)
+    if all_real(mask):
+        return together[:, together.shape[1] - size :].mT
     real = torch.cat([mask.new_ones(mask.shape[0], size), mask], dim=1)
     # A stable sort brings the real inputs to the end in their order.
     order = real.long().sort(dim=1, stable=True).indices[:, real.shape[1] - size :]

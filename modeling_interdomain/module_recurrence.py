@@ -20,6 +20,7 @@ from .module_start import (
 from .op_common import narrowed
 from .op_common_launch import STEP_BACKENDS
 from .op_interdomain import interdomain_attention, take_step
+from .op_interdomain_few import FewTables, few_tables, take_few
 from .op_interdomain_step import StepTables, step_tables
 
 
@@ -143,7 +144,9 @@ class InterdomainRecurrence(Float32Module, TabledModule):
         return interdomain_attention(*inputs, **arguments, chunk_size=config.chunk_size, backend=config.backend)
 
     def _step(self, *tokens: Any, state: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """`interdomain_step` of query, key and value."""
+        """`interdomain_step` of query, key and value, or of a few of them at once."""
+        if tokens[0].shape[1] > 1:
+            return take_few(*tokens, tables=self._step_tables, few=self._few_tables, state=state)
         return take_step(
             *tokens,
             parameters=self.parameters_of_operator,
@@ -160,6 +163,9 @@ class InterdomainRecurrence(Float32Module, TabledModule):
             return step_tables(*self.parameters_of_operator(), self.product, dtype, reused=kept)
 
         return self._per_version(dtype, tables)
+
+    def _few_tables(self, dtype: torch.dtype) -> FewTables:
+        return self._per_version(("few", dtype), lambda _: few_tables(*self.parameters_of_operator()[:2], dtype))
 
     def _per_version(self, name: Any, compute: Any) -> Any:
         own = self._parameters

@@ -11,6 +11,7 @@ from transformers import initialization as init
 from .module_common import Float32Module, begun_with, own_backend
 from .op_common_launch import STEP_BACKENDS
 from .op_ssd import SSD_BACKENDS, ssd_attention, take_ssd_step
+from .op_ssd_map import ssd_attention_map
 
 
 class SSDRecurrence(Float32Module):
@@ -67,6 +68,17 @@ class SSDRecurrence(Float32Module):
             **arguments,
         )
         return self._skipped(output, value), state
+
+    def attention_map(self, query, key, value, dt, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+        """Which x made which output `[B, H, T, T]`: `dt` and `D`, which `ssd_attention_map` knows nothing of, too."""
+        step, log_decay = discretized(torch.ones_like(value[..., :1]), dt, *self._transition())
+        weights = ssd_attention_map(query, key, log_decay, cu_seqlens=cu_seqlens)
+        weights = weights * step.permute(0, 2, 3, 1).to(weights)
+        return (
+            weights
+            if self.D is None
+            else weights + torch.diag_embed(self.D.to(weights)[:, None].expand(-1, weights.shape[-1]))
+        )
 
     def _step(self, query, key, value, inputs, log_decay, *, state: torch.Tensor, mask: torch.Tensor | None = None):
         """`ssd_step` of tokens with an axis of the one token; `[B, H, P]`."""

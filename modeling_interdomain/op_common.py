@@ -53,6 +53,11 @@ def _has_bfloat16_instructions() -> bool:
     return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
 
 
+def all_real(mask: torch.Tensor) -> bool:
+    """Whether no token is a pad, where that is known at once: asking a GPU would wait for it."""
+    return mask.device.type == "cpu" and not torch.compiler.is_compiling() and bool(mask.all())
+
+
 def without_autocast(device: torch.device):
     """`torch.autocast(device.type, enabled=False)`, which costs more than a small operation, where it is needed."""
     if torch.is_autocast_enabled(device.type):

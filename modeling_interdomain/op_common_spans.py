@@ -4,9 +4,9 @@ With `X_t = lambda X_(t-1) + beta (x) [k_t ; v_t]` a state is a sum over tokens,
 state of two documents one after the other, and that of a text without a span, are sums of states that are known. All
 functions here are exact for the keys and values that made the states: up to the rounding of their dtype.
 
-Through the layers of a model they are approximations, except for the first layer: the keys and values of the later ones
-depend on what came before, through the outputs of the layers below (and those of the first three tokens after a joint
-through the convolutions), and they stay what they were. "interdomain" and "s4d" layers have one decay for all tokens;
+Through the layers of a model they are approximations, except in a first layer without convolutions: keys and values of
+later layers depend on what came before through the outputs of the layers below, those of the first tokens after a joint
+through the convolutions, and they stay what they were. "interdomain" and "s4d" layers have one decay for all tokens;
 where the decay depends on the token, these functions do not hold.
 """
 

@@ -45,23 +45,46 @@ def find_experts(query: torch.Tensor, keys: torch.Tensor, rows: int, count: int)
     """
     first, second = (half.transpose(1, 2) for half in query.unbind(2))  # [B, h, T, r / 2]
     first, second = first @ keys[:, :rows].mT, second @ keys[:, rows:].mT
+    return choose_experts(first.transpose(1, 2), second.transpose(1, 2), count)
+
+
+def keys_of_inputs(projection: torch.Tensor, keys: torch.Tensor, rows: int) -> torch.Tensor:
+    """The product keys as the inputs of a query meet them: `x . found[h, i] = query(x)[h] . keys[h, i]`.
+
+    Where n1 + n2 < r, an input meets its keys in less time than it becomes a query. Making these pays for more than
+    about `r (n1 + n2) / 2 / (r - n1 - n2)` inputs.
+
+    Args:
+        projection: `[h r, d]`, which makes the query `[2, h, r / 2]` of x.
+        keys: `[h, n1 + n2, r / 2]`, of which the first `rows` = n1 belong to the first half.
+
+    Returns:
+        `[h, n1 + n2, d]`.
+    """
+    first, second = projection.view(2, keys.shape[0], keys.shape[2], -1)
+    return torch.cat([keys[:, :rows] @ first, keys[:, rows:] @ second], dim=1)
+
+
+def choose_experts(first: torch.Tensor, second: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `find_experts`, of the scores of both halves of the product keys, `[B, T, h, n1]` and `[B, T, h, n2]`."""
     with torch.no_grad():
-        i, j = _best_pairs(first, second, count)
+        sums, i, j = _best_pairs(first, second, count)
         ids = i * second.shape[-1] + j
-    scores = first.gather(-1, i) + second.gather(-1, j)
-    return scores.transpose(1, 2), ids.transpose(1, 2)
+    if not torch.is_grad_enabled():
+        return sums, ids
+    return first.gather(-1, i) + second.gather(-1, j), ids
 
 
-def _best_pairs(first: torch.Tensor, second: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places `[..., T, k]` in both halves of the `count` largest sums."""
+def _best_pairs(first: torch.Tensor, second: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    """The `count` largest sums `[..., k]`, and their places in both halves."""
     (best_first, i), (best_second, j) = first.topk(count), second.topk(count)
-    if first.shape[-2] == 1:  # all pairs of one token are fewer calls
-        chosen = (best_first[..., :, None] + best_second[..., None, :]).flatten(-2).topk(count).indices
-        return i.gather(-1, chosen // count), j.gather(-1, chosen % count)
+    if first.shape[1] == 1:  # all pairs of one token are fewer calls
+        sums, chosen = (best_first[..., :, None] + best_second[..., None, :]).flatten(-2).topk(count)
+        return sums, i.gather(-1, chosen // count), j.gather(-1, chosen % count)
     pairs = [(a, b) for a in range(count) for b in range(count) if (a + 1) * (b + 1) <= count]
     a, b = torch.tensor(pairs, device=first.device).unbind(-1)
-    chosen = (best_first[..., a] + best_second[..., b]).topk(count).indices
-    return i.gather(-1, a[chosen]), j.gather(-1, b[chosen])
+    sums, chosen = (best_first[..., a] + best_second[..., b]).topk(count)
+    return sums, i.gather(-1, a[chosen]), j.gather(-1, b[chosen])
 
 
 def read_experts(x: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, backend: str = "auto") -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 import torch
 
-from .op_common import as_complex, decay_powers
+from .op_common import all_real, as_complex, decay_powers
 
 # Tokens that go into one matrix product: with a short record there is one.
 _BLOCK = 1024
@@ -41,11 +41,16 @@ def _advance(state, block, powers, weights):
     """`powers` and `weights`, lambda^n and lambda^n beta, are `[G, T + 1, M]` or longer."""
     key, value, mask = block
     inputs = torch.cat([key, value], dim=-1).to(state.dtype).transpose(1, 2)  # [B, G, T, W]
-    after = mask.flip(1).long().cumsum(1).flip(1) - mask.long()
-    weights = torch.where(mask[..., None], weights[:, after], 0)  # [G, B, T, M]
-    weights = torch.cat([weights.real, weights.imag], dim=-1).movedim(1, 0).mT  # [B, G, 2M, T]
+    count = mask.shape[1]
+    if all_real(mask):  # rows are alike
+        weights, decay = weights[:, :count].flip(1), powers[:, count, :, None]  # [G, T, M] and [G, M, 1]
+        weights = torch.cat([weights.real, weights.imag], dim=-1).mT
+    else:
+        after = mask.flip(1).long().cumsum(1).flip(1) - mask.long()
+        weights = torch.where(mask[..., None], weights[:, after], 0)  # [G, B, T, M]
+        weights = torch.cat([weights.real, weights.imag], dim=-1).movedim(1, 0).mT  # [B, G, 2M, T]
+        decay = powers[:, mask.sum(1)].movedim(1, 0)[..., None]  # [B, G, M, 1]
     added = (weights @ inputs).unflatten(2, (2, -1))
-    decay = powers[:, mask.sum(1)].movedim(1, 0)[..., None]  # [B, G, M, 1]
     real, imag = state.unbind(2)
     carried = [decay.real * real - decay.imag * imag, decay.real * imag + decay.imag * real]
     return torch.stack(carried, dim=2) + added
@@ -53,6 +58,8 @@ def _advance(state, block, powers, weights):
 
 def _powers(log_decay: torch.Tensor, last: int) -> torch.Tensor:
     """`lambda^0` to `lambda^last`, `[G, last + 1, M]`: steps of 16 times steps of one, since sines are dear."""
+    if last < 16:
+        return decay_powers(log_decay, torch.arange(last + 1, device=log_decay.device))
     coarse = decay_powers(log_decay, torch.arange(0, last + 1, 16, device=log_decay.device))
     fine = decay_powers(log_decay, torch.arange(16, device=log_decay.device))
     return (coarse[:, :, None] * fine[:, None]).flatten(1, 2)[:, : last + 1]

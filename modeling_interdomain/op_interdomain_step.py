@@ -119,11 +119,11 @@ def read_state(query: torch.Tensor, state: torch.Tensor, tables: StepTables) -> 
     keys, values = state.reshape(batch * groups, 2 * size, width).split_with_sizes(
         [feature_dim, width - feature_dim], dim=-1
     )
-    pulled = _pull_back(torch.bmm(rows, keys.mT), batch, tables)
+    pulled = mix_rows(torch.bmm(rows, keys.mT), batch, tables)
     return torch.bmm(pulled, values).view(batch, heads, width - feature_dim)
 
 
-def _pull_back(y: torch.Tensor, batch: int, tables: StepTables) -> torch.Tensor:
+def mix_rows(y: torch.Tensor, batch: int, tables: StepTables) -> torch.Tensor:
     """Rows p with `o = p [Re X; Im X]` from rows y, `[B G, H / G, 2M]` each."""
     if tables.matrices:
         # The rows of a batch share the matrices of their group.

@@ -96,7 +96,7 @@ def _between(u_re, u_im, PRODUCT: tl.constexpr):
 
 
 @triton.jit
-def _pull_back(
+def pull_back(
     y_re, y_im, coefficients, size, M: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PRODUCT: tl.constexpr
 ):
     """p `[M]` from y `[M]`; C is "full", "diagonal" or "identity"."""
@@ -151,7 +151,7 @@ def step_values(
         at = pulled + (row * per_group + head) * 2 * size + modes
         y_re = tl.load(at, mask=modes < size, other=0.0)
         y_im = tl.load(at + size, mask=modes < size, other=0.0)
-        p_re, p_im = _pull_back(y_re, y_im, coefficients, size, M, BK, C, PRODUCT)
+        p_re, p_im = pull_back(y_re, y_im, coefficients, size, M, BK, C, PRODUCT)
         read = tl.sum(p_re[:, None] * s_re + p_im[:, None] * s_im, 0)
         if real_token == 0:
             read = tl.zeros_like(read)

@@ -147,22 +147,32 @@ def take_ssd_step(
         output = _fused_step(backend, query, key, value, log_decay, state, mask)
         if output is not None:
             return output
-    out_dtype, shape, (batch, groups, size) = value.dtype, value.shape, key.shape
     if mask is not None:  # a pad decays by 1 and puts in 0
         log_decay = log_decay.where(mask[:, None], 0)
         key, value = (x.where(mask[:, None, None], 0) for x in (key, value))
-    # A state kept in a lower precision is still advanced in float32.
-    working = state.to(torch.promote_types(state.dtype, torch.float32)).contiguous()
-    rows = working.view(batch * groups, -1, size)  # the heads of a group one below the other
-    value, key, query, decay = (x.to(working.dtype) for x in (value, key, query, log_decay))
-    working.mul_(decay.exp().view(batch, -1, 1, 1))
-    rows.baddbmm_(value.reshape(batch * groups, -1, 1), key.reshape(batch * groups, 1, size))
-    output = torch.bmm(rows, query.reshape(batch * groups, size, 1)).view(shape)
+    dtype = value.dtype
+    if dtype in (torch.float32, torch.float64) and dtype == state.dtype == key.dtype == query.dtype == log_decay.dtype:
+        working = state.contiguous()
+    else:  # A state kept in a lower precision is still advanced in float32.
+        working = state.to(torch.promote_types(state.dtype, torch.float32)).contiguous()
+        query, key, value, log_decay = (x.to(working.dtype) for x in (query, key, value, log_decay))
+    output = _advance_and_read(query, key, value, log_decay, working)
     if mask is not None:
         output = output.where(mask[:, None, None], 0)
     if working is not state:
         state.copy_(working)
-    return output.to(out_dtype)
+    return output if output.dtype == dtype else output.to(dtype)
+
+
+def _advance_and_read(query, key, value, log_decay, state) -> torch.Tensor:
+    """The step itself, of tensors in one dtype and a contiguous state. A call takes as long as what it computes."""
+    batch, groups, size = key.shape
+    rows = state.view(batch * groups, -1, size)  # the heads of a group one below the other
+    if groups > 1:
+        key, query = (x.reshape(batch * groups, 1, size) for x in (key, query))
+    state.mul_(log_decay.exp().view(batch, -1, 1, 1))
+    rows.baddbmm_(value.reshape(batch * groups, -1, 1), key)
+    return torch.bmm(rows, query.mT).view(value.shape)
 
 
 def _fused_step(backend, query, key, value, log_decay, state, mask):

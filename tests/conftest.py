@@ -157,7 +157,7 @@ def _variants_in_turn(items) -> None:
     cases = defaultdict(list)
     for item in items:
         values = item.callspec.params if hasattr(item, "callspec") else {}
-        name = next((values[x] for x in ("model", "any_model", "recurrent_model") if x in values), None)
+        name = next((values[x] for x in ("model", "each_mixer", "any_model", "recurrent_model") if x in values), None)
         if name in VARIANTS:
             cases[item.path, item.originalname, name].append(item)
     turns = {name: turn for turn, name in enumerate(VARIANTS)}
@@ -307,6 +307,12 @@ def make_model(make_config):
 @pytest.fixture(params=[*MIXERS, "cheems"])
 def model(request, make_model):
     """Every arrangement of token mixers, and the one without any of them."""
+    return make_model(request.param)
+
+
+@pytest.fixture(params=[*MIXERS, "s4d", "cheems", "mamba2", "selective-scan", "hax"])
+def each_mixer(request, make_model):
+    """Every arrangement of token mixers, every mixer, and one with a sparse branch, but not all of their variants."""
     return make_model(request.param)
 
 

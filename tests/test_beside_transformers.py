@@ -100,6 +100,10 @@ def test_maps_and_files(model, ids, tmp_path):
     assert hasattr(cache_of(found), "save") == is_ours(model)
 
 
+def test_heads_over_several_processes(model):
+    assert bool(model.config.base_model_tp_plan) == is_ours(model)
+
+
 def test_where_the_librarys_engine_stops(monkeypatch):
     """An allocator for states can be added, but what prepares the batch counts keys for two kinds of layers alone."""
     from transformers import ContinuousBatchingConfig

@@ -270,12 +270,14 @@ def test_a_cache_moves_as_a_whole(model, make_cache, random_ids, advance):
     cache.activate_past_recording()
     advance(model, cache, random_ids(2, 5))
     advance(model, cache, random_ids(2, 1))
+    advance(model, cache, random_ids(2, 3))
     cache.to("meta")
     for layer in cache.layers:
         held = [x for x in vars(layer).values() if isinstance(x, torch.Tensor)]
         if layer in _recurrent_layers(cache):
-            windows, states, pieces, constants, _ = layer.recorded
+            windows, states, pieces, constants, _, latest = layer.recorded
             held += [*layer.tensors(), *(windows or ()), *(states or {}).values(), *constants, *sum(pieces, ())]
+            held += [*latest.windows, *latest.states.values()]
         assert held and {x.device.type for x in held} == {"meta"}
 
 

@@ -127,6 +127,7 @@ MISTAKES = {
     "no checkpoint": ({"fsdp_size": 2}, "--fsdp_size needs --model"),
     "resume": ({"fsdp_size": 2, "model": TINY}, "--fsdp_size needs --save_only_model true"),
     "processes": ({"fsdp_size": 2, "model": TINY, "save_only_model": "true"}, "--fsdp_size 2 needs as many processes"),
+    "shards and pieces": ({"fsdp_size": 2, "sequence_parallel": 2}, "give one of both"),
     "pieces": ({"sequence_parallel": 2}, "--sequence_parallel 2 needs a multiple of as many processes"),
     "no tokenizer": ({"model": TINY}, "holds no tokenizer"),
     "not a checkpoint": ({"model": "nowhere"}, "nowhere has no config.json"),

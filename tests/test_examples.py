@@ -17,7 +17,7 @@ from huggingface_hub import ModelCard
 from tokenizers.processors import TemplateProcessing
 from torch import nn
 
-from examples import evaluate, quickstart, saved_model, text_data, training
+from examples import evaluate, quickstart, saved_model, states, text_data, training
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -501,3 +501,34 @@ def test_a_model_that_nobody_named_is_the_best_there_is(tmp_path, monkeypatch):
     assert default() == Path("runs/quickstart"), "an empty folder is no model"
     (tmp_path / "runs" / "best" / "config.json").touch()
     assert default() == Path("runs/best")
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentences"),
+    [
+        (
+            {},
+            ["the same text", "away from that of reading both", "away from that of the second alone", "these answer: "],
+        ),
+        ({"rope_parameters": {"rope_type": "default"}, "rope_placement": "after"}, ["it cannot be closed up"]),
+        (
+            {"token_mixers": ["selective_scan", "softmax"]},
+            ["call generate_batch() where", "one linear state", "No layer"],
+        ),
+    ],
+    ids=["all of it", "numbered tokens", "other layers"],
+)
+def test_what_a_state_makes_possible(fields, sentences, tokenizer, tmp_path, capsys):
+    """Each part, or the sentence that says why not."""
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": None, "pad_token_id": tokenizer.pad_token_id}
+    torch.manual_seed(0)
+    config = InterdomainConfig(**shape, **special, vocab_size=len(tokenizer), state_size=8, **fields)
+    InterdomainForCausalLM(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert states.main([str(tmp_path), "--tokens", "4"]) == 0
+    printed = capsys.readouterr().out
+    assert len([line for line in printed.splitlines() if not line.startswith("  ")]) == 5
+    for sentence in sentences:
+        assert sentence in printed
+    assert states.main([str(tmp_path), "--tokens", "0"]) == 2

@@ -111,6 +111,24 @@ def test_ties_have_the_best_scores_and_different_experts():
     assert (ids.sort().values.diff() > 0).all()
 
 
+@pytest.mark.parametrize("tokens", [1, 6, 300])
+def test_keys_that_inputs_meet_find_the_same_experts(make_layer, assert_same, tokens):
+    """Whether they are made or not, a hook on the projection sees to it that it is called."""
+    layer, x = make_layer(expert_key_dim=32), normal(1, tokens, 32, seed=3).requires_grad_()
+    found = layer(x)
+    with torch.no_grad():
+        scores, ids = layer._find(x)
+        assert layer(x).equal(layer(x)) and (layer._keys_of(x) is not None) == (tokens != 6)
+    gradients, calls = differentiate(layer, found, x), []
+    layer.query_proj.register_forward_hook(lambda *arguments: calls.append(arguments))
+    expected = layer(x)
+    assert_same(found, expected)
+    for ours, theirs in zip(gradients, differentiate(layer, expected, x), strict=True):
+        assert_same(ours, theirs)
+    assert layer._find(x)[1].equal(ids) and len(calls) == 2
+    assert_same(scores, layer._find(x)[0])
+
+
 # ------------------------------------------------------------------------------------------ the trilinear form
 
 

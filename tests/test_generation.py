@@ -314,10 +314,10 @@ def test_more_lookup_tokens_than_the_configured_rollback(make_model, random_ids,
 
 
 @pytest.mark.parametrize("tokens", [2, 10])
-def test_prompt_lookup(model, tokens, random_ids, generate, assert_same_generation):
+def test_prompt_lookup(each_mixer, tokens, random_ids, generate, assert_same_generation):
     ids = random_ids(1, 5).repeat(1, 4)
-    actual = generate(model, ids, prompt_lookup_num_tokens=tokens, max_new_tokens=12)
-    assert_same_generation(actual, generate(model, ids, max_new_tokens=12))
+    actual = generate(each_mixer, ids, prompt_lookup_num_tokens=tokens, max_new_tokens=12)
+    assert_same_generation(actual, generate(each_mixer, ids, max_new_tokens=12))
 
 
 def test_assisted_decoding_continues_a_chat(model, make_model, random_ids, generate, assert_same_generation):
@@ -329,10 +329,10 @@ def test_assisted_decoding_continues_a_chat(model, make_model, random_ids, gener
         text = torch.cat([answer.sequences, random_ids(1, 2, seed=turn)], dim=1)
 
 
-def test_own_first_layers_as_the_assistant(model, random_ids, generate, assert_same_generation):
+def test_own_first_layers_as_the_assistant(each_mixer, random_ids, generate, assert_same_generation):
     ids = random_ids(1, 6)
-    actual = generate(model, ids, assistant_early_exit=1)
-    assert_same_generation(actual, generate(model, ids))
+    actual = generate(each_mixer, ids, assistant_early_exit=1)
+    assert_same_generation(actual, generate(each_mixer, ids))
 
 
 # What is refused, and that a refusal changes nothing.

@@ -188,15 +188,23 @@ def test_no_tokens_no_continuation(capsys, folder, text):
 def test_a_state_file_goes_on_where_the_text_ended(capsys, model, tokenizer, folder, tmp_path):
     """Two texts, then a prompt, each in a call of its own; the same numbers as in one go, to the last digit."""
     state, halves = tmp_path / "text.safetensors", (TEXT[:6000], TEXT[6000:])
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
     for half, name in zip(halves, ("first.txt", "second.txt")):
         (tmp_path / name).write_text(half, encoding="utf-8")
         arguments = [str(folder), str(tmp_path / name), "--state", str(state), "--chunk", "64", "--tokens", "0"]
         assert long_context.main(arguments) == 0
+        ids = [tokenizer.bos_token_id, *tokenizer(half, add_special_tokens=False)["input_ids"][:-1]]
+        tokens = torch.tensor([ids])
+        if half == halves[0]:
+            assert InterdomainCache.load(state, loaded, tokenizer=tokenizer, tokens=tokens).get_seq_length() == len(ids)
+        else:
+            with pytest.raises(ValueError, match="does not say of which text it is"):
+                InterdomainCache.load(state, loaded, tokens=tokens)
     table = columns(capsys.readouterr().out.rpartition("\n      tokens")[0])
     assert table[-1][0] > 1024, "the first call"
     found = long_context.resume(str(state), AutoModelForCausalLM.from_pretrained(folder), tokenizer)
 
-    expected, loaded = None, AutoModelForCausalLM.from_pretrained(folder)
+    expected = None
     for half in halves:
         *_, expected = long_context.read(loaded, tokenizer, io.StringIO(half), 64, expected)
     assert (found.last, found.tokens, found.bytes, found.nats) == (

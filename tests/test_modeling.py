@@ -376,18 +376,24 @@ def test_attentions_of_softmax_layers(make_model, random_ids):
     torch.testing.assert_close(attention.sum(-1), torch.ones(2, 4, 7), check_dtype=False)
 
 
-@pytest.mark.parametrize("name", ["interdomain", "grouped", "normalized", "real-product", "rope-after", "single-input"])
-def test_attentions_of_interdomain_layers(name, make_model, random_ids, assert_same):
+MAPPED = ["interdomain", "grouped", "normalized", "real-product", "rope-after", "single-input"]
+MAPPED += ["ssd", "mamba2", "s4d", "s4d-grouped", "linear-readout"]
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_attentions_of_recurrent_layers(name, make_model, random_ids, assert_same):
     """Times the values that went into the recurrence, they are its output: rows, pads, and packed documents."""
     model, seen = make_model(name, attn_implementation="eager"), {}
-    place = model.config.mixers_per_layer.index("interdomain")
-    recurrence = model.model.layers[place].token_mixer.recurrence
-    recurrence.register_forward_hook(lambda module, tokens, found: seen.update(value=tokens[2], output=found[0]))
+    place = model.config.layer_types.index("linear_attention")
+    mixer = model.model.layers[place].token_mixer
+    mixer.recurrence.register_forward_hook(
+        lambda module, tokens, found: seen.update(value=mixer._written(tokens), output=found[0])
+    )
     ids, mask = random_ids(2, 9), torch.ones(2, 9, dtype=torch.long)
     mask[0, :3] = mask[0, 5] = 0
     with torch.no_grad():
         weights = model(ids, output_attentions=True).attentions[place]
-        values = seen["value"].repeat_interleave(4 // seen["value"].shape[2], dim=2)
+        values = seen["value"].repeat_interleave(weights.shape[1] // seen["value"].shape[2], dim=2)
         assert_same(torch.einsum("bhtj,bjhd->bthd", weights, values), seen["output"])
         padded = model(ids, attention_mask=mask, output_attentions=True).attentions[place]
         real = mask[0].bool()
@@ -408,7 +414,9 @@ def test_attentions_are_those_of_tokens_without_a_past(make_model, random_ids):
     with torch.no_grad():
         assert len(model(random_ids(1, 5), past_key_values=cache, output_attentions=True).attentions) == 2
         assert model(random_ids(1, 5), past_key_values=cache, output_attentions=True).attentions == ()
-        assert make_model("s4d")(random_ids(1, 5), output_attentions=True).attentions == ()
+        for name, maps in (("selective-scan", 0), ("hax", 1), ("cheems", 2)):
+            other = make_model(name, attn_implementation="eager")
+            assert len(other(random_ids(1, 5), output_attentions=True).attentions) == maps
     model.config.output_attentions = True
     assert len(model(random_ids(1, 5)).attentions) == 2
     settings = {"max_new_tokens": 3, "return_dict_in_generate": True, "output_attentions": True}

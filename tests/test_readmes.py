@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import condition_study, headlines, larger_study, prompt_reuse_cpu, readme, sparse_cpu
+from benchmarks.adapter_study import RATES
 from benchmarks.harness import RESULTS, read
 from benchmarks.readme import MARKED, READMES, REPOSITORY
 
@@ -249,6 +250,36 @@ def test_what_is_said_of_the_papers_comparison_at_the_largest_size():
     assert abs(nats("s4d", "places", "0") - nats("interdomain", "places", "0")) < 0.03
     change = {name: nats(name, "lengths", "3.5") - nats(name, "lengths", "1.0") for name in runs}
     assert max(change["interdomain"], change["s4d"]) < 0.01 and change["softmax"] > math.log(1.5)
+
+
+def test_what_is_said_of_guessing_ahead():
+    rows = {tuple(row[x] for x in ("model", "choice", "way")): row for row in read("speculation_study")["rows"]}
+    gain = {
+        key: rows[(*key[:2], "plain")]["seconds"]["median"] / row["seconds"]["median"]
+        for key, row in rows.items()
+        if key[2] != "plain"
+    }
+    assert gain["softmax", "greedy", "prompt lookup"] > 1
+    assert all(x < 1 for (model, _, way), x in gain.items() if model == "interdomain" or way == "first layers")
+    for (_, *way), row in rows.items():
+        assert row["tokens_per_forward"] == pytest.approx(rows[("softmax", *way)]["tokens_per_forward"], rel=0.05)
+    assert read("rollback_cpu")["crop"]["guess_ratio"] > 2
+
+
+def test_what_is_said_of_adapters():
+    runs = read("adapter_study")["runs"]
+    first = next(row["losses"] for row in runs if row["method"] == "none")
+
+    def losses(method: str, length: str) -> list[float]:
+        by_rate = {
+            rate: [x for x in runs if (x["method"], x["learning_rate"]) == (method, rate)] for rate in RATES[method]
+        }
+        best = min(by_rate.values(), key=lambda rows: statistics.mean(row["losses"]["128"] for row in rows))
+        return [row["losses"][length] for row in best]
+
+    learned = {method: statistics.mean(losses(method, "128")) for method in RATES}
+    assert learned["LoRA"] < learned["state"] - 0.05 and abs(learned["state"] - learned["prompt"]) < 0.01
+    assert min(losses("prompt", "1024")) > first["1024"] > max(losses("state", "1024")) > first["1024"] - 0.01
 
 
 def test_what_is_said_of_joined_and_cut_states():

@@ -89,7 +89,10 @@ def one_sentence(error) -> str:
 # ------------------------------------------------------------------------------------------ there and back
 
 
-@pytest.mark.parametrize("name", ["interdomain-softmax", "s4d-rope", "softmax", "local", "windowed"])
+KINDS = ["interdomain-softmax", "s4d-rope", "mamba2", "selective-scan", "hax", "softmax", "local", "windowed"]
+
+
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("kinds", ["dynamic-dynamic", "dynamic-static", "static-dynamic"])
 def test_every_kind_of_layer_and_cache(name, kinds, make_model, random_ids, read, advance, contents, tmp_path):
     """Bit for bit, and what one kind of cache has saved, the other loads."""

@@ -58,9 +58,9 @@ def prompts_of(model, store, *prompts, **settings):
 # ------------------------------------------------------------------------------------------ what it saves
 
 
-def test_a_turn_costs_its_new_tokens(model, conversation):
+def test_a_turn_costs_its_new_tokens(each_mixer, conversation):
     """The message, and the last token of the answer before it, which no forward has read yet."""
-    assert conversation(model, StateStore()) == [40, 4, 5, 6]
+    assert conversation(each_mixer, StateStore()) == [40, 4, 5, 6]
 
 
 @pytest.mark.parametrize("mode", [{"cache_implementation": "static"}, {"prefill_chunk_size": 2}], ids=str)
@@ -137,6 +137,7 @@ def test_what_a_store_does_not_take_part_in(make_model, random_ids, left_padded)
         {"input_ids": ids.repeat(2, 1)},
         left_padded([30, 20]),
         left_padded([25], width=30),
+        {"input_ids": ids.index_fill(1, torch.tensor([3]), PAD)},  # generate() makes a mask of it, and so it is a pad
         {"input_ids": ids, "num_beams": 3},
         {"input_ids": ids, "num_return_sequences": 2, "num_beams": 2},
         {"input_ids": ids, "prompt_lookup_num_tokens": 3},

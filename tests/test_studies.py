@@ -19,6 +19,7 @@ from benchmarks import (
     joint_study,
     larger_study,
     longer_study,
+    lookup_study,
     readme,
     recall_study,
     reduce_study,
@@ -70,6 +71,7 @@ def test_runs_are_added_until_the_plan_is_done(tmp_path, capsys):
         condition_study,
         larger_study,
         longer_study,
+        lookup_study,
         image_study,
         start_study,
         conversion_study,
@@ -155,15 +157,16 @@ def test_the_longer_study_takes_the_best_rates_of_the_shorter(monkeypatch):
     assert "| s4d | 2.0 | 2.0 | 3.0 | +50.0% |" in table
 
 
-def test_joint_recall_begins_with_what_says_most_and_asks_for_all_in_the_end():
-    planned = list(joint_study.plan([]))
-    first, second = planned[:8], planned[8:10]
-    assert {(x["core"], x["condition"]) for x in first} == set(itertools.product(*joint_study.FIRST[::-1]))
-    assert {x["condition"] for x in second} == {"+KS"}
-    assert {x["learning_rate"] for x in planned[:30]} == {joint_study.LEARNING_RATES[0]}
-    every = itertools.product(joint_study.CONDITIONS, joint_study.CORES, joint_study.LEARNING_RATES, joint_study.SEEDS)
-    assert {tuple(x.values()) for x in planned} == set(every)
-    assert len(joint_study.CONDITIONS) == 10 == len(joint_study.PAPER["Mamba-2"])
+@pytest.mark.parametrize(("study", "kinds"), [(joint_study, 33), (lookup_study, 24)], ids=["joint", "lookup"])
+def test_a_study_runs_all_at_each_rate_and_then_the_other_seeds_at_the_better(study, kinds):
+    first, rates = list(study.plan([])), study.LEARNING_RATES
+    assert len(first) == 2 * kinds and {row["seed"] for row in first} == {0}
+    assert [row["learning_rate"] for row in first] == [rate for rate in rates for _ in range(kinds)]
+    # Which rate is better differs from kind to kind.
+    runs = [row | {"accuracy": row["learning_rate"] * (-1) ** (i % kinds)} for i, row in enumerate(first)]
+    then = list(study.plan(runs))[len(first) :]
+    better = [max(rates), min(rates)] * kinds
+    assert then == [row | {"seed": 1, "learning_rate": rate} for row, rate in zip(first[:kinds], better)]
 
 
 def test_joint_recall_is_run_and_its_table_takes_the_better_rate(monkeypatch):
@@ -177,13 +180,43 @@ def test_joint_recall_is_run_and_its_table_takes_the_better_rate(monkeypatch):
     mask = keywords["attention_mask"][0, 0]
     assert mask.sum(1).tolist() == [min(i + 1, joint_study.KEYS) for i in range(40)] and not mask.triu(1).any()
     runs = [
-        joint_study.item("base", "ssd", rate, seed) | {"accuracy": accuracy}
+        {"condition": "base", "core": "ssd", "learning_rate": rate, "seed": seed, "accuracy": accuracy}
         for rate, seed, accuracy in ((3e-3, 0, 0.5), (1e-3, 1, 0.75), (1e-3, 0, 0.625))
     ]
     machine = dict.fromkeys(("cpu", "threads", "torch", "transformers", "commit", "date", "command"), "x")
     table = joint_study.table({"training": joint_study.TRAINING, "runs": runs, "machine": machine})
     assert "| base | 62.5%, 75.0% | not run | not run | 16.3% | 36.6% |" in table
     assert "| Samba | not run | not run | not run | 6.3% |  |" in table
+
+
+@pytest.mark.parametrize("task", lookup_study.TASKS)
+def test_what_is_looked_up_can_be_answered_and_by_looking_alone(task):
+    batch = next(lookup_study.batches_of(task, 0))
+    labels = batch.ids if batch.labels is None else batch.labels
+    for ids, asked, right in zip(batch.ids.tolist(), batch.asked.tolist(), labels.tolist()):
+        wanted = [right[i] for i, ask in enumerate(asked) if ask]
+        before = ids[: asked.index(True)]
+        if task == "copying":
+            found = [x for x in before if x >= lookup_study.NUMBER and x != lookup_study.ASK]
+        elif task == "needle":
+            found = [before[before.index(lookup_study.ASK) + 1]]
+        else:
+            entries = [ids[i : i + 3] for i in range(0, len(ids), 3)]
+            book = {tuple(names): number for *names, number in entries[:8]}
+            found = [book[tuple(names)] for *names, _ in entries[8:]]
+            assert len(book) == 8 and sorted(entries[:8]) == sorted(entries[8:])
+        assert found == wanted and all(lookup_study.NUMBER <= x < lookup_study.ASK for x in wanted)
+
+
+def test_lookups_are_run_and_their_table_names_what_is_missing(monkeypatch):
+    monkeypatch.setitem(recall_study.TRAINING, "held_out_batches", 1)
+    kind = {"task": "phone book", "condition": "S4D-only + HAX", "learning_rate": 1e-3, "seed": 0}
+    row = kind | lookup_study.run_condition(**kind, steps=1)
+    assert 0 <= row["accuracy"] <= 1 and row["failed"] is None
+    machine = dict.fromkeys(("cpu", "threads", "torch", "transformers", "commit", "date", "command"), "x")
+    runs = [row | {"accuracy": 0.5}, row | {"accuracy": 0.625, "learning_rate": 3e-3}]
+    table = lookup_study.table({"training": lookup_study.TRAINING, "runs": runs, "machine": machine})
+    assert "| S4D-only + HAX | not run | 62.5% | not run |" in table
 
 
 def test_every_condition_is_a_configuration_of_one_size():
@@ -391,28 +424,26 @@ def test_the_cheems_study_compares_models_of_one_size():
     encodings = [count for (part, _), count in counts.items() if part == "encodings"]
     assert len(encodings) == 13 and max(encodings) < 1.05 * min(encodings)
     items = list(cheems_study.plan([]))
-    assert len({tuple(item.items()) for item in items}) == len(items) and {item["seed"] for item in items} == {0}
+    assert len({tuple(item.items()) for item in items}) == len(items) == 2 * (13 + 6 + 32)
 
 
 def test_a_run_of_the_cheems_study_has_what_its_table_reads(data, monkeypatch, tmp_path):
     monkeypatch.setattr(cheems_study, "FILE", tmp_path / "cheems_study.json")
     monkeypatch.setattr(cheems_study, "RECALL_STEPS", 2)
-    training = {"steps": 1, "batch_size": 1, "sequence_length": 16}
-    monkeypatch.setattr(condition_study.train_and_measure, "__defaults__", (training,))
+    training = {"steps": 1, "batch_size": 1, "sequence_length": 16, "autocast": "bfloat16"}
+    monkeypatch.setattr(cheems_study, "TRAINING", training)
     items = [
-        cheems_study.item("encodings", "SSD, rope", 3e-3),
-        cheems_study.item("placements", "two", 3e-3),
-        cheems_study.item("recall", "SSD, 32", 3e-3, shift=cheems_study.SHIFT),
+        cheems_study.item("encodings", "SSD, rope"),
+        cheems_study.item("placements", "two"),
+        cheems_study.item("recall", "SSD, 32", shift=cheems_study.SHIFT),
     ]
     run = functools.partial(cheems_study.run_condition, data=data)
     studies.run_missing(cheems_study.FILE, {"training": training}, lambda runs: iter(items), run, "python study")
     record = json.loads(cheems_study.FILE.read_text())
     table = cheems_study.table(record)
-    assert table.count(" at 0.003") == 2 and "3 runs so far" in table
-    later = [item for item in cheems_study.plan(record["runs"]) if item["seed"] == 1]
-    assert {(item["part"], item["condition"]) for item in later} == {
-        (item["part"], item["condition"]) for item in items
-    }
+    for row in record["runs"][:2]:
+        assert f"{math.exp(condition_study.score(row)):.1f}" in table
+    assert f"{record['runs'][2]['accuracy']:.0%}" in table and "3 of 102 runs so far" in table
 
 
 def test_the_larger_study_begins_with_the_rates_that_are_known():
