@@ -28,6 +28,8 @@ def run(quick: bool = False) -> dict:
         "forward_and_backward": [_row(lengths[0], seconds, peer=True, backward=True)],
         "spread_of_time_per_token": _spread([row["sparse"]["median"] / row["length"] for row in forward]),
         "steps": _steps([64, 512] if quick else [512, 65536], seconds),
+        # What `torch.compile` of a forward makes of the same step; it takes a minute.
+        "compiled_steps": [] if quick else _steps([512, 65536], seconds, compiled=True),
     }
 
 
@@ -82,12 +84,18 @@ def _row(length: int, seconds: float, peer: bool, backward: bool) -> dict:
     return row | ({"ratio": row["softmax"]["median"] / row["sparse"]["median"]} if peer else {})
 
 
-def _steps(lengths: list[int], seconds: float) -> list[dict]:
+def _steps(lengths: list[int], seconds: float, compiled: bool = False) -> list[dict]:
     """A token in the branch of one layer, all of it: projections, convolutions, hash, score, memory, attention."""
     torch.manual_seed(0)
     config = InterdomainConfig(num_hidden_layers=1, sparse_attention="hax")
     branch = SparseBranch(config, "hax", HEADS, WIDTH).eval()
     token, value = torch.randn(1, 1, config.hidden_size), torch.randn(1, 1, HEADS, WIDTH)
+
+    def step(windows, states):
+        return branch.step(branch.prepare(token, value, windows, states, None), states, None)
+
+    if compiled:
+        step = torch.compile(step, fullgraph=True, dynamic=False)
 
     def after(length: int):
         states = windows = None
@@ -96,8 +104,8 @@ def _steps(lengths: list[int], seconds: float) -> list[dict]:
             hidden = torch.randn(1, tokens, config.hidden_size)
             inputs = branch.prepare(hidden, torch.randn(1, tokens, HEADS, WIDTH), windows, states, None)
             _, states = branch.attend(inputs, states, None, keep=True)
-            windows = [x.contiguous() for x in inputs.windows]
-        return lambda: branch.step(branch.prepare(token, value, windows, states, None), states, None)
+            windows = [x.clone() for x in inputs.windows]  # in the order in memory that a cache keeps
+        return lambda: step(windows, states)
 
     with torch.no_grad():
         times = time_in_turns({str(length): after(length) for length in lengths}, seconds, at_least=20)
@@ -119,9 +127,11 @@ def table(record: dict) -> str:
             per_token = f"{ours['median'] / row['length'] * 1e6:.1f}"
             cells = [_ms(ours), _ms(peer) if peer else "", speed, f"{required}x" if required else "", per_token]
             rows.append([title, f"{row['length']:,}", *cells])
-    for row in record["steps"]:
-        per_token = f"{row['median'] * 1e6:.0f}"
-        rows.append(["a decode step", f"after {row['length']:,}", _ms(row, 3), "", "", f"{STEP_MS} ms", per_token])
+    for title, key, required in (("", "steps", f"{STEP_MS} ms"), (", compiled", "compiled_steps", "")):
+        for row in record.get(key, []):
+            per_token = f"{row['median'] * 1e6:.0f}"
+            length = f"after {row['length']:,}"
+            rows.append([f"a decode step{title}", length, _ms(row, 3), "", "", required, per_token])
     header = ["", "tokens", "sparse, ms", "softmax, ms", "speed against softmax", "required", "us a token"]
     steps = _spread([row["median"] for row in record["steps"]])
     return "\n\n".join(

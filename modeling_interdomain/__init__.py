@@ -8,6 +8,7 @@ from .cache_state_tuning import add_learned_state, load_learned_state, save_lear
 from .cache_store import StateStore
 from .configuration_interdomain import InterdomainConfig
 from .feed_forward_cdmoe import ChosenExperts
+from .layer_losses import add_layer_loss
 from .mixer_common import TokenMixer
 from .modeling_interdomain import (
     InterdomainForCausalLM,
@@ -36,6 +37,7 @@ __all__ = [
     "InterdomainStaticCache",
     "StateStore",
     "TokenMixer",
+    "add_layer_loss",
     "add_learned_state",
     "cut_cache",
     "interdomain_attention",

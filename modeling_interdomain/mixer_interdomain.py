@@ -9,7 +9,7 @@ from transformers import initialization as init
 
 from .mixer_common import undivided_groups
 from .mixer_recurrent import RecurrentMixer, Stream, placed_map
-from .module_common import InterdomainRMSNorm, TabledModule, by_pieces, is_plain, is_untouched
+from .module_common import FULL_PRECISION, InterdomainRMSNorm, TabledModule, by_pieces, is_plain, is_untouched
 from .module_convolution import TOKEN_BEFORE, CausalConv1d
 from .module_feature_maps import SiluL2, feature_map
 from .module_recurrence import InterdomainRecurrence
@@ -23,9 +23,6 @@ from .op_interdomain_few import FEW
 from .op_interdomain_map import interdomain_attention_map
 from .op_interdomain_prepare import fused_inputs
 from .op_interdomain_replay import state_after
-
-# What few calls compute without rounding more than many do.
-_FULL_PRECISION = (torch.float32, torch.float64)
 
 
 class KeyValueMixer(RecurrentMixer):
@@ -230,7 +227,7 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
             return None
         dtype = weights[0].dtype
         widened = dtype == torch.bfloat16 and is_plain(projected[0], dtype)
-        if projected[0].dtype != dtype or not (widened or dtype in _FULL_PRECISION):
+        if projected[0].dtype != dtype or not (widened or dtype in FULL_PRECISION):
             return None
         tables = self._tables.get(
             "token", weights, lambda _: token_tables(*(w.float() if widened else w for w in weights))

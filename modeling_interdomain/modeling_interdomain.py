@@ -22,6 +22,7 @@ from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
     SequenceClassifierOutputWithPast,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
@@ -46,6 +47,7 @@ from .checks_interdomain import (
 from .configuration_interdomain import InterdomainConfig
 from .feed_forward_cdmoe import ChosenExperts
 from .generation_batch import write_batch
+from .layer_losses import share_of_step, together, warn_if_left_out
 from .mixer_recurrent import RecurrentMixer
 from .mixer_softmax import SoftmaxMixer
 from .module_common import AuxiliaryLoss, InterdomainRMSNorm, PerVersion
@@ -70,6 +72,10 @@ _LAYER_LOSSES = {
     "auxiliary_losses": (AuxiliaryLoss, "aux_loss_coef"),
     "ranking_losses": (RankingLoss, "ranking_loss_coef"),
 }
+
+# By this name the Trainer knows that labels are to be shifted before it smooths them; registering a class does not
+# tell it.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("interdomain", "InterdomainForCausalLM")
 
 # Where a checkpoint folder finds its classes when this package is not installed.
 AUTO_MAP = {
@@ -98,7 +104,7 @@ class InterdomainModelOutput(BaseModelOutputWithPast):
 class InterdomainCausalLMOutput(CausalLMOutputWithPast):
     """With `layer_loss`, in training what the layers add to the loss: `config.aux_loss_coef` times `aux_loss`, the sum
     of `auxiliary_losses`, and `config.ranking_loss_coef` times the sum of `ranking_losses`. It is part of `loss`, and a
-    loss of one's own, made of the logits, adds it itself."""
+    loss of one's own, made of the logits, adds it itself: see `add_layer_loss`."""
 
     layer_loss: torch.Tensor | None = None
     aux_loss: torch.Tensor | None = None
@@ -514,9 +520,10 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         if labels is not None:
             loss = self._loss(logits, labels, sequence_group, kwargs)
         added = self._layer_losses(outputs)
-        share = _share(labels, kwargs.get("shift_labels"), kwargs.get("num_items_in_batch"))
+        warn_if_left_out(logits, added["layer_loss"])
+        share = share_of_step(labels, kwargs.get("shift_labels"), kwargs.get("num_items_in_batch"))
         return InterdomainCausalLMOutput(
-            loss=_together(loss, added["layer_loss"], *share),
+            loss=together(loss, added["layer_loss"], *share),
             **added,
             auxiliary_losses=outputs.auxiliary_losses,
             ranking_losses=outputs.ranking_losses,
@@ -752,8 +759,9 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
         added = self._layer_losses(outputs)
+        warn_if_left_out(logits, added["layer_loss"])
         return InterdomainClassifierOutput(
-            loss=_together(loss, added["layer_loss"]),
+            loss=together(loss, added["layer_loss"]),
             **added,
             auxiliary_losses=outputs.auxiliary_losses,
             ranking_losses=outputs.ranking_losses,
@@ -796,21 +804,6 @@ _NO_CONTINUOUS_BATCHING = (
     "Continuous batching in the library pages keys and values, and a recurrent state has none; call generate_batch() "
     "where all layers keep a state, and generate() on a padded batch where some keep keys and values."
 )
-
-
-def _share(labels, shift_labels, items: torch.Tensor | int | None) -> tuple[Any, Any]:
-    """The tokens of this batch and of the whole step, where a step has several batches (gradient accumulation)."""
-    if labels is None or items is None:
-        return 1, 1
-    counted = labels[:, 1:] if shift_labels is None else shift_labels
-    return (counted != -100).sum(), items
-
-
-def _together(loss, layer_loss, part=1, whole=1) -> torch.Tensor | None:
-    """The loss with what the layers add to it."""
-    if loss is None or layer_loss is None:
-        return loss
-    return loss + layer_loss.to(loss.device) * part / whole
 
 
 def _is_at_hand(seen: int | torch.Tensor) -> bool:

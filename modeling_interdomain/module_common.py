@@ -12,6 +12,9 @@ from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 from transformers import initialization as init
 
+# What few calls compute without rounding more than many do.
+FULL_PRECISION = (torch.float32, torch.float64)
+
 
 def is_plain(x: torch.Tensor, dtype: torch.dtype = torch.float32) -> bool:
     """Whether x is on a CPU and nothing is differentiated or compiled, so that calls are what a token costs."""

@@ -1,5 +1,7 @@
 """The short causal convolution of queries and keys, which remembers its last inputs."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from transformers import initialization as init
@@ -89,6 +91,31 @@ def causal_conv(
         last = lengths[:, None] + torch.arange(before, device=x.device)
         window = extended.gather(2, last[:, None].expand(-1, extended.shape[1], -1))
     return conv(extended).mT, window
+
+
+def convolve_token(
+    inputs: Sequence[torch.Tensor], windows: Sequence[torch.Tensor], taps: torch.Tensor
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Several `causal_conv` of one token as one: where a call costs more than what it computes, few are better.
+
+    Args:
+        inputs: `[B, 1, W]` each.
+        windows: `[B, W, kernel - 1]` each, the inputs before the token.
+        taps: `[kernel, sum of all W]`, their weights side by side; all but the windows is computed in their dtype.
+
+    Returns:
+        `[B, sum of all W]` and the new windows.
+    """
+    token = torch.cat(list(inputs), dim=-1)
+    before = torch.cat([w.mT for w in windows], dim=-1)  # token by token, as a `RecurrentLayer` has them in memory
+    extended = torch.cat([before.to(token.dtype), token], dim=1)
+    after = extended[:, 1:].mT.split_with_sizes([w.shape[1] for w in windows], dim=1)
+    return (extended * taps).sum(1), list(after)
+
+
+def taps_of(*weights: torch.Tensor) -> torch.Tensor:
+    """The taps of `convolve_token` from weights of `CausalConv1d`, `[W, 1, kernel]` each."""
+    return torch.cat(weights).squeeze(1).mT.contiguous()
 
 
 def _conv_documents(conv: nn.Module, x, window, before: int, documents: torch.Tensor, number: int) -> torch.Tensor:

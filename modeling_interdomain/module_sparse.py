@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .module_common import own_backend
-from .module_convolution import TOKEN_BEFORE, CausalConv1d, causal_conv
-from .module_sparse_choice import KeyScorer, RankingLoss, SparseHash, ranking_loss
+from .module_common import FULL_PRECISION, TabledModule, is_plain, is_untouched, own_backend
+from .module_convolution import TOKEN_BEFORE, CausalConv1d, causal_conv, convolve_token, taps_of
+from .module_sparse_choice import KeyScorer, RankingLoss, SparseHash, hashed, ranking_loss, scored
 from .module_sparse_parts import Budget, budgets, kept_shapes
 from .op_common import Packing, without_autocast
 from .op_common_launch import STEP_BACKENDS
@@ -69,7 +69,7 @@ class ChannelGate(nn.Module):
         return self.weight * x
 
 
-class SparseBranch(nn.Module):
+class SparseBranch(TabledModule):
     """`gate * attention` of queries and keys of S heads to `value`, the numbers that the recurrence writes.
 
     Parameters: `q_proj`, `k_proj`, each followed by a short convolution (`q_conv`, `k_conv`); `gate` `[H, D]`, E of the
@@ -108,6 +108,11 @@ class SparseBranch(nn.Module):
             self.scorer.requires_grad_(False)  # nothing else trains it
         self.centred = self.hash is not None and config.sparse_hash_center is not None
         self.summed = self.centred or self.scorer is not None
+        # What a token reads the weights of, and what it asks for: a module is slow to look up.
+        self.scored, self.hashed = self.scorer is not None, self.hash is not None
+        self.hash_kind = config.sparse_hash
+        read = {"q_conv": CausalConv1d, "k_conv": CausalConv1d, "scorer": KeyScorer, "hash": SparseHash}
+        self.read = {name: kind for name, kind in read.items() if getattr(self, name) is not None}
         self.window_shapes, self.state_shapes = kept_shapes(config, name, groups, width)
         self.reads_first = reads_first
 
@@ -139,6 +144,12 @@ class SparseBranch(nn.Module):
         `windows` are those of `q_conv` and `k_conv`, and `states` those of the cache, if there is one.
         """
         projected = [self.q_proj(hidden_states), self.k_proj(hidden_states)]
+        if self.heads != self.groups:
+            value = value.flatten(2).unflatten(-1, (self.heads, -1))
+        if states is None or packing is not None or hidden_states.shape[1] > 1:
+            self.forget_tables()  # another sequence may begin
+        elif (found := self._token(projected, value, windows, states)) is not None:
+            return found
         extent: dict[str, Any] = {}
         if packing is not None:
             projected = [packing.pack(x) for x in projected]
@@ -152,13 +163,46 @@ class SparseBranch(nn.Module):
             after.append(window)
         query, key = streams
         key = key * self.dim**-0.5
-        if self.heads != self.groups:
-            value = value.flatten(2).unflatten(-1, (self.heads, -1))
         differentiated = self.training and torch.is_grad_enabled()
         with torch.no_grad(), without_autocast(query.device):
             both = torch.stack([query, key], dim=3).detach()
             chosen = self._choose(both, states, packing, differentiated)
         scores, bins, sums = chosen
+        return SparseInputs(query, key, value, scores, bins, sums, projected, after)
+
+    def _token(self, projected: list[torch.Tensor], value: torch.Tensor, windows, states) -> SparseInputs | None:
+        """`prepare` of one token in few calls: a call costs more than what it computes.
+
+        None where calling the modules may do more than their weights say, or something is differentiated or compiled.
+        """
+        own: dict[str, Any] = self._modules
+        x = projected[0]
+        dtype = x.dtype
+        if self.training or not is_plain(x, dtype) or dtype not in FULL_PRECISION:
+            return None
+        for name, kind in self.read.items():
+            if not is_untouched(own[name], kind, x.device):
+                return None
+        weights = [own["q_conv"]._parameters["weight"], own["k_conv"]._parameters["weight"]]
+        layers = list(own["scorer"]._parameters.values()) if self.scored else []
+        if weights[0].dtype != dtype or (layers and layers[0].dtype != dtype):
+            return None
+        taps = self._tables.get("taps", weights, lambda _: taps_of(weights[0], weights[1] * self.dim**-0.5))
+        y, after = convolve_token(projected, windows, taps)
+        both = y.view(-1, 1, 2, self.heads, self.dim).transpose(2, 3)
+        query, key = both.unbind(3)
+        scores = sums = found = running = None
+        if self.summed:
+            sums = both.squeeze(1) + states["sparse_sums"]
+            running = sums.to(dtype).unsqueeze(1)
+        if self.scored:
+            scores = scored(key, running.select(3, 0), layers)
+        if self.hashed:
+            # As a number of the dtype at once: PyTorch would convert it in a call of its own.
+            means = running / (states["sparse_seen"] + 1.0).view(-1, 1, 1, 1, 1) if self.centred else None
+            found = hashed(both, means, own["hash"].H.to(dtype), self.hash_kind)
+        counts = states["sparse_seen"][:, None] + 1 if len(self.binned) > self.hashed else None
+        bins = tuple([self._bins(budget, found, counts, both) for budget in self.binned])
         return SparseInputs(query, key, value, scores, bins, sums, projected, after)
 
     def _choose(self, both, states, packing: Packing | None, differentiated: bool):
@@ -177,17 +221,17 @@ class SparseBranch(nn.Module):
         if self.scorer is not None:
             with torch.set_grad_enabled(differentiated and self.ranking is not None):
                 scores = self.scorer(both[..., 1, :], running[..., 0, :].to(wide))
-        hashed = None
+        bins = None
         if self.hash is not None:
             means = (running / counts.view(*counts.shape, 1, 1, 1)).to(wide) if self.centred else None
-            hashed = self.hash(both, means)
-        return scores, tuple(self._bins(budget, hashed, counts, both) for budget in self.binned), sums
+            bins = self.hash(both, means)
+        return scores, tuple(self._bins(budget, bins, counts, both) for budget in self.binned), sums
 
-    def _bins(self, budget: Budget, hashed, counts: torch.Tensor, both: torch.Tensor) -> Bins:
-        """One bin for all queries but those of a hash; of the keys some parts leave many out."""
+    def _bins(self, budget: Budget, bins, counts: torch.Tensor | None, both: torch.Tensor) -> Bins:
+        """One bin for all queries but those of a hash, which made `bins`; of the keys some parts leave many out."""
         part, keys, number = budget
         if part == "lsh":
-            of_query, of_key = hashed.unbind(-1)
+            of_query, of_key = bins.unbind(-1)
             return Bins(of_query, of_key, number, keys, complete=True)
         one = torch.zeros(both.shape[:3], dtype=torch.long, device=both.device)
         if part in ("sliding_window", "full"):
@@ -226,12 +270,16 @@ class SparseBranch(nn.Module):
         if inputs.sums is not None:
             kept = states["sparse_sums"]
             kept.copy_(inputs.sums if mask is None else inputs.sums.where(mask[:, None, None, None], kept))
-        query, key, value = (x[:, 0] for x in (inputs.query, inputs.key, inputs.value))
-        scores = None if inputs.scores is None else inputs.scores[:, 0]
-        bins = [part._replace(query=part.query[:, 0], key=part.key[:, 0]) for part in inputs.bins]
-        backend = own_backend(self.config, STEP_BACKENDS)
-        memory = _memory_of(states)
-        output = sparse_step(query, key, value, memory=memory, scores=scores, bins=bins, mask=mask, backend=backend)
+        output = sparse_step(
+            inputs.query,
+            inputs.key,
+            inputs.value,
+            memory=_memory_of(states),
+            scores=inputs.scores,
+            bins=inputs.bins,
+            mask=mask,
+            backend=own_backend(self.config, STEP_BACKENDS),
+        )
         return self._gated(output)
 
     def _gated(self, output: torch.Tensor) -> torch.Tensor:

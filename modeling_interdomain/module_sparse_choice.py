@@ -1,5 +1,7 @@
 """How a sparse branch chooses keys: a hash of random projections, and a learned score with a loss of its own."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from transformers import initialization as init
@@ -30,18 +32,24 @@ class SparseHash(Float32Module):
 
     def forward(self, z: torch.Tensor, means: torch.Tensor | None) -> torch.Tensor:
         """`[B, T, S, n, d]` to bins `[B, T, S, n]`."""
-        if means is not None:
-            size = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
-            z = z - means
-            z = z.masked_fill(torch.linalg.vector_norm(z, dim=-1, keepdim=True) < _SAME * size, 0)
         projection = torch.randn_like(self.H) if self.training else self.H
-        heads_first = z.permute(2, 0, 1, 3, 4)
-        projected = torch.bmm(heads_first.flatten(1, 3), projection.to(z.dtype))
-        if self.kind == "argmax":
-            bins = projected.argmax(-1)
-        else:
-            bins = ((projected > 0) * 2 ** torch.arange(projected.shape[-1], device=z.device)).sum(-1)
-        return bins.view(heads_first.shape[:-1]).permute(1, 2, 0, 3)
+        return hashed(z, means, projection.to(z.dtype), self.kind)
+
+
+def hashed(z: torch.Tensor, means: torch.Tensor | None, projection: torch.Tensor, kind: str) -> torch.Tensor:
+    """`SparseHash` with a projection `[S, d, h]`, in the dtype of z."""
+    if means is not None:
+        size = torch.linalg.vector_norm(z, 2, -1, True)
+        z = z - means
+        z.masked_fill_(torch.linalg.vector_norm(z, 2, -1, True) < size.mul_(_SAME), 0)
+    one = z.shape[0] == 1 and z.shape[1] == 1  # one by one: a graph of any length must not compare the two
+    heads_first = z.squeeze((0, 1)) if one else z.permute(2, 0, 1, 3, 4)
+    projected = torch.bmm(heads_first if one else heads_first.flatten(1, 3), projection)
+    if kind == "argmax":
+        bins = projected.argmax(-1)
+    else:
+        bins = ((projected > 0) * 2 ** torch.arange(projected.shape[-1], device=z.device)).sum(-1)
+    return bins.view(z.shape[:-1]) if one else bins.view(heads_first.shape[:-1]).permute(1, 2, 0, 3)
 
 
 class KeyScorer(Float32Module):
@@ -51,15 +59,15 @@ class KeyScorer(Float32Module):
     its own, not those of a ParameterList, which is never called and so never brought back by what offloads modules.
     """
 
-    LAYERS = 3
+    NAMES = [f"{name}_{i}" for i in range(3) for name in ("weight", "bias")]
 
     def __init__(self, config):
         super().__init__()
         width = 2 * config.sparse_key_dim
-        for i in range(self.LAYERS):
-            outputs = 1 if i == self.LAYERS - 1 else width
-            self.register_parameter(f"weight_{i}", nn.Parameter(torch.empty(outputs, width)))
-            self.register_parameter(f"bias_{i}", nn.Parameter(torch.empty(outputs)))
+        for weight, bias in zip(self.NAMES[::2], self.NAMES[1::2], strict=True):
+            outputs = 1 if weight == self.NAMES[-2] else width
+            self.register_parameter(weight, nn.Parameter(torch.empty(outputs, width)))
+            self.register_parameter(bias, nn.Parameter(torch.empty(outputs)))
         self.start_parameters(config)
 
     @torch.no_grad()
@@ -71,12 +79,16 @@ class KeyScorer(Float32Module):
 
     def forward(self, key: torch.Tensor, query_sum: torch.Tensor) -> torch.Tensor:
         """`[B, T, S, d]` each to `[B, T, S]`."""
-        direction = query_sum / torch.linalg.vector_norm(query_sum, dim=-1, keepdim=True).clamp_min(_TINY)
-        x = torch.cat([key, direction], dim=-1).flatten(0, -2)
-        for i in range(self.LAYERS):
-            weight, bias = (getattr(self, f"{name}_{i}").to(x.dtype) for name in ("weight", "bias"))
-            x = nn.functional.linear(x if i == 0 else x.relu(), weight, bias)
-        return x.view(key.shape[:-1])
+        return scored(key, query_sum, [getattr(self, name).to(key.dtype) for name in self.NAMES])
+
+
+def scored(key: torch.Tensor, query_sum: torch.Tensor, layers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`KeyScorer` with the weights and biases of its layers, in the dtype of the keys."""
+    size = torch.linalg.vector_norm(query_sum, 2, -1, True).clamp_min_(_TINY)
+    x = torch.cat([key, query_sum / size], dim=-1).view(-1, 2 * key.shape[-1])
+    x = nn.functional.linear(x, layers[0], layers[1]).relu_()
+    x = nn.functional.linear(x, layers[2], layers[3]).relu_()
+    return nn.functional.linear(x, layers[4], layers[5]).view(key.shape[:-1])
 
 
 class RankingLoss(nn.Module):

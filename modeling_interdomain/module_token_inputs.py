@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from .module_common import is_plain, plain_rms_norm
+from .module_convolution import convolve_token, taps_of
 from .module_feature_maps import silu_l2
 from .module_rotary import rotate
 
@@ -26,7 +27,7 @@ class TokenTables(NamedTuple):
 
 def token_tables(q_taps: torch.Tensor, k_taps: torch.Tensor, *norms: torch.Tensor) -> TokenTables:
     """From the weights of two `CausalConv1d`, `[W, 1, kernel]`, and of the norms: `[R]`, `[D]`, `[G, R]`, `[G, D]`."""
-    taps = torch.cat([q_taps, k_taps]).squeeze(1).mT.contiguous()
+    taps = taps_of(q_taps, k_taps)
     if not norms:
         return TokenTables(taps, None, None)
     biases = list(norms[2:])
@@ -58,11 +59,8 @@ def token_inputs(
         query `[B, 1, H, R]`, key `[B, 1, G, R]`, value `[B, 1, G, D]`, and the new windows.
     """
     query, key, value = projected
-    token = torch.cat([query, key], dim=-1)
-    before = torch.cat([w.mT for w in windows], dim=-1)  # token by token, as a `RecurrentLayer` has them in memory
-    extended = torch.cat([before.to(token.dtype), token], dim=1)
-    after = extended[:, 1:].mT.split_with_sizes([w.shape[1] for w in windows], dim=1)
-    x = (extended * tables.taps).sum(1).view(token.shape[0], 1, sum(heads), -1)
+    x, after = convolve_token([query, key], windows, tables.taps)
+    x = x.view(query.shape[0], 1, sum(heads), -1)
     if cos_sin is not None and rope_placement == "before":
         x = rotate(x, *cos_sin)
     x = silu_l2(x)
@@ -70,7 +68,7 @@ def token_inputs(
         x = rotate(x, *cos_sin)
     query, key = x.split_with_sizes(list(heads), dim=2)
     key, value = _normalised(key, value.view(*key.shape[:3], -1), tables, eps)
-    return (query, key, value), list(after)
+    return (query, key, value), after
 
 
 def _normalised(key, value, tables: TokenTables, eps: float) -> Sequence[torch.Tensor]:

@@ -10,7 +10,6 @@ from .op_common_launch import fused
 from .op_sparse_stream import Bins, Ring, SparseMemory
 
 
-@torch.no_grad()
 def sparse_step(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -25,10 +24,10 @@ def sparse_step(
     """One token of `sparse_attention` with the memory updated in place; all sizes are fixed.
 
     Args:
-        query, key, value: `[B, S, d]` and `[B, S, D]`.
+        query, key, value: `[B, S, d]` and `[B, S, D]`, or with an axis of the one token, `[B, 1, S, d]`.
         memory: overwritten.
-        scores: `[B, S]` in the dtype of those in the memory; as in `sparse_attention`.
-        bins: of each part, with query and key `[B, S]`.
+        scores: `[B, S]` or `[B, 1, S]` in the dtype of those in the memory; as in `sparse_attention`.
+        bins: of each part, with query and key `[B, S]` or `[B, 1, S]`.
         mask: `[B]` bool, False for a pad: it leaves the memory as it was, and its output is zero.
         backend: "triton" (a fused kernel for each set of keys on a GPU), "recurrent" (PyTorch) or "auto" (the kernels
             where they can run). Default: "auto".
@@ -36,14 +35,18 @@ def sparse_step(
     Returns:
         `[B, S, D]` in the dtype of `value`.
     """
-    with without_autocast(query.device):
-        entry = torch.cat([key, value], dim=-1).flatten(0, 1)[:, None]
-        if backend == "triton" or (backend == "auto" and query.device.type != "cpu" and _contiguous(memory)):
-            output = _fused(backend, query.flatten(0, 1), entry[:, 0], memory, scores, bins, mask)
-            if output is not None:
-                return output.view(value.shape).to(value.dtype)
-        _remember(entry, memory, scores, bins, mask)
-        output = _read(query.flatten(0, 1)[:, None], memory, bins).view(value.shape)
+    if torch.is_grad_enabled() or torch.is_autocast_enabled(query.device.type):
+        with torch.no_grad(), without_autocast(query.device):
+            return sparse_step(query, key, value, memory=memory, scores=scores, bins=bins, mask=mask, backend=backend)
+    shape = value.shape[0], *value.shape[-2:]
+    query = query.reshape(-1, 1, query.shape[-1])
+    entry = torch.cat([key, value], dim=-1).view(query.shape[0], 1, -1)
+    if backend == "triton" or (backend == "auto" and query.device.type != "cpu" and _contiguous(memory)):
+        output = _fused(backend, query[:, 0], entry[:, 0], memory, scores, bins, mask)
+        if output is not None:
+            return output.view(shape).to(value.dtype)
+    _remember(entry, memory, scores, bins, mask)
+    output = _read(query, memory, bins).view(shape)
     return (output if mask is None else output.where(mask[:, None, None], 0)).to(value.dtype)
 
 
@@ -63,9 +66,10 @@ def _fused(backend, query, entry, memory: SparseMemory, scores, bins: Sequence[B
 
 
 def _remember(entry, memory: SparseMemory, scores, bins: Sequence[Bins], mask) -> None:
-    heads = len(entry) // len(memory.seen)
-    memory.seen.add_(1 if mask is None else mask.long())
-    place = memory.seen[:, None].expand(-1, heads).reshape(-1, 1)
+    seen = memory.seen.add_(1 if mask is None else mask.long())
+    batch = seen.shape[0]
+    heads = entry.shape[0] // batch
+    place = seen.expand(heads, 1) if batch == 1 else seen[:, None].expand(-1, heads).reshape(-1, 1)
     real = None if mask is None else mask[:, None].expand(-1, heads).reshape(-1)
     if memory.entries is not None:
         _compete(memory, entry.to(memory.entries.dtype), scores.reshape(-1, 1), place, real)
@@ -77,31 +81,30 @@ def _remember(entry, memory: SparseMemory, scores, bins: Sequence[Bins], mask) -
 
 def _compete(memory: SparseMemory, entry, score, place, real) -> None:
     """The worst of all makes room, of equals the latest, which may be the new one; the others stay in their order."""
-    kept = [x.flatten(0, 1) for x in (memory.entries, memory.scores, memory.places)]
-    rivals = [torch.cat(x, dim=1) for x in zip(kept, (entry, score, place), strict=True)]
-    worst = rivals[1].masked_fill(rivals[2] == 0, -torch.inf).flip(1).argmin(1, keepdim=True)  # from the end
+    rows, _, width = entry.shape
+    keys = memory.scores.shape[2]
+    scores, places = memory.scores.view(rows, keys), memory.places.view(rows, keys)
+    entries = torch.cat([memory.entries.view(rows, keys, width), entry], dim=1)
+    of_all, places_of_all = torch.cat([scores, score], dim=1), torch.cat([places, place], dim=1)
+    worst = of_all.masked_fill(places_of_all == 0, -torch.inf).flip(1).argmin(1, keepdim=True)  # from the end
     if real is not None:
         worst = worst * real[:, None]
-    slots, from_end = _numbers(_slots, *kept[1].shape, like=entry)
-    slots = (slots + (worst >= from_end)).flatten()
-    for old, x in zip(kept, rivals, strict=True):
-        torch.index_select(x.flatten(0, 1), 0, slots, out=old.flatten(0, 1))
+    slots, from_end = _numbers(_slots, rows, keys, like=entry)
+    slots = slots + (worst >= from_end)
+    torch.take(of_all, slots, out=scores)
+    torch.take(places_of_all, slots, out=places)
+    torch.index_select(entries.view(-1, width), 0, slots.view(-1), out=memory.entries.view(-1, width))
 
 
 def _push(ring: Ring, entry, place, own, valid) -> None:
-    """The oldest key of the bin makes room."""
-    number, keys = ring.places.shape[2:]
-    entries, places = ring.entries.view(-1, keys, entry.shape[2]), ring.places.view(-1, keys)
-    if number > 1:
-        row = _row(ring, own if valid is None else own.clamp(min=0))
-        kept = entries.index_select(0, row), places.index_select(0, row)
-    else:
-        row, kept = None, (entries, places)
-    for whole, old, new in zip((entries, places), kept, (entry, place), strict=True):
-        after = torch.cat([old[:, 1:], new], dim=1)
+    """The oldest key of the bin makes room, an empty slot before all."""
+    row = _row(ring, own if valid is None else own.clamp(min=0))
+    keys = ring.places.shape[3]
+    slot = torch.add(ring.places.view(-1, keys).index_select(0, row).argmin(1), row, alpha=keys)
+    for kept, new in ((ring.entries.view(-1, entry.shape[2]), entry[:, 0]), (ring.places.view(-1, 1), place)):
         if valid is not None:
-            after = torch.where(valid.view(-1, *[1] * (after.ndim - 1)), after, old)
-        whole.copy_(after) if row is None else whole.index_copy_(0, row, after)
+            new = torch.where(valid[:, None], new, kept.index_select(0, slot))
+        kept.index_copy_(0, slot, new)
 
 
 def _read(query: torch.Tensor, memory: SparseMemory, bins: Sequence[Bins]) -> torch.Tensor:
@@ -110,7 +113,7 @@ def _read(query: torch.Tensor, memory: SparseMemory, bins: Sequence[Bins]) -> to
     if memory.entries is not None:
         entries, known = [memory.entries.flatten(0, 1)], [memory.places.flatten(0, 1)]
         places = [*known]
-    for ring, part in zip(memory.rings, bins, strict=True):
+    for i, (ring, part) in enumerate(zip(memory.rings, bins, strict=True), start=1):
         number, keys = ring.places.shape[2:]
         found, place = ring.entries.view(-1, keys, ring.entries.shape[-1]), ring.places.view(-1, keys)
         asked = part.query.flatten()
@@ -121,23 +124,26 @@ def _read(query: torch.Tensor, memory: SparseMemory, bins: Sequence[Bins]) -> to
             place = place.masked_fill((asked < 0)[:, None], 0)
         once = place
         for earlier in known:  # a key in both counts once
-            once = once * (_among(earlier, place) != place)
-        known.append(place)
+            once = once * _missing(earlier, place)
+        if i < len(memory.rings):
+            known.append(place.sort(1).values)
         entries.append(found)
         places.append(once)
     together, place = (x[0] if len(x) == 1 else torch.cat(x, dim=1) for x in (entries, places))
-    wide = torch.promote_types(together.dtype, torch.float32)
-    remembered, values = together.to(wide).split_with_sizes([query.shape[2], together.shape[2] - query.shape[2]], dim=2)
+    if together.dtype not in (torch.float32, torch.float64):
+        together = together.float()
+    remembered, values = together.split_with_sizes([query.shape[2], together.shape[2] - query.shape[2]], dim=2)
     hidden = (place == 0)[:, None]
-    weights = torch.bmm(query.to(wide), remembered.mT).masked_fill_(hidden, torch.finfo(wide).min).softmax(-1)
+    logits = torch.bmm(query.to(together.dtype), remembered.mT)
+    weights = logits.masked_fill_(hidden, torch.finfo(together.dtype).min).softmax(-1)
     if memory.entries is None:  # otherwise a token sees a key, the first of all if no other
         weights = weights.masked_fill_(hidden, 0)
     return torch.bmm(weights, values)
 
 
-def _among(places: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Of ascending `places` of each row the first that is not before the wanted one, the last if all are."""
-    return places.gather(1, torch.searchsorted(places, wanted).clamp_(max=places.shape[1] - 1))
+def _missing(places: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Which of the wanted are not among the ascending `places` of their row."""
+    return torch.searchsorted(places, wanted) == torch.searchsorted(places, wanted, right=True)
 
 
 def _row(ring: Ring, own: torch.Tensor) -> torch.Tensor:

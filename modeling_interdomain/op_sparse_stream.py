@@ -28,7 +28,10 @@ class Bins(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """The latest keys of every bin: `entries` `[B, S, bins, keys, d + D]`, keys beside values, and their `places`."""
+    """The latest keys of every bin: `entries` `[B, S, bins, keys, d + D]`, keys beside values, and their `places`.
+
+    The slots of a bin are in any order: a step writes over the oldest key and moves none.
+    """
 
     entries: torch.Tensor
     places: torch.Tensor
@@ -39,8 +42,9 @@ class SparseMemory(NamedTuple):
 
     Attributes:
         seen: `[B]`, the tokens so far without pads. Places are counted from 1; place 0 is an empty slot, and holds
-            zeros. Everywhere slots are in the order of their places, so that the same keys are the same memory.
-        entries: `[B, S, selected_keys, d + D]`, the best keys beside their values; None without selection.
+            zeros.
+        entries: `[B, S, selected_keys, d + D]`, the best keys beside their values, in the order of their places; None
+            without selection.
         scores, places: `[B, S, selected_keys]` of these.
         rings: one for each of the bins.
     """

@@ -52,10 +52,14 @@ class Sums(NamedTuple):
 
 @triton.jit
 def _remember(token, kept, n, bin, drop, place, keys, width, K: tl.constexpr, BW: tl.constexpr):
-    """The slot `drop` of a bin goes, those behind it move up, and the token is the last."""
+    """The slot `drop` of a bin goes: of the best keys those behind it move up and the token is the last, elsewhere it
+    takes the slot.
+    """
     k = tl.arange(0, K)
     used = k < keys
     source = k + (k >= drop).to(tl.int32)
+    if kept.scores is None:
+        source = tl.where(k == drop, keys, k)
     moves = used & (source < keys)
     places = tl.where(source == keys, place, tl.load(kept.places + bin * keys + source, mask=moves, other=0))
     if kept.scores is not None:
@@ -114,9 +118,11 @@ def step_set(
         takes = real & (tl.load(token.score + n) > least)
     else:
         own = tl.load(token.own + n)
-        drop = 0
         bin = n * bins + tl.maximum(own, 0)
         takes = real & (own >= 0)
+        # The oldest makes room, an empty slot before all.
+        old = tl.load(kept.places + bin * keys + k, mask=used, other=place)
+        drop = tl.min(tl.where(old == tl.min(old, 0), k, K), 0)
     if takes:
         _remember(token, kept, n, bin, drop, place, keys, width, K, BW)
     tl.debug_barrier()

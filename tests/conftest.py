@@ -22,6 +22,7 @@ from modeling_interdomain import (
     InterdomainStaticCache,
     op_common_launch,
 )
+from tests.operator_checks import ring_by_place
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 PAD = 3
@@ -390,7 +391,10 @@ def contents():
             if getattr(layer, "conv_states", None):
                 tensors += [x for x in layer.conv_states.values() if x is not None]
             if getattr(layer, "recurrent_states", None):
-                tensors += [x for x in layer.recurrent_states.values() if x is not None]
+                states = dict(layer.states)
+                for ring in [name for name in states if f"{name}_places" in states]:
+                    states[ring], states[f"{ring}_places"] = ring_by_place(states[ring], states[f"{ring}_places"])
+                tensors += [x for x in states.values() if x is not None]
             if layer.__dict__.get("keys") is not None:
                 tensors += [layer.keys, layer.values]
         return [x.detach().clone() for x in tensors]

@@ -83,3 +83,9 @@ def parameters_of_the_default_start(size: int) -> dict[str, torch.Tensor]:
     recurrence = InterdomainModel(config).layers[0].token_mixer.recurrence
     names = ("log_decay", "input_matrix", "coefficient_matrix")
     return {name: x.detach() for name, x in zip(names, recurrence.parameters_of_operator(), strict=True)}
+
+
+def ring_by_place(entries: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The slots of each bin of a sparse memory in the order of their places, which equal memories may differ in."""
+    ordered, order = places.sort(dim=-1, stable=True)
+    return entries.gather(-2, order[..., None].expand_as(entries)), ordered

@@ -1,6 +1,7 @@
 """The seam of the feed-forward layers: their names, one of one's own, and what it adds to the training loss."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.utils import _pytree
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.trainer_pt_utils import LabelSmoother
 
 from examples.text_data import next_token_nll
 from examples.training import next_token_loss
@@ -15,6 +17,8 @@ from modeling_interdomain import (
     AuxiliaryLoss,
     InterdomainConfig,
     InterdomainForSequenceClassification,
+    add_layer_loss,
+    layer_losses,
     register_feed_forward,
 )
 from modeling_interdomain.registry_interdomain import FEED_FORWARDS
@@ -162,6 +166,47 @@ def test_trainer_reports_the_sum(balanced, random_ids, tmp_path, assert_same):
     assert trainer.state.log_history[0]["loss"] == pytest.approx(before.item(), rel=1e-4)
     expected = model.eval()(rows, labels=rows).loss.item()
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_loss_of_ones_own_in_the_trainer(smoothing, balanced, random_ids, tmp_path, caplog):
+    """Accumulated batches of different lengths, with the layers' losses and without, of which a warning tells."""
+    model, rows = balanced.float(), random_ids(4, 8)
+    examples = [{"input_ids": row, "labels": row.clone()} for row in rows]
+    examples[0]["labels"][3:] = -100
+    labels = torch.stack([example["labels"] for example in examples])
+    smoother = partial(LabelSmoother(smoothing), shift_labels=True)
+    layer_losses.logger.warning_once.cache_clear()
+    settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "max_steps": 1, "logging_steps": 1}
+    settings |= {"report_to": [], "use_cpu": True, "disable_tqdm": True}
+    found = {}
+    for name, changes, extra in (
+        ("with", {}, {"compute_loss_func": add_layer_loss(smoother)}),
+        ("without", {"label_smoothing_factor": smoothing}, {} if smoothing else {"compute_loss_func": smoother}),
+    ):
+        arguments = TrainingArguments(str(tmp_path), **settings, **changes)
+        trainer = Trainer(copy.deepcopy(model), arguments, train_dataset=examples, **extra)
+        caplog.clear()
+        with caplog.at_level("WARNING"):
+            trainer.train()
+        found[name] = trainer.state.log_history[0]["loss"]
+        assert ("without what the layers add" in caplog.text) == (name == "without")
+    expected = smoother(model.train()(rows), labels).item()
+    assert found["without"] == pytest.approx(expected, rel=1e-4)
+    counted = (labels[:, 1:] != -100).sum(1)
+    added = sum(n * model(row[None]).layer_loss for n, row in zip(counted, rows, strict=True)) / counted.sum()
+    assert found["with"] == pytest.approx(expected + added.item(), rel=1e-4)
+
+
+def test_a_loss_in_a_loop_of_ones_own(balanced, random_ids, caplog):
+    ids = random_ids(2, 7)
+    layer_losses.logger.warning_once.cache_clear()
+    outputs = balanced.train()(ids)
+    (outputs.logits.square().mean() + outputs.layer_loss).backward()
+    balanced(ids, labels=ids).loss.backward()
+    assert not caplog.text
+    balanced(ids).logits.square().mean().backward()
+    assert "add outputs.layer_loss" in caplog.text
 
 
 def test_classifiers_add_them_too(make_model, random_ids, assert_same):

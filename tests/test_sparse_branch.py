@@ -87,6 +87,26 @@ def test_single_pads_leave_the_memory_alone(make_branch, random_ids, advance, co
     assert_same([x for x in contents(cache) if x.numel() > 2], [x for x in before if x.numel() > 2])
 
 
+@pytest.mark.parametrize("name", ["k_conv", "scorer", "hash"])
+def test_a_token_in_few_calls_is_that_of_the_modules(name, make_branch, random_ids, advance, assert_same):
+    """Changed weights are seen, and a module that something hangs on is called."""
+    model, ids = make_branch(), random_ids(2, 12)
+    few, each = InterdomainCache(model.config), InterdomainCache(model.config)
+    for cache in (few, each):
+        advance(model, cache, ids[:, :10])
+        advance(model, cache, ids[:, 10:11])
+    called = []
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.token_mixer.sparse.k_conv.weight.mul_(1.5)
+    expected = advance(model, few, ids[:, 11:])
+    for layer in model.model.layers:
+        module = getattr(layer.token_mixer.sparse, name)
+        module.register_forward_hook(lambda module, *_: called.append(module))
+    assert_same(advance(model, each, ids[:, 11:]), expected)
+    assert len(called) == len(model.model.layers)
+
+
 def test_generation(make_branch, random_ids):
     model, ids = make_branch(), random_ids(2, 9)
     options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids)}
