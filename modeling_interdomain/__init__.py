@@ -8,7 +8,6 @@ from .cache_state_tuning import add_learned_state, load_learned_state, save_lear
 from .cache_store import StateStore
 from .configuration_interdomain import InterdomainConfig
 from .feed_forward_cdmoe import ChosenExperts
-from .layer_losses import add_layer_loss
 from .mixer_common import TokenMixer
 from .modeling_interdomain import (
     InterdomainForCausalLM,
@@ -17,6 +16,7 @@ from .modeling_interdomain import (
     InterdomainPreTrainedModel,
 )
 from .module_common import AuxiliaryLoss
+from .module_layer_losses import add_layer_loss
 from .module_sequence_parallel import sequence_piece
 from .op_common_spans import join_states, mask_span, remove_span
 from .op_interdomain import interdomain_attention, interdomain_step

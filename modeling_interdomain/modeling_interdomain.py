@@ -47,10 +47,10 @@ from .checks_interdomain import (
 from .configuration_interdomain import InterdomainConfig
 from .feed_forward_cdmoe import ChosenExperts
 from .generation_batch import write_batch
-from .layer_losses import share_of_step, together, warn_if_left_out
 from .mixer_recurrent import RecurrentMixer
 from .mixer_softmax import SoftmaxMixer
 from .module_common import AuxiliaryLoss, InterdomainRMSNorm, PerVersion
+from .module_layer_losses import share_of_step, together, warn_if_left_out
 from .module_rotary import InterdomainRotaryEmbedding
 from .module_sequence_parallel import place_piece, shifted_labels, summed
 from .module_sparse_choice import RankingLoss
