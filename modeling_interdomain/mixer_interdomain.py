@@ -194,7 +194,7 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
         return self._features(query, cos_sin, is_query=True), *super()._tokens(rest, cos_sin)
 
     def _steps(self, tokens, state):
-        if self.recurrence.normalize:
+        if self.config.normalize:
             return super()._steps(tokens, state)
         return self.recurrence(*tokens, step=True, state=state)
 

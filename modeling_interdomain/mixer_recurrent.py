@@ -352,13 +352,13 @@ class RecurrentMixer(TokenMixer):
             or any(p.requires_grad for p in self.recurrence.parameters())
             or (self.sparse is not None and any(p.requires_grad for p in self.sparse.parameters()))
         )
-        few = packing is None and (tokens[0].shape[1] == 1 or self._can_step_each(tokens[0]))
+        few = packing is None and (tokens[0].shape[1] == 1 or self._can_step_each(layer, tokens[0]))
         return few and not differentiated and layer.is_initialized and self.backend in ("auto", "triton")
 
-    def _can_step_each(self, first: torch.Tensor) -> bool:
+    def _can_step_each(self, layer, first: torch.Tensor) -> bool:
         """Whether a few tokens, as guesses are, take a step each, sooner than an operator for many would begin."""
         here = first.device.type == "cpu" and self.sparse is None and not torch.compiler.is_compiling()
-        return here and first.shape[1] <= self.most_steps
+        return here and first.shape[1] <= self.most_steps and layer.has_previous_state[0]
 
     def _step(self, layer, tokens, windows, attention_mask, companion=None) -> torch.Tensor:
         """One token, or some after each other, the state updated in place; a pad leaves windows and state alone."""

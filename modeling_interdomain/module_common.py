@@ -207,8 +207,8 @@ class TabledModule(nn.Module):
     """A module that keeps tables made of its own parameters.
 
     What moves or loads parameters is seen, and so are PyTorch's optimisers. What writes where no version is counted
-    (through `.data`, or in a kernel of its own) is seen when the next prompt of more than a token is read; until then
-    it calls `forget_tables`.
+    (through `.data`, or in a kernel of its own) is seen when the next text begins, or goes on with more tokens than a
+    guess has; until then it calls `forget_tables`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

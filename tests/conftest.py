@@ -391,7 +391,7 @@ def contents():
             if getattr(layer, "conv_states", None):
                 tensors += [x for x in layer.conv_states.values() if x is not None]
             if getattr(layer, "recurrent_states", None):
-                states = dict(layer.states)
+                states = dict(getattr(layer, "states", layer.recurrent_states))  # by name, where there are names
                 for ring in [name for name in states if f"{name}_places" in states]:
                     states[ring], states[f"{ring}_places"] = ring_by_place(states[ring], states[f"{ring}_places"])
                 tensors += [x for x in states.values() if x is not None]

@@ -571,7 +571,8 @@ def test_presets_differ_in_the_mixer_alone(size):
     ours, theirs = (
         AutoConfig.from_pretrained(PRESETS / f"{mixer}-{size}").to_dict() for mixer in ("interdomain", "softmax")
     )
-    starts = {"start", "output_init_rms", *STARTS["recall"]}  # which there is nothing to start with in a softmax model
+    # Which there is nothing to start with in a softmax model.
+    starts = {"start", "output_init_rms", "sparse_gate_init", "sparse_query_init", *STARTS["recall"]}
     different = {key for key in ours if ours[key] != theirs.get(key)} - starts
     assert different <= {"token_mixers", "layer_types", "rope_parameters", "rope_placement", "_name_or_path"}
     count = {"125m": (12, 768, 12), "350m": (24, 1024, 16), "760m": (24, 1536, 24), "1.3b": (24, 2048, 32)}[size]
