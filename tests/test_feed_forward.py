@@ -18,7 +18,7 @@ from modeling_interdomain import (
     InterdomainConfig,
     InterdomainForSequenceClassification,
     add_layer_loss,
-    layer_losses,
+    module_layer_losses,
     register_feed_forward,
 )
 from modeling_interdomain.registry_interdomain import FEED_FORWARDS
@@ -176,7 +176,7 @@ def test_a_loss_of_ones_own_in_the_trainer(smoothing, balanced, random_ids, tmp_
     examples[0]["labels"][3:] = -100
     labels = torch.stack([example["labels"] for example in examples])
     smoother = partial(LabelSmoother(smoothing), shift_labels=True)
-    layer_losses.logger.warning_once.cache_clear()
+    module_layer_losses.logger.warning_once.cache_clear()
     settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "max_steps": 1, "logging_steps": 1}
     settings |= {"report_to": [], "use_cpu": True, "disable_tqdm": True}
     found = {}
@@ -200,7 +200,7 @@ def test_a_loss_of_ones_own_in_the_trainer(smoothing, balanced, random_ids, tmp_
 
 def test_a_loss_in_a_loop_of_ones_own(balanced, random_ids, caplog):
     ids = random_ids(2, 7)
-    layer_losses.logger.warning_once.cache_clear()
+    module_layer_losses.logger.warning_once.cache_clear()
     outputs = balanced.train()(ids)
     (outputs.logits.square().mean() + outputs.layer_loss).backward()
     balanced(ids, labels=ids).loss.backward()
