@@ -78,6 +78,10 @@ def read_state_file(path: str | os.PathLike) -> tuple[dict[str, torch.Tensor], d
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dictionary
     except FileNotFoundError:
         raise
+    except RuntimeError as error:  # of the memory map, for which the file is opened once more by its name
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"The state file {path} was removed while it was read.") from error
+        raise StateFileError(f"{path} cannot be read now: {error}.") from OSError(str(error))
     except (SafetensorError, OSError, UnicodeDecodeError) as error:
         raise StateFileError(f"{path} is torn, or no state file ({error}): save it again.") from error
     checksum = about.pop("checksum", None)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from modeling_interdomain import InterdomainCache, InterdomainStaticCache
+from modeling_interdomain import InterdomainCache, InterdomainStaticCache, cache_file
 from modeling_interdomain.cache_file import StateFileError, read_state_file, write_state_file
 from modeling_interdomain.cache_fingerprint import model_fingerprint, tokenizer_fingerprint
 from tests.test_hybrid_mixer import registered as local_layers  # noqa: F401  a fixture
@@ -317,6 +317,28 @@ def test_torn_and_altered_files_are_refused(saved, tmp_path):
         with pytest.raises(StateFileError, match="spoilt.safetensors (is|was) ") as error:
             InterdomainCache.load(spoilt, model)
         one_sentence(error)
+
+
+@pytest.mark.parametrize("removed", [True, False])
+def test_a_file_that_goes_while_it_is_read(saved, tmp_path, monkeypatch, removed):
+    """What maps a file into memory opens it again, by its name, and says in its own way that it cannot."""
+    path = tmp_path / "gone.safetensors"
+    path.write_bytes(saved[2].read_bytes())
+
+    def cannot_map(name, framework):
+        if removed:
+            name.unlink()
+        raise RuntimeError(f"unable to open file <{name}> in read-only mode")
+
+    monkeypatch.setattr(cache_file, "safe_open", cannot_map)
+    kind, message = (
+        (FileNotFoundError, "was removed while it was read") if removed else (StateFileError, "cannot be read")
+    )
+    with pytest.raises(kind, match=message) as error:
+        read_state_file(path)
+    one_sentence(error)
+    # The store keeps a file that may be good.
+    assert removed or isinstance(error.value.__cause__, OSError)
 
 
 def test_other_files_and_newer_ones_are_refused(saved, make_model, tmp_path):
