@@ -232,19 +232,22 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
         if self.recorded is None:
             before: tuple[Any, Any] = (None, None if first is None else _map_states(_copy, first))
             if self.is_initialized:
-                before = [w.detach().clone() for w in self.windows], _map_states(_copy, self.states)
+                before = self._copies()
             self.recorded = Record(*before, [inputs], constants, replay)
         else:
             latest = self.recorded.latest
             if inputs[-1].shape[1] > 1:
-                windows = [w.detach().clone() for w in self.windows]
-                latest = Kept(windows, _map_states(_copy, self.states), self.recorded.tokens)
+                latest = Kept(*self._copies(), self.recorded.tokens)
             pieces = [*self.recorded.pieces, inputs]
             if len(pieces) > _PIECES:
                 pieces = [_joined(pieces)]
             self.recorded = self.recorded._replace(pieces=pieces, constants=constants, latest=latest)
         # All of a short forward can be taken back, of the prompt only its end.
         self.kept = max(self.max_rollback, inputs[-1].shape[1] if self.is_initialized else 0)
+
+    def _copies(self) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        """Of the windows and states as they are now."""
+        return [_copy(w) for w in self.windows], _map_states(_copy, self.states)
 
     def _forget_the_oldest(self) -> None:
         """Move the beginning of a long record on, so rarely that it costs next to nothing a token."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from .op_common import without_autocast
-from .op_interdomain_step import StepTables, mix_rows
+from .op_interdomain_step import StepTables, mix_rows, turn_state
 
 # Tokens that the tables have room for: as many as a usual guess, of which an operator for many takes twice the time.
 FEW = 12
@@ -103,9 +103,5 @@ def _advance(state, inputs, few: FewTables) -> None:
     """`X <- lambda^T X + sum_i lambda^(T-1-i) beta (x) [k_i; v_i]` in place."""
     batch, groups, _, size, width = state.shape
     count = inputs.shape[2]
-    decay, turn = few.cos[:, count, 0, :size, None], few.sin[:, count, 0, size:, None]
-    real, imag = state.unbind(2)
-    before = real.clone()
-    real.mul_(decay).addcmul_(imag, turn, value=-1)
-    imag.mul_(decay).addcmul_(before, turn)
+    turn_state(state, few.cos[:, count, 0, :size, None], few.sin[:, count, 0, size:, None])
     state.view(batch, groups, 2 * size, width).add_(few.weights[:, count - 1, :count].mT @ inputs)

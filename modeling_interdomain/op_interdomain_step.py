@@ -95,11 +95,16 @@ def advance_state(
     if mask is not None:  # a pad decays by 1 and puts in 0
         here = mask[:, None, None, None]
         decay, turn, inputs = decay.where(here, 1), turn.where(here, 0), inputs.where(here[..., None], 0)
+    turn_state(state, decay, turn)
+    state.addcmul_(beta, inputs)
+
+
+def turn_state(state: torch.Tensor, decay: torch.Tensor, turn: torch.Tensor) -> None:
+    """`X <- diag(lambda) X` in place, with the real and the imaginary part of lambda, `[G, M, 1]` or for each row."""
     real, imag = state.unbind(2)
     before = real.clone()
     real.mul_(decay).addcmul_(imag, turn, value=-1)
     imag.mul_(decay).addcmul_(before, turn)
-    state.addcmul_(beta, inputs)
 
 
 def read_state(query: torch.Tensor, state: torch.Tensor, tables: StepTables) -> torch.Tensor:
