@@ -129,7 +129,7 @@ class InterdomainRecurrence(Float32Module, TabledModule):
         if step:
             return self._step(*tokens, **arguments)
         if transition:
-            return *self.parameters_of_operator()[:2], *self._replay_tables()
+            return self._per_version("transition", self._transition)
         self.forget_tables()
         parameters = self.parameters_of_operator()
         arguments["initial_state"] = begun_with(arguments.get("initial_state"), *parameters[:2])
@@ -169,14 +169,11 @@ class InterdomainRecurrence(Float32Module, TabledModule):
 
         return self._per_version((dtype, count), tables)
 
-    def _replay_tables(self) -> tuple[torch.Tensor, ...]:
-        """Where they are kept, and calls are what a replay costs."""
-
-        def tables(kept: bool) -> tuple[torch.Tensor, ...]:
-            log_decay, input_matrix, _ = self.parameters_of_operator()
-            return replay_tables(log_decay, input_matrix, FEW) if kept and log_decay.device.type == "cpu" else ()
-
-        return self._per_version("replay", tables)
+    def _transition(self, kept: bool) -> tuple[torch.Tensor, ...]:
+        """With the tables of a replay where they are kept, and calls are what it costs."""
+        log_decay, input_matrix, _ = self.parameters_of_operator()
+        tables = replay_tables(log_decay, input_matrix, FEW) if kept and log_decay.device.type == "cpu" else ()
+        return log_decay, input_matrix, *tables
 
     def _per_version(self, name: Any, compute: Any) -> Any:
         own = self._parameters
