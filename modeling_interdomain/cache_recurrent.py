@@ -310,8 +310,10 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def reset(self) -> None:
         self.thaw()
-        for tensor in self.tensors():
-            tensor.zero_()
+        if self.is_initialized:
+            for kept in (self.conv_states, self.recurrent_states):
+                for i, x in kept.items():  # what has a gradient belongs to the forward that wrote it
+                    kept[i] = torch.zeros_like(x) if x.requires_grad else x.zero_()
         self.recorded = None
         self.has_previous_state[0] = False
         self.cumulative_length *= 0

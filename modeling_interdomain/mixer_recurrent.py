@@ -347,8 +347,7 @@ class RecurrentMixer(TokenMixer):
 
     def _can_step(self, layer, tokens: Sequence[torch.Tensor], packing: Packing | None) -> bool:
         differentiated = torch.is_grad_enabled() and (
-            tokens[0].requires_grad
-            or (layer.is_initialized and layer.state.requires_grad)
+            any(x.requires_grad for x in (*tokens, *layer.held()))
             or any(p.requires_grad for p in self.recurrence.parameters())
             or (self.sparse is not None and any(p.requires_grad for p in self.sparse.parameters()))
         )

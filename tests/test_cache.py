@@ -81,6 +81,18 @@ def test_reset(model, make_cache, random_ids, advance, assert_same):
     assert_same(advance(model, cache, random_ids(2, 5)), first)
 
 
+@pytest.mark.parametrize("length", [2, 7])
+def test_reset_forgets_gradients(any_model, length, random_ids, advance, assert_same):
+    ids = random_ids(2, length + 3)
+    cache = InterdomainCache(any_model.config)
+    advance(any_model, cache, ids[:, length:])
+    logits = any_model(ids[:, :length], past_key_values=cache).logits
+    cache.reset()
+    assert not any(x.requires_grad for layer in _recurrent_layers(cache) for x in layer.held())
+    assert_same(advance(any_model, cache, ids), any_model(ids, use_cache=False).logits.detach())
+    logits.sum().backward()
+
+
 def test_reset_forgets_the_recording(model, random_ids, cache_after, contents, advance, assert_same):
     cache = cache_after(model, random_ids(2, 5), recording=True)
     cache.reset()
@@ -465,6 +477,20 @@ def test_gradient_through_a_cache(any_model, pieces, random_ids, assert_same):
     expected = (any_model(ids, use_cache=False).logits * weights).sum()
     # What ranks the keys of a sparse branch learns from a loss of its own.
     gradients = [torch.autograd.grad(x, parameters, materialize_grads=True) for x in (loss, expected)]
+    assert_same(*gradients)
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_gradient_of_values_alone_through_a_cache(length, make_model, random_ids, advance, assert_same):
+    model, ids = make_model().requires_grad_(False), random_ids(2, 4 + length)
+    weight = model.model.layers[0].token_mixer.v_proj.weight.requires_grad_(True)
+    gradients = []
+    for backend in ("auto", "recurrent"):
+        model.config.backend = backend
+        cache = InterdomainCache(model.config)
+        advance(model, cache, ids[:, :4])
+        logits = model(ids[:, 4:], past_key_values=cache).logits
+        gradients += torch.autograd.grad(logits.square().sum(), weight)
     assert_same(*gradients)
 
 
