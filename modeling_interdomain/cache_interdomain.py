@@ -246,6 +246,14 @@ def ready_to_step(cache: Cache) -> bool:
     return all(layer.is_initialized for layer in cache.layers if isinstance(layer, RecurrentLayer))
 
 
+def begins_text(cache: Cache | None) -> bool:
+    """Whether its recurrent layers have read nothing, or there is no cache at all."""
+    if cache is None:
+        return True
+    recurrent = [layer for layer in cache.layers if isinstance(layer, RecurrentLayer)]
+    return bool(recurrent) and not recurrent[0].has_previous_state[0]
+
+
 def kind_of(layer) -> str:
     """What a layer of any cache holds: "recurrent", "window", "keys_values" or "other"."""
     if isinstance(layer, RecurrentLayer):

@@ -166,11 +166,6 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
     def streams(cls, config) -> list[Stream]:
         return [Stream("q", config.num_attention_heads, config.mapped_dim, True), *super().streams(config)]
 
-    def _begin_again(self, layer) -> None:
-        super()._begin_again(layer)
-        if not layer.has_previous_state[0]:
-            self.forget_tables()
-
     def _inputs(self, projected, windows, cos_sin, packing, keep: bool):
         """In one kernel or in few calls where that can run, and nothing hangs on the modules whose weights it reads."""
         found, device, backend = None, projected[0].device, self.backend

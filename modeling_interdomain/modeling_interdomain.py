@@ -27,7 +27,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .cache_interdomain import InterdomainCache, InterdomainStaticCache, note_reader, ready_to_step
+from .cache_interdomain import InterdomainCache, InterdomainStaticCache, begins_text, note_reader, ready_to_step
 from .cache_spans import cut_cache, join_caches
 from .cache_state_tuning import add_learned_state, load_learned_state, save_learned_state
 from .cache_store import StateStore, prompt_reading
@@ -49,7 +49,7 @@ from .feed_forward_cdmoe import ChosenExperts
 from .generation_batch import write_batch
 from .mixer_recurrent import RecurrentMixer
 from .mixer_softmax import SoftmaxMixer
-from .module_common import AuxiliaryLoss, InterdomainRMSNorm, PerVersion
+from .module_common import AuxiliaryLoss, InterdomainRMSNorm, PerVersion, forget_tables
 from .module_layer_losses import share_of_step, together, warn_if_left_out
 from .module_rotary import InterdomainRotaryEmbedding
 from .module_sequence_parallel import place_piece, shifted_labels, summed
@@ -395,6 +395,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
             past_key_values = InterdomainCache(config)
         if not torch.compiler.is_compiling():
             note_reader(past_key_values, self)
+            if begins_text(past_key_values):
+                forget_tables(self)
         masks = self._masks(attention_mask, inputs_embeds, past_key_values, cu_seqlens)
         if cu_seqlens is not None and "flash" in config._attn_implementation:
             kwargs |= _varlen_arguments(cu_seqlens, masks.get("full_attention"))

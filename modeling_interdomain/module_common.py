@@ -226,3 +226,10 @@ class TabledModule(nn.Module):
     def _apply(self, fn, recurse=True):
         self.forget_tables()
         return super()._apply(fn, recurse)
+
+
+def forget_tables(module: nn.Module) -> None:
+    """Of all parts of a module."""
+    for part in module.modules():
+        if isinstance(part, TabledModule):
+            part.forget_tables()

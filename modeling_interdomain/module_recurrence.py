@@ -129,6 +129,8 @@ class InterdomainRecurrence(Float32Module, TabledModule):
         if step:
             return self._step(*tokens, **arguments)
         if transition:
+            if tokens[0].shape[1] > FEW:
+                self.forget_tables()
             return self._per_version("transition", self._transition)
         self.forget_tables()
         parameters = self.parameters_of_operator()

@@ -106,6 +106,32 @@ def test_a_new_sequence_sees_what_was_written_behind_autograd(make_model, random
     assert torch.equal(step(model, cache, ids), step(copy.deepcopy(model), cache, ids))
 
 
+@pytest.mark.parametrize("name", ["interdomain", "s4d", "hax", "experts"])
+def test_a_cache_that_was_reset_sees_it_with_the_first_token(name, make_model, random_ids, advance):
+    model, ids = make_model(name), random_ids(2, 7)
+    cache = started(model, ids)
+    for p in model.parameters():
+        p.data.mul_(1.1)
+    cache.reset()
+    torch.testing.assert_close(advance(model, cache, ids[:, :1]), copy.deepcopy(model)(ids[:, :1]).logits)
+
+
+@pytest.mark.parametrize("name", ["interdomain", "s4d"])
+def test_a_record_sees_it_with_a_new_text_and_with_many_tokens(name, make_model, random_ids, advance):
+    model, ids = make_model(name), random_ids(2, 20)
+    started(model, ids)
+    cache = InterdomainCache(model.config)
+    cache.activate_past_recording()
+    for piece in (ids[:, :6], ids[:, 6:]):
+        for p in model.parameters():
+            p.data.mul_(1.1)
+        before = copy.deepcopy(cache)
+        advance(model, cache, piece)
+        cache.crop(-1)
+        expected = advance(copy.deepcopy(model), before, piece)[:, -1:]
+        torch.testing.assert_close(advance(model, cache, piece[:, -1:]), expected)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_another_dtype(name, make_model, random_ids):
     model, ids = make_model(name, dtype=torch.float32), random_ids(2, 7)
