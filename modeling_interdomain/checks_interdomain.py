@@ -18,7 +18,7 @@ _WINDOWED = ("eager", "sdpa")
 
 
 def check_tokens(input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> None:
-    """Exactly one of the two, `[B, T]` or `[B, T, hidden_size]`, with at least one token."""
+    """Exactly one of the two, `[B, T]` or `[B, T, hidden_size]`, with at least one row and one token."""
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("Give exactly one of input_ids and inputs_embeds.")
     tokens, axes = (input_ids, 2) if inputs_embeds is None else (inputs_embeds, 3)
@@ -28,6 +28,8 @@ def check_tokens(input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | N
         )
     if tokens.shape[1] == 0:
         raise ValueError("input_ids must hold at least one token, got T = 0.")
+    if tokens.shape[0] == 0:
+        raise ValueError("input_ids must hold at least one row, got B = 0.")
 
 
 def check_mask(attention_mask, seen, batch: int, length: int) -> None:

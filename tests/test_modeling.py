@@ -585,6 +585,8 @@ def test_presets_differ_in_the_mixer_alone(size):
 def test_no_tokens_is_refused(model):
     with pytest.raises(ValueError, match="T = 0"):
         model(torch.zeros(2, 0, dtype=torch.long))
+    with pytest.raises(ValueError, match="B = 0"):
+        model(torch.zeros(0, 2, dtype=torch.long))
 
 
 def test_other_ranks_are_refused(model, random_ids):
