@@ -179,6 +179,7 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.state_dtype = next((x.dtype for x in states.values() if x.is_floating_point()), self.state_dtype)
         self.lazy_initialization(windows, states)
         self._store_all(windows, states)
+        self.recorded = None  # of a text that was taken back
         self.cumulative_length += tokens
         self.has_previous_state[0] = True
 

@@ -183,6 +183,22 @@ def test_a_loaded_cache_takes_back_what_it_has_read_since(saved, random_ids, adv
         cache.crop(-1)
 
 
+@pytest.mark.parametrize("name", ["interdomain", "hax"])
+def test_a_cache_that_took_all_back_holds_another_text(name, make_model, random_ids, read, advance, contents):
+    model, ids = make_model(name), random_ids(2, 8)
+    other = read(model, ids[:, :5])
+    cache = InterdomainCache(model.config)
+    cache.activate_past_recording()
+    advance(model, cache, random_ids(2, 3, seed=1))
+    cache.crop(-3)
+    cache.restore(other.named_tensors(), 5, model)
+    for token in ids[:, 5:].split(1, dim=1):
+        advance(model, cache, token)
+    cache.crop(-2)
+    advance(model, other, ids[:, 5:6])
+    torch.testing.assert_close(contents(cache), contents(other))
+
+
 def test_assisted_decoding_and_beams_go_on_from_a_file(saved, random_ids):
     model, ids, path = saved
     new = torch.cat([ids[:1], ids[:1]], dim=1)
