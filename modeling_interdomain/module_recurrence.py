@@ -129,8 +129,8 @@ class InterdomainRecurrence(Float32Module, TabledModule):
         if step:
             return self._step(*tokens, **arguments)
         if transition:
-            if tokens[0].shape[1] > FEW:
-                self.forget_tables()
+            if not torch.compiler.is_compiling() and tokens[0].shape[1] > FEW:
+                self.forget_tables()  # as the operator will, but before a record has them
             return self._per_version("transition", self._transition)
         self.forget_tables()
         parameters = self.parameters_of_operator()

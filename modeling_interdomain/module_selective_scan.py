@@ -44,7 +44,7 @@ class SelectiveScanRecurrence(Float32Module, TabledModule):
         With `transition=True` what `steps_of` and the scan need alone, of which `initial_state` may be a function. With
         `step=True` it is one token that moves `state` in place. All of it happens inside, see `InterdomainRecurrence`.
         """
-        if not (step or transition):
+        if not (step or torch.compiler.is_compiling()) and tokens[0].shape[1] > 1:
             self.forget_tables()
         rate, bias = self._transition()
         if transition:

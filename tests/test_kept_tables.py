@@ -116,7 +116,7 @@ def test_a_cache_that_was_reset_sees_it_with_the_first_token(name, make_model, r
     torch.testing.assert_close(advance(model, cache, ids[:, :1]), copy.deepcopy(model)(ids[:, :1]).logits)
 
 
-@pytest.mark.parametrize("name", ["interdomain", "s4d"])
+@pytest.mark.parametrize("name", ["interdomain", "s4d", "selective-scan"])
 def test_a_record_sees_it_with_a_new_text_and_with_many_tokens(name, make_model, random_ids, advance):
     model, ids = make_model(name), random_ids(2, 20)
     started(model, ids)
