@@ -26,7 +26,7 @@ def add_layer_loss(compute_loss: Callable[..., torch.Tensor]) -> Callable[..., t
 
     def loss(outputs: Any, labels: torch.Tensor | None, num_items_in_batch: torch.Tensor | int | None = None):
         own = compute_loss(outputs, labels, num_items_in_batch=num_items_in_batch)
-        return together(own, outputs["layer_loss"], *share_of_step(labels, None, num_items_in_batch))
+        return together(own, outputs.get("layer_loss"), *share_of_step(labels, None, num_items_in_batch))
 
     return loss
 

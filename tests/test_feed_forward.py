@@ -191,6 +191,8 @@ def test_a_loss_of_ones_own_in_the_trainer(smoothing, balanced, random_ids, tmp_
             trainer.train()
         found[name] = trainer.state.log_history[0]["loss"]
         assert ("without what the layers add" in caplog.text) == (name == "without")
+        evaluated = smoother(trainer.model.eval()(rows), labels).item()
+        assert trainer.evaluate(examples)["eval_loss"] == pytest.approx(evaluated, rel=1e-4)
     expected = smoother(model.train()(rows), labels).item()
     assert found["without"] == pytest.approx(expected, rel=1e-4)
     counted = (labels[:, 1:] != -100).sum(1)
