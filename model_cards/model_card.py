@@ -68,7 +68,7 @@ def count_parameters(config: PreTrainedConfig) -> int:
 def softmax_size(config: PreTrainedConfig, length: int) -> int:
     """Numbers of the keys and values if all layers were softmax."""
     softmax = deepcopy(config)
-    softmax.token_mixers = "softmax"
+    softmax.token_mixers, softmax.sparse_attention = "softmax", None
     return softmax.state_sizes(length)["keys_values"]
 
 

@@ -247,6 +247,14 @@ def test_figures_are_those_of_the_model(published, folder):
         ("s4d", InterdomainForCausalLM, {}, "text-generation", "2 layers (all s4d)", "A query is compared"),
         (
             "interdomain",
+            InterdomainForCausalLM,
+            {"sparse_attention": "hax"},
+            "text-generation",
+            "memory of the sparse branches",
+            "growing with the length",
+        ),
+        (
+            "interdomain",
             InterdomainForSequenceClassification,
             {"patch_size": 4, "num_labels": 3},
             "image-classification",
@@ -262,7 +270,7 @@ def test_figures_are_those_of_the_model(published, folder):
             "model.generate",
         ),
     ],
-    ids=["softmax", "s4d", "images", "classifier"],
+    ids=["softmax", "s4d", "sparse", "images", "classifier"],
 )
 def test_the_card_fits_the_kind_of_model(make_model, tmp_path, name, model_class, changes, task, says, never):
     model = make_model(name, model_class, dtype=torch.float32, **changes)

@@ -135,6 +135,8 @@ def test_what_is_said_of_dynamic_masks():
     for row in record["forward"]:
         assert row["position"]["median"] <= record["required"]["position"] * row["plain"]["median"]
         assert row["a mask tensor"]["median"] > 1.2 * row["plain"]["median"]
+    longer = [row["position"]["median"] / row["plain"]["median"] for row in (early, late)]
+    assert 1.15 < max(longer) < 1.25, "a single token takes up to a fifth longer"
     assert all(1 < row["Doge"]["median"] / row["value"]["median"] < 2 for row in (early, late))
     assert long[windowed]["median"] < long["a mask tensor"]["median"]
     assert late[windowed]["median"] < 1.25 * early[windowed]["median"] and late[windowed]["p20"] < late["value"]["p20"]
@@ -196,7 +198,7 @@ def test_what_is_said_of_recall():
     lead, start, random = by_name["posterior, uniform, even"], by_name["recall"], by_name["Interdomain"]
     assert sorted(row["accuracy"] > 0.99 for row in lead) == [False, True, True, True, True]
     assert max(row["accuracy"] for row in random) < 0.9
-    assert max(row["accuracy"] for row in by_name["posterior, uniform, even, output 0.05"]) < 0.2
+    assert {round(row["accuracy"], 1) for row in by_name["posterior, uniform, even, output 0.05"]} == {0.1}
     assert {row["theory"]["span"] for row in lead} == {64} and max(row["theory"]["span"] for row in random) < 5
     eight = [row for row in start if not row["shifted"]]
     assert len(eight) == 5 and min(row["accuracy"] for row in eight) > 0.99
@@ -235,7 +237,7 @@ def test_what_is_said_of_the_papers_comparison():
     late = {row["condition"]: row for row in longer}
     assert score(late["s4d"]) < score(late["interdomain"]) < score(late["softmax"])
     change = {name: math.exp(row["lengths"]["3.5"] - row["lengths"]["1.0"]) - 1 for name, row in late.items()}
-    assert abs(change["s4d"]) < 0.03 > abs(change["interdomain"]) and change["softmax"] > 0.1
+    assert abs(change["s4d"]) < 0.01 > abs(change["interdomain"]) and change["softmax"] > 0.1
 
 
 def test_what_is_said_of_the_papers_comparison_at_the_largest_size():
@@ -250,7 +252,7 @@ def test_what_is_said_of_the_papers_comparison_at_the_largest_size():
         name: statistics.mean(map(condition_study.score, condition_study.best_runs(shorter, f"{name}, recall")))
         for name in ("interdomain", "s4d")
     }
-    assert 0.03 < less < smaller["s4d"] - smaller["interdomain"]
+    assert less < smaller["s4d"] - smaller["interdomain"] and round(100 * (1 - math.exp(-less))) == 4
 
     def nats(name, *keys):
         return statistics.mean(row[keys[0]][keys[1]] for row in runs[name])
@@ -260,9 +262,9 @@ def test_what_is_said_of_the_papers_comparison_at_the_largest_size():
     others = nats("s4d", "repeats", "other") - nats("interdomain", "repeats", "other")
     share = nats("s4d", "repeats", "share")
     assert 1 / 50 < others < 1 / 30 and share * (s4d - ours) > (1 - share) * others, "most of it"
-    assert abs(nats("s4d", "places", "0") - nats("interdomain", "places", "0")) < 0.03
+    assert 1 / 60 < nats("s4d", "places", "0") - nats("interdomain", "places", "0") < 1 / 30, "a fortieth, too"
     change = {name: nats(name, "lengths", "3.5") - nats(name, "lengths", "1.0") for name in runs}
-    assert max(change["interdomain"], change["s4d"]) < 0.01 and change["softmax"] > math.log(1.5)
+    assert max(change["interdomain"], change["s4d"]) < 0.01 and abs(math.exp(change["softmax"]) - 5 / 3) < 0.05
 
 
 def test_what_is_said_of_joint_recall():
