@@ -106,11 +106,16 @@ def convolve_token(
     Returns:
         `[B, sum of all W]` and the new windows.
     """
-    token = torch.cat(list(inputs), dim=-1)
-    before = torch.cat([w.mT for w in windows], dim=-1)  # token by token, as a `RecurrentLayer` has them in memory
+    token, before = side_by_side(inputs), side_by_side([w.mT for w in windows])  # as a `RecurrentLayer` has them
     extended = torch.cat([before.to(token.dtype), token], dim=1)
-    after = extended[:, 1:].mT.split_with_sizes([w.shape[1] for w in windows], dim=1)
-    return (extended * taps).sum(1), list(after)
+    after = extended[:, 1:].mT
+    widths = [w.shape[1] for w in windows]
+    return torch.linalg.vecdot(extended, taps, dim=1), list(after.split(widths, dim=1)) if len(widths) > 1 else [after]
+
+
+def side_by_side(streams: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Numbers `[B, T, W]` of several streams, those of a token one after the other."""
+    return streams[0] if len(streams) == 1 else torch.cat(list(streams), dim=-1)
 
 
 def taps_of(*weights: torch.Tensor) -> torch.Tensor:
