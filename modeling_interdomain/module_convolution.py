@@ -110,7 +110,7 @@ def convolve_token(
     extended = torch.cat([before.to(token.dtype), token], dim=1)
     after = extended[:, 1:].mT
     widths = [w.shape[1] for w in windows]
-    return torch.linalg.vecdot(extended, taps, dim=1), list(after.split(widths, dim=1)) if len(widths) > 1 else [after]
+    return (extended * taps).sum(1), list(after.split(widths, dim=1)) if len(widths) > 1 else [after]
 
 
 def side_by_side(streams: Sequence[torch.Tensor]) -> torch.Tensor:
