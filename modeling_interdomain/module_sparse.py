@@ -11,7 +11,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .module_common import FULL_PRECISION, TabledModule, are_untouched, is_plain, own_backend
-from .module_convolution import TOKEN_BEFORE, CausalConv1d, causal_conv, convolve_token, side_by_side, taps_of
+from .module_convolution import TOKEN_BEFORE, CausalConv1d, causal_conv, convolve_few, side_by_side, taps_of
 from .module_sparse_choice import KeyScorer, RankingLoss, SparseHash, hashed, ranking_loss, scored
 from .module_sparse_parts import Budget, budgets, kept_shapes
 from .op_common import Packing, without_autocast
@@ -196,7 +196,7 @@ class SparseBranch(TabledModule):
         weight, taps = self._tables.get("token", weights, lambda _: self._joined(*weights))
         with torch.inference_mode():
             projected = torch.mm(x.view(-1, x.shape[2]), weight).unsqueeze(1)
-            y, after = convolve_token([projected], windows, taps)
+            y, after = convolve_few([projected], windows, taps)
             heads_first = y.view(-1, 2, self.heads, self.dim).transpose(1, 2)
             both = heads_first.unsqueeze(1)
             query, key = both.unbind(3)

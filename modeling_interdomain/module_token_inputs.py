@@ -1,4 +1,4 @@
-"""What a single token puts into the operator, in few calls: at batch 1 a call costs more than what it computes."""
+"""What one token, or a few, put into the operator, in few calls: there a call costs more than what it computes."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from .module_common import is_plain, plain_rms_norm
-from .module_convolution import convolve_token, taps_of
+from .module_convolution import convolve_few, taps_of
 from .module_feature_maps import silu_l2
 from .module_rotary import rotate
 
@@ -46,21 +46,21 @@ def token_inputs(
     cos_sin: tuple[torch.Tensor, torch.Tensor] | None,
     rope_placement: str | None,
 ) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
-    """`fused_inputs` of one token: queries and keys go through together, and so do the norms of keys and values.
+    """`fused_inputs` of a few tokens: queries and keys go through together, and so do the norms of keys and values.
 
     Args:
-        projected: query `[B, 1, H R]`, key `[B, 1, G R]` and value `[B, 1, G D]`, before the convolutions; where they
+        projected: query `[B, T, H R]`, key `[B, T, G R]` and value `[B, T, G D]`, before the convolutions; where they
             are narrower than the tables, all but the windows is computed in the dtype of these.
-        windows: `[B, H R, kernel - 1]` and `[B, G R, kernel - 1]`, the inputs before the token.
+        windows: `[B, H R, kernel - 1]` and `[B, G R, kernel - 1]`, the inputs before the first token.
         heads: H and G.
-        cos_sin: `[B, 1, R]` each, for a rotation "before" or "after" the feature map.
+        cos_sin: `[B, T, R]` each, for a rotation "before" or "after" the feature map.
 
     Returns:
-        query `[B, 1, H, R]`, key `[B, 1, G, R]`, value `[B, 1, G, D]`, and the new windows.
+        query `[B, T, H, R]`, key `[B, T, G, R]`, value `[B, T, G, D]`, and the new windows.
     """
     query, key, value = projected
-    x, after = convolve_token([query, key], windows, tables.taps)
-    x = x.view(query.shape[0], 1, sum(heads), -1)
+    x, after = convolve_few([query, key], windows, tables.taps)
+    x = x.view(*x.shape[:2], sum(heads), -1)
     if cos_sin is not None and rope_placement == "before":
         x = rotate(x, *cos_sin)
     x = silu_l2(x)
