@@ -106,7 +106,8 @@ def convolve_few(
     Returns:
         `[B, T, sum of all W]` and the new windows.
     """
-    tokens, before = side_by_side(inputs), side_by_side([w.mT for w in windows])  # as a `RecurrentLayer` has them
+    tokens = side_by_side(inputs)
+    before = side_by_side([w.mT for w in windows])  # token by token, as a `RecurrentLayer` has them in memory
     extended = torch.cat([before.to(tokens.dtype), tokens], dim=1)
     count = tokens.shape[1]
     last, widths = extended[:, count:].mT, [w.shape[1] for w in windows]
