@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from examples import publish, text_data
 from model_cards import model_card
 from modeling_interdomain import InterdomainForCausalLM, InterdomainForSequenceClassification
+from tests.conftest import ROPE
 from tests.hub_server import TOKEN, metadata_problem, running_hub, speak_to
 from tests.test_examples import some_documents
 from tests.test_remote_code import AUTO_MAP
@@ -280,6 +281,19 @@ def test_the_card_fits_the_kind_of_model(make_model, tmp_path, name, model_class
     assert says in card.text and never not in card.text
     assert f"{model.num_parameters():,} parameters" in card.text
     assert "Not documented" in card.text and "No results were given." in card.text and "model-index" not in str(card)
+
+
+def test_a_card_cites_the_papers_of_its_parts(make_config):
+    def numbers(**fields) -> set[str]:
+        return set(model_card.cited(make_config(**fields)))
+
+    assert numbers() == {"2605.24330"}
+    assert numbers(token_mixers="ssd") == {"2605.24330", "2405.21060"}
+    assert numbers(token_mixers="ssd", rope_parameters=ROPE, rope_placement="before") == {
+        *("2605.24330", "2405.21060", "2407.16958"),
+    }
+    assert numbers(token_mixers="selective_scan", sparse_attention="hax") == {"2605.24330", "2312.00752", "2507.00449"}
+    assert numbers(feed_forwards="cdmoe") == {"2605.24330", "2407.16958"}
 
 
 @pytest.fixture
