@@ -33,7 +33,9 @@ TABLES = (*CPU, *GPU, "prompt_reuse_cpu", "operator_before", "denominators", "ke
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("tables", nargs="*", help=f"any of {', '.join(TABLES)}")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, nothing written")
     parser.add_argument("--only", help="of a GPU table, the cases that match this regular expression")

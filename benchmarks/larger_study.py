@@ -143,9 +143,15 @@ def order(runs: dict[str, list[dict]]) -> list[str]:
     words = "found: every seed of it is below every one of theirs" if apart else "not found: their seeds overlap"
     return [
         f"The paper's order, Interdomain before S4D-only, is {words}. Its perplexity is "
-        f"{math.exp(means['interdomain'] - means['s4d']) - 1:+.1%} of S4D-only's (the paper at 125M: -14%) and "
-        f"{math.exp(means['interdomain'] - means['softmax']) - 1:+.1%} of softmax's (the paper: level)."
+        f"{_beside(means['interdomain'], means['s4d'])} S4D-only's (the paper at 125M: 14% below) and "
+        f"{_beside(means['interdomain'], means['softmax'])} softmax's (the paper: level)."
     ]
+
+
+def _beside(nats: float, others: float) -> str:
+    """How a perplexity stands beside another."""
+    ratio = math.exp(nats - others) - 1
+    return f"{abs(ratio):.1%} {'below' if ratio < 0 else 'above'}"
 
 
 def _mean(rows: list[dict], *keys: str) -> float:

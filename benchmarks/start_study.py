@@ -160,7 +160,9 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, help="only the runs of this size")
     parser.add_argument("--seed", type=int, help="only the runs of this seed")
     parser.add_argument("--condition", action="append", choices=CONDITIONS, help="only the runs of this condition")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="of PyTorch (default: as it has them)"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     record = load()

@@ -27,7 +27,9 @@ def parser(description: str, data: str | None = None, speed: bool = False) -> ar
     found.add_argument("--table", action="store_true", help="print the table of the runs so far and stop")
     if speed:
         found.add_argument("--speed", action="store_true", help="measure the speed of training and stop")
-    found.add_argument("--threads", type=int, default=torch.get_num_threads())
+    found.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="of PyTorch (default: as it has them)"
+    )
     found.add_argument("--runs", type=int, metavar="N", help="stop after N runs (default: when all are done)")
     found.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="every N-th run from I")
     return found

@@ -12,7 +12,7 @@ where shapes allow:
 - "selective_scan" layers (Mamba): B and C are linear in x, which is past a convolution and SiLU, and a branch reads
   what comes before. With one head of their size it starts with the nearest linear map followed by a convolution, for
   small inputs, where SiLU is half its input.
-- All others start as in a new model, with normal weights.
+- All others start as in a new model.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Usage:
     python -m examples.classify_images --data cifar10/ --config configuration/workshop-shared-fourier
-    python -m examples.classify_images --data cifar10/ --patch-size 4 --steps 300    # 64 tokens an image, not 1024
+    python -m examples.classify_images --data cifar10/ --patch-size 4 --steps 500    # 64 tokens an image, not 1024
 
 The data are parquet files with the columns `img` (bytes of an encoded image) and `label`, in files whose names begin
 with `train` and `test`. The model is saved so that `AutoModelForSequenceClassification.from_pretrained` loads it.

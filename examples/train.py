@@ -3,7 +3,7 @@
 Usage:
     python -m examples.train --config configuration/interdomain-small --data my_texts/ --output_dir runs/mine
     accelerate launch -m examples.train ...          # several processes, FSDP or DeepSpeed as accelerate is configured
-    torchrun --nproc_per_node 2 -m examples.train ... --model runs/mine --fsdp_size 2       # FSDP2, on CPUs too
+    torchrun --nproc_per_node 2 -m examples.train ... --model runs/mine --fsdp_size 2 --save_only_model true    # FSDP2
     torchrun --nproc_per_node 2 -m examples.train ... --sequence_parallel 2       # each holds half of every sequence
     python -m examples.train ... --resume_from_checkpoint true      # goes on exactly where the last checkpoint was
 

@@ -37,8 +37,23 @@ AUTO_CLASSES = {
     "ForSequenceClassification": "AutoModelForSequenceClassification",
     "Model": "AutoModel",
 }
-# Parts of layers that come from "Wonderful Matrices".
-CHEEMS = {"ssd", "inner_function", "cdmoe"}
+# Numbers on arXiv of the papers that a card cites: their key and title.
+PAPERS = {
+    "2605.24330": ("interdomain-attention", "Interdomain Attention: Beyond Token-Level Key-Value Memory"),
+    "2405.21060": (
+        "mamba-2",
+        "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space Duality",
+    ),
+    "2312.00752": ("mamba", "Mamba: Linear-Time Sequence Modeling with Selective State Spaces"),
+    "2407.16958": (
+        "wonderful-matrices",
+        "Wonderful Matrices: Combining for a More Efficient and Effective Foundation Model Architecture",
+    ),
+    "2507.00449": (
+        "hax",
+        "Overcoming Long-Context Limitations of State-Space Models via Context-Dependent Sparse Attention",
+    ),
+}
 # Figures of a report that are results: the name of the measure.
 MEASURES = {"bits_per_byte": "bits per byte", "perplexity": "perplexity", "accuracy": "accuracy"}
 
@@ -59,6 +74,20 @@ def pipeline_tag(config: PreTrainedConfig) -> str:
     }[auto_class(config)]
 
 
+def cited(config: PreTrainedConfig) -> dict[str, tuple[str, str]]:
+    """Those of `PAPERS` that describe a part of the model; the first describes the family."""
+    parts = {*config.mixers_per_layer, *config.feed_forwards_per_layer}
+    rotary = "ssd" in parts and config.rope_placement is not None
+    described = {
+        "2605.24330": True,
+        "2405.21060": "ssd" in parts,
+        "2312.00752": "selective_scan" in parts,
+        "2407.16958": rotary or bool({"inner_function", "cdmoe"} & parts),
+        "2507.00449": any(config.sparse_per_layer),
+    }
+    return {number: paper for number, paper in PAPERS.items() if described[number]}
+
+
 def count_parameters(config: PreTrainedConfig) -> int:
     """Of the saved class; no memory is filled."""
     with torch.device("meta"):
@@ -68,7 +97,7 @@ def count_parameters(config: PreTrainedConfig) -> int:
 def softmax_size(config: PreTrainedConfig, length: int) -> int:
     """Numbers of the keys and values if all layers were softmax."""
     softmax = deepcopy(config)
-    softmax.token_mixers = "softmax"
+    softmax.token_mixers, softmax.sparse_attention = "softmax", None
     return softmax.state_sizes(length)["keys_values"]
 
 
@@ -193,12 +222,12 @@ def render(
     tags = ["linear-attention", "state-space-model"] if recurrent else []
     if "interdomain" in config.mixers_per_layer:
         tags = ["interdomain-attention", *tags]
-    cheems = bool(CHEEMS & {*config.mixers_per_layer, *config.feed_forwards_per_layer})
+    papers = cited(config)
     data = ModelCardData(
         license=LICENSE,
         library_name="transformers",
         pipeline_tag=pipeline_tag(config),
-        tags=[config.model_type, *tags, "arxiv:2605.24330", *(["arxiv:2407.16958"] if cheems else [])],
+        tags=[config.model_type, *tags, *(f"arxiv:{number}" for number in papers)],
         language=list(language) or None,
         datasets=list(datasets) or None,
         metrics=sorted({result.metric_type for result in results}) or None,
@@ -214,7 +243,7 @@ def render(
         recurrent=recurrent,
         mixers=config.mixers_per_layer,
         feed_forwards=config.feed_forwards_per_layer,
-        cheems=cheems,
+        papers=papers,
         layers=describe_layers(config),
         reads_images=config.patch_size is not None,
         parameters=count_parameters(config),

@@ -179,6 +179,7 @@ class InterdomainCache(_InterdomainCacheMixin, DynamicCache):
 
     Example:
 
+        >>> import torch
         >>> from modeling_interdomain import InterdomainCache, InterdomainConfig, InterdomainForCausalLM
         >>> config = InterdomainConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=256)
         >>> model = InterdomainForCausalLM(config).eval()

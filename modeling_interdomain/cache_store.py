@@ -73,6 +73,7 @@ class StateStore:
 
     Example:
 
+        >>> import torch
         >>> from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM, StateStore
         >>> config = InterdomainConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=256)
         >>> model = InterdomainForCausalLM(config).eval()

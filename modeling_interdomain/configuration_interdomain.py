@@ -105,13 +105,14 @@ class InterdomainConfig(PreTrainedConfig):
         num_key_value_heads: key/value groups, G, a divisor of H. Default: None, as many as query heads.
         head_dim: value dimension of a head, D. Default: None, `hidden_size / num_attention_heads`.
         feature_dim: feature dimension of queries and keys, R. Default: None, `head_dim`.
-        state_size: number of complex basis functions, M. Default: 64.
-        conv_kernel: width of the causal convolution of queries and keys, in tokens. Default: 4.
+        state_size: number of complex basis functions, the modes, M. Default: 64.
+        conv_kernel: width of the causal convolution of queries and keys, in tokens; of "selective_scan" layers that of
+            their input. Default: 4.
         token_mixers: "interdomain", "s4d" (the same state read by a learned vector, no query), "ssd" (state space
             duality, whose fields begin with ssd; Mamba-2 is a case of it), "selective_scan" (the layer of Mamba, whose
-            fields begin with scan), "softmax" or "inner_function" (softmax
-            attention whose values are the input times a learned vector chosen a token, from "Wonderful Matrices") for
-            all layers, or a list with one name a layer. Default: "interdomain".
+            fields begin with scan), "softmax" or "inner_function" (softmax attention whose values are the input times a
+            learned vector that each token chooses, from "Wonderful Matrices") for all layers, or a list with one name a
+            layer. Default: "interdomain".
         feed_forwards: "mlp" (SwiGLU), "cdmoe" (an MLP without a gate and thousands of one-neuron experts, of which each
             token uses a few) or "none" (the layer ends with its token mixer) for all layers, or a list with one name a
             layer. Default: "mlp".
@@ -119,7 +120,7 @@ class InterdomainConfig(PreTrainedConfig):
             Default: None, 4 d.
         expert_heads: retrieval heads, each with keys of its own. Default: None, `hidden_size / 256`, at least 1.
         experts_per_head: experts that a head finds for a token. Default: None, `2 * expert_heads`.
-        expert_key_dim: width of a query, of whose halves the two product keys are compared with one each; even.
+        expert_key_dim: width of a query; each half is compared with one of the two product keys, so it is even.
             Default: 256.
         expert_input: what the experts read: "cross_domain" (the output of the shared MLP) or "hidden" (its input).
             Default: "cross_domain".
@@ -136,7 +137,8 @@ class InterdomainConfig(PreTrainedConfig):
         start: how "interdomain" and "s4d" layers start, in all the fields below that are not given. "recall": a state
             that tells the last 2M tokens apart, and queries that ask it what followed the last time their token came;
             "random": the S4D start, with C and queries drawn at random, and eq. 13 as written. Default: None, "recall"
-            where it can be (some such layer, the hermitian product, a learned C, no `normalize`), else "random".
+            where it can be (some such layer, the hermitian product, a learned C, the feature map "silu_l2", no
+            `normalize`), else "random". A saved configuration without the field is of the time before it: "random".
         product: how the coefficients of keys and values are multiplied: "bilinear" (eq. 13), "hermitian" or "real".
             Default: None, "hermitian" with `start` "recall", "bilinear" with "random".
         coefficient_matrix: the learned matrix C: "full", "diagonal" or "identity". Default: "full".
@@ -216,7 +218,8 @@ class InterdomainConfig(PreTrainedConfig):
         residual_in_fp32: keep the residual stream in float32 in a model of a lower precision. Default: False.
         learned_state: recurrent layers begin every row and document with a learned state instead of zeros (state
             tuning, see `add_learned_state`). Default: False.
-        state_dtype: dtype of the recurrent state in the cache. Default: "float32".
+        state_dtype: dtype of the recurrent state in the cache: "float32", "float64", "bfloat16" or "float16". Default:
+            "float32".
         backend: how the operator is computed, see `interdomain_attention`; "s4d" layers know "chunk" and "triton"
             alone, "ssd" and "selective_scan" layers "recurrent" too; for another it is "auto". Default: "auto".
         chunk_size: tokens per chunk of the operator. Default: 64.
@@ -248,10 +251,12 @@ class InterdomainConfig(PreTrainedConfig):
         sparse_gate_init: start of the factor, one a channel, of what the branch adds. Default: None, as loud as the
             recurrence: `output_init_rms`, or 1 where that is not set.
         sparse_query_init: as `query_init`, of the branch, in layers whose recurrence does not start with "induction"
-            itself. Default: None, "induction" or, with `start` "random" or nothing to shift, "independent".
+            itself. Default: None, "induction" or, where `start` is given as "random" or there is nothing to shift,
+            "independent".
         ranking_loss_coef: what the ranking losses of the learned scores, summed over the layers, are multiplied with
             before they join the training loss; 0 freezes the scores. Default: 0.1.
         ranking_target: what ranks keys: the "sum" of what later queries make of them, or its "mean". Default: "sum".
+        use_cache, pad_token_id, bos_token_id, eos_token_id: as in Transformers. Default: True, None, 1 and 2.
 
     Raises:
         ValueError: when a field has an unknown value or two fields contradict each other.

@@ -1,6 +1,5 @@
 """Interdomain attention as a token mixer: what drives the state, and the query that reads it."""
 
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from transformers import initialization as init
 
 from .mixer_common import undivided_groups
 from .mixer_recurrent import RecurrentMixer, Stream, placed_map
-from .module_common import FULL_PRECISION, InterdomainRMSNorm, TabledModule, by_pieces, is_plain, is_untouched
+from .module_common import FULL_PRECISION, InterdomainRMSNorm, TabledModule, are_untouched, by_pieces, is_plain
 from .module_convolution import TOKEN_BEFORE, CausalConv1d
 from .module_feature_maps import SiluL2, feature_map
 from .module_recurrence import InterdomainRecurrence
@@ -218,7 +217,7 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
         None where calling these modules and the feature map may do more than their weights say.
         """
         modules = [self._modules[name] for name in self.read]
-        if self.generic or not all(map(is_untouched, modules, self.read.values(), repeat(device))):
+        if self.generic or not are_untouched(modules, self.read.values(), device):
             return None
         weights: list[torch.Tensor] = [module._parameters["weight"] for module in modules[1:]]
         return [*weights, self.k_bias, self.v_bias] if self.normalised else weights

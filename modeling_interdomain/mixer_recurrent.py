@@ -392,7 +392,7 @@ class RecurrentMixer(TokenMixer):
         convolved = self._convolved(projected)
         kept = [*convolved, *self._recorded(tokens)]
         if companion is not None:
-            kept = [*convolved, *companion.inputs, *self._recorded(tokens), *companion.recorded()]
+            kept = [*convolved, *companion.convolved(), *self._recorded(tokens), *companion.recorded()]
         mask = attention_mask
         if packing is not None:
             kept, mask = [packing.unpack(x) for x in kept], packing.mask

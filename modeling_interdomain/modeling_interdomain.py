@@ -499,8 +499,8 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
 
             >>> from transformers import AutoModelForCausalLM, AutoTokenizer
             >>> import modeling_interdomain
-            >>> model = AutoModelForCausalLM.from_pretrained("outputs/quickstart")
-            >>> tokenizer = AutoTokenizer.from_pretrained("outputs/quickstart")
+            >>> model = AutoModelForCausalLM.from_pretrained("runs/quickstart")
+            >>> tokenizer = AutoTokenizer.from_pretrained("runs/quickstart")
             >>> ids = model.generate(**tokenizer("def main", return_tensors="pt"), max_new_tokens=20)
         """
         if sequence_group is not None:

@@ -2,7 +2,7 @@
 what is added to the training loss, values kept for a version of the parameters."""
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +14,8 @@ from transformers import initialization as init
 
 # What few calls compute without rounding more than many do.
 FULL_PRECISION = (torch.float32, torch.float64)
+# Parameters that are tensors of their own, neither sharded nor quantized.
+_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def is_plain(x: torch.Tensor, dtype: torch.dtype = torch.float32) -> bool:
@@ -146,15 +148,21 @@ def is_untouched(module: nn.Module, kind: type[nn.Module], device: torch.device)
     Hooks (pruning, offloading, an observer of all modules), another class (an adapter, a parametrization), a replaced
     `forward`, and weights that are elsewhere or no plain tensors (sharded, quantized) all mean no.
     """
-    own = vars(module)
-    if type(module) is not kind or "forward" in own or own["_forward_hooks"] or own["_forward_pre_hooks"]:
-        return False
-    if own["_backward_hooks"] or own["_backward_pre_hooks"] or _has_any_global_hook():
-        return False
-    for p in own["_parameters"].values():
-        if p is not None and (type(p) not in (torch.Tensor, nn.Parameter) or p.device != device):
+    return are_untouched([module], [kind], device)
+
+
+def are_untouched(modules: Iterable[nn.Module], kinds: Iterable[type[nn.Module]], device: torch.device) -> bool:
+    """`is_untouched` of each."""
+    for module, kind in zip(modules, kinds, strict=True):
+        own = module.__dict__
+        if type(module) is not kind or "forward" in own or own["_forward_hooks"] or own["_forward_pre_hooks"]:
             return False
-    return True
+        if own["_backward_hooks"] or own["_backward_pre_hooks"]:
+            return False
+        for p in own["_parameters"].values():
+            if p is not None and (type(p) not in _PLAIN or p.device != device):
+                return False
+    return not _has_any_global_hook()
 
 
 class PerVersion:

@@ -106,14 +106,20 @@ def convolve_few(
     Returns:
         `[B, T, sum of all W]` and the new windows.
     """
-    tokens = torch.cat(list(inputs), dim=-1)
-    before = torch.cat([w.mT for w in windows], dim=-1)  # token by token, as a `RecurrentLayer` has them in memory
+    tokens = side_by_side(inputs)
+    before = side_by_side([w.mT for w in windows])  # token by token, as a `RecurrentLayer` has them in memory
     extended = torch.cat([before.to(tokens.dtype), tokens], dim=1)
     count = tokens.shape[1]
-    after = extended[:, count:].mT.split_with_sizes([w.shape[1] for w in windows], dim=1)
+    last, widths = extended[:, count:].mT, [w.shape[1] for w in windows]
+    after = list(last.split_with_sizes(widths, dim=1)) if len(widths) > 1 else [last]
     if count == 1:
-        return (extended * taps).sum(1, keepdim=True), list(after)
-    return (extended.unfold(1, taps.shape[0], 1) * taps.mT).sum(-1), list(after)
+        return (extended * taps).sum(1, keepdim=True), after
+    return (extended.unfold(1, taps.shape[0], 1) * taps.mT).sum(-1), after
+
+
+def side_by_side(streams: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Numbers `[B, T, W]` of several streams, those of a token one after the other."""
+    return streams[0] if len(streams) == 1 else torch.cat(list(streams), dim=-1)
 
 
 def taps_of(*weights: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .module_common import FULL_PRECISION, TabledModule, is_plain, is_untouched, own_backend
-from .module_convolution import TOKEN_BEFORE, CausalConv1d, causal_conv, convolve_few, taps_of
+from .module_common import FULL_PRECISION, TabledModule, are_untouched, is_plain, own_backend
+from .module_convolution import TOKEN_BEFORE, CausalConv1d, causal_conv, convolve_few, side_by_side, taps_of
 from .module_sparse_choice import KeyScorer, RankingLoss, SparseHash, hashed, ranking_loss, scored
 from .module_sparse_parts import Budget, budgets, kept_shapes
 from .op_common import Packing, without_autocast
@@ -30,7 +30,8 @@ class SparseInputs(NamedTuple):
         scores: `[B, T, S]`, or None.
         bins: of every part but key selection.
         sums: `[B, S, 2, d]`, the sums of all queries and keys so far; None where no part asks.
-        inputs, windows: what the two convolutions read, and will have read last.
+        inputs: what the convolutions read, `[B, T, S d]` of each, or `[B, T, 2 S d]` of both side by side.
+        windows: the one window that they share, `[B, 2 S d, kernel - 1]`.
     """
 
     query: torch.Tensor
@@ -41,6 +42,10 @@ class SparseInputs(NamedTuple):
     sums: torch.Tensor | None
     inputs: list[torch.Tensor]
     windows: list[torch.Tensor]
+
+    def convolved(self) -> list[torch.Tensor]:
+        """What moves the windows."""
+        return [side_by_side(self.inputs)]
 
     def recorded(self) -> list[torch.Tensor]:
         """What moves the memory, `[B, T, ...]` each, for `replay`."""
@@ -111,7 +116,8 @@ class SparseBranch(TabledModule):
         # What a token reads the weights of, and what it asks for: a module is slow to look up.
         self.scored, self.hashed = self.scorer is not None, self.hash is not None
         self.hash_kind = config.sparse_hash
-        read = {"q_conv": CausalConv1d, "k_conv": CausalConv1d, "scorer": KeyScorer, "hash": SparseHash}
+        read = {"q_proj": nn.Linear, "k_proj": nn.Linear, "q_conv": CausalConv1d, "k_conv": CausalConv1d}
+        read |= {"scorer": KeyScorer, "hash": SparseHash}
         self.read = {name: kind for name, kind in read.items() if getattr(self, name) is not None}
         self.window_shapes, self.state_shapes = kept_shapes(config, name, groups, width)
         self.reads_first = reads_first
@@ -141,21 +147,21 @@ class SparseBranch(TabledModule):
     ) -> SparseInputs:
         """From tokens `[B, T, hidden_size]` of the batch and `value` `[B, T, groups, width]`, packed already.
 
-        `windows` are those of `q_conv` and `k_conv`, and `states` those of the cache, if there is one.
+        `windows`, that of `q_conv` and `k_conv`, and `states` are those of the cache, if there is one.
         """
-        projected = [self.q_proj(hidden_states), self.k_proj(hidden_states)]
         if self.heads != self.groups:
             value = value.flatten(2).unflatten(-1, (self.heads, -1))
         if states is None or packing is not None or hidden_states.shape[1] > 1:
             self.forget_tables()  # another sequence may begin
-        elif (found := self._token(projected, value, windows, states)) is not None:
+        elif (found := self._token(hidden_states, value, windows, states)) is not None:
             return found
+        projected = [self.q_proj(hidden_states), self.k_proj(hidden_states)]
         extent: dict[str, Any] = {}
         if packing is not None:
             projected = [packing.pack(x) for x in projected]
             number = 0 if packing.cu_seqlens is None else packing.cu_seqlens.shape[0] - 1
             extent = {"lengths": packing.lengths, "documents": packing.documents, "number": number}
-        before = windows or [None, None]
+        before = windows[0].chunk(2, dim=1) if windows else [None, None]
         streams, after = [], []
         for x, conv, window in zip(projected, (self.q_conv, self.k_conv), before, strict=True):
             y, window = causal_conv(conv, x, window, self.kernel, **extent)
@@ -168,42 +174,52 @@ class SparseBranch(TabledModule):
             both = torch.stack([query, key], dim=3).detach()
             chosen = self._choose(both, states, packing, differentiated)
         scores, bins, sums = chosen
-        return SparseInputs(query, key, value, scores, bins, sums, projected, after)
+        window = None if after[0] is None else side_by_side([x.mT for x in after]).mT
+        return SparseInputs(query, key, value, scores, bins, sums, projected, [window])
 
-    def _token(self, projected: list[torch.Tensor], value: torch.Tensor, windows, states) -> SparseInputs | None:
-        """`prepare` of one token in few calls: a call costs more than what it computes.
+    def _token(self, x: torch.Tensor, value: torch.Tensor, windows, states) -> SparseInputs | None:
+        """`prepare` of one token x in few calls: a call costs more than what it computes.
 
         None where calling the modules may do more than their weights say, or something is differentiated or compiled.
         """
         own: dict[str, Any] = self._modules
-        x = projected[0]
         dtype = x.dtype
-        if self.training or not is_plain(x, dtype) or dtype not in FULL_PRECISION:
+        if self.training or not is_plain(x, dtype) or dtype not in FULL_PRECISION or torch.is_autocast_enabled("cpu"):
             return None
-        for name, kind in self.read.items():
-            if not is_untouched(own[name], kind, x.device):
-                return None
-        weights = [own["q_conv"]._parameters["weight"], own["k_conv"]._parameters["weight"]]
+        read = [own[name] for name in self.read]
+        if not are_untouched(read, self.read.values(), x.device):
+            return None
+        weights = [module._parameters["weight"] for module in read[:4]]
         layers = list(own["scorer"]._parameters.values()) if self.scored else []
         if weights[0].dtype != dtype or (layers and layers[0].dtype != dtype):
             return None
-        taps = self._tables.get("taps", weights, lambda _: taps_of(weights[0], weights[1] * self.dim**-0.5))
-        y, after = convolve_few(projected, windows, taps)
-        both = y.view(-1, 1, 2, self.heads, self.dim).transpose(2, 3)
-        query, key = both.unbind(3)
-        scores = sums = found = running = None
-        if self.summed:
-            sums = both.squeeze(1) + states["sparse_sums"]
-            running = sums.to(dtype).unsqueeze(1)
-        if self.scored:
-            scores = scored(key, running.select(3, 0), layers)
-        if self.hashed:
-            # As a number of the dtype at once: PyTorch would convert it in a call of its own.
-            means = running / (states["sparse_seen"] + 1.0).view(-1, 1, 1, 1, 1) if self.centred else None
-            found = hashed(both, means, own["hash"].H.to(dtype), self.hash_kind)
-        counts = states["sparse_seen"][:, None] + 1 if len(self.binned) > self.hashed else None
-        bins = tuple([self._bins(budget, found, counts, both) for budget in self.binned])
-        return SparseInputs(query, key, value, scores, bins, sums, projected, after)
+        weight, taps = self._tables.get("token", weights, lambda _: self._joined(*weights))
+        with torch.inference_mode():
+            projected = torch.mm(x.view(-1, x.shape[2]), weight).unsqueeze(1)
+            y, after = convolve_few([projected], windows, taps)
+            heads_first = y.view(-1, 2, self.heads, self.dim).transpose(1, 2)
+            both = heads_first.unsqueeze(1)
+            query, key = both.unbind(3)
+            scores = sums = found = running = None
+            if self.summed:
+                sums = states["sparse_sums"] + heads_first
+                running = sums.to(dtype).unsqueeze(1)
+            if self.scored:
+                scores = scored(key, running.select(3, 0), layers)
+            if self.hashed:
+                centred = None
+                if self.centred:
+                    # As a number of the dtype at once: PyTorch would convert it in a call of its own.
+                    count = (states["sparse_seen"] + 1.0).view(-1, 1, 1, 1, 1)
+                    centred = torch.addcdiv(both, running, count, value=-1)
+                found = hashed(both, centred, own["hash"]._buffers["H"].to(dtype), self.hash_kind)
+            counts = states["sparse_seen"][:, None] + 1 if len(self.binned) > self.hashed else None
+            bins = tuple([self._bins(budget, found, counts, both) for budget in self.binned])
+        return SparseInputs(query, key, value, scores, bins, sums, [projected], after)
+
+    def _joined(self, q_proj, k_proj, q_taps, k_taps) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weight `[hidden_size, 2 S d]` and taps `[kernel, 2 S d]` of queries and keys, the latter scaled."""
+        return torch.cat([q_proj, k_proj]).T, taps_of(q_taps, k_taps * self.dim**-0.5)
 
     def _choose(self, both, states, packing: Packing | None, differentiated: bool):
         """Scores, bins and sums, in at least float32; only the scores of a forward of training have a gradient.
@@ -340,12 +356,16 @@ def recorded_count(states: dict[str, torch.Tensor]) -> int:
     return 2 + rings + ("sparse_scores" in states) + ("sparse_sums" in states)
 
 
+def _side_by_side(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=-1)
+
+
 def _memory_of(states: dict[str, torch.Tensor]) -> SparseMemory:
     rings: list[Ring] = []
     while (name := f"sparse_ring{len(rings)}") in states:
         rings.append(Ring(states[name], states[f"{name}_places"]))
-    entries, scores, places = (states.get(f"sparse_{name}") for name in ("entries", "scores", "places"))
-    return SparseMemory(states["sparse_seen"], entries, scores, places, tuple(rings))
+    chosen = states.get("sparse_entries"), states.get("sparse_scores"), states.get("sparse_places")
+    return SparseMemory(states["sparse_seen"], *chosen, tuple(rings))
 
 
 def _states_of(memory: SparseMemory) -> dict[str, torch.Tensor]:

@@ -33,17 +33,16 @@ class SparseHash(Float32Module):
     def forward(self, z: torch.Tensor, means: torch.Tensor | None) -> torch.Tensor:
         """`[B, T, S, n, d]` to bins `[B, T, S, n]`."""
         projection = torch.randn_like(self.H) if self.training else self.H
-        return hashed(z, means, projection.to(z.dtype), self.kind)
+        return hashed(z, None if means is None else z - means, projection.to(z.dtype), self.kind)
 
 
-def hashed(z: torch.Tensor, means: torch.Tensor | None, projection: torch.Tensor, kind: str) -> torch.Tensor:
-    """`SparseHash` with a projection `[S, d, h]`, in the dtype of z."""
-    if means is not None:
-        size = torch.linalg.vector_norm(z, 2, -1, True)
-        z = z - means
-        z.masked_fill_(torch.linalg.vector_norm(z, 2, -1, True) < size.mul_(_SAME), 0)
+def hashed(z: torch.Tensor, centred: torch.Tensor | None, projection: torch.Tensor, kind: str) -> torch.Tensor:
+    """`SparseHash` with a projection `[S, d, h]`, in the dtype of z; `centred`, z about its mean, is overwritten."""
+    if centred is not None:
+        least = torch.linalg.vector_norm(z, 2, -1, True).mul_(_SAME)
+        z = centred.masked_fill_(torch.linalg.vector_norm(centred, 2, -1, True) < least, 0)
     one = z.shape[0] == 1 and z.shape[1] == 1  # one by one: a graph of any length must not compare the two
-    heads_first = z.squeeze((0, 1)) if one else z.permute(2, 0, 1, 3, 4)
+    heads_first = z.view(z.shape[2:]) if one else z.permute(2, 0, 1, 3, 4)
     projected = torch.bmm(heads_first if one else heads_first.flatten(1, 3), projection)
     if kind == "argmax":
         bins = projected.argmax(-1)

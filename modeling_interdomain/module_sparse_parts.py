@@ -82,4 +82,4 @@ def kept_shapes(config, name: str, groups: int, width: int) -> tuple[list[tuple[
     for i, budget in enumerate(parts.values()):
         shapes[f"sparse_ring{i}"] = (heads, budget.bins, budget.keys, entry)
         shapes[f"sparse_ring{i}_places"] = (heads, budget.bins, budget.keys)
-    return [(heads * dim, config.conv_kernel - 1)] * 2, shapes
+    return [(2 * heads * dim, config.conv_kernel - 1)], shapes

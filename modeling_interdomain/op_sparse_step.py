@@ -1,7 +1,8 @@
 """One token of sparse attention: its key goes into the memory in place, and its query reads what is kept for it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -45,8 +46,13 @@ def sparse_step(
         output = _fused(backend, query[:, 0], entry[:, 0], memory, scores, bins, mask)
         if output is not None:
             return output.view(shape).to(value.dtype)
-    _remember(entry, memory, scores, bins, mask)
-    output = _read(query, memory, bins).view(shape)
+    slots = _slots_for(query.shape[0], memory)
+    if torch.compiler.is_compiling():
+        weights, values = _remember_and_find(query, entry, memory, scores, bins, mask, slots)
+    else:
+        with torch.inference_mode():  # calls so small are a tenth shorter where no views are tracked
+            weights, values = _remember_and_find(query, entry, memory, scores, bins, mask, slots)
+    output = torch.bmm(weights, values).view(shape)
     return (output if mask is None else output.where(mask[:, None, None], 0)).to(value.dtype)
 
 
@@ -65,60 +71,100 @@ def _fused(backend, query, entry, memory: SparseMemory, scores, bins: Sequence[B
     return fused(backend, (query, entry, *kept), entry.shape[1], run, "a step of sparse attention")
 
 
-def _remember(entry, memory: SparseMemory, scores, bins: Sequence[Bins], mask) -> None:
+class _Slots(NamedTuple):
+    """Numbers that depend on sizes alone, which every layer needs at every token.
+
+    Attributes:
+        first: `[N, keys]`, the first `keys` of `keys + 1` slots of each of N heads.
+        behind: the slots behind these.
+        from_end: `[keys]`, how far each is from the last one.
+        starts: of every ring `[N]`, the first bin of each head.
+    """
+
+    first: torch.Tensor
+    behind: torch.Tensor
+    from_end: torch.Tensor
+    starts: tuple[torch.Tensor, ...]
+
+
+def _slots_for(rows: int, memory: SparseMemory) -> _Slots:
+    keys = 0 if memory.scores is None else memory.scores.shape[2]
+    sizes = rows, keys, *[ring.places.shape[2] for ring in memory.rings]
+    like = memory.seen
+    if torch.compiler.is_compiling() or type(like) is not torch.Tensor or like.device.type != "cpu":
+        return _slots(*sizes, device=like.device)
+    return _kept_slots(*sizes)
+
+
+@lru_cache(maxsize=64)
+def _kept_slots(*sizes: int) -> _Slots:
+    return _slots(*sizes, device=torch.device("cpu"))
+
+
+def _slots(rows: int, keys: int, *bins: int, device: torch.device) -> _Slots:
+    slots, heads = torch.arange(keys, device=device), torch.arange(rows, device=device)
+    first = heads[:, None] * (keys + 1) + slots
+    return _Slots(first, first + 1, keys - slots, tuple([heads * number for number in bins]))
+
+
+def _remember_and_find(query, entry, memory: SparseMemory, scores, bins: Sequence[Bins], mask, slots: _Slots):
+    _remember(entry, memory, scores, bins, mask, slots)
+    return _find(query, memory, bins, slots)
+
+
+def _remember(entry, memory: SparseMemory, scores, bins: Sequence[Bins], mask, slots: _Slots) -> None:
     seen = memory.seen.add_(1 if mask is None else mask.long())
     batch = seen.shape[0]
     heads = entry.shape[0] // batch
     place = seen.expand(heads, 1) if batch == 1 else seen[:, None].expand(-1, heads).reshape(-1, 1)
     real = None if mask is None else mask[:, None].expand(-1, heads).reshape(-1)
     if memory.entries is not None:
-        _compete(memory, entry.to(memory.entries.dtype), scores.reshape(-1, 1), place, real)
-    for ring, part in zip(memory.rings, bins, strict=True):
+        _compete(memory, entry.to(memory.entries.dtype), scores.reshape(-1, 1), place, real, slots)
+    for ring, part, starts in zip(memory.rings, bins, slots.starts, strict=True):
         own = part.key.flatten()
         valid = real if part.complete else (own >= 0 if real is None else (own >= 0) & real)
-        _push(ring, entry.to(ring.entries.dtype), place, own, valid)
+        row = starts + (own if valid is None else own.clamp(min=0))
+        _push(ring, entry.to(ring.entries.dtype), place, row, valid)
 
 
-def _compete(memory: SparseMemory, entry, score, place, real) -> None:
+def _compete(memory: SparseMemory, entry, score, place, real, slots: _Slots) -> None:
     """The worst of all makes room, of equals the latest, which may be the new one; the others stay in their order."""
     rows, _, width = entry.shape
     keys = memory.scores.shape[2]
-    scores, places = memory.scores.view(rows, keys), memory.places.view(rows, keys)
-    entries = torch.cat([memory.entries.view(rows, keys, width), entry], dim=1)
+    scores, places, kept = memory.scores.view(rows, keys), memory.places.view(rows, keys), memory.entries
+    entries = torch.cat([kept.view(rows, keys, width), entry], dim=1)
     of_all, places_of_all = torch.cat([scores, score], dim=1), torch.cat([places, place], dim=1)
     worst = of_all.masked_fill(places_of_all == 0, -torch.inf).flip(1).argmin(1, keepdim=True)  # from the end
     if real is not None:
         worst = worst * real[:, None]
-    slots, from_end = _numbers(_slots, rows, keys, like=entry)
-    slots = slots + (worst >= from_end)
-    torch.take(of_all, slots, out=scores)
-    torch.take(places_of_all, slots, out=places)
-    torch.index_select(entries.view(-1, width), 0, slots.view(-1), out=memory.entries.view(-1, width))
+    stay = torch.where(worst >= slots.from_end, slots.behind, slots.first)
+    torch.take(of_all, stay, out=scores)
+    torch.take(places_of_all, stay, out=places)
+    torch.index_select(entries.view(-1, width), 0, stay.view(-1), out=kept.view(-1, width))
 
 
-def _push(ring: Ring, entry, place, own, valid) -> None:
+def _push(ring: Ring, entry, place, row, valid) -> None:
     """The oldest key of the bin makes room, an empty slot before all."""
-    row = _row(ring, own if valid is None else own.clamp(min=0))
     keys = ring.places.shape[3]
     slot = torch.add(ring.places.view(-1, keys).index_select(0, row).argmin(1), row, alpha=keys)
-    for kept, new in ((ring.entries.view(-1, entry.shape[2]), entry[:, 0]), (ring.places.view(-1, 1), place)):
+    for kept, new in ((ring.entries.view(-1, entry.shape[2]), entry.squeeze(1)), (ring.places.view(-1, 1), place)):
         if valid is not None:
             new = torch.where(valid[:, None], new, kept.index_select(0, slot))
         kept.index_copy_(0, slot, new)
 
 
-def _read(query: torch.Tensor, memory: SparseMemory, bins: Sequence[Bins]) -> torch.Tensor:
-    """`[N, 1, D]` from queries `[N, 1, d]`."""
+def _find(query: torch.Tensor, memory: SparseMemory, bins: Sequence[Bins], slots: _Slots):
+    """Weights `[N, 1, keys]` of queries `[N, 1, d]`, and the values `[N, keys, D]` that they are of."""
     entries, places, known = [], [], []
     if memory.entries is not None:
         entries, known = [memory.entries.flatten(0, 1)], [memory.places.flatten(0, 1)]
         places = [*known]
-    for i, (ring, part) in enumerate(zip(memory.rings, bins, strict=True), start=1):
+    for i, (ring, part, starts) in enumerate(zip(memory.rings, bins, slots.starts, strict=True), start=1):
         number, keys = ring.places.shape[2:]
         found, place = ring.entries.view(-1, keys, ring.entries.shape[-1]), ring.places.view(-1, keys)
         asked = part.query.flatten()
         if number > 1:
-            row = _row(ring, asked if part.complete else asked.clamp(min=0))
+            row = starts + (asked if part.complete else asked.clamp(min=0))
             found, place = found.index_select(0, row), place.index_select(0, row)
         if not part.complete:
             place = place.masked_fill((asked < 0)[:, None], 0)
@@ -129,45 +175,19 @@ def _read(query: torch.Tensor, memory: SparseMemory, bins: Sequence[Bins]) -> to
             known.append(place.sort(1).values)
         entries.append(found)
         places.append(once)
-    together, place = (x[0] if len(x) == 1 else torch.cat(x, dim=1) for x in (entries, places))
+    together, place = (entries[0], places[0]) if len(places) == 1 else (torch.cat(entries, 1), torch.cat(places, 1))
     if together.dtype not in (torch.float32, torch.float64):
         together = together.float()
-    remembered, values = together.split_with_sizes([query.shape[2], together.shape[2] - query.shape[2]], dim=2)
-    hidden = (place == 0)[:, None]
+    width = query.shape[2]
+    remembered, values = together.split_with_sizes([width, together.shape[2] - width], dim=2)
+    hidden = (place == 0).unsqueeze(1)
     logits = torch.bmm(query.to(together.dtype), remembered.mT)
     weights = logits.masked_fill_(hidden, torch.finfo(together.dtype).min).softmax(-1)
     if memory.entries is None:  # otherwise a token sees a key, the first of all if no other
         weights = weights.masked_fill_(hidden, 0)
-    return torch.bmm(weights, values)
+    return weights, values
 
 
 def _missing(places: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """Which of the wanted are not among the ascending `places` of their row."""
     return torch.searchsorted(places, wanted) == torch.searchsorted(places, wanted, right=True)
-
-
-def _row(ring: Ring, own: torch.Tensor) -> torch.Tensor:
-    """Of the bins of all heads, those at `own` of each."""
-    return _numbers(_starts, len(own), ring.places.shape[2], like=own) + own
-
-
-def _starts(rows: int, size: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(0, rows * size, size, device=device)
-
-
-def _slots(rows: int, keys: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first `keys` of `keys + 1` slots of each row, `[rows, keys]`, and how far each is from the last one."""
-    slots = torch.arange(keys, device=device)
-    return _starts(rows, keys + 1, device)[:, None] + slots, keys - slots
-
-
-def _numbers(make: Callable, *sizes: int, like: torch.Tensor):
-    """What `make` gives for these sizes, which every layer needs at every token."""
-    if torch.compiler.is_compiling() or type(like) is not torch.Tensor or like.device.type != "cpu":
-        return make(*sizes, like.device)
-    return _kept_numbers(make, *sizes)
-
-
-@lru_cache(maxsize=64)
-def _kept_numbers(make: Callable, *sizes: int):
-    return make(*sizes, torch.device("cpu"))

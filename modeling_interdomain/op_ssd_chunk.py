@@ -264,19 +264,20 @@ class _Gradients:
         of_value = product("grad value", weights.flatten(*flat).mT, grad.flatten(*flat)).view(shape)
         of_query, of_key = product("grad query", of_scores, tokens.key), product("grad key", of_scores.mT, tokens.query)
 
-        # Contributions to the log decay: of pairs within the chunk, of what comes in, and of what goes out.
-        crossing = torch.mul(grad, y, out=y).addcmul_(tokens.value, of_value, value=-1).sum(3, dtype=torch.float64)
+        # Contributions to the log decay: of pairs within the chunk, of what comes in, and of what goes out. Those of a
+        # token or a row of a state are added up as they are: to widen each of them would take longer than to make it.
+        crossing = torch.mul(grad, y, out=y).addcmul_(tokens.value, of_value, value=-1).sum(3).double()
         of_decay = crossing.flip(2).cumsum(2).flip(2)
         if before is not None:
             of_query.baddbmm_(pulled, _rows(before))
         if after is not None:
             of_key.baddbmm_(tokens.added, _rows(after))
             handed = product("handed", tokens.key, _rows(after).mT)
-            out = torch.mul(problem.by_head(handed), problem.by_head(tokens.added), out=y).sum(3, dtype=torch.float64)
+            out = torch.mul(problem.by_head(handed), problem.by_head(tokens.added), out=y).sum(3).double()
             of_decay += out.cumsum(2) - out
             of_value.addcmul_(problem.by_head(handed), tokens.until)
         if before is not None and after is not None:
-            through = torch.mul(before, after, out=before).mul_(tokens.across).flatten(3).sum(3, dtype=torch.float64)
+            through = torch.mul(before, after, out=before).mul_(tokens.across).sum(4).sum(3, dtype=torch.float64)
             of_decay += through.flatten(0, 1)[:, :, None]
         problem.write(of_query[:, None], segment, self.query)
         problem.write(of_key[:, None], segment, self.key)

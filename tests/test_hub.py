@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from examples import publish, text_data
 from model_cards import model_card
 from modeling_interdomain import InterdomainForCausalLM, InterdomainForSequenceClassification
+from tests.conftest import ROPE
 from tests.hub_server import TOKEN, metadata_problem, running_hub, speak_to
 from tests.test_examples import some_documents
 from tests.test_remote_code import AUTO_MAP
@@ -247,6 +248,14 @@ def test_figures_are_those_of_the_model(published, folder):
         ("s4d", InterdomainForCausalLM, {}, "text-generation", "2 layers (all s4d)", "A query is compared"),
         (
             "interdomain",
+            InterdomainForCausalLM,
+            {"sparse_attention": "hax"},
+            "text-generation",
+            "memory of the sparse branches",
+            "growing with the length",
+        ),
+        (
+            "interdomain",
             InterdomainForSequenceClassification,
             {"patch_size": 4, "num_labels": 3},
             "image-classification",
@@ -262,7 +271,7 @@ def test_figures_are_those_of_the_model(published, folder):
             "model.generate",
         ),
     ],
-    ids=["softmax", "s4d", "images", "classifier"],
+    ids=["softmax", "s4d", "sparse", "images", "classifier"],
 )
 def test_the_card_fits_the_kind_of_model(make_model, tmp_path, name, model_class, changes, task, says, never):
     model = make_model(name, model_class, dtype=torch.float32, **changes)
@@ -272,6 +281,19 @@ def test_the_card_fits_the_kind_of_model(make_model, tmp_path, name, model_class
     assert says in card.text and never not in card.text
     assert f"{model.num_parameters():,} parameters" in card.text
     assert "Not documented" in card.text and "No results were given." in card.text and "model-index" not in str(card)
+
+
+def test_a_card_cites_the_papers_of_its_parts(make_config):
+    def numbers(**fields) -> set[str]:
+        return set(model_card.cited(make_config(**fields)))
+
+    assert numbers() == {"2605.24330"}
+    assert numbers(token_mixers="ssd") == {"2605.24330", "2405.21060"}
+    assert numbers(token_mixers="ssd", rope_parameters=ROPE, rope_placement="before") == {
+        *("2605.24330", "2405.21060", "2407.16958"),
+    }
+    assert numbers(token_mixers="selective_scan", sparse_attention="hax") == {"2605.24330", "2312.00752", "2507.00449"}
+    assert numbers(feed_forwards="cdmoe") == {"2605.24330", "2407.16958"}
 
 
 @pytest.fixture

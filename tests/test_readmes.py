@@ -135,6 +135,8 @@ def test_what_is_said_of_dynamic_masks():
     for row in record["forward"]:
         assert row["position"]["median"] <= record["required"]["position"] * row["plain"]["median"]
         assert row["a mask tensor"]["median"] > 1.2 * row["plain"]["median"]
+    longer = [row["position"]["median"] / row["plain"]["median"] for row in (early, late)]
+    assert 1.15 < max(longer) < 1.25, "a single token takes up to a fifth longer"
     assert all(1 < row["Doge"]["median"] / row["value"]["median"] < 2 for row in (early, late))
     assert long[windowed]["median"] < long["a mask tensor"]["median"]
     assert late[windowed]["median"] < 1.25 * early[windowed]["median"] and late[windowed]["p20"] < late["value"]["p20"]
@@ -149,7 +151,7 @@ def test_what_is_said_of_sparse_attention():
     assert found["spread_of_time_per_token"] < sparse_cpu.FLAT_WITHIN
     steps = [row["median"] for row in found["steps"]]
     assert max(steps) / min(steps) - 1 < sparse_cpu.STEP_FLAT_WITHIN
-    assert all(4e-6 < step / 115 < 5e-6 and step > sparse_cpu.STEP_MS / 1e3 for step in steps)
+    assert all(4e-6 < step / 104 < 5e-6 and step > sparse_cpu.STEP_MS / 1e3 for step in steps)
     assert all(row["median"] < sparse_cpu.STEP_MS / 1e3 for row in found["compiled_steps"])
 
 
@@ -196,7 +198,7 @@ def test_what_is_said_of_recall():
     lead, start, random = by_name["posterior, uniform, even"], by_name["recall"], by_name["Interdomain"]
     assert sorted(row["accuracy"] > 0.99 for row in lead) == [False, True, True, True, True]
     assert max(row["accuracy"] for row in random) < 0.9
-    assert max(row["accuracy"] for row in by_name["posterior, uniform, even, output 0.05"]) < 0.2
+    assert {round(row["accuracy"], 1) for row in by_name["posterior, uniform, even, output 0.05"]} == {0.1}
     assert {row["theory"]["span"] for row in lead} == {64} and max(row["theory"]["span"] for row in random) < 5
     eight = [row for row in start if not row["shifted"]]
     assert len(eight) == 5 and min(row["accuracy"] for row in eight) > 0.99
@@ -235,7 +237,7 @@ def test_what_is_said_of_the_papers_comparison():
     late = {row["condition"]: row for row in longer}
     assert score(late["s4d"]) < score(late["interdomain"]) < score(late["softmax"])
     change = {name: math.exp(row["lengths"]["3.5"] - row["lengths"]["1.0"]) - 1 for name, row in late.items()}
-    assert abs(change["s4d"]) < 0.03 > abs(change["interdomain"]) and change["softmax"] > 0.1
+    assert abs(change["s4d"]) < 0.01 > abs(change["interdomain"]) and change["softmax"] > 0.1
 
 
 def test_what_is_said_of_the_papers_comparison_at_the_largest_size():
@@ -250,7 +252,7 @@ def test_what_is_said_of_the_papers_comparison_at_the_largest_size():
         name: statistics.mean(map(condition_study.score, condition_study.best_runs(shorter, f"{name}, recall")))
         for name in ("interdomain", "s4d")
     }
-    assert 0.03 < less < smaller["s4d"] - smaller["interdomain"]
+    assert less < smaller["s4d"] - smaller["interdomain"] and round(100 * (1 - math.exp(-less))) == 4
 
     def nats(name, *keys):
         return statistics.mean(row[keys[0]][keys[1]] for row in runs[name])
@@ -260,29 +262,47 @@ def test_what_is_said_of_the_papers_comparison_at_the_largest_size():
     others = nats("s4d", "repeats", "other") - nats("interdomain", "repeats", "other")
     share = nats("s4d", "repeats", "share")
     assert 1 / 50 < others < 1 / 30 and share * (s4d - ours) > (1 - share) * others, "most of it"
-    assert abs(nats("s4d", "places", "0") - nats("interdomain", "places", "0")) < 0.03
+    assert 1 / 60 < nats("s4d", "places", "0") - nats("interdomain", "places", "0") < 1 / 30, "a fortieth, too"
     change = {name: nats(name, "lengths", "3.5") - nats(name, "lengths", "1.0") for name in runs}
-    assert max(change["interdomain"], change["s4d"]) < 0.01 and change["softmax"] > math.log(1.5)
+    assert max(change["interdomain"], change["s4d"]) < 0.01 and abs(math.exp(change["softmax"]) - 5 / 3) < 0.05
 
 
 def test_what_is_said_of_joint_recall():
     runs = read("joint_study")["runs"]
 
-    def right(name: str, core: str) -> float:
-        found = studies.best_runs(runs, {"condition": name, "core": core}, 0)
-        return statistics.mean(row["accuracy"] for row in found)
+    def seeds(name: str, core: str) -> list[float]:
+        return [row["accuracy"] for row in studies.best_runs(runs, {"condition": name, "core": core}, 0)]
 
+    def right(name: str, core: str) -> float:
+        return statistics.mean(seeds(name, core))
+
+    def spread(name: str, core: str) -> float:
+        return max(seeds(name, core)) - min(seeds(name, core))
+
+    by_content, by_place = ("+KS", "+HAX"), ("+D", "+SW", "+SW+D", "+A")
     for core in joint_study.CORES:
-        assert right("+HAX", core) > right("base", core) < right("+LSH", core)
-        best = max(joint_study.CONDITIONS, key=lambda name: right(name, core))
-        assert best == ("+KS" if core == "interdomain" else "+HAX")
-    assert all(right("+HAX", core) > 2 * right("base", core) for core in ("ssd", "s4d"))
-    by_place = ("+D", "+SW", "+SW+D", "+A")
+        assert all(len(seeds(name, core)) == 2 for name in joint_study.CONDITIONS)
+        assert min(seeds("+HAX", core)) > max(seeds("base", core))
+        assert right("+LSH", core) > right("base", core) - 0.01
+        least = min(right(name, core) for name in by_content)
+        assert least > max(right(name, core) for name in joint_study.CONDITIONS if name not in by_content)
+    assert min(seeds("+KS", "interdomain")) > max(seeds("+HAX", "interdomain"))
+    for core in ("ssd", "s4d"):
+        assert right("+HAX", core) > 2 * right("base", core) and right("+HAX, random", core) < 2 / 3 * right(
+            "+HAX", core
+        )
+        assert abs(right("+KS", core) - right("+HAX", core)) < max(spread(name, core) for name in by_content)
+    assert right("+LSH", "ssd") > 1.9 * right("base", "ssd")
+    assert max(joint_study.CORES, key=lambda core: right("+SW", core) - right("base", core)) == "s4d"
+    wider = {core: right("base, 2x width", core) - right("base", core) for core in joint_study.CORES}
+    assert round(wider.pop("ssd"), 2) == 0.18 and max(wider.values()) < 0.05
     assert right("base", "interdomain") > max(right(name, "ssd") for name in by_place)
-    assert all(right("+HAX, random", core) < 2 / 3 * right("+HAX", core) for core in ("ssd", "s4d"))
-    seeds = studies.best_runs(runs, {"condition": "base", "core": "ssd"}, 0)
-    assert round(10 * abs(seeds[0]["accuracy"] - seeds[1]["accuracy"])) == 2
     assert right("+HAX, random", "interdomain") < right("base", "interdomain")
+    assert (
+        round(spread("base", "ssd"), 1)
+        == 0.2
+        == round(max(spread(*x) for x in itertools.product(joint_study.CONDITIONS, joint_study.CORES)), 1)
+    )
 
 
 def test_what_is_said_of_lookups():

@@ -18,7 +18,7 @@ class SkipCollector:
     """A pytest plugin that remembers which tests were skipped, for which reason and in which test class."""
 
     def __init__(self):
-        self.base_names = {}
+        self.base_names, self.classes = {}, set()
         self.classes_by_skip = defaultdict(set)
 
     def pytest_collection_modifyitems(self, items):
@@ -26,22 +26,27 @@ class SkipCollector:
             # `parameterized` makes one numbered method for each set of parameters, of the function it keeps here.
             written = getattr(getattr(item, "function", None), "place_as", None)
             self.base_names[item.nodeid] = written.__name__ if written else item.name
+            self.classes.add(_class_of(item.nodeid))
 
     def pytest_runtest_logreport(self, report):
         if report.skipped and not hasattr(report, "wasxfail"):
-            # A test that visits our three classes in turn skips once for each, and one line tells it all.
+            # A test that visits our classes of models in turn skips once for each, and one line tells it all.
             reason = re.sub(r"<class '.*'>|\bInterdomain\w+", "the model", report.longrepr[2].removeprefix("Skipped: "))
-            class_name = report.nodeid.split("::")[-2]
-            self.classes_by_skip[reason, self.base_names[report.nodeid]].add(class_name)
+            self.classes_by_skip[reason, self.base_names[report.nodeid]].add(_class_of(report.nodeid))
 
     def table(self):
         tests_by_reason = defaultdict(list)
         for (reason, test), classes in sorted(self.classes_by_skip.items()):
-            tests_by_reason[reason, " and ".join(sorted(classes))].append(f"`{test}`")
+            where = "all" if classes == self.classes else " and ".join(sorted(classes))
+            tests_by_reason[reason, where].append(f"`{test}`")
         yield "| Skipped tests | In | Reason |"
         yield "|---|---|---|"
         for (reason, classes), tests in tests_by_reason.items():
             yield f"| {', '.join(tests)} | {classes} | {reason} |".replace("\n", " ")
+
+
+def _class_of(test: str) -> str:
+    return test.split("::")[-2]
 
 
 if __name__ == "__main__":
