@@ -23,11 +23,11 @@ def is_plain(x: torch.Tensor, dtype: torch.dtype = torch.float32) -> bool:
     return type(x) is torch.Tensor and x.device.type == "cpu" and x.dtype == dtype
 
 
-def plain_rms_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
+def plain_rms_norm(x: torch.Tensor, eps: float, into: torch.Tensor | None = None) -> torch.Tensor:
     """`x / sqrt(mean(x^2) + eps)` over the last axis of a plain tensor, in fewer calls than PyTorch's."""
     # The hypotenuse over the norm of x and a constant.
     size = torch.linalg.vector_norm(x, 2, -1, True).hypot_(_scalar((x.shape[-1] * eps) ** 0.5))
-    return x / size.mul_(_scalar(x.shape[-1] ** -0.5))
+    return torch.div(x, size.mul_(_scalar(x.shape[-1] ** -0.5)), out=into)
 
 
 # Numbers of the pieces that a chain of element-wise steps works on: in float32 a few of them fit into a cache.
@@ -38,20 +38,20 @@ def by_pieces(
     function: Callable[..., Sequence[torch.Tensor]],
     tensors: Sequence[torch.Tensor],
     dtype: torch.dtype,
-    into: Sequence[torch.Tensor] = (),
+    size: int = 0,
 ) -> tuple[torch.Tensor, ...]:
     """`function(*tensors)` in a dtype, a few tokens at a time, so that what lies between stays in the cache.
 
     Args:
         function: gives tensors `[B, T, ...]`, token by token.
         tensors: `[B, T, ...]`, the first the largest; nothing is differentiated.
-        into: where the results go, which may be some of `tensors`. Default: new tensors.
+        size: the tokens of a piece. Default: so many that a few tensors as wide as the first one fit into a cache.
     """
     length = tensors[0].shape[1]
-    size = max(1, _PIECE * length // max(1, tensors[0].numel()))
+    size = size or max(1, _PIECE * length // max(1, tensors[0].numel()))
     if length <= size:
         return tuple(x.to(dtype) for x in function(*tensors))
-    joined = list(into)
+    joined: list[torch.Tensor] = []
     for start in range(0, length, size):
         found = function(*(x[:, start : start + size] for x in tensors))
         joined = joined or [x.new_empty(x.shape[0], length, *x.shape[2:], dtype=dtype) for x in found]
@@ -84,9 +84,13 @@ class InterdomainRMSNorm(nn.Module):
             return F.rms_norm(x, weight.shape, weight, self.eps)
         if x.dtype == weight.dtype == torch.bfloat16 and is_plain(x, x.dtype):
             # PyTorch's rounds in between, and goes to the memory and back for each of its steps.
-            return by_pieces(lambda x: (plain_rms_norm(x.float(), self.eps).mul_(weight),), [x], x.dtype)[0]
+            return by_pieces(self._widened, [x], x.dtype)[0]
         # Otherwise the weight stays outside: it may be wider than x, and then the result is.
         return weight * F.rms_norm(x, weight.shape, eps=self.eps)
+
+    def _widened(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        x = x.float()
+        return (plain_rms_norm(x, self.eps, into=x).mul_(self.weight),)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
