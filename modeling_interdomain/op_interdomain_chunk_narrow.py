@@ -28,8 +28,6 @@ class NarrowStates(States):
         before = state = None
         if entry is not None or len(segment.lanes) > 1:
             before = self.workspace.tensor(f"{self.name} before", self._shape(segment.chunks), inputs)
-        if segment.following > 0 or len(segment.lanes) > 1:
-            added = self._added(inputs)
         if entry is not None:
             state = entry.clone(memory_format=torch.contiguous_format)  # an earlier one is kept for the way back
         elif before is not None:
@@ -42,7 +40,7 @@ class NarrowStates(States):
                     self.ends[:, first + following : first + lanes] = state[:, following:]
             if not following:
                 break
-            more = added[:, start : start + following]
+            more = self._added(inputs[:, start : start + following])
             if state is None:
                 state = more.clone()
             else:
@@ -52,8 +50,8 @@ class NarrowStates(States):
         return before
 
     def _added(self, inputs: torch.Tensor) -> torch.Tensor:
-        """What each chunk puts in, `[G, N, W, 2M]`."""
-        wide = self.workspace.tensor(f"{self.name} wide", tuple(inputs.shape), self.tables.table).copy_(inputs)
+        """What chunks side by side put in, `[G, N, W, 2M]`; few at a time, which a cache holds."""
+        wide = self.workspace.tensor("wide inputs", tuple(inputs.shape), self.tables.table).copy_(inputs)
         repeated = self.tables.repeated(inputs.shape[1])
         return self.workspace.product("added", wide.flatten(0, 1).mT, repeated).view(self._shape(inputs.shape[1]))
 
@@ -69,10 +67,9 @@ class NarrowCall(AttentionCall):
         self.modes = table.shape[2]
         self.repeated = Repeated(table.to(narrow))
         below = table @ self.mixing  # a symmetric matrix
-        far = torch.cat([below, self.mixing], dim=-2)
         self.to_near = torch.cat([below @ table.mT, below.mT], dim=-2).to(narrow)
-        self.to_far = far.to(narrow)
-        self.rest_to_far = far.sub_(self.to_far.to(far.dtype)).to(narrow)
+        self.to_far = torch.cat([below, self.mixing], dim=-2).to(narrow)
+        self.rest = (self.mixing - self.to_far[:, self.size :].to(table.dtype)).to(narrow)
 
     def gradients(self, *arguments) -> Gradients:
         return NarrowGradients(self, *arguments)
@@ -118,7 +115,7 @@ class NarrowCall(AttentionCall):
 
     def far(self, pulled: torch.Tensor) -> torch.Tensor:
         """p, `[G, N P C, 2M]`."""
-        return self.workspace.product("p", pulled, self.rest_to_far).baddbmm_(pulled, self.to_far)
+        return self.workspace.product("p", pulled[..., self.size :], self.rest).baddbmm_(pulled, self.to_far)
 
     def turned(self, x: torch.Tensor, powers: torch.Tensor) -> torch.Tensor:
         """`[G, N P C, 2M]` times powers of lambda, in float32."""
