@@ -7,7 +7,6 @@ from transformers.activations import ACT2FN
 
 from .module_common import by_pieces, is_plain, is_untouched, residual_projection
 
-
 # Numbers between the projections that are made at a time: few enough that the allocator keeps their memory, many enough
 # that packing the weights for each product does not count.
 _NUMBERS = 1 << 21

@@ -1,4 +1,5 @@
-"""What a single token puts into the operator, in few calls: at batch 1 a call costs more than what it computes."""
+"""What tokens put into the operator, in few calls: for a single one a call costs more than what it computes, and in
+bfloat16 every pass over a long text as much as a product."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -81,3 +82,39 @@ def _normalised(key, value, tables: TokenTables, eps: float) -> Sequence[torch.T
         for x, weight, bias in zip(xs, tables.weight, tables.bias, strict=True)
     ]
     return ys[0].chunk(2, dim=2) if together else ys
+
+
+def narrow_inputs(
+    streams: Sequence[torch.Tensor],
+    norms: Sequence[torch.Tensor],
+    eps: float,
+    heads: tuple[int, int],
+    cos_sin: tuple[torch.Tensor, torch.Tensor] | None,
+    rope_placement: str | None,
+) -> tuple[torch.Tensor, ...]:
+    """Query, key and value of an operator that rounds them, `[B, T, heads, width]`, without widening what lies between.
+
+    Args:
+        streams: query `[B, T, H R]`, key `[B, T, G R]` and value `[B, T, G D]` after the convolutions; nothing is
+            differentiated, and what is convolved is overwritten.
+        norms: weights of the norms of key and value, `[R]`, `[D]`, and their biases, `[G, R]`, `[G, D]`; or none.
+        cos_sin, rope_placement: as of `token_inputs`.
+    """
+    query, key, value = (x.unflatten(-1, (n, -1)) for x, n in zip(streams, (heads[0], heads[1], heads[1]), strict=True))
+    query, key = (_direction(x, cos_sin, rope_placement) for x in (query, key))
+    if not norms:
+        return query, key, value
+    key_weight, value_weight, key_bias, value_bias = norms
+    # The root mean square of a direction is known.
+    key_weight = key_weight * (1 / key.shape[-1] + eps) ** -0.5
+    value = plain_rms_norm(value, eps)
+    return query, torch.addcmul(key_bias, key, key_weight), torch.addcmul(value_bias, value, value_weight)
+
+
+def _direction(x: torch.Tensor, cos_sin, rope_placement: str | None) -> torch.Tensor:
+    """`silu_l2` in the dtype of x and in its place, and the rotation."""
+    if cos_sin is not None and rope_placement == "before":
+        x = rotate(x, *cos_sin)
+    x = F.silu(x, inplace=True)
+    x.div_(torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_(min=1e-12))
+    return x if cos_sin is None or rope_placement == "before" else rotate(x, *cos_sin)

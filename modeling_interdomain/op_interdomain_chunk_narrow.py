@@ -98,7 +98,9 @@ class NarrowCall(AttentionCall):
         i + C-1 - t. What is above the diagonal falls into the other columns, and nothing into those before.
         """
         size, width = self.size, max(self.size + self.modes, 2 * self.size - 1)
-        rows = self.workspace.tensor(name, (self.groups, scores.numel() // (self.groups * size), width), scores, zero=True)
+        rows = self.workspace.tensor(
+            name, (self.groups, scores.numel() // (self.groups * size), width), scores, zero=True
+        )
         scores = scores.view(-1, size, size)
         rows.as_strided(scores.shape, (size * width, width - 1, 1), size - 1).copy_(scores)
         return rows[..., : size + self.modes]
