@@ -29,24 +29,25 @@ class NarrowStates(States):
         if entry is not None or len(segment.lanes) > 1:
             before = self.workspace.tensor(f"{self.name} before", self._shape(segment.chunks), inputs)
         if entry is not None:
-            state = entry.clone(memory_format=torch.contiguous_format)  # an earlier one is kept for the way back
+            state = pairs(entry)  # which is kept for the way back
         elif before is not None:
-            state = self.tables.table.new_zeros(self._shape(segment.lanes[0]))
-        first = segment.block
+            state = pairs(self.tables.table.new_zeros(self._shape(segment.lanes[0])))
+        first, into = segment.block, None
         for start, lanes, following in segment.moves():
             if before is not None:
-                before[:, start : start + lanes] = state
+                before[:, start : start + lanes] = _real(state)
                 if self.ends is not None and following < lanes:
-                    self.ends[:, first + following : first + lanes] = state[:, following:]
+                    self.ends[:, first + following : first + lanes] = _real(state[:, following:])
             if not following:
                 break
-            more = self._added(inputs[:, start : start + following])
+            more = pairs(self._added(inputs[:, start : start + following]))
             if state is None:
                 state = more.clone()
             else:
-                state = state[:, :following]
-                torch.addcmul(pairs(more), self.tables.across, pairs(state), out=pairs(state))
-        self.left = state if segment.following else None
+                into = None if into is None else into[:, :following]
+                state = torch.addcmul(more, self.tables.across, state[:, :following], out=into)
+            into = state
+        self.left = _real(state) if segment.following else None
         return before
 
     def _added(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -54,6 +55,11 @@ class NarrowStates(States):
         wide = self.workspace.tensor("wide inputs", tuple(inputs.shape), self.tables.table).copy_(inputs)
         repeated = self.tables.repeated(inputs.shape[1])
         return self.workspace.product("added", wide.flatten(0, 1).mT, repeated).view(self._shape(inputs.shape[1]))
+
+
+def _real(x: torch.Tensor) -> torch.Tensor:
+    """The way back from `pairs`."""
+    return torch.view_as_real(x).flatten(-2)
 
 
 class NarrowCall(AttentionCall):
@@ -68,8 +74,9 @@ class NarrowCall(AttentionCall):
         self.repeated = Repeated(table.to(narrow))
         below = table @ self.mixing  # a symmetric matrix
         self.to_near = torch.cat([below @ table.mT, below.mT], dim=-2).to(narrow)
-        self.to_far = torch.cat([below, self.mixing], dim=-2).to(narrow)
-        self.rest = (self.mixing - self.to_far[:, self.size :].to(table.dtype)).to(narrow)
+        far = torch.cat([below, self.mixing], dim=-2)
+        self.to_far = far.to(narrow)
+        self.rest_to_far = far.sub_(self.to_far.to(far.dtype)).to(narrow)
 
     def gradients(self, *arguments) -> Gradients:
         return NarrowGradients(self, *arguments)
@@ -117,7 +124,7 @@ class NarrowCall(AttentionCall):
 
     def far(self, pulled: torch.Tensor) -> torch.Tensor:
         """p, `[G, N P C, 2M]`."""
-        return self.workspace.product("p", pulled[..., self.size :], self.rest).baddbmm_(pulled, self.to_far)
+        return self.workspace.product("p", pulled, self.rest_to_far).baddbmm_(pulled, self.to_far)
 
     def turned(self, x: torch.Tensor, powers: torch.Tensor) -> torch.Tensor:
         """`[G, N P C, 2M]` times powers of lambda, in float32."""
