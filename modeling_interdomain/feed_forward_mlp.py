@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-from .module_common import by_pieces, is_plain, is_untouched, residual_projection
+from .module_common import by_pieces, is_plain, is_untouched, project, residual_projection
 
 # Numbers between the projections that are made at a time: few enough that the allocator keeps their memory, many enough
 # that packing the weights for each product does not count.
@@ -30,6 +30,6 @@ class InterdomainMLP(nn.Module):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
     def _in_place(self, x: torch.Tensor) -> tuple[torch.Tensor]:
-        gate = self.gate_proj(x)  # which nobody else holds
+        gate = project(self.gate_proj, x)  # which nobody else holds
         gate = F.silu(gate, inplace=True) if type(self.act_fn) is nn.SiLU else self.act_fn(gate)
-        return (self.down_proj(gate.mul_(self.up_proj(x))),)
+        return (project(self.down_proj, gate.mul_(project(self.up_proj, x))),)

@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 from transformers import initialization as init
 
+from .op_common import multiplies_narrow
+
 # What few calls compute without rounding more than many do.
 FULL_PRECISION = (torch.float32, torch.float64)
 
@@ -159,6 +161,16 @@ def is_untouched(module: nn.Module, kind: type[nn.Module], device: torch.device)
         if p is not None and (type(p) not in (torch.Tensor, nn.Parameter) or p.device != device):
             return False
     return True
+
+
+def project(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """`linear(x)`; a single row in bfloat16 as matrix times vector, which on a CPU reads the weights a third faster."""
+    if x.dtype == torch.bfloat16 and x.numel() == x.shape[-1] and multiplies_narrow(x) and is_plain(x, x.dtype):
+        own = vars(linear).get("_parameters", {})
+        weight = own.get("weight")
+        if is_untouched(linear, nn.Linear, x.device) and own["bias"] is None and weight.dtype == x.dtype:
+            return torch.mv(weight, x.reshape(-1)).view(*x.shape[:-1], -1)
+    return linear(x)
 
 
 class PerVersion:
