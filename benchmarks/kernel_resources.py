@@ -345,7 +345,7 @@ def _distinct(problem: str) -> list[tuple[int, tuple[int, ...]]]:
     return chosen
 
 
-def summary(record: dict) -> str:
+def short_table(record: dict) -> str:
     """The first problem alone, for benchmarks/README.md."""
     first = next(iter(PROBLEMS))
     rows = [row for row in record["rows"] if row["problem"] == first]

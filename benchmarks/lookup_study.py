@@ -86,7 +86,7 @@ def needle(rows: int, draw: torch.Generator, words: int = 192) -> Pairs:
     return Pairs(ids, asked)
 
 
-TASKS = {"copying": copying, "phone book": phone_book, "needle": needle}
+TASKS = {"phone book": phone_book, "needle": needle, "copying": copying}
 
 
 def plan(runs: list[dict]) -> Iterator[dict]:

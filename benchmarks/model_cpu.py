@@ -54,19 +54,19 @@ def _makers(quick: bool) -> dict[str, Callable]:
     return {**mixers, "llama": lambda layers: llama(quick, num_hidden_layers=layers)}
 
 
-def calls_a_layer(make: Callable[[int], torch.nn.Module], **inputs: torch.Tensor) -> int:
-    """The operations of ATen that PyTorch is asked for when the tenth token goes through one more layer."""
-    shallow, deep = (_calls(make(layers), **inputs) for layers in (1, 2))
+def calls_a_layer(make: Callable[[int], torch.nn.Module], tokens: int = 1, **inputs: torch.Tensor) -> int:
+    """The operations of ATen that PyTorch is asked for when tokens after a text go through one more layer."""
+    shallow, deep = (_calls(make(layers), tokens, **inputs) for layers in (1, 2))
     return deep - shallow
 
 
 @torch.no_grad()
-def _calls(model: torch.nn.Module, **inputs: torch.Tensor) -> int:
+def _calls(model: torch.nn.Module, tokens: int, **inputs: torch.Tensor) -> int:
     cache = _cache_after(model, torch.arange(8)[None])
-    token = torch.zeros(1, 1, dtype=torch.long)
-    model(token, past_key_values=cache)  # what is made once
+    ids = torch.zeros(1, tokens, dtype=torch.long)
+    model(ids, past_key_values=cache)  # what is made once
     with _Counter() as counter:
-        model(token, past_key_values=cache, **inputs)
+        model(ids, past_key_values=cache, **inputs)
     return counter.calls
 
 

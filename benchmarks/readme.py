@@ -51,4 +51,4 @@ def show(name: str) -> str:
     module = importlib.import_module(f"benchmarks.{name}")
     if hasattr(module, "SOURCES"):
         return module.table({source: harness.read(source) for source in module.SOURCES})
-    return getattr(module, "summary", module.table)(harness.read(name))
+    return getattr(module, "short_table", module.table)(harness.read(name))

@@ -228,7 +228,7 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
         `first` are the states of a layer that has seen nothing, where they are not zeros.
         """
-        inputs, constants = (tuple(x.detach() for x in tensors) for tensors in (inputs, constants))
+        inputs, constants = (tuple(map(_detached, tensors)) for tensors in (inputs, constants))
         if self.recorded is None:
             before: tuple[Any, Any] = (None, None if first is None else _map_states(_copy, first))
             if self.is_initialized:
@@ -288,12 +288,11 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
             return
         self.thaw()
         kept = self.recorded.tokens + tokens_to_remove
-        self._store_all(*self._replay(kept))
         latest = self.recorded.latest
         if latest is not None and latest.tokens > kept:
             latest = None
-        pieces = _between(self.recorded.pieces, 0, kept)
-        self.recorded = self.recorded._replace(pieces=pieces, latest=latest)
+        self.recorded = self.recorded._replace(pieces=_between(self.recorded.pieces, 0, kept), latest=latest)
+        self._store_all(*self._replay(kept))
         self.cumulative_length += tokens_to_remove
 
     def _replay(self, tokens: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
@@ -420,8 +419,12 @@ def _map_states(function, states: dict[str, torch.Tensor]) -> dict[str, torch.Te
     return {name: function(x) for name, x in states.items()}
 
 
+def _detached(x: torch.Tensor) -> torch.Tensor:
+    return x.detach() if x.requires_grad else x
+
+
 def _copy(x: torch.Tensor) -> torch.Tensor:
-    return x.detach().clone()
+    return _detached(x).clone()
 
 
 def _store_together(buffers: list[torch.Tensor], new: list[torch.Tensor]) -> list[torch.Tensor]:

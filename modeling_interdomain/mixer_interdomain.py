@@ -166,14 +166,21 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
     def streams(cls, config) -> list[Stream]:
         return [Stream("q", config.num_attention_heads, config.mapped_dim, True), *super().streams(config)]
 
+    def _begin_again(self, layer) -> None:
+        super()._begin_again(layer)
+        if not layer.has_previous_state[0]:
+            self.forget_tables()
+
     def _inputs(self, projected, windows, cos_sin, packing, keep: bool):
         """In one kernel or in few calls where that can run, and nothing hangs on the modules whose weights it reads."""
         found, device, backend = None, projected[0].device, self.backend
-        if windows is None or projected[0].shape[1] > 1:  # another sequence may begin
+        count = projected[0].shape[1]
+        few = count == 1 or (not torch.compiler.is_compiling() and count <= FEW)
+        if not few:  # another sequence may begin
             self.forget_tables()
         if device.type != "cpu" or backend == "triton":
             found = self._fused_inputs(projected, windows, cos_sin, packing, keep)
-        elif backend == "auto" and packing is None and windows is not None and projected[0].shape[1] == 1:
+        elif backend == "auto" and packing is None and windows is not None and few:
             found = self._token_inputs(projected, windows, cos_sin)
         return super()._inputs(projected, windows, cos_sin, packing, keep) if found is None else found
 

@@ -398,7 +398,7 @@ class RecurrentMixer(TokenMixer):
         if packing is not None:
             kept, mask = [packing.unpack(x) for x in kept], packing.mask
         if mask is None:
-            mask = hidden_states.new_ones(hidden_states.shape[:2])
+            mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
         transition = self.recurrence(hidden_states, transition=True)
         first = None if self.first_state is None else {"state": self._first_states(tokens, None)}
         layer.record((*kept, mask.bool()), transition, type(self).replay, first)

@@ -93,28 +93,31 @@ def causal_conv(
     return conv(extended).mT, window
 
 
-def convolve_token(
+def convolve_few(
     inputs: Sequence[torch.Tensor], windows: Sequence[torch.Tensor], taps: torch.Tensor
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Several `causal_conv` of one token as one: where a call costs more than what it computes, few are better.
+    """Several `causal_conv` of a few tokens as one: where a call costs more than what it computes, few are better.
 
     Args:
-        inputs: `[B, 1, W]` each.
-        windows: `[B, W, kernel - 1]` each, the inputs before the token.
+        inputs: `[B, T, W]` each.
+        windows: `[B, W, kernel - 1]` each, the inputs before the first token.
         taps: `[kernel, sum of all W]`, their weights side by side; all but the windows is computed in their dtype.
 
     Returns:
-        `[B, sum of all W]` and the new windows.
+        `[B, T, sum of all W]` and the new windows.
     """
-    token = torch.cat(list(inputs), dim=-1)
+    tokens = torch.cat(list(inputs), dim=-1)
     before = torch.cat([w.mT for w in windows], dim=-1)  # token by token, as a `RecurrentLayer` has them in memory
-    extended = torch.cat([before.to(token.dtype), token], dim=1)
-    after = extended[:, 1:].mT.split_with_sizes([w.shape[1] for w in windows], dim=1)
-    return (extended * taps).sum(1), list(after)
+    extended = torch.cat([before.to(tokens.dtype), tokens], dim=1)
+    count = tokens.shape[1]
+    after = extended[:, count:].mT.split_with_sizes([w.shape[1] for w in windows], dim=1)
+    if count == 1:
+        return (extended * taps).sum(1, keepdim=True), list(after)
+    return (extended.unfold(1, taps.shape[0], 1) * taps.mT).sum(-1), list(after)
 
 
 def taps_of(*weights: torch.Tensor) -> torch.Tensor:
-    """The taps of `convolve_token` from weights of `CausalConv1d`, `[W, 1, kernel]` each."""
+    """The taps of `convolve_few` from weights of `CausalConv1d`, `[W, 1, kernel]` each."""
     return torch.cat(weights).squeeze(1).mT.contiguous()
 
 

@@ -20,8 +20,9 @@ from .module_start import (
 from .op_common import narrowed
 from .op_common_launch import STEP_BACKENDS
 from .op_interdomain import interdomain_attention, take_step
-from .op_interdomain_few import FewTables, few_tables, take_few
+from .op_interdomain_few import FEW, FewTables, few_tables, take_few
 from .op_interdomain_rates import log_decays
+from .op_interdomain_replay import replay_tables
 from .op_interdomain_step import StepTables, step_tables
 
 
@@ -119,16 +120,16 @@ class InterdomainRecurrence(Float32Module, TabledModule):
         return log_decay, self.B.to(wide), None if self.C is None else self.C.to(wide)
 
     def forward(self, *tokens: torch.Tensor, transition: bool = False, step: bool = False, **arguments: Any):
-        """The operator applied to the tokens, or with `transition=True` `log_decay` and `input_matrix` alone.
+        """The operator applied to the tokens, or with `transition=True` what `state_after` moves a state on with.
 
-        `initial_state` may be a function of these two. With `step=True` it is one token, `[B, 1, heads, ...]`, that
-        moves `state` in place. All of it happens inside, because for the length of this call alone sharded parameters
-        are gathered, and those that PEFT targets (`target_parameters`) are adapted.
+        `initial_state` may be a function of `log_decay` and `input_matrix`. With `step=True` it is one token, `[B, 1,
+        heads, ...]`, or a few, that move `state` in place. All of it happens inside, because for the length of this
+        call alone sharded parameters are gathered, and those that PEFT targets (`target_parameters`) are adapted.
         """
         if step:
             return self._step(*tokens, **arguments)
         if transition:
-            return self.parameters_of_operator()[:2]
+            return self._per_version("transition", self._transition)
         self.forget_tables()
         parameters = self.parameters_of_operator()
         arguments["initial_state"] = begun_with(arguments.get("initial_state"), *parameters[:2])
@@ -162,8 +163,17 @@ class InterdomainRecurrence(Float32Module, TabledModule):
 
         return self._per_version(dtype, tables)
 
-    def _few_tables(self, dtype: torch.dtype) -> FewTables:
-        return self._per_version(("few", dtype), lambda _: few_tables(*self.parameters_of_operator()[:2], dtype))
+    def _few_tables(self, dtype: torch.dtype, count: int) -> FewTables:
+        def tables(_: bool) -> FewTables:
+            return few_tables(*self.parameters_of_operator()[:2], dtype, count)
+
+        return self._per_version((dtype, count), tables)
+
+    def _transition(self, kept: bool) -> tuple[torch.Tensor, ...]:
+        """With the tables of a replay where they are kept, and calls are what it costs."""
+        log_decay, input_matrix, _ = self.parameters_of_operator()
+        tables = replay_tables(log_decay, input_matrix, FEW) if kept and log_decay.device.type == "cpu" else ()
+        return log_decay, input_matrix, *tables
 
     def _per_version(self, name: Any, compute: Any) -> Any:
         own = self._parameters

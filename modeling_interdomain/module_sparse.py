@@ -11,7 +11,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .module_common import FULL_PRECISION, TabledModule, is_plain, is_untouched, own_backend
-from .module_convolution import TOKEN_BEFORE, CausalConv1d, causal_conv, convolve_token, taps_of
+from .module_convolution import TOKEN_BEFORE, CausalConv1d, causal_conv, convolve_few, taps_of
 from .module_sparse_choice import KeyScorer, RankingLoss, SparseHash, hashed, ranking_loss, scored
 from .module_sparse_parts import Budget, budgets, kept_shapes
 from .op_common import Packing, without_autocast
@@ -188,7 +188,7 @@ class SparseBranch(TabledModule):
         if weights[0].dtype != dtype or (layers and layers[0].dtype != dtype):
             return None
         taps = self._tables.get("taps", weights, lambda _: taps_of(weights[0], weights[1] * self.dim**-0.5))
-        y, after = convolve_token(projected, windows, taps)
+        y, after = convolve_few(projected, windows, taps)
         both = y.view(-1, 1, 2, self.heads, self.dim).transpose(2, 3)
         query, key = both.unbind(3)
         scores = sums = found = running = None

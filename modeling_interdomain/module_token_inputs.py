@@ -1,5 +1,6 @@
-"""What tokens put into the operator, in few calls: for a single one a call costs more than what it computes, and in
-bfloat16 every pass over a long text as much as a product."""
+"""What tokens put into the operator, in few calls: of one, or a few, a call costs more than what it computes, and of a
+long text in bfloat16 every pass over the memory counts.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from .module_common import is_plain, plain_rms_norm
-from .module_convolution import convolve_token, taps_of
+from .module_convolution import convolve_few, taps_of
 from .module_feature_maps import silu_l2
 from .module_rotary import rotate
 
@@ -47,21 +48,21 @@ def token_inputs(
     cos_sin: tuple[torch.Tensor, torch.Tensor] | None,
     rope_placement: str | None,
 ) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
-    """`fused_inputs` of one token: queries and keys go through together, and so do the norms of keys and values.
+    """`fused_inputs` of a few tokens: queries and keys go through together, and so do the norms of keys and values.
 
     Args:
-        projected: query `[B, 1, H R]`, key `[B, 1, G R]` and value `[B, 1, G D]`, before the convolutions; where they
+        projected: query `[B, T, H R]`, key `[B, T, G R]` and value `[B, T, G D]`, before the convolutions; where they
             are narrower than the tables, all but the windows is computed in the dtype of these.
-        windows: `[B, H R, kernel - 1]` and `[B, G R, kernel - 1]`, the inputs before the token.
+        windows: `[B, H R, kernel - 1]` and `[B, G R, kernel - 1]`, the inputs before the first token.
         heads: H and G.
-        cos_sin: `[B, 1, R]` each, for a rotation "before" or "after" the feature map.
+        cos_sin: `[B, T, R]` each, for a rotation "before" or "after" the feature map.
 
     Returns:
-        query `[B, 1, H, R]`, key `[B, 1, G, R]`, value `[B, 1, G, D]`, and the new windows.
+        query `[B, T, H, R]`, key `[B, T, G, R]`, value `[B, T, G, D]`, and the new windows.
     """
     query, key, value = projected
-    x, after = convolve_token([query, key], windows, tables.taps)
-    x = x.view(query.shape[0], 1, sum(heads), -1)
+    x, after = convolve_few([query, key], windows, tables.taps)
+    x = x.view(*x.shape[:2], sum(heads), -1)
     if cos_sin is not None and rope_placement == "before":
         x = rotate(x, *cos_sin)
     x = silu_l2(x)

@@ -13,37 +13,44 @@ from typing import NamedTuple
 import torch
 
 from .op_common import without_autocast
-from .op_interdomain_step import StepTables, mix_rows, turn_state
+from .op_interdomain_step import StepTables, advance_by, mix_rows
 
-# Tokens that the tables have room for: as many as a usual guess, of which an operator for many takes twice the time.
+# As many tokens as a usual guess has: there this takes half the time of an operator for many.
 FEW = 12
 
 
 class FewTables(NamedTuple):
-    """lambda and beta of the next FEW tokens, for rows that hold 2M numbers, the real parts before the imaginary ones.
+    """lambda and beta of the next T tokens, for rows that hold 2M numbers, the real parts before the imaginary ones.
 
     Attributes:
-        cos, sin: `[G, FEW + 1, 1, 2M]`: `lambda^t y` is `cos y + sin (Im y, Re y)`.
-        weights: `[G, FEW, FEW, 2M]`, `lambda^(t-i) beta` of token i seen from token t, 0 for later ones.
+        cos, sin: `[G, T, 1, 2M]`: `lambda^t y` is `cos y + sin (Im y, Re y)`, t from 1.
+        weights: `[G T, T, 2M]`, `lambda^(t-i) beta` of token i seen from token t, 0 for later ones.
+        decay, turn: `[G, M, 1]`, the real and the imaginary part of `lambda^T`.
+        beta: `[G, 2M, T]`, `lambda^(T-i) beta`, what is left of token i after the last.
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
     weights: torch.Tensor
+    decay: torch.Tensor
+    turn: torch.Tensor
+    beta: torch.Tensor
 
 
-def few_tables(log_decay: torch.Tensor, input_matrix: torch.Tensor, dtype: torch.dtype) -> FewTables:
-    """The tables of `take_few`, from `[G, M, 2]` each, in the dtype of the state."""
-    ages = torch.arange(FEW + 1, dtype=torch.float64, device=log_decay.device)[:, None]
+def few_tables(log_decay: torch.Tensor, input_matrix: torch.Tensor, dtype: torch.dtype, count: int) -> FewTables:
+    """The tables of `take_few` for `count` tokens, from `[G, M, 2]` each, in the dtype of the state."""
+    ages = torch.arange(count + 1, dtype=torch.float64, device=log_decay.device)[:, None]
     real, imag = log_decay.double()[:, None].unbind(-1)
-    powers = torch.polar((real * ages).exp(), imag * ages)  # [G, FEW + 1, M]
+    powers = torch.polar((real * ages).exp(), imag * ages)  # [G, T + 1, M]
     inputs = powers * torch.view_as_complex(input_matrix.double())[:, None]
-    apart = torch.arange(FEW)[:, None] - torch.arange(FEW)
-    weights = torch.cat([inputs.real, inputs.imag], dim=-1)[:, apart.clamp(min=0)]
-    weights = weights.where((apart >= 0)[..., None].to(weights.device), 0)
-    cos = torch.cat([powers.real, powers.real], dim=-1)[:, :, None]
-    sin = torch.cat([-powers.imag, powers.imag], dim=-1)[:, :, None]
-    return FewTables(*(x.to(dtype) for x in (cos, sin, weights)))
+    inputs = torch.cat([inputs.real, inputs.imag], dim=-1)
+    apart = (ages[:count] - ages[:count].mT).long()
+    weights = inputs[:, apart.clamp(min=0)].where((apart >= 0)[..., None], 0)
+    after = powers[:, 1:, None]
+    cos, sin = torch.cat([after.real, after.real], dim=-1), torch.cat([-after.imag, after.imag], dim=-1)
+    last = powers[:, count, :, None]
+    tables = cos, sin, weights.flatten(0, 1), last.real, last.imag, inputs[:, :count].flip(1).mT
+    return FewTables(*(x.to(dtype).contiguous() for x in tables))
 
 
 def take_few(
@@ -52,14 +59,14 @@ def take_few(
     value: torch.Tensor,
     *,
     tables: Callable[[torch.dtype], StepTables],
-    few: Callable[[torch.dtype], FewTables],
+    few: Callable[[torch.dtype, int], FewTables],
     state: torch.Tensor,
 ) -> torch.Tensor:
     """`interdomain_step` for 2 to FEW real tokens a row, without the normalised readout.
 
     Args:
         query: `[B, T, H, R]`; key: `[B, T, G, R]`; value: `[B, T, G, D]`.
-        tables, few: give those of the parameters in a dtype.
+        tables, few: give those of the parameters in a dtype, and for a number of tokens.
         state: `[B, G, 2, M, R + D]`, moved in place.
 
     Returns:
@@ -69,9 +76,9 @@ def take_few(
         # A state kept in a lower precision is still advanced in float32.
         working = state if state.dtype in (torch.float32, torch.float64) else state.float()
         inputs = torch.cat([key, value], dim=-1).to(working.dtype).transpose(1, 2)  # [B, G, T, R + D]
-        ahead = few(working.dtype)
+        ahead = few(working.dtype, query.shape[1])
         output = _read(query, inputs, working, tables(working.dtype), ahead)
-        _advance(working, inputs, ahead)
+        advance_by(working, inputs, ahead.decay, ahead.turn, ahead.beta)
         if working is not state:
             state.copy_(working)
     return output.to(value.dtype)
@@ -79,29 +86,24 @@ def take_few(
 
 def _read(query, inputs, state, tables: StepTables, few: FewTables) -> torch.Tensor:
     batch, groups, _, size, width = state.shape
-    count, feature_dim = query.shape[1], query.shape[-1]
-    each = batch, groups, count, -1  # rows of a token: the heads of a group
-    cos, sin, weights = few.cos[:, 1 : count + 1], few.sin[:, 1 : count + 1], few.weights[:, :count, :count]
-    rows = (
-        query.to(state.dtype).unflatten(2, (groups, -1)).permute(0, 2, 1, 3, 4).reshape(batch * groups, -1, feature_dim)
-    )
+    count, heads, feature_dim = query.shape[1:]
+    shared, modes = heads // groups, 2 * size
+    group = batch * groups, count * shared  # rows of a group: its tokens, the heads of each together
+    token = batch * groups * count, shared
+    each = batch, groups, count, shared
+    rows = query.to(state.dtype).view(batch, count, groups, shared, feature_dim).transpose(1, 2)
+    rows = rows.reshape(*group, feature_dim)
     parts = [feature_dim, width - feature_dim]
-    keys, values = state.view(batch * groups, 2 * size, width).split_with_sizes(parts, dim=-1)
+    keys, values = state.view(batch * groups, modes, width).split_with_sizes(parts, dim=-1)
     new_keys, new_values = inputs.flatten(0, 1).split_with_sizes(parts, dim=-1)
+    weights = few.weights if batch == 1 else few.weights.repeat(batch, 1, 1)
 
-    y = torch.bmm(rows, keys.mT).view(*each, 2 * size)
-    y = torch.addcmul(y * cos, y.roll(size, -1), sin)
-    y = y + torch.bmm(rows, new_keys.mT).view(*each, count) @ weights
-    p = mix_rows(y.flatten(0, 1).flatten(1, 2), batch, tables).view(*each, 2 * size)
-    seen = (p @ weights.mT).flatten(0, 1).flatten(1, 2)
-    p = torch.addcmul(p * cos, p.roll(size, -1), sin, value=-1).flatten(0, 1).flatten(1, 2)
+    y = torch.bmm(rows, keys.mT).view(*each, modes)
+    y = torch.addcmul(y * few.cos, y.roll(size, -1), few.sin).view(*token, modes)
+    y = torch.baddbmm(y, torch.bmm(rows, new_keys.mT).view(*token, count), weights)
+    p = mix_rows(y.view(*group, modes), batch, tables)
+    seen = torch.bmm(p.reshape(*token, modes), weights.mT).view(*group, count)
+    p = p.view(*each, modes)
+    p = torch.addcmul(p * few.cos, p.roll(size, -1), few.sin, value=-1).view(*group, modes)
     output = torch.baddbmm(torch.bmm(seen, new_values), p, values)
-    return output.view(*each, width - feature_dim).transpose(1, 2).flatten(2, 3)
-
-
-def _advance(state, inputs, few: FewTables) -> None:
-    """`X <- lambda^T X + sum_i lambda^(T-1-i) beta (x) [k_i; v_i]` in place."""
-    batch, groups, _, size, width = state.shape
-    count = inputs.shape[2]
-    turn_state(state, few.cos[:, count, 0, :size, None], few.sin[:, count, 0, size:, None])
-    state.view(batch, groups, 2 * size, width).add_(few.weights[:, count - 1, :count].mT @ inputs)
+    return output.view(*each, -1).transpose(1, 2).flatten(2, 3)

@@ -3,6 +3,7 @@
 import torch
 
 from .op_common import all_real, as_complex, decay_powers
+from .op_interdomain_step import advance_by
 
 # Tokens that go into one matrix product: with a short record there is one.
 _BLOCK = 1024
@@ -15,6 +16,8 @@ def state_after(
     mask: torch.Tensor,
     log_decay: torch.Tensor,
     input_matrix: torch.Tensor,
+    powers: torch.Tensor | None = None,
+    inputs: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`lambda^n X + sum_i lambda^(n_i) beta (x) [k_i; v_i]`, with n real tokens in all and n_i of them after token i.
 
@@ -23,18 +26,39 @@ def state_after(
         key, value: `[B, T, G, R]` and `[B, T, G, D]`, T may be 0.
         mask: `[B, T]` bool, False for pads.
         log_decay, input_matrix: `[G, M, 2]`, as in `interdomain_attention`.
+        powers, inputs: of `replay_tables`, with which a few tokens take few calls and have no gradient.
 
     Returns:
-        A new tensor like `state`, at least float32; differentiable.
+        A new tensor like `state`, at least float32; differentiable without `powers`.
     """
     wide = torch.promote_types(state.dtype, torch.float32)
+    if powers is not None and inputs is not None and powers.dtype == wide:
+        count, most = mask.shape[1], inputs.shape[2]
+        if count <= most and all_real(mask):
+            state = state.to(wide, copy=True)
+            tokens = torch.cat([key, value], dim=-1).to(wide).transpose(1, 2)
+            advance_by(state, tokens, powers[0, :, count], powers[1, :, count], inputs[:, :, most - count :])
+            return state
     state = state.to(wide)
     with torch.autocast(state.device.type, enabled=False):
         beta = as_complex(input_matrix.to(wide))[:, None]
-        powers = _powers(log_decay, min(mask.shape[1], _BLOCK)).to(beta.dtype)
+        steps = _powers(log_decay, min(mask.shape[1], _BLOCK)).to(beta.dtype)
         for block in zip(*(x.split(_BLOCK, dim=1) for x in (key, value, mask)), strict=True):
-            state = _advance(state, block, powers, powers * beta)
+            state = _advance(state, block, steps, steps * beta)
     return state
+
+
+def replay_tables(log_decay: torch.Tensor, input_matrix: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What moves a state on by up to `most` tokens, in the dtype of the parameters.
+
+    Returns:
+        `[2, G, most + 1, M, 1]`, the real and the imaginary parts of lambda^0 to lambda^most; `[G, 2M, most]`,
+        lambda^i beta with i falling to 0, the real parts before the imaginary ones.
+    """
+    powers = decay_powers(log_decay, torch.arange(most + 1, device=log_decay.device))
+    inputs = (powers[:, :most] * as_complex(input_matrix.double())[:, None]).flip(1)
+    both = torch.stack([powers.real, powers.imag])[..., None]
+    return both.to(log_decay.dtype), torch.cat([inputs.real, inputs.imag], dim=-1).mT.to(log_decay.dtype)
 
 
 def _advance(state, block, powers, weights):

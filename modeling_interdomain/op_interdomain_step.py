@@ -107,6 +107,24 @@ def turn_state(state: torch.Tensor, decay: torch.Tensor, turn: torch.Tensor) -> 
     imag.mul_(decay).addcmul_(before, turn)
 
 
+def advance_by(
+    state: torch.Tensor, inputs: torch.Tensor, decay: torch.Tensor, turn: torch.Tensor, beta: torch.Tensor
+) -> None:
+    """`X <- lambda^T X + sum_i lambda^(T-i) beta (x) [k_i; v_i]` in place, i from 1.
+
+    Args:
+        state: `[B, G, 2, M, R + D]`.
+        inputs: `[B, G, T, R + D]`, all real, in its dtype.
+        decay, turn: `[G, M, 1]`, the real and the imaginary part of `lambda^T`.
+        beta: `[G, 2M, T]`, `lambda^(T-i) beta`, the real parts before the imaginary ones.
+    """
+    batch, groups, _, size, width = state.shape
+    turn_state(state, decay, turn)
+    if batch > 1:
+        beta = beta.repeat(batch, 1, 1)
+    state.view(batch * groups, 2 * size, width).baddbmm_(beta, inputs.flatten(0, 1))
+
+
 def read_state(query: torch.Tensor, state: torch.Tensor, tables: StepTables) -> torch.Tensor:
     """Read the output of eq. 13 from a state, at a cost of M (R + D) + M^2 a head.
 

@@ -136,6 +136,18 @@ def test_rollback_again_and_again(model, random_ids, cache_after, contents, adva
         assert_same(contents(cache), contents(cache_after(model, kept)))
 
 
+def test_guesses_of_which_some_are_right(any_model, random_ids, advance, assert_same):
+    """A few tokens at once, most of them taken back, and on from there: as in a text that has only the right ones."""
+    ids, cache = random_ids(2, 16), InterdomainCache(any_model.config)
+    cache.activate_past_recording()
+    found = [advance(any_model, cache, ids[:, :5])]
+    for start, guessed, right in ((5, 6, 2), (7, 5, 5), (12, 4, 1), (13, 3, 3)):
+        guesses = torch.cat([ids[:, start : start + right], random_ids(2, guessed - right, seed=start)], dim=1)
+        found.append(advance(any_model, cache, guesses)[:, :right])
+        cache.crop(right - guessed)
+    assert_same(torch.cat(found, dim=1), any_model(ids, use_cache=False).logits)
+
+
 def test_rollback_of_everything(model, random_ids, cache_after, advance, assert_same):
     cache = cache_after(model, random_ids(2, 5), recording=True)
     cache.crop(-5)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from modeling_interdomain import interdomain_attention
-from modeling_interdomain.op_interdomain_replay import state_after
+from modeling_interdomain.op_interdomain_replay import replay_tables, state_after
 
 ROWS, GROUPS, SIZE, WIDTH = 2, 2, 3, 4
 
@@ -33,16 +33,18 @@ def expected_of(state, key, value, mask, log_decay, input_matrix):
     return torch.cat(rows)
 
 
+@pytest.mark.parametrize("most", [None, 7], ids=["no-tables", "tables"])
 @pytest.mark.parametrize("pads", [False, True], ids=["all-real", "pads"])
 @pytest.mark.parametrize("length", [0, 1, 7, 1030])  # the last crosses a block
-def test_it_is_the_recurrence(length, pads, assert_same):
+def test_it_is_the_recurrence(length, pads, most, assert_same):
     state, key, value, log_decay, input_matrix = problem(length)
     mask = torch.ones(ROWS, length, dtype=torch.bool)
     if pads:
         mask[0] = False
         mask[1, ::3] = False
     before = state.clone()
-    found = state_after(state, key, value, mask, log_decay, input_matrix)
+    tables = () if most is None else replay_tables(log_decay, input_matrix, most)
+    found = state_after(state, key, value, mask, log_decay, input_matrix, *tables)
     assert_same(found, expected_of(state, key, value, mask, log_decay, input_matrix))
     assert state.equal(before)
 

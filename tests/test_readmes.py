@@ -68,6 +68,7 @@ def test_tables_say_what_the_result_files_say(file, name):
         pytest.importorskip("triton", reason="Triton is not installed on this machine.")
     written = next(match[0] for match in MARKED.finditer(file.read_text()) if match[1] == name)
     assert readme.fill(written) == written, "python -m benchmarks --readme writes the table anew"
+    assert re.search(r"^\|(---\|)+$", written, flags=re.MULTILINE), "the line below a heading"
 
 
 def test_every_result_has_its_table():

@@ -1,4 +1,4 @@
-"""Which of PEFT's tests run with the fast ones, and which cannot pass, each with its reason."""
+"""Which of PEFT's tests run with the fast ones, which with all alone, and which cannot pass, each with its reason."""
 
 import pytest
 
@@ -50,3 +50,5 @@ def pytest_itemcollected(item):
     first = item.callspec.params["model_id"] == "interdomain"
     if test not in FAST_TESTS or method not in FAST_METHODS or not first:
         item.add_marker(pytest.mark.slow)
+    if method not in FAST_METHODS and not first:
+        item.add_marker(pytest.mark.exhaustive)
