@@ -109,7 +109,9 @@ def narrow_inputs(
     # The root mean square of a direction is known.
     key_weight = key_weight * (1 / key.shape[-1] + eps) ** -0.5
     value = plain_rms_norm(value, eps)
-    return query, torch.addcmul(key_bias, key, key_weight), torch.addcmul(value_bias, value, value_weight)
+    for x, bias, weight in ((key, key_bias, key_weight), (value, value_bias, value_weight)):
+        torch.addcmul(bias, x, weight, out=x)
+    return query, key, value
 
 
 def _direction(x: torch.Tensor, cos_sin, rope_placement: str | None) -> torch.Tensor:
