@@ -8,13 +8,13 @@ from transformers import initialization as init
 
 from .mixer_common import undivided_groups
 from .mixer_recurrent import RecurrentMixer, Stream, placed_map
-from .module_common import FULL_PRECISION, InterdomainRMSNorm, TabledModule, are_untouched, by_pieces, is_plain
+from .module_common import FULL_PRECISION, InterdomainRMSNorm, TabledModule, are_untouched, is_plain
 from .module_convolution import TOKEN_BEFORE, CausalConv1d
 from .module_feature_maps import SiluL2, feature_map
 from .module_recurrence import InterdomainRecurrence
 from .module_rotary import rotate
 from .module_tensor_parallel import HEADS
-from .module_token_inputs import token_inputs, token_tables
+from .module_token_inputs import narrow_inputs, token_inputs, token_tables
 from .op_common import multiplies_narrow
 from .op_common_spans import aged, join_states
 from .op_interdomain import append_one
@@ -179,18 +179,12 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
         return super()._inputs(projected, windows, cos_sin, packing, keep) if found is None else found
 
     def _tokens(self, streams, cos_sin):
-        first = streams[0]
-        narrow = multiplies_narrow(first) and self.backend in ("auto", "chunk") and not self.recurrence.normalize
-        if not (narrow and first.shape[1] > 1 and is_plain(first, first.dtype)):
-            return self._mapped(streams, cos_sin)
-
-        def mapped(*pieces):  # which the operator would round
-            return self._mapped(pieces[: len(streams)], pieces[len(streams) :] or None)
-
-        return by_pieces(mapped, [*streams, *(cos_sin or ())], first.dtype)
-
-    def _mapped(self, streams, cos_sin):
         query, *rest = streams
+        narrow = multiplies_narrow(query) and self.backend in ("auto", "chunk") and not self.recurrence.normalize
+        if narrow and query.shape[1] > 1 and is_plain(query, query.dtype):
+            weights = self._weights(query.device)
+            if weights is not None and all(w.dtype == query.dtype for w in weights):
+                return narrow_inputs(streams, weights[2:], self.eps, self.heads, cos_sin, self.rope_placement)
         query = query.unflatten(-1, (-1, self.widths[0]))
         return self._features(query, cos_sin, is_query=True), *super()._tokens(rest, cos_sin)
 

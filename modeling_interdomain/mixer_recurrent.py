@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .mixer_common import TokenMixer
-from .module_common import InterdomainRMSNorm, backend_of, residual_projection
+from .module_common import InterdomainRMSNorm, backend_of, project, residual_projection
 from .module_convolution import CausalConv1d, causal_conv, last_inputs
 from .module_first_state import FirstState
 from .module_sequence_parallel import SequencePiece
@@ -228,7 +228,7 @@ class RecurrentMixer(TokenMixer):
         if layer is not None:
             layer.thaw()
             self._begin_again(layer)
-        projected = [getattr(self, f"{name}_proj")(hidden_states) for name in self.stream_names]
+        projected = [project(getattr(self, f"{name}_proj"), hidden_states) for name in self.stream_names]
         if packing is not None:  # not before: adapters that differ by row must find the rows of the batch
             projected = [packing.pack(x) for x in projected]
         cos_sin = self._rotation(position_embeddings, packing, hidden_states.shape[:2])
@@ -256,7 +256,7 @@ class RecurrentMixer(TokenMixer):
         output = output.flatten(-2).to(hidden_states.dtype)
         if packing is not None:
             output = packing.unpack(output)
-        return self.o_proj(self._way_out(output, hidden_states)), weights
+        return project(self.o_proj, self._way_out(output, hidden_states)), weights
 
     def _begin_again(self, layer) -> None:
         """Let a layer of a cache that was reset hold what a sequence begins with."""

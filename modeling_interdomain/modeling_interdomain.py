@@ -49,7 +49,7 @@ from .feed_forward_cdmoe import ChosenExperts
 from .generation_batch import write_batch
 from .mixer_recurrent import RecurrentMixer
 from .mixer_softmax import SoftmaxMixer
-from .module_common import AuxiliaryLoss, InterdomainRMSNorm, PerVersion, forget_tables
+from .module_common import AuxiliaryLoss, InterdomainRMSNorm, PerVersion, forget_tables, project
 from .module_layer_losses import share_of_step, together, warn_if_left_out
 from .module_rotary import InterdomainRotaryEmbedding
 from .module_sequence_parallel import place_piece, shifted_labels, summed
@@ -517,7 +517,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        logits = project(self.lm_head, outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
             loss = self._loss(logits, labels, sequence_group, kwargs)

@@ -7,10 +7,16 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
+from .module_common import is_plain
+
 
 def silu_l2(x: torch.Tensor) -> torch.Tensor:
     """`SiLU(x) / ||SiLU(x)||_2` over the last axis, in at least float32; zero for zeros."""
-    x = F.silu(_wide(x))
+    wide = _wide(x)
+    if is_plain(wide, wide.dtype):
+        y = F.silu(wide, inplace=wide is not x)
+        return y.div_(torch.linalg.vector_norm(y, dim=-1, keepdim=True).clamp_(min=1e-12))
+    x = F.silu(wide)
     return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=1e-12)
 
 

@@ -6,7 +6,7 @@ import torch
 from transformers import initialization as init
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 
-from .module_common import Float32Module
+from .module_common import Float32Module, is_plain
 
 # Whose frequencies change with the length: what a state holds cannot be rotated again.
 LENGTH_DEPENDENT = ("dynamic", "longrope")
@@ -61,4 +61,9 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     if dim < x.shape[-1]:
         return torch.cat([rotate(x[..., :dim], cos, sin), x[..., dim:]], dim=-1)
     first, second = x.chunk(2, dim=-1)
+    if x.shape[1] > 1 and is_plain(x, x.dtype):  # of one token a call costs more than what it copies
+        y, turns = x * cos.unsqueeze(2), sin.unsqueeze(2).chunk(2, dim=-1)
+        for half, other, turn, sign in zip(y.chunk(2, dim=-1), (second, first), turns, (-1, 1), strict=True):
+            half.addcmul_(other, turn, value=sign)
+        return y
     return torch.addcmul(x * cos.unsqueeze(2), torch.cat([-second, first], dim=-1), sin.unsqueeze(2))

@@ -1,4 +1,6 @@
-"""What one token, or a few, put into the operator, in few calls: there a call costs more than what it computes."""
+"""What tokens put into the operator, in few calls: of one, or a few, a call costs more than what it computes, and of a
+long text in bfloat16 every pass over the memory counts.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -81,3 +83,41 @@ def _normalised(key, value, tables: TokenTables, eps: float) -> Sequence[torch.T
         for x, weight, bias in zip(xs, tables.weight, tables.bias, strict=True)
     ]
     return ys[0].chunk(2, dim=2) if together else ys
+
+
+def narrow_inputs(
+    streams: Sequence[torch.Tensor],
+    norms: Sequence[torch.Tensor],
+    eps: float,
+    heads: tuple[int, int],
+    cos_sin: tuple[torch.Tensor, torch.Tensor] | None,
+    rope_placement: str | None,
+) -> tuple[torch.Tensor, ...]:
+    """Query, key and value of an operator that rounds them, `[B, T, heads, width]`, without widening what lies between.
+
+    Args:
+        streams: query `[B, T, H R]`, key `[B, T, G R]` and value `[B, T, G D]` after the convolutions; nothing is
+            differentiated, and what is convolved is overwritten.
+        norms: weights of the norms of key and value, `[R]`, `[D]`, and their biases, `[G, R]`, `[G, D]`; or none.
+        cos_sin, rope_placement: as of `token_inputs`.
+    """
+    query, key, value = (x.unflatten(-1, (n, -1)) for x, n in zip(streams, (heads[0], heads[1], heads[1]), strict=True))
+    query, key = (_direction(x, cos_sin, rope_placement) for x in (query, key))
+    if not norms:
+        return query, key, value
+    key_weight, value_weight, key_bias, value_bias = norms
+    # The root mean square of a direction is known.
+    key_weight = key_weight * (1 / key.shape[-1] + eps) ** -0.5
+    value = plain_rms_norm(value, eps)
+    for x, bias, weight in ((key, key_bias, key_weight), (value, value_bias, value_weight)):
+        torch.addcmul(bias, x, weight, out=x)
+    return query, key, value
+
+
+def _direction(x: torch.Tensor, cos_sin, rope_placement: str | None) -> torch.Tensor:
+    """`silu_l2` in the dtype of x and in its place, and the rotation."""
+    if cos_sin is not None and rope_placement == "before":
+        x = rotate(x, *cos_sin)
+    x = F.silu(x, inplace=True)
+    x.div_(torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_(min=1e-12))
+    return x if cos_sin is None or rope_placement == "before" else rotate(x, *cos_sin)

@@ -18,7 +18,7 @@ import torch
 
 from .op_common_chunks import Segment
 from .op_common_states import Repeated, StateGradients, States, pairs
-from .op_interdomain_chunk_call import AttentionCall, Gradients, Walked, skew, unskew
+from .op_interdomain_chunk_call import AttentionCall, Gradients, Walked
 
 
 class NarrowStates(States):
@@ -28,34 +28,38 @@ class NarrowStates(States):
         before = state = None
         if entry is not None or len(segment.lanes) > 1:
             before = self.workspace.tensor(f"{self.name} before", self._shape(segment.chunks), inputs)
-        if segment.following > 0 or len(segment.lanes) > 1:
-            added = self._added(inputs)
         if entry is not None:
-            state = entry.clone(memory_format=torch.contiguous_format)  # an earlier one is kept for the way back
+            state = pairs(entry)  # which is kept for the way back
         elif before is not None:
-            state = self.tables.table.new_zeros(self._shape(segment.lanes[0]))
-        first = segment.block
+            state = pairs(self.tables.table.new_zeros(self._shape(segment.lanes[0])))
+        first, into = segment.block, None
         for start, lanes, following in segment.moves():
             if before is not None:
-                before[:, start : start + lanes] = state
+                before[:, start : start + lanes] = _real(state)
                 if self.ends is not None and following < lanes:
-                    self.ends[:, first + following : first + lanes] = state[:, following:]
+                    self.ends[:, first + following : first + lanes] = _real(state[:, following:])
             if not following:
                 break
-            more = added[:, start : start + following]
+            more = pairs(self._added(inputs[:, start : start + following]))
             if state is None:
                 state = more.clone()
             else:
-                state = state[:, :following]
-                torch.addcmul(pairs(more), self.tables.across, pairs(state), out=pairs(state))
-        self.left = state if segment.following else None
+                into = None if into is None else into[:, :following]
+                state = torch.addcmul(more, self.tables.across, state[:, :following], out=into)
+            into = state
+        self.left = _real(state) if segment.following else None
         return before
 
     def _added(self, inputs: torch.Tensor) -> torch.Tensor:
-        """What each chunk puts in, `[G, N, W, 2M]`."""
-        wide = self.workspace.tensor(f"{self.name} wide", tuple(inputs.shape), self.tables.table).copy_(inputs)
+        """What chunks side by side put in, `[G, N, W, 2M]`; few at a time, which a cache holds."""
+        wide = self.workspace.tensor("wide inputs", tuple(inputs.shape), self.tables.table).copy_(inputs)
         repeated = self.tables.repeated(inputs.shape[1])
         return self.workspace.product("added", wide.flatten(0, 1).mT, repeated).view(self._shape(inputs.shape[1]))
+
+
+def _real(x: torch.Tensor) -> torch.Tensor:
+    """The way back from `pairs`."""
+    return torch.view_as_real(x).flatten(-2)
 
 
 class NarrowCall(AttentionCall):
@@ -65,75 +69,76 @@ class NarrowCall(AttentionCall):
 
     def __init__(self, query: torch.Tensor, *arguments):
         super().__init__(query, *arguments)
-        table = self.tables.table
+        table, narrow = self.tables.table, query.dtype
         self.modes = table.shape[2]
-        self.repeated = Repeated(table.to(query.dtype))
+        self.repeated = Repeated(table.to(narrow))
         below = table @ self.mixing  # a symmetric matrix
-        beside = torch.cat([below.mT, self.mixing], dim=-1)
-        joint = torch.cat([torch.cat([below @ table.mT, below], dim=-1), beside], dim=-2)
-        narrow = joint.to(query.dtype)
-        rest = (joint - narrow)[..., self.size :].to(query.dtype)
-        self.joint = torch.cat([narrow, rest], dim=-1)
+        self.to_near = torch.cat([below @ table.mT, below.mT], dim=-2).to(narrow)
+        far = torch.cat([below, self.mixing], dim=-2)
+        self.to_far = far.to(narrow)
+        self.rest_to_far = far.sub_(self.to_far.to(far.dtype)).to(narrow)
 
     def gradients(self, *arguments) -> Gradients:
         return NarrowGradients(self, *arguments)
 
     def attend(self, rows: torch.Tensor, keys: Walked, values: Walked) -> torch.Tensor:
         pulled, _ = self.gather(rows, *keys)
-        mixed = self.mix(pulled)
-        output = self.workspace.product("output", self.near(mixed, "weights"), values.inputs)
+        output = self.workspace.product("output", self.near(pulled), values.inputs)
         if values.before is not None:
-            output.baddbmm_(self.turned_back(self.far(mixed, "p"), "reader"), values.before.mT)
+            output.baddbmm_(self.reader(self.turned(self.far(pulled), self.back)), values.before.mT)
         return output
 
     def gather(self, rows, keys, before) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`[skewed scores | y]`, `[G, N P C, C + 2M]`, and the query times the state in float32, `[G, N P C, 2M]`."""
+        """`[skewed scores | y]`, `[G, N P C, C + 2M]`, and the query times the state, `[G, N P C, 2M]`."""
         scores = self.workspace.product("scores", rows, keys.mT)
-        width = self.size if before is None else self.size + self.modes
-        pulled = self.workspace.tensor("pulled", (*self.by_group(scores).shape[:2], width), rows)
-        self.put_near(scores, pulled, "skew")
         if before is None:
-            return pulled, None
-        raw = self.by_group(self.wide("raw", self.workspace.product("narrow raw", rows, before)))
-        y = self.workspace.tensor("y", tuple(raw.shape), raw)
-        torch.mul(self.by_token(raw), self.forth, out=self.by_token(y))
-        pulled[..., self.size :] = y
+            return self.skewed(scores, "pulled")[..., : self.size], None
+        raw = self.by_group(self.workspace.product("raw", rows, before))
+        pulled = self.skewed(scores, "pulled")
+        pulled[..., self.size :] = self.turned(raw, self.forth)
         return pulled, raw
 
-    def mix(self, pulled: torch.Tensor) -> torch.Tensor:
-        """`[skewed weights | p | the rest of p]`, `[G, N P C, C + 4M]`; without states the weights alone."""
-        alone = pulled.shape[2] == self.size
-        matrix = self.joint[:, : self.size, : self.size] if alone else self.joint
-        return self.workspace.product("mixed", pulled, matrix)
+    def skewed(self, scores: torch.Tensor, name: str) -> torch.Tensor:
+        """`[G N, P C, C]` skewed in the first columns of `[G, N P C, C + 2M]`; what the others hold is to be written.
 
-    def put_near(self, scores: torch.Tensor, target: torch.Tensor, name: str) -> None:
-        """Skew `[G N, P C, C]` into the first columns."""
-        skewed = skew(scores.view(-1, self.size, self.size), self.workspace, name)
-        self._first(target).copy_(skewed.unflatten(0, (self.groups, -1)))
+        Rows that are written one element less far apart than they are read: column i of row t becomes column
+        i + C-1 - t. What is above the diagonal falls into the other columns, and nothing into those before.
+        """
+        size, width = self.size, max(self.size + self.modes, 2 * self.size - 1)
+        rows = self.workspace.tensor(
+            name, (self.groups, scores.numel() // (self.groups * size), width), scores, zero=True
+        )
+        scores = scores.view(-1, size, size)
+        rows.as_strided(scores.shape, (size * width, width - 1, 1), size - 1).copy_(scores)
+        return rows[..., : size + self.modes]
 
-    def near(self, mixed: torch.Tensor, name: str) -> torch.Tensor:
-        """The first columns as they stand in the chunk, `[G N, P C, C]`."""
-        straight = unskew(self._first(mixed).flatten(0, 1), self.workspace, "unskew")
-        weights = self.workspace.tensor(name, tuple(straight.shape), straight).copy_(straight)
-        return weights.view(-1, self.heads * self.size, self.size)
+    def near(self, pulled: torch.Tensor) -> torch.Tensor:
+        """The weights of the values in the chunk, `[G N, P C, C]`: `skewed` the other way round, from rows that have
+        zeros on their right."""
+        size = self.size
+        rows = self.workspace.tensor("near", (*pulled.shape[:2], 2 * size), pulled, zero=True)
+        torch.bmm(pulled, self.to_near[:, : pulled.shape[2]], out=rows[..., :size])
+        weights = self.workspace.tensor("weights", (rows.numel() // (2 * size * size), size, size), rows)
+        weights.copy_(rows.as_strided(weights.shape, (2 * size * size, 2 * size - 1, 1), size - 1))
+        return weights.view(-1, self.heads * size, size)
 
-    def far(self, mixed: torch.Tensor, name: str) -> torch.Tensor:
-        """The columns of the modes in float32, `[G, N P C, 2M]`."""
-        narrow, rest = mixed[..., self.size :].chunk(2, dim=-1)
-        return self.wide(name, narrow).add_(rest)
+    def far(self, pulled: torch.Tensor) -> torch.Tensor:
+        """p, `[G, N P C, 2M]`."""
+        return self.workspace.product("p", pulled, self.rest_to_far).baddbmm_(pulled, self.to_far)
 
-    def turned_back(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """Columns of the modes times the conjugate of lambda^(t+1), in their place; narrow, `[G N, P C, 2M]`."""
-        self.by_token(x).mul_(self.back)
-        narrow = self.workspace.tensor(name, tuple(x.shape), self.query).copy_(x)
+    def turned(self, x: torch.Tensor, powers: torch.Tensor) -> torch.Tensor:
+        """`[G, N P C, 2M]` times powers of lambda, in float32."""
+        x = self.wide("turned", x)
+        self.by_token(x).mul_(powers)
+        return x
+
+    def reader(self, p: torch.Tensor) -> torch.Tensor:
+        """Rows of the modes for the states of their chunks: narrow, `[G N, P C, 2M]`."""
+        narrow = self.workspace.tensor("reader", tuple(p.shape), self.query).copy_(p)
         return narrow.view(-1, self.heads * self.size, self.modes)
 
     def wide(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return self.workspace.tensor(name, tuple(x.shape), self.mixing).copy_(x)
-
-    def _first(self, x: torch.Tensor) -> torch.Tensor:
-        """`[G, N P, C, C]`."""
-        return x.unflatten(1, (-1, self.size))[..., : self.size]
 
 
 class NarrowGradients(Gradients):
@@ -159,32 +164,27 @@ class NarrowGradients(Gradients):
     def _through(self, segment: Segment, rows, keys: Walked, values: Walked, grad) -> None:
         call, product = self.call, self.workspace.product
         pulled, raw = call.gather(rows, *keys)
-        mixed = call.mix(pulled)
-
-        of_values = product("grad values", call.near(mixed, "weights").mT, grad)
-        of_mixed = self.workspace.tensor("grad mixed", tuple(pulled.shape), pulled)
-        call.put_near(product("scores", grad, values.inputs.mT), of_mixed, "grad skew")
+        of_values = product("grad values", call.near(pulled).mT, grad)
+        of_mixed = call.skewed(product("scores", grad, values.inputs.mT), "grad mixed")[..., : pulled.shape[2]]
         of_states = None
         if raw is not None:
-            p = call.far(mixed, "p")
-            of_reader = call.by_group(call.wide("grad reader", product("narrow raw", grad, values.before)))
+            p = call.wide("wide p", call.far(pulled))
+            of_reader = call.wide("grad reader", call.by_group(product("narrow grad reader", grad, values.before)))
             self._decay(of_reader, p)
-            call.by_token(of_reader).mul_(call.forth)
-            of_mixed[..., call.size :] = of_reader
-            of_states = self._states(self.values, segment, grad, call.turned_back(p, "reader"))
+            of_mixed[..., call.size :] = call.turned(of_reader, call.forth)
+            of_states = self._states(self.values, segment, grad, call.reader(call.turned(p, call.back)))
         self._inputs(self.values, segment, *values, of_values, of_states)
 
         width = pulled.shape[2]
         self.of_joint[:, :width, :width] += product("grad joint", pulled.mT, of_mixed)
-        of_pulled = call.mix(of_mixed)  # a symmetric matrix
-        of_scores = call.near(of_pulled, "weights")
+        of_scores = call.near(of_mixed)  # the joint matrix is symmetric
         of_rows = product("grad rows", of_scores, keys.inputs)
         of_keys = product("grad keys", of_scores.mT, rows)
         of_states = None
         if raw is not None:
-            of_y = call.far(of_pulled, "p")
-            self._decay(raw, of_y)
-            of_raw = call.turned_back(of_y, "reader")
+            of_y = call.wide("grad y", call.far(of_mixed))
+            self._decay(call.wide("wide raw", raw), of_y)
+            of_raw = call.reader(call.turned(of_y, call.back))
             of_rows.baddbmm_(of_raw, keys.before.mT)
             of_states = self._states(self.keys, segment, rows, of_raw)
         call.write(of_rows, segment, self.query)

@@ -9,9 +9,11 @@ sqrt(16 / 3) u of the norm where nothing cancels. Random parameters cancel a lit
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from modeling_interdomain import interdomain_attention, module_common, op_common, op_interdomain_chunk
+from modeling_interdomain.module_common import project
 from modeling_interdomain.module_convolution import CausalConv1d
 from modeling_interdomain.module_start import gramian, posterior_coefficients
 from tests.operator_checks import SHAPES, cast, everything, inputs, relative_error
@@ -123,3 +125,15 @@ def test_pieces_are_the_whole(make_model, random_ids, monkeypatch):
     assert torch.equal(model(ids).logits, expected)
     (kept, copy), *_ = seen
     assert torch.equal(kept, copy), "what a hook was given is not overwritten"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_single_row_is_projected_as_the_module_would(bias):
+    linear, x = nn.Linear(96, 40, bias).bfloat16(), torch.randn(1, 1, 96).bfloat16()
+    expected = F.linear(x.double(), linear.weight.double(), linear.bias.double() if bias else None)
+    found = project(linear, x)
+    assert found.shape == expected.shape and found.dtype == x.dtype
+    assert relative_error(found, expected) < U
+    linear.register_forward_hook(lambda module, inputs, y: y + 1)
+    assert torch.equal(project(linear, x), linear(x)), "what hangs on the module is heard"

@@ -26,13 +26,14 @@ class SkipCollector:
             # `parameterized` makes one numbered method for each set of parameters, of the function it keeps here.
             written = getattr(getattr(item, "function", None), "place_as", None)
             self.base_names[item.nodeid] = written.__name__ if written else item.name
-            self.classes.add(_class_of(item.nodeid))
+            if item.cls is not None:
+                self.classes.add(item.cls.__name__)
 
     def pytest_runtest_logreport(self, report):
         if report.skipped and not hasattr(report, "wasxfail"):
             # A test that visits our classes of models in turn skips once for each, and one line tells it all.
             reason = re.sub(r"<class '.*'>|\bInterdomain\w+", "the model", report.longrepr[2].removeprefix("Skipped: "))
-            self.classes_by_skip[reason, self.base_names[report.nodeid]].add(_class_of(report.nodeid))
+            self.classes_by_skip[reason, self.base_names[report.nodeid]].add(report.nodeid.split("::")[-2])
 
     def table(self):
         tests_by_reason = defaultdict(list)
@@ -43,10 +44,6 @@ class SkipCollector:
         yield "|---|---|---|"
         for (reason, classes), tests in tests_by_reason.items():
             yield f"| {', '.join(tests)} | {classes} | {reason} |".replace("\n", " ")
-
-
-def _class_of(test: str) -> str:
-    return test.split("::")[-2]
 
 
 if __name__ == "__main__":
