@@ -29,7 +29,7 @@ def machine() -> dict:
         "transformers": version("transformers"),
         **_gpu(),
         "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "-uno") else ""),
-        "command": "python -m " + " ".join(["benchmarks", *sys.argv[1:]]),
+        "command": " ".join(["python -m", _program(), *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
     }
 
@@ -38,6 +38,12 @@ def _gpu() -> dict:
     if not torch.cuda.is_available():
         return {}
     return {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "triton": version("triton")}
+
+
+def _program() -> str:
+    """The module that Python was started with: a study of its own, or all benchmarks."""
+    name = getattr(sys.modules["__main__"].__spec__, "name", "")
+    return name if name.startswith("benchmarks.") and not name.endswith("__main__") else "benchmarks"
 
 
 def _cpu_name() -> str:

@@ -19,6 +19,7 @@ from benchmarks import (
     prompt_reuse_cpu,
     readme,
     sparse_cpu,
+    speculation_study,
     studies,
 )
 from benchmarks.adapter_study import RATES
@@ -106,15 +107,14 @@ def test_what_is_said_of_speed():
     narrow = read("bf16_cpu")
     for kind, required in narrow["required"].items():
         ratios = {str(row.get("length", row.get("position"))): row["ratio"] for row in narrow[kind]}
-        assert all(ratios[tokens] < ratio for tokens, ratio in required.items()), "none is reached"
-        assert {tokens for tokens, ratio in ratios.items() if ratio > 1} == ({"8192"} if kind == "prefill" else set())
+        assert all((ratios[tokens] >= ratio) is (kind == "decode") for tokens, ratio in required.items())
+        assert {tokens for tokens, ratio in ratios.items() if ratio > 1} == {"8192" if kind == "prefill" else "512"}
     prompt = next(row for row in narrow["prefill"] if row["length"] == narrow["floor"]["length"])
     alone = sum(narrow["floor"][part] for part in ("projections", "operator", "states"))
-    assert (
-        abs(alone / prompt["llama"]["median"] - 1 / 2) < 0.05 and 1 / 3 < alone / prompt["interdomain"]["median"] < 0.4
-    )
+    assert abs(alone / prompt["interdomain"]["median"] - 2 / 5) < 0.03 and narrow["machine"]["threads"] == 1
     rollback = read("rollback_cpu")
     assert rollback["crop"]["ratio"] <= 1 and rollback["generate"]["ratio"] >= 1.3
+    assert round(rollback["crop"]["guess_ratio"], 1) == 2 and round(rollback["narrow"]["crop"]["guess_ratio"], 1) == 1.6
     reuse = read("prompt_reuse_cpu")
     turns, users = reuse["conversation"], reuse["users"]
     assert turns[-1]["ratio"] >= prompt_reuse_cpu.REQUIRED["turn"]
@@ -344,11 +344,15 @@ def test_what_is_said_of_guessing_ahead():
         for key, row in rows.items()
         if key[2] != "plain"
     }
-    assert gain["softmax", "greedy", "prompt lookup"] > 1
-    assert all(x < 1 for (model, _, way), x in gain.items() if model == "interdomain" or way == "first layers")
+    lookups = [f"prompt lookup, {n}" for n in speculation_study.CANDIDATES]
+    assert all(gain["softmax", "greedy", way] > 1 for way in lookups)
+    assert all(x < 1 for (model, choice, _), x in gain.items() if model == "interdomain" or choice == "sampled")
+    assert all(x < 1 for (*_, way), x in gain.items() if way == "first layers")
+    assert max(gain["interdomain", "greedy", way] for way in lookups) > 0.9
     for (_, *way), row in rows.items():
         assert row["tokens_per_forward"] == pytest.approx(rows[("softmax", *way)]["tokens_per_forward"], rel=0.05)
-    assert read("rollback_cpu")["crop"]["guess_ratio"] > 2
+    found = rows["interdomain", "greedy", "prompt lookup, 5"]["tokens_per_forward"]
+    assert read("rollback_cpu")["narrow"]["crop"]["guess_ratio"] < found < 2
 
 
 def test_what_is_said_of_adapters():
