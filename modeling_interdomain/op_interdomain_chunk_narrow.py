@@ -8,10 +8,10 @@ the skewed weights stands one matrix, and with the states before the chunk besid
 
     [skewed weights | p] = [skewed scores | y] [[T W T^T, T W], [W T^T, W]],   T the table, W the mixing matrix
 
-in which y now holds only what comes from the states. The matrix is made in float32, from tables that were never
-rounded, and two roundings in between are saved: a y of all keys is much larger than what W leaves of it, where C has
-been made an inverse (the posterior start). For the same reason the columns of p have beside them what rounding their
-matrix took away.
+in which y now holds only what comes from the states. The columns of the weights and those of p are multiplied apart,
+where each are read next. The matrix is made in float32, from tables that were never rounded, and two roundings in
+between are saved: a y of all keys is much larger than what W leaves of it, where C has been made an inverse (the
+posterior start). For the same reason the columns of p have beside them what rounding their matrix took away.
 """
 
 import torch

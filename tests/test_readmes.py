@@ -321,20 +321,46 @@ def test_what_is_said_of_lookups():
     assert right("needle", "softmax") == 1 and book["softmax"] < 0.2
 
 
-def test_what_is_said_of_encodings():
+def test_what_is_said_of_cheems():
     runs = read("cheems_study")["runs"]
 
-    def nats(name: str, encoding: str) -> float:
-        wanted = {"part": "encodings", "condition": f"{name}, {encoding}", "seed": 0}
-        return condition_study.score(next(row for row in runs if wanted.items() <= row.items()))
+    def nats(part: str, condition: str) -> list[float]:
+        found = [row for row in runs if (row["part"], row["condition"]) == (part, condition)]
+        return [condition_study.score(row) for row in sorted(found, key=lambda row: row["seed"])]
+
+    def more(part: str, first: str, second: str) -> float:
+        """Perplexity of the first over the second, less 1."""
+        return math.exp(statistics.mean(nats(part, first)) - statistics.mean(nats(part, second))) - 1
 
     rows = [name for name in cheems_study.PAPER_ENCODINGS if name != "softmax"]
     for name in rows:
-        assert nats(name, "rope") < nats(name, "conv") and abs(nats(name, "decay") - nats(name, "rope")) < 0.06
-        assert nats(name, "rope") < nats("softmax", "rope") - 0.2
-    assert max(nats(name, "rope") for name in rows) - min(nats(name, "rope") for name in rows) < 0.04
-    placed = {row["condition"]: condition_study.score(row) for row in runs if row["part"] == "placements"}
-    assert round(100 * (math.exp(placed["the last"] - placed["none"]) - 1)) == -4
+        pairs = zip(nats("encodings", f"{name}, rope"), nats("encodings", f"{name}, conv"), strict=True)
+        assert all(rope < conv for rope, conv in pairs)
+        assert 0.01 < more("encodings", f"{name}, decay", f"{name}, rope") < 0.07
+        assert more("encodings", f"{name}, decay", f"{name}, conv") < 0
+        assert more("encodings", "softmax, rope", f"{name}, rope") > 0.3
+    assert more("encodings", "SSD + softmax, rope", "SSD, rope") > 0.03
+    inner, masked = "SSD + inner function, rope", "SSD + inner function + dynamic mask, rope"
+    assert -0.02 < more("encodings", inner, "SSD, rope") < 0 < more("encodings", masked, inner)
+    assert abs(more("placements", "the first", "none")) < 0.01
+    assert round(more("placements", "all eight", "none"), 1) == 0.2
+    spread = {
+        name: math.exp(max(x) - min(x)) - 1 for name in cheems_study.PLACEMENTS for x in [nats("placements", name)]
+    }
+    assert 1 / 8 < max(spread.values()) < 1 / 6
+
+    def right(name: str, shift: int, widths=cheems_study.WIDTHS) -> list[float]:
+        names = {f"{name}, {width}" for width in widths}
+        wanted = {"part": "recall", "shift": shift}
+        return [row["accuracy"] for row in runs if wanted.items() <= row.items() and row["condition"] in names]
+
+    solved = {name: sum(x > 0.99 for x in right(name, 0)) for name in cheems_study.RECALL}
+    assert solved["softmax"] == 5 < solved["inner function + dynamic mask"] and solved["SSD"] == 0
+    assert min(right("softmax", cheems_study.SHIFT)) > 0.99
+    narrow, wide = cheems_study.WIDTHS[:2], cheems_study.WIDTHS[2:]
+    for name in ("inner function", "inner function + dynamic mask"):
+        assert min(right(name, cheems_study.SHIFT, narrow)) > 0.99
+    assert max(right("inner function", cheems_study.SHIFT, wide)) < 0.6
 
 
 def test_what_is_said_of_guessing_ahead():
