@@ -92,7 +92,7 @@ def counted(width: int, chunk: int, heads: int) -> str:
     for part in PARTS:
         found[part] = {}
         for name, work in many[part].items():
-            if name == "aten.mm":  # projections: as in any attention
+            if name in ("aten.mm", "aten.mv"):  # projections: as in any attention
                 continue
             row, before = vars(work), vars(few[part].get(name, Work()))
             if part == "step":

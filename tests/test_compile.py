@@ -76,21 +76,28 @@ THOROUGH = [
     ("s4d", "prefill masked", "aot_eager"),
     ("ssd", "training with positions", "aot_eager"),
     ("mamba2", "training with ends", "aot_eager"),
-    ("selective-scan", "training masked", "inductor"),
     ("selective-scan", "training with ends", "aot_eager"),
     ("selective-scan", "prefill masked", "aot_eager"),
     ("mamba2", "training masked", "inductor"),
     ("cheems", "training masked", "aot_eager"),
     ("cheems", "prefill masked", "aot_eager"),
-    ("cheems", "training with ends", "inductor"),
     ("hax", "prefill masked", "aot_eager"),
     ("interdomain-softmax", "training masked", "inductor"),
     ("interdomain-softmax", "prefill masked", "inductor"),
 ]
+LONGEST = [
+    ("selective-scan", "training masked", "inductor"),
+    ("cheems", "training with ends", "inductor"),
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "run", "backend"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in THOROUGH)]
+    ("name", "run", "backend"),
+    [
+        *QUICK,
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in THOROUGH),
+        *(pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.exhaustive]) for case in LONGEST),
+    ],
 )
 def test_one_graph_for_every_length(name, run, backend, make_model, random_ids):
     """The first length is compiled as it is, the second as a variable, later ones not at all."""

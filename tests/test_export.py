@@ -94,7 +94,11 @@ def model(request, make_model):
     return make_model(request.param, dtype=torch.float32, state_dtype="float32")
 
 
-@pytest.fixture(params=MODELS)
+# Those that onnxruntime takes half a minute and more to load.
+LONG = ("s4d", "selective-scan", "experts", "inner-function", "value-mask")
+
+
+@pytest.fixture(params=[pytest.param(x, marks=[pytest.mark.exhaustive] * (x in LONG)) for x in MODELS])
 def slow_model(request, make_model):
     """With the phases of a random start. Those of the default go up to pi a token, which onnxruntime turns in float32:
     after 70 tokens single numbers of a state of size 20 are 3e-4 off there, and within 3e-5 of float64 here."""
