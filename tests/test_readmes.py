@@ -319,6 +319,9 @@ def test_what_is_said_of_lookups():
     assert 0.3 < book["S4D-only"] < 0.4 and book["S4D-only + HAX"] > 0.95
     assert book["SSD"] < 0.02 and 0.7 < book["SSD + HAX"] < 0.8
     assert right("needle", "softmax") == 1 and book["softmax"] < 0.2
+    copying = {name: right("copying", name) for name in lookup_study.CONDITIONS}
+    assert round(3 * copying["Interdomain"]) == 2 and copying["Interdomain"] > copying["softmax"]
+    assert max(copying.values()) < 0.9
     needle = {name: right("needle", name) for name in lookup_study.CONDITIONS}
     assert needle["Interdomain"] == needle["Interdomain + HAX"] == 1 and needle["Interdomain, random start"] < 0.03
     for core in ("S4D-only", "SSD"):
