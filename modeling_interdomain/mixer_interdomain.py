@@ -12,7 +12,7 @@ from .module_common import FULL_PRECISION, InterdomainRMSNorm, TabledModule, are
 from .module_convolution import TOKEN_BEFORE, CausalConv1d
 from .module_feature_maps import SiluL2, feature_map
 from .module_recurrence import InterdomainRecurrence
-from .module_rotary import rotate
+from .module_rotary import rotate, rotate_around
 from .module_tensor_parallel import HEADS
 from .module_token_inputs import narrow_inputs, token_inputs, token_tables
 from .op_common import multiplies_narrow
@@ -98,11 +98,7 @@ class KeyValueMixer(RecurrentMixer):
         return key, value
 
     def _features(self, x: torch.Tensor, cos_sin, is_query: bool = False) -> torch.Tensor:
-        if cos_sin is None:
-            return self.feature_map(x, is_query)
-        if self.config.rope_placement == "before":
-            return self.feature_map(rotate(x, *cos_sin), is_query)
-        return rotate(self.feature_map(x, is_query), *cos_sin)
+        return rotate_around(lambda x: self.feature_map(x, is_query), x, cos_sin, self.config.rope_placement)
 
     def join_states(self, first: torch.Tensor, second: torch.Tensor, length: int | torch.Tensor) -> torch.Tensor:
         """The state after two documents, of which the second has `length` tokens, from those of each alone.

@@ -1,6 +1,8 @@
 """Rotary position embeddings."""
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import initialization as init
@@ -67,3 +69,12 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
             half.addcmul_(other, turn, value=sign)
         return y
     return torch.addcmul(x * cos.unsqueeze(2), torch.cat([-second, first], dim=-1), sin.unsqueeze(2))
+
+
+def rotate_around(
+    function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, cos_sin: Any, placement: str | None
+) -> torch.Tensor:
+    """`function(x)` with `rotate` "before" or "after" it; with neither where `cos_sin` or `placement` is None."""
+    if cos_sin is None or placement is None:
+        return function(x)
+    return function(rotate(x, *cos_sin)) if placement == "before" else rotate(function(x), *cos_sin)

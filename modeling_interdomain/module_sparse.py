@@ -356,10 +356,6 @@ def recorded_count(states: dict[str, torch.Tensor]) -> int:
     return 2 + rings + ("sparse_scores" in states) + ("sparse_sums" in states)
 
 
-def _side_by_side(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=-1)
-
-
 def _memory_of(states: dict[str, torch.Tensor]) -> SparseMemory:
     rings: list[Ring] = []
     while (name := f"sparse_ring{len(rings)}") in states:

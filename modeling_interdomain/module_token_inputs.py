@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from .module_common import is_plain, plain_rms_norm
 from .module_convolution import convolve_few, taps_of
-from .module_feature_maps import silu_l2
-from .module_rotary import rotate
+from .module_feature_maps import silu_l2, silu_l2_
+from .module_rotary import rotate_around
 
 
 class TokenTables(NamedTuple):
@@ -63,11 +63,7 @@ def token_inputs(
     query, key, value = projected
     x, after = convolve_few([query, key], windows, tables.taps)
     x = x.view(*x.shape[:2], sum(heads), -1)
-    if cos_sin is not None and rope_placement == "before":
-        x = rotate(x, *cos_sin)
-    x = silu_l2(x)
-    if cos_sin is not None and rope_placement == "after":
-        x = rotate(x, *cos_sin)
+    x = rotate_around(silu_l2, x, cos_sin, rope_placement)
     query, key = x.split_with_sizes(list(heads), dim=2)
     key, value = _normalised(key, value.view(*key.shape[:3], -1), tables, eps)
     return (query, key, value), after
@@ -102,7 +98,7 @@ def narrow_inputs(
         cos_sin, rope_placement: as of `token_inputs`.
     """
     query, key, value = (x.unflatten(-1, (n, -1)) for x, n in zip(streams, (heads[0], heads[1], heads[1]), strict=True))
-    query, key = (_direction(x, cos_sin, rope_placement) for x in (query, key))
+    query, key = (rotate_around(silu_l2_, x, cos_sin, rope_placement) for x in (query, key))
     if not norms:
         return query, key, value
     key_weight, value_weight, key_bias, value_bias = norms
@@ -112,12 +108,3 @@ def narrow_inputs(
     for x, bias, weight in ((key, key_bias, key_weight), (value, value_bias, value_weight)):
         torch.addcmul(bias, x, weight, out=x)
     return query, key, value
-
-
-def _direction(x: torch.Tensor, cos_sin, rope_placement: str | None) -> torch.Tensor:
-    """`silu_l2` in the dtype of x and in its place, and the rotation."""
-    if cos_sin is not None and rope_placement == "before":
-        x = rotate(x, *cos_sin)
-    x = F.silu(x, inplace=True)
-    x.div_(torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_(min=1e-12))
-    return x if cos_sin is None or rope_placement == "before" else rotate(x, *cos_sin)

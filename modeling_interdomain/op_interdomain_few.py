@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from .op_common import without_autocast
+from .op_common import as_complex, decay_powers, without_autocast
 from .op_interdomain_step import StepTables, advance_by, mix_rows
 
 # As many tokens as a usual guess has: there this takes half the time of an operator for many.
@@ -39,12 +39,11 @@ class FewTables(NamedTuple):
 
 def few_tables(log_decay: torch.Tensor, input_matrix: torch.Tensor, dtype: torch.dtype, count: int) -> FewTables:
     """The tables of `take_few` for `count` tokens, from `[G, M, 2]` each, in the dtype of the state."""
-    ages = torch.arange(count + 1, dtype=torch.float64, device=log_decay.device)[:, None]
-    real, imag = log_decay.double()[:, None].unbind(-1)
-    powers = torch.polar((real * ages).exp(), imag * ages)  # [G, T + 1, M]
-    inputs = powers * torch.view_as_complex(input_matrix.double())[:, None]
+    ages = torch.arange(count + 1, device=log_decay.device)
+    powers = decay_powers(log_decay, ages)  # [G, T + 1, M]
+    inputs = powers * as_complex(input_matrix.double())[:, None]
     inputs = torch.cat([inputs.real, inputs.imag], dim=-1)
-    apart = (ages[:count] - ages[:count].mT).long()
+    apart = ages[:count, None] - ages[:count]
     weights = inputs[:, apart.clamp(min=0)].where((apart >= 0)[..., None], 0)
     after = powers[:, 1:, None]
     cos, sin = torch.cat([after.real, after.real], dim=-1), torch.cat([-after.imag, after.imag], dim=-1)
