@@ -194,7 +194,8 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
         if packing is not None or not layer.record_past or not layer.is_initialized or not layer.lets_wait(count):
             return False
         here = hidden_states.device.type == "cpu" and self.sparse is None and not torch.is_grad_enabled()
-        return here and count <= FEW and self.backend in ("auto", "triton") and not self.recurrence.normalize
+        few = count <= FEW and (count > 1 or layer.waiting < TOGETHER)
+        return here and few and self.backend in ("auto", "triton") and not self.recurrence.normalize
 
     def _read_on(self, layer, tokens, windows):
         count = tokens[0].shape[1]
