@@ -57,6 +57,14 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, cache: Cache | None, batch: int, 
         raise ValueError(f"cu_seq_lens_q must increase strictly from 0 to T = {length}, got {ends}.")
 
 
+def check_seq_idx(seq_idx: torch.Tensor, cache: Cache | None, batch: int, length: int) -> None:
+    """The number of each token's document."""
+    if cache is not None:
+        raise ValueError("seq_idx packs whole documents, so it cannot continue from past_key_values.")
+    if seq_idx.shape != (batch, length):
+        raise ValueError(f"seq_idx must have shape [B, T] = [{batch}, {length}], got {list(seq_idx.shape)}.")
+
+
 def check_cache_layers(cache: Cache, config) -> None:
     """Raise if the layers of a cache are of other kinds than the model's; such a cache knows no length either."""
     windowed, like_others = config.windowed_layers, set(config.layer_types) == {"full_attention"}
@@ -191,6 +199,8 @@ def check_sequence_group(
             "With a sequence_group cu_seq_lens_q pack whole documents without pads: leave attention_mask and "
             "past_key_values out."
         )
+    if arguments.get("seq_idx") is not None:
+        raise ValueError("With a sequence_group packed documents are told by cu_seq_lens_q: leave seq_idx out.")
     if arguments.get("output_attentions") or config.output_attentions:
         raise ValueError("output_attentions maps all tokens of a row on all others: leave sequence_group out.")
 
