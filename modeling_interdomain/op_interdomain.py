@@ -11,6 +11,7 @@ from .op_common import (
     check_floats,
     check_how,
     check_state_shape,
+    check_not_empty,
     multiplies_narrow,
     without_autocast,
 )
@@ -382,8 +383,7 @@ def _check_inputs(query, key, value, log_decay, input_matrix, coefficient_matrix
             raise ValueError(f"{name} must be a floating-point tensor, got {tensor.dtype}.")
     batch, length, heads, feature_dim = query.shape
     groups = key.shape[2]
-    if length == 0:
-        raise ValueError("query must hold at least one token, got T = 0.")
+    check_not_empty(query)
     if key.shape != (batch, length, groups, feature_dim):
         raise ValueError(
             f"key must have shape [B, T, G, R] = [{batch}, {length}, G, {feature_dim}] to match query, "

@@ -2,7 +2,15 @@
 
 import torch
 
-from .op_common import autocasts, check_documents, check_floats, check_how, check_state_shape, without_autocast
+from .op_common import (
+    autocasts,
+    check_documents,
+    check_floats,
+    check_how,
+    check_state_shape,
+    check_not_empty,
+    without_autocast,
+)
 from .op_common_launch import check_step_backend, fused
 from .op_interdomain_step import real_tokens
 from .op_selective_scan_chunk import chunk_scan
@@ -235,8 +243,8 @@ def _check_inputs(query, key, value, step, rate, skip, axes: tuple[str, ...] = (
             found = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise ValueError(f"{name} must have shape [{', '.join(names)}], got {found}.")
         check_floats(name, tensor, query.device)
-    if len(axes) == 2 and query.shape[1] == 0:
-        raise ValueError("query must hold at least one token, got T = 0.")
+    if len(axes) == 2:
+        check_not_empty(query)
     if key.shape != query.shape:
         raise ValueError(f"key must have the shape of query, {list(query.shape)}, got {list(key.shape)}.")
     if value.shape[:-1] != query.shape[:-1]:

@@ -2,7 +2,15 @@
 
 import torch
 
-from .op_common import autocasts, check_documents, check_floats, check_how, check_state_shape, without_autocast
+from .op_common import (
+    autocasts,
+    check_documents,
+    check_floats,
+    check_how,
+    check_state_shape,
+    check_not_empty,
+    without_autocast,
+)
 from .op_common_launch import check_step_backend, fused
 from .op_interdomain_step import real_tokens
 from .op_ssd_chunk import chunk_ssd
@@ -223,8 +231,8 @@ def _check_inputs(query, key, value, log_decay, axes: tuple[str, ...] = ("B", "T
             raise ValueError(f"{name} must have shape [{', '.join(axes + others)}], got {found}.")
         check_floats(name, tensor, query.device)
     tokens, groups, heads = query.shape[:first], query.shape[first], value.shape[first]
-    if first == 2 and tokens[1] == 0:
-        raise ValueError("query must hold at least one token, got T = 0.")
+    if first == 2:
+        check_not_empty(query)
     if key.shape != query.shape:
         raise ValueError(f"key must have the shape of query, {list(query.shape)}, got {list(key.shape)}.")
     if value.shape[:first] != tokens:
