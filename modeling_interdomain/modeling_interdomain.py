@@ -39,6 +39,7 @@ from .checks_interdomain import (
     check_cu_seqlens,
     check_dynamic_mask,
     check_mask,
+    check_positions,
     check_room,
     check_seq_idx,
     check_sequence_group,
@@ -378,6 +379,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         if past_key_values is not None and _is_at_hand(seen):
             check_room(past_key_values, int(seen) + shape[1])
         check_mask(attention_mask, seen, *shape)
+        check_positions(position_ids, *shape)
         cu_seqlens, piece = kwargs.get("cu_seq_lens_q"), None
         if sequence_group is not None:
             mixers = [layer.token_mixer for layer in layers]

@@ -10,8 +10,8 @@ from .op_common import (
     check_documents,
     check_floats,
     check_how,
-    check_state_shape,
     check_not_empty,
+    check_state_shape,
     multiplies_narrow,
     without_autocast,
 )

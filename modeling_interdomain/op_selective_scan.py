@@ -7,8 +7,8 @@ from .op_common import (
     check_documents,
     check_floats,
     check_how,
-    check_state_shape,
     check_not_empty,
+    check_state_shape,
     without_autocast,
 )
 from .op_common_launch import check_step_backend, fused
