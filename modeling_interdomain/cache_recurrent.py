@@ -454,7 +454,7 @@ class StaticRecurrentLayer(RecurrentLayer):
     def __init__(self, max_cache_len: int, **kwargs):
         super().__init__(**kwargs)
         self.max_cache_len = max_cache_len
-        self.cumulative_length = torch.tensor(0, dtype=torch.long)
+        self.cumulative_length = torch.tensor(0, dtype=torch.long, device="cpu")
 
     def lazy_initialization(self, windows: list[torch.Tensor], states: dict[str, torch.Tensor]) -> None:
         self.cumulative_length = self.cumulative_length.to(next(iter(states.values())).device)

@@ -287,7 +287,7 @@ def prompt_reading(model: Any, ids: torch.Tensor, generation_config: Any, argume
     if store is None or not hasattr(cache, "restore") or ids.shape[0] != 1 or ids.shape[1] < 2:
         return None
     config, mask, positions = generation_config, arguments.get("attention_mask"), arguments.get("position_ids")
-    expected = torch.arange(ids.shape[1])
+    expected = torch.arange(ids.shape[1], device="cpu")
     complete = config.return_dict_in_generate and (config.output_hidden_states or config.output_attentions)
     if (
         any(arguments[name] is not None for name in arguments.keys() - _HARMLESS)
@@ -311,7 +311,7 @@ def prompt_reading(model: Any, ids: torch.Tensor, generation_config: Any, argume
 
 def _beginnings(ids: list[int], lengths) -> list[Beginning]:
     """Of so many tokens each, lengths in ascending order; one pass over the tokens."""
-    numbers, digest, start, found = tensor_bytes(torch.tensor(ids)).data, hashlib.sha256(), 0, []
+    numbers, digest, start, found = tensor_bytes(torch.tensor(ids, device="cpu")).data, hashlib.sha256(), 0, []
     for length in lengths:
         digest.update(numbers[8 * start : 8 * length])
         found.append(Beginning(length, digest.hexdigest()[:32]))

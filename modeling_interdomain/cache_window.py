@@ -160,7 +160,7 @@ class StaticWindowLayer(WindowLayer):
     def __init__(self, max_cache_len: int, **kwargs):
         super().__init__(**kwargs)
         self.max_cache_len = max_cache_len
-        self.cumulative_length = torch.tensor(0, dtype=torch.long)
+        self.cumulative_length = torch.tensor(0, dtype=torch.long, device="cpu")
 
     @property
     def is_croppable(self) -> bool:

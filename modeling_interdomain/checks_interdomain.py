@@ -43,6 +43,15 @@ def check_mask(attention_mask, seen, batch: int, length: int) -> None:
         )
 
 
+def check_positions(position_ids: torch.Tensor | None, batch: int, length: int) -> None:
+    """Positions that no layer rotates by would otherwise go unread, whatever their shape."""
+    if position_ids is not None and position_ids.shape not in ((batch, length), (1, length)):
+        raise ValueError(
+            f"position_ids must have shape [B, T] = [{batch}, {length}] or [1, {length}], got "
+            f"{list(position_ids.shape)}."
+        )
+
+
 def check_cu_seqlens(cu_seqlens: torch.Tensor, cache: Cache | None, batch: int, length: int) -> None:
     """The ends of packed documents; their values are looked at where that does not break a graph."""
     if cache is not None:
@@ -55,6 +64,14 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, cache: Cache | None, batch: int, 
     increasing = len(ends) > 1 and all(a < b for a, b in pairwise(ends))
     if not increasing or ends[0] != 0 or ends[-1] != length:
         raise ValueError(f"cu_seq_lens_q must increase strictly from 0 to T = {length}, got {ends}.")
+
+
+def check_seq_idx(seq_idx: torch.Tensor, cache: Cache | None, batch: int, length: int) -> None:
+    """The number of each token's document."""
+    if cache is not None:
+        raise ValueError("seq_idx packs whole documents, so it cannot continue from past_key_values.")
+    if seq_idx.shape != (batch, length):
+        raise ValueError(f"seq_idx must have shape [B, T] = [{batch}, {length}], got {list(seq_idx.shape)}.")
 
 
 def check_cache_layers(cache: Cache, config) -> None:
@@ -191,6 +208,8 @@ def check_sequence_group(
             "With a sequence_group cu_seq_lens_q pack whole documents without pads: leave attention_mask and "
             "past_key_values out."
         )
+    if arguments.get("seq_idx") is not None:
+        raise ValueError("With a sequence_group packed documents are told by cu_seq_lens_q: leave seq_idx out.")
     if arguments.get("output_attentions") or config.output_attentions:
         raise ValueError("output_attentions maps all tokens of a row on all others: leave sequence_group out.")
 

@@ -10,6 +10,8 @@ from transformers import LogitsProcessorList
 from .cache_interdomain import InterdomainCache
 from .cache_slots import Slots
 
+# What ends or changes a text in `generate` alone.
+_UNHEEDED = ("stop_strings", "max_time", "token_healing", "dola_layers", "constraints", "force_words_ids")
 # What asks for more rows a prompt, or for another way to write, than one token a row and step.
 _SINGLE = ("num_beams", "num_return_sequences", "prompt_lookup_num_tokens", "assistant_early_exit", "penalty_alpha")
 
@@ -119,7 +121,14 @@ def _check(model, prompts, config, rows: int, others: dict[str, Any]) -> None:
         raise ValueError(
             f"generate_batch writes one token a row and step: leave out {', '.join(asked)}, or use generate."
         )
+    if asked := [name for name in _UNHEEDED if getattr(config, name, None)]:
+        raise ValueError(f"generate_batch does not heed {', '.join(asked)}: leave it out, or use generate.")
     for number, prompt in enumerate(prompts):
+        if isinstance(prompt, str) or not hasattr(prompt, "__len__"):
+            raise ValueError(
+                f"Prompt {number} must be a list of token ids, got {type(prompt).__name__}; several prompts are a list "
+                "of such lists."
+            )
         if not len(prompt):
             raise ValueError(f"Prompt {number} has no tokens; give it at least one, for example the first of a text.")
         if not all(0 <= token < model.config.vocab_size for token in prompt):

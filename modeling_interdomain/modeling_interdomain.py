@@ -39,7 +39,9 @@ from .checks_interdomain import (
     check_cu_seqlens,
     check_dynamic_mask,
     check_mask,
+    check_positions,
     check_room,
+    check_seq_idx,
     check_sequence_group,
     check_sequence_losses,
     check_tokens,
@@ -56,6 +58,7 @@ from .module_sequence_parallel import place_piece, shifted_labels, summed
 from .module_sparse_choice import RankingLoss
 from .op_common import (
     Packing,
+    cu_seqlens_from_numbers,
     cu_seqlens_from_positions,
     document_of_tokens,
     packing_from_documents,
@@ -352,6 +355,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
             past_key_values: an `InterdomainCache`, updated in place.
             use_cache: make a cache when none is given. Packed documents and training forwards make none.
             cu_seq_lens_q: `[S + 1]`, ends of packed documents, starting with 0; B = 1.
+            seq_idx: instead of these, the number of each token's document, `[B, T]`.
             sequence_group: the process group over which the rows are spread, this process holding T tokens of each in
                 the order of the processes; `sequence_piece` cuts them. Masks and positions are those of the piece,
                 `cu_seq_lens_q` are the ends along the whole row. A new cache then holds what has been read so far.
@@ -375,6 +379,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         if past_key_values is not None and _is_at_hand(seen):
             check_room(past_key_values, int(seen) + shape[1])
         check_mask(attention_mask, seen, *shape)
+        check_positions(position_ids, *shape)
         cu_seqlens, piece = kwargs.get("cu_seq_lens_q"), None
         if sequence_group is not None:
             mixers = [layer.token_mixer for layer in layers]
@@ -383,7 +388,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
             piece, position_ids, cu_seqlens = place_piece(sequence_group, inputs_embeds, *arguments)
             kwargs["piece"] = piece
         else:
-            cu_seqlens = _documents(cu_seqlens, position_ids, attention_mask, past_key_values, shape)
+            numbers = kwargs.get("seq_idx")
+            cu_seqlens = _documents(cu_seqlens, numbers, position_ids, attention_mask, past_key_values, shape)
 
         longest = seen + shape[1] if position_ids is None and _is_at_hand(seen) else None
         if position_ids is None:
@@ -815,11 +821,14 @@ def _is_at_hand(seen: int | torch.Tensor) -> bool:
     return isinstance(seen, int)  # not a symbol of an exported graph
 
 
-def _documents(cu_seqlens, position_ids, attention_mask, cache, shape) -> torch.Tensor | None:
+def _documents(cu_seqlens, numbers, position_ids, attention_mask, cache, shape) -> torch.Tensor | None:
     """The ends of packed documents: as they are given, or where positions restart (without a mask and a cache)."""
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, cache, *shape)
         return cu_seqlens
+    if numbers is not None:
+        check_seq_idx(numbers, cache, *shape)
+        return cu_seqlens_from_numbers(numbers)
     if position_ids is None or attention_mask is not None or cache is not None:
         return None
     return cu_seqlens_from_positions(position_ids.expand(shape[0], -1))

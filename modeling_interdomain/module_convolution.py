@@ -34,7 +34,7 @@ class CausalConv1d(nn.Conv1d):
     def start_taps(self, *last: float) -> None:
         """The last taps, in the order of the tokens, are the same numbers in all channels, and those before them 0."""
         taps = torch.zeros_like(self.weight)
-        taps[..., -len(last) :] = torch.tensor(last)
+        taps[..., -len(last) :] = taps.new_tensor(last)
         init.copy_(self.weight, taps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -58,9 +58,14 @@ def all_real(mask: torch.Tensor) -> bool:
     return mask.device.type == "cpu" and not torch.compiler.is_compiling() and bool(mask.all())
 
 
+def autocasts(device: torch.device) -> bool:
+    """Whether autocast is on; PyTorch cannot be asked for "meta", where models run to be counted."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
 def without_autocast(device: torch.device):
     """`torch.autocast(device.type, enabled=False)`, which costs more than a small operation, where it is needed."""
-    if torch.is_autocast_enabled(device.type):
+    if autocasts(device):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
 
@@ -150,13 +155,23 @@ def cu_seqlens_from_positions(position_ids: torch.Tensor) -> torch.Tensor | None
     In a compiled graph, where no size may depend on values, the answer always has `B T + 1` entries: empty documents
     follow the last one.
     """
-    starts = torch.nn.functional.pad(position_ids.diff(dim=1) <= 0, (1, 0), value=True).flatten()
+    return _ends_before(position_ids.diff(dim=1) <= 0)
+
+
+def cu_seqlens_from_numbers(documents: torch.Tensor) -> torch.Tensor | None:
+    """The same, where the number of its document is known of each token, `[B, T]`."""
+    return _ends_before(documents.diff(dim=1) != 0)
+
+
+def _ends_before(later: torch.Tensor) -> torch.Tensor | None:
+    """`later` `[B, T - 1]`: whether the second and later tokens of a row start a document."""
+    starts = torch.nn.functional.pad(later, (1, 0), value=True).flatten()
     count = starts.shape[0]
     if torch.compiler.is_compiling():
         numbers = torch.arange(1, count + 2, device=starts.device)
         return torch.searchsorted(starts.long().cumsum(0), numbers)
     begins = starts.nonzero()[:, 0]
-    if begins.shape[0] == position_ids.shape[0]:
+    if begins.shape[0] == later.shape[0]:
         return None
     return torch.nn.functional.pad(begins, (0, 1), value=count)
 
@@ -213,6 +228,13 @@ def check_floats(name: str, x: torch.Tensor, device: torch.device, beside: str =
         raise ValueError(f"{name} must be a floating-point tensor, got {x.dtype}.")
     if x.device != device:
         raise ValueError(f"{name} is on {x.device}, but {beside} is on {device}; move it there.")
+
+
+def check_not_empty(query: torch.Tensor) -> None:
+    """Refuse `[B, T, ...]` that holds nothing: no chunk, block or grid of a kernel has a size for it."""
+    for size, what, name in ((query.shape[0], "row", "B"), (query.shape[1], "token", "T")):
+        if size == 0:
+            raise ValueError(f"query must hold at least one {what}, got {name} = 0.")
 
 
 def check_state_shape(name: str, state: torch.Tensor, shape: tuple[int, ...], axes: str) -> None:

@@ -166,7 +166,7 @@ def chunks_of(
     # The one place where the host waits for a device: the numbers of chunks decide what is launched.
     if cu_seqlens is None:
         sizes = lengths.to("cpu", torch.long)
-        starts = torch.arange(shape[0]) * shape[1]
+        starts = torch.arange(shape[0], device=sizes.device) * shape[1]
     else:
         ends = cu_seqlens.to("cpu", torch.long)
         starts, sizes = ends[:-1], ends.diff()
@@ -197,13 +197,13 @@ def _of_documents(shape, starts, sizes, largest: int, tokens_per_segment: int, d
     order = counts.argsort(descending=True, stable=True)[: int((counts > 0).sum())]
     starts, sizes, counts = starts[order], sizes[order], counts[order]
     rank = torch.repeat_interleave(counts)
-    step = torch.arange(rank.numel()) - (counts.cumsum(0) - counts)[rank]
+    step = torch.arange(rank.numel(), device=rank.device) - (counts.cumsum(0) - counts)[rank]
     lanes = max(1, min(per_segment, order.numel()))
     steps_at_most = int(counts.max()) if counts.numel() else 1
     turns = rank // lanes * steps_at_most + step
     by_turn = turns.argsort(stable=True)
     rank, step = rank[by_turn], step[by_turn]
-    slots = torch.arange(size)
+    slots = torch.arange(size, device=sizes.device)
     tokens = starts[rank, None] + step[:, None] * size + slots
     none, beyond = shape[0] * shape[1], tokens >= (starts + sizes)[rank, None]
     tails = sizes - (counts - 1) * size

@@ -79,7 +79,7 @@ def fused(
         RuntimeError: when "auto" would have to take another way while other ranks may not.
     """
     device = tensors[0].device
-    if backend == "auto" and device.type == "cpu":
+    if backend == "auto" and device.type in ("cpu", "meta"):
         return None
     dtypes = tuple([x.dtype for x in tensors if x is not None])
     kind = (entry, device, dtypes, widths if isinstance(widths, int) else tuple(widths))

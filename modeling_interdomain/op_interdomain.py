@@ -5,7 +5,16 @@ from functools import partial
 
 import torch
 
-from .op_common import check_documents, check_floats, check_how, check_state_shape, multiplies_narrow
+from .op_common import (
+    autocasts,
+    check_documents,
+    check_floats,
+    check_how,
+    check_not_empty,
+    check_state_shape,
+    multiplies_narrow,
+    without_autocast,
+)
 from .op_common_launch import check_step_backend, fused
 from .op_interdomain_chunk import chunk_attention
 from .op_interdomain_export import export_attention
@@ -121,7 +130,7 @@ def interdomain_attention(
     exporting = torch.compiler.is_exporting()
     whole = cu_seqlens is None and lengths is None
     single = backend == "auto" and query.shape[1] == 1 and whole and not needs_grad and not exporting
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device):
         found = None
         if backend in ("auto", "triton") and not single and not exporting:
             arguments = (*tokens, *parameters, product, initial_state, cu_seqlens, chunk_size, normalize)
@@ -293,8 +302,8 @@ def take_step(
         parameters: gives `log_decay`, `input_matrix` and `coefficient_matrix`, where kernels take the step.
         tables: gives `step_tables` of these parameters in a dtype, where PyTorch does.
     """
-    if torch.is_grad_enabled() or torch.is_autocast_enabled(query.device.type):
-        with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+    if torch.is_grad_enabled() or autocasts(query.device):
+        with torch.no_grad(), without_autocast(query.device):
             return take_step(
                 query,
                 key,
@@ -374,8 +383,7 @@ def _check_inputs(query, key, value, log_decay, input_matrix, coefficient_matrix
             raise ValueError(f"{name} must be a floating-point tensor, got {tensor.dtype}.")
     batch, length, heads, feature_dim = query.shape
     groups = key.shape[2]
-    if length == 0:
-        raise ValueError("query must hold at least one token, got T = 0.")
+    check_not_empty(query)
     if key.shape != (batch, length, groups, feature_dim):
         raise ValueError(
             f"key must have shape [B, T, G, R] = [{batch}, {length}, G, {feature_dim}] to match query, "

@@ -5,6 +5,7 @@ The mathematics is in `op_interdomain_chunk_call`; `op_interdomain_chunk_narrow`
 
 import torch
 
+from .op_common import without_autocast
 from .op_common_launch import namespace
 from .op_interdomain_chunk_call import AttentionCall
 from .op_interdomain_chunk_narrow import NarrowCall
@@ -64,7 +65,7 @@ def _operator(
     output_final_state: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # A backward pass inside autocast would otherwise multiply in its dtype, and a compiled one always.
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device):
         call = _call(
             query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state, cu_seqlens, lengths,
             product, chunk_size, output_final_state,
@@ -109,7 +110,7 @@ def _operator_backward(
     grad_output: torch.Tensor,
     grad_final: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device):
         call = _call(
             query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state, cu_seqlens, lengths,
             product, chunk_size, grad_final is not None,

@@ -2,7 +2,7 @@
 
 import torch
 
-from .op_common import all_real, as_complex, decay_powers
+from .op_common import all_real, as_complex, decay_powers, without_autocast
 from .op_interdomain_step import advance_by
 
 # Tokens that go into one matrix product: with a short record there is one.
@@ -40,7 +40,7 @@ def state_after(
             advance_by(state, tokens, powers[0, :, count], powers[1, :, count], inputs[:, :, most - count :])
             return state
     state = state.to(wide)
-    with torch.autocast(state.device.type, enabled=False):
+    with without_autocast(state.device):
         beta = as_complex(input_matrix.to(wide))[:, None]
         steps = _powers(log_decay, min(mask.shape[1], _BLOCK)).to(beta.dtype)
         for block in zip(*(x.split(_BLOCK, dim=1) for x in (key, value, mask)), strict=True):

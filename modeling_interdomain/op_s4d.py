@@ -64,7 +64,7 @@ def s4d_attention(
     check_how(backend, S4D_BACKENDS, chunk_size)
     exporting = torch.compiler.is_exporting()
     compute = torch.float64 if torch.float64 in (key.dtype, value.dtype) else torch.float32
-    with torch.autocast(key.device.type, enabled=False):
+    with without_autocast(key.device):
         if backend in ("auto", "triton") and not exporting:
             parameters, extent = (log_decay, input_matrix, readout), (initial_state, cu_seqlens, lengths)
             found = _fused(backend, key, value, *parameters, *extent, chunk_size, output_final_state)
@@ -287,7 +287,7 @@ def _operator(
     chunk_size: int,
     output_final_state: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    with torch.autocast(inputs.device.type, enabled=False):
+    with without_autocast(inputs.device):
         call = _S4DCall(
             inputs, log_decay, input_matrix, readout, initial_state, cu_seqlens, lengths, chunk_size, output_final_state
         )
@@ -325,7 +325,7 @@ def _operator_backward(
     grad_output: torch.Tensor,
     grad_final: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    with torch.autocast(inputs.device.type, enabled=False):
+    with without_autocast(inputs.device):
         call = _S4DCall(
             inputs, log_decay, input_matrix, readout, initial_state, cu_seqlens, lengths, chunk_size,
             grad_final is not None,

@@ -2,7 +2,15 @@
 
 import torch
 
-from .op_common import check_documents, check_floats, check_how, check_state_shape
+from .op_common import (
+    autocasts,
+    check_documents,
+    check_floats,
+    check_how,
+    check_not_empty,
+    check_state_shape,
+    without_autocast,
+)
 from .op_common_launch import check_step_backend, fused
 from .op_interdomain_step import real_tokens
 from .op_selective_scan_chunk import chunk_scan
@@ -74,7 +82,7 @@ def selective_scan(
 
     compute = torch.float64 if torch.float64 in (query.dtype, key.dtype, value.dtype) else torch.float32
     out_dtype, exporting = value.dtype, torch.compiler.is_exporting()
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device):
         if backend in ("auto", "triton") and not exporting:
             extent = initial_state, cu_seqlens, lengths, output_final_state
             found = _fused(backend, query, key, value, step, rate, *extent)
@@ -158,8 +166,8 @@ def take_scan_step(
     backend: str = "auto",
 ) -> torch.Tensor:
     """`selective_scan_step` for a caller whose arguments fit; `mask` `[B]` is bool."""
-    if torch.is_grad_enabled() or torch.is_autocast_enabled(query.device.type):
-        with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+    if torch.is_grad_enabled() or autocasts(query.device):
+        with torch.no_grad(), without_autocast(query.device):
             return take_scan_step(query, key, value, step, rate, state, skip, mask, backend)
     if backend == "triton" or (backend == "auto" and query.device.type != "cpu" and state.is_contiguous()):
         output = _fused_step(backend, query, key, value, step, rate, state, skip, mask)
@@ -212,7 +220,7 @@ def scan_state_after(
     state = state.to(torch.promote_types(state.dtype, torch.float32), copy=True)
     if not mask.shape[1]:
         return state
-    with torch.autocast(state.device.type, enabled=False):
+    with without_autocast(state.device):
         key, value, step = (torch.where(mask[..., None], x, 0).to(state.dtype) for x in (key, value, step))
         return chunk_scan(
             torch.zeros_like(key), key, value, step, rate.to(state.dtype), state, None, 64, output_final_state=True
@@ -235,8 +243,8 @@ def _check_inputs(query, key, value, step, rate, skip, axes: tuple[str, ...] = (
             found = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise ValueError(f"{name} must have shape [{', '.join(names)}], got {found}.")
         check_floats(name, tensor, query.device)
-    if len(axes) == 2 and query.shape[1] == 0:
-        raise ValueError("query must hold at least one token, got T = 0.")
+    if len(axes) == 2:
+        check_not_empty(query)
     if key.shape != query.shape:
         raise ValueError(f"key must have the shape of query, {list(query.shape)}, got {list(key.shape)}.")
     if value.shape[:-1] != query.shape[:-1]:

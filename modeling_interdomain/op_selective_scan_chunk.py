@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from .op_common import without_autocast
 from .op_common_launch import namespace
 from .op_common_states import Workspace
 
@@ -217,7 +218,7 @@ def _operator(
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     # A backward pass inside autocast would otherwise multiply in its dtype, and a compiled one always.
-    with torch.autocast(value.device.type, enabled=False):
+    with without_autocast(value.device):
         problem = _Problem(query, key, value, step, rate, initial_state, cu_seqlens, size)
         final, kept = (value.new_zeros(x) for x in _shapes(value, rate, cu_seqlens, size, output_final_state, keep))
         if output_final_state and initial_state is not None:
@@ -254,7 +255,7 @@ def _operator_backward(
     grad_output: torch.Tensor,
     grad_final: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    with torch.autocast(value.device.type, enabled=False):
+    with without_autocast(value.device):
         problem = _Problem(query, key, value, step, rate, initial_state, cu_seqlens, size)
         *found, of_initial = problem.backward(kept, grad_output, grad_final)
         return *found, value.new_empty(0) if of_initial is None else of_initial

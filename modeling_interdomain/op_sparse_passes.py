@@ -130,7 +130,7 @@ def _bin_runs(stream: Stream, parts: list[Sorted], keys: int) -> Iterator[Run]:
         start = 0
         while start < len(widths) and (width := int(widths[start])):
             some = order[start : start + _at_once(width, queries.device)]
-            slots = begin[some, None] + torch.arange(width)
+            slots = begin[some, None] + torch.arange(width, device=begin.device)
             yield _bin_run(stream, parts, rows, queries[some], slots, starts[some])
             start += len(some)
         return

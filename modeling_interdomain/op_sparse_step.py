@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from .op_common import without_autocast
+from .op_common import autocasts, without_autocast
 from .op_common_launch import fused
 from .op_sparse_stream import Bins, Ring, SparseMemory
 
@@ -36,7 +36,7 @@ def sparse_step(
     Returns:
         `[B, S, D]` in the dtype of `value`.
     """
-    if torch.is_grad_enabled() or torch.is_autocast_enabled(query.device.type):
+    if torch.is_grad_enabled() or autocasts(query.device):
         with torch.no_grad(), without_autocast(query.device):
             return sparse_step(query, key, value, memory=memory, scores=scores, bins=bins, mask=mask, backend=backend)
     shape = value.shape[0], *value.shape[-2:]

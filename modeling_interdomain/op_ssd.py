@@ -2,7 +2,15 @@
 
 import torch
 
-from .op_common import check_documents, check_floats, check_how, check_state_shape
+from .op_common import (
+    autocasts,
+    check_documents,
+    check_floats,
+    check_how,
+    check_not_empty,
+    check_state_shape,
+    without_autocast,
+)
 from .op_common_launch import check_step_backend, fused
 from .op_interdomain_step import real_tokens
 from .op_ssd_chunk import chunk_ssd
@@ -70,7 +78,7 @@ def ssd_attention(
     compute = torch.float64 if torch.float64 in (query.dtype, key.dtype, value.dtype) else torch.float32
     out_dtype = value.dtype
     exporting = torch.compiler.is_exporting()
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device):
         if backend in ("auto", "triton") and not exporting:
             arguments = query, key, value, log_decay, initial_state, cu_seqlens, lengths
             found = _fused(backend, *arguments, chunk_size, output_final_state)
@@ -140,8 +148,8 @@ def take_ssd_step(
     backend: str = "auto",
 ) -> torch.Tensor:
     """`ssd_step` for a caller whose arguments fit; `mask` `[B]` is bool."""
-    if torch.is_grad_enabled() or torch.is_autocast_enabled(query.device.type):
-        with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+    if torch.is_grad_enabled() or autocasts(query.device):
+        with torch.no_grad(), without_autocast(query.device):
             return take_ssd_step(query, key, value, log_decay, state, mask, backend)
     if backend == "triton" or (backend == "auto" and query.device.type != "cpu" and state.is_contiguous()):
         output = _fused_step(backend, query, key, value, log_decay, state, mask)
@@ -199,7 +207,7 @@ def ssd_state_after(
         A new tensor like `state`, at least float32; differentiable.
     """
     state = state.to(torch.promote_types(state.dtype, torch.float32))
-    with torch.autocast(state.device.type, enabled=False):
+    with without_autocast(state.device):
         decays = torch.where(mask[..., None], log_decay, 0).double()
         after = decays.flip(1).cumsum(1).flip(1) - decays  # of the tokens behind each
         value = torch.where(mask[..., None, None], value, 0) * after.exp()[..., None]
@@ -223,8 +231,8 @@ def _check_inputs(query, key, value, log_decay, axes: tuple[str, ...] = ("B", "T
             raise ValueError(f"{name} must have shape [{', '.join(axes + others)}], got {found}.")
         check_floats(name, tensor, query.device)
     tokens, groups, heads = query.shape[:first], query.shape[first], value.shape[first]
-    if first == 2 and tokens[1] == 0:
-        raise ValueError("query must hold at least one token, got T = 0.")
+    if first == 2:
+        check_not_empty(query)
     if key.shape != query.shape:
         raise ValueError(f"key must have the shape of query, {list(query.shape)}, got {list(key.shape)}.")
     if value.shape[:first] != tokens:

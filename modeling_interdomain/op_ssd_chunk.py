@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from .op_common import without_autocast
 from .op_common_chunks import Segment, chunks_of
 from .op_common_launch import namespace
 from .op_common_states import Workspace
@@ -343,7 +344,7 @@ def _operator(
     output_final_state: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # A backward pass inside autocast would otherwise multiply in its dtype, and a compiled one always.
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device):
         problem = _Problem(
             query, key, value, log_decay, initial_state, cu_seqlens, lengths, chunk_size, output_final_state
         )
@@ -380,7 +381,7 @@ def _operator_backward(
     grad_output: torch.Tensor,
     grad_final: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device):
         problem = _Problem(
             query, key, value, log_decay, initial_state, cu_seqlens, lengths, chunk_size, part=_BACKWARD_PART
         )

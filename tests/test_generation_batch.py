@@ -74,7 +74,11 @@ def test_sampled_text_repeats_with_the_seed(make_model, prompts):
         ([[5, 48]], {}, "Prompt 0 has a token outside of the vocabulary of 48"),
         ([[5]], {"max_batch_size": 0}, "max_batch_size must be positive, got 0"),
         ([[5]], {"num_beams": 3}, "leave out num_beams, or use generate"),
+        ([[5]], {"stop_strings": ["end"]}, "does not heed stop_strings: leave it out, or use generate"),
+        ([[5]], {"max_time": 1.0}, "does not heed max_time"),
         ([[5]], {"wide": 3}, "does not know wide"),
+        ([5, 6], {}, "Prompt 0 must be a list of token ids, got int"),
+        (["five"], {}, "Prompt 0 must be a list of token ids, got str"),
     ],
 )
 def test_what_cannot_be_is_refused(make_model, inputs, options, message):

@@ -628,6 +628,12 @@ def test_mask_of_another_shape_is_refused(model, shape, positions, random_ids):
         model(random_ids(2, 5), attention_mask=mask, **inputs)
 
 
+@pytest.mark.parametrize("shape", [(1, 5), (3, 6), (6,)], ids=str)
+def test_positions_of_another_shape_are_refused(model, shape, random_ids):
+    with pytest.raises(ValueError, match=r"position_ids must have shape \[B, T\] = \[2, 6\] or \[1, 6\], got"):
+        model(random_ids(2, 6), position_ids=torch.zeros(shape, dtype=torch.long))
+
+
 def test_mask_without_the_past_is_refused(model, random_ids, contents):
     cache = model(random_ids(2, 5), use_cache=True).past_key_values
     before = contents(cache)

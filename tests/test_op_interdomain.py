@@ -368,6 +368,10 @@ BAD_ARGUMENTS = {
         {"query": torch.zeros(2, 0, 4, 3), "key": torch.zeros(2, 0, 2, 3), "value": torch.zeros(2, 0, 2, 6)},
         "query must hold at least one token, got T = 0",
     ),
+    "no rows": (
+        {"query": torch.zeros(0, 5, 4, 3), "key": torch.zeros(0, 5, 2, 3), "value": torch.zeros(0, 5, 2, 6)},
+        "query must hold at least one row, got B = 0",
+    ),
     "key of another length": ({"key": torch.zeros(2, 6, 2, 3)}, "key must have shape"),
     "key of another dimension": ({"key": torch.zeros(2, 5, 2, 4)}, "key must have shape"),
     "groups that do not divide": (

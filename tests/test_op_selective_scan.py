@@ -217,6 +217,7 @@ def test_bad_arguments_are_named():
         ),
         ({"skip": leaves["skip"][:2]}, r"skip must have a number a channel of value, \[3\], got \[2\]"),
         ({"initial_state": leaves["initial_state"].mT}, r"initial_state must have shape \[rows, N, E\] = \[1, 5, 3\]"),
+        ({name: leaves[name][:0] for name in NAMES[:4]}, "query must hold at least one row, got B = 0"),
         ({"cu_seqlens": torch.tensor([0, 8])}, "cu_seqlens must run from 0 to T = 9, got 0 to 8"),
         ({"backend": "fft"}, "backend must be one of auto, recurrent, chunk, triton, got 'fft'"),
         ({"chunk_size": 0}, "chunk_size must be a positive integer, got 0"),

@@ -218,6 +218,7 @@ def test_bad_arguments_are_named():
             r"log_decay must have a number a head of value, \[1, 9, 4\], got \[1, 9, 2\]",
         ),
         ({"initial_state": leaves["initial_state"][:, :, :2]}, r"initial_state must have shape \[rows, H, P, N\]"),
+        ({name: x[:0] for name, x in leaves.items()}, "query must hold at least one row, got B = 0"),
         ({"cu_seqlens": torch.tensor([0, 8])}, "cu_seqlens must run from 0 to T = 9, got 0 to 8"),
         ({"backend": "fft"}, "backend must be one of auto, recurrent, chunk, triton, got 'fft'"),
         ({"chunk_size": 0}, "chunk_size must be a positive integer, got 0"),

@@ -188,9 +188,14 @@ def _ends(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
+def _numbers(lengths: list[int]) -> torch.Tensor:
+    return torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths))[None]
+
+
 PACKINGS = {
     "positions": {"position_ids": _positions(DOCUMENTS)},
     "ends": {"cu_seq_lens_q": _ends(DOCUMENTS)},
+    "numbers": {"seq_idx": _numbers(DOCUMENTS)},
     "both": {
         "position_ids": _positions(DOCUMENTS),
         "cu_seq_lens_q": _ends(DOCUMENTS),
@@ -226,6 +231,22 @@ def test_packed_documents_in_several_rows(any_model, rows, weights, random_ids, 
     ids = random_ids(len(rows), 10)
     positions = torch.cat([_positions(lengths) for lengths in rows])
     _assert_documents_are_alone(any_model, ids, weights, assert_same, rows, position_ids=positions)
+
+
+def test_numbers_of_documents_in_several_rows(model, weights, random_ids, assert_same):
+    rows = [[10], [3, 7], [1, 1, 8]]
+    numbers = torch.cat([_numbers(lengths) for lengths in rows])
+    _assert_documents_are_alone(model, random_ids(3, 10), weights, assert_same, rows, seq_idx=numbers)
+
+
+def test_numbers_of_documents_that_do_not_fit_are_refused(make_model, random_ids, contents):
+    model = make_model()
+    with pytest.raises(ValueError, match=r"seq_idx must have shape \[B, T\] = \[1, 4\], got \[1, 3\]."):
+        model(random_ids(1, 4), seq_idx=_numbers([1, 2]))
+    cache = InterdomainCache(model.config)
+    with pytest.raises(ValueError, match="seq_idx packs whole documents, so it cannot continue from past_key_values."):
+        model(random_ids(1, 4), seq_idx=_numbers([1, 3]), past_key_values=cache)
+    assert not int(cache.get_seq_length())
 
 
 def test_packed_documents_in_training(model, weights, random_ids, assert_same):
