@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .module_common import FULL_PRECISION, TabledModule, are_untouched, is_plain, is_untouched, own_backend
+from .module_common import FULL_PRECISION, TabledModule, are_untouched, is_plain, own_backend
 from .module_convolution import TOKEN_BEFORE, CausalConv1d, causal_conv, convolve_few, side_by_side, taps_of
 from .module_sparse_choice import KeyScorer, RankingLoss, SparseHash, hashed, ranking_loss, scored
 from .module_sparse_parts import PARTS, Budget, budgets, kept_shapes
@@ -32,6 +32,7 @@ class SparseInputs(NamedTuple):
         sums: `[B, S, 2, d]`, the sums of all queries and keys so far; None where no part asks.
         inputs: what the convolutions read, `[B, T, S d]` of each, or `[B, T, 2 S d]` of both side by side.
         windows: the one window that they share, `[B, 2 S d, kernel - 1]`.
+        factors: those of the gate `[H, D]`, where calling it does nothing but multiply by them, and few calls count.
     """
 
     query: torch.Tensor
@@ -42,6 +43,7 @@ class SparseInputs(NamedTuple):
     sums: torch.Tensor | None
     inputs: list[torch.Tensor]
     windows: list[torch.Tensor]
+    factors: torch.Tensor | None = None
 
     def convolved(self) -> list[torch.Tensor]:
         """What moves the windows."""
@@ -117,7 +119,7 @@ class SparseBranch(TabledModule):
         self.scored, self.hashed = self.scorer is not None, self.hash is not None
         self.hash_kind = config.sparse_hash
         read = {"q_proj": nn.Linear, "k_proj": nn.Linear, "q_conv": CausalConv1d, "k_conv": CausalConv1d}
-        read |= {"scorer": KeyScorer, "hash": SparseHash}
+        read |= {"gate": ChannelGate, "scorer": KeyScorer, "hash": SparseHash}
         self.read = {name: kind for name, kind in read.items() if getattr(self, name) is not None}
         self.window_shapes, self.state_shapes = kept_shapes(config, name, groups, width)
         self.reads_first = reads_first
@@ -214,7 +216,8 @@ class SparseBranch(TabledModule):
                 found = hashed(both, centred, projection, self.hash_kind)
             counts = states["sparse_seen"][:, None] + 1 if len(self.binned) > self.hashed else None
             bins = tuple([self._bins(budget, found, counts, both) for budget in self.binned])
-        return SparseInputs(query, key, value, scores, bins, sums, [projected], after)
+        factors = own["gate"]._parameters["weight"]
+        return SparseInputs(query, key, value, scores, bins, sums, [projected], after, factors)
 
     def _joined(self, q_proj, k_proj, q_taps, k_taps) -> tuple[torch.Tensor, torch.Tensor]:
         """Weight `[2 S d, hidden_size]` and taps `[kernel, 2 S d]` of queries and keys, the latter scaled."""
@@ -295,18 +298,15 @@ class SparseBranch(TabledModule):
             mask=mask,
             backend=own_backend(self.config, STEP_BACKENDS),
         )
-        return self._gated(output)
+        return self._gated(output, inputs.factors)
 
-    def _gated(self, output: torch.Tensor) -> torch.Tensor:
-        """From S heads to the H of the recurrence's output."""
+    def _gated(self, output: torch.Tensor, factors: torch.Tensor | None = None) -> torch.Tensor:
+        """From S heads to the H of the recurrence's output; `factors` instead of a call of the gate that has them."""
         if self.heads != self.groups:
             output = output.flatten(-2).unflatten(-1, (self.groups, self.width))
         if self.repeats > 1:
             output = output.repeat_interleave(self.repeats, dim=-2)
-        gate: Any = self._modules["gate"]
-        if is_plain(output, output.dtype) and is_untouched(gate, ChannelGate, output.device):
-            return gate._parameters["weight"] * output  # a module of its own costs more than the product
-        return gate(output)
+        return self.gate(output) if factors is None else factors * output
 
     def add_ranking_loss(self, inputs: SparseInputs, packing: Packing | None) -> None:
         """Hand on what trains the scorer; in training alone."""
@@ -389,7 +389,7 @@ def _counts(x: torch.Tensor, seen: torch.Tensor | None, packing: Packing | None)
 
 def _about_mean(x: torch.Tensor, sums: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
     """Of one token x `[B, 1, S, n, d]`, behind `seen` `[B]` others, what is left without the mean of all `sums`."""
-    if len(seen) == 1:  # as a plain number: a tensor of one takes three calls more
+    if seen.shape[0] == 1:  # as a plain number: a tensor of one takes three calls more
         return torch.sub(x, sums, alpha=1 / (seen.item() + 1))
     return torch.addcdiv(x, sums, (seen + 1).to(x.dtype).view(-1, 1, 1, 1, 1), value=-1)
 

@@ -133,8 +133,8 @@ def ssd_step(
 
 
 def _is_plain_step(query, key, value, log_decay, state, backend: str) -> bool:
-    """Whether nothing is wrong with a step on a CPU, and nothing is to be converted: seen in a third of the time that
-    the checks take, which find words for what is wrong.
+    """Whether nothing is wrong with a step on a CPU, and nothing is to be converted: seen in half of the time that the
+    checks take, which find words for what is wrong.
     """
     if torch.is_grad_enabled() or backend not in STEP_BACKENDS:
         return False
