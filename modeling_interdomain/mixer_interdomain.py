@@ -176,7 +176,7 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
 
     def _tokens(self, streams, cos_sin):
         query, *rest = streams
-        narrow = multiplies_narrow(query) and self.backend in ("auto", "chunk") and not self.recurrence.normalize
+        narrow = multiplies_narrow(query) and self.backend in ("auto", "chunk") and not self.config.normalize
         if narrow and query.shape[1] > 1 and is_plain(query, query.dtype):
             weights = self._weights(query.device)
             if weights is not None and all(w.dtype == query.dtype for w in weights):
@@ -195,7 +195,7 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
             return False
         here = hidden_states.device.type == "cpu" and self.sparse is None and not torch.is_grad_enabled()
         few = count <= FEW and (count > 1 or layer.waiting < TOGETHER)
-        return here and few and self.backend in ("auto", "triton") and not self.recurrence.normalize
+        return here and few and self.backend in ("auto", "triton") and not self.config.normalize
 
     def _read_on(self, layer, tokens, windows):
         count = tokens[0].shape[1]

@@ -108,10 +108,12 @@ def convolve_few(
     """
     tokens = side_by_side(inputs)
     before = side_by_side([w.mT for w in windows])  # token by token, as a `RecurrentLayer` has them in memory
-    extended = torch.cat([before.to(tokens.dtype), tokens], dim=1)
+    if before.dtype != tokens.dtype:
+        before = before.to(tokens.dtype)
+    extended = torch.cat([before, tokens], dim=1)
     count = tokens.shape[1]
-    last, widths = extended[:, count:].mT, [w.shape[1] for w in windows]
-    after = list(last.split_with_sizes(widths, dim=1)) if len(widths) > 1 else [last]
+    last = extended.narrow(1, count, before.shape[1]).mT
+    after = [last] if len(windows) == 1 else list(last.split_with_sizes([w.shape[1] for w in windows], dim=1))
     if count == 1:
         return (extended * taps).sum(1, keepdim=True), after
     return (extended.unfold(1, taps.shape[0], 1) * taps.mT).sum(-1), after

@@ -13,7 +13,7 @@ from transformers import initialization as init
 from .module_common import FULL_PRECISION, TabledModule, are_untouched, is_plain, own_backend
 from .module_convolution import TOKEN_BEFORE, CausalConv1d, causal_conv, convolve_few, side_by_side, taps_of
 from .module_sparse_choice import KeyScorer, RankingLoss, SparseHash, hashed, ranking_loss, scored
-from .module_sparse_parts import Budget, budgets, kept_shapes
+from .module_sparse_parts import PARTS, Budget, budgets, kept_shapes
 from .op_common import Packing, without_autocast
 from .op_common_launch import STEP_BACKENDS
 from .op_sparse import sparse_attention
@@ -32,6 +32,7 @@ class SparseInputs(NamedTuple):
         sums: `[B, S, 2, d]`, the sums of all queries and keys so far; None where no part asks.
         inputs: what the convolutions read, `[B, T, S d]` of each, or `[B, T, 2 S d]` of both side by side.
         windows: the one window that they share, `[B, 2 S d, kernel - 1]`.
+        factors: those of the gate `[H, D]`, where calling it does nothing but multiply by them, and few calls count.
     """
 
     query: torch.Tensor
@@ -42,6 +43,7 @@ class SparseInputs(NamedTuple):
     sums: torch.Tensor | None
     inputs: list[torch.Tensor]
     windows: list[torch.Tensor]
+    factors: torch.Tensor | None = None
 
     def convolved(self) -> list[torch.Tensor]:
         """What moves the windows."""
@@ -117,7 +119,7 @@ class SparseBranch(TabledModule):
         self.scored, self.hashed = self.scorer is not None, self.hash is not None
         self.hash_kind = config.sparse_hash
         read = {"q_proj": nn.Linear, "k_proj": nn.Linear, "q_conv": CausalConv1d, "k_conv": CausalConv1d}
-        read |= {"scorer": KeyScorer, "hash": SparseHash}
+        read |= {"gate": ChannelGate, "scorer": KeyScorer, "hash": SparseHash}
         self.read = {name: kind for name, kind in read.items() if getattr(self, name) is not None}
         self.window_shapes, self.state_shapes = kept_shapes(config, name, groups, width)
         self.reads_first = reads_first
@@ -191,11 +193,14 @@ class SparseBranch(TabledModule):
             return None
         weights = [module._parameters["weight"] for module in read[:4]]
         layers = list(own["scorer"]._parameters.values()) if self.scored else []
+        projection = own["hash"]._buffers["H"] if self.hashed else None
         if weights[0].dtype != dtype or (layers and layers[0].dtype != dtype):
             return None
+        if projection is not None and projection.dtype != dtype:
+            projection = projection.to(dtype)
         weight, taps = self._tables.get("token", weights, lambda _: self._joined(*weights))
         with torch.inference_mode():
-            projected = torch.mm(x.view(-1, x.shape[2]), weight).unsqueeze(1)
+            projected = nn.functional.linear(x, weight)
             y, after = convolve_few([projected], windows, taps)
             heads_first = y.view(-1, 2, self.heads, self.dim).transpose(1, 2)
             both = heads_first.unsqueeze(1)
@@ -207,19 +212,16 @@ class SparseBranch(TabledModule):
             if self.scored:
                 scores = scored(key, running.select(3, 0), layers)
             if self.hashed:
-                centred = None
-                if self.centred:
-                    # As a number of the dtype at once: PyTorch would convert it in a call of its own.
-                    count = (states["sparse_seen"] + 1.0).view(-1, 1, 1, 1, 1)
-                    centred = torch.addcdiv(both, running, count, value=-1)
-                found = hashed(both, centred, own["hash"]._buffers["H"].to(dtype), self.hash_kind)
+                centred = _about_mean(both, running, states["sparse_seen"]) if self.centred else None
+                found = hashed(both, centred, projection, self.hash_kind)
             counts = states["sparse_seen"][:, None] + 1 if len(self.binned) > self.hashed else None
             bins = tuple([self._bins(budget, found, counts, both) for budget in self.binned])
-        return SparseInputs(query, key, value, scores, bins, sums, [projected], after)
+        factors = own["gate"]._parameters["weight"]
+        return SparseInputs(query, key, value, scores, bins, sums, [projected], after, factors)
 
     def _joined(self, q_proj, k_proj, q_taps, k_taps) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weight `[hidden_size, 2 S d]` and taps `[kernel, 2 S d]` of queries and keys, the latter scaled."""
-        return torch.cat([q_proj, k_proj]).T, taps_of(q_taps, k_taps * self.dim**-0.5)
+        """Weight `[2 S d, hidden_size]` and taps `[kernel, 2 S d]` of queries and keys, the latter scaled."""
+        return torch.cat([q_proj, k_proj]), taps_of(q_taps, k_taps * self.dim**-0.5)
 
     def _choose(self, both, states, packing: Packing | None, differentiated: bool):
         """Scores, bins and sums, in at least float32; only the scores of a forward of training have a gradient.
@@ -296,15 +298,15 @@ class SparseBranch(TabledModule):
             mask=mask,
             backend=own_backend(self.config, STEP_BACKENDS),
         )
-        return self._gated(output)
+        return self._gated(output, inputs.factors)
 
-    def _gated(self, output: torch.Tensor) -> torch.Tensor:
-        """From S heads to the H of the recurrence's output."""
+    def _gated(self, output: torch.Tensor, factors: torch.Tensor | None = None) -> torch.Tensor:
+        """From S heads to the H of the recurrence's output; `factors` instead of a call of the gate that has them."""
         if self.heads != self.groups:
             output = output.flatten(-2).unflatten(-1, (self.groups, self.width))
         if self.repeats > 1:
             output = output.repeat_interleave(self.repeats, dim=-2)
-        return self.gate(output)
+        return self.gate(output) if factors is None else factors * output
 
     def add_ranking_loss(self, inputs: SparseInputs, packing: Packing | None) -> None:
         """Hand on what trains the scorer; in training alone."""
@@ -356,20 +358,22 @@ def recorded_count(states: dict[str, torch.Tensor]) -> int:
     return 2 + rings + ("sparse_scores" in states) + ("sparse_sums" in states)
 
 
+# Of every part but key selection, in their order.
+_RINGS = [(f"sparse_ring{i}", f"sparse_ring{i}_places") for i in range(len(PARTS))]
+
+
 def _memory_of(states: dict[str, torch.Tensor]) -> SparseMemory:
-    rings: list[Ring] = []
-    while (name := f"sparse_ring{len(rings)}") in states:
-        rings.append(Ring(states[name], states[f"{name}_places"]))
+    rings = tuple([Ring(states[name], states[places]) for name, places in _RINGS if name in states])
     chosen = states.get("sparse_entries"), states.get("sparse_scores"), states.get("sparse_places")
-    return SparseMemory(states["sparse_seen"], *chosen, tuple(rings))
+    return SparseMemory(states["sparse_seen"], *chosen, rings)
 
 
 def _states_of(memory: SparseMemory) -> dict[str, torch.Tensor]:
     states = {"sparse_seen": memory.seen}
     if memory.entries is not None:
         states |= {"sparse_entries": memory.entries, "sparse_scores": memory.scores, "sparse_places": memory.places}
-    for i, ring in enumerate(memory.rings):
-        states |= {f"sparse_ring{i}": ring.entries, f"sparse_ring{i}_places": ring.places}
+    for (name, places), ring in zip(_RINGS, memory.rings):
+        states |= {name: ring.entries, places: ring.places}
     return states
 
 
@@ -381,6 +385,13 @@ def _counts(x: torch.Tensor, seen: torch.Tensor | None, packing: Packing | None)
     if packing is not None and packing.documents is not None:
         counts = counts - packing.cu_seqlens[packing.documents]
     return counts if seen is None else counts + seen[:, None]
+
+
+def _about_mean(x: torch.Tensor, sums: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Of one token x `[B, 1, S, n, d]`, behind `seen` `[B]` others, what is left without the mean of all `sums`."""
+    if seen.shape[0] == 1:  # as a plain number: a tensor of one takes three calls more
+        return torch.sub(x, sums, alpha=1 / (seen.item() + 1))
+    return torch.addcdiv(x, sums, (seen + 1).to(x.dtype).view(-1, 1, 1, 1, 1), value=-1)
 
 
 def _running_sums(x: torch.Tensor, before: torch.Tensor | None, packing: Packing | None):

@@ -39,8 +39,8 @@ class SparseHash(Float32Module):
 def hashed(z: torch.Tensor, centred: torch.Tensor | None, projection: torch.Tensor, kind: str) -> torch.Tensor:
     """`SparseHash` with a projection `[S, d, h]`, in the dtype of z; `centred`, z about its mean, is overwritten."""
     if centred is not None:
-        least = torch.linalg.vector_norm(z, 2, -1, True).mul_(_SAME)
-        z = centred.masked_fill_(torch.linalg.vector_norm(centred, 2, -1, True) < least, 0)
+        sizes = [torch.linalg.vector_norm(x, 2, -1, True) for x in (centred, z)]
+        z = centred.masked_fill_(torch.sub(*sizes, alpha=_SAME).signbit(), 0)
     one = z.shape[0] == 1 and z.shape[1] == 1  # one by one: a graph of any length must not compare the two
     heads_first = z.view(z.shape[2:]) if one else z.permute(2, 0, 1, 3, 4)
     projected = torch.bmm(heads_first if one else heads_first.flatten(1, 3), projection)

@@ -41,19 +41,27 @@ def sparse_step(
             return sparse_step(query, key, value, memory=memory, scores=scores, bins=bins, mask=mask, backend=backend)
     shape = value.shape[0], *value.shape[-2:]
     query = query.reshape(-1, 1, query.shape[-1])
-    entry = torch.cat([key, value], dim=-1).view(query.shape[0], 1, -1)
+    entry = torch.cat([key, value], dim=-1).view(query.shape[0], -1)
     if backend == "triton" or (backend == "auto" and query.device.type != "cpu" and _contiguous(memory)):
-        output = _fused(backend, query[:, 0], entry[:, 0], memory, scores, bins, mask)
+        output = _fused(backend, query[:, 0], entry, memory, scores, bins, mask)
         if output is not None:
             return output.view(shape).to(value.dtype)
+    kept = memory.rings[0].entries if memory.entries is None else memory.entries
+    if entry.dtype != kept.dtype:
+        entry = entry.to(kept.dtype)
     slots = _slots_for(query.shape[0], memory)
     if torch.compiler.is_compiling():
         weights, values = _remember_and_find(query, entry, memory, scores, bins, mask, slots)
     else:
         with torch.inference_mode():  # calls so small are a tenth shorter where no views are tracked
             weights, values = _remember_and_find(query, entry, memory, scores, bins, mask, slots)
-    output = torch.bmm(weights, values).view(shape)
-    return (output if mask is None else output.where(mask[:, None, None], 0)).to(value.dtype)
+    output = torch.bmm(weights[0], values[0])
+    for of_set, among in zip(weights[1:], values[1:], strict=True):
+        output.baddbmm_(of_set, among)
+    output = output.view(shape)
+    if mask is not None:
+        output = output.where(mask[:, None, None], 0)
+    return output if output.dtype == value.dtype else output.to(value.dtype)
 
 
 def _contiguous(memory: SparseMemory) -> bool:
@@ -75,15 +83,16 @@ class _Slots(NamedTuple):
     """Numbers that depend on sizes alone, which every layer needs at every token.
 
     Attributes:
-        first: `[N, keys]`, the first `keys` of `keys + 1` slots of each of N heads.
-        behind: the slots behind these.
-        from_end: `[keys]`, how far each is from the last one.
+        none: minus infinity, less than all scores.
+        numbers: `[keys]`, the slots of the best keys.
+        first, behind: `[N, keys]`, the first `keys` of `keys + 1` slots of each of N heads, and the slots behind these.
         starts: of every ring `[N]`, the first bin of each head.
     """
 
+    none: torch.Tensor
+    numbers: torch.Tensor
     first: torch.Tensor
     behind: torch.Tensor
-    from_end: torch.Tensor
     starts: tuple[torch.Tensor, ...]
 
 
@@ -102,92 +111,100 @@ def _kept_slots(*sizes: int) -> _Slots:
 
 
 def _slots(rows: int, keys: int, *bins: int, device: torch.device) -> _Slots:
-    slots, heads = torch.arange(keys, device=device), torch.arange(rows, device=device)
-    first = heads[:, None] * (keys + 1) + slots
-    return _Slots(first, first + 1, keys - slots, tuple([heads * number for number in bins]))
+    numbers, heads = torch.arange(keys, device=device), torch.arange(rows, device=device)
+    first = heads[:, None] * (keys + 1) + numbers
+    none = torch.full((), -torch.inf, device=device)
+    return _Slots(none, numbers, first, first + 1, tuple([heads * number for number in bins]))
 
 
 def _remember_and_find(query, entry, memory: SparseMemory, scores, bins: Sequence[Bins], mask, slots: _Slots):
-    _remember(entry, memory, scores, bins, mask, slots)
-    return _find(query, memory, bins, slots)
-
-
-def _remember(entry, memory: SparseMemory, scores, bins: Sequence[Bins], mask, slots: _Slots) -> None:
+    """Weights `[N, 1, keys]` of queries `[N, 1, d]` for every set, and the values `[N, keys, D]` that they are of."""
     seen = memory.seen.add_(1 if mask is None else mask.long())
-    batch = seen.shape[0]
-    heads = entry.shape[0] // batch
-    place = seen.expand(heads, 1) if batch == 1 else seen[:, None].expand(-1, heads).reshape(-1, 1)
+    batch, rows = seen.shape[0], entry.shape[0]
+    heads = rows // batch
+    place = seen.expand(rows, 1) if batch == 1 else seen[:, None].expand(-1, heads).reshape(-1, 1)
     real = None if mask is None else mask[:, None].expand(-1, heads).reshape(-1)
+    found, known, hidden = [], [], []
     if memory.entries is not None:
-        _compete(memory, entry.to(memory.entries.dtype), scores.reshape(-1, 1), place, real, slots)
-    for ring, part, starts in zip(memory.rings, bins, slots.starts, strict=True):
-        own = part.key.flatten()
-        valid = real if part.complete else (own >= 0 if real is None else (own >= 0) & real)
-        row = starts + (own if valid is None else own.clamp(min=0))
-        _push(ring, entry.to(ring.entries.dtype), place, row, valid)
+        best = _compete(memory, entry, scores.reshape(-1, 1), place, real, slots)
+        found, known, hidden = [best.entries], [best.places], [best.places == 0]
+    for i, (ring, part, starts) in enumerate(zip(memory.rings, bins, slots.starts, strict=True), start=1):
+        own = _push_and_ask(ring, part, entry, place, starts, real)
+        hide = own.places == 0
+        for earlier in known:  # a key in both counts once
+            hide.logical_or_(_among(earlier, own.places))
+        if i < len(memory.rings):
+            known.append(own.places.sort(1).values)
+        found.append(own.entries)
+        hidden.append(hide)
+    return _weights(query, found, hidden, always=memory.entries is not None)
 
 
-def _compete(memory: SparseMemory, entry, score, place, real, slots: _Slots) -> None:
-    """The worst of all makes room, of equals the latest, which may be the new one; the others stay in their order."""
-    rows, _, width = entry.shape
-    keys = memory.scores.shape[2]
-    scores, places, kept = memory.scores.view(rows, keys), memory.places.view(rows, keys), memory.entries
-    entries = torch.cat([kept.view(rows, keys, width), entry], dim=1)
-    of_all, places_of_all = torch.cat([scores, score], dim=1), torch.cat([places, place], dim=1)
-    worst = of_all.masked_fill(places_of_all == 0, -torch.inf).flip(1).argmin(1, keepdim=True)  # from the end
-    if real is not None:
-        worst = worst * real[:, None]
-    stay = torch.where(worst >= slots.from_end, slots.behind, slots.first)
-    torch.take(of_all, stay, out=scores)
-    torch.take(places_of_all, stay, out=places)
-    torch.index_select(entries.view(-1, width), 0, stay.view(-1), out=kept.view(-1, width))
+def _push_and_ask(ring: Ring, part: Bins, entry, place, starts, real) -> Ring:
+    """The oldest key of a bin makes room, an empty slot before all.
 
-
-def _push(ring: Ring, entry, place, row, valid) -> None:
-    """The oldest key of the bin makes room, an empty slot before all."""
-    keys = ring.places.shape[3]
-    slot = torch.add(ring.places.view(-1, keys).index_select(0, row).argmin(1), row, alpha=keys)
-    for kept, new in ((ring.entries.view(-1, entry.shape[2]), entry.squeeze(1)), (ring.places.view(-1, 1), place)):
+    Returns the bin that each of N queries asks for, entries `[N, keys, d + D]` and places `[N, keys]`.
+    """
+    number, keys, width = ring.entries.shape[2:]
+    places, own = ring.places.view(-1, keys), part.key.flatten()
+    valid = real if part.complete else (own >= 0 if real is None else (own >= 0) & real)
+    row = starts + (own if valid is None else own.clamp(min=0))
+    slot = torch.add(places.index_select(0, row).argmin(1), row, alpha=keys)
+    for kept, new in ((ring.entries.view(-1, width), entry), (ring.places.view(-1, 1), place)):
         if valid is not None:
             new = torch.where(valid[:, None], new, kept.index_select(0, slot))
         kept.index_copy_(0, slot, new)
 
+    entries, asked = ring.entries.view(-1, keys, width), part.query.flatten()
+    if number > 1:
+        row = starts + (asked if part.complete else asked.clamp(min=0))
+        entries, places = entries.index_select(0, row), places.index_select(0, row)
+    return Ring(entries, places if part.complete else places.masked_fill((asked < 0)[:, None], 0))
 
-def _find(query: torch.Tensor, memory: SparseMemory, bins: Sequence[Bins], slots: _Slots):
-    """Weights `[N, 1, keys]` of queries `[N, 1, d]`, and the values `[N, keys, D]` that they are of."""
-    entries, places, known = [], [], []
-    if memory.entries is not None:
-        entries, known = [memory.entries.flatten(0, 1)], [memory.places.flatten(0, 1)]
-        places = [*known]
-    for i, (ring, part, starts) in enumerate(zip(memory.rings, bins, slots.starts, strict=True), start=1):
-        number, keys = ring.places.shape[2:]
-        found, place = ring.entries.view(-1, keys, ring.entries.shape[-1]), ring.places.view(-1, keys)
-        asked = part.query.flatten()
-        if number > 1:
-            row = starts + (asked if part.complete else asked.clamp(min=0))
-            found, place = found.index_select(0, row), place.index_select(0, row)
-        if not part.complete:
-            place = place.masked_fill((asked < 0)[:, None], 0)
-        once = place
-        for earlier in known:  # a key in both counts once
-            once = once * _missing(earlier, place)
-        if i < len(memory.rings):
-            known.append(place.sort(1).values)
-        entries.append(found)
-        places.append(once)
-    together, place = (entries[0], places[0]) if len(places) == 1 else (torch.cat(entries, 1), torch.cat(places, 1))
-    if together.dtype not in (torch.float32, torch.float64):
-        together = together.float()
+
+def _compete(memory: SparseMemory, entry, score, place, real, slots: _Slots) -> Ring:
+    """The worst of all makes room, of equals the latest, which may be the new one; the others stay in their order.
+
+    Returns views `[N, keys, d + D]` and `[N, keys]` of the entries and places then.
+    """
+    rows, width = entry.shape
+    keys = memory.scores.shape[2]
+    scores, places, kept = memory.scores.view(rows, keys), memory.places.view(rows, keys), memory.entries
+    kept = kept.view(rows, keys, width)
+    entries = torch.cat([kept, entry.unsqueeze(1)], dim=1)
+    of_all, places_of_all = torch.cat([scores, score], dim=1), torch.cat([places, place], dim=1)
+    # Of equal numbers the least so far is the latest.
+    worst = torch.where(places_of_all == 0, slots.none, of_all).cummin(1)[1].narrow(1, keys, 1)
+    if real is not None:
+        worst = worst.where(real[:, None], keys)
+    stay = torch.where(slots.numbers >= worst, slots.behind, slots.first)
+    torch.take(of_all, stay, out=scores)
+    torch.take(places_of_all, stay, out=places)
+    torch.index_select(entries.view(-1, width), 0, stay.view(-1), out=kept.view(-1, width))
+    return Ring(kept, places)
+
+
+def _weights(query, found: list[torch.Tensor], hidden: list[torch.Tensor], always: bool):
+    """One softmax over all sets; `always`: every query sees a key."""
+    dtype = found[0].dtype
+    if dtype not in (torch.float32, torch.float64):
+        dtype, found = torch.float32, [x.float() for x in found]
+    if query.dtype != dtype:
+        query = query.to(dtype)
     width = query.shape[2]
-    remembered, values = together.split_with_sizes([width, together.shape[2] - width], dim=2)
-    hidden = (place == 0).unsqueeze(1)
-    logits = torch.bmm(query.to(together.dtype), remembered.mT)
-    weights = logits.masked_fill_(hidden, torch.finfo(together.dtype).min).softmax(-1)
-    if memory.entries is None:  # otherwise a token sees a key, the first of all if no other
-        weights = weights.masked_fill_(hidden, 0)
-    return weights, values
+    sizes = [width, found[0].shape[2] - width]
+    keys, values = zip(*[x.split_with_sizes(sizes, dim=2) for x in found])
+    logits = _joined([torch.bmm(query, x.mT) for x in keys], dim=2)
+    hide = _joined(hidden, dim=1).unsqueeze(1)
+    weights = logits.masked_fill_(hide, torch.finfo(dtype).min).softmax(-1)
+    weights = weights if always else weights.masked_fill_(hide, 0)
+    return weights.split_with_sizes([x.shape[1] for x in values], dim=2), values
 
 
-def _missing(places: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Which of the wanted are not among the ascending `places` of their row."""
-    return torch.searchsorted(places, wanted) == torch.searchsorted(places, wanted, right=True)
+def _joined(sets: list[torch.Tensor], dim: int) -> torch.Tensor:
+    return sets[0] if len(sets) == 1 else torch.cat(sets, dim=dim)
+
+
+def _among(places: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Which of the wanted are among the ascending `places` of their row."""
+    return torch.searchsorted(places, wanted) != torch.searchsorted(places, wanted, right=True)

@@ -87,7 +87,7 @@ def test_single_pads_leave_the_memory_alone(make_branch, random_ids, advance, co
     assert_same([x for x in contents(cache) if x.numel() > 2], [x for x in before if x.numel() > 2])
 
 
-@pytest.mark.parametrize("name", ["k_conv", "scorer", "hash"])
+@pytest.mark.parametrize("name", ["k_conv", "scorer", "hash", "gate"])
 def test_a_token_in_few_calls_is_that_of_the_modules(name, make_branch, random_ids, advance, assert_same):
     """Changed weights are seen, and a module that something hangs on is called."""
     model, ids = make_branch(), random_ids(2, 12)
