@@ -99,8 +99,10 @@ class RequestManager:
             block: wait until then, at most `timeout` seconds.
             keep_for_next_session: of the library's engine; nothing is lost when a new manager is made.
         """
+        if self._thread is None or not self.is_running():
+            return
         self._orders.put(partial(self._end, hard_stop))
-        if block and self._thread is not None:
+        if block:
             self._thread.join(timeout)
 
     def destroy(self) -> None:

@@ -55,6 +55,14 @@ def test_a_request_that_ends_with_its_first_token_needs_no_row(make_model, promp
     assert model.generate_batch([]) == {}
 
 
+def test_the_librarys_own_way_there(make_model, prompts):
+    """`generate` hands over where it is asked for pages of keys."""
+    model = make_model("softmax-interdomain")
+    ids = torch.tensor([prompts[0]])
+    found = model.generate(ids, cache_implementation="paged", max_new_tokens=4, do_sample=False)
+    assert found[0, 0].tolist() == prompts[0] + alone(model, prompts[0], max_new_tokens=4)
+
+
 def test_sampled_text_repeats_with_the_seed(make_model, prompts):
     model, texts = make_model(), []
     for _ in range(2):

@@ -63,7 +63,11 @@ def test_requests_end_where_they_ask_to(served, prompts):
     assert manager.get_result("short").generated_tokens == text[:2]
     pieces = [output.generated_tokens for output in manager.request_id_iter("streamed")]
     assert pieces == [text[: count + 1] for count in range(5)]
-    manager.stop()
+    for _ in range(2):
+        manager.stop()
+    manager.start()
+    assert manager.get_result(manager.add_request(prompts[0], max_new_tokens=1)).generated_tokens == text[:1]
+    manager.destroy()
 
 
 def test_handlers_get_what_came_before_them(served, prompts):
