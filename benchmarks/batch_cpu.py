@@ -1,13 +1,16 @@
 """Many prompts: one after the other, in padded batches, and with rows that are refilled as they end."""
 
 import random
+from functools import partial
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.harness import footnote, markdown, time_in_turns, verify_model
+from modeling_interdomain import StateStore
 
 PROMPTS, ROWS, SHORTEST, LONGEST, NEW_TOKENS, ENDS = 24, 8, 8, 128, 96, 32  # a text ends at one of ENDS in a thousand
+SHARED = 512  # tokens that all prompts begin with, in the last part
 REQUIRED = {"one by one": 1.5, "padded batches": 1.2}
 
 
@@ -28,18 +31,41 @@ def run(quick: bool = False) -> dict:
         "pad_token_id": 0,
         "do_sample": False,
     }
+    ways = {"refilled rows": refilled_rows, "one by one": one_by_one, "padded batches": padded_batches}
+    record |= measured(model, prompts, rows, options, ways) | {"rows": rows, "required": REQUIRED}
+    begin = [draw.randrange(config.vocab_size) for _ in range(SHARED)]
+    stores = {"refilled rows, prompt store": with_a_store, "refilled rows": refilled_rows}
+    shared = measured(model, [begin + prompt for prompt in prompts], rows, options, stores)
+    config.token_mixers = [("interdomain", "softmax")[layer % 2] for layer in range(config.num_hidden_layers)]
+    hybrid = AutoModelForCausalLM.from_config(config).eval()
+    record["parts"] = {
+        "every other layer softmax": measured(hybrid, prompts, rows, options, ways) | {"required": REQUIRED},
+        f"{SHARED} tokens in front of every prompt": shared | {"required": {}},
+    }
+    return record
+
+
+def measured(model, prompts, rows: int, options: dict, ways: dict) -> dict:
+    """What each way takes, and the lengths of the answers, which are the same."""
     written: dict[str, list[list[int]]] = {}
 
-    def note(name: str, way) -> None:
-        written[name] = way(model, prompts, rows, options)
+    def note(name: str) -> None:
+        written[name] = ways[name](model, prompts, rows, options)
 
-    ways = {"refilled rows": refilled_rows, "one by one": one_by_one, "padded batches": padded_batches}
-    times = time_in_turns({name: lambda name=name: note(name, ways[name]) for name in ways}, seconds=0, at_least=3)
+    times = time_in_turns({name: partial(note, name) for name in ways}, seconds=0, at_least=3)
     first, *others = written.values()
     if any(other != first for other in others):
-        raise SystemExit("The three ways do not write the same: no speed is shown.")
-    lengths = [len(tokens) for tokens in first]
-    return record | {"times": times, "rows": rows, "lengths": lengths, "required": REQUIRED}
+        raise SystemExit(f"{', '.join(ways)} do not write the same: no speed is shown.")
+    return {"times": times, "lengths": [len(tokens) for tokens in first]}
+
+
+def with_a_store(model, prompts, rows: int, options: dict) -> list[list[int]]:
+    """One that knows nothing yet: what is saved is what the prompts of one call share."""
+    model.prompt_store = StateStore()
+    try:
+        return refilled_rows(model, prompts, rows, options)
+    finally:
+        model.prompt_store = None
 
 
 def refilled_rows(model, prompts, rows: int, options: dict) -> list[list[int]]:
@@ -71,18 +97,9 @@ def _until_the_end(tokens: list[int], ends: list[int]) -> list[int]:
 
 
 def table(record: dict) -> str:
-    times, total = record["times"], sum(record["lengths"])
-    ours = times["refilled rows"]["median"]
-    rows = []
-    for name, taken in times.items():
-        low, high = total / taken["p80"], total / taken["p20"]
-        required = f"{record['required'][name]:g}x" if name in record["required"] else ""
-        cells = [
-            f"{total / taken['median']:,.1f} ({low:,.1f} to {high:,.1f})",
-            f"{taken['median'] / ours:.2f}x",
-            required,
-        ]
-        rows.append([name, *cells])
+    total, rows = sum(record["lengths"]), _rows(record)
+    for part, of_part in record.get("parts", {}).items():
+        rows += [[f"{part}: {name}", *cells] for name, *cells in _rows(of_part)]
     about = (
         f"The 125M shape, float32: {len(record['lengths'])} prompts of {SHORTEST} to {LONGEST} tokens, answers of "
         f"{min(record['lengths'])} to {max(record['lengths'])}, {total:,} tokens in all, the same in every way; "
@@ -90,3 +107,14 @@ def table(record: dict) -> str:
     )
     header = ["", "tokens written a second", "refilled rows are", "required"]
     return "\n\n".join([markdown(header, rows), f"{about} {footnote(record)}"])
+
+
+def _rows(record: dict) -> list[list[str]]:
+    """A way each, beside the first."""
+    total, first, rows = sum(record["lengths"]), next(iter(record["times"].values()))["median"], []
+    for name, taken in record["times"].items():
+        low, high = total / taken["p80"], total / taken["p20"]
+        required = f"{record['required'][name]:g}x" if name in record["required"] else ""
+        speed = f"{total / taken['median']:,.1f} ({low:,.1f} to {high:,.1f})"
+        rows.append([name, speed, f"{taken['median'] / first:.2f}x", required])
+    return rows

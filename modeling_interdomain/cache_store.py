@@ -4,8 +4,8 @@ import contextlib
 import hashlib
 import os
 import time
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -53,9 +53,10 @@ class StateStore:
     multiple of `block` tokens.
 
     What is written with a store is what is written without, up to the rounding of floating point numbers: the text is
-    read in other pieces. It takes part in greedy decoding and sampling of one row without pads. All else reads the
-    whole prompt: batches, beams, assisted decoding, embeddings as inputs, hidden states of the prompt as outputs,
-    training, process groups.
+    read in other pieces. It takes part in greedy decoding and sampling of one row without pads, and in
+    `generate_batch()`, where prompts of one call share with each other, too. All else reads the whole prompt: padded
+    batches, beams, assisted decoding, embeddings as inputs, hidden states of the prompt as outputs, training, process
+    groups.
 
     Several threads may use one store, and several processes one folder: files appear whole, and one that another
     process has removed, or that is damaged, is a state that is not known. A state tells much of what was read: keep the
@@ -145,17 +146,25 @@ class StateStore:
         """Keep the state after these tokens: tensors that nobody else will change."""
         (beginning,) = _beginnings(ids, [len(ids)])
         self._keep(model, beginning, tensors)
-        with self._lock:
-            for block in self._blocks(ids):
-                self._seen[model, block] = None
-                self._seen.move_to_end((model, block))
-            while len(self._seen) > _REMEMBERED:
-                self._seen.popitem(last=False)
+        self._remember(model, self._blocks(ids))
         if self.folder is not None and self.disk_bytes:
             try:
                 self._write(self._path(model, beginning), model, tensors)
             except OSError as error:
                 logger.warning_once(f"The prompt store cannot write, and goes on in memory: {error}")
+
+    def announce(self, model: str, prompts: Iterable[list[int]]) -> None:
+        """Know before the first of these prompts is read where several of them begin alike."""
+        found = Counter(block for ids in prompts for block in self._blocks(ids[:-1]))
+        self._remember(model, [block for block, prompts in found.items() if prompts > 1])
+
+    def _remember(self, model: str, blocks: list[Beginning]) -> None:
+        with self._lock:
+            for block in blocks:
+                self._seen[model, block] = None
+                self._seen.move_to_end((model, block))
+            while len(self._seen) > _REMEMBERED:
+                self._seen.popitem(last=False)
 
     def _blocks(self, ids: list[int]) -> list[Beginning]:
         return _beginnings(ids, range(self.block, len(ids) + 1, self.block))
@@ -241,9 +250,8 @@ class PromptReading(StoppingCriteria):
     As a stopping criterion it stops nothing; it is called with the first token, when the cache has read the prompt.
     """
 
-    def __init__(self, store: StateStore, model: Any, cache: Any, ids: torch.Tensor):
-        self.store, self.model, self.cache = store, model, cache
-        self.fingerprint = model_fingerprint(model)
+    def __init__(self, store: StateStore, fingerprint: str, model: Any, cache: Any, ids: torch.Tensor):
+        self.store, self.fingerprint, self.model, self.cache = store, fingerprint, model, cache
         self.prompt: list[int] = ids[0].tolist()
         self.kept: list[tuple[int, dict[str, torch.Tensor]]] = []
 
@@ -277,14 +285,13 @@ class PromptReading(StoppingCriteria):
     def _keep(self) -> None:
         tokens = int(self.cache.get_seq_length())
         if tokens not in [kept for kept, _ in self.kept]:
-            tensors = self.cache.named_tensors()
-            self.kept.append((tokens, {name: x.detach().to("cpu", copy=True) for name, x in tensors.items()}))
+            self.kept.append((tokens, on_cpu(self.cache.named_tensors())))
 
 
 def prompt_reading(model: Any, ids: torch.Tensor, generation_config: Any, arguments: dict) -> PromptReading | None:
     """How the store of a model takes part in a generation with these arguments; None where it cannot."""
-    store, cache = getattr(model, "prompt_store", None), arguments.get("past_key_values")
-    if store is None or not hasattr(cache, "restore") or ids.shape[0] != 1 or ids.shape[1] < 2:
+    cache = arguments.get("past_key_values")
+    if getattr(model, "prompt_store", None) is None or not hasattr(cache, "restore") or ids.shape[0] != 1:
         return None
     config, mask, positions = generation_config, arguments.get("attention_mask"), arguments.get("position_ids")
     expected = torch.arange(ids.shape[1], device="cpu")
@@ -294,19 +301,40 @@ def prompt_reading(model: Any, ids: torch.Tensor, generation_config: Any, argume
         or arguments.get("use_cache") is False
         or config.is_assistant
         or complete  # of the prompt, too
-        or model.training
         or int(cache.get_seq_length())
         or (mask is not None and not (mask.shape == ids.shape and bool((mask == 1).all())))
         or (positions is not None and not positions.cpu().equal(expected.expand_as(positions)))
+    ):
+        return None
+    return begin_reading(model, cache, ids)
+
+
+def begin_reading(model: Any, cache: Any, ids: torch.Tensor) -> PromptReading | None:
+    """How the store of a model takes part in reading a prompt `[1, T]` into an empty cache; None where it cannot."""
+    found = store_of(model) if ids.shape[1] > 1 else None
+    return None if found is None else PromptReading(*found, model, cache, ids)
+
+
+def store_of(model: Any) -> tuple[StateStore, str] | None:
+    """The store of a model and its fingerprint, where what it reads is a state of the tokens alone."""
+    store = getattr(model, "prompt_store", None)
+    if (
+        store is None
+        or model.training
         or (torch.distributed.is_available() and torch.distributed.is_initialized())
         or any(module._forward_pre_hooks for module in model.modules())  # what they change, nobody knows
     ):
         return None
     try:
-        return PromptReading(store, model, cache, ids)
+        return store, model_fingerprint(model)
     except ValueError as error:  # offloaded weights, whose fingerprint nobody can take
         logger.warning_once(f"The prompt store is not used: {error}")
         return None
+
+
+def on_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies that nobody else will change."""
+    return {name: x.detach().to("cpu", copy=True) for name, x in tensors.items()}
 
 
 def _beginnings(ids: list[int], lengths) -> list[Beginning]:

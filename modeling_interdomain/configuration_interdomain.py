@@ -7,6 +7,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from .module_sparse_parts import check_parts, numbers_kept
+from .module_tensor_parallel import LAYERS
 from .registry_interdomain import FEED_FORWARDS, TOKEN_MIXERS
 
 logger = logging.get_logger(__name__)
@@ -616,11 +617,12 @@ class InterdomainConfig(PreTrainedConfig):
         reason = self._undivided(processes)
         if reason is not None and processes > 1:
             logger.warning_once(
-                f"All heads and their states are in every process of tp_size = {processes}, because {reason}."
+                f"All heads and their states are in every process of tp_size = {processes}, because {reason}; leave "
+                "q_proj, k_proj and v_proj out of target_modules of a PEFT adapter, which would not fit them."
             )
         parts = _GATHERED if reason is not None else self._head_plan()
         plan = {f"layers.*.token_mixer.{name}".rstrip("."): style for name, style in parts.items()}
-        return plan | {f"layers.*.mlp.{name}": style for name, style in _DIVIDED_MLP.items()}
+        return plan | {"layers.*": LAYERS} | {f"layers.*.mlp.{name}": style for name, style in _DIVIDED_MLP.items()}
 
     def _undivided(self, processes: int) -> str | None:
         """Why so many processes cannot share out the heads of all layers, or None."""

@@ -1,7 +1,8 @@
 """Continuous batching: many prompts, a fixed number of rows, and a new prompt as soon as a row is free."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,19 +10,24 @@ from transformers import LogitsProcessorList
 
 from .cache_interdomain import InterdomainCache
 from .cache_slots import Slots
+from .cache_store import begin_reading, on_cpu, store_of
+from .module_rotary import LENGTH_DEPENDENT
 
 # What ends or changes a text in `generate` alone.
 _UNHEEDED = ("stop_strings", "max_time", "token_healing", "dola_layers", "constraints", "force_words_ids")
+ROWS = 8  # in flight at once, where nobody asks for another number
 # What asks for more rows a prompt, or for another way to write, than one token a row and step.
 _SINGLE = ("num_beams", "num_return_sequences", "prompt_lookup_num_tokens", "assistant_early_exit", "penalty_alpha")
 
 
-class _Request:
+class Request:
     """A prompt, what is written after it, and how its next token is chosen."""
 
-    def __init__(self, model, number: int, prompt: Sequence[int], config):
-        self.name, self.prompt = f"req_{number}", list(prompt)
+    def __init__(self, model, name: str, prompt: Sequence[int], config, streaming: bool = False):
+        self.name, self.prompt, self.streaming = name, list(prompt), streaming
         self.written: list[int] = []
+        self.error: str | None = None
+        self.cancelled = False
         self.config = config
         self.ids = torch.tensor([self.prompt], device=model.device)
         self.processors: LogitsProcessorList = model._get_logits_processor(
@@ -29,11 +35,16 @@ class _Request:
         )
         most = config.max_new_tokens
         self.most = most if most is not None else max(config.max_length - len(self.prompt), 1)
+        self.room = room(model.config)
+        self.keep: Callable[[list[int], dict[str, torch.Tensor]], None] | None = None  # a state, in the prompt store
 
     @property
     def finished(self) -> bool:
+        if self.cancelled or self.error is not None:
+            return True
         ends = self.config._eos_token_tensor
-        return len(self.written) >= self.most or (ends is not None and self.written[-1] in ends.tolist())
+        ended = bool(self.written) and ends is not None and self.written[-1] in ends.tolist()
+        return ended or len(self.written) >= self.most
 
     def choose(self, logits: torch.Tensor) -> None:
         """The next token from logits `[1, vocab]`, as `generate` chooses it."""
@@ -41,22 +52,93 @@ class _Request:
         token = torch.multinomial(scores.softmax(-1), 1) if self.config.do_sample else scores.argmax(-1, keepdim=True)
         self.ids = torch.cat([self.ids, token], dim=1)
         self.written.append(int(token))
+        if not self.finished and self.room is not None and self.ids.shape[1] > self.room:
+            self.error = f"{self.name} has come to the end of the {self.room} positions that this model knows."
 
     def output(self):
         # Here, because a program that never asks for it should not wait for what the library's engine imports.
         from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
+        status = RequestStatus.FINISHED if self.finished else RequestStatus.DECODING
         return GenerationOutput(
-            self.name, prompt_ids=self.prompt, generated_tokens=self.written, status=RequestStatus.FINISHED
+            self.name,
+            prompt_ids=self.prompt,
+            generated_tokens=list(self.written),
+            error=self.error,
+            status=status if self.error is None else RequestStatus.FAILED,
         )
 
 
-@torch.no_grad()
+class Batch:
+    """Requests that wait and requests in flight, which are the rows of a cache.
+
+    With a `prompt_store` of the model, a prompt costs what is new in it, and states are kept as `generate` keeps them.
+
+    Args:
+        model: whose layers keep states, or keys and values.
+        rows: how many requests are in flight at once.
+        tell: called with a request whenever it has a new token, or has failed.
+    """
+
+    def __init__(self, model, rows: int, tell: Callable[[Request], None] = lambda request: None):
+        self.model, self.rows, self.tell = model, rows, tell
+        self.slots = Slots(model)
+        self.waiting: deque[Request] = deque()
+        self.active: list[Request] = []
+
+    @property
+    def requests(self) -> list[Request]:
+        """All that are not finished."""
+        return [request for request in (*self.active, *self.waiting) if not request.finished]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One more token of every request in flight; those that wait take the rows that are free."""
+        kept = [row for row, request in enumerate(self.active) if not request.finished]
+        self.active, new = [self.active[row] for row in kept], []
+        while self.waiting and len(self.active) < self.rows:
+            request = self.waiting[0]
+            if not request.finished:
+                cache = self._read(request)
+                self.tell(request)
+            self.waiting.popleft()
+            if not request.finished:
+                self.active.append(request)
+                new.append(cache)
+        self.slots.change(kept, new)
+        if not self.active:
+            return
+        logits = self.slots.step([request.written[-1] for request in self.active])
+        for row, request in enumerate(self.active):
+            request.choose(logits[row : row + 1])
+            if request.finished and request.keep is not None:
+                request.keep(request.prompt + request.written[:-1], on_cpu(self.slots.take(row)))
+            self.tell(request)
+
+    def _read(self, request: Request) -> InterdomainCache:
+        """The cache after a prompt, whose next token is chosen."""
+        cache, length = InterdomainCache(self.model.config), len(request.prompt)
+
+        def read(start: int, stop: int) -> torch.Tensor:
+            for ids in request.ids[:, start:stop].split(request.config.prefill_chunk_size or stop, dim=1):
+                logits = self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            return logits[:, -1]
+
+        reading = begin_reading(self.model, cache, request.ids)
+        if reading is not None:
+            reading.begin(read)
+        request.choose(read(int(cache.get_seq_length()), length))
+        if reading is not None:
+            reading.finish(request.ids[:, :length])
+            request.keep = partial(reading.store.put, reading.fingerprint)
+        return cache
+
+
 def write_batch(model, prompts: Sequence[Sequence[int]], generation_config, rows: int, options: dict[str, Any]):
     """What `generate` would write after each prompt alone: `{request id: GenerationOutput}`, in the order of prompts.
 
     Args:
-        model: all of its layers keep a state.
+        model: as of a `Batch`.
         prompts: token ids of each.
         generation_config: or None, that of the model.
         rows: how many are in flight at once.
@@ -64,72 +146,77 @@ def write_batch(model, prompts: Sequence[Sequence[int]], generation_config, rows
 
     Raises:
         ValueError: for rows, prompts and options that cannot be, before anything is read.
+        NotImplementedError: for models that cannot, with the reason.
     """
     config, others = model._prepare_generation_config(generation_config, **options)
-    _check(model, prompts, config, rows, others)
-    model._prepare_special_tokens(config, True, device=model.device)
-    waiting = deque(_Request(model, number, prompt, config) for number, prompt in enumerate(prompts))
-    order, slots = list(waiting), Slots(min(rows, len(waiting)))
-    active: list[_Request | None] = [None] * slots.number
-    while waiting or any(active):
-        for row, request in enumerate(active):
-            while request is None and waiting:
-                request = _begin(model, waiting.popleft(), slots, row)
-            active[row] = request
-        if not waiting and None in active:
-            kept = [row for row, request in enumerate(active) if request is not None]
-            slots.keep(kept)
-            active = [active[row] for row in kept]
-        if active:
-            _step(model, active, slots)
-    return {request.name: request.output() for request in order}
-
-
-def _begin(model, request: _Request, slots: Slots, row: int) -> _Request | None:
-    """Read a prompt into a row and choose the first token; None where that was the last."""
-    cache, piece = InterdomainCache(model.config), request.config.prefill_chunk_size or len(request.prompt)
-    for ids in request.ids.split(piece, dim=1):
-        logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-    request.choose(logits)
-    if request.finished:
-        return None
-    slots.admit(cache, row)
-    return request
-
-
-def _step(model, active: list[_Request | None], slots: Slots) -> None:
-    """One token of every row; a free row reads a token too, which nobody will ask for."""
-    last = [request.written[-1] if request else 0 for request in active]
-    places = [len(request.prompt) + len(request.written) - 1 if request else 0 for request in active]
-    ids, positions = (torch.tensor(x, device=model.device)[:, None] for x in (last, places))
-    logits = model(ids, position_ids=positions, past_key_values=slots.cache, use_cache=True).logits[:, -1]
-    for row, request in enumerate(active):
-        if request is not None:
-            request.choose(logits[row : row + 1])
-            if request.finished:
-                active[row] = None
-
-
-def _check(model, prompts, config, rows: int, others: dict[str, Any]) -> None:
     if rows < 1:
         raise ValueError(f"max_batch_size must be positive, got {rows}.")
     if others:
         raise ValueError(
             f"generate_batch takes the options of a GenerationConfig; it does not know {', '.join(others)}."
         )
+    check_way(config)
+    for number, prompt in enumerate(prompts):
+        check_prompt(model, f"Prompt {number}", prompt)
+    if reason := why_not_batched(model):
+        raise NotImplementedError(reason)
+    model._prepare_special_tokens(config, True, device=model.device)
+    requests = [Request(model, f"req_{number}", prompt, config) for number, prompt in enumerate(prompts)]
+    batch = Batch(model, rows)
+    batch.waiting.extend(requests)
+    if (found := store_of(model)) is not None:
+        store, fingerprint = found
+        store.announce(fingerprint, [request.prompt for request in requests])
+    while batch.requests:
+        batch.step()
+        if error := next((request.error for request in requests if request.error is not None), None):
+            raise ValueError(f"{error[:-1]}: ask for fewer tokens.")
+    return {request.name: request.output() for request in requests}
+
+
+def why_not_batched(model) -> str | None:
+    """One sentence, why rows of a model cannot begin and end at different times; None where they can."""
+    names, kinds = model.config.mixers_per_layer, Slots(model).kinds
+    for layer, (name, kind) in enumerate(zip(names, kinds, strict=True)):
+        if kind == "other":
+            return (
+                f'Layer {layer}, "{name}", keeps more than a state, or keys and values, and continuous batching does '
+                "not know how to move a row of that: call generate() on a padded batch."
+            )
+    if (model.config.rope_parameters or {}).get("rope_type") in LENGTH_DEPENDENT and model.config.rotated_dims:
+        return (
+            "The angles of this model's rope_type change with the length of the longest row, so continuous batching "
+            "would let one request change another: call generate() for each prompt."
+        )
+    return None
+
+
+def check_way(config) -> None:
+    """A way to write that is not one token a row and step is an error."""
     if asked := [name for name in _SINGLE if getattr(config, name, None) not in (None, 1)]:
         raise ValueError(
-            f"generate_batch writes one token a row and step: leave out {', '.join(asked)}, or use generate."
+            f"Continuous batching writes one token a row and step: leave out {', '.join(asked)}, or use generate."
         )
-    if asked := [name for name in _UNHEEDED if getattr(config, name, None)]:
-        raise ValueError(f"generate_batch does not heed {', '.join(asked)}: leave it out, or use generate.")
-    for number, prompt in enumerate(prompts):
-        if isinstance(prompt, str) or not hasattr(prompt, "__len__"):
-            raise ValueError(
-                f"Prompt {number} must be a list of token ids, got {type(prompt).__name__}; several prompts are a list "
-                "of such lists."
-            )
-        if not len(prompt):
-            raise ValueError(f"Prompt {number} has no tokens; give it at least one, for example the first of a text.")
-        if not all(0 <= token < model.config.vocab_size for token in prompt):
-            raise ValueError(f"Prompt {number} has a token outside of the vocabulary of {model.config.vocab_size:,}.")
+    if asked := [name for name in _UNHEEDED if getattr(config, name, None) not in (None, False)]:
+        raise ValueError(f"Continuous batching does not heed {', '.join(asked)}: leave it out, or use generate.")
+
+
+def check_prompt(model, name: str, prompt: Sequence[int]) -> None:
+    """A prompt that is no list of ids, has none, or others than the model's, is an error."""
+    if isinstance(prompt, str) or not hasattr(prompt, "__len__"):
+        raise ValueError(
+            f"{name} must be a list of token ids, got {type(prompt).__name__}; several prompts are a list of such "
+            "lists."
+        )
+    if not len(prompt):
+        raise ValueError(f"{name} has no tokens; give it at least one, for example the first of a text.")
+    if not all(0 <= token < model.config.vocab_size for token in prompt):
+        raise ValueError(f"{name} has a token outside of the vocabulary of {model.config.vocab_size:,}.")
+    most = room(model.config)
+    if most is not None and len(prompt) > most:
+        raise ValueError(f"{name} has {len(prompt)} tokens, and this model knows {most} positions; shorten it.")
+
+
+def room(config) -> int | None:
+    """The longest text, where there is one."""
+    return config.max_position_embeddings if config.dynamic_mask in ("position", "hard") else None

@@ -1,6 +1,7 @@
 """Interdomain language models: a Llama-style decoder whose token mixers are chosen layer by layer."""
 
 from dataclasses import dataclass
+from functools import partial
 from json import JSONDecodeError
 from typing import Any
 
@@ -48,7 +49,8 @@ from .checks_interdomain import (
 )
 from .configuration_interdomain import InterdomainConfig
 from .feed_forward_cdmoe import ChosenExperts
-from .generation_batch import write_batch
+from .generation_batch import ROWS, write_batch
+from .generation_serving import RequestManager, why_not_served
 from .mixer_recurrent import RecurrentMixer
 from .mixer_softmax import SoftmaxMixer
 from .module_common import AuxiliaryLoss, InterdomainRMSNorm, PerVersion, forget_tables, project
@@ -625,17 +627,24 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
 
     @property
     def init_continuous_batching(self):
+        """As in the library: what makes a manager of requests in flight, see `generation_serving.py`."""
         # `transformers serve` looks whether there is such a method: without it, it says so and answers in turn.
-        raise AttributeError(_NO_CONTINUOUS_BATCHING)
+        if reason := why_not_served(self):
+            raise AttributeError(reason)
+        return partial(RequestManager, self)
 
     def continuous_batching_context_manager(self, *args, **kwargs):
-        raise NotImplementedError(_NO_CONTINUOUS_BATCHING)
+        """As in the library: a manager that runs, and is stopped in the end."""
+        if reason := why_not_served(self):
+            raise NotImplementedError(reason)
+        return super().continuous_batching_context_manager(*args, **kwargs)
 
-    def generate_batch(self, inputs, generation_config=None, *, max_batch_size: int = 8, **kwargs):
-        """Write after many prompts with continuous batching; for models all of whose layers keep a state.
+    def generate_batch(self, inputs, generation_config=None, *, max_batch_size: int = ROWS, **kwargs):
+        """Write after many prompts with continuous batching.
 
-        A request in flight is a row of fixed size: as soon as one ends, the next prompt is read into its row. The
-        prompt store takes no part: every prompt is read whole.
+        A request in flight is a row of one cache: as soon as one ends, the next prompt is read into its row. A state
+        takes the same room whatever was read; keys and values, where layers keep them, that of the longest in flight.
+        With a `prompt_store` a prompt costs what is new in it, also beside the other prompts of the call.
 
         Args:
             inputs: token ids, a list for each prompt; of any lengths.
@@ -648,11 +657,9 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
             after each prompt alone.
 
         Raises:
-            NotImplementedError: when layers keep keys and values, which grow.
+            NotImplementedError: for layers of one's own that keep other things, and angles that depend on the length.
             ValueError: for prompts and options that cannot be.
         """
-        if set(self.config.layer_types) != {"linear_attention"}:
-            raise NotImplementedError(_NO_CONTINUOUS_BATCHING)
         return write_batch(self, inputs, generation_config, max_batch_size, kwargs)
 
 
@@ -806,12 +813,6 @@ def _rollback(config, generation_config) -> int:
     if generation_config.is_assistant:
         drafts.append(generation_config.max_new_tokens)
     return max([config.max_rollback, *(n for n in drafts if n)])
-
-
-_NO_CONTINUOUS_BATCHING = (
-    "Continuous batching in the library pages keys and values, and a recurrent state has none; call generate_batch() "
-    "where all layers keep a state, and generate() on a padded batch where some keep keys and values."
-)
 
 
 def _is_at_hand(seen: int | torch.Tensor) -> bool:

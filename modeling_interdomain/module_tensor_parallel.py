@@ -7,7 +7,7 @@ processes meet where those of any attention layer do: in the sum over the heads 
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 from .module_common import InterdomainRMSNorm
 
 HEADS = "interdomain_heads"
+LAYERS = "interdomain_layers"
 
 
 class _SharedByHeads(torch.autograd.Function):
@@ -62,7 +63,21 @@ if dist.is_available():
         def context_around_forward(self, module, mesh):
             return _of_this_process(module, mesh.get_group())
 
+    class LayerParallel(TensorParallelLayer):
+        """Of a decoder layer: what adapters put into it is as wide as it says.
+
+        PEFT (0.21.2) makes a divided linear map from the width of this process's part, and leaves that noted when it
+        wraps the weight as a part of the whole; the library's styles take what is noted for the width of the whole.
+        """
+
+        def context_around_forward(self, module, mesh):
+            for part in module.modules():
+                if isinstance(part, nn.Linear) and isinstance(part.weight, DTensor):
+                    part.out_features, part.in_features = part.weight.shape
+            return nullcontext()
+
     ALL_PARALLEL_STYLES.register(HEADS, HeadParallel())
+    ALL_PARALLEL_STYLES.register(LAYERS, LayerParallel())
 
 
 @contextmanager

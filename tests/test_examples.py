@@ -513,7 +513,7 @@ def test_a_model_that_nobody_named_is_the_best_there_is(tmp_path, monkeypatch):
         ({"rope_parameters": {"rope_type": "default"}, "rope_placement": "after"}, ["it cannot be closed up"]),
         (
             {"token_mixers": ["selective_scan", "softmax"]},
-            ["call generate_batch() where", "one linear state", "No layer"],
+            ["the same text", "one linear state", "No layer"],
         ),
     ],
     ids=["all of it", "numbered tokens", "other layers"],

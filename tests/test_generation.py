@@ -344,17 +344,6 @@ def test_cache_implementations_that_are_refused(recurrent_model, kind, random_id
         recurrent_model.generate(random_ids(1, 4), cache_implementation=kind, max_new_tokens=2)
 
 
-def test_continuous_batching_is_refused(recurrent_model, random_ids):
-    if "full_attention" in recurrent_model.config.layer_types:
-        with pytest.raises(NotImplementedError, match="Continuous batching"):
-            recurrent_model.generate_batch(random_ids(2, 4).tolist())
-    with (
-        pytest.raises(NotImplementedError, match="Continuous batching"),
-        recurrent_model.continuous_batching_context_manager(),
-    ):
-        pass
-
-
 def test_assisted_decoding_with_a_static_cache_is_refused(model, random_ids):
     with pytest.raises(ValueError, match="Static cache"):
         model.generate(random_ids(1, 4), prompt_lookup_num_tokens=2, cache_implementation="static")

@@ -3,6 +3,10 @@
 import pytest
 import torch
 
+from modeling_interdomain import StateStore
+from modeling_interdomain.cache_fingerprint import model_fingerprint
+from modeling_interdomain.mixer_softmax import SoftmaxMixer
+
 PROMPTS = (7, 3, 12, 5, 1, 9, 4)
 
 
@@ -19,10 +23,6 @@ def alone(model, prompt, **options):
 
 @pytest.mark.parametrize("rows", [1, 3, 20])
 def test_as_after_each_prompt_alone(recurrent_model, prompts, rows):
-    if set(recurrent_model.config.layer_types) != {"linear_attention"}:
-        with pytest.raises(NotImplementedError, match="generate\\(\\) on a padded batch"):
-            recurrent_model.generate_batch(prompts)
-        return
     options = {"max_new_tokens": 6}
     found = recurrent_model.generate_batch(prompts, max_batch_size=rows, do_sample=False, **options)
     assert [x.prompt_ids for x in found.values()] == prompts and all(x.is_finished() for x in found.values())
@@ -55,6 +55,14 @@ def test_a_request_that_ends_with_its_first_token_needs_no_row(make_model, promp
     assert model.generate_batch([]) == {}
 
 
+def test_the_librarys_own_way_there(make_model, prompts):
+    """`generate` hands over where it is asked for pages of keys."""
+    model = make_model("softmax-interdomain")
+    ids = torch.tensor([prompts[0]])
+    found = model.generate(ids, cache_implementation="paged", max_new_tokens=4, do_sample=False)
+    assert found[0, 0].tolist() == prompts[0] + alone(model, prompts[0], max_new_tokens=4)
+
+
 def test_sampled_text_repeats_with_the_seed(make_model, prompts):
     model, texts = make_model(), []
     for _ in range(2):
@@ -79,8 +87,90 @@ def test_sampled_text_repeats_with_the_seed(make_model, prompts):
         ([[5]], {"wide": 3}, "does not know wide"),
         ([5, 6], {}, "Prompt 0 must be a list of token ids, got int"),
         (["five"], {}, "Prompt 0 must be a list of token ids, got str"),
+        ([[5], [5] * 13], {}, "Prompt 1 has 13 tokens, and this model knows 12 positions"),
+        ([[5], [5] * 10], {"max_new_tokens": 9}, "req_1 has come to the end of the 12 positions.*: ask for fewer"),
     ],
 )
 def test_what_cannot_be_is_refused(make_model, inputs, options, message):
+    model = make_model("softmax-interdomain", dynamic_mask="position", max_position_embeddings=12)
     with pytest.raises(ValueError, match=message):
-        make_model().generate_batch(inputs, **options)
+        model.generate_batch(inputs, **options)
+    assert model.generate_batch([[5] * 10], max_new_tokens=3)["req_0"].is_finished()
+
+
+def test_models_that_cannot_say_why(make_model, monkeypatch):
+    longer = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    model = make_model("softmax", rope_parameters=longer)
+    with pytest.raises(NotImplementedError, match="rope_type change with the length .*: call generate"):
+        model.generate_batch([[5]])
+    assert not hasattr(model, "init_continuous_batching")
+    model = make_model("softmax")
+    monkeypatch.setattr(SoftmaxMixer, "make_cache_layer", lambda *args: OwnLayer())
+    with pytest.raises(NotImplementedError, match='Layer 0, "softmax", keeps more than .*: call generate'):
+        model.generate_batch([[5]])
+
+
+class OwnLayer:
+    """Of a cache, of a kind that nobody knows."""
+
+
+# ------------------------------------------------------------------------------------ with a prompt store
+
+
+@pytest.fixture(params=["interdomain", "softmax-interdomain", "windowed"])
+def stored(request, make_model):
+    """A model with a store that keeps states at every fourth token."""
+    model = make_model(request.param)
+    model.prompt_store = StateStore(block=4)
+    return model
+
+
+def written(model, prompts, **options):
+    found = model.generate_batch(prompts, do_sample=False, max_new_tokens=6, **options)
+    return [x.generated_tokens for x in found.values()]
+
+
+def read_by(model, call):
+    """What a call gives, and how many tokens of prompts it has read."""
+    before = model.prompt_store.tokens_read
+    return call(), model.prompt_store.tokens_read - before
+
+
+def expected_of(model, prompts):
+    """What is written after each prompt alone, without a store."""
+    store, model.prompt_store = model.prompt_store, None
+    found = [alone(model, prompt, max_new_tokens=6) for prompt in prompts]
+    model.prompt_store = store
+    return found
+
+
+def test_prompts_of_one_call_share_what_they_begin_with(stored, random_ids):
+    begin = random_ids(1, 18)[0].tolist()
+    prompts = [begin + random_ids(1, length, seed=length)[0].tolist() for length in (3, 1, 6, 9)]
+    found, read = read_by(stored, lambda: written(stored, prompts, max_batch_size=2))
+    assert found == expected_of(stored, prompts)
+    assert read == len(prompts[0]) + sum(len(prompt) - 16 for prompt in prompts[1:])
+
+
+def test_a_conversation_costs_what_is_new(stored, random_ids):
+    """The next turns of several, by generate_batch or by generate, after an answer of either."""
+    prompts = [random_ids(1, length, seed=length)[0].tolist() for length in (11, 5, 8)]
+    for turn in range(3):
+        new = [random_ids(1, 2, seed=10 * turn + i)[0].tolist() for i in range(3)]
+        answers = written(stored, prompts) if turn != 1 else [alone(stored, x, max_new_tokens=6) for x in prompts]
+        assert answers == expected_of(stored, prompts)
+        # Of an answer the last token has not been read, and of a prompt one is read again where all is known.
+        prompts = [prompt + answer + more for prompt, answer, more in zip(prompts, answers, new, strict=True)]
+        store = stored.prompt_store
+        known = [store.longest(*key)[0] for key in ((model_fingerprint(stored), prompt) for prompt in prompts)]
+        assert known == [len(prompt) - 3 for prompt in prompts]
+    (_, read) = read_by(stored, lambda: written(stored, prompts))
+    assert read == 3 * len(prompts)
+
+
+def test_a_store_that_cannot_take_part_is_left_alone(stored, random_ids):
+    prompts = [random_ids(1, 9)[0].tolist()] * 2
+    hook = stored.model.layers[0].register_forward_pre_hook(lambda module, args: None)
+    found, read = read_by(stored, lambda: written(stored, prompts))
+    hook.remove()
+    assert read == 0 and found == expected_of(stored, prompts)

@@ -157,11 +157,30 @@ def test_chat_in_a_terminal(server, folders, alone, tmp_path):
 
 
 @pytest.mark.slow
-def test_continuous_batching_falls_back_and_says_so(folders, alone, tmp_path):
-    arguments = [folders["interdomain"], "--trust-remote-code", "--continuous-batching"]
-    with serve(tmp_path, *arguments) as (address, log):
-        replies = ["".join(ask(address, folders["interdomain"], prompt)) for prompt in PROMPTS[:2]]
-    assert replies == [alone("interdomain", prompt) for prompt in PROMPTS[:2]]
+def test_continuous_batching(folders, alone, tmp_path):
+    """Users are answered together, and what one asks wrongly is told to that one alone."""
+    name = "interdomain-softmax"
+    arguments = [folders[name], "--trust-remote-code", "--continuous-batching", "--cb-max-batch-tokens", "4"]
+    with serve(tmp_path, *arguments) as (address, log), ThreadPoolExecutor(len(PROMPTS)) as users:
+        asked = [users.submit(ask, address, folders[name], x, stream=i % 2 == 0) for i, x in enumerate(PROMPTS)]
+        empty = {"model": folders[name], "prompt": "", "stream": True}
+        refusal = httpx.post(f"{address}/v1/completions", json=empty, timeout=60).text
+        replies = ["".join(reply.result()).strip() for reply in asked]
+        assert replies == [alone(name, prompt) for prompt in PROMPTS]
+        assert "has no tokens; give it at least one" in refusal
+        assert answers(address)
+    assert log.read_text().count("CB: True") == len(PROMPTS) + 1
+
+
+@pytest.mark.slow
+def test_continuous_batching_falls_back_and_says_so(make_model, tmp_path):
+    """Where a model asks for beams the server answers in turn."""
+    model, folder = make_model(), str(tmp_path / "beams")
+    model.generation_config.num_beams = 2
+    model.save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    with serve(tmp_path, folder, "--trust-remote-code", "--continuous-batching") as (address, log):
+        assert len("".join(ask(address, folder, PROMPTS[0])).split()) == TOKENS
     assert log.read_text().count("InterdomainForCausalLM does not support continuous batching.") == 1
 
 
@@ -216,13 +235,6 @@ def test_streamer_gives_the_text_while_it_is_written(folders, make_model):
 
 
 # A model says what it cannot do.
-
-
-def test_continuous_batching_is_no_method_of_a_model(make_model):
-    model = make_model()
-    assert not hasattr(model, "init_continuous_batching")
-    with pytest.raises(NotImplementedError, match="call generate_batch"):
-        model.continuous_batching_context_manager([[5, 6]])
 
 
 def test_saved_folder_names_the_class_the_server_asks_for(folders):

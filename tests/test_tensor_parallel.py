@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from modeling_interdomain import InterdomainCache, InterdomainForCausalLM, configuration_interdomain
@@ -102,6 +104,15 @@ def outcome(model) -> dict:
     return found | {"decoded": decoded(model), "written": written(model)}
 
 
+def adapted(folder: str, processes: int):
+    """With an adapter on every projection: what it makes and learns, what is written, and its file saved again."""
+    model = PeftModel.from_pretrained(load(f"{folder}/parts", processes), f"{folder}/adapter", is_trainable=True)
+    found = trained(model, "padded")
+    text = model.generate(**batch_of("padded"), max_new_tokens=4, do_sample=False)
+    model.save_pretrained(f"{folder}/adapter-of-{processes}")
+    return *found, text
+
+
 def raised(call) -> str:
     with pytest.raises(ValueError) as error:
         call()
@@ -148,7 +159,10 @@ def beside(folder: str) -> dict:
     }
     found = {name: raised(call) for name, call in refused.items()}
     model = load(f"{folder}/maps", attn_implementation="eager")
-    return {"maps": model(ids, output_attentions=True).attentions, "refused": found, "fused": fused_reads(model, ids)}
+    maps = model(ids, output_attentions=True).attentions
+    with torch.enable_grad():
+        learned = adapted(folder, 2)
+    return {"maps": maps, "refused": found, "fused": fused_reads(model, ids), "adapted": learned}
 
 
 def fused_reads(model, ids) -> int:
@@ -178,6 +192,9 @@ def in_processes(make_model, tmp_path_factory):
             for name in names:
                 model = make_model("interdomain", **PARTS) if name == "parts" else make_model(name)
                 model.save_pretrained(folder / name)
+            if "parts" in names:
+                lora = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+                get_peft_model(load(folder / "parts", 1), lora).save_pretrained(folder / "adapter")
             set_forkserver_preload([__name__])
             mp.start_processes(work, (str(folder), names), nprocs=2, start_method="forkserver")
             known[names[0]] = folder, [torch.load(folder / str(rank), weights_only=False) for rank in range(2)]
@@ -222,6 +239,22 @@ def test_each_process_has_its_heads(in_processes):
     for layer, wanted in enumerate(expected):
         assert_close(torch.cat([x["maps"][layer] for x in found], dim=1), wanted)
     assert [x["fused"] for x in found] == [1, 1]
+
+
+def test_adapters_of_divided_projections(in_processes):
+    """PEFT's LoRA, also on what is divided along its inputs: o_proj and down_proj."""
+    folder, found = in_processes(FAST)
+    expected = adapted(str(folder), 1)
+    targets = {name.rsplit(".lora_", 1)[0].rsplit(".", 1)[1] for name in expected[1]}
+    assert {"q_proj", "o_proj", "down_proj"} <= targets
+    for logits, grads, text in (x["adapted"] for x in found):
+        assert_close(logits, expected[0])
+        assert grads.keys() == expected[1].keys()
+        for name, grad in expected[1].items():
+            assert_close(grads[name], grad)
+        assert text.equal(expected[2])
+    saved = [load_file(folder / name / "adapter_model.safetensors") for name in ("adapter", "adapter-of-2")]
+    assert saved[0].keys() == saved[1].keys() and all(saved[1][name].equal(x) for name, x in saved[0].items())
 
 
 def test_what_parts_of_a_model_refuse(in_processes):
