@@ -46,9 +46,10 @@ class Repeated:
         self.table = self.last = table[:, None]
 
     def __call__(self, count: int) -> torch.Tensor:
-        if self.last.shape[1] != count:
-            self.last = self.table.repeat(1, count, 1, 1)
-        return self.last.flatten(0, 1)
+        last = self.last
+        if last.shape[1] != count:
+            self.last = last = self.table.repeat(1, count, 1, 1)
+        return last.flatten(0, 1)
 
 
 class DecayTables:

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from .op_common import check_documents, check_floats, check_how, check_state_shape, multiplies_narrow
+from .op_common import Kept, check_documents, check_floats, check_how, check_state_shape, multiplies_narrow
 from .op_common_launch import check_step_backend, fused
 from .op_interdomain_chunk import chunk_attention
 from .op_interdomain_export import export_attention
@@ -40,6 +40,7 @@ def interdomain_attention(
     lengths: torch.Tensor | None = None,
     chunk_size: int = 64,
     backend: str = "auto",
+    kept: Kept | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     r"""Causal attention whose memory is one complex diagonal recurrence of fixed size ("Interdomain Attention: Beyond
     Token-Level Key-Value Memory", eqs. 11 and 13):
@@ -144,7 +145,7 @@ def interdomain_attention(
             elif backend == "scan":
                 found = _on_documents(_scan, *problem, cu_seqlens, lengths, chunk_size)
             else:
-                found = chunk_attention(*problem, cu_seqlens, lengths, chunk_size, output_final_state)
+                found = chunk_attention(*problem, cu_seqlens, lengths, chunk_size, output_final_state, kept)
     output, state = found
     if normalize:
         denominator = output[..., value_dim:]

@@ -18,7 +18,7 @@ import torch
 
 from .op_common_chunks import Segment
 from .op_common_states import Repeated, StateGradients, States, pairs
-from .op_interdomain_chunk_call import AttentionCall, Gradients, Walked
+from .op_interdomain_chunk_call import AttentionCall, AttentionTables, Gradients, Walked
 
 
 class NarrowStates(States):
@@ -57,21 +57,38 @@ class NarrowStates(States):
         return state
 
 
-class NarrowCall(AttentionCall):
-    """Query, keys and values in bfloat16, the rest in float32."""
+class NarrowTables(AttentionTables):
+    """Those of a `NarrowCall`, what products read in bfloat16.
 
-    states_class = NarrowStates
+    Attributes:
+        repeated: the table of powers.
+        to_near, to_far: the columns of the joint matrix for the skewed weights and for p, `[G, C + 2M, C]` and `[...,
+            2M]`.
+        rest_to_far: what rounding took away from `to_far`.
+    """
 
-    def __init__(self, query: torch.Tensor, *arguments):
-        super().__init__(query, *arguments)
-        table, narrow = self.tables.table, query.dtype
-        self.modes = table.shape[2]
+    def __init__(self, log_decay: torch.Tensor, *arguments):
+        super().__init__(log_decay, *arguments)
+        table, narrow = self.decay.table, torch.bfloat16
         self.repeated = Repeated(table.to(narrow))
         below = table @ self.mixing  # a symmetric matrix
         self.to_near = torch.cat([below @ table.mT, below.mT], dim=-2).to(narrow)
         far = torch.cat([below, self.mixing], dim=-2)
         self.to_far = far.to(narrow)
         self.rest_to_far = far.sub_(self.to_far.to(far.dtype)).to(narrow)
+
+
+class NarrowCall(AttentionCall):
+    """Query, keys and values in bfloat16, the rest in float32."""
+
+    states_class = NarrowStates
+    tables_class = NarrowTables
+    own: NarrowTables
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.modes, self.repeated = self.tables.table.shape[2], self.own.repeated
+        self.to_near, self.to_far, self.rest_to_far = self.own.to_near, self.own.to_far, self.own.rest_to_far
 
     def gradients(self, *arguments) -> Gradients:
         return NarrowGradients(self, *arguments)
