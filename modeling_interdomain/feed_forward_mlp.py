@@ -7,8 +7,8 @@ from transformers.activations import ACT2FN
 
 from .module_common import FULL_PRECISION, is_plain, is_untouched, project, residual_projection
 
-# Numbers between the projections that are made at a time: few enough that a shared cache keeps them, many enough that
-# packing the weights for each product does not count.
+# Numbers between the projections that are made at a time: few enough to stay in a cache that cores share, many enough
+# that packing the weights for each product does not count.
 _NUMBERS = 1 << 21
 
 
@@ -37,7 +37,7 @@ class InterdomainMLP(nn.Module):
         )
 
     def _by_pieces(self, x: torch.Tensor) -> torch.Tensor:
-        """Of `[N, hidden_size]`, some tokens at a time in the same memory: fresh memory costs as much as an activation."""
+        """Of `[N, hidden_size]`, some tokens at a time in the same memory: fresh one costs as much as an activation."""
         gate, up, down = (p.weight.mT for p in (self.gate_proj, self.up_proj, self.down_proj))
         size = min(max(1, _NUMBERS // gate.shape[1]), x.shape[0])
         between, output = x.new_empty(2, size, gate.shape[1]), torch.empty_like(x)

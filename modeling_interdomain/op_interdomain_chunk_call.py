@@ -54,7 +54,8 @@ class AttentionTables:
         self.decay = DecayTables(log_decay, input_matrix, size, log_decay.dtype)
         self.forth = self.decay.powers[:, None, 1:].contiguous()
         self.back = self.forth.conj().resolve_conj()
-        self.mixing = mixing_matrix(coefficients, product, *log_decay.shape[:2], log_decay)
+        groups, modes = log_decay.shape[:2]
+        self.mixing = mixing_matrix(coefficients, product, groups, modes, log_decay)
 
 
 class AttentionCall:
