@@ -17,8 +17,10 @@ from typing import NamedTuple
 
 import torch
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
 
 from benchmarks.chips import CHIPS, blocks_a_multiprocessor
 from benchmarks.harness import footnote, markdown
@@ -260,6 +262,28 @@ def source(kernel, arguments: dict) -> ASTSource:
             arguments[parameter.name], (index,), parameter.is_constexpr, not parameter.do_not_specialize
         )
     return ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+
+
+def parse_all(target_name: str = "sm_90") -> int:
+    """Let the compiler's front end read every launch of every problem, which takes seconds; how many there are.
+
+    The interpreter runs kernels as Python and does not see what a version of Triton cannot read.
+    """
+    target, _ = TARGETS[target_name]
+    backend, found = make_backend(target), 0
+    for problem in PROBLEMS:
+        for index, warps in _distinct(problem):
+            kernel, arguments, _ = launches_of(problem)[index]
+            tree = source(kernel, arguments)
+            options = backend.parse_options({"num_warps": warps[-1], **tree.parse_options()})
+            context = ir.context()
+            ir.load_dialects(context)
+            backend.load_dialects(context)
+            tree.make_ir(
+                target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+            )
+            found += 1
+    return found
 
 
 def compiled(problem: str, index: int, target_name: str, warps: int, stages: int) -> dict:

@@ -118,7 +118,7 @@ HELD_TO = (
     item("normal, uniform, even, output 0.02, induction"),
     item("recall", SETTINGS[1]),
     *(item("recall", shifted=True, seed=seed) for seed in SEEDS),
-    *(item("recall", learning_rate=rate) for rate in LEARNING_RATES),
+    *(item(name, learning_rate=rate) for name in FRONTIER for rate in LEARNING_RATES),
     item("recall", SETTINGS[1], state_size=64),
     item("recall", SETTINGS[2]),
     item("recall", SETTINGS[2], state_size=128),

@@ -27,7 +27,7 @@ class Record(NamedTuple):
         pieces: one tuple of `[B, T, ...]` tensors a forward, the last of each the `[B, T]` bool mask, False for pads.
         constants: tensors without a batch axis that `replay` needs (a decay, say).
         replay: the mixer's own way to move on, `replay(windows, states, inputs, constants)` to new ones of both.
-        latest: before the latest forward of several tokens, of which the last are those that guessing takes back.
+        latest: before the latest token that came alone after several, or several too many to wait.
     """
 
     windows: list[torch.Tensor] | None
@@ -65,13 +65,17 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     The tensors are made by the first forward and then overwritten in place, so their addresses stay. While recording
     (`activate_past_recording`), the layer also keeps what at least the last `max_rollback` tokens put in, and what it
-    held before them: `crop(-n)` then replays all but the last n at once.
+    held before them: `crop(-n)` then replays all but the last n at once. Of a few tokens together, which are guesses
+    more often than not, only the inputs are noted: windows and states take in what is left of them when they are next
+    asked for, and by then most have been taken back. A mixer that can read on from `resting_state` and the inputs that
+    wait does not ask.
     """
 
     is_sliding = False
     is_compileable = False
     supports_early_init = False
     cumulative_length: Any
+    waiting = 0  # of the last recorded tokens those that windows and states have not taken in
 
     def __init__(
         self,
@@ -95,6 +99,61 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
     @property
     def is_croppable(self) -> bool:
         return self.record_past
+
+    # Inputs that wait.
+
+    @property
+    def conv_states(self) -> dict[int, torch.Tensor]:
+        self.settle()
+        return self._windows
+
+    @conv_states.setter
+    def conv_states(self, windows: dict[int, torch.Tensor]) -> None:
+        self._windows = windows
+
+    @property
+    def recurrent_states(self) -> dict[int, torch.Tensor]:
+        self.settle()
+        return self._states
+
+    @recurrent_states.setter
+    def recurrent_states(self, states: dict[int, torch.Tensor]) -> None:
+        self._states = states
+
+    def settle(self) -> None:
+        """Let windows and states take in the inputs that wait."""
+        if not self.waiting:
+            return
+        record = self.recorded
+        states = dict(zip(self.state_names, self._states.values()))
+        with torch.no_grad():
+            found = record.replay(list(self._windows.values()), states, self.newest(self.waiting), record.constants)
+        self.waiting = 0
+        self._store_all(*found)
+
+    def lets_wait(self, tokens: int) -> bool:
+        """Whether a forward of so many tokens, which is recorded, leaves windows and states as they are."""
+        few = tokens > 1 and self.waiting + tokens <= self.max_rollback
+        return few and self.record_past and bool(self.has_previous_state[0]) and not torch.compiler.is_compiling()
+
+    @property
+    def resting_state(self) -> torch.Tensor:
+        """The first of the states, without the inputs that wait."""
+        return self._states[0]
+
+    def windows_ahead(self, most: int) -> list[torch.Tensor]:
+        """The windows with the inputs that wait, of which no more than `most` go on waiting."""
+        if self.waiting > most:
+            self.settle()
+        windows = list(self._windows.values())
+        if not self.waiting or not windows:
+            return windows
+        record = self.recorded
+        return record.replay(windows, None, self.newest(self.waiting), record.constants)[0]
+
+    def newest(self, tokens: int) -> tuple[torch.Tensor, ...]:
+        """So many of the tokens recorded last, see `Record.pieces`; no more than wait and a forward has added."""
+        return tuple(x[:, x.shape[1] - tokens :] for x in self.recorded.pieces[-1])
 
     # What the mixer reads and writes.
 
@@ -140,14 +199,17 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
         """Overwrite windows and states after `tokens` more tokens."""
         if not self.is_initialized:
             self.lazy_initialization(windows, states)
-        self._store_all(windows, states)
+        if self.lets_wait(tokens) and not any(map(_is_differentiated, (*windows, *states.values()))):
+            self.waiting += tokens
+        else:
+            self._store_all(windows, states)
         self.cumulative_length += tokens
         self.has_previous_state[0] = True
         self._forget_the_oldest()
 
     def thaw(self) -> None:
         """Replace tensors made in inference mode, which cannot be changed outside of it."""
-        if self.is_initialized and not torch.compiler.is_compiling() and _is_frozen(self.state):
+        if self.is_initialized and not torch.compiler.is_compiling() and _is_frozen(self._states[0]):
             self._map(torch.clone)
 
     def held(self) -> list[torch.Tensor]:
@@ -177,6 +239,7 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
         windows = [places[place] for place in order if place[0] == "windows"]
         states = {place[2]: places[place] for place in order if place[0] == "states"}
         self.state_dtype = next((x.dtype for x in states.values() if x.is_floating_point()), self.state_dtype)
+        self.waiting = 0
         self.lazy_initialization(windows, states)
         self._store_all(windows, states)
         self.recorded = None  # of a text that was taken back
@@ -230,6 +293,7 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
         `first` are the states of a layer that has seen nothing, where they are not zeros.
         """
         inputs, constants = (tuple(map(_detached, tensors)) for tensors in (inputs, constants))
+        count = inputs[-1].shape[1]
         if self.recorded is None:
             before: tuple[Any, Any] = (None, None if first is None else _map_states(_copy, first))
             if self.is_initialized:
@@ -237,14 +301,16 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
             self.recorded = Record(*before, [inputs], constants, replay)
         else:
             latest = self.recorded.latest
-            if inputs[-1].shape[1] > 1:
+            if not self.lets_wait(count) and (count > 1 or self.recorded.pieces[-1][-1].shape[1] > 1):
                 latest = Kept(*self._copies(), self.recorded.tokens)
             pieces = [*self.recorded.pieces, inputs]
-            if len(pieces) > _PIECES:
+            if self.waiting:  # what waits stays together
+                pieces[-2:] = [_joined(pieces[-2:])]
+            elif len(pieces) > _PIECES:
                 pieces = [_joined(pieces)]
             self.recorded = self.recorded._replace(pieces=pieces, constants=constants, latest=latest)
         # All of a short forward can be taken back, of the prompt only its end.
-        self.kept = max(self.max_rollback, inputs[-1].shape[1] if self.is_initialized else 0)
+        self.kept = max(self.max_rollback, count if self.is_initialized else 0)
 
     def _copies(self) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         """Of the windows and states as they are now."""
@@ -287,13 +353,17 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.check_crop(tokens_to_remove)
         if tokens_to_remove == 0:
             return
-        self.thaw()
         kept = self.recorded.tokens + tokens_to_remove
         latest = self.recorded.latest
         if latest is not None and latest.tokens > kept:
             latest = None
         self.recorded = self.recorded._replace(pieces=_between(self.recorded.pieces, 0, kept), latest=latest)
-        self._store_all(*self._replay(kept))
+        if -tokens_to_remove <= self.waiting:
+            self.waiting += tokens_to_remove
+        else:
+            self.waiting = 0
+            self.thaw()
+            self._store_all(*self._replay(kept))
         self.cumulative_length += tokens_to_remove
 
     def _replay(self, tokens: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
@@ -310,6 +380,7 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
             return record.replay(windows, states, inputs, record.constants)
 
     def reset(self) -> None:
+        self.waiting = 0
         self.thaw()
         if self.is_initialized:
             for kept in (self.conv_states, self.recurrent_states):
@@ -426,6 +497,10 @@ def _detached(x: torch.Tensor) -> torch.Tensor:
     return x.detach() if x.requires_grad else x
 
 
+def _is_differentiated(x: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and x.requires_grad
+
+
 def _copy(x: torch.Tensor) -> torch.Tensor:
     return _detached(x).clone()
 
@@ -445,13 +520,13 @@ def _store(buffer: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         return buffer
     if _is_copied(buffer, new):
         return buffer.copy_(new)
-    if torch.is_grad_enabled() and new.requires_grad:
+    if _is_differentiated(new):
         return new.to(buffer.dtype)  # the caller differentiates through the cache
     return new.to(buffer.dtype).clone()
 
 
 def _is_copied(buffer: torch.Tensor, new: torch.Tensor) -> bool:
-    if torch.is_grad_enabled() and new.requires_grad:
+    if _is_differentiated(new):
         return False
     return torch.compiler.is_compiling() or not (buffer.requires_grad or _is_frozen(buffer))
 

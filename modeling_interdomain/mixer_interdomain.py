@@ -18,7 +18,7 @@ from .module_token_inputs import narrow_inputs, token_inputs, token_tables
 from .op_common import multiplies_narrow
 from .op_common_spans import aged, join_states
 from .op_interdomain import append_one
-from .op_interdomain_few import FEW
+from .op_interdomain_few import FEW, TOGETHER
 from .op_interdomain_map import interdomain_attention_map
 from .op_interdomain_prepare import fused_inputs
 from .op_interdomain_replay import state_after
@@ -119,7 +119,7 @@ class KeyValueMixer(RecurrentMixer):
 class InterdomainMixer(TabledModule, KeyValueMixer):
     """The token mixer of the paper (eqs. 10 to 13): queries join, convolved and passed through the feature map."""
 
-    most_steps = FEW
+    most_steps, together = FEW, TOGETHER
     q_proj: nn.Linear
     k_proj: nn.Linear
     q_conv: nn.Conv1d
@@ -184,10 +184,24 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
         query = query.unflatten(-1, (-1, self.widths[0]))
         return self._features(query, cos_sin, is_query=True), *super()._tokens(rest, cos_sin)
 
-    def _steps(self, tokens, state):
+    def _steps(self, tokens, state, move):
         if self.config.normalize:
-            return super()._steps(tokens, state)
-        return self.recurrence(*tokens, step=True, state=state)
+            return super()._steps(tokens, state, move)
+        return self.recurrence(*tokens, few=True, state=state, move=move)
+
+    def _reads_on(self, layer, hidden_states, packing):
+        count = hidden_states.shape[1]
+        if packing is not None or not layer.record_past or not layer.is_initialized or not layer.lets_wait(count):
+            return False
+        here = hidden_states.device.type == "cpu" and self.sparse is None and not torch.is_grad_enabled()
+        return here and count <= FEW and self.backend in ("auto", "triton") and not self.recurrence.normalize
+
+    def _read_on(self, layer, tokens, windows):
+        count = tokens[0].shape[1]
+        *_, key, value, _ = layer.newest(layer.waiting + count)
+        output = self.recurrence(tokens[0], key, value, few=True, state=layer.resting_state, move=False)
+        layer.write(windows, {"state": layer.resting_state}, count)
+        return output
 
     def attention_map(self, tokens, packing):
         query, key, _ = tokens

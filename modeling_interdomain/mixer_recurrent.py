@@ -47,6 +47,7 @@ class RecurrentMixer(TokenMixer):
     recurrence: nn.Module
     # Tokens that take less time on a CPU step by step than in an operator for many.
     most_steps = 6
+    together = 0  # tokens that are read with a state at rest, see `_reads_on`
 
     def __init__(self, config, layer_idx: int, output_width: int):
         """`output_width` are the numbers a head that the recurrence gives."""
@@ -232,7 +233,11 @@ class RecurrentMixer(TokenMixer):
         if packing is not None:  # not before: adapters that differ by row must find the rows of the batch
             projected = [packing.pack(x) for x in projected]
         cos_sin = self._rotation(position_embeddings, packing, hidden_states.shape[:2])
-        windows = None if layer is None else layer.windows
+        reads_on = layer is not None and self._reads_on(layer, hidden_states, packing)
+        if reads_on:
+            windows = layer.windows_ahead(self.together - hidden_states.shape[1])
+        else:
+            windows = None if layer is None else layer.windows
         own = windows if self.sparse is None or windows is None else windows[: self.own_windows]
         if piece is not None and self.own_windows and self.kernel > 1:
             own = piece.windows(self._convolved(projected), self.kernel - 1)
@@ -247,7 +252,9 @@ class RecurrentMixer(TokenMixer):
         if kwargs.get("output_attentions") and plain and not _has_past(layer):
             weights = self.attention_map(tokens, packing)
 
-        if layer is not None and self._can_step(layer, tokens, packing):
+        if reads_on:
+            output = self._read_on(layer, tokens, after)
+        elif layer is not None and self._can_step(layer, tokens, packing):
             output = self._step(layer, tokens, after, attention_mask, companion)
         else:
             output = self._all_at_once(layer, tokens, after, packing, companion, piece)
@@ -376,12 +383,20 @@ class RecurrentMixer(TokenMixer):
                 output = output + self.sparse.step(companion, states, mask)
             output = output[:, None]
         else:
-            output = self._steps(tokens, states["state"])
+            output = self._steps(tokens, states["state"], move=not layer.lets_wait(count))
         layer.write(windows, states, count)
         return output
 
-    def _steps(self, tokens: Sequence[torch.Tensor], state: torch.Tensor) -> torch.Tensor:
-        """A few tokens after each other."""
+    def _reads_on(self, layer, hidden_states: torch.Tensor, packing: Packing | None) -> bool:
+        """Whether a few tokens are read with the inputs that wait in a recording cache, and the state stays."""
+        return False
+
+    def _read_on(self, layer, tokens: Sequence[torch.Tensor], windows: list[torch.Tensor]) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _steps(self, tokens: Sequence[torch.Tensor], state: torch.Tensor, move: bool) -> torch.Tensor:
+        """A few tokens after each other; without `move` the state is left as it was."""
+        state = state if move else state.clone()
         each = zip(*(x.split(1, dim=1) for x in tokens))
         return torch.stack([self.recurrence(*one, step=True, state=state) for one in each], dim=1)
 
@@ -404,9 +419,11 @@ class RecurrentMixer(TokenMixer):
 
     @classmethod
     def replay(cls, windows, states, inputs, constants):
-        """Windows and states after recorded inputs, for `RecurrentLayer.record`."""
+        """Windows and states after recorded inputs, for `RecurrentLayer.record`; without states the windows alone."""
         convolved, tokens, mask = inputs[: len(windows)], inputs[len(windows) : -1], inputs[-1]
         windows = [last_inputs(w, x, mask) for w, x in zip(windows, convolved, strict=True)]
+        if states is None:
+            return windows, None
         beside = {name: x for name, x in states.items() if name != "state"}
         if beside:
             count = len(tokens) - recorded_count(beside)

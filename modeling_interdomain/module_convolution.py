@@ -160,6 +160,8 @@ def _conv_documents(conv: nn.Module, x, window, before: int, documents: torch.Te
 def last_inputs(window: torch.Tensor, inputs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The window `[B, W, kernel - 1]` of a convolution after the real ones (mask `[B, T]`) of `inputs` `[B, T, W]`."""
     size = window.shape[-1]
+    if inputs.shape[1] >= size and all_real(mask):
+        return inputs[:, inputs.shape[1] - size :].mT
     together = torch.cat([window.to(inputs.dtype).mT, inputs], dim=1)
     if all_real(mask):
         return together[:, together.shape[1] - size :].mT

@@ -20,7 +20,7 @@ from .module_start import (
 from .op_common import Kept, narrowed
 from .op_common_launch import STEP_BACKENDS
 from .op_interdomain import interdomain_attention, take_step
-from .op_interdomain_few import FEW, FewTables, few_tables, take_few
+from .op_interdomain_few import FEW, TOGETHER, FewTables, few_tables, take_few
 from .op_interdomain_rates import log_decays
 from .op_interdomain_replay import replay_tables
 from .op_interdomain_step import StepTables, step_tables
@@ -120,15 +120,20 @@ class InterdomainRecurrence(Float32Module, TabledModule):
         log_decay = self._per_version("log_decay", lambda _: log_decays(*rates, wide, backend_of(self.config)))
         return log_decay, self.B.to(wide), None if self.C is None else self.C.to(wide)
 
-    def forward(self, *tokens: torch.Tensor, transition: bool = False, step: bool = False, **arguments: Any):
+    def forward(
+        self, *tokens: torch.Tensor, transition: bool = False, step: bool = False, few: bool = False, **arguments: Any
+    ):
         """The operator applied to the tokens, or with `transition=True` what `state_after` moves a state on with.
 
         `initial_state` may be a function of `log_decay` and `input_matrix`. With `step=True` it is one token, `[B, 1,
-        heads, ...]`, or a few, that move `state` in place. All of it happens inside, because for the length of this
-        call alone sharded parameters are gathered, and those that PEFT targets (`target_parameters`) are adapted.
+        heads, ...]`, that moves `state` in place; with `few=True` a few, see `take_few`. All of it happens inside,
+        because for the length of this call alone sharded parameters are gathered, and those that PEFT targets
+        (`target_parameters`) are adapted.
         """
         if step:
             return self._step(*tokens, **arguments)
+        if few:
+            return take_few(*tokens, tables=self._step_tables, few=self._few_tables, **arguments)
         if transition:
             if not torch.compiler.is_compiling() and tokens[0].shape[1] > FEW:
                 self.forget_tables()  # as the operator will, but before a record has them
@@ -148,9 +153,7 @@ class InterdomainRecurrence(Float32Module, TabledModule):
         return interdomain_attention(*inputs, **arguments, chunk_size=config.chunk_size, backend=config.backend)
 
     def _step(self, *tokens: Any, state: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """`interdomain_step` of query, key and value, or of a few of them at once."""
-        if tokens[0].shape[1] > 1:
-            return take_few(*tokens, tables=self._step_tables, few=self._few_tables, state=state)
+        """`interdomain_step` of query, key and value."""
         return take_step(
             *tokens,
             parameters=self.parameters_of_operator,
@@ -177,7 +180,7 @@ class InterdomainRecurrence(Float32Module, TabledModule):
     def _transition(self, kept: bool) -> tuple[torch.Tensor, ...]:
         """With the tables of a replay where they are kept, and calls are what it costs."""
         log_decay, input_matrix, _ = self.parameters_of_operator()
-        tables = replay_tables(log_decay, input_matrix, FEW) if kept and log_decay.device.type == "cpu" else ()
+        tables = replay_tables(log_decay, input_matrix, TOGETHER) if kept and log_decay.device.type == "cpu" else ()
         return log_decay, input_matrix, *tables
 
     def _per_version(self, name: Any, compute: Any) -> Any:

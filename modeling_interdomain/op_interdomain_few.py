@@ -15,16 +15,18 @@ import torch
 from .op_common import as_complex, decay_powers, without_autocast
 from .op_interdomain_step import StepTables, advance_by, mix_rows
 
-# As many tokens as a usual guess has: there this takes half the time of an operator for many.
-FEW = 12
+# As many tokens as a usual guess has: there this takes half the time of an operator for many. And as many inputs as may
+# wait for a state to take them in, with those of the guess itself.
+FEW, TOGETHER = 12, 16
 
 
 class FewTables(NamedTuple):
     """lambda and beta of the next T tokens, for rows that hold 2M numbers, the real parts before the imaginary ones.
 
     Attributes:
-        cos, sin: `[G, T, 1, 2M]`: `lambda^t y` is `cos y + sin (Im y, Re y)`, t from 1.
-        weights: `[G T, T, 2M]`, `lambda^(t-i) beta` of token i seen from token t, 0 for later ones.
+        cos, sin: `[G, TOGETHER, 1, 2M]`: `lambda^t y` is `cos y + sin (Im y, Re y)`, t from 1.
+        weights: `[G T, TOGETHER, 2M]`, `lambda^(t-i) beta` of input i seen from token t, 0 for later ones. The last T
+            inputs are those of the tokens; others may lie before.
         decay, turn: `[G, M, 1]`, the real and the imaginary part of `lambda^T`.
         beta: `[G, 2M, T]`, `lambda^(T-i) beta`, what is left of token i after the last.
     """
@@ -39,11 +41,11 @@ class FewTables(NamedTuple):
 
 def few_tables(log_decay: torch.Tensor, input_matrix: torch.Tensor, dtype: torch.dtype, count: int) -> FewTables:
     """The tables of `take_few` for `count` tokens, from `[G, M, 2]` each, in the dtype of the state."""
-    ages = torch.arange(count + 1, device=log_decay.device)
+    ages = torch.arange(TOGETHER + 1, device=log_decay.device)
     powers = decay_powers(log_decay, ages)  # [G, T + 1, M]
     inputs = powers * as_complex(input_matrix.double())[:, None]
     inputs = torch.cat([inputs.real, inputs.imag], dim=-1)
-    apart = ages[:count, None] - ages[:count]
+    apart = ages[TOGETHER - count : -1, None] - ages[:-1]
     weights = inputs[:, apart.clamp(min=0)].where((apart >= 0)[..., None], 0)
     after = powers[:, 1:, None]
     cos, sin = torch.cat([after.real, after.real], dim=-1), torch.cat([-after.imag, after.imag], dim=-1)
@@ -60,13 +62,15 @@ def take_few(
     tables: Callable[[torch.dtype], StepTables],
     few: Callable[[torch.dtype, int], FewTables],
     state: torch.Tensor,
+    move: bool = True,
 ) -> torch.Tensor:
     """`interdomain_step` for 2 to FEW real tokens a row, without the normalised readout.
 
     Args:
-        query: `[B, T, H, R]`; key: `[B, T, G, R]`; value: `[B, T, G, D]`.
+        query: `[B, T, H, R]`; key: `[B, P + T, G, R]`; value: `[B, P + T, G, D]`, the first P since the state was moved
+            and before these tokens, P + T up to TOGETHER. With `move` P is 0.
         tables, few: give those of the parameters in a dtype, and for a number of tokens.
-        state: `[B, G, 2, M, R + D]`, moved in place.
+        state: `[B, G, 2, M, R + D]`, moved in place, or left as it was without `move`.
 
     Returns:
         `[B, T, H, D]` in the dtype of `value`. Not differentiable.
@@ -77,15 +81,17 @@ def take_few(
         inputs = torch.cat([key, value], dim=-1).to(working.dtype).transpose(1, 2)  # [B, G, T, R + D]
         ahead = few(working.dtype, query.shape[1])
         output = _read(query, inputs, working, tables(working.dtype), ahead)
-        advance_by(working, inputs, ahead.decay, ahead.turn, ahead.beta)
-        if working is not state:
-            state.copy_(working)
+        if move:
+            advance_by(working, inputs, ahead.decay, ahead.turn, ahead.beta)
+            if working is not state:
+                state.copy_(working)
     return output.to(value.dtype)
 
 
 def _read(query, inputs, state, tables: StepTables, few: FewTables) -> torch.Tensor:
     batch, groups, _, size, width = state.shape
     count, heads, feature_dim = query.shape[1:]
+    known = inputs.shape[2]
     shared, modes = heads // groups, 2 * size
     group = batch * groups, count * shared  # rows of a group: its tokens, the heads of each together
     token = batch * groups * count, shared
@@ -95,14 +101,16 @@ def _read(query, inputs, state, tables: StepTables, few: FewTables) -> torch.Ten
     parts = [feature_dim, width - feature_dim]
     keys, values = state.view(batch * groups, modes, width).split_with_sizes(parts, dim=-1)
     new_keys, new_values = inputs.flatten(0, 1).split_with_sizes(parts, dim=-1)
-    weights = few.weights if batch == 1 else few.weights.repeat(batch, 1, 1)
+    weights = few.weights[:, TOGETHER - known :]
+    weights = weights if batch == 1 else weights.repeat(batch, 1, 1)
+    cos, sin = few.cos[:, known - count : known], few.sin[:, known - count : known]
 
     y = torch.bmm(rows, keys.mT).view(*each, modes)
-    y = torch.addcmul(y * few.cos, y.roll(size, -1), few.sin).view(*token, modes)
-    y = torch.baddbmm(y, torch.bmm(rows, new_keys.mT).view(*token, count), weights)
+    y = torch.addcmul(y * cos, y.roll(size, -1), sin).view(*token, modes)
+    y = torch.baddbmm(y, torch.bmm(rows, new_keys.mT).view(*token, known), weights)
     p = mix_rows(y.view(*group, modes), batch, tables)
-    seen = torch.bmm(p.reshape(*token, modes), weights.mT).view(*group, count)
+    seen = torch.bmm(p.reshape(*token, modes), weights.mT).view(*group, known)
     p = p.view(*each, modes)
-    p = torch.addcmul(p * few.cos, p.roll(size, -1), few.sin, value=-1).view(*group, modes)
+    p = torch.addcmul(p * cos, p.roll(size, -1), sin, value=-1).view(*group, modes)
     output = torch.baddbmm(torch.bmm(seen, new_values), p, values)
     return output.view(*each, -1).transpose(1, 2).flatten(2, 3)

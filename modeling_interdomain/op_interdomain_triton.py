@@ -37,8 +37,10 @@ _push_query = tuned(push_query, _KIND)
 _push_sides = tuned(push_sides, _KIND)
 _chunk_states = tuned(chunk_states, ("C", "M", "BM", "BW", "TWO_TERMS", "MATH"))
 _chunk_states_backward = tuned(chunk_states_backward, ("C", "M", "BW", "EMIT", "MATH"))
-# Hardly ever at work, so not worth the compilations of a choice.
-_attend_skewed, _pull_both_skewed, _push_query_skewed, _push_sides_skewed = attend, pull_both, push_query, push_sides
+# Hardly ever at work, so not worth the compilations of a choice; with fewer warps most of them spill registers.
+_attend_skewed, _pull_both_skewed, _push_query_skewed, _push_sides_skewed = (
+    tuned(kernel, _KIND, configurations=((8, 1),)) for kernel in (attend, pull_both, push_query, push_sides)
+)
 
 
 def triton_attention(

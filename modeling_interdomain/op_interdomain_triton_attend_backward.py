@@ -245,6 +245,7 @@ def push_query(
     WIDTHS: tl.constexpr, SIZES: tl.constexpr, SKEWED: tl.constexpr, PACKED: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the query, `out`: the mixed gradient of the output pushed through keys; grid [chunks, heads]."""
+    A_PADDED: tl.constexpr = WIDTHS.A_PADDED
     C: tl.constexpr = SIZES.C
     M: tl.constexpr = SIZES.M
     BR: tl.constexpr = SIZES.BR
@@ -258,7 +259,7 @@ def push_query(
         w = weights(x_re, x_im, tables.intra + group * C * 2 * M, C, M, SKEWED, MATH)
         e_re, e_im = _reading(x_re, x_im, tables.powers + group * C * 2 * M, C, M, SKEWED, MATH)
         state = states.b + (slot * groups + group) * 2 * M * WIDTHS.A_PADDED
-        for r in tl.static_range(0, WIDTHS.A_PADDED, BR):
+        for r in tl.static_range(0, A_PADDED, BR):
             tile = load_tokens(tokens.b + group * WIDTHS.A, start, length, r, groups * WIDTHS.A, WIDTHS.A, C, BR)
             s_re, s_im = load_pair(state, tl.arange(0, M), r + tl.arange(0, BR), WIDTHS.A_PADDED, M * WIDTHS.A_PADDED)
             tile = dot(w, tile, tl.zeros([C, BR], tl.float32), MATH)

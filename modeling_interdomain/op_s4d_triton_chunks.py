@@ -59,6 +59,7 @@ def read(
 
     x `[tokens, groups, W]`; out `[tokens, heads, W]`; states `[slots, groups, 2, M, padded W]`.
     """
+    BW: tl.constexpr = EXTENT.BW
     C: tl.constexpr = EXTENT.C
     M: tl.constexpr = EXTENT.M
     head = tl.program_id(1)
@@ -70,7 +71,7 @@ def read(
         s_re, s_im = load_pair(state, tl.arange(0, M), w + tl.arange(0, EXTENT.BW), EXTENT.PADDED, M * EXTENT.PADDED)
         x_tile = load_tokens(x + group * EXTENT.W, start, length, w, groups * EXTENT.W, EXTENT.W, C, EXTENT.BW)
         r_re, r_im = _reads(responses, head, C, M)
-        tile = dot(_toeplitz(responses.kernel + head * C, C, MATH), x_tile, tl.zeros([C, EXTENT.BW], tl.float32), MATH)
+        tile = dot(_toeplitz(responses.kernel + head * C, C, MATH), x_tile, tl.zeros([C, BW], tl.float32), MATH)
         tile = dot(r_re, s_re, tile, MATH)
         tile = dot(r_im, s_im, tile, MATH)
         store_tokens(out + head * EXTENT.W, tile, start, length, w, heads * EXTENT.W, EXTENT.W, C, EXTENT.BW, MATH)
@@ -82,6 +83,7 @@ def read_backward(
     EXTENT: tl.constexpr, PACKED: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """What the chunks give to x and to the states, `found`: `ChunkGradients`; the grid of `read`, grad as its out."""
+    BW: tl.constexpr = EXTENT.BW
     C: tl.constexpr = EXTENT.C
     M: tl.constexpr = EXTENT.M
     head = tl.program_id(1)
@@ -90,7 +92,7 @@ def read_backward(
     if length > 0:
         g = load_tokens(grad + head * EXTENT.W, start, length, w, heads * EXTENT.W, EXTENT.W, C, EXTENT.BW)
         weights = tl.trans(_toeplitz(responses.kernel + head * C, C, MATH))
-        tile = dot(weights, g, tl.zeros([C, EXTENT.BW], tl.float32), MATH)
+        tile = dot(weights, g, tl.zeros([C, BW], tl.float32), MATH)
         store_tokens(
             found.tokens + head * EXTENT.W, tile, start, length, w, heads * EXTENT.W, EXTENT.W, C, EXTENT.BW, MATH
         )
@@ -98,8 +100,8 @@ def read_backward(
         columns = w + tl.arange(0, EXTENT.BW)
         at = (slot * heads + head) * 2 * M * EXTENT.PADDED
         at = at + tl.arange(0, M)[:, None] * EXTENT.PADDED + columns[None, :]
-        s_re = dot(tl.trans(r_re), g, tl.zeros([M, EXTENT.BW], tl.float32), MATH)
-        s_im = dot(tl.trans(r_im), g, tl.zeros([M, EXTENT.BW], tl.float32), MATH)
+        s_re = dot(tl.trans(r_re), g, tl.zeros([M, BW], tl.float32), MATH)
+        s_im = dot(tl.trans(r_im), g, tl.zeros([M, BW], tl.float32), MATH)
         tl.store(found.states + at, narrow(s_re, found.states.dtype.element_ty, MATH))
         tl.store(found.states + M * EXTENT.PADDED + at, narrow(s_im, found.states.dtype.element_ty, MATH))
 
@@ -114,6 +116,8 @@ def responses_backward(
     Written, to be summed over the lanes: pairs `[lanes, heads, C, C]`, whose sums over equal t - j are the gradient of
     the kernel, and reads `[lanes, heads, C, 2, M]`.
     """
+    PADDED: tl.constexpr = EXTENT.PADDED
+    BW: tl.constexpr = EXTENT.BW
     C: tl.constexpr = EXTENT.C
     M: tl.constexpr = EXTENT.M
     head = tl.program_id(1)
@@ -127,7 +131,7 @@ def responses_backward(
         start, length, slot = locate(chunk, documents, count, per_row, row_length, C, PACKED)
         if length > 0:
             state = states + (slot * groups + group) * 2 * M * EXTENT.PADDED
-            for w in tl.static_range(0, EXTENT.PADDED, EXTENT.BW):
+            for w in tl.static_range(0, PADDED, BW):
                 g = load_tokens(grad + head * EXTENT.W, start, length, w, heads * EXTENT.W, EXTENT.W, C, EXTENT.BW)
                 x_tile = load_tokens(x + group * EXTENT.W, start, length, w, groups * EXTENT.W, EXTENT.W, C, EXTENT.BW)
                 s_re, s_im = load_pair(state, modes, w + tl.arange(0, EXTENT.BW), EXTENT.PADDED, M * EXTENT.PADDED)

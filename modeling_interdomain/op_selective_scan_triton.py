@@ -95,12 +95,14 @@ def scan(tokens, rate, first, out, kept, last, rows, channels, EXTENT: tl.conste
     rate `[N, E]`; first, last `[rows, N, E]`, the states around a row; out `[tokens, E]`; kept `[slots, N, E]`, the
     states before the chunks. Of these last four each may be None, out together with the query.
     """
+    BE: tl.constexpr = EXTENT.BE
+    PADDED: tl.constexpr = EXTENT.PADDED
     C: tl.constexpr = EXTENT.C
     start, length, slot, e, at, inside = _row(rows, channels, EXTENT)
     plane = tl.cast(channels, tl.int64) * EXTENT.N
     whole = tl.program_id(0) * plane + at
     rates = tl.load(rate + at, mask=inside, other=0.0)[None]
-    state = tl.zeros([EXTENT.BE, EXTENT.PADDED], tl.float32)
+    state = tl.zeros([BE, PADDED], tl.float32)
     if first is not None:
         state += tl.load(first + whole, mask=inside, other=0.0)
     t = tl.arange(0, C)
@@ -134,15 +136,17 @@ def scan_backward(
     grad `[tokens, E]`; grad_last and of_first `[rows, N, E]` or None; found: `Tokens` of gradients; of_rate `[rows, N,
     E]`, to be summed over rows. total: tokens of the call.
     """
+    BE: tl.constexpr = EXTENT.BE
+    PADDED: tl.constexpr = EXTENT.PADDED
     C: tl.constexpr = EXTENT.C
     start, length, slot, e, at, inside = _row(rows, channels, EXTENT)
     plane = tl.cast(channels, tl.int64) * EXTENT.N
     whole = tl.program_id(0) * plane + at
     rates = tl.load(rate + at, mask=inside, other=0.0)[None]
-    later = tl.zeros([EXTENT.BE, EXTENT.PADDED], tl.float32)  # of the state after a chunk
+    later = tl.zeros([BE, PADDED], tl.float32)  # of the state after a chunk
     if grad_last is not None:
         later += tl.load(grad_last + whole, mask=inside, other=0.0)
-    of_rates = tl.zeros([EXTENT.BE, EXTENT.PADDED], tl.float32)
+    of_rates = tl.zeros([BE, PADDED], tl.float32)
     t = tl.arange(0, C)
     n = tl.arange(0, EXTENT.PADDED)
     numbers = tl.program_id(1).to(tl.int64) * total * EXTENT.N

@@ -165,12 +165,14 @@ def _beside(tokens, of, slot, end, place, asking, query, earlier, sizes, EXTENT:
     """A tile of slots: which of them anyone sees, where their keys are, these, and the logits `[C, W]` (for powers of
     2), -inf where a query does not see the slot.
     """
+    C: tl.constexpr = EXTENT.C
+    W: tl.constexpr = EXTENT.W
     number, first, last = _load_slots(of, slot, end, EXTENT.W)
     held = first < last
     rows = _row(number, sizes.heads, sizes.keys)
     key = _load_rows(tokens.key, rows, held, EXTENT.KEY, EXTENT.KEY_PADDED)
     seen = _seen(place[:, None], asking[:, None], first[None, :], last[None, :], number[None, :], earlier, sizes)
-    logits = dot(query, tl.trans(key), tl.zeros([EXTENT.C, EXTENT.W], tl.float32), MATH) * _LOG2E
+    logits = dot(query, tl.trans(key), tl.zeros([C, W], tl.float32), MATH) * _LOG2E
     return held, rows, key, tl.where(seen, logits, -float("inf"))
 
 
@@ -187,12 +189,13 @@ def attend(
     before, after: `Sums`, None for the first set and after the last, which writes `out` `[B, T, S, D]` (zero where
     nothing is seen) and `level` `[N T]`.
     """
+    VALUE_PADDED: tl.constexpr = EXTENT.VALUE_PADDED
     C: tl.constexpr = EXTENT.C
     place, used, asking, rows, query, begin, end = _asking(tokens, of, per_row, row_length, sizes, EXTENT)
     if before is None:
         most = tl.full([C], -float("inf"), tl.float32)
         total = tl.zeros([C], tl.float32)
-        read = tl.zeros([C, EXTENT.VALUE_PADDED], tl.float32)
+        read = tl.zeros([C, VALUE_PADDED], tl.float32)
     else:
         most = tl.load(before.most + asking, mask=used, other=0.0)
         total = tl.load(before.total + asking, mask=used, other=0.0)
@@ -229,6 +232,8 @@ def of_queries(
 
     The first set writes `ahead.product`.
     """
+    KEY_PADDED: tl.constexpr = EXTENT.KEY_PADDED
+    W: tl.constexpr = EXTENT.W
     C: tl.constexpr = EXTENT.C
     place, used, asking, rows, query, begin, end = _asking(tokens, of, per_row, row_length, sizes, EXTENT)
     grad = _load_rows(ahead.grad, rows, used, EXTENT.VALUE, EXTENT.VALUE_PADDED)
@@ -237,7 +242,7 @@ def of_queries(
         output = _load_rows(ahead.output, rows, used, EXTENT.VALUE, EXTENT.VALUE_PADDED)
         product = tl.sum(grad.to(tl.float32) * output.to(tl.float32), 1)
         tl.store(ahead.product + asking, product, mask=used)
-        found = tl.zeros([C, EXTENT.KEY_PADDED], tl.float32)
+        found = tl.zeros([C, KEY_PADDED], tl.float32)
     else:
         product = tl.load(ahead.product + asking, mask=used, other=0.0)
         found = _load_rows(before, rows, used, EXTENT.KEY, EXTENT.KEY_PADDED)
@@ -247,7 +252,7 @@ def of_queries(
         )
         value = _load_rows(tokens.value, rows_of_keys, held, EXTENT.VALUE, EXTENT.VALUE_PADDED)
         weights = tl.exp2(logits - level[:, None])
-        of_weights = dot(grad, tl.trans(value), tl.zeros([C, EXTENT.W], tl.float32), MATH)
+        of_weights = dot(grad, tl.trans(value), tl.zeros([C, W], tl.float32), MATH)
         found = dot(weights * (of_weights - product[:, None]), key, found, MATH)
     _store_rows(after, found, rows, used, EXTENT.KEY, EXTENT.KEY_PADDED, MATH)
 
@@ -262,6 +267,8 @@ def of_slots(
     before, after: pairs `[B, L, S, d]` and `[B, L, S, D]`; before is None for the first set. SEVERAL: a key may have
     more than one slot, and after is by slots, `[slots, d]` and `[slots, D]`.
     """
+    KEY_PADDED: tl.constexpr = EXTENT.KEY_PADDED
+    VALUE_PADDED: tl.constexpr = EXTENT.VALUE_PADDED
     C: tl.constexpr = EXTENT.C
     W: tl.constexpr = EXTENT.W
     slot = tl.program_id(0) * W
@@ -272,8 +279,8 @@ def of_slots(
     key = _load_rows(tokens.key, rows, held, EXTENT.KEY, EXTENT.KEY_PADDED)
     value = _load_rows(tokens.value, rows, held, EXTENT.VALUE, EXTENT.VALUE_PADDED)
     if before is None:
-        of_key = tl.zeros([W, EXTENT.KEY_PADDED], tl.float32)
-        of_value = tl.zeros([W, EXTENT.VALUE_PADDED], tl.float32)
+        of_key = tl.zeros([W, KEY_PADDED], tl.float32)
+        of_value = tl.zeros([W, VALUE_PADDED], tl.float32)
     else:
         of_key = _load_rows(before[0], rows, inside, EXTENT.KEY, EXTENT.KEY_PADDED)
         of_value = _load_rows(before[1], rows, inside, EXTENT.VALUE, EXTENT.VALUE_PADDED)
@@ -309,12 +316,14 @@ def of_keys(of_slot, order, starts, after, count, sizes, BLOCK: tl.constexpr, EX
     of_slot: a pair `[slots, d]` and `[slots, D]`; order: slots, those of key j from `starts[j]` to `starts[j + 1]`;
     after: as in `of_slots`, of `count` keys.
     """
+    KEY_PADDED: tl.constexpr = EXTENT.KEY_PADDED
+    VALUE_PADDED: tl.constexpr = EXTENT.VALUE_PADDED
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = number < count
     begin = tl.load(starts + number, mask=inside, other=0)
     end = tl.load(starts + number + 1, mask=inside, other=0)
-    of_key = tl.zeros([BLOCK, EXTENT.KEY_PADDED], tl.float32)
-    of_value = tl.zeros([BLOCK, EXTENT.VALUE_PADDED], tl.float32)
+    of_key = tl.zeros([BLOCK, KEY_PADDED], tl.float32)
+    of_value = tl.zeros([BLOCK, VALUE_PADDED], tl.float32)
     for i in range(0, tl.max(end - begin, 0)):
         used = begin + i < end
         slot = tl.load(order + begin + i, mask=used, other=0)

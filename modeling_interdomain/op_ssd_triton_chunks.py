@@ -93,8 +93,11 @@ def _within(sums, C: tl.constexpr, REVERSE: tl.constexpr):
 @triton.jit
 def _scores(a, b, start, length, groups, EXTENT: tl.constexpr, MATH: tl.constexpr):
     """`a_i . b_j`, `[C, C]`."""
-    scores = tl.zeros([EXTENT.C, EXTENT.C], tl.float32)
-    for n in tl.static_range(0, EXTENT.N_PADDED, EXTENT.BN):
+    C: tl.constexpr = EXTENT.C
+    N_PADDED: tl.constexpr = EXTENT.N_PADDED
+    BN: tl.constexpr = EXTENT.BN
+    scores = tl.zeros([C, C], tl.float32)
+    for n in tl.static_range(0, N_PADDED, BN):
         a_tile = load_tokens(a, start, length, n, groups * EXTENT.N, EXTENT.N, EXTENT.C, EXTENT.BN)
         b_tile = load_tokens(b, start, length, n, groups * EXTENT.N, EXTENT.N, EXTENT.C, EXTENT.BN)
         scores = dot(a_tile, tl.trans(b_tile), scores, MATH)
@@ -112,6 +115,8 @@ def walk(
     the walk, either may be None. A reversed walk leaves what a chunk reads in the slot of the next (`locate_between`).
     TWO_TERMS: the weighted x is rounded to two numbers of MATH.DTYPE, so that the state keeps the accuracy of float32.
     """
+    BP: tl.constexpr = EXTENT.BP
+    BN: tl.constexpr = EXTENT.BN
     C: tl.constexpr = EXTENT.C
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -124,10 +129,9 @@ def walk(
     ns = n + tl.arange(0, EXTENT.BN)
     whole = ((row.to(tl.int64) * heads.heads + head) * EXTENT.P + ps)[:, None] * EXTENT.N + ns[None, :]
     inside = (ps < EXTENT.P)[:, None] & (ns < EXTENT.N)[None, :]
+    state = tl.zeros([BP, BN], tl.float32)
     if first is not None:
         state = tl.load(first + whole, mask=inside, other=0.0)
-    else:
-        state = tl.zeros([EXTENT.BP, EXTENT.BN], tl.float32)
     tile = (head * EXTENT.P_PADDED + ps)[:, None] * EXTENT.N_PADDED + ns[None, :]
     chunks = tl.cdiv(length, C)
     for step in range(0, chunks):
@@ -156,6 +160,10 @@ def attend(
     EXTENT: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """`out` `[tokens, heads, P]` of a chunk; grid [chunks, groups, blocks of heads]. states: what `walk` left."""
+    P_PADDED: tl.constexpr = EXTENT.P_PADDED
+    BP: tl.constexpr = EXTENT.BP
+    N_PADDED: tl.constexpr = EXTENT.N_PADDED
+    BN: tl.constexpr = EXTENT.BN
     C: tl.constexpr = EXTENT.C
     start, length, slot, following = locate_between(
         tl.program_id(0), documents, count, per_row, row_length, C, PACKED
@@ -173,10 +181,10 @@ def attend(
             reach = _reach(sums, end, REVERSE)[:, None]
             at = (following if REVERSE else slot) * heads.heads + head
             state = states + at * EXTENT.P_PADDED * EXTENT.N_PADDED
-            for p in tl.static_range(0, EXTENT.P_PADDED, EXTENT.BP):
+            for p in tl.static_range(0, P_PADDED, BP):
                 rows = (p + tl.arange(0, EXTENT.BP))[:, None] * EXTENT.N_PADDED
-                tile = tl.zeros([C, EXTENT.BP], tl.float32)
-                for n in tl.static_range(0, EXTENT.N_PADDED, EXTENT.BN):
+                tile = tl.zeros([C, BP], tl.float32)
+                for n in tl.static_range(0, N_PADDED, BN):
                     a_tile = load_tokens(a, start, length, n, heads.groups * EXTENT.N, EXTENT.N, C, EXTENT.BN)
                     tile = dot(a_tile, tl.trans(tl.load(state + rows + (n + ns)[None, :])), tile, MATH)
                 x = load_tokens(
@@ -199,6 +207,9 @@ def contract(
     chunk and from the state before it; REVERSE what goes to the state after it. states: what `walk` left in this
     direction, others: in the other, for REVERSE alone. total: tokens of the call.
     """
+    N_PADDED: tl.constexpr = EXTENT.N_PADDED
+    P_PADDED: tl.constexpr = EXTENT.P_PADDED
+    BP: tl.constexpr = EXTENT.BP
     C: tl.constexpr = EXTENT.C
     start, length, slot, following = locate_between(
         tl.program_id(0), documents, count, per_row, row_length, C, PACKED
@@ -214,7 +225,7 @@ def contract(
         if not REVERSE:
             scores = _scores(a, b, start, length, heads.groups, EXTENT, MATH)
         of_scores = tl.zeros([C, C], tl.float32)
-        found = tl.zeros([C, EXTENT.N_PADDED], tl.float32)
+        found = tl.zeros([C, N_PADDED], tl.float32)
         per_group = heads.heads // heads.groups
         for inside in range(block * heads.each, tl.minimum((block + 1) * heads.each, per_group)):
             head = group * per_group + inside
@@ -223,9 +234,9 @@ def contract(
             plane: tl.constexpr = EXTENT.P_PADDED * EXTENT.N_PADDED
             read = (following if REVERSE else slot) * heads.heads + head
             pairs = tl.zeros([C, C], tl.float32)
-            from_state = tl.zeros([C, EXTENT.N_PADDED], tl.float32)
-            through = tl.zeros([EXTENT.N_PADDED], tl.float32)
-            for p in tl.static_range(0, EXTENT.P_PADDED, EXTENT.BP):
+            from_state = tl.zeros([C, N_PADDED], tl.float32)
+            through = tl.zeros([N_PADDED], tl.float32)
+            for p in tl.static_range(0, P_PADDED, BP):
                 wide = heads.heads * EXTENT.P
                 x = load_tokens(tokens.x + head * EXTENT.P, start, length, p, wide, EXTENT.P, C, EXTENT.BP)
                 y = load_tokens(tokens.y + head * EXTENT.P, start, length, p, wide, EXTENT.P, C, EXTENT.BP)

@@ -27,7 +27,7 @@ def cache_after(advance):
 
 
 def _recurrent_layers(cache) -> list:
-    return [layer for layer in cache.layers if hasattr(layer, "state")]
+    return [layer for layer in cache.layers if hasattr(type(layer), "state")]
 
 
 # Rows.
@@ -158,6 +158,87 @@ def test_guesses_of_which_some_are_right(any_model, random_ids, advance, assert_
         found.append(advance(any_model, cache, guesses)[:, :right])
         cache.crop(right - guessed)
     assert_same(torch.cat(found, dim=1), any_model(ids, use_cache=False).logits)
+
+
+@pytest.fixture
+def after_guesses(recurrent_model, random_ids, cache_after, advance):
+    """A cache whose layers have inputs that wait, of two guesses and what is left of them, and its tokens."""
+    ids = random_ids(2, 11)
+    cache = cache_after(recurrent_model, ids[:, :4], recording=True)
+    for start, right in ((4, 3), (7, 4)):
+        advance(recurrent_model, cache, torch.cat([ids[:, start : start + right], random_ids(2, 2, seed=start)], dim=1))
+        cache.crop(-2)
+    assert all(layer.waiting >= 4 for layer in _recurrent_layers(cache))
+    return cache, ids
+
+
+ASKED = {
+    "nothing": lambda cache: None,
+    "rows": lambda cache: cache.reorder_cache(torch.tensor([0, 1])),
+    "more rows": lambda cache: (cache.batch_repeat_interleave(2), cache.batch_select_indices(torch.tensor([0, 2]))),
+    "a copy": copy.deepcopy,
+    "device": lambda cache: cache.to("cpu"),
+    "further back": lambda cache: cache.crop(-5),
+    "one back": lambda cache: cache.crop(-1),
+    "settled": lambda cache: [layer.settle() for layer in _recurrent_layers(cache)],
+}
+
+
+@pytest.mark.parametrize(("asked", "length"), [*zip(ASKED, (3, 1, 15, 3, 1, 3, 3, 15))])
+def test_inputs_that_wait_are_not_lost(
+    recurrent_model, asked, length, after_guesses, cache_after, contents, random_ids, advance, assert_same
+):
+    """Whatever is asked of a cache in which inputs wait, it is one that has read the tokens as they came."""
+    cache, ids = after_guesses
+    asked_for = ASKED[asked](cache)
+    cache = asked_for if isinstance(asked_for, InterdomainCache) else cache
+    ids = ids[:, : int(cache.get_seq_length())]
+    further = random_ids(2, length, seed=1)
+    found = advance(recurrent_model, cache, further)
+    expected = cache_after(recurrent_model, ids)
+    assert_same(found, advance(recurrent_model, expected, further))
+    assert_same(contents(cache), contents(expected))
+
+
+def test_inputs_that_wait_are_saved(recurrent_model, after_guesses, cache_after, contents, assert_same, tmp_path):
+    cache, ids = after_guesses
+    cache.save(tmp_path / "states", recurrent_model)
+    loaded = InterdomainCache.load(tmp_path / "states", recurrent_model)
+    assert_same(contents(loaded), contents(cache_after(recurrent_model, ids)))
+
+
+def test_inputs_that_wait_are_forgotten_by_a_reset(recurrent_model, after_guesses, random_ids, advance, assert_same):
+    cache, _ = after_guesses
+    cache.reset()
+    assert not any(layer.waiting or layer.state.any() for layer in _recurrent_layers(cache) if "state" in layer.states)
+    ids = random_ids(2, 7, seed=2)
+    assert_same(advance(recurrent_model, cache, ids), recurrent_model(ids, use_cache=False).logits)
+
+
+def test_a_state_rests_while_guesses_are_read(make_model, random_ids, cache_after, advance):
+    """Of a few tokens with a recording cache only the inputs are kept, until more wait than are read together."""
+    ids, model = random_ids(1, 4), make_model()
+    layer = (cache := cache_after(model, ids, recording=True)).layers[0]
+    before, waiting = layer.resting_state.clone(), []
+    for _ in range(3):
+        advance(model, cache, random_ids(1, 4))
+        waiting.append(layer.waiting)
+    assert waiting == [4, 8, 12] and torch.equal(layer.resting_state, before)
+    cache.crop(-3)
+    advance(model, cache, random_ids(1, 8))
+    assert layer.waiting == 8 and not torch.equal(layer.resting_state, before)
+
+
+def test_guesses_in_inference_mode_go_on_outside_of_it(any_model, random_ids, cache_after, contents, assert_same):
+    ids = random_ids(2, 12)
+    with torch.inference_mode():
+        cache = InterdomainCache(any_model.config)
+        cache.activate_past_recording()
+        for piece in (ids[:, :4], ids[:, 4:8]):
+            any_model(piece, past_key_values=cache)
+        cache.crop(-1)
+    found, expected = any_model(ids[:, 7:], past_key_values=cache).logits, any_model(ids, use_cache=False).logits
+    assert_same(found.detach(), expected[:, 7:])
 
 
 def test_rollback_of_everything(model, random_ids, cache_after, advance, assert_same):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from modeling_interdomain.op_interdomain import interdomain_attention
-from modeling_interdomain.op_interdomain_few import FEW, few_tables, take_few
+from modeling_interdomain.op_interdomain_few import FEW, TOGETHER, few_tables, take_few
 from modeling_interdomain.op_interdomain_step import step_tables
 
 COEFFICIENTS = {"full": (5, 5, 2), "diagonal": (5, 2), "identity": None}
@@ -23,9 +23,9 @@ def draw(batch, groups, heads, count, coefficients, dtype=torch.float64):
     return tokens, parameters, normal(batch, groups, 2, 5, 7)
 
 
-def take(tokens, parameters, state, product):
+def take(tokens, parameters, state, product, move=True):
     tables = partial(step_tables, *parameters, product)
-    return take_few(*tokens, tables=tables, few=partial(few_tables, *parameters[:2]), state=state)
+    return take_few(*tokens, tables=tables, few=partial(few_tables, *parameters[:2]), state=state, move=move)
 
 
 @pytest.mark.parametrize("coefficients", COEFFICIENTS)
@@ -38,6 +38,18 @@ def test_outputs_and_state_are_those_of_the_recurrence(batch, groups, heads, cou
     found = take(tokens, parameters, state, product)
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(state, last, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("coefficients", COEFFICIENTS)
+@pytest.mark.parametrize(("batch", "waiting", "count"), [(1, 1, 2), (3, 4, 5), (2, TOGETHER - 3, 3), (1, 0, FEW)])
+def test_inputs_that_wait_are_read_with_a_state_at_rest(batch, waiting, count, coefficients):
+    tokens, parameters, state = draw(batch, 2, 4, waiting + count, coefficients)
+    options = {"product": "hermitian", "initial_state": state, "backend": "recurrent"}
+    wanted, _ = interdomain_attention(*tokens, *parameters, **options)
+    before, (query, key, value) = state.clone(), tokens
+    found = take((query[:, waiting:], key, value), parameters, state, "hermitian", move=False)
+    torch.testing.assert_close(found, wanted[:, waiting:], rtol=1e-10, atol=1e-10)
+    assert torch.equal(state, before)
 
 
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])

@@ -22,15 +22,12 @@ else:
 REPOSITORY = Path(__file__).parents[1]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 LISTS = {"": PROJECT["dependencies"], **PROJECT["optional-dependencies"]}
-PINS = {
-    canonicalize_name(name): pin
-    for name, pin in re.findall(r"^([\w.-]+)==(\S+)$", (REPOSITORY / "tests" / "oldest.txt").read_text(), re.MULTILINE)
-}
+OLDEST = (REPOSITORY / "tests" / "oldest.txt").read_text()
+PINS = {canonicalize_name(name): pin for name, pin in re.findall(r"^([\w.-]+)==([^\s;]+)", OLDEST, re.MULTILINE)}
 # Lower bounds without a pin, by their package or by their extra.
 UNPINNED = {
     "serving": "not among the oldest: an older `transformers serve` loads no model with code of its own",
-    "torch": "no older one with a CPU build is at hand, and Triton belongs to it",
-    "triton": "it comes with torch",
+    "torch": "no older one with a CPU build is at hand",
 }
 
 # What each folder may import: the dependencies and these extras.
