@@ -10,6 +10,8 @@ from .module_common import FULL_PRECISION, is_plain, is_untouched, project, resi
 # Numbers between the projections that are made at a time: few enough to stay in a cache that cores share, many enough
 # that packing the weights for each product does not count.
 _NUMBERS = 1 << 21
+# Numbers of tokens for which calls count more than memory.
+_FEW = 1 << 15
 
 
 class InterdomainMLP(nn.Module):
@@ -24,13 +26,15 @@ class InterdomainMLP(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         x = hidden_states
-        if x.numel() > x.shape[-1] and self._is_plain(x):
+        if self._is_plain(x):
             return self._by_pieces(x.reshape(-1, x.shape[-1])).view(x.shape)
         return project(self.down_proj, self.act_fn(project(self.gate_proj, x)) * project(self.up_proj, x))
 
     def _is_plain(self, x: torch.Tensor) -> bool:
         own = self.gate_proj, self.up_proj, self.down_proj
-        if type(self.act_fn) is not nn.SiLU or x.dtype not in (*FULL_PRECISION, torch.bfloat16):
+        if x.numel() <= _FEW or type(self.act_fn) is not nn.SiLU or x.dtype not in (*FULL_PRECISION, torch.bfloat16):
+            return False
+        if torch.is_autocast_enabled(x.device.type):  # which products into given memory do not heed
             return False
         return is_plain(x, x.dtype) and all(
             is_untouched(p, nn.Linear, x.device) and p.bias is None and p.weight.dtype == x.dtype for p in own

@@ -33,7 +33,7 @@ def chunk_attention(
 
     Args:
         chunk_size: the largest number of tokens in a chunk.
-        kept: tables of an earlier call on a CPU, where nothing is differentiated or compiled.
+        kept: tables of an earlier call; not used where something may be differentiated, or is compiled.
 
     Returns:
         output `[B, T, H, D]`, and the final states, empty unless `output_final_state`.
@@ -42,7 +42,9 @@ def chunk_attention(
         query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state, cu_seqlens, lengths, product,
         chunk_size, output_final_state,
     )  # fmt: skip
-    return _operator(*arguments) if kept is None else _forward(*arguments, kept)
+    if kept is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return _operator(*arguments)
+    return _forward(*arguments, kept)
 
 
 _NAMESPACE = namespace(__name__)

@@ -13,7 +13,7 @@ from accelerate import cpu_offload
 from torch import nn
 from torch.nn.utils import prune
 
-from modeling_interdomain import InterdomainCache
+from modeling_interdomain import InterdomainCache, interdomain_attention
 from modeling_interdomain.module_common import PerVersion, TabledModule
 from modeling_interdomain.op_common import Kept
 
@@ -404,3 +404,13 @@ def test_what_is_kept_for_numbers():
     assert value("sum", torch.full((2,), torch.nan)) is not value("sum", torch.full((2,), torch.nan))
     again = copy.deepcopy(kept)
     assert again._kept is None and pickle.loads(pickle.dumps(kept))._kept is None
+
+
+def test_gradients_pass_what_is_kept():
+    arguments = [torch.randn(1, 5, 2, 4, requires_grad=True) for _ in range(3)]
+    parameters = [torch.stack([-torch.rand(2, 3), torch.randn(2, 3)], dim=-1), torch.randn(2, 3, 2)]
+    kept = Kept()
+    with torch.no_grad():
+        expected, _ = interdomain_attention(*arguments, *parameters, kept=kept)
+    found, _ = interdomain_attention(*arguments, *parameters, kept=kept)
+    assert torch.equal(found, expected) and found.requires_grad
