@@ -5,11 +5,13 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-from .module_common import by_pieces, is_plain, is_untouched, project, residual_projection
+from .module_common import FULL_PRECISION, is_plain, is_untouched, project, residual_projection
 
-# Numbers between the projections that are made at a time: few enough that the allocator keeps their memory, many enough
+# Numbers between the projections that are made at a time: few enough to stay in a cache that cores share, many enough
 # that packing the weights for each product does not count.
 _NUMBERS = 1 << 21
+# Numbers of tokens for which calls count more than memory.
+_FEW = 1 << 15
 
 
 class InterdomainMLP(nn.Module):
@@ -23,13 +25,28 @@ class InterdomainMLP(nn.Module):
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        x, own = hidden_states, (self.gate_proj, self.up_proj, self.down_proj)
-        if x.ndim == 3 and is_plain(x, torch.bfloat16) and all(is_untouched(p, nn.Linear, x.device) for p in own):
-            tokens = max(1, _NUMBERS // (x.shape[0] * self.gate_proj.out_features))
-            return by_pieces(self._in_place, [x], x.dtype, tokens)[0]
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        x = hidden_states
+        if self._is_plain(x):
+            return self._by_pieces(x.reshape(-1, x.shape[-1])).view(x.shape)
+        return project(self.down_proj, self.act_fn(project(self.gate_proj, x)) * project(self.up_proj, x))
 
-    def _in_place(self, x: torch.Tensor) -> tuple[torch.Tensor]:
-        gate = project(self.gate_proj, x)  # which nobody else holds
-        gate = F.silu(gate, inplace=True) if type(self.act_fn) is nn.SiLU else self.act_fn(gate)
-        return (project(self.down_proj, gate.mul_(project(self.up_proj, x))),)
+    def _is_plain(self, x: torch.Tensor) -> bool:
+        own = self.gate_proj, self.up_proj, self.down_proj
+        if x.numel() <= _FEW or type(self.act_fn) is not nn.SiLU or x.dtype not in (*FULL_PRECISION, torch.bfloat16):
+            return False
+        if torch.is_autocast_enabled(x.device.type):  # which products into given memory do not heed
+            return False
+        return is_plain(x, x.dtype) and all(
+            is_untouched(p, nn.Linear, x.device) and p.bias is None and p.weight.dtype == x.dtype for p in own
+        )
+
+    def _by_pieces(self, x: torch.Tensor) -> torch.Tensor:
+        """Of `[N, hidden_size]`, some tokens at a time in the same memory: fresh one costs as much as an activation."""
+        gate, up, down = (p.weight.mT for p in (self.gate_proj, self.up_proj, self.down_proj))
+        size = min(max(1, _NUMBERS // gate.shape[1]), x.shape[0])
+        between, output = x.new_empty(2, size, gate.shape[1]), torch.empty_like(x)
+        for piece, into in zip(x.split(size), output.split(size), strict=True):
+            opened, values = between[:, : piece.shape[0]].unbind()
+            F.silu(torch.mm(piece, gate, out=opened), inplace=True).mul_(torch.mm(piece, up, out=values))
+            torch.mm(opened, down, out=into)
+        return output

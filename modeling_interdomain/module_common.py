@@ -38,30 +38,16 @@ def plain_rms_norm(x: torch.Tensor, eps: float, into: torch.Tensor | None = None
 _PIECE = 1 << 17
 
 
-def by_pieces(
-    function: Callable[..., Sequence[torch.Tensor]],
-    tensors: Sequence[torch.Tensor],
-    dtype: torch.dtype,
-    size: int = 0,
-) -> tuple[torch.Tensor, ...]:
-    """`function(*tensors)` in a dtype, a few tokens at a time, so that what lies between stays in the cache.
-
-    Args:
-        function: gives tensors `[B, T, ...]`, token by token.
-        tensors: `[B, T, ...]`, the first the largest; nothing is differentiated.
-        size: the tokens of a piece. Default: so many that a few tensors as wide as the first one fit into a cache.
-    """
-    length = tensors[0].shape[1]
-    size = size or max(1, _PIECE * length // max(1, tensors[0].numel()))
-    if length <= size:
-        return tuple(x.to(dtype) for x in function(*tensors))
-    joined: list[torch.Tensor] = []
-    for start in range(0, length, size):
-        found = function(*(x[:, start : start + size] for x in tensors))
-        joined = joined or [x.new_empty(x.shape[0], length, *x.shape[2:], dtype=dtype) for x in found]
-        for target, x in zip(joined, found, strict=True):
-            target[:, start : start + size] = x
-    return tuple(joined)
+def by_pieces(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """`function(x)` of tokens `[B, T, W]` in the dtype of x, a few at a time, so that what lies between stays in the
+    cache; nothing is differentiated."""
+    size = max(1, _PIECE * x.shape[1] // max(1, x.numel()))
+    if x.shape[1] <= size:
+        return function(x).to(x.dtype)
+    joined = torch.empty_like(x)
+    for piece, into in zip(x.split(size, dim=1), joined.split(size, dim=1), strict=True):
+        into.copy_(function(piece))
+    return joined
 
 
 @lru_cache(maxsize=64)
@@ -88,13 +74,13 @@ class InterdomainRMSNorm(nn.Module):
             return F.rms_norm(x, weight.shape, weight, self.eps)
         if x.dtype == weight.dtype == torch.bfloat16 and is_plain(x, x.dtype):
             # PyTorch's rounds in between, and goes to the memory and back for each of its steps.
-            return by_pieces(self._widened, [x], x.dtype)[0]
+            return by_pieces(self._widened, x)
         # Otherwise the weight stays outside: it may be wider than x, and then the result is.
         return weight * F.rms_norm(x, weight.shape, eps=self.eps)
 
-    def _widened(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+    def _widened(self, x: torch.Tensor) -> torch.Tensor:
         x = x.float()
-        return (plain_rms_norm(x, self.eps, into=x).mul_(self.weight),)
+        return plain_rms_norm(x, self.eps, into=x).mul_(self.weight)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"

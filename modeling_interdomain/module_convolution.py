@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
+from .module_common import is_plain, is_untouched
 from .op_common import all_real, multiplies_narrow, without_autocast
 
 # Taps of a key that starts as the token before, and a little as its own: the first token has none before it, and the
@@ -42,11 +43,7 @@ class CausalConv1d(nn.Conv1d):
         # A few shifted products keep the memory layout of the tokens; the library's convolution would transpose it.
         length = x.shape[-1] - self.kernel_size[0] + 1
         if length > 1 and multiplies_narrow(x) and not torch.compiler.is_compiling():
-            # In two dimensions the library's convolution reads tokens as they lie.
-            with without_autocast(x.device):
-                weight = self.weight.unsqueeze(2)
-                y = torch.conv2d(x.to(weight.dtype).unsqueeze(2), weight, self.bias, groups=weight.shape[0])
-            return y.squeeze(2)
+            return self._as_image(x)
         if length == 1:
             y = (x * self.weight[:, 0]).sum(-1, keepdim=True)
             return y if self.bias is None else y + self.bias[:, None]
@@ -55,6 +52,22 @@ class CausalConv1d(nn.Conv1d):
         for shift, tap in enumerate(taps[1:], start=1):
             y = torch.addcmul(y, x[..., shift : shift + length], tap)
         return y if self.bias is None else y + self.bias[:, None]
+
+    def _as_image(self, x: torch.Tensor, padding: int = 0) -> torch.Tensor:
+        """In two dimensions the library's convolution reads tokens as they lie."""
+        with without_autocast(x.device):
+            weight = self.weight.unsqueeze(2)
+            x = x.to(weight.dtype).unsqueeze(2)
+            return torch.conv2d(x, weight, self.bias, padding=(0, padding), groups=weight.shape[0]).squeeze(2)
+
+    def from_zeros(self, x: torch.Tensor) -> torch.Tensor | None:
+        """`[B, T, W]` in bfloat16 to the same, with no token before; None where it takes a forward to say that.
+
+        Padding on both sides, of which what comes after the last token is cut off, saves a copy of the tokens.
+        """
+        if not (is_plain(x, torch.bfloat16) and multiplies_narrow(x) and is_untouched(self, CausalConv1d, x.device)):
+            return None
+        return self._as_image(x.mT, self.kernel_size[0] - 1).mT[:, : x.shape[1]]
 
 
 def causal_conv(
@@ -82,6 +95,10 @@ def causal_conv(
     before = kernel - 1
     if documents is not None:
         return _conv_documents(conv, x, window, before, documents, number), None
+    if window is None and lengths is None and x.shape[1] >= kernel and isinstance(conv, CausalConv1d):
+        found = conv.from_zeros(x)
+        if found is not None:
+            return found, x[:, x.shape[1] - before :].mT
     if window is None:
         window = x.new_zeros(x.shape[0], x.shape[2], before)
     extended = torch.cat([window.to(x.dtype).mT, x], dim=1).mT

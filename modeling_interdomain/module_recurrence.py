@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .module_common import Float32Module, TabledModule, backend_of, begun_with, own_backend
+from .module_common import Float32Module, TabledModule, backend_of, begun_with, is_plain, own_backend
 from .module_start import (
     even_log_steps,
     frequencies,
@@ -17,7 +17,7 @@ from .module_start import (
     posterior_diagonal,
     real_gramian,
 )
-from .op_common import narrowed
+from .op_common import Kept, narrowed
 from .op_common_launch import STEP_BACKENDS
 from .op_interdomain import interdomain_attention, take_step
 from .op_interdomain_few import FEW, TOGETHER, FewTables, few_tables, take_few
@@ -43,6 +43,7 @@ class InterdomainRecurrence(Float32Module, TabledModule):
     def __init__(self, config):
         super().__init__()
         self.config = config
+        self._prompt_tables = Kept()
         # Asked for at every token: a configuration is slow to look up.
         self.product, self.normalize = config.product, config.normalize
         groups, size = config.num_key_value_heads, config.state_size
@@ -147,6 +148,8 @@ class InterdomainRecurrence(Float32Module, TabledModule):
         config = self.config
         inputs = (*narrowed(*inputs[:3]), *inputs[3:])
         arguments |= {"product": self.product, "normalize": self.normalize}
+        if is_plain(inputs[0], inputs[0].dtype) and not torch.jit.is_tracing():
+            arguments["kept"] = self._prompt_tables
         return interdomain_attention(*inputs, **arguments, chunk_size=config.chunk_size, backend=config.backend)
 
     def _step(self, *tokens: Any, state: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:

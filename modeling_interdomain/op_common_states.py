@@ -46,9 +46,10 @@ class Repeated:
         self.table = self.last = table[:, None]
 
     def __call__(self, count: int) -> torch.Tensor:
-        if self.last.shape[1] != count:
-            self.last = self.table.repeat(1, count, 1, 1)
-        return self.last.flatten(0, 1)
+        last = self.last
+        if last.shape[1] != count:
+            self.last = last = self.table.repeat(1, count, 1, 1)
+        return last.flatten(0, 1)
 
 
 class DecayTables:
@@ -162,14 +163,15 @@ class States:
                 break
             last, here = index + 1 == len(segment.lanes), slice(start, start + following)
             after = self.left if last else before[:, start + lanes : start + lanes + following]
-            if added is None:  # a single document, chunk by chunk
-                more = self.workspace.product("added", inputs[:, start].mT, self.tables.table)[:, None]
+            if added is not None and before is not None:
+                torch.addcmul(pairs(added[:, here]), self.tables.across, pairs(before[:, here]), out=pairs(after))
+            elif added is not None:
+                after.copy_(added[:, here])
+            elif before is not None:  # a single document, chunk by chunk
+                torch.mul(pairs(before[:, here]), self.tables.across, out=pairs(after))
+                after[:, 0].baddbmm_(inputs[:, start].mT, self.tables.table)
             else:
-                more = added[:, here]
-            if before is None:
-                after.copy_(more)
-            else:
-                torch.addcmul(pairs(more), self.tables.across, pairs(before[:, here]), out=pairs(after))
+                torch.bmm(inputs[:, start].mT, self.tables.table, out=after[:, 0])
         if before is None:
             return None
         if self.ends is not None:

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from .op_common import (
+    Kept,
     autocasts,
     check_documents,
     check_floats,
@@ -49,6 +50,7 @@ def interdomain_attention(
     lengths: torch.Tensor | None = None,
     chunk_size: int = 64,
     backend: str = "auto",
+    kept: Kept | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     r"""Causal attention whose memory is one complex diagonal recurrence of fixed size ("Interdomain Attention: Beyond
     Token-Level Key-Value Memory", eqs. 11 and 13):
@@ -82,6 +84,8 @@ def interdomain_attention(
             "associative_scan" (parallel prefix), "chunk" (batched matrix products), "triton" (fused kernels on a
             GPU) or "auto" ("triton" where it can run, otherwise "chunk"; one in-place step when T = 1 and no
             gradient is asked for). Default: "auto".
+        kept: the tables of "chunk" from the last call that had it, made again where the parameters hold other numbers;
+            for calls without gradients on a CPU. Default: None.
 
     Returns:
         output `[B, T, H, D]` in the dtype of `value`, and the final state `[B or S, G, 2, M, R + D]` in float32
@@ -153,7 +157,7 @@ def interdomain_attention(
             elif backend == "scan":
                 found = _on_documents(_scan, *problem, cu_seqlens, lengths, chunk_size)
             else:
-                found = chunk_attention(*problem, cu_seqlens, lengths, chunk_size, output_final_state)
+                found = chunk_attention(*problem, cu_seqlens, lengths, chunk_size, output_final_state, kept)
     output, state = found
     if normalize:
         denominator = output[..., value_dim:]

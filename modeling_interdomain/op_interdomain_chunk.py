@@ -5,7 +5,7 @@ The mathematics is in `op_interdomain_chunk_call`; `op_interdomain_chunk_narrow`
 
 import torch
 
-from .op_common import without_autocast
+from .op_common import Kept, without_autocast
 from .op_common_launch import namespace
 from .op_interdomain_chunk_call import AttentionCall
 from .op_interdomain_chunk_narrow import NarrowCall
@@ -25,6 +25,7 @@ def chunk_attention(
     lengths: torch.Tensor | None,
     chunk_size: int,
     output_final_state: bool,
+    kept: Kept | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `interdomain_attention`; training keeps the inputs alone.
 
@@ -32,14 +33,18 @@ def chunk_attention(
 
     Args:
         chunk_size: the largest number of tokens in a chunk.
+        kept: tables of an earlier call; not used where something may be differentiated, or is compiled.
 
     Returns:
         output `[B, T, H, D]`, and the final states, empty unless `output_final_state`.
     """
-    return _operator(
+    arguments = (
         query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state, cu_seqlens, lengths, product,
         chunk_size, output_final_state,
     )  # fmt: skip
+    if kept is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return _operator(*arguments)
+    return _forward(*arguments, kept)
 
 
 _NAMESPACE = namespace(__name__)
@@ -66,16 +71,26 @@ def _operator(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # A backward pass inside autocast would otherwise multiply in its dtype, and a compiled one always.
     with without_autocast(query.device):
-        call = _call(
+        return _forward(
             query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state, cu_seqlens, lengths,
             product, chunk_size, output_final_state,
         )  # fmt: skip
-        if not output_final_state:
-            return call.forward(None), log_decay.new_empty(0)
-        final = log_decay.new_zeros(state_shape(query, key, value, log_decay, cu_seqlens))
-        if initial_state is not None:
-            final.copy_(initial_state)
-        return call.forward(final), final
+
+
+def _forward(
+    query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state, cu_seqlens, lengths, product,
+    chunk_size, output_final_state, kept=None,
+):  # fmt: skip
+    call = _call(
+        query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state, cu_seqlens, lengths,
+        product, chunk_size, output_final_state, kept,
+    )  # fmt: skip
+    if not output_final_state:
+        return call.forward(None), log_decay.new_empty(0)
+    final = log_decay.new_zeros(state_shape(query, key, value, log_decay, cu_seqlens))
+    if initial_state is not None:
+        final.copy_(initial_state)
+    return call.forward(final), final
 
 
 @_operator.register_fake

@@ -19,10 +19,12 @@ Layout inside a segment: groups G, then its chunks N, then the rows of a chunk, 
 numbers are interleaved pairs, 2M real ones.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
+from .op_common import Kept
 from .op_common_chunks import Segment, chunks_of
 from .op_common_states import DecayTables, StateGradients, States, Workspace, dot, pairs
 from .op_interdomain_mixing import mixing_matrix
@@ -32,6 +34,30 @@ from .op_interdomain_mixing import mixing_matrix
 _SEGMENT_FLOATS = {"cpu": 1 << 19, "other": 1 << 24}
 
 
+class AttentionTables:
+    """What a call makes of the parameters alone, for chunks of one size.
+
+    Attributes:
+        decay: the powers of lambda.
+        forth, back: complex `[G, 1, C, M]`, lambda^(t+1) and its conjugate.
+        mixing: `[G, 2M, 2M]`.
+    """
+
+    def __init__(
+        self,
+        log_decay: torch.Tensor,
+        input_matrix: torch.Tensor,
+        coefficients: torch.Tensor | None,
+        product: str,
+        size: int,
+    ):
+        self.decay = DecayTables(log_decay, input_matrix, size, log_decay.dtype)
+        self.forth = self.decay.powers[:, None, 1:].contiguous()
+        self.back = self.forth.conj().resolve_conj()
+        groups, modes = log_decay.shape[:2]
+        self.mixing = mixing_matrix(coefficients, product, groups, modes, log_decay)
+
+
 class AttentionCall:
     """One call: its tables, how its tokens lie among the chunks, and the memory that its segments share.
 
@@ -39,6 +65,7 @@ class AttentionCall:
     """
 
     states_class: type[States] = States
+    tables_class: type[AttentionTables] = AttentionTables
 
     def __init__(
         self,
@@ -54,6 +81,7 @@ class AttentionCall:
         product: str,
         chunk_size: int,
         ends: bool,
+        kept: Kept | None = None,
     ):
         batch, length, heads, feature_dim = query.shape
         self.query, self.groups, self.heads = query, key.shape[2], heads // key.shape[2]
@@ -61,11 +89,11 @@ class AttentionCall:
         tokens = floats // (2 * log_decay.shape[1] * heads)
         self.chunks = chunks_of((batch, length), cu_seqlens, lengths, chunk_size, tokens, query.device)
         self.size = self.chunks.size
-        self.tables = DecayTables(log_decay, input_matrix, self.size, log_decay.dtype)
-        self.forth = self.tables.powers[:, None, 1:].contiguous()  # lambda^(t+1)
-        self.back = self.forth.conj().resolve_conj()
-        self.repeated = self.tables.repeated
-        self.mixing = mixing_matrix(coefficients, product, self.groups, log_decay.shape[1], log_decay)
+        make = partial(self.tables_class, log_decay, input_matrix, coefficients, product, self.size)
+        about = (self.tables_class, product, self.size), (log_decay, input_matrix, coefficients)
+        self.own = make() if kept is None else kept.get(*about, make)
+        self.tables, self.mixing = self.own.decay, self.own.mixing
+        self.forth, self.back, self.repeated = self.own.forth, self.own.back, self.tables.repeated
         self.workspace = Workspace()
         both = (None, None) if initial is None else initial.split([feature_dim, value.shape[3]], dim=-1)
         shared = self.chunks, self.tables

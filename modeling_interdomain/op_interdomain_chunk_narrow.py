@@ -18,65 +18,77 @@ import torch
 
 from .op_common_chunks import Segment
 from .op_common_states import Repeated, StateGradients, States, pairs
-from .op_interdomain_chunk_call import AttentionCall, Gradients, Walked
+from .op_interdomain_chunk_call import AttentionCall, AttentionTables, Gradients, Walked
 
 
 class NarrowStates(States):
     """Narrow inputs, states in the dtype of the tables; what products read of a state is narrow again."""
 
     def forward(self, segment: Segment, inputs: torch.Tensor, entry: torch.Tensor | None) -> torch.Tensor | None:
-        before = state = None
+        before, state = None, entry
         if entry is not None or len(segment.lanes) > 1:
             before = self.workspace.tensor(f"{self.name} before", self._shape(segment.chunks), inputs)
-        if entry is not None:
-            state = pairs(entry)  # which is kept for the way back
-        elif before is not None:
-            state = pairs(self.tables.table.new_zeros(self._shape(segment.lanes[0])))
-        first, into = segment.block, None
+        first = segment.block
         for start, lanes, following in segment.moves():
             if before is not None:
-                before[:, start : start + lanes] = _real(state)
-                if self.ends is not None and following < lanes:
-                    self.ends[:, first + following : first + lanes] = _real(state[:, following:])
+                before[:, start : start + lanes] = 0 if state is None else state
+                if self.ends is not None and following < lanes and state is not None:
+                    self.ends[:, first + following : first + lanes] = state[:, following:]
             if not following:
                 break
-            more = pairs(self._added(inputs[:, start : start + following]))
-            if state is None:
-                state = more.clone()
-            else:
-                into = None if into is None else into[:, :following]
-                state = torch.addcmul(more, self.tables.across, state[:, :following], out=into)
-            into = state
-        self.left = _real(state) if segment.following else None
+            # What a segment begins with is kept for the way back.
+            state = self._moved(state, inputs[:, start : start + following], in_place=state is not entry)
+        self.left = state if segment.following else None
         return before
 
-    def _added(self, inputs: torch.Tensor) -> torch.Tensor:
-        """What chunks side by side put in, `[G, N, W, 2M]`; few at a time, which a cache holds."""
+    def _moved(self, state: torch.Tensor | None, inputs: torch.Tensor, in_place: bool) -> torch.Tensor:
+        """States `[G, N, W, 2M]`, None for zeros, after chunks side by side, `[G, N, C, W]`; N may have become less."""
+        shape = self._shape(inputs.shape[1])
         wide = self.workspace.tensor("wide inputs", tuple(inputs.shape), self.tables.table).copy_(inputs)
-        repeated = self.tables.repeated(inputs.shape[1])
-        return self.workspace.product("added", wide.flatten(0, 1).mT, repeated).view(self._shape(inputs.shape[1]))
+        wide, table = wide.flatten(0, 1).mT, self.tables.repeated(inputs.shape[1])
+        if state is None:
+            return torch.bmm(wide, table).view(shape)
+        if in_place and state.shape == shape:
+            pairs(state).mul_(self.tables.across)
+        else:
+            before, state = state[:, : inputs.shape[1]], state.new_empty(shape)
+            torch.mul(pairs(before), self.tables.across, out=pairs(state))
+        state.flatten(0, 1).baddbmm_(wide, table)
+        return state
 
 
-def _real(x: torch.Tensor) -> torch.Tensor:
-    """The way back from `pairs`."""
-    return torch.view_as_real(x).flatten(-2)
+class NarrowTables(AttentionTables):
+    """Those of a `NarrowCall`, what products read in bfloat16.
 
+    Attributes:
+        repeated: the table of powers.
+        to_near, to_far: the columns of the joint matrix for the skewed weights and for p, `[G, C + 2M, C]` and `[...,
+            2M]`.
+        rest_to_far: what rounding took away from `to_far`.
+    """
 
-class NarrowCall(AttentionCall):
-    """Query, keys and values in bfloat16, the rest in float32."""
-
-    states_class = NarrowStates
-
-    def __init__(self, query: torch.Tensor, *arguments):
-        super().__init__(query, *arguments)
-        table, narrow = self.tables.table, query.dtype
-        self.modes = table.shape[2]
+    def __init__(self, log_decay: torch.Tensor, *arguments):
+        super().__init__(log_decay, *arguments)
+        table, narrow = self.decay.table, torch.bfloat16
         self.repeated = Repeated(table.to(narrow))
         below = table @ self.mixing  # a symmetric matrix
         self.to_near = torch.cat([below @ table.mT, below.mT], dim=-2).to(narrow)
         far = torch.cat([below, self.mixing], dim=-2)
         self.to_far = far.to(narrow)
         self.rest_to_far = far.sub_(self.to_far.to(far.dtype)).to(narrow)
+
+
+class NarrowCall(AttentionCall):
+    """Query, keys and values in bfloat16, the rest in float32."""
+
+    states_class = NarrowStates
+    tables_class = NarrowTables
+    own: NarrowTables
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.modes, self.repeated = self.tables.table.shape[2], self.own.repeated
+        self.to_near, self.to_far, self.rest_to_far = self.own.to_near, self.own.to_far, self.own.rest_to_far
 
     def gradients(self, *arguments) -> Gradients:
         return NarrowGradients(self, *arguments)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from modeling_interdomain import interdomain_attention, module_common, op_common, op_interdomain_chunk
 from modeling_interdomain.module_common import project
-from modeling_interdomain.module_convolution import CausalConv1d
+from modeling_interdomain.module_convolution import CausalConv1d, causal_conv
 from modeling_interdomain.module_start import gramian, posterior_coefficients
 from tests.operator_checks import SHAPES, cast, everything, inputs, relative_error
 
@@ -117,6 +117,20 @@ def test_the_convolution_rounds_once(how):
 
 
 @torch.no_grad()
+@torch.no_grad()
+@pytest.mark.parametrize("length", [3, 4, 50])
+def test_a_convolution_from_zeros_is_that_with_zeros_before(length):
+    conv, x = CausalConv1d(24, 4, bias=True).bfloat16(), torch.randn(2, length, 24).bfloat16()
+    given = x.clone()
+    found = causal_conv(conv, x, None, 4)
+    for y, expected in zip(found, causal_conv(conv, x, x.new_zeros(2, 24, 3), 4), strict=True):
+        assert torch.equal(y, expected)
+    assert torch.equal(x, given)
+    seen = []
+    conv.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    assert torch.equal(causal_conv(conv, x, None, 4)[0], found[0]) and seen == [(2, 24, length)]
+
+
 def test_pieces_are_the_whole(make_model, random_ids, monkeypatch):
     model, ids = make_model("rope-after", dtype=torch.bfloat16).eval(), random_ids(2, 40)
     expected, seen = model(ids).logits, []

@@ -18,6 +18,7 @@ from modeling_interdomain import (
     InterdomainConfig,
     InterdomainForSequenceClassification,
     add_layer_loss,
+    feed_forward_mlp,
     module_layer_losses,
     register_feed_forward,
 )
@@ -81,6 +82,25 @@ def test_a_layer_may_end_with_its_mixer(make_model, random_ids, assert_same):
 def test_names_that_are_refused(names, message):
     with pytest.raises(REFUSED, match=message):
         InterdomainConfig(num_hidden_layers=2, feed_forwards=names)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pieces_of_a_text_are_the_whole(dtype, monkeypatch):
+    """With and without gradients: what is not differentiated goes through in memory that is used again."""
+    mlp = FEED_FORWARDS["mlp"](InterdomainConfig(hidden_size=16, intermediate_size=24, num_attention_heads=2), 0)
+    mlp, x = mlp.to(dtype), torch.randn(2, 5, 16).to(dtype)
+    given, expected = x.clone(), mlp(x).detach()
+    monkeypatch.setattr(feed_forward_mlp, "_NUMBERS", 3 * 24)
+    monkeypatch.setattr(feed_forward_mlp, "_FEW", 0)
+    with torch.no_grad():
+        found = mlp(x)
+        assert torch.equal(x, given) and torch.equal(mlp(x.mT.contiguous().mT), found)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert mlp(x).dtype == torch.bfloat16
+        mlp.up_proj.register_forward_hook(lambda module, args, output: 2 * output)
+        doubled = mlp(x)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(doubled, 2 * expected)
 
 
 def test_registering():

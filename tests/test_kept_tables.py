@@ -13,8 +13,9 @@ from accelerate import cpu_offload
 from torch import nn
 from torch.nn.utils import prune
 
-from modeling_interdomain import InterdomainCache
+from modeling_interdomain import InterdomainCache, interdomain_attention
 from modeling_interdomain.module_common import PerVersion, TabledModule
+from modeling_interdomain.op_common import Kept
 
 NAMES = ["interdomain", "rope-after", "diagonal", "s4d", "gated"]
 
@@ -355,3 +356,61 @@ def test_a_reset_cache_begins_with_new_tables(name, make_model, random_ids, adva
     cache.reset()
     pieces = [advance(model, cache, piece) for piece in ids.split([5, 1, 1], dim=1)]
     assert_same(torch.cat(pieces, dim=1), model(ids, use_cache=False).logits.detach())
+
+
+def by_data(model, ids):
+    for p in model.parameters():
+        p.data.mul_(1.1)
+
+
+@pytest.mark.parametrize("change", [*CHANGES.values(), by_data], ids=[*CHANGES.keys(), "in data"])
+@pytest.mark.parametrize("name", ["interdomain", "diagonal"])
+def test_a_prompt_has_the_tables_of_what_the_parameters_hold(change, name, make_model, random_ids):
+    model, ids = make_model(name), random_ids(2, 70)
+    recurrence = model.model.layers[0].token_mixer.recurrence
+
+    @torch.no_grad()
+    def prompt(model):
+        return model(ids).logits
+
+    def tables():
+        return recurrence._prompt_tables.get(recurrence._prompt_tables._kept[0], tensors(), lambda: None)
+
+    def tensors():
+        with torch.no_grad():
+            return recurrence.parameters_of_operator()
+
+    before = prompt(model)
+    made = tables()
+    assert torch.equal(prompt(model), before) and made is not None and tables() is made
+    change(model, ids)
+    found = prompt(model)
+    assert tables() is not made and not torch.allclose(found, before)
+    assert torch.equal(found, prompt(copy.deepcopy(model)))
+
+
+def test_what_is_kept_for_numbers():
+    made = []
+    kept, x = Kept(), torch.ones(2)
+
+    def value(name="sum", *tensors):
+        return kept.get(name, tensors or (x, None), lambda: made.append(name) or [len(made)])
+
+    assert value() is value() and value(name="sum") == [1]
+    x.data[0] = 2
+    assert value() is value() == [2]
+    assert value("other") == [3] and value() == [4]
+    assert value("sum", x.double(), None) == [5] and value("sum", x.double(), x) == [6]
+    assert value("sum", torch.full((2,), torch.nan)) is not value("sum", torch.full((2,), torch.nan))
+    again = copy.deepcopy(kept)
+    assert again._kept is None and pickle.loads(pickle.dumps(kept))._kept is None
+
+
+def test_gradients_pass_what_is_kept():
+    arguments = [torch.randn(1, 5, 2, 4, requires_grad=True) for _ in range(3)]
+    parameters = [torch.stack([-torch.rand(2, 3), torch.randn(2, 3)], dim=-1), torch.randn(2, 3, 2)]
+    kept = Kept()
+    with torch.no_grad():
+        expected, _ = interdomain_attention(*arguments, *parameters, kept=kept)
+    found, _ = interdomain_attention(*arguments, *parameters, kept=kept)
+    assert torch.equal(found, expected) and found.requires_grad
