@@ -133,8 +133,9 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def lets_wait(self, tokens: int) -> bool:
         """Whether a forward of so many tokens, which is recorded, leaves windows and states as they are."""
-        few = (tokens > 1 or self.waiting > 0) and self.waiting + tokens <= self.max_rollback
-        return few and self.record_past and bool(self.has_previous_state[0]) and not torch.compiler.is_compiling()
+        if not self.record_past or torch.compiler.is_compiling() or not self.has_previous_state[0]:
+            return False
+        return (tokens > 1 or self.waiting > 0) and self.waiting + tokens <= self.max_rollback
 
     @property
     def resting_state(self) -> torch.Tensor:

@@ -45,7 +45,9 @@ def check_mask(attention_mask, seen, batch: int, length: int) -> None:
 
 def check_positions(position_ids: torch.Tensor | None, batch: int, length: int) -> None:
     """Positions that no layer rotates by would otherwise go unread, whatever their shape."""
-    if position_ids is not None and position_ids.shape not in ((batch, length), (1, length)):
+    if position_ids is None or torch.compiler.is_compiling():  # a graph for any batch asks for none of a shape
+        return
+    if position_ids.shape not in ((batch, length), (1, length)):
         raise ValueError(
             f"position_ids must have shape [B, T] = [{batch}, {length}] or [1, {length}], got "
             f"{list(position_ids.shape)}."

@@ -32,13 +32,13 @@ class InterdomainMLP(nn.Module):
 
     def _is_plain(self, x: torch.Tensor) -> bool:
         own = self.gate_proj, self.up_proj, self.down_proj
-        if x.numel() <= _FEW or type(self.act_fn) is not nn.SiLU or x.dtype not in (*FULL_PRECISION, torch.bfloat16):
+        if not is_plain(x, x.dtype) or x.numel() <= _FEW or type(self.act_fn) is not nn.SiLU:
+            return False
+        if x.dtype not in (*FULL_PRECISION, torch.bfloat16):
             return False
         if torch.is_autocast_enabled(x.device.type):  # which products into given memory do not heed
             return False
-        return is_plain(x, x.dtype) and all(
-            is_untouched(p, nn.Linear, x.device) and p.bias is None and p.weight.dtype == x.dtype for p in own
-        )
+        return all(is_untouched(p, nn.Linear, x.device) and p.bias is None and p.weight.dtype == x.dtype for p in own)
 
     def _by_pieces(self, x: torch.Tensor) -> torch.Tensor:
         """Of `[N, hidden_size]`, some tokens at a time in the same memory: fresh one costs as much as an activation."""

@@ -36,6 +36,10 @@ def interpreted() -> bool:
     return triton is not None and triton.knobs.runtime.interpret
 
 
+# Where "auto" asks for none; on "meta" models run to be counted.
+_WITHOUT_KERNELS = ("cpu", "meta")
+
+
 class StateTouched(RuntimeError):
     """A kernel failed after another had already changed a state: no other way may go on from there."""
 
@@ -79,7 +83,7 @@ def fused(
         RuntimeError: when "auto" would have to take another way while other ranks may not.
     """
     device = tensors[0].device
-    if backend == "auto" and device.type in ("cpu", "meta"):
+    if backend == "auto" and device.type in _WITHOUT_KERNELS:
         return None
     dtypes = tuple([x.dtype for x in tensors if x is not None])
     kind = (entry, device, dtypes, widths if isinstance(widths, int) else tuple(widths))

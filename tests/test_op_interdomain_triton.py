@@ -671,6 +671,7 @@ def test_triton_without_a_gpu_is_refused(no_kernels):
 def no_launch_yet(monkeypatch):
     """As if this process had launched nothing, with kernels that may run on any device but the CPU."""
     monkeypatch.setattr(op_common_launch, "interpreted", lambda: True)
+    monkeypatch.setattr(op_common_launch, "_WITHOUT_KERNELS", ("cpu",))
     monkeypatch.setattr(op_common_launch, "_succeeded", set())
     monkeypatch.setattr(op_common_launch, "_failed", {})
     op_common_launch._say_once.cache_clear()
