@@ -118,8 +118,8 @@ def table(record: dict) -> str:
         rows.append([name, *(", ".join(f"{row['accuracy']:.1%}" for row in cell) or "not run" for cell in found)])
     lengths = ", ".join(f"{name} {next(batches_of(name, 0)).ids.shape[1]}" for name in TASKS)
     about = (
-        f"{len(record['runs'])} runs so far, a number a seed, at the better of the learning rates "
-        f"{' and '.join(map(str, LEARNING_RATES))} as far as they were run; tokens: {lengths}; chance "
+        f"{len(record['runs'])} runs; a number a seed, at the better of the learning rates "
+        f"{' and '.join(map(str, LEARNING_RATES))} with the first seed; tokens: {lengths}; chance "
         f"{1 / NUMBERS:.1%}; {record['training']['steps']} steps of {record['training']['batch_size']} sequences; "
         f"{SHAPE['sparse_keys']} keys a query."
     )

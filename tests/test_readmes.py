@@ -151,8 +151,9 @@ def test_what_is_said_of_sparse_attention():
     assert found["spread_of_time_per_token"] < sparse_cpu.FLAT_WITHIN
     steps = [row["median"] for row in found["steps"]]
     assert max(steps) / min(steps) - 1 < sparse_cpu.STEP_FLAT_WITHIN
-    assert all(4e-6 < step / 104 < 5e-6 and step > sparse_cpu.STEP_MS / 1e3 for step in steps)
-    assert all(row["median"] < sparse_cpu.STEP_MS / 1e3 for row in found["compiled_steps"])
+    assert all(3.5e-6 < step / 101 < 4.5e-6 for step in steps)
+    for row in found["steps"] + found["compiled_steps"]:
+        assert row["median"] <= sparse_cpu.STEP_MS / 1e3
 
 
 def test_what_is_said_of_the_ways_to_compute_the_recurrence():
@@ -308,24 +309,27 @@ def test_what_is_said_of_joint_recall():
 def test_what_is_said_of_lookups():
     runs = read("lookup_study")["runs"]
 
-    def right(task: str, name: str) -> float:
-        return studies.best_runs(runs, {"task": task, "condition": name}, 0)[0]["accuracy"]
+    def right(task: str) -> dict[str, list[float]]:
+        found = {
+            name: [row["accuracy"] for row in studies.best_runs(runs, {"task": task, "condition": name}, 0)]
+            for name in lookup_study.CONDITIONS
+        }
+        assert all(len(seeds) == len(lookup_study.SEEDS) for seeds in found.values())
+        return found
 
-    book = {name: right("phone book", name) for name in lookup_study.CONDITIONS}
-    assert (
-        min(book["Interdomain"], book["Interdomain + HAX"]) > 0.99
-        and round(book["Interdomain, random start"], 1) == 0.4
-    )
-    assert 0.3 < book["S4D-only"] < 0.4 and book["S4D-only + HAX"] > 0.95
-    assert book["SSD"] < 0.02 and 0.7 < book["SSD + HAX"] < 0.8
-    assert right("needle", "softmax") == 1 and book["softmax"] < 0.2
-    copying = {name: right("copying", name) for name in lookup_study.CONDITIONS}
-    assert round(3 * copying["Interdomain"]) == 2 and copying["Interdomain"] > copying["softmax"]
-    assert max(copying.values()) < 0.9
-    needle = {name: right("needle", name) for name in lookup_study.CONDITIONS}
-    assert needle["Interdomain"] == needle["Interdomain + HAX"] == 1 and needle["Interdomain, random start"] < 0.03
-    for core in ("S4D-only", "SSD"):
-        assert right("needle", core) < 0.03 and right("needle", f"{core} + HAX") == 1
+    ours = ("Interdomain", "Interdomain + HAX")
+    book, needle, copying = map(right, ("phone book", "needle", "copying"))
+    assert all(min(book[name]) > 0.99 and min(needle[name]) > 0.99 for name in ours) and min(needle["Interdomain"]) == 1
+    assert all(round(x, 1) == 0.9 for name in ours for x in copying[name])
+    assert max(max(x) for name, x in copying.items() if name not in ours) < min(copying["Interdomain + HAX"])
+    random = "Interdomain, random start"
+    assert max(needle[random]) < 0.03
+    assert all(max(task[random]) > 0.8 and min(task[random]) < 0.6 for task in (book, copying))
+    assert 0.3 < min(book["S4D-only"]) <= max(book["S4D-only"]) < 0.4 and min(book["S4D-only + HAX"]) > 0.95
+    assert max(book["SSD"]) < 0.02 and min(book["SSD + HAX"]) > 0.8
+    assert min(needle["softmax"]) == 1 and max(book["softmax"]) < 0.36
+    assert max(needle["S4D-only"]) < 0.03 and min(needle["SSD"]) < 0.03 and 0.5 < max(needle["SSD"]) < 0.6
+    assert min(needle["S4D-only + HAX"] + needle["SSD + HAX"]) == 1
 
 
 def test_what_is_said_of_cheems():
