@@ -7,10 +7,10 @@ Usage:
     torchrun --nproc_per_node 2 -m examples.train ... --sequence_parallel 2       # each holds half of every sequence
     python -m examples.train ... --resume_from_checkpoint true      # goes on exactly where the last checkpoint was
 
-`recipes/language-model.yaml` holds the defaults; every field of `transformers.TrainingArguments` is an option too. The
-length of the run and of the warm-up are counted in tokens. What is logged besides the loss: tokens per second, the
-model FLOPs utilisation (MFU) against the matrix rate that this machine reaches in a large product, and of a model with
-experts how many of them its tokens use.
+`recipes/language-model.yaml` holds the defaults (another file: `--recipe`); fields of `transformers.TrainingArguments`
+are options too, but for those of the optimiser, its schedule and epochs. The length of the run and of the warm-up are
+counted in tokens. What is logged besides the loss: tokens per second, the model FLOPs utilisation (MFU) against the
+matrix rate that this machine reaches in a large product, and of a model with experts how many of them its tokens use.
 """
 
 from __future__ import annotations
@@ -260,7 +260,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[Recipe, Tex
     recipe = chosen.recipe
     if not recipe.is_file():
         raise InputError(f"The recipe {recipe} does not exist.")
-    parser = HfArgumentParser((Recipe, Text), description=__doc__.splitlines()[0])
+    refused = ", ".join(sorted(UNUSED))
+    epilog = f"--recipe FILE: YAML with other defaults of these options (default: {RECIPE}). Refused: {refused}."
+    parser = HfArgumentParser((Recipe, Text), description=__doc__.splitlines()[0], epilog=epilog)
     defaults = {"output_dir": "runs/train", "logging_steps": 10, "report_to": "none", "save_total_limit": 2}
     lines = read_recipe(recipe)
     known = {action.dest for action in parser._actions}
