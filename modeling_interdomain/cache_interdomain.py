@@ -204,6 +204,9 @@ class InterdomainStaticCache(_InterdomainCacheMixin, StaticCache):
         config: the model's `InterdomainConfig`.
         max_cache_len: tokens that softmax layers can hold; recurrent layers have no limit.
         offloading: as in `InterdomainCache`.
+
+    Raises:
+        ValueError: as in `InterdomainCache`.
     """
 
     def __init__(self, config, max_cache_len: int, offloading: bool = False, **kwargs):

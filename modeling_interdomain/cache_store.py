@@ -53,10 +53,10 @@ class StateStore:
     multiple of `block` tokens.
 
     What is written with a store is what is written without, up to the rounding of floating point numbers: the text is
-    read in other pieces. It takes part in greedy decoding and sampling of one row without pads, and in
-    `generate_batch()`, where prompts of one call share with each other, too. All else reads the whole prompt: padded
-    batches, beams, assisted decoding, embeddings as inputs, hidden states of the prompt as outputs, training, process
-    groups.
+    read in other pieces. It takes part in greedy decoding and sampling of one row without pads, and in continuous
+    batching: `generate_batch()`, where prompts of one call share with each other, too, and the server's. All else reads
+    the whole prompt: padded batches, beams, assisted decoding, embeddings as inputs, hidden states of the prompt as
+    outputs, training, process groups.
 
     Several threads may use one store, and several processes one folder: files appear whole, and one that another
     process has removed, or that is damaged, is a state that is not known. A state tells much of what was read: keep the

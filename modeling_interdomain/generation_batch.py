@@ -145,7 +145,8 @@ def write_batch(model, prompts: Sequence[Sequence[int]], generation_config, rows
         options: of `generate`, beside the configuration.
 
     Raises:
-        ValueError: for rows, prompts and options that cannot be, before anything is read.
+        ValueError: for rows, prompts and options that cannot be, before anything is read; for a text that comes to the
+            end of the positions that the model knows, when it does.
         NotImplementedError: for models that cannot, with the reason.
     """
     config, others = model._prepare_generation_config(generation_config, **options)

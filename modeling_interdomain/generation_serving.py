@@ -29,8 +29,8 @@ class RequestManager:
         model: as of a `Batch`.
         generation_config: of all requests, but for their `max_new_tokens` and `eos_token_id`. Default: the model's.
         continuous_batching_config: the library's, of which two fields matter: `max_requests_per_batch` are in flight at
-            once (default: 8), and a forward has no more than `max_batch_tokens` tokens, be it one of every request or
-            those of a prompt, which is then read in pieces.
+            once (default: 8, or `max_batch_tokens` where that is given alone), and a forward has no more than
+            `max_batch_tokens` tokens, be it one of every request or those of a prompt, which is then read in pieces.
         workload_hints: of the library's engine; not used.
 
     Raises:
@@ -116,7 +116,9 @@ class RequestManager:
         streaming: bool = False,
         eos_token_id: int | list[int] | None = None,
     ) -> str:
-        """Queue a prompt; a `streaming` request has a result a token, another one in the end. Returns its name.
+        """Queue a prompt, a list of token ids; a `streaming` request has a result a token, another one in the end.
+
+        Returns its name. A prompt that cannot be has a result with an `error`.
 
         Raises:
             RuntimeError: when nobody would answer any more.

@@ -357,7 +357,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
             past_key_values: an `InterdomainCache`, updated in place.
             use_cache: make a cache when none is given. Packed documents and training forwards make none.
             cu_seq_lens_q: `[S + 1]`, ends of packed documents, starting with 0; B = 1.
-            seq_idx: instead of these, the number of each token's document, `[B, T]`.
+            seq_idx: instead of these, the number of each token's document, `[B, T]`: one begins where it changes.
             sequence_group: the process group over which the rows are spread, this process holding T tokens of each in
                 the order of the processes; `sequence_piece` cuts them. Masks and positions are those of the piece,
                 `cu_seq_lens_q` are the ends along the whole row. A new cache then holds what has been read so far.
@@ -454,9 +454,9 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
     """The model with a language modelling head.
 
     Attributes:
-        prompt_store: a `StateStore` from which `generate()` takes what it has read before, or None. To begin with, what
-            the environment variable INTERDOMAIN_PROMPT_STORE names, "memory" or a folder: so `transformers serve` has
-            one.
+        prompt_store: a `StateStore` from which `generate()` and continuous batching take what was read before, or None.
+            To begin with, what the environment variable INTERDOMAIN_PROMPT_STORE names, "memory" or a folder: so
+            `transformers serve` has one.
     """
 
     prompt_store: StateStore | None = None
@@ -644,21 +644,24 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
 
         A request in flight is a row of one cache: as soon as one ends, the next prompt is read into its row. A state
         takes the same room whatever was read; keys and values, where layers keep them, that of the longest in flight.
-        With a `prompt_store` a prompt costs what is new in it, also beside the other prompts of the call.
+        With a `prompt_store` a prompt costs what is new in it, also beside the other prompts of the call. The library's
+        `generate(ids, cache_implementation="paged")` calls this.
 
         Args:
             inputs: token ids, a list for each prompt; of any lengths.
             generation_config: default: the model's own.
             max_batch_size: prompts in flight at once. Default: 8.
-            kwargs: of a `GenerationConfig`, as for `generate`.
+            kwargs: of a `GenerationConfig`, as for `generate`. Give `max_new_tokens`.
 
         Returns:
             `{request id: GenerationOutput}` in the order of the prompts; `generated_tokens` are what `generate` writes
-            after each prompt alone.
+            after each prompt alone, up to the rounding of floating point numbers. Samples are drawn in another order:
+            for the same prompts and rows a seed repeats them.
 
         Raises:
             NotImplementedError: for layers of one's own that keep other things, and angles that depend on the length.
-            ValueError: for prompts and options that cannot be.
+            ValueError: for prompts and options that cannot be, before anything is read. Also when a text comes to the
+                end of the positions that `dynamic_mask` "position" or "hard" knows.
         """
         return write_batch(self, inputs, generation_config, max_batch_size, kwargs)
 

@@ -84,8 +84,9 @@ def interdomain_attention(
             "associative_scan" (parallel prefix), "chunk" (batched matrix products), "triton" (fused kernels on a
             GPU) or "auto" ("triton" where it can run, otherwise "chunk"; one in-place step when T = 1 and no
             gradient is asked for). Default: "auto".
-        kept: the tables of "chunk" from the last call that had it, made again where the parameters hold other numbers;
-            for calls without gradients on a CPU. Default: None.
+        kept: a `Kept` of op_common.py, in which "chunk" keeps the tables that it makes of the parameters from one call
+            to the next; where these hold other numbers they are made again. For calls without gradients on a CPU.
+            Default: None.
 
     Returns:
         output `[B, T, H, D]` in the dtype of `value`, and the final state `[B or S, G, 2, M, R + D]` in float32
