@@ -651,7 +651,8 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
             inputs: token ids, a list for each prompt; of any lengths.
             generation_config: default: the model's own.
             max_batch_size: prompts in flight at once. Default: 8.
-            kwargs: of a `GenerationConfig`, as for `generate`. Give `max_new_tokens`.
+            kwargs: of a `GenerationConfig`, as for `generate`. Give `max_new_tokens`: without it a text has
+                `max_length` tokens, 20 by default, the prompt among them, and at least one new.
 
         Returns:
             `{request id: GenerationOutput}` in the order of the prompts; `generated_tokens` are what `generate` writes
