@@ -200,7 +200,8 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
         """Overwrite windows and states after `tokens` more tokens."""
         if not self.is_initialized:
             self.lazy_initialization(windows, states)
-        if self.lets_wait(tokens) and not any(map(_is_differentiated, (*windows, *states.values()))):
+        noted = self.recorded is not None  # a mixer of one's own may record nothing
+        if noted and self.lets_wait(tokens) and not any(map(_is_differentiated, (*windows, *states.values()))):
             self.waiting += tokens
         else:
             self._store_all(windows, states)
@@ -341,6 +342,11 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
         if not self.record_past:
             raise ValueError(
                 "crop needs the past: call activate_past_recording() on the cache before the first forward."
+            )
+        if self.recorded is None and self.cumulative_length:
+            raise ValueError(
+                "crop can take back nothing: no token was recorded. Record before tokens that are to be taken back; a "
+                "mixer of one's own calls `layer.record` before `layer.write`."
             )
         available = 0 if self.recorded is None else self.recorded.tokens
         if -tokens_to_remove > available:

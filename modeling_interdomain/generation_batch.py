@@ -2,7 +2,9 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,20 +25,41 @@ _SINGLE = ("num_beams", "num_return_sequences", "prompt_lookup_num_tokens", "ass
 class Request:
     """A prompt, what is written after it, and how its next token is chosen."""
 
-    def __init__(self, model, name: str, prompt: Sequence[int], config, streaming: bool = False):
-        self.name, self.prompt, self.streaming = name, list(prompt), streaming
+    ids: torch.Tensor  # [1, T], the prompt and what is written
+    processors: LogitsProcessorList
+    room: int | None
+
+    def __init__(self, name: str, prompt: Sequence[int], config, streaming: bool = False):
+        self.name, self.prompt, self.config, self.streaming = name, prompt, config, streaming
         self.written: list[int] = []
         self.error: str | None = None
         self.cancelled = False
-        self.config = config
-        self.ids = torch.tensor([self.prompt], device=model.device)
-        self.processors: LogitsProcessorList = model._get_logits_processor(
-            generation_config=config, input_ids_seq_length=len(self.prompt), device=model.device
-        )
-        most = config.max_new_tokens
-        self.most = most if most is not None else max(config.max_length - len(self.prompt), 1)
-        self.room = room(model.config)
         self.keep: Callable[[list[int], dict[str, torch.Tensor]], None] | None = None  # a state, in the prompt store
+
+    def prepare(self, model, called: str, unset: dict[str, bool]) -> None:
+        """Before it is read; a prompt that cannot be, or is longer than its text may be, is an error.
+
+        Args:
+            called: the prompt, in errors.
+            unset: of `unset_lengths`.
+        """
+        check_prompt(model, called, self.prompt)
+        self.prompt, self.room = list(self.prompt), room(model.config)
+        self.ids, length = torch.tensor([self.prompt], device=model.device), len(self.prompt)
+        self.config = model._prepare_generated_length(
+            deepcopy(self.config),
+            **unset,
+            model_input_name="input_ids",
+            input_ids_length=length,
+            inputs_tensor=self.ids,
+        )
+        model._validate_generated_length(self.config, length, unset["has_default_max_length"])
+        self.processors = model._get_logits_processor(
+            generation_config=self.config,
+            input_ids_seq_length=length,
+            encoder_input_ids=self.ids,
+            device=model.device,
+        )
 
     @property
     def finished(self) -> bool:
@@ -44,7 +67,7 @@ class Request:
             return True
         ends = self.config._eos_token_tensor
         ended = bool(self.written) and ends is not None and self.written[-1] in ends.tolist()
-        return ended or len(self.written) >= self.most
+        return ended or len(self.prompt) + len(self.written) >= self.config.max_length
 
     def choose(self, logits: torch.Tensor) -> None:
         """The next token from logits `[1, vocab]`, as `generate` chooses it."""
@@ -112,7 +135,7 @@ class Batch:
         for row, request in enumerate(self.active):
             request.choose(logits[row : row + 1])
             if request.finished and request.keep is not None:
-                request.keep(request.prompt + request.written[:-1], on_cpu(self.slots.take(row)))
+                request.keep([*request.prompt, *request.written[:-1]], on_cpu(self.slots.take(row)))
             self.tell(request)
 
     def _read(self, request: Request) -> InterdomainCache:
@@ -149,6 +172,7 @@ def write_batch(model, prompts: Sequence[Sequence[int]], generation_config, rows
             end of the positions that the model knows, when it does.
         NotImplementedError: for models that cannot, with the reason.
     """
+    unset = unset_lengths(model, generation_config, options)
     config, others = model._prepare_generation_config(generation_config, **options)
     if rows < 1:
         raise ValueError(f"max_batch_size must be positive, got {rows}.")
@@ -157,22 +181,31 @@ def write_batch(model, prompts: Sequence[Sequence[int]], generation_config, rows
             f"generate_batch takes the options of a GenerationConfig; it does not know {', '.join(others)}."
         )
     check_way(config)
-    for number, prompt in enumerate(prompts):
-        check_prompt(model, f"Prompt {number}", prompt)
     if reason := why_not_batched(model):
         raise NotImplementedError(reason)
     model._prepare_special_tokens(config, True, device=model.device)
-    requests = [Request(model, f"req_{number}", prompt, config) for number, prompt in enumerate(prompts)]
+    requests = [Request(f"req_{number}", prompt, config) for number, prompt in enumerate(prompts)]
+    for number, request in enumerate(requests):
+        request.prepare(model, f"Prompt {number}", unset)
     batch = Batch(model, rows)
     batch.waiting.extend(requests)
     if (found := store_of(model)) is not None:
         store, fingerprint = found
-        store.announce(fingerprint, [request.prompt for request in requests])
+        store.announce(fingerprint, [list(request.prompt) for request in requests])
     while batch.requests:
         batch.step()
         if error := next((request.error for request in requests if request.error is not None), None):
             raise ValueError(f"{error[:-1]}: ask for fewer tokens.")
     return {request.name: request.output() for request in requests}
+
+
+def unset_lengths(model, generation_config, options: dict[str, Any]) -> dict[str, bool]:
+    """Whether nobody has said how long and how short a text is to be: as `generate` finds out what is then usual."""
+    said = [SimpleNamespace(**options), generation_config, model.generation_config]
+    return {
+        f"has_default_{name}": all(getattr(where, name, None) is None for where in said)
+        for name in ("max_length", "min_length")
+    }
 
 
 def why_not_batched(model) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from .generation_batch import ROWS, Batch, Request, check_prompt, check_way, why_not_batched
+from .generation_batch import ROWS, Batch, Request, check_way, unset_lengths, why_not_batched
 
 logger = logging.get_logger(__name__)
 
@@ -55,6 +55,7 @@ class RequestManager:
         self, model, generation_config=None, continuous_batching_config=None, workload_hints: Any = None
     ) -> None:
         self.model = model
+        self._unset = unset_lengths(model, generation_config, {})
         self.generation_config, _ = model._prepare_generation_config(generation_config)
         check_way(self.generation_config)
         tokens = getattr(continuous_batching_config, "max_batch_tokens", None)
@@ -133,8 +134,7 @@ class RequestManager:
         if eos_token_id is not None:
             config.eos_token_id = eos_token_id
         self.model._prepare_special_tokens(config, True, device=self.model.device)
-        request = Request(self.model, name, input_ids, config, streaming)
-        self._orders.put(partial(self._add, request))
+        self._orders.put(partial(self._add, Request(name, input_ids, config, streaming)))
         return name
 
     def add_requests(self, inputs: Sequence[Sequence[int]], **options: Any) -> list[str]:
@@ -225,7 +225,7 @@ class RequestManager:
 
     def _add(self, request: Request) -> None:
         try:
-            check_prompt(self.model, f"The prompt of {request.name}", request.prompt)
+            request.prepare(self.model, f"The prompt of {request.name}", self._unset)
         except ValueError as error:
             self._fail(request, str(error))
             return

@@ -651,8 +651,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
             inputs: token ids, a list for each prompt; of any lengths.
             generation_config: default: the model's own.
             max_batch_size: prompts in flight at once. Default: 8.
-            kwargs: of a `GenerationConfig`, as for `generate`. Give `max_new_tokens`: without it a text has
-                `max_length` tokens, 20 by default, the prompt among them, and at least one new.
+            kwargs: of a `GenerationConfig`, as for `generate`.
 
         Returns:
             `{request id: GenerationOutput}` in the order of the prompts; `generated_tokens` are what `generate` writes
@@ -742,10 +741,11 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
             inputs_embeds = self._embed_images(pixel_values, input_ids, inputs_embeds)
         real = self._real_tokens(input_ids, attention_mask, inputs_embeds)
         if self.cls_token is not None:
-            if past_key_values is not None or position_ids is not None or kwargs.get("cu_seq_lens_q") is not None:
+            asked = (past_key_values, position_ids, kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx"))
+            if any(x is not None for x in asked):
                 raise ValueError(
-                    "A classifier with use_cls_token reads whole rows: leave past_key_values, position_ids and "
-                    "cu_seq_lens_q out."
+                    "A classifier with use_cls_token reads whole rows: leave past_key_values, position_ids, "
+                    "cu_seq_lens_q and seq_idx out."
                 )
             inputs_embeds = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
             batch = inputs_embeds.shape[0]

@@ -85,6 +85,17 @@ def test_steps_through_a_cache_give_the_whole(model, random_ids, make_cache, adv
     assert_same(torch.cat([advance(model, cache, piece) for piece in ids.split(sizes, dim=1)], dim=1), whole)
 
 
+def test_a_cache_that_records_reads_on_and_says_what_it_has_not(model, random_ids, advance, assert_same):
+    """A mixer of one's own need not note its inputs."""
+    ids = random_ids(2, 10)
+    cache = InterdomainCache(model.config)
+    cache.activate_past_recording()
+    pieces = [advance(model, cache, piece) for piece in ids.split([4, 3, 1, 2], dim=1)]
+    assert_same(torch.cat(pieces, dim=1), advance(model, None, ids, use_cache=False))
+    with pytest.raises(ValueError, match="no token was recorded.*calls `layer.record` before `layer.write`"):
+        cache.crop(-1)
+
+
 def test_generate_with_a_cache_is_generate_without(model, left_padded):
     inputs = left_padded([3, 7])
     settings = {"max_new_tokens": 12, "do_sample": False}

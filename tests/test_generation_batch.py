@@ -55,6 +55,32 @@ def test_a_request_that_ends_with_its_first_token_needs_no_row(make_model, promp
     assert model.generate_batch([]) == {}
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_length": 30, "forced_eos_token_id": 3},
+        {
+            "max_new_tokens": 6,
+            "min_new_tokens": 4,
+            "encoder_repetition_penalty": 5.0,
+            "encoder_no_repeat_ngram_size": 2,
+        },
+    ],
+    ids=["as the library has it", "in all", "of the prompt"],
+)
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
+def test_lengths_and_processors_are_those_of_each_prompt(make_model, prompts, options):
+    model = make_model()
+    expected = [alone(model, prompt, **options) for prompt in prompts]
+    found = model.generate_batch(prompts, max_batch_size=2, do_sample=False, **options)
+    assert [x.generated_tokens for x in found.values()] == expected
+    if not options:
+        assert {len(text) for text in expected} == {20}
+    if "forced_eos_token_id" in options:
+        assert all(len(prompt) + len(text) == 30 and text[-1] == 3 for prompt, text in zip(prompts, expected))
+
+
 def test_the_librarys_own_way_there(make_model, prompts):
     """`generate` hands over where it is asked for pages of keys."""
     model = make_model("softmax-interdomain")
@@ -88,6 +114,7 @@ def test_sampled_text_repeats_with_the_seed(make_model, prompts):
         ([5, 6], {}, "Prompt 0 must be a list of token ids, got int"),
         (["five"], {}, "Prompt 0 must be a list of token ids, got str"),
         ([[5], [5] * 13], {}, "Prompt 1 has 13 tokens, and this model knows 12 positions"),
+        ([[5] * 9], {"max_length": 9}, "Input length of input_ids is 9, but `max_length` is set to 9"),
         ([[5], [5] * 10], {"max_new_tokens": 9}, "req_1 has come to the end of the 12 positions.*: ask for fewer"),
     ],
 )

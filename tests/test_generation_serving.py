@@ -112,10 +112,11 @@ def test_a_request_that_is_cancelled_leaves_the_others(served, prompts):
 def test_a_prompt_that_cannot_be_fails_alone(served, prompts):
     with served.continuous_batching_context_manager() as manager:
         good = manager.add_request(prompts[0], max_new_tokens=3)
-        failed = [manager.get_result(manager.add_request(prompt), timeout=30) for prompt in ([], [5, 48])]
+        failed = [manager.get_result(manager.add_request(prompt), timeout=30) for prompt in ([], [5, 48], "abc")]
         assert manager.get_result(good, timeout=30).error is None
     assert "The prompt of req_1 has no tokens" in failed[0].error and failed[0].is_finished()
     assert "a token outside of the vocabulary of 48" in failed[1].error
+    assert "The prompt of req_3 must be a list of token ids, got str" in failed[2].error
 
 
 def test_the_end_of_a_manager_is_told_to_all(served, prompts, monkeypatch):

@@ -154,6 +154,10 @@ MISTAKES = {
         lambda model: model(pixel_values=pixels(), position_ids=torch.arange(9)[None]),
         "use_cls_token reads whole rows",
     ),
+    "documents": (
+        lambda model: model(pixel_values=pixels(), seq_idx=torch.zeros(2, 9, dtype=torch.int32)),
+        "leave past_key_values, position_ids, cu_seq_lens_q and seq_idx out",
+    ),
     "long mask": (
         lambda model: model(pixel_values=pixels(), attention_mask=torch.ones(1, 12)),
         r"attention_mask must have shape \[\d+, 9\], one number a token without the learned one, got \[1, 12\]",

@@ -20,7 +20,7 @@ def test_the_first_layers_learn_to_guess(small):
     """Their loss is that of a model that ends there, and both losses fall."""
     windows = torch.arange(33).repeat(4, 1) % 7 + 3
     training = {"steps": 30, "learning_rate": 1e-2}
-    model, found = study.trained("interdomain", itertools.repeat(windows), training)
+    model, found = study.trained(study.fresh("interdomain", 3), itertools.repeat(windows), training)
     assert found["loss"] < math.log(64) / 2 > found["early_loss"]
     whole, early = study.losses(model, windows)
     torch.testing.assert_close(whole, model(windows, labels=windows).loss)
@@ -31,10 +31,7 @@ def test_the_first_layers_learn_to_guess(small):
 
 def test_every_way_is_measured(small, monkeypatch):
     monkeypatch.setattr(study, "NEW_TOKENS", 6)
-    models = {}
-    for name, fields in study.CONDITIONS.items():
-        torch.manual_seed(0)
-        models[name] = InterdomainForCausalLM(InterdomainConfig(**study.SHAPE, **fields)).eval()
+    models = {name: study.fresh(name, 3).eval() for name in study.CONDITIONS}
     rows = study.measure(models, [torch.arange(12)[None] % 5 + 3], rounds=1)
     assert len(rows) == len(models) * len(study.WAYS) * len(study.CHOICES)
     plain = [row for row in rows if row["way"] == "plain"]
@@ -42,5 +39,7 @@ def test_every_way_is_measured(small, monkeypatch):
     assert all(row["tokens_per_forward"] >= 1 and row["seconds"]["median"] > 0 for row in rows)
     machine = dict.fromkeys(("cpu", "threads", "torch", "transformers", "commit", "date", "command"), "x")
     losses = {name: {"loss": 1.0, "early_loss": 2.0} for name in models}
-    text = study.table({"rows": rows, "training_losses": losses, "machine": machine})
+    monkeypatch.setattr(study, "DEPTHS", (3,))
+    rows = [{"layers": 3} | row for row in rows]
+    text = study.table({"rows": rows, "training_losses": {"3": losses}, "machine": machine})
     assert text.count("| plain |") == len(study.CHOICES) and "1.00x" in text
