@@ -109,7 +109,7 @@ def prompts(data: dict) -> list[torch.Tensor]:
     return [text[start : start + PROMPT_TOKENS][None] for text, start in starts]
 
 
-def measure(models: dict[str, InterdomainForCausalLM], texts: list[torch.Tensor], rounds: int = 3) -> list[dict]:
+def measure(models: dict[str, InterdomainForCausalLM], texts: list[torch.Tensor], rounds: int = 2) -> list[dict]:
     """Tokens a second, and tokens a forward of the whole model, of every model and way; they take turns."""
     usual = {name: copy.deepcopy(model.generation_config) for name, model in models.items()}
     ways = [(model, choice, way) for model in models for choice in CHOICES for way in WAYS]
