@@ -1,6 +1,6 @@
 """Performance tables.
 
-python -m benchmarks                    those of this machine (about 16 minutes on 2 cores without a GPU)
+python -m benchmarks                    those of this machine (half an hour on 2 cores without a GPU)
 python -m benchmarks operator_gpu       one of them; results go to benchmarks/results/ and from there into the READMEs
 python -m benchmarks decode_gpu --only "1.3b.*batch 1,"   some cases of a table, the others stay as they were
 python -m benchmarks --quick            a smoke run that writes nothing
