@@ -312,7 +312,7 @@ def command_line(launcher, folder, data, output, *arguments, **environment):
 def test_command_line_with_the_code_of_the_folder(folders, data, single, tmp_path):
     (numbers, texts), _ = command_line(["-c", LM_EVAL], folders / "interdomain-softmax", data, tmp_path)
     expected, expected_texts = single["interdomain-softmax"]
-    assert numbers == pytest.approx(expected, rel=4 * 2**-23, abs=1e-4) and texts == expected_texts
+    assert numbers == pytest.approx(expected, rel=0, abs=1e-4) and texts == expected_texts
 
 
 @pytest.mark.slow
@@ -325,6 +325,7 @@ def test_two_processes_answer_as_one(folders, data, single, tmp_path):
     (numbers, texts), log = command_line(*arguments, **environment)
     assert "local_wikitext on rank 0" in log and "local_wikitext on rank 1" in log
     expected, expected_texts = single["interdomain"]
+    # As of batches: float32 in the thousands, rows lie in other batches here.
     assert numbers == pytest.approx(expected, rel=4 * 2**-23, abs=1e-4) and texts == expected_texts
 
 
