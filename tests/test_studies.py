@@ -58,6 +58,8 @@ def test_runs_are_added_until_the_plan_is_done(tmp_path, capsys):
     assert called == [0, 1, 2]
     studies.run_missing(file, {"about": "x"}, plan, run, "python study", limit=1)
     assert called == [0, 1, 2, 1]
+    with pytest.raises(SystemExit, match="--part counts from 0: of 2 parts, 2 is none"):
+        studies.run_missing(file, {"about": "x"}, plan, run, "python study", part=(2, 2))
     studies.run_missing(file, {"about": "x"}, plan, run, "python study")
     record = json.loads(file.read_text())
     assert [row["x"] for row in record["runs"]] == [0, 2, 1, 6] and record["about"] == "x"
