@@ -282,6 +282,10 @@ def test_one_run_of_the_image_study():
     images = Images(torch.randint(256, (6, 3, 8, 8), dtype=torch.uint8), torch.arange(6))
     training = image_study.TRAINING | {"steps": 1, "batch_size": 2}
     row = image_study.run_condition("shared-fourier", 0, images, images, training)
+    for name in image_study.CHANGED:
+        config = image_study.make_model(name, 0, images, training).config
+        assert config.start == name.rpartition(", ")[2] and config.normalize == ("fourier" in name)
+        assert config.product == ("bilinear" if "random" in name else "hermitian")
     assert 0 <= row["accuracy"] <= 1 and 1 < row["train_loss"] < 4
     machine = dict.fromkeys(("cpu", "threads", "torch", "transformers", "commit", "date", "command"), "x")
     runs = [{"condition": "shared-fourier", "seed": 0} | row]
