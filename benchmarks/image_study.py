@@ -1,7 +1,9 @@
 """The workshop paper's layer on CIFAR-10 in sequence form, at a size that fits a laptop: patches instead of pixels.
 
 Four configurations (Fourier features or shifted cosines, shared or per-head keys and values) against causal and
-bidirectional softmax, all with the same images in the same order.
+bidirectional softmax, all with the same images in the same order. Then what the start that remembers does here: two of
+them with it (and the hermitian product that it is made for), and the language model's layer with it and with a random
+one.
 
     python -m benchmarks.image_study --data ../shared/data/cifar10     # all runs that the results do not hold yet
     python -m benchmarks.image_study --data ../shared/data/cifar10 --speed    # training speed of all, in turns
@@ -13,16 +15,27 @@ import statistics
 from collections.abc import Iterator
 
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
 from benchmarks import readme, studies
 from benchmarks.harness import RESULTS, footnote, markdown
 from examples.classify_images import RECIPE, REPOSITORY, Images, accuracy, load_images, train_classifier
 from examples.training import read_recipe
+from modeling_interdomain import InterdomainConfig
 
 FILE = RESULTS / "image_study.json"
 CONDITIONS = ("shared-fourier", "per-head-fourier", "shared-shifted", "per-head-shifted")
 CONDITIONS += ("softmax-causal", "softmax-bidirectional")
+RECALL = {"start": "recall", "product": "hermitian", "coefficient_init": "posterior"}
+LANGUAGE = {"normalize": False, "input_norm": True, "feature_map": "silu_l2", "conv_kernel": 4, "state_size": 64}
+LANGUAGE |= {"product": None}
+# A configuration in another way than its folder says.
+CHANGED = {
+    "shared-fourier, recall": ("shared-fourier", RECALL),
+    "per-head-fourier, recall": ("per-head-fourier", RECALL),
+    "language layer, random": ("per-head-fourier", LANGUAGE | {"start": "random"}),
+    "language layer, recall": ("per-head-fourier", LANGUAGE | {"start": "recall"}),
+}
 # The recipe's learning rates stay: larger ones drive the readout's normaliser through zero, and nothing is learned.
 TRAINING = {"steps": 400, "patch_size": 4}
 TEST_IMAGES, SEEDS = 4000, (0,)
@@ -31,9 +44,11 @@ TEST_IMAGES, SEEDS = 4000, (0,)
 def make_model(condition: str, seed: int, images: Images, training: dict = TRAINING):
     """The configuration in `configuration/` with fewer tokens, in four chunks."""
     torch.manual_seed(seed)
-    folder = REPOSITORY / "configuration" / f"workshop-{condition}"
+    name, changes = CHANGED.get(condition, (condition, {}))
+    fields, _ = InterdomainConfig.get_config_dict(REPOSITORY / "configuration" / f"workshop-{name}")
     tokens = images.pixels.shape[2] * images.pixels.shape[3] // training["patch_size"] ** 2 + 1
-    config = AutoConfig.from_pretrained(folder, patch_size=training["patch_size"], chunk_size=-(-tokens // 4))
+    shape = {"patch_size": training["patch_size"], "chunk_size": -(-tokens // 4)}
+    config = InterdomainConfig.from_dict(fields | shape | changes)
     return AutoModelForSequenceClassification.from_config(config)
 
 
@@ -58,8 +73,8 @@ def make_recipe(training: dict = TRAINING) -> dict:
 
 
 def table(record: dict) -> str:
-    rows = []
-    for name in CONDITIONS:
+    rows, speed = [], record.get("speed", {})
+    for name in (*CONDITIONS, *CHANGED):
         found = [row for row in record["runs"] if row["condition"] == name]
         if found:
             values = [row["accuracy"] for row in found]
@@ -70,7 +85,7 @@ def table(record: dict) -> str:
                     f"{found[0]['parameters']:,}",
                     f"{statistics.mean(values):.1%}{spread}",
                     f"{statistics.mean(row['train_loss'] for row in found):.3f}",
-                    f"{record['speed'][name]['median']:,.0f}" if "speed" in record else "not measured",
+                    f"{speed[name]['median']:,.0f}" if name in speed else "not measured",
                 ]
             )
     training = record["training"]
@@ -85,7 +100,7 @@ def table(record: dict) -> str:
 
 
 def plan(runs: list[dict]) -> Iterator[dict]:
-    yield from ({"condition": name, "seed": seed} for seed in SEEDS for name in CONDITIONS)
+    yield from ({"condition": name, "seed": seed} for seed in SEEDS for name in (*CONDITIONS, *CHANGED))
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ def parser(description: str, data: str | None = None, speed: bool = False) -> ar
         "--threads", type=int, default=torch.get_num_threads(), help="of PyTorch (default: as it has them)"
     )
     found.add_argument("--runs", type=int, metavar="N", help="stop after N runs (default: when all are done)")
-    found.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="every N-th run from I")
+    found.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="each N-th run from I < N")
     return found
 
 
@@ -71,6 +71,8 @@ def run_missing(
     items are the arguments of `run`, which are also kept in the row and tell the runs apart.
     """
     index, count = part
+    if not 0 <= index < count:
+        raise SystemExit(f"--part counts from 0: of {count} parts, {index} is none.")
     for _ in itertools.count() if limit is None else range(limit):
         done = load(file, fresh)["runs"]
         missing = [

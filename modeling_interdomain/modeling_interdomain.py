@@ -50,6 +50,7 @@ from .checks_interdomain import (
 from .configuration_interdomain import InterdomainConfig
 from .feed_forward_cdmoe import ChosenExperts
 from .generation_batch import ROWS, write_batch
+from .generation_lookup import spare_guesses
 from .generation_serving import RequestManager, why_not_served
 from .mixer_recurrent import RecurrentMixer
 from .mixer_softmax import SoftmaxMixer
@@ -602,6 +603,10 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
+
+    def _get_candidate_generator(self, **kwargs: Any) -> Any:
+        """As in the library; prompt lookup guesses where more than one token speaks for it."""
+        return spare_guesses(super()._get_candidate_generator(**kwargs))
 
     def _sample(self, input_ids: torch.Tensor, *, stopping_criteria: Any, generation_config: Any, **kwargs: Any) -> Any:
         """As in the library; with a `prompt_store`, on from what is known of the prompt."""

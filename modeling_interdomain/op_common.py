@@ -258,11 +258,11 @@ def check_floats(name: str, x: torch.Tensor, device: torch.device, beside: str =
         raise ValueError(f"{name} is on {x.device}, but {beside} is on {device}; move it there.")
 
 
-def check_not_empty(query: torch.Tensor) -> None:
+def check_not_empty(x: torch.Tensor, name: str = "query") -> None:
     """Refuse `[B, T, ...]` that holds nothing: no chunk, block or grid of a kernel has a size for it."""
-    for size, what, name in ((query.shape[0], "row", "B"), (query.shape[1], "token", "T")):
+    for size, what, axis in ((x.shape[0], "row", "B"), (x.shape[1], "token", "T")):
         if size == 0:
-            raise ValueError(f"query must hold at least one {what}, got {name} = 0.")
+            raise ValueError(f"{name} must hold at least one {what}, got {axis} = 0.")
 
 
 def check_state_shape(name: str, state: torch.Tensor, shape: tuple[int, ...], axes: str) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from .op_common import as_complex, check_documents, check_how, without_autocast
+from .op_common import as_complex, check_documents, check_how, check_not_empty, without_autocast
 from .op_common_chunks import Segment, chunks_of
 from .op_common_launch import check_step_backend, fused, namespace
 from .op_common_states import DecayTables, Repeated, StateGradients, States, Workspace, pairs
@@ -54,9 +54,10 @@ def s4d_attention(
         output `[B, T, H, R + D]` in the dtype of `value`, and the final state `[B or S, G, 2, M, R + D]` or None.
 
     Raises:
-        ValueError: when `cu_seqlens` or `lengths` does not fit, or the heads are no multiple of the groups. Also when
-            "triton" is asked for and cannot run here.
+        ValueError: when there is no row or no token, `cu_seqlens` or `lengths` does not fit, or the heads are no
+            multiple of the groups. Also when "triton" is asked for and cannot run here.
     """
+    check_not_empty(key, "key")
     groups, heads = key.shape[2], readout.shape[0]
     if heads % groups:
         raise ValueError(f"readout has H = {heads} heads, which is not a multiple of the G = {groups} groups of key.")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .op_common import check_documents, document_of_tokens, without_autocast
+from .op_common import check_documents, check_not_empty, document_of_tokens, without_autocast
 from .op_common_launch import fused
 from .op_sparse_blocks import blocks
 from .op_sparse_dense import dense
@@ -55,8 +55,8 @@ def sparse_attention(
         computed in at least float32; "triton" multiplies in the dtype of `query` and sums in float32.
 
     Raises:
-        ValueError: when shapes do not fit, a budget is not positive, the backend is unknown, or "triton" is asked for
-            and cannot run here.
+        ValueError: when shapes do not fit, there is no row or no token, a budget is not positive, the backend is
+            unknown, or "triton" is asked for and cannot run here.
     """
     _check(query, key, value, scores, selected_keys, bins, initial_state, backend)
     check_documents(cu_seqlens, lengths, key)
@@ -115,6 +115,7 @@ def _check(query, key, value, scores, selected_keys, bins, memory, backend) -> N
             "query and key must have shape [B, T, S, d] and value [B, T, S, D], got "
             f"{list(query.shape)}, {list(key.shape)} and {list(value.shape)}."
         )
+    check_not_empty(query)
     if (scores is None) != (selected_keys == 0) or selected_keys < 0:
         raise ValueError(f"scores and a positive selected_keys go together, got selected_keys = {selected_keys}.")
     if scores is None and not bins:

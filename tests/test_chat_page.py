@@ -186,6 +186,7 @@ def cpu_seconds(process: subprocess.Popen) -> float:
 # In the browser.
 
 
+@pytest.mark.slow
 def test_answer_and_figures_grow_while_it_is_written(open_tab, browser, model, tokenizer):
     tab, prompt, length = open_tab(), "alpha 3 ", 800
     assert tab.figures() == ["0", "0", "0 B", "0 B"] and tab.text() == ""

@@ -58,13 +58,13 @@ RUNS = {
 }
 QUICK = [
     ("interdomain-softmax", "training masked", "aot_eager"),
-    ("s4d", "training with positions", "aot_eager"),
-    ("grouped", "training with ends", "aot_eager"),
     ("interdomain-softmax", "prefill masked", "aot_eager"),
     ("mamba2", "training masked", "aot_eager"),
 ]
 # Every way of running and every kind of layer, not each with each; the default backend where it matters.
 THOROUGH = [
+    ("s4d", "training with positions", "aot_eager"),
+    ("grouped", "training with ends", "aot_eager"),
     ("interdomain", "training", "aot_eager"),
     ("s4d-grouped", "prefill", "aot_eager"),
     ("normalized", "training with positions", "aot_eager"),

@@ -285,6 +285,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_sharded_parameters():
     """A step of the optimiser between two tokens of one sequence; gathered parameters count no versions."""
     done = subprocess.run([sys.executable, "-c", _SHARDED], capture_output=True, text=True)

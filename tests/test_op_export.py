@@ -57,7 +57,7 @@ def test_the_formulation_is_the_operator(length, product, coefficients):
         assert_close(everything(problem, exported, lengths=lengths), expected, 1e-10)
 
 
-@pytest.mark.parametrize("operator", ["interdomain", "s4d"])
+@pytest.mark.parametrize("operator", ["s4d", pytest.param("interdomain", marks=pytest.mark.slow)])
 def test_an_exported_program_serves_every_size(operator):
     layer = Layer(operator)
     program = torch.export.export(layer, arguments(2, 100), dynamic_shapes=any_size())

@@ -81,9 +81,12 @@ def test_every_readout_is_the_recurrence(product, coefficients):
     check(inputs((1, 20, 4, 2, 3, 10, 7), coefficients), torch.float32, FLOAT32, product=product, chunk_size=16)
 
 
-@pytest.mark.parametrize("shape", WIDE_SHAPES.values(), ids=WIDE_SHAPES.keys())
-def test_sizes_up_to_256(shape):
-    check(inputs(shape, decay=0.05), torch.float32, FLOAT32)
+# The widest keep an interpreter busy for minutes.
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.slow] * x.endswith(("128", "_256"))) for x in WIDE_SHAPES]
+)
+def test_sizes_up_to_256(name):
+    check(inputs(WIDE_SHAPES[name], decay=0.05), torch.float32, FLOAT32)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 40, 1000])
@@ -118,7 +121,7 @@ def test_bfloat16_with_the_default_start():
 
 def test_gradients_are_the_same_twice():
     """Bit for bit, with several programs that share the chunks of a head."""
-    arguments = inputs((1, 70, 4, 2, 16, 16, 16), decay=0.05)
+    arguments = inputs((1, 40, 4, 2, 8, 8, 8), decay=0.05)
     low = cast(arguments, torch.float32) | cast({k: arguments[k] for k in ("query", "key", "value")}, torch.bfloat16)
     low = {k: v.detach().to(DEVICE).requires_grad_() for k, v in low.items()}
     once, again = (everything(low, chunk_size=16, backend="triton") for _ in range(2))
@@ -168,6 +171,7 @@ def test_low_precision_leaves_the_state_precise():
     assert relative_error(state.cpu(), expected) < 1e-5
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("extreme", [*EXTREMES.values(), {"decay": 0.9}, {"decay": 1.0}], ids=[*EXTREMES, "0.9", "1.0"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_any_decay_is_right(extreme, dtype):
@@ -401,7 +405,7 @@ def test_the_operator_is_sound():
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("places", ["empty_documents", "lengths"])
+@pytest.mark.parametrize("places", ["empty_documents", pytest.param("lengths", marks=pytest.mark.slow)])
 def test_one_graph_for_three_lengths(places):
     """Forward and backward of rows with pads or documents whose ends the graph does not know."""
     counter = CompileCounterWithBackend("aot_eager")
@@ -804,6 +808,7 @@ def test_everything_else_works_without_triton():
     assert "Triton is not installed (pip install triton)" in done.stdout
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("boundaries", [None, [0, 5, 5, 6, 19, 19]])
 @pytest.mark.parametrize(
     ("extreme", "coefficients"),

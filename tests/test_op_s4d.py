@@ -153,5 +153,8 @@ def test_bad_arguments_are_named():
     leaves = arguments((1, 9, 4, 2, 3, 5, 6))
     with pytest.raises(ValueError, match="readout has H = 3 heads, which is not a multiple of the G = 2 groups"):
         s4d_attention(**leaves | {"readout": leaves["readout"][:3]})
+    for what, taken in (("row, got B = 0", (slice(0), slice(None))), ("token, got T = 0", (slice(None), slice(0)))):
+        with pytest.raises(ValueError, match=f"key must hold at least one {what}"):
+            s4d_attention(**leaves | {name: leaves[name][taken] for name in ("key", "value")})
     with pytest.raises(ValueError, match="cu_seqlens must run from 0 to T = 9, got 0 to 8"):
         s4d_attention(**leaves, cu_seqlens=torch.tensor([0, 8]))

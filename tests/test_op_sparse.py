@@ -267,10 +267,13 @@ def test_compiled_with_gradients():
 def test_mistakes():
     (query, key, value), options = _arguments("hax")
     one = torch.zeros(query.shape[:3], dtype=torch.long)
+    no_row, no_token = ({"query": q, "key": q, "value": q} for q in (query[:0], query[:, :0]))
     _, memory = sparse_attention(query, key, value, **options, output_final_state=True)
     for message, changes in {
         "backend must be one of auto, dense, blocks, triton; got 'fast'": {"backend": "fast"},
         r"query and key must have shape \[B, T, S, d\]": {"query": query[..., :2]},
+        "query must hold at least one row, got B = 0": no_row,
+        "query must hold at least one token, got T = 0": no_token,
         "scores and a positive selected_keys go together": {"selected_keys": 0},
         "Nothing says which keys are seen": {"selected_keys": 0, "scores": None, "bins": []},
         r"scores must have shape \[B, T, S\]": {"scores": options["scores"][:, :3]},

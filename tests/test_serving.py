@@ -128,7 +128,7 @@ def ask(address: str, model: str, prompt: str, stream: bool = False) -> list[str
 # The server.
 
 
-@pytest.mark.parametrize("name", ["interdomain", "interdomain-softmax"])
+@pytest.mark.parametrize("name", ["interdomain-softmax", pytest.param("interdomain", marks=pytest.mark.slow)])
 def test_users_at_once_get_what_each_gets_alone(server, folders, alone, name):
     expected = [alone(name, prompt) for prompt in PROMPTS]
     assert len(set(expected)) == len(PROMPTS)

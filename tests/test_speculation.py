@@ -5,9 +5,11 @@ import math
 
 import pytest
 import torch
+from transformers.generation import PromptLookupCandidateGenerator
 
 from benchmarks import speculation_study as study
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
+from modeling_interdomain.generation_lookup import spare_guesses
 
 
 @pytest.fixture
@@ -27,6 +29,51 @@ def test_the_first_layers_learn_to_guess(small):
     fewer = InterdomainForCausalLM(InterdomainConfig(**study.SHAPE | {"num_hidden_layers": study.EXIT})).eval()
     fewer.load_state_dict(model.state_dict(), strict=False)
     torch.testing.assert_close(early, fewer(windows, labels=windows).loss)
+
+
+@pytest.mark.parametrize(
+    ("text", "guessed"),
+    [
+        ([3, 4, 5, 6, 3, 4], [5, 6, 3]),
+        ([3, 3, 3], [3]),
+        ([4, 5, 6, 3, 4], []),  # the library goes on from the 4
+        ([3, 4, 5], []),
+        ([3, 4], []),
+        ([3], []),
+    ],
+)
+def test_what_two_tokens_speak_for_is_guessed(text, guessed):
+    lookup = PromptLookupCandidateGenerator(num_output_tokens=3, max_length=20)
+    ids = torch.tensor([text])
+    found, logits = spare_guesses(lookup).get_candidates(ids)
+    assert found.tolist() == [text + guessed] and logits is None
+    if guessed:
+        assert found.equal(lookup.get_candidates(ids)[0])
+    alone = PromptLookupCandidateGenerator(num_output_tokens=3, max_length=20, max_matching_ngram_size=1)
+    assert spare_guesses(alone).get_candidates(ids)[0].equal(alone.get_candidates(ids)[0])
+    assert spare_guesses(other := object()) is other
+
+
+def test_generation_spares_guesses(small, monkeypatch):
+    """Of a text without a pair that comes twice, no forward but the first has more than a token."""
+    model, lengths = study.fresh("interdomain", 3).eval(), []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    monkeypatch.setattr(model.lm_head, "forward", Parrot([3, 6, 3, 7]))
+    ids = torch.tensor([[3, 4, 3, 5]])
+    written = model.generate(ids, max_new_tokens=4, do_sample=False, prompt_lookup_num_tokens=2)
+    assert written[0, 4:].tolist() == [3, 6, 3, 7] and lengths == [4, 1, 1, 1]
+
+
+class Parrot:
+    """A head that says one token after another, whatever it reads."""
+
+    def __init__(self, tokens: list[int]):
+        self.tokens = iter(tokens)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(torch.tensor(next(self.tokens)), 64).expand(*x.shape[:2], -1).float()
 
 
 def test_every_way_is_measured(small, monkeypatch):

@@ -222,6 +222,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize(
     ("modes", "spacing"), list(itertools.product(["s4d_inv", "s4d_lin", "uniform"], ["random", "even"]))

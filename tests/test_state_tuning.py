@@ -71,7 +71,7 @@ def test_pieces_padding_and_documents_begin_with_it(recurrent_model, random_ids,
         assert_same(found[0], torch.cat([expected[0, :8], expected[1]]))
 
 
-@pytest.mark.parametrize("backend", ["triton", "recurrent"])
+@pytest.mark.parametrize("backend", ["recurrent", pytest.param("triton", marks=pytest.mark.slow)])
 def test_every_backend_begins_with_it(backend, make_model, random_ids):
     if backend == "triton":
         pytest.importorskip("triton")

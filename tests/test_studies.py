@@ -58,6 +58,8 @@ def test_runs_are_added_until_the_plan_is_done(tmp_path, capsys):
     assert called == [0, 1, 2]
     studies.run_missing(file, {"about": "x"}, plan, run, "python study", limit=1)
     assert called == [0, 1, 2, 1]
+    with pytest.raises(SystemExit, match="--part counts from 0: of 2 parts, 2 is none"):
+        studies.run_missing(file, {"about": "x"}, plan, run, "python study", part=(2, 2))
     studies.run_missing(file, {"about": "x"}, plan, run, "python study")
     record = json.loads(file.read_text())
     assert [row["x"] for row in record["runs"]] == [0, 2, 1, 6] and record["about"] == "x"
@@ -280,6 +282,10 @@ def test_one_run_of_the_image_study():
     images = Images(torch.randint(256, (6, 3, 8, 8), dtype=torch.uint8), torch.arange(6))
     training = image_study.TRAINING | {"steps": 1, "batch_size": 2}
     row = image_study.run_condition("shared-fourier", 0, images, images, training)
+    for name in image_study.CHANGED:
+        config = image_study.make_model(name, 0, images, training).config
+        assert config.start == name.rpartition(", ")[2] and config.normalize == ("fourier" in name)
+        assert config.product == ("bilinear" if "random" in name else "hermitian")
     assert 0 <= row["accuracy"] <= 1 and 1 < row["train_loss"] < 4
     machine = dict.fromkeys(("cpu", "threads", "torch", "transformers", "commit", "date", "command"), "x")
     runs = [{"condition": "shared-fourier", "seed": 0} | row]

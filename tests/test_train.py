@@ -139,8 +139,14 @@ def test_packed_documents_do_not_see_each_other():
         torch.testing.assert_close(logits[start:end], alone, rtol=1e-6, atol=1e-8)
 
 
+# A CPU without instructions for bfloat16 takes a minute for it.
 @pytest.mark.parametrize(
-    "changes", [{"separate_documents": "true"}, {"bf16": "true"}, {"gradient_checkpointing": "true"}]
+    "changes",
+    [
+        {"separate_documents": "true"},
+        {"gradient_checkpointing": "true"},
+        pytest.param({"bf16": "true"}, marks=pytest.mark.slow),
+    ],
 )
 def test_other_ways_to_train(options, changes, tmp_path):
     assert train.main(options(**changes)) == 0

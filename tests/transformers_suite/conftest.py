@@ -54,11 +54,12 @@ def pytest_configure(config):
         config.addinivalue_line("markers", f"{marker}: set by the tests of Transformers")
 
 
-# One of the five models takes the long tests with the fast ones, the hybrid those that start several processes.
+# One of the five models takes the long tests with the fast ones, the hybrid those of tensor parallelism, which start
+# several processes; those of sharded parameters, likewise, are all slow (tests/test_engines.py has a fast one).
 FAST_MODEL = {
     "is_training_test": "InterdomainTest",
     "is_tensor_parallel_test": "HybridTest",
-    "is_fsdp_test": "HybridTest",
+    "is_fsdp_test": None,
 }
 
 
