@@ -387,17 +387,19 @@ def test_what_is_said_of_guessing_ahead():
     first = f"first layers, {speculation_study.DRAFTED}"
     softmax = {(depth, "softmax", "greedy", way) for depth in speculation_study.DEPTHS for way in lookups}
     softmax |= {(depth, "softmax", "sampled", first) for depth in speculation_study.DEPTHS}
-    assert {key for key in pays if key[1] == "softmax"} - softmax == {(16, "softmax", "sampled", "first layers")}
-    assert softmax < pays and gain[16, "softmax", "sampled", "first layers"] < 1.03
+    assert softmax < pays
+    assert all(
+        row["tokens_per_forward"] < 1.005 for key, row in rows.items() if key[2] == "sampled" and key[3] in lookups
+    )
     ours = {key for key in pays if key[1] == "interdomain"}
     assert ours == {*((8, "interdomain", "greedy", way) for way in lookups[1:]), (16, "interdomain", "sampled", first)}
-    assert round(max(gain[key] for key in ours if key[0] == 8), 2) == 1.08
-    assert round(gain[16, "interdomain", "sampled", first], 2) == 1.12
+    assert round(max(gain[key] for key in ours if key[0] == 8), 2) == 1.11
+    assert round(gain[16, "interdomain", "sampled", first], 2) == 1.05
     for (depth, model, choice, way), row in rows.items():
-        if model == "softmax" and way != "plain":
+        if model == "softmax" and way in lookups:
             own = depth, "interdomain", choice, way
             assert gain[depth, model, choice, way] > gain[own]
-            if choice == "greedy" and way in lookups:
+            if choice == "greedy":
                 assert row["tokens_per_forward"] > 1.05 * rows[own]["tokens_per_forward"]
 
 
