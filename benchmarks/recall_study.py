@@ -378,7 +378,7 @@ def _theory_cell(row: dict) -> str:
 
 
 def frontier_runs(runs: list[dict], name: str, setting: tuple[int, int], state_size: int) -> list[dict]:
-    """The seeds of a condition with a state size, at the rate with the fewest errors of those that were run."""
+    """The seeds of a condition with a state size, at the rate with the fewest errors of the first seed."""
     found = [
         row
         for row in runs
@@ -387,12 +387,9 @@ def frontier_runs(runs: list[dict], name: str, setting: tuple[int, int], state_s
     ]
     if not found:
         return []
-    means = {
-        rate: statistics.mean(row["accuracy"] for row in found if row["learning_rate"] == rate)
-        for rate in {row["learning_rate"] for row in found}
-    }
-    best = max(means, key=lambda rate: means[rate])
-    return [row for row in found if row["learning_rate"] == best]
+    first = min(row["seed"] for row in found)
+    best = min((row for row in found if row["seed"] == first), key=lambda row: (1 - row["accuracy"], row["loss"]))
+    return [row for row in found if row["learning_rate"] == best["learning_rate"]]
 
 
 def plot(record: dict) -> Path:

@@ -212,6 +212,20 @@ def test_what_is_said_of_recall():
         if (row["condition"], row["pairs"], row["length"]) == ("recall", 16, 128)
     }
     assert longer[16]["accuracy"] > 0.98 and longer[32]["accuracy"] > 0.99
+    assert {round(longer[size]["accuracy"], 3) for size in (64, 128)} == {0.999}
+    (far,) = (row for row in read("recall_study")["runs"] if row["length"] == 256)
+    assert far["theory"]["span"] == 64 and round(far["accuracy"], 2) == 0.36
+    by_rate = {
+        name: sorted(
+            row["accuracy"]
+            for row in read("recall_study")["runs"]
+            if (row["condition"], row["pairs"], row["length"], row["seed"], row["shifted"]) == (name, 8, 64, 0, False)
+        )
+        for name in ("recall", "Interdomain", "S4D-only, uniform, even")
+    }
+    assert all(len(found) == 3 for found in by_rate.values()) and by_rate["recall"][0] > 0.998
+    assert [round(x, 2) for x in by_rate["Interdomain"][::2]] == [0.01, 0.36]
+    assert [round(x, 2) for x in by_rate["S4D-only, uniform, even"][::2]] == [0.02, 0.16]
     assert (longer[16]["theory"]["span"], longer[32]["theory"]["span"]) == (31, 64)
     shifted = [row for row in start if row["shifted"]]
     assert len(shifted) == 3 and min(row["accuracy"] for row in shifted) > 0.999
@@ -430,7 +444,13 @@ def test_what_is_said_of_joined_and_cut_states():
 def test_what_is_said_of_images_conversion_and_kernels():
     accuracy = {row["condition"]: row["accuracy"] for row in read("image_study")["runs"]}
     names = ("shared-shifted", "shared-fourier", "per-head-shifted", "per-head-fourier", "softmax-bidirectional")
-    assert sorted(accuracy, key=accuracy.get) == [*names, "softmax-causal"]
+    language = ("language layer, random", "language layer, recall")
+    started = {
+        name: accuracy.pop(f"{name}, recall") - accuracy[name] for name in ("shared-fourier", "per-head-fourier")
+    }
+    assert sorted(accuracy, key=accuracy.get) == [*names, "softmax-causal", *language]
+    assert [round(100 * x) for x in started.values()] == [-7, -6]
+    assert round(100 * (accuracy[language[1]] - accuracy[language[0]])) == 2
     found = read("conversion_study")["perplexity"]
     assert found["source, trained on"] < found["fine-tuned"] < 1.05 * found["source"]
     rows = read("kernel_resources")["rows"]
