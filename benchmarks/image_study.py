@@ -27,8 +27,14 @@ FILE = RESULTS / "image_study.json"
 CONDITIONS = ("shared-fourier", "per-head-fourier", "shared-shifted", "per-head-shifted")
 CONDITIONS += ("softmax-causal", "softmax-bidirectional")
 RECALL = {"start": "recall", "product": "hermitian", "coefficient_init": "posterior"}
-LANGUAGE = {"normalize": False, "input_norm": True, "feature_map": "silu_l2", "conv_kernel": 4, "state_size": 64}
-LANGUAGE |= {"product": None}
+LANGUAGE = {
+    "normalize": False,
+    "input_norm": True,
+    "feature_map": "silu_l2",
+    "conv_kernel": 4,
+    "state_size": 64,
+    "product": None,
+}
 # A configuration in another way than its folder says.
 CHANGED = {
     "shared-fourier, recall": ("shared-fourier", RECALL),

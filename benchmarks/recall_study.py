@@ -185,15 +185,14 @@ def has_learned(runs: list[dict], name: str, setting: tuple[int, int]) -> bool:
     )
 
 
-def tried_rates(runs: list[dict], name: str, setting: tuple[int, int]) -> dict[float, tuple[float, float]]:
-    """`(errors, nats)` by learning rate of a condition with the first seed and state size, from the smallest on."""
-    return {
-        rate: min(
-            (1 - row["accuracy"], row["loss"]) for row in runs if item(name, setting, rate).items() <= row.items()
-        )
-        for rate in sorted({row["learning_rate"] for row in runs})
-        if any(item(name, setting, rate).items() <= row.items() for row in runs)
-    }
+def tried_rates(
+    runs: list[dict], name: str, setting: tuple[int, int], state_size: int = STATE_SIZE
+) -> dict[float, tuple[float, float]]:
+    """`(errors, nats)` by learning rate of a condition with the first seed, from the smallest on."""
+    wanted = item(name, setting, state_size=state_size)
+    del wanted["learning_rate"]
+    found = sorted((row for row in runs if wanted.items() <= row.items()), key=lambda row: row["learning_rate"])
+    return {row["learning_rate"]: (1 - row["accuracy"], row["loss"]) for row in found}
 
 
 def rate_beyond(tried: dict[float, tuple[float, float]]) -> float | None:
@@ -310,11 +309,13 @@ def theory(model, length: int) -> dict | None:
     return {"span": len(kept), "resolution": kept.median().item() if len(kept) else None}
 
 
-def best_runs(runs: list[dict], name: str, setting: tuple[int, int], shifted: bool = False) -> list[dict]:
+def best_runs(
+    runs: list[dict], name: str, setting: tuple[int, int], shifted: bool = False, state_size: int = STATE_SIZE
+) -> list[dict]:
     """All seeds at the best learning rate so far."""
-    tried = tried_rates(runs, name, setting)
+    tried = tried_rates(runs, name, setting, state_size)
     rate = min(tried, key=lambda rate: tried[rate], default=LEARNING_RATES[0])
-    wanted = item(name, setting, rate, shifted=shifted)
+    wanted = item(name, setting, rate, shifted=shifted, state_size=state_size)
     del wanted["seed"]
     return [row for row in runs if wanted.items() <= row.items()]
 
@@ -346,7 +347,7 @@ def table(record: dict) -> str:
     frontier, columns = [], (SETTINGS[0], DENSE, *SETTINGS[1:])
     for name in FRONTIER:
         for size in STATE_SIZES:
-            found = [frontier_runs(runs, name, setting, size) for setting in columns]
+            found = [best_runs(runs, name, setting, state_size=size) for setting in columns]
             if any(found):
                 frontier.append([name, str(size), *(_accuracies(rows) for rows in found)])
     shifted = [
@@ -377,21 +378,6 @@ def _theory_cell(row: dict) -> str:
     return f"{span} of {row['length']}" + (f", {resolution:.2f}" if resolution else "")
 
 
-def frontier_runs(runs: list[dict], name: str, setting: tuple[int, int], state_size: int) -> list[dict]:
-    """The seeds of a condition with a state size, at the rate with the fewest errors of the first seed."""
-    found = [
-        row
-        for row in runs
-        if (row["condition"], row["pairs"], row["length"], row["state_size"]) == (name, *setting, state_size)
-        and not row["shifted"]
-    ]
-    if not found:
-        return []
-    first = min(row["seed"] for row in found)
-    best = min((row for row in found if row["seed"] == first), key=lambda row: (1 - row["accuracy"], row["loss"]))
-    return [row for row in found if row["learning_rate"] == best["learning_rate"]]
-
-
 def plot(record: dict) -> Path:
     """Accuracy against bytes of state, and against length."""
     from matplotlib.figure import Figure
@@ -401,11 +387,11 @@ def plot(record: dict) -> Path:
     styles = dict(zip(SETTINGS, ("-", "--", "-.", ":")))
     for color, name in enumerate(FRONTIER):
         for setting, style in styles.items():
-            sizes = [frontier_runs(record["runs"], name, setting, size) for size in STATE_SIZES]
+            sizes = [best_runs(record["runs"], name, setting, state_size=size) for size in STATE_SIZES]
             points = [(rows[0]["state_bytes"], _mean(rows)) for rows in sizes if rows]
             if points:
                 left.plot(*zip(*points), style, marker="o", color=f"C{color}", label=f"{name}, {setting[1]} tokens")
-        lengths = [(setting[1], frontier_runs(record["runs"], name, setting, STATE_SIZE)) for setting in SETTINGS]
+        lengths = [(setting[1], best_runs(record["runs"], name, setting)) for setting in SETTINGS]
         points = [(length, _mean(rows)) for length, rows in lengths if rows]
         if points:
             right.plot(*zip(*points), marker="o", color=f"C{color}", label=name)

@@ -8,7 +8,7 @@ has read what it must take back.
 import torch
 from transformers.generation import CandidateGenerator, PromptLookupCandidateGenerator
 
-MATCHED = 2  # tokens that must stand in the text before; fewer where `max_matching_ngram_size` asks for fewer
+MATCHED = 2  # tokens that must stand in the text before
 
 
 class LongerLookup(CandidateGenerator):
@@ -20,18 +20,18 @@ class LongerLookup(CandidateGenerator):
 
     def __init__(self, lookup: PromptLookupCandidateGenerator) -> None:
         self.lookup = lookup
-        self.matched = min(MATCHED, lookup.max_matching_ngram_size)
 
     def get_candidates(self, input_ids: torch.Tensor, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`[1, T]` to `[1, T + guesses]`, and no logits."""
-        if not _stands_before(input_ids, self.matched):
+        if not _stands_before(input_ids, MATCHED):
             return input_ids, None
         return self.lookup.get_candidates(input_ids, **kwargs)
 
 
 def spare_guesses(generator: CandidateGenerator) -> CandidateGenerator:
-    """Where guesses are looked up in the text, a `LongerLookup` around what finds them."""
-    return LongerLookup(generator) if type(generator) is PromptLookupCandidateGenerator else generator
+    """A `LongerLookup` around what looks guesses up in the text, unless it was asked to go on from a single token."""
+    looks_up = type(generator) is PromptLookupCandidateGenerator
+    return LongerLookup(generator) if looks_up and generator.max_matching_ngram_size >= MATCHED else generator
 
 
 def _stands_before(ids: torch.Tensor, length: int) -> bool:

@@ -25,6 +25,7 @@ from benchmarks import (
 from benchmarks.adapter_study import RATES
 from benchmarks.harness import RESULTS, read
 from benchmarks.readme import MARKED, READMES, REPOSITORY
+from benchmarks.recall_study import SETTINGS, tried_rates
 
 MAIN, STUDIES = READMES
 ROOMS = (".", "benchmarks", "conversion", "examples", "examples/lm_eval_tasks", "tests/transformers_suite")
@@ -216,11 +217,7 @@ def test_what_is_said_of_recall():
     (far,) = (row for row in read("recall_study")["runs"] if row["length"] == 256)
     assert far["theory"]["span"] == 64 and round(far["accuracy"], 2) == 0.36
     by_rate = {
-        name: sorted(
-            row["accuracy"]
-            for row in read("recall_study")["runs"]
-            if (row["condition"], row["pairs"], row["length"], row["seed"], row["shifted"]) == (name, 8, 64, 0, False)
-        )
+        name: sorted(1 - errors for errors, _ in tried_rates(read("recall_study")["runs"], name, SETTINGS[0]).values())
         for name in ("recall", "Interdomain", "S4D-only, uniform, even")
     }
     assert all(len(found) == 3 for found in by_rate.values()) and by_rate["recall"][0] > 0.998
@@ -401,7 +398,8 @@ def test_what_is_said_of_guessing_ahead():
     first = f"first layers, {speculation_study.DRAFTED}"
     softmax = {(depth, "softmax", "greedy", way) for depth in speculation_study.DEPTHS for way in lookups}
     softmax |= {(depth, "softmax", "sampled", first) for depth in speculation_study.DEPTHS}
-    assert softmax < pays
+    beside = {(16, "softmax", "sampled", way) for way in (*lookups[:2], "first layers")}
+    assert {key for key in pays if key[1] == "softmax"} == softmax | beside
     assert all(
         row["tokens_per_forward"] < 1.005 for key, row in rows.items() if key[2] == "sampled" and key[3] in lookups
     )
@@ -410,10 +408,10 @@ def test_what_is_said_of_guessing_ahead():
     assert round(max(gain[key] for key in ours if key[0] == 8), 2) == 1.11
     assert round(gain[16, "interdomain", "sampled", first], 2) == 1.05
     for (depth, model, choice, way), row in rows.items():
-        if model == "softmax" and way in lookups:
+        if model == "softmax" and way != "plain":
             own = depth, "interdomain", choice, way
-            assert gain[depth, model, choice, way] > gain[own]
-            if choice == "greedy":
+            assert gain[depth, model, choice, way] > gain[own] or own == (16, "interdomain", "greedy", first)
+            if choice == "greedy" and way in lookups:
                 assert row["tokens_per_forward"] > 1.05 * rows[own]["tokens_per_forward"]
 
 
