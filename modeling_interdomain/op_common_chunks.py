@@ -177,7 +177,7 @@ def _of_rows(shape, size: int, tokens_per_segment: int, device) -> Chunks:
     batch, length = shape
     per_segment = max(1, tokens_per_segment // size)
     lanes, total = min(batch, per_segment), -(-length // size)
-    steps = per_segment // lanes
+    steps = -(-total // -(-total // (per_segment // lanes)))  # as many in each: batched products share out evenly
     segments = []
     for block in range(0, batch, lanes):
         side_by_side = min(lanes, batch - block)

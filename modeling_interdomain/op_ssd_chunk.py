@@ -25,9 +25,8 @@ from .op_common_chunks import Segment, chunks_of
 from .op_common_launch import namespace
 from .op_common_states import Workspace
 
-# Floats of what a segment works on, a token having W + N a head, and backwards a part of it, since more is held then.
-_SEGMENT_FLOATS = {"cpu": 1 << 21, "other": 1 << 24}
-_BACKWARD_PART = 2
+# Floats of what a segment works on, a token having W + N a head.
+_SEGMENT_FLOATS = {"cpu": 1 << 22, "other": 1 << 24}
 # Weights below are zero. What is multiplied with them would come near the smallest numbers that a dtype holds, with
 # which a CPU computes a hundred times as slowly; beside the weight 1 of a token's own input none of it would show.
 _NOTHING = {torch.float32: 1e-30, torch.float64: 1e-290}
@@ -80,13 +79,11 @@ class _Problem:
         ends: the states after each document by rank, `[S', G, P, W, N]`, where they are wanted.
     """
 
-    def __init__(
-        self, query, key, value, log_decay, initial, cu_seqlens, lengths, chunk_size, ends: bool = False, part: int = 1
-    ):
+    def __init__(self, query, key, value, log_decay, initial, cu_seqlens, lengths, chunk_size, ends: bool = False):
         batch, length, self.groups, self.width = key.shape
         self.heads, self.head_dim = value.shape[2] // self.groups, value.shape[3]
         floats = _SEGMENT_FLOATS["cpu" if query.device.type == "cpu" else "other"]
-        tokens = floats // (value.shape[2] * (self.width + self.head_dim) * part)
+        tokens = floats // (value.shape[2] * (self.width + self.head_dim))
         self.chunks = chunks_of((batch, length), cu_seqlens, lengths, chunk_size, tokens, query.device)
         self.size = self.chunks.size
         self.query, self.key, self.value = query, key, value
@@ -230,12 +227,17 @@ class _Gradients:
         self.ends = None if final is None else problem.by_rank(final)
         self.initial = None if problem.initial is None else torch.zeros_like(problem.initial)
         self.left: torch.Tensor | None = None
-        self.before = [problem.walk(s, problem.tokens(s, within=False), keep=True) for s in chunks.segments]
+        self.before, self.tokens = [], None
+        for segment in chunks.segments:
+            last = segment is chunks.segments[-1]  # `run` begins with it, and need not read it again
+            self.tokens = problem.tokens(segment, within=last)
+            self.before.append(problem.walk(segment, self.tokens, keep=True))
 
     def run(self):
         """Of query, key, value, log decays and initial states."""
         for segment in reversed(self.problem.chunks.segments):
-            self._segment(segment, self.before.pop())
+            tokens, self.tokens = self.tokens or self.problem.tokens(segment), None
+            self._segment(segment, tokens, self.before.pop())
         found = (self.problem.chunks.finish(x) for x in (self.query, self.key, self.value, self.log_decay))
         query, key, value, log_decay = found
         return query, key, value, log_decay[..., 0], self._initial_states()
@@ -249,9 +251,8 @@ class _Gradients:
         self.problem.by_document(self.initial, found)
         return found
 
-    def _segment(self, segment: Segment, before: torch.Tensor | None) -> None:
+    def _segment(self, segment: Segment, tokens: _Tokens, before: torch.Tensor | None) -> None:
         problem, product = self.problem, self.problem.workspace.product
-        tokens = problem.tokens(segment)
         grad, y = (problem.read(n, x, segment) for n, x in (("grad", self.grad_output), ("y", self.output)))
         pulled = problem.by_token("pulled", grad, tokens.since)
         after = self._walk(segment, tokens, pulled)
@@ -324,7 +325,7 @@ def _rows(states: torch.Tensor) -> torch.Tensor:
 def _power_(exponents: torch.Tensor) -> torch.Tensor:
     """`exp` in place, and zero below `_NOTHING`."""
     nothing = _NOTHING[exponents.dtype]
-    powers = exponents.clamp_(min=math.log(nothing) - 1).exp_()  # its own smallest numbers take long, too
+    powers = exponents.clamp_(min=math.log(nothing) - 1).exp_()  # its own smallest numbers, and exp(-inf), take long
     return torch.threshold_(powers, nothing, 0.0)
 
 
@@ -382,9 +383,7 @@ def _operator_backward(
     grad_final: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     with without_autocast(query.device):
-        problem = _Problem(
-            query, key, value, log_decay, initial_state, cu_seqlens, lengths, chunk_size, part=_BACKWARD_PART
-        )
+        problem = _Problem(query, key, value, log_decay, initial_state, cu_seqlens, lengths, chunk_size)
         of_query, of_key, of_value, of_decay, of_initial = _Gradients(problem, output, grad_output, grad_final).run()
         of_initial = value.new_empty(0) if of_initial is None else of_initial
         return of_query, of_key, of_value, of_decay.to(log_decay.dtype), of_initial
