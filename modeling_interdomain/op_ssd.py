@@ -17,6 +17,7 @@ from .op_ssd_chunk import chunk_ssd
 from .op_ssd_recurrent import export_ssd, recurrent_ssd
 
 SSD_BACKENDS = ("auto", "recurrent", "chunk", "triton")
+_GRAIN = 32768  # numbers for which PyTorch takes one thread more on a CPU
 
 
 def ssd_attention(
@@ -195,12 +196,28 @@ def take_ssd_step(
 def _advance_and_read(query, key, value, log_decay, state) -> torch.Tensor:
     """The step itself, of tensors in one dtype and a contiguous state. A call takes as long as what it computes."""
     batch, groups, size = key.shape
-    rows = state.view(batch * groups, -1, size)  # the heads of a group one below the other
-    if groups > 1:
-        key, query = (x.reshape(batch * groups, 1, size) for x in (key, query))
+    products = batch * groups  # the heads of a group one below the other
     state.mul_(log_decay.exp().view(batch, -1, 1, 1))
-    rows.baddbmm_(value.reshape(batch * groups, -1, 1), key)
-    return torch.bmm(rows, query.mT).view(value.shape)
+    if groups == 1:
+        state.addcmul_(value.unsqueeze(3), key.unsqueeze(2))
+        if batch == 1 and (products := _parts(state)) > 1:
+            query = query.expand(products, 1, size)
+    else:
+        key, query = (x.reshape(products, 1, size) for x in (key, query))
+        state.view(products, -1, size).baddbmm_(value.reshape(products, -1, 1), key)
+    return torch.bmm(state.view(products, -1, size), query.mT).view(value.shape)
+
+
+def _parts(state: torch.Tensor) -> int:
+    """In how many products a single group's heads are read: as many as the threads that wrote the state.
+
+    Each of them then finds in its own cache what it wrote. One product is made by a single thread, or by some that
+    share it out in another way, and fetching the state from one another takes longer than all the rest.
+    """
+    if state.numel() <= _GRAIN or not state.is_cpu or torch.compiler.is_compiling():
+        return 1
+    threads = min(torch.get_num_threads(), -(-state.numel() // _GRAIN))
+    return threads if state.shape[1] % threads == 0 else 1
 
 
 def _fused_step(backend, query, key, value, log_decay, state, mask):

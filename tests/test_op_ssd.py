@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 
-from modeling_interdomain import op_ssd_chunk
+from modeling_interdomain import op_ssd, op_ssd_chunk
 from modeling_interdomain.op_ssd import ssd_attention, ssd_state_after, ssd_step
 
 NAMES = ("query", "key", "value", "log_decay", "initial_state")
@@ -117,6 +117,23 @@ def test_pieces_and_steps_are_the_whole():
     kept = state.clone()
     output = ssd_step(*(x[:, 0] for x in tokens), state=state, mask=torch.tensor([1, 0]))
     assert torch.equal(state[1], kept[1]) and not output[1].any() and not torch.equal(state[0], kept[0])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("heads", [4, 3])  # three heads are not shared out
+def test_a_large_state_is_read_by_the_threads_that_wrote_it(heads, threads):
+    leaves = {name: x.detach() for name, x in arguments((1, 3, heads, 1, 64, 256)).items()}
+    assert leaves["initial_state"].numel() > op_ssd._GRAIN
+    expected, final = ssd_attention(**leaves, output_final_state=True, backend="recurrent")
+    state, before = leaves.pop("initial_state").clone(), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert op_ssd._parts(state) == (threads if heads % 2 == 0 else 1)
+        found = [ssd_step(*(x[:, t] for x in leaves.values()), state=state) for t in range(3)]
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(torch.stack(found, 1), expected)
+    torch.testing.assert_close(state, final)
 
 
 def test_a_state_of_lower_precision_is_advanced_in_float32():
