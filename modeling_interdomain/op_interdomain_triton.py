@@ -144,7 +144,7 @@ class Plan(NamedTuple):
     @property
     def block(self) -> int:
         """Columns that a program has of the state."""
-        return min(*self.padded, 32)
+        return min(*self.padded, 32 if self.modes <= 64 else 16)
 
     def segment_ends(self, device: torch.device) -> torch.Tensor:
         if self.packed:

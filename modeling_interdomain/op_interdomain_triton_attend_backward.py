@@ -53,8 +53,9 @@ def _store_modes(
 
 @triton.jit
 def _store_sums(x, re, im, M: tl.constexpr):
-    tl.store(x + tl.arange(0, M), re)
-    tl.store(x + M + tl.arange(0, M), im)
+    modes = tl.arange(0, re.shape[0])
+    tl.store(x + modes, re)
+    tl.store(x + M + modes, im)
 
 
 @triton.jit
@@ -229,10 +230,12 @@ def mixing_backward(
 
 
 @triton.jit
-def _reading(x_re, x_im, powers, C: tl.constexpr, M: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr):
-    """What reads the state, from what reads the chunk."""
+def _reading(
+    x_re, x_im, powers, m, C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr
+):
+    """What reads the state, from what reads the chunk, for the modes m .. m + BM."""
     if SKEWED:
-        d_re, d_im = load_pair(powers, tl.arange(0, C), tl.arange(0, M), 2 * M, M)
+        d_re, d_im = load_pair(powers, tl.arange(0, C), m + tl.arange(0, BM), 2 * M, M)
         e_re, e_im = times_conj(x_re.to(tl.float32), x_im.to(tl.float32), d_re, d_im)
         x_re = narrow(e_re, MATH.DTYPE, MATH)
         x_im = narrow(e_im, MATH.DTYPE, MATH)
@@ -257,7 +260,7 @@ def push_query(
     if length > 0:
         x_re, x_im = _load_modes(mixed[1] + head * 2 * M, start, length, heads * 2 * M, 0, C, M, M)
         w = weights(x_re, x_im, tables.intra + group * C * 2 * M, C, M, SKEWED, MATH)
-        e_re, e_im = _reading(x_re, x_im, tables.powers + group * C * 2 * M, C, M, SKEWED, MATH)
+        e_re, e_im = _reading(x_re, x_im, tables.powers + group * C * 2 * M, 0, C, M, M, SKEWED, MATH)
         state = states.b + (slot * groups + group) * 2 * M * WIDTHS.A_PADDED
         for r in tl.static_range(0, A_PADDED, BR):
             tile = load_tokens(tokens.b + group * WIDTHS.A, start, length, r, groups * WIDTHS.A, WIDTHS.A, C, BR)
@@ -277,6 +280,7 @@ def _push_side(
     """Tokens c `[tokens, groups, WIDTH]` and what they are read with, f; see `push_sides`."""
     C: tl.constexpr = SIZES.C
     M: tl.constexpr = SIZES.M
+    BM: tl.constexpr = SIZES.BM
     rows = tl.arange(0, C)
     modes = tl.arange(0, M)
     if length > 0:
@@ -285,7 +289,7 @@ def _push_side(
         f += head * WIDTH
         c += group * WIDTH
         x_re, x_im = _load_modes(mixed + head * 2 * M, start, length, heads * 2 * M, 0, C, M, M)
-        e_re, e_im = _reading(x_re, x_im, powers, C, M, SKEWED, MATH)
+        e_re, e_im = _reading(x_re, x_im, powers, 0, C, M, M, SKEWED, MATH)
         w = tl.trans(weights(x_re, x_im, intra, C, M, SKEWED, MATH))
         g_states = grads.states + (slot * heads + head) * 2 * M * PADDED
         for d in tl.static_range(0, PADDED, BD):
@@ -307,13 +311,16 @@ def _push_side(
         ages = (rows if SKEWED else -1 - rows)[:, None].to(tl.float32)
         _store_sums(sums + 4 * M, tl.sum(ages * t_re, 0), tl.sum(ages * t_im, 0), M)
         if SKEWED:
-            z_re, z_im = collect(
-                scores, f, state + (slot * groups + group) * 2 * M * PADDED, intra, start, length, heads * WIDTH, 0,
-                WIDTH, PADDED, BD, M, C, M, SKEWED, MATH,
-            )  # fmt: skip
-            z_re, z_im = times_conj(e_re.to(tl.float32), e_im.to(tl.float32), z_re, z_im)
             ages = (1 + rows)[:, None].to(tl.float32)
-            _store_sums(sums, tl.sum(ages * z_re, 0), tl.sum(ages * z_im, 0), M)
+            for m in tl.range(0, M, BM, num_stages=1):
+                z_re, z_im = collect(
+                    scores, f, state + (slot * groups + group) * 2 * M * PADDED, intra, start, length, heads * WIDTH,
+                    m, WIDTH, PADDED, BD, BM, C, M, SKEWED, MATH,
+                )  # fmt: skip
+                r_re, r_im = _load_modes(mixed + head * 2 * M, start, length, heads * 2 * M, m, C, M, BM)
+                r_re, r_im = _reading(r_re, r_im, powers, m, C, M, BM, SKEWED, MATH)
+                z_re, z_im = times_conj(r_re.to(tl.float32), r_im.to(tl.float32), z_re, z_im)
+                _store_sums(sums + m, tl.sum(ages * z_re, 0), tl.sum(ages * z_im, 0), M)
     else:
         zero = tl.zeros([M], tl.float32)
         _store_sums(sums + 2 * M, zero, zero, M)

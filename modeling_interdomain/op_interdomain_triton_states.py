@@ -147,7 +147,7 @@ def _walk_back(
     t_im = narrow(t_im, MATH.DTYPE, MATH)
     plane = columns.modes * columns.state_width
     used = (modes < columns.modes)[:, None] & (column < columns.width)[None, :]
-    HALF: tl.constexpr = C if C < 32 else 32
+    HALF: tl.constexpr = C if C < 32 else (32 if M <= 64 else 16)
     decay_re = tl.zeros([M], tl.float32)
     decay_im = tl.zeros([M], tl.float32)
     beta_re = tl.zeros([M], tl.float32)

@@ -160,7 +160,8 @@ def pull_and_mix(
     if FULL:
         p_re = tl.zeros([C, M], tl.float32)
         p_im = tl.zeros([C, M], tl.float32)
-        for m in tl.static_range(0, M, BM):
+        # Unrolled, the loads of many rows all come first and spill registers.
+        for m in tl.range(0, M, BM, num_stages=1, loop_unroll_factor=M // BM if M <= 64 else 1):
             y_re, y_im = pull(
                 scores, a, state, intra, powers, start, length, a_stride, m, WIDTH, PADDED,
                 SIZES.BR, BM, C, M, SKEWED, MATH,
