@@ -126,7 +126,6 @@ HELD_TO = (
     *(item("recall", SETTINGS[1], state_size=size) for size in STATE_SIZES),
     *(item("recall", SETTINGS[2], state_size=size) for size in STATE_SIZES),
     item("softmax", DENSE, learning_rate=1e-3),
-    *(item("recall", SETTINGS[3], state_size=size) for size in (32, 128, 64)),
     *(item("posterior, uniform, even", DENSE, seed=seed) for seed in range(5)),
     *(item("softmax", learning_rate=1e-3, seed=seed) for seed in range(1, 5)),
     *(item("posterior, uniform, even, output 0.05", seed=seed) for seed in range(2)),
