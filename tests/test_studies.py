@@ -37,7 +37,7 @@ from tests.test_examples import some_documents
 
 
 def test_runs_are_added_until_the_plan_is_done(tmp_path, capsys):
-    """The plan grows with the results and may ask twice, an interrupted study goes on, and two processes share the runs."""
+    """The plan grows with the results and may ask twice, a study goes on where it was cut, two processes share it."""
     file, called = tmp_path / "study.json", []
 
     def plan(runs):
