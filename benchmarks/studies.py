@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -31,7 +32,9 @@ def parser(description: str, data: str | None = None, speed: bool = False) -> ar
         "--threads", type=int, default=torch.get_num_threads(), help="of PyTorch (default: as it has them)"
     )
     found.add_argument("--runs", type=int, metavar="N", help="stop after N runs (default: when all are done)")
-    found.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="each N-th run from I < N")
+    found.add_argument(
+        "--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="those runs that fall to part I < N"
+    )
     return found
 
 
@@ -75,20 +78,28 @@ def run_missing(
         raise SystemExit(f"--part counts from 0: of {count} parts, {index} is none.")
     for _ in itertools.count() if limit is None else range(limit):
         done = load(file, fresh)["runs"]
-        missing = [
-            item
-            for place, item in enumerate(plan(done))
-            if place % count == index and not any(item.items() <= row.items() for row in done)
-        ]
-        if not missing:
+        own = (item for item in plan(done) if _part_of(item, count) == index)
+        chosen = next((item for item in own if not _holds(done, item)), None)
+        if chosen is None:
             return
         started = time.perf_counter()
-        row = missing[0] | run(**missing[0]) | {"seconds": time.perf_counter() - started}
+        row = chosen | run(**chosen) | {"seconds": time.perf_counter() - started}
         record = load(file, fresh)  # another process may have added its runs
         record["runs"].append(row)
         record["machine"] = {**machine(), "command": command}
         _save(file, record)
-        print(f"{missing[0]}: {row['seconds']:.0f} s", flush=True)
+        print(f"{chosen}: {row['seconds']:.0f} s", flush=True)
+
+
+def _part_of(item: dict, count: int) -> int:
+    """Which of the parts does a run, told by the run alone: its place in the plan moves with what is known, and a plan
+    may ask twice.
+    """
+    return zlib.crc32(json.dumps(item, sort_keys=True).encode()) % count
+
+
+def _holds(runs: list[dict], item: dict) -> bool:
+    return any(item.items() <= row.items() for row in runs)
 
 
 def rates_then_seeds(

@@ -37,11 +37,11 @@ from tests.test_examples import some_documents
 
 
 def test_runs_are_added_until_the_plan_is_done(tmp_path, capsys):
-    """The plan grows with the results, an interrupted study goes on, and two processes share the runs."""
+    """The plan grows with the results and may ask twice, a study goes on where it was cut, two processes share it."""
     file, called = tmp_path / "study.json", []
 
     def plan(runs):
-        yield from ({"x": x} for x in range(3))
+        yield from ({"x": x} for x in (0, 1, 2, 1))
         if len(runs) >= 3:
             yield {"x": sum(row["y"] for row in runs if row["x"] < 3)}
 
@@ -54,7 +54,7 @@ def test_runs_are_added_until_the_plan_is_done(tmp_path, capsys):
     with pytest.raises(KeyboardInterrupt):
         studies.run_missing(file, {"about": "x"}, plan, run, "python study")
     assert [row["x"] for row in studies.load(file, {})["runs"]] == [0]
-    studies.run_missing(file, {"about": "x"}, plan, run, "python study", part=(0, 2))
+    studies.run_missing(file, {"about": "x"}, plan, run, "python study", part=(1, 2))
     assert called == [0, 1, 2]
     studies.run_missing(file, {"about": "x"}, plan, run, "python study", limit=1)
     assert called == [0, 1, 2, 1]
