@@ -25,7 +25,7 @@ from benchmarks import (
 from benchmarks.adapter_study import RATES
 from benchmarks.harness import RESULTS, read
 from benchmarks.readme import MARKED, READMES, REPOSITORY
-from benchmarks.recall_study import SETTINGS, tried_rates
+from benchmarks.recall_study import SETTINGS, best_runs, tried_rates
 
 MAIN, STUDIES = READMES
 ROOMS = (".", "benchmarks", "conversion", "examples", "examples/lm_eval_tasks", "tests/transformers_suite")
@@ -207,6 +207,8 @@ def test_what_is_said_of_recall():
     assert min(row["curve"]["125"] for row in eight) > 0.98
     dense = [row for row in read("recall_study")["runs"] if (row["condition"], row["pairs"], row["length"]) == DENSE]
     assert len(dense) == 5 and min(row["accuracy"] for row in dense) > 0.999
+    plain = best_runs(read("recall_study")["runs"], "posterior, uniform, even", DENSE[1:])
+    assert sorted(round(row["accuracy"], 1) for row in plain) == [0.2, 1.0, 1.0]
     longer = {
         row["state_size"]: row
         for row in read("recall_study")["runs"]
