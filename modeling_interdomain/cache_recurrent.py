@@ -76,6 +76,7 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
     supports_early_init = False
     cumulative_length: Any
     waiting = 0  # of the last recorded tokens those that windows and states have not taken in
+    pads_wait = False  # among them, perhaps; without any waiting it says nothing
 
     def __init__(
         self,

@@ -229,6 +229,24 @@ def test_a_state_rests_while_guesses_are_read(make_model, random_ids, cache_afte
     assert layer.waiting == 8 and not torch.equal(layer.resting_state, before)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("pieces", [(5, 4, 1, 1, 1), (5, 4, 3, 1), (5, 1, 1, 3, 1, 1)])
+def test_inputs_that_wait_may_be_pads(recurrent_model, random_ids, assert_same, pieces):
+    """One row has a turn of fewer tokens than the other, with pads behind it, and both go on."""
+    ids, cache = random_ids(2, sum(pieces)), InterdomainCache(recurrent_model.config)
+    cache.activate_past_recording()
+    mask = torch.ones_like(ids)
+    mask[0, 6:9] = 0
+    found, start = [], 0
+    for count in pieces:
+        end = start + count
+        part = recurrent_model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache)
+        found.append(part.logits)
+        start = end
+    expected = recurrent_model(ids, attention_mask=mask, use_cache=False).logits
+    assert_same(torch.cat(found, dim=1)[mask.bool()], expected[mask.bool()])
+
+
 def test_guesses_in_inference_mode_go_on_outside_of_it(any_model, random_ids, cache_after, contents, assert_same):
     ids = random_ids(2, 12)
     with torch.inference_mode():
