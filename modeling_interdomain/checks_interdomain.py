@@ -32,6 +32,18 @@ def check_tokens(input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | N
         raise ValueError("input_ids must hold at least one row, got B = 0.")
 
 
+def check_labels(labels, input_ids, inputs_embeds, logits_to_keep) -> None:
+    """One label a token, where there are logits of every token."""
+    tokens = input_ids if inputs_embeds is None else inputs_embeds
+    if labels is None or tokens is None or not isinstance(logits_to_keep, int) or logits_to_keep:
+        return
+    if labels.shape != tokens.shape[:2]:
+        raise ValueError(
+            f"labels must have the shape of the tokens, {list(tokens.shape[:2])}, got {list(labels.shape)}; they are "
+            "shifted here, and -100 stands where nothing is asked."
+        )
+
+
 def check_mask(attention_mask, seen, batch: int, length: int) -> None:
     """A mask of the wrong size would silently shift pads; `seen` is a tensor, not checked, where a step is compiled."""
     if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim == 4 or not isinstance(seen, int):
@@ -228,8 +240,9 @@ def check_sequence_losses(model: nn.Module) -> None:
 def check_checkpointing(modules: Iterable[nn.Module]) -> None:
     """Reentrant checkpointing hands on the outputs of layers alone: an auxiliary loss would have no gradient."""
     for module in modules:
-        function = getattr(module, "_gradient_checkpointing_func", None)
-        if getattr(module, "gradient_checkpointing", False) and getattr(function, "keywords", {}).get("use_reentrant"):
+        keywords = getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", None)
+        reentrant = keywords is not None and keywords.get("use_reentrant", True)  # what PyTorch does unless told
+        if reentrant and getattr(module, "gradient_checkpointing", False):
             raise ValueError(
                 "The auxiliary losses of the layers get no gradient from reentrant gradient checkpointing: ask for "
                 '{"use_reentrant": False}, the default.'

@@ -1,5 +1,6 @@
 """Continuous batching: many prompts, a fixed number of rows, and a new prompt as soon as a row is free."""
 
+import operator
 from collections import deque
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -17,6 +18,7 @@ from .module_rotary import LENGTH_DEPENDENT
 
 # What ends or changes a text in `generate` alone.
 _UNHEEDED = ("stop_strings", "max_time", "token_healing", "dola_layers", "constraints", "force_words_ids")
+_UNHEEDED += ("output_scores", "output_logits", "return_dict_in_generate", "output_attentions", "output_hidden_states")
 ROWS = 8  # in flight at once, where nobody asks for another number
 # What asks for more rows a prompt, or for another way to write, than one token a row and step.
 _SINGLE = ("num_beams", "num_return_sequences", "prompt_lookup_num_tokens", "assistant_early_exit", "penalty_alpha")
@@ -244,7 +246,11 @@ def check_prompt(model, name: str, prompt: Sequence[int]) -> None:
         )
     if not len(prompt):
         raise ValueError(f"{name} has no tokens; give it at least one, for example the first of a text.")
-    if not all(0 <= token < model.config.vocab_size for token in prompt):
+    try:
+        ids = [operator.index(token) for token in prompt]
+    except TypeError:
+        raise ValueError(f"{name} must be a list of token ids, which are whole numbers.") from None
+    if not all(0 <= token < model.config.vocab_size for token in ids):
         raise ValueError(f"{name} has a token outside of the vocabulary of {model.config.vocab_size:,}.")
     most = room(model.config)
     if most is not None and len(prompt) > most:

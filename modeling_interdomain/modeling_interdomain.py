@@ -39,6 +39,7 @@ from .checks_interdomain import (
     check_checkpointing,
     check_cu_seqlens,
     check_dynamic_mask,
+    check_labels,
     check_mask,
     check_positions,
     check_room,
@@ -514,6 +515,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         """
         if sequence_group is not None:
             check_sequence_losses(self)
+        check_labels(labels, input_ids, inputs_embeds, logits_to_keep)
         self._ask_for_losses(kwargs)
         outputs = self.model(
             input_ids=input_ids,
@@ -589,10 +591,17 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         model_kwargs["past_key_values"] = cache
 
     def prepare_inputs_for_generation(
-        self, input_ids, next_sequence_length=None, past_key_values=None, inputs_embeds=None, **kwargs
+        self,
+        input_ids,
+        next_sequence_length=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        holds_whole_text=False,
+        **kwargs,
     ):
-        """Leave out what a user's cache has already seen, in the modes where `generate()` itself does not."""
-        if next_sequence_length is None and isinstance(past_key_values, Cache) and inputs_embeds is None:
+        """Of a whole text leave out what a user's cache has already seen, where `generate()` itself does not."""
+        given = next_sequence_length is not None or inputs_embeds is not None
+        if holds_whole_text and not given and isinstance(past_key_values, Cache):
             seen = int(past_key_values.get_seq_length())
             if 0 < seen < input_ids.shape[1]:
                 next_sequence_length = input_ids.shape[1] - seen
@@ -607,6 +616,17 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
     def _get_candidate_generator(self, **kwargs: Any) -> Any:
         """As in the library; prompt lookup guesses where more than one token speaks for it."""
         return spare_guesses(super()._get_candidate_generator(**kwargs))
+
+    def _assisted_decoding(self, input_ids: torch.Tensor, *, generation_config: Any, **kwargs: Any) -> Any:
+        """As in the library, which leaves it to models whether ids hold what a cache has seen, or follow on it.
+
+        As in its other modes the mask tells, which is as long as the whole text; one without a pad was put aside.
+        """
+        mask, length = kwargs.get("attention_mask"), input_ids.shape[1]
+        told = getattr(generation_config, "_mask_length", length) if mask is None else mask.shape[1]
+        return super()._assisted_decoding(
+            input_ids, generation_config=generation_config, holds_whole_text=told == length, **kwargs
+        )
 
     def _sample(self, input_ids: torch.Tensor, *, stopping_criteria: Any, generation_config: Any, **kwargs: Any) -> Any:
         """As in the library; with a `prompt_store`, on from what is known of the prompt."""

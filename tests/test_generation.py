@@ -216,6 +216,31 @@ def test_continue_from_the_returned_cache(any_model, left_padded, generate, asse
     assert_same(torch.stack([*first.logits, *second.logits]), torch.stack(whole.logits), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"prefill_chunk_size": 4}, {"prompt_lookup_num_tokens": 3}, {"do_sample": True, "top_k": 1}],
+    ids=["greedy", "in-chunks", "lookup", "sampled"],
+)
+@pytest.mark.parametrize("seen", [3, 10])
+def test_only_what_is_new_with_the_whole_mask(any_model, seen, options, random_ids, generate):
+    """As the library allows: ids that follow on the cache, more or fewer than it has seen, with the mask of both."""
+    ids, cache = random_ids(1, 13), InterdomainCache(any_model.config)
+    any_model(ids[:, :seen], past_key_values=cache)
+    mask = torch.ones_like(ids)
+    found = generate(any_model, ids[:, seen:], attention_mask=mask, past_key_values=cache, max_new_tokens=4, **options)
+    expected = generate(any_model, ids, max_new_tokens=4)
+    assert found.sequences[:, 13 - seen :].tolist() == expected.sequences[:, 13:].tolist()
+
+
+def test_only_what_is_new_of_padded_rows(any_model, left_padded, generate):
+    inputs, cache = left_padded([9, 4]), InterdomainCache(any_model.config)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    any_model(ids[:, :3], attention_mask=mask[:, :3], past_key_values=cache)
+    found = generate(any_model, ids[:, 3:], attention_mask=mask, past_key_values=cache, max_new_tokens=4)
+    expected = generate(any_model, **inputs, max_new_tokens=4)
+    assert found.sequences[:, 6:].tolist() == expected.sequences[:, 9:].tolist()
+
+
 @pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 2}], ids=["whole", "in-chunks"])
 def test_chat_turn_by_turn(model, make_cache, options, random_ids, generate, assert_same_generation):
     cache = make_cache(model.config)

@@ -53,9 +53,10 @@ def test_the_scorer_gets_its_gradient(name, make_model, random_ids):
     torch.testing.assert_close(tuple((a + b) / 2 for a, b in zip(*halves)), expected)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     torch.testing.assert_close(gradients(ids), expected)
-    model.gradient_checkpointing_enable({"use_reentrant": True})
-    with pytest.raises(ValueError, match="reentrant"):
-        gradients(ids)
+    for settings in ({"use_reentrant": True}, {"preserve_rng_state": False}):  # PyTorch's own default is reentrant
+        model.gradient_checkpointing_enable(settings)
+        with pytest.raises(ValueError, match="reentrant"):
+            gradients(ids)
 
 
 DISTRIBUTED = """

@@ -634,6 +634,17 @@ def test_positions_of_another_shape_are_refused(model, shape, random_ids):
         model(random_ids(2, 6), position_ids=torch.zeros(shape, dtype=torch.long))
 
 
+@pytest.mark.parametrize("shape", [(2, 4), (3, 6), (12,)], ids=str)
+def test_labels_of_another_shape_are_refused(model, shape, random_ids, contents):
+    cache = model(random_ids(2, 5), use_cache=True).past_key_values
+    before = contents(cache)
+    with pytest.raises(ValueError, match=r"labels must have the shape of the tokens, \[2, 6\], got"):
+        model(random_ids(2, 6), labels=torch.zeros(shape, dtype=torch.long), past_key_values=cache)
+    torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
+    last = model(random_ids(2, 6), labels=random_ids(2, 4), logits_to_keep=4)
+    assert last.loss.isfinite()
+
+
 def test_mask_without_the_past_is_refused(model, random_ids, contents):
     cache = model(random_ids(2, 5), use_cache=True).past_key_values
     before = contents(cache)
