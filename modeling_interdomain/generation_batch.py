@@ -16,9 +16,11 @@ from .cache_slots import Slots
 from .cache_store import begin_reading, on_cpu, store_of
 from .module_rotary import LENGTH_DEPENDENT
 
-# What ends or changes a text in `generate` alone.
-_UNHEEDED = ("stop_strings", "max_time", "token_healing", "dola_layers", "constraints", "force_words_ids")
-_UNHEEDED += ("output_scores", "output_logits", "return_dict_in_generate", "output_attentions", "output_hidden_states")
+# What ends or changes a text, or says more of it, in `generate` alone.
+_UNHEEDED = (
+    *("stop_strings", "max_time", "token_healing", "dola_layers", "constraints", "force_words_ids"),
+    *("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states"),
+)
 ROWS = 8  # in flight at once, where nobody asks for another number
 # What asks for more rows a prompt, or for another way to write, than one token a row and step.
 _SINGLE = ("num_beams", "num_return_sequences", "prompt_lookup_num_tokens", "assistant_early_exit", "penalty_alpha")
