@@ -76,7 +76,6 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
     supports_early_init = False
     cumulative_length: Any
     waiting = 0  # of the last recorded tokens those that windows and states have not taken in
-    pads_wait = False  # among them, perhaps; without any waiting it says nothing
 
     def __init__(
         self,
@@ -137,6 +136,11 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
         if not self.record_past or torch.compiler.is_compiling() or not self.has_previous_state[0]:
             return False
         return (tokens > 1 or self.waiting > 0) and self.waiting + tokens <= self.max_rollback
+
+    @property
+    def pads_wait(self) -> bool:
+        """Whether a pad is among the inputs that wait."""
+        return self.waiting > 0 and not bool(self.recorded.pieces[-1][-1][:, -self.waiting :].all())
 
     @property
     def resting_state(self) -> torch.Tensor:

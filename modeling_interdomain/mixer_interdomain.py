@@ -193,11 +193,10 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
         count = hidden_states.shape[1]
         if packing is not None or not layer.record_past or not layer.is_initialized or not layer.lets_wait(count):
             return False
-        if layer.waiting and layer.pads_wait:  # ages would count them
-            return False
         here = hidden_states.device.type == "cpu" and self.sparse is None and not torch.is_grad_enabled()
         few = count <= FEW and (count > 1 or layer.waiting < TOGETHER)
-        return here and few and self.backend in ("auto", "triton") and not self.config.normalize
+        can = here and few and self.backend in ("auto", "triton") and not self.config.normalize
+        return can and not layer.pads_wait  # ages would count them
 
     def _read_on(self, layer, tokens, windows):
         count = tokens[0].shape[1]

@@ -413,9 +413,6 @@ class RecurrentMixer(TokenMixer):
             kept, mask = [packing.unpack(x) for x in kept], packing.mask
         if mask is None:
             mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
-        if not torch.compiler.is_compiling():  # where nothing waits
-            whole = packing is None and (attention_mask is None or (mask.device.type == "cpu" and bool(mask.all())))
-            layer.pads_wait = not whole or (layer.waiting > 0 and layer.pads_wait)
         transition = self.recurrence(hidden_states, transition=True)
         first = None if self.first_state is None else {"state": self._first_states(tokens, None)}
         layer.record((*kept, mask.bool()), transition, type(self).replay, first)
