@@ -40,7 +40,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from examples.quickstart import load_config
-from examples.saved_model import load_model, load_tokenizer
+from examples.saved_model import load_model, load_tokenizer, read_config
 from examples.sequence_parallel import SequenceParallelism, SequenceParallelTrainer
 from examples.text_data import (
     InputError,
@@ -59,6 +59,17 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPE = REPOSITORY / "recipes" / "language-model.yaml"
 # What the Trainer would take and this recipe decides itself.
 UNUSED = {"optim", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "num_train_epochs"}
+# Fields of a configuration in which a run may differ from the checkpoint that it goes on from.
+ONLY_HOW = {
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "backend",
+    "chunk_size",
+    "dtype",
+    "transformers_version",
+    "use_cache",
+}
 
 
 @dataclass
@@ -362,20 +373,44 @@ def last_checkpoint(args: Recipe) -> str | None:
     return found
 
 
-def make_tokenizer(args: Recipe, text: Text, documents: Sequence[str]) -> PreTrainedTokenizerBase:
-    """The one that was named, the one an interrupted run has learned, or a new one."""
+def make_tokenizer(
+    args: Recipe, text: Text, documents: Sequence[str], checkpoint: str | None
+) -> PreTrainedTokenizerBase:
+    """The one of the checkpoint to go on from, the one that was named, or a new one."""
+    if checkpoint is not None and (kept := kept_tokenizer(Path(checkpoint))) is not None:
+        tokenizer = load_tokenizer(kept)
+        if text.tokenizer and load_tokenizer(text.tokenizer).get_vocab() != tokenizer.get_vocab():
+            raise InputError(f"{checkpoint} has another tokenizer than {text.tokenizer}: leave --tokenizer out.")
+        return tokenizer
     if (folder := text.tokenizer or text.model) is not None:
         tokenizer = load_tokenizer(folder)
         if tokenizer.eos_token_id is None:
             raise InputError(f"The tokenizer {folder} has no eos token to put between documents.")
         return tokenizer
-    kept = Path(args.output_dir) / "tokenizer"
-    if args.resume_from_checkpoint and kept.is_dir():
-        return load_tokenizer(kept)
     tokenizer = train_tokenizer(documents, text.vocab_size)
     if args.process_index == 0:
-        tokenizer.save_pretrained(kept)
+        tokenizer.save_pretrained(Path(args.output_dir) / "tokenizer")
     return tokenizer
+
+
+def kept_tokenizer(checkpoint: Path) -> Path | None:
+    """Where an interrupted run keeps its tokenizer: a checkpoint in pieces of several processes holds none."""
+    folders = (checkpoint, checkpoint.parent / "tokenizer")
+    return next((folder for folder in folders if (folder / "tokenizer_config.json").is_file()), None)
+
+
+def check_same_model(model: PreTrainedModel, checkpoint: str | None) -> None:
+    """Refuse to go on with another model than the run began with."""
+    if checkpoint is None or not (Path(checkpoint) / "config.json").is_file():
+        return
+    ours, kept = (config.to_dict() for config in (model.config, read_config(Path(checkpoint))))
+    differ = sorted(name for name in (ours.keys() | kept.keys()) - ONLY_HOW if ours.get(name) != kept.get(name))
+    if differ:
+        name = "model_type" if "model_type" in differ else differ[0]
+        raise InputError(
+            f"{checkpoint} is of another model: its {name} is {kept.get(name)}, not {ours.get(name)}; name the "
+            "--config or --model that the run began with."
+        )
 
 
 def make_model(text: Text, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -408,7 +443,7 @@ def run(args: Recipe, text: Text) -> dict[str, float]:
         documents, held_out = split_documents(
             gather_documents(text.data, text.max_bytes, seed=args.seed), text.held_out_bytes, seed=args.seed
         )
-    tokenizer = make_tokenizer(args, text, documents)
+    tokenizer = make_tokenizer(args, text, documents, checkpoint)
     length = args.sequence_length
     train_data: Dataset
     if text.streaming:
@@ -423,6 +458,7 @@ def run(args: Recipe, text: Text) -> dict[str, float]:
         args.eval_strategy = "no"
     set_seed(args.seed)
     model = make_model(text, tokenizer)
+    check_same_model(model, checkpoint)
     if args.sequence_parallel > 1 and (names := without_state(model)):
         raise InputError(f"--sequence_parallel needs layers that pass a state on, and the model has {names}.")
     trainer = InterdomainTrainer(

@@ -218,6 +218,30 @@ def test_a_checkpoint_that_was_cut_off_is_named_not_read(options, tmp_path, caps
     assert cut.is_dir()
 
 
+def test_a_run_goes_on_with_the_model_and_the_tokenizer_it_began_with(options, tmp_path, capsys):
+    assert train.main(options("first", max_steps=2, warmup_tokens=64)) == 0
+    checkpoint = tmp_path / "first" / "checkpoint-2"
+    (tmp_path / "other.txt").write_text("\n\n".join(reversed(some_documents())).upper())
+    onward = {"resume_from_checkpoint": checkpoint, "data": tmp_path / "other.txt", "held_out_bytes": 0}
+    assert train.main(options("second", **onward)) == 0  # elsewhere, and on other text
+    vocabularies = [AutoTokenizer.from_pretrained(tmp_path / name).get_vocab() for name in ("first", "second")]
+    assert vocabularies[0] == vocabularies[1]
+    assert [step for step, *_ in history(tmp_path / "second")] == list(range(1, 7))
+
+    text_data.train_tokenizer([(tmp_path / "other.txt").read_text()], 290).save_pretrained(tmp_path / "tokenizer")
+    fields = json.loads((Path(TINY) / "config.json").read_text())
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.json").write_text(json.dumps(fields | {"rms_norm_eps": 1e-5}))  # fits as well
+    capsys.readouterr()
+    for changes, message in (
+        ({"tokenizer": tmp_path / "tokenizer"}, "has another tokenizer than"),
+        ({"config": tmp_path / "config"}, "is of another model: its rms_norm_eps is 1e-06, not 1e-05; name the"),
+    ):
+        assert train.main(options("third", resume_from_checkpoint=checkpoint, **changes)) == 2
+        assert f"{checkpoint} {'has' if 'tokenizer' in changes else 'is'}" in (said := capsys.readouterr().err)
+        assert message in said
+
+
 def test_a_run_that_holds_nothing_out_is_not_evaluated(options, tmp_path):
     assert train.main(options(held_out_bytes=0, max_steps=2, warmup_tokens=64)) == 0
     assert json.loads((tmp_path / "out" / "results.json").read_text()).keys().isdisjoint({"eval_loss", "perplexity"})
