@@ -28,10 +28,11 @@ def join_caches(first, second, model, lengths: torch.Tensor | None = None) -> In
         A new cache, without a record of past tokens.
 
     Raises:
-        ValueError: when a cache has read nothing, the rows differ, or a layer's state cannot be joined.
+        ValueError: when a cache has read nothing, the rows differ, `lengths` are not of what the second has read, or a
+            layer's state cannot be joined.
     """
     decoder = _check(model, first=first, second=second)
-    seen = int(second.get_seq_length()) if lengths is None else lengths
+    seen = _counted("lengths", lengths, int(second.get_seq_length()))
     mixers = [layer.token_mixer for layer in decoder.layers]
     states = [
         mixer.join_states(a.state, b.state, seen)
@@ -55,8 +56,8 @@ def cut_cache(cache, before, after, model, since: torch.Tensor | None = None) ->
         A new cache, without a record of past tokens.
 
     Raises:
-        ValueError: when a cache has read nothing, they are not in this order, the rows differ, the model has rotary
-            embeddings, or a layer's state cannot be cut.
+        ValueError: when a cache has read nothing, they are not in this order, the rows differ, `since` is not of
+            what was read, the model has rotary embeddings, or a layer's state cannot be cut.
     """
     caches = {"cache": cache, "after": after} if before is None else {"cache": cache, "before": before, "after": after}
     decoder = _check(model, **caches)
@@ -66,7 +67,7 @@ def cut_cache(cache, before, after, model, since: torch.Tensor | None = None) ->
     if decoder.config.rope_placement is not None:
         raise ValueError("Rotary embeddings have numbered the tokens after the span: it cannot be closed up.")
     start, stop, end = seen
-    tokens = end - stop if since is None else since
+    tokens = _counted("since", since, end - stop)
     states = []
     for i, layer in enumerate(decoder.layers):
         whole, rest = cache.layers[i].state, after.layers[i].state
@@ -74,6 +75,13 @@ def cut_cache(cache, before, after, model, since: torch.Tensor | None = None) ->
         log_decay = layer.token_mixer.recurrence.parameters_of_operator()[0]
         states.append(remove_span(whole, head, rest, tokens, log_decay))
     return _with_states(cache, states, end - (stop - start), decoder)
+
+
+def _counted(name: str, tokens: torch.Tensor | None, read: int) -> int | torch.Tensor:
+    """The tokens of each row, no more than were read."""
+    if tokens is not None and bool((torch.as_tensor(tokens) > read).any()):
+        raise ValueError(f"{name} must be at most the {read} tokens that were read, got {tokens!r}.")
+    return read if tokens is None else tokens
 
 
 def _begun(mixer, state: torch.Tensor) -> torch.Tensor:

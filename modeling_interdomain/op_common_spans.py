@@ -103,5 +103,8 @@ def _check(log_decay: torch.Tensor, tokens: int | torch.Tensor, **states: torch.
         named = ", ".join(f"{name} {list(x.shape)}" for name, x in states.items())
         raise ValueError(f"States must have one shape [B, {groups}, 2, {size}, R + D], got {named}.")
     ages = torch.as_tensor(tokens)
-    if ages.ndim > 1 or (ages.ndim == 1 and ages.shape[0] != shape[0]) or bool((ages < 0).any()):
-        raise ValueError(f"A number of tokens must be at least 0, one for all or [B] = [{shape[0]}], got {tokens!r}.")
+    fits = ages.ndim == 0 or ages.shape == shape[:1]
+    if not fits or ages.is_floating_point() or bool((ages < 0).any()):
+        raise ValueError(
+            f"A number of tokens must be whole and at least 0, one for all or [B] = [{shape[0]}], got {tokens!r}."
+        )

@@ -106,5 +106,11 @@ def test_what_cannot_be_joined_is_refused_before_anything_is_made(make_model, ra
         join_caches(first, read(model, ids[:1], DOCUMENTS[1])[0], model)
     with pytest.raises(ValueError, match=r"more and more of one text, got \[9, 7, 9\]"):
         cut_cache(second, second, first, model)
+    for wrong, words in ((10, "lengths must be at most the 9 tokens that were read"), (2.5, "must be whole")):
+        with pytest.raises(ValueError, match=words):
+            join_caches(first, second, model, lengths=torch.tensor([3, wrong]))
+    after = read(model, ids, slice(7, 9), cache=copy.deepcopy(first))[0]
+    with pytest.raises(ValueError, match="since must be at most the 2 tokens that were read"):
+        cut_cache(after, None, first, model, since=torch.tensor([2, 3]))
     with pytest.raises(ValueError, match="A state belongs to an Interdomain model"):
         join_caches(first, second, torch.nn.Linear(1, 1))
