@@ -90,12 +90,14 @@ def decoded(model):
 
 
 def written(model) -> dict[str, list]:
-    """What is written by the ways that take rows and tokens of a cache back, or ask for fixed addresses."""
+    """What is written by the ways that move rows of a cache, take tokens of it back, or ask for fixed addresses."""
     batch, repeated = batch_of("padded"), torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7]])
     found = {"beams": model.generate(**batch, max_new_tokens=6, num_beams=3, do_sample=False)}
     found["guesses"] = model.generate(repeated, max_new_tokens=9, prompt_lookup_num_tokens=3, do_sample=False)
     found["static"] = model.generate(**batch, max_new_tokens=6, cache_implementation="static", do_sample=False)
-    return {name: x.tolist() for name, x in found.items()}
+    prompts = [repeated[0, :length].tolist() for length in (5, 8, 3)]
+    texts = model.generate_batch(prompts, max_batch_size=2, max_new_tokens=4, do_sample=False).values()
+    return {name: x.tolist() for name, x in found.items()} | {"batch": [text.generated_tokens for text in texts]}
 
 
 def outcome(model) -> dict:
