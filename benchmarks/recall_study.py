@@ -76,6 +76,7 @@ CONDITIONS = {
     "normal, uniform, even, output 0.02, induction": LEAD
     | INDUCTION
     | {"coefficient_init": "normal", "output_init_rms": 0.02},
+    "hermitian, output 0.02, induction": HERMITIAN | INDUCTION | {"output_init_rms": 0.02},
     "recall": {"start": "recall"},
 }
 FRONTIER = ("recall", "posterior, uniform, even", "Interdomain", "S4D-only, uniform, even", "softmax")
@@ -127,6 +128,12 @@ HELD_TO = (
     *(item("posterior, uniform, even", DENSE, seed=seed) for seed in range(5)),
     *(item("softmax", learning_rate=1e-3, seed=seed) for seed in range(1, 5)),
     *(item("posterior, uniform, even, output 0.05", seed=seed) for seed in range(2)),
+    # What the default adds to queries that start as keys do: the modes, and then C.
+    *(
+        item(name, setting)
+        for setting in (SETTINGS[0], DENSE, SETTINGS[1])
+        for name in ("hermitian, output 0.02, induction", "normal, uniform, even, output 0.02, induction")
+    ),
 )
 FIRST = (
     item("posterior, uniform, even"),
