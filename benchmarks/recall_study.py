@@ -12,6 +12,9 @@ was by then. And what did not learn one length is not asked for the next.
 Keys stand at even places and values at odd ones, which a layer could learn instead of looking. The shifted control
 puts 0 to 7 random tokens, other ones for every sequence, in front.
 
+Of a condition whose name ends in "short first" the first SHORT_STEPS steps of a run are of each smaller size: whether a
+size that is not learned is more than the state holds, or more than can be begun with.
+
     python -m benchmarks.recall_study             # all runs that results/recall_study.json does not hold yet
     python -m benchmarks.recall_study --first     # only the most informative runs
     python -m benchmarks.recall_study --table     # the tables as markdown
@@ -76,9 +79,15 @@ CONDITIONS = {
     "normal, uniform, even, output 0.02, induction": LEAD
     | INDUCTION
     | {"coefficient_init": "normal", "output_init_rms": 0.02},
+    "hermitian, output 0.02, induction": HERMITIAN | INDUCTION | {"output_init_rms": 0.02},
     "recall": {"start": "recall"},
 }
 FRONTIER = ("recall", "posterior, uniform, even", "Interdomain", "S4D-only, uniform, even", "softmax")
+SHORT_FIRST = {
+    f"{name}, short first": CONDITIONS[name]
+    for name in ("recall", "posterior, uniform, even", "S4D-only, uniform, even", "softmax")
+}
+SHORT_STEPS = 125
 SETTINGS = ((8, 64), (16, 128), (32, 256), (64, 512))  # pairs, tokens
 BRACKETED = SETTINGS[:2]
 LEARNING_RATES, LIMITS, SEEDS = (3e-3, 1e-3, 1e-2), (3e-4, 3e-2), (0, 1, 2)
@@ -127,6 +136,18 @@ HELD_TO = (
     *(item("posterior, uniform, even", DENSE, seed=seed) for seed in range(5)),
     *(item("softmax", learning_rate=1e-3, seed=seed) for seed in range(1, 5)),
     *(item("posterior, uniform, even, output 0.05", seed=seed) for seed in range(2)),
+    # What the default adds to queries that start as keys do: the modes, and then C.
+    *(
+        item(name, setting)
+        for setting in (SETTINGS[0], DENSE, SETTINGS[1])
+        for name in ("hermitian, output 0.02, induction", "normal, uniform, even, output 0.02, induction")
+    ),
+    *(item("recall, short first", SETTINGS[2], state_size=size) for size in (128, 32)),
+    item("softmax, short first", SETTINGS[2], 1e-3),
+    item("recall, short first", SETTINGS[3]),
+    item("S4D-only, uniform, even, short first", SETTINGS[2]),
+    item("posterior, uniform, even, short first", SETTINGS[2]),
+    *(item("recall, short first", SETTINGS[3], state_size=size) for size in (128, 64)),
 )
 FIRST = (
     item("posterior, uniform, even"),
@@ -212,7 +233,7 @@ def best_rate(runs: list[dict], name: str, setting: tuple[int, int]) -> float | 
 def make_model(condition: str, state_size: int = STATE_SIZE, seed: int = 0):
     torch.manual_seed(seed)
     tokens = {"bos_token_id": None, "eos_token_id": None}
-    fields = SHAPE | RANDOM | {"state_size": state_size} | tokens | CONDITIONS[condition]
+    fields = SHAPE | RANDOM | {"state_size": state_size} | tokens | (CONDITIONS | SHORT_FIRST)[condition]
     return InterdomainForCausalLM(InterdomainConfig(**fields))
 
 
@@ -220,6 +241,12 @@ def make_batches(pairs: int, length: int, shifted: bool, seed: int) -> Iterator[
     generator = torch.Generator().manual_seed(seed)
     most = SHIFT if shifted else 0
     return mqar_batches(pairs, length, SHAPE["vocab_size"], TRAINING["batch_size"], generator, shift=most)
+
+
+def with_short_first(batches: Iterator[Pairs], length: int, shifted: bool, seed: int) -> Iterator[Pairs]:
+    """SHORT_STEPS batches of each setting of fewer tokens, then these."""
+    shorter = (make_batches(*setting, shifted, seed) for setting in SETTINGS if setting[1] < length)
+    return itertools.chain(*(itertools.islice(short, SHORT_STEPS) for short in shorter), batches)
 
 
 def run_condition(
@@ -240,6 +267,8 @@ def run_condition(
         "theory": theory(model, length),
     }
     batches, asked = (make_batches(pairs, length, shifted, first) for first in (seed, seed + 1000))
+    if condition in SHORT_FIRST:
+        batches = with_short_first(batches, length, shifted, seed)
     steps = steps or TRAINING["steps"][str(pairs)]
     return found | train_and_ask(model, batches, asked, steps, learning_rate, SOLVED)
 
@@ -342,7 +371,7 @@ def table(record: dict) -> str:
             cells += [_accuracies(found), rate, steps]
         rows.append(cells)
     frontier, columns = [], (SETTINGS[0], DENSE, *SETTINGS[1:])
-    for name in FRONTIER:
+    for name in (*FRONTIER, *SHORT_FIRST):
         for size in STATE_SIZES:
             found = [best_runs(runs, name, setting, state_size=size) for setting in columns]
             if any(found):

@@ -337,7 +337,7 @@ def test_the_recall_study_brackets_rates_then_goes_on_with_the_best():
 
     first = list(study.plan([]))
     assert tuple(first[: len(study.FIRST)]) == study.FIRST
-    assert {item["condition"] for item in first} == set(study.CONDITIONS)
+    assert {item["condition"] for item in first} == {*study.CONDITIONS, *study.SHORT_FIRST}
     others = [item for item in first if item not in study.HELD_TO]
     assert all(item["length"] == small[1] and not item["shifted"] for item in others)
     runs = [result(item) for item in first]
@@ -347,7 +347,7 @@ def test_the_recall_study_brackets_rates_then_goes_on_with_the_best():
     later = [row for row in runs if row not in [result(item) for item in first]]
     assert {row["seed"] for row in later} == set(study.SEEDS)
     assert {row["learning_rate"] for row in later if row["length"] == second[1]} == set(study.LEARNING_RATES)
-    assert {row["condition"] for row in runs if row["length"] > second[1]} == set(study.FRONTIER)
+    assert {row["condition"] for row in runs if row["length"] > second[1]} == {*study.FRONTIER, *study.SHORT_FIRST}
     assert {row["learning_rate"] for row in later if row["length"] > second[1]} == {middle}
     assert {row["state_size"] for row in later if row["condition"] == "softmax"} == {study.STATE_SIZE}
     assert {row["condition"] for row in runs if row["shifted"]} == set(study.FRONTIER)
@@ -368,6 +368,13 @@ def test_the_recall_study_spends_one_run_on_a_larger_size_where_the_smallest_is_
     larger = [item for item in study.plan(runs) if (item["pairs"], item["length"]) == study.BRACKETED[1]]
     assert [item for item in larger if item["condition"] == "S4D-only"] == [study.item("S4D-only", study.BRACKETED[1])]
     assert len([item for item in larger if item["condition"] == "hermitian"]) == len(study.LEARNING_RATES)
+
+
+def test_short_first_begins_with_each_smaller_size(monkeypatch):
+    monkeypatch.setattr(recall_study, "SHORT_STEPS", 2)
+    batches = recall_study.with_short_first(recall_study.make_batches(32, 256, False, 0), 256, False, 0)
+    found = [(int(batch.asked[0].sum()), batch.ids.shape[1]) for _, batch in zip(range(6), batches)]
+    assert found == [(8, 64)] * 2 + [(16, 128)] * 2 + [(32, 256)] * 2
 
 
 def test_the_shifted_control_moves_rows_and_asks_the_same():
