@@ -411,7 +411,7 @@ def plot(record: dict) -> Path:
     figure = Figure(figsize=(11, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     styles = dict(zip(SETTINGS, ("-", "--", "-.", ":")))
-    for color, name in enumerate(FRONTIER):
+    for color, name in enumerate((*FRONTIER, *SHORT_FIRST)):
         for setting, style in styles.items():
             sizes = [best_runs(record["runs"], name, setting, state_size=size) for size in STATE_SIZES]
             points = [(rows[0]["state_bytes"], _mean(rows)) for rows in sizes if rows]
