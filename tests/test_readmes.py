@@ -238,18 +238,19 @@ def test_what_is_said_of_recall():
 
 
 def test_what_is_said_of_the_parts_of_the_start_that_remembers():
-    runs = [row for row in read("recall_study")["runs"] if row["state_size"] == 32 and not row["shifted"]]
+    runs = read("recall_study")["runs"]
 
-    def answers(name, pairs, length, rate=3e-3):
-        wanted = {"condition": name, "pairs": pairs, "length": length, "learning_rate": rate, "seed": 0}
+    def right(name, pairs, length, rate=3e-3, size=32, step=None, digits=2):
+        """Answers at the end of a run with the first seed, or after a number of steps."""
+        wanted = item(name, (pairs, length), rate, state_size=size)
         (row,) = (row for row in runs if wanted.items() <= row.items())
-        return round(row["accuracy"], 2), round(row["curve"]["125"], 2)
+        return round(row["accuracy"] if step is None else row["curve"][step], digits)
 
     sizes = ((8, 64), (16, 64), (16, 128))
     without_c, others = "normal, uniform, even, output 0.02, induction", "hermitian, output 0.02, induction"
-    assert [answers(without_c, *size)[0] for size in sizes] == [1.0, 1.0, 0.99]
-    assert (answers(without_c, 16, 128)[1], answers("recall", 16, 128)[1]) == (0.14, 0.3)
-    assert [answers(others, *size)[0] for size in sizes] == [0.01, 0.43, 0.02]
+    assert [right(without_c, *size) for size in sizes] == [1.0, 1.0, 0.99]
+    assert [right(name, 16, 128, step="125") for name in (without_c, "recall")] == [0.14, 0.3]
+    assert [right(others, *size) for size in sizes] == [0.01, 0.43, 0.02]
     plain = {
         "posterior, uniform, even": [0.92, 1.0],
         "identity, uniform, even": [0.34, 0.97],
@@ -258,12 +259,10 @@ def test_what_is_said_of_the_parts_of_the_start_that_remembers():
         "posterior, uniform, even, output 0.05": [0.61, 0.11],
     }
     for name, found in plain.items():
-        assert [answers(name, 8, 64, rate)[0] for rate in (1e-3, 3e-3)] == found
-    assert answers("recall, short first", 32, 256)[0] == 0.99 and answers("recall, short first", 64, 512)[0] == 0.91
-    assert answers("softmax, short first", 32, 256, 1e-3)[0] == 0.1
-    wide = item("recall, short first", SETTINGS[2], state_size=128)
-    (row,) = (row for row in read("recall_study")["runs"] if wide.items() <= row.items())
-    assert round(row["accuracy"], 3) == 0.998
+        assert [right(name, 8, 64, rate) for rate in (1e-3, 3e-3)] == found
+    assert right("recall, short first", 32, 256) == 0.99 and right("recall, short first", 64, 512) == 0.91
+    assert right("softmax, short first", 32, 256, 1e-3) == 0.1
+    assert right("recall, short first", 32, 256, size=128, digits=3) == 0.998
 
 
 def test_what_is_said_of_the_papers_comparison():
