@@ -159,7 +159,9 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def newest(self, tokens: int) -> tuple[torch.Tensor, ...]:
         """So many of the tokens recorded last, see `Record.pieces`; no more than wait and a forward has added."""
-        return tuple(x[:, x.shape[1] - tokens :] for x in self.recorded.pieces[-1])
+        piece = self.recorded.pieces[-1]
+        first = piece[-1].shape[1] - tokens
+        return tuple(x[:, first:] for x in piece) if first else piece
 
     # What the mixer reads and writes.
 

@@ -1,42 +1,66 @@
-"""Prompt lookup that guesses only where a guess has a chance.
+"""Prompt lookup that guesses only what is likely.
 
-The library looks for the last two tokens in the text so far and, where they are new, for the last one alone. What came
-after a single token hardly ever comes again, and a guess that is wrong costs more than the step it was to save: a state
-has read what it must take back.
+The library goes on from where the last two tokens, or the last one, stand first in the text. Here it is the latest of
+the places that share most with the end of the text; and as a text that repeats itself does not end where it is being
+written, a guess runs on into itself. What came after a single token hardly ever comes again, and a guess that is wrong
+costs more than the step it was to save: a state has read what it must take back, and a CPU multiplies several rows in
+more time than one.
 """
+
+from typing import Any
 
 import torch
 from transformers.generation import CandidateGenerator, PromptLookupCandidateGenerator
 
-MATCHED = 2  # tokens that must stand in the text before
+SHARED, MOST_SHARED = 2, 8  # tokens that must stand in the text before, and the most that are looked at
+# On a CPU, where a check of up to three rows takes little more than a step but that of more up to twice as long.
+SHARED_BY_MANY, MANY_ROWS = 3, 4
 
 
-class LongerLookup(CandidateGenerator):
-    """The guesses of the library's prompt lookup, without those that only one token speaks for.
+class LikelyLookup(CandidateGenerator):
+    """Guesses from the text so far.
 
     Args:
-        lookup: the library's.
+        lookup: the library's, whose limits hold: how many tokens are guessed, and where a text ends.
+        device: of the model.
     """
 
-    def __init__(self, lookup: PromptLookupCandidateGenerator) -> None:
-        self.lookup = lookup
+    def __init__(self, lookup: PromptLookupCandidateGenerator, device: torch.device) -> None:
+        self.count, self.max_length = lookup.num_output_tokens, lookup.max_length
+        self.ends = None if lookup.eos_token_id is None else lookup.eos_token_id.cpu()
+        dear = device.type == "cpu" and 1 + self.count >= MANY_ROWS
+        self.shared = SHARED_BY_MANY if dear else SHARED
 
-    def get_candidates(self, input_ids: torch.Tensor, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`[1, T]` to `[1, T + guesses]`, and no logits."""
-        if not _stands_before(input_ids, MATCHED):
+        text = input_ids[0].cpu()
+        count = min(self.count, self.max_length - len(text) - 1)  # the check itself writes one more
+        place = latest_place(text, self.shared) if count > 0 else None
+        if place is None:
             return input_ids, None
-        return self.lookup.get_candidates(input_ids, **kwargs)
+        guess = text[place + torch.arange(count) % (len(text) - place)]
+        if self.ends is not None:
+            guess = guess[: int((torch.isin(guess, self.ends).cumsum(0) == 0).sum())]
+        return torch.cat([input_ids, guess[None].to(input_ids.device)], dim=1), None
 
 
-def spare_guesses(generator: CandidateGenerator) -> CandidateGenerator:
-    """A `LongerLookup` around what looks guesses up in the text, unless it was asked to go on from a single token."""
+def latest_place(text: torch.Tensor, least: int) -> int | None:
+    """Where the text `[T]` once went on as it may at its end: after the latest of the places that share most with it.
+
+    None where not even the last `least` tokens stand together before.
+    """
+    last = len(text) - 1
+    found = (text[:-1] == text[-1:]).nonzero()[:, 0]
+    for shared in range(1, MOST_SHARED):
+        longer = found[found >= shared]
+        longer = longer[text[longer - shared] == text[last - shared]]
+        if not len(longer):
+            return int(found[-1]) + 1 if shared >= least else None
+        found = longer
+    return int(found[-1]) + 1
+
+
+def likely_guesses(generator: CandidateGenerator, device: torch.device) -> CandidateGenerator:
+    """A `LikelyLookup` for what looks guesses up in the text, unless it was asked to go on from a single token."""
     looks_up = type(generator) is PromptLookupCandidateGenerator
-    return LongerLookup(generator) if looks_up and generator.max_matching_ngram_size >= MATCHED else generator
-
-
-def _stands_before(ids: torch.Tensor, length: int) -> bool:
-    """Whether the last tokens of `[1, T]` also stand together somewhere before their end."""
-    if ids.shape[1] <= length:
-        return False
-    windows = ids[0].unfold(0, length, 1)
-    return bool((windows[:-1] == windows[-1]).all(-1).any())
+    return LikelyLookup(generator, device) if looks_up and generator.max_matching_ngram_size >= SHARED else generator

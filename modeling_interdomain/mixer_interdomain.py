@@ -49,6 +49,7 @@ class KeyValueMixer(RecurrentMixer):
         self.recurrence = self.recurrence_class(config)
         self.recurrence.start_parameters(config)
         self.widths = [stream.width for stream in self.streams(config)]
+        self.normalize = config.normalize
 
     def start_parameters(self, config) -> None:
         if config.input_norm:
@@ -113,7 +114,7 @@ class KeyValueMixer(RecurrentMixer):
 
     def _recorded(self, tokens):
         *_, key, value = tokens
-        return key, append_one(value) if self.config.normalize else value
+        return key, append_one(value) if self.normalize else value
 
 
 class InterdomainMixer(TabledModule, KeyValueMixer):
@@ -176,7 +177,7 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
 
     def _tokens(self, streams, cos_sin):
         query, *rest = streams
-        narrow = multiplies_narrow(query) and self.backend in ("auto", "chunk") and not self.config.normalize
+        narrow = multiplies_narrow(query) and self.backend in ("auto", "chunk") and not self.normalize
         if narrow and query.shape[1] > 1 and is_plain(query, query.dtype):
             weights = self._weights(query.device)
             if weights is not None and all(w.dtype == query.dtype for w in weights):
@@ -185,7 +186,7 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
         return self._features(query, cos_sin, is_query=True), *super()._tokens(rest, cos_sin)
 
     def _steps(self, tokens, state, move):
-        if self.config.normalize:
+        if self.normalize:
             return super()._steps(tokens, state, move)
         return self.recurrence(*tokens, few=True, state=state, move=move)
 
@@ -195,7 +196,7 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
             return False
         here = hidden_states.device.type == "cpu" and self.sparse is None and not torch.is_grad_enabled()
         few = count <= FEW and (count > 1 or layer.waiting < TOGETHER)
-        can = here and few and self.backend in ("auto", "triton") and not self.config.normalize
+        can = here and few and self.backend in ("auto", "triton") and not self.normalize
         return can and not layer.pads_wait  # ages would count them
 
     def _read_on(self, layer, tokens, windows):
@@ -212,7 +213,7 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
             key,
             *self.recurrence.parameters_of_operator(),
             product=self.config.product,
-            normalize=self.config.normalize,
+            normalize=self.normalize,
             cu_seqlens=None if packing is None else packing.cu_seqlens,
         )
         return placed_map(weights, packing)

@@ -57,6 +57,7 @@ class RecurrentMixer(TokenMixer):
         self.rotated_width = self.rotated(config)
         streams = self.streams(config)
         self.stream_names = [stream.name for stream in streams]
+        self.convolved = [stream.convolved for stream in streams]
         windows = [(stream.heads * stream.width, self.kernel - 1) for stream in streams if stream.convolved]
         branch = config.sparse_per_layer[layer_idx]
         self.sparse = None
@@ -301,7 +302,7 @@ class RecurrentMixer(TokenMixer):
 
     def _convolved(self, projected) -> list[torch.Tensor]:
         """Those that have a convolution."""
-        return [x for x, conv in zip(projected, self._convolutions(), strict=True) if conv is not None]
+        return [x for x, convolved in zip(projected, self.convolved, strict=True) if convolved]
 
     def _companion(self, hidden_states, tokens, layer, windows, packing: Packing | None):
         """What the tokens bring to the sparse branch."""

@@ -51,7 +51,7 @@ from .checks_interdomain import (
 from .configuration_interdomain import InterdomainConfig
 from .feed_forward_cdmoe import ChosenExperts
 from .generation_batch import ROWS, write_batch
-from .generation_lookup import spare_guesses
+from .generation_lookup import likely_guesses
 from .generation_serving import RequestManager, why_not_served
 from .mixer_recurrent import RecurrentMixer
 from .mixer_softmax import SoftmaxMixer
@@ -614,8 +614,8 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         )
 
     def _get_candidate_generator(self, **kwargs: Any) -> Any:
-        """As in the library; prompt lookup guesses where more than one token speaks for it."""
-        return spare_guesses(super()._get_candidate_generator(**kwargs))
+        """As in the library; prompt lookup guesses what is likely, see `generation_lookup.py`."""
+        return likely_guesses(super()._get_candidate_generator(**kwargs), self.device)
 
     def _assisted_decoding(self, input_ids: torch.Tensor, *, generation_config: Any, **kwargs: Any) -> Any:
         """As in the library, which leaves it to models whether ids hold what a cache has seen, or follow on it.

@@ -20,6 +20,7 @@ from modeling_interdomain import (
     InterdomainConfig,
     InterdomainForCausalLM,
     InterdomainStaticCache,
+    generation_lookup,
     op_common_launch,
 )
 from tests.operator_checks import ring_by_place
@@ -400,6 +401,27 @@ def contents():
         return [x.detach().clone() for x in tensors]
 
     return copy
+
+
+@pytest.fixture
+def guess_ahead(monkeypatch):
+    """`guess_ahead(text)`: prompt lookup guesses what follows in the text `[1, T]`, every third token wrong."""
+    guesses = []
+
+    def let(text):
+        places = torch.arange(text.shape[1])
+        wrong = torch.where(places % 3 == 2, (text + 1) % VOCABULARY, text)
+
+        def get_candidates(self, input_ids, **kwargs):
+            seen = input_ids.shape[1]
+            guess = wrong[:, seen : min(seen + self.count, self.max_length - 1)]
+            guesses.append(guess.shape[1])
+            return torch.cat([input_ids, guess], dim=1), None
+
+        monkeypatch.setattr(generation_lookup.LikelyLookup, "get_candidates", get_candidates)
+
+    yield let
+    assert sum(guesses) > 1, "the test has guessed next to nothing"
 
 
 @pytest.fixture

@@ -321,9 +321,10 @@ def test_generate(windowed, mode, left_padded):
     assert windowed.generate(**inputs, **settings, **mode).equal(expected)
 
 
-def test_prompt_lookup(windowed, random_ids):
+def test_prompt_lookup(windowed, random_ids, guess_ahead):
     ids = random_ids(1, 5).repeat(1, 4)
     expected = windowed.generate(ids, max_new_tokens=9, do_sample=False)
+    guess_ahead(expected)
     assert windowed.generate(ids, max_new_tokens=9, do_sample=False, prompt_lookup_num_tokens=4).equal(expected)
 
 

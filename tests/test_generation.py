@@ -222,13 +222,15 @@ def test_continue_from_the_returned_cache(any_model, left_padded, generate, asse
     ids=["greedy", "in-chunks", "lookup", "sampled"],
 )
 @pytest.mark.parametrize("seen", [3, 10])
-def test_only_what_is_new_with_the_whole_mask(any_model, seen, options, random_ids, generate):
+def test_only_what_is_new_with_the_whole_mask(any_model, seen, options, random_ids, generate, request):
     """As the library allows: ids that follow on the cache, more or fewer than it has seen, with the mask of both."""
     ids, cache = random_ids(1, 13), InterdomainCache(any_model.config)
     any_model(ids[:, :seen], past_key_values=cache)
     mask = torch.ones_like(ids)
-    found = generate(any_model, ids[:, seen:], attention_mask=mask, past_key_values=cache, max_new_tokens=4, **options)
     expected = generate(any_model, ids, max_new_tokens=4)
+    if "prompt_lookup_num_tokens" in options:
+        request.getfixturevalue("guess_ahead")(expected.sequences[:, seen:])
+    found = generate(any_model, ids[:, seen:], attention_mask=mask, past_key_values=cache, max_new_tokens=4, **options)
     assert found.sequences[:, 13 - seen :].tolist() == expected.sequences[:, 13:].tolist()
 
 
@@ -339,10 +341,14 @@ def test_more_lookup_tokens_than_the_configured_rollback(make_model, random_ids,
 
 
 @pytest.mark.parametrize("tokens", [2, 10])
-def test_prompt_lookup(each_mixer, tokens, random_ids, generate, assert_same_generation):
+def test_prompt_lookup(each_mixer, tokens, random_ids, generate, assert_same_generation, guess_ahead):
+    """With what the text itself gives, and with guesses all along of which some are right."""
     ids = random_ids(1, 5).repeat(1, 4)
-    actual = generate(each_mixer, ids, prompt_lookup_num_tokens=tokens, max_new_tokens=12)
-    assert_same_generation(actual, generate(each_mixer, ids, max_new_tokens=12))
+    options = {"prompt_lookup_num_tokens": tokens, "max_new_tokens": 12}
+    expected = generate(each_mixer, ids, max_new_tokens=12)
+    assert_same_generation(generate(each_mixer, ids, **options), expected)
+    guess_ahead(expected.sequences)
+    assert_same_generation(generate(each_mixer, ids, **options), expected)
 
 
 def test_assisted_decoding_continues_a_chat(model, make_model, random_ids, generate, assert_same_generation):

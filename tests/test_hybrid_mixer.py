@@ -83,9 +83,10 @@ def test_generate(model, mode, left_padded):
     assert model.generate(**inputs, **settings, **mode).equal(expected)
 
 
-def test_prompt_lookup(model, random_ids):
+def test_prompt_lookup(model, random_ids, guess_ahead):
     ids = random_ids(1, 5).repeat(1, 4)
     expected = model.generate(ids, max_new_tokens=9, do_sample=False)
+    guess_ahead(expected)
     assert model.generate(ids, max_new_tokens=9, do_sample=False, prompt_lookup_num_tokens=4).equal(expected)
 
 

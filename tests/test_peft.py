@@ -204,12 +204,14 @@ ADAPTED_RECURRENCE = {
 
 @pytest.mark.parametrize("extra", ADAPTED_RECURRENCE.values(), ids=ADAPTED_RECURRENCE)
 @pytest.mark.parametrize("name", ["interdomain", "softmax-interdomain", "s4d"])
-def test_an_adapted_recurrence_takes_tokens_back(make_model, name, extra, random_ids):
+def test_an_adapted_recurrence_takes_tokens_back(make_model, name, extra, random_ids, guess_ahead):
     """Prompt lookup replays the tokens it keeps with the recurrence as it is adapted."""
     model = get_peft_model(make_model(name), LoraConfig(**LORA, target_modules=["v_proj"], **extra)).eval()
     disturb(model)
     ids = random_ids(1, 4).repeat(1, 3)
-    assert torch.equal(write(model, input_ids=ids, prompt_lookup_num_tokens=3), write(model, input_ids=ids))
+    expected = write(model, input_ids=ids)
+    guess_ahead(expected)
+    assert torch.equal(write(model, input_ids=ids, prompt_lookup_num_tokens=3), expected)
 
 
 @pytest.mark.parametrize("extra", ADAPTED_RECURRENCE.values(), ids=ADAPTED_RECURRENCE)

@@ -9,7 +9,7 @@ from transformers.generation import PromptLookupCandidateGenerator
 
 from benchmarks import speculation_study as study
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
-from modeling_interdomain.generation_lookup import spare_guesses
+from modeling_interdomain.generation_lookup import MOST_SHARED, latest_place, likely_guesses
 
 
 @pytest.fixture
@@ -34,24 +34,62 @@ def test_the_first_layers_learn_to_guess(small):
 @pytest.mark.parametrize(
     ("text", "guessed"),
     [
-        ([3, 4, 5, 6, 3, 4], [5, 6, 3]),
-        ([3, 3, 3], [3]),
+        ([3, 4, 5, 6, 3, 4], [5, 6]),
+        ([3, 4, 5, 9, 3, 4, 6, 9, 3, 4], [6, 9]),  # the latest place; the library goes on from the first
+        ([7, 3, 4, 5, 9, 3, 4, 6, 7, 3, 4], [5, 9]),  # but of those that share most
+        ([5, 3, 3, 3], [3, 3]),  # on into the guess itself
+        ([8, 3, 4, 3, 4], [3, 4]),
         ([4, 5, 6, 3, 4], []),  # the library goes on from the 4
         ([3, 4, 5], []),
         ([3, 4], []),
         ([3], []),
     ],
 )
-def test_what_two_tokens_speak_for_is_guessed(text, guessed):
-    lookup = PromptLookupCandidateGenerator(num_output_tokens=3, max_length=20)
+def test_what_is_likely_is_guessed(text, guessed):
+    lookup = PromptLookupCandidateGenerator(num_output_tokens=2, max_length=20)
     ids = torch.tensor([text])
-    found, logits = spare_guesses(lookup).get_candidates(ids)
-    assert found.tolist() == [text + guessed] and logits is None
-    if guessed:
-        assert found.equal(lookup.get_candidates(ids)[0])
-    alone = PromptLookupCandidateGenerator(num_output_tokens=3, max_length=20, max_matching_ngram_size=1)
-    assert spare_guesses(alone).get_candidates(ids)[0].equal(alone.get_candidates(ids)[0])
-    assert spare_guesses(other := object()) is other
+    for device in ("cpu", "cuda"):
+        found, logits = likely_guesses(lookup, torch.device(device)).get_candidates(ids)
+        assert found.tolist() == [text + guessed] and logits is None
+    alone = PromptLookupCandidateGenerator(num_output_tokens=2, max_length=20, max_matching_ngram_size=1)
+    assert likely_guesses(alone, ids.device) is alone
+    assert likely_guesses(other := object(), ids.device) is other
+
+
+def test_many_guesses_need_more_to_speak_for_them_on_a_cpu():
+    lookup = PromptLookupCandidateGenerator(num_output_tokens=3, max_length=20)
+    two, three = ([[3, 4, 5, 6, 3, 4]], [[7, 3, 4, 5, 7, 3, 4]])
+    for device, text, guessed in (("cpu", two, []), ("cuda", two, [5, 6, 3]), ("cpu", three, [5, 7, 3])):
+        found, _ = likely_guesses(lookup, torch.device(device)).get_candidates(torch.tensor(text))
+        assert found.tolist() == [text[0] + guessed]
+
+
+@pytest.mark.parametrize(("limits", "guessed"), [({"max_length": 9}, [5, 6]), ({"max_length": 7}, []), ({"ends": 6}, [5])])
+def test_guesses_end_where_the_text_does(limits, guessed):
+    """One token is left to the check; and what follows an end is not guessed, nor the end."""
+    ends = torch.tensor([limits.get("ends", 99)])
+    lookup = PromptLookupCandidateGenerator(ends, num_output_tokens=9, max_length=limits.get("max_length", 20))
+    text = [3, 4, 5, 6, 3, 4]
+    found, _ = likely_guesses(lookup, torch.device("cuda")).get_candidates(torch.tensor([text]))
+    assert found.tolist() == [text + guessed]
+
+
+@pytest.mark.parametrize("least", [2, 3])
+def test_the_place_is_that_of_a_search_one_by_one(least):
+    generator = torch.Generator().manual_seed(0)
+    for length in (1, 2, 3, 20, 60):
+        for _ in range(20):
+            text = torch.randint(3, generator=generator, size=(length,))
+            shared = {place: _shared(text, place) for place in range(1, length)}
+            most = max(shared.values(), default=0)
+            expected = max(place for place in shared if shared[place] == most) if most >= least else None
+            assert latest_place(text, least) == expected
+
+
+def _shared(text: torch.Tensor, place: int) -> int:
+    """How many tokens before a place are those at the end of the text; no more than count."""
+    pairs = zip(text[:place].flip(0), text.flip(0))
+    return sum(1 for _ in itertools.islice(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs), MOST_SHARED))
 
 
 def test_generation_spares_guesses(small, monkeypatch):
