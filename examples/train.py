@@ -302,11 +302,6 @@ def check_options(args: Recipe, text: Text) -> None:
     source = text.model or text.config
     if not (Path(source) / "config.json").is_file():
         raise InputError(f"{source} has no config.json.")
-    if text.fsdp_size > 1 and args.sequence_parallel > 1:
-        raise InputError(
-            "--fsdp_size shards parameters over all processes, --sequence_parallel deals these out in groups: give one "
-            "of both, or let accelerate shard (accelerate launch --use_fsdp)."
-        )
     if text.fsdp_size > 1 and not text.model:
         raise InputError("--fsdp_size needs --model: parameters are sharded while a checkpoint is loaded.")
     if text.fsdp_size > 1 and not args.save_only_model:

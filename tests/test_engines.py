@@ -93,6 +93,21 @@ def test_pieces_of_sequences_equal_whole_ones(options, tmp_path):  # noqa: F811
     assert pieces["eval_loss"] == pytest.approx(whole["eval_loss"], abs=2e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_pieces_of_sequences_with_sharded_parameters(options, tmp_path, processes):  # noqa: F811
+    """FSDP2 over all processes, in pairs that hold half of each row: every one has a share of both."""
+    changes = {"sequence_length": 33, "gradient_accumulation_steps": 2, "separate_documents": "true"}
+    assert train.main(options("start")) == 0
+    changes |= {"model": tmp_path / "start", "save_only_model": "true"}
+    assert train.main(options("whole", per_device_train_batch_size=processes, **changes)) == 0
+    launch(torchrun(processes), options("pieces", sequence_parallel=2, fsdp_size=processes, **changes))
+    assert_same_curve(tmp_path / "pieces", tmp_path / "whole")
+    whole, pieces = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("whole", "pieces"))
+    for (name, a), b in zip(whole.named_parameters(), pieces.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}")
+
+
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 def test_deepspeed_gives_the_same_curve(options, tmp_path):  # noqa: F811
     assert train.main(options("plain")) == 0
@@ -127,7 +142,6 @@ MISTAKES = {
     "no checkpoint": ({"fsdp_size": 2}, "--fsdp_size needs --model"),
     "resume": ({"fsdp_size": 2, "model": TINY}, "--fsdp_size needs --save_only_model true"),
     "processes": ({"fsdp_size": 2, "model": TINY, "save_only_model": "true"}, "--fsdp_size 2 needs as many processes"),
-    "shards and pieces": ({"fsdp_size": 2, "sequence_parallel": 2}, "give one of both"),
     "pieces": ({"sequence_parallel": 2}, "--sequence_parallel 2 needs a multiple of as many processes"),
     "no tokenizer": ({"model": TINY}, "holds no tokenizer"),
     "not a checkpoint": ({"model": "nowhere"}, "nowhere has no config.json"),

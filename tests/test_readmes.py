@@ -432,21 +432,24 @@ def test_what_is_said_of_guessing_ahead():
     first = f"first layers, {speculation_study.DRAFTED}"
     softmax = {(depth, "softmax", "greedy", way) for depth in speculation_study.DEPTHS for way in lookups}
     softmax |= {(depth, "softmax", "sampled", first) for depth in speculation_study.DEPTHS}
-    beside = {(16, "softmax", "sampled", way) for way in (*lookups[:2], "first layers")}
+    beside = {(16, "softmax", "sampled", "first layers")}
     assert {key for key in pays if key[1] == "softmax"} == softmax | beside
-    assert all(
-        row["tokens_per_forward"] < 1.005 for key, row in rows.items() if key[2] == "sampled" and key[3] in lookups
-    )
+    nothing = {key: row for key, row in rows.items() if key[2] == "sampled" and key[3] in lookups}
+    assert all(row["tokens_per_forward"] < 1.005 for row in nothing.values())
+    costs = {model: {round(1 - gain[key], 2) for key in nothing if key[1] == model} for model in ("interdomain", "softmax")}
+    assert (min(costs["interdomain"]), max(costs["interdomain"]), max(costs["softmax"])) == (0.11, 0.21, 0.19)
     ours = {key for key in pays if key[1] == "interdomain"}
-    assert ours == {*((8, "interdomain", "greedy", way) for way in lookups[1:]), (16, "interdomain", "sampled", first)}
-    assert round(max(gain[key] for key in ours if key[0] == 8), 2) == 1.11
-    assert round(gain[16, "interdomain", "sampled", first], 2) == 1.05
-    for (depth, model, choice, way), row in rows.items():
-        if model == "softmax" and way != "plain":
-            own = depth, "interdomain", choice, way
-            assert gain[depth, model, choice, way] > gain[own] or own == (16, "interdomain", "greedy", first)
-            if choice == "greedy" and way in lookups:
-                assert row["tokens_per_forward"] > 1.05 * rows[own]["tokens_per_forward"]
+    found = {(8, *lookups[1:]), (16, *lookups)}
+    greedy = {(depth, "interdomain", "greedy", way) for depth, *ways in found for way in ways}
+    assert ours == {*greedy, (16, "interdomain", "sampled", first)}
+    assert [round(gain[8, "interdomain", "greedy", way], 2) for way in lookups] == [1.0, 1.1, 1.13]
+    assert {round(gain[16, "interdomain", "greedy", way], 2) for way in lookups} == {1.04, 1.05}
+    beside = [gain[depth, "softmax", "greedy", way] for depth in speculation_study.DEPTHS for way in lookups]
+    assert (round(min(beside), 2), round(max(beside), 2)) == (1.46, 2.45)
+    assert round(gain[16, "interdomain", "sampled", first], 2) == 1.15
+    for depth, way in itertools.product(speculation_study.DEPTHS, lookups):
+        mine, theirs = (rows[depth, model, "greedy", way]["tokens_per_forward"] for model in ("interdomain", "softmax"))
+        assert theirs > 1.05 * mine
 
 
 def test_what_is_said_of_adapters():
