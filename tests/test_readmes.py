@@ -261,7 +261,16 @@ def test_what_is_said_of_the_parts_of_the_start_that_remembers():
     for name, found in plain.items():
         assert [right(name, 8, 64, rate) for rate in (1e-3, 3e-3)] == found
     assert right("recall, short first", 32, 256) == 0.99 and right("recall, short first", 64, 512) == 0.91
-    assert right("softmax, short first", 32, 256, 1e-3) == 0.1
+    controls = {
+        "softmax": (1e-3, 0.1),
+        "S4D-only, uniform, even": (3e-3, 0.09),
+        "posterior, uniform, even": (3e-3, 0.04),
+    }
+    for name, (rate, found) in controls.items():
+        assert right(f"{name}, short first", 32, 256, rate) == found
+    assert right("induction alone", 8, 64, 1e-3) == 0.34
+    bracketed = {name for name in recall_study.CONDITIONS if recall_study.best_rate(runs, name, SETTINGS[0])}
+    assert len(bracketed) == 5
     assert right("recall, short first", 32, 256, size=128, digits=3) == 0.998
 
 
@@ -436,7 +445,9 @@ def test_what_is_said_of_guessing_ahead():
     assert {key for key in pays if key[1] == "softmax"} == softmax | beside
     nothing = {key: row for key, row in rows.items() if key[2] == "sampled" and key[3] in lookups}
     assert all(row["tokens_per_forward"] < 1.005 for row in nothing.values())
-    costs = {model: {round(1 - gain[key], 2) for key in nothing if key[1] == model} for model in ("interdomain", "softmax")}
+    costs = {
+        model: {round(1 - gain[key], 2) for key in nothing if key[1] == model} for model in ("interdomain", "softmax")
+    }
     assert (min(costs["interdomain"]), max(costs["interdomain"]), max(costs["softmax"])) == (0.11, 0.21, 0.19)
     ours = {key for key in pays if key[1] == "interdomain"}
     found = {(8, *lookups[1:]), (16, *lookups)}

@@ -64,7 +64,9 @@ def test_many_guesses_need_more_to_speak_for_them_on_a_cpu():
         assert found.tolist() == [text[0] + guessed]
 
 
-@pytest.mark.parametrize(("limits", "guessed"), [({"max_length": 9}, [5, 6]), ({"max_length": 7}, []), ({"ends": 6}, [5])])
+@pytest.mark.parametrize(
+    ("limits", "guessed"), [({"max_length": 9}, [5, 6]), ({"max_length": 7}, []), ({"ends": 6}, [5])]
+)
 def test_guesses_end_where_the_text_does(limits, guessed):
     """One token is left to the check; and what follows an end is not guessed, nor the end."""
     ends = torch.tensor([limits.get("ends", 99)])

@@ -338,7 +338,8 @@ def test_the_recall_study_brackets_rates_then_goes_on_with_the_best():
     first = list(study.plan([]))
     assert tuple(first[: len(study.FIRST)]) == study.FIRST
     assert {item["condition"] for item in first} == {*study.CONDITIONS, *study.SHORT_FIRST}
-    others = [item for item in first if item not in study.HELD_TO]
+    assert tuple(first[-len(study.LONGEST) :]) == study.LONGEST
+    others = [item for item in first if item not in (*study.HELD_TO, *study.LONGEST)]
     assert all(item["length"] == small[1] and not item["shifted"] for item in others)
     runs = [result(item) for item in first]
     assert study.best_rate(runs, "softmax", small) == middle
