@@ -25,7 +25,7 @@ from benchmarks import (
 from benchmarks.adapter_study import RATES
 from benchmarks.harness import RESULTS, read
 from benchmarks.readme import MARKED, READMES, REPOSITORY
-from benchmarks.recall_study import SETTINGS, best_runs, item, tried_rates
+from benchmarks.recall_study import CONDITIONS, SETTINGS, best_rate, best_runs, item, tried_rates
 
 MAIN, STUDIES = READMES
 ROOMS = (".", "benchmarks", "conversion", "examples", "examples/lm_eval_tasks", "tests/transformers_suite")
@@ -269,7 +269,7 @@ def test_what_is_said_of_the_parts_of_the_start_that_remembers():
     for name, (rate, found) in controls.items():
         assert right(f"{name}, short first", 32, 256, rate) == found
     assert right("induction alone", 8, 64, 1e-3) == 0.34
-    bracketed = {name for name in recall_study.CONDITIONS if recall_study.best_rate(runs, name, SETTINGS[0])}
+    bracketed = {name for name in CONDITIONS if best_rate(runs, name, SETTINGS[0])}
     assert len(bracketed) == 5
     assert right("recall, short first", 32, 256, size=128, digits=3) == 0.998
 
