@@ -38,6 +38,7 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import is_accelerate_available
 
 from examples.quickstart import load_config
 from examples.saved_model import load_model, load_tokenizer, read_config
@@ -338,6 +339,8 @@ def check_options(args: Recipe, text: Text) -> None:
 def check_sequence_parallel(args: Recipe, text: Text) -> None:
     """What cannot be cut into pieces."""
     pieces = args.sequence_parallel
+    if not is_accelerate_available("1.12.0"):
+        raise InputError("--sequence_parallel needs accelerate 1.12 or newer: pip install -U accelerate.")
     if args.world_size % pieces:
         raise InputError(
             f"--sequence_parallel {pieces} needs a multiple of as many processes, and there are {args.world_size}."

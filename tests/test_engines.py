@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers.utils import is_accelerate_available
 
 from examples import text_data, train
 from examples.quickstart import load_config
@@ -142,10 +143,21 @@ MISTAKES = {
     "no checkpoint": ({"fsdp_size": 2}, "--fsdp_size needs --model"),
     "resume": ({"fsdp_size": 2, "model": TINY}, "--fsdp_size needs --save_only_model true"),
     "processes": ({"fsdp_size": 2, "model": TINY, "save_only_model": "true"}, "--fsdp_size 2 needs as many processes"),
-    "pieces": ({"sequence_parallel": 2}, "--sequence_parallel 2 needs a multiple of as many processes"),
+    "pieces": (
+        {"sequence_parallel": 2},
+        "--sequence_parallel 2 needs a multiple of as many processes"
+        if is_accelerate_available("1.12.0")
+        else "--sequence_parallel needs accelerate 1.12 or newer",
+    ),
     "no tokenizer": ({"model": TINY}, "holds no tokenizer"),
     "not a checkpoint": ({"model": "nowhere"}, "nowhere has no config.json"),
 }
+
+
+def test_pieces_need_a_newer_accelerate(options, capsys, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(train, "is_accelerate_available", lambda least: least <= "1.11.0")
+    assert train.main(options(sequence_parallel=2)) == 2
+    assert "--sequence_parallel needs accelerate 1.12 or newer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("changes", "message"), MISTAKES.values(), ids=MISTAKES)
