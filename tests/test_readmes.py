@@ -268,9 +268,10 @@ def test_what_is_said_of_the_parts_of_the_start_that_remembers():
     }
     for name, (rate, found) in controls.items():
         assert right(f"{name}, short first", 32, 256, rate) == found
-    assert right("induction alone", 8, 64, 1e-3) == 0.34
+    assert [right(name, 8, 64, 1e-3) for name in ("induction alone", others)] == [0.34, 0.34]
+    assert max(right(name, 8, 64, 1e-2) for name in ("identity, uniform, even", "normal, uniform, even")) < 0.1
     bracketed = {name for name in CONDITIONS if best_rate(runs, name, SETTINGS[0])}
-    assert len(bracketed) == 5
+    assert len(bracketed) == 9
     assert right("recall, short first", 32, 256, size=128, digits=3) == 0.998
 
 
