@@ -148,9 +148,8 @@ HELD_TO = (
     item("S4D-only, uniform, even, short first", SETTINGS[2]),
     item("posterior, uniform, even, short first", SETTINGS[2]),
 )
-LONGEST = tuple(
-    item("recall, short first", SETTINGS[3], state_size=size) for size in (64, 128)
-)  # an hour and more each
+# An hour and more each.
+LONGEST = tuple(item("recall, short first", SETTINGS[3], state_size=size) for size in (64, 128))
 FIRST = (
     item("posterior, uniform, even"),
     item("Interdomain"),

@@ -55,7 +55,9 @@ def latest_place(text: torch.Tensor, least: int) -> int | None:
         longer = found[found >= shared]
         longer = longer[text[longer - shared] == text[last - shared]]
         if not len(longer):
-            return int(found[-1]) + 1 if shared >= least else None
+            if shared < least:
+                return None
+            break
         found = longer
     return int(found[-1]) + 1
 
