@@ -35,6 +35,16 @@ class _InterdomainCacheMixin:
             if hasattr(layer, "max_rollback"):
                 layer.max_rollback = max(layer.max_rollback, tokens)
 
+    @property
+    def records(self) -> bool:
+        """Whether any state is recorded (`activate_past_recording`)."""
+        return any(layer.record_past for layer in self.recurrent_layers())
+
+    def pause_recording(self, paused: bool) -> None:
+        """Whether the states read on without a record; what was read until then can no longer be taken back."""
+        for layer in self.recurrent_layers():
+            layer.paused = paused
+
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` tokens in all layers, or in none if one cannot."""
         if tokens_to_remove and not all(hasattr(layer, "crop") for layer in self.layers):

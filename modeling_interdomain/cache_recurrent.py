@@ -75,6 +75,7 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
     is_compileable = False
     supports_early_init = False
     cumulative_length: Any
+    paused = False  # recording goes on later
     waiting = 0  # of the last recorded tokens those that windows and states have not taken in
 
     def __init__(
@@ -95,6 +96,14 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.exact_states = exact_states
         self.recorded: Record | None = None
         self.kept = max_rollback
+
+    @property
+    def record_past(self) -> bool:
+        return self._record_past and not self.paused
+
+    @record_past.setter
+    def record_past(self, recorded: bool) -> None:
+        self._record_past = recorded
 
     @property
     def is_croppable(self) -> bool:
@@ -207,6 +216,9 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
         """Overwrite windows and states after `tokens` more tokens."""
         if not self.is_initialized:
             self.lazy_initialization(windows, states)
+        if not self.record_past:
+            self.settle()
+            self.recorded = None  # what it began with is not what comes next
         noted = self.recorded is not None  # a mixer of one's own may record nothing
         if noted and self.lets_wait(tokens) and not any(map(_is_differentiated, (*windows, *states.values()))):
             self.waiting += tokens
@@ -352,14 +364,16 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
             )
         if self.recorded is None and self.cumulative_length:
             raise ValueError(
-                "crop can take back nothing: no token was recorded. Record before tokens that are to be taken back; a "
+                "crop can take back nothing: no token was recorded. Call activate_past_recording() before tokens that "
+                "are to be taken back, and before generate(), which records no more than the guesses it looks up; a "
                 "mixer of one's own calls `layer.record` before `layer.write`."
             )
         available = 0 if self.recorded is None else self.recorded.tokens
         if -tokens_to_remove > available:
             raise ValueError(
                 f"crop can take back the last {available} tokens, got {-tokens_to_remove}; raise max_rollback in the "
-                "configuration."
+                "configuration, and before generate() call activate_past_recording(): by itself it records no more "
+                "than the guesses it looks up."
             )
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -4,13 +4,15 @@ The library goes on from where the last two tokens, or the last one, stand first
 the places that share most with the end of the text; and as a text that repeats itself does not end where it is being
 written, a guess runs on into itself. What came after a single token hardly ever comes again, and a guess that is wrong
 costs more than the step it was to save: a state has read what it must take back, and a CPU multiplies several rows in
-more time than one.
+more time than one. And a forward without guesses is spared the record of what it reads.
 """
 
 from typing import Any
 
 import torch
 from transformers.generation import CandidateGenerator, PromptLookupCandidateGenerator
+
+from .cache_interdomain import InterdomainCache
 
 SHARED, MOST_SHARED = 2, 8  # tokens that must stand in the text before, and the most that are looked at
 # On a CPU, where a check of up to three rows takes little more than a step but that of more up to twice as long.
@@ -23,9 +25,17 @@ class LikelyLookup(CandidateGenerator):
     Args:
         lookup: the library's, whose limits hold: how many tokens are guessed, and where a text ends.
         device: of the model.
+        spared: the cache, if it need not record what comes without guesses. Nothing is guessed then while it has read
+            nothing: of a prompt and guesses in one forward all would be recorded, and read once more. Default: None.
     """
 
-    def __init__(self, lookup: PromptLookupCandidateGenerator, device: torch.device) -> None:
+    def __init__(
+        self,
+        lookup: PromptLookupCandidateGenerator,
+        device: torch.device,
+        spared: InterdomainCache | None = None,
+    ) -> None:
+        self.spared = spared
         self.count, self.max_length = lookup.num_output_tokens, lookup.max_length
         self.ends = None if lookup.eos_token_id is None else lookup.eos_token_id.cpu()
         dear = device.type == "cpu" and 1 + self.count >= MANY_ROWS
@@ -33,15 +43,20 @@ class LikelyLookup(CandidateGenerator):
 
     def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`[1, T]` to `[1, T + guesses]`, and no logits."""
-        text = input_ids[0].cpu()
+        whole = self.spared is not None and not self.spared.get_seq_length()
+        guess = input_ids.new_empty(0) if whole else self.guess(input_ids[0].cpu())
+        if self.spared is not None:
+            self.spared.pause_recording(not len(guess))
+        return torch.cat([input_ids, guess[None].to(input_ids.device)], dim=1) if len(guess) else input_ids, None
+
+    def guess(self, text: torch.Tensor) -> torch.Tensor:
+        """What may follow on the text `[T]`, so far as it is likely."""
         count = min(self.count, self.max_length - len(text) - 1)  # the check itself writes one more
         place = latest_place(text, self.shared) if count > 0 else None
         if place is None:
-            return input_ids, None
+            return text[:0]
         guess = text[place + torch.arange(count) % (len(text) - place)]
-        if self.ends is not None:
-            guess = guess[: int((torch.isin(guess, self.ends).cumsum(0) == 0).sum())]
-        return torch.cat([input_ids, guess[None].to(input_ids.device)], dim=1), None
+        return guess if self.ends is None else guess[: int((torch.isin(guess, self.ends).cumsum(0) == 0).sum())]
 
 
 def latest_place(text: torch.Tensor, least: int) -> int | None:
@@ -62,7 +77,10 @@ def latest_place(text: torch.Tensor, least: int) -> int | None:
     return int(found[-1]) + 1
 
 
-def likely_guesses(generator: CandidateGenerator, device: torch.device) -> CandidateGenerator:
+def likely_guesses(
+    generator: CandidateGenerator, device: torch.device, spared: InterdomainCache | None = None
+) -> CandidateGenerator:
     """A `LikelyLookup` for what looks guesses up in the text, unless it was asked to go on from a single token."""
-    looks_up = type(generator) is PromptLookupCandidateGenerator
-    return LikelyLookup(generator, device) if looks_up and generator.max_matching_ngram_size >= SHARED else generator
+    if type(generator) is not PromptLookupCandidateGenerator or generator.max_matching_ngram_size < SHARED:
+        return generator
+    return LikelyLookup(generator, device, spared)

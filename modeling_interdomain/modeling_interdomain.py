@@ -597,6 +597,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         past_key_values=None,
         inputs_embeds=None,
         holds_whole_text=False,
+        spared_cache=None,
         **kwargs,
     ):
         """Of a whole text leave out what a user's cache has already seen, where `generate()` itself does not."""
@@ -615,18 +616,25 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
 
     def _get_candidate_generator(self, **kwargs: Any) -> Any:
         """As in the library; prompt lookup guesses what is likely, see `generation_lookup.py`."""
-        return likely_guesses(super()._get_candidate_generator(**kwargs), self.device)
+        spared = kwargs["model_kwargs"].get("spared_cache")
+        return likely_guesses(super()._get_candidate_generator(**kwargs), self.device, spared)
 
     def _assisted_decoding(self, input_ids: torch.Tensor, *, generation_config: Any, **kwargs: Any) -> Any:
         """As in the library, which leaves it to models whether ids hold what a cache has seen, or follow on it.
 
         As in its other modes the mask tells, which is as long as the whole text; one without a pad was put aside.
+        A cache that was not asked to record its past records, where guesses are looked up, these alone.
         """
         mask, length = kwargs.get("attention_mask"), input_ids.shape[1]
         told = getattr(generation_config, "_mask_length", length) if mask is None else mask.shape[1]
-        return super()._assisted_decoding(
-            input_ids, generation_config=generation_config, holds_whole_text=told == length, **kwargs
-        )
+        cache = kwargs.get("past_key_values")
+        settings = {"generation_config": generation_config, "holds_whole_text": told == length, **kwargs}
+        if not isinstance(cache, InterdomainCache) or not cache.recurrent_layers() or cache.records:
+            return super()._assisted_decoding(input_ids, **settings)
+        try:
+            return super()._assisted_decoding(input_ids, spared_cache=cache, **settings)
+        finally:
+            cache.pause_recording(False)
 
     def _sample(self, input_ids: torch.Tensor, *, stopping_criteria: Any, generation_config: Any, **kwargs: Any) -> Any:
         """As in the library; with a `prompt_store`, on from what is known of the prompt."""

@@ -351,6 +351,52 @@ def test_prompt_lookup(each_mixer, tokens, random_ids, generate, assert_same_gen
     assert_same_generation(generate(each_mixer, ids, **options), expected)
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+def test_what_prompt_lookup_records(recorded, recurrent_model, random_ids, generate, guess_ahead, contents):
+    """All, where the user asked for it; otherwise what was read since the last forward without guesses."""
+    model, ids = recurrent_model, random_ids(1, 10)
+    text = generate(model, ids, max_new_tokens=12).sequences
+    guess_ahead(text)
+    cache = InterdomainCache(model.config)
+    if recorded:
+        cache.activate_past_recording()
+    generate(model, ids, past_key_values=cache, prompt_lookup_num_tokens=3, max_new_tokens=12)
+    seen = cache.get_seq_length()
+    assert cache.records and seen == 21
+    before = contents(cache)
+    if not recorded:
+        with pytest.raises(ValueError, match="crop can take back .*[Cc]all activate_past_recording"):
+            cache.crop(-15)
+        assert all(map(torch.equal, contents(cache), before))
+        model(text[:, seen:], past_key_values=cache)
+    cache.crop(-15 if recorded else -1)
+    left = cache.get_seq_length()
+    expected = InterdomainCache(model.config)
+    with torch.no_grad():
+        model(text[:, :left], past_key_values=expected)
+    for actual, other in zip(contents(cache), contents(expected), strict=True):
+        torch.testing.assert_close(actual, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_refused_lookup_leaves_the_record_as_it_was(recurrent_model, random_ids):
+    """One that fails half way through, too."""
+    model, cache = recurrent_model, InterdomainCache(recurrent_model.config)
+
+    class Streamer:
+        def put(self, ids):
+            if cache.get_seq_length():
+                raise KeyboardInterrupt
+
+    with pytest.raises(ValueError, match="batch_size"):
+        model.generate(random_ids(2, 4), past_key_values=cache, prompt_lookup_num_tokens=2, max_new_tokens=2)
+    assert not any(layer.paused for layer in cache.recurrent_layers())
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(
+            random_ids(1, 4), past_key_values=cache, prompt_lookup_num_tokens=2, max_new_tokens=2, streamer=Streamer()
+        )
+    assert cache.get_seq_length() and not any(layer.paused for layer in cache.recurrent_layers())
+
+
 def test_assisted_decoding_continues_a_chat(model, make_model, random_ids, generate, assert_same_generation):
     assistant = _small_assistant(make_model, "interdomain")
     cache, text = InterdomainCache(model.config), random_ids(1, 4)
