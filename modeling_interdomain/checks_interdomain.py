@@ -103,6 +103,15 @@ def check_cache_layers(cache: Cache, config) -> None:
         )
 
 
+def check_early_exit(config, layers: int | None) -> None:
+    """A model has layers that can guess."""
+    if layers is not None and not 1 <= layers <= config.num_hidden_layers:
+        raise ValueError(
+            f"assistant_early_exit must be from 1 to num_hidden_layers = {config.num_hidden_layers}, the layers that "
+            f"guess, got {layers}."
+        )
+
+
 def check_room(cache: Cache, tokens: int) -> None:
     """Raise if `tokens` in all are more than a static layer of keys and values can hold."""
     for layer in cache.layers:

@@ -4,29 +4,27 @@ The library goes on from where the last two tokens, or the last one, stand first
 the places that share most with the end of the text; and as a text that repeats itself does not end where it is being
 written, a guess runs on into itself. What came after a single token hardly ever comes again, and a guess that is wrong
 costs more than the step it was to save: a state has read what it must take back, and a CPU multiplies several rows in
-more time than one. And a forward without guesses is spared the record of what it reads.
+more time than one.
 """
-
-from typing import Any
 
 import torch
 from transformers.generation import CandidateGenerator, PromptLookupCandidateGenerator
 
 from .cache_interdomain import InterdomainCache
+from .generation_guesses import SparingGuesses
 
 SHARED, MOST_SHARED = 2, 8  # tokens that must stand in the text before, and the most that are looked at
 # On a CPU, where a check of up to three rows takes little more than a step but that of more up to twice as long.
 SHARED_BY_MANY, MANY_ROWS = 3, 4
 
 
-class LikelyLookup(CandidateGenerator):
+class LikelyLookup(SparingGuesses):
     """Guesses from the text so far.
 
     Args:
         lookup: the library's, whose limits hold: how many tokens are guessed, and where a text ends.
         device: of the model.
-        spared: the cache, if it need not record what comes without guesses. Nothing is guessed then while it has read
-            nothing: of a prompt and guesses in one forward all would be recorded, and read once more. Default: None.
+        spared: as in `SparingGuesses`. Default: None.
     """
 
     def __init__(
@@ -35,22 +33,17 @@ class LikelyLookup(CandidateGenerator):
         device: torch.device,
         spared: InterdomainCache | None = None,
     ) -> None:
-        self.spared = spared
+        super().__init__(spared)
         self.count, self.max_length = lookup.num_output_tokens, lookup.max_length
         self.ends = None if lookup.eos_token_id is None else lookup.eos_token_id.cpu()
         dear = device.type == "cpu" and 1 + self.count >= MANY_ROWS
         self.shared = SHARED_BY_MANY if dear else SHARED
 
-    def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`[1, T]` to `[1, T + guesses]`, and no logits."""
-        whole = self.spared is not None and not self.spared.get_seq_length()
-        guess = input_ids.new_empty(0) if whole else self.guess(input_ids[0].cpu())
-        if self.spared is not None:
-            self.spared.pause_recording(not len(guess))
-        return torch.cat([input_ids, guess[None].to(input_ids.device)], dim=1) if len(guess) else input_ids, None
+    def guess(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.likely(input_ids[0].cpu()), None
 
-    def guess(self, text: torch.Tensor) -> torch.Tensor:
-        """What may follow on the text `[T]`, so far as it is likely."""
+    def likely(self, text: torch.Tensor) -> torch.Tensor:
+        """What may follow on the text `[T]`."""
         count = min(self.count, self.max_length - len(text) - 1)  # the check itself writes one more
         place = latest_place(text, self.shared) if count > 0 else None
         if place is None:

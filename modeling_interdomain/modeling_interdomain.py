@@ -39,6 +39,7 @@ from .checks_interdomain import (
     check_checkpointing,
     check_cu_seqlens,
     check_dynamic_mask,
+    check_early_exit,
     check_labels,
     check_mask,
     check_positions,
@@ -51,6 +52,7 @@ from .checks_interdomain import (
 from .configuration_interdomain import InterdomainConfig
 from .feed_forward_cdmoe import ChosenExperts
 from .generation_batch import ROWS, write_batch
+from .generation_first_layers import early_guesses
 from .generation_lookup import likely_guesses
 from .generation_serving import RequestManager, why_not_served
 from .mixer_recurrent import RecurrentMixer
@@ -79,6 +81,9 @@ _LAYER_LOSSES = {
     "auxiliary_losses": (AuxiliaryLoss, "aux_loss_coef"),
     "ranking_losses": (RankingLoss, "ranking_loss_coef"),
 }
+
+# What assisted decoding hands to itself: no other model knows it.
+_OWN_SETTINGS = ("holds_whole_text", "spared_cache")
 
 # By this name the Trainer knows that labels are to be shifted before it smooths them; registering a class does not
 # tell it.
@@ -561,6 +566,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
     ) -> None:
         """Make the cache `generate()` uses; a user's own cache is left alone."""
         given = model_kwargs.get("past_key_values")
+        check_early_exit(self.config, generation_config.assistant_early_exit)
         rollback = _rollback(self.config, generation_config)
         if isinstance(given, Cache):
             check_cache_layers(given, self.config)
@@ -614,18 +620,28 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
             **kwargs,
         )
 
-    def _get_candidate_generator(self, **kwargs: Any) -> Any:
-        """As in the library; prompt lookup guesses what is likely, see `generation_lookup.py`."""
-        spared = kwargs["model_kwargs"].get("spared_cache")
-        return likely_guesses(super()._get_candidate_generator(**kwargs), self.device, spared)
+    def _get_candidate_generator(self, *, model_kwargs: dict[str, Any], **kwargs: Any) -> Any:
+        """As in the library; looked up is what is likely, and the first layers guess as much as pays.
+
+        See `generation_lookup.py` and `generation_first_layers.py`.
+        """
+        known = {name: x for name, x in model_kwargs.items() if name not in _OWN_SETTINGS}
+        found = super()._get_candidate_generator(model_kwargs=known, **kwargs)
+        spared = model_kwargs.get("spared_cache")
+        return early_guesses(likely_guesses(found, self.device, spared), kwargs["input_ids"].shape[1], spared)
 
     def _assisted_decoding(self, input_ids: torch.Tensor, *, generation_config: Any, **kwargs: Any) -> Any:
         """As in the library, which leaves it to models whether ids hold what a cache has seen, or follow on it.
 
         As in its other modes the mask tells, which is as long as the whole text; one without a pad was put aside.
-        A cache that was not asked to record its past records, where guesses are looked up, these alone.
+        A cache that was not asked to record its past records no more than guesses where these are made here.
         """
         mask, length = kwargs.get("attention_mask"), input_ids.shape[1]
+        if not length and (mask is not None or generation_config.prompt_lookup_num_tokens is None):
+            raise ValueError(
+                "Guesses after inputs_embeds alone are possible without pads and with prompt_lookup_num_tokens: give "
+                "input_ids too, or leave the assistant and the mask out."
+            )
         told = getattr(generation_config, "_mask_length", length) if mask is None else mask.shape[1]
         cache = kwargs.get("past_key_values")
         settings = {"generation_config": generation_config, "holds_whole_text": told == length, **kwargs}

@@ -407,7 +407,7 @@ def contents():
 def guess_ahead(monkeypatch):
     """`guess_ahead(text)`: prompt lookup guesses what follows in the text `[1, T]`, every third token wrong.
 
-    At every fourth place it guesses nothing.
+    At every fifth place it guesses nothing.
     """
     guesses = []
 
@@ -415,13 +415,13 @@ def guess_ahead(monkeypatch):
         places = torch.arange(text.shape[1])
         wrong = torch.where(places % 3 == 2, (text + 1) % VOCABULARY, text)
 
-        def guess(self, text):
-            count = self.count if len(text) % 4 else 0
+        def likely(self, text):
+            count = self.count if len(text) % 5 else 0
             found = wrong[0, len(text) : min(len(text) + count, self.max_length - 1)]
             guesses.append(len(found))
             return found
 
-        monkeypatch.setattr(generation_lookup.LikelyLookup, "guess", guess)
+        monkeypatch.setattr(generation_lookup.LikelyLookup, "likely", likely)
 
     yield let
     assert sum(guesses) > 1, "the test has guessed next to nothing"

@@ -1,13 +1,16 @@
 """Whatever `generate()` does with a cache, it does without one: the same logits, not only the same tokens."""
 
+import copy
+
 import pytest
 import torch
 from accelerate import cpu_offload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
-from modeling_interdomain import InterdomainCache, InterdomainStaticCache
+from modeling_interdomain import InterdomainCache, InterdomainStaticCache, generation_first_layers
 
 MODES = {
     "greedy": {},
@@ -310,6 +313,17 @@ def test_assisted_decoding(main, assistant, tokens, make_model, random_ids, gene
     assert_same_generation(actual, generate(model, ids, max_new_tokens=12, use_cache=False))
 
 
+@pytest.mark.parametrize("ours", ["main", "assistant"])
+def test_assisted_decoding_beside_a_model_of_the_library(ours, make_model, random_ids, generate):
+    torch.manual_seed(0)
+    own, ids = make_model("interdomain"), random_ids(1, 6)
+    shape = {"vocab_size": own.config.vocab_size, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    theirs = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=2, eos_token_id=None)).eval()
+    model, assistant = (own, theirs) if ours == "main" else (theirs, own)
+    actual = generate(model, ids, assistant_model=assistant, max_new_tokens=12)
+    assert actual.sequences.equal(generate(model, ids, max_new_tokens=12).sequences)
+
+
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     "name", ["interdomain", "interdomain-softmax", "softmax-interdomain", "normalized", "cheems", "mamba2"]
@@ -410,6 +424,114 @@ def test_own_first_layers_as_the_assistant(each_mixer, random_ids, generate, ass
     ids = random_ids(1, 6)
     actual = generate(each_mixer, ids, assistant_early_exit=1)
     assert_same_generation(actual, generate(each_mixer, ids))
+
+
+@pytest.fixture
+def guess_always(monkeypatch):
+    """The first layers guess as many as they may, in every step."""
+    monkeypatch.setattr(generation_first_layers, "guesses_that_pay", lambda rate, cost, most, on_cpu: most)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampling"])
+def test_first_layers_that_always_guess(
+    each_mixer, count, do_sample, random_ids, generate, guess_always, assert_same_generation, assert_logits_of_text
+):
+    """Of two layers alike but for what each adds: some guesses are right, others not."""
+    model = each_mixer
+    for name, parameter in model.model.layers[1:].named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            parameter.data *= 0.05
+    model.generation_config.update(num_assistant_tokens=count, assistant_confidence_threshold=0.0)
+    ids, forwards = random_ids(1, 6), []
+    model.model.layers[-1].register_forward_hook(lambda *_: forwards.append(1))
+    options = {"max_new_tokens": 16, "do_sample": do_sample, "top_k": 0}
+    actual = generate(model, ids, assistant_early_exit=1, **options)
+    assert len(forwards) < 16  # of the last layer: what the first had guessed it has read together
+    assert_logits_of_text(model, actual)
+    if not do_sample:
+        assert_same_generation(actual, generate(model, ids, **options))
+
+
+@pytest.mark.parametrize("pads", [0, 2])
+def test_what_first_layers_say(model, pads, random_ids, guess_always, monkeypatch):
+    """The logits of a model that ends there, whatever was taken back before; and what was drawn from them."""
+    ids = random_ids(1, 9)
+    mask = torch.ones_like(ids)
+    mask[:, :pads] = 0
+    model.generation_config.update(num_assistant_tokens=3, assistant_confidence_threshold=0.0)
+    settings = copy.deepcopy(model.generation_config)
+    settings.update(assistant_early_exit=1, max_length=40, do_sample=True)
+    settings._eos_token_tensor = None
+    drafts = EarlyExitCandidateGenerator(ids, model, settings, {"attention_mask": mask})
+    guesses = generation_first_layers.early_guesses(drafts, ids.shape[1])
+    text = ids
+    with torch.no_grad():
+        assert guesses.get_candidates(text)[0] is text  # the prompt is read alone
+        for right in (0, 2, 3, 1):
+            found, logits = guesses.get_candidates(text)
+            longer = torch.cat([mask, mask.new_ones(1, found.shape[1] - ids.shape[1])], dim=1)
+            with monkeypatch.context() as first:
+                first.setattr(model.config, "num_hidden_layers", 1)
+                expected = model(found[:, :-1], attention_mask=longer[:, :-1], use_cache=False).logits[:, -3:]
+            torch.testing.assert_close(logits, expected.float(), rtol=1e-4, atol=1e-5)
+            other = (found[:, text.shape[1] + right :][:, :1] + 1) % 40 + 3
+            text = torch.cat([found[:, : text.shape[1] + right], other if other.numel() else random_ids(1, 1)], dim=1)
+
+
+@pytest.mark.parametrize("guesses", [{"assistant_early_exit": 1}, {"prompt_lookup_num_tokens": 3}])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_guesses_after_embeddings(model, guesses, recorded, random_ids, generate, guess_always):
+    ids, cache = random_ids(1, 5).repeat(1, 2), InterdomainCache(model.config)
+    if recorded:
+        cache.activate_past_recording()
+    embeddings = model.get_input_embeddings()(ids).detach()
+    settings = {"inputs_embeds": embeddings, "max_new_tokens": 30}
+    expected = generate(model, ids, **settings)
+    actual = generate(model, ids, past_key_values=cache, **settings, **guesses)
+    assert actual.sequences.equal(expected.sequences)
+
+
+def test_guesses_after_embeddings_alone(model, random_ids, generate):
+    """Where the library can."""
+    settings = {"inputs_embeds": model.get_input_embeddings()(random_ids(1, 5)).detach(), "max_new_tokens": 30}
+    expected = generate(model, **settings)
+    assert generate(model, **settings, prompt_lookup_num_tokens=3).sequences.equal(expected.sequences)
+    padded = {"attention_mask": torch.tensor([[0, 1, 1, 1, 1]])}
+    for refused in ({"assistant_early_exit": 1}, {"prompt_lookup_num_tokens": 3} | padded):
+        cache = InterdomainCache(model.config)
+        with pytest.raises(ValueError, match="give input_ids too, or leave the assistant and the mask out"):
+            model.generate(past_key_values=cache, **settings, **refused)
+        assert not cache.get_seq_length() and not cache.records
+
+
+def test_first_layers_go_on_with_a_chat(model, random_ids, generate, guess_always, assert_same_generation):
+    cache, text = InterdomainCache(model.config), random_ids(1, 4)
+    for turn, layers in enumerate([None, 1, None, 1]):
+        answer = generate(model, text, past_key_values=cache, assistant_early_exit=layers, max_new_tokens=6)
+        assert_same_generation(answer, generate(model, text, max_new_tokens=6, use_cache=False))
+        text = torch.cat([answer.sequences, random_ids(1, 2, seed=turn)], dim=1)
+
+
+def test_a_guess_that_fails_leaves_the_model_whole(model, random_ids, guess_always, monkeypatch):
+    depth = model.config.num_hidden_layers
+
+    def fail(self, text):
+        assert self.model.config.num_hidden_layers == 1
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generation_first_layers.FirstLayers, "_read", fail)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(random_ids(1, 4), assistant_early_exit=1, max_new_tokens=4)
+    assert model.config.num_hidden_layers == depth
+
+
+@pytest.mark.parametrize("layers", [-1, 0, 99])
+def test_layers_that_are_not_there_cannot_guess(model, layers, random_ids):
+    cache = InterdomainCache(model.config)
+    with pytest.raises(ValueError, match="assistant_early_exit must be from 1 to num_hidden_layers"):
+        model.generate(random_ids(1, 4), past_key_values=cache, assistant_early_exit=layers, max_new_tokens=2)
+    assert not cache.records and not cache.get_seq_length()
 
 
 # What is refused, and that a refusal changes nothing.

@@ -9,6 +9,7 @@ from transformers.generation import PromptLookupCandidateGenerator
 
 from benchmarks import speculation_study as study
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
+from modeling_interdomain.generation_first_layers import FirstLayers, guesses_that_pay
 from modeling_interdomain.generation_lookup import MOST_SHARED, latest_place, likely_guesses
 
 
@@ -49,8 +50,8 @@ def test_what_is_likely_is_guessed(text, guessed):
     lookup = PromptLookupCandidateGenerator(num_output_tokens=2, max_length=20)
     ids = torch.tensor([text])
     for device in ("cpu", "cuda"):
-        found, logits = likely_guesses(lookup, torch.device(device)).get_candidates(ids)
-        assert found.tolist() == [text + guessed] and logits is None
+        found, logits = likely_guesses(lookup, torch.device(device)).guess(ids)
+        assert found.tolist() == guessed and logits is None
     alone = PromptLookupCandidateGenerator(num_output_tokens=2, max_length=20, max_matching_ngram_size=1)
     assert likely_guesses(alone, ids.device) is alone
     assert likely_guesses(other := object(), ids.device) is other
@@ -60,8 +61,8 @@ def test_many_guesses_need_more_to_speak_for_them_on_a_cpu():
     lookup = PromptLookupCandidateGenerator(num_output_tokens=3, max_length=20)
     two, three = ([[3, 4, 5, 6, 3, 4]], [[7, 3, 4, 5, 7, 3, 4]])
     for device, text, guessed in (("cpu", two, []), ("cuda", two, [5, 6, 3]), ("cpu", three, [5, 7, 3])):
-        found, _ = likely_guesses(lookup, torch.device(device)).get_candidates(torch.tensor(text))
-        assert found.tolist() == [text[0] + guessed]
+        found, _ = likely_guesses(lookup, torch.device(device)).guess(torch.tensor(text))
+        assert found.tolist() == guessed
 
 
 @pytest.mark.parametrize(
@@ -72,8 +73,41 @@ def test_guesses_end_where_the_text_does(limits, guessed):
     ends = torch.tensor([limits.get("ends", 99)])
     lookup = PromptLookupCandidateGenerator(ends, num_output_tokens=9, max_length=limits.get("max_length", 20))
     text = [3, 4, 5, 6, 3, 4]
-    found, _ = likely_guesses(lookup, torch.device("cuda")).get_candidates(torch.tensor([text]))
-    assert found.tolist() == [text + guessed]
+    found, _ = likely_guesses(lookup, torch.device("cuda")).guess(torch.tensor([text]))
+    assert found.tolist() == guessed
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_no_more_is_guessed_than_pays(on_cpu):
+    def count(rate, cost, most=6):
+        return guesses_that_pay(rate, cost, most, on_cpu)
+
+    assert count(0.0, 0.1) == 0 and count(0.99, 0.01) == 6 and count(0.99, 0.01, 0) == 0
+    assert count(0.9, 1.0) == 0  # a guess that costs a step saves none
+    for rate in (0.3, 0.6, 0.9):
+        counts = [count(rate, cost) for cost in (0.01, 0.1, 0.2, 0.4, 0.8)]
+        assert counts == sorted(counts, reverse=True)
+    for cost in (0.05, 0.3):
+        counts = [count(rate / 20, cost) for rate in range(20)]
+        assert counts == sorted(counts)
+
+
+def test_wrong_guesses_end_and_are_tried_again_ever_more_rarely(small, monkeypatch):
+    """With first layers that know nothing, hardly a forward but the last has more than a token."""
+    model, lengths = study.fresh("interdomain", 3).eval(), []
+
+    def guess_wrong(self, text):
+        return torch.nn.functional.one_hot(text[:, -1] * 0 + 1, 64).float()
+
+    monkeypatch.setattr(FirstLayers, "next_logits", guess_wrong)
+    model.model.layers[-1].register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
+    ids = torch.arange(3, 9)[None]
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 120, "bad_words_ids": [[1]]}
+    model.generate(ids, assistant_early_exit=1, **settings)
+    tried = [place for place, length in enumerate(lengths) if place and length > 1]
+    assert lengths[0] == 6 and len(lengths) == 120
+    far = [later - earlier for earlier, later in zip(tried, tried[1:])]
+    assert 3 <= len(tried) <= 6 and far == sorted(far) and far[-1] > 60
 
 
 @pytest.mark.parametrize("least", [2, 3])

@@ -1,0 +1,136 @@
+"""Guesses of the model's own first layers, as many as pay.
+
+Self-speculation as in LayerSkip (arXiv 2404.16710) writes each guess with a forward of a few layers. The library calls
+`generate()` for them, which costs a small model as much as the layers do, and always makes as many. Here the layers
+are called themselves, and how many guesses there are follows from how many were right so far: of independent guesses,
+each right with the chance a, a check of n gives (1 - a^(n+1)) / (1 - a) tokens (arXiv 2211.17192, eq. 1) for the price of
+the check and of n times the first layers.
+"""
+
+from typing import Any
+
+import torch
+from transformers.generation import CandidateGenerator, LogitsProcessorList
+from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
+
+from .cache_interdomain import InterdomainCache
+from .generation_guesses import SparingGuesses
+
+# What is believed before anything was guessed, in guesses; and what is still known of earlier ones after each check.
+RIGHT, TRIED, KEPT = 1.6, 2.0, 0.9
+PAUSE = 16  # forwards without a guess until one is tried again; twice as many each time that it was wrong
+# A check in steps of one token, by the guesses it reads. Measured with layers of width 128, where calls cost more than
+# what they compute; a CPU multiplies up to three rows in little more time than one, more in up to twice that.
+CHECK, CPU_CHECKS, CPU_CHECK_OF_MORE = 1.1, {1: 1.35, 2: 1.45}, 1.65
+HEAD = 1.0  # what embedding, norm and head take, in layers
+
+
+class FirstLayers(SparingGuesses):
+    """Guesses of the first layers of a model, which must have learned to say what comes next.
+
+    Args:
+        drafts: the library's, whose limits hold: of how many layers, how many guesses there are at most, and, where the
+            likeliest token is taken, how likely it has to be for another one.
+        length: of the text so far; its attention mask may begin earlier, with what the model's cache has seen.
+        spared: as in `SparingGuesses`. Default: None.
+    """
+
+    def __init__(
+        self, drafts: EarlyExitCandidateGenerator, length: int, spared: InterdomainCache | None = None
+    ) -> None:
+        super().__init__(spared)
+        self.model, self.layers = drafts.assistant_model, drafts.assistant_early_exit
+        config, settings = self.model.config, drafts.generation_config
+        self.most, self.max_length = int(drafts.num_assistant_tokens), drafts.main_model_max_length
+        self.least_likely = drafts.assistant_confidence_threshold or 0.0
+        self.samples = settings.do_sample
+        self.processors = LogitsProcessorList(drafts.logits_processor)
+        mask = drafts.assistant_kwargs.get("attention_mask")
+        self.mask = None if mask is None or bool(mask[:, -length:].all()) else mask[:, -length:]
+        ends = getattr(settings, "_eos_token_tensor", None)
+        self.ends = set() if ends is None else set(ends.flatten().tolist())
+        self.cost = (self.layers + HEAD) / (config.num_hidden_layers + HEAD)
+        self.cache: InterdomainCache | None = None
+        self.right, self.tried, self.guessed = RIGHT, TRIED, 0
+        self.pause, self.idle = PAUSE, 0
+
+    def guess(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ids = input_ids.to(self.model.device)
+        most = min(self.most, self.max_length - ids.shape[1] - 1)  # the check itself writes one more
+        count = guesses_that_pay(self.right / self.tried, self.cost, most, on_cpu=ids.device.type == "cpu")
+        self.idle = 0 if count else self.idle + 1
+        if self.idle > self.pause:
+            count, self.idle, self.pause = min(1, most), 0, 2 * self.pause
+        drawn: list[torch.Tensor] = []
+        text = ids
+        while len(drawn) < count:
+            scores = self.processors(text, self.next_logits(text))
+            chances = scores.softmax(dim=-1)
+            token = chances.multinomial(1) if self.samples else chances.argmax(dim=-1, keepdim=True)
+            drawn.append(scores)
+            text = torch.cat([text, token], dim=1)
+            unlikely = not self.samples and bool(chances[0, token[0, 0]] < self.least_likely)
+            if unlikely or int(token) in self.ends:
+                break
+        self.guessed = len(drawn)
+        return text[0, ids.shape[1] :], torch.stack(drawn, dim=1) if drawn else None
+
+    def next_logits(self, text: torch.Tensor) -> torch.Tensor:
+        """`[1, vocab_size]` after the text `[1, T]`, of which the cache forgets what was taken back."""
+        config = self.model.config
+        depth = config.num_hidden_layers
+        config.num_hidden_layers = self.layers  # of which the decoder calls so many
+        try:
+            if self.cache is None:
+                self.cache = InterdomainCache(config)
+                self.cache.allow_rollback(self.most + 1)
+                if text.shape[1] > 1:
+                    self._read(text[:, :-1])  # never taken back, so not recorded
+                self.cache.activate_past_recording()
+            self.cache.crop(min(text.shape[1] - 1 - self.cache.get_seq_length(), 0))
+            return self._read(text)
+        finally:
+            config.num_hidden_layers = depth
+
+    def _read(self, text: torch.Tensor) -> torch.Tensor:
+        """The logits after the rest of the text that the cache has not seen."""
+        seen, mask = self.cache.get_seq_length(), self.mask
+        if mask is not None:
+            after = mask.new_ones(1, max(text.shape[1] - mask.shape[1], 0))
+            mask = torch.cat([mask, after], dim=1)[:, : text.shape[1]]
+        output = self.model(
+            text[:, seen:], attention_mask=mask, past_key_values=self.cache, use_cache=True, logits_to_keep=1
+        )
+        return output.logits[:, -1].float()
+
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: Any) -> None:
+        """Learn how many guesses are right: those before the first that is wrong were tried, and that one."""
+        if not self.guessed:
+            return
+        matches = int(num_matches)
+        if matches:
+            self.pause = PAUSE
+        self.right = KEPT * self.right + matches
+        self.tried = KEPT * self.tried + min(matches + 1, self.guessed)
+
+
+def guesses_that_pay(rate: float, cost: float, most: int, on_cpu: bool) -> int:
+    """How many guesses, up to `most`, give the most tokens a time: 0 where none pays.
+
+    Args:
+        rate: of the guesses that are right.
+        cost: of a guess, in steps of the whole model.
+    """
+
+    def speed(count: int) -> float:
+        check = 1.0 if not count else CPU_CHECKS.get(count, CPU_CHECK_OF_MORE) if on_cpu else CHECK
+        return sum(rate**i for i in range(count + 1)) / (check + count * cost)
+
+    return max(range(most + 1), key=speed, default=0)
+
+
+def early_guesses(
+    generator: CandidateGenerator, length: int, spared: InterdomainCache | None = None
+) -> CandidateGenerator:
+    """`FirstLayers` for the library's early exit, see there."""
+    return FirstLayers(generator, length, spared) if type(generator) is EarlyExitCandidateGenerator else generator
