@@ -17,12 +17,12 @@ from .cache_interdomain import InterdomainCache
 from .generation_guesses import SparingGuesses
 
 # What is believed before anything was guessed, in guesses; and what is still known of earlier ones after each check.
-RIGHT, TRIED, KEPT = 1.6, 2.0, 0.9
+RIGHT, TRIED, KEPT = 4.8, 6.0, 0.9
 PAUSE = 16  # forwards without a guess until one is tried again; twice as many each time that it was wrong
 # A check in steps of one token, by the guesses it reads. Measured with layers of width 128, where calls cost more than
 # what they compute; a CPU multiplies up to three rows in little more time than one, more in up to twice that.
-CHECK, CPU_CHECKS, CPU_CHECK_OF_MORE = 1.1, {1: 1.35, 2: 1.45}, 1.65
-HEAD = 1.0  # what embedding, norm and head take, in layers
+CHECK, CPU_CHECKS, CPU_CHECK_OF_MORE = 1.1, {1: 1.45, 2: 1.55}, 1.9
+HEAD = 1.5  # what embedding, norm and head take, in layers
 
 
 class FirstLayers(SparingGuesses):
