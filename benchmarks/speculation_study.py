@@ -3,9 +3,9 @@
 Two models alike but for their token mixers are trained so that the layers before EXIT can already guess the next token
 (a loss on what they would say, as in LayerSkip, arXiv 2404.16710), then write on from held-out text: one token a
 forward, with guesses looked up in the text so far (`prompt_lookup_num_tokens`), and with guesses of the first layers
-(`assistant_early_exit`), as many as the library makes or always DRAFTED. Greedy text of a small model repeats itself
-and is easily looked up: so it is sampled too. A guess of the first layers costs the less of a whole forward the more
-layers there are: so there are two depths.
+(`assistant_early_exit`), as many as pay, of the library's twenty or of DRAFTED. Greedy text of a small model repeats
+itself and is easily looked up: so it is sampled too. A guess of the first layers costs the less of a whole forward the
+more layers there are: so there are two depths.
 
     python -m benchmarks.speculation_study --data ../shared/data     # trains what is missing, measures all in turns
     python -m benchmarks.speculation_study --table                   # the table as markdown
@@ -175,7 +175,7 @@ def table(record: dict) -> str:
     about = (
         f"Layers of width {SHAPE['hidden_size']} after {TRAINING['steps']} steps (nats a token: {trained}); {PROMPTS} "
         f"held-out texts of {PROMPT_TOKENS} tokens, {NEW_TOKENS} new ones; a number is how many tokens are guessed at "
-        f"once; medians."
+        f"once, of first layers at most; medians."
     )
     return f"{markdown(header, rows)}\n\n{about} {footnote(record)}"
 

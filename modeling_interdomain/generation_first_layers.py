@@ -3,8 +3,8 @@
 Self-speculation as in LayerSkip (arXiv 2404.16710) writes each guess with a forward of a few layers. The library calls
 `generate()` for them, which costs a small model as much as the layers do, and always makes as many. Here the layers
 are called themselves, and how many guesses there are follows from how many were right so far: of independent guesses,
-each right with the chance a, a check of n gives (1 - a^(n+1)) / (1 - a) tokens (arXiv 2211.17192, eq. 1) for the price of
-the check and of n times the first layers.
+each right with the chance a, a check of n gives (1 - a^(n+1)) / (1 - a) tokens (arXiv 2211.17192, eq. 1) for the price
+of the check and of n times the first layers.
 """
 
 from typing import Any
