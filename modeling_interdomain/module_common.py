@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 from transformers import initialization as init
 
-from .op_common import multiplies_narrow
+from .op_common import multiplies_in_tiles
 
 # What few calls compute without rounding more than many do.
 FULL_PRECISION = (torch.float32, torch.float64)
@@ -158,8 +158,8 @@ def are_untouched(modules: Iterable[nn.Module], kinds: Iterable[type[nn.Module]]
 
 
 def project(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """`linear(x)`; a single row in bfloat16 as matrix times vector, which on a CPU reads the weights a third faster."""
-    if x.dtype == torch.bfloat16 and x.numel() == x.shape[-1] and multiplies_narrow(x) and is_plain(x, x.dtype):
+    """`linear(x)`; on a CPU that would fill bfloat16 tiles with a single row, as matrix times vector, a third faster."""
+    if x.dtype == torch.bfloat16 and x.numel() == x.shape[-1] and multiplies_in_tiles(x) and is_plain(x, x.dtype):
         own = vars(linear).get("_parameters", {})
         weight = own.get("weight")
         if is_untouched(linear, nn.Linear, x.device) and own["bias"] is None and weight.dtype == x.dtype:

@@ -39,6 +39,11 @@ def multiplies_narrow(x: torch.Tensor) -> bool:
     return x.dtype == torch.bfloat16 and x.device.type == "cpu" and _has_bfloat16_instructions()
 
 
+def multiplies_in_tiles(x: torch.Tensor) -> bool:
+    """Whether x is bfloat16 on a CPU whose products of matrices are made of tiles (AMX): made for many rows, not one."""
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and _has_bfloat16_tiles()
+
+
 def narrowed(*tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Query, key and value as autocast wants the operands of products on a CPU that multiplies bfloat16 faster."""
     device = tokens[0].device.type
@@ -50,8 +55,12 @@ def narrowed(*tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 @functools.cache
 def _has_bfloat16_instructions() -> bool:
-    found = torch.cpu.get_capabilities()
-    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+    return bool(torch.cpu.get_capabilities().get("avx512_bf16")) or _has_bfloat16_tiles()
+
+
+@functools.cache
+def _has_bfloat16_tiles() -> bool:
+    return bool(torch.cpu.get_capabilities().get("amx_bf16"))
 
 
 class Kept:
