@@ -12,6 +12,8 @@ from .module_common import FULL_PRECISION, is_plain, is_untouched, project, resi
 _NUMBERS = 1 << 21
 # Numbers of tokens for which calls count more than memory.
 _FEW = 1 << 15
+# The library has a class of its own for "silu", and PyTorch's for "swish".
+_SILU = {type(ACT2FN[name]) for name in ("silu", "swish")}
 
 
 class InterdomainMLP(nn.Module):
@@ -32,13 +34,17 @@ class InterdomainMLP(nn.Module):
 
     def _is_plain(self, x: torch.Tensor) -> bool:
         own = self.gate_proj, self.up_proj, self.down_proj
-        if not is_plain(x, x.dtype) or x.numel() <= _FEW or type(self.act_fn) is not nn.SiLU:
+        if not is_plain(x, x.dtype) or x.numel() <= _FEW or not self._opens_with_silu(x.device):
             return False
         if x.dtype not in (*FULL_PRECISION, torch.bfloat16):
             return False
         if torch.is_autocast_enabled(x.device.type):  # which products into given memory do not heed
             return False
         return all(is_untouched(p, nn.Linear, x.device) and p.bias is None and p.weight.dtype == x.dtype for p in own)
+
+    def _opens_with_silu(self, device: torch.device) -> bool:
+        kind = type(self.act_fn)
+        return kind in _SILU and is_untouched(self.act_fn, kind, device)
 
     def _by_pieces(self, x: torch.Tensor) -> torch.Tensor:
         """Of `[N, hidden_size]`, some tokens at a time in the same memory: fresh one costs as much as an activation."""

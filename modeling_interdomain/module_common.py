@@ -158,7 +158,7 @@ def are_untouched(modules: Iterable[nn.Module], kinds: Iterable[type[nn.Module]]
 
 
 def project(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """`linear(x)`; on a CPU that would fill bfloat16 tiles with a single row, as matrix times vector, a third faster."""
+    """`linear(x)`; a row in bfloat16 as matrix times vector where a CPU would fill tiles with it: a third faster."""
     if x.dtype == torch.bfloat16 and x.numel() == x.shape[-1] and multiplies_in_tiles(x) and is_plain(x, x.dtype):
         own = vars(linear).get("_parameters", {})
         weight = own.get("weight")

@@ -40,7 +40,7 @@ def multiplies_narrow(x: torch.Tensor) -> bool:
 
 
 def multiplies_in_tiles(x: torch.Tensor) -> bool:
-    """Whether x is bfloat16 on a CPU whose products of matrices are made of tiles (AMX): made for many rows, not one."""
+    """Whether x is bfloat16 on a CPU that multiplies matrices in tiles (AMX): made for many rows, not for one."""
     return x.dtype == torch.bfloat16 and x.device.type == "cpu" and _has_bfloat16_tiles()
 
 

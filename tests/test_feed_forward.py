@@ -90,17 +90,24 @@ def test_pieces_of_a_text_are_the_whole(dtype, monkeypatch):
     mlp = FEED_FORWARDS["mlp"](InterdomainConfig(hidden_size=16, intermediate_size=24, num_attention_heads=2), 0)
     mlp, x = mlp.to(dtype), torch.randn(2, 5, 16).to(dtype)
     given, expected = x.clone(), mlp(x).detach()
+    opened = torch.relu(mlp.gate_proj(x)) * mlp.up_proj(x)
     monkeypatch.setattr(feed_forward_mlp, "_NUMBERS", 3 * 24)
     monkeypatch.setattr(feed_forward_mlp, "_FEW", 0)
+    pieces, products = [], torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *args, **into: pieces.append(args[0].shape[0]) or products(*args, **into))
     with torch.no_grad():
         found = mlp(x)
+        assert pieces == [size for size in (3, 3, 3, 1) for _ in range(3)]
         assert torch.equal(x, given) and torch.equal(mlp(x.mT.contiguous().mT), found)
         with torch.autocast("cpu", torch.bfloat16):
             assert mlp(x).dtype == torch.bfloat16
         mlp.up_proj.register_forward_hook(lambda module, args, output: 2 * output)
         doubled = mlp(x)
+        mlp.act_fn.forward = torch.relu
+        other = mlp(x)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(doubled, 2 * expected)
+    torch.testing.assert_close(other, mlp.down_proj(2 * opened))
 
 
 def test_registering():

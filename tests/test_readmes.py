@@ -106,13 +106,15 @@ def test_what_is_said_of_speed():
     before = read("operator_before")
     assert all(row["ratio"] >= before["required"] for row in before["rows"])
     narrow = read("bf16_cpu")
-    for kind, required in narrow["required"].items():
-        ratios = {str(row.get("length", row.get("position"))): row["ratio"] for row in narrow[kind]}
-        assert all((ratios[tokens] >= ratio) is (kind == "decode") for tokens, ratio in required.items())
-        assert {tokens for tokens, ratio in ratios.items() if ratio > 1} == {"8192" if kind == "prefill" else "512"}
-    prompt = next(row for row in narrow["prefill"] if row["length"] == narrow["floor"]["length"])
-    alone = sum(narrow["floor"][part] for part in ("projections", "operator", "states"))
-    assert abs(alone / prompt["interdomain"]["median"] - 2 / 5) < 0.03 and narrow["machine"]["threads"] == 1
+    required = narrow["required"]
+    tiles = next(other for other in narrow["elsewhere"] if "Intel" in other["machine"]["cpu"])
+    assert narrow["decode"][0]["ratios"][0] >= 1 and narrow["decode"][0]["ratio"] < 1.05, "by a hair"
+    for record, missed in ((narrow, set()), (tiles, {("prefill", 2048), ("prefill", 8192)})):
+        rows = [
+            (kind, row.get("length", row.get("position")), row["ratio"]) for kind in required for row in record[kind]
+        ]
+        slow = {(kind, tokens) for kind, tokens, ratio in rows if ratio < required[kind].get(str(tokens), 0)}
+        assert slow == missed
     rollback = read("rollback_cpu")
     assert rollback["crop"]["ratio"] <= 1 and rollback["generate"]["ratio"] >= 1.3
     assert round(rollback["crop"]["guess_ratio"], 1) == 2 and round(rollback["narrow"]["crop"]["guess_ratio"], 1) == 1.6
