@@ -86,7 +86,7 @@ def _check_style(source: PreTrainedConfig, layers: Collection[int]) -> None:
         raise InputError(f"The MLPs of this {source.model_type} model have biases, for which ours have no place.")
     if source.model_type not in LLAMA_STYLE:
         known = " and ".join(LLAMA_STYLE)
-        raise InputError(f"The source is a {source.model_type} model; those of type {known} can be converted.")
+        raise InputError(f"The source is of type {source.model_type}; those of type {known} can be converted.")
     if (source.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0:
         raise InputError("The source names a partial_rotary_factor, which Llama ignores and our layers would not.")
     window = getattr(source, "sliding_window", None)

@@ -175,7 +175,12 @@ def _bags(weights: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, backend
     found = _fused_bags(backend, weights, table, ids)
     if found is not None:
         return found
-    return F.embedding_bag(ids.contiguous(), table, mode="sum", per_sample_weights=weights.contiguous())
+    return _sums(ids.contiguous(), table, weights.contiguous())
+
+
+def _sums(ids: torch.Tensor, table: torch.Tensor, weights: torch.Tensor, starts: torch.Tensor | None = None):
+    """PyTorch's bags, which for a table that wants a gradient would prepare one that nobody asks for here."""
+    return F.embedding_bag(ids, table.detach(), starts, mode="sum", per_sample_weights=weights)
 
 
 def _fused_bags(backend: str, weights: torch.Tensor, table: torch.Tensor, *entries: torch.Tensor):
@@ -193,13 +198,13 @@ def _transposed_bags(
 ) -> torch.Tensor:
     """By the table: of every expert the sum of `weights[t, j] x[t]` over its tokens, in their order, `[experts, d]`."""
     flat = ids.flatten()
-    order = flat.argsort(stable=True)
-    starts = torch.searchsorted(flat[order], torch.arange(experts + 1, device=flat.device))
+    chosen, order = flat.sort(stable=True)
+    starts = torch.searchsorted(chosen, torch.arange(experts + 1, device=flat.device))
     owners, weights = order // ids.shape[1], weights.flatten()[order]
     found = _fused_bags(backend, weights, x, owners, starts)
     if found is not None:
         return found
-    return F.embedding_bag(owners, x.contiguous(), starts[:-1], mode="sum", per_sample_weights=weights)
+    return _sums(owners, x.contiguous(), weights, starts[:-1])
 
 
 @_products.register_fake

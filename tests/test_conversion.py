@@ -400,7 +400,7 @@ LLAMA_MISTAKES = {
     "other model": (
         lambda f: edit_config(f, model_type="gpt2"),
         (),
-        "is a gpt2 model; those of type llama and mistral",
+        "is of type gpt2; those of type llama and mistral",
     ),
     "window": (
         lambda f: edit_config(f, model_type="mistral", sliding_window=8),
