@@ -627,6 +627,9 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         """
         known = {name: x for name, x in model_kwargs.items() if name not in _OWN_SETTINGS}
         found = super()._get_candidate_generator(model_kwargs=known, **kwargs)
+        cache, guesses = model_kwargs.get("past_key_values"), getattr(found, "num_assistant_tokens", None)
+        if isinstance(cache, InterdomainCache) and guesses:  # as many as the assistant's own settings say
+            cache.allow_rollback(int(guesses))
         spared = model_kwargs.get("spared_cache")
         return early_guesses(likely_guesses(found, self.device, spared), kwargs["input_ids"].shape[1], spared)
 

@@ -339,7 +339,9 @@ def test_assistant_that_is_often_right(name, do_sample, make_model, random_ids, 
 
 
 def test_more_candidates_than_the_configured_rollback(make_model, random_ids, generate, assert_same_generation):
-    model = make_model(max_rollback=4)
+    """The assistant's own settings say how many there are, not those of the model."""
+    model = make_model(max_rollback=2)
+    model.generation_config.num_assistant_tokens = 1
     assistant = _small_assistant(make_model, "interdomain")
     assistant.generation_config.num_assistant_tokens = 9
     assistant.generation_config.assistant_confidence_threshold = 0.0
