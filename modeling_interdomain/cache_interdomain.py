@@ -45,6 +45,12 @@ class _InterdomainCacheMixin:
         for layer in self.recurrent_layers():
             layer.paused = paused
 
+    def stop_recording(self) -> None:
+        """What was read until now can no longer be taken back, unless a layer keeps it all anyway."""
+        for layer in self.layers:
+            if hasattr(layer, "record_past"):
+                layer.record_past = False
+
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` tokens in all layers, or in none if one cannot."""
         if tokens_to_remove and not all(hasattr(layer, "crop") for layer in self.layers):

@@ -103,7 +103,7 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     @record_past.setter
     def record_past(self, recorded: bool) -> None:
-        self._record_past = recorded
+        self._record_past, self.paused = recorded, False
 
     @property
     def is_croppable(self) -> bool:
@@ -360,20 +360,19 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
             return
         if not self.record_past:
             raise ValueError(
-                "crop needs the past: call activate_past_recording() on the cache before the first forward."
+                "crop needs the past: call activate_past_recording() on the cache before the first forward, and before "
+                "generate(), which leaves no record that it was not asked for."
             )
         if self.recorded is None and self.cumulative_length:
             raise ValueError(
                 "crop can take back nothing: no token was recorded. Call activate_past_recording() before tokens that "
-                "are to be taken back, and before generate(), which records no more than the guesses it looks up; a "
-                "mixer of one's own calls `layer.record` before `layer.write`."
+                "are to be taken back; a mixer of one's own calls `layer.record` before `layer.write`."
             )
         available = 0 if self.recorded is None else self.recorded.tokens
         if -tokens_to_remove > available:
             raise ValueError(
                 f"crop can take back the last {available} tokens, got {-tokens_to_remove}; raise max_rollback in the "
-                "configuration, and before generate() call activate_past_recording(): by itself it records no more "
-                "than the guesses it looks up."
+                "configuration, and call activate_past_recording() before tokens that are to be taken back."
             )
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -105,10 +105,25 @@ def check_cache_layers(cache: Cache, config) -> None:
 
 def check_early_exit(config, layers: int | None) -> None:
     """A model has layers that can guess."""
-    if layers is not None and not 1 <= layers <= config.num_hidden_layers:
+    whole = isinstance(layers, int) and not isinstance(layers, bool)
+    if layers is not None and not (whole and 1 <= layers <= config.num_hidden_layers):
         raise ValueError(
             f"assistant_early_exit must be from 1 to num_hidden_layers = {config.num_hidden_layers}, the layers that "
-            f"guess, got {layers}."
+            f"guess, got {layers!r}."
+        )
+
+
+def check_beside_guesses(settings) -> None:
+    """What `generate` is asked for goes together with guesses that may be taken back."""
+    if settings.guidance_scale not in (None, 1):
+        raise ValueError(
+            "guidance_scale reads the text once more with a cache of its own, from which wrong guesses are not taken "
+            "back: leave it out, or the assistant and prompt_lookup_num_tokens."
+        )
+    if settings.output_attentions and settings.return_dict_in_generate:
+        raise ValueError(
+            "output_attentions is known of one token after the other: leave it out, or the assistant and "
+            "prompt_lookup_num_tokens."
         )
 
 

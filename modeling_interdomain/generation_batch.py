@@ -24,6 +24,7 @@ _UNHEEDED = (
 ROWS = 8  # in flight at once, where nobody asks for another number
 # What asks for more rows a prompt, or for another way to write, than one token a row and step.
 _SINGLE = ("num_beams", "num_return_sequences", "prompt_lookup_num_tokens", "assistant_early_exit", "penalty_alpha")
+_LIKE_NONE = {"num_beams": (1,), "num_return_sequences": (1,)}
 
 
 class Request:
@@ -231,7 +232,7 @@ def why_not_batched(model) -> str | None:
 
 def check_way(config) -> None:
     """A way to write that is not one token a row and step is an error."""
-    if asked := [name for name in _SINGLE if getattr(config, name, None) not in (None, 1)]:
+    if asked := [name for name in _SINGLE if getattr(config, name, None) not in (None, *_LIKE_NONE.get(name, ()))]:
         raise ValueError(
             f"Continuous batching writes one token a row and step: leave out {', '.join(asked)}, or use generate."
         )

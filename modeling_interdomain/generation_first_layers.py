@@ -7,6 +7,7 @@ each right with the chance a, a check of n gives (1 - a^(n+1)) / (1 - a) tokens 
 of the check and of n times the first layers.
 """
 
+import copy
 from typing import Any
 
 import torch
@@ -40,7 +41,8 @@ class FirstLayers(SparingGuesses):
     ) -> None:
         super().__init__(spared)
         self.model, self.layers = drafts.assistant_model, drafts.assistant_early_exit
-        config, settings = self.model.config, drafts.generation_config
+        self.config, settings = copy.copy(self.model.config), drafts.generation_config
+        self.config.num_hidden_layers = self.layers
         self.most, self.max_length = int(drafts.num_assistant_tokens), drafts.main_model_max_length
         self.least_likely = drafts.assistant_confidence_threshold or 0.0
         self.samples = settings.do_sample
@@ -49,7 +51,7 @@ class FirstLayers(SparingGuesses):
         self.mask = None if mask is None or bool(mask[:, -length:].all()) else mask[:, -length:]
         ends = getattr(settings, "_eos_token_tensor", None)
         self.ends = set() if ends is None else set(ends.flatten().tolist())
-        self.cost = (self.layers + HEAD) / (config.num_hidden_layers + HEAD)
+        self.cost = (self.layers + HEAD) / (self.model.config.num_hidden_layers + HEAD)
         self.cache: InterdomainCache | None = None
         self.right, self.tried, self.guessed = RIGHT, TRIED, 0
         self.pause, self.idle = PAUSE, 0
@@ -77,20 +79,14 @@ class FirstLayers(SparingGuesses):
 
     def next_logits(self, text: torch.Tensor) -> torch.Tensor:
         """`[1, vocab_size]` after the text `[1, T]`, of which the cache forgets what was taken back."""
-        config = self.model.config
-        depth = config.num_hidden_layers
-        config.num_hidden_layers = self.layers  # of which the decoder calls so many
-        try:
-            if self.cache is None:
-                self.cache = InterdomainCache(config)
-                self.cache.allow_rollback(self.most + 1)
-                if text.shape[1] > 1:
-                    self._read(text[:, :-1])  # never taken back, so not recorded
-                self.cache.activate_past_recording()
-            self.cache.crop(min(text.shape[1] - 1 - self.cache.get_seq_length(), 0))
-            return self._read(text)
-        finally:
-            config.num_hidden_layers = depth
+        if self.cache is None:
+            self.cache = InterdomainCache(self.config)
+            self.cache.allow_rollback(self.most + 1)
+            if text.shape[1] > 1:
+                self._read(text[:, :-1])  # never taken back, so not recorded
+            self.cache.activate_past_recording()
+        self.cache.crop(min(text.shape[1] - 1 - self.cache.get_seq_length(), 0))
+        return self._read(text)
 
     def _read(self, text: torch.Tensor) -> torch.Tensor:
         """The logits after the rest of the text that the cache has not seen."""
@@ -98,9 +94,8 @@ class FirstLayers(SparingGuesses):
         if mask is not None:
             after = mask.new_ones(1, max(text.shape[1] - mask.shape[1], 0))
             mask = torch.cat([mask, after], dim=1)[:, : text.shape[1]]
-        output = self.model(
-            text[:, seen:], attention_mask=mask, past_key_values=self.cache, use_cache=True, logits_to_keep=1
-        )
+        known = {"attention_mask": mask, "past_key_values": self.cache, "first_layers": self.config}
+        output = self.model(text[:, seen:], **known, use_cache=True, logits_to_keep=1)
         return output.logits[:, -1].float()
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: Any) -> None:

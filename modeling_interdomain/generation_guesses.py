@@ -13,7 +13,12 @@ class SparingGuesses(CandidateGenerator):
 
     Args:
         spared: the cache of that model, if it need not record what comes without guesses.
+
+    Attributes:
+        max_length: of the text; a check of guesses writes one token more than these.
     """
+
+    max_length: int
 
     def __init__(self, spared: InterdomainCache | None) -> None:
         self.spared, self.begun = spared, False

@@ -34,6 +34,7 @@ from .cache_state_tuning import add_learned_state, load_learned_state, save_lear
 from .cache_store import StateStore, prompt_reading
 from .checkpoint_folder import damaged_weights, holds_weights, replacing
 from .checks_interdomain import (
+    check_beside_guesses,
     check_cache,
     check_cache_layers,
     check_checkpointing,
@@ -53,6 +54,7 @@ from .configuration_interdomain import InterdomainConfig
 from .feed_forward_cdmoe import ChosenExperts
 from .generation_batch import ROWS, write_batch
 from .generation_first_layers import early_guesses
+from .generation_guesses import SparingGuesses
 from .generation_lookup import likely_guesses
 from .generation_serving import RequestManager, why_not_served
 from .mixer_recurrent import RecurrentMixer
@@ -381,8 +383,9 @@ class InterdomainModel(InterdomainPreTrainedModel):
         check_tokens(input_ids, inputs_embeds)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        shape, config = inputs_embeds.shape[:2], self.config
-        layers: Any = list(self.layers)[: config.num_hidden_layers]  # fewer where the first layers are an assistant
+        # A configuration of fewer layers where these guess: that of the model others may read at the same time.
+        shape, config = inputs_embeds.shape[:2], kwargs.pop("first_layers", self.config)
+        layers: Any = list(self.layers)[: config.num_hidden_layers]
         check_cache(past_key_values, config, [layer.token_mixer for layer in layers], shape[0])
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         if past_key_values is not None and _is_at_hand(seen):
@@ -412,7 +415,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
             note_reader(past_key_values, self)
             if begins_text(past_key_values):
                 forget_tables(self)
-        masks = self._masks(attention_mask, inputs_embeds, past_key_values, cu_seqlens)
+        masks = self._masks(config, attention_mask, inputs_embeds, past_key_values, cu_seqlens)
         if cu_seqlens is not None and "flash" in config._attn_implementation:
             kwargs |= _varlen_arguments(cu_seqlens, masks.get("full_attention"))
         packing = None
@@ -441,13 +444,13 @@ class InterdomainModel(InterdomainPreTrainedModel):
             last = last.to(inputs_embeds.dtype)
         return InterdomainModelOutput(last, past_key_values if use_cache else None)
 
-    def _masks(self, attention_mask, inputs_embeds, past_key_values, cu_seqlens) -> dict[str, Any]:
+    def _masks(self, config, attention_mask, inputs_embeds, past_key_values, cu_seqlens) -> dict[str, Any]:
         if isinstance(attention_mask, dict):
             return dict(attention_mask)
         batch, length = inputs_embeds.shape[:2]
         documents = None if cu_seqlens is None else document_of_tokens(cu_seqlens, batch * length).view(batch, -1)
         return self.create_masks_for_generate(
-            self.config, inputs_embeds, attention_mask, past_key_values, documents=documents
+            config, inputs_embeds, attention_mask, past_key_values, documents=documents
         )
 
     def _steps(self, cache: Cache | None, length: int) -> bool:
@@ -631,14 +634,20 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         if isinstance(cache, InterdomainCache) and guesses:  # as many as the assistant's own settings say
             cache.allow_rollback(int(guesses))
         spared = model_kwargs.get("spared_cache")
-        return early_guesses(likely_guesses(found, self.device, spared), kwargs["input_ids"].shape[1], spared)
+        found = early_guesses(likely_guesses(found, self.device, spared), kwargs["input_ids"].shape[1], spared)
+        if isinstance(found, SparingGuesses) and self.config.dynamic_mask in ("position", "hard"):
+            # A guess is read where a text that ends by itself may never come.
+            found.max_length = min(found.max_length, self.config.max_position_embeddings + 1)
+        return found
 
     def _assisted_decoding(self, input_ids: torch.Tensor, *, generation_config: Any, **kwargs: Any) -> Any:
         """As in the library, which leaves it to models whether ids hold what a cache has seen, or follow on it.
 
         As in its other modes the mask tells, which is as long as the whole text; one without a pad was put aside.
-        A cache that was not asked to record its past records no more than guesses where these are made here.
+        A cache that was not asked to record its past records no more than guesses where these are made here, and stops
+        recording in the end.
         """
+        check_beside_guesses(generation_config)
         mask, length = kwargs.get("attention_mask"), input_ids.shape[1]
         if not length and (mask is not None or generation_config.prompt_lookup_num_tokens is None):
             raise ValueError(
@@ -653,7 +662,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         try:
             return super()._assisted_decoding(input_ids, spared_cache=cache, **settings)
         finally:
-            cache.pause_recording(False)
+            cache.stop_recording()
 
     def _sample(self, input_ids: torch.Tensor, *, stopping_criteria: Any, generation_config: Any, **kwargs: Any) -> Any:
         """As in the library; with a `prompt_store`, on from what is known of the prompt."""

@@ -1,13 +1,14 @@
 """Whatever `generate()` does with a cache, it does without one: the same logits, not only the same tokens."""
 
 import copy
+import threading
 
 import pytest
 import torch
 from accelerate import cpu_offload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache, StoppingCriteriaList
 from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
 from modeling_interdomain import InterdomainCache, InterdomainStaticCache, generation_first_layers
@@ -369,7 +370,7 @@ def test_prompt_lookup(each_mixer, tokens, random_ids, generate, assert_same_gen
 
 @pytest.mark.parametrize("recorded", [False, True])
 def test_what_prompt_lookup_records(recorded, recurrent_model, random_ids, generate, guess_ahead, contents):
-    """All, where the user asked for it; otherwise what was read since the last forward without guesses."""
+    """All, where the user asked for it, and otherwise nothing in the end: the next turn is spared a record, too."""
     model, ids = recurrent_model, random_ids(1, 10)
     text = generate(model, ids, max_new_tokens=12).sequences
     guess_ahead(text)
@@ -378,12 +379,13 @@ def test_what_prompt_lookup_records(recorded, recurrent_model, random_ids, gener
         cache.activate_past_recording()
     generate(model, ids, past_key_values=cache, prompt_lookup_num_tokens=3, max_new_tokens=12)
     seen = cache.get_seq_length()
-    assert cache.records and seen == 21
+    assert cache.records is recorded and seen == 21
     before = contents(cache)
     if not recorded:
-        with pytest.raises(ValueError, match="crop can take back .*[Cc]all activate_past_recording"):
-            cache.crop(-15)
+        with pytest.raises(ValueError, match="crop needs the past: call activate_past_recording"):
+            cache.crop(-1)
         assert all(map(torch.equal, contents(cache), before))
+        cache.activate_past_recording()
         model(text[:, seen:], past_key_values=cache)
     cache.crop(-15 if recorded else -1)
     left = cache.get_seq_length()
@@ -405,12 +407,83 @@ def test_a_refused_lookup_leaves_the_record_as_it_was(recurrent_model, random_id
 
     with pytest.raises(ValueError, match="batch_size"):
         model.generate(random_ids(2, 4), past_key_values=cache, prompt_lookup_num_tokens=2, max_new_tokens=2)
-    assert not any(layer.paused for layer in cache.recurrent_layers())
+    assert not cache.records and not any(layer.paused for layer in cache.recurrent_layers())
     with pytest.raises(KeyboardInterrupt):
         model.generate(
             random_ids(1, 4), past_key_values=cache, prompt_lookup_num_tokens=2, max_new_tokens=2, streamer=Streamer()
         )
-    assert cache.get_seq_length() and not any(layer.paused for layer in cache.recurrent_layers())
+    assert cache.get_seq_length() and not cache.records
+    assert not any(layer.paused for layer in cache.recurrent_layers())
+
+
+def test_a_copy_made_while_guesses_are_checked_can_be_told_to_record(recurrent_model, random_ids, guess_ahead):
+    model, ids, copies = recurrent_model, random_ids(1, 6), []
+    guess_ahead(model.generate(ids, max_new_tokens=12))
+    cache = InterdomainCache(model.config)
+
+    def keep(ids, scores, **kwargs):
+        copies.append(copy.deepcopy(cache))
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    settings = {"past_key_values": cache, "prompt_lookup_num_tokens": 2, "max_new_tokens": 12}
+    model.generate(ids, stopping_criteria=StoppingCriteriaList([keep]), **settings)
+    kept = copies[0]
+    kept.activate_past_recording()
+    with torch.no_grad():
+        model(random_ids(1, 2), past_key_values=kept)
+    kept.crop(-2)
+    assert kept.get_seq_length() == copies[0].get_seq_length() == 6
+
+
+@pytest.mark.parametrize("threads", [2])
+def test_first_layers_guess_beside_other_threads(threads, make_model, random_ids, generate):
+    """Guesses change nothing that another thread reads."""
+    model, ids = make_model(num_hidden_layers=3), random_ids(1, 6)
+    expected = generate(model, ids, max_new_tokens=12).sequences
+    depths, found, done = set(), [], threading.Event()
+
+    def watch():
+        while not done.is_set():
+            depths.add(model.config.num_hidden_layers)
+
+    def write():
+        found.append(generate(model, ids, max_new_tokens=12, assistant_early_exit=1).sequences)
+
+    watcher, writers = threading.Thread(target=watch), [threading.Thread(target=write) for _ in range(threads)]
+    for thread in (watcher, *writers):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    done.set()
+    watcher.join()
+    assert depths == {3} and len(found) == threads and all(text.equal(expected) for text in found)
+
+
+@pytest.mark.parametrize("guesses", [{"prompt_lookup_num_tokens": 2}, {"assistant_early_exit": 1}])
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"guidance_scale": 1.5}, "guidance_scale reads the text once more"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions is known of one token"),
+    ],
+)
+def test_what_does_not_go_with_guesses(guesses, asked, message, make_model, random_ids):
+    model, cache = make_model(), InterdomainCache(make_model().config)
+    with pytest.raises(ValueError, match=message):
+        model.generate(random_ids(1, 5), past_key_values=cache, max_new_tokens=4, **guesses, **asked)
+    assert not cache.get_seq_length() and not cache.records
+
+
+@pytest.mark.parametrize("guesses", [{"prompt_lookup_num_tokens": 6}, {"assistant_early_exit": 1}])
+def test_guesses_stay_where_positions_are_known(guesses, make_model, random_ids, generate, monkeypatch):
+    """A text that may be longer than a mask by position, but ends before."""
+    monkeypatch.setattr(generation_first_layers, "guesses_that_pay", lambda rate, cost, most, on_cpu: max(most, 0))
+    limits = {"dynamic_mask": "position", "max_position_embeddings": 12}
+    model, ids = make_model("softmax", **limits), random_ids(1, 3).repeat(1, 2)
+    expected = generate(model, ids, max_new_tokens=6).sequences
+    model.generation_config.num_assistant_tokens = 6
+    ends = {"eos_token_id": int(expected[0, -1]), "max_new_tokens": 30}
+    assert generate(model, ids, **ends).sequences.equal(generate(model, ids, **ends, **guesses).sequences)
 
 
 def test_assisted_decoding_continues_a_chat(model, make_model, random_ids, generate, assert_same_generation):
@@ -519,7 +592,7 @@ def test_a_guess_that_fails_leaves_the_model_whole(model, random_ids, guess_alwa
     depth = model.config.num_hidden_layers
 
     def fail(self, text):
-        assert self.model.config.num_hidden_layers == 1
+        assert (self.config.num_hidden_layers, self.model.config.num_hidden_layers) == (1, depth)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(generation_first_layers.FirstLayers, "_read", fail)
@@ -528,7 +601,7 @@ def test_a_guess_that_fails_leaves_the_model_whole(model, random_ids, guess_alwa
     assert model.config.num_hidden_layers == depth
 
 
-@pytest.mark.parametrize("layers", [-1, 0, 99])
+@pytest.mark.parametrize("layers", [-1, 0, 99, True, 1.0])
 def test_layers_that_are_not_there_cannot_guess(model, layers, random_ids):
     cache = InterdomainCache(model.config)
     with pytest.raises(ValueError, match="assistant_early_exit must be from 1 to num_hidden_layers"):

@@ -108,6 +108,7 @@ def test_sampled_text_repeats_with_the_seed(make_model, prompts):
         ([[5, 48]], {}, "Prompt 0 has a token outside of the vocabulary of 48"),
         ([[5]], {"max_batch_size": 0}, "max_batch_size must be positive, got 0"),
         ([[5]], {"num_beams": 3}, "leave out num_beams, or use generate"),
+        ([[5]], {"assistant_early_exit": 1}, "leave out assistant_early_exit, or use generate"),
         ([[5]], {"stop_strings": ["end"]}, "does not heed stop_strings: leave it out, or use generate"),
         ([[5]], {"max_time": 1.0}, "does not heed max_time"),
         ([[5]], {"output_scores": True}, "does not heed output_scores"),
