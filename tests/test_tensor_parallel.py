@@ -197,7 +197,8 @@ def in_processes(make_model, tmp_path_factory):
             if "parts" in names:
                 lora = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
                 get_peft_model(load(folder / "parts", 1), lora).save_pretrained(folder / "adapter")
-            set_forkserver_preload([__name__])
+            # No test of ours: the server stays, and the suite of Transformers has a package `tests` of its own.
+            set_forkserver_preload(["peft", "modeling_interdomain"])
             mp.start_processes(work, (str(folder), names), nprocs=2, start_method="forkserver")
             known[names[0]] = folder, [torch.load(folder / str(rank), weights_only=False) for rank in range(2)]
         return known[names[0]]
