@@ -28,6 +28,9 @@ from .op_interdomain_triton_states import Columns, LaterGradients, chunk_states,
 from .op_interdomain_triton_tables import KernelTables, Parameters, Partial, make_tables, table_gradients
 from .op_interdomain_triton_tiles import Sizes
 
+# Up to here a program holds all modes of what it has pulled, as a diagonal coefficient matrix takes them.
+_LARGEST_DIAGONAL = 64
+
 _KIND = ("SIZES", "MATH")
 _attend = tuned(attend, (*_KIND, "FULL"))
 _pull_both = tuned(pull_both, _KIND)
@@ -68,6 +71,8 @@ def triton_attention(
             are not read; outputs and gradients at pads are zero.
         output_final_state: without it, no memory is taken for states of documents (many of which may be empty).
     """
+    if log_decay.shape[1] > _LARGEST_DIAGONAL:
+        coefficient_matrix = _in_full(coefficient_matrix, log_decay)
     wide_tensors = (log_decay, input_matrix, coefficient_matrix, initial_state)
     output, final = _operator(
         *(x.contiguous() for x in (query, key, value)),
@@ -80,6 +85,15 @@ def triton_attention(
         output_final_state,
     )
     return output, final if output_final_state else None
+
+
+def _in_full(coefficients: torch.Tensor | None, log_decay: torch.Tensor) -> torch.Tensor:
+    """`[G, M, M, 2]`: a full matrix is applied in blocks of modes, with more products but hardly a spilled register."""
+    if coefficients is None:
+        groups, size = log_decay.shape[:2]
+        identity = torch.eye(size, dtype=torch.complex64, device=log_decay.device)
+        return torch.view_as_real(identity).expand(groups, size, size, 2)
+    return coefficients if coefficients.ndim == 4 else torch.diag_embed(coefficients.movedim(2, 1)).movedim(1, 3)
 
 
 class Plan(NamedTuple):

@@ -133,6 +133,36 @@ VARIANTS = {
     },
     "value-mask": {"token_mixers": ["interdomain", "softmax"], "dynamic_mask": "value", "num_key_value_heads": 2},
 }
+# Every token mixer with every feed-forward layer, and every mask; tests of models take each of them, all exhaustive.
+_PARTS = {
+    "interdomain": {},
+    "s4d": {},
+    "softmax": {"rope_parameters": ROPE},
+    "ssd": {"ssd_state_size": 6, "rope_parameters": ROPE, "rope_placement": "after"},
+    "selective_scan": {"scan_channels": 40, "scan_state_size": 5, "scan_step_rank": 3},
+    "inner_function": {"rope_parameters": ROPE, "inner_values": 5, "inner_value_dim": 8},
+}
+_FEED_FORWARDS = {"mlp": {}, "cdmoe": EXPERTS}
+PAIRS = {
+    f"{mixer}, {feed_forward}": {"token_mixers": mixer, "feed_forwards": feed_forward} | parts | experts
+    for mixer, parts in _PARTS.items()
+    for feed_forward, experts in _FEED_FORWARDS.items()
+}
+PAIRS |= {
+    f"{pair}, {mask}": PAIRS[pair] | {"dynamic_mask": mask}
+    for pair in ("softmax, cdmoe", "inner_function, mlp", "inner_function, cdmoe")
+    for mask in ("position", "hard", "value")
+}
+
+
+def dtypes_for(name: str) -> dict:
+    """Pairs are compiled and exported in float64, where another order of sums is not to be told from a mistake."""
+    state_dtype = "float64" if name in PAIRS else "float32"
+    return {"dtype": getattr(torch, state_dtype), "state_dtype": state_dtype}
+
+
+RECURRENT_PAIRS = [name for name in PAIRS if not name.startswith(("softmax", "inner_function"))]
+EXHAUSTIVE_PAIRS = [pytest.param(name, marks=[pytest.mark.slow, pytest.mark.exhaustive]) for name in PAIRS]
 # What holds keys that the next forward does not read: tests that compare whole caches leave it out.
 WINDOWED = {
     "windowed": {
@@ -153,12 +183,15 @@ def pytest_collection_modifyitems(items):
 def _variants_in_turn(items) -> None:
     """Of a test's other parameters an arrangement of mixers meets all, a variant one in turn.
 
-    Its others are exhaustive.
+    Its others are exhaustive, and so is all of the pairs.
     """
     cases = defaultdict(list)
     for item in items:
         values = item.callspec.params if hasattr(item, "callspec") else {}
         name = next((values[x] for x in ("model", "each_mixer", "any_model", "recurrent_model") if x in values), None)
+        if name in PAIRS:
+            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.exhaustive)
         if name in VARIANTS:
             cases[item.path, item.originalname, name].append(item)
     turns = {name: turn for turn, name in enumerate(VARIANTS)}
@@ -271,7 +304,7 @@ def _scan_by_slices(scan, inputs):
 
 @pytest.fixture(scope="session")
 def make_config():
-    """`make_config("softmax" or another name of MIXERS or VARIANTS, **changes)`: a small configuration."""
+    """`make_config("softmax" or another name of MIXERS, VARIANTS or PAIRS, **changes)`: a small configuration."""
 
     def make(name: str = "interdomain", **changes) -> InterdomainConfig:
         arguments = {
@@ -287,7 +320,7 @@ def make_config():
             "bos_token_id": None,
             "eos_token_id": None,
         }
-        return InterdomainConfig(**arguments | (MIXERS | VARIANTS | WINDOWED)[name] | changes)
+        return InterdomainConfig(**arguments | (MIXERS | VARIANTS | PAIRS | WINDOWED)[name] | changes)
 
     return make
 
@@ -305,25 +338,25 @@ def make_model(make_config):
     return make
 
 
-@pytest.fixture(params=[*MIXERS, "cheems"])
+@pytest.fixture(params=[*MIXERS, "cheems", *PAIRS])
 def model(request, make_model):
     """Every arrangement of token mixers, and the one without any of them."""
     return make_model(request.param)
 
 
-@pytest.fixture(params=[*MIXERS, "s4d", "cheems", "mamba2", "selective-scan", "hax"])
+@pytest.fixture(params=[*MIXERS, "s4d", "cheems", "mamba2", "selective-scan", "hax", *PAIRS])
 def each_mixer(request, make_model):
     """Every arrangement of token mixers, every mixer, and one with a sparse branch, but not all of their variants."""
     return make_model(request.param)
 
 
-@pytest.fixture(params=[*MIXERS, *VARIANTS])
+@pytest.fixture(params=[*MIXERS, *VARIANTS, *PAIRS])
 def any_model(request, make_model):
     """Every arrangement of token mixers and every variant of the recurrent one."""
     return make_model(request.param)
 
 
-@pytest.fixture(params=[name for name in (*MIXERS, *VARIANTS) if name != "softmax"])
+@pytest.fixture(params=[*(name for name in (*MIXERS, *VARIANTS) if name != "softmax"), *RECURRENT_PAIRS])
 def recurrent_model(request, make_model):
     """Every model that has a recurrent layer."""
     return make_model(request.param)

@@ -5,6 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from modeling_interdomain import InterdomainCache
+from tests.conftest import PAIRS, dtypes_for
 
 LENGTHS = (13, 19, 8, 30)
 
@@ -89,6 +90,7 @@ LONGEST = [
     ("selective-scan", "training masked", "inductor"),
     ("cheems", "training with ends", "inductor"),
 ]
+OF_PAIRS = [(name, run, "aot_eager") for name in PAIRS for run in ("training masked", "prefill masked")]
 
 
 @pytest.mark.parametrize(
@@ -96,12 +98,12 @@ LONGEST = [
     [
         *QUICK,
         *(pytest.param(*case, marks=pytest.mark.slow) for case in THOROUGH),
-        *(pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.exhaustive]) for case in LONGEST),
+        *(pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.exhaustive]) for case in [*LONGEST, *OF_PAIRS]),
     ],
 )
 def test_one_graph_for_every_length(name, run, backend, make_model, random_ids):
     """The first length is compiled as it is, the second as a variable, later ones not at all."""
-    model = make_model(name, dtype=torch.float32, state_dtype="float32", pad_token_id=None)
+    model = make_model(name, **dtypes_for(name), pad_token_id=None)
     function, kind = RUNS[run]
     if function is _train:
         model.train()

@@ -65,10 +65,28 @@ SHARDED = {
         "expert_key_dim": 8,
     },
 }
+_EXPERTS = {"feed_forwards": "cdmoe", "num_experts": 64, "experts_per_head": 2, "expert_key_dim": 8}
+# With those above every token mixer is sharded with every feed-forward layer.
+SHARDED_TOO = {
+    "experts": {"num_hidden_layers": 4, "token_mixers": ["interdomain", "s4d", "softmax", "selective_scan"]} | _EXPERTS,
+    "mlp": {
+        "num_hidden_layers": 5,
+        "token_mixers": ["s4d", "softmax", "selective_scan", "ssd", "inner_function"],
+        "ssd_state_size": 8,
+        "inner_value_dim": 8,
+        "dynamic_mask": "value",
+    },
+}
 
 
 @pytest.mark.parametrize(
-    "changes", [SHARDED["interdomain"], pytest.param(SHARDED["cheems"], marks=pytest.mark.slow)], ids=SHARDED
+    "changes",
+    [
+        SHARDED["interdomain"],
+        pytest.param(SHARDED["cheems"], marks=pytest.mark.slow),
+        *(pytest.param(x, marks=[pytest.mark.slow, pytest.mark.exhaustive]) for x in SHARDED_TOO.values()),
+    ],
+    ids=[*SHARDED, *SHARDED_TOO],
 )
 def test_sharded_parameters_equal_whole_ones(options, tmp_path, changes):  # noqa: F811
     """FSDP2: every parameter is split over two processes, those of a state space model and of experts included."""

@@ -6,6 +6,7 @@ from torch.export import Dim
 
 from modeling_interdomain import InterdomainCache
 from modeling_interdomain.registry_interdomain import TOKEN_MIXERS
+from tests.conftest import EXHAUSTIVE_PAIRS, dtypes_for
 
 MODELS = [
     "interdomain-softmax",
@@ -89,9 +90,11 @@ def _assert_same(found, expected, mask=None, atol=1e-5):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=atol)
 
 
-@pytest.fixture(params=[MODELS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS[1:])])
+@pytest.fixture(
+    params=[MODELS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS[1:]), *EXHAUSTIVE_PAIRS]
+)
 def model(request, make_model):
-    return make_model(request.param, dtype=torch.float32, state_dtype="float32")
+    return make_model(request.param, **dtypes_for(request.param))
 
 
 # Those that onnxruntime takes half a minute and more to load.
@@ -128,7 +131,7 @@ DECODERS = [
 
 def _decoding(make_model, name: str, batch: int = 2, length: int = 24):
     """The module, and its arguments after a prompt with pads."""
-    model = make_model(name, dtype=torch.float32, state_dtype="float32").requires_grad_(False)
+    model = make_model(name, **dtypes_for(name)).requires_grad_(False)
     ids, mask = _prompt(batch, length)
     with torch.no_grad():
         held = _held(model(ids, attention_mask=mask, use_cache=True).past_key_values)
@@ -152,7 +155,9 @@ def _decoded(run, arguments, steps: int = 3) -> list[torch.Tensor]:
     return [*logits, *held]
 
 
-@pytest.mark.parametrize("name", [DECODERS[0], *(pytest.param(x, marks=pytest.mark.slow) for x in DECODERS[1:])])
+@pytest.mark.parametrize(
+    "name", [DECODERS[0], *(pytest.param(x, marks=pytest.mark.slow) for x in DECODERS[1:]), *EXHAUSTIVE_PAIRS]
+)
 def test_decoding(name, make_model):
     decode, arguments = _decoding(make_model, name)
     program = torch.export.export(decode, arguments, dynamic_shapes=_any_cache(arguments)).module()

@@ -1,5 +1,6 @@
 """The evaluation harness, unchanged, runs these models: its tasks from local files, in batches, in other processes."""
 
+import functools
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from pyarrow import parquet, table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples import evaluate_tasks, text_data
+from tests.conftest import EXHAUSTIVE_PAIRS, PAIRS
 from tests.test_examples import WORDS, some_documents
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -150,7 +152,7 @@ def folders(make_model, tmp_path_factory):
     parent = tmp_path_factory.mktemp("models")
     tokenizer = text_data.train_tokenizer(some_documents(), vocab_size=300)
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    for name in (*MIXERS, SLOW):
+    for name in (*MIXERS, SLOW, *PAIRS):
         model = make_model(name, dtype=torch.float32, vocab_size=300, max_position_embeddings=128, **ids)
         model.save_pretrained(parent / name)
         tokenizer.save_pretrained(parent / name)
@@ -178,8 +180,13 @@ def answers(samples):
 
 @pytest.fixture(scope="module")
 def single(folders, manager):
-    """The answers of each mixer, one sequence at a time."""
-    return {name: answers(evaluate(folders / name, manager, batch_size=1)["samples"]) for name in MIXERS}
+    """`single(name)`: the answers of a mixer, one sequence at a time."""
+
+    @functools.cache
+    def of_one(name: str):
+        return answers(evaluate(folders / name, manager, batch_size=1)["samples"])
+
+    return of_one
 
 
 # Tasks.
@@ -248,11 +255,11 @@ def test_the_real_data(folders):
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", [*MIXERS, *EXHAUSTIVE_PAIRS])
 @pytest.mark.parametrize("batch_size", [4, "auto"])
 def test_batches_answer_as_single_sequences(name, batch_size, folders, manager, single):
     samples = evaluate(folders / name, manager, batch_size=batch_size, max_batch_size=8)["samples"]
-    (numbers, texts), (expected, expected_texts) = answers(samples), single[name]
+    (numbers, texts), (expected, expected_texts) = answers(samples), single(name)
     # Sums over long texts are float32 in the thousands, where 1e-4 is less than their last place: four of these.
     assert len(expected) > 30 and numbers == pytest.approx(expected, rel=4 * 2**-23, abs=1e-4)
     assert len(texts) == 7 and any(texts) and texts == expected_texts
@@ -272,7 +279,7 @@ def test_likelihoods_are_those_of_a_plain_forward(name, folders, manager, single
                 with torch.no_grad():
                     scores = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])
                 expected.append(scores[len(context) - 1 :].sum().item())
-    assert single[name][0][: len(expected)] == pytest.approx(expected, rel=0, abs=1e-4)
+    assert single(name)[0][: len(expected)] == pytest.approx(expected, rel=0, abs=1e-4)
 
 
 @pytest.mark.slow
@@ -311,7 +318,7 @@ def command_line(launcher, folder, data, output, *arguments, **environment):
 @pytest.mark.slow
 def test_command_line_with_the_code_of_the_folder(folders, data, single, tmp_path):
     (numbers, texts), _ = command_line(["-c", LM_EVAL], folders / "interdomain-softmax", data, tmp_path)
-    expected, expected_texts = single["interdomain-softmax"]
+    expected, expected_texts = single("interdomain-softmax")
     assert numbers == pytest.approx(expected, rel=0, abs=1e-4) and texts == expected_texts
 
 
@@ -324,7 +331,7 @@ def test_two_processes_answer_as_one(folders, data, single, tmp_path):
     environment = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
     (numbers, texts), log = command_line(*arguments, **environment)
     assert "local_wikitext on rank 0" in log and "local_wikitext on rank 1" in log
-    expected, expected_texts = single["interdomain"]
+    expected, expected_texts = single("interdomain")
     # As of batches: float32 in the thousands, rows lie in other batches here.
     assert numbers == pytest.approx(expected, rel=4 * 2**-23, abs=1e-4) and texts == expected_texts
 

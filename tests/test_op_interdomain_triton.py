@@ -81,6 +81,12 @@ def test_every_readout_is_the_recurrence(product, coefficients):
     check(inputs((1, 20, 4, 2, 3, 10, 7), coefficients), torch.float32, FLOAT32, product=product, chunk_size=16)
 
 
+@pytest.mark.parametrize("coefficients", ["diagonal", "identity"])
+def test_more_modes_than_a_program_holds_at_once(coefficients):
+    """From 65 modes on these matrices go the way of a full one; gradients come back in the shape they have."""
+    check(inputs((1, 20, 2, 1, 8, 8, 70), coefficients, decay=0.05), torch.float32, FLOAT32)
+
+
 # The widest keep an interpreter busy for minutes.
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=[pytest.mark.slow] * x.endswith(("128", "_256"))) for x in WIDE_SHAPES]

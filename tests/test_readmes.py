@@ -263,6 +263,15 @@ def test_what_is_said_of_the_parts_of_the_start_that_remembers():
     assert [right(without_c, *size) for size in sizes] == [1.0, 1.0, 0.99]
     assert [right(name, 16, 128, step="125") for name in (without_c, "recall")] == [0.14, 0.3]
     assert [right(others, *size) for size in sizes] == [0.01, 0.43, 0.02]
+    best = {
+        name: best_runs(runs, name, (16, 128))[0]["accuracy"]
+        for name in CONDITIONS
+        if tried_rates(runs, name, (16, 128))
+    }
+    knowing = {name for name in best if name == "recall" or (name.endswith("induction") and "uniform" in name)}
+    assert len(knowing) == 3 and min(best[name] for name in knowing) > 0.99
+    searching = sorted((best[name] for name in best.keys() - knowing), reverse=True)
+    assert [round(x, 2) for x in searching[:3]] == [0.94, 0.4, 0.23]
     plain = {
         "posterior, uniform, even": [0.92, 1.0],
         "identity, uniform, even": [0.34, 0.97],

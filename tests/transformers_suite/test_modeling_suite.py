@@ -125,6 +125,35 @@ class CheemsTest(TransformersSuite, unittest.TestCase):
     has_attentions = False
 
 
+# With those above every token mixer meets every feed-forward layer.
+@pytest.mark.slow
+@pytest.mark.exhaustive
+class InterdomainExpertsTest(TransformersSuite, unittest.TestCase):
+    parts = {"token_mixers": ["interdomain", "s4d"], "feed_forwards": "cdmoe"}
+    has_attentions = False
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+class SoftmaxExpertsTest(TransformersSuite, unittest.TestCase):
+    parts = {"token_mixers": ["softmax", "selective_scan"], "feed_forwards": "cdmoe"}
+    has_attentions = False
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+class SelectiveScanMlpTest(TransformersSuite, unittest.TestCase):
+    parts = {"token_mixers": ["selective_scan", "ssd"], "feed_forwards": "mlp"}
+    has_attentions = False
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+class InnerFunctionExpertsTest(TransformersSuite, unittest.TestCase):
+    parts = CheemsTest.parts | {"token_mixers": ["inner_function", "ssd"], "dynamic_mask": "value"}
+    has_attentions = False
+
+
 class SoftmaxTest(TransformersSuite, unittest.TestCase):
     parts = {"token_mixers": "softmax"}
 
