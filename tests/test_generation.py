@@ -12,6 +12,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCach
 from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
 from modeling_interdomain import InterdomainCache, InterdomainStaticCache, generation_first_layers
+from tests.conftest import EXHAUSTIVE_PAIRS
 
 MODES = {
     "greedy": {},
@@ -311,6 +312,13 @@ def test_assisted_decoding(main, assistant, tokens, make_model, random_ids, gene
     model, assistant, ids = make_model(main), _small_assistant(make_model, assistant), random_ids(1, 6)
     assistant.generation_config.num_assistant_tokens = tokens
     actual = generate(model, ids, assistant_model=assistant, max_new_tokens=12)
+    assert_same_generation(actual, generate(model, ids, max_new_tokens=12, use_cache=False))
+
+
+@pytest.mark.parametrize("name", EXHAUSTIVE_PAIRS)
+def test_assisted_decoding_of_every_pair(name, make_model, random_ids, generate, assert_same_generation):
+    model, ids = make_model(name), random_ids(1, 6)
+    actual = generate(model, ids, assistant_model=_similar_assistant(model, make_model, name), max_new_tokens=12)
     assert_same_generation(actual, generate(model, ids, max_new_tokens=12, use_cache=False))
 
 

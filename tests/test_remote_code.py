@@ -86,13 +86,25 @@ Path("report.json").write_text(json.dumps(report))
 """
 
 
-@pytest.fixture(scope="module")
-def models(make_model):
-    mixers = ["interdomain", "softmax", "s4d", "ssd", "inner_function"]
+LAYERS = [("interdomain", "cdmoe"), ("softmax", "mlp"), ("s4d", "none"), ("ssd", "mlp"), ("inner_function", "cdmoe")]
+_SCAN = "selective_scan"
+# With those above every token mixer is before every feed-forward layer.
+OTHER_LAYERS = [
+    *(("interdomain", "mlp"), ("s4d", "cdmoe"), ("s4d", "mlp"), ("softmax", "cdmoe")),
+    *((_SCAN, "cdmoe"), (_SCAN, "mlp"), ("inner_function", "mlp"), ("ssd", "cdmoe")),
+]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[LAYERS, pytest.param(OTHER_LAYERS, marks=[pytest.mark.slow, pytest.mark.exhaustive])],
+    ids=["layers", "other layers"],
+)
+def models(request, make_model):
     parts = {
-        "num_hidden_layers": len(mixers),
-        "token_mixers": mixers,
-        "feed_forwards": ["cdmoe", "mlp", "none", "mlp", "cdmoe"],
+        "num_hidden_layers": len(request.param),
+        "token_mixers": [mixer for mixer, _ in request.param],
+        "feed_forwards": [feed_forward for _, feed_forward in request.param],
         "dynamic_mask": "value",
     }
     return {

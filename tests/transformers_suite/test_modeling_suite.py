@@ -125,25 +125,33 @@ class CheemsTest(TransformersSuite, unittest.TestCase):
     has_attentions = False
 
 
-# With those above every token mixer meets every feed-forward layer.
+# With those above every token mixer meets every feed-forward layer; both kinds of it in each model, so that every entry
+# of the tensor parallel plan finds its module.
 @pytest.mark.slow
 @pytest.mark.exhaustive
 class InterdomainExpertsTest(TransformersSuite, unittest.TestCase):
-    parts = {"token_mixers": ["interdomain", "s4d"], "feed_forwards": "cdmoe"}
+    parts = {"token_mixers": ["interdomain", "selective_scan"], "feed_forwards": ["cdmoe", "mlp"]}
+    has_attentions = False
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+class SelectiveScanExpertsTest(TransformersSuite, unittest.TestCase):
+    parts = {"token_mixers": ["selective_scan", "interdomain"], "feed_forwards": ["cdmoe", "mlp"]}
+    has_attentions = False
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+class S4DExpertsTest(TransformersSuite, unittest.TestCase):
+    parts = {"token_mixers": ["s4d", "softmax"], "feed_forwards": ["cdmoe", "mlp"]}
     has_attentions = False
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 class SoftmaxExpertsTest(TransformersSuite, unittest.TestCase):
-    parts = {"token_mixers": ["softmax", "selective_scan"], "feed_forwards": "cdmoe"}
-    has_attentions = False
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-class SelectiveScanMlpTest(TransformersSuite, unittest.TestCase):
-    parts = {"token_mixers": ["selective_scan", "ssd"], "feed_forwards": "mlp"}
+    parts = {"token_mixers": ["softmax", "ssd"], "feed_forwards": ["cdmoe", "mlp"]}
     has_attentions = False
 
 
