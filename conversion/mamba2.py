@@ -121,6 +121,8 @@ def check_style(source: PreTrainedConfig) -> None:
         raise InputError(f"The source is of type {source.model_type}: models of type mamba2 can be converted.")
     if getattr(source, "quantization_config", None):
         raise InputError("The source is quantized: convert the original weights.")
+    if source.conv_kernel == 1:
+        raise InputError("The source has conv_kernel = 1, a convolution of one token: 2 and more can be converted.")
 
 
 def _names(number: int) -> dict[str, str]:

@@ -72,8 +72,8 @@ def test_the_same_logits_whole_in_pieces_and_back(name, tmp_path, capsys):
         expected = mamba(ids, use_cache=False).logits
         found = ours(ids, use_cache=False).logits
     assert expected.std() > 0.3  # of what is compared
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(in_pieces(ours, ids), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(in_pieces(ours, ids), expected, rtol=1e-5, atol=1e-5)
 
     assert run("to-mamba2", tmp_path / "ours", tmp_path / "back") == 0
     back, report = Mamba2ForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
@@ -106,7 +106,7 @@ def test_it_generates_what_the_mamba_does_and_pads_do_not_leak(tmp_path, guess_a
         cache = InterdomainCache(ours.config)
         ours(padded, attention_mask=mask, past_key_values=cache)
         found = ours(next_token, attention_mask=mask_after, past_key_values=cache).logits[:, -1]
-    torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5)
 
 
 def test_half_precision_keeps_the_decays(tmp_path):
@@ -156,3 +156,5 @@ def test_what_is_no_mamba_is_refused_in_one_sentence(tmp_path, capsys):
     config = json.loads(file.read_text())
     file.write_text(json.dumps(config | {"state_size": 12}))
     refused("from-mamba2", tmp_path / "mamba", "does not fit its configuration: it")
+    file.write_text(json.dumps(config | {"conv_kernel": 1}))
+    refused("from-mamba2", tmp_path / "mamba", "The source has conv_kernel = 1, a convolution of one token")
