@@ -11,6 +11,7 @@ from modeling_interdomain import (
     InterdomainStaticCache,
 )
 from modeling_interdomain.module_sparse_choice import RankingLoss, SparseHash, ranking_loss
+from tests.conftest import VARIANTS
 
 SMALL = {"sparse_keys": 8, "sparse_key_dim": 4, "sparse_hash_size": 4, "num_key_value_heads": 2, "max_rollback": 8}
 BRANCHES = {
@@ -18,6 +19,7 @@ BRANCHES = {
     "hax-s4d": {"sparse_attention": "hax", "token_mixers": "s4d"},
     "hax-selective-scan": {"sparse_attention": "hax", "token_mixers": "selective_scan", "feed_forwards": "none"},
     "hax-ssd": {"sparse_attention": "hax", "token_mixers": "ssd", "ssd_heads": 6},
+    "hax-mamba2": VARIANTS["mamba2"] | {"sparse_attention": "hax"},
     "four-parts": {
         "sparse_attention": "sink+sliding_window+dilated+lsh",
         "sparse_keys": 16,
@@ -41,6 +43,8 @@ def make_branch(make_model):
 @pytest.mark.parametrize("name", BRANCHES)
 def test_whole_is_pieces_is_steps_is_padded_is_packed(name, make_branch, make_cache, random_ids, advance, assert_same):
     model, ids = make_branch(name), random_ids(2, 36)
+    gates = [x for key, x in model.named_parameters() if "sparse.gate" in key]
+    assert gates and all(gate.abs().min() > 0 for gate in gates)  # the branch speaks
     whole = model(ids, use_cache=False).logits
     cache = make_cache(model.config)
     pieces = [ids[:, :13], *ids[:, 13:15].split(1, 1), ids[:, 15:26], *ids[:, 26:].split(1, 1)]
