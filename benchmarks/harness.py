@@ -1,5 +1,6 @@
 """What every table shares: check first, time both sides in turns, write down the machine, print from the file."""
 
+import functools
 import json
 import os
 import platform
@@ -28,10 +29,16 @@ def machine() -> dict:
         "torch": torch.__version__,
         "transformers": version("transformers"),
         **_gpu(),
-        "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "-uno") else ""),
+        "commit": _commit(),
         "command": " ".join(["python -m", _program(), *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+@functools.cache
+def _commit() -> str:
+    """What the checkout holds when first asked, "+" for changes: tables that this process writes are none."""
+    return _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "-uno") else "")
 
 
 def _gpu() -> dict:
