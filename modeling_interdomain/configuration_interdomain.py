@@ -445,6 +445,18 @@ class InterdomainConfig(PreTrainedConfig):
 
     def validate_architecture(self):
         """Checked whenever a configuration is made, and again when it is saved or loaded."""
+        self.check_model()
+        for field in ("token_mixers", "feed_forwards", "sparse_attention"):
+            self._check_count(field, most=self.num_hidden_layers)
+        self._check_start()
+
+    def check_model(self) -> None:
+        """Raise a ValueError where no model can be made, or would compute something else than the fields say.
+
+        A model asks for this too: fields can be assigned after a configuration is made, and overrides of
+        `from_pretrained` are. How parameters start is not looked at, since a loaded model does not start, nor are the
+        names of layers that a smaller number cuts off.
+        """
         for name in _POSITIVE:
             value = getattr(self, name)
             if value is None or value < 1:
@@ -484,12 +496,6 @@ class InterdomainConfig(PreTrainedConfig):
             )
         if self.aux_loss_coef < 0:
             raise ValueError(f"aux_loss_coef must not be negative, got {self.aux_loss_coef}.")
-        if not 0 < self.time_step_min <= self.time_step_max:
-            raise ValueError(
-                f"time_step_min = {self.time_step_min} must be positive and at most time_step_max = "
-                f"{self.time_step_max}."
-            )
-        self._check_start()
         self._ask_parts("check_config")
         self._check_sparse()
         if self.max_rollback < 0:
@@ -516,12 +522,7 @@ class InterdomainConfig(PreTrainedConfig):
 
     def _check_sparse(self) -> None:
         """The branches can be made, and stand beside layers that can have one."""
-        branches = self.sparse_attention
-        if isinstance(branches, list) and len(branches) != self.num_hidden_layers:
-            raise ValueError(
-                f"sparse_attention has {len(branches)} names for num_hidden_layers = {self.num_hidden_layers}; give "
-                "one name a layer, or one for all."
-            )
+        self._check_count("sparse_attention")
         if not 0 <= self.ranking_loss_coef < float("inf"):
             raise ValueError(
                 f"ranking_loss_coef must be finite and not negative, got {self.ranking_loss_coef}; 0 leaves the loss "
@@ -538,7 +539,12 @@ class InterdomainConfig(PreTrainedConfig):
             check_parts(self, branch, TOKEN_MIXERS[mixer].written_shape(self)[0])
 
     def _check_start(self) -> None:
-        """What is asked of C and of queries at the start can be done, and has an effect."""
+        """What is asked of steps, C and queries at the start can be done, and has an effect."""
+        if not 0 < self.time_step_min <= self.time_step_max:
+            raise ValueError(
+                f"time_step_min = {self.time_step_min} must be positive and at most time_step_max = "
+                f"{self.time_step_max}."
+            )
         if self.query_init == "induction" and (problem := self._induction_problem()) is not None:
             raise ValueError(f'query_init = "induction" {problem}: set it to "independent".')
         if self.sparse_query_init == "induction" and self.conv_kernel < 2:
@@ -599,11 +605,16 @@ class InterdomainConfig(PreTrainedConfig):
                     f"{field} must be made of {', '.join(table)} or what register_{field[:-1]} has added; got "
                     f"{', '.join(unknown)}."
                 )
-            if not isinstance(given, str) and len(names) != self.num_hidden_layers:
-                raise ValueError(
-                    f"{field} has {len(names)} names for num_hidden_layers = {self.num_hidden_layers}; give one name a "
-                    "layer, or one for all."
-                )
+            self._check_count(field)
+
+    def _check_count(self, field: str, most: float = float("inf")) -> None:
+        """A list has a name for each layer, and no more than so many."""
+        names = getattr(self, field)
+        if isinstance(names, list) and not self.num_hidden_layers <= len(names) <= most:
+            raise ValueError(
+                f"{field} has {len(names)} names for num_hidden_layers = {self.num_hidden_layers}; give one name a "
+                "layer, or one for all."
+            )
 
     @property
     def base_model_tp_plan(self) -> dict[str, str]:

@@ -91,6 +91,12 @@ def test_state_sizes_of_the_125m_models():
     assert sizes["softmax"] == {"recurrent": 0, "convolution": 0, "keys_values": 12 * 2 * 768 * 2048}
 
 
+def test_state_sizes_of_cheems_320m():
+    """21 SSD layers of 12 heads of 64 x 128, and 3 of inner functions, which keep 2 x 768 a token."""
+    config = AutoConfig.from_pretrained(Path(__file__).parents[1] / "configuration" / "cheems-320m")
+    assert config.state_sizes(1000) == {"recurrent": 2_064_384, "convolution": 0, "keys_values": 4_608 * 1000}
+
+
 def test_state_sizes_are_those_of_a_cache(any_model, random_ids):
     cache = InterdomainCache(any_model.config)
     any_model(random_ids(1, 5), past_key_values=cache)
@@ -189,3 +195,58 @@ BAD_FIELDS = {
 def test_bad_fields_are_named(fields, message):
     with pytest.raises(Exception, match=message):
         InterdomainConfig(**fields)
+
+
+# What a model computes, over a folder of softmax layers: assigned to its configuration, or an override in loading it.
+EXPERTS = {"feed_forwards": "cdmoe", "num_experts": 16, "expert_heads": 1, "experts_per_head": 2}
+BAD_OVERRIDES = {
+    "an unknown mixer": ({"token_mixers": "mamba"}, "token_mixers must be made of .*; got mamba"),
+    "an unknown feed-forward": ({"feed_forwards": "moe"}, "feed_forwards must be made of .*; got moe"),
+    "too few mixers": ({"token_mixers": ["softmax"]}, "token_mixers has 1 names for num_hidden_layers = 2"),
+    "too few branches": ({"token_mixers": "ssd", "sparse_attention": ["hax"]}, "sparse_attention has 1 names"),
+    "a branch beside softmax": ({"sparse_attention": "hax"}, "sparse_attention stands beside recurrent layers"),
+    "a window without a value": ({"dynamic_mask_window": 4}, 'dynamic_mask_window = 4 .* needs dynamic_mask = "value"'),
+    "a mask without attention": ({"token_mixers": "ssd", "dynamic_mask": "hard"}, "dynamic_mask = 'hard' masks atten"),
+    "no grid of experts": (
+        EXPERTS | {"experts_per_head": 8},
+        "num_experts = 16 makes a grid of 4 x 4 .* cannot find experts_per_head = 8",
+    ),
+    "half a key": (EXPERTS | {"expert_key_dim": 7}, "expert_key_dim must be even"),
+    "groups of heads": ({"token_mixers": "ssd", "ssd_groups": 3}, "ssd_groups = 3 must divide"),
+    "more inner values than there are": (
+        {"token_mixers": "inner_function", "inner_values_per_token": 9},
+        "inner_values_per_token = 9",
+    ),
+    "no rotations": ({"rope_parameters": None, "rope_placement": "after"}, "rope_placement = 'after' needs rope_par"),
+    "an unknown state dtype": ({"state_dtype": "int8"}, "state_dtype must be one of"),
+    "no heads": ({"num_key_value_heads": 0}, "num_key_value_heads must be a positive integer"),
+}
+
+
+@pytest.fixture(scope="module")
+def softmax_folder(tmp_path_factory):
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 64}
+    folder = tmp_path_factory.mktemp("softmax")
+    config = InterdomainConfig(token_mixers="softmax", rope_parameters=dict(ROPE), **shape)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD_OVERRIDES.values(), ids=BAD_OVERRIDES.keys())
+def test_bad_overrides_are_named(softmax_folder, fields, message):
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_pretrained(softmax_folder, **fields)
+    config = AutoConfig.from_pretrained(softmax_folder)
+    for name, value in fields.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_config(config)
+
+
+def test_a_model_of_the_first_layers_takes_the_first_names():
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 64}
+    config = InterdomainConfig(token_mixers=["ssd", "softmax"], feed_forwards=["none", "mlp"], **shape)
+    config.num_hidden_layers = 1
+    names = {name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters()}
+    assert any("layers.0.token_mixer.recurrence" in name for name in names)
+    assert not any("mlp" in name or "layers.1" in name for name in names)
