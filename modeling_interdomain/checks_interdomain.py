@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, StaticLayer
 from .cache_interdomain import kind_of, look_into
 from .mixer_common import TokenMixer
 from .module_common import AuxiliaryLoss
+from .module_dynamic_mask import check_position_table, with_positions_in_table
 from .module_rotary import LENGTH_DEPENDENT
 
 # The attention implementations that take a mask a head.
@@ -157,9 +158,13 @@ def check_cache(cache: Cache | None, config, mixers: list[TokenMixer], batch: in
             continue
         expected = mixer.cache_shapes(batch)
         if found.shapes != expected:
+            hint = ""
+            if config.dynamic_mask == "value" and config.layer_types[i] == "full_attention":
+                hint = ' (dynamic_mask = "value" keeps a bias with each key, which prefix tuning does not make: use '
+                hint += "prompt tuning)"
             raise ValueError(
                 f"past_key_values holds tensors of shape {found.shapes} in layer {i}, but this model and batch need "
-                f"{expected}; it belongs to another model or batch."
+                f"{expected}; it belongs to another model or batch{hint}."
             )
         if found.device is not None and home.type != "meta" and found.device != home:
             raise ValueError(
@@ -179,11 +184,14 @@ def _fits(layer, mixer: TokenMixer, batch: int, home: torch.device) -> bool:
     )
 
 
-def check_dynamic_mask(config, position_ids: torch.Tensor, longest: int | torch.Tensor | None) -> None:
+def check_dynamic_mask(
+    config, inputs_embeds: torch.Tensor, position_ids: torch.Tensor, longest: int | torch.Tensor | None
+) -> torch.Tensor:
     """A mask that this forward cannot have: of a position beyond its table, or a window where no mask is heeded.
 
-    `longest` bounds the number of positions where that is known without looking at them. In a compiled graph nothing
-    is looked at: its own index checks refuse what is beyond the table.
+    `longest` bounds the number of positions where that is known without looking at them. Returns what the layers read:
+    in a compiled graph it comes out of the check, which is so made before any of them changes a cache. What is exported
+    leaves this to its indices.
     """
     if config.dynamic_mask_window is not None and config._attn_implementation not in _WINDOWED:
         names = " or ".join(f'"{name}"' for name in _WINDOWED)
@@ -191,20 +199,14 @@ def check_dynamic_mask(config, position_ids: torch.Tensor, longest: int | torch.
             "dynamic_mask_window hides other keys from each head, which attn_implementation = "
             f'"{config._attn_implementation}" cannot do: use {names}.'
         )
-    if config.dynamic_mask not in ("position", "hard") or torch.compiler.is_compiling():
-        return
-    room = config.max_position_embeddings
-    if longest is not None and longest <= room:
-        return
-    if position_ids.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
-    least, most = (int(x) for x in position_ids.aminmax())
-    if least < 0 or most >= room:
-        raise ValueError(
-            f'dynamic_mask = "{config.dynamic_mask}" has a number for each position below max_position_embeddings = '
-            f"{room}, and this forward needs one for {most if most >= room else least}; shorten the text, or train "
-            "with a larger max_position_embeddings."
-        )
+    kind, room = config.dynamic_mask, config.max_position_embeddings
+    if kind not in ("position", "hard") or torch.compiler.is_exporting():
+        return inputs_embeds
+    if torch.compiler.is_compiling():
+        return with_positions_in_table(inputs_embeds, position_ids, room, kind)
+    if longest is None or longest > room:
+        check_position_table(position_ids, room, kind)
+    return inputs_embeds
 
 
 def check_sequence_group(

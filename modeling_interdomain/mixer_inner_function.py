@@ -58,7 +58,7 @@ class InnerFunctionMixer(SoftmaxMixer):
         if config.inner_values_per_token > config.inner_values:
             raise ValueError(
                 f"inner_values_per_token = {config.inner_values_per_token} must be at most inner_values = "
-                f"{config.inner_values}."
+                f"{config.inner_values}: a token chooses among these."
             )
 
     @classmethod

@@ -60,6 +60,7 @@ from .generation_serving import RequestManager, why_not_served
 from .mixer_recurrent import RecurrentMixer
 from .mixer_softmax import SoftmaxMixer
 from .module_common import AuxiliaryLoss, InterdomainRMSNorm, PerVersion, forget_tables, project
+from .module_dynamic_mask import check_position_table
 from .module_layer_losses import share_of_step, together, warn_if_left_out
 from .module_rotary import InterdomainRotaryEmbedding
 from .module_sequence_parallel import place_piece, shifted_labels, summed
@@ -193,6 +194,8 @@ class InterdomainPreTrainedModel(PreTrainedModel):
     }
 
     def __init__(self, config: InterdomainConfig, *args, **kwargs):
+        if isinstance(config, InterdomainConfig):  # what else it may be, the library refuses
+            config.check_model()
         super().__init__(config, *args, **kwargs)
         if set(config.layer_types) == {"full_attention"}:
             self._keep_in_fp32_modules_strict = None
@@ -406,7 +409,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         longest = seen + shape[1] if position_ids is None and _is_at_hand(seen) else None
         if position_ids is None:
             position_ids = _default_positions(attention_mask, cu_seqlens, seen, shape, inputs_embeds.device)
-        check_dynamic_mask(config, position_ids, longest)
+        inputs_embeds = check_dynamic_mask(config, inputs_embeds, position_ids, longest)
         packed = cu_seqlens is not None if piece is None else piece.packed
         cacheable = not packed and not self.training and not config.bidirectional
         if use_cache and past_key_values is None and cacheable:
@@ -615,13 +618,21 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
             seen = int(past_key_values.get_seq_length())
             if 0 < seen < input_ids.shape[1]:
                 next_sequence_length = input_ids.shape[1] - seen
-        return super().prepare_inputs_for_generation(
+        inputs = super().prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=next_sequence_length,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
+        self._check_positions_of(inputs, input_ids.shape[1])
+        return inputs
+
+    def _check_positions_of(self, inputs: dict[str, Any], length: int) -> None:
+        """A compiled step on a GPU cannot say that a position is beyond the table of a mask, and is not recovered."""
+        kind, room = self.config.dynamic_mask, self.config.max_position_embeddings
+        if kind in ("position", "hard") and length > room and inputs.get("position_ids") is not None:
+            check_position_table(inputs["position_ids"], room, kind)
 
     def _get_candidate_generator(self, *, model_kwargs: dict[str, Any], **kwargs: Any) -> Any:
         """As in the library; looked up is what is likely, and the first layers guess as much as pays.

@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
+from .op_common_launch import namespace
+
 # Of a head with a bias: kernels want sizes that are multiples of 8, and the same of keys and values.
 BIAS_COLUMNS = 8
 
@@ -36,6 +38,38 @@ class PositionMask(nn.Module):
         if self.hard:
             found = found.detach().clamp(0, 1).round() + (found - found.detach())
         return query, key, value * found.permute(1, 2, 0)[..., None].to(value.dtype)
+
+
+def check_position_table(position_ids: torch.Tensor, room: int, kind: str) -> None:
+    """A mask by position has a number for each of them."""
+    if position_ids.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    least, most = (int(x) for x in position_ids.aminmax())
+    if least < 0 or most >= room:
+        raise ValueError(
+            f'dynamic_mask = "{kind}" has a number for each position below max_position_embeddings = {room}, and this '
+            f"forward needs one for {most if most >= room else least}; shorten the text, or train with a larger "
+            "max_position_embeddings."
+        )
+
+
+@torch.library.custom_op(f"{namespace(__name__)}::with_positions_in_table", mutates_args=())
+def with_positions_in_table(
+    hidden_states: torch.Tensor, position_ids: torch.Tensor, room: int, kind: str
+) -> torch.Tensor:
+    """`hidden_states`; opaque, since a compiler may run an assertion of its own after what it stands before."""
+    if position_ids.is_cuda:  # the indices themselves are checked there, and looking at them would make the CPU wait
+        return hidden_states.clone()
+    check_position_table(position_ids, room, kind)
+    return hidden_states.clone()
+
+
+@with_positions_in_table.register_fake
+def _(hidden_states: torch.Tensor, position_ids: torch.Tensor, room: int, kind: str) -> torch.Tensor:
+    return torch.empty_like(hidden_states)
+
+
+with_positions_in_table.register_autograd(lambda _, gradient: (gradient, None, None, None))
 
 
 class ValueMask(nn.Module):

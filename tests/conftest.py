@@ -182,8 +182,6 @@ NOT_OF_PAIRS = {
     "test_ends_hold_whatever_else_is_given": {"position": _BY_POSITION, "hard": _BY_POSITION},
     "test_early_tokens_show_in_late_logits": {"ssd": "layers with steps as large as these have forgotten by then"},
     "test_layers_hold_what_their_mixers_need": {"s4d": _HELD, "selective_scan": _HELD, "value": _HELD},
-    "test_bfloat16_is_close_to_float32": {"cdmoe": "rounded inputs choose other experts: test_experts.py has a bound"},
-    "test_prefix_tuning_needs_keys_and_values": {"value": "keys have columns for their bias that a prefix has not"},
 }
 
 

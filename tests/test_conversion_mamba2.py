@@ -109,6 +109,43 @@ def test_it_generates_what_the_mamba_does_and_pads_do_not_leak(tmp_path, guess_a
     torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5)
 
 
+def test_what_a_mamba_alone_does_not_do(tmp_path):
+    """Beams, tokens taken back, packed documents and adapters, each against what the Mamba-2 says of whole texts."""
+    peft = pytest.importorskip("peft")
+    mamba = save_mamba(tmp_path / "mamba", n_groups=2)
+    assert run("from-mamba2", tmp_path / "mamba", tmp_path / "ours") == 0
+    ours = InterdomainForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    ids = torch.randint(1, 48, (2, 20), generator=torch.Generator().manual_seed(2))
+    settings = {"max_new_tokens": 8, "num_beams": 3, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(ours.generate(ids, **settings), mamba.generate(ids, use_cache=False, **settings))
+
+    with torch.no_grad():
+        whole = mamba(ids, use_cache=False).logits
+        cache = InterdomainCache(ours.config)
+        cache.activate_past_recording()
+        ours(ids[:, :12], past_key_values=cache)
+        ours(torch.full((2, 3), 7), past_key_values=cache)
+        cache.crop(-3)
+        again = ours(ids[:, 12:], past_key_values=cache).logits
+        packed = ours(ids.view(1, -1), cu_seq_lens_q=torch.tensor([0, 20, 40]), use_cache=False).logits
+    torch.testing.assert_close(again, whole[:, 12:], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(packed.view_as(whole), whole, rtol=1e-5, atol=1e-5)
+
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    adapted = peft.get_peft_model(ours, peft.LoraConfig(target_modules=targets, init_lora_weights=False)).train()
+    adapted(ids, labels=ids).loss.backward()
+    gradients = {name: p.grad for name, p in adapted.named_parameters() if p.requires_grad}
+    assert len(gradients) == 2 * 2 * len(targets) and all(x is not None and x.any() for x in gradients.values())
+    after = adapted.eval()(ids).logits
+    assert (after - whole).abs().max() > 1e-2
+    merged = adapted.merge_and_unload()
+    torch.testing.assert_close(merged(ids).logits, after, rtol=1e-4, atol=1e-4)
+    merged.save_pretrained(tmp_path / "merged")
+    assert run("to-mamba2", tmp_path / "merged", tmp_path / "back") == 0
+    back = Mamba2ForCausalLM.from_pretrained(tmp_path / "back").eval()
+    torch.testing.assert_close(back(ids, use_cache=False).logits, after, rtol=1e-4, atol=1e-4)
+
+
 def test_half_precision_keeps_the_decays(tmp_path):
     mamba = save_mamba(tmp_path / "mamba", torch.bfloat16)
     assert run("from-mamba2", tmp_path / "mamba", tmp_path / "ours") == 0

@@ -110,6 +110,27 @@ def test_positions_beyond_the_table_are_refused(make_model, kind, random_ids, co
     model(random_ids(1, 1), past_key_values=cache)  # the last one that has a number
     padded = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])
     assert model(random_ids(1, 8), attention_mask=padded).logits.isfinite().all()
+    with pytest.raises(ValueError, match=message.format(6)):  # outside of a compiled step, which on a GPU cannot say it
+        model.prepare_inputs_for_generation(random_ids(1, 7), position_ids=torch.arange(7)[None])
+    model.prepare_inputs_for_generation(random_ids(1, 8), position_ids=torch.tensor([[0, 0, 0, 1, 2, 3, 4, 5]]))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_steps_refuse_positions_beyond_the_table_before_their_layers_run(
+    make_model, backend, random_ids, contents
+):
+    model = make_model("interdomain-softmax", dynamic_mask="position", max_position_embeddings=6, dtype=torch.float32)
+    cache = InterdomainStaticCache(model.config, max_cache_len=8)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        model(random_ids(1, 5), past_key_values=cache)
+        last = compiled(random_ids(1, 1), past_key_values=cache).logits
+        assert last.isfinite().all()
+        before = contents(cache)
+        with pytest.raises(ValueError, match="below max_position_embeddings = 6, and this forward needs one for 6"):
+            compiled(random_ids(1, 1), past_key_values=cache)
+    torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
 
 
 # By value.

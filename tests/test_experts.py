@@ -189,8 +189,10 @@ def test_heads_and_experts(make_layer, assert_same, heads, count):
     assert_same(differentiate(layer, found, x), differentiate(layer, expected, x))
 
 
-def test_gradcheck_of_the_layer(make_layer):
-    layer = make_layer(hidden_size=4, intermediate_size=4, num_experts=6, experts_per_head=2, num_attention_heads=1)
+@pytest.mark.parametrize(("z", "score"), FORMS)
+def test_gradcheck_of_the_layer(make_layer, z, score):
+    shape = {"hidden_size": 4, "intermediate_size": 4, "num_experts": 6, "experts_per_head": 2}
+    layer = make_layer(**shape, num_attention_heads=1, expert_input=z, expert_score=score)
     names, values = zip(*layer.named_parameters())
 
     def run(x, *parameters):

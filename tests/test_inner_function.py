@@ -87,6 +87,18 @@ def test_values_nobody_chooses_get_zeros(make_model):
     assert inner.values.grad.abs().sum(1).ne(0).tolist() == [False, False, False, True, False]
 
 
+def test_equal_scores_choose_different_values(make_model):
+    """Which of them differs by device: as many as asked for, and none of a lower score."""
+    model = make_model(**SMALL, inner_value_weights="one", inner_values_per_token=2)
+    inner, x = model.model.layers[0].token_mixer.inner_function, torch.ones(1, 1, 32, dtype=torch.float64)
+    with torch.no_grad():
+        inner.keys.copy_(inner.query_proj(x[0]).expand_as(inner.keys))
+        inner.keys[1] *= -1
+        inner.values.copy_(10.0 ** torch.arange(5)[:, None].expand_as(inner.values))
+    digits = sorted(str(int(inner(x)[0, 0, 0].item())).zfill(5))
+    assert digits == ["0", "0", "0", "1", "1"] and inner(x)[0, 0, 0] % 100 < 10  # the second is lower
+
+
 def test_tokens_choose_differently_at_the_start():
     config = InterdomainConfig(vocab_size=64, hidden_size=128, num_hidden_layers=1, num_attention_heads=2)
     config.token_mixers = "inner_function"

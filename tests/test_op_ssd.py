@@ -1,5 +1,7 @@
 """State space duality: chunks against the definition in float64, outputs, states and every gradient."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -62,7 +64,7 @@ def assert_close(found, expected, bound=1e-10, leaves=None):
 
 @pytest.mark.parametrize("chunk_size", [1, 16, 64])
 @pytest.mark.parametrize(
-    ("shape", "decay"), [*((s, "usual") for s in SHAPES), *(("a_group_a_head", d) for d in DECAYS)]
+    ("shape", "decay"), [*((s, "usual") for s in SHAPES), *product(("a_group_a_head", "odd_length"), DECAYS)]
 )
 def test_equals_the_definition(shape, decay, chunk_size):
     leaves = arguments(shape, decay)
@@ -71,6 +73,23 @@ def test_equals_the_definition(shape, decay, chunk_size):
     del leaves["initial_state"]
     found, expected = everything(leaves, chunk_size=chunk_size), everything(leaves, backend="recurrent")
     assert_close(found, expected, leaves=leaves)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_float32_forgets_as_float64_does(decay):
+    """Every gradient too, whatever a decay is: none makes an infinity out of what it forgets."""
+    leaves = arguments("odd_length", decay)
+    expected = everything(leaves, backend="recurrent")
+    narrow = {name: x.detach().float().requires_grad_() for name, x in leaves.items()}
+    assert_close(everything(narrow, chunk_size=16), expected, bound=1e-5, leaves=leaves)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_documents_of_every_decay(decay):
+    leaves = arguments((1, 41, 4, 2, 3, 5), decay, rows=4)
+    ends = torch.tensor([0, 5, 6, 22, 41])
+    expected = everything(leaves, cu_seqlens=ends, backend="recurrent")
+    assert_close(everything(leaves, cu_seqlens=ends, chunk_size=4), expected, leaves=leaves)
 
 
 @pytest.mark.parametrize("floats", [0, 200, 1 << 18])

@@ -147,9 +147,9 @@ def test_what_is_said_of_dynamic_masks():
     windowed = next(name for name in late if name.startswith("value, window"))
     for row in record["forward"]:
         assert row["position"]["median"] <= record["required"]["position"] * row["plain"]["median"]
-        assert row["a mask tensor"]["median"] > 1.2 * row["plain"]["median"]
+        assert row["a mask tensor"]["median"] > 1.15 * row["plain"]["median"]
     longer = [row["position"]["median"] / row["plain"]["median"] for row in (early, late)]
-    assert 1.15 < max(longer) < 1.25, "a single token takes up to a fifth longer"
+    assert 1.05 < max(longer) < 1.15, "a single token takes up to a tenth longer"
     assert all(1 < row["Doge"]["median"] / row["value"]["median"] < 2 for row in (early, late))
     assert long[windowed]["median"] < long["a mask tensor"]["median"]
     assert late[windowed]["median"] < 1.25 * early[windowed]["median"] and late[windowed]["p20"] < late["value"]["p20"]

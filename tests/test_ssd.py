@@ -169,6 +169,19 @@ MISTAKES = {
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
         'rope_type "dynamic" changes its angles with the length',
     ),
+    "long": (
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "factor": 2.0,
+                "short_factor": [1.0] * 3,
+                "long_factor": [2.0] * 3,
+                "original_max_position_embeddings": 16,
+            }
+        },
+        'rope_type "longrope" changes its angles with the length',
+    ),
     "heads": ({"ssd_heads": 0}, "ssd_heads must be a positive integer or None, got 0"),
     "activation": ({"ssd_activation": "soft"}, "ssd_activation must be None or an activation of Transformers"),
     "limit": ({"ssd_dt_limit": [0.2, 0.1]}, "ssd_dt_limit must be None or"),

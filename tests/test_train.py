@@ -12,6 +12,7 @@ from examples import text_data, train
 from tests.test_examples import some_documents
 
 TINY = str(train.REPOSITORY / "configuration" / "interdomain-tiny")
+CHEEMS = str(train.REPOSITORY / "configuration" / "cheems-tiny")
 
 
 @pytest.fixture
@@ -122,6 +123,23 @@ def test_the_optimiser_is_the_papers(options):
     assert rates[0][0] == pytest.approx(2e-3) and rates[1][0] == pytest.approx(4e-3)
     assert rates[5][0] == pytest.approx(1e-5) and rates[5][-1] == pytest.approx(1e-5)
     assert all(a[0] > b[0] for a, b in zip(rates[1:], rates[2:]))
+
+
+def test_the_recipe_of_cheems_is_its_papers(options):
+    given = {"recipe": train.REPOSITORY / "recipes" / "cheems.yaml", "config": CHEEMS, "max_steps": 6}
+    args, _ = train.parse_arguments(options(**given, warmup_tokens=64))
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(CHEEMS))
+    trainer = train.InterdomainTrainer(model=model, args=args)
+    groups = {group["name"]: group for group in trainer.create_optimizer().param_groups}
+    assert {group["weight_decay"] for name, group in groups.items() if name == "weights"} == {0.01}
+    assert all(group["betas"] == (0.9, 0.999) and group["lr"] == 3e-4 for group in groups.values())
+    trainer.create_scheduler(6)
+    rates = []
+    for _ in range(6):
+        rates.append(trainer.optimizer.param_groups[0]["lr"])
+        trainer.optimizer.step()
+        trainer.lr_scheduler.step()
+    assert rates[0] == pytest.approx(3e-4) and rates[5] == pytest.approx(2e-5)
 
 
 def test_packed_documents_do_not_see_each_other():
