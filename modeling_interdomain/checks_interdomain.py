@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, StaticLayer
 from .cache_interdomain import kind_of, look_into
 from .mixer_common import TokenMixer
 from .module_common import AuxiliaryLoss
-from .module_dynamic_mask import check_position_table, with_positions_in_table
+from .module_dynamic_mask import check_position_table, zero_if_in_table
 from .module_rotary import LENGTH_DEPENDENT
 
 # The attention implementations that take a mask a head.
@@ -159,7 +159,8 @@ def check_cache(cache: Cache | None, config, mixers: list[TokenMixer], batch: in
         expected = mixer.cache_shapes(batch)
         if found.shapes != expected:
             hint = ""
-            if config.dynamic_mask == "value" and config.layer_types[i] == "full_attention":
+            plain = {shape[-1] for shape in found.shapes} == {config.head_dim}
+            if config.dynamic_mask == "value" and config.layer_types[i] == "full_attention" and plain:
                 hint = ' (dynamic_mask = "value" keeps a bias with each key, which prefix tuning does not make: use '
                 hint += "prompt tuning)"
             raise ValueError(
@@ -203,7 +204,7 @@ def check_dynamic_mask(
     if kind not in ("position", "hard") or torch.compiler.is_exporting():
         return inputs_embeds
     if torch.compiler.is_compiling():
-        return with_positions_in_table(inputs_embeds, position_ids, room, kind)
+        return inputs_embeds + zero_if_in_table(position_ids, room, kind).to(inputs_embeds.dtype)
     if longest is None or longest > room:
         check_position_table(position_ids, room, kind)
     return inputs_embeds

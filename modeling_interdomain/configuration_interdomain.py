@@ -454,8 +454,8 @@ class InterdomainConfig(PreTrainedConfig):
         """Raise a ValueError where no model can be made, or would compute something else than the fields say.
 
         A model asks for this too: fields can be assigned after a configuration is made, and overrides of
-        `from_pretrained` are. How parameters start is not looked at, since a loaded model does not start, nor are the
-        names of layers that a smaller number cuts off.
+        `from_pretrained` are. Whether fields of the start go together is not looked at, since a loaded model does not
+        start, nor are the names of layers that a smaller number cuts off.
         """
         for name in _POSITIVE:
             value = getattr(self, name)
@@ -496,6 +496,7 @@ class InterdomainConfig(PreTrainedConfig):
             )
         if self.aux_loss_coef < 0:
             raise ValueError(f"aux_loss_coef must not be negative, got {self.aux_loss_coef}.")
+        self._check_start_values()
         self._ask_parts("check_config")
         self._check_sparse()
         if self.max_rollback < 0:
@@ -514,7 +515,8 @@ class InterdomainConfig(PreTrainedConfig):
             raise ValueError(f"dynamic_mask_window must be positive, or None; got {window}.")
         if window is not None and self.bidirectional:
             raise ValueError("dynamic_mask_window goes by the keys so far: set it to None, or bidirectional to False.")
-        if self.dynamic_mask and not any(TOKEN_MIXERS[name].takes_dynamic_mask for name in self.mixers_per_layer):
+        mixers = [self.token_mixers] if isinstance(self.token_mixers, str) else self.token_mixers  # and what is cut off
+        if self.dynamic_mask and not any(TOKEN_MIXERS[name].takes_dynamic_mask for name in mixers):
             raise ValueError(
                 f"dynamic_mask = {self.dynamic_mask!r} masks attention layers, and token_mixers has none: add "
                 '"softmax" or "inner_function", or set it to None.'
@@ -538,23 +540,28 @@ class InterdomainConfig(PreTrainedConfig):
                 )
             check_parts(self, branch, TOKEN_MIXERS[mixer].written_shape(self)[0])
 
-    def _check_start(self) -> None:
-        """What is asked of steps, C and queries at the start can be done, and has an effect."""
+    def _check_start_values(self) -> None:
+        """Each number of the start is one that can be computed with."""
         if not 0 < self.time_step_min <= self.time_step_max:
             raise ValueError(
                 f"time_step_min = {self.time_step_min} must be positive and at most time_step_max = "
                 f"{self.time_step_max}."
             )
-        if self.query_init == "induction" and (problem := self._induction_problem()) is not None:
-            raise ValueError(f'query_init = "induction" {problem}: set it to "independent".')
-        if self.sparse_query_init == "induction" and self.conv_kernel < 2:
-            problem = f"shifts keys by a token, which conv_kernel = {self.conv_kernel} cannot"
-            raise ValueError(f'sparse_query_init = "induction" {problem}: set it to "independent".')
         if not self.coefficient_init_noise >= 1e-10:
             raise ValueError(
                 f"coefficient_init_noise must be at least 1e-10, which float64 can tell from 0; got "
                 f"{self.coefficient_init_noise}."
             )
+        if self.output_init_rms is not None and not 0 < self.output_init_rms < float("inf"):
+            raise ValueError(f"output_init_rms must be positive and finite, or None; got {self.output_init_rms}.")
+
+    def _check_start(self) -> None:
+        """What is asked of C and of queries at the start can be done, and has an effect."""
+        if self.query_init == "induction" and (problem := self._induction_problem()) is not None:
+            raise ValueError(f'query_init = "induction" {problem}: set it to "independent".')
+        if self.sparse_query_init == "induction" and self.conv_kernel < 2:
+            problem = f"shifts keys by a token, which conv_kernel = {self.conv_kernel} cannot"
+            raise ValueError(f'sparse_query_init = "induction" {problem}: set it to "independent".')
         if self.coefficient_init == "posterior" and self.coefficient_matrix == "identity":
             raise ValueError(
                 'coefficient_init = "posterior" starts a coefficient matrix: set coefficient_matrix to "full" or '
@@ -571,8 +578,6 @@ class InterdomainConfig(PreTrainedConfig):
             )
         if self.output_init_rms is None:
             return
-        if not 0 < self.output_init_rms < float("inf"):
-            raise ValueError(f"output_init_rms must be positive and finite, or None; got {self.output_init_rms}.")
         if self.coefficient_matrix == "identity":
             raise ValueError('output_init_rms scales the coefficient matrix, and "identity" has none: set it to None.')
         if self.normalize or self.use_output_norm:

@@ -194,7 +194,8 @@ class InterdomainPreTrainedModel(PreTrainedModel):
     }
 
     def __init__(self, config: InterdomainConfig, *args, **kwargs):
-        if isinstance(config, InterdomainConfig):  # what else it may be, the library refuses
+        # What else it may be, the library refuses. Of remote code it is of another copy of its class.
+        if hasattr(config, "check_model"):
             config.check_model()
         super().__init__(config, *args, **kwargs)
         if set(config.layer_types) == {"full_attention"}:
@@ -625,14 +626,11 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
-        self._check_positions_of(inputs, input_ids.shape[1])
+        # Here, too: a compiled step on a GPU cannot say it, and a GPU does not recover from an index that is too large.
+        kind, positions = self.config.dynamic_mask, inputs.get("position_ids")
+        if kind in ("position", "hard") and positions is not None:
+            check_position_table(positions, self.config.max_position_embeddings, kind)
         return inputs
-
-    def _check_positions_of(self, inputs: dict[str, Any], length: int) -> None:
-        """A compiled step on a GPU cannot say that a position is beyond the table of a mask, and is not recovered."""
-        kind, room = self.config.dynamic_mask, self.config.max_position_embeddings
-        if kind in ("position", "hard") and length > room and inputs.get("position_ids") is not None:
-            check_position_table(inputs["position_ids"], room, kind)
 
     def _get_candidate_generator(self, *, model_kwargs: dict[str, Any], **kwargs: Any) -> Any:
         """As in the library; looked up is what is likely, and the first layers guess as much as pays.

@@ -53,23 +53,20 @@ def check_position_table(position_ids: torch.Tensor, room: int, kind: str) -> No
         )
 
 
-@torch.library.custom_op(f"{namespace(__name__)}::with_positions_in_table", mutates_args=())
-def with_positions_in_table(
-    hidden_states: torch.Tensor, position_ids: torch.Tensor, room: int, kind: str
-) -> torch.Tensor:
-    """`hidden_states`; opaque, since a compiler may run an assertion of its own after what it stands before."""
-    if position_ids.is_cuda:  # the indices themselves are checked there, and looking at them would make the CPU wait
-        return hidden_states.clone()
-    check_position_table(position_ids, room, kind)
-    return hidden_states.clone()
+@torch.library.custom_op(f"{namespace(__name__)}::zero_if_in_table", mutates_args=())
+def zero_if_in_table(position_ids: torch.Tensor, room: int, kind: str) -> torch.Tensor:
+    """An integer 0 that comes out of the check: what it is added to, a compiled graph computes after it.
+
+    An assertion in the graph would be no such thing: a compiler may run it after what it stands before.
+    """
+    if not position_ids.is_cuda:  # there the indices themselves are checked, and looking would make the CPU wait
+        check_position_table(position_ids, room, kind)
+    return position_ids.new_zeros(())
 
 
-@with_positions_in_table.register_fake
-def _(hidden_states: torch.Tensor, position_ids: torch.Tensor, room: int, kind: str) -> torch.Tensor:
-    return torch.empty_like(hidden_states)
-
-
-with_positions_in_table.register_autograd(lambda _, gradient: (gradient, None, None, None))
+@zero_if_in_table.register_fake
+def _(position_ids: torch.Tensor, room: int, kind: str) -> torch.Tensor:
+    return position_ids.new_empty(())
 
 
 class ValueMask(nn.Module):

@@ -219,6 +219,8 @@ BAD_OVERRIDES = {
     ),
     "no rotations": ({"rope_parameters": None, "rope_placement": "after"}, "rope_placement = 'after' needs rope_par"),
     "an unknown state dtype": ({"state_dtype": "int8"}, "state_dtype must be one of"),
+    "steps in the wrong order": ({"time_step_min": -1.0}, "time_step_min = -1.0 must be positive and at most"),
+    "no output": ({"output_init_rms": -1.0}, "output_init_rms must be positive and finite"),
     "no heads": ({"num_key_value_heads": 0}, "num_key_value_heads must be a positive integer"),
 }
 
@@ -245,7 +247,8 @@ def test_bad_overrides_are_named(softmax_folder, fields, message):
 
 def test_a_model_of_the_first_layers_takes_the_first_names():
     shape = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 64}
-    config = InterdomainConfig(token_mixers=["ssd", "softmax"], feed_forwards=["none", "mlp"], **shape)
+    parts = {"token_mixers": ["ssd", "softmax"], "feed_forwards": ["none", "mlp"], "sparse_attention": ["hax", None]}
+    config = InterdomainConfig(**parts, dynamic_mask="position", **shape)
     config.num_hidden_layers = 1
     names = {name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters()}
     assert any("layers.0.token_mixer.recurrence" in name for name in names)

@@ -9,7 +9,13 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.cache_utils import DynamicCache
 from transformers.models.doge.modeling_doge import DogeAttention
 
-from modeling_interdomain import InterdomainCache, InterdomainConfig, InterdomainStaticCache, mixer_softmax
+from modeling_interdomain import (
+    InterdomainCache,
+    InterdomainConfig,
+    InterdomainStaticCache,
+    mixer_softmax,
+    modeling_interdomain,
+)
 from modeling_interdomain.module_dynamic_mask import BIAS_COLUMNS
 from modeling_interdomain.op_window import Keys, best, seen, token_documents
 from tests.conftest import ROPE, WINDOWED
@@ -110,9 +116,38 @@ def test_positions_beyond_the_table_are_refused(make_model, kind, random_ids, co
     model(random_ids(1, 1), past_key_values=cache)  # the last one that has a number
     padded = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])
     assert model(random_ids(1, 8), attention_mask=padded).logits.isfinite().all()
-    with pytest.raises(ValueError, match=message.format(6)):  # outside of a compiled step, which on a GPU cannot say it
-        model.prepare_inputs_for_generation(random_ids(1, 7), position_ids=torch.arange(7)[None])
-    model.prepare_inputs_for_generation(random_ids(1, 8), position_ids=torch.tensor([[0, 0, 0, 1, 2, 3, 4, 5]]))
+
+
+@pytest.mark.parametrize("how", ["ids", "embeddings", "positions", "cache"])
+def test_generate_looks_at_positions_outside_of_its_steps(make_model, random_ids, monkeypatch, how):
+    """A compiled step on a GPU cannot say it, and a GPU does not recover from an index that is too large."""
+    model = make_model("interdomain-softmax", dynamic_mask="position", max_position_embeddings=8)
+    monkeypatch.setattr(modeling_interdomain, "check_dynamic_mask", lambda config, embeddings, *_: embeddings)
+    ids = random_ids(1, 5)
+    cache = InterdomainStaticCache(model.config, max_cache_len=20)
+    if how == "cache":
+        model(ids, past_key_values=cache)
+    given = {
+        "ids": {"inputs": ids},
+        "embeddings": {"inputs_embeds": model.get_input_embeddings()(ids)},
+        "positions": {"inputs": ids[:, :3], "position_ids": torch.tensor([[4, 5, 6]])},
+        "cache": {"inputs": ids[:, :1], "attention_mask": torch.ones(1, 6, dtype=torch.long)},
+    }
+    with pytest.raises(ValueError, match="below max_position_embeddings = 8, and this forward needs one for 8"):
+        model.generate(**given[how], past_key_values=cache, max_new_tokens=9, min_new_tokens=9)
+
+
+def test_transforms_of_functions_are_compiled_with_the_check(make_model, random_ids):
+    model = make_model("softmax", dynamic_mask="position", attn_implementation="eager")
+    embeddings = model.get_input_embeddings()(random_ids(1, 5)).detach()
+
+    def tangent(x):
+        return torch.func.jvp(lambda y: model(inputs_embeds=y, use_cache=False).logits, (x,), (torch.ones_like(x),))[1]
+
+    expected = tangent(embeddings)
+    assert expected.abs().max() > 1e-3
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(tangent, backend="aot_eager")(embeddings), expected)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

@@ -76,6 +76,10 @@ for name in ("AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassific
         results["generated"] = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
         made = auto_class.from_config(model.config, trust_remote_code=True)
         report["from_config"] = type(made).__name__
+        try:
+            auto_class.from_pretrained(saved / name, trust_remote_code=True, expert_key_dim=7)
+        except ValueError as error:
+            report["refused"] = str(error)
     model.save_pretrained(f"again-{name}")
     again = auto_class.from_pretrained(f"again-{name}", trust_remote_code=True)
     keep(f"again-{name}", again)
@@ -186,6 +190,7 @@ def test_classes_elsewhere_are_those_of_the_folder(elsewhere):
     assert report.pop("body") == "InterdomainModel"
     assert report.pop("from_config") == "InterdomainForCausalLM"
     assert report.pop("loaded") == []
+    assert report.pop("refused") == "expert_key_dim must be even, one half for each product key; got 7."
     assert report == {name: [model_class.__name__, "transformers_modules"] for name, model_class in CLASSES.items()}
 
 
