@@ -270,6 +270,9 @@ def test_what_is_said_of_the_parts_of_the_start_that_remembers():
     }
     knowing = {name for name in best if name == "recall" or (name.endswith("induction") and "uniform" in name)}
     assert len(knowing) == 3 and min(best[name] for name in knowing) > 0.99
+    assert (round(best.pop(others), 2), round(best["induction alone"], 2)) == (0.98, 0.22)
+    tried = [len(tried_rates(runs, name, (16, 128))) for name in best]
+    assert (len(tried) + 1, min(tried), tried.count(3)) == (21, 2, 7)
     searching = sorted((best[name] for name in best.keys() - knowing), reverse=True)
     assert [round(x, 2) for x in searching[:3]] == [0.94, 0.4, 0.23]
     plain = {
@@ -292,7 +295,7 @@ def test_what_is_said_of_the_parts_of_the_start_that_remembers():
     assert [right(name, 8, 64, 1e-3) for name in ("induction alone", others)] == [0.34, 0.34]
     assert max(right(name, 8, 64, 1e-2) for name in ("identity, uniform, even", "normal, uniform, even")) < 0.1
     bracketed = [sum(best_rate(runs, name, setting) is not None for name in CONDITIONS) for setting in BRACKETED]
-    assert (bracketed, len(CONDITIONS)) == ([26, 0], 26)
+    assert (bracketed, len(CONDITIONS)) == ([26, 1], 26)
 
     def by_seed(name):
         found = [row["accuracy"] for row in best_runs(runs, name, SETTINGS[0])]
