@@ -198,6 +198,7 @@ def test_bad_fields_are_named(fields, message):
 
 
 # What a model computes, over a folder of softmax layers: assigned to its configuration, or an override in loading it.
+SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 64}
 EXPERTS = {"feed_forwards": "cdmoe", "num_experts": 16, "expert_heads": 1, "experts_per_head": 2}
 BAD_OVERRIDES = {
     "an unknown mixer": ({"token_mixers": "mamba"}, "token_mixers must be made of .*; got mamba"),
@@ -227,9 +228,8 @@ BAD_OVERRIDES = {
 
 @pytest.fixture(scope="module")
 def softmax_folder(tmp_path_factory):
-    shape = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 64}
     folder = tmp_path_factory.mktemp("softmax")
-    config = InterdomainConfig(token_mixers="softmax", rope_parameters=dict(ROPE), **shape)
+    config = InterdomainConfig(token_mixers="softmax", rope_parameters=dict(ROPE), **SMALL)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
@@ -246,9 +246,8 @@ def test_bad_overrides_are_named(softmax_folder, fields, message):
 
 
 def test_a_model_of_the_first_layers_takes_the_first_names():
-    shape = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 64}
     parts = {"token_mixers": ["ssd", "softmax"], "feed_forwards": ["none", "mlp"], "sparse_attention": ["hax", None]}
-    config = InterdomainConfig(**parts, dynamic_mask="position", **shape)
+    config = InterdomainConfig(**parts, dynamic_mask="position", **SMALL)
     config.num_hidden_layers = 1
     names = {name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters()}
     assert any("layers.0.token_mixer.recurrence" in name for name in names)

@@ -265,22 +265,19 @@ def test_bfloat16_saves_and_loads(name, make_model, tmp_path, random_ids):
 @pytest.fixture
 def choose_again(monkeypatch):
     """`choose_again()`: from then on layers use the experts of their first forward, whose scores were not rounded."""
-    best_pairs, found, places = op_experts._best_pairs, [], []
+    best_pairs, places = op_experts._best_pairs, []
 
     def note(*arguments):
-        found.append(best_pairs(*arguments)[1:])
-        return best_pairs(*arguments)
+        found = best_pairs(*arguments)
+        places.append(found[1:])
+        return found
 
     def recall(first, second, count):
         i, j = places.pop(0)
         return first.gather(-1, i) + second.gather(-1, j), i, j
 
-    def again():
-        places.extend(found)
-        monkeypatch.setattr(op_experts, "_best_pairs", recall)
-
     monkeypatch.setattr(op_experts, "_best_pairs", note)
-    return again
+    return lambda: monkeypatch.setattr(op_experts, "_best_pairs", recall)
 
 
 @pytest.mark.parametrize("how", ["parameters", "autocast"])

@@ -270,9 +270,9 @@ def test_what_is_said_of_the_parts_of_the_start_that_remembers():
     }
     knowing = {name for name in best if name == "recall" or (name.endswith("induction") and "uniform" in name)}
     assert len(knowing) == 3 and min(best[name] for name in knowing) > 0.99
-    assert (round(best.pop(others), 2), round(best["induction alone"], 2)) == (0.98, 0.22)
     tried = [len(tried_rates(runs, name, (16, 128))) for name in best]
-    assert (len(tried) + 1, min(tried), tried.count(3)) == (21, 2, 7)
+    assert (len(tried), min(tried), tried.count(3)) == (21, 2, 7)
+    assert (round(best.pop(others), 2), round(best["induction alone"], 2)) == (0.98, 0.22)
     searching = sorted((best[name] for name in best.keys() - knowing), reverse=True)
     assert [round(x, 2) for x in searching[:3]] == [0.94, 0.4, 0.23]
     plain = {

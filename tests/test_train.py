@@ -46,6 +46,16 @@ def options(texts, tmp_path):
     return make
 
 
+def rates_of(trainer, steps=6) -> list[list[float]]:
+    """The learning rate of each group of the trainer's optimiser, step by step."""
+    optimizer, scheduler, rates = trainer.optimizer, trainer.create_scheduler(steps), []
+    for _ in range(steps):
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
 def history(folder, step=6):
     state = json.loads((folder / f"checkpoint-{step}" / "trainer_state.json").read_text())
     return [(row["step"], row["loss"], row["learning_rate"]) for row in state["log_history"] if "loss" in row]
@@ -104,9 +114,8 @@ def test_the_optimiser_is_the_papers(options):
     args, _ = train.parse_arguments(options(learning_rate=4e-3, warmup_tokens=128))
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TINY))
     trainer = train.InterdomainTrainer(model=model, args=args)
-    optimizer = trainer.create_optimizer()
-    scheduler = trainer.create_scheduler(6)
-    groups = {group["name"]: group for group in optimizer.param_groups}
+    groups = {group["name"]: group for group in trainer.create_optimizer().param_groups}
+    rates = rates_of(trainer)
     assert {name: group["weight_decay"] for name, group in groups.items()} == {
         "weights": 0.1,
         "vectors": 0.0,
@@ -114,11 +123,6 @@ def test_the_optimiser_is_the_papers(options):
     }
     assert groups["recurrence"]["initial_lr"] == 1e-3 and groups["weights"]["initial_lr"] == 4e-3
     assert groups["weights"]["betas"] == (0.9, 0.95) and args.max_grad_norm == 1.0
-    rates = []
-    for _ in range(6):
-        rates.append([group["lr"] for group in optimizer.param_groups])
-        optimizer.step()
-        scheduler.step()
     # 128 tokens are two steps of 2 x 32: a line up to the peak, then down to 1e-5 for both kinds of parameters.
     assert rates[0][0] == pytest.approx(2e-3) and rates[1][0] == pytest.approx(4e-3)
     assert rates[5][0] == pytest.approx(1e-5) and rates[5][-1] == pytest.approx(1e-5)
@@ -131,15 +135,10 @@ def test_the_recipe_of_cheems_is_its_papers(options):
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(CHEEMS))
     trainer = train.InterdomainTrainer(model=model, args=args)
     groups = {group["name"]: group for group in trainer.create_optimizer().param_groups}
-    assert {group["weight_decay"] for name, group in groups.items() if name == "weights"} == {0.01}
+    assert groups["weights"]["weight_decay"] == 0.01
     assert all(group["betas"] == (0.9, 0.999) and group["lr"] == 3e-4 for group in groups.values())
-    trainer.create_scheduler(6)
-    rates = []
-    for _ in range(6):
-        rates.append(trainer.optimizer.param_groups[0]["lr"])
-        trainer.optimizer.step()
-        trainer.lr_scheduler.step()
-    assert rates[0] == pytest.approx(3e-4) and rates[5] == pytest.approx(2e-5)
+    rates = rates_of(trainer)
+    assert rates[0][0] == pytest.approx(3e-4) and rates[5][0] == pytest.approx(2e-5)
 
 
 def test_packed_documents_do_not_see_each_other():
