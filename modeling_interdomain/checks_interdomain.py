@@ -200,8 +200,8 @@ def check_dynamic_mask(
             "dynamic_mask_window hides other keys from each head, which attn_implementation = "
             f'"{config._attn_implementation}" cannot do: use {names}.'
         )
-    kind, room = config.dynamic_mask, config.max_position_embeddings
-    if kind not in ("position", "hard") or torch.compiler.is_exporting():
+    kind, room = config.dynamic_mask, config.longest_text
+    if room is None or torch.compiler.is_exporting():
         return inputs_embeds
     if torch.compiler.is_compiling():
         return inputs_embeds + zero_if_in_table(position_ids, room, kind).to(inputs_embeds.dtype)

@@ -710,6 +710,11 @@ class InterdomainConfig(PreTrainedConfig):
         return sizes
 
     @property
+    def longest_text(self) -> int | None:
+        """The positions that a mask has numbers for, where it goes by position; otherwise there is no longest text."""
+        return self.max_position_embeddings if self.dynamic_mask in ("position", "hard") else None
+
+    @property
     def windowed_layers(self) -> list[bool]:
         """Which layers keep the keys of the largest bias only."""
         window = self.dynamic_mask_window is not None

@@ -49,7 +49,7 @@ class Request:
             unset: of `unset_lengths`.
         """
         check_prompt(model, called, self.prompt)
-        self.prompt, self.room = list(self.prompt), room(model.config)
+        self.prompt, self.room = list(self.prompt), model.config.longest_text
         self.ids, length = torch.tensor([self.prompt], device=model.device), len(self.prompt)
         self.config = model._prepare_generated_length(
             deepcopy(self.config),
@@ -255,11 +255,6 @@ def check_prompt(model, name: str, prompt: Sequence[int]) -> None:
         raise ValueError(f"{name} must be a list of token ids, which are whole numbers.") from None
     if not all(0 <= token < model.config.vocab_size for token in ids):
         raise ValueError(f"{name} has a token outside of the vocabulary of {model.config.vocab_size:,}.")
-    most = room(model.config)
+    most = model.config.longest_text
     if most is not None and len(prompt) > most:
         raise ValueError(f"{name} has {len(prompt)} tokens, and this model knows {most} positions; shorten it.")
-
-
-def room(config) -> int | None:
-    """The longest text, where there is one."""
-    return config.max_position_embeddings if config.dynamic_mask in ("position", "hard") else None

@@ -627,9 +627,9 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         # Here, too: a compiled step on a GPU cannot say it, and a GPU does not recover from an index that is too large.
-        kind, positions = self.config.dynamic_mask, inputs.get("position_ids")
-        if kind in ("position", "hard") and positions is not None:
-            check_position_table(positions, self.config.max_position_embeddings, kind)
+        room, positions = self.config.longest_text, inputs.get("position_ids")
+        if room is not None and positions is not None:
+            check_position_table(positions, room, self.config.dynamic_mask)
         return inputs
 
     def _get_candidate_generator(self, *, model_kwargs: dict[str, Any], **kwargs: Any) -> Any:
@@ -644,9 +644,10 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
             cache.allow_rollback(int(guesses))
         spared = model_kwargs.get("spared_cache")
         found = early_guesses(likely_guesses(found, self.device, spared), kwargs["input_ids"].shape[1], spared)
-        if isinstance(found, SparingGuesses) and self.config.dynamic_mask in ("position", "hard"):
+        room = self.config.longest_text
+        if isinstance(found, SparingGuesses) and room is not None:
             # A guess is read where a text that ends by itself may never come.
-            found.max_length = min(found.max_length, self.config.max_position_embeddings + 1)
+            found.max_length = min(found.max_length, room + 1)
         return found
 
     def _assisted_decoding(self, input_ids: torch.Tensor, *, generation_config: Any, **kwargs: Any) -> Any:
