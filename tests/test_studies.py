@@ -348,8 +348,9 @@ def test_the_recall_study_brackets_rates_then_goes_on_with_the_best():
     later = [row for row in runs if row not in [result(item) for item in first]]
     assert {row["seed"] for row in later} == set(study.SEEDS)
     assert {row["learning_rate"] for row in later if row["length"] == second[1]} == set(study.LEARNING_RATES)
-    assert {row["condition"] for row in runs if row["length"] > second[1]} == {*study.FRONTIER, *study.SHORT_FIRST}
-    assert {row["learning_rate"] for row in later if row["length"] > second[1]} == {middle}
+    assert {row["condition"] for row in runs if row["length"] > second[1]} == {"recall", *study.SHORT_FIRST}
+    assert {row["condition"] for row in later if row["state_size"] != study.STATE_SIZE} < set(study.FRONTIER)
+    assert {row["learning_rate"] for row in later if row["state_size"] != study.STATE_SIZE} == {middle}
     assert {row["state_size"] for row in later if row["condition"] == "softmax"} == {study.STATE_SIZE}
     assert {row["condition"] for row in runs if row["shifted"]} == set(study.FRONTIER)
 
@@ -402,7 +403,15 @@ def test_the_theory_of_a_start_names_what_it_can_hold():
     few = recall_study.make_model("posterior, uniform, even", state_size=8)
     assert recall_study.theory(few, 64)["resolution"] > found["resolution"]
     assert recall_study.theory(recall_study.make_model("softmax"), 64) is None
-    assert recall_study.theory(recall_study.make_model("S4D-only"), 64) is None
+    for name in ("S4D-only", "SSD"):
+        assert recall_study.theory(recall_study.make_model(name), 64) is None
+
+
+def test_states_of_the_recall_study_are_of_one_size():
+    """Of state space duality as many numbers as of 32 modes; what HAX keeps beside a state comes on top."""
+    sizes = {name: recall_study.make_model(name).config.state_sizes(64) for name in recall_study.CONDITIONS}
+    assert {size["recurrent"] for name, size in sizes.items() if name != "softmax"} == {16384}
+    assert {name for name, size in sizes.items() if size.get("sparse")} == {name for name in sizes if "HAX" in name}
 
 
 def test_a_run_of_the_recall_study_has_what_its_table_and_plot_read(monkeypatch, tmp_path):
