@@ -5,9 +5,11 @@ Two models alike but for their token mixers are trained so that the layers befor
 forward, with guesses looked up in the text so far (`prompt_lookup_num_tokens`), and with guesses of the first layers
 (`assistant_early_exit`), as many as pay, of the library's twenty or of DRAFTED. Greedy text of a small model repeats
 itself and is easily looked up: so it is sampled too. A guess of the first layers costs the less of a whole forward the
-more layers there are: so there are two depths.
+more layers there are, and to check it costs the less the more a layer computes beside what calling it takes: so there
+are two depths and two widths.
 
-    python -m benchmarks.speculation_study --data ../shared/data     # trains what is missing, measures all in turns
+    python -m benchmarks.speculation_study --data ../shared/data     # trains and measures the sizes that are missing
+    python -m benchmarks.speculation_study --data ../shared/data --train   # trains them alone, beside other work
     python -m benchmarks.speculation_study --table                   # the table as markdown
 """
 
@@ -18,12 +20,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
 
-from benchmarks import condition_study, readme, studies
-from benchmarks.harness import RESULTS, footnote, markdown, summary, verify_model, write
+from benchmarks import condition_study, studies
+from benchmarks.harness import RESULTS, footnote, machine, markdown, summary, verify_model
 from examples.text_data import random_batches
 from examples.training import clip_gradients, cosine_with_warmup, parameter_groups
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
@@ -31,12 +34,28 @@ from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
 FILE = RESULTS / "speculation_study.json"
 MODELS = Path("runs/speculation_study")
 SHAPE = condition_study.SHAPE | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-DEPTHS = (8, 16)  # layers
 EXIT, EXIT_WEIGHT = 2, 0.3
 # Tokens looked up at once: MKL multiplies up to three rows by a float32 matrix in the time of one, six in twice that.
 CANDIDATES = (2, 5, 10)
 DRAFTED = 4
-TRAINING = {"steps": 400, "batch_size": 8, "sequence_length": 256, "learning_rate": 3e-3}
+TRAINING = {"steps": 400, "batch_size": 8, "sequence_length": 256}
+
+
+class Size(NamedTuple):
+    """A shape, and how it is trained."""
+
+    layers: int
+    width: int
+    learning_rate: float
+    autocast: bool  # to bfloat16, in training alone
+
+    @property
+    def shape(self) -> dict:
+        heads = {128: 4, 512: 8}[self.width]
+        return {"num_hidden_layers": self.layers, "hidden_size": self.width, "num_attention_heads": heads}
+
+
+SIZES = (Size(8, 128, 3e-3, False), Size(16, 128, 3e-3, False), Size(12, 512, 1e-3, True))
 CONDITIONS = {
     "interdomain": {"token_mixers": "interdomain"},
     "softmax": {"token_mixers": "softmax", "rope_parameters": condition_study.ROPE},
@@ -61,22 +80,23 @@ def losses(model, windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(F.cross_entropy(x.flatten(0, 1), targets) for x in (model.lm_head(output.last_hidden_state), early))
 
 
-def fresh(name: str, depth: int) -> InterdomainForCausalLM:
+def fresh(name: str, size: Size) -> InterdomainForCausalLM:
     torch.manual_seed(0)
-    return InterdomainForCausalLM(InterdomainConfig(**SHAPE | {"num_hidden_layers": depth} | CONDITIONS[name]))
+    return InterdomainForCausalLM(InterdomainConfig(**SHAPE | size.shape | CONDITIONS[name]))
 
 
 def trained(
-    model: InterdomainForCausalLM, batches: Iterator[torch.Tensor], training: dict = TRAINING
+    model: InterdomainForCausalLM, batches: Iterator[torch.Tensor], size: Size, steps: int
 ) -> tuple[InterdomainForCausalLM, dict]:
     """A model that has learned to guess early, and its last losses."""
-    optimizer = torch.optim.AdamW(parameter_groups(model, training["learning_rate"]), betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(parameter_groups(model, size.learning_rate), betas=(0.9, 0.95))
     peaks = [group["lr"] for group in optimizer.param_groups]
     last = []
-    for step, windows in zip(range(1, training["steps"] + 1), batches):
+    for step, windows in zip(range(1, steps + 1), batches):
         for group, peak in zip(optimizer.param_groups, peaks):
-            group["lr"] = peak * cosine_with_warmup(step / training["steps"])
-        whole, early = losses(model, windows)
+            group["lr"] = peak * cosine_with_warmup(step / steps)
+        with torch.autocast("cpu", torch.bfloat16, enabled=size.autocast):
+            whole, early = losses(model, windows)
         optimizer.zero_grad()
         (whole + EXIT_WEIGHT * early).backward()
         clip_gradients(optimizer, 1.0)
@@ -88,18 +108,38 @@ def trained(
     return model.eval(), {"loss": whole, "early_loss": early}
 
 
-def load_or_train(name: str, depth: int, data: dict) -> tuple[InterdomainForCausalLM, dict]:
+def load_or_train(name: str, size: Size, data: dict) -> tuple[InterdomainForCausalLM, dict]:
     """From `runs/` where an earlier call has left it."""
-    file, model = MODELS / f"{name}-{depth}.pt", fresh(name, depth)
+    file, model = MODELS / f"{name}-{size.layers}-{size.width}.pt", fresh(name, size)
     if file.exists():
         held = torch.load(file)
         model.load_state_dict(held["weights"])
         return model.eval(), held["found"]
     batches = random_batches(data["train"], TRAINING["batch_size"], TRAINING["sequence_length"], 0)
-    model, found = trained(model, batches)
+    model, found = trained(model, batches, size, TRAINING["steps"])
     MODELS.mkdir(parents=True, exist_ok=True)
     torch.save({"weights": model.state_dict(), "found": found}, file)
     return model, found
+
+
+def plan(runs: list[dict]) -> Iterator[dict]:
+    yield from ({"layers": size.layers, "width": size.width} for size in SIZES)
+
+
+def load_models(layers: int, width: int, data: dict) -> dict[str, tuple[InterdomainForCausalLM, dict]]:
+    """Both models of a size, trained where that is still to do, and their losses."""
+    size = next(size for size in SIZES if (size.layers, size.width) == (layers, width))
+    return {name: load_or_train(name, size, data) for name in CONDITIONS}
+
+
+def run_size(layers: int, width: int, data: dict) -> dict:
+    """Measure all ways with both models of a size."""
+    made = load_models(layers, width, data)
+    models = {name: model for name, (model, _) in made.items()}
+    for model in models.values():
+        verify_model(model)
+    found = {name: losses for name, (_, losses) in made.items()}
+    return {"losses": found, "ways": measure(models, prompts(data)), "machine": machine()}
 
 
 def prompts(data: dict) -> list[torch.Tensor]:
@@ -156,10 +196,10 @@ def _count_forwards(model) -> Callable[[], int]:
 def table(record: dict) -> str:
     """Each way beside plain decoding."""
     rows = []
-    for depth, choice, way in itertools.product(DEPTHS, CHOICES, WAYS):
-        cells = [str(depth), choice, way]
+    for run, choice, way in itertools.product(record["runs"], CHOICES, WAYS):
+        cells = [f"{run['layers']} of {run['width']}", choice, way]
         for model in CONDITIONS:
-            found, plain = (_row(record, depth, model, choice, x) for x in (way, "plain"))
+            found, plain = (_row(run, model, choice, x) for x in (way, "plain"))
             speed = NEW_TOKENS / found["seconds"]["median"]
             ratio = plain["seconds"]["median"] / found["seconds"]["median"]
             cells += [f"{speed:.0f}", f"{ratio:.2f}x", f"{found['tokens_per_forward']:.2f}"]
@@ -167,43 +207,43 @@ def table(record: dict) -> str:
     header = ["layers", "", "guesses"]
     for model in CONDITIONS:
         header += [f"{model}, tokens/s", "against plain", "tokens a forward"]
-    trained = "; ".join(
-        f"{name} with {depth} layers {found['loss']:.2f}, its first {EXIT} {found['early_loss']:.2f}"
-        for depth, losses in record["training_losses"].items()
-        for name, found in losses.items()
-    )
     about = (
-        f"Layers of width {SHAPE['hidden_size']} after {TRAINING['steps']} steps (nats a token: {trained}); {PROMPTS} "
-        f"held-out texts of {PROMPT_TOKENS} tokens, {NEW_TOKENS} new ones; a number is how many tokens are guessed at "
-        f"once, of first layers at most; medians."
+        f"Models after {TRAINING['steps']} steps; {PROMPTS} held-out texts of {PROMPT_TOKENS} tokens, {NEW_TOKENS} new "
+        "ones; a number is how many tokens are guessed at once, of first layers at most; medians."
     )
-    return f"{markdown(header, rows)}\n\n{about} {footnote(record)}"
+    return "\n\n".join([markdown(header, rows), about, *map(_about_run, record["runs"])])
 
 
-def _row(record: dict, depth: int, model: str, choice: str, way: str) -> dict:
-    wanted = {"layers": depth, "model": model, "choice": choice, "way": way}
-    return next(row for row in record["rows"] if wanted.items() <= row.items())
+def _about_run(run: dict) -> str:
+    nats = "; ".join(
+        f"{name} {found['loss']:.2f}, its first {EXIT} {found['early_loss']:.2f}"
+        for name, found in run["losses"].items()
+    )
+    return f"{run['layers']} layers of width {run['width']}, nats a token: {nats}. {footnote(run)}"
+
+
+def _row(run: dict, model: str, choice: str, way: str) -> dict:
+    wanted = {"model": model, "choice": choice, "way": way}
+    return next(row for row in run["ways"] if wanted.items() <= row.items())
 
 
 def main() -> None:
-    arguments = studies.parser(__doc__, "../shared/data").parse_args()
-    if arguments.table:
-        print(table(studies.load(FILE, {})))
+    parser = studies.parser(__doc__, "../shared/data")
+    parser.add_argument("--train", action="store_true", help="train what runs/ does not hold yet and stop")
+    arguments = parser.parse_args()
+    if arguments.train:
+        torch.set_num_threads(arguments.threads)
+        data, held = condition_study.prepare(arguments.data), studies.load(FILE, {})["runs"]
+        for item in plan(held):
+            if not studies.holds(held, item):
+                load_models(**item, data=data)
         return
-    torch.set_num_threads(arguments.threads)
-    data = condition_study.prepare(arguments.data)
-    made = {depth: {name: load_or_train(name, depth, data) for name in CONDITIONS} for depth in DEPTHS}
-    if arguments.runs is not None:  # training alone
-        return
-    rows, losses = [], {}
-    for depth, of_depth in made.items():
-        models = {name: model for name, (model, _) in of_depth.items()}
-        for model in models.values():
-            verify_model(model)
-        rows += [{"layers": depth} | row for row in measure(models, prompts(data))]
-        losses[str(depth)] = {name: found for name, (_, found) in of_depth.items()}
-    write(FILE.stem, {"training_losses": losses, "rows": rows})
-    readme.update()
+
+    def make_run() -> Callable[..., dict]:
+        data = condition_study.prepare(arguments.data)
+        return lambda **item: run_size(**item, data=data)
+
+    studies.show_or_run(arguments, FILE, {}, plan, make_run, table)
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def run_missing(
     for _ in itertools.count() if limit is None else range(limit):
         done = load(file, fresh)["runs"]
         own = (item for item in plan(done) if _part_of(item, count) == index)
-        chosen = next((item for item in own if not _holds(done, item)), None)
+        chosen = next((item for item in own if not holds(done, item)), None)
         if chosen is None:
             return
         started = time.perf_counter()
@@ -98,7 +98,8 @@ def _part_of(item: dict, count: int) -> int:
     return zlib.crc32(json.dumps(item, sort_keys=True).encode()) % count
 
 
-def _holds(runs: list[dict], item: dict) -> bool:
+def holds(runs: list[dict], item: dict) -> bool:
+    """Whether a run of the plan is done."""
     return any(item.items() <= row.items() for row in runs)
 
 

@@ -11,6 +11,7 @@ import copy
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.generation import CandidateGenerator, LogitsProcessorList
 from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
@@ -20,9 +21,13 @@ from .generation_guesses import SparingGuesses
 # What is believed before anything was guessed, in guesses; and what is still known of earlier ones after each check.
 RIGHT, TRIED, KEPT = 4.8, 6.0, 0.9
 PAUSE = 16  # forwards without a guess until one is tried again; twice as many each time that it was wrong
-# A check in steps of one token, by the guesses it reads. Measured with layers of width 128, where calls cost more than
-# what they compute; a CPU multiplies up to three rows in little more time than one, more in up to twice that.
-CHECK, CPU_CHECKS, CPU_CHECK_OF_MORE = 1.1, {1: 1.45, 2: 1.55}, 1.9
+CHECK = 1.1  # in steps of one token
+# On a CPU a step is calls and the reading of weights. By the guesses that a check reads, and for more of them, what
+# either costs in steps: calls as measured with layers of width 128, which are little else; and up to three rows are
+# multiplied in little more time than one, more in up to twice that.
+CALLS, CALLS_OF_MORE = {0: 1.0, 1: 1.5, 2: 1.6}, 1.95
+READS, READS_OF_MORE = {0: 1.0, 1: 1.02, 2: 1.1}, 1.5
+WEIGHTS_OF_CALLS = 1_700_000  # that are read in the time of a layer's calls
 HEAD = 1.5  # what embedding, norm and head take, in layers
 
 
@@ -52,6 +57,7 @@ class FirstLayers(SparingGuesses):
         ends = getattr(settings, "_eos_token_tensor", None)
         self.ends = set() if ends is None else set(ends.flatten().tolist())
         self.cost = (self.layers + HEAD) / (self.model.config.num_hidden_layers + HEAD)
+        self.share = share_of_calls(self.model) if self.model.device.type == "cpu" else None
         self.cache: InterdomainCache | None = None
         self.right, self.tried, self.guessed = RIGHT, TRIED, 0
         self.pause, self.idle = PAUSE, 0
@@ -59,7 +65,7 @@ class FirstLayers(SparingGuesses):
     def guess(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         ids = input_ids.to(self.model.device)
         most = min(self.most, self.max_length - ids.shape[1] - 1)  # the check itself writes one more
-        count = guesses_that_pay(self.right / self.tried, self.cost, most, on_cpu=ids.device.type == "cpu")
+        count = guesses_that_pay(self.right / self.tried, self.cost, most, self.share)
         self.idle = 0 if count else self.idle + 1
         if self.idle > self.pause:
             count, self.idle, self.pause = min(1, most), 0, 2 * self.pause
@@ -109,17 +115,29 @@ class FirstLayers(SparingGuesses):
         self.tried = KEPT * self.tried + min(matches + 1, self.guessed)
 
 
-def guesses_that_pay(rate: float, cost: float, most: int, on_cpu: bool) -> int:
+def share_of_calls(model: nn.Module) -> float:
+    """What part of a step on a CPU its calls take, the rest being weights that are read: 0 for the widest layers."""
+    layers = model.model.layers
+    weights = sum(part.weight.numel() for part in layers.modules() if isinstance(part, nn.Linear)) / len(layers)
+    return WEIGHTS_OF_CALLS / (WEIGHTS_OF_CALLS + weights)
+
+
+def guesses_that_pay(rate: float, cost: float, most: int, share: float | None) -> int:
     """How many guesses, up to `most`, give the most tokens a time: 0 where none pays.
 
     Args:
         rate: of the guesses that are right.
         cost: of a guess, in steps of the whole model.
+        share: of calls in a step (`share_of_calls`); None on a GPU.
     """
 
+    def check(count: int) -> float:
+        if share is None:
+            return CHECK if count else 1.0
+        return share * CALLS.get(count, CALLS_OF_MORE) + (1 - share) * READS.get(count, READS_OF_MORE)
+
     def speed(count: int) -> float:
-        check = 1.0 if not count else CPU_CHECKS.get(count, CPU_CHECK_OF_MORE) if on_cpu else CHECK
-        return sum(rate**i for i in range(count + 1)) / (check + count * cost)
+        return sum(rate**i for i in range(count + 1)) / (check(count) + count * cost)
 
     return max(range(most + 1), key=speed, default=0)
 

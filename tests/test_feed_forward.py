@@ -91,7 +91,8 @@ def test_pieces_of_a_text_are_the_whole(dtype, monkeypatch):
     mlp, x = mlp.to(dtype), torch.randn(2, 5, 16).to(dtype)
     given, expected = x.clone(), mlp(x).detach()
     opened = torch.relu(mlp.gate_proj(x)) * mlp.up_proj(x)
-    monkeypatch.setattr(feed_forward_mlp, "_NUMBERS", 3 * 24)
+    for name in ("_NUMBERS", "_NUMBERS_IN_TILES"):
+        monkeypatch.setattr(feed_forward_mlp, name, 3 * 24)
     monkeypatch.setattr(feed_forward_mlp, "_FEW", 0)
     pieces, products = [], torch.mm
     monkeypatch.setattr(torch, "mm", lambda *args, **into: pieces.append(args[0].shape[0]) or products(*args, **into))

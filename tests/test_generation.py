@@ -485,7 +485,7 @@ def test_what_does_not_go_with_guesses(guesses, asked, message, make_model, rand
 @pytest.mark.parametrize("guesses", [{"prompt_lookup_num_tokens": 6}, {"assistant_early_exit": 1}])
 def test_guesses_stay_where_positions_are_known(guesses, make_model, random_ids, generate, monkeypatch):
     """A text that may be longer than a mask by position, but ends before."""
-    monkeypatch.setattr(generation_first_layers, "guesses_that_pay", lambda rate, cost, most, on_cpu: max(most, 0))
+    monkeypatch.setattr(generation_first_layers, "guesses_that_pay", lambda rate, cost, most, share: max(most, 0))
     limits = {"dynamic_mask": "position", "max_position_embeddings": 12}
     model, ids = make_model("softmax", **limits), random_ids(1, 3).repeat(1, 2)
     expected = generate(model, ids, max_new_tokens=6).sequences
@@ -512,7 +512,7 @@ def test_own_first_layers_as_the_assistant(each_mixer, random_ids, generate, ass
 @pytest.fixture
 def guess_always(monkeypatch):
     """The first layers guess as many as they may, in every step."""
-    monkeypatch.setattr(generation_first_layers, "guesses_that_pay", lambda rate, cost, most, on_cpu: most)
+    monkeypatch.setattr(generation_first_layers, "guesses_that_pay", lambda rate, cost, most, share: most)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])

@@ -1,7 +1,9 @@
 """The study of guessing ahead: what it trains, counts and shows."""
 
 import itertools
+import json
 import math
+import sys
 
 import pytest
 import torch
@@ -9,25 +11,28 @@ from transformers.generation import PromptLookupCandidateGenerator
 
 from benchmarks import speculation_study as study
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
-from modeling_interdomain.generation_first_layers import FirstLayers, guesses_that_pay
+from modeling_interdomain.generation_first_layers import FirstLayers, guesses_that_pay, share_of_calls
 from modeling_interdomain.generation_lookup import MOST_SHARED, latest_place, likely_guesses
+
+SMALL = study.Size(3, 32, 1e-2, autocast=False)
 
 
 @pytest.fixture
 def small(monkeypatch):
-    shape = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 3, "state_size": 8, "vocab_size": 64}
-    monkeypatch.setattr(study, "SHAPE", study.SHAPE | shape)
+    monkeypatch.setattr(study, "SHAPE", study.SHAPE | {"state_size": 8, "vocab_size": 64})
+    shape = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": SMALL.layers}
+    monkeypatch.setattr(study.Size, "shape", shape)
 
 
 def test_the_first_layers_learn_to_guess(small):
     """Their loss is that of a model that ends there, and both losses fall."""
     windows = torch.arange(33).repeat(4, 1) % 7 + 3
-    training = {"steps": 30, "learning_rate": 1e-2}
-    model, found = study.trained(study.fresh("interdomain", 3), itertools.repeat(windows), training)
+    model, found = study.trained(study.fresh("interdomain", SMALL), itertools.repeat(windows), SMALL, steps=30)
     assert found["loss"] < math.log(64) / 2 > found["early_loss"]
     whole, early = study.losses(model, windows)
     torch.testing.assert_close(whole, model(windows, labels=windows).loss)
-    fewer = InterdomainForCausalLM(InterdomainConfig(**study.SHAPE | {"num_hidden_layers": study.EXIT})).eval()
+    shape = study.SHAPE | SMALL.shape | {"num_hidden_layers": study.EXIT}
+    fewer = InterdomainForCausalLM(InterdomainConfig(**shape)).eval()
     fewer.load_state_dict(model.state_dict(), strict=False)
     torch.testing.assert_close(early, fewer(windows, labels=windows).loss)
 
@@ -77,10 +82,10 @@ def test_guesses_end_where_the_text_does(limits, guessed):
     assert found.tolist() == guessed
 
 
-@pytest.mark.parametrize("on_cpu", [False, True])
-def test_no_more_is_guessed_than_pays(on_cpu):
+@pytest.mark.parametrize("share", [None, 0.0, 0.5, 1.0])
+def test_no_more_is_guessed_than_pays(share):
     def count(rate, cost, most=6):
-        return guesses_that_pay(rate, cost, most, on_cpu)
+        return guesses_that_pay(rate, cost, most, share)
 
     assert count(0.0, 0.1) == 0 and count(0.99, 0.01) == 6 and count(0.99, 0.01, 0) == 0
     assert count(0.9, 1.0) == 0  # a guess that costs a step saves none
@@ -92,9 +97,16 @@ def test_no_more_is_guessed_than_pays(on_cpu):
         assert counts == sorted(counts)
 
 
+def test_guesses_pay_sooner_where_a_layer_computes_more():
+    """Beside calls the check of two guesses costs half a step more, beside weights next to nothing."""
+    shares = [share_of_calls(study.fresh("interdomain", size)) for size in study.SIZES]
+    assert shares[0] == shares[1] > 0.85 and 0.2 < shares[2] < 0.5
+    assert guesses_that_pay(0.5, 0.2, 4, shares[1]) == 0 < guesses_that_pay(0.5, 0.2, 4, shares[2])
+
+
 def test_wrong_guesses_end_and_are_tried_again_ever_more_rarely(small, monkeypatch):
     """With first layers that know nothing, hardly a forward but the last has more than a token."""
-    model, lengths = study.fresh("interdomain", 3).eval(), []
+    model, lengths = study.fresh("interdomain", SMALL).eval(), []
 
     def guess_wrong(self, text):
         return torch.nn.functional.one_hot(text[:, -1] * 0 + 1, 64).float()
@@ -130,7 +142,7 @@ def _shared(text: torch.Tensor, place: int) -> int:
 
 def test_generation_spares_guesses(small, monkeypatch):
     """Of a text without a pair that comes twice, no forward but the first has more than a token."""
-    model, lengths = study.fresh("interdomain", 3).eval(), []
+    model, lengths = study.fresh("interdomain", SMALL).eval(), []
     model.register_forward_pre_hook(
         lambda _, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
@@ -152,7 +164,7 @@ class Parrot:
 
 def test_every_way_is_measured(small, monkeypatch):
     monkeypatch.setattr(study, "NEW_TOKENS", 6)
-    models = {name: study.fresh(name, 3).eval() for name in study.CONDITIONS}
+    models = {name: study.fresh(name, SMALL).eval() for name in study.CONDITIONS}
     rows = study.measure(models, [torch.arange(12)[None] % 5 + 3], rounds=1)
     assert len(rows) == len(models) * len(study.WAYS) * len(study.CHOICES)
     plain = [row for row in rows if row["way"] == "plain"]
@@ -160,7 +172,18 @@ def test_every_way_is_measured(small, monkeypatch):
     assert all(row["tokens_per_forward"] >= 1 and row["seconds"]["median"] > 0 for row in rows)
     machine = dict.fromkeys(("cpu", "threads", "torch", "transformers", "commit", "date", "command"), "x")
     losses = {name: {"loss": 1.0, "early_loss": 2.0} for name in models}
-    monkeypatch.setattr(study, "DEPTHS", (3,))
-    rows = [{"layers": 3} | row for row in rows]
-    text = study.table({"rows": rows, "training_losses": {"3": losses}, "machine": machine})
+    run = {"layers": 3, "width": 32, "losses": losses, "ways": rows, "machine": machine}
+    text = study.table({"runs": [run]})
     assert text.count("| plain |") == len(study.CHOICES) and "1.00x" in text
+
+
+def test_only_sizes_that_are_missing_are_trained(monkeypatch, tmp_path):
+    file, asked = tmp_path / "study.json", []
+    file.write_text(json.dumps({"runs": [{"layers": 3, "width": 32}]}))
+    monkeypatch.setattr(study, "FILE", file)
+    monkeypatch.setattr(study, "SIZES", (SMALL, SMALL._replace(layers=2)))
+    monkeypatch.setattr(study.condition_study, "prepare", lambda data: {})
+    monkeypatch.setattr(study, "load_models", lambda layers, width, data: asked.append((layers, width)))
+    monkeypatch.setattr(sys, "argv", ["speculation_study", "--train", "--threads", str(torch.get_num_threads())])
+    study.main()
+    assert asked == [(2, 32)]
