@@ -234,6 +234,7 @@ class _Walk(torch.autograd.Function):
                 Tokens(d_rows, d_columns, d_inputs), Transition(d_decay, d_beta),
                 States(d_first, None, grad_final.contiguous()), ctx.walks,
                 tokens, groups, size, width, ctx.every, P=ctx.per_group, **block_sizes, TO_ROWS=to_rows,
+                num_warps=8,  # a state and its gradient: with 4 they fill the registers, and some spill
             )  # fmt: skip
         d_rows = None if d_rows is None else d_rows.sum(0)
         return d_rows, d_columns, d_inputs, d_decay.sum((0, 1)), d_beta.sum((0, 1)), d_first, None, None, None

@@ -196,6 +196,7 @@ def triton_step(
     many = batch * groups >= 2 * multiprocessors(query.device)
     modes, rows = power_of_two(size), 16
     columns = min(power_of_two(value_dim), 64 if many and modes <= 64 else 16)
+    features = power_of_two(feature_dim)
     query, key, value, log_decay, beta = (x.contiguous() for x in (query, key, value, log_decay, input_matrix))
     coefficients = None if coefficient_matrix is None else coefficient_matrix.contiguous()
     mask = None if mask is None else mask.bool().contiguous().view(torch.uint8)
@@ -203,7 +204,7 @@ def triton_step(
     with on_device(query):
         _step_keys[(batch, groups, triton.cdiv(size, rows))](
             query, key, log_decay, beta, working, mask, pulled, groups, per_group, size, feature_dim, state_width,
-            BM=rows, BR=power_of_two(feature_dim), num_warps=2,
+            BM=rows, BR=features, num_warps=2 if features <= 64 else 4,  # with fewer its registers do not suffice
         )  # fmt: skip
         try:
             _step_values[(batch, groups, triton.cdiv(value_dim, columns))](

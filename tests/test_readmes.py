@@ -475,7 +475,7 @@ def test_what_is_said_of_guessing_ahead():
     lookups = [f"prompt lookup, {n}" for n in speculation_study.CANDIDATES]
     first = ["first layers", f"first layers, {speculation_study.DRAFTED}"]
 
-    small, wide = (8, 16), 12
+    small = (8, 16)
 
     def span(model, choice, ways, depths=small):
         found = [gain[depth, model, choice, way] for depth in depths for way in ways]
