@@ -25,16 +25,16 @@ from .op_interdomain_triton_attend_backward import (
 )
 from .op_interdomain_triton_carry import carry, carry_back, segment_ends
 from .op_interdomain_triton_states import Columns, LaterGradients, chunk_states, chunk_states_backward
-from .op_interdomain_triton_tables import KernelTables, Parameters, Partial, make_tables, table_gradients
-from .op_interdomain_triton_tiles import Sizes
+from .op_interdomain_triton_tables import KernelTables, Parameters, Partial, make_tables, mixing_of, table_gradients
+from .op_interdomain_triton_tiles import Mixing, Sizes
 
 # Up to here a program holds all modes of what it has pulled, as a diagonal coefficient matrix takes them.
 _LARGEST_DIAGONAL = 64
 
 _KIND = ("SIZES", "MATH")
-_attend = tuned(attend, (*_KIND, "FULL"))
+_attend = tuned(attend, (*_KIND, "MIXING"))
 _pull_both = tuned(pull_both, _KIND)
-_mix = tuned(mix, (*_KIND, "FULL"))
+_mix = tuned(mix, (*_KIND, "MIXING"))
 _mixing_backward = tuned(mixing_backward, (*_KIND, "FULL"))
 _push_query = tuned(push_query, _KIND)
 _push_sides = tuned(push_sides, _KIND)
@@ -111,7 +111,7 @@ class Plan(NamedTuple):
     chunks: int  # an upper bound where there are documents
     slots: int  # for the states before chunks
     documents: Documents
-    full: bool  # the coefficient matrix
+    mixing: Mixing | None  # without a readout none is needed
     math: Arithmetic
 
     @property
@@ -177,15 +177,15 @@ class Plan(NamedTuple):
         return torch.zeros_like(x) if self.packed else torch.empty_like(x)
 
 
-def _plan(query, key, value, parameters: Parameters, chunk: int, has_initial: bool, cu_seqlens, lengths) -> Plan:
+def _plan(query, key, value, parameters: Parameters, product, chunk, has_initial: bool, cu_seqlens, lengths) -> Plan:
     widths, size = (query.shape[3], value.shape[3]), parameters.log_decay.shape[1]
-    extent = chunk, has_initial, cu_seqlens, lengths
-    return plan_of(query.shape, value, widths, size, *extent, full=parameters.full)
+    mixing = mixing_of(product, parameters.full, arithmetic(value.dtype))
+    return plan_of(query.shape, value, widths, size, chunk, has_initial, cu_seqlens, lengths, mixing)
 
 
 def plan_of(
     shape: torch.Size, x: torch.Tensor, widths: tuple[int, ...], size: int, chunk: int, has_initial: bool, cu_seqlens,
-    lengths, full: bool = False,
+    lengths, mixing: Mixing | None = None,
 ) -> Plan:  # fmt: skip
     """Of tokens `shape`, by head, that read a state of `widths`, and of those that move it, `x` `[B, T, G, W]`."""
     groups = x.shape[2]
@@ -193,7 +193,7 @@ def plan_of(
     padded = tuple(power_of_two(w) for w in widths)
     return Plan(
         shape, groups, widths, padded, size, power_of_two(size), chunk,
-        rows, _segments(rows * groups, chunks // rows, x.device), chunks, slots, documents, full, arithmetic(x.dtype),
+        rows, _segments(rows * groups, chunks // rows, x.device), chunks, slots, documents, mixing, arithmetic(x.dtype),
     )  # fmt: skip
 
 
@@ -256,7 +256,7 @@ def _tables(plan: Plan, parameters: Parameters, product: str) -> KernelTables:
 def _forward(
     query, key, value, parameters: Parameters, initial_state, cu_seqlens, lengths, product, chunk, wide, want_final
 ):
-    plan = _plan(query, key, value, parameters, chunk, initial_state is not None, cu_seqlens, lengths)
+    plan = _plan(query, key, value, parameters, product, chunk, initial_state is not None, cu_seqlens, lengths)
     shape, dtype = (*query.shape[:3], plan.widths[1]), torch.float32 if wide else value.dtype
     output = value.new_zeros(shape, dtype=dtype) if plan.packed else value.new_empty(shape, dtype=dtype)
     with on_device(query):
@@ -265,7 +265,7 @@ def _forward(
         for skewed, kernel in enumerate((_attend, _attend_skewed)):
             kernel[(plan.chunks, plan.shape[2])](
                 Operands(query, key, value), output, ChunkStates(*states), tables, *plan.places,
-                plan.shape[2], plan.groups, **plan.sizes, FULL=plan.full, SKEWED=skewed, **plan.options,
+                plan.shape[2], plan.groups, **plan.sizes, MIXING=plan.mixing, SKEWED=skewed, **plan.options,
             )  # fmt: skip
     return output, query.new_empty(0, dtype=torch.float32) if final is None else final
 
@@ -274,7 +274,7 @@ def _backward(
     query, key, value, parameters: Parameters, initial_state, cu_seqlens, lengths, product, chunk, want_mixing,
     grad_output, grad_final,
 ):  # fmt: skip
-    plan = _plan(query, key, value, parameters, chunk, initial_state is not None, cu_seqlens, lengths)
+    plan = _plan(query, key, value, parameters, product, chunk, initial_state is not None, cu_seqlens, lengths)
     grads = [plan.like_tokens(x) for x in (query, key, value)]
     grad_initial = None if initial_state is None else torch.empty_like(initial_state)
     with on_device(query):
@@ -294,7 +294,7 @@ def _of_chunks(plan: Plan, tokens: Operands, states: ChunkStates, tables: Kernel
         tokens: query, key, value and the gradient of the output.
 
     Returns:
-        The gradient of `KernelTables.mixing` or None, `Partial.chunks`, and `ChunkGradients` of keys and of values.
+        The gradient of the mixing matrix or None, `Partial.chunks`, and `ChunkGradients` of keys and of values.
     """
     heads = plan.shape[2]
     grid, sides = (plan.chunks, heads), (plan.chunks, heads, 2)
@@ -312,8 +312,9 @@ def _of_chunks(plan: Plan, tokens: Operands, states: ChunkStates, tables: Kernel
     for skewed, kernel in enumerate((_pull_both, _pull_both_skewed)):
         kernel[sides](tokens, tuple(pulled), states, tables, *shared, **sizes, SKEWED=skewed, **plan.options)
     _mix[sides](
-        tuple(pulled), tuple(mixed), chunk_sums, tables, *shared, SIZES=sizes["SIZES"], FULL=plan.full, **plan.options
-    )
+        tuple(pulled), tuple(mixed), chunk_sums, tables, *shared, SIZES=sizes["SIZES"], MIXING=plan.mixing,
+        **plan.options,
+    )  # fmt: skip
     mixing = _mixing_gradient(plan, pulled) if want_mixing else None
     for skewed, kernel in enumerate((_push_query, _push_query_skewed)):
         kernel[grid](tokens, tuple(mixed), grad_query, states, tables, *shared, **sizes, SKEWED=skewed, **plan.options)
@@ -361,15 +362,15 @@ def walk_back(
 
 def _mixing_gradient(plan: Plan, pulled: list[torch.Tensor]) -> torch.Tensor:
     heads = plan.shape[2]
-    rows = min(plan.modes, 64 if plan.full else 32)
+    rows = min(plan.modes, 64 if plan.mixing.FULL else 32)
     columns = min(plan.modes, 32)
-    blocks = (plan.modes // rows) * (plan.modes // columns) if plan.full else plan.modes // rows
+    blocks = (plan.modes // rows) * (plan.modes // columns) if plan.mixing.FULL else plan.modes // rows
     lanes = plan.lanes(pulled[0].device, blocks)
-    shape = (plan.modes, plan.modes) if plan.full else (plan.modes,)
+    shape = (plan.modes, plan.modes) if plan.mixing.FULL else (plan.modes,)
     partial = pulled[0].new_empty((lanes, heads, 2, 2, *shape), dtype=torch.float32)
     _mixing_backward[(lanes, heads, blocks)](
         tuple(pulled), partial, *plan.places, heads, plan.chunks, SIZES=plan.sizes["SIZES"]._replace(BM=rows),
-        BN=columns, FULL=plan.full, **plan.options,
+        BN=columns, FULL=plan.mixing.FULL, **plan.options,
     )  # fmt: skip
     return partial.unflatten(1, (plan.groups, -1)).sum((0, 2))
 

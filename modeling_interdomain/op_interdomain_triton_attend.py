@@ -47,7 +47,7 @@ class ChunkStates(NamedTuple):
 @triton.jit(do_not_specialize=["count", "per_row", "row_length"])
 def attend(
     tokens, out, states, tables, documents, count, per_row, row_length, heads, groups,
-    WIDTHS: tl.constexpr, SIZES: tl.constexpr, FULL: tl.constexpr, SKEWED: tl.constexpr, PACKED: tl.constexpr,
+    WIDTHS: tl.constexpr, SIZES: tl.constexpr, MIXING: tl.constexpr, SKEWED: tl.constexpr, PACKED: tl.constexpr,
     MATH: tl.constexpr,
 ):  # fmt: skip
     """`out = push(mix(pull(a; b)); c)` for one chunk and head; grid [chunks, heads].
@@ -68,12 +68,12 @@ def attend(
     if length > 0:
         intra = tables.intra + group * C * 2 * M
         powers = tables.powers + group * C * 2 * M
-        mixing = tables.mixing + group * 4 * M * (M if FULL else 1)
+        mixing = tables.mixing + group * MIXING.PLANES * M * (M if MIXING.FULL else 1)
         at = (slot * groups + group) * 2 * M
         c_states = states.c + at * C_PADDED
         p_re, p_im = pull_and_mix(
             tokens.a + head * WIDTHS.A, tokens.b + group * WIDTHS.A, states.b + at * A_PADDED, intra, powers, mixing,
-            start, length, heads * WIDTHS.A, groups * WIDTHS.A, WIDTHS.A, A_PADDED, SIZES, FULL, SKEWED, MATH,
+            start, length, heads * WIDTHS.A, groups * WIDTHS.A, WIDTHS.A, A_PADDED, SIZES, MIXING, SKEWED, MATH,
         )  # fmt: skip
         e_re, e_im, w = readers(p_re, p_im, powers, intra, C, M, SKEWED, MATH)
         for d in tl.static_range(0, C_PADDED, BD):

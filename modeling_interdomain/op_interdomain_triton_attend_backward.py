@@ -111,14 +111,14 @@ def pull_both(
 @triton.jit
 def _mix_side(
     a, b, out, sums, powers, mixing, start, length, stride, skewed, C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr,
-    FULL: tl.constexpr, MATH: tl.constexpr,
+    MIXING: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
-    if FULL:
+    if MIXING.FULL:
         p_re = tl.zeros([C, M], tl.float32)
         p_im = tl.zeros([C, M], tl.float32)
         for m in tl.static_range(0, M, BM):
             a_re, a_im = _load_modes(a, start, length, stride, m, C, M, BM)
-            p_re, p_im = mix_rows(a_re, a_im, mixing, m, p_re, p_im, M, BM, MATH)
+            p_re, p_im = mix_rows(a_re, a_im, mixing, m, p_re, p_im, MIXING.SIGN, M, BM, MATH)
     else:
         a_re, a_im = _load_modes(a, start, length, stride, 0, C, M, M)
         a_re = a_re.to(tl.float32)
@@ -139,7 +139,7 @@ def _mix_side(
 @triton.jit(do_not_specialize=["count", "per_row", "row_length"])
 def mix(
     pulled, mixed, chunk_sums, tables, documents, count, per_row, row_length, heads, groups,
-    SIZES: tl.constexpr, FULL: tl.constexpr, PACKED: tl.constexpr, MATH: tl.constexpr,
+    SIZES: tl.constexpr, MIXING: tl.constexpr, PACKED: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """`p = mix(y)` for what either side has pulled, kept as what reads the chunk (`weights`); grid [chunks, heads, 2].
 
@@ -157,18 +157,18 @@ def mix(
     start, length, _ = locate(chunk, documents, count, per_row, row_length, C, PACKED)
     sums = chunk_sums + ((tl.cast(chunk, tl.int64) * heads + head) * 2 + side) * 6 * M
     powers = tables.powers + group * C * 2 * M
-    mixing = tables.mixing + group * 4 * M * (M if FULL else 1)
+    mixing = tables.mixing + group * MIXING.PLANES * M * (M if MIXING.FULL else 1)
     if length > 0:
         at = head * 2 * M
         if side == 0:
             _mix_side(
                 pulled[0] + at, pulled[1] + at, mixed[0] + at, sums, powers, mixing, start, length, heads * 2 * M,
-                skewed, C, M, SIZES.BM, FULL, MATH,
+                skewed, C, M, SIZES.BM, MIXING, MATH,
             )  # fmt: skip
         else:
             _mix_side(
                 pulled[1] + at, pulled[0] + at, mixed[1] + at, sums, powers, mixing, start, length, heads * 2 * M,
-                skewed, C, M, SIZES.BM, FULL, MATH,
+                skewed, C, M, SIZES.BM, MIXING, MATH,
             )  # fmt: skip
     elif skewed == 0:
         _store_sums(sums, tl.zeros([M], tl.float32), tl.zeros([M], tl.float32), M)
@@ -179,7 +179,7 @@ def mixing_backward(
     pulled, grad_mixing, documents, count, per_row, row_length, heads, chunks,
     SIZES: tl.constexpr, BN: tl.constexpr, FULL: tl.constexpr, PACKED: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
-    """`grad of mixing[i, j] = y_i^T x_j` for what the sides have pulled, y and x; grid [lanes, heads, blocks].
+    """The gradient of the mixing matrix, `y_i^T x_j` of what the sides have pulled; grid [lanes, heads, blocks].
 
     A block is BM x BN modes, or BM = BN of the diagonal unless FULL; lane l sums over chunks l, l + lanes, ...
     grad_mixing `[lanes, heads, 2, 2, M, M]` or `[lanes, heads, 2, 2, M]`.

@@ -11,7 +11,7 @@ import torch
 from .op_common_launch import power_of_two
 from .op_common_tiles import Arithmetic, narrow
 from .op_interdomain_mixing import SIGNS
-from .op_interdomain_triton_tiles import times, times_conj
+from .op_interdomain_triton_tiles import Mixing, times, times_conj
 
 try:
     import triton
@@ -35,8 +35,8 @@ class KernelTables(NamedTuple):
         units: `[G, C, 2, M]`, lambda^(-i-1), or lambda^d where `skewed`.
         inputs: `[G, C, 2, M]`, lambda^d beta, by which tokens enter the state d tokens later.
         intra: `[G, C, 2, M]`, how tokens enter the readout of their own chunk: `units` times beta; an operand.
-        mixing: `[G, 2, 2, M, M]` or `[G, 2, 2, M]`: the pull-back, `p_j = sum_i y_i mixing[i, j]`. It is symmetric, so
-            that it is its own transpose for the gradients.
+        mixing: `[G, planes, M, M]` or `[G, planes, M]`: the matrix of the pull-back, `p_j = sum_i y_i matrix[i, j]`, as
+            `Mixing` says. It is symmetric, so that it is its own transpose for the gradients.
     """
 
     skewed: torch.Tensor
@@ -69,7 +69,7 @@ class Partial(NamedTuple):
     Attributes:
         chunks: `[chunks, heads, 2, 3, 2, M]`, a row for either side.
         walked: `[programs, G, 3, 2, M]`, of those that walk the chunks back.
-        mixing: the gradient of `KernelTables.mixing`, float32, or None.
+        mixing: the gradient of the mixing matrix, `[G, 2, 2, M, M]` or `[G, 2, 2, M]` in float32, or None.
     """
 
     chunks: Any
@@ -140,7 +140,9 @@ def _product(a, b, acc):
 
 
 @triton.jit
-def _make_mixing(x, mixing, group, block, size, first, second, M: tl.constexpr, BLOCK: tl.constexpr):
+def _make_mixing(
+    x, mixing, group, block, size, first, second, MIXING: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr
+):
     """One block of `[C]^T D [C]`, D of `first` and `second` for the real and the imaginary part of `C y`."""
     row = (block // (M // BLOCK)) * BLOCK + tl.arange(0, BLOCK)
     column = (block % (M // BLOCK)) * BLOCK + tl.arange(0, BLOCK)
@@ -159,11 +161,18 @@ def _make_mixing(x, mixing, group, block, size, first, second, M: tl.constexpr, 
         ri = _product(a_re, b_im, ri)
         ir = _product(a_im, b_re, ir)
         ii = _product(a_im, b_im, ii)
-    mixing += group * 4 * M * M + row[:, None] * M + column[None, :]
-    tl.store(mixing, first * rr + second * ii)
-    tl.store(mixing + M * M, second * ir - first * ri)
-    tl.store(mixing + 2 * M * M, second * ri - first * ir)
-    tl.store(mixing + 3 * M * M, first * ii + second * rr)
+    mixing += group * MIXING.PLANES * M * M + row[:, None] * M + column[None, :]
+    a = first * rr + second * ii
+    b = second * ir - first * ri
+    if MIXING.SIGN == 0:
+        tl.store(mixing, a)
+        tl.store(mixing + M * M, b)
+        tl.store(mixing + 2 * M * M, second * ri - first * ir)
+        tl.store(mixing + 3 * M * M, first * ii + second * rr)
+    else:
+        tl.store(mixing, a - b)
+        tl.store(mixing + M * M, MIXING.SIGN * (a + b))
+        tl.store(mixing + 2 * M * M, b)
 
 
 @triton.jit
@@ -186,8 +195,8 @@ def _make_diagonal(x, mixing, group, size, first, second, M: tl.constexpr):
 @triton.jit
 def tables(
     parameters, out, size, first, second,
-    C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr, LARGEST: tl.constexpr,
-    MATH: tl.constexpr,
+    C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, MIXING: tl.constexpr,
+    LARGEST: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """Grid [groups, blocks]: M / BM blocks of modes for the powers, then those of the mixing matrix.
 
@@ -197,8 +206,8 @@ def tables(
     block = tl.program_id(1)
     if block < M // BM:
         _make_powers(parameters, out, group, block, size, C, M, BM, LARGEST, MATH)
-    elif FULL:
-        _make_mixing(parameters.coefficients, out.mixing, group, block - M // BM, size, first, second, M, BLOCK)
+    elif MIXING.FULL:
+        _make_mixing(parameters.coefficients, out.mixing, group, block - M // BM, size, first, second, MIXING, M, BLOCK)
     else:
         _make_diagonal(parameters.coefficients, out.mixing, group, size, first, second, M)
 
@@ -341,12 +350,22 @@ def _blocks(size: int, full: bool) -> tuple[int, dict]:
     modes = power_of_two(size)
     side = min(modes, _EDGE)
     blocks = modes // _MODES + ((modes // side) ** 2 if full else 1)
-    return blocks, {"M": modes, "BM": _MODES, "BLOCK": side, "FULL": full}
+    return blocks, {"M": modes, "BM": _MODES, "BLOCK": side}
 
 
 def _signs(product: str) -> tuple[float, float]:
     first, second = SIGNS[product]
     return float(first), float(second)
+
+
+def mixing_of(product: str, full: bool, math: Arithmetic) -> Mixing:
+    """A complex matrix is what weighs the real and the imaginary part of `C y` alike, or by opposite numbers.
+
+    It is not taken as one in float32, whose operands the matrix units round as they like (`mix_rows`).
+    """
+    first, second = SIGNS[product]
+    sign = first * second if full and math.storage == torch.bfloat16 else 0
+    return Mixing(full, sign, 3 if sign else 4)
 
 
 def make_tables(
@@ -360,11 +379,10 @@ def make_tables(
     def empty(*shape, dtype=torch.float32):
         return parameters.log_decay.new_empty(shape, dtype=dtype)
 
-    shape = (groups, chunk, 2, modes)
-    mixing = empty(groups, 2, 2, modes, modes) if parameters.full else empty(groups, 2, 2, modes)
+    shape, mixing = (groups, chunk, 2, modes), mixing_of(product, parameters.full, math)
     made = KernelTables(
         empty(groups, dtype=torch.int32), empty(*shape), empty(*shape), empty(*shape), empty(*shape, dtype=operand),
-        mixing,
+        empty(groups, mixing.PLANES, *((modes,) * (2 if mixing.FULL else 1))),
     )  # fmt: skip
     _tables[(groups, blocks)](
         parameters,
@@ -372,6 +390,7 @@ def make_tables(
         size,
         *_signs(product),
         C=chunk,
+        MIXING=mixing,
         LARGEST=_LARGEST_EXPONENT,
         MATH=math,
         num_warps=8,
@@ -393,6 +412,7 @@ def table_gradients(parameters: Parameters, partial: Partial, product: str, head
     )
     counts = partial.chunks.shape[0], partial.walked.shape[0]
     _tables_backward[(groups, blocks)](
-        parameters, partial, grads, size, *_signs(product), *counts, heads, groups, ROWS=64, **options
-    )
+        parameters, partial, grads, size, *_signs(product), *counts, heads, groups, ROWS=64, FULL=parameters.full,
+        **options,
+    )  # fmt: skip
     return grads

@@ -20,7 +20,7 @@ A complex tile is two real ones; pointers are to the first element of what the n
 
 from typing import NamedTuple
 
-from .op_common_tiles import causal, dot, dot_in_two, load_tokens, narrow
+from .op_common_tiles import causal, dot, dot_in_two, left_over, load_tokens, narrow
 
 try:
     import triton
@@ -39,6 +39,19 @@ class Sizes(NamedTuple):
     BM: int
     BR: int
     BD: int
+
+
+class Mixing(NamedTuple):
+    """How the mixing matrix is written down.
+
+    FULL: whether it mixes modes, not only the two parts of each. SIGN: 1 where it multiplies y by a complex matrix
+    A + iB, -1 where it multiplies the conjugate of y; there are then 3 PLANES, A - B, SIGN (A + B) and B. Otherwise
+    SIGN is 0, and there are 4, the blocks of a real matrix: `[M, M]`, or unless FULL their diagonals `[M]`.
+    """
+
+    FULL: bool
+    SIGN: int
+    PLANES: int
 
 
 @triton.jit
@@ -130,34 +143,50 @@ def pull(
 
 
 @triton.jit
-def mix_rows(y_re, y_im, mixing, m, p_re, p_im, M: tl.constexpr, BM: tl.constexpr, MATH: tl.constexpr):
-    """Add what BM rows of a full mixing matrix, from the m-th on, make of the modes m .. m + BM of y.
+def mix_rows(
+    y_re, y_im, mixing, m, p_re, p_im, SIGN: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, MATH: tl.constexpr
+):
+    """Add what BM rows of a full mixing matrix, from the m-th on, make of the modes m .. m + BM of y, in MATH.DTYPE.
 
-    The matrix is not rounded to bfloat16: where C is the inverse of a Gramian (the posterior start), y is up to a
-    hundred times what the matrix leaves of it.
+    The matrix is not rounded to bfloat16, but multiplied in two terms: where C is the inverse of a Gramian (the
+    posterior start), y is up to a hundred times what the matrix leaves of it. Of a complex matrix A + iB, by which y or
+    (SIGN -1) its conjugate is multiplied, three products do the work of four:
+
+        y_re A - y_im B = y_re (A - B) + k,    y_re B + y_im A = y_im (A + B) + k,    k = (y_re - y_im) B
+
+    The difference has two terms for the same reason: rounded to one, it is no more that of what the other products
+    take, and nothing is left of the outputs of that start.
     """
     at = (m + tl.arange(0, BM))[:, None] * M + tl.arange(0, M)[None, :]
-    p_re = dot_in_two(y_re, tl.load(mixing + at), p_re, MATH)
-    p_im = dot_in_two(y_re, tl.load(mixing + M * M + at), p_im, MATH)
-    p_re = dot_in_two(y_im, tl.load(mixing + 2 * M * M + at), p_re, MATH)
-    p_im = dot_in_two(y_im, tl.load(mixing + 3 * M * M + at), p_im, MATH)
+    if SIGN == 0:
+        p_re = dot_in_two(y_re, tl.load(mixing + at), p_re, MATH)
+        p_im = dot_in_two(y_re, tl.load(mixing + M * M + at), p_im, MATH)
+        p_re = dot_in_two(y_im, tl.load(mixing + 2 * M * M + at), p_re, MATH)
+        p_im = dot_in_two(y_im, tl.load(mixing + 3 * M * M + at), p_im, MATH)
+    else:
+        both = y_re.to(tl.float32) - SIGN * y_im.to(tl.float32)
+        b = tl.load(mixing + 2 * M * M + at)
+        k = dot(left_over(both, MATH), b, tl.zeros_like(p_re), MATH)
+        k = dot_in_two(both, b, k, MATH)
+        p_re = dot_in_two(y_re, tl.load(mixing + at), p_re + k, MATH)
+        p_im = dot_in_two(y_im, tl.load(mixing + M * M + at), p_im + k, MATH)
     return p_re, p_im
 
 
 @triton.jit
 def pull_and_mix(
     a, b, state, intra, powers, mixing, start, length, a_stride, b_stride, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-    SIZES: tl.constexpr, FULL: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr,
+    SIZES: tl.constexpr, MIXING: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
-    """The pull-back of `op_interdomain_readout`: `p_j = sum_i y_i mixing[i, j]`, two tiles `[C, M]` in float32.
+    """The pull-back of `op_interdomain_readout`, `p = mix(y)`, two tiles `[C, M]` in float32.
 
-    mixing: `[2, 2, M, M]`, or unless FULL `[2, 2, M]`. A full matrix is applied BM of its rows at a time.
+    mixing: of the group, see `KernelTables`. A full matrix is applied BM of its rows at a time.
     """
     C: tl.constexpr = SIZES.C
     M: tl.constexpr = SIZES.M
     BM: tl.constexpr = SIZES.BM
     scores = intra_scores(a, b, start, length, a_stride, b_stride, WIDTH, PADDED, SIZES.BR, C, SKEWED, MATH)
-    if FULL:
+    if MIXING.FULL:
         p_re = tl.zeros([C, M], tl.float32)
         p_im = tl.zeros([C, M], tl.float32)
         # Unrolled, the loads of many rows all come first and spill registers.
@@ -167,8 +196,9 @@ def pull_and_mix(
                 SIZES.BR, BM, C, M, SKEWED, MATH,
             )  # fmt: skip
             p_re, p_im = mix_rows(
-                narrow(y_re, MATH.DTYPE, MATH), narrow(y_im, MATH.DTYPE, MATH), mixing, m, p_re, p_im, M, BM, MATH
-            )
+                narrow(y_re, MATH.DTYPE, MATH), narrow(y_im, MATH.DTYPE, MATH), mixing, m, p_re, p_im,
+                MIXING.SIGN, M, BM, MATH,
+            )  # fmt: skip
     else:
         y_re, y_im = pull(
             scores, a, state, intra, powers, start, length, a_stride, 0, WIDTH, PADDED,

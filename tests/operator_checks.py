@@ -75,11 +75,12 @@ def cast(arguments, dtype):
     return {k: None if v is None else v.detach().to(dtype).requires_grad_() for k, v in arguments.items()}
 
 
-def parameters_of_the_default_start(size: int) -> dict[str, torch.Tensor]:
+def parameters_of_the_default_start(size: int, modes: str | None = None) -> dict[str, torch.Tensor]:
     """Of two heads, float32; C is an inverse of a Gramian, whose condition number is up to 10^4."""
     config = InterdomainConfig(
-        vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, state_size=size, start="recall"
-    )
+        vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, state_size=size, start="recall",
+        modes=modes,
+    )  # fmt: skip
     recurrence = InterdomainModel(config).layers[0].token_mixer.recurrence
     names = ("log_decay", "input_matrix", "coefficient_matrix")
     return {name: x.detach() for name, x in zip(names, recurrence.parameters_of_operator(), strict=True)}

@@ -70,10 +70,11 @@ def test_attend_is_counted_as_its_formula_says():
     query, key, value = (torch.randn(1, tokens, 1, size, dtype=torch.bfloat16) for _ in range(3))
     parameters = torch.rand(1, size, 2) - 1, torch.randn(1, size, 2), torch.randn(1, size, size, 2)
     found = count(lambda: triton_attention(query, key, value, *parameters, "bilinear", None, None, size))["attend"]
-    pulled, mixed, pushed = 1 + 2 + 2, 2 * 4, 2 + 1 + 2  # scores, state, chunk; four blocks in two terms; weights, rest
+    # Scores, state, chunk; three matrices in two terms, one of them also with a second term of y; weights, rest.
+    pulled, mixed, pushed = 1 + 2 + 2, 2 * 3 + 1, 2 + 1 + 2
     assert found.matrix == (pulled + mixed + pushed) * 2 * size * size * tokens
     states = 2 * 2 * size * size * 2 * (tokens // size)  # both sides, two planes, bfloat16, before each chunk
-    tables = 4 * 2 * size * size + 2 * 2 * size * size + 4 * 4 * size * size  # powers, within the chunk, mixing
+    tables = 4 * 2 * size * size + 2 * 2 * size * size + 4 * 3 * size * size  # powers, within the chunk, mixing
     assert found.written == 2 * size * tokens
     ways = 2 * 32  # a sector that says which way the group goes, read by either launch
     assert found.read == 3 * 2 * size * tokens + states + tables + ways
