@@ -17,11 +17,11 @@ from .op_common_tiles import Arithmetic, Documents, arithmetic, chunk_tokens, la
 from .op_interdomain_triton_attend import ChunkStates, Operands, Widths, attend
 from .op_interdomain_triton_attend_backward import (
     ChunkGradients,
+    Pulled,
     mix,
     mixing_backward,
     pull_both,
-    push_query,
-    push_sides,
+    push_both,
 )
 from .op_interdomain_triton_carry import carry, carry_back, segment_ends
 from .op_interdomain_triton_states import Columns, LaterGradients, chunk_states, chunk_states_backward
@@ -36,13 +36,12 @@ _attend = tuned(attend, (*_KIND, "MIXING"))
 _pull_both = tuned(pull_both, _KIND)
 _mix = tuned(mix, (*_KIND, "MIXING"))
 _mixing_backward = tuned(mixing_backward, (*_KIND, "FULL"))
-_push_query = tuned(push_query, _KIND)
-_push_sides = tuned(push_sides, _KIND)
+_push_both = tuned(push_both, _KIND)
 _chunk_states = tuned(chunk_states, ("C", "M", "BM", "BW", "TWO_TERMS", "MATH"))
 _chunk_states_backward = tuned(chunk_states_backward, ("C", "M", "BW", "EMIT", "MATH"))
 # Hardly ever at work, so not worth the compilations of a choice; with fewer warps most of them spill registers.
-_attend_skewed, _pull_both_skewed, _push_query_skewed, _push_sides_skewed = (
-    tuned(kernel, _KIND, configurations=((8, 1),)) for kernel in (attend, pull_both, push_query, push_sides)
+_attend_skewed, _pull_both_skewed, _push_both_skewed = (
+    tuned(kernel, _KIND, configurations=((8, 1),)) for kernel in (attend, pull_both, push_both)
 )
 
 
@@ -139,13 +138,13 @@ class Plan(NamedTuple):
     @property
     def sizes(self) -> dict:
         """What the kernels are compiled for."""
-        limit = 64 if self.modes <= 64 else 32
+        limit = 64 if self.modes <= 64 else 32 if self.modes <= 128 else 16
         if self.storage == torch.float32:
             limit //= 2
         blocks = (min(padded, limit) for padded in self.padded)
         return {
             "WIDTHS": Widths(*self.widths, *self.padded),
-            "SIZES": Sizes(self.chunk, self.modes, min(self.modes, 32), *blocks),
+            "SIZES": Sizes(self.chunk, self.modes, min(self.modes, 32 if self.modes <= 64 else 16), *blocks),
         }
 
     @property
@@ -297,12 +296,13 @@ def _of_chunks(plan: Plan, tokens: Operands, states: ChunkStates, tables: Kernel
         The gradient of the mixing matrix or None, `Partial.chunks`, and `ChunkGradients` of keys and of values.
     """
     heads = plan.shape[2]
-    grid, sides = (plan.chunks, heads), (plan.chunks, heads, 2)
+    grid = plan.chunks, heads, 2
 
     def empty(*shape, dtype=plan.storage):
         return grad_query.new_empty(shape, dtype=dtype)
 
-    pulled, mixed = ([empty(*plan.shape[:3], 2, plan.modes) for _ in range(2)] for _ in range(2))
+    modes = [empty(*plan.shape[:3], 2, plan.modes) for _ in range(4)]
+    pulled, mixed = tuple(Pulled(x, empty(*plan.shape[:3], plan.chunk)) for x in modes[:2]), tuple(modes[2:])
     chunk_sums = empty(plan.chunks, heads, 2, 3, 2, plan.modes, dtype=torch.float32)
     direct = tuple(
         ChunkGradients(empty(*plan.shape[:3], width), empty(plan.slots, heads, 2, plan.modes, padded))
@@ -310,17 +310,16 @@ def _of_chunks(plan: Plan, tokens: Operands, states: ChunkStates, tables: Kernel
     )
     sizes, shared = plan.sizes, (*plan.places, heads, plan.groups)
     for skewed, kernel in enumerate((_pull_both, _pull_both_skewed)):
-        kernel[sides](tokens, tuple(pulled), states, tables, *shared, **sizes, SKEWED=skewed, **plan.options)
-    _mix[sides](
-        tuple(pulled), tuple(mixed), chunk_sums, tables, *shared, SIZES=sizes["SIZES"], MIXING=plan.mixing,
+        kernel[grid](tokens, pulled, states, tables, *shared, **sizes, SKEWED=skewed, **plan.options)
+    _mix[grid](
+        pulled, mixed, chunk_sums, tables, *shared, SIZES=sizes["SIZES"], MIXING=plan.mixing,
         **plan.options,
     )  # fmt: skip
     mixing = _mixing_gradient(plan, pulled) if want_mixing else None
-    for skewed, kernel in enumerate((_push_query, _push_query_skewed)):
-        kernel[grid](tokens, tuple(mixed), grad_query, states, tables, *shared, **sizes, SKEWED=skewed, **plan.options)
-    for skewed, kernel in enumerate((_push_sides, _push_sides_skewed)):
-        kernel[sides](
-            tokens, tuple(mixed), direct, chunk_sums, states, tables, *shared, **sizes, SKEWED=skewed, **plan.options
+    for skewed, kernel in enumerate((_push_both, _push_both_skewed)):
+        kernel[grid](
+            tokens, pulled, mixed, grad_query, direct, chunk_sums, states, tables, *shared, **sizes, SKEWED=skewed,
+            **plan.options,
         )  # fmt: skip
     return mixing, chunk_sums, direct
 
@@ -360,16 +359,16 @@ def walk_back(
     return sums.flatten(0, 1)
 
 
-def _mixing_gradient(plan: Plan, pulled: list[torch.Tensor]) -> torch.Tensor:
+def _mixing_gradient(plan: Plan, pulled: tuple[Pulled, ...]) -> torch.Tensor:
     heads = plan.shape[2]
     rows = min(plan.modes, 64 if plan.mixing.FULL else 32)
     columns = min(plan.modes, 32)
     blocks = (plan.modes // rows) * (plan.modes // columns) if plan.mixing.FULL else plan.modes // rows
-    lanes = plan.lanes(pulled[0].device, blocks)
+    lanes = plan.lanes(pulled[0].modes.device, blocks)
     shape = (plan.modes, plan.modes) if plan.mixing.FULL else (plan.modes,)
-    partial = pulled[0].new_empty((lanes, heads, 2, 2, *shape), dtype=torch.float32)
+    partial = pulled[0].modes.new_empty((lanes, heads, 2, 2, *shape), dtype=torch.float32)
     _mixing_backward[(lanes, heads, blocks)](
-        tuple(pulled), partial, *plan.places, heads, plan.chunks, SIZES=plan.sizes["SIZES"]._replace(BM=rows),
+        pulled, partial, *plan.places, heads, plan.chunks, SIZES=plan.sizes["SIZES"]._replace(BM=rows),
         BN=columns, FULL=plan.mixing.FULL, **plan.options,
     )  # fmt: skip
     return partial.unflatten(1, (plan.groups, -1)).sum((0, 2))

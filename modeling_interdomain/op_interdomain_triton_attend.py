@@ -7,8 +7,8 @@ alone.
 
 from typing import Any, NamedTuple
 
-from .op_common_tiles import dot, load_tokens, locate, store_tokens
-from .op_interdomain_triton_tiles import load_pair, pull_and_mix, readers
+from .op_common_tiles import locate
+from .op_interdomain_triton_tiles import pull_and_mix, push, readers
 
 try:
     import triton
@@ -56,7 +56,6 @@ def attend(
     """
     C: tl.constexpr = SIZES.C
     M: tl.constexpr = SIZES.M
-    BD: tl.constexpr = SIZES.BD
     A_PADDED: tl.constexpr = WIDTHS.A_PADDED
     C_PADDED: tl.constexpr = WIDTHS.C_PADDED
     chunk = tl.program_id(0)
@@ -70,16 +69,12 @@ def attend(
         powers = tables.powers + group * C * 2 * M
         mixing = tables.mixing + group * MIXING.PLANES * M * (M if MIXING.FULL else 1)
         at = (slot * groups + group) * 2 * M
-        c_states = states.c + at * C_PADDED
         p_re, p_im = pull_and_mix(
             tokens.a + head * WIDTHS.A, tokens.b + group * WIDTHS.A, states.b + at * A_PADDED, intra, powers, mixing,
             start, length, heads * WIDTHS.A, groups * WIDTHS.A, WIDTHS.A, A_PADDED, SIZES, MIXING, SKEWED, MATH,
         )  # fmt: skip
         e_re, e_im, w = readers(p_re, p_im, powers, intra, C, M, SKEWED, MATH)
-        for d in tl.static_range(0, C_PADDED, BD):
-            c_tile = load_tokens(tokens.c + group * WIDTHS.C, start, length, d, groups * WIDTHS.C, WIDTHS.C, C, BD)
-            s_re, s_im = load_pair(c_states, tl.arange(0, M), d + tl.arange(0, BD), C_PADDED, M * C_PADDED)
-            tile = dot(w, c_tile, tl.zeros([C, BD], tl.float32), MATH)
-            tile = dot(e_re, s_re, tile, MATH)
-            tile = dot(e_im, s_im, tile, MATH)
-            store_tokens(out + head * WIDTHS.C, tile, start, length, d, heads * WIDTHS.C, WIDTHS.C, C, BD, MATH)
+        push(
+            e_re, e_im, w, tokens.c + group * WIDTHS.C, states.c + at * C_PADDED, out + head * WIDTHS.C, start, length,
+            groups * WIDTHS.C, heads * WIDTHS.C, WIDTHS.C, C_PADDED, SIZES.BD, C, M, MATH,
+        )  # fmt: skip

@@ -3,8 +3,8 @@
 The query is pulled through the keys and the gradient of the output through the values once (`pull_both`), both are
 mixed (`mix`; the matrix of the pull-back is symmetric and serves both), and what they have become is pushed: the mixed
 gradient through the keys gives the query's gradient and, turned round, that of the keys; the mixed query gives that of
-the values (`push_query`, `push_side`). Between these kernels `[2, tokens, heads, 2, M]` numbers lie in memory, in the
-dtype of the matrix units: side 0 begins with the query, side 1 with the gradient of the output.
+the values (`push_both`). What lies in memory between these kernels (`Pulled`, and `[2, tokens, heads, 2, M]` after the
+mixing) has the dtype of the matrix units: side 0 begins with the query, side 1 with the gradient of the output.
 
 Gradients of the decay and of beta are sums over the tokens of a chunk (`Partial` of `op_interdomain_triton_tables`), so
 that no program carries a table from chunk to chunk.
@@ -13,7 +13,7 @@ that no program carries a table from chunk to chunk.
 from typing import Any, NamedTuple
 
 from .op_common_tiles import dot, load_tokens, locate, narrow, store_tokens
-from .op_interdomain_triton_tiles import collect, intra_scores, load_pair, mix_rows, pull, times_conj, weights
+from .op_interdomain_triton_tiles import collect, intra_scores, load_pair, mix_rows, pull, push, times_conj, weights
 
 try:
     import triton
@@ -29,6 +29,13 @@ class ChunkGradients(NamedTuple):
 
     tokens: Any
     states: Any
+
+
+class Pulled(NamedTuple):
+    """What one side has pulled, `modes` `[tokens, heads, 2, M]`, and its `intra_scores`, `[tokens, heads, C]`."""
+
+    modes: Any
+    scores: Any
 
 
 @triton.jit
@@ -60,18 +67,19 @@ def _store_sums(x, re, im, M: tl.constexpr):
 
 @triton.jit
 def _pull_side(
-    a, b, state, out, intra, powers, start, length, a_stride, b_stride, out_stride, WIDTH: tl.constexpr,
+    a, b, state, pulled, intra, powers, start, length, head, heads, a_stride, b_stride, WIDTH: tl.constexpr,
     PADDED: tl.constexpr, BLOCK: tl.constexpr, SIZES: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = SIZES.C
     M: tl.constexpr = SIZES.M
     BM: tl.constexpr = SIZES.BM
     scores = intra_scores(a, b, start, length, a_stride, b_stride, WIDTH, PADDED, BLOCK, C, SKEWED, MATH)
+    store_tokens(pulled.scores + head * C, scores, start, length, 0, heads * C, C, C, C, MATH)
     for m in tl.static_range(0, M, BM):
         y_re, y_im = pull(
             scores, a, state, intra, powers, start, length, a_stride, m, WIDTH, PADDED, BLOCK, BM, C, M, SKEWED, MATH
         )
-        _store_modes(out, y_re, y_im, start, length, out_stride, m, C, M, BM, MATH)
+        _store_modes(pulled.modes + head * 2 * M, y_re, y_im, start, length, heads * 2 * M, m, C, M, BM, MATH)
 
 
 @triton.jit(do_not_specialize=["count", "per_row", "row_length"])
@@ -81,7 +89,7 @@ def pull_both(
 ):  # fmt: skip
     """The query pulled through the keys and the gradient of the output through the values; grid [chunks, heads, 2].
 
-    tokens: `Operands` (query, key, value, gradient of the output); pulled: a pair of `[tokens, heads, 2, M]`.
+    tokens: `Operands` (query, key, value, gradient of the output); pulled: a pair of `Pulled`.
     """
     C: tl.constexpr = SIZES.C
     M: tl.constexpr = SIZES.M
@@ -97,14 +105,14 @@ def pull_both(
         if tl.program_id(2) == 0:
             _pull_side(
                 tokens.a + head * WIDTHS.A, tokens.b + group * WIDTHS.A, states.b + at * WIDTHS.A_PADDED,
-                pulled[0] + head * 2 * M, intra, powers, start, length, heads * WIDTHS.A, groups * WIDTHS.A,
-                heads * 2 * M, WIDTHS.A, WIDTHS.A_PADDED, SIZES.BR, SIZES, SKEWED, MATH,
+                pulled[0], intra, powers, start, length, head, heads, heads * WIDTHS.A, groups * WIDTHS.A,
+                WIDTHS.A, WIDTHS.A_PADDED, SIZES.BR, SIZES, SKEWED, MATH,
             )  # fmt: skip
         else:
             _pull_side(
                 tokens.f + head * WIDTHS.C, tokens.c + group * WIDTHS.C, states.c + at * WIDTHS.C_PADDED,
-                pulled[1] + head * 2 * M, intra, powers, start, length, heads * WIDTHS.C, groups * WIDTHS.C,
-                heads * 2 * M, WIDTHS.C, WIDTHS.C_PADDED, SIZES.BD, SIZES, SKEWED, MATH,
+                pulled[1], intra, powers, start, length, head, heads, heads * WIDTHS.C, groups * WIDTHS.C,
+                WIDTHS.C, WIDTHS.C_PADDED, SIZES.BD, SIZES, SKEWED, MATH,
             )  # fmt: skip
 
 
@@ -116,7 +124,7 @@ def _mix_side(
     if MIXING.FULL:
         p_re = tl.zeros([C, M], tl.float32)
         p_im = tl.zeros([C, M], tl.float32)
-        for m in tl.static_range(0, M, BM):
+        for m in tl.range(0, M, BM, num_stages=1, loop_unroll_factor=M // BM if M <= 64 else 1):
             a_re, a_im = _load_modes(a, start, length, stride, m, C, M, BM)
             p_re, p_im = mix_rows(a_re, a_im, mixing, m, p_re, p_im, MIXING.SIGN, M, BM, MATH)
     else:
@@ -144,8 +152,8 @@ def mix(
     """`p = mix(y)` for what either side has pulled, kept as what reads the chunk (`weights`); grid [chunks, heads, 2].
 
     Unless a group is skewed, the gradient of log(lambda) through the powers comes with it: `sum_t (t + 1) p_t
-    conj(x_t)` with x what the other side has pulled. pulled, mixed: pairs of `[tokens, heads, 2, M]`; chunk_sums: see
-    `Partial.chunks`.
+    conj(x_t)` with x what the other side has pulled. pulled: a pair of `Pulled`; mixed: of `[tokens, heads, 2, M]`;
+    chunk_sums: see `Partial.chunks`.
     """
     C: tl.constexpr = SIZES.C
     M: tl.constexpr = SIZES.M
@@ -162,13 +170,13 @@ def mix(
         at = head * 2 * M
         if side == 0:
             _mix_side(
-                pulled[0] + at, pulled[1] + at, mixed[0] + at, sums, powers, mixing, start, length, heads * 2 * M,
-                skewed, C, M, SIZES.BM, MIXING, MATH,
+                pulled[0].modes + at, pulled[1].modes + at, mixed[0] + at, sums, powers, mixing, start, length,
+                heads * 2 * M, skewed, C, M, SIZES.BM, MIXING, MATH,
             )  # fmt: skip
         else:
             _mix_side(
-                pulled[1] + at, pulled[0] + at, mixed[1] + at, sums, powers, mixing, start, length, heads * 2 * M,
-                skewed, C, M, SIZES.BM, MIXING, MATH,
+                pulled[1].modes + at, pulled[0].modes + at, mixed[1] + at, sums, powers, mixing, start, length,
+                heads * 2 * M, skewed, C, M, SIZES.BM, MIXING, MATH,
             )  # fmt: skip
     elif skewed == 0:
         _store_sums(sums, tl.zeros([M], tl.float32), tl.zeros([M], tl.float32), M)
@@ -201,8 +209,8 @@ def mixing_backward(
     for chunk in range(lane, chunks, tl.num_programs(0)):
         start, length, _ = locate(chunk, documents, count, per_row, row_length, C, PACKED)
         if length > 0:
-            y_re, y_im = _load_modes(pulled[0] + head * 2 * M, start, length, stride, m, C, M, BM)
-            x_re, x_im = _load_modes(pulled[1] + head * 2 * M, start, length, stride, n, C, M, BN)
+            y_re, y_im = _load_modes(pulled[0].modes + head * 2 * M, start, length, stride, m, C, M, BM)
+            x_re, x_im = _load_modes(pulled[1].modes + head * 2 * M, start, length, stride, n, C, M, BN)
             if FULL:
                 y_re = tl.trans(y_re)
                 y_im = tl.trans(y_im)
@@ -242,42 +250,13 @@ def _reading(
     return x_re, x_im
 
 
-@triton.jit(do_not_specialize=["count", "per_row", "row_length"])
-def push_query(
-    tokens, mixed, out, states, tables, documents, count, per_row, row_length, heads, groups,
-    WIDTHS: tl.constexpr, SIZES: tl.constexpr, SKEWED: tl.constexpr, PACKED: tl.constexpr, MATH: tl.constexpr,
-):  # fmt: skip
-    """The gradient of the query, `out`: the mixed gradient of the output pushed through keys; grid [chunks, heads]."""
-    A_PADDED: tl.constexpr = WIDTHS.A_PADDED
-    C: tl.constexpr = SIZES.C
-    M: tl.constexpr = SIZES.M
-    BR: tl.constexpr = SIZES.BR
-    head = tl.program_id(1)
-    group = head // (heads // groups)
-    if tl.load(tables.skewed + group) != SKEWED:
-        return
-    start, length, slot = locate(tl.program_id(0), documents, count, per_row, row_length, C, PACKED)
-    if length > 0:
-        x_re, x_im = _load_modes(mixed[1] + head * 2 * M, start, length, heads * 2 * M, 0, C, M, M)
-        w = weights(x_re, x_im, tables.intra + group * C * 2 * M, C, M, SKEWED, MATH)
-        e_re, e_im = _reading(x_re, x_im, tables.powers + group * C * 2 * M, 0, C, M, M, SKEWED, MATH)
-        state = states.b + (slot * groups + group) * 2 * M * WIDTHS.A_PADDED
-        for r in tl.static_range(0, A_PADDED, BR):
-            tile = load_tokens(tokens.b + group * WIDTHS.A, start, length, r, groups * WIDTHS.A, WIDTHS.A, C, BR)
-            s_re, s_im = load_pair(state, tl.arange(0, M), r + tl.arange(0, BR), WIDTHS.A_PADDED, M * WIDTHS.A_PADDED)
-            tile = dot(w, tile, tl.zeros([C, BR], tl.float32), MATH)
-            tile = dot(e_re, s_re, tile, MATH)
-            tile = dot(e_im, s_im, tile, MATH)
-            store_tokens(out + head * WIDTHS.A, tile, start, length, r, heads * WIDTHS.A, WIDTHS.A, C, BR, MATH)
-
-
 @triton.jit
 def _push_side(
-    c, f, mixed, grads, sums, state, tables, start, length, slot, head, heads, group, groups,
+    c, f, pulled, mixed, grad_f, grads, sums, state, tables, start, length, slot, head, heads, group, groups,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, BD: tl.constexpr, SIZES: tl.constexpr, SKEWED: tl.constexpr,
     MATH: tl.constexpr,
 ):  # fmt: skip
-    """Tokens c `[tokens, groups, WIDTH]` and what they are read with, f; see `push_sides`."""
+    """Tokens c `[tokens, groups, WIDTH]` and f, by which they were pulled; see `push_both`."""
     C: tl.constexpr = SIZES.C
     M: tl.constexpr = SIZES.M
     BM: tl.constexpr = SIZES.BM
@@ -287,10 +266,20 @@ def _push_side(
         intra = tables.intra + group * C * 2 * M
         powers = tables.powers + group * C * 2 * M
         f += head * WIDTH
-        c += group * WIDTH
-        x_re, x_im = _load_modes(mixed + head * 2 * M, start, length, heads * 2 * M, 0, C, M, M)
+        state += (slot * groups + group) * 2 * M * PADDED
+        mixed += head * 2 * M
+        x_re, x_im = _load_modes(mixed, start, length, heads * 2 * M, 0, C, M, M)
+        w = weights(x_re, x_im, intra, C, M, SKEWED, MATH)
+        if grad_f is not None:
+            e_re, e_im = _reading(x_re, x_im, powers, 0, C, M, M, SKEWED, MATH)
+            push(
+                e_re, e_im, w, c + group * WIDTH, state, grad_f + head * WIDTH, start, length, groups * WIDTH,
+                heads * WIDTH, WIDTH, PADDED, BD, C, M, MATH,
+            )  # fmt: skip
+        # Read again: kept in the layouts of all products, those above and those below, they would spill registers.
+        x_re, x_im = _load_modes(mixed, start, length, heads * 2 * M, 0, C, M, M)
         e_re, e_im = _reading(x_re, x_im, powers, 0, C, M, M, SKEWED, MATH)
-        w = tl.trans(weights(x_re, x_im, intra, C, M, SKEWED, MATH))
+        w = tl.trans(w)
         g_states = grads.states + (slot * heads + head) * 2 * M * PADDED
         for d in tl.static_range(0, PADDED, BD):
             f_tile = load_tokens(f, start, length, d, heads * WIDTH, WIDTH, C, BD)
@@ -301,10 +290,9 @@ def _push_side(
             tl.store(at, narrow(tile, at.dtype.element_ty, MATH))
             tile = dot(tl.trans(e_im), f_tile, tl.zeros([M, BD], tl.float32), MATH)
             tl.store(at + M * PADDED, narrow(tile, at.dtype.element_ty, MATH))
-        scores = intra_scores(f, c, start, length, heads * WIDTH, groups * WIDTH, WIDTH, PADDED, BD, C, SKEWED, MATH)
-        scores_t = tl.trans(scores)
-        t_re = dot(scores_t, x_re, tl.zeros([C, M], tl.float32), MATH)
-        t_im = dot(scores_t, x_im, tl.zeros([C, M], tl.float32), MATH)
+        scores = load_tokens(pulled.scores + head * C, start, length, 0, heads * C, C, C, C)
+        t_re = dot(tl.trans(scores), x_re, tl.zeros([C, M], tl.float32), MATH)
+        t_im = dot(tl.trans(scores), x_im, tl.zeros([C, M], tl.float32), MATH)
         u_re, u_im = load_pair(tables.units + group * C * 2 * M, rows, modes, 2 * M, M)
         t_re, t_im = times_conj(t_re, t_im, u_re, u_im)
         _store_sums(sums + 2 * M, tl.sum(t_re, 0), tl.sum(t_im, 0), M)
@@ -314,10 +302,9 @@ def _push_side(
             ages = (1 + rows)[:, None].to(tl.float32)
             for m in tl.range(0, M, BM, num_stages=1):
                 z_re, z_im = collect(
-                    scores, f, state + (slot * groups + group) * 2 * M * PADDED, intra, start, length, heads * WIDTH,
-                    m, WIDTH, PADDED, BD, BM, C, M, SKEWED, MATH,
+                    scores, f, state, intra, start, length, heads * WIDTH, m, WIDTH, PADDED, BD, BM, C, M, SKEWED, MATH
                 )  # fmt: skip
-                r_re, r_im = _load_modes(mixed + head * 2 * M, start, length, heads * 2 * M, m, C, M, BM)
+                r_re, r_im = _load_modes(mixed, start, length, heads * 2 * M, m, C, M, BM)
                 r_re, r_im = _reading(r_re, r_im, powers, m, C, M, BM, SKEWED, MATH)
                 z_re, z_im = times_conj(r_re.to(tl.float32), r_im.to(tl.float32), z_re, z_im)
                 _store_sums(sums + m, tl.sum(ages * z_re, 0), tl.sum(ages * z_im, 0), M)
@@ -330,15 +317,15 @@ def _push_side(
 
 
 @triton.jit(do_not_specialize=["count", "per_row", "row_length"])
-def push_sides(
-    tokens, mixed, grads, chunk_sums, states, tables, documents, count, per_row, row_length, heads, groups,
-    WIDTHS: tl.constexpr, SIZES: tl.constexpr, SKEWED: tl.constexpr, PACKED: tl.constexpr, MATH: tl.constexpr,
+def push_both(
+    tokens, pulled, mixed, grad_query, grads, chunk_sums, states, tables, documents, count, per_row, row_length, heads,
+    groups, WIDTHS: tl.constexpr, SIZES: tl.constexpr, SKEWED: tl.constexpr, PACKED: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
-    """What a chunk contributes to the gradients of its keys and values and of the states before it; grid [chunks,
-    heads, 2].
+    """What a chunk contributes to the gradients of its keys and values and of the states before it, and the gradient of
+    its queries; grid [chunks, heads, 2].
 
-    Keys are pushed with the query and what side 1 has mixed, values with the gradient of the output and side 0. grads:
-    a pair of `ChunkGradients`; states: `ChunkStates`; chunk_sums: see `Partial.chunks`.
+    Keys are pushed with the query and what side 1 has mixed, values with the gradient of the output and side 0. pulled:
+    a pair of `Pulled`; grads: of `ChunkGradients`; states: `ChunkStates`; chunk_sums: see `Partial.chunks`.
     """
     M: tl.constexpr = SIZES.M
     chunk = tl.program_id(0)
@@ -350,11 +337,11 @@ def push_sides(
     sums = chunk_sums + (tl.cast(chunk, tl.int64) * heads + head) * 12 * M
     if tl.program_id(2) == 0:
         _push_side(
-            tokens.b, tokens.a, mixed[1], grads[0], sums + 6 * M, states.b, tables, start, length, slot, head, heads,
-            group, groups, WIDTHS.A, WIDTHS.A_PADDED, SIZES.BR, SIZES, SKEWED, MATH,
+            tokens.b, tokens.a, pulled[0], mixed[1], grad_query, grads[0], sums + 6 * M, states.b, tables, start,
+            length, slot, head, heads, group, groups, WIDTHS.A, WIDTHS.A_PADDED, SIZES.BR, SIZES, SKEWED, MATH,
         )  # fmt: skip
     else:
         _push_side(
-            tokens.c, tokens.f, mixed[0], grads[1], sums, states.c, tables, start, length, slot, head, heads,
-            group, groups, WIDTHS.C, WIDTHS.C_PADDED, SIZES.BD, SIZES, SKEWED, MATH,
+            tokens.c, tokens.f, pulled[1], mixed[0], None, grads[1], sums, states.c, tables, start,
+            length, slot, head, heads, group, groups, WIDTHS.C, WIDTHS.C_PADDED, SIZES.BD, SIZES, SKEWED, MATH,
         )  # fmt: skip

@@ -20,7 +20,7 @@ A complex tile is two real ones; pointers are to the first element of what the n
 
 from typing import NamedTuple
 
-from .op_common_tiles import causal, dot, dot_in_two, left_over, load_tokens, narrow
+from .op_common_tiles import causal, dot, dot_in_two, left_over, load_tokens, narrow, store_tokens
 
 try:
     import triton
@@ -234,3 +234,18 @@ def readers(p_re, p_im, powers, intra, C: tl.constexpr, M: tl.constexpr, SKEWED:
     else:
         w = weights(e_re, e_im, intra, C, M, SKEWED, MATH)
     return e_re, e_im, w
+
+
+@triton.jit
+def push(
+    e_re, e_im, w, c, state, out, start, length, c_stride, out_stride, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK: tl.constexpr, C: tl.constexpr, M: tl.constexpr, MATH: tl.constexpr,
+):  # fmt: skip
+    """What `readers` read of the tokens c `[., WIDTH]` of their chunk and of the state `[2, M, PADDED]`, into `out`."""
+    for d in tl.range(0, PADDED, BLOCK, num_stages=1):
+        c_tile = load_tokens(c, start, length, d, c_stride, WIDTH, C, BLOCK)
+        s_re, s_im = load_pair(state, tl.arange(0, M), d + tl.arange(0, BLOCK), PADDED, M * PADDED)
+        tile = dot(w, c_tile, tl.zeros([C, BLOCK], tl.float32), MATH)
+        tile = dot(e_re, s_re, tile, MATH)
+        tile = dot(e_im, s_im, tile, MATH)
+        store_tokens(out, tile, start, length, d, out_stride, WIDTH, C, BLOCK, MATH)
