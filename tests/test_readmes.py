@@ -305,6 +305,13 @@ def test_what_is_said_of_the_parts_of_the_start_that_remembers():
     assert by_seed("identity, uniform, even") == (3, 0.86, 0.98)
     assert by_seed("normal, uniform, even") == (3, 0.32, 0.76)
     assert by_seed("hermitian") == (3, 0.35, 0.96)
+    assert by_seed("SSD") == (3, 0.01, 0.04)
+    hax = ("SSD as in Mamba-2", "S4D-only, uniform, even", "Interdomain")
+    first = {name: best_runs(runs, name, SETTINGS[0])[0] for name in (hax[0], *(f"{name}, HAX" for name in hax))}
+    assert [round(row["accuracy"], 2) for row in first.values()] == [0.32, 0.99, 0.92, 0.76]
+    bytes_of = [best_runs(runs, name, SETTINGS[0])[0]["state_bytes"] for name in hax]
+    more = sorted(first[f"{name}, HAX"]["state_bytes"] / kept for name, kept in zip(hax, bytes_of))
+    assert (round(more[0], 1), round(more[-1], 1)) == (2.2, 3.3)
     assert right("recall, short first", 32, 256, size=128, digits=3) == 0.998
 
 
