@@ -14,6 +14,7 @@ from benchmarks import (
     condition_study,
     headlines,
     joint_study,
+    kernel_costs,
     larger_study,
     lookup_study,
     prompt_reuse_cpu,
@@ -105,10 +106,12 @@ def test_what_is_said_of_speed():
     assert abs(model["decode"][0]["ratio"] - 1) < 0.05, "and writes within a few percent as fast"
     before = read("operator_before")
     assert all(row["ratio"] >= before["required"] for row in before["rows"])
-    narrow = read("bf16_cpu")
-    required = narrow["required"]
-    tiles = next(other for other in narrow["elsewhere"] if "Intel" in other["machine"]["cpu"])
-    assert narrow["decode"][0]["ratios"][0] >= 1 and narrow["decode"][0]["ratio"] < 1.05, "by a hair"
+    tiles = read("bf16_cpu")
+    required = tiles["required"]
+    narrow = next(other for other in tiles["elsewhere"] if "AMD" in other["machine"]["cpu"])
+    assert narrow["decode"][0]["ratios"][0] >= 1 and narrow["decode"][0]["ratio"] < 1.05 < tiles["decode"][0]["ratio"]
+    products = sum(taken for name, taken in tiles["floor"].items() if name != "length")
+    assert 0.38 < products / tiles["prefill"][1]["interdomain"]["median"] < 0.45, "two fifths of a prompt"
     for record, missed in ((narrow, set()), (tiles, {("prefill", 2048), ("prefill", 8192)})):
         rows = [
             (kind, row.get("length", row.get("position")), row["ratio"]) for kind in required for row in record[kind]
@@ -271,7 +274,7 @@ def test_what_is_said_of_the_parts_of_the_start_that_remembers():
     knowing = {name for name in best if name == "recall" or (name.endswith("induction") and "uniform" in name)}
     assert len(knowing) == 3 and min(best[name] for name in knowing) > 0.99
     tried = [len(tried_rates(runs, name, (16, 128))) for name in best]
-    assert (len(tried), min(tried), tried.count(3)) == (21, 2, 7)
+    assert (len(tried), min(tried), tried.count(3)) == (21, 2, 10)
     assert (round(best.pop(others), 2), round(best["induction alone"], 2)) == (0.98, 0.22)
     searching = sorted((best[name] for name in best.keys() - knowing), reverse=True)
     assert [round(x, 2) for x in searching[:3]] == [0.94, 0.4, 0.23]
@@ -295,7 +298,7 @@ def test_what_is_said_of_the_parts_of_the_start_that_remembers():
     assert [right(name, 8, 64, 1e-3) for name in ("induction alone", others)] == [0.34, 0.34]
     assert max(right(name, 8, 64, 1e-2) for name in ("identity, uniform, even", "normal, uniform, even")) < 0.1
     bracketed = [sum(best_rate(runs, name, setting) is not None for name in CONDITIONS) for setting in BRACKETED]
-    assert (bracketed, len(CONDITIONS)) == ([26, 1], 26)
+    assert (bracketed, len(CONDITIONS)) == ([31, 2], 31)
 
     def by_seed(name):
         found = [row["accuracy"] for row in best_runs(runs, name, SETTINGS[0])]
@@ -544,6 +547,11 @@ def test_what_is_said_of_images_conversion_and_kernels():
     assert round(100 * (accuracy[language[1]] - accuracy[language[0]])) == 2
     found = read("conversion_study")["perplexity"]
     assert found["source, trained on"] < found["fine-tuned"] < 1.05 * found["source"]
+    costs = read("kernel_costs")
+    operations = [costs[when]["backward"]["matrix"] for when in ("before", "sums")]
+    assert round(1 - operations[1] / operations[0], 1) == 0.3
+    paces = [kernel_costs.paced(costs, ("forward", "backward"), anchor) for anchor in kernel_costs.ANCHORS]
+    assert paces[1] < 5.0 < 7.0 < paces[0] < 40.0 / 4
     rows = read("kernel_resources")["rows"]
     kernels = {(row["problem"], row["kernel"], row["target"]) for row in rows if row["problem"] == "1.3B head, bf16"}
     assert kernels == {(row["problem"], row["kernel"], row["target"]) for row in rows if row["fits"]} & kernels
