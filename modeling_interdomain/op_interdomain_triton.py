@@ -64,7 +64,8 @@ def triton_attention(
 
     Args:
         cu_seqlens: `[S + 1]` from 0 to T, non-decreasing, not checked here; an empty document keeps its initial state.
-        chunk_size: rounded down to a power of two from 16 to what the chip holds: 64 tokens, fewer for M above 64.
+        chunk_size: rounded down to a power of two from 16 to what the chip holds: 64 tokens, fewer for M above 64
+            and half as many with operands in float32.
         wide: give the output in float32 instead of the dtype of the tokens.
         lengths: `[B]` integers from 0 to T, not checked here: the real tokens of a row, in front of its pads, which
             are not read; outputs and gradients at pads are zero.
@@ -78,12 +79,17 @@ def triton_attention(
         *(None if x is None else x.float().contiguous() for x in wide_tensors),
         *(None if x is None else x.to(torch.int32).contiguous() for x in (cu_seqlens, lengths)),
         product,
-        chunk_tokens(min(chunk_size, 4096 // power_of_two(log_decay.shape[1])), query.shape[1]),
+        chunk_tokens(min(chunk_size, _largest_chunk(value.dtype, log_decay.shape[1])), query.shape[1]),
         coefficient_matrix is not None and coefficient_matrix.requires_grad,
         wide,
         output_final_state,
     )
     return output, final if output_final_state else None
+
+
+def _largest_chunk(dtype: torch.dtype, size: int) -> int:
+    """Tokens whose modes, as operands of matrix products (see `arithmetic`), fit on the chip."""
+    return (4096 if dtype == torch.bfloat16 else 2048) // power_of_two(size)
 
 
 def _in_full(coefficients: torch.Tensor | None, log_decay: torch.Tensor) -> torch.Tensor:
@@ -138,14 +144,28 @@ class Plan(NamedTuple):
     @property
     def sizes(self) -> dict:
         """What the kernels are compiled for."""
-        limit = 64 if self.modes <= 64 else 32 if self.modes <= 128 else 16
-        if self.storage == torch.float32:
-            limit //= 2
-        blocks = (min(padded, limit) for padded in self.padded)
-        return {
-            "WIDTHS": Widths(*self.widths, *self.padded),
-            "SIZES": Sizes(self.chunk, self.modes, min(self.modes, 32 if self.modes <= 64 else 16), *blocks),
-        }
+        columns = 64 if self.modes <= 64 else 32 if self.modes <= 128 else 16
+        return self._sizes(32 if self.unrolled else 16, max(columns // self.terms, 16))
+
+    @property
+    def sizes_of_stored(self) -> dict:
+        """The same for a kernel that reads again what it needs."""
+        return self._sizes(64 // self.terms, 64 if self.unrolled else 32)
+
+    def _sizes(self, modes: int, columns: int) -> dict:
+        pulled, pushed = (min(padded, columns) for padded in self.padded)
+        sizes = Sizes(self.chunk, self.modes, min(self.modes, modes), pulled, pushed, self.unrolled)
+        return {"WIDTHS": Widths(*self.widths, *self.padded), "SIZES": sizes}
+
+    @property
+    def terms(self) -> int:
+        """Numbers of 16 bits for every operand of a matrix product."""
+        return self.storage.itemsize // 2
+
+    @property
+    def unrolled(self) -> bool:
+        """See `Sizes`."""
+        return self.modes <= 64 and self.terms == 1
 
     @property
     def columns(self) -> tuple[Columns, ...]:
@@ -157,7 +177,7 @@ class Plan(NamedTuple):
     @property
     def block(self) -> int:
         """Columns that a program has of the state."""
-        return min(*self.padded, 32 if self.modes <= 64 else 16)
+        return min(*self.padded, 32 if self.unrolled else 16)
 
     def segment_ends(self, device: torch.device) -> torch.Tensor:
         if self.packed:
@@ -170,6 +190,10 @@ class Plan(NamedTuple):
         """How many programs share the chunks of a head: enough to fill the device a few times."""
         wanted = 2 if interpreted() else -(-4 * multiprocessors(device) // (self.shape[2] * blocks))
         return min(max(wanted, 1), self.chunks)
+
+    def of_modes(self, x: torch.Tensor) -> torch.Tensor:
+        """Room for what the chunks pull or mix, on the device of x."""
+        return x.new_empty((*self.shape[:3], 2, self.modes), dtype=self.storage)
 
     def like_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """Room for what kernels write at real tokens; where there may be pads, zeros."""
@@ -261,9 +285,10 @@ def _forward(
     with on_device(query):
         tables = _tables(plan, parameters, product)
         states, final = states_before(plan, (key, value), tables, initial_state, want_final)
+        mixed = None if plan.terms == 1 else plan.of_modes(value)
         for skewed, kernel in enumerate((_attend, _attend_skewed)):
             kernel[(plan.chunks, plan.shape[2])](
-                Operands(query, key, value), output, ChunkStates(*states), tables, *plan.places,
+                Operands(query, key, value), output, mixed, ChunkStates(*states), tables, *plan.places,
                 plan.shape[2], plan.groups, **plan.sizes, MIXING=plan.mixing, SKEWED=skewed, **plan.options,
             )  # fmt: skip
     return output, query.new_empty(0, dtype=torch.float32) if final is None else final
@@ -301,7 +326,7 @@ def _of_chunks(plan: Plan, tokens: Operands, states: ChunkStates, tables: Kernel
     def empty(*shape, dtype=plan.storage):
         return grad_query.new_empty(shape, dtype=dtype)
 
-    modes = [empty(*plan.shape[:3], 2, plan.modes) for _ in range(4)]
+    modes = [plan.of_modes(grad_query) for _ in range(4)]
     pulled, mixed = tuple(Pulled(x, empty(*plan.shape[:3], plan.chunk)) for x in modes[:2]), tuple(modes[2:])
     chunk_sums = empty(plan.chunks, heads, 2, 3, 2, plan.modes, dtype=torch.float32)
     direct = tuple(
@@ -318,8 +343,8 @@ def _of_chunks(plan: Plan, tokens: Operands, states: ChunkStates, tables: Kernel
     mixing = _mixing_gradient(plan, pulled) if want_mixing else None
     for skewed, kernel in enumerate((_push_both, _push_both_skewed)):
         kernel[grid](
-            tokens, pulled, mixed, grad_query, direct, chunk_sums, states, tables, *shared, **sizes, SKEWED=skewed,
-            **plan.options,
+            tokens, pulled, mixed, grad_query, direct, chunk_sums, states, tables, *shared, **plan.sizes_of_stored,
+            SKEWED=skewed, **plan.options,
         )  # fmt: skip
     return mixing, chunk_sums, direct
 

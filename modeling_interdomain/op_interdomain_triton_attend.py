@@ -8,7 +8,8 @@ alone.
 from typing import Any, NamedTuple
 
 from .op_common_tiles import locate
-from .op_interdomain_triton_tiles import pull_and_mix, push, readers
+from .op_interdomain_triton_stored import push_stored, store_modes, stored_weights
+from .op_interdomain_triton_tiles import load_pair, pull_and_mix, push, readers, times_conj
 
 try:
     import triton
@@ -46,13 +47,15 @@ class ChunkStates(NamedTuple):
 
 @triton.jit(do_not_specialize=["count", "per_row", "row_length"])
 def attend(
-    tokens, out, states, tables, documents, count, per_row, row_length, heads, groups,
+    tokens, out, mixed, states, tables, documents, count, per_row, row_length, heads, groups,
     WIDTHS: tl.constexpr, SIZES: tl.constexpr, MIXING: tl.constexpr, SKEWED: tl.constexpr, PACKED: tl.constexpr,
     MATH: tl.constexpr,
 ):  # fmt: skip
     """`out = push(mix(pull(a; b)); c)` for one chunk and head; grid [chunks, heads].
 
-    tokens: `Operands`; out: as c, but by heads; states: `ChunkStates`; tables: `KernelTables`; documents: `Documents`.
+    tokens: `Operands`; out: as c, but by heads; mixed: None, or room for what lies in memory between the two moves
+    (`op_interdomain_triton_stored`), `[tokens, heads, 2, M]`; states: `ChunkStates`; tables: `KernelTables`;
+    documents: `Documents`.
     """
     C: tl.constexpr = SIZES.C
     M: tl.constexpr = SIZES.M
@@ -73,8 +76,24 @@ def attend(
             tokens.a + head * WIDTHS.A, tokens.b + group * WIDTHS.A, states.b + at * A_PADDED, intra, powers, mixing,
             start, length, heads * WIDTHS.A, groups * WIDTHS.A, WIDTHS.A, A_PADDED, SIZES, MIXING, SKEWED, MATH,
         )  # fmt: skip
-        e_re, e_im, w = readers(p_re, p_im, powers, intra, C, M, SKEWED, MATH)
-        push(
-            e_re, e_im, w, tokens.c + group * WIDTHS.C, states.c + at * C_PADDED, out + head * WIDTHS.C, start, length,
-            groups * WIDTHS.C, heads * WIDTHS.C, WIDTHS.C, C_PADDED, SIZES.BD, C, M, MATH,
-        )  # fmt: skip
+        c = tokens.c + group * WIDTHS.C
+        out += head * WIDTHS.C
+        if mixed is None:
+            e_re, e_im, w = readers(p_re, p_im, powers, intra, C, M, SKEWED, MATH)
+            push(
+                e_re, e_im, w, c, states.c + at * C_PADDED, out, start, length, groups * WIDTHS.C, heads * WIDTHS.C,
+                WIDTHS.C, C_PADDED, SIZES.BD, C, M, MATH,
+            )  # fmt: skip
+        else:
+            mixed += head * 2 * M
+            stride = heads * 2 * M
+            if not SKEWED:
+                d_re, d_im = load_pair(powers, tl.arange(0, C), tl.arange(0, M), 2 * M, M)
+                p_re, p_im = times_conj(p_re, p_im, d_re, d_im)
+            store_modes(mixed, p_re, p_im, start, length, stride, 0, C, M, M, MATH)
+            tl.debug_barrier()  # other threads read what these wrote
+            w = stored_weights(mixed, intra, start, length, stride, C, M, SIZES.BM, SKEWED, MATH)
+            push_stored(
+                w, mixed, c, states.c + at * C_PADDED, powers, out, start, length, stride, groups * WIDTHS.C,
+                heads * WIDTHS.C, WIDTHS.C, C_PADDED, SIZES.BD, C, M, SIZES.BM, SKEWED, MATH,
+            )  # fmt: skip

@@ -13,7 +13,8 @@ that no program carries a table from chunk to chunk.
 from typing import Any, NamedTuple
 
 from .op_common_tiles import dot, load_tokens, locate, narrow, store_tokens
-from .op_interdomain_triton_tiles import collect, intra_scores, load_pair, mix_rows, pull, push, times_conj, weights
+from .op_interdomain_triton_stored import load_modes, load_readers, push_stored, store_modes, stored_weights
+from .op_interdomain_triton_tiles import collect, intra_scores, load_pair, mix_rows, pull, times_conj
 
 try:
     import triton
@@ -39,26 +40,6 @@ class Pulled(NamedTuple):
 
 
 @triton.jit
-def _load_modes(x, start, length, stride, first, C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr):
-    """BM modes from `first` of the tokens of a chunk, two tiles `[C, BM]`; zero past its end."""
-    rows = tl.arange(0, C)
-    at = (start + rows)[:, None].to(tl.int64) * stride + (first + tl.arange(0, BM))[None, :]
-    inside = (rows < length)[:, None] & (tl.arange(0, BM) >= 0)[None, :]
-    return tl.load(x + at, mask=inside, other=0.0), tl.load(x + M + at, mask=inside, other=0.0)
-
-
-@triton.jit
-def _store_modes(
-    x, re, im, start, length, stride, first, C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, MATH: tl.constexpr
-):
-    rows = tl.arange(0, C)
-    at = (start + rows)[:, None].to(tl.int64) * stride + (first + tl.arange(0, BM))[None, :]
-    inside = (rows < length)[:, None] & (tl.arange(0, BM) >= 0)[None, :]
-    tl.store(x + at, narrow(re, x.dtype.element_ty, MATH), mask=inside)
-    tl.store(x + M + at, narrow(im, x.dtype.element_ty, MATH), mask=inside)
-
-
-@triton.jit
 def _store_sums(x, re, im, M: tl.constexpr):
     modes = tl.arange(0, re.shape[0])
     tl.store(x + modes, re)
@@ -75,11 +56,11 @@ def _pull_side(
     BM: tl.constexpr = SIZES.BM
     scores = intra_scores(a, b, start, length, a_stride, b_stride, WIDTH, PADDED, BLOCK, C, SKEWED, MATH)
     store_tokens(pulled.scores + head * C, scores, start, length, 0, heads * C, C, C, C, MATH)
-    for m in tl.static_range(0, M, BM):
+    for m in tl.range(0, M, BM, num_stages=1, loop_unroll_factor=M // BM if SIZES.UNROLLED else 1):
         y_re, y_im = pull(
             scores, a, state, intra, powers, start, length, a_stride, m, WIDTH, PADDED, BLOCK, BM, C, M, SKEWED, MATH
         )
-        _store_modes(pulled.modes + head * 2 * M, y_re, y_im, start, length, heads * 2 * M, m, C, M, BM, MATH)
+        store_modes(pulled.modes + head * 2 * M, y_re, y_im, start, length, heads * 2 * M, m, C, M, BM, MATH)
 
 
 @triton.jit(do_not_specialize=["count", "per_row", "row_length"])
@@ -118,30 +99,33 @@ def pull_both(
 
 @triton.jit
 def _mix_side(
-    a, b, out, sums, powers, mixing, start, length, stride, skewed, C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr,
-    MIXING: tl.constexpr, MATH: tl.constexpr,
+    a, b, out, sums, powers, mixing, start, length, stride, skewed, SIZES: tl.constexpr, MIXING: tl.constexpr,
+    MATH: tl.constexpr,
 ):  # fmt: skip
+    C: tl.constexpr = SIZES.C
+    M: tl.constexpr = SIZES.M
+    BM: tl.constexpr = SIZES.BM
     if MIXING.FULL:
         p_re = tl.zeros([C, M], tl.float32)
         p_im = tl.zeros([C, M], tl.float32)
-        for m in tl.range(0, M, BM, num_stages=1, loop_unroll_factor=M // BM if M <= 64 else 1):
-            a_re, a_im = _load_modes(a, start, length, stride, m, C, M, BM)
+        for m in tl.range(0, M, BM, num_stages=1, loop_unroll_factor=M // BM if SIZES.UNROLLED else 1):
+            a_re, a_im = load_modes(a, start, length, stride, m, C, M, BM)
             p_re, p_im = mix_rows(a_re, a_im, mixing, m, p_re, p_im, MIXING.SIGN, M, BM, MATH)
     else:
-        a_re, a_im = _load_modes(a, start, length, stride, 0, C, M, M)
+        a_re, a_im = load_modes(a, start, length, stride, 0, C, M, M)
         a_re = a_re.to(tl.float32)
         a_im = a_im.to(tl.float32)
         modes = tl.arange(0, M)[None, :]
         p_re = a_re * tl.load(mixing + modes) + a_im * tl.load(mixing + 2 * M + modes)
         p_im = a_re * tl.load(mixing + M + modes) + a_im * tl.load(mixing + 3 * M + modes)
     if skewed == 0:
-        b_re, b_im = _load_modes(b, start, length, stride, 0, C, M, M)
+        b_re, b_im = load_modes(b, start, length, stride, 0, C, M, M)
         z_re, z_im = times_conj(p_re, p_im, b_re.to(tl.float32), b_im.to(tl.float32))
         ages = (1 + tl.arange(0, C))[:, None].to(tl.float32)
         _store_sums(sums, tl.sum(ages * z_re, 0), tl.sum(ages * z_im, 0), M)
         d_re, d_im = load_pair(powers, tl.arange(0, C), tl.arange(0, M), 2 * M, M)
         p_re, p_im = times_conj(p_re, p_im, d_re, d_im)
-    _store_modes(out, p_re, p_im, start, length, stride, 0, C, M, M, MATH)
+    store_modes(out, p_re, p_im, start, length, stride, 0, C, M, M, MATH)
 
 
 @triton.jit(do_not_specialize=["count", "per_row", "row_length"])
@@ -171,12 +155,12 @@ def mix(
         if side == 0:
             _mix_side(
                 pulled[0].modes + at, pulled[1].modes + at, mixed[0] + at, sums, powers, mixing, start, length,
-                heads * 2 * M, skewed, C, M, SIZES.BM, MIXING, MATH,
+                heads * 2 * M, skewed, SIZES, MIXING, MATH,
             )  # fmt: skip
         else:
             _mix_side(
                 pulled[1].modes + at, pulled[0].modes + at, mixed[1] + at, sums, powers, mixing, start, length,
-                heads * 2 * M, skewed, C, M, SIZES.BM, MIXING, MATH,
+                heads * 2 * M, skewed, SIZES, MIXING, MATH,
             )  # fmt: skip
     elif skewed == 0:
         _store_sums(sums, tl.zeros([M], tl.float32), tl.zeros([M], tl.float32), M)
@@ -209,8 +193,8 @@ def mixing_backward(
     for chunk in range(lane, chunks, tl.num_programs(0)):
         start, length, _ = locate(chunk, documents, count, per_row, row_length, C, PACKED)
         if length > 0:
-            y_re, y_im = _load_modes(pulled[0].modes + head * 2 * M, start, length, stride, m, C, M, BM)
-            x_re, x_im = _load_modes(pulled[1].modes + head * 2 * M, start, length, stride, n, C, M, BN)
+            y_re, y_im = load_modes(pulled[0].modes + head * 2 * M, start, length, stride, m, C, M, BM)
+            x_re, x_im = load_modes(pulled[1].modes + head * 2 * M, start, length, stride, n, C, M, BN)
             if FULL:
                 y_re = tl.trans(y_re)
                 y_im = tl.trans(y_im)
@@ -238,16 +222,40 @@ def mixing_backward(
 
 
 @triton.jit
-def _reading(
-    x_re, x_im, powers, m, C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr
-):
-    """What reads the state, from what reads the chunk, for the modes m .. m + BM."""
-    if SKEWED:
-        d_re, d_im = load_pair(powers, tl.arange(0, C), m + tl.arange(0, BM), 2 * M, M)
-        e_re, e_im = times_conj(x_re.to(tl.float32), x_im.to(tl.float32), d_re, d_im)
-        x_re = narrow(e_re, MATH.DTYPE, MATH)
-        x_im = narrow(e_im, MATH.DTYPE, MATH)
-    return x_re, x_im
+def _give(
+    w, mixed, f, tokens, states, powers, start, length, stride, f_stride, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    BD: tl.constexpr, C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr,
+):  # fmt: skip
+    """The adjoint of `push_stored`: what readers of f give to the tokens of the chunk, and to the state before it."""
+    for d in tl.range(0, PADDED, BD, num_stages=1, loop_unroll_factor=1):
+        f_tile = load_tokens(f, start, length, d, f_stride, WIDTH, C, BD)
+        given = dot(tl.trans(w), f_tile, tl.zeros([C, BD], tl.float32), MATH)
+        store_tokens(tokens, given, start, length, d, f_stride, WIDTH, C, BD, MATH)
+        for m in tl.range(0, M, BM, num_stages=1, loop_unroll_factor=1):
+            e_re, e_im = load_readers(mixed, powers, start, length, stride, m, C, M, BM, SKEWED, MATH)
+            at = states + (m + tl.arange(0, BM))[:, None] * PADDED + (d + tl.arange(0, BD))[None, :]
+            tile = dot(tl.trans(e_re), f_tile, tl.zeros([BM, BD], tl.float32), MATH)
+            tl.store(at, narrow(tile, at.dtype.element_ty, MATH))
+            tile = dot(tl.trans(e_im), f_tile, tl.zeros([BM, BD], tl.float32), MATH)
+            tl.store(at + M * PADDED, narrow(tile, at.dtype.element_ty, MATH))
+
+
+@triton.jit
+def _sum_of_table(
+    mixed, scores, units, sums, start, length, stride, C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr,
+    SKEWED: tl.constexpr, MATH: tl.constexpr,
+):  # fmt: skip
+    """What the table of the chunk gets, summed over its rows, alone and by age."""
+    rows = tl.arange(0, C)
+    ages = (rows if SKEWED else -1 - rows)[:, None].to(tl.float32)
+    for m in tl.range(0, M, BM, num_stages=1, loop_unroll_factor=1):
+        x_re, x_im = load_modes(mixed, start, length, stride, m, C, M, BM)
+        t_re = dot(tl.trans(scores), x_re, tl.zeros([C, BM], tl.float32), MATH)
+        t_im = dot(tl.trans(scores), x_im, tl.zeros([C, BM], tl.float32), MATH)
+        u_re, u_im = load_pair(units, rows, m + tl.arange(0, BM), 2 * M, M)
+        z_re, z_im = times_conj(t_re, t_im, u_re, u_im)
+        _store_sums(sums + 2 * M + m, tl.sum(z_re, 0), tl.sum(z_im, 0), M)
+        _store_sums(sums + 4 * M + m, tl.sum(ages * z_re, 0), tl.sum(ages * z_im, 0), M)
 
 
 @triton.jit
@@ -256,57 +264,42 @@ def _push_side(
     WIDTH: tl.constexpr, PADDED: tl.constexpr, BD: tl.constexpr, SIZES: tl.constexpr, SKEWED: tl.constexpr,
     MATH: tl.constexpr,
 ):  # fmt: skip
-    """Tokens c `[tokens, groups, WIDTH]` and f, by which they were pulled; see `push_both`."""
+    """Tokens c `[tokens, groups, WIDTH]` and f, by which they were pulled; see `push_both`.
+
+    What was mixed is read again for every product, BM modes at a time: kept in the layouts of all of them it would take
+    every register, and it lies in the nearest cache.
+    """
     C: tl.constexpr = SIZES.C
     M: tl.constexpr = SIZES.M
     BM: tl.constexpr = SIZES.BM
-    rows = tl.arange(0, C)
-    modes = tl.arange(0, M)
     if length > 0:
         intra = tables.intra + group * C * 2 * M
         powers = tables.powers + group * C * 2 * M
+        stride = heads * 2 * M
         f += head * WIDTH
         state += (slot * groups + group) * 2 * M * PADDED
         mixed += head * 2 * M
-        x_re, x_im = _load_modes(mixed, start, length, heads * 2 * M, 0, C, M, M)
-        w = weights(x_re, x_im, intra, C, M, SKEWED, MATH)
+        w = stored_weights(mixed, intra, start, length, stride, C, M, BM, SKEWED, MATH)
         if grad_f is not None:
-            e_re, e_im = _reading(x_re, x_im, powers, 0, C, M, M, SKEWED, MATH)
-            push(
-                e_re, e_im, w, c + group * WIDTH, state, grad_f + head * WIDTH, start, length, groups * WIDTH,
-                heads * WIDTH, WIDTH, PADDED, BD, C, M, MATH,
+            push_stored(
+                w, mixed, c + group * WIDTH, state, powers, grad_f + head * WIDTH, start, length, stride,
+                groups * WIDTH, heads * WIDTH, WIDTH, PADDED, BD, C, M, BM, SKEWED, MATH,
             )  # fmt: skip
-        # Read again: kept in the layouts of all products, those above and those below, they would spill registers.
-        x_re, x_im = _load_modes(mixed, start, length, heads * 2 * M, 0, C, M, M)
-        e_re, e_im = _reading(x_re, x_im, powers, 0, C, M, M, SKEWED, MATH)
-        w = tl.trans(w)
-        g_states = grads.states + (slot * heads + head) * 2 * M * PADDED
-        for d in tl.static_range(0, PADDED, BD):
-            f_tile = load_tokens(f, start, length, d, heads * WIDTH, WIDTH, C, BD)
-            tile = dot(w, f_tile, tl.zeros([C, BD], tl.float32), MATH)
-            store_tokens(grads.tokens + head * WIDTH, tile, start, length, d, heads * WIDTH, WIDTH, C, BD, MATH)
-            at = g_states + modes[:, None] * PADDED + (d + tl.arange(0, BD))[None, :]
-            tile = dot(tl.trans(e_re), f_tile, tl.zeros([M, BD], tl.float32), MATH)
-            tl.store(at, narrow(tile, at.dtype.element_ty, MATH))
-            tile = dot(tl.trans(e_im), f_tile, tl.zeros([M, BD], tl.float32), MATH)
-            tl.store(at + M * PADDED, narrow(tile, at.dtype.element_ty, MATH))
+        _give(
+            w, mixed, f, grads.tokens + head * WIDTH, grads.states + (slot * heads + head) * 2 * M * PADDED, powers,
+            start, length, stride, heads * WIDTH, WIDTH, PADDED, BD, C, M, BM, SKEWED, MATH,
+        )  # fmt: skip
         scores = load_tokens(pulled.scores + head * C, start, length, 0, heads * C, C, C, C)
-        t_re = dot(tl.trans(scores), x_re, tl.zeros([C, M], tl.float32), MATH)
-        t_im = dot(tl.trans(scores), x_im, tl.zeros([C, M], tl.float32), MATH)
-        u_re, u_im = load_pair(tables.units + group * C * 2 * M, rows, modes, 2 * M, M)
-        t_re, t_im = times_conj(t_re, t_im, u_re, u_im)
-        _store_sums(sums + 2 * M, tl.sum(t_re, 0), tl.sum(t_im, 0), M)
-        ages = (rows if SKEWED else -1 - rows)[:, None].to(tl.float32)
-        _store_sums(sums + 4 * M, tl.sum(ages * t_re, 0), tl.sum(ages * t_im, 0), M)
+        units = tables.units + group * C * 2 * M
+        _sum_of_table(mixed, scores, units, sums, start, length, stride, C, M, BM, SKEWED, MATH)
         if SKEWED:
-            ages = (1 + rows)[:, None].to(tl.float32)
-            for m in tl.range(0, M, BM, num_stages=1):
+            ages = (1 + tl.arange(0, C))[:, None].to(tl.float32)
+            for m in tl.range(0, M, BM, num_stages=1, loop_unroll_factor=1):
                 z_re, z_im = collect(
                     scores, f, state, intra, start, length, heads * WIDTH, m, WIDTH, PADDED, BD, BM, C, M, SKEWED, MATH
                 )  # fmt: skip
-                r_re, r_im = _load_modes(mixed, start, length, heads * 2 * M, m, C, M, BM)
-                r_re, r_im = _reading(r_re, r_im, powers, m, C, M, BM, SKEWED, MATH)
-                z_re, z_im = times_conj(r_re.to(tl.float32), r_im.to(tl.float32), z_re, z_im)
+                e_re, e_im = load_readers(mixed, powers, start, length, stride, m, C, M, BM, SKEWED, MATH)
+                z_re, z_im = times_conj(e_re.to(tl.float32), e_im.to(tl.float32), z_re, z_im)
                 _store_sums(sums + m, tl.sum(ages * z_re, 0), tl.sum(ages * z_im, 0), M)
     else:
         zero = tl.zeros([M], tl.float32)

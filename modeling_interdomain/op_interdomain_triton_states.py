@@ -147,7 +147,7 @@ def _walk_back(
     t_im = narrow(t_im, MATH.DTYPE, MATH)
     plane = columns.modes * columns.state_width
     used = (modes < columns.modes)[:, None] & (column < columns.width)[None, :]
-    HALF: tl.constexpr = C if C < 32 else (32 if M <= 64 else 16)
+    FEW: tl.constexpr = 16  # the products of all tokens at once would not fit on the chip
     decay_re = tl.zeros([M], tl.float32)
     decay_im = tl.zeros([M], tl.float32)
     beta_re = tl.zeros([M], tl.float32)
@@ -177,18 +177,26 @@ def _walk_back(
             d_re = tl.load(powers + (count - 1) * 2 * M + modes)
             d_im = tl.load(powers + (count - 1) * 2 * M + M + modes)
             if EMIT:
+                before = states + (here * groups + group) * 2 * M * columns.padded + tile
+                s_re = tl.load(before).to(tl.float32)
+                s_im = tl.load(before + M * columns.padded).to(tl.float32)
+                step_re, step_im = times_conj(g_re, g_im, s_re, s_im)
+                step_re, step_im = times_conj(tl.sum(step_re, 1), tl.sum(step_im, 1), d_re, d_im)
+                decay_re += count * step_re
+                decay_im += count * step_im
                 address = token[:, None] * (groups * columns.width) + group * columns.width + column[None, :]
-                dx = dot(t_re, g_re, tl.zeros([C, BW], tl.float32), MATH)
-                dx = dot(t_im, g_im, dx, MATH)
-                for h in tl.static_range(0, C, HALF):  # the products of all tokens at once would not fit on the chip
-                    at_h = h + tl.arange(0, HALF)
+                # Turned round, the table is the side of the product that not every warp holds.
+                dx = dot(tl.trans(g_re), tl.trans(t_re), tl.zeros([BW, C], tl.float32), MATH)
+                dx = tl.trans(dot(tl.trans(g_im), tl.trans(t_im), dx, MATH))
+                for h in tl.range(0, C, FEW, num_stages=1, loop_unroll_factor=1):
+                    at_h = h + tl.arange(0, FEW)
                     age = C - 1 - at_h
                     real = at_h >= C - count
                     address_h = (start + c * C + at_h - (C - count))[None, :] * (groups * columns.width)
                     address_h = address_h + group * columns.width + column[:, None]
                     x_h = tl.load(x + address_h, mask=real[None, :] & (column < columns.width)[:, None], other=0.0)
-                    i_re = dot(g_re, x_h, tl.zeros([M, HALF], tl.float32), MATH)
-                    i_im = dot(g_im, x_h, tl.zeros([M, HALF], tl.float32), MATH)
+                    i_re = dot(g_re, x_h, tl.zeros([M, FEW], tl.float32), MATH)
+                    i_im = dot(g_im, x_h, tl.zeros([M, FEW], tl.float32), MATH)
                     # lambda^age is the power one step younger; where there is none, it is 1.
                     younger = (age - 1)[None, :] * 2 * M + modes[:, None]
                     older = (age > 0)[None, :] & (modes >= 0)[:, None]
@@ -199,13 +207,6 @@ def _walk_back(
                     beta_im += tl.sum(i_im, 1)
                     aged_re += tl.sum(age[None, :].to(tl.float32) * i_re, 1)
                     aged_im += tl.sum(age[None, :].to(tl.float32) * i_im, 1)
-                before = states + (here * groups + group) * 2 * M * columns.padded + tile
-                s_re = tl.load(before).to(tl.float32)
-                s_im = tl.load(before + M * columns.padded).to(tl.float32)
-                step_re, step_im = times_conj(g_re, g_im, s_re, s_im)
-                step_re, step_im = times_conj(tl.sum(step_re, 1), tl.sum(step_im, 1), d_re, d_im)
-                decay_re += count * step_re
-                decay_im += count * step_im
                 for head in range(group * per_group, (group + 1) * per_group):
                     direct = token[:, None] * (heads * columns.width) + head * columns.width + column[None, :]
                     dx += tl.load(grads.tokens + direct, mask=valid, other=0.0).to(tl.float32)

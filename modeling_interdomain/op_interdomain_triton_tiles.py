@@ -31,7 +31,8 @@ except ImportError:
 
 class Sizes(NamedTuple):
     """What a kernel is compiled for: tokens of a chunk, modes (padded), and how many modes and columns it takes at a
-    time: of the tokens that are pulled (BR) and of those that are pushed (BD).
+    time: of the tokens that are pulled (BR) and of those that are pushed (BD). UNROLLED: the modes of what is mixed
+    come one after the other in the program, not in a loop, for which there must be registers.
     """
 
     C: int
@@ -39,6 +40,7 @@ class Sizes(NamedTuple):
     BM: int
     BR: int
     BD: int
+    UNROLLED: bool
 
 
 class Mixing(NamedTuple):
@@ -82,6 +84,13 @@ def load_pair(x, rows, columns, row_stride, plane):
 
 
 @triton.jit
+def ordered(scores, C: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr):
+    """Scores or weights by (t, i) without those of later tokens, SKEWED by (t, t - i), `[C, C]` in MATH.DTYPE."""
+    scores = narrow(scores, MATH.DTYPE, MATH)
+    return skew(scores, C) if SKEWED else causal(scores, C)
+
+
+@triton.jit
 def intra_scores(
     a, b, start, length, a_stride, b_stride, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
     C: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr,
@@ -91,12 +100,11 @@ def intra_scores(
     a, b: tokens `[., WIDTH]` of a head and of its group.
     """
     scores = tl.zeros([C, C], tl.float32)
-    for r in tl.static_range(0, PADDED, BLOCK):
+    for r in tl.range(0, PADDED, BLOCK, num_stages=1, loop_unroll_factor=1):
         a_tile = load_tokens(a, start, length, r, a_stride, WIDTH, C, BLOCK)
         b_tile = load_tokens(b, start, length, r, b_stride, WIDTH, C, BLOCK)
         scores = dot(a_tile, tl.trans(b_tile), scores, MATH)
-    scores = narrow(scores, MATH.DTYPE, MATH)
-    return skew(scores, C) if SKEWED else causal(scores, C)
+    return ordered(scores, C, SKEWED, MATH)
 
 
 @triton.jit
@@ -108,7 +116,7 @@ def collect(
     modes = m + tl.arange(0, BM)
     z_re = tl.zeros([C, BM], tl.float32)
     z_im = tl.zeros([C, BM], tl.float32)
-    for r in tl.static_range(0, PADDED, BLOCK):
+    for r in tl.range(0, PADDED, BLOCK, num_stages=1, loop_unroll_factor=1):
         a_tile = load_tokens(a, start, length, r, a_stride, WIDTH, C, BLOCK)
         s_re, s_im = load_pair(state, modes, r + tl.arange(0, BLOCK), PADDED, M * PADDED)
         z_re = dot(a_tile, tl.trans(s_re), z_re, MATH)
@@ -190,7 +198,7 @@ def pull_and_mix(
         p_re = tl.zeros([C, M], tl.float32)
         p_im = tl.zeros([C, M], tl.float32)
         # Unrolled, the loads of many rows all come first and spill registers.
-        for m in tl.range(0, M, BM, num_stages=1, loop_unroll_factor=M // BM if M <= 64 else 1):
+        for m in tl.range(0, M, BM, num_stages=1, loop_unroll_factor=M // BM if SIZES.UNROLLED else 1):
             y_re, y_im = pull(
                 scores, a, state, intra, powers, start, length, a_stride, m, WIDTH, PADDED,
                 SIZES.BR, BM, C, M, SKEWED, MATH,
@@ -211,15 +219,21 @@ def pull_and_mix(
 
 
 @triton.jit
+def add_weights(w, x_re, x_im, intra, m, C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, MATH: tl.constexpr):
+    """Add to w what the modes m .. m + BM of x, in MATH.DTYPE, give to the `weights`, before they are `ordered`."""
+    t_re, t_im = load_pair(intra, tl.arange(0, C), m + tl.arange(0, BM), 2 * M, M)
+    w = dot(x_re, tl.trans(t_re), w, MATH)
+    return dot(x_im, tl.trans(t_im), w, MATH)
+
+
+@triton.jit
 def weights(x_re, x_im, intra, C: tl.constexpr, M: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr):
     """How a token reads those of its chunk, `w[t, j] = Re(conj(p_t) lambda^(t-j) beta)`, `[C, C]` in MATH.DTYPE.
 
     x: what `intra` is read by, `[C, M]` in MATH.DTYPE: p where SKEWED, otherwise `p conj(lambda^(t+1))`.
     """
-    t_re, t_im = load_pair(intra, tl.arange(0, C), tl.arange(0, M), 2 * M, M)
-    w = dot(x_re, tl.trans(t_re), tl.zeros([C, C], tl.float32), MATH)
-    w = narrow(dot(x_im, tl.trans(t_im), w, MATH), MATH.DTYPE, MATH)
-    return skew(w, C) if SKEWED else causal(w, C)
+    w = add_weights(tl.zeros([C, C], tl.float32), x_re, x_im, intra, 0, C, M, M, MATH)
+    return ordered(w, C, SKEWED, MATH)
 
 
 @triton.jit

@@ -131,7 +131,7 @@ def responses_backward(
         start, length, slot = locate(chunk, documents, count, per_row, row_length, C, PACKED)
         if length > 0:
             state = states + (slot * groups + group) * 2 * M * EXTENT.PADDED
-            for w in tl.static_range(0, PADDED, BW):
+            for w in tl.range(0, PADDED, BW, num_stages=1, loop_unroll_factor=1):
                 g = load_tokens(grad + head * EXTENT.W, start, length, w, heads * EXTENT.W, EXTENT.W, C, EXTENT.BW)
                 x_tile = load_tokens(x + group * EXTENT.W, start, length, w, groups * EXTENT.W, EXTENT.W, C, EXTENT.BW)
                 s_re, s_im = load_pair(state, modes, w + tl.arange(0, EXTENT.BW), EXTENT.PADDED, M * EXTENT.PADDED)

@@ -110,6 +110,12 @@ class _Plan(NamedTuple):
     extent: Extent
     options: dict
 
+    def options_of(self, queries: int, slots: int) -> dict:
+        """With smaller tiles where operands are float32, of which fewer fit into the registers."""
+        if self.options["MATH"].storage != torch.float32:
+            return self.options
+        return self.options | {"EXTENT": self.extent._replace(C=queries, W=slots)}
+
     def sums(self) -> Sums:
         value, count = self.tokens.value, len(self.sets[0].of.queries)
         most, total = (value.new_empty(count, dtype=torch.float32) for _ in range(2))
@@ -196,7 +202,8 @@ def _operator_backward(
             grid, *rows = this.grid(chunk)
             after = torch.empty_like(query, dtype=dtype)
             _of_queries[grid](
-                plan.tokens, ahead, this.of, this.earlier, of_query, after, *rows, plan.sizes, **plan.options
+                plan.tokens, ahead, this.of, this.earlier, of_query, after, *rows, plan.sizes,
+                **plan.options_of(chunk, 16),
             )  # fmt: skip
             of_query = after
             of_others = _of_others(plan, this, ahead, of_others, dtype)
@@ -208,9 +215,9 @@ def _of_others(plan: _Plan, this: _Set, ahead: Ahead, before, dtype: torch.dtype
     slots = len(this.of.keys)
     after = tuple(torch.empty_like(x, dtype=dtype) for x in plan.tokens[1:])
     here = tuple(x.new_empty(slots, x.shape[3], dtype=torch.float32) for x in after) if this.several else after
-    _of_slots[(-(-slots // plan.extent.W),)](
-        plan.tokens, ahead, this.of, this.earlier, before, here, slots, plan.sizes, SEVERAL=this.several,
-        **plan.options,
+    options = plan.options_of(16, 16)
+    _of_slots[(-(-slots // options["EXTENT"].W),)](
+        plan.tokens, ahead, this.of, this.earlier, before, here, slots, plan.sizes, SEVERAL=this.several, **options,
     )  # fmt: skip
     if this.several:
         count = plan.tokens.key.shape[:3].numel()

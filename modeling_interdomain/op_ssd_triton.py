@@ -133,9 +133,11 @@ def _contracted(plan: _Plan, tokens: Operands, states, others, crossing, reverse
     dtype = like.dtype if heads.blocks == 1 else torch.float32
     out = plan.like_tokens(like, heads.blocks, *like.shape, dtype=dtype)
     total = like.shape[0] * like.shape[1]
+    # Beside two sums as wide as the state, no more columns than registers are left for.
+    extent = plan.extent._replace(BP=min(plan.extent.BP, 64 // plan.math.storage.itemsize))
     _contract[(plan.layout.chunks, heads.groups, heads.blocks)](
         tokens, states, others, out, crossing, plan.layout.documents, plan.layout.rows, *plan.row, total, heads,
-        **plan.options(reverse),
+        **plan.options(reverse) | {"EXTENT": extent},
     )  # fmt: skip
     return out[0] if heads.blocks == 1 else out.sum(0).to(like.dtype)
 

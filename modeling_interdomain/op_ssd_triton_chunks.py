@@ -97,7 +97,7 @@ def _scores(a, b, start, length, groups, EXTENT: tl.constexpr, MATH: tl.constexp
     N_PADDED: tl.constexpr = EXTENT.N_PADDED
     BN: tl.constexpr = EXTENT.BN
     scores = tl.zeros([C, C], tl.float32)
-    for n in tl.static_range(0, N_PADDED, BN):
+    for n in tl.range(0, N_PADDED, BN, num_stages=1, loop_unroll_factor=1):
         a_tile = load_tokens(a, start, length, n, groups * EXTENT.N, EXTENT.N, EXTENT.C, EXTENT.BN)
         b_tile = load_tokens(b, start, length, n, groups * EXTENT.N, EXTENT.N, EXTENT.C, EXTENT.BN)
         scores = dot(a_tile, tl.trans(b_tile), scores, MATH)
@@ -181,10 +181,10 @@ def attend(
             reach = _reach(sums, end, REVERSE)[:, None]
             at = (following if REVERSE else slot) * heads.heads + head
             state = states + at * EXTENT.P_PADDED * EXTENT.N_PADDED
-            for p in tl.static_range(0, P_PADDED, BP):
+            for p in tl.range(0, P_PADDED, BP, num_stages=1, loop_unroll_factor=1):
                 rows = (p + tl.arange(0, EXTENT.BP))[:, None] * EXTENT.N_PADDED
                 tile = tl.zeros([C, BP], tl.float32)
-                for n in tl.static_range(0, N_PADDED, BN):
+                for n in tl.range(0, N_PADDED, BN, num_stages=1, loop_unroll_factor=1):
                     a_tile = load_tokens(a, start, length, n, heads.groups * EXTENT.N, EXTENT.N, C, EXTENT.BN)
                     tile = dot(a_tile, tl.trans(tl.load(state + rows + (n + ns)[None, :])), tile, MATH)
                 x = load_tokens(
@@ -221,7 +221,6 @@ def contract(
         b = tokens.b + group * EXTENT.N
         columns = tl.arange(0, EXTENT.N_PADDED)
         rows = tl.arange(0, C)
-        a_tile = load_tokens(a, start, length, 0, heads.groups * EXTENT.N, EXTENT.N, C, EXTENT.N_PADDED)
         if not REVERSE:
             scores = _scores(a, b, start, length, heads.groups, EXTENT, MATH)
         of_scores = tl.zeros([C, C], tl.float32)
@@ -236,7 +235,7 @@ def contract(
             pairs = tl.zeros([C, C], tl.float32)
             from_state = tl.zeros([C, N_PADDED], tl.float32)
             through = tl.zeros([N_PADDED], tl.float32)
-            for p in tl.static_range(0, P_PADDED, BP):
+            for p in tl.range(0, P_PADDED, BP, num_stages=1, loop_unroll_factor=1):
                 wide = heads.heads * EXTENT.P
                 x = load_tokens(tokens.x + head * EXTENT.P, start, length, p, wide, EXTENT.P, C, EXTENT.BP)
                 y = load_tokens(tokens.y + head * EXTENT.P, start, length, p, wide, EXTENT.P, C, EXTENT.BP)
@@ -250,6 +249,7 @@ def contract(
             pairs *= _within(sums, C, REVERSE)
             of_scores += pairs
             found += from_state
+            a_tile = load_tokens(a, start, length, 0, heads.groups * EXTENT.N, EXTENT.N, C, EXTENT.N_PADDED)
             by_state = tl.sum(a_tile.to(tl.float32) * from_state, 1).to(tl.float64)
             if REVERSE:
                 # Every token has what those before it leave, and what passes the chunk from one state to the next.
