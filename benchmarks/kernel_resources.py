@@ -328,6 +328,7 @@ def run(quick: bool = False) -> dict:
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as pool:
         rows = list(pool.map(_job, jobs))
+        rows += pool.map(_job, [] if quick else other_warps(jobs, rows))
     return {"rows": rows, "triton": version("triton")}
 
 
@@ -341,6 +342,13 @@ def all_jobs() -> list[tuple]:
         for target in (TARGETS if problem == first else ("sm_90",))
         for warps in (warps_of_launch if problem == first else warps_of_launch[-1:])
     ]
+
+
+def other_warps(jobs: list[tuple], rows: list[dict]) -> list[tuple]:
+    """The same with the other numbers of warps where registers were spilled: they too may run."""
+    spilled = [job for job, row in zip(jobs, rows) if row["spills"]]
+    others = ((*job[:3], warps, job[4]) for job in spilled for warps in launches_of(job[0])[job[1]].warps)
+    return [job for job in others if job not in jobs]
 
 
 def small_jobs() -> list[tuple]:

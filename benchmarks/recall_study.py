@@ -193,6 +193,7 @@ def plan(runs: list[dict]) -> Iterator[dict]:
         for name in learned:
             if beyond := rate_beyond(tried_rates(runs, name, setting)):
                 yield item(name, setting, beyond)
+        for name in learned:
             if rate := best_rate(runs, name, setting):
                 yield from (item(name, setting, rate, seed) for seed in SEEDS)
     for name in CONDITIONS:
