@@ -96,6 +96,11 @@ class Arithmetic(NamedTuple):
         """The dtype of states between kernels, and of the operands of matrix products."""
         return torch.bfloat16 if tl.bfloat16 == self.DTYPE else torch.float32
 
+    @property
+    def terms(self) -> int:
+        """Numbers of 16 bits for every operand of a matrix product: what fits on the chip goes by it."""
+        return self.storage.itemsize // 2
+
 
 def arithmetic(dtype: torch.dtype) -> Arithmetic:
     """Operands of the matrix units, and how float32 is multiplied.

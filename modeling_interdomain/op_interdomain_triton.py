@@ -145,12 +145,12 @@ class Plan(NamedTuple):
     def sizes(self) -> dict:
         """What the kernels are compiled for."""
         columns = 64 if self.modes <= 64 else 32 if self.modes <= 128 else 16
-        return self._sizes(32 if self.unrolled else 16, max(columns // self.terms, 16))
+        return self._sizes(32 if self.unrolled else 16, max(columns // self.math.terms, 16))
 
     @property
     def sizes_of_stored(self) -> dict:
         """The same for a kernel that reads again what it needs."""
-        return self._sizes(64 // self.terms, 64 if self.unrolled else 32)
+        return self._sizes(64 // self.math.terms, 64 if self.unrolled else 32)
 
     def _sizes(self, modes: int, columns: int) -> dict:
         pulled, pushed = (min(padded, columns) for padded in self.padded)
@@ -158,14 +158,9 @@ class Plan(NamedTuple):
         return {"WIDTHS": Widths(*self.widths, *self.padded), "SIZES": sizes}
 
     @property
-    def terms(self) -> int:
-        """Numbers of 16 bits for every operand of a matrix product."""
-        return self.storage.itemsize // 2
-
-    @property
     def unrolled(self) -> bool:
         """See `Sizes`."""
-        return self.modes <= 64 and self.terms == 1
+        return self.modes <= 64 and self.math.terms == 1
 
     @property
     def columns(self) -> tuple[Columns, ...]:
@@ -285,7 +280,7 @@ def _forward(
     with on_device(query):
         tables = _tables(plan, parameters, product)
         states, final = states_before(plan, (key, value), tables, initial_state, want_final)
-        mixed = None if plan.terms == 1 else plan.of_modes(value)
+        mixed = None if plan.math.terms == 1 else plan.of_modes(value)
         for skewed, kernel in enumerate((_attend, _attend_skewed)):
             kernel[(plan.chunks, plan.shape[2])](
                 Operands(query, key, value), output, mixed, ChunkStates(*states), tables, *plan.places,

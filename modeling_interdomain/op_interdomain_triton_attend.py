@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from .op_common_tiles import locate
 from .op_interdomain_triton_stored import push_stored, store_modes, stored_weights
-from .op_interdomain_triton_tiles import load_pair, pull_and_mix, push, readers, times_conj
+from .op_interdomain_triton_tiles import pull_and_mix, push, readers, times_conj_powers
 
 try:
     import triton
@@ -88,8 +88,7 @@ def attend(
             mixed += head * 2 * M
             stride = heads * 2 * M
             if not SKEWED:
-                d_re, d_im = load_pair(powers, tl.arange(0, C), tl.arange(0, M), 2 * M, M)
-                p_re, p_im = times_conj(p_re, p_im, d_re, d_im)
+                p_re, p_im = times_conj_powers(p_re, p_im, powers, 0, C, M, M)
             store_modes(mixed, p_re, p_im, start, length, stride, 0, C, M, M, MATH)
             tl.debug_barrier()  # other threads read what these wrote
             w = stored_weights(mixed, intra, start, length, stride, C, M, SIZES.BM, SKEWED, MATH)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from .op_common_tiles import dot, load_tokens, locate, narrow, store_tokens
 from .op_interdomain_triton_stored import load_modes, load_readers, push_stored, store_modes, stored_weights
-from .op_interdomain_triton_tiles import collect, intra_scores, load_pair, mix_rows, pull, times_conj
+from .op_interdomain_triton_tiles import collect, intra_scores, load_pair, mix_rows, pull, times_conj, times_conj_powers
 
 try:
     import triton
@@ -123,8 +123,7 @@ def _mix_side(
         z_re, z_im = times_conj(p_re, p_im, b_re.to(tl.float32), b_im.to(tl.float32))
         ages = (1 + tl.arange(0, C))[:, None].to(tl.float32)
         _store_sums(sums, tl.sum(ages * z_re, 0), tl.sum(ages * z_im, 0), M)
-        d_re, d_im = load_pair(powers, tl.arange(0, C), tl.arange(0, M), 2 * M, M)
-        p_re, p_im = times_conj(p_re, p_im, d_re, d_im)
+        p_re, p_im = times_conj_powers(p_re, p_im, powers, 0, C, M, M)
     store_modes(out, p_re, p_im, start, length, stride, 0, C, M, M, MATH)
 
 

@@ -8,7 +8,7 @@ would take more registers than there are. BM modes at a time are loaded for ever
 """
 
 from .op_common_tiles import dot, load_tokens, narrow, store_tokens
-from .op_interdomain_triton_tiles import add_weights, load_pair, ordered, times_conj
+from .op_interdomain_triton_tiles import add_weights, load_pair, ordered, times_conj_powers
 
 try:
     import triton
@@ -58,8 +58,7 @@ def load_readers(
     """What reads the state, for the modes m .. m + BM: made of what reads the chunk, which is stored."""
     e_re, e_im = load_modes(mixed, start, length, stride, m, C, M, BM)
     if SKEWED:
-        d_re, d_im = load_pair(powers, tl.arange(0, C), m + tl.arange(0, BM), 2 * M, M)
-        x_re, x_im = times_conj(e_re.to(tl.float32), e_im.to(tl.float32), d_re, d_im)
+        x_re, x_im = times_conj_powers(e_re.to(tl.float32), e_im.to(tl.float32), powers, m, C, M, BM)
         e_re = narrow(x_re, MATH.DTYPE, MATH)
         e_im = narrow(x_im, MATH.DTYPE, MATH)
     return e_re, e_im

@@ -84,6 +84,13 @@ def load_pair(x, rows, columns, row_stride, plane):
 
 
 @triton.jit
+def times_conj_powers(x_re, x_im, powers, m, C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr):
+    """`x conj(lambda^(t+1))` for the modes m .. m + BM."""
+    d_re, d_im = load_pair(powers, tl.arange(0, C), m + tl.arange(0, BM), 2 * M, M)
+    return times_conj(x_re, x_im, d_re, d_im)
+
+
+@triton.jit
 def ordered(scores, C: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr):
     """Scores or weights by (t, i) without those of later tokens, SKEWED by (t, t - i), `[C, C]` in MATH.DTYPE."""
     scores = narrow(scores, MATH.DTYPE, MATH)
@@ -239,8 +246,7 @@ def weights(x_re, x_im, intra, C: tl.constexpr, M: tl.constexpr, SKEWED: tl.cons
 @triton.jit
 def readers(p_re, p_im, powers, intra, C: tl.constexpr, M: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr):
     """How a token reads: the state by `e = p conj(lambda^(t+1))`, `[C, M]`, its chunk by the `weights`; MATH.DTYPE."""
-    d_re, d_im = load_pair(powers, tl.arange(0, C), tl.arange(0, M), 2 * M, M)
-    e_re, e_im = times_conj(p_re, p_im, d_re, d_im)
+    e_re, e_im = times_conj_powers(p_re, p_im, powers, 0, C, M, M)
     e_re = narrow(e_re, MATH.DTYPE, MATH)
     e_im = narrow(e_im, MATH.DTYPE, MATH)
     if SKEWED:

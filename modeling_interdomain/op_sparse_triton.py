@@ -112,7 +112,7 @@ class _Plan(NamedTuple):
 
     def options_of(self, queries: int, slots: int) -> dict:
         """With smaller tiles where operands are float32, of which fewer fit into the registers."""
-        if self.options["MATH"].storage != torch.float32:
+        if self.options["MATH"].terms == 1:
             return self.options
         return self.options | {"EXTENT": self.extent._replace(C=queries, W=slots)}
 

@@ -94,7 +94,7 @@ class _Plan(NamedTuple):
 def _plan(key, value, chunk: int, with_ends: bool, cu_seqlens, lengths) -> _Plan:
     """`with_ends`: rows begin, or end in backward, with states of their own."""
     math = arithmetic(key.dtype)
-    limit = 64 if math.storage == torch.bfloat16 else 32
+    limit = 64 // math.terms
     (heads, width), size = value.shape[2:], key.shape[3]
     padded = power_of_two(width), power_of_two(size)
     extent = Extent(chunk, width, size, *padded, *(min(x, limit) for x in padded))
@@ -134,7 +134,7 @@ def _contracted(plan: _Plan, tokens: Operands, states, others, crossing, reverse
     out = plan.like_tokens(like, heads.blocks, *like.shape, dtype=dtype)
     total = like.shape[0] * like.shape[1]
     # Beside two sums as wide as the state, no more columns than registers are left for.
-    extent = plan.extent._replace(BP=min(plan.extent.BP, 64 // plan.math.storage.itemsize))
+    extent = plan.extent._replace(BP=min(plan.extent.BP, 32 // plan.math.terms))
     _contract[(plan.layout.chunks, heads.groups, heads.blocks)](
         tokens, states, others, out, crossing, plan.layout.documents, plan.layout.rows, *plan.row, total, heads,
         **plan.options(reverse) | {"EXTENT": extent},

@@ -249,6 +249,7 @@ def contract(
             pairs *= _within(sums, C, REVERSE)
             of_scores += pairs
             found += from_state
+            # Read for every head: kept beside the sums above, it would take the registers of their products.
             a_tile = load_tokens(a, start, length, 0, heads.groups * EXTENT.N, EXTENT.N, C, EXTENT.N_PADDED)
             by_state = tl.sum(a_tile.to(tl.float32) * from_state, 1).to(tl.float64)
             if REVERSE:
