@@ -114,7 +114,7 @@ class _Plan(NamedTuple):
         """With smaller tiles where operands are float32, of which fewer fit into the registers."""
         if self.options["MATH"].terms == 1:
             return self.options
-        return self.options | {"EXTENT": self.extent._replace(C=queries, W=slots)}
+        return self.options | {"EXTENT": self.extent._replace(C=queries, W=slots, BLOCK=32)}
 
     def sums(self) -> Sums:
         value, count = self.tokens.value, len(self.sets[0].of.queries)
@@ -134,7 +134,7 @@ def _plan(query, key, value, tables: Sequence[torch.Tensor], selects: bool, past
         sets.append(_Set(of, tuple(earlier), 1, batch * heads * length, False))
         earlier.append(Earlier(*tables[first + 6 : first + 9]))
     padded = power_of_two(width), power_of_two(value_width)
-    extent = Extent(chunk, chunk, width, value_width, *padded)
+    extent = Extent(chunk, chunk, 64, width, value_width, *padded)
     sizes = Sizes(heads, length, key.shape[1], past)
     options = {"EXTENT": extent, "MATH": arithmetic(query.dtype)}
     return _Plan(Tokens(query, key, value), tuple(sets), sizes, extent, options)
@@ -215,7 +215,7 @@ def _of_others(plan: _Plan, this: _Set, ahead: Ahead, before, dtype: torch.dtype
     slots = len(this.of.keys)
     after = tuple(torch.empty_like(x, dtype=dtype) for x in plan.tokens[1:])
     here = tuple(x.new_empty(slots, x.shape[3], dtype=torch.float32) for x in after) if this.several else after
-    options = plan.options_of(16, 16)
+    options = plan.options_of(16, 64)
     _of_slots[(-(-slots // options["EXTENT"].W),)](
         plan.tokens, ahead, this.of, this.earlier, before, here, slots, plan.sizes, SEVERAL=this.several, **options,
     )  # fmt: skip

@@ -90,10 +90,13 @@ class Sizes(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """What a kernel is compiled for: queries of a block, slots of a tile, d and D, both padded."""
+    """What a kernel is compiled for: queries of a block, slots of a tile, columns that `_products` takes at a time, d
+    and D, both padded.
+    """
 
     C: int
     W: int
+    BLOCK: int
     KEY: int
     VALUE: int
     KEY_PADDED: int
@@ -122,6 +125,26 @@ def _store_rows(x, tile, rows, used, WIDTH: tl.constexpr, PADDED: tl.constexpr, 
     columns = tl.arange(0, PADDED)
     at = rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
     tl.store(x + at, narrow(tile, x.dtype.element_ty, MATH), mask=used[:, None] & (columns < WIDTH)[None, :])
+
+
+@triton.jit
+def _products(
+    a, rows_of_a, used_a, b, rows_of_b, used_b,
+    A: tl.constexpr, B: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, LARGEST: tl.constexpr,
+    MATH: tl.constexpr,
+):  # fmt: skip
+    """Of every row of a with every row of b, `[A, B]`; some columns at a time, so that registers hold few of them."""
+    BLOCK: tl.constexpr = min(PADDED, LARGEST)
+    found = tl.zeros([A, B], tl.float32)
+    for first in tl.range(0, PADDED, BLOCK, num_stages=1, loop_unroll_factor=1):
+        columns = first + tl.arange(0, BLOCK)
+        within = columns < WIDTH
+        at_a = rows_of_a.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+        at_b = rows_of_b.to(tl.int64)[None, :] * WIDTH + columns[:, None]
+        of_a = tl.load(a + at_a, mask=used_a[:, None] & within[None, :], other=0.0)
+        of_b = tl.load(b + at_b, mask=used_b[None, :] & within[:, None], other=0.0)
+        found = dot(of_a, of_b, found, MATH)
+    return found
 
 
 @triton.jit
@@ -236,9 +259,9 @@ def of_queries(
     W: tl.constexpr = EXTENT.W
     C: tl.constexpr = EXTENT.C
     place, used, asking, rows, query, begin, end = _asking(tokens, of, per_row, row_length, sizes, EXTENT)
-    grad = _load_rows(ahead.grad, rows, used, EXTENT.VALUE, EXTENT.VALUE_PADDED)
     level = tl.load(ahead.level + asking, mask=used, other=float("inf"))
     if before is None:
+        grad = _load_rows(ahead.grad, rows, used, EXTENT.VALUE, EXTENT.VALUE_PADDED)
         output = _load_rows(ahead.output, rows, used, EXTENT.VALUE, EXTENT.VALUE_PADDED)
         product = tl.sum(grad.to(tl.float32) * output.to(tl.float32), 1)
         tl.store(ahead.product + asking, product, mask=used)
@@ -250,9 +273,11 @@ def of_queries(
         held, rows_of_keys, key, logits = _beside(
             tokens, of, slot, end, place, asking, query, earlier, sizes, EXTENT, MATH
         )
-        value = _load_rows(tokens.value, rows_of_keys, held, EXTENT.VALUE, EXTENT.VALUE_PADDED)
         weights = tl.exp2(logits - level[:, None])
-        of_weights = dot(grad, tl.trans(value), tl.zeros([C, W], tl.float32), MATH)
+        of_weights = _products(
+            ahead.grad, rows, used, tokens.value, rows_of_keys, held, C, W, EXTENT.VALUE, EXTENT.VALUE_PADDED,
+            EXTENT.BLOCK, MATH,
+        )  # fmt: skip
         found = dot(weights * (of_weights - product[:, None]), key, found, MATH)
     _store_rows(after, found, rows, used, EXTENT.KEY, EXTENT.KEY_PADDED, MATH)
 
@@ -276,8 +301,6 @@ def of_slots(
     held = first < last
     rows = _row(number, sizes.heads, sizes.keys)
     inside = slot + tl.arange(0, W) < slots
-    key = _load_rows(tokens.key, rows, held, EXTENT.KEY, EXTENT.KEY_PADDED)
-    value = _load_rows(tokens.value, rows, held, EXTENT.VALUE, EXTENT.VALUE_PADDED)
     if before is None:
         of_key = tl.zeros([W, KEY_PADDED], tl.float32)
         of_value = tl.zeros([W, VALUE_PADDED], tl.float32)
@@ -291,17 +314,23 @@ def of_slots(
         used = place < end
         asking = tl.load(of.queries + place, mask=used, other=0)
         rows_of_queries = _row(asking, sizes.heads, sizes.queries)
-        query = _load_rows(tokens.query, rows_of_queries, used, EXTENT.KEY, EXTENT.KEY_PADDED)
-        grad = _load_rows(ahead.grad, rows_of_queries, used, EXTENT.VALUE, EXTENT.VALUE_PADDED)
         level = tl.load(ahead.level + asking, mask=used, other=float("inf"))
         product = tl.load(ahead.product + asking, mask=used, other=0.0)
         seen = _seen(
             place[None, :], asking[None, :], first[:, None], last[:, None], number[:, None], earlier, sizes
         )  # fmt: skip
-        logits = dot(key, tl.trans(query), tl.zeros([W, C], tl.float32), MATH) * _LOG2E
-        weights = tl.exp2(tl.where(seen, logits - level[None, :], -float("inf")))
+        logits = _products(
+            tokens.key, rows, held, tokens.query, rows_of_queries, used, W, C, EXTENT.KEY, EXTENT.KEY_PADDED,
+            EXTENT.BLOCK, MATH,
+        )  # fmt: skip
+        weights = tl.exp2(tl.where(seen, logits * _LOG2E - level[None, :], -float("inf")))
+        grad = _load_rows(ahead.grad, rows_of_queries, used, EXTENT.VALUE, EXTENT.VALUE_PADDED)
         of_value = dot(weights, grad, of_value, MATH)
-        of_weights = dot(value, tl.trans(grad), tl.zeros([W, C], tl.float32), MATH)
+        of_weights = _products(
+            tokens.value, rows, held, ahead.grad, rows_of_queries, used, W, C, EXTENT.VALUE, EXTENT.VALUE_PADDED,
+            EXTENT.BLOCK, MATH,
+        )  # fmt: skip
+        query = _load_rows(tokens.query, rows_of_queries, used, EXTENT.KEY, EXTENT.KEY_PADDED)
         of_key = dot(weights * (of_weights - product[None, :]), query, of_key, MATH)
     if SEVERAL:
         rows = slot + tl.arange(0, W)

@@ -179,7 +179,10 @@ def test_offsets_beyond_32_bits():
     output, of_query, of_key, of_value = (far_away(total, width) for _ in range(4))
     ahead = passes.Ahead(output, grad, torch.empty(total), torch.empty(total))
     last = 1, few, passes.Sizes(1, total, total, 0)
-    options = {"EXTENT": passes.Extent(32, 32, width, width, width, width), "MATH": tiles.arithmetic(torch.bfloat16)}
+    options = {
+        "EXTENT": passes.Extent(32, 32, 64, width, width, width, width),
+        "MATH": tiles.arithmetic(torch.bfloat16),
+    }
     passes.attend[1,](tokens, of, (), None, sums, None, None, *last, **options)
     passes.attend[1,](tokens, nothing, (), sums, None, output, ahead.level, *last, **options)
     passes.of_queries[1,](tokens, ahead, of, (), None, of_query, *last, **options)
@@ -200,7 +203,10 @@ def test_offsets_of_slots_beyond_32_bits():
     of_slot = [far_away((1 << 23) + 37, width, x, torch.float32) for x in small]
     order = len(of_slot[0]) - 2 * keys + torch.arange(2 * keys)
     after = [far_away(keys * heads, width) for _ in range(2)]
-    options = {"EXTENT": passes.Extent(32, 32, width, width, width, width), "MATH": tiles.arithmetic(torch.bfloat16)}
+    options = {
+        "EXTENT": passes.Extent(32, 32, 64, width, width, width, width),
+        "MATH": tiles.arithmetic(torch.bfloat16),
+    }
     starts, sizes = torch.arange(0, 2 * keys + 1, 2), passes.Sizes(heads, keys, keys, 0)
     passes.of_keys[1,](tuple(of_slot), order, starts, tuple(after), keys, sizes, BLOCK=keys, **options)
     for found, x in zip(after, small, strict=True):
