@@ -102,29 +102,32 @@ def _mix_side(
     a, b, out, sums, powers, mixing, start, length, stride, skewed, SIZES: tl.constexpr, MIXING: tl.constexpr,
     MATH: tl.constexpr,
 ):  # fmt: skip
+    """See `mix`; BN modes at a time, for each of which all that was pulled is read again."""
     C: tl.constexpr = SIZES.C
     M: tl.constexpr = SIZES.M
     BM: tl.constexpr = SIZES.BM
-    if MIXING.FULL:
-        p_re = tl.zeros([C, M], tl.float32)
-        p_im = tl.zeros([C, M], tl.float32)
-        for m in tl.range(0, M, BM, num_stages=1, loop_unroll_factor=M // BM if SIZES.UNROLLED else 1):
-            a_re, a_im = load_modes(a, start, length, stride, m, C, M, BM)
-            p_re, p_im = mix_rows(a_re, a_im, mixing, m, p_re, p_im, MIXING.SIGN, M, BM, MATH)
-    else:
-        a_re, a_im = load_modes(a, start, length, stride, 0, C, M, M)
-        a_re = a_re.to(tl.float32)
-        a_im = a_im.to(tl.float32)
-        modes = tl.arange(0, M)[None, :]
-        p_re = a_re * tl.load(mixing + modes) + a_im * tl.load(mixing + 2 * M + modes)
-        p_im = a_re * tl.load(mixing + M + modes) + a_im * tl.load(mixing + 3 * M + modes)
-    if skewed == 0:
-        b_re, b_im = load_modes(b, start, length, stride, 0, C, M, M)
-        z_re, z_im = times_conj(p_re, p_im, b_re.to(tl.float32), b_im.to(tl.float32))
-        ages = (1 + tl.arange(0, C))[:, None].to(tl.float32)
-        _store_sums(sums, tl.sum(ages * z_re, 0), tl.sum(ages * z_im, 0), M)
-        p_re, p_im = times_conj_powers(p_re, p_im, powers, 0, C, M, M)
-    store_modes(out, p_re, p_im, start, length, stride, 0, C, M, M, MATH)
+    BN: tl.constexpr = min(M, 32)
+    ages = (1 + tl.arange(0, C))[:, None].to(tl.float32)
+    for n in tl.range(0, M, BN, num_stages=1, loop_unroll_factor=1):
+        if MIXING.FULL:
+            p_re = tl.zeros([C, BN], tl.float32)
+            p_im = tl.zeros([C, BN], tl.float32)
+            for m in tl.range(0, M, BM, num_stages=1, loop_unroll_factor=M // BM if SIZES.UNROLLED else 1):
+                a_re, a_im = load_modes(a, start, length, stride, m, C, M, BM)
+                p_re, p_im = mix_rows(a_re, a_im, mixing, m, n, p_re, p_im, MIXING.SIGN, M, BM, BN, MATH)
+        else:
+            a_re, a_im = load_modes(a, start, length, stride, n, C, M, BN)
+            a_re = a_re.to(tl.float32)
+            a_im = a_im.to(tl.float32)
+            at = mixing + n + tl.arange(0, BN)[None, :]
+            p_re = a_re * tl.load(at) + a_im * tl.load(at + 2 * M)
+            p_im = a_re * tl.load(at + M) + a_im * tl.load(at + 3 * M)
+        if skewed == 0:
+            b_re, b_im = load_modes(b, start, length, stride, n, C, M, BN)
+            z_re, z_im = times_conj(p_re, p_im, b_re.to(tl.float32), b_im.to(tl.float32))
+            _store_sums(sums + n, tl.sum(ages * z_re, 0), tl.sum(ages * z_im, 0), M)
+            p_re, p_im = times_conj_powers(p_re, p_im, powers, n, C, M, BN)
+        store_modes(out, p_re, p_im, start, length, stride, n, C, M, BN, MATH)
 
 
 @triton.jit(do_not_specialize=["count", "per_row", "row_length"])

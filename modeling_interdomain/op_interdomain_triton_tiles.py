@@ -159,9 +159,11 @@ def pull(
 
 @triton.jit
 def mix_rows(
-    y_re, y_im, mixing, m, p_re, p_im, SIGN: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, MATH: tl.constexpr
-):
-    """Add what BM rows of a full mixing matrix, from the m-th on, make of the modes m .. m + BM of y, in MATH.DTYPE.
+    y_re, y_im, mixing, m, n, p_re, p_im, SIGN: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    MATH: tl.constexpr,
+):  # fmt: skip
+    """Add what BM rows and BN columns of a full mixing matrix, from m and n on, make of the modes m .. m + BM of y, in
+    MATH.DTYPE.
 
     The matrix is not rounded to bfloat16, but multiplied in two terms: where C is the inverse of a Gramian (the
     posterior start), y is up to a hundred times what the matrix leaves of it. Of a complex matrix A + iB, by which y or
@@ -172,7 +174,7 @@ def mix_rows(
     The difference has two terms for the same reason: rounded to one, it is no more that of what the other products
     take, and nothing is left of the outputs of that start.
     """
-    at = (m + tl.arange(0, BM))[:, None] * M + tl.arange(0, M)[None, :]
+    at = (m + tl.arange(0, BM))[:, None] * M + n + tl.arange(0, BN)[None, :]
     if SIGN == 0:
         p_re = dot_in_two(y_re, tl.load(mixing + at), p_re, MATH)
         p_im = dot_in_two(y_re, tl.load(mixing + M * M + at), p_im, MATH)
@@ -211,8 +213,8 @@ def pull_and_mix(
                 SIZES.BR, BM, C, M, SKEWED, MATH,
             )  # fmt: skip
             p_re, p_im = mix_rows(
-                narrow(y_re, MATH.DTYPE, MATH), narrow(y_im, MATH.DTYPE, MATH), mixing, m, p_re, p_im,
-                MIXING.SIGN, M, BM, MATH,
+                narrow(y_re, MATH.DTYPE, MATH), narrow(y_im, MATH.DTYPE, MATH), mixing, m, 0, p_re, p_im,
+                MIXING.SIGN, M, BM, M, MATH,
             )  # fmt: skip
     else:
         y_re, y_im = pull(
