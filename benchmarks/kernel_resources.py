@@ -337,13 +337,13 @@ def run(quick: bool = False) -> dict:
 
 
 def all_jobs() -> list[tuple]:
-    """The first problem for every target with all numbers of warps; the others for one target with the largest."""
+    """The first problem for every target with all numbers of warps; the others for two with the largest."""
     first = next(iter(PROBLEMS))
     return [
         (problem, index, target, warps, 1)
         for problem in PROBLEMS
         for index, warps_of_launch in _distinct(problem)
-        for target in (TARGETS if problem == first else ("sm_90",))
+        for target in (TARGETS if problem == first else ("sm_90", "sm_100"))
         for warps in (warps_of_launch if problem == first else warps_of_launch[-1:])
     ]
 

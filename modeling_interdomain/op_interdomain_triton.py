@@ -39,10 +39,9 @@ _mixing_backward = tuned(mixing_backward, (*_KIND, "FULL"))
 _push_both = tuned(push_both, _KIND)
 _chunk_states = tuned(chunk_states, ("C", "M", "BM", "BW", "TWO_TERMS", "MATH"))
 _chunk_states_backward = tuned(chunk_states_backward, ("C", "M", "BW", "EMIT", "MATH"))
-# Hardly ever at work, so not worth the compilations of a choice; with fewer warps most of them spill registers.
-_attend_skewed, _pull_both_skewed, _push_both_skewed = (
-    tuned(kernel, _KIND, configurations=((8, 1),)) for kernel in (attend, pull_both, push_both)
-)
+# Hardly ever at work, so not worth the compilations of a choice: each with the warps that spill no register.
+_attend_skewed, _push_both_skewed = (tuned(kernel, _KIND, configurations=((8, 1),)) for kernel in (attend, push_both))
+_pull_both_skewed = tuned(pull_both, _KIND, configurations=((4, 1),))
 
 
 def triton_attention(
