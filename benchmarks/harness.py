@@ -54,11 +54,15 @@ def _program() -> str:
 
 
 def _cpu_name() -> str:
+    """With family and model, where the system gives them: rented machines hide what else would tell CPUs apart."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    except OSError:
+        lines = []
+    first = dict(reversed([[part.strip() for part in line.split(":", 1)] for line in lines if ":" in line]))
+    name = first.get("model name") or platform.processor() or platform.machine()
+    numbers = [f"{key.split()[-1]} {first[key]}" for key in ("cpu family", "model") if first.get(key)]
+    return f"{name} ({', '.join(numbers)})" if numbers else name
 
 
 def _git(*arguments: str) -> str:
