@@ -15,6 +15,7 @@ from benchmarks import (
     headlines,
     joint_study,
     kernel_costs,
+    kernel_resources,
     larger_study,
     lookup_study,
     prompt_reuse_cpu,
@@ -106,18 +107,22 @@ def test_what_is_said_of_speed():
     assert abs(model["decode"][0]["ratio"] - 1) < 0.05, "and writes within a few percent as fast"
     before = read("operator_before")
     assert all(row["ratio"] >= before["required"] for row in before["rows"])
-    tiles = read("bf16_cpu")
-    required = tiles["required"]
-    narrow = next(other for other in tiles["elsewhere"] if "AMD" in other["machine"]["cpu"])
-    assert narrow["decode"][0]["ratios"][0] >= 1 and narrow["decode"][0]["ratio"] < 1.05 < tiles["decode"][0]["ratio"]
-    products = sum(taken for name, taken in tiles["floor"].items() if name != "length")
-    assert 0.38 < products / tiles["prefill"][1]["interdomain"]["median"] < 0.45, "two fifths of a prompt"
-    for record, missed in ((narrow, set()), (tiles, {("prefill", 2048), ("prefill", 8192)})):
+    here = read("bf16_cpu")
+    required = here["required"]
+    tiles, vectors = (
+        next(other for other in here["elsewhere"] if maker in other["machine"]["cpu"]) for maker in ("Intel", "AMD")
+    )
+    for record, share in ((here, 0.7), (tiles, 0.4)):
+        products = sum(taken for name, taken in record["floor"].items() if name != "length")
+        assert round(products / record["prefill"][1]["interdomain"]["median"], 1) == share
+    assert all(record["prefill"][0]["ratio"] < 1 for record in (here, vectors, tiles))
+    missed: set = {("prefill", 2048), ("prefill", 8192)}
+    for record, expected in ((here, set()), (vectors, set()), (tiles, missed)):
         rows = [
             (kind, row.get("length", row.get("position")), row["ratio"]) for kind in required for row in record[kind]
         ]
         slow = {(kind, tokens) for kind, tokens, ratio in rows if ratio < required[kind].get(str(tokens), 0)}
-        assert slow == missed
+        assert slow == expected
     rollback = read("rollback_cpu")
     assert rollback["crop"]["ratio"] <= 1 and rollback["generate"]["ratio"] >= 1.3
     assert round(rollback["crop"]["guess_ratio"], 1) == 2 and round(rollback["narrow"]["crop"]["guess_ratio"], 1) == 1.6
@@ -566,13 +571,22 @@ def test_what_is_said_of_images_conversion_and_kernels():
     rows = read("kernel_resources")["rows"]
     kernels = {(row["problem"], row["kernel"], row["target"]) for row in rows if row["problem"] == "1.3B head, bf16"}
     assert kernels == {(row["problem"], row["kernel"], row["target"]) for row in rows if row["fits"]} & kernels
-    spills: dict[tuple, int] = {}
+    spilled: dict[tuple, int] = {}
+    blocks: dict[str, int] = {}
+    crowded: dict[str, int] = {}
     for row in rows:
-        if row["target"] in ("sm_90", "sm_100") and row["kernel"] != "tables":
+        if row["target"] in ("sm_90", "sm_100"):
             key = row["problem"], row["kernel"], row["target"]
-            spills[key] = min(row["spills"], spills.get(key, row["spills"]))
-    left = {kernel: number for (problem, kernel, _), number in spills.items() if number}
-    assert left == {"of_slots": 82}
+            spilled[key] = min(row["spills"], spilled.get(key, row["spills"]))
+        if row["target"] == "sm_90" and row["problem"] == "1.3B head, bf16" and "skewed" not in row["kernel"]:
+            fit = kernel_resources.blocks_a_multiprocessor(row, kernel_resources.CHIPS["sm_90"])
+            blocks[row["kernel"]] = max(fit, blocks.get(row["kernel"], 0))
+            if row["registers"] > 168 and row["warps"] == 4:
+                crowded[row["kernel"]] = row["registers"]
+    assert {problem for problem, _, target in spilled if target == "sm_100"} == set(kernel_resources.PROBLEMS)
+    assert set(spilled.values()) == {0}
+    assert min(blocks.values()) == 2
+    assert crowded == {"attend": 251, "chunk_states_backward": 236}
 
 
 # ------------------------------------------------------------------------------------------ the map
