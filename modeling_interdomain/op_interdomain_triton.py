@@ -170,8 +170,8 @@ class Plan(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Columns that a program has of the state."""
-        return min(*self.padded, 32 if self.unrolled else 16)
+        """Columns that a program has of the state: few, so that it may have all modes in its registers."""
+        return min(*self.padded, 16)
 
     def segment_ends(self, device: torch.device) -> torch.Tensor:
         if self.packed:
@@ -257,7 +257,8 @@ def states_before(plan: Plan, sides: tuple, tables: KernelTables, initial_state,
 
 def _walk(plan: Plan, sides: tuple, tables: KernelTables, initial_state, states: tuple, final, exact: bool) -> None:
     """All sides; where their `states` are None, only what is left at the end."""
-    block_modes, block_width = min(plan.modes, 32), plan.block
+    # 64 rows are what the matrix instructions of a Hopper or Blackwell GPU multiply at a time.
+    block_modes, block_width = min(plan.modes, 64 // plan.math.terms), plan.block
     slices = sum((plan.modes // block_modes) * (padded // block_width) for padded in plan.padded)
     _chunk_states[(plan.rows * plan.segments, plan.groups, slices)](
         sides, tables, initial_state, states, final, plan.documents, *plan.row, plan.groups, plan.columns,
