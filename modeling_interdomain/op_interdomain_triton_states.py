@@ -185,8 +185,12 @@ def _walk_back(
                 decay_re += count * step_re
                 decay_im += count * step_im
                 address = token[:, None] * (groups * columns.width) + group * columns.width + column[None, :]
-                dx = dot(t_re, g_re, tl.zeros([C, BW], tl.float32), MATH)
-                dx = dot(t_im, g_im, dx, MATH)
+                if C >= 64:  # the rows of a matrix instruction
+                    dx = dot(t_re, g_re, tl.zeros([C, BW], tl.float32), MATH)
+                    dx = dot(t_im, g_im, dx, MATH)
+                else:  # turned round, the table is the side of the product that not every warp holds
+                    dx = dot(tl.trans(g_re), tl.trans(t_re), tl.zeros([BW, C], tl.float32), MATH)
+                    dx = tl.trans(dot(tl.trans(g_im), tl.trans(t_im), dx, MATH))
                 for h in tl.range(0, C, FEW, num_stages=1, loop_unroll_factor=1):
                     at_h = h + tl.arange(0, FEW)
                     age = C - 1 - at_h

@@ -586,7 +586,13 @@ def test_what_is_said_of_images_conversion_and_kernels():
     assert {problem for problem, _, target in spilled if target == "sm_100"} == set(kernel_resources.PROBLEMS)
     assert set(spilled.values()) == {0}
     assert min(blocks.values()) == 2
-    assert crowded == {"attend": 251, "chunk_states_backward": 236}
+    assert crowded == {"attend": 251}
+    units = {"sm_90": "wgmma", "sm_100": "tcgen05"}
+    products = [row for row in rows if row["problem"] == "1.3B head, bf16" and any(row["matrix"].values())]
+    assert {row["kernel"] for row in products} >= {"chunk_states", "chunk_states_backward", "attend", "push_both"}
+    for row in products:
+        used = {name for name, count in row["matrix"].items() if count}
+        assert row["target"] not in units or used == {units[row["target"]]}
 
 
 # ------------------------------------------------------------------------------------------ the map
