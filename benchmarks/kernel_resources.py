@@ -56,12 +56,18 @@ class _Recorder:
     def __init__(self, kernel, launches: list[Launch]):
         tuned = isinstance(kernel, triton.runtime.Autotuner)
         self.kernel, self.launches = kernel.fn if tuned else kernel, launches
-        self.warps = tuple(sorted({config.num_warps for config in kernel.configs})) if tuned else (4,)
+        self.choices: list[tuple[dict, set[int]]] = []  # of tiles, and the warps of each
+        for config in kernel.configs if tuned else [triton.Config({}, num_warps=4)]:
+            same = [warps for tiles, warps in self.choices if tiles == config.kwargs]
+            same[0].add(config.num_warps) if same else self.choices.append((config.kwargs, {config.num_warps}))
 
     def __getitem__(self, grid):
         def launch(*args, num_warps=None, **kwargs):
-            arguments = dict(zip(self.kernel.arg_names, args)) | kwargs
-            self.launches.append(Launch(self.kernel, arguments, (num_warps,) if num_warps else self.warps))
+            defaults = {x.name: x.default for x in self.kernel.params if x.has_default}
+            arguments = defaults | dict(zip(self.kernel.arg_names, args)) | kwargs
+            for tiles, warps in self.choices:
+                warps = {num_warps} if num_warps else warps
+                self.launches.append(Launch(self.kernel, arguments | tiles, tuple(sorted(warps))))
 
         return launch
 
@@ -296,6 +302,8 @@ def compiled(problem: str, index: int, target_name: str, warps: int, stages: int
     for name in ("SKEWED", "REVERSE"):
         if arguments.get(name):
             row["kernel"] += f", {name.lower()}"
+    if "EDGE" in arguments and arguments["SIZES"].FEW and not arguments["SKEWED"]:
+        row["kernel"] += f", tiles of {arguments['EDGE']}"
     built = triton.compile(source(kernel, arguments), target=target, options={"num_warps": warps, "num_stages": stages})
     row["shared_bytes"] = built.metadata.shared
     row["fits"] = built.metadata.shared <= limit

@@ -28,7 +28,7 @@ _WIDEST = 256
 
 # Warps and pipeline stages to choose from where a kernel is timed once for each kind of problem (never for each
 # length).
-_CONFIGURATIONS = ((4, 1), (4, 2), (8, 1))
+CONFIGURATIONS = ((4, 1), (4, 2), (8, 1))
 
 
 def interpreted() -> bool:
@@ -160,15 +160,20 @@ def on_device(x: torch.Tensor):
     return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
 
 
-def tuned(kernel, key: tuple[str, ...], configurations=_CONFIGURATIONS, **options):
+def tuned(kernel, key: tuple[str, ...], configurations: Sequence[tuple] = CONFIGURATIONS, **options):
     """Time a few numbers of warps and stages the first time a kernel meets a kind of problem, and keep the fastest.
 
     Args:
         key: the names of the arguments that make a problem another kind; never a length.
+        configurations: warps, stages and, where a kernel has a choice of tiles, a dictionary of its arguments that say
+            which; these have defaults, for the interpreter.
     """
     if interpreted():
         return kernel
-    configs = [triton.Config({}, num_warps=warps, num_stages=stages) for warps, stages in configurations]
+    configs = [
+        triton.Config(tiles[0] if tiles else {}, num_warps=warps, num_stages=stages)
+        for warps, stages, *tiles in configurations
+    ]
     return triton.autotune(configs, key=list(key), prune_configs_by={"early_config_prune": _that_fit}, **options)(
         kernel
     )

@@ -142,14 +142,6 @@ def left_over(x, MATH: tl.constexpr):
 
 
 @triton.jit
-def dot_in_two(a, b, acc, MATH: tl.constexpr):
-    """The same with b in float32, of which bfloat16 takes a second term: what rounding the first took away."""
-    if tl.bfloat16 == MATH.DTYPE:
-        acc = dot(a, left_over(b, MATH), acc, MATH)
-    return dot(a, b, acc, MATH)
-
-
-@triton.jit
 def load_tokens(x, start, length, first, stride, width, C: tl.constexpr, BLOCK: tl.constexpr):
     """`[C, BLOCK]`: tokens from `start`, columns from `first`; zero past the chunk's length or the head's width."""
     rows = tl.arange(0, C)

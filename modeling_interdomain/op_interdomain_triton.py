@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from .op_common_launch import interpreted, multiprocessors, namespace, on_device, power_of_two, tuned
+from .op_common_launch import CONFIGURATIONS, interpreted, multiprocessors, namespace, on_device, power_of_two, tuned
 from .op_common_tiles import Arithmetic, Documents, arithmetic, chunk_tokens, layout_of
 from .op_interdomain_triton_attend import ChunkStates, Operands, Widths, attend
 from .op_interdomain_triton_attend_backward import (
@@ -33,6 +33,10 @@ _LARGEST_DIAGONAL = 64
 
 _KIND = ("SIZES", "MATH")
 _attend = tuned(attend, (*_KIND, "MIXING"))
+# Three blocks of small tiles fit on a multiprocessor of an H100, and two of large ones: which are faster, it says.
+_attend_few = tuned(
+    attend, (*_KIND, "MIXING"), [(4, 1, {"EDGE": 16}), *((*fixed, {"EDGE": 32}) for fixed in CONFIGURATIONS)]
+)
 _pull_both = tuned(pull_both, _KIND)
 _mix = tuned(mix, (*_KIND, "MIXING"))
 _mixing_backward = tuned(mixing_backward, (*_KIND, "FULL"))
@@ -40,8 +44,8 @@ _push_both = tuned(push_both, _KIND)
 _chunk_states = tuned(chunk_states, ("C", "M", "BM", "BW", "TWO_TERMS", "MATH"))
 _chunk_states_backward = tuned(chunk_states_backward, ("C", "M", "BW", "EMIT", "MATH"))
 # Hardly ever at work, so not worth the compilations of a choice: each with the warps that spill no register.
-_attend_skewed, _push_both_skewed = (tuned(kernel, _KIND, configurations=((8, 1),)) for kernel in (attend, push_both))
-_pull_both_skewed = tuned(pull_both, _KIND, configurations=((4, 1),))
+_attend_skewed = tuned(attend, _KIND, [(8, 1, {"EDGE": 16})])
+_pull_both_skewed, _push_both_skewed = tuned(pull_both, _KIND, [(4, 1)]), tuned(push_both, _KIND, [(8, 1)])
 
 
 def triton_attention(
@@ -144,20 +148,20 @@ class Plan(NamedTuple):
     def sizes(self) -> dict:
         """What the kernels are compiled for."""
         columns = 64 if self.modes <= 64 else 32 if self.modes <= 128 else 16
-        return self._sizes(32 if self.unrolled else 16, max(columns // self.math.terms, 16))
+        return self._sizes(32 if self.few else 16, max(columns // self.math.terms, 16))
 
     @property
     def sizes_of_stored(self) -> dict:
         """The same for a kernel that reads again what it needs."""
-        return self._sizes(64 // self.math.terms, 64 if self.unrolled else 32)
+        return self._sizes(64 // self.math.terms, 64 if self.few else 32)
 
     def _sizes(self, modes: int, columns: int) -> dict:
         pulled, pushed = (min(padded, columns) for padded in self.padded)
-        sizes = Sizes(self.chunk, self.modes, min(self.modes, modes), pulled, pushed, self.unrolled)
+        sizes = Sizes(self.chunk, self.modes, min(self.modes, modes), pulled, pushed, self.few)
         return {"WIDTHS": Widths(*self.widths, *self.padded), "SIZES": sizes}
 
     @property
-    def unrolled(self) -> bool:
+    def few(self) -> bool:
         """See `Sizes`."""
         return self.modes <= 64 and self.math.terms == 1
 
@@ -281,7 +285,7 @@ def _forward(
         tables = _tables(plan, parameters, product)
         states, final = states_before(plan, (key, value), tables, initial_state, want_final)
         mixed = None if plan.math.terms == 1 else plan.of_modes(value)
-        for skewed, kernel in enumerate((_attend, _attend_skewed)):
+        for skewed, kernel in enumerate((_attend_few if plan.few else _attend, _attend_skewed)):
             kernel[(plan.chunks, plan.shape[2])](
                 Operands(query, key, value), output, mixed, ChunkStates(*states), tables, *plan.places,
                 plan.shape[2], plan.groups, **plan.sizes, MIXING=plan.mixing, SKEWED=skewed, **plan.options,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from .op_common_tiles import locate
 from .op_interdomain_triton_stored import push_stored, store_modes, stored_weights
-from .op_interdomain_triton_tiles import pull_and_mix, push, readers, times_conj_powers
+from .op_interdomain_triton_tiles import mixing_of_group, pull_and_mix, push, readers, times_conj_powers
 
 try:
     import triton
@@ -49,16 +49,19 @@ class ChunkStates(NamedTuple):
 def attend(
     tokens, out, mixed, states, tables, documents, count, per_row, row_length, heads, groups,
     WIDTHS: tl.constexpr, SIZES: tl.constexpr, MIXING: tl.constexpr, SKEWED: tl.constexpr, PACKED: tl.constexpr,
-    MATH: tl.constexpr,
+    MATH: tl.constexpr, EDGE: tl.constexpr = 32,
 ):  # fmt: skip
     """`out = push(mix(pull(a; b)); c)` for one chunk and head; grid [chunks, heads].
 
     tokens: `Operands`; out: as c, but by heads; mixed: None, or room for what lies in memory between the two moves
     (`op_interdomain_triton_stored`), `[tokens, heads, 2, M]`; states: `ChunkStates`; tables: `KernelTables`;
-    documents: `Documents`.
+    documents: `Documents`; EDGE: of the tiles of the mixing matrix where there are FEW modes. Small tiles leave
+    registers for another block, large ones make fewer and longer products.
     """
     C: tl.constexpr = SIZES.C
     M: tl.constexpr = SIZES.M
+    BM: tl.constexpr = min(SIZES.BM, EDGE)
+    BN: tl.constexpr = min(M, EDGE) if SIZES.FEW else M
     A_PADDED: tl.constexpr = WIDTHS.A_PADDED
     C_PADDED: tl.constexpr = WIDTHS.C_PADDED
     chunk = tl.program_id(0)
@@ -70,26 +73,29 @@ def attend(
     if length > 0:
         intra = tables.intra + group * C * 2 * M
         powers = tables.powers + group * C * 2 * M
-        mixing = tables.mixing + group * MIXING.PLANES * M * (M if MIXING.FULL else 1)
+        mixing = mixing_of_group(tables.mixing, group, M, MIXING)
         at = (slot * groups + group) * 2 * M
         p_re, p_im = pull_and_mix(
             tokens.a + head * WIDTHS.A, tokens.b + group * WIDTHS.A, states.b + at * A_PADDED, intra, powers, mixing,
-            start, length, heads * WIDTHS.A, groups * WIDTHS.A, WIDTHS.A, A_PADDED, SIZES, MIXING, SKEWED, MATH,
+            start, length, heads * WIDTHS.A, groups * WIDTHS.A, WIDTHS.A, A_PADDED, SIZES, BM, BN, MIXING, SKEWED, MATH,
         )  # fmt: skip
         c = tokens.c + group * WIDTHS.C
         out += head * WIDTHS.C
         if mixed is None:
-            e_re, e_im, w = readers(p_re, p_im, powers, intra, C, M, SKEWED, MATH)
+            e_re, e_im, w = readers(p_re, p_im, powers, intra, C, M, BN, SKEWED, MATH)
             push(
                 e_re, e_im, w, c, states.c + at * C_PADDED, out, start, length, groups * WIDTHS.C, heads * WIDTHS.C,
-                WIDTHS.C, C_PADDED, SIZES.BD, C, M, MATH,
+                WIDTHS.C, C_PADDED, min(SIZES.BD, 32), C, M, BN, MATH,
             )  # fmt: skip
         else:
             mixed += head * 2 * M
             stride = heads * 2 * M
-            if not SKEWED:
-                p_re, p_im = times_conj_powers(p_re, p_im, powers, 0, C, M, M)
-            store_modes(mixed, p_re, p_im, start, length, stride, 0, C, M, M, MATH)
+            for n in tl.static_range(0, M, BN):
+                x_re = p_re[n // BN]
+                x_im = p_im[n // BN]
+                if not SKEWED:
+                    x_re, x_im = times_conj_powers(x_re, x_im, powers, n, C, M, BN)
+                store_modes(mixed, x_re, x_im, start, length, stride, n, C, M, BN, MATH)
             tl.debug_barrier()  # other threads read what these wrote
             w = stored_weights(mixed, intra, start, length, stride, C, M, SIZES.BM, SKEWED, MATH)
             push_stored(

@@ -14,7 +14,17 @@ from typing import Any, NamedTuple
 
 from .op_common_tiles import dot, load_tokens, locate, narrow, store_tokens
 from .op_interdomain_triton_stored import load_modes, load_readers, push_stored, store_modes, stored_weights
-from .op_interdomain_triton_tiles import collect, intra_scores, load_pair, mix_rows, pull, times_conj, times_conj_powers
+from .op_interdomain_triton_tiles import (
+    collect,
+    intra_scores,
+    load_pair,
+    mix_alone,
+    mix_rows,
+    mixing_of_group,
+    pull,
+    times_conj,
+    times_conj_powers,
+)
 
 try:
     import triton
@@ -56,7 +66,7 @@ def _pull_side(
     BM: tl.constexpr = SIZES.BM
     scores = intra_scores(a, b, start, length, a_stride, b_stride, WIDTH, PADDED, BLOCK, C, SKEWED, MATH)
     store_tokens(pulled.scores + head * C, scores, start, length, 0, heads * C, C, C, C, MATH)
-    for m in tl.range(0, M, BM, num_stages=1, loop_unroll_factor=M // BM if SIZES.UNROLLED else 1):
+    for m in tl.range(0, M, BM, num_stages=1, loop_unroll_factor=M // BM if SIZES.FEW else 1):
         y_re, y_im = pull(
             scores, a, state, intra, powers, start, length, a_stride, m, WIDTH, PADDED, BLOCK, BM, C, M, SKEWED, MATH
         )
@@ -112,16 +122,12 @@ def _mix_side(
         if MIXING.FULL:
             p_re = tl.zeros([C, BN], tl.float32)
             p_im = tl.zeros([C, BN], tl.float32)
-            for m in tl.range(0, M, BM, num_stages=1, loop_unroll_factor=M // BM if SIZES.UNROLLED else 1):
+            for m in tl.range(0, M, BM, num_stages=1, loop_unroll_factor=M // BM if SIZES.FEW else 1):
                 a_re, a_im = load_modes(a, start, length, stride, m, C, M, BM)
-                p_re, p_im = mix_rows(a_re, a_im, mixing, m, n, p_re, p_im, MIXING.SIGN, M, BM, BN, MATH)
+                p_re, p_im = mix_rows(a_re, a_im, mixing, m, n, p_re, p_im, M, BM, BN, MIXING, MATH)
         else:
             a_re, a_im = load_modes(a, start, length, stride, n, C, M, BN)
-            a_re = a_re.to(tl.float32)
-            a_im = a_im.to(tl.float32)
-            at = mixing + n + tl.arange(0, BN)[None, :]
-            p_re = a_re * tl.load(at) + a_im * tl.load(at + 2 * M)
-            p_im = a_re * tl.load(at + M) + a_im * tl.load(at + 3 * M)
+            p_re, p_im = mix_alone(a_re.to(tl.float32), a_im.to(tl.float32), mixing, n, M, BN)
         if skewed == 0:
             b_re, b_im = load_modes(b, start, length, stride, n, C, M, BN)
             z_re, z_im = times_conj(p_re, p_im, b_re.to(tl.float32), b_im.to(tl.float32))
@@ -151,7 +157,7 @@ def mix(
     start, length, _ = locate(chunk, documents, count, per_row, row_length, C, PACKED)
     sums = chunk_sums + ((tl.cast(chunk, tl.int64) * heads + head) * 2 + side) * 6 * M
     powers = tables.powers + group * C * 2 * M
-    mixing = tables.mixing + group * MIXING.PLANES * M * (M if MIXING.FULL else 1)
+    mixing = mixing_of_group(tables.mixing, group, M, MIXING)
     if length > 0:
         at = head * 2 * M
         if side == 0:

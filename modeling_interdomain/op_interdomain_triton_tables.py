@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from .op_common_launch import power_of_two
-from .op_common_tiles import Arithmetic, narrow
+from .op_common_tiles import Arithmetic, left_over, narrow
 from .op_interdomain_mixing import SIGNS
-from .op_interdomain_triton_tiles import Mixing, times, times_conj
+from .op_interdomain_triton_tiles import Mixing, mixing_of_group, times, times_conj
 
 try:
     import triton
@@ -35,8 +35,8 @@ class KernelTables(NamedTuple):
         units: `[G, C, 2, M]`, lambda^(-i-1), or lambda^d where `skewed`.
         inputs: `[G, C, 2, M]`, lambda^d beta, by which tokens enter the state d tokens later.
         intra: `[G, C, 2, M]`, how tokens enter the readout of their own chunk: `units` times beta; an operand.
-        mixing: `[G, planes, M, M]` or `[G, planes, M]`: the matrix of the pull-back, `p_j = sum_i y_i matrix[i, j]`, as
-            `Mixing` says. It is symmetric, so that it is its own transpose for the gradients.
+        mixing: `[G, planes, M, M]`, operands, or `[G, planes, M]`: the matrix of the pull-back, `p_j = sum_i y_i
+            matrix[i, j]`, as `Mixing` says. It is symmetric, so that it is its own transpose for the gradients.
     """
 
     skewed: torch.Tensor
@@ -140,9 +140,19 @@ def _product(a, b, acc):
 
 
 @triton.jit
+def _store_plane(mixing, plane, x, M: tl.constexpr, MIXING: tl.constexpr, MATH: tl.constexpr):
+    """All terms of one block of a plane."""
+    tl.store(mixing + plane * M * M, narrow(x, mixing.dtype.element_ty, MATH))
+    if MIXING.TERMS == 2:
+        rest = left_over(x, MATH)
+        tl.store(mixing + (MIXING.PLANES + plane) * M * M, narrow(rest, mixing.dtype.element_ty, MATH))
+
+
+@triton.jit
 def _make_mixing(
-    x, mixing, group, block, size, first, second, MIXING: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr
-):
+    x, mixing, group, block, size, first, second, MIXING: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
+    MATH: tl.constexpr,
+):  # fmt: skip
     """One block of `[C]^T D [C]`, D of `first` and `second` for the real and the imaginary part of `C y`."""
     row = (block // (M // BLOCK)) * BLOCK + tl.arange(0, BLOCK)
     column = (block % (M // BLOCK)) * BLOCK + tl.arange(0, BLOCK)
@@ -161,18 +171,18 @@ def _make_mixing(
         ri = _product(a_re, b_im, ri)
         ir = _product(a_im, b_re, ir)
         ii = _product(a_im, b_im, ii)
-    mixing += group * MIXING.PLANES * M * M + row[:, None] * M + column[None, :]
+    mixing = mixing_of_group(mixing, group, M, MIXING) + row[:, None] * M + column[None, :]
     a = first * rr + second * ii
     b = second * ir - first * ri
     if MIXING.SIGN == 0:
-        tl.store(mixing, a)
-        tl.store(mixing + M * M, b)
-        tl.store(mixing + 2 * M * M, second * ri - first * ir)
-        tl.store(mixing + 3 * M * M, first * ii + second * rr)
+        _store_plane(mixing, 0, a, M, MIXING, MATH)
+        _store_plane(mixing, 1, b, M, MIXING, MATH)
+        _store_plane(mixing, 2, second * ri - first * ir, M, MIXING, MATH)
+        _store_plane(mixing, 3, first * ii + second * rr, M, MIXING, MATH)
     else:
-        tl.store(mixing, a - b)
-        tl.store(mixing + M * M, MIXING.SIGN * (a + b))
-        tl.store(mixing + 2 * M * M, b)
+        _store_plane(mixing, 0, a - b, M, MIXING, MATH)
+        _store_plane(mixing, 1, MIXING.SIGN * (a + b), M, MIXING, MATH)
+        _store_plane(mixing, 2, b, M, MIXING, MATH)
 
 
 @triton.jit
@@ -207,7 +217,9 @@ def tables(
     if block < M // BM:
         _make_powers(parameters, out, group, block, size, C, M, BM, LARGEST, MATH)
     elif MIXING.FULL:
-        _make_mixing(parameters.coefficients, out.mixing, group, block - M // BM, size, first, second, MIXING, M, BLOCK)
+        _make_mixing(
+            parameters.coefficients, out.mixing, group, block - M // BM, size, first, second, MIXING, M, BLOCK, MATH
+        )
     else:
         _make_diagonal(parameters.coefficients, out.mixing, group, size, first, second, M)
 
@@ -364,8 +376,9 @@ def mixing_of(product: str, full: bool, math: Arithmetic) -> Mixing:
     It is not taken as one in float32, whose operands the matrix units round as they like (`mix_rows`).
     """
     first, second = SIGNS[product]
-    sign = first * second if full and math.storage == torch.bfloat16 else 0
-    return Mixing(full, sign, 3 if sign else 4)
+    terms = 2 if full and math.storage == torch.bfloat16 else 1
+    sign = first * second if terms == 2 else 0
+    return Mixing(full, sign, 3 if sign else 4, terms)
 
 
 def make_tables(
@@ -382,7 +395,10 @@ def make_tables(
     shape, mixing = (groups, chunk, 2, modes), mixing_of(product, parameters.full, math)
     made = KernelTables(
         empty(groups, dtype=torch.int32), empty(*shape), empty(*shape), empty(*shape), empty(*shape, dtype=operand),
-        empty(groups, mixing.PLANES, *((modes,) * (2 if mixing.FULL else 1))),
+        empty(
+            groups, mixing.TERMS * mixing.PLANES, *((modes,) * (2 if mixing.FULL else 1)),
+            dtype=operand if mixing.FULL else torch.float32,
+        ),
     )  # fmt: skip
     _tables[(groups, blocks)](
         parameters,

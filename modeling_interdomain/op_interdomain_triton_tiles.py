@@ -20,7 +20,7 @@ A complex tile is two real ones; pointers are to the first element of what the n
 
 from typing import NamedTuple
 
-from .op_common_tiles import causal, dot, dot_in_two, left_over, load_tokens, narrow, store_tokens
+from .op_common_tiles import causal, dot, left_over, load_tokens, narrow, store_tokens
 
 try:
     import triton
@@ -31,8 +31,8 @@ except ImportError:
 
 class Sizes(NamedTuple):
     """What a kernel is compiled for: tokens of a chunk, modes (padded), and how many modes and columns it takes at a
-    time: of the tokens that are pulled (BR) and of those that are pushed (BD). UNROLLED: the modes of what is mixed
-    come one after the other in the program, not in a loop, for which there must be registers.
+    time: of the tokens that are pulled (BR) and of those that are pushed (BD). FEW: there are so few modes that they
+    may come one after the other in the program, not in a loop, for which there must be registers.
     """
 
     C: int
@@ -40,7 +40,7 @@ class Sizes(NamedTuple):
     BM: int
     BR: int
     BD: int
-    UNROLLED: bool
+    FEW: bool
 
 
 class Mixing(NamedTuple):
@@ -48,12 +48,14 @@ class Mixing(NamedTuple):
 
     FULL: whether it mixes modes, not only the two parts of each. SIGN: 1 where it multiplies y by a complex matrix
     A + iB, -1 where it multiplies the conjugate of y; there are then 3 PLANES, A - B, SIGN (A + B) and B. Otherwise
-    SIGN is 0, and there are 4, the blocks of a real matrix: `[M, M]`, or unless FULL their diagonals `[M]`.
+    SIGN is 0, and there are 4, the blocks of a real matrix: `[M, M]`, or unless FULL their diagonals `[M]`. TERMS: 2
+    where bfloat16 holds a full matrix: what its rounding takes away follows as planes of their own.
     """
 
     FULL: bool
     SIGN: int
     PLANES: int
+    TERMS: int
 
 
 @triton.jit
@@ -158,72 +160,107 @@ def pull(
 
 
 @triton.jit
+def mixing_of_group(mixing, group, M: tl.constexpr, MIXING: tl.constexpr):
+    """Where the mixing matrix of a group begins."""
+    return mixing + group * MIXING.TERMS * MIXING.PLANES * M * (M if MIXING.FULL else 1)
+
+
+@triton.jit
+def dot_plane(a, mixing, plane, acc, M: tl.constexpr, MIXING: tl.constexpr, MATH: tl.constexpr):
+    """a times a tile of one plane of a full mixing matrix, in all its terms; mixing: where the tile lies in the first.
+
+    The matrix is not rounded to bfloat16, but multiplied in two terms: where C is the inverse of a Gramian (the
+    posterior start), y is up to a hundred times what the matrix leaves of it.
+    """
+    if MIXING.TERMS == 2:
+        acc = dot(a, tl.load(mixing + (MIXING.PLANES + plane) * M * M), acc, MATH)
+    return dot(a, tl.load(mixing + plane * M * M), acc, MATH)
+
+
+@triton.jit
 def mix_rows(
-    y_re, y_im, mixing, m, n, p_re, p_im, SIGN: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    y_re, y_im, mixing, m, n, p_re, p_im, M: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MIXING: tl.constexpr,
     MATH: tl.constexpr,
 ):  # fmt: skip
     """Add what BM rows and BN columns of a full mixing matrix, from m and n on, make of the modes m .. m + BM of y, in
     MATH.DTYPE.
 
-    The matrix is not rounded to bfloat16, but multiplied in two terms: where C is the inverse of a Gramian (the
-    posterior start), y is up to a hundred times what the matrix leaves of it. Of a complex matrix A + iB, by which y or
-    (SIGN -1) its conjugate is multiplied, three products do the work of four:
+    Of a complex matrix A + iB, by which y or (SIGN -1) its conjugate is multiplied, three products do the work of four:
 
         y_re A - y_im B = y_re (A - B) + k,    y_re B + y_im A = y_im (A + B) + k,    k = (y_re - y_im) B
 
-    The difference has two terms for the same reason: rounded to one, it is no more that of what the other products
-    take, and nothing is left of the outputs of that start.
+    The difference has two terms as the matrix has: rounded to one, it is no more that of what the other products take,
+    and nothing is left of the outputs of the posterior start.
     """
-    at = (m + tl.arange(0, BM))[:, None] * M + n + tl.arange(0, BN)[None, :]
-    if SIGN == 0:
-        p_re = dot_in_two(y_re, tl.load(mixing + at), p_re, MATH)
-        p_im = dot_in_two(y_re, tl.load(mixing + M * M + at), p_im, MATH)
-        p_re = dot_in_two(y_im, tl.load(mixing + 2 * M * M + at), p_re, MATH)
-        p_im = dot_in_two(y_im, tl.load(mixing + 3 * M * M + at), p_im, MATH)
+    mixing += (m + tl.arange(0, BM))[:, None] * M + n + tl.arange(0, BN)[None, :]
+    if MIXING.SIGN == 0:
+        p_re = dot_plane(y_re, mixing, 0, p_re, M, MIXING, MATH)
+        p_im = dot_plane(y_re, mixing, 1, p_im, M, MIXING, MATH)
+        p_re = dot_plane(y_im, mixing, 2, p_re, M, MIXING, MATH)
+        p_im = dot_plane(y_im, mixing, 3, p_im, M, MIXING, MATH)
     else:
-        both = y_re.to(tl.float32) - SIGN * y_im.to(tl.float32)
-        b = tl.load(mixing + 2 * M * M + at)
-        k = dot(left_over(both, MATH), b, tl.zeros_like(p_re), MATH)
-        k = dot_in_two(both, b, k, MATH)
-        p_re = dot_in_two(y_re, tl.load(mixing + at), p_re + k, MATH)
-        p_im = dot_in_two(y_im, tl.load(mixing + M * M + at), p_im + k, MATH)
+        both = y_re.to(tl.float32) - MIXING.SIGN * y_im.to(tl.float32)
+        k = dot(left_over(both, MATH), tl.load(mixing + 2 * M * M), tl.zeros_like(p_re), MATH)
+        k = dot_plane(both, mixing, 2, k, M, MIXING, MATH)
+        p_re = dot_plane(y_re, mixing, 0, p_re + k, M, MIXING, MATH)
+        p_im = dot_plane(y_im, mixing, 1, p_im + k, M, MIXING, MATH)
+    return p_re, p_im
+
+
+@triton.jit
+def mix_alone(y_re, y_im, mixing, n, M: tl.constexpr, BN: tl.constexpr):
+    """What a diagonal mixing matrix makes of the modes n .. n + BN."""
+    mixing += n + tl.arange(0, BN)[None, :]
+    p_re = y_re * tl.load(mixing) + y_im * tl.load(mixing + 2 * M)
+    p_im = y_re * tl.load(mixing + M) + y_im * tl.load(mixing + 3 * M)
     return p_re, p_im
 
 
 @triton.jit
 def pull_and_mix(
     a, b, state, intra, powers, mixing, start, length, a_stride, b_stride, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-    SIZES: tl.constexpr, MIXING: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr,
+    SIZES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MIXING: tl.constexpr, SKEWED: tl.constexpr,
+    MATH: tl.constexpr,
 ):  # fmt: skip
-    """The pull-back of `op_interdomain_readout`, `p = mix(y)`, two tiles `[C, M]` in float32.
+    """The pull-back of `op_interdomain_readout`, `p = mix(y)`: two tuples of tiles `[C, BN]` in float32.
 
-    mixing: of the group, see `KernelTables`. A full matrix is applied BM of its rows at a time.
+    mixing: of the group, see `KernelTables`. A full matrix is applied BM of its rows and BN of its columns at a time;
+    BM of y are pulled once for all columns. The rows come in a loop: unrolled, all their loads come first and take the
+    registers that a second block needs.
     """
     C: tl.constexpr = SIZES.C
     M: tl.constexpr = SIZES.M
-    BM: tl.constexpr = SIZES.BM
     scores = intra_scores(a, b, start, length, a_stride, b_stride, WIDTH, PADDED, SIZES.BR, C, SKEWED, MATH)
+    p_re = ()
+    p_im = ()
     if MIXING.FULL:
-        p_re = tl.zeros([C, M], tl.float32)
-        p_im = tl.zeros([C, M], tl.float32)
-        # Unrolled, the loads of many rows all come first and spill registers.
-        for m in tl.range(0, M, BM, num_stages=1, loop_unroll_factor=M // BM if SIZES.UNROLLED else 1):
+        for _ in tl.static_range(0, M, BN):
+            p_re += (tl.zeros([C, BN], tl.float32),)
+            p_im += (tl.zeros([C, BN], tl.float32),)
+        for m in tl.range(0, M, BM, num_stages=1, loop_unroll_factor=1):
             y_re, y_im = pull(
                 scores, a, state, intra, powers, start, length, a_stride, m, WIDTH, PADDED,
                 SIZES.BR, BM, C, M, SKEWED, MATH,
             )  # fmt: skip
-            p_re, p_im = mix_rows(
-                narrow(y_re, MATH.DTYPE, MATH), narrow(y_im, MATH.DTYPE, MATH), mixing, m, 0, p_re, p_im,
-                MIXING.SIGN, M, BM, M, MATH,
-            )  # fmt: skip
+            y_re = narrow(y_re, MATH.DTYPE, MATH)
+            y_im = narrow(y_im, MATH.DTYPE, MATH)
+            sum_re = ()
+            sum_im = ()
+            for n in tl.static_range(0, M, BN):
+                x_re, x_im = mix_rows(y_re, y_im, mixing, m, n, p_re[n // BN], p_im[n // BN], M, BM, BN, MIXING, MATH)
+                sum_re += (x_re,)
+                sum_im += (x_im,)
+            p_re = sum_re
+            p_im = sum_im
     else:
-        y_re, y_im = pull(
-            scores, a, state, intra, powers, start, length, a_stride, 0, WIDTH, PADDED,
-            SIZES.BR, M, C, M, SKEWED, MATH,
-        )  # fmt: skip
-        modes = tl.arange(0, M)[None, :]
-        p_re = y_re * tl.load(mixing + modes) + y_im * tl.load(mixing + 2 * M + modes)
-        p_im = y_re * tl.load(mixing + M + modes) + y_im * tl.load(mixing + 3 * M + modes)
+        for n in tl.static_range(0, M, BN):
+            y_re, y_im = pull(
+                scores, a, state, intra, powers, start, length, a_stride, n, WIDTH, PADDED,
+                SIZES.BR, BN, C, M, SKEWED, MATH,
+            )  # fmt: skip
+            x_re, x_im = mix_alone(y_re, y_im, mixing, n, M, BN)
+            p_re += (x_re,)
+            p_im += (x_im,)
     return p_re, p_im
 
 
@@ -236,38 +273,42 @@ def add_weights(w, x_re, x_im, intra, m, C: tl.constexpr, M: tl.constexpr, BM: t
 
 
 @triton.jit
-def weights(x_re, x_im, intra, C: tl.constexpr, M: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr):
-    """How a token reads those of its chunk, `w[t, j] = Re(conj(p_t) lambda^(t-j) beta)`, `[C, C]` in MATH.DTYPE.
+def readers(
+    p_re, p_im, powers, intra, C: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, SKEWED: tl.constexpr,
+    MATH: tl.constexpr,
+):  # fmt: skip
+    """How a token reads: the state by `e = p conj(lambda^(t+1))`, two tuples of tiles `[C, BN]`, and its chunk by
+    `w[t, j] = Re(conj(p_t) lambda^(t-j) beta)`, `[C, C]`; all in MATH.DTYPE.
 
-    x: what `intra` is read by, `[C, M]` in MATH.DTYPE: p where SKEWED, otherwise `p conj(lambda^(t+1))`.
+    p: as `pull_and_mix` gives it. The table of the chunk is read by p where SKEWED, otherwise by e.
     """
-    w = add_weights(tl.zeros([C, C], tl.float32), x_re, x_im, intra, 0, C, M, M, MATH)
-    return ordered(w, C, SKEWED, MATH)
-
-
-@triton.jit
-def readers(p_re, p_im, powers, intra, C: tl.constexpr, M: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr):
-    """How a token reads: the state by `e = p conj(lambda^(t+1))`, `[C, M]`, its chunk by the `weights`; MATH.DTYPE."""
-    e_re, e_im = times_conj_powers(p_re, p_im, powers, 0, C, M, M)
-    e_re = narrow(e_re, MATH.DTYPE, MATH)
-    e_im = narrow(e_im, MATH.DTYPE, MATH)
-    if SKEWED:
-        w = weights(narrow(p_re, MATH.DTYPE, MATH), narrow(p_im, MATH.DTYPE, MATH), intra, C, M, SKEWED, MATH)
-    else:
-        w = weights(e_re, e_im, intra, C, M, SKEWED, MATH)
-    return e_re, e_im, w
+    w = tl.zeros([C, C], tl.float32)
+    e_re = ()
+    e_im = ()
+    for n in tl.static_range(0, M, BN):
+        x_re, x_im = times_conj_powers(p_re[n // BN], p_im[n // BN], powers, n, C, M, BN)
+        x_re = narrow(x_re, MATH.DTYPE, MATH)
+        x_im = narrow(x_im, MATH.DTYPE, MATH)
+        e_re += (x_re,)
+        e_im += (x_im,)
+        if SKEWED:
+            x_re = narrow(p_re[n // BN], MATH.DTYPE, MATH)
+            x_im = narrow(p_im[n // BN], MATH.DTYPE, MATH)
+        w = add_weights(w, x_re, x_im, intra, n, C, M, BN, MATH)
+    return e_re, e_im, ordered(w, C, SKEWED, MATH)
 
 
 @triton.jit
 def push(
     e_re, e_im, w, c, state, out, start, length, c_stride, out_stride, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-    BLOCK: tl.constexpr, C: tl.constexpr, M: tl.constexpr, MATH: tl.constexpr,
+    BD: tl.constexpr, C: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """What `readers` read of the tokens c `[., WIDTH]` of their chunk and of the state `[2, M, PADDED]`, into `out`."""
-    for d in tl.range(0, PADDED, BLOCK, num_stages=1):
-        c_tile = load_tokens(c, start, length, d, c_stride, WIDTH, C, BLOCK)
-        s_re, s_im = load_pair(state, tl.arange(0, M), d + tl.arange(0, BLOCK), PADDED, M * PADDED)
-        tile = dot(w, c_tile, tl.zeros([C, BLOCK], tl.float32), MATH)
-        tile = dot(e_re, s_re, tile, MATH)
-        tile = dot(e_im, s_im, tile, MATH)
-        store_tokens(out, tile, start, length, d, out_stride, WIDTH, C, BLOCK, MATH)
+    for d in tl.range(0, PADDED, BD, num_stages=1, loop_unroll_factor=1):
+        c_tile = load_tokens(c, start, length, d, c_stride, WIDTH, C, BD)
+        tile = dot(w, c_tile, tl.zeros([C, BD], tl.float32), MATH)
+        for n in tl.static_range(0, M, BN):
+            s_re, s_im = load_pair(state, n + tl.arange(0, BN), d + tl.arange(0, BD), PADDED, M * PADDED)
+            tile = dot(e_re[n // BN], s_re, tile, MATH)
+            tile = dot(e_im[n // BN], s_im, tile, MATH)
+        store_tokens(out, tile, start, length, d, out_stride, WIDTH, C, BD, MATH)

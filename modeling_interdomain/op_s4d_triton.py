@@ -71,7 +71,7 @@ def _plan(inputs, log_decay, kernel, has_initial: bool, cu_seqlens, lengths) -> 
 
 
 def _options(plan: Plan) -> dict:
-    limit = 64 if plan.unrolled else 32
+    limit = 64 if plan.few else 32
     (width,), (padded,) = plan.widths, plan.padded
     return {"EXTENT": Extent(plan.chunk, plan.modes, width, padded, min(padded, limit)), **plan.options}
 

@@ -39,7 +39,7 @@ def far(few: torch.Tensor, total: int = LONG, dtype: torch.dtype | None = None) 
 @pytest.fixture
 def untouched(monkeypatch):
     """From its call on, what kernels write to is not filled before, and two chunks are all that there are."""
-    operator = module("op_interdomain_triton")
+    operator, other = module("op_interdomain_triton"), module("op_s4d_triton")  # both before one of them is changed
     whole = operator.plan_of
 
     def last_chunks(*arguments, **options):
@@ -49,8 +49,8 @@ def untouched(monkeypatch):
         for name in ("new_empty", "new_zeros"):
             monkeypatch.setattr(torch.Tensor, name, torch._C.TensorBase.new_empty)
         monkeypatch.setattr(operator.Plan, "like_tokens", lambda self, x: torch.Tensor.new_empty(x, x.shape))
-        for name in ("op_interdomain_triton", "op_s4d_triton"):
-            monkeypatch.setattr(module(name), "plan_of", last_chunks)
+        for one in (operator, other):
+            monkeypatch.setattr(one, "plan_of", last_chunks)
 
     return begin
 

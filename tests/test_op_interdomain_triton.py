@@ -1,5 +1,6 @@
 """The fused kernels in Triton's interpreter against the float64 recurrence, and what happens where they cannot run."""
 
+import functools
 import importlib
 import logging
 import math
@@ -105,6 +106,22 @@ def test_every_product_with_a_full_matrix(product, dtype, bound):
     check(arguments, dtype, bound, product=product, chunk_size=16, cu_seqlens=torch.tensor([0, 19, 20, 53]))
 
 
+@pytest.mark.parametrize("edge", [16, 32])
+@pytest.mark.parametrize(
+    ("product", "coefficients"), [("hermitian", "full"), ("bilinear", "full"), ("real", "full"), ("real", "diagonal")]
+)
+def test_the_mixing_matrix_in_small_and_large_tiles(edge, product, coefficients, monkeypatch):
+    """What a GPU may choose, for both kinds of groups; more modes than fill the tiles."""
+    kernel = triton_module("_attend").attend
+    in_tiles = type("InTiles", (), {"__getitem__": lambda _, grid: functools.partial(kernel[grid], EDGE=edge)})()
+    for name in ("_attend_few", "_attend_skewed"):
+        monkeypatch.setattr(triton_module(), name, in_tiles)
+    arguments = inputs((1, 37, 4, 2, 5, 40, 40), coefficients, decay=0.1, rows=2)
+    with torch.no_grad():
+        arguments["log_decay"][0, 0, 0] = -5.0
+    check(arguments, torch.bfloat16, 1e-2, product=product, chunk_size=16, cu_seqlens=torch.tensor([0, 19, 37]))
+
+
 @pytest.mark.parametrize("chunk_size", [1, 40, 1000])
 def test_any_chunk_size_is_taken(chunk_size):
     check(inputs((1, 70, 2, 1, 8, 4, 5), decay=0.05), torch.float32, FLOAT32, chunk_size=chunk_size)
@@ -185,17 +202,22 @@ def test_the_mixing_matrix_is_written_down_in_blocks_or_as_a_complex_one(product
     math = importlib.import_module("modeling_interdomain.op_common_tiles").arithmetic(operand)
     parameters = tables.Parameters(*(torch.randn(2, *shape, 2, device=DEVICE) for shape in ((3,), (3,), (3, 3))))
     planes = tables.make_tables(parameters, product, 16, operand, math).mixing
+    written = tables.mixing_of(product, True, math)
+    assert planes.dtype == operand and planes.shape[1] == written.TERMS * written.PLANES
     assert not planes[..., 3:, :].any() and not planes[..., 3:].any()
-    planes, sign = planes[..., :3, :3], tables.mixing_of(product, True, math).SIGN
+    terms = planes[..., :3, :3].double().unflatten(1, (written.TERMS, written.PLANES))
+    planes, sign = terms.sum(1), written.SIGN
+    assert torch.equal(terms[:, 0], planes.to(operand).double())  # the second is what rounding takes away
     if sign:
         less, more, b = planes.unbind(1)
         a = less + b
-        assert relative_error(more, sign * (a + b)) < 1e-6
+        assert relative_error(more, sign * (a + b)) < 2**-16
         planes = torch.stack([a, b, -sign * b, sign * a], dim=1)
     found = planes.unflatten(1, (2, 2)).permute(0, 3, 1, 4, 2).reshape(2, 6, 6)
     wanted = mixing.mixing_matrix(parameters.coefficients.double(), product, 2, 3, planes.double())
     assert (sign != 0) is (operand == torch.bfloat16 and product != "real")
-    assert relative_error(found, wanted) < 1e-6
+    assert (2 if operand == torch.bfloat16 else 1) == written.TERMS
+    assert relative_error(found, wanted) < (2**-16 if operand == torch.bfloat16 else 1e-6)
 
 
 def test_low_precision_leaves_the_state_precise():
