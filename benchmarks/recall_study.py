@@ -168,7 +168,7 @@ HELD_TO = (
 LONGEST = (
     *(item("recall, short first", SETTINGS[2], seed=seed) for seed in SEEDS),
     *(item("recall, short first", SETTINGS[2], state_size=size) for size in STATE_SIZES),
-    *(item("recall, short first", SETTINGS[3], state_size=size) for size in STATE_SIZES),
+    *(item("recall, short first", SETTINGS[3], state_size=size, seed=seed) for seed in SEEDS for size in STATE_SIZES),
 )
 FIRST = (
     item("posterior, uniform, even"),
