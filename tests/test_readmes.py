@@ -601,10 +601,16 @@ def test_what_is_said_of_images_conversion_and_kernels():
     assert {problem for problem, _, target in spilled if target == "sm_100"} == set(kernel_resources.PROBLEMS)
     assert set(spilled.values()) == {0}
     assert min(blocks.values()) == 2
-    assert crowded == {"attend": 251}
+    assert crowded == {"attend, tiles of 32": 200}
+    assert blocks["attend, tiles of 32"] == 2 and blocks["attend, tiles of 16"] == 3
+    a100 = [row for row in rows if row["target"] == "sm_80" and row["problem"] == "1.3B head, bf16"]
+    fewest = {row["kernel"]: min(x["spills"] for x in a100 if x["kernel"] == row["kernel"]) for row in a100}
+    few = "tables", "attend, tiles of 16", "attend, skewed"
+    assert {name for name, spills in fewest.items() if spills} == {*few, "push_both, skewed"}
+    assert max(fewest[name] for name in few) == 2
     units = {"sm_90": "wgmma", "sm_100": "tcgen05"}
     products = [row for row in rows if row["problem"] == "1.3B head, bf16" and any(row["matrix"].values())]
-    assert {row["kernel"] for row in products} >= {"chunk_states", "chunk_states_backward", "attend", "push_both"}
+    assert {row["kernel"] for row in products} >= {"chunk_states", "chunk_states_backward", "attend, tiles of 16", "push_both"}
     for row in products:
         used = {name for name, count in row["matrix"].items() if count}
         assert row["target"] not in units or used == {units[row["target"]]}
