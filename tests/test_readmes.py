@@ -581,6 +581,9 @@ def test_what_is_said_of_images_conversion_and_kernels():
     costs = read("kernel_costs")
     operations = [costs[when]["backward"]["matrix"] for when in ("before", "sums")]
     assert round(1 - operations[1] / operations[0], 1) == 0.3
+    product = 2 * 64 * 64  # of one token and head with a plane; seven for each side, where one term would take four
+    assert (operations[1], operations[1] - 2 * 3 * product) == (466_944, 417_792)
+    assert costs["counts"]["backward"]["mix"]["matrix"] == 2 * 7 * product
     paces = [kernel_costs.paced(costs, ("forward", "backward"), anchor) for anchor in kernel_costs.ANCHORS]
     assert paces[1] < 5.0 < 7.0 < paces[0] < 40.0 / 4
     rows = read("kernel_resources")["rows"]
