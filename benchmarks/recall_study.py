@@ -408,7 +408,8 @@ def table(record: dict) -> str:
     training = record["training"]
     steps = ", ".join(f"{count:,} steps with {pairs} pairs" for pairs, count in training["steps"].items())
     about = (
-        f"{len(runs)} runs so far. Right answers, one number a seed; batches of {training['batch_size']}, {steps}, "
+        f"{len(runs)} runs so far, which took {sum(row['seconds'] for row in runs) / 3600:.0f} hours one after the "
+        f"other. Right answers, one number a seed; batches of {training['batch_size']}, {steps}, "
         f"fewer where {SOLVED:.1%} were right twice in a row; M = {STATE_SIZE} in the first table. Span: ages at which "
         "the kernel of the first layer holds a value above the noise of all others."
     )
