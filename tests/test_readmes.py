@@ -309,7 +309,19 @@ def test_what_is_said_of_the_parts_of_the_start_that_remembers():
     }
     for name, found in plain.items():
         assert [right(name, 8, 64, rate) for rate in (1e-3, 3e-3)] == found
-    assert right("recall, short first", 32, 256) == 0.99 and right("recall, short first", 64, 512) == 0.91
+    shorter = [right("recall, short first", 32, 256, size=size) for size in (16, 32, 64)]
+    assert shorter == [0.99, 0.99, 0.98]
+    by_modes: dict[int, list[dict]] = {}
+    for row in sorted(runs, key=lambda row: row["seed"]):
+        if (row["condition"], row["length"]) == ("recall, short first", 512):
+            by_modes.setdefault(row["state_size"], []).append(row)
+    assert {size: [round(100 * row["accuracy"]) for row in rows] for size, rows in by_modes.items()} == {
+        16: [49, 17, 47], 32: [91, 92, 92], 64: [52, 94, 52], 128: [95, 96, 79],
+    }  # fmt: skip
+    for size, late in {64: {0, 2}, 128: {2}}.items():
+        assert {row["seed"] for row in by_modes[size] if row["curve"]["500"] < 0.5} == late
+        assert all((row["curve"]["500"] > 0.76) is (row["seed"] not in late) for row in by_modes[size])
+    assert round(sum(row["seconds"] for row in runs) / 3600) == 43
     controls = {
         "softmax": (1e-3, 0.1),
         "S4D-only, uniform, even": (3e-3, 0.09),
