@@ -3,11 +3,9 @@
 The task is `mqar` of examples/recall.py: key-value pairs, then the same keys again in another order, and the model is
 asked for their values. Every condition sees the same sequences in the same order with the same optimiser; a seed
 changes the weights and the sequences. At the two smaller sizes three learning rates are run with the first seed, and
-more where the best one lies at an end; each condition's best is run with the other seeds, and taken on to other state
-sizes and lengths. A condition that hardly learns the smallest size (WORTHWHILE) has one run at the next, at its best
-rate: what it gives there is no surprise, and the hours are better spent. So are they where nothing is left to learn: a
-run ends once two looks in a row at the held-out sequences find SOLVED of the answers right, whatever its learning rate
-was by then. And what did not learn one length is not asked for the next.
+more where the best one lies at an end; each condition's best is run with the other seeds, and for the frontier, where
+it learned (WORTHWHILE), with other state sizes. A run ends once two looks in a row at the held-out sequences find
+SOLVED of the answers right, whatever its learning rate was by then.
 
 Keys stand at even places and values at odd ones, which a layer could learn instead of looking. The shifted control
 puts 0 to 7 random tokens, other ones for every sequence, in front.
@@ -187,19 +185,15 @@ def plan(runs: list[dict]) -> Iterator[dict]:
     yield from FIRST
     yield from HELD_TO
     for setting in BRACKETED:
-        learned = [name for name in CONDITIONS if setting == SETTINGS[0] or worthwhile(runs, name)]
+        asked = [name for name in CONDITIONS if setting == SETTINGS[0] or best_rate(runs, name, SETTINGS[0])]
         for rate in LEARNING_RATES:
-            yield from (item(name, setting, rate) for name in learned)
-        for name in learned:
+            yield from (item(name, setting, rate) for name in asked)
+        for name in asked:
             if beyond := rate_beyond(tried_rates(runs, name, setting)):
                 yield item(name, setting, beyond)
-        for name in learned:
+        for name in asked:
             if rate := best_rate(runs, name, setting):
                 yield from (item(name, setting, rate, seed) for seed in SEEDS)
-    for name in CONDITIONS:
-        rate = best_rate(runs, name, BRACKETED[0])
-        if rate and not worthwhile(runs, name):
-            yield item(name, BRACKETED[1], rate)
     for name in FRONTIER:
         first, second = (best_rate(runs, name, setting) for setting in BRACKETED)
         if first:
@@ -209,11 +203,6 @@ def plan(runs: list[dict]) -> Iterator[dict]:
             sizes = (STATE_SIZE,) if name == "softmax" else STATE_SIZES
             yield from (item(name, BRACKETED[1], rate, state_size=size) for size in sizes)
     yield from LONGEST
-
-
-def worthwhile(runs: list[dict], name: str) -> bool:
-    """Whether a condition is to be bracketed at the second size."""
-    return best_rate(runs, name, SETTINGS[0]) is not None and has_learned(runs, name, SETTINGS[0])
 
 
 def has_learned(runs: list[dict], name: str, setting: tuple[int, int]) -> bool:

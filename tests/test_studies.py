@@ -361,15 +361,24 @@ def test_the_recall_study_brackets_rates_then_goes_on_with_the_best():
     assert study.best_rate(beyond, "softmax", small) == low
 
 
-def test_the_recall_study_spends_one_run_on_a_larger_size_where_the_smallest_is_not_learned():
+def test_the_recall_study_gives_what_is_not_learned_the_same_care():
+    """At the larger size too, once the smaller one has its rate."""
     study = recall_study
+    _, second = study.BRACKETED
     runs = [
         item | {"accuracy": 0.1 if item["condition"] == "S4D-only" else 0.5, "loss": abs(item["learning_rate"] - 3e-3)}
         for item in study.plan([])
     ]
-    larger = [item for item in study.plan(runs) if (item["pairs"], item["length"]) == study.BRACKETED[1]]
-    assert [item for item in larger if item["condition"] == "S4D-only"] == [study.item("S4D-only", study.BRACKETED[1])]
-    assert len([item for item in larger if item["condition"] == "hermitian"]) == len(study.LEARNING_RATES)
+    unknown = [row for row in runs if (row["condition"], row["learning_rate"]) != ("SSD", study.LEARNING_RATES[1])]
+
+    def larger(found, name):
+        named = [item for item in study.plan(found) if item["condition"] == name]
+        return [item for item in named if (item["pairs"], item["length"]) == second]
+
+    wanted = {rate: study.item("S4D-only", second, rate) for rate in study.LEARNING_RATES}
+    assert larger(runs, "S4D-only") == list(wanted.values())
+    assert len(larger(runs, "hermitian")) == len(larger(unknown, "hermitian")) == len(study.LEARNING_RATES)
+    assert len(larger(runs, "SSD")) == len(study.LEARNING_RATES) and not larger(unknown, "SSD")
 
 
 def test_short_first_begins_with_each_smaller_size(monkeypatch):
