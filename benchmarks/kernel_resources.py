@@ -56,18 +56,17 @@ class _Recorder:
     def __init__(self, kernel, launches: list[Launch]):
         tuned = isinstance(kernel, triton.runtime.Autotuner)
         self.kernel, self.launches = kernel.fn if tuned else kernel, launches
-        self.choices: list[tuple[dict, set[int]]] = []  # of tiles, and the warps of each
+        self.defaults = {x.name: x.default for x in self.kernel.params if x.has_default}
+        self.choices: dict[tuple, set[int]] = {}  # the warps that may run, by the arguments that say which tiles
         for config in kernel.configs if tuned else [triton.Config({}, num_warps=4)]:
-            same = [warps for tiles, warps in self.choices if tiles == config.kwargs]
-            same[0].add(config.num_warps) if same else self.choices.append((config.kwargs, {config.num_warps}))
+            self.choices.setdefault(tuple(config.kwargs.items()), set()).add(config.num_warps)
 
     def __getitem__(self, grid):
         def launch(*args, num_warps=None, **kwargs):
-            defaults = {x.name: x.default for x in self.kernel.params if x.has_default}
-            arguments = defaults | dict(zip(self.kernel.arg_names, args)) | kwargs
-            for tiles, warps in self.choices:
-                warps = {num_warps} if num_warps else warps
-                self.launches.append(Launch(self.kernel, arguments | tiles, tuple(sorted(warps))))
+            arguments = self.defaults | dict(zip(self.kernel.arg_names, args)) | kwargs
+            for tiles, tried in self.choices.items():
+                warps = (num_warps,) if num_warps else tuple(sorted(tried))
+                self.launches.append(Launch(self.kernel, arguments | dict(tiles), warps))
 
         return launch
 

@@ -165,8 +165,7 @@ def tuned(kernel, key: tuple[str, ...], configurations: Sequence[tuple] = CONFIG
 
     Args:
         key: the names of the arguments that make a problem another kind; never a length.
-        configurations: warps, stages and, where a kernel has a choice of tiles, a dictionary of its arguments that say
-            which; these have defaults, for the interpreter.
+        configurations: warps, stages and, for other tiles than those of its defaults, a dictionary of arguments.
     """
     if interpreted():
         return kernel

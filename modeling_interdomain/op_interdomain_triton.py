@@ -34,9 +34,7 @@ _LARGEST_DIAGONAL = 64
 _KIND = ("SIZES", "MATH")
 _attend = tuned(attend, (*_KIND, "MIXING"))
 # Three blocks of small tiles fit on a multiprocessor of an H100, and two of large ones: which are faster, it says.
-_attend_few = tuned(
-    attend, (*_KIND, "MIXING"), [(4, 1, {"EDGE": 16}), *((*fixed, {"EDGE": 32}) for fixed in CONFIGURATIONS)]
-)
+_attend_few = tuned(attend, (*_KIND, "MIXING"), [(4, 1, {"EDGE": 16}), *CONFIGURATIONS])
 _pull_both = tuned(pull_both, _KIND)
 _mix = tuned(mix, (*_KIND, "MIXING"))
 _mixing_backward = tuned(mixing_backward, (*_KIND, "FULL"))

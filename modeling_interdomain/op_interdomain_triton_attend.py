@@ -62,6 +62,7 @@ def attend(
     M: tl.constexpr = SIZES.M
     BM: tl.constexpr = min(SIZES.BM, EDGE)
     BN: tl.constexpr = min(M, EDGE) if SIZES.FEW else M
+    BD: tl.constexpr = min(SIZES.BD, 32)  # of more columns an A100 spills registers
     A_PADDED: tl.constexpr = WIDTHS.A_PADDED
     C_PADDED: tl.constexpr = WIDTHS.C_PADDED
     chunk = tl.program_id(0)
@@ -85,7 +86,7 @@ def attend(
             e_re, e_im, w = readers(p_re, p_im, powers, intra, C, M, BN, SKEWED, MATH)
             push(
                 e_re, e_im, w, c, states.c + at * C_PADDED, out, start, length, groups * WIDTHS.C, heads * WIDTHS.C,
-                WIDTHS.C, C_PADDED, min(SIZES.BD, 32), C, M, BN, MATH,
+                WIDTHS.C, C_PADDED, BD, C, M, BN, MATH,
             )  # fmt: skip
         else:
             mixed += head * 2 * M

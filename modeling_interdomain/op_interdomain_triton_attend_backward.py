@@ -141,7 +141,7 @@ def mix(
     pulled, mixed, chunk_sums, tables, documents, count, per_row, row_length, heads, groups,
     SIZES: tl.constexpr, MIXING: tl.constexpr, PACKED: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
-    """`p = mix(y)` for what either side has pulled, kept as what reads the chunk (`weights`); grid [chunks, heads, 2].
+    """`p = mix(y)` for what either side has pulled, kept as what reads the chunk (`readers`); grid [chunks, heads, 2].
 
     Unless a group is skewed, the gradient of log(lambda) through the powers comes with it: `sum_t (t + 1) p_t
     conj(x_t)` with x what the other side has pulled. pulled: a pair of `Pulled`; mixed: of `[tokens, heads, 2, M]`;

@@ -42,7 +42,7 @@ def stored_weights(
     mixed, intra, start, length, stride, C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, SKEWED: tl.constexpr,
     MATH: tl.constexpr,
 ):  # fmt: skip
-    """The `weights`."""
+    """The w of `readers`."""
     w = tl.zeros([C, C], tl.float32)
     for m in tl.range(0, M, BM, num_stages=1, loop_unroll_factor=1):
         x_re, x_im = load_modes(mixed, start, length, stride, m, C, M, BM)

@@ -266,7 +266,7 @@ def pull_and_mix(
 
 @triton.jit
 def add_weights(w, x_re, x_im, intra, m, C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, MATH: tl.constexpr):
-    """Add to w what the modes m .. m + BM of x, in MATH.DTYPE, give to the `weights`, before they are `ordered`."""
+    """Add to w what the modes m .. m + BM of x, in MATH.DTYPE, give to the w of `readers`, before it is `ordered`."""
     t_re, t_im = load_pair(intra, tl.arange(0, C), m + tl.arange(0, BM), 2 * M, M)
     w = dot(x_re, tl.trans(t_re), w, MATH)
     return dot(x_im, tl.trans(t_im), w, MATH)

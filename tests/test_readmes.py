@@ -634,8 +634,8 @@ def test_what_is_said_of_images_conversion_and_kernels():
     assert max(fewest[name] for name in few) == 2
     units = {"sm_90": "wgmma", "sm_100": "tcgen05"}
     products = [row for row in rows if row["problem"] == "1.3B head, bf16" and any(row["matrix"].values())]
-    named = {row["kernel"].split(",")[0] for row in products}
-    assert named >= {"chunk_states", "chunk_states_backward", "attend", "push_both"}
+    multiply = {row["kernel"].split(",")[0] for row in products}
+    assert multiply >= {"chunk_states", "chunk_states_backward", "attend", "push_both"}
     for row in products:
         used = {name for name, count in row["matrix"].items() if count}
         assert row["target"] not in units or used == {units[row["target"]]}

@@ -375,8 +375,7 @@ def test_the_recall_study_gives_what_is_not_learned_the_same_care():
         named = [item for item in study.plan(found) if item["condition"] == name]
         return [item for item in named if (item["pairs"], item["length"]) == second]
 
-    wanted = {rate: study.item("S4D-only", second, rate) for rate in study.LEARNING_RATES}
-    assert larger(runs, "S4D-only") == list(wanted.values())
+    assert larger(runs, "S4D-only") == [study.item("S4D-only", second, rate) for rate in study.LEARNING_RATES]
     assert len(larger(runs, "hermitian")) == len(larger(unknown, "hermitian")) == len(study.LEARNING_RATES)
     assert len(larger(runs, "SSD")) == len(study.LEARNING_RATES) and not larger(unknown, "SSD")
 
