@@ -220,7 +220,10 @@ def ran(function, *arguments) -> tuple[list[torch.Tensor], dict[Path, set[str]]]
 
 def test_a_model_is_the_same_with_the_operators_of_a_kernel(each_mixer, folder, kernel, random_ids):
     model, ids = each_mixer, random_ids(2, 13)
-    if set(model.config.mixers_per_layer) == {"softmax"} and "cdmoe" not in model.config.feed_forwards_per_layer:
+    config = model.config
+    if {"softmax", "inner_function"}.issuperset(
+        config.mixers_per_layer
+    ) and "cdmoe" not in config.feed_forwards_per_layer:
         with pytest.raises(ValueError, match="use_kernel finds no layer in this model that calls an operator"):
             model.use_kernel(folder)
         return
