@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from examples import publish_kernel
-from modeling_interdomain import InterdomainCache, InterdomainForCausalLM, module_operators
+from modeling_interdomain import InterdomainCache, InterdomainForCausalLM, module_operators, op_common
+from modeling_interdomain.op_interdomain import append_one
 from tests.conftest import PAIRS
 
 kernels = pytest.importorskip("kernels", reason="the library that loads kernels is not installed")
 
 PACKAGE = publish_kernel.PACKAGE
 # What layers ask of their tensors before they call an operator: no operators, and the same in a kernel.
-HELPERS = {"op_common.py", "append_one"}
+HELPERS = {Path(op_common.__file__), append_one.__name__}
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +33,12 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def kernel(folder):
     return kernels.get_local_kernel(folder)
+
+
+def places_of(kernel) -> list[Path]:
+    """Of its files with operators, within a variant or the package."""
+    variant = Path(kernel.__file__).parent
+    return [path.relative_to(variant) for path in variant.rglob("*.py") if path != Path(kernel.__file__)]
 
 
 @pytest.fixture
@@ -108,18 +115,14 @@ print(kernel.interdomain_attention(x, x, x, table, table)[0].sum().item())
 
 def test_it_lives_beside_the_package(kernel):
     """Its registered operators have the same names as the package's, in namespaces of their own."""
-    registered = [name.split("::") for name in torch._C._dispatch_get_all_op_names() if "op_" in name.split("::")[0]]
+    registered = [tuple(name.split("::")) for name in torch._C._dispatch_get_all_op_names()]
 
-    def of(module: str) -> set[tuple[str, str]]:
-        prefix = "".join(c if c.isalnum() else "_" for c in module) + "_"
-        return {
-            (space.removeprefix(prefix), name)
-            for space, name in registered
-            if space.startswith(prefix) and (PACKAGE / f"{space.removeprefix(prefix)}.py").is_file()
-        }
+    def names_of(root: str) -> set[tuple[str, str]]:
+        prefix = "".join(c if c.isalnum() else "_" for c in root)
+        spaces = {f"{prefix}_{'_'.join(place.with_suffix('').parts)}": place for place in places_of(kernel)}
+        return {(str(spaces[space]), name) for space, name in registered if space in spaces}
 
-    names = of(kernel.__name__)
-    assert len(names) > 5 and names <= of(PACKAGE.name)
+    assert len(names_of(kernel.__name__)) > 5 and names_of(kernel.__name__) <= names_of(PACKAGE.name)
 
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path, capsys):
@@ -232,12 +235,9 @@ def test_a_model_is_the_same_with_the_operators_of_a_kernel(each_mixer, folder, 
     found, called = ran(everything, model, ids)
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
 
-    variant, own = (
-        Path(kernel.__file__).parent,
-        {PACKAGE / path.name for path in Path(kernel.__file__).parent.iterdir()},
-    )
-    assert any(path.parent == variant for path in called)
-    beside = {(path.name, name) for path, names in called.items() if path in own for name in names}
+    assert called.keys() & {Path(kernel.__file__).parent / place for place in places_of(kernel)}
+    own = {PACKAGE / place for place in places_of(kernel)}
+    beside = {(path, name) for path, names in called.items() if path in own for name in names}
     assert not {each for each in beside if not HELPERS & set(each)}
 
 
