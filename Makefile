@@ -15,7 +15,7 @@ TESTS    := -m pytest -n 2 --dist worksteal
 # test_serving: before 5.23, `transformers serve` loads no model with code of its own.
 OLDEST := $(VENV)/oldest
 STOCK  := versions modeling cache generation padding configuration remote_code peft lm_eval hub train engines finetune_lora
-STOCK  += mistakes conversion fused_layers fused_inputs triton_versions
+STOCK  += mistakes conversion fused_layers fused_inputs triton_versions hub_kernel
 
 .PHONY: help quickstart test test-slow test-all test-oldest lint bench gpu clean
 .DEFAULT_GOAL := help

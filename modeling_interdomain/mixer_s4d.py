@@ -9,6 +9,7 @@ from transformers import initialization as init
 from .mixer_interdomain import KeyValueMixer
 from .mixer_recurrent import placed_map
 from .module_common import own_backend
+from .module_operators import Operators
 from .module_recurrence import InterdomainRecurrence
 from .module_start import readout_rms, real_gramian
 from .op_common_launch import STEP_BACKENDS
@@ -25,6 +26,7 @@ class S4DRecurrence(InterdomainRecurrence):
     """
 
     degree = 1
+    operators = Operators.of(s4d_attention, s4d_tables, take_s4d_step, beside=InterdomainRecurrence.operators)
 
     tabled = (*InterdomainRecurrence.tabled, "readout")
 
@@ -44,17 +46,18 @@ class S4DRecurrence(InterdomainRecurrence):
         """`s4d_attention` of the two inputs."""
         key, value, log_decay, input_matrix, coefficients = inputs
         arguments |= {"chunk_size": self.config.chunk_size, "backend": own_backend(self.config, S4D_BACKENDS)}
-        return s4d_attention(key, value, log_decay, input_matrix, self.head_rows(coefficients), **arguments)
+        rows = self.head_rows(coefficients)
+        return self.operators.s4d_attention(key, value, log_decay, input_matrix, rows, **arguments)
 
     def _step(self, *tokens: Any, state: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """`s4d_step` of the two inputs."""
         backend = own_backend(self.config, STEP_BACKENDS)
-        return take_s4d_step(*tokens, tables=self._step_tables, state=state, mask=mask, backend=backend)
+        return self.operators.take_s4d_step(*tokens, tables=self._step_tables, state=state, mask=mask, backend=backend)
 
     def _step_tables(self, dtype: torch.dtype) -> StepTables:
         def tables(kept: bool) -> StepTables:
             log_decay, input_matrix, coefficients = self.parameters_of_operator()
-            return s4d_tables(log_decay, input_matrix, self.head_rows(coefficients), dtype)
+            return self.operators.s4d_tables(log_decay, input_matrix, self.head_rows(coefficients), dtype)
 
         return self._per_version(dtype, tables)
 
@@ -81,6 +84,7 @@ class S4DMixer(KeyValueMixer):
 
     default_state_input = "generic"
     recurrence_class = S4DRecurrence
+    operators = Operators.of(s4d_attention_map, beside=KeyValueMixer.operators)
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx, config.feature_dim + config.head_dim, weighted=False)
@@ -98,5 +102,5 @@ class S4DMixer(KeyValueMixer):
         log_decay, input_matrix, coefficients = self.recurrence.parameters_of_operator()
         ends = None if packing is None else packing.cu_seqlens
         rows = self.recurrence.head_rows(coefficients)
-        weights = s4d_attention_map(log_decay, input_matrix, rows, length, cu_seqlens=ends)
+        weights = self.operators.s4d_attention_map(log_decay, input_matrix, rows, length, cu_seqlens=ends)
         return placed_map(weights.expand(batch, -1, -1, -1), packing)

@@ -6,6 +6,7 @@ from transformers.activations import ACT2FN
 
 from .mixer_recurrent import Biases, RecurrentMixer, Stream, placed_map
 from .module_common import InterdomainRMSNorm
+from .module_operators import Operators
 from .module_rotary import LENGTH_DEPENDENT, rotate
 from .module_ssd import SSDRecurrence, discretized
 from .module_tensor_parallel import HEADS
@@ -33,6 +34,7 @@ class SSDMixer(RecurrentMixer):
     """
 
     passes_state = True
+    operators = Operators.of(ssd_state_after)
 
     def __init__(self, config, layer_idx: int):
         self.size, width = config.ssd_state_size, self.head_width(config)
@@ -142,17 +144,16 @@ class SSDMixer(RecurrentMixer):
         return tokens[1:]
 
     @staticmethod
-    def replay_state(state, key, value, dt, mask, *transition):
+    def replay_state(operators, state, key, value, dt, mask, *transition):
         inputs, log_decay = discretized(value, dt, *transition)
-        return ssd_state_after(state, key, inputs, log_decay, mask)
+        return operators.ssd_state_after(state, key, inputs, log_decay, mask)
 
     @staticmethod
     def elapsed(mask, key, value, dt, *transition):
         log_decay = discretized(value[..., :0], dt, *transition)[1]  # of the steps alone
         return torch.where(mask[..., None], log_decay, 0).double().sum(1)
 
-    @staticmethod
-    def aged(state, elapsed, *transition):
+    def aged(self, state, elapsed, *transition):
         return elapsed.exp()[..., None, None].to(state.dtype) * state
 
     def _way_out(self, output, hidden_states):

@@ -62,6 +62,7 @@ from .mixer_softmax import SoftmaxMixer
 from .module_common import AuxiliaryLoss, InterdomainRMSNorm, PerVersion, forget_tables, project
 from .module_dynamic_mask import check_position_table
 from .module_layer_losses import share_of_step, together, warn_if_left_out
+from .module_operators import use_kernel
 from .module_rotary import InterdomainRotaryEmbedding
 from .module_sequence_parallel import place_piece, shifted_labels, summed
 from .module_sparse_choice import RankingLoss
@@ -245,6 +246,10 @@ class InterdomainPreTrainedModel(PreTrainedModel):
     def load_learned_state(self, path) -> list[nn.Parameter]:
         """Begin with the state of a file."""
         return load_learned_state(self, path)
+
+    def use_kernel(self, name, revision: str | None = None, trust_remote_code: bool | list[str] = False) -> None:
+        """Call the operators of a kernel, a folder or `user/name` on the Hub, see `module_operators.py`."""
+        use_kernel(self, name, revision, trust_remote_code)
 
     def join_caches(self, first, second, lengths: torch.Tensor | None = None) -> InterdomainCache:
         """The cache of two documents, each read alone, one after the other, see `cache_spans.py`."""

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .module_common import Float32Module, TabledModule, backend_of, begun_with, is_plain, own_backend
+from .module_operators import Operators
 from .module_start import (
     even_log_steps,
     frequencies,
@@ -35,6 +36,10 @@ class InterdomainRecurrence(Float32Module, TabledModule):
 
     degree = 2
     """The power of C that the output has."""
+
+    operators = Operators.of(
+        interdomain_attention, take_step, take_few, few_tables, log_decays, replay_tables, step_tables
+    )
 
     C: nn.Parameter | None
     # The parameters that tables of a step are made of.
@@ -117,7 +122,8 @@ class InterdomainRecurrence(Float32Module, TabledModule):
         """`log_decay` and `input_matrix`, `[G, M, 2]` each, and the coefficient matrix, in at least float32."""
         wide = torch.promote_types(self.log_dt.dtype, torch.float32)
         rates = self.log_dt, self.log_a_real, self.a_imag
-        log_decay = self._per_version("log_decay", lambda _: log_decays(*rates, wide, backend_of(self.config)))
+        make = self.operators.log_decays
+        log_decay = self._per_version("log_decay", lambda _: make(*rates, wide, backend_of(self.config)))
         return log_decay, self.B.to(wide), None if self.C is None else self.C.to(wide)
 
     def forward(
@@ -133,7 +139,7 @@ class InterdomainRecurrence(Float32Module, TabledModule):
         if step:
             return self._step(*tokens, **arguments)
         if few:
-            return take_few(*tokens, tables=self._step_tables, few=self._few_tables, **arguments)
+            return self.operators.take_few(*tokens, tables=self._step_tables, few=self._few_tables, **arguments)
         if transition:
             if not torch.compiler.is_compiling() and tokens[0].shape[1] > FEW:
                 self.forget_tables()  # as the operator will, but before a record has them
@@ -150,11 +156,12 @@ class InterdomainRecurrence(Float32Module, TabledModule):
         arguments |= {"product": self.product, "normalize": self.normalize}
         if is_plain(inputs[0], inputs[0].dtype) and not torch.jit.is_tracing():
             arguments["kept"] = self._prompt_tables
-        return interdomain_attention(*inputs, **arguments, chunk_size=config.chunk_size, backend=config.backend)
+        arguments |= {"chunk_size": config.chunk_size, "backend": config.backend}
+        return self.operators.interdomain_attention(*inputs, **arguments)
 
     def _step(self, *tokens: Any, state: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """`interdomain_step` of query, key and value."""
-        return take_step(
+        return self.operators.take_step(
             *tokens,
             parameters=self.parameters_of_operator,
             tables=self._step_tables,
@@ -167,21 +174,22 @@ class InterdomainRecurrence(Float32Module, TabledModule):
 
     def _step_tables(self, dtype: torch.dtype) -> StepTables:
         def tables(kept: bool) -> StepTables:
-            return step_tables(*self.parameters_of_operator(), self.product, dtype, reused=kept)
+            return self.operators.step_tables(*self.parameters_of_operator(), self.product, dtype, reused=kept)
 
         return self._per_version(dtype, tables)
 
     def _few_tables(self, dtype: torch.dtype, count: int) -> FewTables:
         def tables(_: bool) -> FewTables:
-            return few_tables(*self.parameters_of_operator()[:2], dtype, count)
+            return self.operators.few_tables(*self.parameters_of_operator()[:2], dtype, count)
 
         return self._per_version((dtype, count), tables)
 
     def _transition(self, kept: bool) -> tuple[torch.Tensor, ...]:
         """With the tables of a replay where they are kept, and calls are what it costs."""
         log_decay, input_matrix, _ = self.parameters_of_operator()
-        tables = replay_tables(log_decay, input_matrix, TOGETHER) if kept and log_decay.device.type == "cpu" else ()
-        return log_decay, input_matrix, *tables
+        if not kept or log_decay.device.type != "cpu":
+            return log_decay, input_matrix
+        return log_decay, input_matrix, *self.operators.replay_tables(log_decay, input_matrix, TOGETHER)
 
     def _per_version(self, name: Any, compute: Any) -> Any:
         own = self._parameters

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from .module_common import Float32Module, begun_with, own_backend
+from .module_operators import Operators
 from .op_common_launch import STEP_BACKENDS
 from .op_ssd import SSD_BACKENDS, ssd_attention, take_ssd_step
 from .op_ssd_map import ssd_attention_map
@@ -19,6 +20,8 @@ class SSDRecurrence(Float32Module):
 
     A module of its own, because it stays in float32 whatever the model's dtype, see `InterdomainRecurrence`.
     """
+
+    operators = Operators.of(ssd_attention, take_ssd_step, ssd_attention_map)
 
     def __init__(self, config, heads: int):
         super().__init__()
@@ -58,7 +61,7 @@ class SSDRecurrence(Float32Module):
         if step:
             return self._step(query, key, value, inputs, log_decay, **arguments)
         arguments["initial_state"] = begun_with(arguments.get("initial_state"), *moves)
-        output, state = ssd_attention(
+        output, state = self.operators.ssd_attention(
             query,
             key,
             inputs,
@@ -72,7 +75,7 @@ class SSDRecurrence(Float32Module):
     def attention_map(self, query, key, value, dt, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
         """Which x made which output `[B, H, T, T]`: `dt` and `D`, which `ssd_attention_map` knows nothing of, too."""
         step, log_decay = discretized(torch.ones_like(value[..., :1]), dt, *self._transition())
-        weights = ssd_attention_map(query, key, log_decay, cu_seqlens=cu_seqlens)
+        weights = self.operators.ssd_attention_map(query, key, log_decay, cu_seqlens=cu_seqlens)
         weights = weights * step.permute(0, 2, 3, 1).to(weights)
         return (
             weights
@@ -85,7 +88,8 @@ class SSDRecurrence(Float32Module):
         query, key, inputs, log_decay, value = (x.squeeze(1) for x in (query, key, inputs, log_decay, value))
         with torch.no_grad():
             backend = own_backend(self.config, STEP_BACKENDS)
-            output = self._skipped(take_ssd_step(query, key, inputs, log_decay, state, mask, backend), value)
+            output = self.operators.take_ssd_step(query, key, inputs, log_decay, state, mask, backend)
+            output = self._skipped(output, value)
         return output if mask is None else output.where(mask[:, None, None], 0)
 
     def _skipped(self, output: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

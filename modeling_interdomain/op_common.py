@@ -76,6 +76,9 @@ class Kept:
     def __reduce__(self):
         return type(self), ()
 
+    def forget(self) -> None:
+        self._kept = None
+
     def get(self, name: Hashable, tensors: Sequence[torch.Tensor | None], compute: Callable[[], Any]) -> Any:
         """The value of a name and of these tensors."""
         kept = self._kept
