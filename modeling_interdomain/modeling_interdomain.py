@@ -756,7 +756,10 @@ class PatchEmbedding(nn.Module):
                 f"{self.patch_size}; resize the images to a multiple of it."
             )
         patches = nn.functional.unfold(pixel_values, self.patch_size, stride=self.patch_size)
-        return self.proj(patches.mT.to(self.proj.weight.dtype))
+        weight: Any = self.proj.weight
+        if isinstance(weight, torch.Tensor) and weight.is_floating_point():  # quantized maps choose for themselves
+            patches = patches.to(weight.dtype)
+        return self.proj(patches.mT)
 
 
 class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
