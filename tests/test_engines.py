@@ -1,7 +1,9 @@
 """Training with the stock engines gives the curve of one plain process: DDP, FSDP2, DeepSpeed, compile, TRL."""
 
+import copy
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -221,6 +223,33 @@ def conversations():
         }
         for count, document in enumerate(some_documents(24))
     ]
+
+
+def test_trl_compares_a_model_with_itself(tmp_path):
+    """DPO begins at the log of 2: no key is drawn in the one and not in the other; and the scores of keys learn."""
+    trl = pytest.importorskip("trl", reason="TRL is not installed")
+    from datasets import Dataset
+
+    tokenizer = text_data.train_tokenizer(some_documents(), 300)
+    torch.manual_seed(0)
+    sparse = {"sparse_attention": "hax", "sparse_keys": 8, "sparse_key_dim": 4, "sparse_hash_size": 4}
+    config = load_config(TINY, tokenizer)
+    model = AutoModelForCausalLM.from_config(type(config).from_dict(config.to_dict() | sparse))
+    arguments = trl.DPOConfig(
+        str(tmp_path), max_steps=2, learning_rate=1e-3, use_cpu=True, bf16=False, report_to="none", disable_tqdm=True
+    )
+    rows = [{"prompt": f"def f{i}(", "chosen": "self, x):", "rejected": "a b c d"} for i in range(16)]
+    arguments.logging_steps = 1
+    reference, before = copy.deepcopy(model), copy.deepcopy(model)
+    trainer = trl.DPOTrainer(
+        model, reference, arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
+    )
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    scorers = [name for name, _ in model.named_parameters() if ".scorer." in name]
+    assert scorers and all(
+        not model.get_parameter(x).equal(before.get_parameter(x)) for x in scorers if "bias" not in x
+    )
 
 
 def test_trl_fine_tunes_on_packed_chats(tmp_path):
