@@ -170,7 +170,15 @@ class InterdomainDecoderLayer(GradientCheckpointingLayer):
 
 
 class InterdomainPreTrainedModel(PreTrainedModel):
-    """What all Interdomain models share: initialisation, and what the library may do with them."""
+    """What all Interdomain models share: initialisation, and what the library may do with them.
+
+    FSDP2 shards parameters of one dtype together, and recurrences stay in float32 in a model of another. They are among
+    the classes that `_no_split_modules` names, each to be sharded before what holds it:
+
+        >>> named = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
+        >>> for module in (*reversed(named), model):
+        ...     fully_shard(module)
+    """
 
     config_class = InterdomainConfig
     config: InterdomainConfig
@@ -367,7 +375,14 @@ class InterdomainModel(InterdomainPreTrainedModel):
         )
         self.gradient_checkpointing = False
         self.fingerprints = PerVersion()
+        self._no_split_modules = [*self._no_split_modules, *sorted(self._kept_in_float32())]
         self.post_init()
+
+    def _kept_in_float32(self) -> set[str]:
+        """The classes of what stays so whatever the model's dtype: FSDP2 shards parameters of one dtype together."""
+        kept = tuple(self._keep_in_fp32_modules_strict or ())
+        found = [part for name, part in self.named_modules() if name.endswith(kept)]
+        return {type(part).__name__ for part in found if any(True for _ in part.parameters())}
 
     def train(self, mode: bool = True):
         self.fingerprints.forget()

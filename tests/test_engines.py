@@ -103,6 +103,86 @@ def test_sharded_parameters_equal_whole_ones(options, tmp_path, changes):  # noq
     assert_same_parameters(tmp_path / "sharded", tmp_path / "whole")
 
 
+def test_names_of_what_is_sharded_leave_one_dtype_together(recurrent_model):
+    """Of a model in bfloat16, whose recurrences are wider."""
+    model = recurrent_model.to(torch.bfloat16)
+    named = [name for name, part in model.named_modules() if type(part).__name__ in model._no_split_modules]
+    groups = {}
+    for name, parameter in model.named_parameters():
+        holder = max((part for part in named if name.startswith(f"{part}.")), key=len, default="")
+        groups.setdefault(holder, set()).add(parameter.dtype)
+    assert {torch.float64, torch.bfloat16} == set.union(*groups.values())
+    assert all(len(dtypes) == 1 for dtypes in groups.values()), groups
+
+
+IN_BFLOAT16 = """
+import os, sys, torch, torch.distributed as dist
+from types import SimpleNamespace
+from accelerate import FullyShardedDataParallelPlugin, PartialState
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from torch.distributed.fsdp import fully_shard
+from transformers.distributed.configuration_utils import DistributedConfig
+from modeling_interdomain import InterdomainForCausalLM
+
+dist.init_process_group("gloo")
+mesh = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+os.environ["ACCELERATE_USE_FSDP"] = "true"
+PartialState(cpu=True)
+
+
+def by_names(model):
+    named = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
+    for module in (*reversed(named), model):
+        fully_shard(module, mesh=mesh)
+    return model
+
+
+def by_accelerate(model):  # whose Accelerator shards nothing on CPUs
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+    )
+    parallel = SimpleNamespace(fsdp_dim_names=["fsdp"])
+    state = {"state": SimpleNamespace(fsdp_plugin=plugin), "mixed_precision": "no", "is_main_process": True}
+    return fsdp2_prepare_model(SimpleNamespace(**state, torch_device_mesh=mesh, parallelism_config=parallel), model)
+
+
+ids, found = torch.arange(40).view(2, 20), {}
+for kind in ("whole", "names", "accelerate", "library"):
+    shards = {"distributed_config": DistributedConfig(fsdp_size=2)} if kind == "library" else {}
+    model = InterdomainForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16, **shards).train()
+    model = {"names": by_names, "accelerate": by_accelerate}.get(kind, lambda model: model)(model)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters()}
+    gradients = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in gradients.items()}
+    if kind == "whole":
+        expected, first = gradients, loss.detach()
+        continue
+    torch.testing.assert_close(loss.detach(), first, rtol=1e-3, atol=1e-3)
+    for name, gradient in gradients.items():
+        size = expected[name].float().norm()
+        assert (gradient - expected[name]).float().norm() < 0.02 * size + 1e-6, (kind, name)
+dist.destroy_process_group()
+"""
+BFLOAT16 = {
+    "hax": {"sparse_attention": "key_selection", "sparse_keys": 64, "sparse_key_dim": 4, "learned_state": True},
+    "others": {"token_mixers": ["ssd", "softmax", "selective_scan", "s4d"], "num_hidden_layers": 4},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BFLOAT16)
+def test_a_model_in_bfloat16_is_sharded(name, make_model, tmp_path):
+    """By the classes that it names, by accelerate, which asks for these, and by the library while it loads."""
+    changes = BFLOAT16[name] | {"state_dtype": "float32"}
+    make_model(dtype=torch.float32, **changes).save_pretrained(tmp_path / "model")
+    (tmp_path / "run.py").write_text(IN_BFLOAT16)
+    environment = os.environ | {"PYTHONPATH": str(train.REPOSITORY), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *torchrun(2), str(tmp_path / "run.py"), str(tmp_path / "model")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 @pytest.mark.slow
 @pytest.mark.exhaustive  # two runs of four processes, minutes on two cores
 def test_pieces_of_sequences_equal_whole_ones(options, tmp_path):  # noqa: F811
