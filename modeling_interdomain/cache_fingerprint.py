@@ -124,8 +124,8 @@ def _packed(decoder: nn.Module) -> dict[str, torch.Tensor]:
     """What linear maps that PyTorch has quantized hold, which are neither parameters nor buffers."""
     found: dict[str, Any] = {}
     for name, module in decoder.named_modules():
-        methods = {f"{name}.{part}": getattr(module, part, None) for part in ("weight", "bias")}
-        found |= {part: method() for part, method in methods.items() if callable(method)}
+        if callable(getattr(module, "weight", None)):
+            found |= {f"{name}.{part}": getattr(module, part)() for part in ("weight", "bias")}
     return {name: x.dequantize() for name, x in found.items() if x is not None}
 
 

@@ -51,6 +51,12 @@ class S4DRecurrence(InterdomainRecurrence):
         backend = own_backend(self.config, STEP_BACKENDS)
         return take_s4d_step(*tokens, tables=self._step_tables, state=state, mask=mask, backend=backend)
 
+    def _map(self, *tokens: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+        """`s4d_attention_map` of as many tokens."""
+        log_decay, input_matrix, coefficients = self.parameters_of_operator()
+        rows = self.head_rows(coefficients)
+        return s4d_attention_map(log_decay, input_matrix, rows, tokens[0].shape[1], cu_seqlens=cu_seqlens)
+
     def _step_tables(self, dtype: torch.dtype) -> StepTables:
         def tables(kept: bool) -> StepTables:
             log_decay, input_matrix, coefficients = self.parameters_of_operator()
@@ -94,9 +100,6 @@ class S4DMixer(KeyValueMixer):
 
     def attention_map(self, tokens, packing):
         """Of both inputs: the kernel of the layer, the same for all texts."""
-        batch, length = tokens[0].shape[:2]
-        log_decay, input_matrix, coefficients = self.recurrence.parameters_of_operator()
         ends = None if packing is None else packing.cu_seqlens
-        rows = self.recurrence.head_rows(coefficients)
-        weights = s4d_attention_map(log_decay, input_matrix, rows, length, cu_seqlens=ends)
-        return placed_map(weights.expand(batch, -1, -1, -1), packing)
+        weights = self.recurrence(*tokens, mapped=True, cu_seqlens=ends)
+        return placed_map(weights.expand(tokens[0].shape[0], -1, -1, -1), packing)

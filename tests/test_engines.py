@@ -122,7 +122,7 @@ from accelerate import FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch.distributed.fsdp import fully_shard
 from transformers.distributed.configuration_utils import DistributedConfig
-from modeling_interdomain import InterdomainForCausalLM
+from modeling_interdomain import InterdomainCache, InterdomainForCausalLM
 
 dist.init_process_group("gloo")
 mesh = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
@@ -151,14 +151,22 @@ for kind in ("whole", "names", "accelerate", "library"):
     shards = {"distributed_config": DistributedConfig(fsdp_size=2)} if kind == "library" else {}
     model = InterdomainForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16, **shards).train()
     model = {"names": by_names, "accelerate": by_accelerate}.get(kind, lambda model: model)(model)
+    with torch.no_grad():  # what is read of a recurrence beside its forward
+        cache = InterdomainCache(model.config)
+        cache.activate_past_recording()
+        model.eval()(ids, past_key_values=cache, output_attentions=True)
+        model(ids[:, :6], past_key_values=cache)
+        cache.crop(-5)
+        after = model.train()(ids[:, 1:6], past_key_values=cache).logits[:, -1].float()
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     gradients = {n: p.grad for n, p in model.named_parameters()}
     gradients = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in gradients.items()}
     if kind == "whole":
-        expected, first = gradients, loss.detach()
+        expected, first, replayed = gradients, loss.detach(), after
         continue
     torch.testing.assert_close(loss.detach(), first, rtol=1e-3, atol=1e-3)
+    assert (after - replayed).norm() < 0.02 * replayed.norm()
     for name, gradient in gradients.items():
         size = expected[name].float().norm()
         assert (gradient - expected[name]).float().norm() < 0.02 * size + 1e-6, (kind, name)
