@@ -61,7 +61,9 @@ def model_fingerprint(model: nn.Module) -> str:
     parameters, buffers = dict(decoder.named_parameters()), dict(decoder.named_buffers())
     with torch.no_grad():
         name = "weights", tuple((x.data_ptr(), x._version) for x in buffers.values() if not x.is_inference())
-        weights = decoder.fingerprints.get(name, list(parameters.values()), lambda _: _hash(parameters | buffers))
+        weights = decoder.fingerprints.get(
+            name, list(parameters.values()), lambda _: _hash(parameters | buffers | _packed(decoder))
+        )
     config = {
         field: getattr(decoder.config, field)
         for field in sorted(type(decoder.config).__annotations__)
@@ -116,6 +118,15 @@ def tokens_fingerprint(tokens: torch.Tensor) -> str:
 def tensor_bytes(x: torch.Tensor):
     """The numbers of a tensor as a buffer."""
     return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _packed(decoder: nn.Module) -> dict[str, torch.Tensor]:
+    """What linear maps that PyTorch has quantized hold, which are neither parameters nor buffers."""
+    found: dict[str, Any] = {}
+    for name, module in decoder.named_modules():
+        if callable(getattr(module, "weight", None)):
+            found |= {f"{name}.{part}": getattr(module, part)() for part in ("weight", "bias")}
+    return {name: x.dequantize() for name, x in found.items() if x is not None}
 
 
 def _hash(tensors: dict[str, torch.Tensor]) -> str:

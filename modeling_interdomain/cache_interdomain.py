@@ -11,6 +11,7 @@ from .cache_file import StateFileError, read_state_file, write_state_file
 from .cache_fingerprint import decoder_of, model_fingerprint, tokenizer_fingerprint, tokens_fingerprint
 from .cache_recurrent import RecurrentLayer
 from .cache_window import WindowLayer
+from .module_common import home_of
 from .registry_interdomain import TOKEN_MIXERS
 
 
@@ -82,7 +83,7 @@ class _InterdomainCacheMixin:
     def restore(self, tensors: dict[str, torch.Tensor], tokens: int, model) -> None:
         """Fill an empty cache with copies of the `named_tensors` of one after so many tokens, where `model` is."""
         for i, (layer, module) in enumerate(zip(self.layers, decoder_of(model).layers)):
-            home = module.token_mixer.o_proj.weight.device
+            home = home_of(module.token_mixer.o_proj)
             own = {name.partition(".")[2]: x.to(home) for name, x in tensors.items() if name.startswith(f"{i}.")}
             if hasattr(layer, "restore") and own:
                 layer.restore(own, tokens)

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, StaticLayer
 
 from .cache_interdomain import kind_of, look_into
 from .mixer_common import TokenMixer
-from .module_common import AuxiliaryLoss
+from .module_common import AuxiliaryLoss, home_of
 from .module_dynamic_mask import check_position_table, zero_if_in_table
 from .module_rotary import LENGTH_DEPENDENT
 
@@ -150,7 +150,7 @@ def check_cache(cache: Cache | None, config, mixers: list[TokenMixer], batch: in
         raise ValueError("A bidirectional model reads a whole sequence at once: leave past_key_values out.")
     check_cache_layers(cache, config)
     for i, (layer, mixer) in enumerate(zip(cache.layers, mixers)):
-        home: Any = mixer.o_proj.weight.device
+        home = home_of(mixer.o_proj)
         if _fits(layer, mixer, batch, home):
             continue
         found = look_into(layer)

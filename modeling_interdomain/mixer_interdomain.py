@@ -20,7 +20,6 @@ from .op_common import multiplies_narrow
 from .op_common_spans import aged, join_states
 from .op_interdomain import append_one
 from .op_interdomain_few import FEW, TOGETHER
-from .op_interdomain_map import interdomain_attention_map
 from .op_interdomain_prepare import fused_inputs
 from .op_interdomain_replay import state_after
 
@@ -124,7 +123,7 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
     """The token mixer of the paper (eqs. 10 to 13): queries join, convolved and passed through the feature map."""
 
     most_steps, together = FEW, TOGETHER
-    operators = Operators.of(fused_inputs, interdomain_attention_map, beside=KeyValueMixer.operators)
+    operators = Operators.of(fused_inputs, beside=KeyValueMixer.operators)
     q_proj: nn.Linear
     k_proj: nn.Linear
     q_conv: nn.Conv1d
@@ -211,16 +210,8 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
         return output
 
     def attention_map(self, tokens, packing):
-        query, key, _ = tokens
-        weights = self.operators.interdomain_attention_map(
-            query,
-            key,
-            *self.recurrence.parameters_of_operator(),
-            product=self.config.product,
-            normalize=self.normalize,
-            cu_seqlens=None if packing is None else packing.cu_seqlens,
-        )
-        return placed_map(weights, packing)
+        ends = None if packing is None else packing.cu_seqlens
+        return placed_map(self.recurrence(*tokens, mapped=True, cu_seqlens=ends), packing)
 
     def _weights(self, device: torch.device) -> list[torch.Tensor] | None:
         """Of the convolutions of query and key, then of the norms of key and value, and their biases.

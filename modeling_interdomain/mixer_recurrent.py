@@ -80,7 +80,8 @@ class RecurrentMixer(TokenMixer):
         self.g_proj = nn.Linear(hidden, outputs, biases.projections) if self.gated(config) else None
         for stream in streams:
             if stream.convolved:
-                conv = CausalConv1d(stream.heads * stream.width, self.kernel, biases.convolutions)
+                width = stream.heads * stream.width
+                conv = CausalConv1d(width, width, self.kernel, groups=width, bias=biases.convolutions)
                 setattr(self, f"{stream.name}_conv", conv)
         self.o_norm = InterdomainRMSNorm(output_width, config.rms_norm_eps) if config.use_output_norm else None
 

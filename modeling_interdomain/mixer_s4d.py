@@ -26,7 +26,9 @@ class S4DRecurrence(InterdomainRecurrence):
     """
 
     degree = 1
-    operators = Operators.of(s4d_attention, s4d_tables, take_s4d_step, beside=InterdomainRecurrence.operators)
+    operators = Operators.of(
+        s4d_attention, s4d_attention_map, s4d_tables, take_s4d_step, beside=InterdomainRecurrence.operators
+    )
 
     tabled = (*InterdomainRecurrence.tabled, "readout")
 
@@ -53,6 +55,14 @@ class S4DRecurrence(InterdomainRecurrence):
         """`s4d_step` of the two inputs."""
         backend = own_backend(self.config, STEP_BACKENDS)
         return self.operators.take_s4d_step(*tokens, tables=self._step_tables, state=state, mask=mask, backend=backend)
+
+    def _map(self, *tokens: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+        """`s4d_attention_map` of as many tokens."""
+        log_decay, input_matrix, coefficients = self.parameters_of_operator()
+        rows = self.head_rows(coefficients)
+        return self.operators.s4d_attention_map(
+            log_decay, input_matrix, rows, tokens[0].shape[1], cu_seqlens=cu_seqlens
+        )
 
     def _step_tables(self, dtype: torch.dtype) -> StepTables:
         def tables(kept: bool) -> StepTables:
@@ -84,7 +94,6 @@ class S4DMixer(KeyValueMixer):
 
     default_state_input = "generic"
     recurrence_class = S4DRecurrence
-    operators = Operators.of(s4d_attention_map, beside=KeyValueMixer.operators)
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx, config.feature_dim + config.head_dim, weighted=False)
@@ -98,9 +107,6 @@ class S4DMixer(KeyValueMixer):
 
     def attention_map(self, tokens, packing):
         """Of both inputs: the kernel of the layer, the same for all texts."""
-        batch, length = tokens[0].shape[:2]
-        log_decay, input_matrix, coefficients = self.recurrence.parameters_of_operator()
         ends = None if packing is None else packing.cu_seqlens
-        rows = self.recurrence.head_rows(coefficients)
-        weights = self.operators.s4d_attention_map(log_decay, input_matrix, rows, length, cu_seqlens=ends)
-        return placed_map(weights.expand(batch, -1, -1, -1), packing)
+        weights = self.recurrence(*tokens, mapped=True, cu_seqlens=ends)
+        return placed_map(weights.expand(tokens[0].shape[0], -1, -1, -1), packing)

@@ -122,7 +122,7 @@ class SSDMixer(RecurrentMixer):
 
     def attention_map(self, tokens, packing):
         ends = None if packing is None else packing.cu_seqlens
-        return placed_map(self.recurrence.attention_map(*tokens, ends), packing)
+        return placed_map(self.recurrence(*tokens, mapped=True, cu_seqlens=ends), packing)
 
     @classmethod
     def undivided(cls, config, processes: int) -> str | None:

@@ -1,7 +1,8 @@
 """Interdomain language models: a Llama-style decoder whose token mixers are chosen layer by layer."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from json import JSONDecodeError
 from typing import Any
 
@@ -61,7 +62,7 @@ from .mixer_recurrent import RecurrentMixer
 from .mixer_softmax import SoftmaxMixer
 from .module_common import AuxiliaryLoss, InterdomainRMSNorm, PerVersion, forget_tables, project
 from .module_dynamic_mask import check_position_table
-from .module_layer_losses import share_of_step, together, warn_if_left_out
+from .module_layer_losses import share_of_step, together, trained_along, warn_if_left_out
 from .module_operators import use_kernel
 from .module_rotary import InterdomainRotaryEmbedding
 from .module_sequence_parallel import place_piece, shifted_labels, summed
@@ -170,7 +171,15 @@ class InterdomainDecoderLayer(GradientCheckpointingLayer):
 
 
 class InterdomainPreTrainedModel(PreTrainedModel):
-    """What all Interdomain models share: initialisation, and what the library may do with them."""
+    """What all Interdomain models share: initialisation, and what the library may do with them.
+
+    FSDP2 shards parameters of one dtype together, and recurrences stay in float32 in a model of another. They are among
+    the classes that `_no_split_modules` names, each to be sharded before what holds it:
+
+        >>> named = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
+        >>> for module in (*reversed(named), model):
+        ...     fully_shard(module)
+    """
 
     config_class = InterdomainConfig
     config: InterdomainConfig
@@ -280,18 +289,16 @@ class InterdomainPreTrainedModel(PreTrainedModel):
 
     def _ask_for_losses(self, kwargs: dict[str, Any]) -> None:
         """In training, have the forward hand on what layers add to the loss."""
-        if not self.training:
-            return
-        for name, (kind, _) in _LAYER_LOSSES.items():
-            if any(isinstance(m, kind) for m in self.modules()):
+        for name, (kind, _) in _LAYER_LOSSES.items() if self.training else ():
+            kwargs[f"output_{name}"] = any(isinstance(module, kind) for module in self.modules())
+            if kwargs[f"output_{name}"]:
                 check_checkpointing(self.modules())
-                kwargs[f"output_{name}"] = True
 
-    def _layer_losses(self, outputs) -> dict[str, torch.Tensor | None]:
+    def _layer_losses(self, outputs, names=tuple(_LAYER_LOSSES)) -> dict[str, torch.Tensor | None]:
         """`layer_loss` and `aux_loss`."""
         layer_loss, totals = None, {}
-        for name, (_, coefficient) in _LAYER_LOSSES.items():
-            losses = getattr(outputs, name)
+        for name in names:
+            coefficient, losses = _LAYER_LOSSES[name][1], getattr(outputs, name)
             if not losses:
                 continue
             totals[name] = total = sum(x.to(losses[-1].device) for x in losses)
@@ -333,6 +340,33 @@ class InterdomainPreTrainedModel(PreTrainedModel):
         return masks
 
 
+def _training_layers(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a base model: what layers add to a loss is trained along where the caller, unlike our heads, does not ask.
+
+    Whoever asks for these losses (`output_auxiliary_losses`, `output_ranking_losses`) adds them.
+    """
+
+    @wraps(forward)
+    def run(self, *args, **kwargs):
+        if not (self.training and torch.is_grad_enabled()):
+            return forward(self, *args, **kwargs)
+        left_out = [name for name in _LAYER_LOSSES if f"output_{name}" not in kwargs]
+        if not left_out:
+            return forward(self, *args, **kwargs)
+        self._ask_for_losses(kwargs)
+        named = kwargs.pop("return_dict", self.config.return_dict)
+        outputs = forward(self, *args, **kwargs, return_dict=True)
+        before, found = outputs.last_hidden_state, self._layer_losses(outputs, left_out)["layer_loss"]
+        last = trained_along(before, found)
+        kept = {name: x for name, x in outputs.items() if name not in left_out} | {"last_hidden_state": last}
+        if outputs.hidden_states:
+            kept["hidden_states"] = tuple(last if x is before else x for x in outputs.hidden_states)
+        outputs = InterdomainModelOutput(**kept)
+        return outputs.to_tuple() if named is False else outputs
+
+    return run
+
+
 class InterdomainModel(InterdomainPreTrainedModel):
     """Token embeddings, decoder layers and the last norm."""
 
@@ -346,12 +380,20 @@ class InterdomainModel(InterdomainPreTrainedModel):
         )
         self.gradient_checkpointing = False
         self.fingerprints = PerVersion()
+        self._no_split_modules = [*self._no_split_modules, *sorted(self._kept_in_float32())]
         self.post_init()
+
+    def _kept_in_float32(self) -> set[str]:
+        """The classes of what stays so whatever the model's dtype: FSDP2 shards parameters of one dtype together."""
+        kept = tuple(self._keep_in_fp32_modules_strict or ())
+        found = [part for name, part in self.named_modules() if name.endswith(kept)]
+        return {type(part).__name__ for part in found if any(True for _ in part.parameters())}
 
     def train(self, mode: bool = True):
         self.fingerprints.forget()
         return super().train(mode)
 
+    @_training_layers
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -403,6 +445,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         check_positions(position_ids, *shape)
         cu_seqlens, piece = kwargs.get("cu_seq_lens_q"), None
         if sequence_group is not None:
+            check_sequence_losses(self)
             mixers = [layer.token_mixer for layer in layers]
             check_sequence_group(sequence_group, config, mixers, past_key_values, attention_mask, kwargs)
             arguments: Any = attention_mask, position_ids, cu_seqlens, past_key_values is None
@@ -530,8 +573,6 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
             >>> tokenizer = AutoTokenizer.from_pretrained("runs/quickstart")
             >>> ids = model.generate(**tokenizer("def main", return_tensors="pt"), max_new_tokens=20)
         """
-        if sequence_group is not None:
-            check_sequence_losses(self)
         check_labels(labels, input_ids, inputs_embeds, logits_to_keep)
         self._ask_for_losses(kwargs)
         outputs = self.model(
@@ -550,7 +591,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         if labels is not None:
             loss = self._loss(logits, labels, sequence_group, kwargs)
         added = self._layer_losses(outputs)
-        warn_if_left_out(logits, added["layer_loss"])
+        warn_if_left_out(outputs.last_hidden_state, added["layer_loss"])
         share = share_of_step(labels, kwargs.get("shift_labels"), kwargs.get("num_items_in_batch"))
         return InterdomainCausalLMOutput(
             loss=together(loss, added["layer_loss"], *share),
@@ -761,7 +802,10 @@ class PatchEmbedding(nn.Module):
                 f"{self.patch_size}; resize the images to a multiple of it."
             )
         patches = nn.functional.unfold(pixel_values, self.patch_size, stride=self.patch_size)
-        return self.proj(patches.mT.to(self.proj.weight.dtype))
+        weight: Any = self.proj.weight
+        if isinstance(weight, torch.Tensor) and weight.is_floating_point():  # quantized maps choose for themselves
+            patches = patches.to(weight.dtype)
+        return self.proj(patches.mT)
 
 
 class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
@@ -854,7 +898,7 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
         added = self._layer_losses(outputs)
-        warn_if_left_out(logits, added["layer_loss"])
+        warn_if_left_out(outputs.last_hidden_state, added["layer_loss"])
         return InterdomainClassifierOutput(
             loss=together(loss, added["layer_loss"]),
             **added,

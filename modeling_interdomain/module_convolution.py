@@ -15,10 +15,10 @@ TOKEN_BEFORE = (1.0, 0.1)
 
 
 class CausalConv1d(nn.Conv1d):
-    """Depthwise convolution over the last `kernel_size` tokens; an ordinary `nn.Conv1d` otherwise."""
+    """Depthwise convolution over the last `kernel_size` tokens; an ordinary `nn.Conv1d` otherwise.
 
-    def __init__(self, width: int, kernel_size: int, bias: bool = False):
-        super().__init__(width, width, kernel_size, groups=width, bias=bias)
+    Made as that one is, and it computes what that one does: adapters make others of its class, of any groups.
+    """
 
     @torch.no_grad()
     def start_parameters(self, config) -> None:
@@ -40,6 +40,8 @@ class CausalConv1d(nn.Conv1d):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[B, W, L + kernel_size - 1]` to `[B, W, L]`."""
+        if not self.groups == self.in_channels == self.out_channels:
+            return super().forward(x)
         # A few shifted products keep the memory layout of the tokens; the library's convolution would transpose it.
         length = x.shape[-1] - self.kernel_size[0] + 1
         if length > 1 and multiplies_narrow(x) and not torch.compiler.is_compiling():

@@ -22,6 +22,7 @@ from .op_common import Kept, narrowed
 from .op_common_launch import STEP_BACKENDS
 from .op_interdomain import interdomain_attention, take_step
 from .op_interdomain_few import FEW, TOGETHER, FewTables, few_tables, take_few
+from .op_interdomain_map import interdomain_attention_map
 from .op_interdomain_rates import log_decays
 from .op_interdomain_replay import replay_tables
 from .op_interdomain_step import StepTables, step_tables
@@ -38,7 +39,14 @@ class InterdomainRecurrence(Float32Module, TabledModule):
     """The power of C that the output has."""
 
     operators = Operators.of(
-        interdomain_attention, take_step, take_few, few_tables, log_decays, replay_tables, step_tables
+        interdomain_attention,
+        interdomain_attention_map,
+        take_step,
+        take_few,
+        few_tables,
+        log_decays,
+        replay_tables,
+        step_tables,
     )
 
     C: nn.Parameter | None
@@ -127,19 +135,27 @@ class InterdomainRecurrence(Float32Module, TabledModule):
         return log_decay, self.B.to(wide), None if self.C is None else self.C.to(wide)
 
     def forward(
-        self, *tokens: torch.Tensor, transition: bool = False, step: bool = False, few: bool = False, **arguments: Any
+        self,
+        *tokens: torch.Tensor,
+        transition: bool = False,
+        step: bool = False,
+        few: bool = False,
+        mapped: bool = False,
+        **arguments: Any,
     ):
         """The operator applied to the tokens, or with `transition=True` what `state_after` moves a state on with.
 
         `initial_state` may be a function of `log_decay` and `input_matrix`. With `step=True` it is one token, `[B, 1,
-        heads, ...]`, that moves `state` in place; with `few=True` a few, see `take_few`. All of it happens inside,
-        because for the length of this call alone sharded parameters are gathered, and those that PEFT targets
-        (`target_parameters`) are adapted.
+        heads, ...]`, that moves `state` in place; with `few=True` a few, see `take_few`; with `mapped=True` it is the
+        map of which token answered. All of it happens inside, because for the length of this call alone sharded
+        parameters are gathered, and those that PEFT targets (`target_parameters`) are adapted.
         """
         if step:
             return self._step(*tokens, **arguments)
         if few:
             return self.operators.take_few(*tokens, tables=self._step_tables, few=self._few_tables, **arguments)
+        if mapped:
+            return self._map(*tokens, **arguments)
         if transition:
             if not torch.compiler.is_compiling() and tokens[0].shape[1] > FEW:
                 self.forget_tables()  # as the operator will, but before a record has them
@@ -158,6 +174,14 @@ class InterdomainRecurrence(Float32Module, TabledModule):
             arguments["kept"] = self._prompt_tables
         arguments |= {"chunk_size": config.chunk_size, "backend": config.backend}
         return self.operators.interdomain_attention(*inputs, **arguments)
+
+    def _map(self, *tokens: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+        """`interdomain_attention_map` of query and key."""
+        query, key, _ = tokens
+        shape: Any = {"product": self.product, "normalize": self.normalize}
+        return self.operators.interdomain_attention_map(
+            query, key, *self.parameters_of_operator(), **shape, cu_seqlens=cu_seqlens
+        )
 
     def _step(self, *tokens: Any, state: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """`interdomain_step` of query, key and value."""
@@ -187,9 +211,11 @@ class InterdomainRecurrence(Float32Module, TabledModule):
     def _transition(self, kept: bool) -> tuple[torch.Tensor, ...]:
         """With the tables of a replay where they are kept, and calls are what it costs."""
         log_decay, input_matrix, _ = self.parameters_of_operator()
-        if not kept or log_decay.device.type != "cpu":
-            return log_decay, input_matrix
-        return log_decay, input_matrix, *self.operators.replay_tables(log_decay, input_matrix, TOGETHER)
+        input_matrix = input_matrix.clone()  # what shards this module frees its parameters after the call
+        tables = ()
+        if kept and log_decay.device.type == "cpu":
+            tables = self.operators.replay_tables(log_decay, input_matrix, TOGETHER)
+        return log_decay, input_matrix, *tables
 
     def _per_version(self, name: Any, compute: Any) -> Any:
         own = self._parameters

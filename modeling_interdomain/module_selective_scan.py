@@ -84,7 +84,8 @@ class SelectiveScanRecurrence(Float32Module, TabledModule):
 
     def _rates(self) -> tuple[torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(self.A_log.dtype, torch.float32)
-        return -self.A_log.to(wide).exp(), self.dt_bias.to(wide)
+        bias = self.dt_bias.to(wide).clone()  # what shards this module frees its parameters after the call
+        return -self.A_log.to(wide).exp(), bias
 
 
 def steps_of(dt: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

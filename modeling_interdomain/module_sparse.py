@@ -107,7 +107,7 @@ class SparseBranch(TabledModule):
         size = self.heads * self.dim
         self.q_proj = nn.Linear(config.hidden_size, size, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, size, bias=False)
-        self.q_conv, self.k_conv = CausalConv1d(size, self.kernel), CausalConv1d(size, self.kernel)
+        self.q_conv, self.k_conv = (CausalConv1d(size, size, self.kernel, groups=size, bias=False) for _ in range(2))
         self.gate = ChannelGate(config, outputs, width)
         self.hash = SparseHash(config, self.heads) if "lsh" in parts else None
         self.scorer = KeyScorer(config) if "key_selection" in parts else None

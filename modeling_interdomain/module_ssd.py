@@ -47,14 +47,24 @@ class SSDRecurrence(Float32Module):
             step = torch.empty_like(self.dt_bias).uniform_(low, high).exp()
             init.copy_(self.dt_bias, step + torch.log(-torch.expm1(-step)))  # softplus of it is the step
 
-    def forward(self, *tokens: torch.Tensor, transition: bool = False, step: bool = False, **arguments: Any):
+    def forward(
+        self,
+        *tokens: torch.Tensor,
+        transition: bool = False,
+        step: bool = False,
+        mapped: bool = False,
+        **arguments: Any,
+    ):
         """`ssd_attention` of C `[B, T, G, N]`, B `[B, T, G, N]`, x `[B, T, H, P]` and the raw dt `[B, T, H]`.
 
         With `transition=True` what `discretized` needs alone, of which `initial_state` may be a function. With
-        `step=True` it is one token that moves `state` in place. All of it happens inside, see `InterdomainRecurrence`.
+        `step=True` it is one token that moves `state` in place, with `mapped=True` the map of which token answered. All
+        of it happens inside, see `InterdomainRecurrence`.
         """
         if transition:
-            return self._transition()
+            return tuple(x.clone() for x in self._transition())  # parameters may be freed after the call
+        if mapped:
+            return self._map(*tokens, **arguments)
         query, key, value, dt = tokens
         moves = self._transition()
         inputs, log_decay = discretized(value, dt, *moves)
@@ -72,7 +82,7 @@ class SSDRecurrence(Float32Module):
         )
         return self._skipped(output, value), state
 
-    def attention_map(self, query, key, value, dt, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    def _map(self, query, key, value, dt, *, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
         """Which x made which output `[B, H, T, T]`: `dt` and `D`, which `ssd_attention_map` knows nothing of, too."""
         step, log_decay = discretized(torch.ones_like(value[..., :1]), dt, *self._transition())
         weights = self.operators.ssd_attention_map(query, key, log_decay, cu_seqlens=cu_seqlens)

@@ -101,7 +101,7 @@ def test_without_instructions_and_for_other_numbers_nothing_changes(monkeypatch)
 
 @pytest.mark.parametrize("how", ["plain", "autocast"])
 def test_the_convolution_rounds_once(how):
-    conv, x = CausalConv1d(24, 4, bias=True), torch.randn(2, 13, 24).bfloat16().requires_grad_()
+    conv, x = CausalConv1d(24, 24, 4, groups=24), torch.randn(2, 13, 24).bfloat16().requires_grad_()
     conv = conv.bfloat16() if how == "plain" else conv
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"):
         found = conv(F.pad(x, (0, 0, 3, 0)).mT)
@@ -120,7 +120,7 @@ def test_the_convolution_rounds_once(how):
 @torch.no_grad()
 @pytest.mark.parametrize("length", [3, 4, 50])
 def test_a_convolution_from_zeros_is_that_with_zeros_before(length):
-    conv, x = CausalConv1d(24, 4, bias=True).bfloat16(), torch.randn(2, length, 24).bfloat16()
+    conv, x = CausalConv1d(24, 24, 4, groups=24).bfloat16(), torch.randn(2, length, 24).bfloat16()
     given = x.clone()
     found = causal_conv(conv, x, None, 4)
     for y, expected in zip(found, causal_conv(conv, x, x.new_zeros(2, 24, 3), 4), strict=True):

@@ -9,6 +9,7 @@ from accelerate import cpu_offload
 from transformers.cache_utils import StaticLayer
 
 from modeling_interdomain import InterdomainCache, InterdomainStaticCache
+from modeling_interdomain.cache_fingerprint import model_fingerprint
 
 
 @pytest.fixture
@@ -615,3 +616,55 @@ def test_layers_refuse_keys_and_values(recurrent_model):
     index = recurrent_model.config.layer_types.index("linear_attention")
     with pytest.raises(ValueError, match="recurrent state"):
         cache.update(torch.zeros(1, 4, 1, 8), torch.zeros(1, 4, 1, 8), index)
+
+
+# Quantized projections.
+
+
+class WeightOnly(torch.nn.Module):
+    """A linear map as quantizers make them: whole numbers and a scale in buffers, and no `weight`."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.register_buffer("scale", linear.weight.detach().abs().amax(1, keepdim=True) / 127)
+        self.register_buffer("numbers", (linear.weight.detach() / self.scale).round().to(torch.int8))
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.numbers * self.scale, self.bias)
+
+
+def test_weights_in_buffers(each_mixer, random_ids, make_cache, advance, tmp_path, assert_same):
+    """Whole is pieces is a saved state; a cache of other rows is refused as ever."""
+    model, ids = each_mixer, random_ids(2, 9)
+    for parent in list(model.model.modules()):
+        for name, part in list(parent.named_children()):
+            if type(part) is torch.nn.Linear:
+                setattr(parent, name, WeightOnly(part))
+    cache = make_cache(model.config)
+    parts = [advance(model, cache, part) for part in ids.split([5, 1, 3], dim=1)]
+    assert_same(torch.cat(parts, dim=1), model(ids, use_cache=False).logits)
+    with pytest.raises(ValueError, match="belongs to another model or batch"):
+        model(random_ids(3, 1), past_key_values=cache)
+    if isinstance(cache, InterdomainCache):
+        cache.save(tmp_path / "state.safetensors", model)
+        again = InterdomainCache.load(tmp_path / "state.safetensors", model)
+        assert advance(model, again, ids[:, :2]).equal(advance(model, cache, ids[:, :2]))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_packed_weights(each_mixer, random_ids, make_cache, advance):
+    """PyTorch's dynamic quantization, of which `weight` is a method; two such models have each their own states."""
+    quantize = pytest.importorskip("torch.ao.quantization", reason="this PyTorch quantizes no more").quantize_dynamic
+    models, ids = [], random_ids(2, 9)
+    for factor in (1, 1.1):
+        for part in each_mixer.float().modules():
+            if isinstance(part, torch.nn.Linear):
+                part.weight.data *= factor
+        models.append(quantize(each_mixer, {torch.nn.Linear}, dtype=torch.qint8))
+    model, cache = models[0], make_cache(each_mixer.config)
+    whole = model(ids, use_cache=False).logits
+    assert (advance(model, cache, ids) - whole).std() < 0.05 * whole.std()  # rounded inputs may jump
+    assert advance(model, cache, ids[:, :1]).isfinite().all()
+    assert model.generate(ids, max_new_tokens=3).shape == (2, 12)
+    assert len({model_fingerprint(model) for model in models}) == 2
