@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, StaticLayer
 
-from .cache_interdomain import kind_of, look_into
+from .cache_interdomain import check_unbroken, kind_of, look_into
 from .mixer_common import TokenMixer
 from .module_common import AuxiliaryLoss, home_of
 from .module_dynamic_mask import check_position_table, zero_if_in_table
@@ -148,6 +148,7 @@ def check_cache(cache: Cache | None, config, mixers: list[TokenMixer], batch: in
         )
     if config.bidirectional:
         raise ValueError("A bidirectional model reads a whole sequence at once: leave past_key_values out.")
+    check_unbroken(cache)
     check_cache_layers(cache, config)
     for i, (layer, mixer) in enumerate(zip(cache.layers, mixers)):
         home = home_of(mixer.o_proj)
@@ -163,6 +164,10 @@ def check_cache(cache: Cache | None, config, mixers: list[TokenMixer], batch: in
             if config.dynamic_mask == "value" and config.layer_types[i] == "full_attention" and plain:
                 hint = ' (dynamic_mask = "value" keeps a bias with each key, which prefix tuning does not make: use '
                 hint += "prompt tuning)"
+            rows = found.shapes[0][0]
+            alike = [[batch, *shape[1:]] for shape in found.shapes] == expected and batch % rows == 0
+            if alike and all(hasattr(layer, "batch_repeat_interleave") for layer in cache.layers):
+                hint = f"; for several sequences or beams a prompt call batch_repeat_interleave({batch // rows}) on it"
             raise ValueError(
                 f"past_key_values holds tensors of shape {found.shapes} in layer {i}, but this model and batch need "
                 f"{expected}; it belongs to another model or batch{hint}."

@@ -13,7 +13,7 @@ from transformers import LogitsProcessorList
 
 from .cache_interdomain import InterdomainCache
 from .cache_slots import Slots
-from .cache_store import begin_reading, on_cpu, store_of
+from .cache_store import begin_reading, on_cpu, put_after, store_of
 from .module_rotary import LENGTH_DEPENDENT
 
 # What ends or changes a text, or says more of it, in `generate` alone.
@@ -39,7 +39,7 @@ class Request:
         self.written: list[int] = []
         self.error: str | None = None
         self.cancelled = False
-        self.keep: Callable[[list[int], dict[str, torch.Tensor]], None] | None = None  # a state, in the prompt store
+        self.keep: Callable[[list], None] | None = None  # states, in the prompt store, see `put_after`
 
     def prepare(self, model, called: str, unset: dict[str, bool]) -> None:
         """Before it is read; a prompt that cannot be, or is longer than its text may be, is an error.
@@ -140,7 +140,7 @@ class Batch:
         for row, request in enumerate(self.active):
             request.choose(logits[row : row + 1])
             if request.finished and request.keep is not None:
-                request.keep([*request.prompt, *request.written[:-1]], on_cpu(self.slots.take(row)))
+                request.keep([([*request.prompt, *request.written[:-1]], on_cpu(self.slots.take(row)))])
             self.tell(request)
 
     def _read(self, request: Request) -> InterdomainCache:
@@ -158,7 +158,7 @@ class Batch:
         request.choose(read(int(cache.get_seq_length()), length))
         if reading is not None:
             reading.finish(request.ids[:, :length])
-            request.keep = partial(reading.store.put, reading.fingerprint)
+            request.keep = partial(put_after, self.model, reading.found)
         return cache
 
 

@@ -232,9 +232,13 @@ class RecurrentMixer(TokenMixer):
             output_attentions: make the map, where no tokens came before these.
         """
         layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        transition = None
         if layer is not None:
             layer.thaw()
             self._begin_again(layer)
+            if layer.record_past:
+                transition = self.recurrence(hidden_states, transition=True)
+                layer.settle_unless(transition)
         projected = [project(getattr(self, f"{name}_proj"), hidden_states) for name in self.stream_names]
         if packing is not None:  # not before: adapters that differ by row must find the rows of the batch
             projected = [packing.pack(x) for x in projected]
@@ -251,8 +255,8 @@ class RecurrentMixer(TokenMixer):
         companion = None
         if self.sparse is not None:
             companion = self._companion(hidden_states, tokens, layer, windows, packing)
-        if layer is not None and layer.record_past:
-            self._record(layer, projected, tokens, attention_mask, packing, hidden_states, companion)
+        if transition is not None:
+            self._record(layer, transition, projected, tokens, attention_mask, packing, hidden_states, companion)
         weights = None
         plain = self.sparse is None and self.first_state is None
         if kwargs.get("output_attentions") and plain and not _has_past(layer):
@@ -380,6 +384,7 @@ class RecurrentMixer(TokenMixer):
         if mask is not None:
             keep = mask[:, None, None]
             windows = [torch.where(keep, w, old) for w, old in zip(windows, layer.windows, strict=True)]
+        layer.torn = True  # until all is written
         # What a forward with gradients has written is not overwritten in place.
         states = {name: x.detach().clone() if x.requires_grad else x for name, x in layer.states.items()}
         count = tokens[0].shape[1]
@@ -407,7 +412,7 @@ class RecurrentMixer(TokenMixer):
         return torch.stack([self.recurrence(*one, step=True, state=state) for one in each], dim=1)
 
     def _record(
-        self, layer, projected, tokens, attention_mask, packing: Packing | None, hidden_states, companion=None
+        self, layer, transition, projected, tokens, attention_mask, packing, hidden_states, companion=None
     ) -> None:
         """Let a recording cache keep what this forward puts in, at its place in the batch."""
         convolved = self._convolved(projected)
@@ -419,7 +424,6 @@ class RecurrentMixer(TokenMixer):
             kept, mask = [packing.unpack(x) for x in kept], packing.mask
         if mask is None:
             mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
-        transition = self.recurrence(hidden_states, transition=True)
         first = None if self.first_state is None else {"state": self._first_states(tokens, None)}
         replayed = partial(type(self).replay, self.operators, getattr(self.sparse, "operators", None))
         layer.record((*kept, mask.bool()), transition, replayed, first)

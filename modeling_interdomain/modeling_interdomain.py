@@ -29,7 +29,14 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .cache_interdomain import InterdomainCache, InterdomainStaticCache, begins_text, note_reader, ready_to_step
+from .cache_interdomain import (
+    InterdomainCache,
+    InterdomainStaticCache,
+    begins_text,
+    note_reader,
+    note_reading,
+    ready_to_step,
+)
 from .cache_spans import cut_cache, join_caches
 from .cache_state_tuning import add_learned_state, load_learned_state, save_learned_state
 from .cache_store import StateStore, prompt_reading
@@ -481,6 +488,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
             kwargs.setdefault("output_attentions", True)
         rotations = {int(dim): rotary(inputs_embeds, position_ids) for dim, rotary in self.rotary_embs.items()}
         hidden_states = inputs_embeds
+        note_reading(past_key_values, int(seen) if _is_at_hand(seen) else -1)
         for layer in layers:
             hidden_states = layer(
                 hidden_states,
@@ -494,6 +502,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         last = self.norm(hidden_states)
         if config.residual_in_fp32:
             last = last.to(inputs_embeds.dtype)
+        note_reading(past_key_values, None)
         return InterdomainModelOutput(last, past_key_values if use_cache else None)
 
     def _masks(self, config, attention_mask, inputs_embeds, past_key_values, cu_seqlens) -> dict[str, Any]:

@@ -49,9 +49,10 @@ class SelectiveScanRecurrence(Float32Module, TabledModule):
         """
         if not (step or torch.compiler.is_compiling()) and tokens[0].shape[1] > 1:
             self.forget_tables()
-        rate, bias = self._transition()
+        moves = self._transition()
         if transition:
-            return rate, bias
+            return moves
+        rate, bias = moves
         query, key, value, dt = tokens
         steps = steps_of(dt, bias)
         if step:

@@ -407,7 +407,7 @@ def test_rollback(windowed, removed, random_ids, advance, assert_same):
 
 
 def test_rollback_needs_a_record_once_keys_have_left(make_model, random_ids, advance, contents, assert_same):
-    model, ids = make_model(**ARRANGEMENTS["softmax"], max_rollback=3), random_ids(1, 12)
+    model, ids = make_model(**ARRANGEMENTS["softmax"], max_rollback=3), random_ids(1, 16)
     cache = InterdomainCache(model.config)
     advance(model, cache, ids[:, :4])
     cache.crop(-2)  # nothing has left yet
@@ -419,12 +419,13 @@ def test_rollback_needs_a_record_once_keys_have_left(make_model, random_ids, adv
         cache.crop(1)
     torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
     cache.activate_past_recording()
-    for t in range(9, 12):
+    for t in range(9, 16):
         advance(model, cache, ids[:, t : t + 1])
-    with pytest.raises(ValueError, match="the last 3 tokens, got 4: .* or raise max_rollback in the configuration"):
-        cache.crop(-4)
+    with pytest.raises(ValueError, match="the last 6 tokens, got 7: .* or raise max_rollback in the configuration"):
+        cache.crop(-7)
     cache.crop(-3)
-    assert_same(advance(model, cache, ids[:, 9:]), advance(model, None, ids)[:, 9:])
+    cache.crop(-3)
+    assert_same(advance(model, cache, ids[:, 10:]), advance(model, None, ids)[:, 10:])
     static = InterdomainStaticCache(model.config, max_cache_len=16)
     advance(model, static, ids)
     with pytest.raises(ValueError, match="static cache of keys and values cannot take tokens back"):
@@ -460,7 +461,7 @@ def test_a_recording_cache_does_not_grow_either(make_model, random_ids, advance)
     advance(model, cache, random_ids(1, 20))
     for seed in range(5):
         advance(model, cache, random_ids(1, 1, seed=seed))
-        assert cache.layers[0].keys.shape[2] == 4 + 3
+        assert cache.layers[0].keys.shape[2] == 4 + 2 * 3
 
 
 def test_static_addresses_stay_and_reset_forgets(make_model, random_ids, advance, assert_same):

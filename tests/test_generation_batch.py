@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from modeling_interdomain import StateStore
-from modeling_interdomain.cache_fingerprint import model_fingerprint
+from modeling_interdomain.cache_store import store_of
 from modeling_interdomain.mixer_softmax import SoftmaxMixer
 
 PROMPTS = (7, 3, 12, 5, 1, 9, 4)
@@ -192,7 +192,7 @@ def test_a_conversation_costs_what_is_new(stored, random_ids):
         # Of an answer the last token has not been read, and of a prompt one is read again where all is known.
         prompts = [prompt + answer + more for prompt, answer, more in zip(prompts, answers, new, strict=True)]
         store = stored.prompt_store
-        known = [store.longest(*key)[0] for key in ((model_fingerprint(stored), prompt) for prompt in prompts)]
+        known = [store.longest(*key)[0] for key in ((store_of(stored)[1], prompt) for prompt in prompts)]
         assert known == [len(prompt) - 3 for prompt in prompts]
     (_, read) = read_by(stored, lambda: written(stored, prompts))
     assert read == 3 * len(prompts)
