@@ -88,8 +88,8 @@ def model_fingerprint(model: nn.Module) -> str:
 def reading_fingerprint(model: nn.Module) -> str:
     """A hash of all that is known to make the state of tokens that a model reads here and now.
 
-    That is `model_fingerprint`, the classes of the modules and which of them train, autocast, the precision of products
-    and the attention implementation.
+    That is `model_fingerprint`, the classes of the modules, which of them train and from which kernel they take their
+    operators, autocast, the precision of products and the attention implementation.
 
     Raises:
         ValueError: when there is a hook or a replaced `forward`, of which nobody knows what it does, and as
@@ -103,12 +103,18 @@ def reading_fingerprint(model: nn.Module) -> str:
         raise ValueError(f"{where} a hook or a replaced forward, which may make other states than the model's own.")
     devices = sorted({"cpu", *(x.device.type for x in decoder.parameters())})
     around = [
-        {name: (_kind(module), module.training) for name, module in modules.items()},
+        {name: (_kind(module), module.training, _operators_of(module)) for name, module in modules.items()},
         [(device, str(torch.get_autocast_dtype(device))) for device in devices if torch.is_autocast_enabled(device)],
         torch.get_float32_matmul_precision(),
         decoder.config._attn_implementation,
     ]
     return _sha256(json.dumps([model_fingerprint(model), around], sort_keys=True).encode())
+
+
+def _operators_of(module: nn.Module) -> list[str]:
+    """Where the operators are defined that `use_kernel` has given to a module; none where it calls the package's."""
+    own = vars(module).get("operators")
+    return [] if own is None else sorted({operator.__module__ for operator in vars(own).values()})
 
 
 def _is_altered(module: nn.Module) -> bool:

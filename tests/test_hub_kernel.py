@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from examples import publish_kernel
-from modeling_interdomain import InterdomainCache, InterdomainForCausalLM, module_operators, op_common
+from modeling_interdomain import (
+    InterdomainCache,
+    InterdomainForCausalLM,
+    cache_fingerprint,
+    module_operators,
+    op_common,
+)
 from modeling_interdomain.op_interdomain import append_one
 from tests.conftest import PAIRS
 
@@ -239,6 +245,15 @@ def test_a_model_is_the_same_with_the_operators_of_a_kernel(each_mixer, folder, 
     own = {PACKAGE / place for place in places_of(kernel)}
     beside = {(path, name) for path, names in called.items() if path in own for name in names}
     assert not {each for each in beside if not HELPERS & set(each)}
+
+
+def test_a_store_tells_kernels_apart(make_model, folder, rewritten):
+    """A kernel of other code may round otherwise: what it has read is not served to another."""
+    model, keys = make_model(), []
+    for name in (None, folder, rewritten("VERSION", "VERSION"), None):
+        model.use_kernel(name)
+        keys.append(cache_fingerprint.reading_fingerprint(model))
+    assert keys[0] == keys[3] and len(set(keys)) == 3
 
 
 def test_it_comes_and_goes(make_model, folder, kernel):
