@@ -10,12 +10,12 @@ from .module_common import TabledModule, is_untouched, own_backend, residual_pro
 from .op_common import without_autocast
 from .op_experts import (
     EXPERT_BACKENDS,
-    choose_experts,
+    best_experts,
     factor_pair,
     find_experts,
     keys_of_inputs,
-    read_experts,
-    sum_experts,
+    read_rows,
+    sum_rows,
 )
 
 
@@ -105,9 +105,9 @@ class CrossDomainMoE(TabledModule):
         scores, ids = self._find(x)
         ids = self.chosen(ids).flatten(-2)
         backend = own_backend(self.config, EXPERT_BACKENDS)
-        products = read_experts(x, self.expert_down, ids, backend).view(scores.shape)
+        products = read_rows(x, self.expert_down, ids, backend).view(scores.shape)
         weights = self._weigh(products, scores).to(products.dtype)
-        return sum_experts(weights.flatten(-2), self.expert_up, ids, backend)
+        return sum_rows(weights.flatten(-2), self.expert_up, ids, backend)
 
     def _find(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores, in at least float32, and ids, `[B, T, h, k]`."""
@@ -115,7 +115,7 @@ class CrossDomainMoE(TabledModule):
         met = self._keys_of(x)
         if met is not None:
             scores = F.linear(x, met.flatten(0, 1)).unflatten(-1, met.shape[:2])
-            return choose_experts(scores[..., : self.rows], scores[..., self.rows :], self.count)
+            return best_experts(scores[..., : self.rows], scores[..., self.rows :], self.count)
         wide = torch.promote_types(keys.dtype, torch.float32)
         query = self.query_proj(x.to(keys.dtype)).view(*x.shape[:2], 2, self.heads, -1)
         return find_experts(query.to(wide), keys.to(wide), self.rows, self.count)

@@ -17,7 +17,7 @@ from .module_sparse_parts import PARTS, Budget, budgets, kept_shapes
 from .op_common import Packing, without_autocast
 from .op_common_launch import STEP_BACKENDS
 from .op_sparse import sparse_attention
-from .op_sparse_step import sparse_step
+from .op_sparse_step import take_sparse_step
 from .op_sparse_stream import Bins, Ring, SparseMemory, memory_of
 
 
@@ -288,7 +288,7 @@ class SparseBranch(TabledModule):
         if inputs.sums is not None:
             kept = states["sparse_sums"]
             kept.copy_(inputs.sums if mask is None else inputs.sums.where(mask[:, None, None, None], kept))
-        output = sparse_step(
+        output = take_sparse_step(
             inputs.query,
             inputs.key,
             inputs.value,

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from .op_common import without_autocast
+from .op_common import finite, without_autocast
 from .op_common_chunks import Segment, chunks_of
 from .op_common_launch import namespace
 from .op_common_states import Workspace
@@ -31,8 +31,6 @@ _SEGMENT_FLOATS = {"cpu": 1 << 22, "other": 1 << 24}
 # Weights below are zero. What is multiplied with them would come near the smallest numbers that a dtype holds, with
 # which a CPU computes a hundred times as slowly; beside the weight 1 of a token's own input none of it would show.
 _NOTHING = {torch.float32: 1e-30, torch.float64: 1e-290}
-# exp of it is zero, and so is exp of less, which would only take digits from the sums.
-_GONE = -1000.0
 
 
 def chunk_ssd(
@@ -88,7 +86,7 @@ class _Problem:
         self.chunks = chunks_of((batch, length), cu_seqlens, lengths, chunk_size, tokens, query.device)
         self.size = self.chunks.size
         self.query, self.key, self.value = query, key, value
-        self.log_decay = log_decay.double().clamp(min=_GONE)[..., None]
+        self.log_decay = finite(log_decay)[..., None]
         self.workspace = Workspace()
         self.documents = None if initial is None else initial.shape[0]
         self.initial = None if initial is None else self.by_rank(initial)

@@ -67,7 +67,7 @@ def _running_sums(log_decay, start, length, heads, C: tl.constexpr):
     """s `[C]` and s_end of a head, in float64."""
     rows = tl.arange(0, C)
     each = tl.load(log_decay + (start + rows).to(tl.int64) * heads, mask=rows < length, other=0.0)
-    each = tl.maximum(each, -1000.0).to(tl.float64)  # exp of it is zero, and so is exp of less
+    each = tl.where(each < -1000.0, -1000.0, each).to(tl.float64)  # exp of it is zero, and so is exp of less
     return tl.cumsum(each, 0), tl.sum(each, 0)
 
 

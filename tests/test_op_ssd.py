@@ -9,6 +9,8 @@ from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 
 from modeling_interdomain import op_ssd, op_ssd_chunk
 from modeling_interdomain.op_ssd import ssd_attention, ssd_state_after, ssd_step
+from modeling_interdomain.op_ssd_map import ssd_attention_map
+from modeling_interdomain.op_ssd_recurrent import export_ssd
 
 NAMES = ("query", "key", "value", "log_decay", "initial_state")
 SHAPES = {
@@ -19,6 +21,7 @@ SHAPES = {
     "one_group": (3, 130, 4, 1, 4, 5),
 }
 DECAYS = {"none": 0.0, "hardly_any": 1e-9, "usual": 0.3, "nearly_gone": 40.0, "gone_at_once": 1e4, "mixed": None}
+DECAYS["never_there"] = float("inf")
 
 
 def arguments(shape, decay="usual", dtype=torch.float64, rows=None, seed=0):
@@ -261,12 +264,9 @@ def test_an_exported_graph_serves_every_batch_and_length():
 def test_bad_arguments_are_named():
     leaves = {name: x.detach() for name, x in arguments((1, 9, 4, 2, 3, 5)).items()}
     for changes, message in (
-        ({"key": leaves["key"][..., :4]}, r"key must have the shape of query, \[1, 9, 2, 5\], got \[1, 9, 2, 4\]"),
-        ({"value": leaves["value"][:, :, :3]}, "key has G = 2 groups, which must divide the H = 3 heads of value"),
-        (
-            {"log_decay": leaves["log_decay"][..., :2]},
-            r"log_decay must have a number a head of value, \[1, 9, 4\], got \[1, 9, 2\]",
-        ),
+        ({"key": leaves["key"][..., :4]}, r"key must have shape \[B, T, G, N\] = \[1, 9, 2, 5\], got \[1, 9, 2, 4\]"),
+        ({n: leaves[n][:, :, :3] for n in ("value", "log_decay")}, "key has G = 2 groups, which must divide the H = 3"),
+        ({"log_decay": leaves["log_decay"][..., :2]}, r"log_decay must have shape \[B, T, H\] = \[1, 9, 4\], got \["),
         ({"initial_state": leaves["initial_state"][:, :, :2]}, r"initial_state must have shape \[rows, H, P, N\]"),
         ({name: x[:0] for name, x in leaves.items()}, "query must hold at least one row, got B = 0"),
         ({"cu_seqlens": torch.tensor([0, 8])}, "cu_seqlens must run from 0 to T = 9, got 0 to 8"),
@@ -284,3 +284,21 @@ def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match=r"value must have shape \[B, H, P\], got \[1, 9, 4, 3\]"):
         ssd_step(*tokens[:2], leaves["value"], tokens[3], state=state)
     assert torch.equal(state, kept)
+
+
+def test_a_token_that_forgets_all():
+    """A log decay of minus infinity here and there, wherever decays are summed."""
+    leaves = {name: x.detach() for name, x in arguments((2, 30, 4, 2, 3, 5)).items()}
+    leaves["log_decay"][:, ::4] = -torch.inf
+    expected, final = ssd_attention(**leaves, output_final_state=True, backend="recurrent")
+    for found in (
+        ssd_attention(**leaves, output_final_state=True, chunk_size=8),
+        export_ssd(*leaves.values(), None, None, 8),
+    ):
+        torch.testing.assert_close(found, (expected, final))
+    state, (query, key, value, log_decay) = leaves.pop("initial_state"), leaves.values()
+    after = ssd_state_after(state, key, value, log_decay, torch.ones(2, 30, dtype=torch.bool))
+    torch.testing.assert_close(after, final)
+    weights = ssd_attention_map(query, key, log_decay)
+    expected, _ = ssd_attention(**leaves, backend="recurrent")
+    torch.testing.assert_close(torch.einsum("bhtj,bjhp->bthp", weights, value), expected)
