@@ -11,12 +11,12 @@ from .module_operators import Operators
 from .op_common import without_autocast
 from .op_experts import (
     EXPERT_BACKENDS,
-    choose_experts,
+    best_experts,
     factor_pair,
     find_experts,
     keys_of_inputs,
-    read_experts,
-    sum_experts,
+    read_rows,
+    sum_rows,
 )
 
 
@@ -42,7 +42,7 @@ class CrossDomainMoE(TabledModule):
         expert_down, expert_up: `[num_experts, hidden_size]`, what an expert reads and what it writes.
     """
 
-    operators = Operators.of(read_experts, sum_experts, find_experts, choose_experts, keys_of_inputs)
+    operators = Operators.of(read_rows, sum_rows, find_experts, best_experts, keys_of_inputs)
 
     def __init__(self, config, layer_idx: int):
         super().__init__()
@@ -108,9 +108,9 @@ class CrossDomainMoE(TabledModule):
         scores, ids = self._find(x)
         ids = self.chosen(ids).flatten(-2)
         backend = own_backend(self.config, EXPERT_BACKENDS)
-        products = self.operators.read_experts(x, self.expert_down, ids, backend).view(scores.shape)
+        products = self.operators.read_rows(x, self.expert_down, ids, backend).view(scores.shape)
         weights = self._weigh(products, scores).to(products.dtype)
-        return self.operators.sum_experts(weights.flatten(-2), self.expert_up, ids, backend)
+        return self.operators.sum_rows(weights.flatten(-2), self.expert_up, ids, backend)
 
     def _find(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores, in at least float32, and ids, `[B, T, h, k]`."""
@@ -118,7 +118,7 @@ class CrossDomainMoE(TabledModule):
         met = self._keys_of(x)
         if met is not None:
             scores = F.linear(x, met.flatten(0, 1)).unflatten(-1, met.shape[:2])
-            return self.operators.choose_experts(scores[..., : self.rows], scores[..., self.rows :], self.count)
+            return self.operators.best_experts(scores[..., : self.rows], scores[..., self.rows :], self.count)
         wide = torch.promote_types(keys.dtype, torch.float32)
         query = self.query_proj(x.to(keys.dtype)).view(*x.shape[:2], 2, self.heads, -1)
         return self.operators.find_experts(query.to(wide), keys.to(wide), self.rows, self.count)

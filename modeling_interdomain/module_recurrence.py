@@ -18,7 +18,7 @@ from .module_start import (
     posterior_diagonal,
     real_gramian,
 )
-from .op_common import Kept, narrowed
+from .op_common import Kept, as_complex, narrowed
 from .op_common_launch import STEP_BACKENDS
 from .op_interdomain import interdomain_attention, take_step
 from .op_interdomain_few import FEW, TOGETHER, FewTables, few_tables, take_few
@@ -98,7 +98,7 @@ class InterdomainRecurrence(Float32Module, TabledModule):
             found = posterior(gramian(*self._transition_and_beta()), config.coefficient_init_noise)
             init.copy_(C, torch.view_as_real(found.resolve_conj()))
         if config.output_init_rms is not None:
-            coefficients = torch.view_as_complex(C.double())
+            coefficients = as_complex(C.double())
             rms = self._output_rms(config, coefficients if full else torch.diag_embed(coefficients))
             scale = (config.output_init_rms / rms) ** (1 / self.degree)
             C.mul_(scale.to(C.dtype).view(-1, *[1] * (C.ndim - 1)))
@@ -113,7 +113,7 @@ class InterdomainRecurrence(Float32Module, TabledModule):
         return rate, torch.exp(self.log_dt.double().exp()[:, None] * rate)
 
     def _transition_and_beta(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._rates()[1], torch.view_as_complex(self.B.double())
+        return self._rates()[1], as_complex(self.B.double())
 
     def _initial_input_matrix(self) -> torch.Tensor:
         rate, decay = self._rates()

@@ -18,7 +18,7 @@ from .module_sparse_parts import PARTS, Budget, budgets, kept_shapes
 from .op_common import Packing, without_autocast
 from .op_common_launch import STEP_BACKENDS
 from .op_sparse import sparse_attention
-from .op_sparse_step import sparse_step
+from .op_sparse_step import take_sparse_step
 from .op_sparse_stream import Bins, Ring, SparseMemory, memory_of
 
 
@@ -84,7 +84,7 @@ class SparseBranch(TabledModule):
     paper; `hash` and `scorer`, where a part needs them.
     """
 
-    operators = Operators.of(sparse_attention, sparse_step, memory_of)
+    operators = Operators.of(sparse_attention, take_sparse_step, memory_of)
 
     def __init__(
         self, config, name: str, groups: int, width: int, outputs: int | None = None, *, reads_first: bool = False
@@ -291,7 +291,7 @@ class SparseBranch(TabledModule):
         if inputs.sums is not None:
             kept = states["sparse_sums"]
             kept.copy_(inputs.sums if mask is None else inputs.sums.where(mask[:, None, None, None], kept))
-        output = self.operators.sparse_step(
+        output = self.operators.take_sparse_step(
             inputs.query,
             inputs.key,
             inputs.value,

@@ -23,6 +23,7 @@ TOKENS = ("query", "key", "value")
 ENDS, LENGTHS = torch.tensor([0, 30, 31, 31, 100]), torch.tensor([100, 3, 50])
 CASES = {
     "one chunk": (SHAPES["odd_length"], "bilinear", "full", {}),
+    "one mode": (SHAPES["one_mode"], "bilinear", "full", {"chunk_size": 8}),
     "shared keys": (SHAPES["one_group"], "hermitian", "diagonal", {}),
     "several segments": ((2, 300, 4, 2, 16, 12, 16), "bilinear", "full", {"chunk_size": 16}),
     "no mixing": (SHAPES["odd_sizes"], "real", "identity", {}),

@@ -714,3 +714,22 @@ def test_maps_of_packed_rows_stay_in_their_documents(make_model, random_ids):
                 alone = model(ids[row : row + 1, start:end], output_attentions=True).attentions[0]
                 torch.testing.assert_close(found[row, :, start:end, start:end], alone[0], rtol=1e-9, atol=1e-12)
                 assert not found[row, :, start:end, :start].any()
+
+
+def test_parameters_in_one_flat_buffer(any_model, random_ids, assert_same):
+    """At odd offsets, as optimizers and shards lay them out: where pairs of numbers are no complex ones in place."""
+    ids, parameters = random_ids(2, 9), list(any_model.parameters())
+
+    def everything():
+        output = any_model(ids, labels=ids, output_attentions=True)
+        found = torch.autograd.grad(output.loss, parameters, allow_unused=True)
+        return [x for x in (output.logits, *found, *(output.attentions or ())) if x is not None]
+
+    expected = everything()
+    sizes = [p.numel() + p.numel() % 2 for p in parameters]
+    buffer = parameters[0].new_empty(1 + sum(sizes))[1:]
+    for p, room in zip(parameters, buffer.split(sizes), strict=True):
+        p.data = room[: p.numel()].view(p.shape).copy_(p.data)
+    assert {p.storage_offset() % 2 for p in parameters} == {1}
+    for found, wanted in zip(everything(), expected, strict=True):
+        assert_same(found, wanted)
