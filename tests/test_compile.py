@@ -157,7 +157,7 @@ TRAININGS = [run for run in RUNS if run.startswith("training")]
 WRONG_ONCE = [("interdomain", 2, 1, "training"), ("s4d of two inputs", 1, 1, "training masked")]
 # Each layer meets the heads and the ways of training in turn; all with all are exhaustive.
 IN_TURN = [(name, *HEADS[i % 6], TRAININGS[i % 4]) for i, name in enumerate(LAYERS)]
-IN_TURN += [("interdomain", *heads, TRAININGS[i % 4]) for i, heads in enumerate(HEADS)]
+IN_TURN += [("interdomain", *heads, TRAININGS[i % 4]) for i, heads in enumerate(HEADS[1:], start=1)]
 ALL = [(name, *heads, TRAININGS[(i + j) % 4]) for i, name in enumerate(LAYERS) for j, heads in enumerate(HEADS)]
 LESS = [*WRONG_ONCE, *IN_TURN]
 
@@ -187,10 +187,11 @@ def test_gradients_of_vectorised_code(layer, heads, groups, run, make_model, ran
     ids = random_ids(2, 19)
     torch._dynamo.reset()
     try:
-        torch.manual_seed(0)  # some layers draw in training
+        torch.manual_seed(0)  # some layers draw in training: as eager PyTorch does, where Inductor is told to
         expected = function(model, kind, ids)
         torch.manual_seed(0)
-        found = function(torch.compile(model, fullgraph=True), kind, ids)
+        compiled = torch.compile(model, fullgraph=True, options={"fallback_random": True})
+        found = function(compiled, kind, ids)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     finally:
         torch._dynamo.reset()
