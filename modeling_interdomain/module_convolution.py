@@ -49,11 +49,14 @@ class CausalConv1d(nn.Conv1d):
         if length == 1:
             y = (x * self.weight[:, 0]).sum(-1, keepdim=True)
             return y if self.bias is None else y + self.bias[:, None]
-        taps = self.weight[:, 0].split(1, dim=-1)
-        y = x[..., :length] * taps[0]
-        for shift, tap in enumerate(taps[1:], start=1):
-            y = torch.addcmul(y, x[..., shift : shift + length], tap)
-        return y if self.bias is None else y + self.bias[:, None]
+        # Token by token: Inductor, which lays out what it keeps as it is written, would otherwise vectorise a loop over
+        # tokens around a buffer for one of them (PyTorch 2.13 on a CPU, its issue 185702), and gradients were wrong.
+        tokens = x.mT
+        first, *later = self.weight[:, 0].unbind(-1)
+        y = tokens[..., :length, :] * first
+        for shift, tap in enumerate(later, start=1):
+            y = torch.addcmul(y, tokens[..., shift : shift + length, :], tap)
+        return (y if self.bias is None else y + self.bias).mT
 
     def _as_image(self, x: torch.Tensor, padding: int = 0) -> torch.Tensor:
         """In two dimensions the library's convolution reads tokens as they lie."""
