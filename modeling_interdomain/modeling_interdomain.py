@@ -398,8 +398,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
                 learned state, which is no token.
 
         Raises:
-            ValueError, TypeError: when the inputs do not fit the model or each other, or a keyword would have no effect,
-                before the cache is touched. Ids outside of the vocabulary are looked for on a CPU alone.
+            ValueError, TypeError: before the cache is touched, when the inputs do not fit the model or each other, or a
+                keyword would have no effect; of ids outside of the vocabulary, on a CPU alone.
         """
         check_tokens(input_ids, inputs_embeds, self.config.hidden_size)
         if inputs_embeds is None:
@@ -552,7 +552,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         shifted = kwargs.get("shift_labels")
         check_labels(labels, shifted, input_ids, inputs_embeds, logits_to_keep)
         if labels is not None and self._counts_labels():
-            name, asked = ("labels", labels[:, 1:]) if shifted is None else ("shift_labels", shifted)
+            name, asked = ("labels", labels[..., 1:]) if shifted is None else ("shift_labels", shifted)
             check_classes(name, asked, self.config.vocab_size, kwargs.get("ignore_index", -100))
         self._ask_for_losses(kwargs)
         outputs = self.model(
@@ -856,6 +856,8 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
         """
         if pixel_values is not None:
             inputs_embeds = self._embed_images(pixel_values, input_ids, inputs_embeds)
+        if input_ids is None and inputs_embeds is None:
+            raise ValueError("Give exactly one of input_ids, inputs_embeds and pixel_values.")
         check_tokens(input_ids, inputs_embeds, self.config.hidden_size)
         batch, length = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
         check_class_labels(labels, self.config, batch)
@@ -924,8 +926,6 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
     def _real_tokens(self, input_ids, attention_mask, inputs_embeds) -> torch.Tensor:
         """`[B, T]` bool, False for pads."""
         tokens = inputs_embeds if input_ids is None else input_ids
-        if tokens is None:
-            raise ValueError("Give exactly one of input_ids, inputs_embeds and pixel_values.")
         batch, length = tokens.shape[:2]
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
             return attention_mask[:, -length:] != 0

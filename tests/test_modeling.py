@@ -722,7 +722,7 @@ def _inputs_that_cannot_be(ids):
     return [
         ({"input_ids": ids.tolist()}, "input_ids must be a tensor, got list: torch.tensor(input_ids) makes one."),
         ({"input_ids": ids.numpy()}, "input_ids must be a tensor, got ndarray: torch.tensor(input_ids) makes one."),
-        ({"input_ids": None}, "Give exactly one of input_ids and inputs_embeds."),
+        ({"input_ids": None}, "Give exactly one of input_ids"),
         (
             {"input_ids": some},
             "input_ids must be of torch.int64 or torch.int32, got torch.float32: use input_ids.long().",
