@@ -14,11 +14,12 @@ OTHER_NAMES = {
 }
 
 _READ = {
-    *("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "is_causal", "first_layers"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "is_causal", "first_layers", "sequence_group"),
     *("num_items_in_batch", "shift_labels", "ignore_index"),  # by the loss
     *("return_dict", "debug_io", "debug_io_dir", "prune_layers"),  # by decorators of the library
     # Without a meaning here: documents tell the longest, a cache where its text goes on, and tokens are of one type.
     *("max_length_q", "max_length_k", "cache_position", "token_type_ids"),
+    *("tokenizer", "assistant_tokenizer"),  # generate() reads them, and hands them on
 }
 
 

@@ -845,6 +845,11 @@ def test_unknown_keywords_are_refused(each_mixer, model_class, random_ids):
     torch.testing.assert_close(output[0], model(ids, use_cache=False)[0])
 
 
+def test_generate_hands_its_own_keywords_on(each_mixer, random_ids):
+    ids = each_mixer.generate(random_ids(1, 3), max_new_tokens=2, tokenizer=object())
+    assert ids.shape == (1, 5)
+
+
 def test_what_others_have_written_names_its_keywords(make_model, random_ids, monkeypatch):
     """An attention function, as the library documents it, and a mixer."""
 
