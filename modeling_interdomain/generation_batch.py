@@ -14,7 +14,6 @@ from transformers import LogitsProcessorList
 from .cache_interdomain import InterdomainCache
 from .cache_slots import Slots
 from .cache_store import begin_reading, on_cpu, put_after, store_of
-from .module_rotary import LENGTH_DEPENDENT
 
 # What ends or changes a text, or says more of it, in `generate` alone.
 _UNHEEDED = (
@@ -179,8 +178,10 @@ def write_batch(model, prompts: Sequence[Sequence[int]], generation_config, rows
     """
     unset = unset_lengths(model, generation_config, options)
     config, others = model._prepare_generation_config(generation_config, **options)
-    if rows < 1:
+    if not isinstance(rows, int) or rows < 1:
         raise ValueError(f"max_batch_size must be positive, got {rows}.")
+    if not hasattr(prompts, "__iter__"):
+        raise ValueError(f"Prompts are a list of lists of token ids, got {type(prompts).__name__}.")
     if others:
         raise ValueError(
             f"generate_batch takes the options of a GenerationConfig; it does not know {', '.join(others)}."
@@ -222,11 +223,6 @@ def why_not_batched(model) -> str | None:
                 f'Layer {layer}, "{name}", keeps more than a state, or keys and values, and continuous batching does '
                 "not know how to move a row of that: call generate() on a padded batch."
             )
-    if (model.config.rope_parameters or {}).get("rope_type") in LENGTH_DEPENDENT and model.config.rotated_dims:
-        return (
-            "The angles of this model's rope_type change with the length of the longest row, so continuous batching "
-            "would let one request change another: call generate() for each prompt."
-        )
     return None
 
 

@@ -7,7 +7,7 @@ from transformers.activations import ACT2FN
 from .mixer_recurrent import Biases, RecurrentMixer, Stream, placed_map
 from .module_common import InterdomainRMSNorm
 from .module_operators import Operators
-from .module_rotary import LENGTH_DEPENDENT, rotate
+from .module_rotary import rotate
 from .module_ssd import SSDRecurrence, discretized
 from .module_tensor_parallel import HEADS
 from .op_ssd import ssd_state_after
@@ -62,17 +62,9 @@ class SSDMixer(RecurrentMixer):
         limit = config.ssd_dt_limit
         if limit is not None and not (len(limit) == 2 and 0 <= limit[0] <= limit[1]):
             raise ValueError(f"ssd_dt_limit must be None or [least, largest] with 0 <= least <= largest, got {limit}.")
-        if config.rope_placement is None:
-            return
-        if size % 2:
+        if config.rope_placement is not None and size % 2:
             raise ValueError(
                 f"Rotary embeddings turn pairs: with rope_placement ssd_state_size must be even, got {size}."
-            )
-        kind = config.rope_parameters.get("rope_type")
-        if kind in LENGTH_DEPENDENT:
-            raise ValueError(
-                f'rope_type "{kind}" changes its angles with the length, and the state of "ssd" layers cannot be '
-                'rotated again: choose another, such as "default".'
             )
 
     @classmethod

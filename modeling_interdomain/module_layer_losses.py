@@ -38,10 +38,19 @@ def share_of_step(labels, shift_labels, items: torch.Tensor | int | None) -> tup
     """
     if labels is None or items is None:
         return 1, 1
-    counted = shift_labels
+    return count_asked(labels, shift_labels), at_least_one(items)
+
+
+def count_asked(labels: torch.Tensor, shift_labels: torch.Tensor | None, ignored: int = -100) -> torch.Tensor:
+    """How many of the labels count, given as for `share_of_step`."""
     if shift_labels is None:
-        counted = labels[:, 1:] if labels.ndim > 1 else labels
-    return (counted != -100).sum(), items
+        shift_labels = labels[:, 1:] if labels.ndim > 1 else labels
+    return (shift_labels != ignored).sum()
+
+
+def at_least_one(items):
+    """What a sum over so many is divided by: of none, the sum is 0."""
+    return items + (items == 0)
 
 
 def together(loss: torch.Tensor | None, layer_loss: torch.Tensor | None, part=1, whole=1) -> torch.Tensor | None:

@@ -104,9 +104,19 @@ def _equal(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
     return x.dtype == y.dtype and torch.equal(x, y)
 
 
+def in_graph() -> bool:
+    """Whether what is computed is compiled, exported or traced: for other values, and sizes, than those at hand."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def values_at_hand(x: torch.Tensor) -> bool:
+    """Whether sizes and branches may depend on values, which a device would have to hand over, and a graph cannot."""
+    return x.device.type == "cpu" and not in_graph()
+
+
 def all_real(mask: torch.Tensor) -> bool:
     """Whether no token is a pad, where that is known at once: asking a GPU would wait for it."""
-    return mask.device.type == "cpu" and not torch.compiler.is_compiling() and bool(mask.all())
+    return values_at_hand(mask) and bool(mask.all())
 
 
 def autocasts(device: torch.device) -> bool:
@@ -203,22 +213,22 @@ def _real_tokens_first(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def cu_seqlens_from_positions(position_ids: torch.Tensor) -> torch.Tensor | None:
     """Documents start wherever `position_ids` `[B, T]` do not go up; None when every row is one document.
 
-    In a compiled graph, where no size may depend on values, the answer always has `B T + 1` entries: empty documents
-    follow the last one.
+    In a graph, where no size may depend on values, the answer always has `B T + 1` entries: empty documents follow the
+    last one.
     """
-    return _ends_before(position_ids.diff(dim=1) <= 0)
+    return _ends_before(position_ids[:, 1:] <= position_ids[:, :-1])  # unsigned numbers have no negative difference
 
 
 def cu_seqlens_from_numbers(documents: torch.Tensor) -> torch.Tensor | None:
     """The same, where the number of its document is known of each token, `[B, T]`."""
-    return _ends_before(documents.diff(dim=1) != 0)
+    return _ends_before(documents[:, 1:] != documents[:, :-1])
 
 
 def _ends_before(later: torch.Tensor) -> torch.Tensor | None:
     """`later` `[B, T - 1]`: whether the second and later tokens of a row start a document."""
     starts = torch.nn.functional.pad(later, (1, 0), value=True).flatten()
     count = starts.shape[0]
-    if torch.compiler.is_compiling():
+    if in_graph():
         numbers = torch.arange(1, count + 2, device=starts.device)
         return torch.searchsorted(starts.long().cumsum(0), numbers)
     begins = starts.nonzero()[:, 0]
