@@ -107,7 +107,7 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     @property
     def is_croppable(self) -> bool:
-        return self.record_past
+        return self._record_past  # also while it is paused: there is nothing to take back then
 
     # Inputs that wait.
 

@@ -7,6 +7,7 @@ from torch import nn
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin, StaticLayer
 
 from .cache_recurrent import RecurrentLayer, StaticRecurrentLayer
+from .module_versions import takes_cache
 
 
 def undivided_groups(config, processes: int) -> str | None:
@@ -36,6 +37,12 @@ class TokenMixer(nn.Module):
     can_start_to_recall: ClassVar[bool] = False
     exact_states: ClassVar[tuple[str, ...]] = ()
     o_proj: nn.Module
+
+    def __init_subclass__(cls, **kwargs) -> None:
+        """Whichever of the names of a cache its `forward` has, it is called with any of them."""
+        super().__init_subclass__(**kwargs)
+        if "forward" in vars(cls):
+            cls.forward = takes_cache(cls.forward)
 
     def __init__(self, config, layer_idx: int):
         super().__init__()

@@ -65,6 +65,7 @@ from .module_layer_losses import share_of_step, together, warn_if_left_out
 from .module_rotary import InterdomainRotaryEmbedding
 from .module_sequence_parallel import place_piece, shifted_labels, summed
 from .module_sparse_choice import RankingLoss
+from .module_versions import CACHE_NAME, CACHE_NAMES, takes_cache
 from .op_common import (
     Packing,
     cu_seqlens_from_numbers,
@@ -176,7 +177,7 @@ class InterdomainPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["InterdomainDecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = list(CACHE_NAMES)
     _keep_in_fp32_modules_strict = ["token_mixer.recurrence"]
     _supports_flash_attn = True
     _supports_sdpa = True
@@ -296,6 +297,7 @@ class InterdomainPreTrainedModel(PreTrainedModel):
         return {"layer_loss": layer_loss, "aux_loss": totals.get("auxiliary_losses")}
 
     @staticmethod
+    @takes_cache
     def create_masks_for_generate(
         config, inputs_embeds, attention_mask, past_key_values, documents: torch.Tensor | None = None, **kwargs
     ) -> dict[str, Any]:
@@ -322,7 +324,7 @@ class InterdomainPreTrainedModel(PreTrainedModel):
                 config=config,
                 inputs_embeds=inputs_embeds,
                 attention_mask=attention_mask,
-                past_key_values=past_key_values,
+                **{CACHE_NAME: past_key_values},
                 and_mask_function=None if documents is None else packed_sequence_mask_function(documents),
             )
         return masks
@@ -347,6 +349,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         self.fingerprints.forget()
         return super().train(mode)
 
+    @takes_cache
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -439,8 +442,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
                 attention_mask=layer.token_mixer.select_mask(masks),
                 position_embeddings=rotations or None,
                 position_ids=position_ids,
-                past_key_values=past_key_values,
                 packing=packing,
+                **{CACHE_NAME: past_key_values},
                 **kwargs,
             )
         last = self.norm(hidden_states)
@@ -490,6 +493,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         self.prompt_store = StateStore.from_environment()
         self.post_init()
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
@@ -554,7 +558,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
             ranking_losses=outputs.ranking_losses,
             chosen_experts=outputs.chosen_experts,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **{CACHE_NAME: outputs.get(CACHE_NAME)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
@@ -568,11 +572,13 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return summed(loss, sequence_group) if whole else loss
 
+    generate = takes_cache(GenerationMixin.generate)
+
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ) -> None:
         """Make the cache `generate()` uses; a user's own cache is left alone."""
-        given = model_kwargs.get("past_key_values")
+        given = model_kwargs.get(CACHE_NAME)
         check_early_exit(self.config, generation_config.assistant_early_exit)
         rollback = _rollback(self.config, generation_config)
         if isinstance(given, Cache):
@@ -601,8 +607,9 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         cache.allow_rollback(rollback)
         if generation_config.is_assistant:
             cache.activate_past_recording()
-        model_kwargs["past_key_values"] = cache
+        model_kwargs[CACHE_NAME] = cache
 
+    @takes_cache
     def prepare_inputs_for_generation(
         self,
         input_ids,
@@ -622,7 +629,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         inputs = super().prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=next_sequence_length,
-            past_key_values=past_key_values,
+            **{CACHE_NAME: past_key_values},
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
@@ -639,7 +646,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         """
         known = {name: x for name, x in model_kwargs.items() if name not in _OWN_SETTINGS}
         found = super()._get_candidate_generator(model_kwargs=known, **kwargs)
-        cache, guesses = model_kwargs.get("past_key_values"), getattr(found, "num_assistant_tokens", None)
+        cache, guesses = model_kwargs.get(CACHE_NAME), getattr(found, "num_assistant_tokens", None)
         if isinstance(cache, InterdomainCache) and guesses:  # as many as the assistant's own settings say
             cache.allow_rollback(int(guesses))
         spared = model_kwargs.get("spared_cache")
@@ -665,7 +672,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
                 "input_ids too, or leave the assistant and the mask out."
             )
         told = getattr(generation_config, "_mask_length", length) if mask is None else mask.shape[1]
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(CACHE_NAME)
         settings = {"generation_config": generation_config, "holds_whole_text": told == length, **kwargs}
         if not isinstance(cache, InterdomainCache) or not cache.recurrent_layers() or cache.records:
             return super()._assisted_decoding(input_ids, **settings)
@@ -782,6 +789,7 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
         if self.cls_token is not None:
             init.normal_(self.cls_token, std=config.initializer_range)
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
@@ -857,7 +865,7 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
             ranking_losses=outputs.ranking_losses,
             chosen_experts=outputs.chosen_experts,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **{CACHE_NAME: outputs.get(CACHE_NAME)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
