@@ -41,6 +41,7 @@ from .checks_interdomain import (
     check_cu_seqlens,
     check_dynamic_mask,
     check_early_exit,
+    check_forks,
     check_labels,
     check_mask,
     check_positions,
@@ -310,14 +311,9 @@ class InterdomainPreTrainedModel(PreTrainedModel):
         kinds = set(config.layer_types)
         windowed = config.windowed_layers
         if kinds != {"full_attention"} or any(windowed):
-            if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim != 2:
-                what = "recurrent layers" if kinds != {"full_attention"} else "a window of keys"
-                raise ValueError(
-                    f"attention_mask must have shape [B, tokens] for a model with {what}, got "
-                    f"{list(attention_mask.shape)}; a state cannot attend by a custom mask."
-                )
             length = inputs_embeds.shape[1]
-            masks["linear_attention"] = None if attention_mask is None else attention_mask[:, -length:].contiguous()
+            rows = attention_mask is not None and attention_mask.ndim == 2
+            masks["linear_attention"] = attention_mask[:, -length:].contiguous() if rows else None
         if any(kind != "linear_attention" and not alone for kind, alone in zip(config.layer_types, windowed)):
             create_mask = create_bidirectional_mask if config.bidirectional else create_causal_mask
             masks["full_attention"] = create_mask(
@@ -367,7 +363,9 @@ class InterdomainModel(InterdomainPreTrainedModel):
 
         Args:
             input_ids: `[B, T]`, or give `inputs_embeds` `[B, T, hidden_size]`.
-            attention_mask: `[B, past + T]`, 0 for pads, wherever they stand; None when there are none.
+            attention_mask: `[B, past + T]`, 0 for pads, wherever they stand; None when there are none. Without a cache
+                also `[B, 1, T, T]`, which tokens each token sees: for softmax layers any, for recurrent ones texts that
+                fork, where a token sees itself and what an earlier one sees.
             position_ids: `[B, T]`; by default pads are not counted. Without a mask and a cache, positions that restart
                 separate packed documents.
             past_key_values: an `InterdomainCache`, updated in place.
@@ -393,7 +391,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
         # A configuration of fewer layers where these guess: that of the model others may read at the same time.
         shape, config = inputs_embeds.shape[:2], kwargs.pop("first_layers", self.config)
         layers: Any = list(self.layers)[: config.num_hidden_layers]
-        check_cache(past_key_values, config, [layer.token_mixer for layer in layers], shape[0])
+        mixers = [layer.token_mixer for layer in layers]
+        check_cache(past_key_values, config, mixers, shape[0])
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         if past_key_values is not None and _is_at_hand(seen):
             check_room(past_key_values, int(seen) + shape[1])
@@ -401,7 +400,6 @@ class InterdomainModel(InterdomainPreTrainedModel):
         check_positions(position_ids, *shape)
         cu_seqlens, piece = kwargs.get("cu_seq_lens_q"), None
         if sequence_group is not None:
-            mixers = [layer.token_mixer for layer in layers]
             check_sequence_group(sequence_group, config, mixers, past_key_values, attention_mask, kwargs)
             arguments: Any = attention_mask, position_ids, cu_seqlens, past_key_values is None
             piece, position_ids, cu_seqlens = place_piece(sequence_group, inputs_embeds, *arguments)
@@ -414,7 +412,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
         if position_ids is None:
             position_ids = _default_positions(attention_mask, cu_seqlens, seen, shape, inputs_embeds.device)
         inputs_embeds = check_dynamic_mask(config, inputs_embeds, position_ids, longest)
-        packed = cu_seqlens is not None if piece is None else piece.packed
+        forks = check_forks(attention_mask, config, mixers, past_key_values, shape)
+        packed = forks is not None or (cu_seqlens is not None if piece is None else piece.packed)
         cacheable = not packed and not self.training and not config.bidirectional
         if use_cache and past_key_values is None and cacheable:
             past_key_values = InterdomainCache(config)
@@ -427,7 +426,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
             kwargs |= _varlen_arguments(cu_seqlens, masks.get("full_attention"))
         packing = None
         if piece is not None or not self._steps(past_key_values, shape[1]):
-            packing = _packing(masks.get("linear_attention"), cu_seqlens, shape)
+            packing = forks or _packing(masks.get("linear_attention"), cu_seqlens, shape)
             masks["linear_attention"] = None
         elif _is_idle(masks.get("linear_attention")):
             masks["linear_attention"] = None
