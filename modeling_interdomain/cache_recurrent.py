@@ -476,7 +476,9 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
 class StaticRecurrentLayer(RecurrentLayer):
     """The same with the token count as a tensor: a compiled decode step need not be compiled again as it grows."""
 
-    is_compileable = True
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        return not self._record_past  # a record grows, and no graph holds that
 
     def __init__(self, max_cache_len: int, **kwargs):
         super().__init__(**kwargs)

@@ -20,9 +20,10 @@ class TokenMixer(nn.Module):
     """The base of all token mixers, the defaults those of a mixer with one recurrent state.
 
     Attributes:
-        layer_type: what Transformers calls such a layer: "linear_attention" (it keeps a state in
-            `past_key_values.layers[layer_idx]`, and gets pads and packed documents as a `Packing`), "full_attention"
-            (it updates keys and values there, and gets a mask), or "hybrid" (both).
+        layer_type: what Transformers calls such a layer: "linear_attention" (it keeps a state in `layers[layer_idx]` of
+            the cache, and gets pads and packed documents as a `Packing`), "full_attention" (it updates keys and values
+            there, and gets a mask), or "hybrid" (both). Its `forward` may call the cache `past_key_values`, `cache` or
+            `cache_params`.
         takes_dynamic_mask: whether it heeds `dynamic_mask` of the configuration.
         can_branch: a sparse branch can stand beside it; its class then has `written_shape(config)`.
         passes_state: it goes on from what other processes hold of a row, see `sequence_group` of the model.

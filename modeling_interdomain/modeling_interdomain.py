@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, StaticCache
 from transformers.generation import StoppingCriteriaList
 from transformers.masking_utils import (
     create_bidirectional_mask,
@@ -86,6 +86,8 @@ _LAYER_LOSSES = {
     "auxiliary_losses": (AuxiliaryLoss, "aux_loss_coef"),
     "ranking_losses": (RankingLoss, "ranking_loss_coef"),
 }
+
+_OWN_CACHES = (InterdomainCache, InterdomainStaticCache)
 
 # What assisted decoding hands to itself: no other model knows it.
 _OWN_SETTINGS = ("holds_whole_text", "spared_cache")
@@ -315,7 +317,12 @@ class InterdomainPreTrainedModel(PreTrainedModel):
             rows = attention_mask is not None and attention_mask.ndim == 2
             masks["linear_attention"] = attention_mask[:, -length:].contiguous() if rows else None
         if any(kind != "linear_attention" and not alone for kind, alone in zip(config.layer_types, windowed)):
-            create_mask = create_bidirectional_mask if config.bidirectional else create_causal_mask
+            create_mask: Any = create_bidirectional_mask
+            if not config.bidirectional:
+                # A single token sees all there is, but for the room of a static cache: also of one that records, for
+                # which no graph is made.
+                room = isinstance(past_key_values, StaticCache) and inputs_embeds.shape[1] == 1
+                create_mask = partial(create_causal_mask, allow_is_causal_skip=not room)
             masks["full_attention"] = create_mask(
                 config=config,
                 inputs_embeds=inputs_embeds,
@@ -583,7 +590,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         if isinstance(given, Cache):
             check_cache_layers(given, self.config)
             check_room(given, max_cache_length)
-        if isinstance(given, InterdomainCache):
+        if isinstance(given, _OWN_CACHES):
             given.allow_rollback(rollback)
         if given is not None or generation_config.use_cache is False:
             super()._prepare_cache_for_generation(
@@ -646,7 +653,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         known = {name: x for name, x in model_kwargs.items() if name not in _OWN_SETTINGS}
         found = super()._get_candidate_generator(model_kwargs=known, **kwargs)
         cache, guesses = model_kwargs.get(CACHE_NAME), getattr(found, "num_assistant_tokens", None)
-        if isinstance(cache, InterdomainCache) and guesses:  # as many as the assistant's own settings say
+        if isinstance(cache, _OWN_CACHES) and guesses:  # as many as the assistant's own settings say
             cache.allow_rollback(int(guesses))
         spared = model_kwargs.get("spared_cache")
         found = early_guesses(likely_guesses(found, self.device, spared), kwargs["input_ids"].shape[1], spared)
@@ -673,7 +680,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         told = getattr(generation_config, "_mask_length", length) if mask is None else mask.shape[1]
         cache = kwargs.get(CACHE_NAME)
         settings = {"generation_config": generation_config, "holds_whole_text": told == length, **kwargs}
-        if not isinstance(cache, InterdomainCache) or not cache.recurrent_layers() or cache.records:
+        if not isinstance(cache, _OWN_CACHES) or not cache.recurrent_layers() or cache.records:
             return super()._assisted_decoding(input_ids, **settings)
         try:
             return super()._assisted_decoding(input_ids, spared_cache=cache, **settings)
