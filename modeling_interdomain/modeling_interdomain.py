@@ -376,7 +376,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
             position_ids: `[B, T]`; by default pads are not counted. Without a mask and a cache, positions that restart
                 separate packed documents.
             past_key_values: an `InterdomainCache`, updated in place.
-            use_cache: make a cache when none is given. Packed documents and training forwards make none.
+            use_cache: make a cache when none is given. Packed documents make none, nor does training with
+                gradients.
             cu_seq_lens_q: `[S + 1]`, ends of packed documents, starting with 0; B = 1.
             seq_idx: instead of these, the number of each token's document, `[B, T]`: one begins where it changes.
             sequence_group: the process group over which the rows are spread, this process holding T tokens of each in
@@ -421,7 +422,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         inputs_embeds = check_dynamic_mask(config, inputs_embeds, position_ids, longest)
         forks = check_forks(attention_mask, config, mixers, past_key_values, shape)
         packed = forks is not None or (cu_seqlens is not None if piece is None else piece.packed)
-        cacheable = not packed and not self.training and not config.bidirectional
+        cacheable = not packed and not (self.training and torch.is_grad_enabled()) and not config.bidirectional
         if use_cache and past_key_values is None and cacheable:
             past_key_values = InterdomainCache(config)
         if not torch.compiler.is_compiling():

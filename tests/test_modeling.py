@@ -26,6 +26,7 @@ from modeling_interdomain import (
 )
 from modeling_interdomain.configuration_interdomain import STARTS
 from modeling_interdomain.mixer_interdomain import InterdomainMixer
+from modeling_interdomain.module_versions import CACHE_NAME
 
 RECURRENCE = ("log_dt", "log_a_real", "a_imag", "B", "C")
 PRESETS = Path(__file__).parents[1] / "configuration"
@@ -326,10 +327,13 @@ def test_gradient_checkpointing_changes_nothing(model, reentrant, inputs, random
 
 
 def test_training_makes_no_cache(model, random_ids):
-    assert model.train()(random_ids(1, 5)).past_key_values is None
-    assert model.train()(random_ids(1, 5), use_cache=True).past_key_values is None
-    assert model.eval()(random_ids(1, 5)).past_key_values is not None
-    assert model.eval()(random_ids(1, 5), use_cache=False).past_key_values is None
+    """A cache would hold on to the graph; without one, a model in training mode may decode."""
+    assert model.train()(random_ids(1, 5)).get(CACHE_NAME) is None
+    assert model.train()(random_ids(1, 5), use_cache=True).get(CACHE_NAME) is None
+    with torch.no_grad():
+        assert model.train()(random_ids(1, 5)).get(CACHE_NAME).get_seq_length() == 5
+    assert model.eval()(random_ids(1, 5)).get(CACHE_NAME) is not None
+    assert model.eval()(random_ids(1, 5), use_cache=False).get(CACHE_NAME) is None
 
 
 def test_loss_is_the_mean_cross_entropy(model, random_ids, assert_same):
