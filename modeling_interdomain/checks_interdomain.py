@@ -83,9 +83,9 @@ def check_forks(mask: Any, config, mixers: list[TokenMixer], cache: Cache | None
     packing = packing_from_forks(seen[:, 0].expand(batch, -1, -1)) if told else None
     if packing is None:
         raise ValueError(
-            "An attention_mask [B, 1, T, T] may do no more than let texts fork where layers are recurrent: a token sees "
-            "itself and all that an earlier token sees, True or 0.0, and no other, False or the lowest number; a state "
-            "cannot leave out what it has read."
+            "An attention_mask [B, 1, T, T] may do no more than let texts fork where layers are recurrent and cannot "
+            "leave out what they have read: a token sees itself and all that an earlier token sees (True or 0.0), and "
+            "no other (False or the lowest number)."
         )
     return packing
 

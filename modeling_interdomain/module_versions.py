@@ -1,7 +1,7 @@
 """The versions of Transformers that this code was tested with, and what they call a cache.
 
-Up to 5.23 it is `past_key_values` ("cache_params" in Mambas), from 5.24 on `cache`: in arguments, in outputs, and in what
-`generate()` hands on. Which one it is, is decided here alone; whoever calls a model or a mixer may use any.
+Up to 5.23 it is `past_key_values` (in Mambas `cache_params`), from 5.24 on `cache`: in arguments, in outputs, and in
+what `generate()` hands on. Which one it is, is decided here alone; whoever calls a model or a mixer may use any.
 """
 
 import inspect

@@ -650,7 +650,8 @@ def test_the_cache_has_any_of_its_names(each_mixer, name, random_ids, advance, a
         for i, layer in enumerate(decoder.layers):
             x = torch.randn(1, 1, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
             inputs = {"position_ids": torch.tensor([[9]])}
-            inputs["position_embeddings"] = {int(d): r(x, inputs["position_ids"]) for d, r in decoder.rotary_embs.items()}
+            rotations = {int(dim): rotary(x, **inputs) for dim, rotary in decoder.rotary_embs.items()}
+            inputs["position_embeddings"] = rotations
             layer.token_mixer(x, **inputs, **{name: cache})
             assert cache.layers[i].get_seq_length() == 10
     written, settings = InterdomainCache(each_mixer.config), {"max_new_tokens": 6, "do_sample": False}

@@ -9,6 +9,7 @@ from accelerate import cpu_offload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache, StoppingCriteriaList
+from transformers.cache_utils import StaticLayer
 from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
 from modeling_interdomain import InterdomainCache, InterdomainStaticCache, generation_first_layers

@@ -435,7 +435,7 @@ def test_attentions_of_recurrent_layers(name, make_model, random_ids, assert_sam
 
 @pytest.mark.parametrize("name", [*MAPPED, "softmax-interdomain", "cheems"])
 def test_attentions_take_part_in_the_output(name, make_model, random_ids, assert_same):
-    """A loss gives them gradients, and the parameters those it gives them without maps: with pads and documents, too."""
+    """A loss gives them gradients, and the parameters those it gives without maps; with pads and documents, too."""
     model, ids = make_model(name, attn_implementation="eager"), random_ids(2, 7)
     mask = torch.ones_like(ids)
     mask[0, :3] = 0

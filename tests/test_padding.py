@@ -282,7 +282,7 @@ def test_pads_among_packed_documents_do_not_leak(model, random_ids):
     torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=1e-9)
 
 
-# Which tokens each token of a row sees, where its text forks twice: [1 2 3], [1 2 4 5] and [1 6] begin alike. 0 is a pad.
+# Which tokens each token of a row sees, where its text forks twice; 0 is a pad.
 WAYS = [[1, 2, 3], [1, 2, 4, 5], [1, 6]]
 FORKS = torch.zeros(7, 7, dtype=torch.bool)
 for way in WAYS:

@@ -28,7 +28,8 @@ from modeling_interdomain import InterdomainCache, InterdomainForCausalLM, Inter
 
 # It hands its prompts and prefixes on as `past_key_values` and asks `generate()` for what is called so.
 too_old = Version(transformers.__version__) >= Version("5.24") and Version(peft.__version__) < Version("0.22")
-with_its_cache = pytest.mark.xfail(too_old, reason="PEFT knows `cache`, Transformers 5.24's name, from 0.22 on", strict=True)
+reason = "PEFT knows `cache`, Transformers 5.24's name, from 0.22 on"
+with_its_cache = pytest.mark.xfail(too_old, reason=reason, strict=True)
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 CAUSAL = {"task_type": "CAUSAL_LM"}
