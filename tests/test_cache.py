@@ -329,6 +329,15 @@ def test_rollback_by_a_positive_number_is_refused(recurrent_model, random_ids, c
         cache.crop(2)
 
 
+def test_a_record_that_pauses_can_be_cropped(recurrent_model, make_cache):
+    """Guesses are made after a prompt that was read without a record; the library asks in between."""
+    cache = make_cache(recurrent_model.config)
+    assert not any(layer.is_croppable for layer in cache.recurrent_layers())
+    cache.activate_past_recording()
+    cache.pause_recording(True)
+    assert not cache.records and all(layer.is_croppable for layer in cache.recurrent_layers())
+
+
 def test_recording_may_begin_late(model, random_ids, cache_after, contents, advance, assert_same):
     ids = random_ids(2, 9)
     cache = cache_after(model, ids[:, :4])
