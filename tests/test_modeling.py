@@ -664,8 +664,9 @@ def test_ids_and_embeddings_together_are_refused(model, random_ids):
         model()
 
 
-def test_mask_of_four_dimensions_is_refused(recurrent_model, random_ids):
-    with pytest.raises(ValueError, match=r"attention_mask must have shape \[B, tokens\].*\[2, 1, 5, 5\]"):
+def test_mask_of_numbers_in_four_dimensions_is_refused(recurrent_model, random_ids):
+    """One of ones and zeros, which says nothing of which is seen; what a mask may say is in test_padding.py."""
+    with pytest.raises(ValueError, match=r"attention_mask \[B, 1, T, T\] may do no more than let texts fork"):
         recurrent_model(random_ids(2, 5), attention_mask=torch.ones(2, 1, 5, 5).tril())
 
 
