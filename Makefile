@@ -11,13 +11,13 @@ STAMP := $(VENV)/.ready
 SETTINGS := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 TESTS    := -m pytest -n 2 --dist worksteal
 
-# The oldest versions that pyproject.toml allows, and the tests of what these libraries do with our models. Without
-# test_serving: before 5.23, `transformers serve` loads no model with code of its own.
-OLDEST := $(VENV)/oldest
+# The oldest and the newest versions that pyproject.toml allows, and the tests of what these libraries do with our models.
+# Without test_serving: before 5.23, `transformers serve` loads no model with code of its own.
+ENDS   := oldest newest
 STOCK  := versions modeling cache generation padding configuration remote_code peft lm_eval hub train engines finetune_lora
 STOCK  += mistakes conversion fused_layers fused_inputs triton_versions hub_kernel
 
-.PHONY: help quickstart test test-slow test-all test-oldest lint bench gpu clean
+.PHONY: help quickstart test test-slow test-all $(ENDS:%=test-%) lint bench gpu clean
 .DEFAULT_GOAL := help
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo "make test-slow    the long tests"
 	@echo "make test-all     style, types and all tests"
 	@echo "make test-oldest  the tests of the models with the oldest supported libraries"
+	@echo "make test-newest  the same with the newest"
 	@echo "make lint         style and types only"
 	@echo "make bench        the performance tables"
 	@echo "make gpu          on a GPU: check the kernels, then every table, in 25 minutes; goes on where it was stopped"
@@ -44,8 +45,8 @@ test-slow: $(STAMP)
 test-all: lint
 	@$(SETTINGS) $(RUN) $(TESTS) $(ARGS)
 
-test-oldest: $(OLDEST)/.ready
-	@OLDEST=1 $(SETTINGS) $(OLDEST)/bin/python $(TESTS) -m "not slow" $(STOCK:%=tests/test_%.py) $(ARGS)
+$(ENDS:%=test-%): test-%: $(VENV)/%/.ready
+	@VERSIONS=$* $(SETTINGS) $(VENV)/$*/bin/python $(TESTS) -m "not slow" $(STOCK:%=tests/test_%.py) $(ARGS)
 
 lint: $(STAMP)
 	@$(RUN) -m ruff check --quiet --output-format concise .
@@ -73,13 +74,13 @@ $(STAMP): pyproject.toml
 	@$(RUN) -m pip install --quiet --no-build-isolation --constraint $(VENV)/held.txt --editable ".[test]"
 	@touch $@
 
-# The oldest versions stand in an environment of their own, before everything else from $(VENV). On PYTHONPATH they would
-# be missing in the processes that some tests start without it. pip must not see $(VENV) there, or it would replace what
-# is in it: the two are joined after the installation.
-$(OLDEST)/.ready: tests/oldest.txt $(STAMP)
-	@echo "Installing the oldest supported versions into $(OLDEST)"
-	@$(RUN) -m venv --clear --without-pip $(OLDEST)
-	@$(RUN) -m pip --python $(OLDEST)/bin/python install --quiet --no-deps --requirement tests/oldest.txt
+# The oldest and the newest versions stand in environments of their own, before everything else from $(VENV). On PYTHONPATH
+# they would be missing in the processes that some tests start without it. pip must not see $(VENV) there, or it would
+# replace what is in it: the two are joined after the installation.
+$(ENDS:%=$(VENV)/%/.ready): $(VENV)/%/.ready: tests/%.txt $(STAMP)
+	@echo "Installing the $* supported versions into $(VENV)/$*"
+	@$(RUN) -m venv --clear --without-pip $(VENV)/$*
+	@$(RUN) -m pip --python $(VENV)/$*/bin/python install --quiet --no-deps --requirement tests/$*.txt
 	@site() { $$1 -c "import sysconfig; print(sysconfig.get_path('purelib'))"; }; \
-	echo "import site; site.addsitedir('$$(site $(RUN))')" > "$$(site $(OLDEST)/bin/python)/newest.pth"
+	echo "import site; site.addsitedir('$$(site $(RUN))')" > "$$(site $(VENV)/$*/bin/python)/others.pth"
 	@touch $@

@@ -50,9 +50,9 @@ class MovingAverage(TokenMixer):
         """The same in numbers, for `config.state_sizes`."""
         return {"recurrent": config.hidden_size}
 
-    def forward(self, hidden_states, attention_mask=None, past_key_values=None, packing=None, **kwargs):
+    def forward(self, hidden_states, attention_mask=None, cache=None, packing=None, **kwargs):
         """Mix `[B, T, W]`; pads leave the state alone, and a packed document does not see the one before it."""
-        layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        layer = None if cache is None else cache.layers[self.layer_idx]
         batch, length, width = hidden_states.shape
         a = self.decay.to(self.state_dtype).sigmoid()
         decays, values = a.expand(batch, length, width), (1 - a) * self.v_proj(hidden_states)
@@ -125,7 +125,7 @@ def run(options: argparse.Namespace) -> None:
 
     cache = InterdomainCache(config)
     inputs = tokenizer(tokenizer.bos_token + options.prompt, return_tensors="pt", return_token_type_ids=False)
-    ids = model.eval().generate(**inputs, past_key_values=cache, max_new_tokens=options.tokens, do_sample=False)
+    ids = model.eval().generate(**inputs, cache=cache, max_new_tokens=options.tokens, do_sample=False)
     print(f"\n{tokenizer.decode(ids[0], skip_special_tokens=True)}\n")
     print(f"The cache holds {cache.state_bytes():,} bytes after {cache.get_seq_length()} tokens, as after the first.")
 

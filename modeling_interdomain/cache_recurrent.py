@@ -129,7 +129,7 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     @property
     def is_croppable(self) -> bool:
-        return self.record_past
+        return self._record_past  # also while it is paused: there is nothing to take back then
 
     # Inputs that wait.
 
@@ -524,7 +524,9 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
 class StaticRecurrentLayer(RecurrentLayer):
     """The same with the token count as a tensor: a compiled decode step need not be compiled again as it grows."""
 
-    is_compileable = True
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        return not self._record_past  # a record grows, and no graph holds that
 
     def __init__(self, max_cache_len: int, **kwargs):
         super().__init__(**kwargs)

@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from .cache_file import SAVING, NewerStateFileError, StateFileError, read_state_file, write_state_file
 from .cache_fingerprint import reading_fingerprint, tensor_bytes
+from .module_versions import CACHE_NAME
 
 logger = logging.get_logger(__name__)
 
@@ -23,9 +24,9 @@ ENVIRONMENT = "INTERDOMAIN_PROMPT_STORE"
 # Arguments of a decoding method that leave the state as the tokens make it.
 _HARMLESS = {
     "attention_mask",
+    CACHE_NAME,
     "logits_processor",
     "logits_to_keep",
-    "past_key_values",
     "position_ids",
     "streamer",
     "synced_gpus",
@@ -300,7 +301,7 @@ class PromptReading(StoppingCriteria):
 
 def prompt_reading(model: Any, ids: torch.Tensor, generation_config: Any, arguments: dict) -> PromptReading | None:
     """How the store of a model takes part in a generation with these arguments; None where it cannot."""
-    cache = arguments.get("past_key_values")
+    cache = arguments.get(CACHE_NAME)
     if getattr(model, "prompt_store", None) is None or not hasattr(cache, "restore") or ids.shape[0] != 1:
         return None
     config, mask, positions = generation_config, arguments.get("attention_mask"), arguments.get("position_ids")

@@ -199,7 +199,7 @@ class StaticWindowLayer(WindowLayer):
     def check_crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:
             raise ValueError(
-                "A static cache of keys and values cannot take tokens back: use InterdomainCache for that."
+                "A static cache of a window of keys cannot take tokens back: use InterdomainCache for that."
             )
 
     def reset(self) -> None:

@@ -10,9 +10,10 @@ from transformers.cache_utils import Cache, StaticLayer
 
 from .cache_interdomain import check_unbroken, kind_of, look_into
 from .mixer_common import TokenMixer
+from .mixer_recurrent import RecurrentMixer
 from .module_common import AuxiliaryLoss, home_of
 from .module_dynamic_mask import check_position_table, zero_if_in_table
-from .op_common import cu_seqlens_from_numbers, in_graph, values_at_hand
+from .op_common import Packing, cu_seqlens_from_numbers, in_graph, packing_from_forks, values_at_hand
 
 _NUMBERED = (
     "attention_mask must have one number for the real tokens of a row, and 0 for pads: give the numbers of packed "
@@ -154,6 +155,38 @@ def check_causal(config, causal: bool | None) -> None:
     if causal in (None, True) or (set(config.layer_types) == {"full_attention"} and not any(config.windowed_layers)):
         return
     raise ValueError("is_causal=False needs attention to all tokens in all layers: the others see earlier tokens only.")
+
+
+def check_forks(mask: Any, config, mixers: list[TokenMixer], cache: Cache | None, shape) -> Packing | None:
+    """What recurrent layers work on for a mask `[B or 1, 1, T, T]` of which tokens each token sees.
+
+    None where there is no such mask, or no such layer: softmax takes any.
+    """
+    if not isinstance(mask, torch.Tensor) or mask.ndim == 2:
+        return None
+    (batch, length), windowed = shape, any(config.windowed_layers)
+    recurrent = [isinstance(mixer, RecurrentMixer) for mixer in mixers]
+    softmax = [kind == "full_attention" for kind in config.layer_types]
+    if all(softmax) and not windowed:
+        return None
+    alone = cache is None and not torch.compiler.is_compiling()
+    known = all(map(any, zip(recurrent, softmax))) and not windowed
+    if not alone or not known or mask.shape not in ((batch, 1, length, length), (1, 1, length, length)):
+        raise ValueError(
+            "attention_mask must have shape [B, past + T], or for recurrent layers and plain softmax, without a cache "
+            f"or a graph, [B, 1, T, T] = [{batch}, 1, {length}, {length}]; got {list(mask.shape)}."
+        )
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    lowest = torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else 0
+    told = bool((seen | (mask <= lowest)).all())
+    packing = packing_from_forks(seen[:, 0].expand(batch, -1, -1)) if told else None
+    if packing is None:
+        raise ValueError(
+            "An attention_mask [B, 1, T, T] may do no more than let texts fork where layers are recurrent and cannot "
+            "leave out what they have read: a token sees itself and all that an earlier token sees (True or 0.0), and "
+            "no other (False or the lowest number)."
+        )
+    return packing
 
 
 def check_positions(position_ids: torch.Tensor | None, batch: int, length: int) -> None:

@@ -10,7 +10,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 # What other libraries call an argument of these models; every forward takes it.
 OTHER_NAMES = {
     "cu_seqlens": "cu_seq_lens_q",  # flash-linear-attention
-    "cache_params": "past_key_values",  # Mamba in Transformers
 }
 
 _READ = {

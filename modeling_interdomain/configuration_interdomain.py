@@ -9,6 +9,7 @@ from transformers.utils import logging
 from .module_rotary import LENGTH_DEPENDENT
 from .module_sparse_parts import check_parts, numbers_kept
 from .module_tensor_parallel import LAYERS
+from .module_versions import CACHE_NAME
 from .registry_interdomain import FEED_FORWARDS, TOKEN_MIXERS
 
 logger = logging.get_logger(__name__)
@@ -272,7 +273,7 @@ class InterdomainConfig(PreTrainedConfig):
     """
 
     model_type = "interdomain"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = [CACHE_NAME]
     base_model_pp_plan = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),

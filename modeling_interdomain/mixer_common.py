@@ -7,6 +7,7 @@ from torch import nn
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin, StaticLayer
 
 from .cache_recurrent import RecurrentLayer, StaticRecurrentLayer
+from .module_versions import takes_cache
 
 
 def undivided_groups(config, processes: int) -> str | None:
@@ -19,9 +20,10 @@ class TokenMixer(nn.Module):
     """The base of all token mixers, the defaults those of a mixer with one recurrent state.
 
     Attributes:
-        layer_type: what Transformers calls such a layer: "linear_attention" (it keeps a state in
-            `past_key_values.layers[layer_idx]`, and gets pads and packed documents as a `Packing`), "full_attention"
-            (it updates keys and values there, and gets a mask), or "hybrid" (both).
+        layer_type: what Transformers calls such a layer: "linear_attention" (it keeps a state in `layers[layer_idx]` of
+            the cache, and gets pads and packed documents as a `Packing`), "full_attention" (it updates keys and values
+            there, and gets a mask), or "hybrid" (both). Its `forward` may call the cache `past_key_values`, `cache` or
+            `cache_params`.
         takes_dynamic_mask: whether it heeds `dynamic_mask` of the configuration.
         can_branch: a sparse branch can stand beside it; its class then has `written_shape(config)`.
         passes_state: it goes on from what other processes hold of a row, see `sequence_group` of the model.
@@ -36,6 +38,12 @@ class TokenMixer(nn.Module):
     can_start_to_recall: ClassVar[bool] = False
     exact_states: ClassVar[tuple[str, ...]] = ()
     o_proj: nn.Module
+
+    def __init_subclass__(cls, **kwargs) -> None:
+        """Whichever of the names of a cache its `forward` has, it is called with any of them."""
+        super().__init_subclass__(**kwargs)
+        if "forward" in vars(cls):
+            cls.forward = takes_cache(cls.forward)
 
     def __init__(self, config, layer_idx: int):
         super().__init__()

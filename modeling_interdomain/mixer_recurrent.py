@@ -261,6 +261,8 @@ class RecurrentMixer(TokenMixer):
         plain = self.sparse is None and self.first_state is None
         if kwargs.get("output_attentions") and plain and not _has_past(layer):
             weights = self.attention_map(tokens, packing)
+        if weights is not None and past_key_values is not None:  # as wide as those of keys in a static cache
+            weights = nn.functional.pad(weights, (0, max(0, past_key_values.get_max_length() - weights.shape[-1])))
 
         if reads_on:
             output = self._read_on(layer, tokens, after)
@@ -268,6 +270,8 @@ class RecurrentMixer(TokenMixer):
             output = self._step(layer, tokens, after, attention_mask, companion)
         else:
             output = self._all_at_once(layer, tokens, after, packing, companion, piece)
+        if weights is not None and weights.requires_grad:  # a loss of the output asks them for gradients
+            output = self._added_up(weights, tokens, packing)
         if self.o_norm is not None:
             output = self.o_norm(output)
         output = output.flatten(-2).to(hidden_states.dtype)
@@ -283,6 +287,14 @@ class RecurrentMixer(TokenMixer):
     def attention_map(self, tokens: tuple[torch.Tensor, ...], packing: Packing | None) -> torch.Tensor | None:
         """`[B, H, T, T]`, the weights with which values make the outputs of the recurrence, where it has such."""
         return None
+
+    def _added_up(self, weights: torch.Tensor, tokens, packing: Packing | None) -> torch.Tensor:
+        """The output of the recurrence, made of its map."""
+        written = self._written(tokens)
+        written = written if packing is None else packing.unpack(written)
+        values = written.repeat_interleave(weights.shape[1] // written.shape[2], dim=2).to(weights.dtype)
+        output = torch.einsum("bhtj,bjhw->bthw", weights[..., : values.shape[1]], values)
+        return output if packing is None else packing.pack(output)
 
     def _rotation(self, position_embeddings, packing, shape) -> tuple[torch.Tensor, ...] | None:
         if self.rope_placement is None or position_embeddings is None:
@@ -457,6 +469,7 @@ def placed_map(weights: torch.Tensor, packing: Packing | None) -> torch.Tensor:
     weights = packing.unpack(weights.transpose(1, 2)).transpose(1, 2)  # the tokens that ask
     if packing.cu_seqlens is None:
         return packing.unpack(weights.transpose(1, 3)).transpose(1, 3)  # those that answer
-    if packing.places is not None:  # of all rows, of which each asks its own
-        weights = weights.index_select(3, packing.places)
+    if packing.tokens is not None:  # of all rows, of which each asks its own
+        count = packing.shape[0] * packing.shape[1]
+        weights = weights.new_zeros(*weights.shape[:3], count).index_add(3, packing.tokens, weights)
     return weights.unflatten(3, packing.shape).diagonal(dim1=0, dim2=3).permute(3, 0, 1, 2)

@@ -178,7 +178,9 @@ def eager_attention_forward(module, query, key, value, attention_mask, scaling, 
     key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     scores = query @ key.mT * scaling
     if attention_mask is not None:
-        scores = scores + attention_mask
+        hidden = attention_mask.dtype == torch.bool
+        lowest = torch.finfo(scores.dtype).min
+        scores = scores.masked_fill(~attention_mask, lowest) if hidden else scores + attention_mask
     wide = torch.promote_types(query.dtype, torch.float32)
     weights = nn.functional.softmax(scores, dim=-1, dtype=wide).to(query.dtype)
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, StaticCache
 from transformers.generation import StoppingCriteriaList
 from transformers.masking_utils import (
     create_bidirectional_mask,
@@ -52,6 +52,7 @@ from .checks_interdomain import (
     check_cu_seqlens,
     check_dynamic_mask,
     check_early_exit,
+    check_forks,
     check_labels,
     check_mask,
     check_positions,
@@ -88,6 +89,7 @@ from .module_operators import use_kernel
 from .module_rotary import InterdomainRotaryEmbedding
 from .module_sequence_parallel import place_piece, shifted_labels, summed
 from .module_sparse_choice import RankingLoss
+from .module_versions import CACHE_NAME, CACHE_NAMES, takes_cache
 from .op_common import (
     Packing,
     all_real,
@@ -110,6 +112,8 @@ _LAYER_LOSSES = {
     "auxiliary_losses": (AuxiliaryLoss, "aux_loss_coef"),
     "ranking_losses": (RankingLoss, "ranking_loss_coef"),
 }
+
+_OWN_CACHES = (InterdomainCache, InterdomainStaticCache)
 
 # What assisted decoding hands to itself: no other model knows it.
 _OWN_SETTINGS = ("holds_whole_text", "spared_cache")
@@ -210,7 +214,7 @@ class InterdomainPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["InterdomainDecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = list(CACHE_NAMES)
     _keep_in_fp32_modules_strict = ["token_mixer.recurrence"]
     _supports_flash_attn = True
     _supports_sdpa = True
@@ -336,6 +340,7 @@ class InterdomainPreTrainedModel(PreTrainedModel):
         return {"layer_loss": layer_loss, "aux_loss": totals.get("auxiliary_losses")}
 
     @staticmethod
+    @takes_cache
     def create_masks_for_generate(
         config, inputs_embeds, attention_mask, past_key_values, documents: torch.Tensor | None = None, **kwargs
     ) -> dict[str, Any]:
@@ -348,21 +353,21 @@ class InterdomainPreTrainedModel(PreTrainedModel):
         kinds = set(config.layer_types)
         windowed = config.windowed_layers
         if kinds != {"full_attention"} or any(windowed):
-            if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim != 2:
-                what = "recurrent layers" if kinds != {"full_attention"} else "a window of keys"
-                raise ValueError(
-                    f"attention_mask must have shape [B, tokens] for a model with {what}, got "
-                    f"{list(attention_mask.shape)}; a state cannot attend by a custom mask."
-                )
             length = inputs_embeds.shape[1]
-            masks["linear_attention"] = None if attention_mask is None else attention_mask[:, -length:].contiguous()
+            rows = attention_mask is not None and attention_mask.ndim == 2
+            masks["linear_attention"] = attention_mask[:, -length:].contiguous() if rows else None
         if any(kind != "linear_attention" and not alone for kind, alone in zip(config.layer_types, windowed)):
-            create_mask = create_bidirectional_mask if config.bidirectional else create_causal_mask
+            create_mask: Any = create_bidirectional_mask
+            if not config.bidirectional:
+                # A single token sees all there is, but for the room of a static cache: also of one that records, for
+                # which no graph is made.
+                room = isinstance(past_key_values, StaticCache) and inputs_embeds.shape[1] == 1
+                create_mask = partial(create_causal_mask, allow_is_causal_skip=not room)
             masks["full_attention"] = create_mask(
                 config=config,
                 inputs_embeds=inputs_embeds,
                 attention_mask=attention_mask,
-                past_key_values=past_key_values,
+                **{CACHE_NAME: past_key_values},
                 and_mask_function=None if documents is None else packed_sequence_mask_function(documents),
             )
         return masks
@@ -421,6 +426,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         self.fingerprints.forget()
         return super().train(mode)
 
+    @takes_cache
     @understood
     @_training_layers
     @merge_with_config_defaults
@@ -441,11 +447,14 @@ class InterdomainModel(InterdomainPreTrainedModel):
         Args:
             input_ids: `[B, T]`, or give `inputs_embeds` `[B, T, hidden_size]`.
             attention_mask: `[B, past + T]`, 0 for pads, wherever they stand, and one other number a row for what is
-                real; None when there are no pads.
+                real; None when there are no pads. Without a cache also `[B, 1, T, T]`, which tokens each token sees:
+                for softmax layers any, for recurrent ones texts that fork, where a token sees itself and what an
+                earlier one sees.
             position_ids: `[B, T]`; by default pads are not counted. Without a mask and a cache, positions that restart
                 separate packed documents.
             past_key_values: an `InterdomainCache`, updated in place.
-            use_cache: make a cache when none is given. Packed documents and training forwards make none.
+            use_cache: make a cache when none is given. Packed documents make none, nor does training with
+                gradients.
             cu_seq_lens_q: `[S + 1]`, ends of packed documents, starting with 0; B = 1.
             seq_idx: instead of these, the number of each token's document, `[B, T]`: one begins where it changes.
             sequence_group: the process group over which the rows are spread, this process holding T tokens of each in
@@ -468,7 +477,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
         # A configuration of fewer layers where these guess: that of the model others may read at the same time.
         shape, config = inputs_embeds.shape[:2], kwargs.pop("first_layers", self.config)
         layers: Any = list(self.layers)[: config.num_hidden_layers]
-        check_cache(past_key_values, config, [layer.token_mixer for layer in layers], shape[0])
+        mixers = [layer.token_mixer for layer in layers]
+        check_cache(past_key_values, config, mixers, shape[0])
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         if past_key_values is not None and _is_at_hand(seen):
             check_room(past_key_values, int(seen) + shape[1])
@@ -478,7 +488,6 @@ class InterdomainModel(InterdomainPreTrainedModel):
         cu_seqlens, piece = kwargs.get("cu_seq_lens_q"), None
         if sequence_group is not None:
             check_sequence_losses(self)
-            mixers = [layer.token_mixer for layer in layers]
             check_sequence_group(sequence_group, config, mixers, past_key_values, attention_mask, kwargs)
             arguments: Any = attention_mask, position_ids, cu_seqlens, past_key_values is None
             piece, position_ids, cu_seqlens = place_piece(sequence_group, inputs_embeds, *arguments)
@@ -492,8 +501,9 @@ class InterdomainModel(InterdomainPreTrainedModel):
         if position_ids is None:
             position_ids = _default_positions(attention_mask, cu_seqlens, seen, shape, inputs_embeds.device)
         inputs_embeds = check_dynamic_mask(config, inputs_embeds, position_ids, longest)
-        packed = cu_seqlens is not None if piece is None else piece.packed
-        cacheable = not packed and not self.training and not config.bidirectional
+        forks = check_forks(attention_mask, config, mixers, past_key_values, shape)
+        packed = forks is not None or (cu_seqlens is not None if piece is None else piece.packed)
+        cacheable = not packed and not (self.training and torch.is_grad_enabled()) and not config.bidirectional
         if use_cache and past_key_values is None and cacheable:
             past_key_values = InterdomainCache(config)
         if not torch.compiler.is_compiling():
@@ -506,7 +516,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
             kwargs |= _varlen_arguments(cu_seqlens, masks.get("full_attention"))
         packing = None
         if piece is not None or not self._steps(past_key_values, shape[1]):
-            packing = _packing(masks.get("linear_attention"), cu_seqlens, shape)
+            packing = forks or _packing(masks.get("linear_attention"), cu_seqlens, shape)
             masks["linear_attention"] = None
         elif (mask := masks.get("linear_attention")) is not None and all_real(mask):
             masks["linear_attention"] = None
@@ -524,8 +534,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
                 attention_mask=layer.token_mixer.select_mask(masks),
                 position_embeddings=rotations or None,
                 position_ids=position_ids,
-                past_key_values=past_key_values,
                 packing=packing,
+                **{CACHE_NAME: past_key_values},
                 **kwargs,
             )
         last = self.norm(hidden_states)
@@ -574,6 +584,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         self.prompt_store = StateStore.from_environment()
         self.post_init()
 
+    @takes_cache
     @understood
     @can_return_tuple
     def forward(
@@ -642,7 +653,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
             ranking_losses=outputs.ranking_losses,
             chosen_experts=outputs.chosen_experts,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **{CACHE_NAME: outputs.get(CACHE_NAME)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
@@ -661,17 +672,19 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return summed(loss, sequence_group) if whole else loss
 
+    generate = takes_cache(GenerationMixin.generate)
+
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ) -> None:
         """Make the cache `generate()` uses; a user's own cache is left alone."""
-        given = model_kwargs.get("past_key_values")
+        given = model_kwargs.get(CACHE_NAME)
         check_early_exit(self.config, generation_config.assistant_early_exit)
         rollback = _rollback(self.config, generation_config)
         if isinstance(given, Cache):
             check_cache_layers(given, self.config)
             check_room(given, max_cache_length)
-        if isinstance(given, InterdomainCache):
+        if isinstance(given, _OWN_CACHES):
             given.allow_rollback(rollback)
         if given is not None or generation_config.use_cache is False:
             super()._prepare_cache_for_generation(
@@ -694,7 +707,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         cache.allow_rollback(rollback)
         if generation_config.is_assistant:
             cache.activate_past_recording()
-        model_kwargs["past_key_values"] = cache
+        model_kwargs[CACHE_NAME] = cache
 
     def _prepare_model_inputs(self, inputs=None, bos_token_id=None, model_kwargs=None):
         """As in the library; prompts that cannot be read are named, and masks have the numbers that it counts with."""
@@ -704,11 +717,12 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         arguments = (tokens, None) if name == "input_ids" else (None, tokens)
         check_tokens(*arguments, self.config.hidden_size)
         if mask is not None and mask.ndim == 2:
-            seen = 0 if model_kwargs.get("past_key_values") is None else mask.shape[1] - tokens.shape[1]
+            seen = 0 if model_kwargs.get(CACHE_NAME) is None else mask.shape[1] - tokens.shape[1]
             check_mask(mask, seen, *tokens.shape[:2])
             model_kwargs["attention_mask"] = (mask != 0).long()
         return tokens, name, model_kwargs
 
+    @takes_cache
     def prepare_inputs_for_generation(
         self,
         input_ids,
@@ -728,7 +742,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         inputs = super().prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=next_sequence_length,
-            past_key_values=past_key_values,
+            **{CACHE_NAME: past_key_values},
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
@@ -745,8 +759,8 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         """
         known = {name: x for name, x in model_kwargs.items() if name not in _OWN_SETTINGS}
         found = super()._get_candidate_generator(model_kwargs=known, **kwargs)
-        cache, guesses = model_kwargs.get("past_key_values"), getattr(found, "num_assistant_tokens", None)
-        if isinstance(cache, InterdomainCache) and guesses:  # as many as the assistant's own settings say
+        cache, guesses = model_kwargs.get(CACHE_NAME), getattr(found, "num_assistant_tokens", None)
+        if isinstance(cache, _OWN_CACHES) and guesses:  # as many as the assistant's own settings say
             cache.allow_rollback(int(guesses))
         spared = model_kwargs.get("spared_cache")
         found = early_guesses(likely_guesses(found, self.device, spared), kwargs["input_ids"].shape[1], spared)
@@ -771,9 +785,9 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
                 "input_ids too, or leave the assistant and the mask out."
             )
         told = getattr(generation_config, "_mask_length", length) if mask is None else mask.shape[1]
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(CACHE_NAME)
         settings = {"generation_config": generation_config, "holds_whole_text": told == length, **kwargs}
-        if not isinstance(cache, InterdomainCache) or not cache.recurrent_layers() or cache.records:
+        if not isinstance(cache, _OWN_CACHES) or not cache.recurrent_layers() or cache.records:
             return super()._assisted_decoding(input_ids, **settings)
         try:
             return super()._assisted_decoding(input_ids, spared_cache=cache, **settings)
@@ -891,6 +905,7 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
         if self.cls_token is not None:
             init.normal_(self.cls_token, std=config.initializer_range)
 
+    @takes_cache
     @understood
     @can_return_tuple
     def forward(
@@ -976,7 +991,7 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
             ranking_losses=outputs.ranking_losses,
             chosen_experts=outputs.chosen_experts,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **{CACHE_NAME: outputs.get(CACHE_NAME)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )

@@ -136,13 +136,14 @@ class Packing(NamedTuple):
 
     Pads go to the end: a mask brings the real tokens of every row to its front, in their order, and packed documents
     become one row whose pads, if there are any, are one more document behind the last. The sizes are those of the batch
-    whatever the values are, so that a compiled graph holds for every mask.
+    whatever the values are, so that a compiled graph holds for every mask; but for texts that fork, whose common
+    beginnings stand in the document of each (`packing_from_forks`).
 
     Attributes:
         shape: B and T of the batch.
         mask: `[B, T]` bool, False for pads; None when there are none.
         tokens: `[B T]`, where in the flattened batch each packed token comes from; None when all stay in place.
-        places: `[B T]`, the inverse of `tokens`.
+        places: `[B T]`, the inverse of `tokens`: where each token of the batch stands first.
         lengths: `[B]`, the real tokens of every row; None with packed documents.
         cu_seqlens: `[S + 1]`, ends of the documents along the packed row, starting with 0; None for rows.
         documents: `[B T]`, the document of every packed token; None for rows.
@@ -168,6 +169,7 @@ class Packing(NamedTuple):
         flat = x.flatten(0, 1)
         if self.places is not None:
             flat = flat.index_select(0, self.places)
+        if self.mask is not None:
             flat = torch.where(self.mask.flatten().view(-1, *[1] * (flat.ndim - 1)), flat, 0)
         return flat.unflatten(0, self.shape)
 
@@ -198,6 +200,32 @@ def packing_from_documents(cu_seqlens: torch.Tensor, mask: torch.Tensor | None, 
     ends = torch.nn.functional.pad(counted[cu_seqlens], (0, 1), value=flat.shape[0])
     documents = document_of_tokens(ends, flat.shape[0])
     return Packing(shape, mask, tokens, places, cu_seqlens=ends, documents=documents)
+
+
+def packing_from_forks(seen: torch.Tensor) -> Packing | None:
+    """The texts of a batch that fork, for a `[B, T, T]` bool mask of which tokens each token sees.
+
+    A state reads one token after the other, so whatever a token sees must itself see what that token sees up to there.
+    Every way through the fork is a document; tokens that do not see themselves are pads. None for all other masks.
+    """
+    batch, length = seen.shape[:2]
+    real = seen.diagonal(dim1=1, dim2=2)
+    seen = seen & real[..., None]
+    counts = seen.to(torch.float32)
+    shared = counts @ counts.mT
+    if bool((seen & ((shared != counts.sum(2)[:, None]) | (shared != counts.cumsum(2)))).any()):
+        return None
+    rows, ends = (real & (seen.sum(1) == 1)).nonzero().unbind(1)  # whom no other token sees
+    ways, pads = seen[rows, ends], (~real).flatten().nonzero()[:, 0]
+    numbers = torch.arange(length, device=seen.device) + length * rows[:, None]
+    tokens = torch.cat([numbers[ways], pads])
+    lengths = [ways.sum(1), *([pads.new_full((1,), len(pads))] if len(pads) else [])]
+    cu_seqlens = torch.nn.functional.pad(torch.cat(lengths).cumsum(0), (1, 0))
+    order = torch.arange(len(tokens), device=seen.device)
+    places = order.new_zeros(batch * length).scatter_reduce(0, tokens, order, "amin", include_self=False)
+    documents = document_of_tokens(cu_seqlens, len(tokens))
+    mask = real if len(pads) else None
+    return Packing((batch, length), mask, tokens, places, cu_seqlens=cu_seqlens, documents=documents)
 
 
 def _real_tokens_first(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

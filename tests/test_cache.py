@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicCache, StaticLayer
 
 from modeling_interdomain import InterdomainCache, InterdomainStaticCache
 from modeling_interdomain.cache_fingerprint import model_fingerprint
+from modeling_interdomain.module_versions import CACHE_NAME, CACHE_NAMES
 
 
 @pytest.fixture
@@ -510,6 +511,22 @@ def test_rollback_without_a_record_is_refused(order, make_model, random_ids, cac
     torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
 
 
+@pytest.mark.skipif(not hasattr(StaticLayer, "crop"), reason="static keys are taken back since Transformers 5.24")
+def test_rollback_of_static_caches(model, random_ids, advance, assert_same):
+    ids = random_ids(2, 9)
+    cache = InterdomainStaticCache(model.config, max_cache_len=16)
+    cache.activate_past_recording()
+    assert not cache.recurrent_layers() or not cache.is_compileable  # a record grows
+    for piece in (ids[:, :5], ids[:, 5:6], random_ids(2, 3, seed=1)):
+        advance(model, cache, piece)
+    cache.crop(-3)
+    assert cache.get_seq_length() == 6
+    assert_same(advance(model, cache, ids[:, 6:]), advance(model, None, ids, use_cache=False)[:, 6:])
+    cache.stop_recording()
+    assert cache.is_compileable
+
+
+@pytest.mark.skipif(hasattr(StaticLayer, "crop"), reason="static keys are taken back since Transformers 5.24")
 @pytest.mark.parametrize("order", ["interdomain-softmax", "softmax-interdomain"])
 def test_rollback_of_static_keys_is_refused(order, make_model, random_ids, advance, contents):
     model = make_model(order)
@@ -526,6 +543,15 @@ def test_rollback_by_a_positive_number_is_refused(recurrent_model, random_ids, c
     cache = cache_after(recurrent_model, random_ids(2, 5), recording=True)
     with pytest.raises(ValueError, match="negative"):
         cache.crop(2)
+
+
+def test_a_record_that_pauses_can_be_cropped(recurrent_model, make_cache):
+    """Guesses are made after a prompt that was read without a record; the library asks in between."""
+    cache = make_cache(recurrent_model.config)
+    assert not any(layer.is_croppable for layer in cache.recurrent_layers())
+    cache.activate_past_recording()
+    cache.pause_recording(True)
+    assert not cache.records and all(layer.is_croppable for layer in cache.recurrent_layers())
 
 
 def test_recording_may_begin_late(model, random_ids, cache_after, contents, advance, assert_same):
@@ -884,3 +910,38 @@ def test_packed_weights(each_mixer, random_ids, make_cache, advance):
     assert advance(model, cache, ids[:, :1]).isfinite().all()
     assert model.generate(ids, max_new_tokens=3).shape == (2, 12)
     assert len({model_fingerprint(model) for model in models}) == 2
+
+
+# Its name, which Transformers 5.24 has changed.
+
+
+@pytest.mark.parametrize("name", CACHE_NAMES)
+def test_the_cache_has_any_of_its_names(each_mixer, name, random_ids, advance, assert_same, recwarn):
+    """For forwards, mixers and `generate`, and nothing warns of it."""
+    ids, decoder = random_ids(1, 9), each_mixer.model
+    whole = advance(each_mixer, None, ids, use_cache=False)
+    cache = InterdomainCache(each_mixer.config)
+    with torch.no_grad():
+        first = each_mixer(ids[:, :5], **{name: cache})
+        rest = decoder(ids[:, 5:], **{name: first[CACHE_NAME]})
+        assert_same(each_mixer.lm_head(rest.last_hidden_state), whole[:, 5:])
+        for i, layer in enumerate(decoder.layers):
+            x = torch.randn(1, 1, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+            inputs = {"position_ids": torch.tensor([[9]])}
+            rotations = {int(dim): rotary(x, **inputs) for dim, rotary in decoder.rotary_embs.items()}
+            inputs["position_embeddings"] = rotations
+            layer.token_mixer(x, **inputs, **{name: cache})
+            assert cache.layers[i].get_seq_length() == 10
+    written, settings = InterdomainCache(each_mixer.config), {"max_new_tokens": 6, "do_sample": False}
+    found = each_mixer.generate(ids, **settings, **{name: written})
+    assert written.get_seq_length() == 14 and found.equal(each_mixer.generate(ids, **settings, use_cache=False))
+    assert not [str(warning.message) for warning in recwarn if "cache" in str(warning.message)]
+
+
+def test_two_caches_under_two_names_are_refused(each_mixer, random_ids, contents):
+    ids, first, second = random_ids(1, 4), InterdomainCache(each_mixer.config), InterdomainCache(each_mixer.config)
+    for called in (each_mixer, each_mixer.model, each_mixer.generate):
+        with pytest.raises(TypeError, match="are two names of one argument, the cache: give one of them"):
+            called(ids, past_key_values=first, cache=second)
+        assert not first.get_seq_length() and not second.get_seq_length()
+    assert each_mixer(ids, past_key_values=first, cache=None)[CACHE_NAME] is first

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from examples import custom_mixer
 from modeling_interdomain import InterdomainCache, InterdomainConfig, register_token_mixer
+from modeling_interdomain.module_versions import CACHE_NAME, CACHE_NAMES
 from modeling_interdomain.registry_interdomain import TOKEN_MIXERS
 from tests.test_examples import some_documents
 
@@ -151,6 +152,35 @@ def test_packed_documents_do_not_see_each_other(model, random_ids, assert_same, 
     assert_same(packed, alone)
     weights = weights_like(packed)
     assert_same(gradients(model, packed, weights), gradients(model, alone, weights))
+
+
+class Renamed:
+    """What `forward` of a mixer of one's own may be written like."""
+
+    class PastKeyValues(custom_mixer.MovingAverage):
+        def forward(self, hidden_states, attention_mask=None, past_key_values=None, **kwargs):
+            return super().forward(hidden_states, attention_mask, past_key_values, **kwargs)
+
+    class CacheParams(custom_mixer.MovingAverage):
+        def forward(self, hidden_states, *, cache_params, **kwargs):
+            return super().forward(hidden_states, cache_params=cache_params, **kwargs)
+
+    class OnlyKeywords(custom_mixer.MovingAverage):
+        def forward(self, hidden_states, **kwargs):
+            assert CACHE_NAME in kwargs  # the library's name, where it has none of its own
+            return super().forward(hidden_states, **kwargs)
+
+
+@pytest.mark.parametrize("kind", ["PastKeyValues", "CacheParams", "OnlyKeywords"])
+def test_its_forward_may_call_the_cache_what_it_likes(make_model, monkeypatch, random_ids, advance, assert_same, kind):
+    monkeypatch.setitem(TOKEN_MIXERS, "renamed", getattr(Renamed, kind))
+    model, ids = make_model(token_mixers=["renamed", "softmax"]), random_ids(2, 8)
+    whole = advance(model, None, ids, use_cache=False)
+    for name in CACHE_NAMES:
+        cache = InterdomainCache(model.config)
+        with torch.no_grad():
+            pieces = [model(piece, **{name: cache}).logits for piece in ids.split([4, 1, 3], dim=1)]
+        assert_same(torch.cat(pieces, dim=1), whole)
 
 
 def test_every_parameter_learns(model, random_ids):

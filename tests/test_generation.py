@@ -9,6 +9,7 @@ from accelerate import cpu_offload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache, StoppingCriteriaList
+from transformers.cache_utils import StaticLayer
 from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
 from modeling_interdomain import InterdomainCache, InterdomainStaticCache, generation_first_layers
@@ -626,9 +627,23 @@ def test_cache_implementations_that_are_refused(recurrent_model, kind, random_id
         recurrent_model.generate(random_ids(1, 4), cache_implementation=kind, max_new_tokens=2)
 
 
+@pytest.mark.skipif(hasattr(StaticLayer, "crop"), reason="static keys are taken back since Transformers 5.24")
 def test_assisted_decoding_with_a_static_cache_is_refused(model, random_ids):
     with pytest.raises(ValueError, match="Static cache"):
         model.generate(random_ids(1, 4), prompt_lookup_num_tokens=2, cache_implementation="static")
+
+
+@pytest.mark.skipif(not hasattr(StaticLayer, "crop"), reason="static keys are taken back since Transformers 5.24")
+@pytest.mark.parametrize("guesses", [{"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 1}], ids=str)
+@pytest.mark.parametrize("given", [False, True])
+def test_assisted_decoding_with_a_static_cache(each_mixer, guesses, given, random_ids):
+    ids, settings = random_ids(1, 6).repeat(1, 2), {"max_new_tokens": 12, "do_sample": False}
+    cache = InterdomainStaticCache(each_mixer.config, max_cache_len=32)
+    asked = {"past_key_values": cache} if given else {"cache_implementation": "static"}
+    expected = each_mixer.generate(ids, use_cache=False, **settings)
+    assert each_mixer.generate(ids, **settings, **guesses, **asked).equal(expected)
+    if given:
+        assert cache.get_seq_length() == expected.shape[1] - 1 and not cache.records
 
 
 STOCK = {

@@ -25,10 +25,12 @@ from modeling_interdomain import (
     InterdomainForCausalLM,
     InterdomainForSequenceClassification,
     InterdomainModel,
+    InterdomainStaticCache,
     op_experts,
 )
 from modeling_interdomain.configuration_interdomain import STARTS
 from modeling_interdomain.mixer_interdomain import InterdomainMixer
+from modeling_interdomain.module_versions import CACHE_NAME
 from tests.conftest import LENGTHENED
 
 RECURRENCE = ("log_dt", "log_a_real", "a_imag", "B", "C")
@@ -330,10 +332,13 @@ def test_gradient_checkpointing_changes_nothing(model, reentrant, inputs, random
 
 
 def test_training_makes_no_cache(model, random_ids):
-    assert model.train()(random_ids(1, 5)).past_key_values is None
-    assert model.train()(random_ids(1, 5), use_cache=True).past_key_values is None
-    assert model.eval()(random_ids(1, 5)).past_key_values is not None
-    assert model.eval()(random_ids(1, 5), use_cache=False).past_key_values is None
+    """A cache would hold on to the graph; without one, a model in training mode may decode."""
+    assert model.train()(random_ids(1, 5)).get(CACHE_NAME) is None
+    assert model.train()(random_ids(1, 5), use_cache=True).get(CACHE_NAME) is None
+    with torch.no_grad():
+        assert model.train()(random_ids(1, 5)).get(CACHE_NAME).get_seq_length() == 5
+    assert model.eval()(random_ids(1, 5)).get(CACHE_NAME) is not None
+    assert model.eval()(random_ids(1, 5), use_cache=False).get(CACHE_NAME) is None
 
 
 def test_loss_is_the_mean_cross_entropy(model, random_ids, assert_same):
@@ -451,6 +456,41 @@ def test_attentions_of_recurrent_layers(name, make_model, random_ids, assert_sam
             alone = model(ids[:1, start:stop], output_attentions=True).attentions[place]
             assert_same(packed[..., start:stop, start:stop], alone)
         assert packed[..., 4:, :4].eq(0).all()
+
+
+@pytest.mark.parametrize("name", [*MAPPED, "softmax-interdomain", "cheems"])
+def test_attentions_take_part_in_the_output(name, make_model, random_ids, assert_same):
+    """A loss gives them gradients, and the parameters those it gives without maps; with pads and documents, too."""
+    model, ids = make_model(name, attn_implementation="eager"), random_ids(2, 7)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    for inputs in ({}, {"attention_mask": mask}, {"seq_idx": (torch.arange(7) > 3).long().expand(2, -1)}):
+        found = []
+        for asked in (False, True):
+            model.zero_grad()
+            output = model(ids, output_attentions=asked, **inputs)
+            for weights in output.attentions or ():
+                weights.retain_grad()
+            weights = torch.linspace(-1, 1, output.logits.numel()).view_as(output.logits)
+            (output.logits * weights * mask[..., None] if inputs else output.logits * weights).sum().backward()
+            found.append({name: x.grad for name, x in model.named_parameters() if x.grad is not None})
+        assert len(output.attentions) == 2 and all(x.grad.abs().max() > 0 for x in output.attentions)
+        assert found[0].keys() == found[1].keys()
+        for name, gradient in found[0].items():
+            assert_same(found[1][name], gradient)
+
+
+@pytest.mark.parametrize("name", ["interdomain-softmax", "softmax-interdomain", "cheems", "s4d-grouped"])
+def test_attentions_with_a_static_cache_have_one_width(name, make_model, random_ids, assert_same):
+    model, ids = make_model(name, attn_implementation="eager"), random_ids(2, 7)
+    cache = InterdomainStaticCache(model.config, max_cache_len=9)
+    with torch.no_grad():
+        maps = model(ids, past_key_values=cache, output_attentions=True).attentions
+        alone = model(ids, use_cache=False, output_attentions=True).attentions
+    assert [tuple(x.shape) for x in maps] == [(2, 4, 7, 9)] * 2
+    for found, expected in zip(maps, alone, strict=True):
+        assert_same(found[..., :7], expected)
+        assert found[..., 7:].eq(0).all()
 
 
 def test_attentions_are_those_of_tokens_without_a_past(make_model, random_ids):
@@ -880,8 +920,9 @@ def test_ids_and_embeddings_together_are_refused(model, random_ids):
         model()
 
 
-def test_mask_of_four_dimensions_is_refused(recurrent_model, random_ids):
-    with pytest.raises(ValueError, match=r"attention_mask must have shape \[B, tokens\].*\[2, 1, 5, 5\]"):
+def test_mask_of_numbers_in_four_dimensions_is_refused(recurrent_model, random_ids):
+    """One of ones and zeros, which says nothing of which is seen; what a mask may say is in test_padding.py."""
+    with pytest.raises(ValueError, match=r"attention_mask \[B, 1, T, T\] may do no more than let texts fork"):
         recurrent_model(random_ids(2, 5), attention_mask=torch.ones(2, 1, 5, 5).tril())
 
 

@@ -343,6 +343,65 @@ def test_pads_among_packed_documents_do_not_leak(model, random_ids):
     torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=1e-9)
 
 
+# Which tokens each token of a row sees, where its text forks twice; 0 is a pad.
+WAYS = [[1, 2, 3], [1, 2, 4, 5], [1, 6]]
+FORKS = torch.zeros(7, 7, dtype=torch.bool)
+for way in WAYS:
+    for end in range(len(way)):
+        FORKS[way[end], way[: end + 1]] = True
+PLACES = torch.tensor([[0, 0, 1, 2, 2, 3, 1]])
+
+
+def lowest_where_hidden(mask: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, torch.finfo(torch.float64).min)
+
+
+@pytest.mark.parametrize("written", ["bool", "numbers"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_texts_that_fork(each_mixer, implementation, written, random_ids, assert_same):
+    """Every way through a mask of which tokens each token sees is a text of its own, and so are its gradients."""
+    model, ids = each_mixer, random_ids(2, 7)
+    model.set_attn_implementation(implementation)
+    mask = FORKS if written == "bool" else lowest_where_hidden(FORKS)
+    for rows in (mask.expand(2, 1, 7, 7), mask.expand(1, 1, 7, 7)):
+        asked = {"output_attentions": implementation == "eager"}
+        forked = model(ids, attention_mask=rows, position_ids=PLACES, **asked)
+        for way in WAYS:
+            alone = model(ids[:, way], use_cache=False, **asked)
+            assert_same(forked.logits[:, way], alone.logits)
+            for found, expected in zip(forked.attentions or (), alone.attentions or (), strict=True):
+                assert_same(found[:, :, way][..., way], expected)
+    way, embedded = WAYS[1], model.get_input_embeddings().weight
+    alone = model(ids[:, way], use_cache=False).logits
+    weights = torch.linspace(-1, 1, alone.numel()).view_as(alone)
+    (found,) = torch.autograd.grad((forked.logits[:, way] * weights).sum(), embedded)
+    assert_same(found, torch.autograd.grad((alone * weights).sum(), embedded)[0])
+
+
+@pytest.mark.parametrize("name", ["interdomain", "softmax-interdomain", "hax", "cheems", "selective-scan"])
+def test_masks_that_no_state_can_follow_are_refused(name, make_model, random_ids):
+    model, ids = make_model(name), random_ids(2, 7)
+    left_out, later, biased = FORKS.clone(), FORKS.clone(), lowest_where_hidden(FORKS)
+    left_out[5, 2], later[3, 5], biased[5, 4] = False, True, -2.0
+    for mask in (left_out, later, biased, FORKS.long()):
+        with pytest.raises(ValueError, match="may do no more than let texts fork where layers are recurrent"):
+            model(ids, attention_mask=mask.expand(2, 1, 7, 7))
+    for shape in ((2, 7, 7), (3, 1, 7, 7), (2, 4, 7, 7)):
+        with pytest.raises(ValueError, match=r"must have shape \[B, past \+ T\]"):
+            model(ids, attention_mask=FORKS.expand(shape))
+
+
+@pytest.mark.parametrize("name", ["interdomain", "cheems", "windowed"])
+def test_texts_that_fork_leave_no_cache(name, make_model, random_ids):
+    model, ids, mask = make_model(name), random_ids(2, 7), FORKS.expand(2, 1, 7, 7)
+    cache = InterdomainCache(model.config)
+    with pytest.raises(ValueError, match="plain softmax, without a cache or a graph"):
+        model(ids, attention_mask=mask, past_key_values=cache)
+    assert not cache.get_seq_length()
+    if name != "windowed":  # which takes no such mask at all
+        assert list(model(ids, attention_mask=mask, use_cache=True)) == ["logits"]
+
+
 def test_packed_documents_make_no_cache(model, random_ids):
     ids = random_ids(1, sum(DOCUMENTS))
     assert model(ids, use_cache=True, **PACKINGS["positions"]).past_key_values is None

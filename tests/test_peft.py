@@ -8,6 +8,7 @@ from functools import partial
 import peft
 import pytest
 import torch
+import transformers
 from packaging.version import Version
 from peft import (
     AdaLoraConfig,
@@ -25,6 +26,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from modeling_interdomain import InterdomainCache, InterdomainForCausalLM, InterdomainForSequenceClassification
 from modeling_interdomain.module_convolution import CausalConv1d
+
+# It hands its prompts and prefixes on as `past_key_values` and asks `generate()` for what is called so.
+too_old = Version(transformers.__version__) >= Version("5.24") and Version(peft.__version__) < Version("0.22")
+reason = "PEFT knows `cache`, Transformers 5.24's name, from 0.22 on"
+with_its_cache = pytest.mark.xfail(too_old, reason=reason, strict=True)
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 CAUSAL = {"task_type": "CAUSAL_LM"}
@@ -354,6 +360,7 @@ def test_classifiers(make_model, left_padded, tmp_path, assert_same):
 # ------------------------------------------------------------------------------------------ virtual tokens
 
 
+@with_its_cache
 def test_prompt_tuning(model, left_padded, assert_same):
     inputs = left_padded([4, 9])
     tuned = get_peft_model(model, PromptTuningConfig(**CAUSAL, num_virtual_tokens=3))
@@ -376,6 +383,7 @@ def test_p_tuning(model, random_ids):
     assert write(tuned, input_ids=random_ids(2, 9)).shape == (2, 17)
 
 
+@with_its_cache
 def test_prefix_tuning_needs_keys_and_values(model, random_ids):
     """A state has no place for keys and values that no token made, and keys with a bias are wider than these."""
     refused = "linear_attention" in model.config.layer_types or model.config.dynamic_mask == "value"

@@ -105,24 +105,20 @@ class TransformersSuite(ModelTesterMixin, TrainingTesterMixin, TensorParallelTes
 
 class InterdomainTest(TransformersSuite, unittest.TestCase):
     parts = {"token_mixers": "interdomain"}
-    has_attentions = False
 
 
 class StateSpaceTest(TransformersSuite, unittest.TestCase):
     parts = {"token_mixers": ["ssd", "s4d"], "feed_forwards": ["none", "mlp"]}
-    has_attentions = False
 
 
 @pytest.mark.slow
 class SelectiveScanTest(TransformersSuite, unittest.TestCase):
     parts = {"token_mixers": ["selective_scan", "softmax"], "feed_forwards": ["none", "mlp"]}
-    has_attentions = False
+    has_attentions = False  # of selective scans: every channel would have a map of its own
 
 
 class HybridTest(TransformersSuite, unittest.TestCase):
     parts = {"token_mixers": ["interdomain", "softmax"]}
-    # Recurrent layers have no attention weights to return; SoftmaxTest runs these checks.
-    has_attentions = False
 
 
 class CheemsTest(TransformersSuite, unittest.TestCase):
@@ -132,7 +128,6 @@ class CheemsTest(TransformersSuite, unittest.TestCase):
         "hidden_size": 64,  # as the tests of FSDP set it: inner functions want heads that are as wide together
         "num_key_value_heads": 4,
     }
-    has_attentions = False
 
 
 # With those above every token mixer meets every feed-forward layer; both kinds of it in each model, so that every entry
@@ -141,35 +136,32 @@ class CheemsTest(TransformersSuite, unittest.TestCase):
 @pytest.mark.exhaustive
 class InterdomainExpertsTest(TransformersSuite, unittest.TestCase):
     parts = {"token_mixers": ["interdomain", "selective_scan"], "feed_forwards": ["cdmoe", "mlp"]}
-    has_attentions = False
+    has_attentions = False  # of selective scans: every channel would have a map of its own
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 class SelectiveScanExpertsTest(TransformersSuite, unittest.TestCase):
     parts = {"token_mixers": ["selective_scan", "interdomain"], "feed_forwards": ["cdmoe", "mlp"]}
-    has_attentions = False
+    has_attentions = False  # of selective scans: every channel would have a map of its own
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 class S4DExpertsTest(TransformersSuite, unittest.TestCase):
     parts = {"token_mixers": ["s4d", "softmax"], "feed_forwards": ["cdmoe", "mlp"]}
-    has_attentions = False
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 class SoftmaxExpertsTest(TransformersSuite, unittest.TestCase):
     parts = {"token_mixers": ["softmax", "ssd"], "feed_forwards": ["cdmoe", "mlp"]}
-    has_attentions = False
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 class InnerFunctionExpertsTest(TransformersSuite, unittest.TestCase):
     parts = CheemsTest.parts | {"token_mixers": ["inner_function", "ssd"], "dynamic_mask": "value"}
-    has_attentions = False
 
 
 class SoftmaxTest(TransformersSuite, unittest.TestCase):
