@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.harness import footnote, markdown
 from modeling_interdomain import interdomain_attention
-from modeling_interdomain.op_interdomain_scan import LARGEST_AMPLIFICATION, forward_states, inverse_states
+from modeling_interdomain.ops.interdomain.scan import LARGEST_AMPLIFICATION, forward_states, inverse_states
 
 HEADS, DIM, STATE = 4, 32, 32
 BACKENDS = ("recurrent", "scan", "associative_scan", "fft", "chunk")

@@ -8,7 +8,7 @@ from transformers.models.doge.modeling_doge import DogeAttention
 
 from benchmarks.harness import footnote, markdown, time_in_turns
 from modeling_interdomain import InterdomainCache, InterdomainConfig
-from modeling_interdomain.mixer_softmax import SoftmaxMixer
+from modeling_interdomain.mixers.softmax.mixer import SoftmaxMixer
 
 WIDTH, HEADS = 768, 12
 WINDOW = 512

@@ -10,8 +10,8 @@ from transformers.models.doge.modeling_doge import DogeCDMoE
 
 from benchmarks.harness import footnote, markdown, time_in_turns
 from modeling_interdomain import InterdomainConfig
-from modeling_interdomain.feed_forward_cdmoe import CrossDomainMoE
-from modeling_interdomain.op_experts import read_experts, sum_experts
+from modeling_interdomain.feed_forwards.cross_domain_moe import CrossDomainMoE
+from modeling_interdomain.ops.experts.entry import read_experts, sum_experts
 
 # Width, shared MLP and tokens of the 320M shape (18 of 3072 experts a token) and of the 1.3B one (128 of 8192).
 SHAPES = {"320M": (768, 3072, 1024), "1.3B": (2048, 8192, 256)}

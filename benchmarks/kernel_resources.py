@@ -26,10 +26,11 @@ from benchmarks.chips import CHIPS, blocks_a_multiprocessor
 from benchmarks.harness import footnote, markdown
 
 MODULES = (
-    *(f"op_interdomain_triton{part}" for part in ("", "_tables", "_step", "_prepare", "_rates", "_scan")),
-    *(f"op_{name}_triton{part}" for name in ("ssd", "s4d", "selective_scan") for part in ("", "_step")),
-    "op_experts_triton",
-    *(f"op_sparse_triton{part}" for part in ("", "_step")),
+    *(f"ops.interdomain.triton{part}" for part in ("", "_step", "_prepare", "_rates", "_scan")),
+    "ops.diagonal.triton_tables",
+    *(f"ops.{name}.triton{part}" for name in ("ssd", "s4d", "selective_scan") for part in ("", "_step")),
+    "ops.experts.triton",
+    *(f"ops.sparse.triton{part}" for part in ("", "_step")),
 )
 # Bytes of shared memory a block may use on each target, from the makers' manuals.
 TARGETS = {
@@ -89,8 +90,8 @@ def recorded():
 
 
 def _ssd(dtype: torch.dtype, heads: int, groups: int, width: int, size: int) -> list[Launch]:
-    from modeling_interdomain.op_ssd_triton import triton_ssd
-    from modeling_interdomain.op_ssd_triton_step import triton_ssd_step
+    from modeling_interdomain.ops.ssd.triton import triton_ssd
+    from modeling_interdomain.ops.ssd.triton_step import triton_ssd_step
 
     keys, inputs = (2, 256, groups, size), (2, 256, heads, width)
     query, key, value = (torch.zeros(x, dtype=dtype, requires_grad=True) for x in (keys, keys, inputs))
@@ -104,8 +105,8 @@ def _ssd(dtype: torch.dtype, heads: int, groups: int, width: int, size: int) -> 
 
 
 def _selective_scan(dtype: torch.dtype, channels: int, size: int) -> list[Launch]:
-    from modeling_interdomain.op_selective_scan_triton import triton_scan
-    from modeling_interdomain.op_selective_scan_triton_step import triton_scan_step
+    from modeling_interdomain.ops.selective_scan.triton import triton_scan
+    from modeling_interdomain.ops.selective_scan.triton_step import triton_scan_step
 
     query, key = (torch.zeros(2, 256, size, dtype=dtype, requires_grad=True) for _ in range(2))
     value = torch.zeros(2, 256, channels, dtype=dtype, requires_grad=True)
@@ -119,9 +120,9 @@ def _selective_scan(dtype: torch.dtype, channels: int, size: int) -> list[Launch
 
 
 def _s4d(dtype: torch.dtype, heads: int, groups: int, width: int, size: int) -> list[Launch]:
-    from modeling_interdomain.op_s4d import s4d_tables
-    from modeling_interdomain.op_s4d_triton import triton_s4d
-    from modeling_interdomain.op_s4d_triton_step import triton_s4d_step
+    from modeling_interdomain.ops.s4d.entry import s4d_tables
+    from modeling_interdomain.ops.s4d.triton import triton_s4d
+    from modeling_interdomain.ops.s4d.triton_step import triton_s4d_step
 
     inputs = torch.zeros(2, 256, groups, width, dtype=dtype, requires_grad=True)
     parameters = [torch.zeros(n, size, 2, requires_grad=True) for n in (groups, groups, heads)]
@@ -138,11 +139,11 @@ def _interdomain(
     dtype: torch.dtype, heads: int, groups: int, feature_dim: int, value_dim: int, size: int, coefficients: str
 ) -> list[Launch]:
     """Preparation of the inputs, operator, their gradients, and a decoding step."""
-    from modeling_interdomain.op_interdomain_triton import triton_attention
-    from modeling_interdomain.op_interdomain_triton_prepare import triton_prepare
-    from modeling_interdomain.op_interdomain_triton_rates import triton_log_decays
-    from modeling_interdomain.op_interdomain_triton_scan import triton_scan_attention
-    from modeling_interdomain.op_interdomain_triton_step import triton_step
+    from modeling_interdomain.ops.interdomain.triton import triton_attention
+    from modeling_interdomain.ops.interdomain.triton_prepare import triton_prepare
+    from modeling_interdomain.ops.interdomain.triton_rates import triton_log_decays
+    from modeling_interdomain.ops.interdomain.triton_scan import triton_scan_attention
+    from modeling_interdomain.ops.interdomain.triton_step import triton_step
 
     def zeros(*shape, dtype=torch.float32):
         return torch.zeros(shape, dtype=dtype, requires_grad=True)
@@ -167,7 +168,7 @@ def _interdomain(
 
 
 def _experts(dtype: torch.dtype, width: int, count: int) -> list[Launch]:
-    from modeling_interdomain.op_experts_triton import triton_bags, triton_products
+    from modeling_interdomain.ops.experts.triton import triton_bags, triton_products
 
     x, table = (torch.zeros(n, width, dtype=dtype) for n in (8, 64))
     ids = torch.zeros(8, count, dtype=torch.long)
@@ -180,8 +181,8 @@ def _experts(dtype: torch.dtype, width: int, count: int) -> list[Launch]:
 
 def _sparse(dtype: torch.dtype, keys: int, key_width: int, value_width: int) -> list[Launch]:
     """The best keys, the latest of sixteen bins, and a window that leaves out what is in these."""
-    from modeling_interdomain.op_sparse_stream import Bins, stream_of
-    from modeling_interdomain.op_sparse_triton import triton_sparse
+    from modeling_interdomain.ops.sparse.stream import Bins, stream_of
+    from modeling_interdomain.ops.sparse.triton import triton_sparse
 
     shape = 2, 256, 4
     tokens = (torch.zeros(*shape, n, dtype=dtype, requires_grad=True) for n in (key_width, key_width, value_width))
@@ -193,8 +194,8 @@ def _sparse(dtype: torch.dtype, keys: int, key_width: int, value_width: int) -> 
 
 
 def _sparse_step(dtype: torch.dtype, keys: int, key_width: int, value_width: int) -> list[Launch]:
-    from modeling_interdomain.op_sparse_stream import Bins, empty_memory
-    from modeling_interdomain.op_sparse_triton_step import triton_sparse_step
+    from modeling_interdomain.ops.sparse.stream import Bins, empty_memory
+    from modeling_interdomain.ops.sparse.triton_step import triton_sparse_step
 
     query, entry = (torch.zeros(8, n, dtype=dtype) for n in (key_width, key_width + value_width))
     memory = empty_memory(2, 4, key_width, value_width, keys, [(16, keys)], torch.zeros(1))

@@ -33,7 +33,7 @@ from benchmarks.harness import RESULTS, footnote, markdown
 from examples.recall import Pairs, answers, mqar_batches
 from examples.training import cosine_with_warmup, parameter_groups
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
-from modeling_interdomain.op_interdomain_mixing import mixing_matrix
+from modeling_interdomain.ops.diagonal.mixing import mixing_matrix
 
 FILE = RESULTS / "recall_study.json"
 SHAPE = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}

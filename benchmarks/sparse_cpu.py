@@ -5,9 +5,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.harness import footnote, markdown, time_in_turns
 from modeling_interdomain import InterdomainConfig
-from modeling_interdomain.module_sparse import SparseBranch
-from modeling_interdomain.op_sparse import sparse_attention
-from modeling_interdomain.op_sparse_stream import Bins
+from modeling_interdomain.mixers.sparse.branch import SparseBranch
+from modeling_interdomain.ops.sparse.entry import sparse_attention
+from modeling_interdomain.ops.sparse.stream import Bins
 
 # The branch of the 125M model: S heads, queries and keys of d, values of D numbers, half of the keys for each part.
 HEADS, DIM, WIDTH, BINS, KEYS = 12, 16, 64, 64, 32

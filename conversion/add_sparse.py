@@ -39,9 +39,9 @@ from conversion.writing import (
 from conversion.writing import add_arguments as add_writing_arguments
 from examples.text_data import InputError
 from modeling_interdomain import InterdomainConfig
-from modeling_interdomain.mixer_selective_scan import SelectiveScanMixer
-from modeling_interdomain.mixer_ssd import SSDMixer
-from modeling_interdomain.registry_interdomain import TOKEN_MIXERS
+from modeling_interdomain.mixers.selective_scan.mixer import SelectiveScanMixer
+from modeling_interdomain.mixers.ssd.mixer import SSDMixer
+from modeling_interdomain.registry import TOKEN_MIXERS
 
 # Fields of the configuration that can be asked for, and what they are.
 NUMBERS = {

@@ -1,11 +1,11 @@
 """A trained recurrence with fewer modes: which to keep, where they move, and coefficients that make up for the others.
 
-What a layer does is its kernel (see `modeling_interdomain/module_start.py`): `K(a, b) = f(a)^T W f(b)`, where f are the
-2M real functions Re phi_0, Im phi_0, ... of an age, phi_n(a) = beta_n lambda_n^a, and W is made of C. With white keys
-and values the mean squared change of the output is the squared norm of the change of K, `tr(W G W G)` with G the
-Gramian of f. In that norm the best kernel on a subset S of the modes is the projection `G_SS^-1 G_SM W G_MS G_SS^-1`,
-and the modes are chosen by what it loses. It may be any symmetric matrix, but every product has a form of its own:
-Re phi^T S phi with S complex symmetric ("bilinear"), Re phi^H H phi with H positive ("hermitian"), or
+What a layer does is its kernel (see `modeling_interdomain/mixers/interdomain/initialization.py`): `K(a, b) = f(a)^T W
+f(b)`, where f are the 2M real functions Re phi_0, Im phi_0, ... of an age, phi_n(a) = beta_n lambda_n^a, and W is made
+of C. With white keys and values the mean squared change of the output is the squared norm of the change of K, `tr(W G W
+G)` with G the Gramian of f. In that norm the best kernel on a subset S of the modes is the projection `G_SS^-1 G_SM W
+G_MS G_SS^-1`, and the modes are chosen by what it loses. It may be any symmetric matrix, but every product has a form
+of its own: Re phi^T S phi with S complex symmetric ("bilinear"), Re phi^H H phi with H positive ("hermitian"), or
 4 Re(C phi)^T Re(C phi), positive and of rank M at most ("real"). So the nearest of that form is where an optimiser
 begins, which then moves C and the modes themselves, in float64, all groups at once. The kernel of an "s4d" head is
 `r f(a)`, linear, and its r may be anything.
@@ -19,10 +19,10 @@ from typing import NamedTuple
 import torch
 
 from examples.text_data import InputError
-from modeling_interdomain.module_recurrence import InterdomainRecurrence
-from modeling_interdomain.module_start import gramian, real_gramian
-from modeling_interdomain.op_common import as_complex
-from modeling_interdomain.op_interdomain_mixing import mixing_matrix, real_form
+from modeling_interdomain.mixers.interdomain.initialization import gramian, real_gramian
+from modeling_interdomain.mixers.interdomain.recurrence import InterdomainRecurrence
+from modeling_interdomain.ops.common.common import as_complex
+from modeling_interdomain.ops.diagonal.mixing import mixing_matrix, real_form
 
 # Added to the diagonal of a Gramian of functions of unit size: there are modes that float64 cannot tell apart.
 RIDGE = 1e-12

@@ -28,7 +28,7 @@ from conversion.writing import (
 from conversion.writing import add_arguments as add_writing_arguments
 from examples.text_data import InputError, check_positive, encode, gather_documents, mean_nll
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
-from modeling_interdomain.cache_fingerprint import decoder_of
+from modeling_interdomain.model_cache.fingerprint import decoder_of
 
 REDUCIBLE = ("interdomain", "s4d")
 CHOICES = ("greedy", "strongest")

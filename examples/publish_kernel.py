@@ -23,19 +23,19 @@ from pathlib import Path, PurePosixPath
 
 import modeling_interdomain
 from examples.text_data import InputError, exit_code
-from modeling_interdomain.module_operators import KERNEL_VERSION, Operators
-from modeling_interdomain.op_common_spans import join_states, mask_span, remove_span
-from modeling_interdomain.op_experts import find_experts, read_experts, sum_experts
-from modeling_interdomain.op_interdomain import interdomain_attention, interdomain_step
-from modeling_interdomain.op_interdomain_map import interdomain_attention_map
-from modeling_interdomain.op_s4d import s4d_attention, s4d_step
-from modeling_interdomain.op_s4d_map import s4d_attention_map
-from modeling_interdomain.op_selective_scan import selective_scan, selective_scan_step
-from modeling_interdomain.op_sparse import sparse_attention
-from modeling_interdomain.op_sparse_step import sparse_step
-from modeling_interdomain.op_sparse_stream import Bins, Ring, SparseMemory
-from modeling_interdomain.op_ssd import ssd_attention, ssd_step
-from modeling_interdomain.op_ssd_map import ssd_attention_map
+from modeling_interdomain.layers.operators import KERNEL_VERSION, Operators
+from modeling_interdomain.ops.common.spans import join_states, mask_span, remove_span
+from modeling_interdomain.ops.experts.entry import find_experts, read_experts, sum_experts
+from modeling_interdomain.ops.interdomain.entry import interdomain_attention, interdomain_step
+from modeling_interdomain.ops.interdomain.map import interdomain_attention_map
+from modeling_interdomain.ops.s4d.entry import s4d_attention, s4d_step
+from modeling_interdomain.ops.s4d.map import s4d_attention_map
+from modeling_interdomain.ops.selective_scan.entry import selective_scan, selective_scan_step
+from modeling_interdomain.ops.sparse.entry import sparse_attention
+from modeling_interdomain.ops.sparse.step import sparse_step
+from modeling_interdomain.ops.sparse.stream import Bins, Ring, SparseMemory
+from modeling_interdomain.ops.ssd.entry import ssd_attention, ssd_step
+from modeling_interdomain.ops.ssd.map import ssd_attention_map
 
 PACKAGE = Path(modeling_interdomain.__file__).parent
 NAME, LICENSE = "interdomain-attention", "apache-2.0"

@@ -2,28 +2,28 @@
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from .cache_interdomain import InterdomainCache, InterdomainStaticCache
-from .cache_spans import cut_cache, join_caches
-from .cache_state_tuning import add_learned_state, load_learned_state, save_learned_state
-from .cache_store import StateStore
 from .configuration_interdomain import InterdomainConfig
-from .feed_forward_cdmoe import ChosenExperts
-from .mixer_common import TokenMixer
+from .feed_forwards.cross_domain_moe import ChosenExperts
+from .generation.prompt_store import StateStore
+from .inputs.layer_losses import add_layer_loss
+from .layers.common import AuxiliaryLoss
+from .mixers.base import TokenMixer
+from .model_cache.cache import InterdomainCache, InterdomainStaticCache
+from .model_cache.spans import cut_cache, join_caches
+from .model_cache.state_tuning import add_learned_state, load_learned_state, save_learned_state
 from .modeling_interdomain import (
     InterdomainForCausalLM,
     InterdomainForSequenceClassification,
     InterdomainModel,
     InterdomainPreTrainedModel,
 )
-from .module_common import AuxiliaryLoss
-from .module_layer_losses import add_layer_loss
-from .module_sequence_parallel import sequence_piece
-from .op_common_spans import join_states, mask_span, remove_span
-from .op_interdomain import interdomain_attention, interdomain_step
-from .op_interdomain_map import interdomain_attention_map
-from .op_selective_scan import selective_scan, selective_scan_step
-from .op_ssd import ssd_attention, ssd_step
-from .registry_interdomain import register_feed_forward, register_token_mixer
+from .ops.common.spans import join_states, mask_span, remove_span
+from .ops.interdomain.entry import interdomain_attention, interdomain_step
+from .ops.interdomain.map import interdomain_attention_map
+from .ops.selective_scan.entry import selective_scan, selective_scan_step
+from .ops.ssd.entry import ssd_attention, ssd_step
+from .parallel.sequence import sequence_piece
+from .registry import register_feed_forward, register_token_mixer
 
 __all__ = [
     "AuxiliaryLoss",

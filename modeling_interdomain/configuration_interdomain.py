@@ -6,11 +6,11 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-from .module_rotary import LENGTH_DEPENDENT
-from .module_sparse_parts import check_parts, numbers_kept
-from .module_tensor_parallel import LAYERS
-from .module_versions import CACHE_NAME
-from .registry_interdomain import FEED_FORWARDS, TOKEN_MIXERS
+from .layers.rotary import LENGTH_DEPENDENT
+from .layers.versions import CACHE_NAME
+from .mixers.sparse.parts import check_parts, numbers_kept
+from .parallel.tensor import LAYERS
+from .registry import FEED_FORWARDS, TOKEN_MIXERS
 
 logger = logging.get_logger(__name__)
 

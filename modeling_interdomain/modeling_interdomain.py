@@ -29,19 +29,15 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .cache_interdomain import (
-    InterdomainCache,
-    InterdomainStaticCache,
-    begins_text,
-    note_reader,
-    note_reading,
-    ready_to_step,
-)
-from .cache_spans import cut_cache, join_caches
-from .cache_state_tuning import add_learned_state, load_learned_state, save_learned_state
-from .cache_store import StateStore, prompt_reading
-from .checkpoint_folder import damaged_weights, holds_weights, replacing
-from .checks_interdomain import (
+from .configuration_interdomain import InterdomainConfig
+from .feed_forwards.cross_domain_moe import ChosenExperts
+from .generation.batch import ROWS, write_batch
+from .generation.first_layers import early_guesses
+from .generation.guesses import SparingGuesses
+from .generation.lookup import likely_guesses
+from .generation.prompt_store import StateStore, prompt_reading
+from .generation.serving import RequestManager, why_not_served
+from .inputs.checks import (
     check_beside_guesses,
     check_cache,
     check_cache_layers,
@@ -65,19 +61,8 @@ from .checks_interdomain import (
     check_trace,
     embedded,
 )
-from .checks_keywords import understood
-from .configuration_interdomain import InterdomainConfig
-from .feed_forward_cdmoe import ChosenExperts
-from .generation_batch import ROWS, write_batch
-from .generation_first_layers import early_guesses
-from .generation_guesses import SparingGuesses
-from .generation_lookup import likely_guesses
-from .generation_serving import RequestManager, why_not_served
-from .mixer_recurrent import RecurrentMixer
-from .mixer_softmax import SoftmaxMixer
-from .module_common import AuxiliaryLoss, InterdomainRMSNorm, PerVersion, forget_tables, project
-from .module_dynamic_mask import check_position_table
-from .module_layer_losses import (
+from .inputs.keywords import understood
+from .inputs.layer_losses import (
     at_least_one,
     count_asked,
     share_of_step,
@@ -85,12 +70,25 @@ from .module_layer_losses import (
     trained_along,
     warn_if_left_out,
 )
-from .module_operators import use_kernel
-from .module_rotary import InterdomainRotaryEmbedding
-from .module_sequence_parallel import place_piece, shifted_labels, summed
-from .module_sparse_choice import RankingLoss
-from .module_versions import CACHE_NAME, CACHE_NAMES, takes_cache
-from .op_common import (
+from .layers.common import AuxiliaryLoss, InterdomainRMSNorm, PerVersion, forget_tables, project
+from .layers.operators import use_kernel
+from .layers.rotary import InterdomainRotaryEmbedding
+from .layers.versions import CACHE_NAME, CACHE_NAMES, takes_cache
+from .mixers.recurrent import RecurrentMixer
+from .mixers.softmax.dynamic_mask import check_position_table
+from .mixers.softmax.mixer import SoftmaxMixer
+from .mixers.sparse.choice import RankingLoss
+from .model_cache.cache import (
+    InterdomainCache,
+    InterdomainStaticCache,
+    begins_text,
+    note_reader,
+    note_reading,
+    ready_to_step,
+)
+from .model_cache.spans import cut_cache, join_caches
+from .model_cache.state_tuning import add_learned_state, load_learned_state, save_learned_state
+from .ops.common.common import (
     Packing,
     all_real,
     cu_seqlens_from_numbers,
@@ -102,7 +100,9 @@ from .op_common import (
     positions_from_cu_seqlens,
     values_at_hand,
 )
-from .registry_interdomain import FEED_FORWARDS, TOKEN_MIXERS
+from .parallel.sequence import place_piece, shifted_labels, summed
+from .registry import FEED_FORWARDS, TOKEN_MIXERS
+from .saving.checkpoint_folder import damaged_weights, holds_weights, replacing
 
 # The others walk documents and pads one by one, which no graph can hold.
 _COMPILED_BACKENDS = ("auto", "chunk", "triton")
@@ -273,7 +273,7 @@ class InterdomainPreTrainedModel(PreTrainedModel):
             super().save_pretrained(folder, *arguments, **kwargs)
 
     def add_learned_state(self) -> list[nn.Parameter]:
-        """Let every recurrent layer begin with a learned state, see `cache_state_tuning.py`."""
+        """Let every recurrent layer begin with a learned state, see `model_cache/state_tuning.py`."""
         return add_learned_state(self)
 
     def save_learned_state(self, path) -> None:
@@ -285,15 +285,15 @@ class InterdomainPreTrainedModel(PreTrainedModel):
         return load_learned_state(self, path)
 
     def use_kernel(self, name, revision: str | None = None, trust_remote_code: bool | list[str] = False) -> None:
-        """Call the operators of a kernel, a folder or `user/name` on the Hub, see `module_operators.py`."""
+        """Call the operators of a kernel, a folder or `user/name` on the Hub, see `layers/operators.py`."""
         use_kernel(self, name, revision, trust_remote_code)
 
     def join_caches(self, first, second, lengths: torch.Tensor | None = None) -> InterdomainCache:
-        """The cache of two documents, each read alone, one after the other, see `cache_spans.py`."""
+        """The cache of two documents, each read alone, one after the other, see `model_cache/spans.py`."""
         return join_caches(first, second, self, lengths)
 
     def cut_cache(self, cache, before, after, since: torch.Tensor | None = None) -> InterdomainCache:
-        """The cache of a text without a span, see `cache_spans.py`."""
+        """The cache of a text without a span, see `model_cache/spans.py`."""
         return cut_cache(cache, before, after, self, since)
 
     @torch.no_grad()
@@ -755,7 +755,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
     def _get_candidate_generator(self, *, model_kwargs: dict[str, Any], **kwargs: Any) -> Any:
         """As in the library; looked up is what is likely, and the first layers guess as much as pays.
 
-        See `generation_lookup.py` and `generation_first_layers.py`.
+        See `generation/lookup.py` and `generation/first_layers.py`.
         """
         known = {name: x for name, x in model_kwargs.items() if name not in _OWN_SETTINGS}
         found = super()._get_candidate_generator(model_kwargs=known, **kwargs)
@@ -818,7 +818,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
 
     @property
     def init_continuous_batching(self):
-        """As in the library: what makes a manager of requests in flight, see `generation_serving.py`."""
+        """As in the library: what makes a manager of requests in flight, see `generation/serving.py`."""
         # `transformers serve` looks whether there is such a method: without it, it says so and answers in turn.
         if reason := why_not_served(self):
             raise AttributeError(reason)

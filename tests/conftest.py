@@ -15,14 +15,9 @@ if not torch.cuda.is_available():  # before Triton is imported: kernels then run
 
 from transformers.utils import logging
 
-from modeling_interdomain import (
-    InterdomainCache,
-    InterdomainConfig,
-    InterdomainForCausalLM,
-    InterdomainStaticCache,
-    generation_lookup,
-    op_common_launch,
-)
+from modeling_interdomain import InterdomainCache, InterdomainConfig, InterdomainForCausalLM, InterdomainStaticCache
+from modeling_interdomain.generation import lookup as generation_lookup
+from modeling_interdomain.ops.common import launch as op_common_launch
 from tests.operator_checks import ring_by_place
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}

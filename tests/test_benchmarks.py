@@ -35,7 +35,7 @@ from benchmarks import (
     training_gpu,
 )
 from modeling_interdomain import interdomain_attention
-from modeling_interdomain.feed_forward_cdmoe import CrossDomainMoE
+from modeling_interdomain.feed_forwards.cross_domain_moe import CrossDomainMoE
 
 
 def percentiles_are_ordered(times):

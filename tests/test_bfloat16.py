@@ -12,10 +12,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from modeling_interdomain import interdomain_attention, module_common, op_common, op_interdomain_chunk
-from modeling_interdomain.module_common import project
-from modeling_interdomain.module_convolution import CausalConv1d, causal_conv
-from modeling_interdomain.module_start import gramian, posterior_coefficients
+from modeling_interdomain import interdomain_attention
+from modeling_interdomain.layers import common as module_common
+from modeling_interdomain.layers.common import project
+from modeling_interdomain.layers.convolution import CausalConv1d, causal_conv
+from modeling_interdomain.mixers.interdomain.initialization import gramian, posterior_coefficients
+from modeling_interdomain.ops.common import common as op_common
+from modeling_interdomain.ops.interdomain import chunk as op_interdomain_chunk
 from tests.operator_checks import SHAPES, cast, everything, inputs, relative_error
 
 U = 2**-8

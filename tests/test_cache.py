@@ -10,8 +10,8 @@ from peft import LoraConfig, get_peft_model
 from transformers.cache_utils import DynamicCache, StaticLayer
 
 from modeling_interdomain import InterdomainCache, InterdomainStaticCache
-from modeling_interdomain.cache_fingerprint import model_fingerprint
-from modeling_interdomain.module_versions import CACHE_NAME, CACHE_NAMES
+from modeling_interdomain.layers.versions import CACHE_NAME, CACHE_NAMES
+from modeling_interdomain.model_cache.fingerprint import model_fingerprint
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from modeling_interdomain import InterdomainCache
-from modeling_interdomain.cache_slots import Slots
+from modeling_interdomain.generation.slots import Slots
 
 # Which rows stay, and how long the prompts are that come: rows that grow, shrink, change places and end.
 EVENTS = [([], [5, 2]), ([0, 1], [9]), ([1, 0, 2], []), ([2, 0], []), ([1], [1, 3]), ([0, 1, 2], [])]

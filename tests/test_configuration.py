@@ -10,9 +10,9 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from modeling_interdomain import InterdomainCache, InterdomainConfig
-from modeling_interdomain.cache_recurrent import RecurrentLayer
+from modeling_interdomain.cache.recurrent import RecurrentLayer
 from modeling_interdomain.configuration_interdomain import STARTS
-from modeling_interdomain.registry_interdomain import FEED_FORWARDS, TOKEN_MIXERS
+from modeling_interdomain.registry import FEED_FORWARDS, TOKEN_MIXERS
 from tests.conftest import LENGTHENED, MIXERS, VARIANTS
 
 PRESETS = sorted(Path(__file__).parents[1].glob("configuration/*/config.json"))

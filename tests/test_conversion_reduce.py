@@ -12,7 +12,7 @@ from conversion.fewer_modes import kernel_error, kernel_of, nearest_coefficients
 from conversion.reduce import reduce_model, reduced_config
 from examples import text_data
 from modeling_interdomain import InterdomainForCausalLM, InterdomainModel
-from modeling_interdomain.op_interdomain_mixing import mixing_matrix
+from modeling_interdomain.ops.diagonal.mixing import mixing_matrix
 from tests.test_examples import some_documents
 
 FORMS = [(x, y) for x in ("bilinear", "hermitian", "real") for y in ("full", "diagonal", "identity")]

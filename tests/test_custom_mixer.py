@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from examples import custom_mixer
 from modeling_interdomain import InterdomainCache, InterdomainConfig, register_token_mixer
-from modeling_interdomain.module_versions import CACHE_NAME, CACHE_NAMES
-from modeling_interdomain.registry_interdomain import TOKEN_MIXERS
+from modeling_interdomain.layers.versions import CACHE_NAME, CACHE_NAMES
+from modeling_interdomain.registry import TOKEN_MIXERS
 from tests.test_examples import some_documents
 
 REPOSITORY = Path(__file__).resolve().parents[1]

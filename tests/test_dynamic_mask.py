@@ -9,15 +9,10 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.cache_utils import DynamicCache
 from transformers.models.doge.modeling_doge import DogeAttention
 
-from modeling_interdomain import (
-    InterdomainCache,
-    InterdomainConfig,
-    InterdomainStaticCache,
-    mixer_softmax,
-    modeling_interdomain,
-)
-from modeling_interdomain.module_dynamic_mask import BIAS_COLUMNS
-from modeling_interdomain.op_window import Keys, best, seen, token_documents
+from modeling_interdomain import InterdomainCache, InterdomainConfig, InterdomainStaticCache, modeling_interdomain
+from modeling_interdomain.mixers.softmax import mixer as mixer_softmax
+from modeling_interdomain.mixers.softmax.dynamic_mask import BIAS_COLUMNS
+from modeling_interdomain.ops.common.window import Keys, best, seen, token_documents
 from tests.conftest import ROPE, WINDOWED
 
 REFUSED = (ValueError, StrictDataclassError)

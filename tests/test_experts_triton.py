@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from modeling_interdomain.op_experts import read_experts, sum_experts
+from modeling_interdomain.ops.experts.entry import read_experts, sum_experts
 from tests.operator_checks import relative_error
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this machine.")

@@ -5,7 +5,7 @@ import torch
 from torch.export import Dim
 
 from modeling_interdomain import InterdomainCache, InterdomainForSequenceClassification
-from modeling_interdomain.registry_interdomain import TOKEN_MIXERS
+from modeling_interdomain.registry import TOKEN_MIXERS
 from tests.conftest import EXHAUSTIVE_PAIRS, dtypes_for
 
 MODELS = [

@@ -18,11 +18,11 @@ from modeling_interdomain import (
     InterdomainConfig,
     InterdomainForSequenceClassification,
     add_layer_loss,
-    feed_forward_mlp,
-    module_layer_losses,
     register_feed_forward,
 )
-from modeling_interdomain.registry_interdomain import FEED_FORWARDS
+from modeling_interdomain.feed_forwards import mlp as feed_forward_mlp
+from modeling_interdomain.inputs import layer_losses as module_layer_losses
+from modeling_interdomain.registry import FEED_FORWARDS
 
 REFUSED = (ValueError, StrictDataclassError)
 

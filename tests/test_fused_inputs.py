@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
-from modeling_interdomain import mixer_interdomain
-from modeling_interdomain.module_common import InterdomainRMSNorm, is_untouched
+from modeling_interdomain.layers.common import InterdomainRMSNorm, is_untouched
+from modeling_interdomain.mixers.interdomain import mixer as mixer_interdomain
 
 pytest.importorskip("triton", reason="the kernel needs Triton")
 

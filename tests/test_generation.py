@@ -12,7 +12,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCach
 from transformers.cache_utils import StaticLayer
 from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
-from modeling_interdomain import InterdomainCache, InterdomainStaticCache, generation_first_layers
+from modeling_interdomain import InterdomainCache, InterdomainStaticCache
+from modeling_interdomain.generation import first_layers as generation_first_layers
 from tests.conftest import EXHAUSTIVE_PAIRS
 
 MODES = {

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from modeling_interdomain import StateStore
-from modeling_interdomain.cache_store import store_of
-from modeling_interdomain.mixer_softmax import SoftmaxMixer
+from modeling_interdomain.generation.prompt_store import store_of
+from modeling_interdomain.mixers.softmax.mixer import SoftmaxMixer
 from tests.conftest import LENGTHENED
 
 PROMPTS = (7, 3, 12, 5, 1, 9, 4)

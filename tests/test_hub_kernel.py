@@ -11,14 +11,11 @@ import pytest
 import torch
 
 from examples import publish_kernel
-from modeling_interdomain import (
-    InterdomainCache,
-    InterdomainForCausalLM,
-    cache_fingerprint,
-    module_operators,
-    op_common,
-)
-from modeling_interdomain.op_interdomain import append_one
+from modeling_interdomain import InterdomainCache, InterdomainForCausalLM
+from modeling_interdomain.layers import operators as module_operators
+from modeling_interdomain.model_cache import fingerprint as cache_fingerprint
+from modeling_interdomain.ops.common import common as op_common
+from modeling_interdomain.ops.interdomain.entry import append_one
 from tests.conftest import PAIRS
 
 kernels = pytest.importorskip("kernels", reason="the library that loads kernels is not installed")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from modeling_interdomain import InterdomainCache, TokenMixer
-from modeling_interdomain.registry_interdomain import TOKEN_MIXERS
+from modeling_interdomain.registry import TOKEN_MIXERS
 
 WINDOW = 3
 

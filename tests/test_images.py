@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from examples import classify_images
 from modeling_interdomain import InterdomainForCausalLM, InterdomainForSequenceClassification
-from modeling_interdomain.module_feature_maps import FourierFeatures
+from modeling_interdomain.layers.feature_maps import FourierFeatures
 
 PRESETS = ["shared-fourier", "shared-shifted", "per-head-fourier", "per-head-shifted", "softmax-causal"]
 PRESETS += ["softmax-bidirectional"]

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from examples.training import parameter_groups
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
-from modeling_interdomain.mixer_inner_function import InnerFunctionMixer
+from modeling_interdomain.mixers.inner_function.mixer import InnerFunctionMixer
 from tests.conftest import ROPE
 
 REFUSED = (ValueError, StrictDataclassError)

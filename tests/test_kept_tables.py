@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.utils import prune
 
 from modeling_interdomain import InterdomainCache, interdomain_attention
-from modeling_interdomain.module_common import PerVersion, TabledModule
-from modeling_interdomain.op_common import Kept
+from modeling_interdomain.layers.common import PerVersion, TabledModule
+from modeling_interdomain.ops.common.common import Kept
 
 NAMES = ["interdomain", "rope-after", "diagonal", "s4d", "gated"]
 

@@ -10,8 +10,8 @@ tl = pytest.importorskip("triton.language")
 
 from benchmarks import harness, kernel_costs  # noqa: E402
 from benchmarks.chips import CHIPS, blocks_a_multiprocessor  # noqa: E402
-from modeling_interdomain.op_common_launch import interpreted  # noqa: E402
-from modeling_interdomain.op_interdomain_triton import triton_attention  # noqa: E402
+from modeling_interdomain.ops.common.launch import interpreted  # noqa: E402
+from modeling_interdomain.ops.interdomain.triton import triton_attention  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="Counting needs TRITON_INTERPRET=1.")
 

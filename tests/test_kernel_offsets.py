@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from modeling_interdomain import interdomain_attention, interdomain_step
-from modeling_interdomain.op_s4d import s4d_attention
-from modeling_interdomain.op_selective_scan import selective_scan
+from modeling_interdomain.ops.s4d.entry import s4d_attention
+from modeling_interdomain.ops.selective_scan.entry import selective_scan
 from tests.operator_checks import inputs, relative_error
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this machine.")
@@ -39,7 +39,7 @@ def far(few: torch.Tensor, total: int = LONG, dtype: torch.dtype | None = None) 
 @pytest.fixture
 def untouched(monkeypatch):
     """From its call on, what kernels write to is not filled before, and two chunks are all that there are."""
-    operator, other = module("op_interdomain_triton"), module("op_s4d_triton")  # both before one of them is changed
+    operator, other = module("ops.interdomain.triton"), module("ops.s4d.triton")  # both before one of them is changed
     whole = operator.plan_of
 
     def last_chunks(*arguments, **options):
@@ -65,7 +65,7 @@ def check(found, expected):
 
 
 def test_interdomain_attention(untouched):
-    operator = module("op_interdomain_triton")
+    operator = module("ops.interdomain.triton")
     leaves = inputs((1, FEW, 1, 1, WIDTH, WIDTH, WIDTH))
     del leaves["initial_state"]
     tokens = [x.detach().bfloat16() for x in list(leaves.values())[:3]]
@@ -82,7 +82,7 @@ def test_interdomain_attention(untouched):
 
 
 def test_s4d_attention(untouched):
-    operator = module("op_s4d_triton")
+    operator = module("ops.s4d.triton")
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, FEW, 1, WIDTH, generator=generator).bfloat16()
     decay, beta, rows = (torch.randn(1, WIDTH, 2, generator=generator) for _ in range(3))
@@ -100,7 +100,7 @@ def test_s4d_attention(untouched):
 
 
 def test_selective_scan():
-    operator = module("op_selective_scan_triton")
+    operator = module("ops.selective_scan.triton")
     channels, total = 8, (1 << 28) + 37
     generator = torch.Generator().manual_seed(0)
     small = [torch.randn(1, FEW, n, generator=generator).bfloat16() for n in (WIDTH, WIDTH, channels, channels)]
@@ -144,7 +144,7 @@ def last_program(monkeypatch):
 
 def test_steps(last_program):
     """The last row of a batch whose states pass 2^31 elements."""
-    step, row = module("op_interdomain_triton_step"), (1 << 22) + 5
+    step, row = module("ops.interdomain.triton_step"), (1 << 22) + 5
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, WIDTH, generator=generator) for _ in range(3))
     decay, beta = (-torch.rand(1, WIDTH, 2, generator=generator) for _ in range(2))
@@ -167,7 +167,7 @@ def test_steps(last_program):
 @pytest.mark.slow
 def test_preparation(last_program, monkeypatch):
     """The last run of tokens, of a text that was all zeros before, is what it is alone."""
-    prepare = module("op_interdomain_triton_prepare")
+    prepare = module("ops.interdomain.triton_prepare")
     run, generator = 16, torch.Generator().manual_seed(0)
     monkeypatch.setattr(prepare, "_RUN", run)
     total = LONG // run * run + run

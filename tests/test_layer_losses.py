@@ -11,8 +11,9 @@ from conversion.distill import finetuning_loss
 from examples import train
 from examples.recall import Pairs, answers
 from examples.training import next_token_loss
-from modeling_interdomain import InterdomainForCausalLM, module_layer_losses
-from modeling_interdomain.registry_interdomain import FEED_FORWARDS, TOKEN_MIXERS
+from modeling_interdomain import InterdomainForCausalLM
+from modeling_interdomain.inputs import layer_losses as module_layer_losses
+from modeling_interdomain.registry import FEED_FORWARDS, TOKEN_MIXERS
 from tests.test_feed_forward import Balanced
 
 # All keys are drawn and all are seen, so that nothing is random.

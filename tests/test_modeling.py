@@ -26,11 +26,11 @@ from modeling_interdomain import (
     InterdomainForSequenceClassification,
     InterdomainModel,
     InterdomainStaticCache,
-    op_experts,
 )
 from modeling_interdomain.configuration_interdomain import STARTS
-from modeling_interdomain.mixer_interdomain import InterdomainMixer
-from modeling_interdomain.module_versions import CACHE_NAME
+from modeling_interdomain.layers.versions import CACHE_NAME
+from modeling_interdomain.mixers.interdomain.mixer import InterdomainMixer
+from modeling_interdomain.ops.experts import entry as op_experts
 from tests.conftest import LENGTHENED
 
 RECURRENCE = ("log_dt", "log_a_real", "a_imag", "B", "C")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from modeling_interdomain.module_common import InterdomainRMSNorm
+from modeling_interdomain.layers.common import InterdomainRMSNorm
 
 DTYPES = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 

@@ -5,8 +5,8 @@ import torch
 from torch.export import Dim
 
 from modeling_interdomain import interdomain_attention
-from modeling_interdomain.op_interdomain_export import export_attention
-from modeling_interdomain.op_s4d import s4d_attention
+from modeling_interdomain.ops.diagonal.export import export_attention
+from modeling_interdomain.ops.s4d.entry import s4d_attention
 from tests.operator_checks import COEFFICIENTS, PRODUCTS, assert_close, everything, inputs, relative_error
 
 OTHERS = [(1, 7), (3, 64), (2, 1100)]

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from modeling_interdomain import interdomain_attention, interdomain_step, op_interdomain_prefix, op_interdomain_scan
+from modeling_interdomain import interdomain_attention, interdomain_step
+from modeling_interdomain.ops.interdomain import prefix as op_interdomain_prefix
+from modeling_interdomain.ops.interdomain import scan as op_interdomain_scan
 from tests.operator_checks import (
     COEFFICIENTS,
     EXTREMES,

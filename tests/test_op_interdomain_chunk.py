@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from modeling_interdomain.op_common import decay_powers
-from modeling_interdomain.op_common_chunks import chunks_of
-from modeling_interdomain.op_common_states import Workspace
-from modeling_interdomain.op_interdomain_chunk_call import skew, unskew
-from modeling_interdomain.op_interdomain_mixing import mixing_factors, mixing_matrix
-from modeling_interdomain.op_interdomain_readout import apply_coefficients, combine, pull_back
+from modeling_interdomain.ops.common.chunks import chunks_of
+from modeling_interdomain.ops.common.common import decay_powers
+from modeling_interdomain.ops.common.states import Workspace
+from modeling_interdomain.ops.diagonal.mixing import mixing_factors, mixing_matrix
+from modeling_interdomain.ops.interdomain.chunk_call import skew, unskew
+from modeling_interdomain.ops.interdomain.readout import apply_coefficients, combine, pull_back
 
 PRODUCTS = ["bilinear", "hermitian", "real"]
 

@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from modeling_interdomain.op_interdomain import interdomain_attention
-from modeling_interdomain.op_interdomain_few import FEW, TOGETHER, few_tables, take_few
-from modeling_interdomain.op_interdomain_step import step_tables
+from modeling_interdomain.ops.diagonal.step import step_tables
+from modeling_interdomain.ops.interdomain.entry import interdomain_attention
+from modeling_interdomain.ops.interdomain.few import FEW, TOGETHER, few_tables, take_few
 
 COEFFICIENTS = {"full": (5, 5, 2), "diagonal": (5, 2), "identity": None}
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from modeling_interdomain import interdomain_attention
-from modeling_interdomain.op_interdomain_replay import replay_tables, state_after
+from modeling_interdomain.ops.interdomain.replay import replay_tables, state_after
 
 ROWS, GROUPS, SIZE, WIDTH = 2, 2, 3, 4
 

@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from modeling_interdomain import interdomain_attention, interdomain_step, op_common_launch
-from modeling_interdomain.op_common import document_of_tokens
+from modeling_interdomain import interdomain_attention, interdomain_step
+from modeling_interdomain.ops.common import launch as op_common_launch
+from modeling_interdomain.ops.common.common import document_of_tokens
 from tests.operator_checks import (
     COEFFICIENTS,
     EXTREMES,
@@ -168,8 +169,10 @@ def test_gradients_are_the_same_twice():
 def test_tables_and_their_gradients_are_those_of_the_formulas():
     """Powers against float64, one group on either side of where the way changes; gradients of C against PyTorch's."""
     torch.manual_seed(0)  # of some numbers the second term rounds up to half a step of the first
-    tables, mixing = triton_module("_tables"), importlib.import_module("modeling_interdomain.op_interdomain_mixing")
-    math = importlib.import_module("modeling_interdomain.op_common_tiles").Arithmetic(triton.language.float32, "ieee")
+    tables, mixing = (
+        importlib.import_module(f"modeling_interdomain.ops.diagonal.{x}") for x in ("triton_tables", "mixing")
+    )
+    math = importlib.import_module("modeling_interdomain.ops.common.tiles").Arithmetic(triton.language.float32, "ieee")
     rate = torch.tensor([[-0.9, -0.1, -1e-6], [-1.0, -40.0, 0.0]], device=DEVICE)
     log_decay = torch.stack([rate, 128 * torch.randn(2, 3, device=DEVICE)], dim=-1)
     beta, coefficients = torch.randn(2, 3, 2, device=DEVICE), torch.randn(2, 3, 3, 2, device=DEVICE)
@@ -200,8 +203,10 @@ def test_tables_and_their_gradients_are_those_of_the_formulas():
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_the_mixing_matrix_is_written_down_in_blocks_or_as_a_complex_one(product, operand):
     torch.manual_seed(0)  # of some numbers the second term rounds up to half a step of the first
-    tables, mixing = triton_module("_tables"), importlib.import_module("modeling_interdomain.op_interdomain_mixing")
-    math = importlib.import_module("modeling_interdomain.op_common_tiles").arithmetic(operand)
+    tables, mixing = (
+        importlib.import_module(f"modeling_interdomain.ops.diagonal.{x}") for x in ("triton_tables", "mixing")
+    )
+    math = importlib.import_module("modeling_interdomain.ops.common.tiles").arithmetic(operand)
     parameters = tables.Parameters(*(torch.randn(2, *shape, 2, device=DEVICE) for shape in ((3,), (3,), (3, 3))))
     planes = tables.make_tables(parameters, product, 16, operand, math).mixing
     written = tables.mixing_of(product, True, math)
@@ -303,7 +308,7 @@ def graded(leaves, output, state, weights):
 
 
 def triton_module(part=""):
-    return importlib.import_module(f"modeling_interdomain.op_interdomain_triton{part}")
+    return importlib.import_module(f"modeling_interdomain.ops.interdomain.triton{part}")
 
 
 PLACES = {
@@ -578,7 +583,7 @@ def rotated(x, cos, sin):
 @pytest.mark.parametrize("case", PREPARATIONS.values(), ids=PREPARATIONS.keys())
 def test_the_preparation_of_inputs(case):
     """Every row or document alone, in float64; pads hold NaN."""
-    from modeling_interdomain.op_interdomain_triton_prepare import triton_prepare
+    from modeling_interdomain.ops.interdomain.triton_prepare import triton_prepare
 
     batch, length, heads, groups, feature_dim, value_dim, kernel, placement, dim, norm, window, where = case
     generator = torch.Generator().manual_seed(0)

@@ -5,18 +5,24 @@ from functools import partial
 import pytest
 import torch
 
-from modeling_interdomain.op_common_spans import join_states, mask_span, remove_span
-from modeling_interdomain.op_experts import choose_experts, find_experts, keys_of_inputs, read_experts, sum_experts
-from modeling_interdomain.op_interdomain import interdomain_attention, interdomain_step
-from modeling_interdomain.op_interdomain_map import interdomain_attention_map
-from modeling_interdomain.op_s4d import s4d_attention, s4d_step
-from modeling_interdomain.op_s4d_map import s4d_attention_map
-from modeling_interdomain.op_selective_scan import selective_scan, selective_scan_step
-from modeling_interdomain.op_sparse import sparse_attention
-from modeling_interdomain.op_sparse_step import sparse_step
-from modeling_interdomain.op_sparse_stream import Bins, Ring, SparseMemory, empty_memory
-from modeling_interdomain.op_ssd import ssd_attention, ssd_step
-from modeling_interdomain.op_ssd_map import ssd_attention_map
+from modeling_interdomain.ops.common.spans import join_states, mask_span, remove_span
+from modeling_interdomain.ops.experts.entry import (
+    choose_experts,
+    find_experts,
+    keys_of_inputs,
+    read_experts,
+    sum_experts,
+)
+from modeling_interdomain.ops.interdomain.entry import interdomain_attention, interdomain_step
+from modeling_interdomain.ops.interdomain.map import interdomain_attention_map
+from modeling_interdomain.ops.s4d.entry import s4d_attention, s4d_step
+from modeling_interdomain.ops.s4d.map import s4d_attention_map
+from modeling_interdomain.ops.selective_scan.entry import selective_scan, selective_scan_step
+from modeling_interdomain.ops.sparse.entry import sparse_attention
+from modeling_interdomain.ops.sparse.step import sparse_step
+from modeling_interdomain.ops.sparse.stream import Bins, Ring, SparseMemory, empty_memory
+from modeling_interdomain.ops.ssd.entry import ssd_attention, ssd_step
+from modeling_interdomain.ops.ssd.map import ssd_attention_map
 
 SIZES = {"B": 2, "T": 5, "H": 4, "G": 2, "R": 3, "D": 4, "M": 6, "N": 3, "P": 5, "E": 4, "W": 7, "S": 2, "d": 3, "k": 2}
 SIZES |= {"2": 2, "experts": 12, "h": 2, "n1": 3, "n2": 4, "n1 + n2": 7, "r / 2": 3, "h r": 12}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from modeling_interdomain.op_s4d import s4d_attention, s4d_step
+from modeling_interdomain.ops.s4d.entry import s4d_attention, s4d_step
 from tests.operator_checks import EXTREMES, SHAPES, at_an_odd_offset, inputs
 
 NAMES = ("key", "value", "log_decay", "input_matrix", "readout", "initial_state")

@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from modeling_interdomain.op_s4d import s4d_attention, s4d_step
+from modeling_interdomain.ops.s4d.entry import s4d_attention, s4d_step
 from tests.operator_checks import EXTREMES, cast, relative_error
 from tests.test_op_s4d import arguments, definition, with_gradients
 
@@ -88,7 +88,7 @@ def test_low_precision_leaves_the_state_precise():
 
 def test_gradients_are_the_same_twice(monkeypatch):
     """Bit for bit, in rows cut into segments too."""
-    module = importlib.import_module("modeling_interdomain.op_interdomain_triton")
+    module = importlib.import_module("modeling_interdomain.ops.interdomain.triton")
     leaves = {name: x.detach().float().to(DEVICE) for name, x in arguments((1, 50, 1, 1, 4, 4, 4)).items()}
     leaves = {name: x.requires_grad_() for name, x in leaves.items()}
 
@@ -123,7 +123,7 @@ def test_a_step_is_the_definition(dtype):
 
 def test_the_operators_are_sound():
     """What torch.library checks: schema, fake implementation, autograd registration."""
-    attention, step = (importlib.import_module(f"modeling_interdomain.op_s4d_triton{x}") for x in ("", "_step"))
+    attention, step = (importlib.import_module(f"modeling_interdomain.ops.s4d.triton{x}") for x in ("", "_step"))
     leaves = {name: x.detach().float().to(DEVICE) for name, x in arguments((1, 18, 2, 1, 3, 4, 5)).items()}
     inputs = torch.cat([leaves["key"], leaves["value"]], dim=-1).requires_grad_()
     parameters = leaves["log_decay"], leaves["input_matrix"]

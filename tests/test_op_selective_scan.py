@@ -5,8 +5,8 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
-from modeling_interdomain import op_selective_scan_chunk
-from modeling_interdomain.op_selective_scan import scan_state_after, selective_scan, selective_scan_step
+from modeling_interdomain.ops.selective_scan import chunk as op_selective_scan_chunk
+from modeling_interdomain.ops.selective_scan.entry import scan_state_after, selective_scan, selective_scan_step
 
 NAMES = ("query", "key", "value", "step", "rate", "skip", "initial_state")
 SHAPES = {

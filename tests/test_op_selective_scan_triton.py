@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from modeling_interdomain.op_selective_scan import selective_scan, selective_scan_step
+from modeling_interdomain.ops.selective_scan.entry import selective_scan, selective_scan_step
 from tests.operator_checks import relative_error
 from tests.test_op_selective_scan import NAMES, arguments, assert_close, everything
 
@@ -19,7 +19,7 @@ FLOAT32 = 1e-5 if on_gpu else 1e-6  # its exp is an approximation
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch):
     """The interpreter goes through a prefix number by number."""
-    module = importlib.import_module("modeling_interdomain.op_selective_scan_triton")
+    module = importlib.import_module("modeling_interdomain.ops.selective_scan.triton")
     monkeypatch.setattr(module, "_CHUNK", 4)
     monkeypatch.setattr(module, "_TILE", 32)
 
@@ -111,7 +111,7 @@ def test_a_step_is_the_definition(dtype):
 
 def test_the_operators_are_sound():
     """What torch.library checks: schema, fake implementation, autograd registration."""
-    scan, step = (importlib.import_module(f"modeling_interdomain.op_selective_scan_triton{x}") for x in ("", "_step"))
+    scan, step = (importlib.import_module(f"modeling_interdomain.ops.selective_scan.triton{x}") for x in ("", "_step"))
     leaves = {name: x.detach().float().to(DEVICE) for name, x in arguments((1, 5, 2, 3)).items()}
     *tokens, rate, skip, state = leaves.values()
     tests = {"test_utils": ("test_schema", "test_faketensor", "test_autograd_registration")}

@@ -11,7 +11,7 @@ from modeling_interdomain import (
     mask_span,
     remove_span,
 )
-from modeling_interdomain.op_s4d import s4d_attention
+from modeling_interdomain.ops.s4d.entry import s4d_attention
 
 B, T, H, G, R, D, M = 2, 13, 4, 2, 5, 3, 6
 

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from modeling_interdomain import op_sparse_blocks, op_sparse_passes
-from modeling_interdomain.op_sparse import BACKENDS, sparse_attention
-from modeling_interdomain.op_sparse_step import sparse_step
-from modeling_interdomain.op_sparse_stream import Bins, Ring, empty_memory
+from modeling_interdomain.ops.sparse import blocks as op_sparse_blocks
+from modeling_interdomain.ops.sparse import passes as op_sparse_passes
+from modeling_interdomain.ops.sparse.entry import BACKENDS, sparse_attention
+from modeling_interdomain.ops.sparse.step import sparse_step
+from modeling_interdomain.ops.sparse.stream import Bins, Ring, empty_memory
 from tests.operator_checks import ring_by_place
 
 CASES = {

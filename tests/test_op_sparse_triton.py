@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
-from modeling_interdomain.op_sparse_step import sparse_step
-from modeling_interdomain.op_sparse_stream import Bins, empty_memory
+from modeling_interdomain.ops.sparse.step import sparse_step
+from modeling_interdomain.ops.sparse.stream import Bins, empty_memory
 from tests.operator_checks import relative_error
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this machine.")

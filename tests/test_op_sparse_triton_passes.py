@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from modeling_interdomain.op_sparse import sparse_attention
-from modeling_interdomain.op_sparse_stream import Bins, stream_of
+from modeling_interdomain.ops.sparse.entry import sparse_attention
+from modeling_interdomain.ops.sparse.stream import Bins, stream_of
 from tests.operator_checks import relative_error
 from tests.test_op_sparse import _arguments, _part
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this machine.")
 operator, passes, tiles = (
     importlib.import_module(f"modeling_interdomain.{name}")
-    for name in ("op_sparse_triton", "op_sparse_triton_passes", "op_common_tiles")
+    for name in ("ops.sparse.triton", "ops.sparse.triton_passes", "ops.common.tiles")
 )
 pytestmark = pytest.mark.usefixtures("kernels")
 on_gpu = torch.cuda.is_available()

@@ -7,10 +7,11 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 
-from modeling_interdomain import op_ssd, op_ssd_chunk
-from modeling_interdomain.op_ssd import ssd_attention, ssd_state_after, ssd_step
-from modeling_interdomain.op_ssd_map import ssd_attention_map
-from modeling_interdomain.op_ssd_recurrent import export_ssd
+from modeling_interdomain.ops.ssd import chunk as op_ssd_chunk
+from modeling_interdomain.ops.ssd import entry as op_ssd
+from modeling_interdomain.ops.ssd.entry import ssd_attention, ssd_state_after, ssd_step
+from modeling_interdomain.ops.ssd.map import ssd_attention_map
+from modeling_interdomain.ops.ssd.naive import export_ssd
 
 NAMES = ("query", "key", "value", "log_decay", "initial_state")
 SHAPES = {

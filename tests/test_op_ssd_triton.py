@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from modeling_interdomain.op_ssd import ssd_attention, ssd_step
+from modeling_interdomain.ops.ssd.entry import ssd_attention, ssd_step
 from tests.test_op_ssd import NAMES, arguments, assert_close, assert_decays_close, everything
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this machine.")
@@ -14,7 +14,7 @@ on_gpu = torch.cuda.is_available()
 DEVICE = "cuda" if on_gpu else "cpu"
 # On a GPU the matrix units round float32 to three tf32 numbers, in the interpreter not at all.
 FLOAT32 = 2e-5 if on_gpu else 1e-6
-KERNELS = ("op_ssd_triton_chunks", "op_common_tiles")
+KERNELS = ("ops.ssd.triton_chunks", "ops.common.tiles")
 
 
 def check(leaves, bound=FLOAT32, dtype=torch.float32, **options):
@@ -82,7 +82,7 @@ def test_low_precision():
 
 def test_gradients_are_the_same_twice(monkeypatch):
     """Bit for bit; heads in one block and as many blocks as heads give the same but for rounding."""
-    module = importlib.import_module("modeling_interdomain.op_ssd_triton")
+    module = importlib.import_module("modeling_interdomain.ops.ssd.triton")
     leaves = arguments((1, 50, 2, 1, 4, 5), dtype=torch.float32)
     leaves = {name: x.detach().to(DEVICE).requires_grad_() for name, x in leaves.items()}
     found = []
@@ -112,7 +112,7 @@ def test_a_step_is_the_definition(dtype):
 
 def test_the_operators_are_sound():
     """What torch.library checks: schema, fake implementation, autograd registration."""
-    attention, step = (importlib.import_module(f"modeling_interdomain.op_ssd_triton{x}") for x in ("", "_step"))
+    attention, step = (importlib.import_module(f"modeling_interdomain.ops.ssd.triton{x}") for x in ("", "_step"))
     leaves = arguments((1, 18, 2, 1, 3, 4), dtype=torch.float32)
     *tokens, state = (x.detach().to(DEVICE).requires_grad_() for x in leaves.values())
     tests = {"test_utils": ("test_schema", "test_faketensor", "test_autograd_registration")}

@@ -7,7 +7,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_interdomain import InterdomainCache
-from modeling_interdomain.mixer_softmax import eager_attention_forward
+from modeling_interdomain.mixers.softmax.mixer import eager_attention_forward
 
 LENGTHS = [9, 4, 1, 6]
 WIDTH = 12

@@ -25,7 +25,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from modeling_interdomain import InterdomainCache, InterdomainForCausalLM, InterdomainForSequenceClassification
-from modeling_interdomain.module_convolution import CausalConv1d
+from modeling_interdomain.layers.convolution import CausalConv1d
 
 # It hands its prompts and prefixes on as `past_key_values` and asks `generate()` for what is called so.
 too_old = Version(transformers.__version__) >= Version("5.24") and Version(peft.__version__) < Version("0.22")

@@ -5,7 +5,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from modeling_interdomain import InterdomainCache, InterdomainConfig, InterdomainForCausalLM
-from modeling_interdomain.mixer_selective_scan import SelectiveScanMixer
+from modeling_interdomain.mixers.selective_scan.mixer import SelectiveScanMixer
 
 
 def _mixer(model, layer: int = 0) -> SelectiveScanMixer:

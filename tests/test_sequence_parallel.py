@@ -18,7 +18,7 @@ from modeling_interdomain import (
     InterdomainForSequenceClassification,
     sequence_piece,
 )
-from modeling_interdomain import module_sequence_parallel as sequence_parallel
+from modeling_interdomain.parallel import sequence as sequence_parallel
 from tests.conftest import VOCABULARY
 
 LENGTH = 23

@@ -10,7 +10,7 @@ from modeling_interdomain import (
     InterdomainForSequenceClassification,
     InterdomainStaticCache,
 )
-from modeling_interdomain.module_sparse_choice import RankingLoss, SparseHash, ranking_loss
+from modeling_interdomain.mixers.sparse.choice import RankingLoss, SparseHash, ranking_loss
 from tests.conftest import VARIANTS
 
 SMALL = {"sparse_keys": 8, "sparse_key_dim": 4, "sparse_hash_size": 4, "num_key_value_heads": 2, "max_rollback": 8}

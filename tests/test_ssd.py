@@ -7,8 +7,8 @@ from transformers import Mamba2Config, Mamba2ForCausalLM
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
 from modeling_interdomain import InterdomainCache, InterdomainConfig, InterdomainForCausalLM
-from modeling_interdomain.mixer_ssd import SSDMixer
-from modeling_interdomain.op_ssd import ssd_attention
+from modeling_interdomain.mixers.ssd.mixer import SSDMixer
+from modeling_interdomain.ops.ssd.entry import ssd_attention
 from tests.conftest import ROPE
 
 CHEEMS_320M = {

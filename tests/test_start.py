@@ -9,10 +9,11 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM, interdomain_attention, module_start
+from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM, interdomain_attention
 from modeling_interdomain.configuration_interdomain import STARTS
-from modeling_interdomain.mixer_s4d import S4DRecurrence
-from modeling_interdomain.module_recurrence import InterdomainRecurrence
+from modeling_interdomain.mixers.interdomain import initialization as module_start
+from modeling_interdomain.mixers.interdomain.recurrence import InterdomainRecurrence
+from modeling_interdomain.mixers.s4d.mixer import S4DRecurrence
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32, "state_size": 8}
 LEAD = {

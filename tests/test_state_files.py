@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from modeling_interdomain import InterdomainCache, InterdomainStaticCache, cache_file
-from modeling_interdomain.cache_file import StateFileError, read_state_file, write_state_file
-from modeling_interdomain.cache_fingerprint import model_fingerprint, tokenizer_fingerprint
+from modeling_interdomain import InterdomainCache, InterdomainStaticCache
+from modeling_interdomain.model_cache import file as cache_file
+from modeling_interdomain.model_cache.file import StateFileError, read_state_file, write_state_file
+from modeling_interdomain.model_cache.fingerprint import model_fingerprint, tokenizer_fingerprint
 from tests.test_hybrid_mixer import registered as local_layers  # noqa: F401  a fixture
 from tests.test_serving import word_tokenizer
 
@@ -253,7 +254,7 @@ def test_what_a_model_fingerprint_covers(make_model):
 def test_weights_are_read_once(make_model, monkeypatch):
     model = make_model()
     first = model_fingerprint(model)
-    monkeypatch.setattr("modeling_interdomain.cache_fingerprint._hash", lambda _: pytest.fail("read again"))
+    monkeypatch.setattr("modeling_interdomain.model_cache.fingerprint._hash", lambda _: pytest.fail("read again"))
     assert model_fingerprint(model) == first
     monkeypatch.undo()
 

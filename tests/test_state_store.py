@@ -19,15 +19,10 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from peft import LoraConfig, get_peft_model
 from torch.nn.modules.module import register_module_forward_hook
 
-from modeling_interdomain import (
-    InterdomainCache,
-    InterdomainModel,
-    InterdomainStaticCache,
-    StateStore,
-    cache_file,
-    cache_store,
-)
-from modeling_interdomain.cache_store import store_of
+from modeling_interdomain import InterdomainCache, InterdomainModel, InterdomainStaticCache, StateStore
+from modeling_interdomain.generation import prompt_store as cache_store
+from modeling_interdomain.generation.prompt_store import store_of
+from modeling_interdomain.model_cache import file as cache_file
 from tests.conftest import PAD
 from tests.test_serving import TOKENS, folders, serve, word_tokenizer  # noqa: F401  a fixture
 
@@ -388,7 +383,7 @@ def test_the_disk_holds_what_memory_does_not(tmp_path):
 
 
 def _key(n: int):
-    from modeling_interdomain.cache_store import _beginnings
+    from modeling_interdomain.generation.prompt_store import _beginnings
 
     return _beginnings([n] * 5, [5])[0]
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from modeling_interdomain import InterdomainCache, InterdomainForCausalLM, configuration_interdomain
-from modeling_interdomain import mixer_interdomain as interdomain
-from modeling_interdomain.module_tensor_parallel import HEADS
+from modeling_interdomain.mixers.interdomain import mixer as interdomain
+from modeling_interdomain.parallel.tensor import HEADS
 from tests.conftest import MIXERS, PAD, ROPE, VARIANTS, VOCABULARY
 
 LENGTH = 23

@@ -14,8 +14,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from modeling_interdomain import module_versions
-from modeling_interdomain.module_versions import TESTED
+from modeling_interdomain.layers import versions as module_versions
+from modeling_interdomain.layers.versions import TESTED
 
 if sys.version_info >= (3, 11):
     import tomllib

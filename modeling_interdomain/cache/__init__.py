@@ -1,0 +1,1 @@
+"""What one layer keeps of the tokens it has read."""

@@ -1,0 +1,218 @@
+"""What an attention layer with a window of the largest biases keeps between forwards: no more keys than its window."""
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from ..ops.common.window import NO_DOCUMENT, Keys, best
+from .recurrent import ByRow, _store
+
+_NAMES = ("keys", "values", "bias", "places", "documents")
+
+
+class WindowLayer(ByRow, CacheLayerMixin):
+    """The `window` keys a head that later tokens can see (`ops.common.window.Keys`), and how many tokens it has seen.
+
+    While recording (`activate_past_recording`), it also keeps the last `2 * max_rollback` tokens and what was seen
+    before them: `crop(-n)` then forgets the last n, and after `max_rollback` tokens were taken back as many can be once
+    more. Without a record that is possible until the first key has left.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    supports_early_init = False
+    keys: Any
+    values: Any
+    cumulative_length: Any
+
+    def __init__(self, window: int, max_rollback: int = 64):
+        super().__init__()
+        self.window, self.max_rollback = window, max_rollback
+        self.bias: torch.Tensor | None = None
+        self.places: torch.Tensor | None = None
+        self.documents: torch.Tensor | None = None
+        self.record_past = False
+        self.cumulative_length = 0
+        self.available = 0  # tokens that can be taken back
+
+    @property
+    def is_croppable(self) -> bool:
+        return self.record_past
+
+    # What the mixer reads and writes.
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def held(self) -> Keys | None:
+        return Keys(*self.tensors()) if self.is_initialized else None
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [getattr(self, name) for name in _NAMES] if self.is_initialized else []
+
+    def to_keep(self, tokens: int) -> int:
+        """How many of the last tokens to keep, whatever their bias, in a forward of so many."""
+        if not self.record_past:
+            return 0
+        together = tokens if self.is_initialized else 0  # all of a short forward, not of a prompt
+        return self.max_rollback + max(self.max_rollback, together)
+
+    def store(self, keys: Keys, tokens: int, kept: int, whole: bool) -> None:
+        """After `tokens` more tokens: what `best` has chosen, the last `kept` in it, or the `whole` sequence."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys.key, keys.value)
+        self.cumulative_length += tokens  # first, so that it shows where this is broken off
+        self._set(keys)
+        self.available = self.available + tokens if whole else min(self.available + tokens, kept)
+
+    def _set(self, keys: Keys) -> None:
+        for name, tensor in zip(_NAMES, keys, strict=True):
+            setattr(self, name, tensor)
+
+    # What a state file keeps.
+
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        return dict(zip(_NAMES, self.tensors()))
+
+    def restore(self, tensors: dict[str, torch.Tensor], tokens: int) -> None:
+        """Hold what `named_tensors` of a layer gave that had seen `tokens` tokens; this one has seen none."""
+        self.store(Keys(*(tensors[name] for name in _NAMES)), tokens, kept=0, whole=False)
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        # `DynamicCache` is rebuilt from (None, None) pairs when processes gather their outputs.
+        if key_states is None and value_states is None:
+            return None, None
+        raise ValueError("This layer keeps the keys of the largest bias only; use `store`.")
+
+    # Positions and masks.
+
+    def get_seq_length(self) -> int:
+        return self.cumulative_length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    # Taking tokens back.
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise if `crop` with this argument cannot be done, before anything is changed."""
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop takes 0 or a negative number of tokens for a window of keys, got {tokens_to_remove}; pass -n to "
+                "take the last n back."
+            )
+        if -tokens_to_remove > self.available:
+            raise ValueError(
+                f"crop can take back the last {self.available} tokens, got {-tokens_to_remove}: the keys before them "
+                "have left the window; call activate_past_recording() before the first forward, or raise max_rollback "
+                "in the configuration."
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last `-tokens_to_remove` tokens (0 takes none), as the library's caches count them."""
+        self.check_crop(tokens_to_remove)
+        if tokens_to_remove == 0:
+            return
+        self.map_rows(lambda x: x[:, :, :tokens_to_remove])
+        self.cumulative_length += tokens_to_remove
+        self.available += tokens_to_remove
+
+    def reset(self) -> None:
+        for name in _NAMES:
+            setattr(self, name, None)
+        self.is_initialized = False
+        self.cumulative_length = self.available = 0
+
+    # Devices and dtypes.
+
+    def to(self, device=None, dtype: torch.dtype | None = None) -> None:
+        self.map_rows(lambda x: x.to(device))
+        if dtype is not None and self.is_initialized:
+            self.keys, self.values, self.dtype = self.keys.to(dtype), self.values.to(dtype), dtype
+        if self.is_initialized:
+            self.device = self.keys.device
+
+    def offload(self) -> None:
+        device = getattr(self, "device", None)
+        self.to("cpu")
+        self.device = device
+
+    def prefetch(self) -> None:
+        if self.is_initialized:
+            self.to(self.device)
+
+    def map_rows(self, function) -> None:
+        if self.is_initialized:
+            self._set(Keys(*(function(x) for x in self.tensors())))
+
+
+class StaticWindowLayer(WindowLayer):
+    """The same with fixed addresses, room for the window from the start, and the token count as a tensor."""
+
+    is_compileable = True
+
+    def __init__(self, max_cache_len: int, **kwargs):
+        super().__init__(**kwargs)
+        self.max_cache_len = max_cache_len
+        self.cumulative_length = torch.tensor(0, dtype=torch.long, device="cpu")
+
+    @property
+    def is_croppable(self) -> bool:
+        return False
+
+    def to_keep(self, tokens: int) -> int:
+        return 0
+
+    def make_room(self, keys: Keys) -> None:
+        """Keys of no document, shaped like these, in place from now on."""
+        self.lazy_initialization(keys.key, keys.value)
+        shape = (*keys.bias.shape[:2], self.window)
+        self.keys, self.values = (x.new_zeros(*shape, x.shape[-1]) for x in keys[:2])
+        self.bias, self.places = (x.new_zeros(shape) for x in keys[2:4])
+        self.documents = keys.documents.new_full(shape, NO_DOCUMENT)
+        self.cumulative_length = self.cumulative_length.to(self.device)
+        if not torch.compiler.is_compiling():
+            for tensor in (*self.tensors(), self.cumulative_length):
+                torch._dynamo.mark_static_address(tensor)
+
+    def store(self, keys: Keys, tokens: int, kept: int, whole: bool) -> None:
+        if not self.is_initialized:
+            self.make_room(keys)
+            keys = best(self.held().then(keys), self.window)
+        self.cumulative_length.add_(tokens)  # first, so that it shows where this is broken off
+        self._set(keys)
+
+    def _set(self, keys: Keys) -> None:
+        """In place where the number of rows stays."""
+        for name, new in zip(_NAMES, keys, strict=True):
+            old = getattr(self, name)
+            setattr(self, name, _store(old, new) if old.shape == new.shape else new)
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove:
+            raise ValueError(
+                "A static cache of a window of keys cannot take tokens back: use InterdomainCache for that."
+            )
+
+    def reset(self) -> None:
+        for tensor in self.tensors():
+            tensor.zero_()
+        if self.is_initialized:
+            self.documents.fill_(NO_DOCUMENT)
+        self.cumulative_length.zero_()
+
+    def to(self, device=None, dtype: torch.dtype | None = None) -> None:
+        if not self.is_initialized:
+            return
+        self.keys, self.values, self.bias, self.places, self.documents = (x.to(device) for x in self.tensors())
+        if dtype is not None:
+            self.keys, self.values, self.dtype = self.keys.to(dtype), self.values.to(dtype), dtype
+        self.device, self.cumulative_length = self.keys.device, self.cumulative_length.to(device)

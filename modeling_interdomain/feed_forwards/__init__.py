@@ -1,0 +1,1 @@
+"""What a layer does to each token, after the mixer."""

@@ -1,0 +1,1 @@
+"""What is particular to generate(): many prompts at once, drafts, prompts read before."""

@@ -1,0 +1,256 @@
+"""Continuous batching: many prompts, a fixed number of rows, and a new prompt as soon as a row is free."""
+
+import operator
+from collections import deque
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList
+
+from ..model_cache.cache import InterdomainCache
+from .prompt_store import begin_reading, on_cpu, put_after, store_of
+from .slots import Slots
+
+# What ends or changes a text, or says more of it, in `generate` alone.
+_UNHEEDED = (
+    *("stop_strings", "max_time", "token_healing", "dola_layers", "constraints", "force_words_ids"),
+    *("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states"),
+)
+ROWS = 8  # in flight at once, where nobody asks for another number
+# What asks for more rows a prompt, or for another way to write, than one token a row and step.
+_SINGLE = ("num_beams", "num_return_sequences", "prompt_lookup_num_tokens", "assistant_early_exit", "penalty_alpha")
+_LIKE_NONE = {"num_beams": (1,), "num_return_sequences": (1,)}
+
+
+class Request:
+    """A prompt, what is written after it, and how its next token is chosen."""
+
+    ids: torch.Tensor  # [1, T], the prompt and what is written
+    processors: LogitsProcessorList
+    room: int | None
+
+    def __init__(self, name: str, prompt: Sequence[int], config, streaming: bool = False):
+        self.name, self.prompt, self.config, self.streaming = name, prompt, config, streaming
+        self.written: list[int] = []
+        self.error: str | None = None
+        self.cancelled = False
+        self.keep: Callable[[list], None] | None = None  # states, in the prompt store, see `put_after`
+
+    def prepare(self, model, called: str, unset: dict[str, bool]) -> None:
+        """Before it is read; a prompt that cannot be, or is longer than its text may be, is an error.
+
+        Args:
+            called: the prompt, in errors.
+            unset: of `unset_lengths`.
+        """
+        check_prompt(model, called, self.prompt)
+        self.prompt, self.room = list(self.prompt), model.config.longest_text
+        self.ids, length = torch.tensor([self.prompt], device=model.device), len(self.prompt)
+        self.config = model._prepare_generated_length(
+            deepcopy(self.config),
+            **unset,
+            model_input_name="input_ids",
+            input_ids_length=length,
+            inputs_tensor=self.ids,
+        )
+        model._validate_generated_length(self.config, length, unset["has_default_max_length"])
+        self.processors = model._get_logits_processor(
+            generation_config=self.config,
+            input_ids_seq_length=length,
+            encoder_input_ids=self.ids,
+            device=model.device,
+        )
+
+    @property
+    def finished(self) -> bool:
+        if self.cancelled or self.error is not None:
+            return True
+        ends = self.config._eos_token_tensor
+        ended = bool(self.written) and ends is not None and self.written[-1] in ends.tolist()
+        return ended or len(self.prompt) + len(self.written) >= self.config.max_length
+
+    def choose(self, logits: torch.Tensor) -> None:
+        """The next token from logits `[1, vocab]`, as `generate` chooses it."""
+        scores = self.processors(self.ids, logits.float())
+        token = torch.multinomial(scores.softmax(-1), 1) if self.config.do_sample else scores.argmax(-1, keepdim=True)
+        self.ids = torch.cat([self.ids, token], dim=1)
+        self.written.append(int(token))
+        if not self.finished and self.room is not None and self.ids.shape[1] > self.room:
+            self.error = f"{self.name} has come to the end of the {self.room} positions that this model knows."
+
+    def output(self):
+        # Here, because a program that never asks for it should not wait for what the library's engine imports.
+        from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+
+        status = RequestStatus.FINISHED if self.finished else RequestStatus.DECODING
+        return GenerationOutput(
+            self.name,
+            prompt_ids=self.prompt,
+            generated_tokens=list(self.written),
+            error=self.error,
+            status=status if self.error is None else RequestStatus.FAILED,
+        )
+
+
+class Batch:
+    """Requests that wait and requests in flight, which are the rows of a cache.
+
+    With a `prompt_store` of the model, a prompt costs what is new in it, and states are kept as `generate` keeps them.
+
+    Args:
+        model: whose layers keep states, or keys and values.
+        rows: how many requests are in flight at once.
+        tell: called with a request whenever it has a new token, or has failed.
+    """
+
+    def __init__(self, model, rows: int, tell: Callable[[Request], None] = lambda request: None):
+        self.model, self.rows, self.tell = model, rows, tell
+        self.slots = Slots(model)
+        self.waiting: deque[Request] = deque()
+        self.active: list[Request] = []
+
+    @property
+    def requests(self) -> list[Request]:
+        """All that are not finished."""
+        return [request for request in (*self.active, *self.waiting) if not request.finished]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One more token of every request in flight; those that wait take the rows that are free."""
+        kept = [row for row, request in enumerate(self.active) if not request.finished]
+        self.active, new = [self.active[row] for row in kept], []
+        while self.waiting and len(self.active) < self.rows:
+            request = self.waiting[0]
+            if not request.finished:
+                cache = self._read(request)
+                self.tell(request)
+            self.waiting.popleft()
+            if not request.finished:
+                self.active.append(request)
+                new.append(cache)
+        self.slots.change(kept, new)
+        if not self.active:
+            return
+        logits = self.slots.step([request.written[-1] for request in self.active])
+        for row, request in enumerate(self.active):
+            request.choose(logits[row : row + 1])
+            if request.finished and request.keep is not None:
+                request.keep([([*request.prompt, *request.written[:-1]], on_cpu(self.slots.take(row)))])
+            self.tell(request)
+
+    def _read(self, request: Request) -> InterdomainCache:
+        """The cache after a prompt, whose next token is chosen."""
+        cache, length = InterdomainCache(self.model.config), len(request.prompt)
+
+        def read(start: int, stop: int) -> torch.Tensor:
+            for ids in request.ids[:, start:stop].split(request.config.prefill_chunk_size or stop, dim=1):
+                logits = self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            return logits[:, -1]
+
+        reading = begin_reading(self.model, cache, request.ids)
+        if reading is not None:
+            reading.begin(read)
+        request.choose(read(int(cache.get_seq_length()), length))
+        if reading is not None:
+            reading.finish(request.ids[:, :length])
+            request.keep = partial(put_after, self.model, reading.found)
+        return cache
+
+
+def write_batch(model, prompts: Sequence[Sequence[int]], generation_config, rows: int, options: dict[str, Any]):
+    """What `generate` would write after each prompt alone: `{request id: GenerationOutput}`, in the order of prompts.
+
+    Args:
+        model: as of a `Batch`.
+        prompts: token ids of each.
+        generation_config: or None, that of the model.
+        rows: how many are in flight at once.
+        options: of `generate`, beside the configuration.
+
+    Raises:
+        ValueError: for rows, prompts and options that cannot be, before anything is read; for a text that comes to the
+            end of the positions that the model knows, when it does.
+        NotImplementedError: for models that cannot, with the reason.
+    """
+    unset = unset_lengths(model, generation_config, options)
+    config, others = model._prepare_generation_config(generation_config, **options)
+    if not isinstance(rows, int) or rows < 1:
+        raise ValueError(f"max_batch_size must be positive, got {rows}.")
+    if not hasattr(prompts, "__iter__"):
+        raise ValueError(f"Prompts are a list of lists of token ids, got {type(prompts).__name__}.")
+    if others:
+        raise ValueError(
+            f"generate_batch takes the options of a GenerationConfig; it does not know {', '.join(others)}."
+        )
+    check_way(config)
+    if reason := why_not_batched(model):
+        raise NotImplementedError(reason)
+    model._prepare_special_tokens(config, True, device=model.device)
+    requests = [Request(f"req_{number}", prompt, config) for number, prompt in enumerate(prompts)]
+    for number, request in enumerate(requests):
+        request.prepare(model, f"Prompt {number}", unset)
+    batch = Batch(model, rows)
+    batch.waiting.extend(requests)
+    if (found := store_of(model)) is not None:
+        store, fingerprint = found
+        store.announce(fingerprint, [list(request.prompt) for request in requests])
+    while batch.requests:
+        batch.step()
+        if error := next((request.error for request in requests if request.error is not None), None):
+            raise ValueError(f"{error[:-1]}: ask for fewer tokens.")
+    return {request.name: request.output() for request in requests}
+
+
+def unset_lengths(model, generation_config, options: dict[str, Any]) -> dict[str, bool]:
+    """Whether nobody has said how long and how short a text is to be: as `generate` finds out what is then usual."""
+    said = [SimpleNamespace(**options), generation_config, model.generation_config]
+    return {
+        f"has_default_{name}": all(getattr(where, name, None) is None for where in said)
+        for name in ("max_length", "min_length")
+    }
+
+
+def why_not_batched(model) -> str | None:
+    """One sentence, why rows of a model cannot begin and end at different times; None where they can."""
+    names, kinds = model.config.mixers_per_layer, Slots(model).kinds
+    for layer, (name, kind) in enumerate(zip(names, kinds, strict=True)):
+        if kind == "other":
+            return (
+                f'Layer {layer}, "{name}", keeps more than a state, or keys and values, and continuous batching does '
+                "not know how to move a row of that: call generate() on a padded batch."
+            )
+    return None
+
+
+def check_way(config) -> None:
+    """A way to write that is not one token a row and step is an error."""
+    if asked := [name for name in _SINGLE if getattr(config, name, None) not in (None, *_LIKE_NONE.get(name, ()))]:
+        raise ValueError(
+            f"Continuous batching writes one token a row and step: leave out {', '.join(asked)}, or use generate."
+        )
+    if asked := [name for name in _UNHEEDED if getattr(config, name, None) not in (None, False)]:
+        raise ValueError(f"Continuous batching does not heed {', '.join(asked)}: leave it out, or use generate.")
+
+
+def check_prompt(model, name: str, prompt: Sequence[int]) -> None:
+    """A prompt that is no list of ids, has none, or others than the model's, is an error."""
+    if isinstance(prompt, str) or not hasattr(prompt, "__len__"):
+        raise ValueError(
+            f"{name} must be a list of token ids, got {type(prompt).__name__}; several prompts are a list of such "
+            "lists."
+        )
+    if not len(prompt):
+        raise ValueError(f"{name} has no tokens; give it at least one, for example the first of a text.")
+    try:
+        ids = [operator.index(token) for token in prompt]
+    except TypeError:
+        raise ValueError(f"{name} must be a list of token ids, which are whole numbers.") from None
+    if not all(0 <= token < model.config.vocab_size for token in ids):
+        raise ValueError(f"{name} has a token outside of the vocabulary of {model.config.vocab_size:,}.")
+    most = model.config.longest_text
+    if most is not None and len(prompt) > most:
+        raise ValueError(f"{name} has {len(prompt)} tokens, and this model knows {most} positions; shorten it.")

@@ -1,0 +1,262 @@
+"""Continuous batching of requests that come one by one, with the methods by which `transformers serve` asks for it."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from functools import partial
+from queue import SimpleQueue
+from threading import Condition, Thread
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from .batch import ROWS, Batch, Request, check_way, unset_lengths, why_not_batched
+
+logger = logging.get_logger(__name__)
+
+
+class RequestManager:
+    """Answers requests in a thread of its own, as many at once as there are rows.
+
+    It has those methods of the library's `ContinuousBatchingManager` that its server and its context manager use, and
+    those that give results: `model.init_continuous_batching(...)` makes one. A prompt is read while the answers that
+    are being written wait for it.
+
+    Args:
+        model: as of a `Batch`.
+        generation_config: of all requests, but for their `max_new_tokens` and `eos_token_id`. Default: the model's.
+        continuous_batching_config: the library's, of which two fields matter: `max_requests_per_batch` are in flight at
+            once (default: 8, or `max_batch_tokens` where that is given alone), and a forward has no more than
+            `max_batch_tokens` tokens, be it one of every request or those of a prompt, which is then read in pieces.
+        workload_hints: of the library's engine; not used.
+
+    Raises:
+        ValueError: when the configuration asks for more than one token a row and step, or for less than one row.
+
+    Example:
+
+        >>> import torch
+        >>> from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
+        >>> config = InterdomainConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=256)
+        >>> model = InterdomainForCausalLM(config).eval()
+        >>> with model.continuous_batching_context_manager() as manager:
+        ...     name = manager.add_request([5, 6, 7], max_new_tokens=4)
+        ...     answer = manager.get_result(name)
+        >>> len(answer.generated_tokens)
+        4
+    """
+
+    warmed_up = True  # there is nothing to warm up
+
+    def __init__(
+        self, model, generation_config=None, continuous_batching_config=None, workload_hints: Any = None
+    ) -> None:
+        self.model = model
+        self._unset = unset_lengths(model, generation_config, {})
+        self.generation_config, _ = model._prepare_generation_config(generation_config)
+        check_way(self.generation_config)
+        tokens = getattr(continuous_batching_config, "max_batch_tokens", None)
+        rows = getattr(continuous_batching_config, "max_requests_per_batch", None)
+        limits = [limit for limit in (rows, tokens) if limit is not None] or [ROWS]
+        if min(limits) < 1:
+            raise ValueError(f"max_requests_per_batch and max_batch_tokens must be positive, got {min(limits)}.")
+        if tokens is not None:
+            self.generation_config.prefill_chunk_size = tokens
+        self.background_thread_status = SimpleNamespace(fatal_error=None)  # its server looks there for one
+        self._batch = Batch(model, min(limits), self._tell)
+        self._orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._thread: Thread | None = None
+        self._stopping = False
+        self._count = 0
+        self._changed = Condition()
+        self._results: list[Any] = []
+        self._handlers: dict[str, tuple[Callable, asyncio.AbstractEventLoop]] = {}
+
+    # What others ask for: an order is carried out by the thread, between two steps.
+
+    def start(self) -> None:
+        if not self.is_running():
+            self._stopping = False
+            # An answer is not worth that the program waits for it when it ends.
+            self._thread = Thread(target=self._run, daemon=True)
+            self._thread.start()
+
+    def is_running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def stop(
+        self,
+        block: bool = True,
+        timeout: float | None = None,
+        keep_for_next_session: bool = False,
+        hard_stop: bool = False,
+    ) -> None:
+        """Take no more requests, and end with the last one; with `hard_stop` at once, and they fail.
+
+        Args:
+            block: wait until then, at most `timeout` seconds.
+            keep_for_next_session: of the library's engine; nothing is lost when a new manager is made.
+        """
+        if self._thread is None or not self.is_running():
+            return
+        self._orders.put(partial(self._end, hard_stop))
+        if block:
+            self._thread.join(timeout)
+
+    def destroy(self) -> None:
+        self.stop()
+
+    def add_request(
+        self,
+        input_ids: Sequence[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        eos_token_id: int | list[int] | None = None,
+    ) -> str:
+        """Queue a prompt, a list of token ids; a `streaming` request has a result a token, another one in the end.
+
+        Returns its name. A prompt that cannot be has a result with an `error`.
+
+        Raises:
+            RuntimeError: when nobody would answer any more.
+        """
+        if self.background_thread_status.fatal_error is not None or self._stopping:
+            raise RuntimeError("This manager has stopped; make another with init_continuous_batching().")
+        with self._changed:
+            name, self._count = request_id or f"req_{self._count}", self._count + 1
+        config = deepcopy(self.generation_config)
+        if max_new_tokens is not None:
+            config.max_new_tokens = max_new_tokens
+        if eos_token_id is not None:
+            config.eos_token_id = eos_token_id
+        self.model._prepare_special_tokens(config, True, device=self.model.device)
+        self._orders.put(partial(self._add, Request(name, input_ids, config, streaming)))
+        return name
+
+    def add_requests(self, inputs: Sequence[Sequence[int]], **options: Any) -> list[str]:
+        """`add_request` for each."""
+        return [self.add_request(input_ids, **options) for input_ids in inputs]
+
+    def cancel_request(self, request_id: str) -> None:
+        """Write no more of an answer; what there is of it is its result."""
+        self._orders.put(partial(self._cancel, request_id))
+
+    # What they get.
+
+    def register_result_handler(self, request_id: str, callback: Callable) -> None:
+        """Have the running event loop call `callback` with each result of a request, until it is finished."""
+        with self._changed:
+            self._handlers[request_id] = (callback, asyncio.get_running_loop())
+            # The server asks for a stream before it says where to.
+            early = [output for output in self._results if output.request_id == request_id]
+            self._results = [output for output in self._results if output.request_id != request_id]
+            for output in early:
+                self._hand_on(output)
+
+    def get_result(self, request_id: str | None = None, timeout: float | None = None):
+        """The next result, of any request or of one; None when there is none within `timeout` seconds, or at all."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._results_of(request_id) or not self.is_running(), timeout)
+            found = self._results_of(request_id)
+            if not found:
+                return None
+            self._results.remove(found[0])
+            return found[0]
+
+    def request_id_iter(self, request_id: str) -> Iterator:
+        """The results of one request."""
+        while (output := self.get_result(request_id)) is not None:
+            yield output
+            if output.is_finished():
+                return
+
+    def __iter__(self) -> Iterator:
+        """Results until the manager is stopped."""
+        while (output := self.get_result()) is not None:
+            yield output
+
+    def _results_of(self, request_id: str | None) -> list:
+        return [output for output in self._results if request_id in (None, output.request_id)]
+
+    def _tell(self, request: Request) -> None:
+        if request.streaming or request.finished:
+            with self._changed:
+                self._hand_on(request.output())
+                self._changed.notify_all()
+
+    def _hand_on(self, output) -> None:
+        name = output.request_id
+        handler = self._handlers.pop(name, None) if output.is_finished() else self._handlers.get(name)
+        if handler is None:
+            self._results.append(output)
+            return
+        callback, loop = handler
+        with suppress(RuntimeError):  # the loop is closed, and with it whoever asked
+            loop.call_soon_threadsafe(callback, output)
+
+    # The thread.
+
+    def _run(self) -> None:
+        if self.model.device.type == "cuda":
+            torch.cuda.set_device(self.model.device)
+        error = "The manager was stopped before this request was finished."
+        try:
+            while self._carry_out_orders():
+                self._batch.step()
+        except Exception as found:
+            logger.error("Continuous batching has ended with an error.", exc_info=True)
+            self.background_thread_status.fatal_error, error = found, f"Continuous batching has ended: {found}"
+        self._stopping = True
+        self._carry_out_orders(wait=False)
+        for request in self._batch.requests:
+            self._fail(request, error)
+        with self._changed:
+            self._changed.notify_all()
+
+    def _carry_out_orders(self, wait: bool = True) -> bool:
+        """All that there are, waiting for one where there is nothing to do; False when it is time to end."""
+        while not self._orders.empty() or (wait and not self._stopping and not self._batch.requests):
+            self._orders.get()()
+        return bool(self._batch.requests)
+
+    def _add(self, request: Request) -> None:
+        try:
+            request.prepare(self.model, f"The prompt of {request.name}", self._unset)
+        except ValueError as error:
+            self._fail(request, str(error))
+            return
+        self._batch.waiting.append(request)
+
+    def _cancel(self, name: str) -> None:
+        for request in self._batch.requests:
+            if request.name == name:
+                request.cancelled = True
+                self._tell(request)
+
+    def _end(self, hard: bool) -> None:
+        self._stopping = True
+        if hard:
+            for request in self._batch.requests:
+                self._fail(request, "The manager was stopped before this request was finished.")
+
+    def _fail(self, request: Request, error: str) -> None:
+        request.error = error
+        self._tell(request)
+
+
+def why_not_served(model) -> str | None:
+    """One sentence, why requests that come one by one cannot be answered together; None where they can."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return (
+            "Requests come to one process and this model is over several: call generate_batch() with the same prompts "
+            "in all of them."
+        )
+    try:
+        check_way(model.generation_config)
+    except ValueError as error:
+        return str(error)
+    return why_not_batched(model)

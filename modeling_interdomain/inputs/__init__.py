@@ -1,0 +1,1 @@
+"""What arrives at a forward: checks, and losses that go with it."""

@@ -1,0 +1,1 @@
+"""Small modules that mixers and models share: norms, convolutions, feature maps, rotary embeddings."""

@@ -1,0 +1,254 @@
+"""Small things that every module uses: the norm, numbers that stay in float32, projections into the residual stream,
+what is added to the training loss, values kept for a version of the parameters."""
+
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.modules.module import _has_any_global_hook
+from transformers import initialization as init
+
+from ..ops.common.common import multiplies_in_tiles
+
+# What few calls compute without rounding more than many do.
+FULL_PRECISION = (torch.float32, torch.float64)
+# Parameters that are tensors of their own, neither sharded nor quantized.
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+def is_plain(x: torch.Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether x is on a CPU and nothing is differentiated or compiled, so that calls are what a token costs."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return type(x) is torch.Tensor and x.device.type == "cpu" and x.dtype == dtype
+
+
+def plain_rms_norm(x: torch.Tensor, eps: float, into: torch.Tensor | None = None) -> torch.Tensor:
+    """`x / sqrt(mean(x^2) + eps)` over the last axis of a plain tensor, in fewer calls than PyTorch's."""
+    # The hypotenuse over the norm of x and a constant.
+    size = torch.linalg.vector_norm(x, 2, -1, True).hypot_(_scalar((x.shape[-1] * eps) ** 0.5))
+    return torch.div(x, size.mul_(_scalar(x.shape[-1] ** -0.5)), out=into)
+
+
+# Numbers of the pieces that a chain of element-wise steps works on: in float32 a few of them fit into a cache.
+_PIECE = 1 << 17
+
+
+def by_pieces(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """`function(x)` of tokens `[B, T, W]` in the dtype of x, a few at a time, so that what lies between stays in the
+    cache; nothing is differentiated."""
+    size = max(1, _PIECE * x.shape[1] // max(1, x.numel()))
+    if x.shape[1] <= size:
+        return function(x).to(x.dtype)
+    joined = torch.empty_like(x)
+    for piece, into in zip(x.split(size, dim=1), joined.split(size, dim=1), strict=True):
+        into.copy_(function(piece))
+    return joined
+
+
+@lru_cache(maxsize=64)
+def _scalar(value: float) -> torch.Tensor:
+    return torch.full((), value, dtype=torch.float32, device="cpu")
+
+
+class InterdomainRMSNorm(nn.Module):
+    """`weight * x / sqrt(mean(x^2) + eps)` over the last axis, computed in float32."""
+
+    def __init__(self, size: int, eps: float = 1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def start_parameters(self, config) -> None:
+        init.ones_(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        if is_plain(x) and weight.dtype in (torch.float32, torch.bfloat16):
+            return plain_rms_norm(x, self.eps).mul_(weight)
+        if x.dtype == weight.dtype == torch.float32:
+            return F.rms_norm(x, weight.shape, weight, self.eps)
+        if x.dtype == weight.dtype == torch.bfloat16 and is_plain(x, x.dtype):
+            # PyTorch's rounds in between, and goes to the memory and back for each of its steps.
+            return by_pieces(self._widened, x)
+        # Otherwise the weight stays outside: it may be wider than x, and then the result is.
+        return weight * F.rms_norm(x, weight.shape, eps=self.eps)
+
+    def _widened(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.float()
+        return plain_rms_norm(x, self.eps, into=x).mul_(self.weight)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.eps}"
+
+
+def backend_of(config) -> str:
+    """`config.backend` as it is now, past the library's lookup: every layer asks at every token."""
+    return config.backend if torch.compiler.is_compiling() else object.__getattribute__(config, "backend")
+
+
+def own_backend(config, backends: tuple[str, ...]) -> str:
+    """`config.backend` for an operator that has these backends, "auto" for one that is another operator's."""
+    backend = backend_of(config)
+    return backend if backend in backends else "auto"
+
+
+def begun_with(initial_state: Any, *transition: torch.Tensor) -> torch.Tensor | None:
+    """An initial state: as it is, or made by a function from what moves the state on."""
+    return initial_state(*transition) if callable(initial_state) else initial_state
+
+
+class Float32Module(nn.Module):
+    """`.to(torch.bfloat16)` and `.half()` move parameters and buffers of this module without rounding them."""
+
+    def _apply(self, fn, recurse=True):
+        def move(x: torch.Tensor) -> torch.Tensor:
+            moved = fn(x)
+            return x.to(moved.device) if moved.dtype in (torch.bfloat16, torch.float16) else moved
+
+        return super()._apply(move, recurse)
+
+
+def residual_projection(in_features: int, out_features: int, bias: bool = False) -> nn.Linear:
+    """A linear layer that starts with a smaller standard deviation: there are 2 N of them, and they add up.
+
+    It is marked rather than of a class of its own, because quantizers and adapters may look for `nn.Linear` exactly.
+    """
+    linear: Any = nn.Linear(in_features, out_features, bias)
+    linear.adds_to_residual = True
+    return linear
+
+
+class AuxiliaryLoss(nn.Module):
+    """Hands on what a layer wants added to the training loss: the model finds it by this module.
+
+    A layer calls it with a scalar in every forward; in training, `config.aux_loss_coef` times the sum over all layers
+    joins the loss of the model.
+    """
+
+    def forward(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss
+
+
+def home_of(module: nn.Module) -> torch.device:
+    """Where the weights of a linear map are: quantized, they may be buffers, or packed (by PyTorch, for CPUs alone)."""
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, torch.Tensor):
+        return weight.device
+    held = next((x for tensors in (module.parameters(), module.buffers()) for x in tensors), None)
+    return torch.device("cpu") if held is None else held.device
+
+
+def is_untouched(module: nn.Module, kind: type[nn.Module], device: torch.device) -> bool:
+    """Whether calling a module does nothing but what its class says, so that a kernel may read its weights instead.
+
+    Hooks (pruning, offloading, an observer of all modules), another class (an adapter, a parametrization), a replaced
+    `forward`, and weights that are elsewhere or no plain tensors (sharded, quantized) all mean no.
+    """
+    return are_untouched([module], [kind], device)
+
+
+def are_untouched(modules: Iterable[nn.Module], kinds: Iterable[type[nn.Module]], device: torch.device) -> bool:
+    """`is_untouched` of each."""
+    for module, kind in zip(modules, kinds, strict=True):
+        own = module.__dict__
+        if type(module) is not kind or "forward" in own or own["_forward_hooks"] or own["_forward_pre_hooks"]:
+            return False
+        if own["_backward_hooks"] or own["_backward_pre_hooks"]:
+            return False
+        for p in own["_parameters"].values():
+            if p is not None and (type(p) not in _PLAIN or p.device != device):
+                return False
+    return not _has_any_global_hook()
+
+
+def project(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """`linear(x)`; a row in bfloat16 as matrix times vector where a CPU would fill tiles with it: a third faster."""
+    if x.dtype == torch.bfloat16 and x.numel() == x.shape[-1] and multiplies_in_tiles(x) and is_plain(x, x.dtype):
+        own = vars(linear).get("_parameters", {})
+        weight = own.get("weight")
+        if is_untouched(linear, nn.Linear, x.device) and own["bias"] is None and weight.dtype == x.dtype:
+            return torch.mv(weight, x.reshape(-1)).view(*x.shape[:-1], -1)
+    return linear(x)
+
+
+class PerVersion:
+    """Values that depend on parameters alone, kept until one of the parameters changes; copies and pickles are empty.
+
+    Only where nothing but the parameters can change a value: eager mode without gradients, and parameters that are
+    tensors of their own (not sharded, adapted, swapped, or of inference mode, which counts no versions). Not in a
+    process group either: what gathers parameters there writes them without counting a version.
+    """
+
+    def __init__(self) -> None:
+        self._kept: tuple[list[tuple], dict[Hashable, Any]] = [], {}
+
+    def __reduce__(self):
+        return type(self), ()
+
+    def forget(self) -> None:
+        self._kept = [], {}
+
+    def get(self, name: Hashable, parameters: Sequence[torch.Tensor], compute: Callable[[bool], Any]) -> Any:
+        """The value of a name; `compute` is told whether what it gives will be kept."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.jit.is_tracing():
+            return compute(False)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return compute(False)
+        # A captured graph computes what it uses itself: what is kept here may be gone when it is replayed.
+        if parameters[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            return compute(False)
+        known, values = self._kept
+        if not _unchanged(known, parameters):
+            if not all(type(p) is nn.Parameter and not p.is_inference() and not p.is_meta for p in parameters):
+                return compute(False)
+            values = {}
+            self._kept = [(weakref.ref(p), p._version, p.data_ptr()) for p in parameters], values
+        if name not in values:
+            values[name] = compute(True)
+        return values[name]
+
+
+def _unchanged(known: list[tuple], parameters: Sequence[torch.Tensor]) -> bool:
+    if len(known) != len(parameters):
+        return False
+    for (reference, version, address), p in zip(known, parameters):
+        if reference() is not p or p._version != version or p.data_ptr() != address:
+            return False
+    return True
+
+
+class TabledModule(nn.Module):
+    """A module that keeps tables made of its own parameters.
+
+    What moves or loads parameters is seen, and so are PyTorch's optimisers. What writes where no version is counted
+    (through `.data`, or in a kernel of its own) is seen when the next text begins, or goes on with more tokens than a
+    guess has; until then it calls `forget_tables`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._tables = PerVersion()
+
+    def forget_tables(self) -> None:
+        if not torch.compiler.is_compiling():
+            self._tables.forget()
+
+    def train(self, mode: bool = True):
+        self.forget_tables()
+        return super().train(mode)
+
+    def _apply(self, fn, recurse=True):
+        self.forget_tables()
+        return super()._apply(fn, recurse)
+
+
+def forget_tables(module: nn.Module) -> None:
+    """Of all parts of a module."""
+    for part in module.modules():
+        if isinstance(part, TabledModule):
+            part.forget_tables()

@@ -1,0 +1,179 @@
+"""The short causal convolution of queries and keys, which remembers its last inputs."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from ..ops.common.common import all_real, multiplies_narrow, without_autocast
+from .common import is_plain, is_untouched
+
+# Taps of a key that starts as the token before, and a little as its own: the first token has none before it, and the
+# direction of nothing has no gradient.
+TOKEN_BEFORE = (1.0, 0.1)
+
+
+class CausalConv1d(nn.Conv1d):
+    """Depthwise convolution over the last `kernel_size` tokens; an ordinary `nn.Conv1d` otherwise.
+
+    Made as that one is, and it computes what that one does: adapters make others of its class, of any groups.
+    """
+
+    @torch.no_grad()
+    def start_parameters(self, config) -> None:
+        """Uniform, as in the library's convolutions; a kernel of one token is no convolution at all."""
+        if self.kernel_size[0] == 1:
+            init.ones_(self.weight)
+        else:
+            bound = self.kernel_size[0] ** -0.5
+            init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            init.zeros_(self.bias)
+
+    @torch.no_grad()
+    def start_taps(self, *last: float) -> None:
+        """The last taps, in the order of the tokens, are the same numbers in all channels, and those before them 0."""
+        taps = torch.zeros_like(self.weight)
+        taps[..., -len(last) :] = taps.new_tensor(last)
+        init.copy_(self.weight, taps)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[B, W, L + kernel_size - 1]` to `[B, W, L]`."""
+        if not self.groups == self.in_channels == self.out_channels:
+            return super().forward(x)
+        # A few shifted products keep the memory layout of the tokens; the library's convolution would transpose it.
+        length = x.shape[-1] - self.kernel_size[0] + 1
+        if length > 1 and multiplies_narrow(x) and not torch.compiler.is_compiling():
+            return self._as_image(x)
+        if length == 1:
+            y = (x * self.weight[:, 0]).sum(-1, keepdim=True)
+            return y if self.bias is None else y + self.bias[:, None]
+        # Token by token: Inductor, which lays out what it keeps as it is written, would otherwise vectorise a loop over
+        # tokens around a buffer for one of them (PyTorch 2.13 on a CPU, its issue 185702), and gradients were wrong.
+        tokens = x.mT
+        first, *later = self.weight[:, 0].unbind(-1)
+        y = tokens[..., :length, :] * first
+        for shift, tap in enumerate(later, start=1):
+            y = torch.addcmul(y, tokens[..., shift : shift + length, :], tap)
+        return (y if self.bias is None else y + self.bias).mT
+
+    def _as_image(self, x: torch.Tensor, padding: int = 0) -> torch.Tensor:
+        """In two dimensions the library's convolution reads tokens as they lie."""
+        with without_autocast(x.device):
+            weight = self.weight.unsqueeze(2)
+            x = x.to(weight.dtype).unsqueeze(2)
+            return torch.conv2d(x, weight, self.bias, padding=(0, padding), groups=weight.shape[0]).squeeze(2)
+
+    def from_zeros(self, x: torch.Tensor) -> torch.Tensor | None:
+        """`[B, T, W]` in bfloat16 to the same, with no token before; None where it takes a forward to say that.
+
+        Padding on both sides, of which what comes after the last token is cut off, saves a copy of the tokens.
+        """
+        if not (is_plain(x, torch.bfloat16) and multiplies_narrow(x) and is_untouched(self, CausalConv1d, x.device)):
+            return None
+        return self._as_image(x.mT, self.kernel_size[0] - 1).mT[:, : x.shape[1]]
+
+
+def causal_conv(
+    conv: nn.Module,
+    x: torch.Tensor,
+    window: torch.Tensor | None,
+    kernel: int,
+    lengths: torch.Tensor | None = None,
+    documents: torch.Tensor | None = None,
+    number: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Convolve each row on from the inputs that went before it, or each packed document from zeros.
+
+    Args:
+        conv: maps `[B, W, L + kernel - 1]` to `[B, W, L]`.
+        x: `[B, T, W]`.
+        window: `[B, W, kernel - 1]`, the inputs before the first token, a row a document where there are such; None
+            means zeros.
+        lengths: `[B]`, the real tokens of every row, the rest are pads. Default: None, all are.
+        documents: `[T]`, which of `number` packed documents each token belongs to (B = 1).
+
+    Returns:
+        `[B, T, W]` and the new window; None for packed documents, which nothing continues.
+    """
+    before = kernel - 1
+    if documents is not None:
+        return _conv_documents(conv, x, window, before, documents, number), None
+    # A graph serves every length, so that none may be asked for.
+    if not torch.compiler.is_compiling() and window is None and lengths is None and isinstance(conv, CausalConv1d):
+        found = conv.from_zeros(x) if x.shape[1] >= kernel else None
+        if found is not None:
+            return found, x[:, x.shape[1] - before :].mT
+    if window is None:
+        window = x.new_zeros(x.shape[0], x.shape[2], before)
+    extended = torch.cat([window.to(x.dtype).mT, x], dim=1).mT
+    if lengths is None:
+        window = extended[..., extended.shape[-1] - before :]
+    else:
+        last = lengths[:, None] + torch.arange(before, device=x.device)
+        window = extended.gather(2, last[:, None].expand(-1, extended.shape[1], -1))
+    return conv(extended).mT, window
+
+
+def convolve_few(
+    inputs: Sequence[torch.Tensor], windows: Sequence[torch.Tensor], taps: torch.Tensor
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Several `causal_conv` of a few tokens as one: where a call costs more than what it computes, few are better.
+
+    Args:
+        inputs: `[B, T, W]` each.
+        windows: `[B, W, kernel - 1]` each, the inputs before the first token.
+        taps: `[kernel, sum of all W]`, their weights side by side; all but the windows is computed in their dtype.
+
+    Returns:
+        `[B, T, sum of all W]` and the new windows.
+    """
+    tokens = side_by_side(inputs)
+    before = side_by_side([w.mT for w in windows])  # token by token, as a `RecurrentLayer` has them in memory
+    if before.dtype != tokens.dtype:
+        before = before.to(tokens.dtype)
+    extended = torch.cat([before, tokens], dim=1)
+    count = tokens.shape[1]
+    last = extended.narrow(1, count, before.shape[1]).mT
+    after = [last] if len(windows) == 1 else list(last.split_with_sizes([w.shape[1] for w in windows], dim=1))
+    if count == 1:
+        return (extended * taps).sum(1, keepdim=True), after
+    return (extended.unfold(1, taps.shape[0], 1) * taps.mT).sum(-1), after
+
+
+def side_by_side(streams: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Numbers `[B, T, W]` of several streams, those of a token one after the other."""
+    return streams[0] if len(streams) == 1 else torch.cat(list(streams), dim=-1)
+
+
+def taps_of(*weights: torch.Tensor) -> torch.Tensor:
+    """The taps of `convolve_few` from weights of `CausalConv1d`, `[W, 1, kernel]` each."""
+    return torch.cat(weights).squeeze(1).mT.contiguous()
+
+
+def _conv_documents(conv: nn.Module, x, window, before: int, documents: torch.Tensor, number: int) -> torch.Tensor:
+    """The window, or zeros, before every document; what a convolution then mixes across documents is never read."""
+    tokens = torch.arange(x.shape[1], device=x.device)
+    slots = tokens + before * (documents + 1)
+    spread = x.new_zeros(x.shape[1] + before * number, x.shape[2]).index_copy(0, slots, x[0])
+    if window is not None:
+        numbers = torch.arange(number, device=x.device)
+        begins = torch.searchsorted(documents, numbers) + before * numbers
+        margins = (begins[:, None] + torch.arange(before, device=x.device)).flatten()
+        spread = spread.index_copy(0, margins, window.to(x.dtype).mT.flatten(0, 1))
+    return conv(spread.T[None]).mT.index_select(1, slots - before)
+
+
+def last_inputs(window: torch.Tensor, inputs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The window `[B, W, kernel - 1]` of a convolution after the real ones (mask `[B, T]`) of `inputs` `[B, T, W]`."""
+    size = window.shape[-1]
+    if inputs.shape[1] >= size and all_real(mask):
+        return inputs[:, inputs.shape[1] - size :].mT
+    together = torch.cat([window.to(inputs.dtype).mT, inputs], dim=1)
+    if all_real(mask):
+        return together[:, together.shape[1] - size :].mT
+    real = torch.cat([mask.new_ones(mask.shape[0], size), mask], dim=1)
+    # A stable sort brings the real inputs to the end in their order.
+    order = real.long().sort(dim=1, stable=True).indices[:, real.shape[1] - size :]
+    return together.gather(1, order[..., None].expand(-1, -1, together.shape[2])).mT

@@ -1,0 +1,1 @@
+"""Token mixers: what a layer does across tokens. A folder a family."""

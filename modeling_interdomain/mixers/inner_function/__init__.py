@@ -1,0 +1,1 @@
+"""Inner-function attention (Wonderful Matrices)."""

@@ -1,0 +1,110 @@
+"""What tokens put into the operator, in few calls: of one, or a few, a call costs more than what it computes, and of a
+long text in bfloat16 every pass over the memory counts.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from ...layers.common import is_plain, plain_rms_norm
+from ...layers.convolution import convolve_few, taps_of
+from ...layers.feature_maps import silu_l2, silu_l2_
+from ...layers.rotary import rotate_around
+
+
+class TokenTables(NamedTuple):
+    """The weights of `token_inputs`, side by side.
+
+    Attributes:
+        taps: `[kernel, (H + G) R]`, of the convolutions of query and key.
+        weight, bias: of the norms of key and value, `[G, R]` and `[G, D]`; one tensor `[2 G, R]` where R = D; or None.
+    """
+
+    taps: torch.Tensor
+    weight: tuple[torch.Tensor, ...] | None
+    bias: tuple[torch.Tensor, ...] | None
+
+
+def token_tables(q_taps: torch.Tensor, k_taps: torch.Tensor, *norms: torch.Tensor) -> TokenTables:
+    """From the weights of two `CausalConv1d`, `[W, 1, kernel]`, and of the norms: `[R]`, `[D]`, `[G, R]`, `[G, D]`."""
+    taps = taps_of(q_taps, k_taps)
+    if not norms:
+        return TokenTables(taps, None, None)
+    biases = list(norms[2:])
+    weights = [w.expand_as(b) for w, b in zip(norms[:2], biases, strict=True)]
+    if weights[0].shape == weights[1].shape:
+        weights, biases = [torch.cat(weights)], [torch.cat(biases)]
+    return TokenTables(taps, tuple(weights), tuple(biases))
+
+
+def token_inputs(
+    projected: Sequence[torch.Tensor],
+    windows: Sequence[torch.Tensor],
+    tables: TokenTables,
+    eps: float,
+    heads: tuple[int, int],
+    cos_sin: tuple[torch.Tensor, torch.Tensor] | None,
+    rope_placement: str | None,
+) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
+    """`fused_inputs` of a few tokens: queries and keys go through together, and so do the norms of keys and values.
+
+    Args:
+        projected: query `[B, T, H R]`, key `[B, T, G R]` and value `[B, T, G D]`, before the convolutions; where they
+            are narrower than the tables, all but the windows is computed in the dtype of these.
+        windows: `[B, H R, kernel - 1]` and `[B, G R, kernel - 1]`, the inputs before the first token.
+        heads: H and G.
+        cos_sin: `[B, T, R]` each, for a rotation "before" or "after" the feature map.
+
+    Returns:
+        query `[B, T, H, R]`, key `[B, T, G, R]`, value `[B, T, G, D]`, and the new windows.
+    """
+    query, key, value = projected
+    x, after = convolve_few([query, key], windows, tables.taps)
+    x = x.view(*x.shape[:2], sum(heads), -1)
+    x = rotate_around(silu_l2, x, cos_sin, rope_placement)
+    query, key = x.split_with_sizes(list(heads), dim=2)
+    key, value = _normalised(key, value.view(*key.shape[:3], -1), tables, eps)
+    return (query, key, value), after
+
+
+def _normalised(key, value, tables: TokenTables, eps: float) -> Sequence[torch.Tensor]:
+    if tables.weight is None:
+        return key, value
+    together = len(tables.weight) == 1
+    xs = [torch.cat([key, value], dim=2)] if together else [key, value]
+    ys = [
+        torch.addcmul(bias, plain_rms_norm(x, eps) if is_plain(x) else F.rms_norm(x, x.shape[-1:], eps=eps), weight)
+        for x, weight, bias in zip(xs, tables.weight, tables.bias, strict=True)
+    ]
+    return ys[0].chunk(2, dim=2) if together else ys
+
+
+def narrow_inputs(
+    streams: Sequence[torch.Tensor],
+    norms: Sequence[torch.Tensor],
+    eps: float,
+    heads: tuple[int, int],
+    cos_sin: tuple[torch.Tensor, torch.Tensor] | None,
+    rope_placement: str | None,
+) -> tuple[torch.Tensor, ...]:
+    """Query, key and value of an operator that rounds them, `[B, T, heads, width]`, without widening what lies between.
+
+    Args:
+        streams: query `[B, T, H R]`, key `[B, T, G R]` and value `[B, T, G D]` after the convolutions; nothing is
+            differentiated, and what is convolved is overwritten.
+        norms: weights of the norms of key and value, `[R]`, `[D]`, and their biases, `[G, R]`, `[G, D]`; or none.
+        cos_sin, rope_placement: as of `token_inputs`.
+    """
+    query, key, value = (x.unflatten(-1, (n, -1)) for x, n in zip(streams, (heads[0], heads[1], heads[1]), strict=True))
+    query, key = (rotate_around(silu_l2_, x, cos_sin, rope_placement) for x in (query, key))
+    if not norms:
+        return query, key, value
+    key_weight, value_weight, key_bias, value_bias = norms
+    # The root mean square of a direction is known.
+    key_weight = key_weight * (1 / key.shape[-1] + eps) ** -0.5
+    value = plain_rms_norm(value, eps)
+    for x, bias, weight in ((key, key_bias, key_weight), (value, value_bias, value_weight)):
+        torch.addcmul(bias, x, weight, out=x)
+    return query, key, value

@@ -1,0 +1,226 @@
+"""The learned recurrence of one layer: its parameters, all in float32, and the operator called with them."""
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from ...layers.common import Float32Module, TabledModule, backend_of, begun_with, is_plain, own_backend
+from ...layers.operators import Operators
+from ...ops.common.common import Kept, as_complex, narrowed
+from ...ops.common.launch import STEP_BACKENDS
+from ...ops.diagonal.step import StepTables, step_tables
+from ...ops.interdomain.entry import interdomain_attention, take_step
+from ...ops.interdomain.few import FEW, TOGETHER, FewTables, few_tables, take_few
+from ...ops.interdomain.map import interdomain_attention_map
+from ...ops.interdomain.rates import log_decays
+from ...ops.interdomain.replay import replay_tables
+from .initialization import (
+    even_log_steps,
+    frequencies,
+    gramian,
+    output_rms,
+    posterior_coefficients,
+    posterior_diagonal,
+    real_gramian,
+)
+
+
+class InterdomainRecurrence(Float32Module, TabledModule):
+    """`log_dt` `[G]`; `log_a_real`, `a_imag` `[G, M]`; `B` `[G, M, 2]`; `C` `[G, M, M, 2]`, `[G, M, 2]` or None.
+
+    A module of its own, because it stays in float32 whatever the model's dtype: a rounded `log_dt` or `a_imag` would
+    turn every phase of a long sequence, and sharding (FSDP2) wants one dtype a module.
+    """
+
+    degree = 2
+    """The power of C that the output has."""
+
+    operators = Operators.of(
+        interdomain_attention,
+        interdomain_attention_map,
+        take_step,
+        take_few,
+        few_tables,
+        log_decays,
+        replay_tables,
+        step_tables,
+    )
+
+    C: nn.Parameter | None
+    # The parameters that tables of a step are made of.
+    tabled: tuple[str, ...] = ("log_dt", "log_a_real", "a_imag", "B", "C")
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self._prompt_tables = Kept()
+        # Asked for at every token: a configuration is slow to look up.
+        self.product, self.normalize = config.product, config.normalize
+        groups, size = config.num_key_value_heads, config.state_size
+        self.log_dt = nn.Parameter(torch.empty(groups, dtype=torch.float32))
+        self.log_a_real = nn.Parameter(torch.empty(groups, size, dtype=torch.float32))
+        self.a_imag = nn.Parameter(torch.empty(groups, size, dtype=torch.float32))
+        self.B = nn.Parameter(torch.empty(groups, size, 2, dtype=torch.float32))
+        shape = {"full": (groups, size, size, 2), "diagonal": (groups, size, 2)}.get(config.coefficient_matrix)
+        self.C = None if shape is None else nn.Parameter(torch.empty(shape, dtype=torch.float32))
+        if self.C is None:
+            self.tabled = tuple(name for name in self.tabled if name != "C")
+
+    @torch.no_grad()
+    def start_parameters(self, config) -> None:
+        """Steps, modes, beta and C as the configuration says, each from those before it."""
+        groups, size = self.a_imag.shape
+        low, high = config.time_step_min, config.time_step_max
+        if config.time_step_spacing == "even":
+            init.copy_(self.log_dt, even_log_steps(groups, low, high, self.log_dt.device))
+        else:
+            init.uniform_(self.log_dt, math.log(low), math.log(high))
+        init.constant_(self.log_a_real, math.log(0.5))
+        init.copy_(self.a_imag, frequencies(config.modes, size, self.log_dt))
+        init.copy_(self.B, self._initial_input_matrix())
+        if self.C is not None and not getattr(self.C, "_is_hf_initialized", False):
+            self._start_coefficients(config, self.C)
+
+    def _start_coefficients(self, config, C: torch.Tensor) -> None:
+        """C as `coefficient_init` names it, then scaled to the wanted size of the output."""
+        size, full = self.a_imag.shape[1], C.ndim == 4
+        if config.coefficient_init == "normal":
+            variance = config.coefficient_init_scale**2 / (size if full else 1)
+            init.normal_(C, std=math.sqrt(variance / 2))
+        elif config.coefficient_init == "identity":
+            ones = torch.ones(C.shape[:2], dtype=torch.complex64, device=C.device)
+            init.copy_(C, torch.view_as_real(torch.diag_embed(ones) if full else ones))
+        else:
+            posterior = posterior_coefficients if full else posterior_diagonal
+            found = posterior(gramian(*self._transition_and_beta()), config.coefficient_init_noise)
+            init.copy_(C, torch.view_as_real(found.resolve_conj()))
+        if config.output_init_rms is not None:
+            coefficients = as_complex(C.double())
+            rms = self._output_rms(config, coefficients if full else torch.diag_embed(coefficients))
+            scale = (config.output_init_rms / rms) ** (1 / self.degree)
+            C.mul_(scale.to(C.dtype).view(-1, *[1] * (C.ndim - 1)))
+
+    def _output_rms(self, config, coefficients: torch.Tensor) -> torch.Tensor:
+        """Root mean square of the output at the start, `[G]`, of C complex `[G, M, M]`."""
+        return output_rms(coefficients, config.product, real_gramian(*self._transition_and_beta()))
+
+    def _rates(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A and lambda, complex `[G, M]`, in float64."""
+        rate = torch.complex(-self.log_a_real.double().exp(), self.a_imag.double())
+        return rate, torch.exp(self.log_dt.double().exp()[:, None] * rate)
+
+    def _transition_and_beta(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._rates()[1], as_complex(self.B.double())
+
+    def _initial_input_matrix(self) -> torch.Tensor:
+        rate, decay = self._rates()
+        start = self.config.input_matrix_init
+        if start == "zero_order_hold":
+            beta = (decay - 1) / rate
+        elif start == "unit_variance":
+            beta = torch.sqrt(1 - decay.abs().square()).to(rate.dtype)
+        else:
+            beta = torch.ones_like(rate)
+        return torch.view_as_real(beta).float()
+
+    def parameters_of_operator(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """`log_decay` and `input_matrix`, `[G, M, 2]` each, and the coefficient matrix, in at least float32."""
+        wide = torch.promote_types(self.log_dt.dtype, torch.float32)
+        rates = self.log_dt, self.log_a_real, self.a_imag
+        make = self.operators.log_decays
+        log_decay = self._per_version("log_decay", lambda _: make(*rates, wide, backend_of(self.config)))
+        return log_decay, self.B.to(wide), None if self.C is None else self.C.to(wide)
+
+    def forward(
+        self,
+        *tokens: torch.Tensor,
+        transition: bool = False,
+        step: bool = False,
+        few: bool = False,
+        mapped: bool = False,
+        **arguments: Any,
+    ):
+        """The operator applied to the tokens, or with `transition=True` what `state_after` moves a state on with.
+
+        `initial_state` may be a function of `log_decay` and `input_matrix`. With `step=True` it is one token, `[B, 1,
+        heads, ...]`, that moves `state` in place; with `few=True` a few, see `take_few`; with `mapped=True` it is the
+        map of which token answered. All of it happens inside, because for the length of this call alone sharded
+        parameters are gathered, and those that PEFT targets (`target_parameters`) are adapted.
+        """
+        if step:
+            return self._step(*tokens, **arguments)
+        if few:
+            return self.operators.take_few(*tokens, tables=self._step_tables, few=self._few_tables, **arguments)
+        if mapped:
+            return self._map(*tokens, **arguments)
+        if transition:
+            if not torch.compiler.is_compiling() and tokens[0].shape[1] > FEW:
+                self.forget_tables()  # as the operator will, but before a record has them
+            return self._per_version("transition", self._transition)
+        self.forget_tables()
+        parameters = self.parameters_of_operator()
+        arguments["initial_state"] = begun_with(arguments.get("initial_state"), *parameters[:2])
+        return self._operate(*tokens, *parameters, **arguments)
+
+    def _operate(self, *inputs: Any, **arguments: Any):
+        """`interdomain_attention` of query, key, value and parameters."""
+        config = self.config
+        inputs = (*narrowed(*inputs[:3]), *inputs[3:])
+        arguments |= {"product": self.product, "normalize": self.normalize}
+        if is_plain(inputs[0], inputs[0].dtype) and not torch.jit.is_tracing():
+            arguments["kept"] = self._prompt_tables
+        arguments |= {"chunk_size": config.chunk_size, "backend": config.backend}
+        return self.operators.interdomain_attention(*inputs, **arguments)
+
+    def _map(self, *tokens: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+        """`interdomain_attention_map` of query and key."""
+        query, key, _ = tokens
+        shape: Any = {"product": self.product, "normalize": self.normalize}
+        return self.operators.interdomain_attention_map(
+            query, key, *self.parameters_of_operator(), **shape, cu_seqlens=cu_seqlens
+        )
+
+    def _step(self, *tokens: Any, state: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """`interdomain_step` of query, key and value."""
+        return self.operators.take_step(
+            *tokens,
+            parameters=self.parameters_of_operator,
+            tables=self._step_tables,
+            state=state,
+            product=self.product,
+            normalize=self.normalize,
+            mask=mask,
+            backend=own_backend(self.config, STEP_BACKENDS),
+        )
+
+    def _step_tables(self, dtype: torch.dtype) -> StepTables:
+        def tables(kept: bool) -> StepTables:
+            return self.operators.step_tables(*self.parameters_of_operator(), self.product, dtype, reused=kept)
+
+        return self._per_version(dtype, tables)
+
+    def _few_tables(self, dtype: torch.dtype, count: int) -> FewTables:
+        def tables(_: bool) -> FewTables:
+            return self.operators.few_tables(*self.parameters_of_operator()[:2], dtype, count)
+
+        return self._per_version((dtype, count), tables)
+
+    def _transition(self, kept: bool) -> tuple[torch.Tensor, ...]:
+        """With the tables of a replay where they are kept, and calls are what it costs."""
+        log_decay, input_matrix, _ = self.parameters_of_operator()
+        input_matrix = input_matrix.clone()  # what shards this module frees its parameters after the call
+        tables = ()
+        if kept and log_decay.device.type == "cpu":
+            tables = self.operators.replay_tables(log_decay, input_matrix, TOGETHER)
+        return log_decay, input_matrix, *tables
+
+    def _per_version(self, name: Any, compute: Any) -> Any:
+        own = self._parameters
+        try:
+            parameters = [own[name] for name in self.tabled]
+        except KeyError:  # adapted or replicated: these tensors are others each time
+            return compute(False)
+        return self._tables.get(name, parameters, compute)

@@ -1,0 +1,475 @@
+"""What all recurrent token mixers do alike: projections, short convolutions, the cache, the way out."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..layers.common import InterdomainRMSNorm, backend_of, project, residual_projection
+from ..layers.convolution import CausalConv1d, causal_conv, last_inputs
+from ..layers.learned_state import FirstState
+from ..layers.operators import Operators
+from ..ops.common.common import Packing
+from ..parallel.sequence import SequencePiece
+from ..parallel.tensor import HEADS
+from .base import TokenMixer
+from .sparse.branch import SparseBranch, recorded_count, replay
+from .sparse.parts import EXACT_STATES
+
+
+class Stream(NamedTuple):
+    """One projection of the tokens: `name` + "_proj" makes `heads` x `width` numbers, `name` + "_conv" mixes them."""
+
+    name: str
+    heads: int
+    width: int
+    convolved: bool
+
+
+class Biases(NamedTuple):
+    """Which maps of a mixer have one."""
+
+    projections: bool = False
+    convolutions: bool = False
+
+
+class RecurrentMixer(TokenMixer):
+    """Projects the tokens into `streams`, convolves them, runs a recurrence on from the cache, and projects back.
+
+    A subclass names its streams and its state, makes `recurrence` (a module that is called with tokens and gives output
+    and final state, see `InterdomainRecurrence`), and turns convolved streams into tokens (`_tokens`).
+    """
+
+    layer_type = "linear_attention"
+    can_branch = True
+    exact_states = EXACT_STATES
+    recurrence: nn.Module
+    operators = Operators()
+    # Tokens that take less time on a CPU step by step than in an operator for many.
+    most_steps = 6
+    together = 0  # tokens that are read with a state at rest, see `_reads_on`
+
+    def __init__(self, config, layer_idx: int, output_width: int):
+        """`output_width` are the numbers a head that the recurrence gives."""
+        super().__init__(config, layer_idx)
+        # Asked for at every token: a configuration is slow to look up.
+        self.rope_placement, self.kernel = config.rope_placement, self.kernel_size(config)
+        self.rotated_width = self.rotated(config)
+        streams = self.streams(config)
+        self.stream_names = [stream.name for stream in streams]
+        self.convolved = [stream.convolved for stream in streams]
+        windows = [(stream.heads * stream.width, self.kernel - 1) for stream in streams if stream.convolved]
+        branch = config.sparse_per_layer[layer_idx]
+        self.sparse = None
+        if branch is not None:
+            shape = *self.written_shape(config), self.output_heads(config)
+            self.sparse = SparseBranch(config, branch, *shape, reads_first=not self.starts_with_induction(config))
+        self.own_windows = len(windows)
+        self.kept_shapes = [*windows, tuple(self.state_shape(config))]
+        if self.sparse is not None:
+            states = self.sparse.state_shapes.values()
+            self.kept_shapes = [*windows, *self.sparse.window_shapes, self.kept_shapes[-1], *states]
+
+        self.first_state = FirstState(tuple(self.state_shape(config))) if config.learned_state else None
+        hidden, outputs, biases = config.hidden_size, self.output_heads(config) * output_width, self.biases(config)
+        for stream in streams:
+            setattr(self, f"{stream.name}_proj", nn.Linear(hidden, stream.heads * stream.width, biases.projections))
+        self.o_proj = residual_projection(outputs, hidden, biases.projections)
+        self.g_proj = nn.Linear(hidden, outputs, biases.projections) if self.gated(config) else None
+        for stream in streams:
+            if stream.convolved:
+                width = stream.heads * stream.width
+                conv = CausalConv1d(width, width, self.kernel, groups=width, bias=biases.convolutions)
+                setattr(self, f"{stream.name}_conv", conv)
+        self.o_norm = InterdomainRMSNorm(output_width, config.rms_norm_eps) if config.use_output_norm else None
+
+    @property
+    def backend(self) -> str:
+        """Of the configuration as it is now, which the model asks, too."""
+        return backend_of(self.config)
+
+    # What a subclass says.
+
+    @classmethod
+    def starts_with_induction(cls, config) -> bool:
+        """Whether its own queries start so that they find what came after earlier occurrences of the token."""
+        return False
+
+    @classmethod
+    def streams(cls, config) -> list[Stream]:
+        """The projections, in the order in which `_tokens` takes them."""
+        raise NotImplementedError
+
+    @classmethod
+    def state_shape(cls, config) -> tuple[int, ...]:
+        """Of one sequence."""
+        raise NotImplementedError
+
+    def _tokens(self, streams: list[torch.Tensor], cos_sin) -> tuple[torch.Tensor, ...]:
+        """What the recurrence is called with, from convolved streams `[B, T, heads width]`."""
+        raise NotImplementedError
+
+    def _recorded(self, tokens: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Those of the tokens `[B, T, ...]` that move the state."""
+        raise NotImplementedError
+
+    @staticmethod
+    def replay_state(operators: Operators, state: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        """The state after recorded tokens: called with those, their mask and what `transition=True` gave.
+
+        Not with a layer, which a cache would keep: with the operators that the layer has.
+        """
+        raise NotImplementedError
+
+    # What a subclass says that passes its state to other processes.
+
+    def aged(self, state: torch.Tensor, elapsed: torch.Tensor, *transition: Any) -> torch.Tensor:
+        """A state `[B, ...]` after tokens that write nothing, of which `elapsed` tells; in any floating dtype."""
+        raise NotImplementedError
+
+    @staticmethod
+    def elapsed(mask: torch.Tensor, *arguments: Any) -> torch.Tensor | None:
+        """What `aged` needs to know of recorded tokens, `[B, ...]`, a sum over those of the mask `[B, T]`.
+
+        Called with the tokens and what `transition=True` gave; None means their number.
+        """
+        return None
+
+    # What a subclass may say otherwise.
+
+    @classmethod
+    def output_heads(cls, config) -> int:
+        """Those of the output."""
+        return config.num_attention_heads
+
+    @classmethod
+    def kernel_size(cls, config) -> int:
+        """Of the convolutions, in tokens."""
+        return config.conv_kernel
+
+    @classmethod
+    def biases(cls, config) -> Biases:
+        return Biases()
+
+    @classmethod
+    def gated(cls, config) -> bool:
+        """Whether the output is multiplied by SiLU of a linear map of the input."""
+        return config.use_output_gate
+
+    @classmethod
+    def rotated(cls, config) -> int:
+        """The numbers a head that rotary embeddings turn."""
+        return config.feature_dim
+
+    def _way_out(self, output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What `o_proj` reads, `[B, T, heads width]`, of the output and the tokens of the layer."""
+        if self.g_proj is None:
+            return output
+        return nn.functional.silu(self.g_proj(hidden_states)) * output
+
+    @classmethod
+    def written_shape(cls, config) -> tuple[int, int]:
+        """Of `_written`; the recurrence's output has as many numbers a head."""
+        return config.num_key_value_heads, config.head_dim
+
+    def _written(self, tokens: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """What the recurrence writes, `[B, T, groups, width]`: a sparse branch reads it a second time."""
+        return tokens[-1]
+
+    # What follows from it.
+
+    @classmethod
+    def rotated_dims(cls, config) -> set[int]:
+        return set() if config.rope_placement is None else {cls.rotated(config)}
+
+    @classmethod
+    def state_sizes(cls, config, context_length: int) -> dict[str, int]:
+        windows = sum(stream.heads * stream.width for stream in cls.streams(config) if stream.convolved)
+        state = torch.Size(cls.state_shape(config)).numel()
+        return {"recurrent": state, "convolution": windows * (cls.kernel_size(config) - 1)}
+
+    def cache_shapes(self, batch: int) -> list[list[int]]:
+        return [[batch, *shape] for shape in self.kept_shapes]
+
+    @classmethod
+    def head_plan(cls, config) -> dict[str, str]:
+        streams, biases = cls.streams(config), cls.biases(config)
+        plan = {"": HEADS, "recurrence": HEADS} | {f"{stream.name}_proj": "colwise" for stream in streams}
+        for stream in streams:
+            if stream.convolved:
+                plan[f"{stream.name}_conv.weight"] = HEADS
+                if biases.convolutions:
+                    plan[f"{stream.name}_conv.bias"] = HEADS
+        if cls.gated(config):
+            plan["g_proj"] = "colwise"
+        if config.learned_state:
+            plan["first_state"] = HEADS
+        return plan | {"o_proj": "rowwise"}
+
+    def share_heads(self, processes: int) -> None:
+        self.kept_shapes = [(heads // processes, *rest) for heads, *rest in self.kept_shapes]
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values=None,
+        packing: Packing | None = None,
+        piece: SequencePiece | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Mix the tokens of `[B, T, hidden_size]`; beside them the map of which token answered, see `attention_map`.
+
+        Args:
+            position_embeddings: cosines and sines `[B, T, R]` by dimension, for rotary embeddings.
+            attention_mask: `[B, 1]` bool for a single token, False for a pad; longer masks come as `packing`.
+            past_key_values: an `InterdomainCache`, updated in place.
+            packing: where the real tokens stand, when some are pads or several documents are packed.
+            piece: where these tokens stand in rows that several processes hold.
+            output_attentions: make the map, where no tokens came before these.
+        """
+        layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        transition = None
+        if layer is not None:
+            layer.thaw()
+            self._begin_again(layer)
+            if layer.record_past:
+                transition = self.recurrence(hidden_states, transition=True)
+                layer.settle_unless(transition)
+        projected = [project(getattr(self, f"{name}_proj"), hidden_states) for name in self.stream_names]
+        if packing is not None:  # not before: adapters that differ by row must find the rows of the batch
+            projected = [packing.pack(x) for x in projected]
+        cos_sin = self._rotation(position_embeddings, packing, hidden_states.shape[:2])
+        reads_on = layer is not None and self._reads_on(layer, hidden_states, packing)
+        if reads_on:
+            windows = layer.windows_ahead(self.together - hidden_states.shape[1])
+        else:
+            windows = None if layer is None else layer.windows
+        own = windows if self.sparse is None or windows is None else windows[: self.own_windows]
+        if piece is not None and self.own_windows and self.kernel > 1:
+            own = piece.windows(self._convolved(projected), self.kernel - 1)
+        tokens, after = self._inputs(projected, own, cos_sin, packing, keep=layer is not None)
+        companion = None
+        if self.sparse is not None:
+            companion = self._companion(hidden_states, tokens, layer, windows, packing)
+        if transition is not None:
+            self._record(layer, transition, projected, tokens, attention_mask, packing, hidden_states, companion)
+        weights = None
+        plain = self.sparse is None and self.first_state is None
+        if kwargs.get("output_attentions") and plain and not _has_past(layer):
+            weights = self.attention_map(tokens, packing)
+        if weights is not None and past_key_values is not None:  # as wide as those of keys in a static cache
+            weights = nn.functional.pad(weights, (0, max(0, past_key_values.get_max_length() - weights.shape[-1])))
+
+        if reads_on:
+            output = self._read_on(layer, tokens, after)
+        elif layer is not None and self._can_step(layer, tokens, packing):
+            output = self._step(layer, tokens, after, attention_mask, companion)
+        else:
+            output = self._all_at_once(layer, tokens, after, packing, companion, piece)
+        if weights is not None and weights.requires_grad:  # a loss of the output asks them for gradients
+            output = self._added_up(weights, tokens, packing)
+        if self.o_norm is not None:
+            output = self.o_norm(output)
+        output = output.flatten(-2).to(hidden_states.dtype)
+        if packing is not None:
+            output = packing.unpack(output)
+        return project(self.o_proj, self._way_out(output, hidden_states)), weights
+
+    def _begin_again(self, layer) -> None:
+        """Let a layer of a cache that was reset hold what a sequence begins with."""
+        if self.first_state is not None and layer.is_initialized and not layer.has_previous_state[0]:
+            layer.set_state(self.first_state(layer.state))
+
+    def attention_map(self, tokens: tuple[torch.Tensor, ...], packing: Packing | None) -> torch.Tensor | None:
+        """`[B, H, T, T]`, the weights with which values make the outputs of the recurrence, where it has such."""
+        return None
+
+    def _added_up(self, weights: torch.Tensor, tokens, packing: Packing | None) -> torch.Tensor:
+        """The output of the recurrence, made of its map."""
+        written = self._written(tokens)
+        written = written if packing is None else packing.unpack(written)
+        values = written.repeat_interleave(weights.shape[1] // written.shape[2], dim=2).to(weights.dtype)
+        output = torch.einsum("bhtj,bjhw->bthw", weights[..., : values.shape[1]], values)
+        return output if packing is None else packing.pack(output)
+
+    def _rotation(self, position_embeddings, packing, shape) -> tuple[torch.Tensor, ...] | None:
+        if self.rope_placement is None or position_embeddings is None:
+            return None
+        cos_sin = position_embeddings[self.rotated_width]
+        return cos_sin if packing is None else tuple(packing.pack(x.expand(*shape, -1)) for x in cos_sin)
+
+    def _inputs(self, projected, windows, cos_sin, packing: Packing | None, keep: bool):
+        """What the recurrence is called with, and the new windows (if there is a cache to `keep` them)."""
+        before = iter(windows or [None] * len(projected))
+        streams, after = [], []
+        extent: dict[str, Any] = {}
+        if packing is not None:
+            number = 0 if packing.cu_seqlens is None else packing.cu_seqlens.shape[0] - 1
+            extent = {"lengths": packing.lengths, "documents": packing.documents, "number": number}
+        for x, conv in zip(projected, self._convolutions(), strict=True):
+            if conv is not None:
+                x, window = causal_conv(conv, x, next(before), self.kernel, **extent)
+                after.append(window)
+            streams.append(x)
+        return self._tokens(streams, cos_sin), after
+
+    def _convolutions(self) -> list[CausalConv1d | None]:
+        """One a stream."""
+        return [getattr(self, f"{name}_conv", None) for name in self.stream_names]
+
+    def _convolved(self, projected) -> list[torch.Tensor]:
+        """Those that have a convolution."""
+        return [x for x, convolved in zip(projected, self.convolved, strict=True) if convolved]
+
+    def _companion(self, hidden_states, tokens, layer, windows, packing: Packing | None):
+        """What the tokens bring to the sparse branch."""
+        states = None if layer is None else layer.states
+        own = None if windows is None else windows[self.own_windows :]
+        inputs = self.sparse.prepare(hidden_states, self._written(tokens), own, states, packing)
+        self.sparse.add_ranking_loss(inputs, packing)
+        return inputs
+
+    def _all_at_once(
+        self, layer, tokens, windows, packing: Packing | None, companion=None, piece: SequencePiece | None = None
+    ) -> torch.Tensor:
+        """All tokens at once, on from the state of the cache, or of the processes before, if there is one."""
+        extent: dict[str, Any] = {}
+        if packing is not None:
+            extent = {"lengths": packing.lengths, "cu_seqlens": packing.cu_seqlens}
+        if piece is not None:
+            extent["initial_state"] = partial(self._arriving, piece, tokens)
+        elif layer is not None and layer.state is not None:
+            extent["initial_state"] = layer.state
+        elif self.first_state is not None:
+            extent["initial_state"] = self._first_states(tokens, packing)
+        beside: torch.Tensor | None = None
+        states: dict[str, torch.Tensor] | None = None
+        if companion is not None:
+            before = None if layer is None else layer.states
+            beside, states = self.sparse.attend(companion, before, packing, keep=layer is not None)
+            windows = [*windows, *companion.windows]
+        if layer is None:
+            output = self.recurrence(*tokens, **extent)[0]
+        else:
+            output, state = self.recurrence(*tokens, **extent, output_final_state=True)
+            seen = tokens[0].shape[1] + (0 if piece is None else piece.offset)
+            layer.write(windows, {"state": state, **(states or {})}, seen)
+        return output if beside is None else output + beside
+
+    def _arriving(self, piece: SequencePiece, tokens: tuple[torch.Tensor, ...], *transition: Any) -> torch.Tensor:
+        """The state with which a piece begins: of this layer's recurrence, called within it."""
+        recorded = [piece.rows(x) for x in self._recorded(tokens)]
+        wide = torch.promote_types(recorded[0].dtype, torch.float32)
+        nothing = recorded[0].new_zeros(piece.last.shape[0], *self.kept_shapes[-1], dtype=wide)
+        left = self.replay_state(self.operators, nothing, *recorded, piece.last, *transition)
+        elapsed = self.elapsed(piece.last, *recorded, *transition)
+        return piece.state(left, elapsed, lambda state, elapsed: self.aged(state, elapsed, *transition))
+
+    def _first_states(self, tokens: Sequence[torch.Tensor], packing: Packing | None) -> torch.Tensor:
+        """The learned state once for every row, or packed document."""
+        first: Any = self.first_state
+        return first(tokens[0] if packing is None or packing.cu_seqlens is None else packing.cu_seqlens[1:])
+
+    def _can_step(self, layer, tokens: Sequence[torch.Tensor], packing: Packing | None) -> bool:
+        differentiated = torch.is_grad_enabled() and (
+            any(x.requires_grad for x in (*tokens, *layer.held()))
+            or any(p.requires_grad for p in self.recurrence.parameters())
+            or (self.sparse is not None and any(p.requires_grad for p in self.sparse.parameters()))
+        )
+        few = packing is None and (tokens[0].shape[1] == 1 or self._can_step_each(layer, tokens[0]))
+        return few and not differentiated and layer.is_initialized and self.backend in ("auto", "triton")
+
+    def _can_step_each(self, layer, first: torch.Tensor) -> bool:
+        """Whether a few tokens, as guesses are, take a step each, sooner than an operator for many would begin."""
+        here = first.device.type == "cpu" and self.sparse is None and not torch.compiler.is_compiling()
+        return here and first.shape[1] <= self.most_steps and layer.has_previous_state[0]
+
+    def _step(self, layer, tokens, windows, attention_mask, companion=None) -> torch.Tensor:
+        """One token, or some after each other, the state updated in place; a pad leaves windows and state alone."""
+        mask = None if attention_mask is None else attention_mask[:, -1].bool()
+        if companion is not None:
+            windows = [*windows, *companion.windows]
+        if mask is not None:
+            keep = mask[:, None, None]
+            windows = [torch.where(keep, w, old) for w, old in zip(windows, layer.windows, strict=True)]
+        layer.torn = True  # until all is written
+        # What a forward with gradients has written is not overwritten in place.
+        states = {name: x.detach().clone() if x.requires_grad else x for name, x in layer.states.items()}
+        count = tokens[0].shape[1]
+        if count == 1:
+            output = self.recurrence(*tokens, step=True, state=states["state"], mask=mask)
+            if companion is not None:
+                output = output + self.sparse.step(companion, states, mask)
+            output = output[:, None]
+        else:
+            output = self._steps(tokens, states["state"], move=not layer.lets_wait(count))
+        layer.write(windows, states, count)
+        return output
+
+    def _reads_on(self, layer, hidden_states: torch.Tensor, packing: Packing | None) -> bool:
+        """Whether a few tokens are read with the inputs that wait in a recording cache, and the state stays."""
+        return False
+
+    def _read_on(self, layer, tokens: Sequence[torch.Tensor], windows: list[torch.Tensor]) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _steps(self, tokens: Sequence[torch.Tensor], state: torch.Tensor, move: bool) -> torch.Tensor:
+        """A few tokens after each other; without `move` the state is left as it was."""
+        state = state if move else state.clone()
+        each = zip(*(x.split(1, dim=1) for x in tokens))
+        return torch.stack([self.recurrence(*one, step=True, state=state) for one in each], dim=1)
+
+    def _record(
+        self, layer, transition, projected, tokens, attention_mask, packing, hidden_states, companion=None
+    ) -> None:
+        """Let a recording cache keep what this forward puts in, at its place in the batch."""
+        convolved = self._convolved(projected)
+        kept = [*convolved, *self._recorded(tokens)]
+        if companion is not None:
+            kept = [*convolved, *companion.convolved(), *self._recorded(tokens), *companion.recorded()]
+        mask = attention_mask
+        if packing is not None:
+            kept, mask = [packing.unpack(x) for x in kept], packing.mask
+        if mask is None:
+            mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
+        first = None if self.first_state is None else {"state": self._first_states(tokens, None)}
+        replayed = partial(type(self).replay, self.operators, getattr(self.sparse, "operators", None))
+        layer.record((*kept, mask.bool()), transition, replayed, first)
+
+    @classmethod
+    def replay(cls, operators, sparse_operators, windows, states, inputs, constants):
+        """Windows and states after recorded inputs, for `RecurrentLayer.record`; without states the windows alone.
+
+        `operators` are those of the layer, `sparse_operators` those of its branch.
+        """
+        convolved, tokens, mask = inputs[: len(windows)], inputs[len(windows) : -1], inputs[-1]
+        windows = [last_inputs(w, x, mask) for w, x in zip(windows, convolved, strict=True)]
+        if states is None:
+            return windows, None
+        beside = {name: x for name, x in states.items() if name != "state"}
+        if beside:
+            count = len(tokens) - recorded_count(beside)
+            tokens, recorded = tokens[:count], tokens[count:]
+            beside = replay(sparse_operators, beside, list(recorded), mask)
+        return windows, {"state": cls.replay_state(operators, states["state"], *tokens, mask, *constants)} | beside
+
+
+def _has_past(layer) -> bool:
+    return layer is not None and layer.is_initialized and bool(layer.get_seq_length())
+
+
+def placed_map(weights: torch.Tensor, packing: Packing | None) -> torch.Tensor:
+    """A map `[B, H, T, T]` of packed tokens where these stand in the batch, zero at pads."""
+    if packing is None:
+        return weights
+    weights = packing.unpack(weights.transpose(1, 2)).transpose(1, 2)  # the tokens that ask
+    if packing.cu_seqlens is None:
+        return packing.unpack(weights.transpose(1, 3)).transpose(1, 3)  # those that answer
+    if packing.tokens is not None:  # of all rows, of which each asks its own
+        count = packing.shape[0] * packing.shape[1]
+        weights = weights.new_zeros(*weights.shape[:3], count).index_add(3, packing.tokens, weights)
+    return weights.unflatten(3, packing.shape).diagonal(dim1=0, dim2=3).permute(3, 0, 1, 2)

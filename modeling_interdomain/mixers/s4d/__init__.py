@@ -1,0 +1,1 @@
+"""S4D: the same state, read by a learned vector."""

@@ -1,0 +1,1 @@
+"""The selective scan of Mamba."""

@@ -1,0 +1,1 @@
+"""Softmax attention, and the dynamic masks of its keys."""

@@ -1,0 +1,1 @@
+"""The sparse branch beside a recurrent mixer (HAX)."""

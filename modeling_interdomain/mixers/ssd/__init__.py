@@ -1,0 +1,1 @@
+"""State space duality, of which Mamba-2 is a case."""

@@ -1,0 +1,369 @@
+"""The caches of a model: one layer for each of its token mixers, which say themselves what they keep."""
+
+import os
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
+
+from ..cache.recurrent import RecurrentLayer
+from ..cache.window import WindowLayer
+from ..layers.common import forget_tables, home_of
+from ..registry import TOKEN_MIXERS
+from .file import StateFileError, read_state_file, write_state_file
+from .fingerprint import decoder_of, model_fingerprint, tokenizer_fingerprint, tokens_fingerprint
+
+
+class _InterdomainCacheMixin(Cache):
+    """What both caches share."""
+
+    layers: list
+    notes: dict[str, str]
+    # Of the model that read with it last. Copies in other processes do not know it.
+    _reader: Any = None
+
+    def __getstate__(self):
+        return {name: value for name, value in vars(self).items() if name != "_reader"}
+
+    def recurrent_layers(self) -> list[RecurrentLayer]:
+        return [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
+
+    def allow_rollback(self, tokens: int) -> None:
+        """Let layers of a fixed size take back at least so many tokens from now on."""
+        for layer in self.layers:
+            if hasattr(layer, "max_rollback"):
+                layer.max_rollback = max(layer.max_rollback, tokens)
+
+    @property
+    def records(self) -> bool:
+        """Whether any state is recorded (`activate_past_recording`)."""
+        return any(layer.record_past for layer in self.recurrent_layers())
+
+    def pause_recording(self, paused: bool) -> None:
+        """Whether the states read on without a record; what was read until then can no longer be taken back."""
+        for layer in self.recurrent_layers():
+            layer.paused = paused
+
+    def stop_recording(self) -> None:
+        """What was read until now can no longer be taken back, unless a layer keeps it all anyway."""
+        for layer in self.layers:
+            if hasattr(layer, "record_past"):
+                layer.record_past = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last `-tokens_to_remove` tokens in all layers, or in none if one cannot."""
+        seen = int(self.get_seq_length())
+        if -tokens_to_remove > seen:
+            raise ValueError(f"crop can take back the last {seen} tokens, no more were read, got {-tokens_to_remove}.")
+        if tokens_to_remove and not all(hasattr(layer, "crop") for layer in self.layers):
+            raise ValueError(
+                "A static cache of keys and values cannot take tokens back: use InterdomainCache for that."
+            )
+        for layer in self.layers:
+            if hasattr(layer, "check_crop"):
+                layer.check_crop(tokens_to_remove)
+        for layer in self.layers if tokens_to_remove else ():
+            layer.crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Let row i go on with what row `beam_idx[i]` has read; of indices on a CPU wrong ones are refused."""
+        self._check_rows("reorder_cache", beam_idx)
+        super().reorder_cache(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Hold these rows alone, by number or by a mask `[B]`; of indices on a CPU wrong ones are refused."""
+        self._check_rows("batch_select_indices", indices)
+        super().batch_select_indices(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Hold every row so many times, one copy after the other."""
+        self._check_rows("batch_repeat_interleave")
+        super().batch_repeat_interleave(repeats)
+
+    def _check_rows(self, name: str, asked: torch.Tensor | None = None) -> None:
+        """Raise if a method cannot be, before any layer has changed its rows."""
+        if not all(hasattr(layer, name) for layer in self.layers):
+            raise ValueError(f"A static cache of keys and values has no {name}: use InterdomainCache for that.")
+        if asked is None:
+            return
+        if not isinstance(asked, torch.Tensor) or asked.ndim != 1 or asked.is_floating_point():
+            raise ValueError(f"{name} takes the numbers of rows as a tensor of one axis, got {asked!r}.")
+        count = next((held.shapes[0][0] for held in map(look_into, self.layers) if held.shapes), None)
+        if count is None or asked.device.type != "cpu":  # nobody waits for a GPU
+            return
+        least = -count if name == "batch_select_indices" else 0
+        masked = asked.dtype == torch.bool and least < 0
+        if len(asked) != count if masked else any(not least <= row < count for row in asked.tolist()):
+            what = f"a mask of {len(asked)}" if masked else f"{asked.tolist()}"
+            raise ValueError(f"{name} takes numbers of the {count} rows of this cache, from 0, got {what}.")
+
+    def to(self, device=None, dtype: torch.dtype | None = None):
+        """Move every layer to a device, and its states to a dtype; returns the cache."""
+        for layer in self.layers:
+            if isinstance(layer, (RecurrentLayer, WindowLayer)):
+                layer.to(device, dtype)
+            elif layer.is_initialized:
+                layer.keys, layer.values = layer.keys.to(device, dtype), layer.values.to(device, dtype)
+                layer.device, layer.dtype = layer.keys.device, layer.keys.dtype
+                if isinstance(layer, StaticLayer):
+                    layer.cumulative_length = layer.cumulative_length.to(device)
+        return self
+
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        """Everything that the next token reads, `[B, ...]` each, by layer and name. No record of past tokens."""
+        check_unbroken(self)
+        return {f"{i}.{name}": x for i, layer in enumerate(self.layers) for name, x in _tensors_of(layer, i).items()}
+
+    def restore(self, tensors: dict[str, torch.Tensor], tokens: int, model) -> None:
+        """Fill an empty cache with copies of the `named_tensors` of one after so many tokens, where `model` is."""
+        forget_tables(decoder_of(model))  # a text begins, though the model will see it go on
+        for i, (layer, module) in enumerate(zip(self.layers, decoder_of(model).layers)):
+            home = home_of(module.token_mixer.o_proj)
+            own = {name.partition(".")[2]: x.to(home) for name, x in tensors.items() if name.startswith(f"{i}.")}
+            if hasattr(layer, "restore") and own:
+                layer.restore(own, tokens)
+            elif own:
+                layer.update(own["keys"], own["values"])
+
+    def save(
+        self,
+        path: str | os.PathLike,
+        model=None,
+        *,
+        tokenizer=None,
+        tokens: torch.Tensor | None = None,
+        notes: dict[str, str] | None = None,
+    ) -> None:
+        """Save what was read so far as one safetensors file, whole or not at all.
+
+        `load` goes on from it in another process bit for bit as this cache would. The record of past tokens
+        (`activate_past_recording`) is not part of it: a loaded cache takes back only what it has read since.
+
+        Args:
+            path: of the file, in a folder that exists; a file of that name is replaced when the new one is complete.
+            model: whose state it is. Default: None, the model that read with this cache last.
+            tokenizer: that made the tokens, to be compared when the file is loaded. Default: None.
+            tokens: `[B, T]` ids of all tokens that were read, pads too, of which a hash is kept. What `generate()`
+                returns has one more, the last, which no forward has read. Default: None.
+            notes: anything else, as strings; a loaded cache has it as `notes`. Default: None.
+
+        Raises:
+            ValueError: when nothing was read, the model is not known, or `tokens` is of another shape.
+            OSError: when the file cannot be written; one that was there is as it was.
+        """
+        decoder = self._reader() if model is None and self._reader is not None else model
+        if decoder is None:
+            raise ValueError("save does not know whose state this is: give the model, save(path, model).")
+        seen = int(self.get_seq_length())
+        if not seen:
+            raise ValueError("This cache has read nothing that could be saved.")
+        tensors = self.named_tensors()
+        rows = next(iter(tensors.values())).shape[0]
+        about = {f"note.{name}": text for name, text in (notes or {}).items()}
+        about |= {"model": model_fingerprint(decoder), "rows": str(rows), "tokens": str(seen)}
+        if tokens is not None:
+            if tuple(tokens.shape) != (rows, seen):
+                raise ValueError(
+                    f"tokens must have shape [B, T] = [{rows}, {seen}], what the cache has read, got "
+                    f"{list(tokens.shape)}."
+                )
+            about["tokens_fingerprint"] = tokens_fingerprint(tokens)
+        if tokenizer is not None:
+            about["tokenizer"] = tokenizer_fingerprint(tokenizer)
+        write_state_file(path, tensors, about)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, model, *, tokenizer=None, tokens: torch.Tensor | None = None, **arguments):
+        """The cache that `save` wrote, on the devices of the model, to go on with.
+
+        Args:
+            path: of the file.
+            model: with the weights of the one that read the text (`model_fingerprint` says what must be the same).
+            tokenizer: if given, the file must have been saved with the same.
+            tokens: `[B, T]`; if given, the file must be that of these tokens.
+            arguments: what the cache is made with: `max_cache_len` of an `InterdomainStaticCache`. Either kind of
+                cache loads what the other has saved.
+
+        Returns:
+            A new cache; its `notes` are those that were saved.
+
+        Raises:
+            FileNotFoundError: when there is no such file.
+            ValueError: when the file is torn or altered, of another model, tokenizer or text, or does not fit in.
+        """
+        tensors, about = read_state_file(path)
+        decoder = decoder_of(model)
+        wanted = {"model": model_fingerprint(decoder)}
+        if tokenizer is not None:
+            wanted["tokenizer"] = tokenizer_fingerprint(tokenizer)
+        if tokens is not None:
+            wanted["tokens_fingerprint"] = tokens_fingerprint(tokens)
+        for name, fingerprint in wanted.items():
+            _check_fingerprint(path, name, about.get(name), fingerprint)
+        seen = int(about["tokens"])
+        make: Any = cls
+        cache = make(decoder.config, **arguments)
+        for layer in cache.layers:
+            if isinstance(layer, StaticLayer) and seen > layer.max_cache_len:
+                raise ValueError(
+                    f"{path} holds {seen} tokens, and max_cache_len={layer.max_cache_len} leaves room for fewer."
+                )
+        cache.restore(tensors, seen, decoder)
+        note_reader(cache, decoder)
+        cache.notes = {name[5:]: text for name, text in about.items() if name.startswith("note.")}
+        return cache
+
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent states, of the windows of convolutions and of keys: the part that does not grow."""
+        fixed = [layer for layer in self.layers if isinstance(layer, (RecurrentLayer, WindowLayer))]
+        return sum(x.numel() * x.element_size() for layer in fixed for x in layer.tensors())
+
+
+class InterdomainCache(_InterdomainCacheMixin, DynamicCache):
+    """The cache of an Interdomain model: what `generate()` and a forward with `use_cache=True` make.
+
+    Args:
+        config: the model's `InterdomainConfig`.
+        offloading: of the library's caches; a state of fixed size cannot be offloaded, so only False is possible.
+
+    Raises:
+        ValueError: when offloading is asked for, or `config` is not of this family of models.
+
+    Example:
+
+        >>> import torch
+        >>> from modeling_interdomain import InterdomainCache, InterdomainConfig, InterdomainForCausalLM
+        >>> config = InterdomainConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=256)
+        >>> model = InterdomainForCausalLM(config).eval()
+        >>> cache = InterdomainCache(config)
+        >>> output = model(input_ids=torch.tensor([[1, 2, 3]]), past_key_values=cache)
+        >>> cache.get_seq_length()
+        3
+        >>> cache.save("three_tokens.safetensors")
+        >>> InterdomainCache.load("three_tokens.safetensors", model).get_seq_length()
+        3
+    """
+
+    def __init__(self, config, offloading: bool = False, **kwargs):
+        _check_arguments(config, offloading)
+        Cache.__init__(self, layers=[TOKEN_MIXERS[name].make_cache_layer(config) for name in config.mixers_per_layer])
+
+
+class InterdomainStaticCache(_InterdomainCacheMixin, StaticCache):
+    """The same with fixed addresses everywhere, for a compiled or captured decode step.
+
+    Args:
+        config: the model's `InterdomainConfig`.
+        max_cache_len: tokens that softmax layers can hold; recurrent layers have no limit.
+        offloading: as in `InterdomainCache`.
+
+    Raises:
+        ValueError: as in `InterdomainCache`.
+    """
+
+    def __init__(self, config, max_cache_len: int, offloading: bool = False, **kwargs):
+        _check_arguments(config, offloading)
+        names = config.mixers_per_layer
+        Cache.__init__(self, layers=[TOKEN_MIXERS[name].make_cache_layer(config, max_cache_len) for name in names])
+
+
+def _tensors_of(layer, index: int) -> dict[str, torch.Tensor]:
+    """What the next token reads of a layer, if it has read any."""
+    if not layer.is_initialized:
+        return {}
+    if hasattr(layer, "named_tensors"):
+        return layer.named_tensors()
+    if type(layer) not in (DynamicLayer, StaticLayer):
+        raise ValueError(f"Layer {index} of this cache is a {type(layer).__name__}, which cannot be saved.")
+    seen = int(layer.get_seq_length())
+    return {"keys": layer.keys[:, :, :seen], "values": layer.values[:, :, :seen]}
+
+
+def _check_fingerprint(path, name: str, found: str | None, wanted: str) -> None:
+    if found == wanted:
+        return
+    what = {"model": "model", "tokenizer": "tokenizer", "tokens_fingerprint": "text"}[name]
+    if found is None:
+        raise StateFileError(f"{path} does not say of which {what} it is: save it with its {what}.")
+    raise StateFileError(
+        f"{path} is the state of another {what} (fingerprint {found[:12]}, not {wanted[:12]}): load it with the one it "
+        "was saved with."
+    )
+
+
+def note_reader(cache: Any, decoder) -> None:
+    """Let a cache know for which model `save` keeps it."""
+    if isinstance(cache, _InterdomainCacheMixin):
+        cache._reader = weakref.ref(decoder)
+
+
+def note_reading(cache: Any, since: int | None) -> None:
+    """Let a cache know that a forward writes into it that found so many tokens, -1 where nobody waits for the number;
+    None when it has ended."""
+    if cache is not None and not torch.compiler.is_compiling():
+        cache.being_read_since = since
+
+
+def check_unbroken(cache: Any) -> None:
+    """Raise if a forward was broken off that had begun to write into a cache; a `reset()` heals it."""
+    since = getattr(cache, "being_read_since", None)
+    if since is None or torch.compiler.is_compiling():
+        return
+    lengths = {int(layer.get_seq_length()) for layer in cache.layers if hasattr(layer, "get_seq_length")}
+    if not (lengths <= {since} or lengths <= {0}) or any(getattr(layer, "torn", False) for layer in cache.layers):
+        raise ValueError(
+            "A forward was broken off while it wrote into this past_key_values, whose layers have read different "
+            "texts since: call its reset() and read the text again, or go on with a new one."
+        )
+    note_reading(cache, None)
+
+
+def ready_to_step(cache: Cache) -> bool:
+    """Whether every recurrent layer already has what a single token updates in place."""
+    return all(layer.is_initialized for layer in cache.layers if isinstance(layer, RecurrentLayer))
+
+
+def begins_text(cache: Cache | None) -> bool:
+    """Whether its recurrent layers have read nothing, or there is no cache at all."""
+    if cache is None:
+        return True
+    recurrent = [layer for layer in cache.layers if isinstance(layer, RecurrentLayer)]
+    return bool(recurrent) and not recurrent[0].has_previous_state[0]
+
+
+def kind_of(layer) -> str:
+    """What a layer of any cache holds: "recurrent", "window", "keys_values" or "other"."""
+    if isinstance(layer, RecurrentLayer):
+        return "recurrent"
+    if isinstance(layer, WindowLayer):
+        return "window"
+    return "keys_values" if hasattr(layer, "keys") and not hasattr(layer, "recurrent_states") else "other"
+
+
+class Held(NamedTuple):
+    """What a layer of any cache holds, once it holds anything: shapes, and the device of a state."""
+
+    shapes: list[list[int]] | None = None
+    device: torch.device | None = None
+
+
+def look_into(layer) -> Held:
+    """Shapes are as `cache_shapes` of a mixer gives them; of keys and values batch, heads and head size."""
+    if isinstance(layer, RecurrentLayer):
+        held = layer.held()
+        return Held([list(x.shape) for x in held], held[-1].device) if held else Held()
+    keys = getattr(layer, "keys", None)
+    if keys is None or not layer.is_initialized or keys.ndim != 4:
+        return Held()
+    return Held([[*keys.shape[:2], keys.shape[3]]])
+
+
+def _check_arguments(config, offloading: bool) -> None:
+    if not hasattr(config, "mixers_per_layer"):
+        raise ValueError(
+            f"This cache is made for the config of an Interdomain model, got {type(config).__name__}; the library's "
+            "DynamicCache and StaticCache are for other models."
+        )
+    if offloading:
+        raise ValueError("A state of fixed size is needed at every token and is not offloaded: leave offloading=False.")

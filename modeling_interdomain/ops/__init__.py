@@ -1,0 +1,1 @@
+"""Operators: the mathematics on tensors alone. A folder a family."""

@@ -1,0 +1,106 @@
+"""What a linear recurrence with one decay for all tokens allows: joining states, and taking spans out of them.
+
+With `X_t = lambda X_(t-1) + beta (x) [k_t ; v_t]` a state is a sum over tokens, each weighted by its age alone. So the
+state of two documents one after the other, and that of a text without a span, are sums of states that are known. All
+functions here are exact for the keys and values that made the states: up to the rounding of their dtype.
+
+Through the layers of a model they are approximations, except in a first layer without convolutions: keys and values of
+later layers depend on what came before through the outputs of the layers below, those of the first tokens after a joint
+through the convolutions, and they stay what they were. "interdomain" and "s4d" layers have one decay for all tokens;
+where the decay depends on the token, these functions do not hold.
+"""
+
+import torch
+
+from .common import check_tensors, decay_powers
+
+
+def join_states(
+    first: torch.Tensor, second: torch.Tensor, length: int | torch.Tensor, log_decay: torch.Tensor
+) -> torch.Tensor:
+    """The state of two documents, one after the other: `lambda^length X_first + X_second`. Exact, see above.
+
+    Args:
+        first, second: `[B, G, 2, M, W]`, each begun from zero or, the first, from anything.
+        length: tokens of the second document, one number or `[B]`.
+        log_decay: `[G, M, 2]`, as in `interdomain_attention`.
+
+    Returns:
+        A new state.
+
+    Raises:
+        ValueError: when shapes do not fit, or a length is negative.
+    """
+    _check(log_decay, length, first=first, second=second)
+    return aged(first, length, log_decay) + second
+
+
+def mask_span(
+    state: torch.Tensor, span: torch.Tensor, since: int | torch.Tensor, log_decay: torch.Tensor
+) -> torch.Tensor:
+    """The state of a text in which the tokens of a span wrote nothing, but time passed: `X - lambda^since X_span`.
+
+    Exact, see above: it is the state with the span's keys and values at zero.
+
+    Args:
+        state: `[B, G, 2, M, W]`, after the text.
+        span: the same of the span alone, begun from zero.
+        since: tokens of the text after the span, one number or `[B]`.
+        log_decay: `[G, M, 2]`.
+
+    Returns:
+        A new state.
+
+    Raises:
+        ValueError: when shapes do not fit, or a length is negative.
+    """
+    _check(log_decay, since, state=state, span=span)
+    return state - aged(span, since, log_decay)
+
+
+def remove_span(
+    state: torch.Tensor,
+    before: torch.Tensor,
+    after: torch.Tensor,
+    since: int | torch.Tensor,
+    log_decay: torch.Tensor,
+) -> torch.Tensor:
+    """The state of a text without a span, the rest closed up: `X + lambda^since (X_before - X_after)`.
+
+    Exact, see above: it is the state that the text has without these tokens.
+
+    Args:
+        state: `[B, G, 2, M, W]`, after the text.
+        before, after: the states of the same text where the span begins and where it ends.
+        since: tokens of the text after the span, one number or `[B]`.
+        log_decay: `[G, M, 2]`.
+
+    Returns:
+        A new state.
+
+    Raises:
+        ValueError: when shapes do not fit, or a length is negative.
+    """
+    _check(log_decay, since, state=state, before=before, after=after)
+    return state + aged(before - after, since, log_decay)
+
+
+def aged(state: torch.Tensor, tokens: int | torch.Tensor, log_decay: torch.Tensor) -> torch.Tensor:
+    """`lambda^tokens X` of a state `[B, G, 2, M, W]`, for one number of tokens or `[B]`: nothing is checked."""
+    ages = torch.as_tensor(tokens, device=state.device).reshape(-1)
+    powers = decay_powers(log_decay, ages).transpose(0, 1)[..., None]  # [1 or B, G, M, 1]
+    decay = powers.to(torch.complex128 if state.dtype == torch.float64 else torch.complex64)
+    real, imag = state.unbind(2)
+    aged = [decay.real * real - decay.imag * imag, decay.real * imag + decay.imag * real]
+    return torch.stack(aged, dim=2).to(state.dtype)
+
+
+def _check(log_decay: torch.Tensor, tokens: int | torch.Tensor, **states: torch.Tensor) -> None:
+    named = [(name, x, "B, G, 2, M, R + D") for name, x in states.items()]
+    rows = check_tensors(("log_decay", log_decay, "G, M, 2"), *named)["B"]
+    ages = torch.tensor(-1) if tokens is None else torch.as_tensor(tokens)
+    fits = ages.ndim == 0 or ages.shape == (rows,)
+    if not fits or ages.is_floating_point() or ages.is_complex() or bool((ages < 0).any()):
+        raise ValueError(
+            f"A number of tokens must be whole and at least 0, one for all or [B] = [{rows}], got {tokens!r}."
+        )

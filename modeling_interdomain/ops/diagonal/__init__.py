@@ -1,0 +1,1 @@
+"""What operators with a fixed diagonal recurrence share."""

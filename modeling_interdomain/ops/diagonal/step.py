@@ -1,0 +1,189 @@
+"""One token at a time with the state updated in place: what decoding runs.
+
+All of it is real arithmetic in few calls, because at batch 1 a call costs more than what it computes, and because
+graphs that leave PyTorch know no complex numbers. What depends on the parameters alone is in `StepTables`, which a
+caller that takes many steps makes once.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from ..common.common import as_complex, shape_of
+from .mixing import SIGNS, mixing_factors
+
+
+class StepTables(NamedTuple):
+    """What one token does to a state `[B, G, 2, M, R + D]`, and how the state is read.
+
+    Attributes:
+        decay, turn: `[G, M, 1]`, the real and the imaginary part of lambda.
+        beta: `[G, 2, M, 1]`.
+        matrices: real `[G, 2M, 2M]`; the rows `p = y @ matrices[0] @ ...` read the state when `y = [Re y; Im y]` is the
+            query pulled through it. One matrix is `[C]^T D [C]`, two are its factors.
+        scale, cross: `[G, 1, 2M]` or None, the same product for a C without mixing: `p = scale y + cross (Im y, Re y)`.
+    """
+
+    decay: torch.Tensor
+    turn: torch.Tensor
+    beta: torch.Tensor
+    matrices: tuple[torch.Tensor, ...] = ()
+    scale: torch.Tensor | None = None
+    cross: torch.Tensor | None = None
+
+
+def step_tables(
+    log_decay: torch.Tensor,
+    input_matrix: torch.Tensor,
+    coefficient_matrix: torch.Tensor | None,
+    product: str,
+    dtype: torch.dtype,
+    reused: bool = False,
+) -> StepTables:
+    """The tables of `advance_state` and `read_state`.
+
+    Args:
+        log_decay, input_matrix: `[G, M, 2]`.
+        coefficient_matrix: `[G, M, M, 2]`, `[G, M, 2]` or None.
+        dtype: that of the state, float32 or float64.
+        reused: multiply the factors of the pull-back now, which costs as much as M steps.
+    """
+    moves = transition_tables(log_decay, input_matrix, dtype)
+    if coefficient_matrix is None or coefficient_matrix.ndim == 3:
+        return moves._replace(**_without_mixing(coefficient_matrix, product, moves.beta))
+    left, right = mixing_factors(coefficient_matrix.to(dtype), product)
+    return moves._replace(matrices=(left @ right,) if reused else (left, right))
+
+
+def transition_tables(log_decay: torch.Tensor, input_matrix: torch.Tensor, dtype: torch.dtype) -> StepTables:
+    """Those of `advance_state` alone."""
+    wide = log_decay.to(torch.promote_types(log_decay.dtype, torch.float32))
+    magnitude, phase = wide[..., 0].exp(), wide[..., 1]
+    decay, turn = (x.to(dtype)[..., None] for x in (magnitude * phase.cos(), magnitude * phase.sin()))
+    return StepTables(decay, turn, input_matrix.to(dtype).mT[..., None])
+
+
+def _without_mixing(coefficients: torch.Tensor | None, product: str, like: torch.Tensor) -> dict:
+    """`scale` and `cross` of a diagonal C, or of the identity."""
+    first, second = SIGNS[product]
+    groups, _, size, _ = like.shape
+    if coefficients is None:
+        if first == second == 1:
+            return {}
+        signs = like.new_tensor([first, second])
+        return {"scale": signs.repeat_interleave(size).expand(groups, 1, -1)}
+    real, imag = coefficients.to(like.dtype).unbind(-1)
+    scale = torch.cat([first * real**2 + second * imag**2, first * imag**2 + second * real**2], dim=-1)
+    cross = (second - first) * real * imag
+    return {"scale": scale[:, None], "cross": torch.cat([cross, cross], dim=-1)[:, None]}
+
+
+def advance_state(
+    state: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tables: StepTables, mask: torch.Tensor | None = None
+) -> None:
+    """`X <- diag(lambda) X + beta (x) [k; v]` in place (eq. 11).
+
+    Args:
+        state: `[B, G, 2, M, R + D]`, float32 or float64.
+        key, value: `[B, G, R]` and `[B, G, D]`, or with an axis of the one token, `[B, 1, G, R]`; with the normalised
+            readout the caller has appended the constant 1.
+        tables: of `step_tables` or `transition_tables`, in the dtype of the state.
+        mask: `[B]` bool, False where the token is a pad: that row keeps its state.
+    """
+    inputs = torch.cat([key, value], dim=-1).to(state.dtype).view(*state.shape[:2], 1, 1, -1)
+    decay, turn, beta = tables[:3]
+    if mask is not None:  # a pad decays by 1 and puts in 0
+        here = mask[:, None, None, None]
+        decay, turn, inputs = decay.where(here, 1), turn.where(here, 0), inputs.where(here[..., None], 0)
+    turn_state(state, decay, turn)
+    state.addcmul_(beta, inputs)
+
+
+def turn_state(state: torch.Tensor, decay: torch.Tensor, turn: torch.Tensor) -> None:
+    """`X <- diag(lambda) X` in place, with the real and the imaginary part of lambda, `[G, M, 1]` or for each row."""
+    real, imag = state.unbind(2)
+    before = real.clone()
+    real.mul_(decay).addcmul_(imag, turn, value=-1)
+    imag.mul_(decay).addcmul_(before, turn)
+
+
+def advance_by(
+    state: torch.Tensor, inputs: torch.Tensor, decay: torch.Tensor, turn: torch.Tensor, beta: torch.Tensor
+) -> None:
+    """`X <- lambda^T X + sum_i lambda^(T-i) beta (x) [k_i; v_i]` in place, i from 1.
+
+    Args:
+        state: `[B, G, 2, M, R + D]`.
+        inputs: `[B, G, T, R + D]`, all real, in its dtype.
+        decay, turn: `[G, M, 1]`, the real and the imaginary part of `lambda^T`.
+        beta: `[G, 2M, T]`, `lambda^(T-i) beta`, the real parts before the imaginary ones.
+    """
+    batch, groups, _, size, width = state.shape
+    turn_state(state, decay, turn)
+    if batch > 1:
+        beta = beta.repeat(batch, 1, 1)
+    state.view(batch * groups, 2 * size, width).baddbmm_(beta, inputs.flatten(0, 1))
+
+
+def read_state(query: torch.Tensor, state: torch.Tensor, tables: StepTables) -> torch.Tensor:
+    """Read the output of eq. 13 from a state, at a cost of M (R + D) + M^2 a head.
+
+    Args:
+        query: `[B, H, R]` or `[B, 1, H, R]`.
+        state: `[B, G, 2, M, R + D]`.
+        tables: of `step_tables`, in the dtype of the state.
+
+    Returns:
+        `[B, H, D]` in the dtype of the state.
+    """
+    batch, groups, _, size, width = state.shape
+    heads, feature_dim = query.shape[-2:]
+    rows = query.to(state.dtype).reshape(batch * groups, heads // groups, feature_dim)
+    keys, values = state.reshape(batch * groups, 2 * size, width).split_with_sizes(
+        [feature_dim, width - feature_dim], dim=-1
+    )
+    pulled = mix_rows(torch.bmm(rows, keys.mT), batch, tables)
+    return torch.bmm(pulled, values).view(batch, heads, width - feature_dim)
+
+
+def mix_rows(y: torch.Tensor, batch: int, tables: StepTables) -> torch.Tensor:
+    """Rows p with `o = p [Re X; Im X]` from rows y, `[B G, H / G, 2M]` each."""
+    if tables.matrices:
+        # The rows of a batch share the matrices of their group.
+        rows = y if batch == 1 else _groups_first(y, batch)
+        for matrix in tables.matrices:
+            rows = torch.bmm(rows, matrix)
+        return rows if batch == 1 else rows.unflatten(1, (batch, -1)).transpose(0, 1).flatten(0, 1)
+    if tables.scale is None:
+        return y
+    by_row = y.view(batch, -1, *y.shape[1:])
+    p = by_row * tables.scale
+    if tables.cross is not None:
+        p = torch.addcmul(p, by_row.roll(y.shape[-1] // 2, -1), tables.cross)
+    return p.view(y.shape)
+
+
+def _groups_first(y: torch.Tensor, batch: int) -> torch.Tensor:
+    """`[B G, P, 2M]` to `[G, B P, 2M]`."""
+    return y.unflatten(0, (batch, -1)).transpose(0, 1).flatten(1, 2)
+
+
+def real_tokens(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+    """The mask of a step as the kernels read it: bool, one byte after the other."""
+    if mask is None:
+        return None
+    if not isinstance(mask, torch.Tensor) or mask.shape != (query.shape[0],):
+        raise ValueError(f"mask must have shape [B] = [{query.shape[0]}], got {shape_of(mask)}.")
+    if mask.is_floating_point() or mask.is_complex():
+        raise ValueError(f"mask must be bool or integers, zero for a pad, got {mask.dtype}.")
+    if mask.device != query.device:
+        raise ValueError(f"mask is on {mask.device}, but query is on {query.device}; move it there.")
+    return (mask != 0).contiguous()
+
+
+def grouped_coefficients(coefficient_matrix: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """Real pairs `[G, M, M, 2]` or `[G, M, 2]` to the complex `[G, M, M]` or `[G, 1, M]` of the readout functions."""
+    if coefficient_matrix is None:
+        return None
+    coefficients = as_complex(coefficient_matrix.to(dtype))
+    return coefficients[:, None] if coefficients.ndim == 2 else coefficients

@@ -1,0 +1,1 @@
+"""Reading thousands of one-neuron experts."""

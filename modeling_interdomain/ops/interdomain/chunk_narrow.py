@@ -1,0 +1,209 @@
+"""The matrix products over chunks with bfloat16 operands, for CPUs that multiply these several times as fast.
+
+A product sums in float32 and rounds its result once. What is carried is never rounded: states, decays and sums over
+chunks stay in float32, and so does what makes the tables. Two things differ from `ops/interdomain/chunk_call.py`.
+
+Within a chunk a query meets a key and a value only through the distances to both, so that between the skewed scores and
+the skewed weights stands one matrix, and with the states before the chunk beside them one larger one:
+
+    [skewed weights | p] = [skewed scores | y] [[T W T^T, T W], [W T^T, W]],   T the table, W the mixing matrix
+
+in which y now holds only what comes from the states. The columns of the weights and those of p are multiplied apart,
+where each are read next. The matrix is made in float32, from tables that were never rounded, and two roundings in
+between are saved: a y of all keys is much larger than what W leaves of it, where C has been made an inverse (the
+posterior start). For the same reason the columns of p have beside them what rounding their matrix took away.
+"""
+
+import torch
+
+from ..common.chunks import Segment
+from ..common.states import Repeated, StateGradients, States, pairs
+from .chunk_call import AttentionCall, AttentionTables, Gradients, Walked
+
+
+class NarrowStates(States):
+    """Narrow inputs, states in the dtype of the tables; what products read of a state is narrow again."""
+
+    def forward(self, segment: Segment, inputs: torch.Tensor, entry: torch.Tensor | None) -> torch.Tensor | None:
+        before, state = None, entry
+        if entry is not None or len(segment.lanes) > 1:
+            before = self.workspace.tensor(f"{self.name} before", self._shape(segment.chunks), inputs)
+        first = segment.block
+        for start, lanes, following in segment.moves():
+            if before is not None:
+                before[:, start : start + lanes] = 0 if state is None else state
+                if self.ends is not None and following < lanes and state is not None:
+                    self.ends[:, first + following : first + lanes] = state[:, following:]
+            if not following:
+                break
+            # What a segment begins with is kept for the way back.
+            state = self._moved(state, inputs[:, start : start + following], in_place=state is not entry)
+        self.left = state if segment.following else None
+        return before
+
+    def _moved(self, state: torch.Tensor | None, inputs: torch.Tensor, in_place: bool) -> torch.Tensor:
+        """States `[G, N, W, 2M]`, None for zeros, after chunks side by side, `[G, N, C, W]`; N may have become less."""
+        shape = self._shape(inputs.shape[1])
+        wide = self.workspace.tensor("wide inputs", tuple(inputs.shape), self.tables.table).copy_(inputs)
+        wide, table = wide.flatten(0, 1).mT, self.tables.repeated(inputs.shape[1])
+        if state is None:
+            return torch.bmm(wide, table).view(shape)
+        if in_place and state.shape == shape:
+            pairs(state).mul_(self.tables.across)
+        else:
+            before, state = state[:, : inputs.shape[1]], state.new_empty(shape)
+            torch.mul(pairs(before), self.tables.across, out=pairs(state))
+        state.flatten(0, 1).baddbmm_(wide, table)
+        return state
+
+
+class NarrowTables(AttentionTables):
+    """Those of a `NarrowCall`, what products read in bfloat16.
+
+    Attributes:
+        repeated: the table of powers.
+        to_near, to_far: the columns of the joint matrix for the skewed weights and for p, `[G, C + 2M, C]` and `[...,
+            2M]`.
+        rest_to_far: what rounding took away from `to_far`.
+    """
+
+    def __init__(self, log_decay: torch.Tensor, *arguments):
+        super().__init__(log_decay, *arguments)
+        table, narrow = self.decay.table, torch.bfloat16
+        self.repeated = Repeated(table.to(narrow))
+        below = table @ self.mixing  # a symmetric matrix
+        self.to_near = torch.cat([below @ table.mT, below.mT], dim=-2).to(narrow)
+        far = torch.cat([below, self.mixing], dim=-2)
+        self.to_far = far.to(narrow)
+        self.rest_to_far = far.sub_(self.to_far.to(far.dtype)).to(narrow)
+
+
+class NarrowCall(AttentionCall):
+    """Query, keys and values in bfloat16, the rest in float32."""
+
+    states_class = NarrowStates
+    tables_class = NarrowTables
+    own: NarrowTables
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.modes, self.repeated = self.tables.table.shape[2], self.own.repeated
+        self.to_near, self.to_far, self.rest_to_far = self.own.to_near, self.own.to_far, self.own.rest_to_far
+
+    def gradients(self, *arguments) -> Gradients:
+        return NarrowGradients(self, *arguments)
+
+    def attend(self, rows: torch.Tensor, keys: Walked, values: Walked) -> torch.Tensor:
+        pulled, _ = self.gather(rows, *keys)
+        output = self.workspace.product("output", self.near(pulled), values.inputs)
+        if values.before is not None:
+            output.baddbmm_(self.reader(self.turned(self.far(pulled), self.back)), values.before.mT)
+        return output
+
+    def gather(self, rows, keys, before) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`[skewed scores | y]`, `[G, N P C, C + 2M]`, and the query times the state, `[G, N P C, 2M]`."""
+        scores = self.workspace.product("scores", rows, keys.mT)
+        if before is None:
+            return self.skewed(scores, "pulled")[..., : self.size], None
+        raw = self.by_group(self.workspace.product("raw", rows, before))
+        pulled = self.skewed(scores, "pulled")
+        pulled[..., self.size :] = self.turned(raw, self.forth)
+        return pulled, raw
+
+    def skewed(self, scores: torch.Tensor, name: str) -> torch.Tensor:
+        """`[G N, P C, C]` skewed in the first columns of `[G, N P C, C + 2M]`; what the others hold is to be written.
+
+        Rows that are written one element less far apart than they are read: column i of row t becomes column
+        i + C-1 - t. What is above the diagonal falls into the other columns, and nothing into those before.
+        """
+        size, width = self.size, max(self.size + self.modes, 2 * self.size - 1)
+        rows = self.workspace.tensor(
+            name, (self.groups, scores.numel() // (self.groups * size), width), scores, zero=True
+        )
+        scores = scores.view(-1, size, size)
+        rows.as_strided(scores.shape, (size * width, width - 1, 1), size - 1).copy_(scores)
+        return rows[..., : size + self.modes]
+
+    def near(self, pulled: torch.Tensor) -> torch.Tensor:
+        """The weights of the values in the chunk, `[G N, P C, C]`: `skewed` the other way round, from rows that have
+        zeros on their right."""
+        size = self.size
+        rows = self.workspace.tensor("near", (*pulled.shape[:2], 2 * size), pulled, zero=True)
+        torch.bmm(pulled, self.to_near[:, : pulled.shape[2]], out=rows[..., :size])
+        weights = self.workspace.tensor("weights", (rows.numel() // (2 * size * size), size, size), rows)
+        weights.copy_(rows.as_strided(weights.shape, (2 * size * size, 2 * size - 1, 1), size - 1))
+        return weights.view(-1, self.heads * size, size)
+
+    def far(self, pulled: torch.Tensor) -> torch.Tensor:
+        """p, `[G, N P C, 2M]`."""
+        return self.workspace.product("p", pulled, self.rest_to_far).baddbmm_(pulled, self.to_far)
+
+    def turned(self, x: torch.Tensor, powers: torch.Tensor) -> torch.Tensor:
+        """`[G, N P C, 2M]` times powers of lambda, in float32."""
+        x = self.wide("turned", x)
+        self.by_token(x).mul_(powers)
+        return x
+
+    def reader(self, p: torch.Tensor) -> torch.Tensor:
+        """Rows of the modes for the states of their chunks: narrow, `[G N, P C, 2M]`."""
+        narrow = self.workspace.tensor("reader", tuple(p.shape), self.query).copy_(p)
+        return narrow.view(-1, self.heads * self.size, self.modes)
+
+    def wide(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return self.workspace.tensor(name, tuple(x.shape), self.mixing).copy_(x)
+
+
+class NarrowGradients(Gradients):
+    """The backward pass of a `NarrowCall`."""
+
+    call: NarrowCall
+
+    def __init__(self, call: NarrowCall, *arguments):
+        super().__init__(call, *arguments)
+        width = call.size + call.modes
+        self.of_joint = call.mixing.new_zeros(call.groups, width, width)
+
+    def segments(self) -> None:
+        super().segments()
+        call = self.call
+        ones = torch.eye(call.modes, dtype=call.mixing.dtype, device=call.mixing.device)
+        both = torch.cat([call.tables.table.mT, ones.expand(call.groups, -1, -1)], dim=-1)  # joint = both^T W both
+        of_both = call.mixing @ both @ (self.of_joint + self.of_joint.mT)
+        self.of_table += of_both[..., : call.size].mT
+        if self.of_mixing is not None:
+            self.of_mixing += both @ self.of_joint @ both.mT
+
+    def _through(self, segment: Segment, rows, keys: Walked, values: Walked, grad) -> None:
+        call, product = self.call, self.workspace.product
+        pulled, raw = call.gather(rows, *keys)
+        of_values = product("grad values", call.near(pulled).mT, grad)
+        of_mixed = call.skewed(product("scores", grad, values.inputs.mT), "grad mixed")[..., : pulled.shape[2]]
+        of_states = None
+        if raw is not None:
+            p = call.wide("wide p", call.far(pulled))
+            of_reader = call.wide("grad reader", call.by_group(product("narrow grad reader", grad, values.before)))
+            self._decay(of_reader, p)
+            of_mixed[..., call.size :] = call.turned(of_reader, call.forth)
+            of_states = self._states(self.values, segment, grad, call.reader(call.turned(p, call.back)))
+        self._inputs(self.values, segment, *values, of_values, of_states)
+
+        width = pulled.shape[2]
+        self.of_joint[:, :width, :width] += product("grad joint", pulled.mT, of_mixed)
+        of_scores = call.near(of_mixed)  # the joint matrix is symmetric
+        of_rows = product("grad rows", of_scores, keys.inputs)
+        of_keys = product("grad keys", of_scores.mT, rows)
+        of_states = None
+        if raw is not None:
+            of_y = call.wide("grad y", call.far(of_mixed))
+            self._decay(call.wide("wide raw", raw), of_y)
+            of_raw = call.reader(call.turned(of_y, call.back))
+            of_rows.baddbmm_(of_raw, keys.before.mT)
+            of_states = self._states(self.keys, segment, rows, of_raw)
+        call.write(of_rows, segment, self.query)
+        self._inputs(self.keys, segment, *keys, of_keys, of_states)
+
+    def _states(self, stream: StateGradients, segment: Segment, rows, readers) -> torch.Tensor:
+        """The gradient of the states that `readers` have read for `rows`."""
+        into = stream.before(segment)
+        into.flatten(0, 1).copy_(self.workspace.product("grad states", rows.mT, readers))
+        return into

@@ -1,0 +1,73 @@
+"""Which token answered: the weights with which an output of Interdomain attention adds up the values."""
+
+import torch
+
+from ..common.common import as_complex, check_documents, decay_powers, document_of_tokens, without_autocast
+from ..diagonal.step import grouped_coefficients
+from .entry import check_inputs
+from .readout import pull_back
+
+
+def interdomain_attention_map(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    log_decay: torch.Tensor,
+    input_matrix: torch.Tensor,
+    coefficient_matrix: torch.Tensor | None = None,
+    *,
+    product: str = "bilinear",
+    normalize: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    r"""The exact matrix A with `o_t = sum_{j <= t} A_tj value_j`, for `interdomain_attention` without a past.
+
+        y_t[n] = sum_{i <= t} (query_t . key_i) lambda_n^(t-i) beta_n,   p_t = W y_t
+        A_tj   = Re( sum_n conj(p_t[n]) lambda_n^(t-j) beta_n )
+
+    A row may have either sign and does not sum up to one, except with `normalize`. It takes O(T^2 M) operations and T^2
+    numbers a head, to look inside; the layer itself needs neither.
+
+    Args:
+        query: `[B, T, H, R]`, key: `[B, T, G, R]`, log_decay, input_matrix: `[G, M, 2]`, coefficient_matrix, product,
+            normalize, cu_seqlens: as in `interdomain_attention`.
+
+    Returns:
+        `[B, H, T, T]`, real, zero above the diagonal, in float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: when an argument has a wrong shape, device or value; the message begins with its name.
+    """
+    check_inputs((query, key), log_decay, input_matrix, coefficient_matrix, product)
+    cu_seqlens, _ = check_documents(cu_seqlens, None, query)
+    length, groups = query.shape[1], key.shape[2]
+    compute = torch.promote_types(torch.promote_types(query.dtype, key.dtype), torch.float32)
+    query, key, input_matrix = (x.to(compute) for x in (query, key, input_matrix))
+    coefficients = grouped_coefficients(coefficient_matrix, compute)
+    ages, beta = torch.arange(length, device=query.device), as_complex(input_matrix)
+    kernel = decay_powers(log_decay, ages).to(beta.dtype) * beta[:, None]  # [G, T, M], by age
+    kernel = kernel[:, None, None]
+    with without_autocast(query.device):
+        scores = _within(cu_seqlens, torch.einsum("btghr,bigr->gbhti", query.unflatten(2, (groups, -1)), key))
+        y = _by_age(scores).to(beta.dtype) @ kernel  # [G, B, H / G, T, M]
+        p = pull_back(coefficients, y, product)
+        weights = _within(cu_seqlens, _by_token((p.conj() @ kernel.mT).real))
+    weights = weights.transpose(0, 1).flatten(1, 2)
+    return weights / weights.sum(-1, keepdim=True) if normalize else weights
+
+
+def _within(cu_seqlens: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    """`[..., T, T]`, zero between tokens of different documents."""
+    if cu_seqlens is None:
+        return x
+    document = document_of_tokens(cu_seqlens, x.shape[-1])
+    return torch.where(document[:, None] == document, x, 0)
+
+
+def _by_age(x: torch.Tensor) -> torch.Tensor:
+    """`[..., T, T]` by token to by age: entry (t, a) is that of token t - a, zero where there is none."""
+    t = torch.arange(x.shape[-1], device=x.device)
+    token = t[:, None] - t
+    return torch.where(token >= 0, x.gather(-1, token.clamp(min=0).expand_as(x)), 0)
+
+
+_by_token = _by_age  # t - (t - a) = a: the same rearrangement leads back

@@ -1,0 +1,499 @@
+"""The fused backend: `chunk_attention` as a few kernels behind one opaque operator of `torch.library`.
+
+Forward: one launch makes the tables of the parameters, two passes over the tokens leave the state before every chunk
+(keys, values), then one program a chunk and head computes its outputs. Backward stores nothing but its inputs: it makes
+tables and chunk states again, finds what each chunk contributes on its own
+(`ops/interdomain/triton_attend_backward.py`), walks the chunks back, and sums what is the parameters' in a last launch.
+Sums over chunks are taken in a fixed order, so that gradients repeat bit for bit. Which tokens are real is read by the
+kernels alone, never by the host.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import torch
+
+from ..common.launch import CONFIGURATIONS, interpreted, multiprocessors, namespace, on_device, power_of_two, tuned
+from ..common.tiles import Arithmetic, Documents, arithmetic, chunk_tokens, layout_of
+from ..diagonal.triton_carry import carry, carry_back, segment_ends
+from ..diagonal.triton_states import Columns, LaterGradients, chunk_states, chunk_states_backward
+from ..diagonal.triton_tables import KernelTables, Parameters, Partial, make_tables, mixing_of, table_gradients
+from ..diagonal.triton_tiles import Mixing, Sizes
+from .triton_attend import ChunkStates, Operands, Widths, attend
+from .triton_attend_backward import (
+    ChunkGradients,
+    Pulled,
+    mix,
+    mixing_backward,
+    pull_both,
+    push_both,
+)
+
+# Up to here a program holds all modes of what it has pulled, as a diagonal coefficient matrix takes them.
+_LARGEST_DIAGONAL = 64
+
+_KIND = ("SIZES", "MATH")
+_attend = tuned(attend, (*_KIND, "MIXING"))
+# Three blocks of small tiles fit on a multiprocessor of an H100, and two of large ones: which are faster, it says.
+_attend_few = tuned(attend, (*_KIND, "MIXING"), [(4, 1, {"EDGE": 16}), *CONFIGURATIONS])
+_pull_both = tuned(pull_both, _KIND)
+_mix = tuned(mix, (*_KIND, "MIXING"))
+_mixing_backward = tuned(mixing_backward, (*_KIND, "FULL"))
+_push_both = tuned(push_both, _KIND)
+_chunk_states = tuned(chunk_states, ("C", "M", "BM", "BW", "TWO_TERMS", "MATH"))
+_chunk_states_backward = tuned(chunk_states_backward, ("C", "M", "BW", "EMIT", "MATH"))
+# Hardly ever at work, so not worth the compilations of a choice: each with the warps that spill no register.
+_attend_skewed = tuned(attend, _KIND, [(8, 1, {"EDGE": 16})])
+_pull_both_skewed, _push_both_skewed = tuned(pull_both, _KIND, [(4, 1)]), tuned(push_both, _KIND, [(8, 1)])
+
+
+def triton_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    input_matrix: torch.Tensor,
+    coefficient_matrix: torch.Tensor | None,
+    product: str,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    chunk_size: int,
+    wide: bool = False,
+    lengths: torch.Tensor | None = None,
+    output_final_state: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As `chunk_attention`, for tokens in bfloat16, float16 or float32; parameters and states are float32.
+
+    Args:
+        cu_seqlens: `[S + 1]` from 0 to T, non-decreasing, not checked here; an empty document keeps its initial state.
+        chunk_size: rounded down to a power of two from 16 to what the chip holds: 64 tokens, fewer for M above 64
+            and half as many with operands in float32.
+        wide: give the output in float32 instead of the dtype of the tokens.
+        lengths: `[B]` integers from 0 to T, not checked here: the real tokens of a row, in front of its pads, which
+            are not read; outputs and gradients at pads are zero.
+        output_final_state: without it, no memory is taken for states of documents (many of which may be empty).
+    """
+    if log_decay.shape[1] > _LARGEST_DIAGONAL:
+        coefficient_matrix = _in_full(coefficient_matrix, log_decay)
+    wide_tensors = (log_decay, input_matrix, coefficient_matrix, initial_state)
+    output, final = _operator(
+        *(x.contiguous() for x in (query, key, value)),
+        *(None if x is None else x.float().contiguous() for x in wide_tensors),
+        *(None if x is None else x.to(torch.int32).contiguous() for x in (cu_seqlens, lengths)),
+        product,
+        chunk_tokens(min(chunk_size, _largest_chunk(value.dtype, log_decay.shape[1])), query.shape[1]),
+        coefficient_matrix is not None and coefficient_matrix.requires_grad,
+        wide,
+        output_final_state,
+    )
+    return output, final if output_final_state else None
+
+
+def _largest_chunk(dtype: torch.dtype, size: int) -> int:
+    """Tokens whose modes, as operands of matrix products (see `arithmetic`), fit on the chip."""
+    return (4096 if dtype == torch.bfloat16 else 2048) // power_of_two(size)
+
+
+def _in_full(coefficients: torch.Tensor | None, log_decay: torch.Tensor) -> torch.Tensor:
+    """`[G, M, M, 2]`: a full matrix is applied in blocks of modes, with more products but hardly a spilled register."""
+    if coefficients is None:
+        groups, size = log_decay.shape[:2]
+        identity = torch.eye(size, dtype=torch.complex64, device=log_decay.device)
+        return torch.view_as_real(identity).expand(groups, size, size, 2)
+    return coefficients if coefficients.ndim == 4 else torch.diag_embed(coefficients.movedim(2, 1)).movedim(1, 3)
+
+
+class Plan(NamedTuple):
+    """Sizes of one call, and what its kernels share."""
+
+    shape: torch.Size  # [B, T, H, R] of the query
+    groups: int
+    widths: tuple[int, ...]  # R and D, or what else the sides of the state have
+    padded: tuple[int, ...]
+    size: int  # M
+    modes: int  # M, padded
+    chunk: int  # C
+    rows: int  # batch rows or documents
+    segments: int  # of a row, for the chunk states
+    chunks: int  # an upper bound where there are documents
+    slots: int  # for the states before chunks
+    documents: Documents
+    mixing: Mixing | None  # without a readout none is needed
+    math: Arithmetic
+
+    @property
+    def packed(self) -> bool:
+        return self.documents.starts is not None
+
+    @property
+    def storage(self) -> torch.dtype:
+        return self.math.storage
+
+    @property
+    def row(self) -> tuple[int, int]:
+        """Chunks and tokens of a full row."""
+        return -(-self.shape[1] // self.chunk), self.shape[1]
+
+    @property
+    def options(self) -> dict:
+        return {"PACKED": self.packed, "MATH": self.math}
+
+    @property
+    def places(self) -> tuple:
+        """What says a kernel which tokens a chunk has."""
+        return self.documents, self.rows, *self.row
+
+    @property
+    def sizes(self) -> dict:
+        """What the kernels are compiled for."""
+        columns = 64 if self.modes <= 64 else 32 if self.modes <= 128 else 16
+        return self._sizes(32 if self.few else 16, max(columns // self.math.terms, 16))
+
+    @property
+    def sizes_of_stored(self) -> dict:
+        """The same for a kernel that reads again what it needs."""
+        return self._sizes(64 // self.math.terms, 64 if self.few else 32)
+
+    def _sizes(self, modes: int, columns: int) -> dict:
+        pulled, pushed = (min(padded, columns) for padded in self.padded)
+        sizes = Sizes(self.chunk, self.modes, min(self.modes, modes), pulled, pushed, self.few)
+        return {"WIDTHS": Widths(*self.widths, *self.padded), "SIZES": sizes}
+
+    @property
+    def few(self) -> bool:
+        """See `Sizes`."""
+        return self.modes <= 64 and self.math.terms == 1
+
+    @property
+    def columns(self) -> tuple[Columns, ...]:
+        """Those of every side in the state."""
+        offsets = itertools.accumulate(self.widths, initial=0)
+        sides = zip(self.widths, self.padded, offsets)
+        return tuple(Columns(width, padded, self.size, sum(self.widths), offset) for width, padded, offset in sides)
+
+    @property
+    def block(self) -> int:
+        """Columns that a program has of the state: few, so that it may have all modes in its registers."""
+        return min(*self.padded, 16)
+
+    def segment_ends(self, device: torch.device) -> torch.Tensor:
+        if self.packed:
+            lengths = self.documents.ends - self.documents.starts
+        else:
+            lengths = torch.full((self.rows,), self.shape[1], device=device)
+        return segment_ends(lengths, self.chunk, self.segments)
+
+    def lanes(self, device: torch.device, blocks: int = 1) -> int:
+        """How many programs share the chunks of a head: enough to fill the device a few times."""
+        wanted = 2 if interpreted() else -(-4 * multiprocessors(device) // (self.shape[2] * blocks))
+        return min(max(wanted, 1), self.chunks)
+
+    def of_modes(self, x: torch.Tensor) -> torch.Tensor:
+        """Room for what the chunks pull or mix, on the device of x."""
+        return x.new_empty((*self.shape[:3], 2, self.modes), dtype=self.storage)
+
+    def like_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """Room for what kernels write at real tokens; where there may be pads, zeros."""
+        return torch.zeros_like(x) if self.packed else torch.empty_like(x)
+
+
+def _plan(query, key, value, parameters: Parameters, product, chunk, has_initial: bool, cu_seqlens, lengths) -> Plan:
+    widths, size = (query.shape[3], value.shape[3]), parameters.log_decay.shape[1]
+    mixing = mixing_of(product, parameters.full, arithmetic(value.dtype))
+    return plan_of(query.shape, value, widths, size, chunk, has_initial, cu_seqlens, lengths, mixing)
+
+
+def plan_of(
+    shape: torch.Size, x: torch.Tensor, widths: tuple[int, ...], size: int, chunk: int, has_initial: bool, cu_seqlens,
+    lengths, mixing: Mixing | None = None,
+) -> Plan:  # fmt: skip
+    """Of tokens `shape`, by head, that read a state of `widths`, and of those that move it, `x` `[B, T, G, W]`."""
+    groups = x.shape[2]
+    rows, chunks, slots, documents = layout_of(shape[0], shape[1], chunk, has_initial, cu_seqlens, lengths)
+    padded = tuple(power_of_two(w) for w in widths)
+    return Plan(
+        shape, groups, widths, padded, size, power_of_two(size), chunk,
+        rows, _segments(rows * groups, chunks // rows, x.device), chunks, slots, documents, mixing, arithmetic(x.dtype),
+    )  # fmt: skip
+
+
+def _segments(lanes: int, chunks: int, device: torch.device) -> int:
+    """Into how many segments to cut a row: as many as fill the device, where a segment keeps at least 8 chunks.
+
+    A lane, one row and group, is walked by about 8 programs. Two passes cost twice, so cut in no fewer than 3.
+    """
+    wanted = min(2 * multiprocessors(device) // (8 * lanes), chunks // 8)
+    return wanted if wanted > 2 else 1
+
+
+def _walkers(segments: int, programs: int, device: torch.device) -> int:
+    """How many lanes walk the segments back: all at once, up to what fills the device several times over."""
+    return min(segments, max(128, 8 * multiprocessors(device) // programs))
+
+
+def states_before(plan: Plan, sides: tuple, tables: KernelTables, initial_state, want_final: bool):
+    """The states before every chunk, `[slots, G, 2, M, padded width]` of each side, and the last ones.
+
+    sides: keys and values, or what else moves the state, `[B, T, G, width]`.
+
+    What is kept as a state is as accurate as float32; what the chunks read is rounded to their operands anyway.
+
+    Rows that are cut into segments are walked twice: once for what each segment leaves, once from where it begins.
+    """
+    segments = plan.segments
+    shape = (plan.rows * segments, plan.groups, 2, plan.size, sum(plan.widths))
+    if segments > 1:
+        alone = sides[0].new_empty(shape, dtype=torch.float32)
+        _walk(plan, sides, tables, None, (None,) * len(sides), alone, want_final)
+        first = torch.zeros_like(alone[: plan.rows]) if initial_state is None else initial_state
+        sources = torch.cat([first[:, None], alone.unflatten(0, (-1, segments))[:, :-1]], dim=1)
+        begins = plan.segment_ends(sides[0].device)[:, :-1]
+        initial_state = carry(tables.powers[..., : plan.size], sources, begins, begins).flatten(0, 1)
+    final = sides[0].new_empty(shape, dtype=torch.float32) if want_final else None
+    states = tuple(
+        x.new_empty((plan.slots, plan.groups, 2, plan.modes, padded), dtype=plan.storage)
+        for x, padded in zip(sides, plan.padded, strict=True)
+    )
+    _walk(plan, sides, tables, initial_state, states, final, want_final)
+    return states, final.unflatten(0, (-1, segments))[:, -1].contiguous() if want_final else None
+
+
+def _walk(plan: Plan, sides: tuple, tables: KernelTables, initial_state, states: tuple, final, exact: bool) -> None:
+    """All sides; where their `states` are None, only what is left at the end."""
+    # 64 rows are what the matrix instructions of a Hopper or Blackwell GPU multiply at a time.
+    block_modes, block_width = min(plan.modes, 64 // plan.math.terms), plan.block
+    slices = sum((plan.modes // block_modes) * (padded // block_width) for padded in plan.padded)
+    _chunk_states[(plan.rows * plan.segments, plan.groups, slices)](
+        sides, tables, initial_state, states, final, plan.documents, *plan.row, plan.groups, plan.columns,
+        C=plan.chunk, M=plan.modes, BM=block_modes, BW=block_width, SEGMENTS=plan.segments, PACKED=plan.packed,
+        TWO_TERMS=exact and plan.storage == torch.bfloat16, MATH=plan.math,
+    )  # fmt: skip
+
+
+def _tables(plan: Plan, parameters: Parameters, product: str) -> KernelTables:
+    return make_tables(parameters, product, plan.chunk, plan.storage, plan.math)
+
+
+def _forward(
+    query, key, value, parameters: Parameters, initial_state, cu_seqlens, lengths, product, chunk, wide, want_final
+):
+    plan = _plan(query, key, value, parameters, product, chunk, initial_state is not None, cu_seqlens, lengths)
+    shape, dtype = (*query.shape[:3], plan.widths[1]), torch.float32 if wide else value.dtype
+    output = value.new_zeros(shape, dtype=dtype) if plan.packed else value.new_empty(shape, dtype=dtype)
+    with on_device(query):
+        tables = _tables(plan, parameters, product)
+        states, final = states_before(plan, (key, value), tables, initial_state, want_final)
+        mixed = None if plan.math.terms == 1 else plan.of_modes(value)
+        for skewed, kernel in enumerate((_attend_few if plan.few else _attend, _attend_skewed)):
+            kernel[(plan.chunks, plan.shape[2])](
+                Operands(query, key, value), output, mixed, ChunkStates(*states), tables, *plan.places,
+                plan.shape[2], plan.groups, **plan.sizes, MIXING=plan.mixing, SKEWED=skewed, **plan.options,
+            )  # fmt: skip
+    return output, query.new_empty(0, dtype=torch.float32) if final is None else final
+
+
+def _backward(
+    query, key, value, parameters: Parameters, initial_state, cu_seqlens, lengths, product, chunk, want_mixing,
+    grad_output, grad_final,
+):  # fmt: skip
+    plan = _plan(query, key, value, parameters, product, chunk, initial_state is not None, cu_seqlens, lengths)
+    grads = [plan.like_tokens(x) for x in (query, key, value)]
+    grad_initial = None if initial_state is None else torch.empty_like(initial_state)
+    with on_device(query):
+        tables = _tables(plan, parameters, product)
+        states, _ = states_before(plan, (key, value), tables, initial_state, want_final=False)
+        operands = Operands(query, key, value, grad_output)
+        mixing, chunk_sums, direct = _of_chunks(plan, operands, ChunkStates(*states), tables, grads[0], want_mixing)
+        walked = walk_back(plan, (key, value), states, tables, direct, tuple(grads[1:]), grad_initial, grad_final)
+        found = table_gradients(parameters, Partial(chunk_sums, walked, mixing), product, plan.shape[2])
+    return *grads, *found, grad_initial
+
+
+def _of_chunks(plan: Plan, tokens: Operands, states: ChunkStates, tables: KernelTables, grad_query, want_mixing: bool):
+    """What the chunks contribute on their own.
+
+    Args:
+        tokens: query, key, value and the gradient of the output.
+
+    Returns:
+        The gradient of the mixing matrix or None, `Partial.chunks`, and `ChunkGradients` of keys and of values.
+    """
+    heads = plan.shape[2]
+    grid = plan.chunks, heads, 2
+
+    def empty(*shape, dtype=plan.storage):
+        return grad_query.new_empty(shape, dtype=dtype)
+
+    modes = [plan.of_modes(grad_query) for _ in range(4)]
+    pulled, mixed = tuple(Pulled(x, empty(*plan.shape[:3], plan.chunk)) for x in modes[:2]), tuple(modes[2:])
+    chunk_sums = empty(plan.chunks, heads, 2, 3, 2, plan.modes, dtype=torch.float32)
+    direct = tuple(
+        ChunkGradients(empty(*plan.shape[:3], width), empty(plan.slots, heads, 2, plan.modes, padded))
+        for width, padded in zip(plan.widths, plan.padded, strict=True)
+    )
+    sizes, shared = plan.sizes, (*plan.places, heads, plan.groups)
+    for skewed, kernel in enumerate((_pull_both, _pull_both_skewed)):
+        kernel[grid](tokens, pulled, states, tables, *shared, **sizes, SKEWED=skewed, **plan.options)
+    _mix[grid](
+        pulled, mixed, chunk_sums, tables, *shared, SIZES=sizes["SIZES"], MIXING=plan.mixing,
+        **plan.options,
+    )  # fmt: skip
+    mixing = _mixing_gradient(plan, pulled) if want_mixing else None
+    for skewed, kernel in enumerate((_push_both, _push_both_skewed)):
+        kernel[grid](
+            tokens, pulled, mixed, grad_query, direct, chunk_sums, states, tables, *shared, **plan.sizes_of_stored,
+            SKEWED=skewed, **plan.options,
+        )  # fmt: skip
+    return mixing, chunk_sums, direct
+
+
+def walk_back(
+    plan: Plan, sides: tuple, states: tuple, tables, direct: tuple, grads: tuple, grad_initial, grad_final
+) -> torch.Tensor:
+    """What enters each side through later chunks, written to `grads` with what came before; gives `Partial.walked`.
+
+    sides: as in `states_before`; states, direct, grads: the states, `ChunkGradients` and gradients of each.
+    """
+    x, block, segments = grads[0], plan.block, plan.rows * plan.segments
+    blocks = sum(padded // block for padded in plan.padded)
+    walkers = _walkers(segments, plan.groups * blocks, x.device)
+    sums = x.new_empty((walkers, blocks, plan.groups, 3, 2, plan.modes), dtype=torch.float32)
+
+    def walk(entering, leaving, emit: bool) -> None:
+        _chunk_states_backward[(walkers, plan.groups, blocks)](
+            sides, tables, states, entering, direct, LaterGradients(grads, leaving, sums),
+            plan.documents, segments, *plan.row, plan.shape[2], plan.groups, plan.columns, C=plan.chunk,
+            M=plan.modes, BW=block, EMIT=emit, SEGMENTS=plan.segments, PACKED=plan.packed, MATH=plan.math,
+        )  # fmt: skip
+
+    if plan.segments > 1:
+        shape = (plan.groups, 2, plan.size, sum(plan.widths))
+        alone = x.new_zeros((segments, *shape), dtype=torch.float32)
+        walk(None, alone, emit=False)
+        last = x.new_zeros((plan.rows, *shape), dtype=torch.float32) if grad_final is None else grad_final
+        ends = plan.segment_ends(x.device)[:, 1:]
+        sources = torch.cat([alone.unflatten(0, (-1, plan.segments))[:, 1:], last[:, None]], dim=1)
+        grad_final = carry_back(tables.powers[..., : plan.size], sources, ends, ends).flatten(0, 1)
+        walk(grad_final, None if grad_initial is None else alone, emit=True)
+        if grad_initial is not None:
+            grad_initial.copy_(alone.unflatten(0, (-1, plan.segments))[:, 0])
+    else:
+        walk(grad_final, grad_initial, emit=True)
+    return sums.flatten(0, 1)
+
+
+def _mixing_gradient(plan: Plan, pulled: tuple[Pulled, ...]) -> torch.Tensor:
+    heads = plan.shape[2]
+    rows = min(plan.modes, 64 if plan.mixing.FULL else 32)
+    columns = min(plan.modes, 32)
+    blocks = (plan.modes // rows) * (plan.modes // columns) if plan.mixing.FULL else plan.modes // rows
+    lanes = plan.lanes(pulled[0].modes.device, blocks)
+    shape = (plan.modes, plan.modes) if plan.mixing.FULL else (plan.modes,)
+    partial = pulled[0].modes.new_empty((lanes, heads, 2, 2, *shape), dtype=torch.float32)
+    _mixing_backward[(lanes, heads, blocks)](
+        pulled, partial, *plan.places, heads, plan.chunks, SIZES=plan.sizes["SIZES"]._replace(BM=rows),
+        BN=columns, FULL=plan.mixing.FULL, **plan.options,
+    )  # fmt: skip
+    return partial.unflatten(1, (plan.groups, -1)).sum((0, 2))
+
+
+_NAMESPACE = namespace(__name__)
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::attention", mutates_args=())
+def _operator(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    input_matrix: torch.Tensor,
+    coefficients: torch.Tensor | None,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    product: str,
+    chunk: int,
+    want_mixing: bool,
+    wide: bool,
+    want_final: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    parameters = Parameters(log_decay, input_matrix, coefficients)
+    extent = initial_state, cu_seqlens, lengths
+    return _forward(query, key, value, parameters, *extent, product, chunk, wide, want_final)
+
+
+@_operator.register_fake
+def _(
+    query, key, value, log_decay, input_matrix, coefficients, initial_state, cu_seqlens, lengths, product, chunk,
+    want_mixing, wide, want_final,
+):  # fmt: skip
+    output = value.new_empty((*query.shape[:3], value.shape[3]), dtype=torch.float32 if wide else value.dtype)
+    rows = query.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    shape = (rows, key.shape[2], 2, log_decay.shape[1], key.shape[3] + value.shape[3]) if want_final else (0,)
+    return output, query.new_empty(shape, dtype=torch.float32)
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::attention_backward", mutates_args=())
+def _operator_backward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    input_matrix: torch.Tensor,
+    coefficients: torch.Tensor | None,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    product: str,
+    chunk: int,
+    want_mixing: bool,
+    grad_output: torch.Tensor,
+    grad_final: torch.Tensor | None,
+) -> tuple[
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+]:
+    parameters = Parameters(log_decay, input_matrix, coefficients)
+    extent = initial_state, cu_seqlens, lengths
+    *grads, coefficient_grad, initial_grad = _backward(
+        query, key, value, parameters, *extent, product, chunk, want_mixing, grad_output, grad_final
+    )
+    optional = (log_decay.new_empty(0) if x is None else x for x in (coefficient_grad, initial_grad))
+    return *grads, *optional
+
+
+@_operator_backward.register_fake
+def _(
+    query, key, value, log_decay, input_matrix, coefficients, initial_state, cu_seqlens, lengths, product, chunk,
+    want_mixing, grad_output, grad_final,
+):  # fmt: skip
+    given = [torch.empty_like(x) for x in (query, key, value, log_decay, input_matrix)]
+    optional = (coefficients if want_mixing else None, initial_state)
+    return *given, *(log_decay.new_empty(0) if x is None else torch.empty_like(x) for x in optional)
+
+
+def _keep_inputs(ctx, inputs, output):
+    *tensors, product, chunk, want_mixing, _, want_final = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.options, ctx.want_final = (product, chunk, want_mixing), want_final
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, grad_output, grad_final):
+    saved = ctx.saved_tensors  # once: checkpointing unpacks a tensor a single time
+    query, _, value, *_, initial_state, _, _ = saved
+    if grad_output is None:
+        grad_output = value.new_zeros((*query.shape[:3], value.shape[3]))
+    grad_final = grad_final.float().contiguous() if ctx.want_final and grad_final is not None else None
+    grad_output = grad_output.to(value.dtype).contiguous()
+    *grads, mixing, initial = _operator_backward(*saved, *ctx.options, grad_output, grad_final)
+    mixing = mixing if ctx.options[2] else None
+    return *grads, mixing, None if initial_state is None else initial, *(None,) * 7
+
+
+_operator.register_autograd(_differentiate, setup_context=_keep_inputs)

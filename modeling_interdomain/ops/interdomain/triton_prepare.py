@@ -1,0 +1,664 @@
+"""Everything between the projections and the operator in one kernel, and its gradients in another.
+
+    query, key   causal convolution, rotary embedding, SiLU, l2 norm (eq. 10), rotary embedding
+    key, value   RMSNorm and bias (eq. 12)
+
+A program walks a run of tokens for a few heads with the last inputs of the convolution in registers: each number is
+read from memory once and written once. Backward walks the other way and keeps the last gradients instead. Pads are not
+read; at them outputs and gradients are zero.
+"""
+
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from ..common.launch import namespace, on_device, power_of_two
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+# Tokens a program walks, and the numbers of a token it holds.
+_RUN, _TILE = 64, 512
+
+
+class Stream(NamedTuple):
+    """One of query, key and value: `[tokens, heads, width]` in and out, and what belongs to it.
+
+    The values have no taps (`[heads, width, TAPS]`) and no windows (`[rows, heads, width, TAPS - 1]`); window and
+    new_window, as weight and bias of the norm, may be None elsewhere too.
+    """
+
+    x: Any
+    out: Any
+    taps: Any = None
+    window: Any = None
+    new_window: Any = None
+    weight: Any = None
+    bias: Any = None
+
+
+class StreamBackward(NamedTuple):
+    """The backward of a `Stream`: `grad_out` is read; written are `grad_x` and, for each run of tokens, the sums that
+    are the gradients of taps `[heads, width, TAPS]`, weight and bias `[heads, width]`, one after the other in a row of
+    `partial`; the rows of the three streams lie side by side.
+    """
+
+    x: Any
+    grad_out: Any
+    grad_x: Any
+    partial: Any
+    taps: Any = None
+    window: Any = None
+    weight: Any = None
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines `[1 or B, T, dim]`, or None; after `period` tokens they repeat."""
+
+    cos: Any
+    sin: Any
+
+
+class Rows(NamedTuple):
+    """Which row or document a token belongs to (`ids`, only where documents are packed) and where these begin and end;
+    `starts` is None where rows are, `ends` too where they are full.
+    """
+
+    ids: Any = None
+    starts: Any = None
+    ends: Any = None
+
+
+class Block(NamedTuple):
+    """The width of a head, and how many heads and columns a program holds."""
+
+    WIDTH: int
+    BH: int
+    BW: int
+
+
+class Rope(NamedTuple):
+    """Where the rotation is applied ("before" or "after" the feature map, or "none") and to how many columns."""
+
+    WHERE: str
+    DIM: int
+
+
+@triton.jit
+def _bounds(token, row_length, rows):
+    """Which row or document a token belongs to, and where that begins and ends (pads lie behind its end)."""
+    if rows.ids is not None:
+        row = tl.load(rows.ids + token).to(tl.int64)
+        start = tl.load(rows.starts + row).to(tl.int64)
+        end = tl.load(rows.ends + row).to(tl.int64)
+    else:
+        row = token // row_length
+        start = row * row_length
+        end = tl.load(rows.ends + row).to(tl.int64) if rows.ends is not None else start + row_length
+    return row, start, end
+
+
+@triton.jit
+def _at_least(a, b, columns):
+    """`a >= b` of two numbers as a row `[1, columns]`: the interpreter cannot broadcast a truth value."""
+    return (columns * 0 + a >= b)[None, :]
+
+
+@triton.jit
+def _input(x, window, token, back, start, row, at, inside, columns, total, TAPS: tl.constexpr):
+    """What a token's convolution sees `back` tokens before it: an input, one of the window's, or zero."""
+    source = token - back
+    value = tl.load(x + source * total + at, mask=inside & _at_least(source, start, columns), other=0.0).to(tl.float32)
+    if window is not None:
+        slot = TAPS - 1 + source - start
+        before = inside & _at_least(start, source + 1, columns)
+        value += tl.load(window + (row * total + at) * (TAPS - 1) + slot, mask=before, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _angles(rotation, token, period, columns, DIM: tl.constexpr):
+    """Cosines, and sines with the sign that the rotation gives them; columns beyond the rotated ones stay."""
+    rotated = columns < DIM
+    at = (token % period) * DIM + columns
+    c = tl.load(rotation.cos + at, mask=rotated, other=1.0).to(tl.float32)
+    s = tl.load(rotation.sin + at, mask=rotated, other=0.0).to(tl.float32)
+    return c[None, :], tl.where(columns < DIM // 2, -s, s)[None, :]
+
+
+@triton.jit
+def _partners(columns, DIM: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr):
+    """The column with which each one is rotated."""
+    half = DIM // 2
+    partner = tl.where(columns < half, columns + half, columns - half)
+    partner = tl.where(columns < DIM, partner, columns)
+    return tl.broadcast_to(partner[None, :], [BH, BW])
+
+
+@triton.jit
+def _rotate(x, c, s, partners):
+    return x * c + tl.gather(x, partners, 1) * s
+
+
+@triton.jit
+def _rotate_back(x, c, s, partners):
+    return x * c + tl.gather(x * s, partners, 1)
+
+
+@triton.jit
+def _normalise(u):
+    """SiLU(u) over its l2 norm; the norm too."""
+    s = u * tl.sigmoid(u)
+    norm = tl.maximum(tl.sqrt(tl.sum(s * s, 1)), 1e-12)[:, None]
+    return s / norm, norm
+
+
+@triton.jit
+def _walk(
+    stream, rotation, rows, first, tokens, row_length, period, head, heads, eps,
+    BLOCK: tl.constexpr, RUN: tl.constexpr, TAPS: tl.constexpr, ROPE: tl.constexpr,
+):  # fmt: skip
+    """RUN tokens from `first` for BLOCK.BH heads from `head`. TAPS 0: neither convolution nor feature map."""
+    WIDTH: tl.constexpr = BLOCK.WIDTH
+    BH: tl.constexpr = BLOCK.BH
+    BW: tl.constexpr = BLOCK.BW
+    numbers = head + tl.arange(0, BH)
+    columns = tl.arange(0, BW)
+    inside = (numbers < heads)[:, None] & (columns < WIDTH)[None, :]
+    at = numbers[:, None] * WIDTH + columns[None, :]
+    total = heads * WIDTH
+    if TAPS > 0 and ROPE.WHERE != "none":
+        partners = _partners(columns, ROPE.DIM, BH, BW)
+    if stream.weight is not None:
+        w = tl.load(stream.weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)[None, :]
+        b = tl.load(stream.bias + at, mask=inside, other=0.0).to(tl.float32)
+    for done in range(0, tl.minimum(RUN, tokens - first)):
+        token = first + done  # in 64 bits
+        row, start, end = _bounds(token, row_length, rows)
+        here = inside
+        if rows.ends is not None:
+            here = inside & _at_least(end, token + 1, columns)
+        if TAPS == 0:
+            f = tl.load(stream.x + token * total + at, mask=here, other=0.0).to(tl.float32)
+        else:
+            u = tl.zeros([BH, BW], tl.float32)
+            for back in tl.static_range(TAPS):
+                value = _input(stream.x, stream.window, token, back, start, row, at, here, columns, total, TAPS)
+                tap = tl.load(stream.taps + at * TAPS + TAPS - 1 - back, mask=inside, other=0.0).to(tl.float32)
+                u += value * tap
+                if stream.new_window is not None and back < TAPS - 1:
+                    slot = stream.new_window + (row * total + at) * (TAPS - 1) + TAPS - 2 - back
+                    value = value.to(stream.new_window.dtype.element_ty)
+                    tl.store(slot, value, mask=here & _at_least(token + 1, end, columns))
+            if ROPE.WHERE == "before":
+                c, s = _angles(rotation, token, period, columns, ROPE.DIM)
+                u = _rotate(u, c, s, partners)
+            f, _ = _normalise(u)
+            if ROPE.WHERE == "after":
+                c, s = _angles(rotation, token, period, columns, ROPE.DIM)
+                f = _rotate(f, c, s, partners)
+        if stream.weight is not None:
+            f = w * f * tl.rsqrt(tl.sum(f * f, 1)[:, None] / WIDTH + eps) + b
+            f = tl.where(here, f, 0.0)
+        tl.store(stream.out + token * total + at, f.to(stream.out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens", "row_length", "period"])
+def prepare(
+    query, key, value, rotation, rows, tokens, row_length, period, heads, groups, eps,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, RUN: tl.constexpr, TAPS: tl.constexpr, ROPE: tl.constexpr,
+):  # fmt: skip
+    """Grid [runs of tokens, blocks of query heads, then of keys, then of values].
+
+    query, key, value: `Stream`; KEYS: the `Block` of queries and keys, VALUES: that of values.
+    """
+    first = tl.program_id(0).to(tl.int64) * RUN
+    block = tl.program_id(1)
+    query_blocks = tl.cdiv(heads, KEYS.BH)
+    key_blocks = tl.cdiv(groups, KEYS.BH)
+    if block < query_blocks:
+        head = block * KEYS.BH
+        _walk(query, rotation, rows, first, tokens, row_length, period, head, heads, eps, KEYS, RUN, TAPS, ROPE)
+    elif block < query_blocks + key_blocks:
+        head = (block - query_blocks) * KEYS.BH
+        _walk(key, rotation, rows, first, tokens, row_length, period, head, groups, eps, KEYS, RUN, TAPS, ROPE)
+    else:
+        head = (block - query_blocks - key_blocks) * VALUES.BH
+        _walk(value, rotation, rows, first, tokens, row_length, period, head, groups, eps, VALUES, RUN, 0, ROPE)
+
+
+@triton.jit
+def _walk_back(
+    stream, rotation, rows, run, tokens, row_length, period, head, heads, eps, sums,
+    BLOCK: tl.constexpr, RUN: tl.constexpr, TAPS: tl.constexpr, ROPE: tl.constexpr,
+):  # fmt: skip
+    """The adjoint of `_walk` for the tokens of a run."""
+    WIDTH: tl.constexpr = BLOCK.WIDTH
+    BH: tl.constexpr = BLOCK.BH
+    BW: tl.constexpr = BLOCK.BW
+    numbers = head + tl.arange(0, BH)
+    columns = tl.arange(0, BW)
+    inside = (numbers < heads)[:, None] & (columns < WIDTH)[None, :]
+    at = numbers[:, None] * WIDTH + columns[None, :]
+    total = heads * WIDTH
+    partial = stream.partial + run * sums
+    first = run * RUN
+    stop = tl.minimum(first + RUN, tokens)
+    if TAPS > 0 and ROPE.WHERE != "none":
+        partners = _partners(columns, ROPE.DIM, BH, BW)
+    if stream.weight is not None:
+        w = tl.load(stream.weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)[None, :]
+    zero = tl.zeros([BH, BW], tl.float32)
+    d_weight = zero
+    d_bias = zero
+    # Gradients of the convolution's outputs one, two and three tokens later, and of its taps; unused ones stay zero.
+    g_1 = zero
+    g_2 = zero
+    g_3 = zero
+    t_0 = zero
+    t_1 = zero
+    t_2 = zero
+    t_3 = zero
+    last = tl.minimum(stop + (TAPS - 1 if TAPS > 0 else 0), tokens)
+    for back_token in range(first, last):
+        token = last - 1 - (back_token - first)
+        mine = token < stop
+        row, start, end = _bounds(token, row_length, rows)
+        here = inside
+        if rows.ends is not None:
+            here = inside & _at_least(end, token + 1, columns)
+        d = tl.load(stream.grad_out + token * total + at, mask=here, other=0.0).to(tl.float32)
+        if TAPS == 0:
+            f = tl.load(stream.x + token * total + at, mask=here, other=0.0).to(tl.float32)
+        else:
+            x_0 = _input(stream.x, stream.window, token, 0, start, row, at, here, columns, total, TAPS)
+            u = x_0 * tl.load(stream.taps + at * TAPS + TAPS - 1, mask=inside, other=0.0).to(tl.float32)
+            if TAPS > 1:
+                x_1 = _input(stream.x, stream.window, token, 1, start, row, at, here, columns, total, TAPS)
+                u += x_1 * tl.load(stream.taps + at * TAPS + TAPS - 2, mask=inside, other=0.0).to(tl.float32)
+            if TAPS > 2:
+                x_2 = _input(stream.x, stream.window, token, 2, start, row, at, here, columns, total, TAPS)
+                u += x_2 * tl.load(stream.taps + at * TAPS + TAPS - 3, mask=inside, other=0.0).to(tl.float32)
+            if TAPS > 3:
+                x_3 = _input(stream.x, stream.window, token, 3, start, row, at, here, columns, total, TAPS)
+                u += x_3 * tl.load(stream.taps + at * TAPS, mask=inside, other=0.0).to(tl.float32)
+            if ROPE.WHERE != "none":
+                c, s = _angles(rotation, token, period, columns, ROPE.DIM)
+            if ROPE.WHERE == "before":
+                u = _rotate(u, c, s, partners)
+            f, norm = _normalise(u)
+            unit = f
+            if ROPE.WHERE == "after":
+                f = _rotate(f, c, s, partners)
+        if stream.weight is not None:
+            scale = tl.rsqrt(tl.sum(f * f, 1)[:, None] / WIDTH + eps)
+            n = f * scale
+            if mine:
+                d_weight += d * n
+                d_bias += d
+            d = d * w
+            d = scale * (d - n * (tl.sum(d * n, 1)[:, None] / WIDTH))
+        if TAPS > 0:
+            if ROPE.WHERE == "after":
+                d = _rotate_back(d, c, s, partners)
+            d = (d - unit * tl.sum(d * unit, 1)[:, None]) / norm
+            gate = tl.sigmoid(u)
+            d = d * gate * (1 + u * (1 - gate))
+            if ROPE.WHERE == "before":
+                d = _rotate_back(d, c, s, partners)
+            g_0 = tl.where(inside, d, 0.0)
+            d = g_0 * tl.load(stream.taps + at * TAPS + TAPS - 1, mask=inside, other=0.0).to(tl.float32)
+            # A later token of the same row or document read this one through an older tap.
+            if TAPS > 1:
+                tap = tl.load(
+                    stream.taps + at * TAPS + TAPS - 2, mask=inside & _at_least(end, token + 2, columns), other=0.0
+                ).to(tl.float32)
+                d += g_1 * tap
+            if TAPS > 2:
+                tap = tl.load(
+                    stream.taps + at * TAPS + TAPS - 3, mask=inside & _at_least(end, token + 3, columns), other=0.0
+                ).to(tl.float32)
+                d += g_2 * tap
+            if TAPS > 3:
+                tap = tl.load(stream.taps + at * TAPS, mask=inside & _at_least(end, token + 4, columns), other=0.0).to(
+                    tl.float32
+                )
+                d += g_3 * tap
+            g_3 = g_2
+            g_2 = g_1
+            g_1 = g_0
+            if mine:
+                t_0 += g_0 * x_0
+                if TAPS > 1:
+                    t_1 += g_0 * x_1
+                if TAPS > 2:
+                    t_2 += g_0 * x_2
+                if TAPS > 3:
+                    t_3 += g_0 * x_3
+        if mine:
+            tl.store(stream.grad_x + token * total + at, d.to(stream.grad_x.dtype.element_ty), mask=inside)
+    if TAPS > 0:
+        tl.store(partial + at * TAPS + TAPS - 1, t_0, mask=inside)
+    if TAPS > 1:
+        tl.store(partial + at * TAPS + TAPS - 2, t_1, mask=inside)
+    if TAPS > 2:
+        tl.store(partial + at * TAPS + TAPS - 3, t_2, mask=inside)
+    if TAPS > 3:
+        tl.store(partial + at * TAPS, t_3, mask=inside)
+    tl.store(partial + TAPS * total + at, d_weight, mask=inside)
+    tl.store(partial + (TAPS + 1) * total + at, d_bias, mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens", "row_length", "period"])
+def prepare_backward(
+    query, key, value, rotation, rows, tokens, row_length, period, heads, groups, eps, sums,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, RUN: tl.constexpr, TAPS: tl.constexpr, ROPE: tl.constexpr,
+):  # fmt: skip
+    """The grid of `prepare`; query, key, value: `StreamBackward`; sums: numbers in a row of their `partial`."""
+    run = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    query_blocks = tl.cdiv(heads, KEYS.BH)
+    key_blocks = tl.cdiv(groups, KEYS.BH)
+    if block < query_blocks:
+        _walk_back(
+            query, rotation, rows, run, tokens, row_length, period, block * KEYS.BH, heads, eps, sums,
+            KEYS, RUN, TAPS, ROPE,
+        )  # fmt: skip
+    elif block < query_blocks + key_blocks:
+        _walk_back(
+            key, rotation, rows, run, tokens, row_length, period, (block - query_blocks) * KEYS.BH,
+            groups, eps, sums, KEYS, RUN, TAPS, ROPE,
+        )  # fmt: skip
+    else:
+        _walk_back(
+            value, rotation, rows, run, tokens, row_length, period,
+            (block - query_blocks - key_blocks) * VALUES.BH, groups, eps, sums, VALUES, RUN, 0, ROPE,
+        )  # fmt: skip
+
+
+class Section(NamedTuple):
+    """Parameters side by side, `first` to `end` of all, whose gradient is the sum of `heads` numbers of each row of
+    sums, from `column` on and `stride` apart.
+    """
+
+    first: int
+    end: int
+    column: int
+    heads: int
+    stride: int
+
+
+@triton.jit(do_not_specialize=["runs"])
+def sum_runs(partial, out, sections, runs, sums, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The gradients of all parameters, `out`, from `partial` `[runs, sums]`, in a fixed order; grid [blocks]."""
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    column = number * 0
+    heads = number * 0
+    stride = number * 0
+    for i in tl.static_range(len(sections)):
+        here = (number >= sections[i].first) & (number < sections[i].end)
+        column = tl.where(here, sections[i].column + number - sections[i].first, column)
+        heads = tl.where(here, sections[i].heads, heads)
+        stride = tl.where(here, sections[i].stride, stride)
+    found = tl.zeros([BLOCK], tl.float32)
+    for head in range(0, tl.max(heads, 0)):
+        for run in range(0, runs, ROWS):
+            row = (run + tl.arange(0, ROWS)).to(tl.int64)
+            used = (row < runs)[:, None] & (head < heads)[None, :]
+            at = row[:, None] * sums + (column + head * stride)[None, :]
+            found += tl.sum(tl.load(partial + at, mask=used, other=0.0), 0)
+    tl.store(out + number, found.to(out.dtype.element_ty), mask=heads > 0)
+
+
+_prepare, _prepare_backward, _sum_runs = prepare, prepare_backward, sum_runs
+_NAMESPACE = namespace(__name__)
+
+
+class _Launch(NamedTuple):
+    """Grid, arguments and options that both kernels share."""
+
+    grid: tuple[int, int]
+    shared: tuple  # from `rotation` to `eps`
+    options: dict
+
+
+def _launch(q, v, taps, cos, sin, documents, cu_seqlens, lengths, heads, groups, placement, eps) -> _Launch:
+    batch, length = q.shape[:2]
+    tokens, run = batch * length, _RUN if batch * length > 4096 else 16
+    feature_dim, value_dim = q.shape[2] // heads, v.shape[2] // groups
+    keys, values = (Block(n, max(1, _TILE // power_of_two(n)), power_of_two(n)) for n in (feature_dim, value_dim))
+    rows = Rows()
+    if cu_seqlens is not None:
+        rows = Rows(documents, cu_seqlens[:-1], cu_seqlens[1:])
+    elif lengths is not None:
+        starts = torch.arange(0, tokens, length, dtype=torch.int32, device=lengths.device)
+        rows = Rows(ends=starts + lengths)
+    period, rope = (1, Rope("none", 0)) if cos is None else (cos.shape[0] * cos.shape[1], Rope(placement, cos.shape[2]))
+    options = {"KEYS": keys, "VALUES": values, "RUN": run, "TAPS": taps.shape[1], "ROPE": rope}
+    blocks = -(-heads // keys.BH) - (-groups // keys.BH) - (-groups // values.BH)
+    shared = (Rotation(cos, sin), rows, tokens, length, period, heads, groups, eps)
+    return _Launch((-(-tokens // run), blocks), shared, options)
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::prepare", mutates_args=())
+def _operator(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_taps: torch.Tensor,
+    k_taps: torch.Tensor,
+    k_weight: torch.Tensor | None,
+    v_weight: torch.Tensor | None,
+    k_bias: torch.Tensor | None,
+    v_bias: torch.Tensor | None,
+    q_window: torch.Tensor | None,
+    k_window: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    documents: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    heads: int,
+    groups: int,
+    placement: str,
+    eps: float,
+    write_windows: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    (query, key, value), windows = _empty(q, k, v, q_taps, cu_seqlens, heads, groups, write_windows)
+    if write_windows and (cu_seqlens is not None or lengths is not None):
+        # Kernels write where there is a token; without one the window stays as it was.
+        for old, new in zip((q_window, k_window), windows, strict=True):
+            new.zero_() if old is None else new.copy_(old)
+    launch = _launch(q, v, q_taps, cos, sin, documents, cu_seqlens, lengths, heads, groups, placement, eps)
+    written = windows if write_windows else (None, None)
+    with on_device(q):
+        _prepare[launch.grid](
+            Stream(q, query, q_taps, q_window, written[0]),
+            Stream(k, key, k_taps, k_window, written[1], k_weight, k_bias),
+            Stream(v, value, weight=v_weight, bias=v_bias),
+            *launch.shared,
+            **launch.options,
+        )
+    return query, key, value, *windows
+
+
+def _empty(q, k, v, taps, cu_seqlens, heads, groups, write_windows):
+    outputs = tuple(x.new_empty((*x.shape[:2], n, x.shape[2] // n)) for x, n in ((q, heads), (k, groups), (v, groups)))
+    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    shapes = ((rows, x.shape[2], taps.shape[1] - 1) if write_windows else (0,) for x in (q, k))
+    return outputs, tuple(q.new_empty(shape) for shape in shapes)
+
+
+@_operator.register_fake
+def _(
+    q, k, v, q_taps, k_taps, k_weight, v_weight, k_bias, v_bias, q_window, k_window, cos, sin, documents, cu_seqlens,
+    lengths, heads, groups, placement, eps, write_windows,
+):  # fmt: skip
+    outputs, windows = _empty(q, k, v, q_taps, cu_seqlens, heads, groups, write_windows)
+    return *outputs, *windows
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::prepare_backward", mutates_args=())
+def _operator_backward(
+    grad_query: torch.Tensor,
+    grad_key: torch.Tensor,
+    grad_value: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_taps: torch.Tensor,
+    k_taps: torch.Tensor,
+    k_weight: torch.Tensor | None,
+    v_weight: torch.Tensor | None,
+    q_window: torch.Tensor | None,
+    k_window: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    documents: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    heads: int,
+    groups: int,
+    placement: str,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    launch = _launch(q, v, q_taps, cos, sin, documents, cu_seqlens, lengths, heads, groups, placement, eps)
+    grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, k, v))
+    sizes = _sizes_of_sums(q, k, v, q_taps)
+    partial = q.new_empty((launch.grid[0], sum(sizes)), dtype=torch.float32)
+    partials = partial.split(sizes, dim=1)
+    with on_device(q):
+        _prepare_backward[launch.grid](
+            StreamBackward(q, grad_query, grad_q, partials[0], q_taps, q_window),
+            StreamBackward(k, grad_key, grad_k, partials[1], k_taps, k_window, k_weight),
+            StreamBackward(v, grad_value, grad_v, partials[2], weight=v_weight),
+            *launch.shared,
+            sum(sizes),
+            **launch.options,
+        )
+        of_parameters = _of_parameters(q, k, v, q_taps, k_taps, k_weight, v_weight, groups)
+        sections = _sections(q, k, v, q_taps, groups, k_weight is not None)
+        _sum_runs[(-(-len(of_parameters) // 32),)](
+            partial, of_parameters, sections, len(partial), sum(sizes), ROWS=64, BLOCK=32, num_warps=4
+        )
+    return grad_q, grad_k, grad_v, of_parameters
+
+
+def _of_parameters(q, k, v, q_taps, k_taps, k_weight, v_weight, groups: int) -> torch.Tensor:
+    """Room for the gradients of all parameters side by side; those of several dtypes are rounded one by one, later."""
+    dtypes = {x.dtype for x in (q_taps, k_taps, k_weight, v_weight) if x is not None}
+    size = _sections(q, k, v, q_taps, groups, k_weight is not None)[-1].end
+    return q.new_empty(size, dtype=dtypes.pop() if len(dtypes) == 1 else torch.float32)
+
+
+def _sections(q, k, v, taps, groups: int, norms: bool) -> tuple[Section, ...]:
+    """Of the taps of query and key; then of weight and bias of key and value, where they have such."""
+    (q_sums, k_sums, _), (q_width, k_width, v_width) = _sizes_of_sums(q, k, v, taps), (x.shape[2] for x in (q, k, v))
+    count = taps.shape[1]
+    parts = [(count * q_width, 0, 1, 0), (count * k_width, q_sums, 1, 0)]
+    if norms:
+        for width, column in ((k_width, q_sums + count * k_width), (v_width, q_sums + k_sums)):
+            parts += [(width // groups, column, groups, width // groups), (width, column + width, 1, 0)]
+    ends = list(itertools.accumulate(part[0] for part in parts))
+    return tuple(Section(end - part[0], end, *part[1:]) for end, part in zip(ends, parts, strict=True))
+
+
+def _sizes_of_sums(q, k, v, taps) -> list[int]:
+    """Of the gradients of taps, weight and bias of each stream; the values have no taps."""
+    return [(count + 2) * x.shape[2] for x, count in ((q, taps.shape[1]), (k, taps.shape[1]), (v, 0))]
+
+
+@_operator_backward.register_fake
+def _(
+    grad_query, grad_key, grad_value, q, k, v, q_taps, k_taps, k_weight, v_weight, q_window, k_window, cos, sin,
+    documents, cu_seqlens, lengths, heads, groups, placement, eps,
+):  # fmt: skip
+    return *(torch.empty_like(x) for x in (q, k, v)), _of_parameters(
+        q, k, v, q_taps, k_taps, k_weight, v_weight, groups
+    )
+
+
+def _keep_inputs(ctx, inputs, output):
+    *tensors, heads, groups, placement, eps, _ = inputs
+    q, k, v, q_taps, k_taps, k_weight, v_weight, _, _, *rest = tensors
+    ctx.save_for_backward(q, k, v, q_taps, k_taps, k_weight, v_weight, *rest)
+    ctx.options = heads, groups, placement, eps
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, grad_query, grad_key, grad_value, *_):
+    saved = ctx.saved_tensors  # once: checkpointing unpacks a tensor a single time
+    q, k, v, q_taps, k_taps, k_weight, v_weight, *_ = saved
+    groups = ctx.options[1]
+    shapes = [(*x.shape[:2], n, x.shape[2] // n) for x, n in ((q, ctx.options[0]), (k, groups), (v, groups))]
+    grads = (
+        v.new_zeros(shape) if x is None else x.contiguous()
+        for x, shape in zip((grad_query, grad_key, grad_value), shapes, strict=True)
+    )
+    *grads_x, of_parameters = _operator_backward(*grads, *saved, *ctx.options)
+    shapes = [x.shape for x in (q_taps, k_taps)]
+    kinds = [q_taps.dtype, k_taps.dtype]
+    if k_weight is not None:
+        for x, weight in ((k, k_weight), (v, v_weight)):
+            shapes += [weight.shape, (groups, x.shape[2] // groups)]
+            kinds += [weight.dtype] * 2
+    pieces = of_parameters.split([math.prod(shape) for shape in shapes])
+    taps_and_norms = [x.view(shape).to(dtype) for x, shape, dtype in zip(pieces, shapes, kinds, strict=True)]
+    if k_weight is None:
+        return *grads_x, *taps_and_norms, *(None,) * 16
+    q_grad, k_grad, of_k_weight, of_k_bias, of_v_weight, of_v_bias = taps_and_norms
+    return *grads_x, q_grad, k_grad, of_k_weight, of_v_weight, of_k_bias, of_v_bias, *(None,) * 12
+
+
+_operator.register_autograd(_differentiate, setup_context=_keep_inputs)
+
+
+def triton_prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    taps: tuple[torch.Tensor, torch.Tensor],
+    norms: tuple[torch.Tensor, ...] | None,
+    windows: tuple[torch.Tensor, ...] | None,
+    cos_sin: tuple[torch.Tensor, ...] | None,
+    documents: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    heads: int,
+    groups: int,
+    placement: str | None,
+    eps: float,
+    write_windows: bool,
+    lengths: torch.Tensor | None = None,
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Queries, keys and values of the operator from the outputs of the projections.
+
+    Args:
+        q, k, v: `[B, T, heads R]`, `[B, T, groups R]`, `[B, T, groups D]`.
+        taps: the weights of the two convolutions, `[heads R, K]` and `[groups R, K]`, K from 1 to 4.
+        norms: k_norm `[R]`, v_norm `[D]`, k_bias `[groups, R]`, v_bias `[groups, D]`, or None.
+        windows: the inputs before the first tokens, `[rows, heads R, K - 1]` and `[rows, groups R, K - 1]`, or None.
+        cos_sin: `[1 or B, T, dim]` each, or None.
+        documents, cu_seqlens: the document of each token `[T]` and the ends of the documents `[S + 1]`, some of which
+            may be empty, where documents are packed; int32.
+        placement: the rotary embedding comes "before" or "after" the feature map.
+        lengths: `[B]`, the real tokens of a row, in front of its pads, for which outputs and gradients are zero.
+
+    Returns:
+        query `[B, T, heads, R]`, key `[B, T, groups, R]`, value `[B, T, groups, D]` in the dtype of v; and the new
+        windows, empty unless `write_windows`: the last K - 1 inputs of each row or document, old ones where it has
+        fewer.
+    """
+    cos, sin = (None, None) if cos_sin is None else (x.contiguous() for x in cos_sin)
+    q_window, k_window = (None, None) if windows is None else (x.contiguous() for x in windows)
+    *outputs, new_q, new_k = _operator(
+        *(x.to(v.dtype).contiguous() for x in (q, k, v)), *(x.contiguous() for x in taps),
+        *((None,) * 4 if norms is None else (x.contiguous() for x in norms)), q_window, k_window, cos, sin,
+        documents, cu_seqlens, None if lengths is None else lengths.to(torch.int32), heads, groups, placement or "none",
+        eps, write_windows,
+    )  # fmt: skip
+    return tuple(outputs), (new_q, new_k)

@@ -1,0 +1,1 @@
+"""The S4D layer's recurrence and readout."""

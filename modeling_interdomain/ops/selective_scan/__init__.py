@@ -1,0 +1,1 @@
+"""The selective scan; naive.py is the definition."""

@@ -1,0 +1,287 @@
+"""The selective scan with states kept at the ends of chunks alone, as one opaque operator of `torch.library`.
+
+    h_t = exp(dt_t A) h_{t-1} + B_t (x) (dt_t x_t),    y_t = C_t . h_t        (Mamba, arXiv 2312.00752, algorithm 2)
+
+Every channel and state number has a decay of its own, so no matrix product joins tokens: a chunk writes its decays and
+inputs down at once and goes through them in order, one operation a token, in memory that all chunks share. Backward
+reads the state before a chunk, makes the others anew, and goes back with g_t = C_t (x) dy_t + exp(dt_{t+1} A) g_{t+1}:
+
+    dC_t = h_t dy_t,  dB_t = g_t (dt_t x_t),  d(dt_t x_t) = B_t . g_t,  d(dt_t A) = exp(dt_t A) g_t h_{t-1}
+
+Chunks begin at multiples of C, and a packed document where it begins: what is kept has one shape whatever documents
+there are. Channels lie side by side in memory, states are `[N, E]`.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from ..common.common import without_autocast
+from ..common.launch import namespace
+from ..common.states import Workspace
+
+# Floats of the states that a chunk goes through; rows that do not fit come after one another.
+_FLOATS = {"cpu": 1 << 21, "other": 1 << 25}
+# exp of less would come near the smallest numbers of a dtype, with which a CPU computes a hundred times as slowly.
+_GONE = {torch.float32: -80.0, torch.float64: -690.0}
+
+
+def chunk_scan(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    step: torch.Tensor,
+    rate: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    chunk_size: int,
+    output_final_state: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `selective_scan`, all in one real dtype, without a skip; the final states are empty unless wanted."""
+    tensors = query, key, value, step, rate, initial_state
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    return _operator(*tensors, cu_seqlens, chunk_size, output_final_state, keep)[:2]
+
+
+class _Document(NamedTuple):
+    """Tokens `start` to `stop` of some `rows`, and where their states are among all."""
+
+    rows: slice
+    start: int
+    stop: int
+    states: slice
+
+    def chunks(self, size: int) -> list[tuple[int, int]]:
+        ends = [self.start, *range((self.start // size + 1) * size, self.stop, size), self.stop]
+        return list(pairwise(ends))
+
+
+class _Problem:
+    """One call: its tensors, its documents, and the memory that its chunks share."""
+
+    def __init__(self, query, key, value, step, rate, initial, cu_seqlens, size: int):
+        self.query, self.key, self.value, self.step, self.rate = query, key, value, step, rate
+        self.initial, self.ends, self.size = initial, None if cu_seqlens is None else cu_seqlens.tolist(), size
+        self.workspace = Workspace()
+
+    def documents(self) -> Iterator[_Document]:
+        """Those that have a token."""
+        batch, length = self.value.shape[:2]
+        if self.ends is not None:
+            for number, (start, stop) in enumerate(pairwise(self.ends)):
+                if start < stop:
+                    yield _Document(slice(0, 1), start, stop, slice(number, number + 1))
+            return
+        floats = _FLOATS["cpu" if self.value.device.type == "cpu" else "other"]
+        rows = max(1, floats // (min(self.size, length) * self.rate.numel()))
+        for first in range(0, batch, rows):
+            some = slice(first, min(first + rows, batch))
+            yield _Document(some, 0, length, some)
+
+    def before(self, document: _Document) -> torch.Tensor:
+        """The states before the first token, `[r, N, E]`."""
+        if self.initial is not None:
+            return self.initial[document.states]
+        return self.value.new_zeros(document.rows.stop - document.rows.start, *self.rate.shape)
+
+    def room(self, name: str, *shape: int) -> torch.Tensor:
+        return self.workspace.tensor(name, shape, self.value)
+
+    def read(self, name: str, document: _Document, chunk: tuple[int, int], x: torch.Tensor) -> torch.Tensor:
+        """Tokens `[B, T, W]` of a chunk as `[c, r, W]`."""
+        tokens = x[document.rows, slice(*chunk)].transpose(0, 1)
+        return self.room(name, *tokens.shape).copy_(tokens)
+
+    def scan(self, document: _Document, chunk: tuple[int, int], entry: torch.Tensor) -> "_Chunk":
+        """Go through a chunk on from the states `entry` before it."""
+        key, value, step = (self.read(n, document, chunk, getattr(self, n)) for n in ("key", "value", "step"))
+        inputs = torch.mul(value, step, out=self.room("inputs", *value.shape))
+        shape = *step.shape[:2], *self.rate.shape
+        decays = torch.mul(step[:, :, None], self.rate, out=self.room("decays", *shape))
+        decays.clamp_(min=_GONE[decays.dtype]).exp_()
+        states = self.room("states", shape[0] + 1, *shape[1:])
+        states[0].copy_(entry)
+        torch.mul(key[..., None], inputs[:, :, None], out=states[1:])
+        before, *others = states.unbind()
+        for decay, state in zip(decays.unbind(), others):
+            before = state.addcmul_(decay, before)
+        return _Chunk(key, value, step, inputs, decays, states)
+
+    def forward(self, final: torch.Tensor | None, kept: torch.Tensor | None) -> torch.Tensor:
+        """The output `[B, T, E]`; the states after the documents and before the chunks are written where asked."""
+        output = _like(self.value)
+        for document in self.documents():
+            state = self.before(document)
+            for chunk in document.chunks(self.size):
+                if kept is not None and chunk[0] % self.size == 0:
+                    kept[document.rows, chunk[0] // self.size] = state
+                states = self.scan(document, chunk, state).states
+                query = self.read("query", document, chunk, self.query)
+                y = self.workspace.product("output", query.flatten(0, 1)[:, None], states[1:].flatten(0, 1))
+                output[document.rows, slice(*chunk)] = y.view(*query.shape[:2], -1).transpose(0, 1)
+                state = states[-1]
+            if final is not None:
+                final[document.states] = state
+        return output
+
+    def backward(self, kept: torch.Tensor, grad: torch.Tensor, final: torch.Tensor | None):
+        """Of query, key, value, step, rate and initial states; an empty document hands on that of its final ones."""
+        found = _Gradients(
+            query=_like(self.query),
+            key=_like(self.key),
+            value=_like(self.value),
+            step=_like(self.step),
+            rate=torch.zeros_like(self.rate),
+        )
+        initial = None
+        if self.initial is not None:
+            initial = torch.zeros_like(self.initial) if final is None else final.clone()
+        for document in self.documents():
+            after = self.value.new_zeros(document.rows.stop - document.rows.start, *self.rate.shape)
+            if final is not None:
+                after.copy_(final[document.states])
+            for chunk in reversed(document.chunks(self.size)):
+                inside = chunk[0] % self.size
+                entry = self.before(document) if inside else kept[document.rows, chunk[0] // self.size]
+                self._chunk_backward(document, chunk, entry, grad, after, found)
+            if initial is not None:
+                initial[document.states] = after
+        return (*found, initial)
+
+    def _chunk_backward(self, document, chunk, entry, grad, after: torch.Tensor, found: "_Gradients") -> None:
+        """`after` is the gradient of the states after the chunk, and becomes that of those before it."""
+        key, value, step, inputs, decays, states = self.scan(document, chunk, entry)
+        query, grad = self.read("query", document, chunk, self.query), self.read("grad", document, chunk, grad)
+        grads = torch.mul(query[..., None], grad[:, :, None], out=self.room("grads", *decays.shape))
+        later, *earlier = reversed(grads.unbind())
+        later.add_(after)
+        for decay, here in zip(reversed(decays.unbind()), earlier):
+            later = here.addcmul_(decay, later)
+        torch.mul(decays[0], grads[0], out=after)
+
+        product, flat, shape = self.workspace.product, grads.flatten(0, 1), step.shape
+        of_query = product("grad query", states[1:].flatten(0, 1), grad.flatten(0, 1)[..., None])
+        of_key = product("grad key", flat, inputs.flatten(0, 1)[..., None])
+        of_inputs = product("grad inputs", key.flatten(0, 1)[:, None], flat).view(shape)
+        of_exponents = decays.mul_(grads).mul_(states[:-1])
+        found.rate.add_(torch.mul(of_exponents, step[:, :, None], out=grads).sum((0, 1)))
+        of_step = torch.sum(of_exponents.mul_(self.rate), 2).addcmul_(value, of_inputs)
+        for into, x in (
+            (found.query, of_query.view(query.shape)),
+            (found.key, of_key.view(key.shape)),
+            (found.value, of_inputs.mul_(step)),
+            (found.step, of_step),
+        ):
+            into[document.rows, slice(*chunk)] = x.transpose(0, 1)
+
+
+class _Chunk(NamedTuple):
+    """Key `[c, r, N]`; value, step, their product `[c, r, E]`; decays `[c, r, N, E]`; states, with that before."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    step: torch.Tensor
+    inputs: torch.Tensor
+    decays: torch.Tensor
+    states: torch.Tensor
+
+
+class _Gradients(NamedTuple):
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    step: torch.Tensor
+    rate: torch.Tensor
+
+
+def _like(x: torch.Tensor) -> torch.Tensor:
+    """Room for as much, one row after the other as the compiled graph expects it."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+_NAMESPACE = namespace(__name__)
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::scan", mutates_args=())
+def _operator(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    step: torch.Tensor,
+    rate: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    size: int,
+    output_final_state: bool,
+    keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    # A backward pass inside autocast would otherwise multiply in its dtype, and a compiled one always.
+    with without_autocast(value.device):
+        problem = _Problem(query, key, value, step, rate, initial_state, cu_seqlens, size)
+        final, kept = (value.new_zeros(x) for x in _shapes(value, rate, cu_seqlens, size, output_final_state, keep))
+        if output_final_state and initial_state is not None:
+            final.copy_(initial_state)
+        output = problem.forward(final if output_final_state else None, kept if keep else None)
+        return output, final, kept
+
+
+@_operator.register_fake
+def _(query, key, value, step, rate, initial_state, cu_seqlens, size, output_final_state, keep):
+    final, kept = _shapes(value, rate, cu_seqlens, size, output_final_state, keep)
+    return value.new_empty(value.shape), value.new_empty(final), value.new_empty(kept)
+
+
+def _shapes(value, rate, cu_seqlens, size: int, output_final_state: bool, keep: bool):
+    """Of the states after the documents and of those before the chunks."""
+    batch, length = value.shape[:2]
+    rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    final = (rows, *rate.shape) if output_final_state else (0,)
+    return final, (batch, (length + size - 1) // size, *rate.shape) if keep else (0,)
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::scan_backward", mutates_args=())
+def _operator_backward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    step: torch.Tensor,
+    rate: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    kept: torch.Tensor,
+    size: int,
+    grad_output: torch.Tensor,
+    grad_final: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    with without_autocast(value.device):
+        problem = _Problem(query, key, value, step, rate, initial_state, cu_seqlens, size)
+        *found, of_initial = problem.backward(kept, grad_output, grad_final)
+        return *found, value.new_empty(0) if of_initial is None else of_initial
+
+
+@_operator_backward.register_fake
+def _(query, key, value, step, rate, initial_state, cu_seqlens, kept, size, grad_output, grad_final):
+    initial = value.new_empty(0 if initial_state is None else initial_state.shape)
+    return *(x.new_empty(x.shape) for x in (query, key, value, step, rate)), initial
+
+
+def _keep_inputs(ctx, inputs, output):
+    *tensors, ctx.size, ctx.output_final_state, _ = inputs
+    ctx.save_for_backward(*tensors, output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, grad_output, grad_final, grad_kept):
+    saved = ctx.saved_tensors  # once: checkpointing unpacks a tensor a single time
+    value, initial = saved[2], saved[5]
+    if grad_output is None:
+        grad_output = torch.zeros_like(value)
+    if not ctx.output_final_state:
+        grad_final = None
+    *grads, of_initial = _operator_backward(*saved, ctx.size, grad_output, grad_final)
+    return *grads, None if initial is None else of_initial, None, None, None, None
+
+
+_operator.register_autograd(_differentiate, setup_context=_keep_inputs)

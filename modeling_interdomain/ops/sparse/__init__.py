@@ -1,0 +1,1 @@
+"""Softmax attention to a bounded number of keys a query."""

@@ -1,0 +1,1 @@
+"""State space duality; naive.py is the definition."""

@@ -1,0 +1,415 @@
+"""State space duality as matrix products over chunks of C tokens, as one opaque operator of `torch.library`.
+
+Inside a chunk, with s the running sum of the log decays, L_ij = exp(s_i - s_j) for j <= i, and S the state before it:
+
+    Y = ((Q K^T) o L) U + exp(s) (Q S^T),    S_next = exp(s_end) S + sum_j exp(s_end - s_j) u_j k_j^T
+
+(Mamba-2, arXiv 2405.21060, section 6). No exponent is positive where no decay is above 1, so nothing overflows. The
+sums are float64: after a single decay of -1e4, sums in float32 leave the later ones without their digits.
+
+Backward keeps the inputs alone. The log decay of token t receives all that crosses from before it to it and beyond:
+of the pairs (i, j) within a chunk those with j < t <= i, what the state before the chunk gives to t and later, and what
+the tokens before t give to the state after it. Only these are summed, never more of which the rest would have to be
+taken away again: where t forgets nearly all they are as good as nothing, and rounding would be all that is left.
+
+Documents, pads and the order of the chunks are those of `ops/common/chunks.py`; slots without a token have decay 1 and
+input 0, so a state passes through them. Layout in a segment: chunks n, groups G, heads of a group P, then tokens.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from ..common.chunks import Segment, chunks_of
+from ..common.common import finite, without_autocast
+from ..common.launch import namespace
+from ..common.states import Workspace
+
+# Floats of what a segment works on, a token having W + N a head.
+_SEGMENT_FLOATS = {"cpu": 1 << 22, "other": 1 << 24}
+# Weights below are zero. What is multiplied with them would come near the smallest numbers that a dtype holds, with
+# which a CPU computes a hundred times as slowly; beside the weight 1 of a token's own input none of it would show.
+_NOTHING = {torch.float32: 1e-30, torch.float64: 1e-290}
+
+
+def chunk_ssd(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    chunk_size: int,
+    output_final_state: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `ssd_attention`, all but the log decays in one real dtype; the final states are empty unless wanted."""
+    return _operator(
+        query, key, value, log_decay, initial_state, cu_seqlens, lengths, chunk_size, output_final_state
+    )  # fmt: skip
+
+
+class _Tokens(NamedTuple):
+    """A segment: `[n G, C, N]`, `[n G, C, N]`, `[n G, P, C, W]`, and powers of the decays.
+
+    Attributes:
+        within: L, `[n G, P, C, C]`, 1 above the diagonal.
+        since: exp(s), `[n G, P, C, 1]`.
+        until: exp(s_end - s), `[n G, P, C, 1]`.
+        across: exp(s_end), `[n, G, P, 1, 1]`.
+        added: the inputs times `until`, `[n G, C, P W]`.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    within: torch.Tensor
+    since: torch.Tensor
+    until: torch.Tensor
+    across: torch.Tensor
+    added: torch.Tensor
+
+
+class _Problem:
+    """One call: how its tokens lie among the chunks, the memory that its segments share, and its states.
+
+    Attributes:
+        ends: the states after each document by rank, `[S', G, P, W, N]`, where they are wanted.
+    """
+
+    def __init__(self, query, key, value, log_decay, initial, cu_seqlens, lengths, chunk_size, ends: bool = False):
+        batch, length, self.groups, self.width = key.shape
+        self.heads, self.head_dim = value.shape[2] // self.groups, value.shape[3]
+        floats = _SEGMENT_FLOATS["cpu" if query.device.type == "cpu" else "other"]
+        tokens = floats // (value.shape[2] * (self.width + self.head_dim))
+        self.chunks = chunks_of((batch, length), cu_seqlens, lengths, chunk_size, tokens, query.device)
+        self.size = self.chunks.size
+        self.query, self.key, self.value = query, key, value
+        self.log_decay = finite(log_decay)[..., None]
+        self.workspace = Workspace()
+        self.documents = None if initial is None else initial.shape[0]
+        self.initial = None if initial is None else self.by_rank(initial)
+        self.ends = value.new_zeros(self._shape(self.chunks.documents)) if ends else None
+        self.left: torch.Tensor | None = None  # what the next segment begins with
+
+    def _shape(self, count: int) -> tuple[int, ...]:
+        return count, self.groups, self.heads, self.head_dim, self.width
+
+    def by_rank(self, states: torch.Tensor) -> torch.Tensor:
+        """`[documents, H, W, N]` to `[S', G, P, W, N]`."""
+        if self.chunks.order is not None:
+            states = states.index_select(0, self.chunks.order)
+        return states.unflatten(1, (self.groups, -1)).contiguous()
+
+    def by_document(self, states: torch.Tensor, into: torch.Tensor) -> None:
+        """The way back; documents without a token keep what `into` says."""
+        if self.chunks.order is None:
+            into.copy_(states.flatten(1, 2))
+        else:
+            into.index_copy_(0, self.chunks.order, states.flatten(1, 2))
+
+    def room(self, name: str, *shape: int) -> torch.Tensor:
+        return self.workspace.tensor(name, shape, self.value)
+
+    def read(self, name: str, x: torch.Tensor, segment: Segment) -> torch.Tensor:
+        """Tokens `[B, T, G heads, W]` as `[n G, heads, C, W]`."""
+        shape = segment.chunks, self.groups, x.shape[2] // self.groups, self.size, x.shape[3]
+        target = self.workspace.tensor(name, shape, x)
+        self.chunks.read(x, segment, target.transpose(0, 1))
+        return target.flatten(0, 1)
+
+    def write(self, x: torch.Tensor, segment: Segment, into: torch.Tensor) -> None:
+        """The way back, from `[n G, heads, C, W]`."""
+        self.chunks.write(x.unflatten(0, (-1, self.groups)).transpose(0, 1), segment, into)
+
+    def by_token(self, name: str, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """`x * factor`, `[n G, P, C, W]`, as the rows `[n G, C, P W]` that go into a state or come from one."""
+        target = self.room(name, x.shape[0], self.size, self.heads, self.head_dim)
+        torch.mul(x, factor, out=target.transpose(1, 2))
+        return target.flatten(2)
+
+    def by_head(self, x: torch.Tensor) -> torch.Tensor:
+        """The other way round, no copy."""
+        return x.unflatten(2, (self.heads, -1)).transpose(1, 2)
+
+    def tokens(self, segment: Segment, within: bool = True) -> _Tokens:
+        """Read a segment; without `within`, what moves the states alone."""
+        key, value = self.read("key", self.key, segment)[:, 0], self.read("value", self.value, segment)
+        query = self.read("query", self.query, segment)[:, 0] if within else key
+        sums = self.read("decay", self.log_decay, segment).cumsum(2)  # [n G, P, C, 1]
+        since, until = (_power_(x.to(self.value.dtype, copy=True)) for x in (sums, sums[:, :, -1:] - sums))
+        across = since[:, :, -1:].unflatten(0, (-1, self.groups))
+        matrix = value
+        if within:
+            matrix = self.room("within", *sums.shape[:3], self.size)
+            _power_(torch.sub(sums, sums.mT, out=matrix).tril_())
+        return _Tokens(query, key, value, matrix, since, until, across, self.by_token("added", value, until))
+
+    def scores(self, tokens: _Tokens) -> torch.Tensor:
+        """`Q K^T` up to the diagonal, `[n G, C, C]`."""
+        return self.workspace.product("scores", tokens.query, tokens.key.mT).tril_()
+
+    # The states, forwards.
+
+    def entry(self, segment: Segment) -> torch.Tensor | None:
+        """The states with which a segment begins, `[lanes, G, P, W, N]`; None for zeros."""
+        if segment.step:
+            return self.left
+        return None if self.initial is None else self.initial[segment.block : segment.block + segment.lanes[0]]
+
+    def walk(self, segment: Segment, tokens: _Tokens, keep: bool = False) -> torch.Tensor | None:
+        """The states before the chunks of a segment, `[n, G, P, W, N]`, None for zeros; `keep` them for later."""
+        entry, before = self.entry(segment), None
+        if entry is not None or len(segment.lanes) > 1:
+            shape = self._shape(segment.chunks)
+            before = self.value.new_empty(shape) if keep else self.room("before", *shape)
+            first = before[: segment.lanes[0]]
+            first.zero_() if entry is None else first.copy_(entry)
+        self.left = self.value.new_empty(self._shape(segment.following)) if segment.following else None
+        for index, (start, lanes, following) in enumerate(segment.moves()):
+            if following:
+                last = index + 1 == len(segment.lanes)
+                after = self.left if last else before[start + lanes : start + lanes + following]
+                self._advance(before, tokens, slice(start, start + following), after)
+            if following < lanes and self.ends is not None:
+                after = self.ends[segment.block + following : segment.block + lanes]
+                self._advance(before, tokens, slice(start + following, start + lanes), after)
+        return before
+
+    def _advance(self, before: torch.Tensor | None, tokens: _Tokens, here: slice, after: torch.Tensor) -> None:
+        """`S_next` of some chunks, written to `after`."""
+        rows = slice(here.start * self.groups, here.stop * self.groups)
+        self.move(before, tokens.across, here, tokens.added[rows], tokens.key[rows], after)
+
+    @staticmethod
+    def move(states, across, here: slice, rows, columns, into) -> None:
+        """`into = across states + rows^T columns`, forwards or backwards."""
+        flat = into.flatten(2, 3).flatten(0, 1)
+        if states is None:
+            torch.bmm(rows.mT, columns, out=flat)
+            return
+        torch.mul(states[here], across[here], out=into)
+        flat.baddbmm_(rows.mT, columns)
+
+    def forward(self, final: torch.Tensor | None) -> torch.Tensor:
+        """The output `[B, T, H, W]`; the final states are written over `final`."""
+        output = self.chunks.empty(self.value, self.groups * self.heads, self.head_dim)
+        for segment in self.chunks.segments:
+            tokens = self.tokens(segment)
+            weights = tokens.within.mul_(self.scores(tokens)[:, None])
+            y = self.workspace.product("output", weights.flatten(0, 1), tokens.value.flatten(0, 1))
+            y = y.view(tokens.value.shape)
+            before = self.walk(segment, tokens)
+            if before is not None:
+                read = self.workspace.product("read", tokens.query, _rows(before).mT)
+                y.addcmul_(self.by_head(read), tokens.since)
+            self.write(y, segment, output)
+        if final is not None:
+            self.by_document(self.ends, final)
+        return self.chunks.finish(output)
+
+
+class _Gradients:
+    """The backward pass of a `_Problem`, segment by segment from the last to the first.
+
+    Args:
+        final: the gradient of the final states, `[documents, H, W, N]`, None for zeros.
+    """
+
+    def __init__(self, problem: _Problem, grad_output: torch.Tensor, final: torch.Tensor | None):
+        self.problem, self.grad_output, self.final = problem, grad_output, final
+        chunks = problem.chunks
+        self.query, self.key, self.value, self.log_decay = (
+            chunks.empty(x, *x.shape[2:]) for x in (problem.query, problem.key, problem.value, problem.log_decay)
+        )
+        self.ends = None if final is None else problem.by_rank(final)
+        self.initial = None if problem.initial is None else torch.zeros_like(problem.initial)
+        self.left: torch.Tensor | None = None
+        self.before, self.tokens = [], None
+        for segment in chunks.segments:
+            last = segment is chunks.segments[-1]  # `run` begins with it, and need not read it again
+            self.tokens = problem.tokens(segment, within=last)
+            self.before.append(problem.walk(segment, self.tokens, keep=True))
+
+    def run(self):
+        """Of query, key, value, log decays and initial states."""
+        for segment in reversed(self.problem.chunks.segments):
+            tokens, self.tokens = self.tokens or self.problem.tokens(segment), None
+            self._segment(segment, tokens, self.before.pop())
+        found = (self.problem.chunks.finish(x) for x in (self.query, self.key, self.value, self.log_decay))
+        query, key, value, log_decay = found
+        return query, key, value, log_decay[..., 0], self._initial_states()
+
+    def _initial_states(self) -> torch.Tensor | None:
+        """An empty document hands on the gradient of its final state."""
+        if self.initial is None:
+            return None
+        shape = self.problem.documents, *self.initial.flatten(1, 2).shape[1:]
+        found = self.initial.new_zeros(shape) if self.final is None else self.final.clone()
+        self.problem.by_document(self.initial, found)
+        return found
+
+    def _segment(self, segment: Segment, tokens: _Tokens, before: torch.Tensor | None) -> None:
+        problem, product = self.problem, self.problem.workspace.product
+        grad = problem.read("grad", self.grad_output, segment)
+        pulled = problem.by_token("pulled", grad, tokens.since)
+        after = self._walk(segment, tokens, pulled)
+
+        scores, within = problem.scores(tokens), tokens.within
+        shape, flat = tokens.value.shape, (0, 1)
+        of_weights = product("grad weights", grad.flatten(*flat), tokens.value.flatten(*flat).mT).view(within.shape)
+        of_weights.mul_(within)
+        of_scores = torch.sum(of_weights, 1, out=problem.room("grad scores", *scores.shape)).tril_()
+        weights = within.mul_(scores[:, None])
+        of_value = product("grad value", weights.flatten(*flat).mT, grad.flatten(*flat)).view(shape)
+        of_query, of_key = product("grad query", of_scores, tokens.key), product("grad key", of_scores.mT, tokens.query)
+
+        # To the log decay of t: of pairs within the chunk, those of the tokens up to j in column j before they are
+        # summed over the readers behind j; of what comes in, read by t and later; of what goes out, written before t.
+        passed = of_weights.mul_(scores[:, None]).cumsum_(3).tril_(-1).sum(2).double()
+        of_decay = torch.zeros_like(passed)
+        if before is not None:
+            of_query.baddbmm_(pulled, _rows(before))
+            read = product("read", tokens.query, _rows(before).mT).mul_(pulled)
+            of_decay = problem.by_head(read).sum(3).double().flip(2).cumsum(2).flip(2)
+        if after is not None:
+            of_key.baddbmm_(tokens.added, _rows(after))
+            handed = product("handed", tokens.key, _rows(after).mT)
+            of_value.addcmul_(problem.by_head(handed), tokens.until)
+            passed += problem.by_head(handed.mul_(tokens.added)).sum(3).double().cumsum(2)
+        of_decay[:, :, 1:] += passed[:, :, :-1]
+        if before is not None and after is not None:
+            through = torch.mul(before, after, out=before).mul_(tokens.across).sum(4).sum(3, dtype=torch.float64)
+            of_decay += through.flatten(0, 1)[:, :, None]
+        problem.write(of_query[:, None], segment, self.query)
+        problem.write(of_key[:, None], segment, self.key)
+        problem.write(of_value, segment, self.value)
+        problem.write(of_decay[..., None], segment, self.log_decay)
+
+    def _walk(self, segment: Segment, tokens: _Tokens, pulled: torch.Tensor) -> torch.Tensor | None:
+        """The gradient of the states after the chunks of a segment, `[n, G, P, W, N]`, None for zeros."""
+        problem, moves = self.problem, list(segment.moves())
+        after = None
+        if segment.following or len(moves) > 1 or self.ends is not None:
+            after = problem.room("after", *problem._shape(segment.chunks))
+        entry = None
+        if segment.step or self.initial is not None:
+            entry = problem.value.new_empty(problem._shape(segment.lanes[0]))
+        for index in reversed(range(len(moves))):
+            start, lanes, following = moves[index]
+            if after is not None:
+                if index + 1 == len(moves) and following:
+                    after[start : start + following] = self.left
+                ranks = slice(segment.block + following, segment.block + lanes)
+                after[start + following : start + lanes] = 0 if self.ends is None else self.ends[ranks]
+            into = entry
+            if index:
+                previous = moves[index - 1][0]
+                into = after[previous : previous + lanes]
+            if into is not None:
+                rows = slice(start * problem.groups, (start + lanes) * problem.groups)
+                here = slice(start, start + lanes)
+                problem.move(after, tokens.across, here, pulled[rows], tokens.query[rows], into)
+        if segment.step:
+            self.left = entry
+        elif self.initial is not None:
+            self.initial[segment.block : segment.block + segment.lanes[0]] = entry
+        return after
+
+
+def _rows(states: torch.Tensor) -> torch.Tensor:
+    """`[n, G, P, W, N]` as matrices `[n G, P W, N]`."""
+    return states.flatten(2, 3).flatten(0, 1)
+
+
+def _power_(exponents: torch.Tensor) -> torch.Tensor:
+    """`exp` in place, and zero below `_NOTHING`."""
+    nothing = _NOTHING[exponents.dtype]
+    powers = exponents.clamp_(min=math.log(nothing) - 1).exp_()  # its own smallest numbers, and exp(-inf), take long
+    return torch.threshold_(powers, nothing, 0.0)
+
+
+_NAMESPACE = namespace(__name__)
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::attention", mutates_args=())
+def _operator(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    chunk_size: int,
+    output_final_state: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # A backward pass inside autocast would otherwise multiply in its dtype, and a compiled one always.
+    with without_autocast(query.device):
+        problem = _Problem(
+            query, key, value, log_decay, initial_state, cu_seqlens, lengths, chunk_size, output_final_state
+        )
+        if not output_final_state:
+            return problem.forward(None), value.new_empty(0)
+        final = value.new_zeros(_state_shape(key, value, cu_seqlens))
+        if initial_state is not None:
+            final.copy_(initial_state)
+        return problem.forward(final), final
+
+
+@_operator.register_fake
+def _(query, key, value, log_decay, initial_state, cu_seqlens, lengths, chunk_size, output_final_state):
+    final = _state_shape(key, value, cu_seqlens) if output_final_state else (0,)
+    return value.new_empty(value.shape), value.new_empty(final)
+
+
+def _state_shape(key, value, cu_seqlens) -> tuple[int, ...]:
+    rows = value.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return rows, value.shape[2], value.shape[3], key.shape[3]
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::attention_backward", mutates_args=())
+def _operator_backward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    chunk_size: int,
+    grad_output: torch.Tensor,
+    grad_final: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    with without_autocast(query.device):
+        problem = _Problem(query, key, value, log_decay, initial_state, cu_seqlens, lengths, chunk_size)
+        of_query, of_key, of_value, of_decay, of_initial = _Gradients(problem, grad_output, grad_final).run()
+        of_initial = value.new_empty(0) if of_initial is None else of_initial
+        return of_query, of_key, of_value, of_decay.to(log_decay.dtype), of_initial
+
+
+@_operator_backward.register_fake
+def _(query, key, value, log_decay, initial_state, cu_seqlens, lengths, chunk_size, grad_output, grad_final):
+    initial = value.new_empty(0 if initial_state is None else initial_state.shape)
+    return *(x.new_empty(x.shape) for x in (query, key, value, log_decay)), initial
+
+
+def _keep_inputs(ctx, inputs, output):
+    *tensors, ctx.chunk_size, ctx.output_final_state = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, grad_output, grad_final):
+    saved = ctx.saved_tensors  # once: checkpointing unpacks a tensor a single time
+    value, initial = saved[2], saved[4]
+    if grad_output is None:
+        grad_output = torch.zeros_like(value)
+    if not ctx.output_final_state:
+        grad_final = None
+    *grads, of_initial = _operator_backward(*saved, ctx.chunk_size, grad_output, grad_final)
+    return *grads, None if initial is None else of_initial, None, None, None, None
+
+
+_operator.register_autograd(_differentiate, setup_context=_keep_inputs)

@@ -1,0 +1,80 @@
+"""One decoding token of state space duality in one launch: a program reads and writes a slice of a head's state once.
+
+Nothing is read back by the host, so that a CUDA graph can hold the step.
+"""
+
+import torch
+
+from ..common.launch import multiprocessors, namespace, on_device, power_of_two
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+
+@triton.jit
+def ssd_step(
+    query, key, value, log_decay, state, mask, output, groups, width, size, BP: tl.constexpr, BN: tl.constexpr
+):
+    """`S <- exp(log_decay) S + value key^T`, `output = S query`; grid [batch, heads, blocks of P].
+
+    query, key `[batch, groups, N]`; value, output `[batch, heads, P]`; log_decay `[batch, heads]`; state `[batch,
+    heads, P, N]`; mask `[batch]` or None: where it is zero the state stays and the output is zero.
+    """
+    heads = tl.num_programs(1)
+    row = tl.program_id(0).to(tl.int64)
+    head = row * heads + tl.program_id(1)
+    group = row * groups + tl.program_id(1) // (heads // groups)
+    p = tl.program_id(2) * BP + tl.arange(0, BP)
+    n = tl.arange(0, BN)
+    at = state + (head * width + p)[:, None] * size + n[None, :]
+    inside = (p < width)[:, None] & (n < size)[None, :]
+    real_token = tl.load(mask + row).to(tl.int32) if mask is not None else 1
+    u = tl.load(value + head * width + p, mask=p < width, other=0.0).to(tl.float32)
+    k = tl.load(key + group * size + n, mask=n < size, other=0.0).to(tl.float32)
+    q = tl.load(query + group * size + n, mask=n < size, other=0.0).to(tl.float32)
+    s = tl.load(at, mask=inside, other=0.0).to(tl.float32) * tl.exp(tl.load(log_decay + head).to(tl.float32))
+    s += u[:, None] * k[None, :]
+    read = tl.sum(s * q[None, :], 1)
+    if real_token > 0:
+        tl.store(at, s.to(state.dtype.element_ty), mask=inside)
+    else:
+        read = tl.zeros_like(read)
+    tl.store(output + head * width + p, read.to(output.dtype.element_ty), mask=p < width)
+
+
+_ssd_step = ssd_step
+
+_NAMESPACE = namespace(__name__)
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::step", mutates_args=("state",))
+def triton_ssd_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    state: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """As `take_ssd_step`; the state, which is contiguous, may be in any floating-point dtype."""
+    (batch, heads, width), (groups, size) = value.shape, key.shape[1:]
+    output = value.new_empty(value.shape)
+    query, key, value, log_decay = (x.contiguous() for x in (query, key, value, log_decay))
+    mask = None if mask is None else mask.contiguous().view(torch.uint8)
+    # A whole head a program where heads alone fill the device, and at least 4 KiB of state each.
+    many = batch * heads >= 2 * multiprocessors(query.device)
+    modes = power_of_two(size)
+    rows = min(power_of_two(width), max(16, (8192 if many else 1024) // modes))
+    with on_device(query):
+        _ssd_step[(batch, heads, triton.cdiv(width, rows))](
+            query, key, value, log_decay, state, mask, output, groups, width, size, BP=rows, BN=modes, num_warps=4
+        )
+    return output
+
+
+@triton_ssd_step.register_fake
+def _(query, key, value, log_decay, state, mask):
+    return torch.empty_like(value, memory_format=torch.contiguous_format)

@@ -1,0 +1,1 @@
+"""A sequence, or the heads of a layer, over several processes."""

@@ -1,0 +1,1 @@
+"""Folders of checkpoints, and the code that travels with them."""
