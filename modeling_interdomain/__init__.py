@@ -24,6 +24,7 @@ from .ops.selective_scan.entry import selective_scan, selective_scan_step
 from .ops.ssd.entry import ssd_attention, ssd_step
 from .parallel.sequence import sequence_piece
 from .registry import register_feed_forward, register_token_mixer
+from .saving.code import write_code
 
 __all__ = [
     "AuxiliaryLoss",
@@ -63,8 +64,5 @@ AutoModel.register(InterdomainConfig, InterdomainModel, exist_ok=True)
 AutoModelForCausalLM.register(InterdomainConfig, InterdomainForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(InterdomainConfig, InterdomainForSequenceClassification, exist_ok=True)
 
-# Saved checkpoints carry this code, so that they load where the package is not installed.
-InterdomainConfig.register_for_auto_class()
-InterdomainModel.register_for_auto_class("AutoModel")
-InterdomainForCausalLM.register_for_auto_class("AutoModelForCausalLM")
-InterdomainForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
+# Saved checkpoints carry the code that they need, so that they load where the package is not installed.
+InterdomainConfig.write_code = staticmethod(write_code)

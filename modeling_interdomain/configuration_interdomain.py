@@ -1,6 +1,9 @@
 """Everything that can be chosen about an Interdomain model."""
 
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -13,6 +16,16 @@ from .parallel.tensor import LAYERS
 from .registry import FEED_FORWARDS, TOKEN_MIXERS
 
 logger = logging.get_logger(__name__)
+
+# Where a checkpoint folder finds its classes when this package is not installed.
+AUTO_MAP = {
+    "AutoConfig": "configuration_interdomain.InterdomainConfig",
+    "AutoModel": "modeling_interdomain.InterdomainModel",
+    "AutoModelForCausalLM": "modeling_interdomain.InterdomainForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_interdomain.InterdomainForSequenceClassification",
+    # The only Auto class through which `transformers serve` loads code from a folder; any language model can decide.
+    "AutoModelForDecision": "modeling_interdomain.InterdomainForCausalLM",
+}
 
 _CHOICES = {
     "start": ("recall", "random"),
@@ -272,6 +285,8 @@ class InterdomainConfig(PreTrainedConfig):
         >>> model = InterdomainForCausalLM(config)
     """
 
+    # What writes the code of a model into a folder. The package says it; the library copies code that came with a folder.
+    write_code: ClassVar[Callable[..., Any] | None] = None
     model_type = "interdomain"
     keys_to_ignore_at_inference = [CACHE_NAME]
     base_model_pp_plan = {
@@ -433,6 +448,15 @@ class InterdomainConfig(PreTrainedConfig):
         if self.state_input == "generic" and self.mapped_dim != self.feature_dim:
             return "makes queries start as keys do, which have another width here"
         return None
+
+    def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
+        """As in the library, with the code of the model beside it; every save of a model comes here."""
+        self.auto_map = {**(getattr(self, "auto_map", None) or {}), **AUTO_MAP}
+        super().save_pretrained(save_directory)
+        if self.write_code is not None:
+            self.write_code(self, save_directory)
+        if push_to_hub:
+            self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 
     def to_dict(self):
         """As in the library; PEFT asks for it just before it looks up what to adapt, whenever PEFT was imported."""

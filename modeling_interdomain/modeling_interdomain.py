@@ -122,17 +122,6 @@ _OWN_SETTINGS = ("holds_whole_text", "spared_cache")
 # tell it.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("interdomain", "InterdomainForCausalLM")
 
-# Where a checkpoint folder finds its classes when this package is not installed.
-AUTO_MAP = {
-    "AutoConfig": "configuration_interdomain.InterdomainConfig",
-    "AutoModel": "modeling_interdomain.InterdomainModel",
-    "AutoModelForCausalLM": "modeling_interdomain.InterdomainForCausalLM",
-    "AutoModelForSequenceClassification": "modeling_interdomain.InterdomainForSequenceClassification",
-    # The only Auto class through which `transformers serve` loads code from a folder; any language model can decide.
-    "AutoModelForDecision": "modeling_interdomain.InterdomainForCausalLM",
-}
-
-
 @dataclass
 class InterdomainModelOutput(BaseModelOutputWithPast):
     """With `auxiliary_losses` and `ranking_losses`, one scalar for each layer that has one, and `chosen_experts`.
@@ -260,11 +249,10 @@ class InterdomainPreTrainedModel(PreTrainedModel):
     def save_pretrained(
         self, save_directory, is_main_process=True, state_dict=None, push_to_hub=False, *args, **kwargs
     ):
-        """As in the library; the folder names all classes for `trust_remote_code`, not only the saved one.
+        """As in the library; a checkpoint that is already there is replaced when the new one is complete.
 
-        A checkpoint that is already there is replaced when the new one is complete: a full disk loses none.
+        A full disk so loses none. The configuration writes the code for `trust_remote_code` beside itself.
         """
-        self.config.auto_map = {**(getattr(self.config, "auto_map", None) or {}), **AUTO_MAP}
         arguments = (is_main_process, state_dict, push_to_hub, *args)
         if push_to_hub or kwargs.get("distributed_checkpoint") or not holds_weights(save_directory):
             super().save_pretrained(save_directory, *arguments, **kwargs)
