@@ -3,10 +3,9 @@
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from .configuration_interdomain import InterdomainConfig
-from .feed_forwards.cross_domain_moe import ChosenExperts
 from .generation.prompt_store import StateStore
 from .inputs.layer_losses import add_layer_loss
-from .layers.common import AuxiliaryLoss
+from .layers.recorded import AuxiliaryLoss, ChosenExperts
 from .mixers.base import TokenMixer
 from .model_cache.cache import InterdomainCache, InterdomainStaticCache
 from .model_cache.spans import cut_cache, join_caches

@@ -11,15 +11,15 @@ from transformers.utils import logging
 
 from .layers.rotary import LENGTH_DEPENDENT
 from .layers.versions import CACHE_NAME
-from .mixers.sparse.parts import check_parts, numbers_kept
 from .parallel.tensor import LAYERS
 from .registry import FEED_FORWARDS, TOKEN_MIXERS
 
 logger = logging.get_logger(__name__)
 
-# Where a checkpoint folder finds its classes when this package is not installed.
+# Where a checkpoint folder finds its classes when this package is not installed. All are asked of one module: the
+# library gives each module that it is asked for a copy of everything that this imports.
 AUTO_MAP = {
-    "AutoConfig": "configuration_interdomain.InterdomainConfig",
+    "AutoConfig": "modeling_interdomain.InterdomainConfig",
     "AutoModel": "modeling_interdomain.InterdomainModel",
     "AutoModelForCausalLM": "modeling_interdomain.InterdomainForCausalLM",
     "AutoModelForSequenceClassification": "modeling_interdomain.InterdomainForSequenceClassification",
@@ -285,7 +285,7 @@ class InterdomainConfig(PreTrainedConfig):
         >>> model = InterdomainForCausalLM(config)
     """
 
-    # What writes the code of a model into a folder. The package says it; the library copies code that came with a folder.
+    # What writes the code of a model into a folder: the package sets it, and code from a folder is copied as it is.
     write_code: ClassVar[Callable[..., Any] | None] = None
     model_type = "interdomain"
     keys_to_ignore_at_inference = [CACHE_NAME]
@@ -451,12 +451,16 @@ class InterdomainConfig(PreTrainedConfig):
 
     def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
         """As in the library, with the code of the model beside it; every save of a model comes here."""
-        self.auto_map = {**(getattr(self, "auto_map", None) or {}), **AUTO_MAP}
         super().save_pretrained(save_directory)
         if self.write_code is not None:
             self.write_code(self, save_directory)
         if push_to_hub:
             self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
+
+    def to_json_file(self, json_file_path, use_diff: bool = True):
+        """As in the library; the file names all classes for `trust_remote_code`, not only the saved one."""
+        self.auto_map = {**(getattr(self, "auto_map", None) or {}), **AUTO_MAP}
+        super().to_json_file(json_file_path, use_diff)
 
     def to_dict(self):
         """As in the library; PEFT asks for it just before it looks up what to adapt, whenever PEFT was imported."""
@@ -571,6 +575,8 @@ class InterdomainConfig(PreTrainedConfig):
                     f'sparse_attention stands beside recurrent layers, and "{mixer}" is none: give a list with None '
                     "for such layers."
                 )
+            from .mixers.sparse.parts import check_parts
+
             check_parts(self, branch, TOKEN_MIXERS[mixer].written_shape(self)[0])
 
     def _check_start_values(self) -> None:
@@ -737,6 +743,8 @@ class InterdomainConfig(PreTrainedConfig):
                 sizes[kind] += number
         for name, branch in zip(self.mixers_per_layer, self.sparse_per_layer):
             if branch is not None:
+                from .mixers.sparse.parts import numbers_kept
+
                 window, memory = numbers_kept(self, branch, *TOKEN_MIXERS[name].written_shape(self))
                 sizes["convolution"] += window
                 sizes["sparse"] = sizes.get("sparse", 0) + memory

@@ -13,6 +13,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache, StaticCache
 from transformers.generation import StoppingCriteriaList
+from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 from transformers.masking_utils import (
     create_bidirectional_mask,
     create_causal_mask,
@@ -30,9 +31,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_interdomain import InterdomainConfig
-from .feed_forwards.cross_domain_moe import ChosenExperts
 from .generation.batch import ROWS, write_batch
-from .generation.first_layers import early_guesses
 from .generation.guesses import SparingGuesses
 from .generation.lookup import likely_guesses
 from .generation.prompt_store import StateStore, prompt_reading
@@ -70,14 +69,12 @@ from .inputs.layer_losses import (
     trained_along,
     warn_if_left_out,
 )
-from .layers.common import AuxiliaryLoss, InterdomainRMSNorm, PerVersion, forget_tables, project
+from .layers.common import InterdomainRMSNorm, PerVersion, forget_tables, project
 from .layers.operators import use_kernel
+from .layers.recorded import AuxiliaryLoss, ChosenExperts, RankingLoss
 from .layers.rotary import InterdomainRotaryEmbedding
 from .layers.versions import CACHE_NAME, CACHE_NAMES, takes_cache
-from .mixers.recurrent import RecurrentMixer
-from .mixers.softmax.dynamic_mask import check_position_table
-from .mixers.softmax.mixer import SoftmaxMixer
-from .mixers.sparse.choice import RankingLoss
+from .mixers.base import TokenMixer
 from .model_cache.cache import (
     InterdomainCache,
     InterdomainStaticCache,
@@ -86,8 +83,6 @@ from .model_cache.cache import (
     note_reading,
     ready_to_step,
 )
-from .model_cache.spans import cut_cache, join_caches
-from .model_cache.state_tuning import add_learned_state, load_learned_state, save_learned_state
 from .ops.common.common import (
     Packing,
     all_real,
@@ -100,7 +95,6 @@ from .ops.common.common import (
     positions_from_cu_seqlens,
     values_at_hand,
 )
-from .parallel.sequence import place_piece, shifted_labels, summed
 from .registry import FEED_FORWARDS, TOKEN_MIXERS
 from .saving.checkpoint_folder import damaged_weights, holds_weights, replacing
 
@@ -121,6 +115,7 @@ _OWN_SETTINGS = ("holds_whole_text", "spared_cache")
 # By this name the Trainer knows that labels are to be shifted before it smooths them; registering a class does not
 # tell it.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("interdomain", "InterdomainForCausalLM")
+
 
 @dataclass
 class InterdomainModelOutput(BaseModelOutputWithPast):
@@ -214,7 +209,7 @@ class InterdomainPreTrainedModel(PreTrainedModel):
     _is_stateful = False
     _can_record_outputs = {
         "hidden_states": InterdomainDecoderLayer,
-        "attentions": [SoftmaxMixer, RecurrentMixer],
+        "attentions": OutputRecorder(TokenMixer, index=1),
         "auxiliary_losses": OutputRecorder(AuxiliaryLoss, index=0),
         "ranking_losses": OutputRecorder(RankingLoss, index=0),
         "chosen_experts": OutputRecorder(ChosenExperts, index=0),
@@ -262,14 +257,20 @@ class InterdomainPreTrainedModel(PreTrainedModel):
 
     def add_learned_state(self) -> list[nn.Parameter]:
         """Let every recurrent layer begin with a learned state, see `model_cache/state_tuning.py`."""
+        from .model_cache.state_tuning import add_learned_state
+
         return add_learned_state(self)
 
     def save_learned_state(self, path) -> None:
         """Save that state alone."""
+        from .model_cache.state_tuning import save_learned_state
+
         save_learned_state(self, path)
 
     def load_learned_state(self, path) -> list[nn.Parameter]:
         """Begin with the state of a file."""
+        from .model_cache.state_tuning import load_learned_state
+
         return load_learned_state(self, path)
 
     def use_kernel(self, name, revision: str | None = None, trust_remote_code: bool | list[str] = False) -> None:
@@ -278,10 +279,14 @@ class InterdomainPreTrainedModel(PreTrainedModel):
 
     def join_caches(self, first, second, lengths: torch.Tensor | None = None) -> InterdomainCache:
         """The cache of two documents, each read alone, one after the other, see `model_cache/spans.py`."""
+        from .model_cache.spans import join_caches
+
         return join_caches(first, second, self, lengths)
 
     def cut_cache(self, cache, before, after, since: torch.Tensor | None = None) -> InterdomainCache:
         """The cache of a text without a span, see `model_cache/spans.py`."""
+        from .model_cache.spans import cut_cache
+
         return cut_cache(cache, before, after, self, since)
 
     @torch.no_grad()
@@ -475,6 +480,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
         check_positions(position_ids, *shape)
         cu_seqlens, piece = kwargs.get("cu_seq_lens_q"), None
         if sequence_group is not None:
+            from .parallel.sequence import place_piece
+
             check_sequence_losses(self)
             check_sequence_group(sequence_group, config, mixers, past_key_values, attention_mask, kwargs)
             arguments: Any = attention_mask, position_ids, cu_seqlens, past_key_values is None
@@ -647,17 +654,24 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         )
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor, sequence_group, kwargs: dict[str, Any]) -> torch.Tensor:
-        if sequence_group is not None and kwargs.get("shift_labels") is None:
+        size, items = self.config.vocab_size, kwargs.get("num_items_in_batch")
+        if sequence_group is None:
+            if items is None and self._counts_labels():
+                items = count_asked(labels, kwargs.get("shift_labels"), kwargs.get("ignore_index", -100))
+            if items is not None:
+                kwargs = kwargs | {"num_items_in_batch": at_least_one(items)}
+            return self.loss_function(logits=logits, labels=labels, vocab_size=size, **kwargs)
+        from .parallel.sequence import shifted_labels, summed
+
+        if kwargs.get("shift_labels") is None:
             kwargs = kwargs | {"shift_labels": shifted_labels(labels, sequence_group)}
-        items = kwargs.get("num_items_in_batch")
-        whole = sequence_group is not None and items is None
-        if whole or (items is None and self._counts_labels()):
-            items = count_asked(labels, kwargs.get("shift_labels"), kwargs.get("ignore_index", -100))
+        whole = items is None
         if whole:
-            items = summed(items, sequence_group)
-        if items is not None:
-            kwargs = kwargs | {"num_items_in_batch": at_least_one(items)}
-        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            items = summed(
+                count_asked(labels, kwargs["shift_labels"], kwargs.get("ignore_index", -100)), sequence_group
+            )
+        kwargs = kwargs | {"num_items_in_batch": at_least_one(items)}
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=size, **kwargs)
         return summed(loss, sequence_group) if whole else loss
 
     generate = takes_cache(GenerationMixin.generate)
@@ -737,6 +751,8 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         # Here, too: a compiled step on a GPU cannot say it, and a GPU does not recover from an index that is too large.
         room, positions = self.config.longest_text, inputs.get("position_ids")
         if room is not None and positions is not None:
+            from .mixers.softmax.dynamic_mask import check_position_table
+
             check_position_table(positions, room, self.config.dynamic_mask)
         return inputs
 
@@ -751,7 +767,12 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         if isinstance(cache, _OWN_CACHES) and guesses:  # as many as the assistant's own settings say
             cache.allow_rollback(int(guesses))
         spared = model_kwargs.get("spared_cache")
-        found = early_guesses(likely_guesses(found, self.device, spared), kwargs["input_ids"].shape[1], spared)
+        if type(found) is EarlyExitCandidateGenerator:
+            from .generation.first_layers import FirstLayers
+
+            found = FirstLayers(found, kwargs["input_ids"].shape[1], spared)
+        else:
+            found = likely_guesses(found, self.device, spared)
         room = self.config.longest_text
         if isinstance(found, SparingGuesses) and room is not None:
             # A guess is read where a text that ends by itself may never come.

@@ -1,7 +1,9 @@
 """A saved folder carries its code: it loads where the package is not installed."""
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.dynamic_module_utils import get_relative_import_files
 
 from modeling_interdomain import InterdomainForCausalLM, InterdomainForSequenceClassification, InterdomainModel
+from modeling_interdomain.saving.code import flat_code
+from tests.conftest import MIXERS, VARIANTS
 
 PACKAGE = Path(__file__).parents[1] / "modeling_interdomain"
 CLASSES = {
@@ -20,7 +25,7 @@ CLASSES = {
     "AutoModelForSequenceClassification": InterdomainForSequenceClassification,
 }
 AUTO_MAP = {
-    "AutoConfig": "configuration_interdomain.InterdomainConfig",
+    "AutoConfig": "modeling_interdomain.InterdomainConfig",
     "AutoModel": "modeling_interdomain.InterdomainModel",
     "AutoModelForCausalLM": "modeling_interdomain.InterdomainForCausalLM",
     "AutoModelForSequenceClassification": "modeling_interdomain.InterdomainForSequenceClassification",
@@ -84,6 +89,8 @@ for name in ("AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassific
     again = auto_class.from_pretrained(f"again-{name}", trust_remote_code=True)
     keep(f"again-{name}", again)
 
+copies = [m for m in sys.modules if m.startswith("transformers_modules.AutoModelForCausalLM") and "registry" in m]
+report["copies"] = len(copies)
 report["loaded"] = sorted(m for m in sys.modules if m.split(".")[0] in hidden)
 save_file(results, "results.safetensors")
 Path("report.json").write_text(json.dumps(report))
@@ -149,15 +156,68 @@ def test_saved_folder_names_every_class(name, saved):
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_saved_folder_holds_every_file(name, saved):
-    """The files that the classes reach by relative imports; the rest of the package does not travel."""
+def test_saved_folder_holds_what_the_model_needs(name, saved, models):
+    """Modules of the package under their paths with underscores: those that the entry imports, and no others."""
     shipped = {path.name for path in (saved / name).glob("*.py")}
-    assert {"configuration_interdomain.py", "modeling_interdomain.py", "cache_interdomain.py"} <= shipped
-    assert shipped <= {path.name for path in PACKAGE.glob("*.py")}
-    missing = {path.name for path in PACKAGE.glob("*.py")} - shipped - {"__init__.py"}
-    assert not missing
-    for file in shipped:
-        assert (saved / name / file).read_text() == (PACKAGE / file).read_text()
+    needed = {Path(file).name for file in get_relative_import_files(saved / name / "modeling_interdomain.py")}
+    assert shipped == needed | {"modeling_interdomain.py"}
+    modules = {path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py")}
+    assert shipped <= {"_".join(module.parts) + ".py" for module in modules}
+    assert "saving_code.py" not in shipped
+    used = {f"mixers_{mixer}_mixer.py" for mixer in models[name].config.mixers_per_layer}
+    mixers = {file for file in shipped if file.endswith("_mixer.py")}
+    assert used <= mixers and ("mixers_selective_scan_mixer.py" in used) == ("mixers_selective_scan_mixer.py" in mixers)
+
+
+def _imported(text: str) -> list[tuple[str, int, list[str]]]:
+    """What a module takes from the package: the last name of a module, and the names in it."""
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom) and node.level]
+    return [(node.module, node.lineno, [alias.name for alias in node.names]) for node in nodes]
+
+
+@pytest.mark.parametrize("name", [*MIXERS, *VARIANTS])
+def test_flat_code_differs_in_imports_alone(name, make_config):
+    config = make_config(name)
+    code = flat_code(config)
+    for module, text in code.items():
+        if module == "registry":
+            continue
+        (path,) = (x for x in PACKAGE.rglob("*.py") if "_".join(x.relative_to(PACKAGE).with_suffix("").parts) == module)
+        before, after = path.read_text().splitlines(), text.splitlines()
+        different = [line for old, line in zip(before, after) if old != line]
+        assert all(line.lstrip().startswith(("from .", "raise ImportError(")) for line in different)
+        for target, _, names in _imported(text):
+            assert "." not in target and target in code, f"{module} imports {target}, which does not travel"
+            defined = code[target]
+            assert all(re.search(rf"\b{x}\b", defined) for x in names)
+
+
+# What a checkpoint may carry: more is argued for where it is added.
+MOST = {"interdomain": (60, 13_500), "softmax": (45, 11_000), "ssd": (45, 11_000)}
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_little_code_travels(name, make_config):
+    code = flat_code(make_config(name))
+    files, lines = MOST[name]
+    assert len(code) <= files and sum(text.count("\n") for text in code.values()) <= lines
+
+
+def test_what_does_not_travel_is_named(make_model, tmp_path):
+    """A part that a checkpoint lacks is asked for in one sentence."""
+    make_model("interdomain").save_pretrained(tmp_path)
+    flat = {path.stem: path.read_text() for path in tmp_path.glob("*.py")}
+    assert "parallel_sequence" not in flat and "mixers_sparse_branch" not in flat
+    sentence = (
+        "The code of this checkpoint is without parallel.sequence: install modeling-interdomain, and load the model"
+    )
+    assert sentence in flat["modeling_interdomain"]
+
+
+def test_a_configuration_alone_carries_its_code(make_config, tmp_path):
+    make_config("s4d").save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == AUTO_MAP
+    assert {path.stem for path in tmp_path.glob("*.py")} == set(flat_code(make_config("s4d")))
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -190,6 +250,7 @@ def test_classes_elsewhere_are_those_of_the_folder(elsewhere):
     assert report.pop("body") == "InterdomainModel"
     assert report.pop("from_config") == "InterdomainForCausalLM"
     assert report.pop("loaded") == []
+    assert report.pop("copies") == 1
     assert report.pop("refused") == "expert_key_dim must be even, one half for each product key; got 7."
     assert report == {name: [model_class.__name__, "transformers_modules"] for name, model_class in CLASSES.items()}
 

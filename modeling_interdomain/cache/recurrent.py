@@ -90,6 +90,7 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
     What was read is replayed with the parameters that it was read with, whatever has become of them.
     """
 
+    kind = "recurrent"
     is_sliding = False
     is_compileable = False
     supports_early_init = False

@@ -19,6 +19,7 @@ class WindowLayer(ByRow, CacheLayerMixin):
     more. Without a record that is possible until the first key has left.
     """
 
+    kind = "window"
     is_sliding = False
     is_compileable = False
     supports_early_init = False

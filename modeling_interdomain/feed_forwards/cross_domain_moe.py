@@ -8,6 +8,7 @@ from transformers.activations import ACT2FN
 
 from ..layers.common import TabledModule, is_untouched, own_backend, residual_projection
 from ..layers.operators import Operators
+from ..layers.recorded import ChosenExperts
 from ..ops.common.common import without_autocast
 from ..ops.experts.entry import (
     EXPERT_BACKENDS,
@@ -18,16 +19,6 @@ from ..ops.experts.entry import (
     read_rows,
     sum_rows,
 )
-
-
-class ChosenExperts(nn.Module):
-    """Hands on which experts were chosen, `[B, T, h, k]`: a forward hook here sees a retrieval that collapses.
-
-    A forward with `output_chosen_experts=True` returns them, one tensor for each layer that has experts.
-    """
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return ids
 
 
 class CrossDomainMoE(TabledModule):

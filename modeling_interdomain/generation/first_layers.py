@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.generation import CandidateGenerator, LogitsProcessorList
+from transformers.generation import LogitsProcessorList
 from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
 from ..model_cache.cache import InterdomainCache
@@ -140,10 +140,3 @@ def guesses_that_pay(rate: float, cost: float, most: int, share: float | None) -
         return sum(rate**i for i in range(count + 1)) / (check(count) + count * cost)
 
     return max(range(most + 1), key=speed, default=0)
-
-
-def early_guesses(
-    generator: CandidateGenerator, length: int, spared: InterdomainCache | None = None
-) -> CandidateGenerator:
-    """`FirstLayers` for the library's early exit, see there."""
-    return FirstLayers(generator, length, spared) if type(generator) is EarlyExitCandidateGenerator else generator

@@ -11,7 +11,6 @@ import torch
 from torch.nn import functional as F
 
 from ..model_cache.cache import InterdomainCache, kind_of
-from ..ops.common.window import NO_DOCUMENT
 
 
 class Slots:
@@ -72,6 +71,8 @@ class Slots:
             if self.kinds[int(layer)] == "keys_values":
                 tensors = [_at_the_right(x, width) for x in tensors]
             elif self.kinds[int(layer)] == "window":
+                from ..ops.common.window import NO_DOCUMENT
+
                 if what == "places":  # along the sequence of this batch: later tokens stand at its width
                     tensors = [x + width - before for x, (_, before) in zip(tensors, parts, strict=True)]
                 count = max(x.shape[2] for x in tensors)

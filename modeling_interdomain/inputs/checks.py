@@ -8,10 +8,9 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, StaticLayer
 
-from ..layers.common import AuxiliaryLoss, home_of
+from ..layers.common import home_of
+from ..layers.recorded import AuxiliaryLoss
 from ..mixers.base import TokenMixer
-from ..mixers.recurrent import RecurrentMixer
-from ..mixers.softmax.dynamic_mask import check_position_table, zero_if_in_table
 from ..model_cache.cache import check_unbroken, kind_of, look_into
 from ..ops.common.common import Packing, cu_seqlens_from_numbers, in_graph, packing_from_forks, values_at_hand
 
@@ -165,7 +164,7 @@ def check_forks(mask: Any, config, mixers: list[TokenMixer], cache: Cache | None
     if not isinstance(mask, torch.Tensor) or mask.ndim == 2:
         return None
     (batch, length), windowed = shape, any(config.windowed_layers)
-    recurrent = [isinstance(mixer, RecurrentMixer) for mixer in mixers]
+    recurrent = [mixer.reads_forks for mixer in mixers]
     softmax = [kind == "full_attention" for kind in config.layer_types]
     if all(softmax) and not windowed:
         return None
@@ -375,6 +374,8 @@ def check_dynamic_mask(
     kind, room = config.dynamic_mask, config.longest_text
     if room is None or torch.compiler.is_exporting():
         return inputs_embeds
+    from ..mixers.softmax.dynamic_mask import check_position_table, zero_if_in_table
+
     if torch.compiler.is_compiling():
         return inputs_embeds + zero_if_in_table(position_ids, room, kind).to(inputs_embeds.dtype)
     if longest is None or longest > room:

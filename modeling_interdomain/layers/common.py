@@ -123,17 +123,6 @@ def residual_projection(in_features: int, out_features: int, bias: bool = False)
     return linear
 
 
-class AuxiliaryLoss(nn.Module):
-    """Hands on what a layer wants added to the training loss: the model finds it by this module.
-
-    A layer calls it with a scalar in every forward; in training, `config.aux_loss_coef` times the sum over all layers
-    joins the loss of the model.
-    """
-
-    def forward(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss
-
-
 def home_of(module: nn.Module) -> torch.device:
     """Where the weights of a linear map are: quantized, they may be buffers, or packed (by PyTorch, for CPUs alone)."""
     weight = getattr(module, "weight", None)

@@ -27,6 +27,7 @@ class TokenMixer(nn.Module):
         takes_dynamic_mask: whether it heeds `dynamic_mask` of the configuration.
         can_branch: a sparse branch can stand beside it; its class then has `written_shape(config)`.
         passes_state: it goes on from what other processes hold of a row, see `sequence_group` of the model.
+        reads_forks: it goes on from any earlier token of a row that a `Packing` names, where texts fork.
         can_start_to_recall: `start="recall"` of the configuration has something to start in it.
         exact_states: names of the states that keep their dtype in a cache, whatever its `state_dtype`.
     """
@@ -35,6 +36,7 @@ class TokenMixer(nn.Module):
     takes_dynamic_mask: ClassVar[bool] = False
     can_branch: ClassVar[bool] = False
     passes_state: ClassVar[bool] = False
+    reads_forks: ClassVar[bool] = False
     can_start_to_recall: ClassVar[bool] = False
     exact_states: ClassVar[tuple[str, ...]] = ()
     o_proj: nn.Module

@@ -12,11 +12,8 @@ from ..layers.convolution import CausalConv1d, causal_conv, last_inputs
 from ..layers.learned_state import FirstState
 from ..layers.operators import Operators
 from ..ops.common.common import Packing
-from ..parallel.sequence import SequencePiece
 from ..parallel.tensor import HEADS
 from .base import TokenMixer
-from .sparse.branch import SparseBranch, recorded_count, replay
-from .sparse.parts import EXACT_STATES
 
 
 class Stream(NamedTuple):
@@ -44,7 +41,9 @@ class RecurrentMixer(TokenMixer):
 
     layer_type = "linear_attention"
     can_branch = True
-    exact_states = EXACT_STATES
+    reads_forks = True
+    # Sums over the whole text of a sparse branch, and what it compares for equality.
+    exact_states = ("sparse_sums", "sparse_scores")
     recurrence: nn.Module
     operators = Operators()
     # Tokens that take less time on a CPU step by step than in an operator for many.
@@ -64,6 +63,8 @@ class RecurrentMixer(TokenMixer):
         branch = config.sparse_per_layer[layer_idx]
         self.sparse = None
         if branch is not None:
+            from .sparse.branch import SparseBranch
+
             shape = *self.written_shape(config), self.output_heads(config)
             self.sparse = SparseBranch(config, branch, *shape, reads_first=not self.starts_with_induction(config))
         self.own_windows = len(windows)
@@ -218,7 +219,7 @@ class RecurrentMixer(TokenMixer):
         attention_mask: torch.Tensor | None = None,
         past_key_values=None,
         packing: Packing | None = None,
-        piece: SequencePiece | None = None,
+        piece: Any = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Mix the tokens of `[B, T, hidden_size]`; beside them the map of which token answered, see `attention_map`.
@@ -228,7 +229,7 @@ class RecurrentMixer(TokenMixer):
             attention_mask: `[B, 1]` bool for a single token, False for a pad; longer masks come as `packing`.
             past_key_values: an `InterdomainCache`, updated in place.
             packing: where the real tokens stand, when some are pads or several documents are packed.
-            piece: where these tokens stand in rows that several processes hold.
+            piece: a `SequencePiece`, where these tokens stand in rows that several processes hold.
             output_attentions: make the map, where no tokens came before these.
         """
         layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
@@ -334,7 +335,7 @@ class RecurrentMixer(TokenMixer):
         return inputs
 
     def _all_at_once(
-        self, layer, tokens, windows, packing: Packing | None, companion=None, piece: SequencePiece | None = None
+        self, layer, tokens, windows, packing: Packing | None, companion=None, piece: Any = None
     ) -> torch.Tensor:
         """All tokens at once, on from the state of the cache, or of the processes before, if there is one."""
         extent: dict[str, Any] = {}
@@ -360,7 +361,7 @@ class RecurrentMixer(TokenMixer):
             layer.write(windows, {"state": state, **(states or {})}, seen)
         return output if beside is None else output + beside
 
-    def _arriving(self, piece: SequencePiece, tokens: tuple[torch.Tensor, ...], *transition: Any) -> torch.Tensor:
+    def _arriving(self, piece: Any, tokens: tuple[torch.Tensor, ...], *transition: Any) -> torch.Tensor:
         """The state with which a piece begins: of this layer's recurrence, called within it."""
         recorded = [piece.rows(x) for x in self._recorded(tokens)]
         wide = torch.promote_types(recorded[0].dtype, torch.float32)
@@ -452,6 +453,8 @@ class RecurrentMixer(TokenMixer):
             return windows, None
         beside = {name: x for name, x in states.items() if name != "state"}
         if beside:
+            from .sparse.branch import recorded_count, replay
+
             count = len(tokens) - recorded_count(beside)
             tokens, recorded = tokens[:count], tokens[count:]
             beside = replay(sparse_operators, beside, list(recorded), mask)

@@ -8,7 +8,6 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 
 from ..cache.recurrent import RecurrentLayer
-from ..cache.window import WindowLayer
 from ..layers.common import forget_tables, home_of
 from ..registry import TOKEN_MIXERS
 from .file import StateFileError, read_state_file, write_state_file
@@ -101,7 +100,7 @@ class _InterdomainCacheMixin(Cache):
     def to(self, device=None, dtype: torch.dtype | None = None):
         """Move every layer to a device, and its states to a dtype; returns the cache."""
         for layer in self.layers:
-            if isinstance(layer, (RecurrentLayer, WindowLayer)):
+            if kind_of(layer) in ("recurrent", "window"):
                 layer.to(device, dtype)
             elif layer.is_initialized:
                 layer.keys, layer.values = layer.keys.to(device, dtype), layer.values.to(device, dtype)
@@ -216,7 +215,7 @@ class _InterdomainCacheMixin(Cache):
 
     def state_bytes(self) -> int:
         """Bytes of the recurrent states, of the windows of convolutions and of keys: the part that does not grow."""
-        fixed = [layer for layer in self.layers if isinstance(layer, (RecurrentLayer, WindowLayer))]
+        fixed = [layer for layer in self.layers if kind_of(layer) in ("recurrent", "window")]
         return sum(x.numel() * x.element_size() for layer in fixed for x in layer.tensors())
 
 
@@ -334,10 +333,8 @@ def begins_text(cache: Cache | None) -> bool:
 
 def kind_of(layer) -> str:
     """What a layer of any cache holds: "recurrent", "window", "keys_values" or "other"."""
-    if isinstance(layer, RecurrentLayer):
-        return "recurrent"
-    if isinstance(layer, WindowLayer):
-        return "window"
+    if (kind := getattr(layer, "kind", None)) is not None:
+        return kind
     return "keys_values" if hasattr(layer, "keys") and not hasattr(layer, "recurrent_states") else "other"
 
 

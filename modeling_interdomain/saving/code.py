@@ -7,8 +7,9 @@ rewritten, and the registry names only the parts of which the saved model is mad
 
 import ast
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 PACKAGE = Path(__file__).parents[1]
 # The library's loader asks a folder for `module.Class`, so these two keep their names.
@@ -16,11 +17,21 @@ ENTRIES = ("configuration_interdomain", "modeling_interdomain")
 REGISTRY = "registry"
 # Tables of the registry, and the fields of a configuration that name their parts.
 _TABLES = {"TOKEN_MIXERS": "mixers_per_layer", "FEED_FORWARDS": "feed_forwards_per_layer"}
-# What a model can do without, by the backends that need it. A call says which package to install.
-_OPTIONAL = {
-    "ops.interdomain.prefix": ("fft", "associative_scan"),
-    "ops.interdomain.scan": ("scan",),
-    "ops.interdomain.triton_scan": ("scan",),
+_ATTENTION = {"softmax", "inner_function"}
+# What is imported where it is first needed, and when a model of a configuration needs it.
+_OPTIONAL: dict[str, Callable[[Any], bool]] = {
+    "mixers.sparse.branch": lambda config: any(config.sparse_per_layer),
+    "mixers.sparse.parts": lambda config: any(config.sparse_per_layer),
+    "mixers.softmax.dynamic_mask": lambda config: not _ATTENTION.isdisjoint(config.mixers_per_layer),
+    "ops.common.window": lambda config: not _ATTENTION.isdisjoint(config.mixers_per_layer),
+    "ops.interdomain.prefix": lambda config: config.backend in ("fft", "associative_scan"),
+    "ops.interdomain.scan": lambda config: config.backend == "scan",
+    "ops.interdomain.triton_scan": lambda config: config.backend == "scan",
+    "generation.first_layers": lambda config: False,
+    "model_cache.spans": lambda config: False,
+    "model_cache.state_tuning": lambda config: config.learned_state,
+    "ops.common.spans": lambda config: False,
+    "parallel.sequence": lambda config: False,
 }
 _ABSENT = (
     'raise ImportError("The code of this checkpoint is without {module}: install modeling-interdomain, and load the '
@@ -40,7 +51,7 @@ def write_code(config, folder: str | os.PathLike) -> list[Path]:
 
 def flat_code(config) -> dict[str, str]:
     """The modules that a model of this configuration needs, as `{flat name: source}`, entries first."""
-    absent = {module for module, backends in _OPTIONAL.items() if config.backend not in backends}
+    absent = {module for module, needed in _OPTIONAL.items() if not needed(config)}
     wanted, code = list(ENTRIES), {}
     while wanted:
         module = wanted.pop()
@@ -58,15 +69,14 @@ def flat_code(config) -> dict[str, str]:
 def _flattened(source: str, module: str, absent: set[str]) -> tuple[str, list[str]]:
     """The source with flat imports, and the modules that it needs."""
     lines, found = source.splitlines(keepends=True), []
-    for node in _relative_imports(ast.parse(source)):
+    tree: Any = ast.parse(source)
+    for node in _relative_imports(tree):
         # The module that an import names, from the place of this one.
         target = ".".join([*module.split(".")[: -node.level], node.module])
         start, end = node.lineno - 1, node.end_lineno
         if target in absent:
-            # As many lines as before: the places of the other imports stay.
-            lines[start:end] = [" " * node.col_offset + _ABSENT.format(module=target) + "\n" * (end - start)] + [""] * (
-                end - start - 1
-            )
+            refusal = " " * node.col_offset + _ABSENT.format(module=target) + "\n"
+            lines[start:end] = [refusal, *[""] * (end - start - 1)]  # the places of the others stay
             continue
         found.append(target)
         written = "." * node.level + node.module
@@ -80,26 +90,16 @@ def _relative_imports(tree: ast.Module) -> Iterator[ast.ImportFrom]:
 
 def _registry_of(source: str, config) -> str:
     """The registry with the parts of one configuration; those that are registered elsewhere do not travel."""
-    tree, lines, dropped = ast.parse(source), source.splitlines(keepends=True), set()
-    kept: set[str] = set()
+    tree: Any = ast.parse(source)
+    lines, unused, dropped = source.splitlines(keepends=True), set[str](), []
     for node in tree.body:
-        if isinstance(node, ast.AnnAssign) and node.target.id in _TABLES:
-            used = getattr(config, _TABLES[node.target.id])
-            for key, value in zip(node.value.keys, node.value.values):
-                if key.value in used:
-                    kept.add(ast.unparse(value))
-                else:
-                    dropped |= set(range(key.lineno - 1, value.end_lineno))
+        field = _TABLES.get(ast.unparse(node.target)) if isinstance(node, ast.AnnAssign) else None
+        for name, part in zip(node.value.keys, node.value.values, strict=True) if field else ():
+            if name.value not in getattr(config, field):
+                unused.add(ast.unparse(part))
+                dropped.append((name.lineno, part.end_lineno))
     for node in _relative_imports(tree):
-        names = {alias.name for alias in node.names}
-        imported_for_tables = names <= {ast.unparse(v) for v in _parts(tree)}
-        if imported_for_tables and not names & kept:
-            dropped |= set(range(node.lineno - 1, node.end_lineno))
-    return "".join(line for i, line in enumerate(lines) if i not in dropped)
-
-
-def _parts(tree: ast.Module) -> Iterator[ast.expr]:
-    """The classes that the tables name."""
-    for node in tree.body:
-        if isinstance(node, ast.AnnAssign) and node.target.id in _TABLES:
-            yield from node.value.values
+        if {alias.name for alias in node.names} <= unused:
+            dropped.append((node.lineno, node.end_lineno))
+    gone = {i for first, last in dropped for i in range(first, last + 1)}
+    return "".join(line for i, line in enumerate(lines, start=1) if i not in gone)

@@ -12,7 +12,6 @@ from ...layers.feature_maps import SiluL2, feature_map
 from ...layers.operators import Operators
 from ...layers.rotary import rotate, rotate_around
 from ...ops.common.common import multiplies_narrow
-from ...ops.common.spans import aged, join_states
 from ...ops.interdomain.entry import append_one
 from ...ops.interdomain.few import FEW, TOGETHER
 from ...ops.interdomain.prepare import fused_inputs
@@ -36,7 +35,7 @@ class KeyValueMixer(RecurrentMixer):
     can_start_to_recall = True
     default_state_input = "key_value"
     recurrence_class = InterdomainRecurrence
-    operators = Operators.of(state_after, aged, join_states)
+    operators = Operators.of(state_after)
 
     def __init__(self, config, layer_idx: int, output_width: int, weighted: bool):
         """`weighted` says whether a query brings the weights of Fourier features."""
@@ -87,7 +86,9 @@ class KeyValueMixer(RecurrentMixer):
         return operators.state_after(*arguments)
 
     def aged(self, state, elapsed, log_decay, input_matrix):
-        return self.operators.aged(state, elapsed, log_decay)
+        from ...ops.common.spans import aged
+
+        return aged(state, elapsed, log_decay)
 
     def _tokens(self, streams, cos_sin):
         key, value = (x.unflatten(-1, (-1, width)) for x, width in zip(streams, self.widths[-2:], strict=True))
@@ -109,10 +110,12 @@ class KeyValueMixer(RecurrentMixer):
         Exact for the keys and values that were read: in the first layer those of the text itself, but for the tokens
         that a convolution reaches over the joint; in later ones approximate, see `join_states` of the operators.
         """
+        from ...ops.common.spans import join_states
+
         if self.first_state is not None:  # with which the second has begun, too
             first = first - self.first_state(first)
         recurrence: Any = self.recurrence
-        return self.operators.join_states(first, second, length, recurrence.parameters_of_operator()[0])
+        return join_states(first, second, length, recurrence.parameters_of_operator()[0])
 
     def _recorded(self, tokens):
         *_, key, value = tokens

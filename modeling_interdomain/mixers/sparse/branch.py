@@ -13,12 +13,13 @@ from transformers import initialization as init
 from ...layers.common import FULL_PRECISION, TabledModule, are_untouched, is_plain, own_backend
 from ...layers.convolution import TOKEN_BEFORE, CausalConv1d, causal_conv, convolve_few, side_by_side, taps_of
 from ...layers.operators import Operators
+from ...layers.recorded import RankingLoss
 from ...ops.common.common import Packing, without_autocast
 from ...ops.common.launch import STEP_BACKENDS
 from ...ops.sparse.entry import sparse_attention
 from ...ops.sparse.step import take_sparse_step
 from ...ops.sparse.stream import Bins, Ring, SparseMemory, memory_of
-from .choice import KeyScorer, RankingLoss, SparseHash, hashed, ranking_loss, scored
+from .choice import KeyScorer, SparseHash, hashed, ranking_loss, scored
 from .parts import PARTS, Budget, budgets, kept_shapes
 
 

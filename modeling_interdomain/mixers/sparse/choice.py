@@ -105,13 +105,6 @@ def scored(key: torch.Tensor, query_sum: torch.Tensor, layers: Sequence[torch.Te
     return nn.functional.linear(x, layers[4], layers[5]).view(key.shape[:-1])
 
 
-class RankingLoss(nn.Module):
-    """Hands on the ranking loss of a layer: the model finds it by this module, as it finds an `AuxiliaryLoss`."""
-
-    def forward(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss
-
-
 def ranking_loss(
     scores: torch.Tensor,
     query: torch.Tensor,

@@ -7,8 +7,6 @@ import torch
 # A name that stands for several parts.
 PRESETS = {"hax": "lsh+key_selection"}
 PARTS = ("lsh", "key_selection", "sliding_window", "sink", "dilated", "full")
-# What keeps its dtype whatever that of the states: sums over the whole text, and what is compared for equality.
-EXACT_STATES = ("sparse_sums", "sparse_scores")
 
 
 class Budget(NamedTuple):

@@ -18,21 +18,28 @@ from ..common.common import (
     without_autocast,
 )
 from ..common.launch import check_step_backend, fused
-from ..diagonal.export import export_attention
 from ..diagonal.step import StepTables, advance_state, read_state, real_tokens, step_tables
 from .chunk import chunk_attention
 from .naive import recurrent_attention
-from .prefix import associative_scan_attention, fft_attention
 from .readout import PRODUCTS
-from .scan import scan_attention
 
 BACKENDS = ("auto", "recurrent", "fft", "scan", "associative_scan", "chunk", "triton")
 
-_WITHOUT_CHUNKS = {
-    "recurrent": recurrent_attention,
-    "fft": fft_attention,
-    "associative_scan": associative_scan_attention,
-}
+
+def _fft(*problem):
+    from .prefix import fft_attention
+
+    return fft_attention(*problem)
+
+
+def _associative_scan(*problem):
+    from .prefix import associative_scan_attention
+
+    return associative_scan_attention(*problem)
+
+
+# Imported when asked for: the code of a checkpoint does without what its configuration does not name.
+_WITHOUT_CHUNKS = {"recurrent": recurrent_attention, "fft": _fft, "associative_scan": _associative_scan}
 
 
 def interdomain_attention(
@@ -154,6 +161,8 @@ def interdomain_attention(
             if single:
                 found = _single(*problem)
             elif exporting:
+                from ..diagonal.export import export_attention
+
                 found = export_attention(*problem, cu_seqlens, lengths, chunk_size)
             elif backend in _WITHOUT_CHUNKS:
                 found = _on_documents(_WITHOUT_CHUNKS[backend], *problem, cu_seqlens, lengths)
@@ -219,6 +228,8 @@ def _scan(query, key, value, log_decay, *arguments):
         from .triton_scan import triton_scan_attention
 
         return triton_scan_attention(query, key, value, log_decay, *arguments)
+
+    from .scan import scan_attention
 
     widths = query.shape[3], value.shape[3], log_decay.shape[1]
     found = fused("auto", (query, key, value), widths, run, "sequential scan")

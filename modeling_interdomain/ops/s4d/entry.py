@@ -17,7 +17,6 @@ from ..common.chunks import Segment, chunks_of
 from ..common.common import as_complex, check_documents, check_how, check_state, check_tensors, without_autocast
 from ..common.launch import check_step_backend, fused, namespace
 from ..common.states import DecayTables, Repeated, StateGradients, States, Workspace, pairs
-from ..diagonal.export import export_s4d
 from ..diagonal.step import StepTables, advance_state, real_tokens, transition_tables
 
 S4D_BACKENDS = ("auto", "chunk", "triton")
@@ -76,6 +75,8 @@ def s4d_attention(
         state = None if initial_state is None else initial_state.to(compute)
         arguments = inputs, decay, beta, rows, state, cu_seqlens, lengths, chunk_size
         if exporting:
+            from ..diagonal.export import export_s4d
+
             output, final = export_s4d(*arguments)
         else:
             output, final = _operator(*arguments, output_final_state)
