@@ -24,6 +24,7 @@ from .ops.ssd.entry import ssd_attention, ssd_step
 from .parallel.sequence import sequence_piece
 from .registry import register_feed_forward, register_token_mixer
 from .saving.code import write_code
+from .saving.renamed import let_old_pickles_load
 
 __all__ = [
     "AuxiliaryLoss",
@@ -65,3 +66,5 @@ AutoModelForSequenceClassification.register(InterdomainConfig, InterdomainForSeq
 
 # Saved checkpoints carry the code that they need, so that they load where the package is not installed.
 InterdomainConfig.write_code = staticmethod(write_code)
+
+let_old_pickles_load(__name__)

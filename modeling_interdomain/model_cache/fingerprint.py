@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar, get_origin
 
 import torch
 from torch import nn
@@ -74,7 +74,7 @@ def model_fingerprint(model: nn.Module) -> str:
         weights = decoder.fingerprints.get(name, list(parameters.values()), lambda _: _hash(everything))
     config = {
         field: getattr(decoder.config, field)
-        for field in sorted(type(decoder.config).__annotations__)
+        for field in sorted(_fields_of(type(decoder.config)))
         if field not in _WITHOUT_EFFECT and hasattr(decoder.config, field)
     }
     switches = [
@@ -83,6 +83,13 @@ def model_fingerprint(model: nn.Module) -> str:
         if hasattr(module, "active_adapters")
     ]
     return _sha256(json.dumps([config, weights, switches], sort_keys=True, default=str).encode())
+
+
+def _fields_of(config_class: type) -> set[str]:
+    """The names of our own fields, those of our base classes among them; not the library's."""
+    ours = (each for each in config_class.__mro__ if not each.__module__.startswith(("transformers.", "builtins")))
+    annotated = (item for each in ours for item in vars(each).get("__annotations__", {}).items())
+    return {name for name, kind in annotated if get_origin(kind) is not ClassVar}
 
 
 def reading_fingerprint(model: nn.Module) -> str:

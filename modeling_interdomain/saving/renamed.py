@@ -1,0 +1,48 @@
+"""Where version 0.1 had the classes that pickles name (`torch.save` of a model or a cache); gone with version 0.3."""
+
+import sys
+from importlib import import_module
+
+RENAMED = {
+    "cache_interdomain": "model_cache.cache",
+    "cache_recurrent": "cache.recurrent",
+    "cache_window": "cache.window",
+    "feed_forward_cdmoe": "feed_forwards.cross_domain_moe",
+    "feed_forward_mlp": "feed_forwards.mlp",
+    "mixer_common": "mixers.base",
+    "mixer_inner_function": "mixers.inner_function.mixer",
+    "mixer_interdomain": "mixers.interdomain.mixer",
+    "mixer_recurrent": "mixers.recurrent",
+    "mixer_s4d": "mixers.s4d.mixer",
+    "mixer_selective_scan": "mixers.selective_scan.mixer",
+    "mixer_softmax": "mixers.softmax.mixer",
+    "mixer_ssd": "mixers.ssd.mixer",
+    "module_common": "layers.common",
+    "module_convolution": "layers.convolution",
+    "module_dynamic_mask": "mixers.softmax.dynamic_mask",
+    "module_feature_maps": "layers.feature_maps",
+    "module_first_state": "layers.learned_state",
+    "module_recurrence": "mixers.interdomain.recurrence",
+    "module_rotary": "layers.rotary",
+    "module_selective_scan": "mixers.selective_scan.recurrence",
+    "module_sparse": "mixers.sparse.branch",
+    "module_sparse_choice": "mixers.sparse.choice",
+    "module_sparse_parts": "mixers.sparse.parts",
+    "module_ssd": "mixers.ssd.recurrence",
+    "op_sparse_stream": "ops.sparse.stream",
+}
+# Classes that left their module.
+MOVED = {
+    "layers.common": "AuxiliaryLoss",
+    "mixers.sparse.choice": "RankingLoss",
+    "feed_forwards.cross_domain_moe": "ChosenExperts",
+}
+
+
+def let_old_pickles_load(package: str) -> None:
+    """Let the old names stand for the modules as they are now."""
+    recorded = import_module(f"{package}.layers.recorded")
+    for old, new in RENAMED.items():
+        module = sys.modules[f"{package}.{old}"] = import_module(f"{package}.{new}")
+        if name := MOVED.get(new):
+            setattr(module, name, getattr(recorded, name))
