@@ -4,6 +4,8 @@ Usage:
     python -m examples.publish runs/mine user/mine --dry-run     # checks everything, says what would be sent
     python -m examples.publish runs/mine user/mine --language en --datasets wikitext
 
+    python -m examples.publish runs/mine user/mine --code-repo user/code     # weights in one, code in another
+
 The card is rendered from `model_cards/template.md`, the configuration, and what the folder's results.json and
 lm_eval.json have measured. A README.md with words of your own keeps them and is given what it lacks, between two
 comments and renewed each time.
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,10 +33,18 @@ from transformers.utils import logging
 from examples.saved_model import load_model, one_line, read_config, replace_text
 from examples.text_data import InputError, exit_code
 from model_cards.model_card import MARKER, auto_class, complete, harness_results, render
+from modeling_interdomain.saving.code import flat_code
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARDS = "model-?????-of-?????.safetensors"
+CODE_CARD = """---
+license: apache-2.0
+library_name: transformers
+---
+
+The code of Interdomain models, for `trust_remote_code=True`: checkpoints elsewhere name it in their `auto_map`.
+"""
 # What is sent beside weights and code: configuration, tokenizer, results, card and its pictures. Never a pickle.
 SUFFIXES = (".json", ".txt", ".model", ".jinja", ".md", ".png", ".csv")
 
@@ -165,13 +176,33 @@ def files_to_send(folder: Path, weights: Sequence[str], code: Sequence[str]) -> 
     return sorted({*weights, *code, *extra, *index, "README.md", "LICENSE"})
 
 
-def send(options: argparse.Namespace, files: Sequence[str]) -> str:
-    """Create the repository if need be, and upload; the address of the commit."""
+def write_code_folder(folder: Path) -> list[str]:
+    """The code of every model of this package, for a repository of its own; returns the names of the files."""
+    for name, text in flat_code(None).items():
+        (folder / f"{name}.py").write_text(text)
+    (folder / "LICENSE").write_bytes((REPOSITORY / "LICENSE").read_bytes())
+    (folder / "README.md").write_text(CODE_CARD)
+    return sorted(path.name for path in folder.iterdir())
+
+
+def write_without_code(source: Path, files: Sequence[str], code: Sequence[str], code_repo: str, folder: Path) -> None:
+    """Links to the files of a checkpoint but for its code, which its configuration then names in another repository."""
+    for name in set(files) - {*code, "config.json"}:
+        (folder / name).symlink_to((source / name).resolve())
+    config = json.loads((source / "config.json").read_text())
+    config["auto_map"] = {kind: f"{code_repo}--{path.split('--')[-1]}" for kind, path in config["auto_map"].items()}
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def send(options: argparse.Namespace, repo: str, folder: Path, files: Sequence[str]) -> str:
+    """Create a repository if need be, and upload; the address of the commit."""
     if get_token() is None:
         raise InputError("You are not logged in to the Hub: run `hf auth login`, or set HF_TOKEN.")
     api = HfApi()
+    # What a stranger would load instead: weights of before, and code beside weights whose code is elsewhere.
+    before = [WEIGHTS, SHARDS, INDEX, *(["*.py"] if options.code_repo else [])]
     try:
-        repo = api.create_repo(options.repo, private=options.private or None, exist_ok=True).repo_id
+        repo = api.create_repo(repo, private=options.private or None, exist_ok=True).repo_id
         if options.private and not api.model_info(repo).private:
             raise InputError(
                 f"{repo} exists and is public: nothing was sent; make it private first, or omit --private."
@@ -179,9 +210,9 @@ def send(options: argparse.Namespace, files: Sequence[str]) -> str:
         return str(
             api.upload_folder(
                 repo_id=repo,
-                folder_path=options.folder,
+                folder_path=folder,
                 allow_patterns=list(files),
-                delete_patterns=[WEIGHTS, SHARDS, INDEX],  # those of before: a stranger would load them
+                delete_patterns=before,
                 commit_message=f"Upload {options.folder.resolve().name}",
             )
         )
@@ -190,11 +221,11 @@ def send(options: argparse.Namespace, files: Sequence[str]) -> str:
     except HfHubHTTPError as error:
         status = error.response.status_code
         advice = {401: "log in with `hf auth login`.", 403: "may this token write there?"}.get(status, one_line(error))
-        raise InputError(f"The Hub refused {options.repo} (status {status}): {advice}") from error
+        raise InputError(f"The Hub refused {repo} (status {status}): {advice}") from error
     except ValueError as error:  # the Hub's check of the metadata, before anything is sent
-        raise InputError(f"{options.repo} was not updated: README.md: {one_line(error).removeprefix('- ')}") from error
+        raise InputError(f"{repo} was not updated: README.md: {one_line(error).removeprefix('- ')}") from error
     except Exception as error:  # no network, an upload that broke off
-        raise InputError(f"{options.repo} was not updated: {one_line(error)} Run the same command again.") from error
+        raise InputError(f"{repo} was not updated: {one_line(error)} Run the same command again.") from error
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -203,21 +234,32 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("repo", help="the repository on the Hub, user/name")
     parser.add_argument("--private", action="store_true", help="only you can see a repository that is created")
     parser.add_argument("--dry-run", action="store_true", help="check, print the card and what would be sent; no more")
+    parser.add_argument(
+        "--code-repo", help="put the code into this repository, user/name, and only name it in this one"
+    )
     parser.add_argument("--language", nargs="+", default=[], help="of the training text, such as: en de code")
     parser.add_argument("--datasets", nargs="+", default=[], help="names on the Hub of the training data")
     parser.add_argument("--evaluation", nargs="+", default=[], type=Path, help="more files of results of lm-eval")
     return parser.parse_args(arguments)
 
 
+def check_name(repo: str) -> None:
+    """A repository has an owner and a name that the Hub takes."""
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise InputError(f"{repo} is not a name for a repository: {one_line(error)}") from error
+    if "/" not in repo:
+        raise InputError(f"{repo} names no owner: a repository is user/name.")
+
+
 def run(options: argparse.Namespace) -> None:
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # what the library warns about is refused here, in one sentence
-    try:
-        validate_repo_id(options.repo)
-    except HFValidationError as error:
-        raise InputError(f"{options.repo} is not a name for a repository: {one_line(error)}") from error
-    if "/" not in options.repo:
-        raise InputError(f"{options.repo} names no owner: a repository is user/name.")
+    for repo in filter(None, (options.repo, options.code_repo)):
+        check_name(repo)
+    if options.repo == options.code_repo:
+        raise InputError(f"{options.repo} holds its code without being told to: leave --code-repo out.")
     folder = options.folder
     config = load_config(folder)
     weights, code = weight_files(folder), code_files(folder, config)
@@ -227,6 +269,8 @@ def run(options: argparse.Namespace) -> None:
     card = make_card(options)
 
     files = files_to_send(folder, weights, code)
+    if options.code_repo:
+        files = [name for name in files if name not in code]
     left = sorted(path.name + "/" * path.is_dir() for path in folder.iterdir() if path.name not in files)
     print(f"{len(files)} files for {options.repo}: {', '.join(files)}")
     if left:
@@ -235,7 +279,13 @@ def run(options: argparse.Namespace) -> None:
         print(f"\n{card}")
         return
     write_card(card, folder)
-    print(send(options, files))
+    if not options.code_repo:
+        print(send(options, options.repo, folder, files))
+        return
+    with tempfile.TemporaryDirectory() as codes, tempfile.TemporaryDirectory() as plain:
+        print(send(options, options.code_repo, Path(codes), write_code_folder(Path(codes))))
+        write_without_code(folder, files, code, options.code_repo, Path(plain))
+        print(send(options, options.repo, Path(plain), files))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -212,6 +212,50 @@ def test_the_example_of_the_card_runs(stranger):
     assert report["example"].startswith("Once upon a time")
 
 
+ELSEWHERE = """
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+sys.modules["modeling_interdomain"] = None
+model = AutoModelForCausalLM.from_pretrained("user/weights", trust_remote_code=True).eval()
+body = AutoModel.from_pretrained("user/weights", trust_remote_code=True).eval()
+ids = torch.arange(5, 25)[None]
+with torch.no_grad():
+    found = {"logits": model(ids).logits, "body": body(ids).last_hidden_state}
+save_file(found, "results.safetensors")
+print(type(model).__module__, type(model.config).__module__)
+model.save_pretrained("again")
+again = AutoModelForCausalLM.from_pretrained("again", trust_remote_code=True).eval()
+with torch.no_grad():
+    assert torch.equal(again(ids).logits, found["logits"])
+"""
+
+
+def test_weights_in_one_repository_and_code_in_another(here, fresh, tmp_path):
+    for _ in range(2):  # what was there, code beside the weights too, is replaced
+        assert publish.main([str(fresh), "user/weights"]) == 0
+        assert publish.main([str(fresh), "user/weights", "--code-repo", "user/code"]) == 0
+    files, code = (here.repositories[name].files for name in ("user/weights", "user/code"))
+    assert not any(name.endswith(".py") for name in files) and "model.safetensors" in files
+    expected = {kind: f"user/code--{path}" for kind, path in AUTO_MAP.items()}
+    assert json.loads(files["config.json"])["auto_map"] == expected
+    assert {"LICENSE", "README.md", "modeling_interdomain.py", "mixers_ssd_mixer.py"} <= set(code)
+    assert not any(name.endswith((".safetensors", ".json")) for name in code)
+    printed = run_process(here, ELSEWHERE, [], tmp_path)
+    assert all(module.startswith("transformers_modules.user.code.") for module in printed.split())
+    results, model = load_file(tmp_path / "results.safetensors"), AutoModelForCausalLM.from_pretrained(fresh).eval()
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(results["logits"], model(ids).logits)
+        torch.testing.assert_close(results["body"], model.model(ids).last_hidden_state)
+
+
+def test_a_repository_for_code_is_another_one(fresh, capsys):
+    assert publish.main([str(fresh), "user/same", "--code-repo", "user/same"]) == 2
+    assert "holds its code without being told to: leave --code-repo out" in capsys.readouterr().err
+
+
 # ------------------------------------------------------------------------------------------ the card
 
 

@@ -50,8 +50,8 @@ def write_code(config, folder: str | os.PathLike) -> list[Path]:
 
 
 def flat_code(config) -> dict[str, str]:
-    """The modules that a model of this configuration needs, as `{flat name: source}`, entries first."""
-    absent = {module for module, needed in _OPTIONAL.items() if not needed(config)}
+    """The modules that a model of this configuration needs, as `{flat name: source}`; without one, those of any."""
+    absent = {module for module, needed in _OPTIONAL.items() if config is not None and not needed(config)}
     wanted, code = list(ENTRIES), {}
     while wanted:
         module = wanted.pop()
@@ -59,7 +59,7 @@ def flat_code(config) -> dict[str, str]:
         if name in code:
             continue
         source = (PACKAGE / module.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8")
-        if module == REGISTRY:
+        if module == REGISTRY and config is not None:
             source = _registry_of(source, config)
         code[name], found = _flattened(source, module, absent)
         wanted += found
