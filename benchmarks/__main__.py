@@ -1,10 +1,10 @@
 """Performance tables.
 
 python -m benchmarks                    those of this machine (half an hour on 2 cores without a GPU)
-python -m benchmarks operator_gpu       one of them; results go to benchmarks/results/ and from there into the READMEs
+python -m benchmarks operator_gpu       one of them; results go to benchmarks/results/ and from there into the pages
 python -m benchmarks decode_gpu --only "1.3b.*batch 1,"   some cases of a table, the others stay as they were
 python -m benchmarks --quick            a smoke run that writes nothing
-python -m benchmarks --readme           write the tables of the READMEs from the results, and nothing else
+python -m benchmarks --readme           write the tables of the pages from the results, and nothing else
 """
 
 import argparse
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny sizes, nothing written")
     parser.add_argument("--only", help="of a GPU table, the cases that match this regular expression")
     parser.add_argument("--resume", action="store_true", help="of a GPU table, only what this GPU and commit lack")
-    parser.add_argument("--readme", action="store_true", help="write the tables of the READMEs and stop")
+    parser.add_argument("--readme", action="store_true", help="write the tables of the pages and stop")
     arguments = parser.parse_args()
     unknown = sorted(set(arguments.tables) - set(TABLES))
     if unknown:

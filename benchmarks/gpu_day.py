@@ -2,7 +2,7 @@
 
 First the kernels are checked on the device, and nothing is measured where they are wrong. Then come the tables, each
 for its share of the time that is left. A table keeps every case as soon as it is measured, so that a run may be stopped
-at any time; the next one goes on with the cases that this GPU and this commit do not have yet. Last, the READMEs are
+at any time; the next one goes on with the cases that this GPU and this commit do not have yet. Last, the pages are
 written.
 """
 

@@ -1,4 +1,4 @@
-"""Six figures for the README, each from the result file of a table in benchmarks/README.md."""
+"""Six figures for the README, each from the result file of a table in benchmarks/results/."""
 
 import math
 import statistics
@@ -10,18 +10,18 @@ SOURCES = ("decode_cpu", "operator_cpu", "model_cpu", "larger_study", "recall_st
 
 
 def table(records: dict[str, dict]) -> str:
-    """The figures, each linked to its study, and under them which were measured where and with which command."""
+    """The figures, each linked to its page, and under them which were measured where and with which command."""
     figures = [
-        ("decode_cpu", "decoding", decoding),
-        ("operator_cpu", "one-layer", one_layer),
-        ("model_cpu", "whole-models", whole_model),
-        ("larger_study", "the-papers-comparison-small", quality),
-        ("larger_study", "the-papers-comparison-small", length),
-        ("recall_study", "recall", recall),
+        ("decode_cpu", "speed.md#decoding", decoding),
+        ("operator_cpu", "speed.md#one-layer", one_layer),
+        ("model_cpu", "speed.md#whole-models", whole_model),
+        ("larger_study", "larger_study.md", quality),
+        ("larger_study", "larger_study.md", length),
+        ("recall_study", "recall_study.md", recall),
     ]
     rows, measured = [], {}
-    for number, (source, section, cells) in enumerate(figures, start=1):
-        rows.append([f"[{number}](benchmarks/README.md#{section})", *cells(records[source])])
+    for number, (source, page, cells) in enumerate(figures, start=1):
+        rows.append([f"[{number}](benchmarks/results/{page})", *cells(records[source])])
         measured.setdefault(footnote(records[source]), []).append(f"{number}")
     notes = [f"{', '.join(numbers)}: {note}" for note, numbers in measured.items()]
     return "\n\n".join([markdown(["", "figure", "Interdomain", "beside it"], rows), *notes])

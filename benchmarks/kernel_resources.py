@@ -390,7 +390,7 @@ def _distinct(problem: str) -> list[tuple[int, tuple[int, ...]]]:
 
 
 def short_table(record: dict) -> str:
-    """The first problem alone, for benchmarks/README.md."""
+    """The first problem alone, for benchmarks/results/gpu.md."""
     first = next(iter(PROBLEMS))
     rows = [row for row in record["rows"] if row["problem"] == first]
     others = dict.fromkeys(f"`{row['problem']}`" for row in record["rows"] if row["problem"] != first)

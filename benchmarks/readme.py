@@ -1,4 +1,8 @@
-"""The tables of the READMEs: between `<!-- table: NAME -->` and `<!-- end -->` stands what the result files say."""
+"""The tables of the pages: between `<!-- table: NAME -->` and `<!-- end -->` stands what the result files say.
+
+A study has a page of its own, `results/NAME.md` beside `results/NAME.json`; the tables of speed share
+`results/speed.md`, those of a GPU and of its kernels `results/gpu.md`, and README.md has the six figures.
+"""
 
 import importlib
 import re
@@ -8,13 +12,14 @@ from pathlib import Path
 from benchmarks import harness
 from benchmarks.harness import REPOSITORY
 
-READMES = (REPOSITORY / "README.md", REPOSITORY / "benchmarks" / "README.md")
+PAGES = (REPOSITORY / "README.md", *sorted((REPOSITORY / "benchmarks").rglob("*.md")))
+GPU = REPOSITORY / "benchmarks" / "results" / "gpu.md"
 MARKED = re.compile(r"<!-- table: (\w+) -->.*?<!-- end -->", re.DOTALL)
 
 
 def update(*files: Path) -> None:
-    """Fill the tables of these files, or of all READMEs that have any."""
-    for file in files or READMES:
+    """Fill the tables of these files, or of all pages that have any."""
+    for file in files or PAGES:
         text = file.read_text()
         filled = fill(text)
         if filled != text:
@@ -22,8 +27,8 @@ def update(*files: Path) -> None:
             print(f"The tables of {file} are new.")
 
 
-def add_tables(names: Iterable[str], file: Path = READMES[1], before: str = "### Still missing") -> None:
-    """Make room in a README for tables that have results now and had none before."""
+def add_tables(names: Iterable[str], file: Path = GPU, before: str = "## Still missing") -> None:
+    """Make room on a page for tables that have results now and had none before."""
     text = file.read_text()
     for name in names:
         if (harness.RESULTS / f"{name}.json").exists() and f"<!-- table: {name} -->" not in text:
@@ -47,7 +52,7 @@ def fill(text: str) -> str:
 
 
 def show(name: str) -> str:
-    """A table as it stands in a README. A module that reads several result files names them in `SOURCES`."""
+    """A table as it stands on a page. A module that reads several result files names them in `SOURCES`."""
     module = importlib.import_module(f"benchmarks.{name}")
     if hasattr(module, "SOURCES"):
         return module.table({source: harness.read(source) for source in module.SOURCES})

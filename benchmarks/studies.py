@@ -46,7 +46,7 @@ def show_or_run(
     make_run: Callable[[], Callable[..., dict]],
     table: Callable[[dict], str],
 ) -> None:
-    """What `parser` was asked for: the table of the runs so far, or those that are missing and the READMEs' tables.
+    """What `parser` was asked for: the table of the runs so far, or those that are missing and the tables of the pages.
 
     `make_run()`, called where there is something to run, gives the `run` of `run_missing`.
     """
