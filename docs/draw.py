@@ -83,17 +83,16 @@ def kept(name: str) -> list[int]:
 
 
 def draw_responses(axes: Axes, start: str) -> None:
-    found = responses(start).real
+    found = responses(start).real.numpy()
     for mode in SHOWN:
-        axes.plot(found[:, mode] / found[:, mode].abs().max(), label=f"mode {mode + 1}", linewidth=1.4)
+        axes.plot(found[:, mode] / abs(found[:, mode]).max(), label=f"mode {mode + 1}", linewidth=1.4)
     axes.set(xlabel="age of the token", ylabel="what is left of it", xlim=(0, AGES - 1))
     axes.legend(frameon=False, fontsize=8)
 
 
 def draw_kernel(axes: Axes, start: str) -> None:
-    found = kernel(start)
-    most = found.abs().max().item()
-    axes.imshow(found / most, vmin=-1, vmax=1, cmap="RdBu_r", interpolation="nearest")
+    found = kernel(start).numpy()
+    axes.imshow(found / abs(found).max(), vmin=-1, vmax=1, cmap="RdBu_r", interpolation="nearest")
     axes.set(xlabel="age of the value, b", ylabel="age of the key, a")
 
 

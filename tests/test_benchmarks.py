@@ -55,14 +55,14 @@ def test_operator_table(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("repository", "typed", "written"),
     [
-        ("/work/main", "/work/shared/data", "../shared/data"),
-        ("/work/main", "../shared/data", "../shared/data"),
-        ("/work/main", "--data=/work/main/runs/my texts", "'--data=runs/my texts'"),
-        ("/work/main", "/home/me/data", "~/data"),
-        ("/work/main", "--data=/home/me/my texts", "--data=~/'my texts'"),
+        ("/srv/project", "/srv/shared/data", "../shared/data"),
+        ("/srv/project", "../shared/data", "../shared/data"),
+        ("/srv/project", "--data=/srv/project/runs/my texts", "'--data=runs/my texts'"),
+        ("/srv/project", "/home/me/data", "~/data"),
+        ("/srv/project", "--data=/home/me/my texts", "--data=~/'my texts'"),
         ("/home/me/project", "/home/me/data", "../data"),
         ("/home/me/project", "/mnt/data", "../../../mnt/data"),
-        ("/work/main", "1.3b.*batch 1,", "'1.3b.*batch 1,'"),
+        ("/srv/project", "1.3b.*batch 1,", "'1.3b.*batch 1,'"),
     ],
 )
 def test_a_command_is_recorded_as_one_types_it(monkeypatch, repository, typed, written):
@@ -201,14 +201,17 @@ def test_a_stage_that_is_stopped_or_fails_says_so():
     assert gpu_day.run_stage(gpu_day.Stage("fail", ("-c", "raise SystemExit(3)"), 1), 30) == "failed with 3"
 
 
-def test_a_new_table_finds_its_place_in_the_readme(monkeypatch, tmp_path):
-    file = tmp_path / "README.md"
-    file.write_text("## On a GPU\n\n### Still missing\n")
+def test_a_new_table_finds_its_place_on_the_page(monkeypatch, tmp_path):
+    file = tmp_path / "gpu.md"
+    assert readme.GPU.read_text().count("\n## Still missing\n") == 1
+    file.write_text("# On a GPU\n\n## Still missing\n")
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     (tmp_path / "operator_gpu.json").write_text("{}")
     for _ in range(2):
         readme.add_tables(["operator_gpu", "decode_gpu"], file)
-    assert file.read_text().count("<!-- table: ") == 1 and "operator_gpu -->\n<!-- end -->\n\n###" in file.read_text()
+    assert (
+        file.read_text().count("<!-- table: ") == 1 and "operator_gpu -->\n<!-- end -->\n\n## Still" in file.read_text()
+    )
 
 
 def compiled(jobs: str) -> list[dict]:
@@ -300,7 +303,7 @@ def test_tables_are_filled_from_result_files(monkeypatch, tmp_path):
 
 def test_a_run_fills_the_tables_of_the_readmes(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
-    monkeypatch.setattr(readme, "READMES", [tmp_path / "README.md"])
+    monkeypatch.setattr(readme, "PAGES", [tmp_path / "README.md"])
     (tmp_path / "README.md").write_text("<!-- table: decode_cpu --> old <!-- end -->")
     record = decode_cpu.run(quick=True)
     monkeypatch.setattr(decode_cpu, "run", lambda quick: record)

@@ -1,4 +1,4 @@
-"""What examples/README.md says of Mamba-2 in the library itself, where it can be checked here, and of ours."""
+"""What examples/long-texts.md says of Mamba-2 in the library itself, where it can be checked here, and of ours."""
 
 from importlib.metadata import version
 from types import SimpleNamespace

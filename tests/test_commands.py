@@ -1,27 +1,24 @@
-"""Every command that a README names, and every one that a result file records, is one that its program takes."""
+"""Every command that a page names, and every one that a result file records, is one that its program takes."""
 
 import argparse
 import re
 import runpy
 import shlex
 import sys
-from pathlib import Path
 
 import pytest
 from transformers import HfArgumentParser
 
 from benchmarks.harness import RESULTS
+from tests.pages import pages
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-ROOMS = (".", "benchmarks", "conversion", "examples", "examples/lm_eval_tasks")
-READMES = [REPOSITORY / room / "README.md" for room in ROOMS]
 COMMAND = re.compile(r"python -m ((?:examples|conversion|benchmarks)[^`|\n]*)")
 RECORDED = re.compile(r'"command": "python -m ([^"]*)"')
 
 
 def commands() -> list[str]:
     """Program and arguments, comments left out, of every complete command."""
-    text = "\n".join(path.read_text() for path in READMES).replace("\\\n", " ")
+    text = "\n".join(path.read_text() for path in pages()).replace("\\\n", " ")
     recorded = "\n".join(path.read_text() for path in RESULTS.glob("*.json"))
     written = [*COMMAND.findall(text), *RECORDED.findall(recorded)]
     found = (shlex.join(shlex.split(command, comments=True)) for command in written)
@@ -46,7 +43,7 @@ def test_there_are_commands():
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # another test has imported the program
 @pytest.mark.parametrize("command", commands())
-def test_a_program_takes_the_arguments_that_a_readme_gives_it(monkeypatch, command):
+def test_a_program_takes_the_arguments_that_a_page_gives_it(monkeypatch, command):
     parse = argparse.ArgumentParser.parse_args
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop_after(parse))
     monkeypatch.setattr(HfArgumentParser, "parse_args_into_dataclasses", stop_after(parse))

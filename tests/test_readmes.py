@@ -1,6 +1,5 @@
-"""The READMEs: links lead somewhere, tables and sentences say what the result files say, the map shows every room."""
+"""The pages: links lead somewhere, tables and sentences say what the result files say, the map shows every room."""
 
-import fnmatch
 import itertools
 import math
 import re
@@ -26,7 +25,7 @@ from benchmarks import (
 )
 from benchmarks.adapter_study import RATES
 from benchmarks.harness import RESULTS, read
-from benchmarks.readme import MARKED, READMES, REPOSITORY
+from benchmarks.readme import MARKED, PAGES
 from benchmarks.recall_study import (
     BRACKETED,
     CONDITIONS,
@@ -37,44 +36,50 @@ from benchmarks.recall_study import (
     item,
     tried_rates,
 )
+from tests.pages import REPOSITORY, anchors, links, page_name, pages, prose
 
-MAIN, STUDIES = READMES
-ROOMS = (".", "benchmarks", "conversion", "examples", "examples/lm_eval_tasks", "tests/transformers_suite")
-TABLES = [(file, name) for file in READMES for name in MARKED.findall(file.read_text())]
-
-
-def outside_code(file: Path) -> str:
-    return re.sub(r"^```.*?^```$|^    .*?$|`[^`\n]*`", "", file.read_text(), flags=re.DOTALL | re.MULTILINE)
-
-
-def anchors(file: Path) -> set[str]:
-    """What headings are called in links: lower case, without punctuation, with hyphens for spaces."""
-    headings = re.findall(r"^#+ (.*)$", outside_code(file), flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+MAIN, CONTRIBUTING, SHAPES, INDEX = (
+    REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "configuration/README.md", "benchmarks/README.md")
+)
+ALL = pages()
+TABLES = [(file, table) for file in ALL for table in MARKED.findall(file.read_text())]
+STUDIES = sorted(file for file in RESULTS.glob("*.md"))
 
 
-def test_every_readme_is_looked_at():
-    found = itertools.chain(*(REPOSITORY.glob(f"{depth}README.md") for depth in ("", "[a-z]*/", "[a-z]*/[a-z]*/")))
-    rooms = {path.parent.relative_to(REPOSITORY) for path in found}
-    assert {room for room in rooms if room.parts[:1] != ("runs",)} == {Path(room) for room in ROOMS}
+def test_pages_are_found():
+    assert {MAIN, CONTRIBUTING, SHAPES, INDEX, *STUDIES} <= set(ALL) and len(ALL) > 30
+    assert {file for file, _ in TABLES} == {MAIN, *STUDIES} <= set(PAGES), "what --readme writes"
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_links_lead_somewhere(room):
-    file = REPOSITORY / room / "README.md"
-    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", outside_code(file)) if "://" not in link]
-    for link in links:
-        path, _, anchor = link.partition("#")
-        target = file.parent / path if path else file
-        assert target.exists(), f"{file} links to {path}"
-        assert not anchor or anchor in anchors(target), f"{file} links to {link}"
+@pytest.mark.parametrize("file", ALL, ids=page_name)
+def test_links_lead_somewhere(file):
+    for target, anchor in links(file):
+        assert target.exists(), f"{file} links to {target}"
+        assert not anchor or anchor in anchors(target), f"{file} links to {target}#{anchor}"
 
 
-WRITTEN = [REPOSITORY / room / "README.md" for room in ROOMS]
-WRITTEN += [REPOSITORY / "model_cards" / "template.md", *sorted(RESULTS.glob("*.json"))]
+def test_every_page_is_found_from_the_first():
+    seen, waiting = set(), [MAIN]
+    while waiting:
+        file = waiting.pop().resolve()
+        if file not in seen and file.suffix == ".md":
+            seen.add(file)
+            waiting += [target for target, _ in links(file)]
+    assert seen == set(ALL) - {REPOSITORY / "model_cards" / "template.md"}
 
 
-@pytest.mark.parametrize("file", WRITTEN, ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_what_code_says_of_a_page_is_there():
+    """A path to a page in a comment, a docstring or a message, from the root of the repository."""
+    named_pages = re.compile(r"\b(?:docs|benchmarks|examples|conversion|configuration|model_cards)/[\w/.-]+\.md\b")
+    sources = [
+        file for room in ("*", "[a-z]*/*", "modeling_interdomain/**/*") for file in REPOSITORY.glob(f"{room}.py")
+    ]
+    for file in sources:
+        for page in named_pages.findall(file.read_text()):
+            assert (REPOSITORY / page).exists(), f"{file} names {page}"
+
+
+@pytest.mark.parametrize("file", [*ALL, *sorted(RESULTS.glob("*.json"))], ids=page_name)
 def test_no_file_says_where_a_machine_keeps_its_files(file):
     """After a space, a quote, a bracket or "=", a slash begins a path from the root; one of the server's is none."""
     assert re.findall(r"(?:^|(?<=[\s\"'`(=\[]))/(?!v1/)\w[^\s\"'`)]*", file.read_text(), flags=re.MULTILINE) == []
@@ -82,10 +87,28 @@ def test_no_file_says_where_a_machine_keeps_its_files(file):
 
 def test_a_newcomer_reads_it_in_five_minutes():
     text = MAIN.read_text()
-    assert text.count("\n") <= 150 and text.index("make quickstart") < text.index("make test") < 300
+    assert text.count("\n") <= 100 and len(text.split()) <= 1000
+    assert text.index("make quickstart") < text.index("make test") < 300
 
 
-@pytest.mark.parametrize(("file", "name"), TABLES, ids=[f"{file.parent.name}-{name}" for file, name in TABLES])
+@pytest.mark.parametrize("file", ALL, ids=page_name)
+def test_pages_are_short(file):
+    size = file.stat().st_size
+    assert size <= (6_144 if file == INDEX else 25_000)
+    if file not in STUDIES:
+        return
+    text = file.read_text()
+    if file.stem == "speed":  # tables that share a page
+        assert all(len(prose(f"## {part}")) <= 8 for part in text.split("\n## ")[1:])
+    else:
+        assert len(prose(text)) <= 40
+
+
+def test_every_study_is_in_the_index():
+    assert {target.resolve() for target, _ in links(INDEX)} >= set(STUDIES)
+
+
+@pytest.mark.parametrize(("file", "name"), TABLES, ids=[f"{file.stem}-{name}" for file, name in TABLES])
 def test_tables_say_what_the_result_files_say(file, name):
     if name == "kernel_resources":
         pytest.importorskip("triton", reason="Triton is not installed on this machine.")
@@ -95,8 +118,11 @@ def test_tables_say_what_the_result_files_say(file, name):
 
 
 def test_every_result_has_its_table():
-    assert {name for file, name in TABLES if file == STUDIES} == {path.stem for path in RESULTS.glob("*.json")}
     assert [name for file, name in TABLES if file == MAIN] == ["headlines"]
+    shown = {name: file for file, name in TABLES if file != MAIN}
+    assert len(shown) == len(TABLES) - 1 and shown.keys() == {path.stem for path in RESULTS.glob("*.json")}
+    own = {name: file.stem for name, file in shown.items() if file.stem not in ("speed", "gpu")}
+    assert own == {study: study for study in own} and {name for name in shown if "study" in name} <= own.keys()
 
 
 def test_headlines_follow_the_result_files():
@@ -114,6 +140,32 @@ def test_headlines_follow_the_result_files():
 
 
 # ------------------------------------------------------------------------------------------ sentences
+
+
+def test_what_the_index_says():
+    """Its figures in words; what it says without a figure is said again, and checked, below."""
+    layer = {row["length"]: row.get("ratio") for row in read("operator_cpu")["forward"]}
+    assert layer[1024] < 1 and round(layer[16384]) == 8
+    early, late = (row["ratio"] for row in read("model_cpu")["decode"][:2])
+    assert round(early, 1) == 1 and round(late) == 3
+    assert read("decode_cpu")["positions"][1]["position"] == 65_536
+    assert read("rollback_cpu")["crop"]["ratio"] < 1
+    taken = {way: times["median"] for way, times in read("batch_cpu")["times"].items()}
+    assert round(taken["one by one"] / taken["refilled rows"]) == 2
+    assert 1.3 < taken["padded batches"] / taken["refilled rows"] < 1.4, "a third"
+    text = INDEX.read_text()
+    larger = {}
+    for row in read("larger_study")["runs"]:
+        larger.setdefault(row["condition"], []).append(condition_study.score(row))
+    ours, *others = (statistics.mean(larger[name]) for name in ("interdomain", "s4d", "softmax"))
+    below = [round(100 * (1 - math.exp(ours - other))) for other in others]
+    size = max(row["parameters"] for row in read("larger_study")["runs"]) / 1e6
+    assert f"{below[0]}% below S4D-only and {below[1]}% below softmax at {size:.1f}M parameters" in text
+    recall = {
+        name: statistics.median(row["accuracy"] for row in best_runs(read("recall_study")["runs"], name, SETTINGS[0]))
+        for name in ("recall", "Interdomain")
+    }
+    assert f"{recall['recall']:.0%} of 8 pairs, a random start {recall['Interdomain']:.0%}" in text
 
 
 def test_what_is_said_of_speed():
@@ -654,22 +706,41 @@ def test_what_is_said_of_images_conversion_and_kernels():
 # ------------------------------------------------------------------------------------------ the map
 
 
-def named(pattern: str) -> list[str]:
-    return re.findall(pattern, MAIN.read_text(), flags=re.MULTILINE)
+def section(file: Path, title: str) -> str:
+    return file.read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
-def test_the_map_names_every_folder_and_every_family():
-    folders = {path.parent.name for path in REPOSITORY.glob("[a-z]*/*.py")} | {"configuration", "recipes"}
-    assert set(named(r"^\| \[?`?([a-z_]+)/`?")) == folders - {"runs"}
-    families = [name for row in named(r"^\| (`[a-z_`*, ]+) \| ") for name in re.findall(r"`([a-z_]+\*?)`", row)]
-    for path in (REPOSITORY / "modeling_interdomain").glob("[a-z]*.py"):
-        assert any(fnmatch.fnmatch(path.stem, family) for family in families), f"{path.name} has no family in the map"
+def first_cells(text: str) -> list[str]:
+    """What stands as code in the first column of a table, or is the text of its link."""
+    cells = re.findall(r"^\| ([^|]*) \|", text, flags=re.MULTILINE)
+    return [
+        found for cell in cells for found in re.findall(r"`([^`]+)`|\[([^\]]+)\]\(", cell) for found in found if found
+    ]
+
+
+def test_the_map_names_every_folder_and_every_room():
+    folders = {f"{path.parent.name}/" for path in REPOSITORY.glob("[a-z]*/*.py")} | {"configuration/", "recipes/"}
+    assert set(first_cells(section(CONTRIBUTING, "Folders"))) == folders - {"runs/"}
+    package = REPOSITORY / "modeling_interdomain"
+    rooms = {f"{path.parent.relative_to(package).as_posix()}/" for path in package.glob("*/**/*.py")}
+    entries = {path.name for path in package.glob("*.py")} - {"__init__.py"}
+    named = first_cells(section(CONTRIBUTING, "Rooms of the package"))
+    assert sorted(named) == sorted(rooms | entries), "each room once"
+
+
+def test_the_map_names_files_that_are_there():
+    package = REPOSITORY / "modeling_interdomain"
+    for path in re.findall(r"`((?:\w+/)+\w+\.py)`", CONTRIBUTING.read_text()):
+        assert (package / path).exists() or (REPOSITORY / path).exists(), path
+    for page in ("docs/how-it-works.md",):
+        for path in re.findall(r"`((?:\w+/)+\w+\.py)`", (REPOSITORY / page).read_text()):
+            assert (package / path).exists(), path
 
 
 def test_every_configuration_is_named():
-    patterns = named(r"`((?:[a-z0-9]|-|\{[^}]*\})+)`")
+    patterns = re.findall(r"`((?:[a-z0-9]|-|\.|\{[^}]*\})+)`", section(SHAPES, "The folders"))
     shapes = set()
     for pattern in patterns:
         parts = [part.strip("{}").split(",") for part in re.findall(r"\{[^}]*\}|[^{]+", pattern)]
         shapes |= {"".join(choice) for choice in itertools.product(*parts)}
-    assert {path.parent.name for path in (REPOSITORY / "configuration").glob("*/config.json")} <= shapes
+    assert {path.parent.name for path in (REPOSITORY / "configuration").glob("*/config.json")} == shapes

@@ -91,7 +91,7 @@ def test_a_study_that_ends_writes_its_table(monkeypatch, tmp_path, study):
     monkeypatch.setattr(start_study, "RUNS", [])
     monkeypatch.setattr(conversion_study, "run", lambda data: record)
     monkeypatch.setattr(conversion_study, "FILE", tmp_path / "conversion_study.json")
-    monkeypatch.setattr(readme, "READMES", [tmp_path / "README.md"])
+    monkeypatch.setattr(readme, "PAGES", [tmp_path / "README.md"])
     (tmp_path / "README.md").write_text(f"<!-- table: {name} --><!-- end -->")
     monkeypatch.setattr(sys, "argv", [name, "--threads", str(torch.get_num_threads())])
     study.main()
