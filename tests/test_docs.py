@@ -25,8 +25,10 @@ def test_the_script_draws_every_picture_that_is_shown(drawn):
     assert all(file.read_text().startswith("<?xml") and file.stat().st_size > 10_000 for file in drawn)
 
 
-def test_the_same_numbers_give_the_same_picture(drawn, tmp_path):
-    assert [file.read_bytes() for file in draw.draw(tmp_path)] == [file.read_bytes() for file in drawn]
+def test_the_same_numbers_give_the_same_picture(drawn, tmp_path, monkeypatch):
+    monkeypatch.setattr(draw, "DRAWN", {"kernels": draw.kernels})
+    (again,) = draw.draw(tmp_path)
+    assert again.read_bytes() == next(file for file in drawn if file.name == again.name).read_bytes()
 
 
 @pytest.mark.parametrize("start", ["random", "recall"])
