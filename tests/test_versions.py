@@ -46,6 +46,7 @@ UNPINNED = {
 EXTRAS = {
     "modeling_interdomain": ["triton", "kernels"],
     "conversion": ["examples"],
+    "docs": ["examples"],
     "model_cards": ["examples"],
     "benchmarks": ["examples", "triton"],
     "examples": ["examples", "evaluation", "serving"],
