@@ -2,9 +2,9 @@
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from .classifier_interdomain import InterdomainForSequenceClassification
 from .configuration_interdomain import InterdomainConfig
 from .generation.prompt_store import StateStore
-from .inputs.layer_losses import add_layer_loss
 from .layers.recorded import AuxiliaryLoss, ChosenExperts
 from .mixers.base import TokenMixer
 from .model_cache.cache import InterdomainCache, InterdomainStaticCache
@@ -12,7 +12,6 @@ from .model_cache.spans import cut_cache, join_caches
 from .model_cache.state_tuning import add_learned_state, load_learned_state, save_learned_state
 from .modeling_interdomain import (
     InterdomainForCausalLM,
-    InterdomainForSequenceClassification,
     InterdomainModel,
     InterdomainPreTrainedModel,
 )
@@ -21,6 +20,7 @@ from .ops.interdomain.entry import interdomain_attention, interdomain_step
 from .ops.interdomain.map import interdomain_attention_map
 from .ops.selective_scan.entry import selective_scan, selective_scan_step
 from .ops.ssd.entry import ssd_attention, ssd_step
+from .outputs.layer_losses import add_layer_loss
 from .parallel.sequence import sequence_piece
 from .registry import register_feed_forward, register_token_mixer
 from .saving.code import write_code

@@ -22,7 +22,7 @@ AUTO_MAP = {
     "AutoConfig": "modeling_interdomain.InterdomainConfig",
     "AutoModel": "modeling_interdomain.InterdomainModel",
     "AutoModelForCausalLM": "modeling_interdomain.InterdomainForCausalLM",
-    "AutoModelForSequenceClassification": "modeling_interdomain.InterdomainForSequenceClassification",
+    "AutoModelForSequenceClassification": "classifier_interdomain.InterdomainForSequenceClassification",
     # The only Auto class through which `transformers serve` loads code from a folder; any language model can decide.
     "AutoModelForDecision": "modeling_interdomain.InterdomainForCausalLM",
 }

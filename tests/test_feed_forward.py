@@ -21,7 +21,7 @@ from modeling_interdomain import (
     register_feed_forward,
 )
 from modeling_interdomain.feed_forwards import mlp as feed_forward_mlp
-from modeling_interdomain.inputs import layer_losses as module_layer_losses
+from modeling_interdomain.outputs import layer_losses as module_layer_losses
 from modeling_interdomain.registry import FEED_FORWARDS
 
 REFUSED = (ValueError, StrictDataclassError)

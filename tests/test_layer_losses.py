@@ -12,7 +12,7 @@ from examples import train
 from examples.recall import Pairs, answers
 from examples.training import next_token_loss
 from modeling_interdomain import InterdomainForCausalLM
-from modeling_interdomain.inputs import layer_losses as module_layer_losses
+from modeling_interdomain.outputs import layer_losses as module_layer_losses
 from modeling_interdomain.registry import FEED_FORWARDS, TOKEN_MIXERS
 from tests.test_feed_forward import Balanced
 

@@ -719,7 +719,7 @@ def test_parameter_counts_of_variants(coefficient_matrix, normalize):
     assert count == COUNTS["interdomain-125m"] - missing
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in PRESETS.iterdir()))
+@pytest.mark.parametrize("name", sorted(path.name for path in PRESETS.iterdir() if path.is_dir()))
 def test_presets_are_complete(name):
     config = AutoConfig.from_pretrained(PRESETS / name)
     assert config.model_type == "interdomain"

@@ -28,7 +28,7 @@ AUTO_MAP = {
     "AutoConfig": "modeling_interdomain.InterdomainConfig",
     "AutoModel": "modeling_interdomain.InterdomainModel",
     "AutoModelForCausalLM": "modeling_interdomain.InterdomainForCausalLM",
-    "AutoModelForSequenceClassification": "modeling_interdomain.InterdomainForSequenceClassification",
+    "AutoModelForSequenceClassification": "classifier_interdomain.InterdomainForSequenceClassification",
     "AutoModelForDecision": "modeling_interdomain.InterdomainForCausalLM",
 }
 
@@ -159,8 +159,8 @@ def test_saved_folder_names_every_class(name, saved):
 def test_saved_folder_holds_what_the_model_needs(name, saved, models):
     """Modules of the package under their paths with underscores: those that the entry imports, and no others."""
     shipped = {path.name for path in (saved / name).glob("*.py")}
-    needed = {Path(file).name for file in get_relative_import_files(saved / name / "modeling_interdomain.py")}
-    assert shipped == needed | {"modeling_interdomain.py"}
+    needed = {Path(file).name for file in get_relative_import_files(saved / name / "classifier_interdomain.py")}
+    assert shipped == needed | {"classifier_interdomain.py"}
     modules = {path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py")}
     assert shipped <= {"_".join(module.parts) + ".py" for module in modules}
     assert "saving_code.py" not in shipped

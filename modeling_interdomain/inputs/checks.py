@@ -1,6 +1,5 @@
 """What a forward refuses, one sentence each, before anything is computed or written."""
 
-from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -429,15 +428,3 @@ def check_sequence_losses(model: nn.Module) -> None:
             "The auxiliary loss of experts is a statistic of all tokens, which a piece does not know: leave "
             "sequence_group out in training."
         )
-
-
-def check_checkpointing(modules: Iterable[nn.Module]) -> None:
-    """Reentrant checkpointing hands on the outputs of layers alone: an auxiliary loss would have no gradient."""
-    for module in modules:
-        keywords = getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", None)
-        reentrant = keywords is not None and keywords.get("use_reentrant", True)  # what PyTorch does unless told
-        if reentrant and getattr(module, "gradient_checkpointing", False):
-            raise ValueError(
-                "The auxiliary losses of the layers get no gradient from reentrant gradient checkpointing: ask for "
-                '{"use_reentrant": False}, the default.'
-            )

@@ -69,6 +69,9 @@ def model_fingerprint(model: nn.Module) -> str:
     parameters, buffers = dict(decoder.named_parameters()), dict(decoder.named_buffers())
     with torch.no_grad():
         everything = parameters | buffers | _packed(decoder)
+        # Version 0.1 had them twice, and its files of states are of the same models.
+        twice = {name: x for name, x in buffers.items() if name.endswith(".inv_freq")}
+        everything |= {name.replace(".inv_freq", ".original_inv_freq"): x for name, x in twice.items()}
         versions = tuple((x.data_ptr(), x._version) for x in buffers.values() if not x.is_inference())
         name = "weights", versions, _checksum(list(everything.values()))
         weights = decoder.fingerprints.get(name, list(parameters.values()), lambda _: _hash(everything))
@@ -77,6 +80,7 @@ def model_fingerprint(model: nn.Module) -> str:
         for field in sorted(_fields_of(type(decoder.config)))
         if field not in _WITHOUT_EFFECT and hasattr(decoder.config, field)
     }
+    # Of the decoder itself `active_adapters` is a method of the library, whose text is the tree of modules.
     switches = [
         [name, *(getattr(module, switch, None) for switch in _SWITCHES)]
         for name, module in decoder.named_modules()

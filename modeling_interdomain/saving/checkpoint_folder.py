@@ -5,6 +5,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from json import JSONDecodeError
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -45,3 +46,33 @@ def damaged_weights(folder: str | os.PathLike) -> list[str]:
         except SafetensorError:
             damaged.append(path.name)
     return damaged
+
+
+class CheckpointFolders:
+    """The part of a model that loads and saves folders. It stands before the library's class, which does the rest."""
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        """As in the library; weights that cannot be read are named."""
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        except (SafetensorError, JSONDecodeError) as error:
+            files = ", ".join(damaged_weights(pretrained_model_name_or_path)) or "weights"
+            raise OSError(
+                f"{pretrained_model_name_or_path} has {files} that cannot be read ({error}); copy or download again, "
+                "from the Hub with force_download=True."
+            ) from error
+
+    def save_pretrained(
+        self, save_directory, is_main_process=True, state_dict=None, push_to_hub=False, *args, **kwargs
+    ):
+        """As in the library; a checkpoint that is already there is replaced when the new one is complete.
+
+        A full disk so loses none. The configuration writes the code for `trust_remote_code` beside itself.
+        """
+        arguments = (is_main_process, state_dict, push_to_hub, *args)
+        if push_to_hub or kwargs.get("distributed_checkpoint") or not holds_weights(save_directory):
+            super().save_pretrained(save_directory, *arguments, **kwargs)
+            return
+        with replacing(save_directory, kwargs.get("variant")) as folder:
+            super().save_pretrained(folder, *arguments, **kwargs)

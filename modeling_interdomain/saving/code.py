@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).parents[1]
-# The library's loader asks a folder for `module.Class`, so these two keep their names.
-ENTRIES = ("configuration_interdomain", "modeling_interdomain")
+# The library's loader asks a folder for `module.Class`, so these keep their names.
+ENTRIES = ("configuration_interdomain", "modeling_interdomain", "classifier_interdomain")
 REGISTRY = "registry"
 # Tables of the registry, and the fields of a configuration that name their parts.
 _TABLES = {"TOKEN_MIXERS": "mixers_per_layer", "FEED_FORWARDS": "feed_forwards_per_layer"}

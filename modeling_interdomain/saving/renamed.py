@@ -31,18 +31,19 @@ RENAMED = {
     "module_ssd": "mixers.ssd.recurrence",
     "op_sparse_stream": "ops.sparse.stream",
 }
-# Classes that left their module.
+# Classes that left their module, and where they are.
 MOVED = {
-    "layers.common": "AuxiliaryLoss",
-    "mixers.sparse.choice": "RankingLoss",
-    "feed_forwards.cross_domain_moe": "ChosenExperts",
+    "AuxiliaryLoss": ("layers.common", "layers.recorded"),
+    "ChosenExperts": ("feed_forwards.cross_domain_moe", "layers.recorded"),
+    "InterdomainForSequenceClassification": ("modeling_interdomain", "classifier_interdomain"),
+    "PatchEmbedding": ("modeling_interdomain", "classifier_interdomain"),
+    "RankingLoss": ("mixers.sparse.choice", "layers.recorded"),
 }
 
 
 def let_old_pickles_load(package: str) -> None:
     """Let the old names stand for the modules as they are now."""
-    recorded = import_module(f"{package}.layers.recorded")
     for old, new in RENAMED.items():
-        module = sys.modules[f"{package}.{old}"] = import_module(f"{package}.{new}")
-        if name := MOVED.get(new):
-            setattr(module, name, getattr(recorded, name))
+        sys.modules[f"{package}.{old}"] = import_module(f"{package}.{new}")
+    for name, (old, new) in MOVED.items():
+        setattr(import_module(f"{package}.{old}"), name, getattr(import_module(f"{package}.{new}"), name))

@@ -1,6 +1,7 @@
 """How a sparse branch chooses keys: a hash of random projections, and a learned score with a loss of its own."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,6 +42,15 @@ class SparseHash(Float32Module):
         self.kind = config.sparse_hash
         self.register_buffer("H", torch.randn(heads, config.sparse_key_dim, config.sparse_hash_size))
         self.draw = DrawnAnew(1.0)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "draw" not in self._modules:  # a pickle of version 0.1
+            self.draw = DrawnAnew(1.0).train(self.training)
+
+    def __repr__(self) -> str:
+        # The fingerprint of a state covers the tree of modules as it is printed, and is older than `draw`.
+        return "SparseHash()"
 
     def start_parameters(self, config) -> None:
         init.normal_(self.H)

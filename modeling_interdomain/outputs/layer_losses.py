@@ -1,12 +1,23 @@
-"""What the layers add to the loss of training, where the loss is made outside of the model."""
+"""What the layers add to the loss of training, whoever makes that loss: a head of ours, a trainer, one's own loop."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import wraps
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.utils import logging
 
+from ..layers.recorded import AuxiliaryLoss, RankingLoss
+from .model_outputs import InterdomainModelOutput
+
 logger = logging.get_logger(__name__)
+
+# What layers hand on for the loss of training, and what of the configuration it is multiplied with.
+LAYER_LOSSES = {
+    "auxiliary_losses": (AuxiliaryLoss, "aux_loss_coef"),
+    "ranking_losses": (RankingLoss, "ranking_loss_coef"),
+}
 
 
 def add_layer_loss(compute_loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -114,3 +125,74 @@ def trained_along(hidden_states: torch.Tensor, layer_loss: torch.Tensor | None) 
     if layer_loss is None or not layer_loss.requires_grad:
         return hidden_states
     return _Alongside.apply(hidden_states, layer_loss.to(hidden_states.device))
+
+
+def check_checkpointing(modules: Iterable[nn.Module]) -> None:
+    """Reentrant checkpointing hands on the outputs of layers alone: an auxiliary loss would have no gradient."""
+    for module in modules:
+        keywords = getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", None)
+        reentrant = keywords is not None and keywords.get("use_reentrant", True)  # what PyTorch does unless told
+        if reentrant and getattr(module, "gradient_checkpointing", False):
+            raise ValueError(
+                "The auxiliary losses of the layers get no gradient from reentrant gradient checkpointing: ask for "
+                '{"use_reentrant": False}, the default.'
+            )
+
+
+class LayerLosses:
+    """The part of a model that asks its layers for their losses and adds them up."""
+
+    config: Any
+    training: bool
+    modules: Any
+
+    def _ask_for_losses(self, kwargs: dict[str, Any]) -> None:
+        """In training, have the forward hand on what layers add to the loss."""
+        for name, (kind, _) in LAYER_LOSSES.items() if self.training else ():
+            kwargs[f"output_{name}"] = any(isinstance(module, kind) for module in self.modules())
+            if kwargs[f"output_{name}"]:
+                check_checkpointing(self.modules())
+
+    def _counts_labels(self) -> bool:
+        """Whether the loss is one of the library's, which takes the number of labels, and otherwise is NaN for none."""
+        return not hasattr(self, "_loss_function")
+
+    def _layer_losses(self, outputs, names=tuple(LAYER_LOSSES)) -> dict[str, torch.Tensor | None]:
+        """`layer_loss` and `aux_loss`."""
+        layer_loss, totals = None, {}
+        for name in names:
+            coefficient, losses = LAYER_LOSSES[name][1], getattr(outputs, name)
+            if not losses:
+                continue
+            totals[name] = total = sum(x.to(losses[-1].device) for x in losses)
+            if self.training:
+                scaled = getattr(self.config, coefficient) * total
+                layer_loss = scaled if layer_loss is None else layer_loss + scaled.to(layer_loss.device)
+        return {"layer_loss": layer_loss, "aux_loss": totals.get("auxiliary_losses")}
+
+
+def trains_layers(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a base model: what layers add to a loss is trained along where the caller, unlike our heads, does not ask.
+
+    Whoever asks for these losses (`output_auxiliary_losses`, `output_ranking_losses`) adds them.
+    """
+
+    @wraps(forward)
+    def run(self, *args, **kwargs):
+        if not (self.training and torch.is_grad_enabled()):
+            return forward(self, *args, **kwargs)
+        left_out = [name for name in LAYER_LOSSES if f"output_{name}" not in kwargs]
+        if not left_out:
+            return forward(self, *args, **kwargs)
+        self._ask_for_losses(kwargs)
+        named = kwargs.pop("return_dict", self.config.return_dict)
+        outputs = forward(self, *args, **kwargs, return_dict=True)
+        before, found = outputs.last_hidden_state, self._layer_losses(outputs, left_out)["layer_loss"]
+        last = trained_along(before, found)
+        kept = {name: x for name, x in outputs.items() if name not in left_out} | {"last_hidden_state": last}
+        if outputs.hidden_states:
+            kept["hidden_states"] = tuple(last if x is before else x for x in outputs.hidden_states)
+        outputs = InterdomainModelOutput(**kept)
+        return outputs.to_tuple() if named is False else outputs
+
+    return run

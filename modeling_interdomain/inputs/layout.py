@@ -1,0 +1,201 @@
+"""What the tokens of a forward are: where each stands, what it may see, and on what the layers work."""
+
+from typing import Any, NamedTuple
+
+import torch
+from transformers.cache_utils import Cache
+
+from ..layers.common import forget_tables
+from ..model_cache.cache import InterdomainCache, begins_text, note_reader, ready_to_step
+from ..ops.common.common import (
+    Packing,
+    all_real,
+    cu_seqlens_from_numbers,
+    cu_seqlens_from_positions,
+    document_of_tokens,
+    in_graph,
+    packing_from_documents,
+    packing_from_mask,
+    positions_from_cu_seqlens,
+    values_at_hand,
+)
+from .checks import (
+    check_cache,
+    check_causal,
+    check_cu_seqlens,
+    check_dynamic_mask,
+    check_forks,
+    check_mask,
+    check_positions,
+    check_room,
+    check_seq_idx,
+    check_sequence_group,
+    check_sequence_losses,
+    check_trace,
+)
+from .masks import masks_by_kind
+
+
+class TokenLayout(NamedTuple):
+    """Decided once in a forward, before its layers.
+
+    Attributes:
+        inputs_embeds: as given; a compiled graph computes them after a check.
+        cache: that which was given, or made; or None.
+        seen: how many tokens it had read, -1 where nobody may look.
+        position_ids: `[B or 1, T]`.
+        documents: `[B, T]`, the number of each token's packed document, or None.
+        masks: by kind of layer.
+        packing: what recurrent layers work on where some tokens are pads, or documents are packed. None where all rows
+            are whole, and for a step, one token in place, which heeds the mask of its kind.
+        arguments: what the layers are called with beside.
+    """
+
+    inputs_embeds: torch.Tensor
+    cache: Cache | None
+    seen: int
+    position_ids: torch.Tensor
+    documents: torch.Tensor | None
+    masks: dict[str, Any]
+    packing: Packing | None
+    arguments: dict[str, Any]
+
+
+def lay_out(
+    model,
+    config,
+    layers,
+    inputs_embeds: torch.Tensor,
+    attention_mask,
+    position_ids: torch.Tensor | None,
+    cache: Cache | None,
+    use_cache: bool | None,
+    sequence_group: Any,
+    kwargs: dict[str, Any],
+) -> TokenLayout:
+    """The layout of the arguments of `InterdomainModel.forward`; a cache is made where one is wanted.
+
+    Raises:
+        ValueError: when they do not fit the model or each other, before the cache is touched.
+    """
+    shape, mixers = inputs_embeds.shape[:2], [layer.token_mixer for layer in layers]
+    seen = _check(config, mixers, shape, attention_mask, position_ids, cache, kwargs)
+    arguments, piece = dict(kwargs), None
+    if sequence_group is not None:
+        from ..parallel.sequence import place_piece
+
+        check_sequence_losses(model)
+        check_sequence_group(sequence_group, config, mixers, cache, attention_mask, kwargs)
+        given: Any = attention_mask, position_ids, kwargs.get("cu_seq_lens_q"), cache is None
+        piece, position_ids, cu_seqlens = place_piece(sequence_group, inputs_embeds, *given)
+        arguments["piece"] = piece
+    else:
+        cu_seqlens = _documents(kwargs, position_ids, attention_mask, cache, shape)
+    if torch.jit.is_tracing():
+        check_trace(config, cache, shape[1], cu_seqlens is not None)
+
+    longest = seen + shape[1] if position_ids is None and _is_at_hand(seen) else None
+    if position_ids is None:
+        position_ids = _default_positions(attention_mask, cu_seqlens, seen, shape, inputs_embeds.device)
+    inputs_embeds = check_dynamic_mask(config, inputs_embeds, position_ids, longest)
+    forks = check_forks(attention_mask, config, mixers, cache, shape)
+    packed = forks is not None or (cu_seqlens is not None if piece is None else piece.packed)
+    cacheable = not packed and not (model.training and torch.is_grad_enabled()) and not config.bidirectional
+    if use_cache and cache is None and cacheable:
+        cache = InterdomainCache(config)
+    if not torch.compiler.is_compiling():
+        note_reader(cache, model)
+        if begins_text(cache):
+            forget_tables(model)
+
+    documents = None if cu_seqlens is None else document_of_tokens(cu_seqlens, shape.numel()).view(shape)
+    if isinstance(attention_mask, dict):
+        masks = dict(attention_mask)
+    else:
+        masks = masks_by_kind(config, inputs_embeds, attention_mask, cache, documents)
+    if cu_seqlens is not None and "flash" in config._attn_implementation:
+        arguments |= _varlen_arguments(cu_seqlens, masks.get("full_attention"))
+    if config.output_attentions:
+        arguments.setdefault("output_attentions", True)
+    mask, packing = masks.get("linear_attention"), None
+    if piece is not None or not _is_step(model.config, cache, shape[1]):
+        packing = forks or _packing(mask, cu_seqlens, shape)
+        masks["linear_attention"] = None
+    elif mask is not None and all_real(mask):
+        masks["linear_attention"] = None
+    seen = int(seen) if _is_at_hand(seen) else -1
+    return TokenLayout(inputs_embeds, cache, seen, position_ids, documents, masks, packing, arguments)
+
+
+def _check(config, mixers, shape, attention_mask, position_ids, cache, kwargs) -> int | torch.Tensor:
+    """What can be said of each argument alone; returns how many tokens the cache has read."""
+    check_cache(cache, config, mixers, shape[0])
+    seen = 0 if cache is None else cache.get_seq_length()
+    if cache is not None and _is_at_hand(seen):
+        check_room(cache, int(seen) + shape[1])
+    check_mask(attention_mask, seen, *shape)
+    check_causal(config, kwargs.get("is_causal"))
+    check_positions(position_ids, *shape)
+    return seen
+
+
+def _is_step(config, cache: Cache | None, length: int) -> bool:
+    """Whether the recurrent layers take one in-place step, which heeds a mask without packing."""
+    if cache is None or length != 1 or torch.is_grad_enabled() or config.backend not in ("auto", "triton"):
+        return False
+    return ready_to_step(cache)
+
+
+def _is_at_hand(seen: int | torch.Tensor) -> bool:
+    """Whether a count can be looked at without waiting for a GPU or breaking a graph."""
+    if isinstance(seen, torch.Tensor):
+        return values_at_hand(seen)
+    return isinstance(seen, int)  # not a symbol of an exported graph
+
+
+def _documents(kwargs: dict[str, Any], position_ids, attention_mask, cache, shape) -> torch.Tensor | None:
+    """The ends of packed documents: as they are given, or where positions restart (without a mask and a cache)."""
+    given = {name: kwargs.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")}
+    if cache is not None and (told := [name for name, x in given.items() if x is not None]):
+        raise ValueError(f"{told[0]} packs whole documents, so it cannot continue from past_key_values.")
+    ends, keys, numbers = given.values()
+    if ends is not None or keys is not None:
+        check_cu_seqlens(ends, keys, *shape)
+    if numbers is not None:
+        check_seq_idx(numbers, ends, *shape)
+    if ends is not None:
+        return ends
+    if numbers is not None:
+        return cu_seqlens_from_numbers(numbers)
+    if position_ids is None or attention_mask is not None or cache is not None:
+        return None
+    return cu_seqlens_from_positions(position_ids.expand(shape[0], -1))
+
+
+def _default_positions(attention_mask, cu_seqlens, seen, shape, device) -> torch.Tensor:
+    """Positions `[B or 1, T]` after `seen` tokens, or in each packed document; pads that a mask shows do not count."""
+    if cu_seqlens is not None:
+        return positions_from_cu_seqlens(cu_seqlens, tuple(shape))
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+        return ((attention_mask != 0).long().cumsum(dim=1) - 1).clamp(min=0)[:, -shape[1] :].to(device)
+    return torch.arange(shape[1], device=device)[None] + seen
+
+
+def _packing(mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None, shape) -> Packing | None:
+    """What recurrent layers work on, for a `[B, T]` mask and packed documents; None when that is all rows whole."""
+    if mask is not None and not in_graph() and bool(mask.all()):
+        mask = None
+    if cu_seqlens is not None:
+        return packing_from_documents(cu_seqlens, mask, tuple(shape))
+    return None if mask is None else packing_from_mask(mask)
+
+
+def _varlen_arguments(cu_seqlens: torch.Tensor, mask) -> dict[str, Any]:
+    """What keeps packed documents apart in FlashAttention, which takes no mask of them."""
+    if mask is not None:
+        raise ValueError(
+            "FlashAttention cannot keep packed documents apart that hold pads: leave attention_mask out, or use "
+            'attn_implementation="sdpa".'
+        )
+    ends, longest = cu_seqlens.int(), int(cu_seqlens.diff().max())
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}

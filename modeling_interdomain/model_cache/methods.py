@@ -1,0 +1,46 @@
+"""What a model does with states beside reading: learned ones, joined and cut ones, and operators from elsewhere."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class StateMethods:
+    """The part of a model with these methods; each is described where it is done."""
+
+    def add_learned_state(self: Any) -> list[nn.Parameter]:
+        """Let every recurrent layer begin with a learned state, see `model_cache/state_tuning.py`."""
+        from .state_tuning import add_learned_state
+
+        return add_learned_state(self)
+
+    def save_learned_state(self: Any, path) -> None:
+        """Save that state alone."""
+        from .state_tuning import save_learned_state
+
+        save_learned_state(self, path)
+
+    def load_learned_state(self: Any, path) -> list[nn.Parameter]:
+        """Begin with the state of a file."""
+        from .state_tuning import load_learned_state
+
+        return load_learned_state(self, path)
+
+    def use_kernel(self: Any, name, revision: str | None = None, trust_remote_code: bool | list[str] = False) -> None:
+        """Call the operators of a kernel, a folder or `user/name` on the Hub, see `layers/operators.py`."""
+        from ..layers.operators import use_kernel
+
+        use_kernel(self, name, revision, trust_remote_code)
+
+    def join_caches(self: Any, first, second, lengths: torch.Tensor | None = None) -> Any:
+        """The cache of two documents, each read alone, one after the other, see `model_cache/spans.py`."""
+        from .spans import join_caches
+
+        return join_caches(first, second, self, lengths)
+
+    def cut_cache(self: Any, cache, before, after, since: torch.Tensor | None = None) -> Any:
+        """The cache of a text without a span, see `model_cache/spans.py`."""
+        from .spans import cut_cache
+
+        return cut_cache(cache, before, after, self, since)
