@@ -19,8 +19,7 @@ from .generation.mixin import InterdomainGenerationMixin
 from .generation.prompt_store import StateStore
 from .inputs.checks import check_classes, check_labels, check_tokens, embedded
 from .inputs.keywords import understood
-from .inputs.layout import lay_out
-from .inputs.masks import masks_by_kind
+from .inputs.layout import lay_out, masks_by_kind
 from .layers.common import InterdomainRMSNorm, PerVersion, project
 from .layers.recorded import AuxiliaryLoss, ChosenExperts, RankingLoss
 from .layers.rotary import InterdomainRotaryEmbedding

@@ -192,8 +192,8 @@ def test_flat_code_differs_in_imports_alone(name, make_config):
             assert all(re.search(rf"\b{x}\b", defined) for x in names)
 
 
-# What a checkpoint may carry: more is argued for where it is added.
-MOST = {"interdomain": (60, 13_500), "softmax": (45, 11_000), "ssd": (45, 11_000)}
+# What a checkpoint may carry, in files and lines: more is argued for where it is added.
+MOST = {"interdomain": (70, 14_000), "softmax": (40, 7_500), "ssd": (52, 10_200)}
 
 
 @pytest.mark.parametrize("name", MOST)

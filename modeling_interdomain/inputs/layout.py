@@ -1,11 +1,18 @@
 """What the tokens of a forward are: where each stands, what it may see, and on what the layers work."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, StaticCache
+from transformers.masking_utils import (
+    create_bidirectional_mask,
+    create_causal_mask,
+    packed_sequence_mask_function,
+)
 
 from ..layers.common import forget_tables
+from ..layers.versions import CACHE_NAME
 from ..model_cache.cache import InterdomainCache, begins_text, note_reader, ready_to_step
 from ..ops.common.common import (
     Packing,
@@ -33,7 +40,6 @@ from .checks import (
     check_sequence_losses,
     check_trace,
 )
-from .masks import masks_by_kind
 
 
 class TokenLayout(NamedTuple):
@@ -125,6 +131,35 @@ def lay_out(
         masks["linear_attention"] = None
     seen = int(seen) if _is_at_hand(seen) else -1
     return TokenLayout(inputs_embeds, cache, seen, position_ids, documents, masks, packing, arguments)
+
+
+def masks_by_kind(config, inputs_embeds, attention_mask, cache, documents: torch.Tensor | None) -> dict[str, Any]:
+    """Masks "linear_attention" `[B, T]` and "full_attention" `[B, 1, T, keys]`, where there are such layers.
+
+    `documents` `[B, T]` numbers the packed document of each token.
+    """
+    masks: dict[str, Any] = {}
+    kinds = set(config.layer_types)
+    windowed = config.windowed_layers
+    if kinds != {"full_attention"} or any(windowed):
+        length = inputs_embeds.shape[1]
+        rows = attention_mask is not None and attention_mask.ndim == 2
+        masks["linear_attention"] = attention_mask[:, -length:].contiguous() if rows else None
+    if any(kind != "linear_attention" and not alone for kind, alone in zip(config.layer_types, windowed)):
+        create_mask: Any = create_bidirectional_mask
+        if not config.bidirectional:
+            # A single token sees all there is, but for the room of a static cache: also of one that records, for
+            # which no graph is made.
+            room = isinstance(cache, StaticCache) and inputs_embeds.shape[1] == 1
+            create_mask = partial(create_causal_mask, allow_is_causal_skip=not room)
+        masks["full_attention"] = create_mask(
+            config=config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            **{CACHE_NAME: cache},
+            and_mask_function=None if documents is None else packed_sequence_mask_function(documents),
+        )
+    return masks
 
 
 def _check(config, mixers, shape, attention_mask, position_ids, cache, kwargs) -> int | torch.Tensor:

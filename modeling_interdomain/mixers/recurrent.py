@@ -9,7 +9,6 @@ from torch import nn
 
 from ..layers.common import InterdomainRMSNorm, backend_of, project, residual_projection
 from ..layers.convolution import CausalConv1d, causal_conv, last_inputs
-from ..layers.learned_state import FirstState
 from ..layers.operators import Operators
 from ..ops.common.common import Packing
 from ..parallel.tensor import HEADS
@@ -73,7 +72,11 @@ class RecurrentMixer(TokenMixer):
             states = self.sparse.state_shapes.values()
             self.kept_shapes = [*windows, *self.sparse.window_shapes, self.kept_shapes[-1], *states]
 
-        self.first_state = FirstState(tuple(self.state_shape(config))) if config.learned_state else None
+        self.first_state = None
+        if config.learned_state:
+            from ..layers.learned_state import FirstState
+
+            self.first_state = FirstState(tuple(self.state_shape(config)))
         hidden, outputs, biases = config.hidden_size, self.output_heads(config) * output_width, self.biases(config)
         for stream in streams:
             setattr(self, f"{stream.name}_proj", nn.Linear(hidden, stream.heads * stream.width, biases.projections))
