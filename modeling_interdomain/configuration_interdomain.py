@@ -299,9 +299,8 @@ class InterdomainConfig(
 def _describe_fields(config_class: type) -> None:
     """Gather what the bases say of their fields in the docstring of the class, where `help` and editors look."""
     families = [kind for kind in reversed(config_class.__mro__[1:]) if issubclass(kind, ModelFields)]
-    fields = "\n".join(inspect.getdoc(kind).partition("Args:\n")[2] for kind in families if kind.__doc__)
-    if config_class.__doc__:  # there is none under `python -OO`
-        config_class.__doc__ = inspect.getdoc(config_class).replace("Raises:", f"Args:\n{fields}\n\nRaises:", 1)
+    fields = "\n".join(inspect.getdoc(kind).partition("Args:\n")[2] for kind in families)
+    config_class.__doc__ = inspect.getdoc(config_class).replace("Raises:", f"Args:\n{fields}\n\nRaises:", 1)
 
 
 _describe_fields(InterdomainConfig)

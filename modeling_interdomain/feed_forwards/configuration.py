@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ..layers.configuration import ModelFields
 
@@ -32,7 +31,7 @@ class ExpertFields(ModelFields):
             training loss; only registered feed-forward layers have any. Default: 0.001.
     """
 
-    _choices: ClassVar[dict[str, tuple[str | None, ...]]] = {
+    _choices = {
         "expert_input": ("cross_domain", "hidden"),
         "expert_score": ("raw", "softmax", "sigmoid"),
     }

@@ -62,7 +62,7 @@ class ModelFields:
     """
 
     # Of each class its own: fields that must be positive, and the values that others may have.
-    _positive: ClassVar[tuple[str, ...]] = (
+    _positive: ClassVar[list[str]] = [
         "vocab_size",
         "hidden_size",
         "intermediate_size",
@@ -73,7 +73,7 @@ class ModelFields:
         "conv_kernel",
         "chunk_size",
         "max_position_embeddings",
-    )
+    ]
     _choices: ClassVar[dict[str, tuple[str | None, ...]]] = {
         "rope_placement": (None, "before", "after"),
         "state_dtype": ("float32", "float64", "bfloat16", "float16"),

@@ -1,7 +1,6 @@
 """What a configuration says of "inner_function" layers."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ...layers.configuration import ModelFields
 
@@ -18,8 +17,8 @@ class InnerFunctionFields(ModelFields):
             the choice is learned; "one" does not, and the choice stays as it starts. Default: "softmax".
     """
 
-    _positive: ClassVar[tuple[str, ...]] = ("inner_values", "inner_value_dim", "inner_values_per_token")
-    _choices: ClassVar[dict[str, tuple[str | None, ...]]] = {"inner_value_weights": ("softmax", "one")}
+    _positive = ["inner_values", "inner_value_dim", "inner_values_per_token"]
+    _choices = {"inner_value_weights": ("softmax", "one")}
 
     inner_values: int = 6
     inner_value_dim: int = 128

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from ...layers.configuration import ModelFields
 
@@ -86,8 +86,8 @@ class InterdomainFields(ModelFields):
             with `start` "random", "random".
     """
 
-    _positive: ClassVar[tuple[str, ...]] = ("feature_dim", "state_size")
-    _choices: ClassVar[dict[str, tuple[str | None, ...]]] = {
+    _positive = ["feature_dim", "state_size"]
+    _choices = {
         "start": ("recall", "random"),
         "feature_map": ("silu_l2", "fourier", "fourier_shifted"),
         "product": ("bilinear", "hermitian", "real"),

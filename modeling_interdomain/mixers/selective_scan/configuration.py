@@ -1,7 +1,6 @@
 """What a configuration says of "selective_scan" layers, those of Mamba."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ...layers.configuration import ModelFields
 
@@ -20,7 +19,7 @@ class SelectiveScanFields(ModelFields):
         scan_conv_bias: give the convolution (of `conv_kernel` tokens) a bias. Default: True.
     """
 
-    _positive: ClassVar[tuple[str, ...]] = ("scan_state_size",)
+    _positive = ["scan_state_size"]
 
     scan_channels: int | None = None
     scan_state_size: int = 16

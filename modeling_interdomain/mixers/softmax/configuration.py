@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from ...layers.configuration import ModelFields
 
@@ -20,7 +20,7 @@ class DynamicMaskFields(ModelFields):
             equal ones the later), and a cache keeps no more. Default: None, all.
     """
 
-    _choices: ClassVar[dict[str, tuple[str | None, ...]]] = {"dynamic_mask": (None, "position", "hard", "value")}
+    _choices = {"dynamic_mask": (None, "position", "hard", "value")}
 
     dynamic_mask: str | None = None
     dynamic_mask_window: int | None = None

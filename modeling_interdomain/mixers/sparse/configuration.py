@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from ...layers.configuration import ModelFields
 
@@ -35,8 +35,8 @@ class SparseFields(ModelFields):
         ranking_target: what ranks keys: the "sum" of what later queries make of them, or its "mean". Default: "sum".
     """
 
-    _positive: ClassVar[tuple[str, ...]] = ("sparse_keys", "sparse_key_dim", "sparse_hash_size")
-    _choices: ClassVar[dict[str, tuple[str | None, ...]]] = {
+    _positive = ["sparse_keys", "sparse_key_dim", "sparse_hash_size"]
+    _choices = {
         "sparse_hash": ("argmax", "sign"),
         "sparse_hash_center": (None, "prefix"),
         "sparse_query_init": ("independent", "induction"),

@@ -1,7 +1,6 @@
 """What a configuration says of "ssd" layers, state space duality."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ...layers.configuration import ModelFields
 
@@ -30,8 +29,8 @@ class SSDFields(ModelFields):
         ssd_bias: give the projections of these layers biases. Default: False.
     """
 
-    _positive: ClassVar[tuple[str, ...]] = ("ssd_state_size", "ssd_groups", "ssd_conv_kernel")
-    _choices: ClassVar[dict[str, tuple[str | None, ...]]] = {
+    _positive = ["ssd_state_size", "ssd_groups", "ssd_conv_kernel"]
+    _choices = {
         "ssd_dt_bias": (None, "zero", "time_step"),
         "ssd_norm": (None, "before_gate", "after_gate"),
     }
