@@ -1,17 +1,24 @@
 """The configuration checks itself, and the presets are the paper's models."""
 
+import ast
 import copy
+import inspect
+import re
+import sys
+from dataclasses import fields
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 
 from modeling_interdomain import InterdomainCache, InterdomainConfig
 from modeling_interdomain.cache.recurrent import RecurrentLayer
-from modeling_interdomain.configuration_interdomain import STARTS
+from modeling_interdomain.layers.configuration import ModelFields
+from modeling_interdomain.mixers.interdomain.configuration import STARTS
+from modeling_interdomain.model_cache.fingerprint import _fields_of
 from modeling_interdomain.registry import FEED_FORWARDS, TOKEN_MIXERS
 from tests.conftest import LENGTHENED, MIXERS, VARIANTS
 
@@ -158,6 +165,48 @@ def test_no_rope_unless_asked_for():
 @pytest.mark.parametrize(("width", "expected"), [(768, 2048), (1024, 2816), (1536, 4096), (2048, 5504)])
 def test_intermediate_size_is_rounded_up(width, expected):
     assert InterdomainConfig(hidden_size=width, num_attention_heads=width // 64).intermediate_size == expected
+
+
+FAMILIES = [kind for kind in InterdomainConfig.__mro__[1:] if issubclass(kind, ModelFields)]
+
+
+def _own_fields(kind):
+    return [field for field in fields(kind) if field.name in vars(kind)["__annotations__"]]
+
+
+def test_every_field_belongs_to_one_family_and_is_described():
+    """Where it is declared, and in `help(InterdomainConfig)`."""
+    declared = [field.name for kind in FAMILIES for field in _own_fields(kind)]
+    inherited = {field.name for field in fields(PreTrainedConfig)}
+    assert len(set(declared)) == len(declared)
+    assert set(declared) == {field.name for field in fields(InterdomainConfig)} - inherited
+    assert set(declared) == _fields_of(InterdomainConfig)
+    for kind in FAMILIES:
+        for field in _own_fields(kind):
+            entry = rf"^    (\w+, )*{field.name}(, \w+)*: "
+            assert re.search(entry, inspect.getdoc(kind), re.M) and re.search(entry, InterdomainConfig.__doc__, re.M)
+
+
+@pytest.mark.parametrize("kind", FAMILIES, ids=lambda kind: kind.__name__)
+def test_types_of_every_family_are_checked(kind):
+    """When a configuration is made, and when a field is assigned."""
+    for field in _own_fields(kind):
+        wrong = object()
+        with pytest.raises(StrictDataclassError, match=field.name):
+            InterdomainConfig(**{field.name: wrong})
+        with pytest.raises(StrictDataclassError, match=field.name):
+            setattr(InterdomainConfig(), field.name, wrong)
+
+
+def test_fields_are_free_of_torch():
+    """What declares them imports the standard library and what other families build on."""
+    for path in (Path(__file__).parents[1] / "modeling_interdomain").rglob("configuration.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Import):
+                assert {alias.name for alias in node.names} <= sys.stdlib_module_names
+            if isinstance(node, ast.ImportFrom):
+                top = node.module.split(".")
+                assert top[-1] == "configuration" if node.level else top[0] in sys.stdlib_module_names
 
 
 BAD_FIELDS = {

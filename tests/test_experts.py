@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM
 from examples.training import ExpertUsage, parameter_groups
 from modeling_interdomain import InterdomainCache, InterdomainConfig, InterdomainForCausalLM, InterdomainStaticCache
 from modeling_interdomain.feed_forwards import cross_domain_moe as feed_forward_cdmoe
+from modeling_interdomain.feed_forwards.configuration import factor_pair
 from modeling_interdomain.feed_forwards.cross_domain_moe import CrossDomainMoE
 from modeling_interdomain.ops.experts import entry as op_experts
-from modeling_interdomain.ops.experts.entry import factor_pair, find_experts, read_experts, sum_experts
+from modeling_interdomain.ops.experts.entry import find_experts, read_experts, sum_experts
 
 # 6 x 8 experts, two heads of three.
 SHAPE = {"num_experts": 48, "expert_heads": 2, "experts_per_head": 3, "expert_key_dim": 6}

@@ -27,8 +27,8 @@ from modeling_interdomain import (
     InterdomainModel,
     InterdomainStaticCache,
 )
-from modeling_interdomain.configuration_interdomain import STARTS
 from modeling_interdomain.layers.versions import CACHE_NAME
+from modeling_interdomain.mixers.interdomain.configuration import STARTS
 from modeling_interdomain.mixers.interdomain.mixer import InterdomainMixer
 from modeling_interdomain.ops.experts import entry as op_experts
 from tests.conftest import LENGTHENED

@@ -162,7 +162,7 @@ def test_saved_folder_holds_what_the_model_needs(name, saved, models):
     needed = {Path(file).name for file in get_relative_import_files(saved / name / "classifier_interdomain.py")}
     assert shipped == needed | {"classifier_interdomain.py"}
     modules = {path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py")}
-    assert shipped <= {"_".join(module.parts) + ".py" for module in modules}
+    assert shipped <= {"_".join(module.parts) + ".py" for module in modules} | {"configuration_fields.py"}
     assert "saving_code.py" not in shipped
     used = {f"mixers_{mixer}_mixer.py" for mixer in models[name].config.mixers_per_layer}
     mixers = {file for file in shipped if file.endswith("_mixer.py")}
@@ -180,7 +180,7 @@ def test_flat_code_differs_in_imports_alone(name, make_config):
     config = make_config(name)
     code = flat_code(config)
     for module, text in code.items():
-        if module == "registry":
+        if module in ("registry", "configuration_fields"):
             continue
         (path,) = (x for x in PACKAGE.rglob("*.py") if "_".join(x.relative_to(PACKAGE).with_suffix("").parts) == module)
         before, after = path.read_text().splitlines(), text.splitlines()
@@ -190,6 +190,18 @@ def test_flat_code_differs_in_imports_alone(name, make_config):
             assert "." not in target and target in code, f"{module} imports {target}, which does not travel"
             defined = code[target]
             assert all(re.search(rf"\b{x}\b", defined) for x in names)
+
+
+def test_fields_of_all_families_travel_in_one_file():
+    """Every line but the imports of each other, each after what it builds on; no name is there twice."""
+    text = flat_code(None)["configuration_fields"]
+    for path in PACKAGE.rglob("configuration.py"):
+        lines = [line for line in path.read_text().splitlines() if "import" not in line]
+        assert "\n".join(lines) in "\n".join(line for line in text.splitlines() if "import" not in line)
+    defined = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.Assign)]
+    names = [ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else node.name for node in defined]
+    assert len(set(names)) == len(names)
+    assert names.index("ModelFields") < min(i for i, name in enumerate(names) if name.endswith("Fields") and i)
 
 
 # What a checkpoint may carry, in files and lines: more is argued for where it is added.

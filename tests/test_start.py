@@ -10,8 +10,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM, interdomain_attention
-from modeling_interdomain.configuration_interdomain import STARTS
 from modeling_interdomain.mixers.interdomain import initialization as module_start
+from modeling_interdomain.mixers.interdomain.configuration import STARTS
 from modeling_interdomain.mixers.interdomain.recurrence import InterdomainRecurrence
 from modeling_interdomain.mixers.s4d.mixer import S4DRecurrence
 

@@ -13,12 +13,12 @@ from ..ops.common.common import without_autocast
 from ..ops.experts.entry import (
     EXPERT_BACKENDS,
     best_experts,
-    factor_pair,
     find_experts,
     keys_of_inputs,
     read_rows,
     sum_rows,
 )
+from .configuration import factor_pair
 
 
 class CrossDomainMoE(TabledModule):
@@ -54,32 +54,11 @@ class CrossDomainMoE(TabledModule):
 
     @staticmethod
     def complete_config(config) -> None:
-        """The sizes of the paper's models."""
-        if config.num_experts is None:
-            config.num_experts = 4 * config.hidden_size
-        if config.expert_heads is None:
-            config.expert_heads = max(1, config.hidden_size // 256)
-        if config.experts_per_head is None:
-            config.experts_per_head = 2 * config.expert_heads
+        config.complete_experts()
 
     @staticmethod
     def check_config(config) -> None:
-        """A head can find as many experts as it shall."""
-        for name in ("num_experts", "expert_heads", "experts_per_head", "expert_key_dim"):
-            value = getattr(config, name)
-            if value is None or value < 1:
-                raise ValueError(f'{name} must be a positive integer for "cdmoe" layers, got {value}.')
-        if config.expert_key_dim % 2:
-            raise ValueError(
-                f"expert_key_dim must be even, one half for each product key; got {config.expert_key_dim}."
-            )
-        rows, columns = factor_pair(config.num_experts)
-        if rows < config.experts_per_head:
-            raise ValueError(
-                f"num_experts = {config.num_experts} makes a grid of {rows} x {columns} product keys, of which a head "
-                f"cannot find experts_per_head = {config.experts_per_head}: choose a num_experts with two factors of "
-                "at least as many, such as a square."
-            )
+        config.check_experts()
 
     @torch.no_grad()
     def start_parameters(self, config) -> None:

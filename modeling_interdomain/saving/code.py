@@ -2,7 +2,8 @@
 
 The library's loader copies one folder and finds what a file needs by a pattern that knows `from .name import` alone. So
 each module is written under its path with underscores (`ops/ssd/chunk.py` becomes `ops_ssd_chunk.py`), its imports are
-rewritten, and the registry names only the parts of which the saved model is made. This module itself never travels.
+rewritten, and the registry names only the parts of which the saved model is made. A configuration has the fields of all
+families, so these travel too, in one file. This module itself never travels.
 """
 
 import ast
@@ -15,6 +16,7 @@ PACKAGE = Path(__file__).parents[1]
 # The library's loader asks a folder for `module.Class`, so these keep their names.
 ENTRIES = ("configuration_interdomain", "modeling_interdomain", "classifier_interdomain")
 REGISTRY = "registry"
+FIELDS = "configuration_fields"
 # Tables of the registry, and the fields of a configuration that name their parts.
 _TABLES = {"TOKEN_MIXERS": "mixers_per_layer", "FEED_FORWARDS": "feed_forwards_per_layer"}
 _ATTENTION = {"softmax", "inner_function"}
@@ -54,18 +56,29 @@ def write_code(config, folder: str | os.PathLike) -> list[Path]:
 def flat_code(config) -> dict[str, str]:
     """The modules that a model of this configuration needs, as `{flat name: source}`; without one, those of any."""
     absent = {module for module, needed in _OPTIONAL.items() if config is not None and not needed(config)}
-    wanted, code = list(ENTRIES), {}
-    while wanted:
-        module = wanted.pop()
-        name = module.replace(".", "_")
-        if name in code:
-            continue
+    code, seen = dict[str, str](), set[str]()
+
+    def add(module: str) -> None:
+        if module in seen:
+            return
+        seen.add(module)
         source = (PACKAGE / module.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8")
         if module == REGISTRY and config is not None:
             source = _registry_of(source, config)
-        code[name], found = _flattened(source, module, absent)
-        wanted += found
+        text, found = _flattened(source, module, absent)
+        for each in found:
+            add(each)
+        # After what it needs, which may stand in the same file.
+        code[_flat(module)] = code.get(_flat(module), "") + text
+
+    for entry in ENTRIES:
+        add(entry)
     return code
+
+
+def _flat(module: str) -> str:
+    """The name of the file in which a module travels."""
+    return FIELDS if module.endswith(".configuration") else module.replace(".", "_")
 
 
 def _flattened(source: str, module: str, absent: set[str]) -> tuple[str, list[str]]:
@@ -81,8 +94,11 @@ def _flattened(source: str, module: str, absent: set[str]) -> tuple[str, list[st
             lines[start:end] = [refusal, *[""] * (end - start - 1)]  # the places of the others stay
             continue
         found.append(target)
+        if _flat(target) == _flat(module):
+            lines[start:end] = [""] * (end - start)
+            continue
         written = "." * node.level + node.module
-        lines[start] = lines[start].replace(f"from {written} import", f"from .{target.replace('.', '_')} import")
+        lines[start] = lines[start].replace(f"from {written} import", f"from .{_flat(target)} import")
     return "".join(lines), found
 
 

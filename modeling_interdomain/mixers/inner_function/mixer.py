@@ -47,19 +47,7 @@ class InnerFunctionMixer(SoftmaxMixer):
 
     @classmethod
     def check_config(cls, config) -> None:
-        """Its values have the width of the input, and there are as many as a token chooses."""
-        heads, groups, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        if groups != heads or heads * width != config.hidden_size:
-            raise ValueError(
-                '"inner_function" layers split the input itself into values: set num_key_value_heads = '
-                f"num_attention_heads and num_attention_heads * head_dim = hidden_size; got {groups}, {heads}, {width} "
-                f"and {config.hidden_size}."
-            )
-        if config.inner_values_per_token > config.inner_values:
-            raise ValueError(
-                f"inner_values_per_token = {config.inner_values_per_token} must be at most inner_values = "
-                f"{config.inner_values}: a token chooses among these."
-            )
+        config.check_inner_values()
 
     @classmethod
     def undivided(cls, config, processes: int) -> str | None:

@@ -34,9 +34,7 @@ class SelectiveScanMixer(RecurrentMixer):
 
     @classmethod
     def check_config(cls, config) -> None:
-        for name in ("scan_channels", "scan_step_rank"):
-            if getattr(config, name) is not None and getattr(config, name) < 1:
-                raise ValueError(f"{name} must be a positive integer or None, got {getattr(config, name)}.")
+        config.check_scan()
 
     @classmethod
     def undivided(cls, config, processes: int) -> str | None:

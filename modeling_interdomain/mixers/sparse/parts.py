@@ -1,8 +1,7 @@
 """What a sparse branch is made of: its parts by name, their budgets, and what a cache holds of them."""
 
+import math
 from typing import NamedTuple
-
-import torch
 
 # A name that stands for several parts.
 PRESETS = {"hax": "lsh+key_selection"}
@@ -62,7 +61,7 @@ def check_parts(config, name: str, groups: int) -> None:
 def numbers_kept(config, name: str, groups: int, width: int) -> tuple[int, int]:
     """What a cache holds of one sequence: of the convolutions, and of the memory."""
     windows, states = kept_shapes(config, name, groups, width)
-    return sum(torch.Size(x).numel() for x in windows), sum(torch.Size(x).numel() for x in states.values())
+    return sum(map(math.prod, windows)), sum(map(math.prod, states.values()))
 
 
 def kept_shapes(config, name: str, groups: int, width: int) -> tuple[list[tuple[int, ...]], dict[str, tuple[int, ...]]]:

@@ -49,23 +49,7 @@ class SSDMixer(RecurrentMixer):
 
     @classmethod
     def check_config(cls, config) -> None:
-        heads, size = cls.output_heads(config), config.ssd_state_size
-        for name in ("ssd_heads", "ssd_head_dim"):
-            if getattr(config, name) is not None and getattr(config, name) < 1:
-                raise ValueError(f"{name} must be a positive integer or None, got {getattr(config, name)}.")
-        if heads % config.ssd_groups:
-            raise ValueError(f'ssd_groups = {config.ssd_groups} must divide the {heads} heads of "ssd" layers.')
-        if config.ssd_activation is not None and config.ssd_activation not in ACT2FN:
-            raise ValueError(
-                f"ssd_activation must be None or an activation of Transformers, got {config.ssd_activation!r}."
-            )
-        limit = config.ssd_dt_limit
-        if limit is not None and not (len(limit) == 2 and 0 <= limit[0] <= limit[1]):
-            raise ValueError(f"ssd_dt_limit must be None or [least, largest] with 0 <= least <= largest, got {limit}.")
-        if config.rope_placement is not None and size % 2:
-            raise ValueError(
-                f"Rotary embeddings turn pairs: with rope_placement ssd_state_size must be even, got {size}."
-            )
+        config.check_ssd(cls.output_heads(config))
 
     @classmethod
     def output_heads(cls, config) -> int:

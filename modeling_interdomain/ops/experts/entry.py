@@ -10,8 +10,6 @@ two's gradient, none ever gathers the rows `[T, k, d]`, and all sum in a fixed o
 (arXiv 2407.16958); product keys: "Large Memory Layers with Product Keys" (arXiv 1907.05242).
 """
 
-import math
-
 import torch
 from torch.nn import functional as F
 
@@ -20,12 +18,6 @@ from ..common.launch import fused, namespace
 
 # PyTorch's embedding bags, or fused kernels on a GPU, where they can run.
 EXPERT_BACKENDS = ("auto", "bags", "triton")
-
-
-def factor_pair(count: int) -> tuple[int, int]:
-    """The factors `n1 <= n2` of a number that are nearest to its root."""
-    rows = next(n for n in range(math.isqrt(count), 0, -1) if count % n == 0)
-    return rows, count // rows
 
 
 def find_experts(query: torch.Tensor, keys: torch.Tensor, rows: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,70 @@
+"""What a configuration says of feed-forward layers with experts, "cdmoe"."""
+
+import math
+from dataclasses import dataclass
+
+from ..layers.configuration import ModelFields
+
+
+def factor_pair(count: int) -> tuple[int, int]:
+    """The factors `n1 <= n2` of a number that are nearest to its root."""
+    rows = next(n for n in range(math.isqrt(count), 0, -1) if count % n == 0)
+    return rows, count // rows
+
+
+@dataclass(kw_only=True, repr=False)
+class ExpertFields(ModelFields):
+    """Fields of "cdmoe" layers, and of the losses that feed-forward layers add.
+
+    Args:
+        num_experts: experts of a "cdmoe" layer; their product keys are a grid of the two factors nearest the root.
+            Default: None, 4 d.
+        expert_heads: retrieval heads, each with keys of its own. Default: None, `hidden_size / 256`, at least 1.
+        experts_per_head: experts that a head finds for a token. Default: None, `2 * expert_heads`.
+        expert_key_dim: width of a query; each half is compared with one of the two product keys, so it is even.
+            Default: 256.
+        expert_input: what the experts read: "cross_domain" (the output of the shared MLP) or "hidden" (its input).
+            Default: "cross_domain".
+        expert_score: how much of an expert is used: "raw" (the score, inside the activation), or outside of it
+            "softmax" (over the experts of a head) or "sigmoid". Default: "raw".
+        aux_loss_coef: what the sum of the auxiliary losses of all layers is multiplied with before it joins the
+            training loss; only registered feed-forward layers have any. Default: 0.001.
+    """
+
+    _choices = {
+        "expert_input": ("cross_domain", "hidden"),
+        "expert_score": ("raw", "softmax", "sigmoid"),
+    }
+
+    num_experts: int | None = None
+    expert_heads: int | None = None
+    experts_per_head: int | None = None
+    expert_key_dim: int = 256
+    expert_input: str = "cross_domain"
+    expert_score: str = "raw"
+    aux_loss_coef: float = 0.001
+
+    def complete_experts(self) -> None:
+        """Fill in the sizes of the paper's models."""
+        if self.num_experts is None:
+            self.num_experts = 4 * self.hidden_size
+        if self.expert_heads is None:
+            self.expert_heads = max(1, self.hidden_size // 256)
+        if self.experts_per_head is None:
+            self.experts_per_head = 2 * self.expert_heads
+
+    def check_experts(self) -> None:
+        """A head can find as many experts as it shall."""
+        for name in ("num_experts", "expert_heads", "experts_per_head", "expert_key_dim"):
+            value = getattr(self, name)
+            if value is None or value < 1:
+                raise ValueError(f'{name} must be a positive integer for "cdmoe" layers, got {value}.')
+        if self.expert_key_dim % 2:
+            raise ValueError(f"expert_key_dim must be even, one half for each product key; got {self.expert_key_dim}.")
+        rows, columns = factor_pair(self.num_experts)
+        if rows < self.experts_per_head:
+            raise ValueError(
+                f"num_experts = {self.num_experts} makes a grid of {rows} x {columns} product keys, of which a head "
+                f"cannot find experts_per_head = {self.experts_per_head}: choose a num_experts with two factors of "
+                "at least as many, such as a square."
+            )
