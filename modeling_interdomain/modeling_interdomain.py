@@ -83,17 +83,15 @@ from .model_cache.cache import (
     note_reading,
     ready_to_step,
 )
-from .ops.common.common import (
+from .ops.common.cpu import all_real, in_graph, values_at_hand
+from .ops.common.packing import (
     Packing,
-    all_real,
     cu_seqlens_from_numbers,
     cu_seqlens_from_positions,
     document_of_tokens,
-    in_graph,
     packing_from_documents,
     packing_from_mask,
     positions_from_cu_seqlens,
-    values_at_hand,
 )
 from .registry import FEED_FORWARDS, TOKEN_MIXERS
 from .saving.checkpoint_folder import damaged_weights, holds_weights, replacing

@@ -18,7 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from modeling_interdomain import interdomain_attention, interdomain_step
 from modeling_interdomain.ops.common import launch as op_common_launch
-from modeling_interdomain.ops.common.common import document_of_tokens
+from modeling_interdomain.ops.common.packing import document_of_tokens
 from tests.operator_checks import (
     COEFFICIENTS,
     EXTREMES,

@@ -11,7 +11,7 @@ from ..layers.common import InterdomainRMSNorm, backend_of, project, residual_pr
 from ..layers.convolution import CausalConv1d, causal_conv, last_inputs
 from ..layers.learned_state import FirstState
 from ..layers.operators import Operators
-from ..ops.common.common import Packing
+from ..ops.common.packing import Packing
 from ..parallel.tensor import HEADS
 from .base import TokenMixer
 

@@ -9,7 +9,8 @@ from transformers import initialization as init
 
 from ...layers.common import Float32Module, TabledModule, begun_with, is_plain, own_backend
 from ...layers.operators import Operators
-from ...ops.common.common import Kept, as_complex, narrowed
+from ...ops.common.cpu import Kept, narrowed
+from ...ops.common.decay import as_complex
 from ...ops.common.launch import STEP_BACKENDS
 from ...ops.diagonal.step import StepTables, step_tables
 from ...ops.interdomain.entry import interdomain_attention, take_step

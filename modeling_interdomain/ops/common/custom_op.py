@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .common import without_autocast
+from .cpu import without_autocast
 from .launch import namespace
 
 

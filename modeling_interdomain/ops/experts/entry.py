@@ -15,7 +15,7 @@ import math
 import torch
 from torch.nn import functional as F
 
-from ..common.common import check_range, check_tensors, signed
+from ..common.checks import check_range, check_tensors, signed
 from ..common.launch import fused, namespace
 
 # PyTorch's embedding bags, or fused kernels on a GPU, where they can run.

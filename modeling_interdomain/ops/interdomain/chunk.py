@@ -6,7 +6,7 @@ tokens.
 
 import torch
 
-from ..common.common import Kept
+from ..common.cpu import Kept
 from ..common.custom_op import differentiable
 from ..diagonal.mixing import mixing_gradient
 from .chunk_call import AttentionCall

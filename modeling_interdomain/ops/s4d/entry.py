@@ -13,9 +13,11 @@ from functools import partial
 
 import torch
 
+from ..common.checks import check_documents, check_how, check_state, check_tensors
 from ..common.chunks import Segment, chunks_of
-from ..common.common import as_complex, check_documents, check_how, check_state, check_tensors, without_autocast
+from ..common.cpu import without_autocast
 from ..common.custom_op import differentiable
+from ..common.decay import as_complex
 from ..common.launch import check_step_backend, fused
 from ..common.states import DecayTables, Repeated, StateGradients, States, Workspace, pairs
 from ..diagonal.step import StepTables, advance_state, real_tokens, transition_tables

@@ -7,8 +7,8 @@ in a fixed order, so that gradients repeat bit for bit, and no length is read by
 
 import torch
 
-from ..common.common import as_complex, decay_powers
 from ..common.custom_op import differentiable
+from ..common.decay import as_complex, decay_powers
 from ..common.launch import on_device, power_of_two, tuned
 from ..common.tiles import chunk_tokens
 from ..diagonal.triton_tables import KernelTables, Parameters, Partial, make_tables, table_gradients

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 
 from ..common.chunks import Segment, chunks_of
-from ..common.common import finite
 from ..common.custom_op import differentiable
+from ..common.decay import finite
 from ..common.states import Workspace
 
 # Floats of what a segment works on, a token having W + N a head.
