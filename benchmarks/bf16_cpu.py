@@ -4,7 +4,7 @@ import torch
 
 from benchmarks.harness import footnote, machine, markdown, read, time_in_turns, verify_model
 from benchmarks.model_cpu import decode, interdomain, llama, prefill
-from modeling_interdomain.ops.common.common import multiplies_narrow
+from modeling_interdomain.ops.common.cpu import multiplies_narrow
 
 # What the ratio to Llama has to be, by kind and tokens before.
 REQUIRED = {"prefill": {"2048": 1.1, "8192": 1.7}, "decode": {"512": 1.0}}

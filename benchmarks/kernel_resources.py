@@ -26,7 +26,7 @@ from benchmarks.chips import CHIPS, blocks_a_multiprocessor
 from benchmarks.harness import footnote, markdown
 
 MODULES = (
-    *(f"ops.interdomain.triton{part}" for part in ("", "_step", "_prepare", "_rates", "_scan")),
+    *(f"ops.interdomain.triton{part}" for part in ("", "_step", "_prepare", "_scan")),
     "ops.diagonal.triton_tables",
     *(f"ops.{name}.triton{part}" for name in ("ssd", "s4d", "selective_scan") for part in ("", "_step")),
     "ops.experts.triton",
@@ -141,7 +141,6 @@ def _interdomain(
     """Preparation of the inputs, operator, their gradients, and a decoding step."""
     from modeling_interdomain.ops.interdomain.triton import triton_attention
     from modeling_interdomain.ops.interdomain.triton_prepare import triton_prepare
-    from modeling_interdomain.ops.interdomain.triton_rates import triton_log_decays
     from modeling_interdomain.ops.interdomain.triton_scan import triton_scan_attention
     from modeling_interdomain.ops.interdomain.triton_step import triton_step
 
@@ -152,9 +151,8 @@ def _interdomain(
     taps = zeros(heads * feature_dim, 4), zeros(groups * feature_dim, 4)
     norms = zeros(feature_dim), zeros(value_dim), zeros(groups, feature_dim), zeros(groups, value_dim)
     shape = {"full": (groups, size, size, 2), "diagonal": (groups, size, 2)}[coefficients]
-    learned = zeros(groups), zeros(groups, size), zeros(groups, size)
     with recorded() as launches:
-        parameters = [triton_log_decays(*learned), zeros(groups, size, 2), zeros(*shape)]
+        parameters = [zeros(groups, size, 2), zeros(groups, size, 2), zeros(*shape)]
         tokens, _ = triton_prepare(
             *projected, taps, norms, None, None, None, None, heads, groups, None, 1e-6, False
         )  # fmt: skip

@@ -21,7 +21,7 @@ import torch
 from examples.text_data import InputError
 from modeling_interdomain.mixers.interdomain.initialization import gramian, real_gramian
 from modeling_interdomain.mixers.interdomain.recurrence import InterdomainRecurrence
-from modeling_interdomain.ops.common.common import as_complex
+from modeling_interdomain.ops.common.decay import as_complex
 from modeling_interdomain.ops.diagonal.mixing import mixing_matrix, real_form
 
 # Added to the diagonal of a Gramian of functions of unit size: there are modes that float64 cannot tell apart.

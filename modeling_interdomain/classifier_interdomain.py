@@ -13,7 +13,7 @@ from .inputs.checks import check_class_labels, check_tokens, embedded
 from .inputs.keywords import understood
 from .layers.versions import CACHE_NAME, takes_cache
 from .modeling_interdomain import InterdomainModel, InterdomainPreTrainedModel
-from .ops.common.common import in_graph
+from .ops.common.cpu import in_graph
 from .outputs.layer_losses import at_least_one, together, warn_if_left_out
 from .outputs.model_outputs import InterdomainClassifierOutput
 

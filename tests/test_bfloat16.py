@@ -17,7 +17,7 @@ from modeling_interdomain.layers import common as module_common
 from modeling_interdomain.layers.common import project
 from modeling_interdomain.layers.convolution import CausalConv1d, causal_conv
 from modeling_interdomain.mixers.interdomain.initialization import gramian, posterior_coefficients
-from modeling_interdomain.ops.common import common as op_common
+from modeling_interdomain.ops.common import cpu as op_common_cpu
 from modeling_interdomain.ops.interdomain import chunk as op_interdomain_chunk
 from tests.operator_checks import SHAPES, cast, everything, inputs, relative_error
 
@@ -38,7 +38,7 @@ CASES = {
 @pytest.fixture(autouse=True)
 def has_instructions(monkeypatch):
     """Where they are missing the same is only slower."""
-    monkeypatch.setattr(op_common, "_has_bfloat16_instructions", lambda: True)
+    monkeypatch.setattr(op_common_cpu, "_has_bfloat16_instructions", lambda: True)
 
 
 def narrow_inputs(shape, coefficients, rows=None):
@@ -99,7 +99,7 @@ def test_without_instructions_and_for_other_numbers_nothing_changes(monkeypatch)
     expected, _ = interdomain_attention(**wide)
     half = interdomain_attention(**low | {name: low[name].half() for name in TOKENS})[0]
     assert half.dtype == torch.float16
-    monkeypatch.setattr(op_common, "_has_bfloat16_instructions", lambda: False)
+    monkeypatch.setattr(op_common_cpu, "_has_bfloat16_instructions", lambda: False)
     assert torch.equal(interdomain_attention(**low)[0], expected.bfloat16())
 
 

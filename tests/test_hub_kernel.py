@@ -14,7 +14,7 @@ from examples import publish_kernel
 from modeling_interdomain import InterdomainCache, InterdomainForCausalLM
 from modeling_interdomain.layers import operators as module_operators
 from modeling_interdomain.model_cache import fingerprint as cache_fingerprint
-from modeling_interdomain.ops.common import common as op_common
+from modeling_interdomain.ops.common import cpu, decay, packing
 from modeling_interdomain.ops.interdomain.entry import append_one
 from tests.conftest import PAIRS
 
@@ -22,7 +22,7 @@ kernels = pytest.importorskip("kernels", reason="the library that loads kernels 
 
 PACKAGE = publish_kernel.PACKAGE
 # What layers ask of their tensors before they call an operator: no operators, and the same in a kernel.
-HELPERS = {Path(op_common.__file__), append_one.__name__}
+HELPERS = {*(Path(x.__file__) for x in (cpu, decay, packing)), append_one.__name__}
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from torch.nn.utils import prune
 
 from modeling_interdomain import InterdomainCache, interdomain_attention
 from modeling_interdomain.layers.common import PerVersion, TabledModule
-from modeling_interdomain.ops.common.common import Kept
+from modeling_interdomain.ops.common.cpu import Kept
 
 NAMES = ["interdomain", "rope-after", "diagonal", "s4d", "gated"]
 

@@ -73,11 +73,11 @@ def test_interdomain_attention(untouched):
     expected, state = interdomain_attention(**leaves, output_final_state=True, backend="recurrent")
     weights = [torch.randn_like(x).bfloat16() for x in (expected, state)]
     grads = torch.autograd.grad((expected, state), list(leaves.values()), [x.double() for x in weights])
-    given = *(far(x) for x in tokens), operator.Parameters(*(x.detach().float() for x in list(leaves.values())[3:]))
-    how = None, last_document(), None, "bilinear", WIDTH
+    given = *(far(x) for x in tokens), *(x.detach().float() for x in list(leaves.values())[3:])
+    given += None, last_document(), None, "bilinear", WIDTH, False, True
     untouched()
-    check(operator._forward(*given, *how, False, True), (expected, state))
-    found = operator._backward(*given, *how, True, far(weights[0]), weights[1].float())
+    check(operator._forward(*given), (expected, state))
+    found = operator._backward(given, (far(weights[0]), weights[1].float()), [True] * 7)
     check(found[:6], grads)
 
 
@@ -93,10 +93,10 @@ def test_s4d_attention(untouched):
     weights = [torch.randn(y.shape, generator=generator).bfloat16() for y in (expected, state)]
     grads = torch.autograd.grad((expected, state), leaves[:1], [y.double() for y in weights])
     kernel, reads = operator._responses(decay, beta, rows, WIDTH)
-    given = far(x), decay, beta, kernel, reads, None, last_document(), None
+    given = far(x), decay, beta, kernel, reads, None, last_document(), None, True
     untouched()
-    check(operator._operator._init_fn(*given, True), (expected, state))
-    check(operator._operator_backward._init_fn(*given, far(weights[0]), weights[1].float())[:1], grads)
+    check(operator._forward(*given), (expected, state))
+    check(operator._backward(given, (far(weights[0]), weights[1].float()), [True] * 6)[:1], grads)
 
 
 def test_selective_scan():

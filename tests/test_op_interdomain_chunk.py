@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from modeling_interdomain.ops.common.chunks import chunks_of
-from modeling_interdomain.ops.common.common import decay_powers
+from modeling_interdomain.ops.common.decay import decay_powers
 from modeling_interdomain.ops.common.states import Workspace
 from modeling_interdomain.ops.diagonal.mixing import mixing_factors, mixing_matrix
 from modeling_interdomain.ops.interdomain.chunk_call import skew, unskew

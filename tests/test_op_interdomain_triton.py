@@ -18,7 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from modeling_interdomain import interdomain_attention, interdomain_step
 from modeling_interdomain.ops.common import launch as op_common_launch
-from modeling_interdomain.ops.common.common import document_of_tokens
+from modeling_interdomain.ops.common.packing import document_of_tokens
 from tests.operator_checks import (
     COEFFICIENTS,
     EXTREMES,
@@ -385,7 +385,8 @@ class NoNumbers(torch.utils._python_dispatch.TorchDispatchMode):
 @pytest.mark.parametrize("places", ["empty_documents", "lengths"])
 def test_no_length_is_read_by_the_host(places, monkeypatch):
     arguments, options, _, _ = case_of(places)
-    module, prepare, made = (triton_module(part) for part in ("", "_prepare", "_tables"))
+    module, prepare = triton_module(), triton_module("_prepare")
+    made = importlib.import_module("modeling_interdomain.ops.diagonal.triton_tables")
     silent = defaultdict(lambda: lambda *args, **kwargs: None)
     for owner in (module, prepare, made):
         for name, kernel in list(vars(owner).items()):
@@ -398,9 +399,8 @@ def test_no_length_is_read_by_the_host(places, monkeypatch):
     taps = torch.ones(6, 4), torch.ones(3, 4)
     ids = None if documents[0] is None else document_of_tokens(documents[0], tokens[0].shape[1])
     with NoNumbers():
-        shared = *tokens, parameters, initial, *documents, "bilinear", 16
-        output, final = module._forward(*shared, False, True)
-        module._backward(*shared, True, output, final)
+        shared = *tokens, *parameters, initial, *documents, "bilinear", 16, False, True
+        module._backward(shared, module._forward(*shared), [True] * 7)
         prepare._operator._init_fn(
             *(x.flatten(2) for x in tokens), *taps, *(None,) * 8, ids, *documents, 2, 1, "none", 1e-6, True
         )
@@ -467,7 +467,7 @@ def test_the_operator_is_sound():
     rest = [arguments[name] for name in (*POSITIONAL[3:], "initial_state")]
     torch.library.opcheck(
         module._operator,
-        (*tokens, *rest, None, None, "bilinear", 16, True, False, True),
+        (*tokens, *rest, None, None, "bilinear", 16, False, True),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )  # fmt: skip
 

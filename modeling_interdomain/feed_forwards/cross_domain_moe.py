@@ -9,7 +9,7 @@ from transformers.activations import ACT2FN
 from ..layers.common import TabledModule, is_untouched, own_backend, residual_projection
 from ..layers.operators import Operators
 from ..layers.recorded import ChosenExperts
-from ..ops.common.common import without_autocast
+from ..ops.common.cpu import without_autocast
 from ..ops.experts.entry import (
     EXPERT_BACKENDS,
     best_experts,

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from ..layers.common import FULL_PRECISION, is_plain, is_untouched, project, residual_projection
-from ..ops.common.common import multiplies_in_tiles
+from ..ops.common.cpu import multiplies_in_tiles
 
 # Numbers between the projections that are made at a time: few enough to stay in a cache that cores share, many enough
 # that packing the weights for each product does not count.

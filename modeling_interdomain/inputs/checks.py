@@ -11,7 +11,8 @@ from ..layers.common import home_of
 from ..layers.recorded import AuxiliaryLoss
 from ..mixers.base import TokenMixer
 from ..model_cache.cache import check_unbroken, kind_of, look_into
-from ..ops.common.common import Packing, cu_seqlens_from_numbers, in_graph, packing_from_forks, values_at_hand
+from ..ops.common.cpu import in_graph, values_at_hand
+from ..ops.common.packing import Packing, cu_seqlens_from_numbers, packing_from_forks
 
 _NUMBERED = (
     "attention_mask must have one number for the real tokens of a row, and 0 for pads: give the numbers of packed "

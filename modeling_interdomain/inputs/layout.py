@@ -14,17 +14,15 @@ from transformers.masking_utils import (
 from ..layers.common import forget_tables
 from ..layers.versions import CACHE_NAME
 from ..model_cache.cache import InterdomainCache, begins_text, note_reader, ready_to_step
-from ..ops.common.common import (
+from ..ops.common.cpu import all_real, in_graph, values_at_hand
+from ..ops.common.packing import (
     Packing,
-    all_real,
     cu_seqlens_from_numbers,
     cu_seqlens_from_positions,
     document_of_tokens,
-    in_graph,
     packing_from_documents,
     packing_from_mask,
     positions_from_cu_seqlens,
-    values_at_hand,
 )
 from .checks import (
     check_cache,

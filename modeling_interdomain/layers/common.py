@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 from transformers import initialization as init
 
-from ..ops.common.common import multiplies_in_tiles
+from ..ops.common.cpu import multiplies_in_tiles
 
 # What few calls compute without rounding more than many do.
 FULL_PRECISION = (torch.float32, torch.float64)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from ..ops.common.common import all_real, multiplies_narrow, without_autocast
+from ..ops.common.cpu import all_real, multiplies_narrow, without_autocast
 from .common import is_plain, is_untouched
 
 # Taps of a key that starts as the token before, and a little as its own: the first token has none before it, and the

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..ops.common.common import Kept
+from ..ops.common.cpu import Kept
 from .common import forget_tables
 
 # Goes up when an operator that layers call takes, gives or means something else; on the Hub it is the branch "v1".

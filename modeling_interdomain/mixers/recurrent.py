@@ -10,7 +10,7 @@ from torch import nn
 from ..layers.common import InterdomainRMSNorm, backend_of, project, residual_projection
 from ..layers.convolution import CausalConv1d, causal_conv, last_inputs
 from ..layers.operators import Operators
-from ..ops.common.common import Packing
+from ..ops.common.packing import Packing
 from ..parallel.tensor import HEADS
 from .base import TokenMixer
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..layers.convolution import last_inputs
-from ..ops.common.common import cu_seqlens_from_positions, positions_from_cu_seqlens
+from ..ops.common.packing import cu_seqlens_from_positions, positions_from_cu_seqlens
 
 # The inputs of a batch that have a number for each token, along their second axis.
 _BY_TOKEN = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels")

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from ...ops.common.common import without_autocast
+from ...ops.common.cpu import without_autocast
 from ..softmax.mixer import SoftmaxMixer
 
 

@@ -11,7 +11,7 @@ from ...layers.convolution import TOKEN_BEFORE, CausalConv1d
 from ...layers.feature_maps import SiluL2, feature_map
 from ...layers.operators import Operators
 from ...layers.rotary import rotate, rotate_around
-from ...ops.common.common import multiplies_narrow
+from ...ops.common.cpu import multiplies_narrow
 from ...ops.interdomain.entry import append_one
 from ...ops.interdomain.few import FEW, TOGETHER
 from ...ops.interdomain.prepare import fused_inputs

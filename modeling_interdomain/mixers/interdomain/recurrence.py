@@ -7,15 +7,15 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from ...layers.common import Float32Module, TabledModule, backend_of, begun_with, is_plain, own_backend
+from ...layers.common import Float32Module, TabledModule, begun_with, is_plain, own_backend
 from ...layers.operators import Operators
-from ...ops.common.common import Kept, as_complex, narrowed
+from ...ops.common.cpu import Kept, narrowed
+from ...ops.common.decay import as_complex
 from ...ops.common.launch import STEP_BACKENDS
 from ...ops.diagonal.step import StepTables, step_tables
 from ...ops.interdomain.entry import interdomain_attention, take_step
 from ...ops.interdomain.few import FEW, TOGETHER, FewTables, few_tables, take_few
 from ...ops.interdomain.map import interdomain_attention_map
-from ...ops.interdomain.rates import log_decays
 from ...ops.interdomain.replay import replay_tables
 from .initialization import (
     even_log_steps,
@@ -44,7 +44,6 @@ class InterdomainRecurrence(Float32Module, TabledModule):
         take_step,
         take_few,
         few_tables,
-        log_decays,
         replay_tables,
         step_tables,
     )
@@ -130,8 +129,7 @@ class InterdomainRecurrence(Float32Module, TabledModule):
         """`log_decay` and `input_matrix`, `[G, M, 2]` each, and the coefficient matrix, in at least float32."""
         wide = torch.promote_types(self.log_dt.dtype, torch.float32)
         rates = self.log_dt, self.log_a_real, self.a_imag
-        make = self.operators.log_decays
-        log_decay = self._per_version("log_decay", lambda _: make(*rates, wide, backend_of(self.config)))
+        log_decay = self._per_version("log_decay", lambda _: log_decays(*rates, wide))
         return log_decay, self.B.to(wide), None if self.C is None else self.C.to(wide)
 
     def forward(
@@ -224,3 +222,16 @@ class InterdomainRecurrence(Float32Module, TabledModule):
         except KeyError:  # adapted or replicated: these tensors are others each time
             return compute(False)
         return self._tables.get(name, parameters, compute)
+
+
+def log_decays(
+    log_dt: torch.Tensor, log_a_real: torch.Tensor, a_imag: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """`log(lambda) = exp(log_dt) (-exp(log_a_real) + i a_imag)` as real pairs `[G, M, 2]` in `dtype`.
+
+    Args:
+        log_dt: `[G]`.
+        log_a_real, a_imag: `[G, M]`.
+    """
+    step = log_dt.to(dtype).exp()[:, None]
+    return torch.stack([-step * log_a_real.to(dtype).exp(), step * a_imag.to(dtype)], dim=-1)

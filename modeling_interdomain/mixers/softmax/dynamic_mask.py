@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from ...ops.common.common import autocasts
+from ...ops.common.cpu import autocasts
 from ...ops.common.launch import namespace
 
 # Of a head with a bias: kernels want sizes that are multiples of 8, and the same of keys and values.

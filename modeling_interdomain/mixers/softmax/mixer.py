@@ -7,7 +7,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ...cache.window import StaticWindowLayer, WindowLayer
 from ...layers.common import residual_projection
 from ...layers.rotary import rotate
-from ...ops.common.common import Packing
+from ...ops.common.packing import Packing
 from ...ops.common.window import Keys, best, seen, token_documents
 from ...parallel.tensor import HEADS
 from ..base import TokenMixer, undivided_groups

@@ -14,8 +14,9 @@ from ...layers.common import FULL_PRECISION, TabledModule, are_untouched, is_pla
 from ...layers.convolution import TOKEN_BEFORE, CausalConv1d, causal_conv, convolve_few, side_by_side, taps_of
 from ...layers.operators import Operators
 from ...layers.recorded import RankingLoss
-from ...ops.common.common import Packing, without_autocast
+from ...ops.common.cpu import without_autocast
 from ...ops.common.launch import STEP_BACKENDS
+from ...ops.common.packing import Packing
 from ...ops.sparse.entry import sparse_attention
 from ...ops.sparse.step import take_sparse_step
 from ...ops.sparse.stream import Bins, Ring, SparseMemory, memory_of

@@ -12,7 +12,8 @@ where the decay depends on the token, these functions do not hold.
 
 import torch
 
-from .common import check_tensors, decay_powers
+from .checks import check_tensors
+from .decay import decay_powers
 
 
 def join_states(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from .chunks import Chunks, Segment
-from .common import as_complex, decay_powers
+from .decay import as_complex, decay_powers
 
 
 class Workspace(dict):

@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from ..common.common import finite
+from ..common.decay import finite
 from .mixing import mixing_matrix
 
 _BLOCK = 8  # chunks

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..common.common import as_complex, shape_of
+from ..common.checks import shape_of
+from ..common.decay import as_complex
 from .mixing import SIGNS, mixing_factors
 
 

@@ -13,7 +13,7 @@ two's gradient, none ever gathers the rows `[T, k, d]`, and all sum in a fixed o
 import torch
 from torch.nn import functional as F
 
-from ..common.common import check_range, check_tensors, signed
+from ..common.checks import check_range, check_tensors, signed
 from ..common.launch import fused, namespace
 
 # PyTorch's embedding bags, or fused kernels on a GPU, where they can run.

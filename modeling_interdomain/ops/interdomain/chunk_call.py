@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from ..common.chunks import Segment, chunks_of
-from ..common.common import Kept
+from ..common.cpu import Kept
 from ..common.states import DecayTables, StateGradients, States, Workspace, dot, pairs
 from ..diagonal.mixing import mixing_matrix
 

@@ -5,18 +5,8 @@ from functools import partial
 
 import torch
 
-from ..common.common import (
-    Kept,
-    autocasts,
-    check_documents,
-    check_floats,
-    check_how,
-    check_state,
-    check_tensors,
-    multiplies_narrow,
-    shape_of,
-    without_autocast,
-)
+from ..common.checks import check_documents, check_floats, check_how, check_state, check_tensors, shape_of
+from ..common.cpu import Kept, autocasts, multiplies_narrow, without_autocast
 from ..common.launch import check_step_backend, fused
 from ..diagonal.step import StepTables, advance_state, read_state, real_tokens, step_tables
 from .chunk import chunk_attention
@@ -92,7 +82,7 @@ def interdomain_attention(
             "associative_scan" (parallel prefix), "chunk" (batched matrix products), "triton" (fused kernels on a
             GPU) or "auto" ("triton" where it can run, otherwise "chunk"; one in-place step when T = 1 and no
             gradient is asked for). Default: "auto".
-        kept: a `Kept` of ops/common/common.py, in which "chunk" keeps the tables that it makes of the parameters from
+        kept: a `Kept` of ops/common/cpu.py, in which "chunk" keeps the tables that it makes of the parameters from
             one call to the next; where these hold other numbers they are made again. For calls without gradients on a
             CPU. Default: None.
 

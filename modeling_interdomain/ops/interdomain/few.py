@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..common.common import as_complex, decay_powers, without_autocast
+from ..common.cpu import without_autocast
+from ..common.decay import as_complex, decay_powers
 from ..diagonal.step import StepTables, advance_by, mix_rows
 
 # As many tokens as a usual guess has: there this takes half the time of an operator for many. And as many inputs as may

@@ -2,7 +2,10 @@
 
 import torch
 
-from ..common.common import as_complex, check_documents, decay_powers, document_of_tokens, without_autocast
+from ..common.checks import check_documents
+from ..common.cpu import without_autocast
+from ..common.decay import as_complex, decay_powers
+from ..common.packing import document_of_tokens
 from ..diagonal.step import grouped_coefficients
 from .entry import check_inputs
 from .readout import pull_back

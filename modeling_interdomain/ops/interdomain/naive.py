@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import torch
 
-from ..common.common import as_complex
+from ..common.decay import as_complex
 from .readout import combine
 
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ..common.common import as_complex, decay_powers
+from ..common.decay import as_complex, decay_powers
 from ..diagonal.step import grouped_coefficients
 from .readout import pull_back
 

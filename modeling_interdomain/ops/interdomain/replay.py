@@ -2,7 +2,8 @@
 
 import torch
 
-from ..common.common import all_real, as_complex, decay_powers, without_autocast
+from ..common.cpu import all_real, without_autocast
+from ..common.decay import as_complex, decay_powers
 from ..diagonal.step import advance_by
 
 # Tokens that go into one matrix product: with a short record there is one.

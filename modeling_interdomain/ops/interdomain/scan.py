@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import torch
 
-from ..common.common import as_complex
+from ..common.decay import as_complex
 from ..diagonal.step import grouped_coefficients
 from .readout import pull_back
 

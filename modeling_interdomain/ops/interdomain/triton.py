@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..common.launch import CONFIGURATIONS, interpreted, multiprocessors, namespace, on_device, power_of_two, tuned
+from ..common.custom_op import differentiable
+from ..common.launch import CONFIGURATIONS, interpreted, multiprocessors, on_device, power_of_two, tuned
 from ..common.tiles import Arithmetic, Documents, arithmetic, chunk_tokens, layout_of
 from ..diagonal.triton_carry import carry, carry_back, segment_ends
 from ..diagonal.triton_states import Columns, LaterGradients, chunk_states, chunk_states_backward
@@ -82,7 +83,6 @@ def triton_attention(
         *(None if x is None else x.to(torch.int32).contiguous() for x in (cu_seqlens, lengths)),
         product,
         chunk_tokens(min(chunk_size, _largest_chunk(value.dtype, log_decay.shape[1])), query.shape[1]),
-        coefficient_matrix is not None and coefficient_matrix.requires_grad,
         wide,
         output_final_state,
     )
@@ -275,8 +275,21 @@ def _tables(plan: Plan, parameters: Parameters, product: str) -> KernelTables:
 
 
 def _forward(
-    query, key, value, parameters: Parameters, initial_state, cu_seqlens, lengths, product, chunk, wide, want_final
-):
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    input_matrix: torch.Tensor,
+    coefficients: torch.Tensor | None,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    product: str,
+    chunk: int,
+    wide: bool,
+    want_final: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    parameters = Parameters(log_decay, input_matrix, coefficients)
     plan = _plan(query, key, value, parameters, product, chunk, initial_state is not None, cu_seqlens, lengths)
     shape, dtype = (*query.shape[:3], plan.widths[1]), torch.float32 if wide else value.dtype
     output = value.new_zeros(shape, dtype=dtype) if plan.packed else value.new_empty(shape, dtype=dtype)
@@ -292,21 +305,30 @@ def _forward(
     return output, query.new_empty(0, dtype=torch.float32) if final is None else final
 
 
-def _backward(
-    query, key, value, parameters: Parameters, initial_state, cu_seqlens, lengths, product, chunk, want_mixing,
-    grad_output, grad_final,
+def _outputs(
+    query, key, value, log_decay, input_matrix, coefficients, initial_state, cu_seqlens, lengths, product, chunk, wide,
+    want_final,
 ):  # fmt: skip
+    output = value.new_empty((*query.shape[:3], value.shape[3]), dtype=torch.float32 if wide else value.dtype)
+    rows = query.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    shape = (rows, key.shape[2], 2, log_decay.shape[1], key.shape[3] + value.shape[3]) if want_final else (0,)
+    return output, query.new_empty(shape, dtype=torch.float32)
+
+
+def _backward(inputs, grads, needs):
+    query, key, value, *rest, initial_state, cu_seqlens, lengths, product, chunk, _, _ = inputs
+    parameters, (grad_output, grad_final) = Parameters(*rest), grads
     plan = _plan(query, key, value, parameters, product, chunk, initial_state is not None, cu_seqlens, lengths)
-    grads = [plan.like_tokens(x) for x in (query, key, value)]
+    found = [plan.like_tokens(x) for x in (query, key, value)]
     grad_initial = None if initial_state is None else torch.empty_like(initial_state)
     with on_device(query):
         tables = _tables(plan, parameters, product)
         states, _ = states_before(plan, (key, value), tables, initial_state, want_final=False)
         operands = Operands(query, key, value, grad_output)
-        mixing, chunk_sums, direct = _of_chunks(plan, operands, ChunkStates(*states), tables, grads[0], want_mixing)
-        walked = walk_back(plan, (key, value), states, tables, direct, tuple(grads[1:]), grad_initial, grad_final)
-        found = table_gradients(parameters, Partial(chunk_sums, walked, mixing), product, plan.shape[2])
-    return *grads, *found, grad_initial
+        mixing, chunk_sums, direct = _of_chunks(plan, operands, ChunkStates(*states), tables, found[0], needs[5])
+        walked = walk_back(plan, (key, value), states, tables, direct, tuple(found[1:]), grad_initial, grad_final)
+        found += table_gradients(parameters, Partial(chunk_sums, walked, mixing), product, plan.shape[2])
+    return *found, grad_initial
 
 
 def _of_chunks(plan: Plan, tokens: Operands, states: ChunkStates, tables: KernelTables, grad_query, want_mixing: bool):
@@ -397,103 +419,12 @@ def _mixing_gradient(plan: Plan, pulled: tuple[Pulled, ...]) -> torch.Tensor:
     return partial.unflatten(1, (plan.groups, -1)).sum((0, 2))
 
 
-_NAMESPACE = namespace(__name__)
-
-
-@torch.library.custom_op(f"{_NAMESPACE}::attention", mutates_args=())
-def _operator(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    coefficients: torch.Tensor | None,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    product: str,
-    chunk: int,
-    want_mixing: bool,
-    wide: bool,
-    want_final: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    parameters = Parameters(log_decay, input_matrix, coefficients)
-    extent = initial_state, cu_seqlens, lengths
-    return _forward(query, key, value, parameters, *extent, product, chunk, wide, want_final)
-
-
-@_operator.register_fake
-def _(
-    query, key, value, log_decay, input_matrix, coefficients, initial_state, cu_seqlens, lengths, product, chunk,
-    want_mixing, wide, want_final,
-):  # fmt: skip
-    output = value.new_empty((*query.shape[:3], value.shape[3]), dtype=torch.float32 if wide else value.dtype)
-    rows = query.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    shape = (rows, key.shape[2], 2, log_decay.shape[1], key.shape[3] + value.shape[3]) if want_final else (0,)
-    return output, query.new_empty(shape, dtype=torch.float32)
-
-
-@torch.library.custom_op(f"{_NAMESPACE}::attention_backward", mutates_args=())
-def _operator_backward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    coefficients: torch.Tensor | None,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    product: str,
-    chunk: int,
-    want_mixing: bool,
-    grad_output: torch.Tensor,
-    grad_final: torch.Tensor | None,
-) -> tuple[
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-]:
-    parameters = Parameters(log_decay, input_matrix, coefficients)
-    extent = initial_state, cu_seqlens, lengths
-    *grads, coefficient_grad, initial_grad = _backward(
-        query, key, value, parameters, *extent, product, chunk, want_mixing, grad_output, grad_final
-    )
-    optional = (log_decay.new_empty(0) if x is None else x for x in (coefficient_grad, initial_grad))
-    return *grads, *optional
-
-
-@_operator_backward.register_fake
-def _(
-    query, key, value, log_decay, input_matrix, coefficients, initial_state, cu_seqlens, lengths, product, chunk,
-    want_mixing, grad_output, grad_final,
-):  # fmt: skip
-    given = [torch.empty_like(x) for x in (query, key, value, log_decay, input_matrix)]
-    optional = (coefficients if want_mixing else None, initial_state)
-    return *given, *(log_decay.new_empty(0) if x is None else torch.empty_like(x) for x in optional)
-
-
-def _keep_inputs(ctx, inputs, output):
-    *tensors, product, chunk, want_mixing, _, want_final = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.options, ctx.want_final = (product, chunk, want_mixing), want_final
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, grad_output, grad_final):
-    saved = ctx.saved_tensors  # once: checkpointing unpacks a tensor a single time
-    query, _, value, *_, initial_state, _, _ = saved
-    if grad_output is None:
-        grad_output = value.new_zeros((*query.shape[:3], value.shape[3]))
-    grad_final = grad_final.float().contiguous() if ctx.want_final and grad_final is not None else None
-    grad_output = grad_output.to(value.dtype).contiguous()
-    *grads, mixing, initial = _operator_backward(*saved, *ctx.options, grad_output, grad_final)
-    mixing = mixing if ctx.options[2] else None
-    return *grads, mixing, None if initial_state is None else initial, *(None,) * 7
-
-
-_operator.register_autograd(_differentiate, setup_context=_keep_inputs)
+_operator = differentiable(
+    __name__,
+    "attention",
+    _forward,
+    _outputs,
+    _backward,
+    count=7,
+    grad_dtype=lambda query, key, value, *_: value.dtype,  # the output may be wider
+)

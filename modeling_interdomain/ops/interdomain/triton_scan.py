@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..common.common import as_complex
+from ..common.decay import as_complex
 from ..common.launch import on_device, power_of_two
 from ..diagonal.step import grouped_coefficients
 from .readout import pull_back

@@ -13,9 +13,12 @@ from functools import partial
 
 import torch
 
+from ..common.checks import check_documents, check_how, check_state, check_tensors
 from ..common.chunks import Segment, chunks_of
-from ..common.common import as_complex, check_documents, check_how, check_state, check_tensors, without_autocast
-from ..common.launch import check_step_backend, fused, namespace
+from ..common.cpu import without_autocast
+from ..common.custom_op import differentiable
+from ..common.decay import as_complex
+from ..common.launch import check_step_backend, fused
 from ..common.states import DecayTables, Repeated, StateGradients, States, Workspace, pairs
 from ..diagonal.step import StepTables, advance_state, real_tokens, transition_tables
 
@@ -299,11 +302,7 @@ def _distances(x: torch.Tensor) -> torch.Tensor:
     return steps[:, None] - steps
 
 
-_NAMESPACE = namespace(__name__)
-
-
-@torch.library.custom_op(f"{_NAMESPACE}::attention", mutates_args=())
-def _operator(
+def _forward(
     inputs: torch.Tensor,
     log_decay: torch.Tensor,
     input_matrix: torch.Tensor,
@@ -314,24 +313,19 @@ def _operator(
     chunk_size: int,
     output_final_state: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    with without_autocast(inputs.device):
-        call = _S4DCall(
-            inputs, log_decay, input_matrix, readout, initial_state, cu_seqlens, lengths, chunk_size, output_final_state
-        )
-        if not output_final_state:
-            return call.forward(None), inputs.new_empty(0)
-        final = inputs.new_zeros(_state_shape(inputs, log_decay, cu_seqlens))
-        if initial_state is not None:
-            final.copy_(initial_state)
-        return call.forward(final), final
+    arguments = inputs, log_decay, input_matrix, readout, initial_state, cu_seqlens, lengths, chunk_size
+    call = _S4DCall(*arguments, output_final_state)
+    if not output_final_state:
+        return call.forward(None), inputs.new_empty(0)
+    final = inputs.new_zeros(_state_shape(inputs, log_decay, cu_seqlens))
+    if initial_state is not None:
+        final.copy_(initial_state)
+    return call.forward(final), final
 
 
-@_operator.register_fake
-def _(
-    inputs, log_decay, input_matrix, readout, initial_state, cu_seqlens, lengths, chunk_size, output_final_state
-):  # fmt: skip
+def _outputs(inputs, log_decay, input_matrix, readout, initial_state, cu_seqlens, lengths, chunk_size, want_final):
     output = inputs.new_empty((*inputs.shape[:2], readout.shape[0], inputs.shape[3]))
-    return output, inputs.new_empty(_state_shape(inputs, log_decay, cu_seqlens) if output_final_state else (0,))
+    return output, inputs.new_empty(_state_shape(inputs, log_decay, cu_seqlens) if want_final else (0,))
 
 
 def _state_shape(inputs, log_decay, cu_seqlens) -> tuple[int, ...]:
@@ -339,51 +333,8 @@ def _state_shape(inputs, log_decay, cu_seqlens) -> tuple[int, ...]:
     return rows, inputs.shape[2], 2, log_decay.shape[1], inputs.shape[3]
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::attention_backward", mutates_args=())
-def _operator_backward(
-    inputs: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    readout: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    chunk_size: int,
-    grad_output: torch.Tensor,
-    grad_final: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    with without_autocast(inputs.device):
-        call = _S4DCall(
-            inputs, log_decay, input_matrix, readout, initial_state, cu_seqlens, lengths, chunk_size,
-            grad_final is not None,
-        )  # fmt: skip
-        *grads, initial = call.backward(grad_output, grad_final)
-        return *grads, inputs.new_empty(0) if initial is None else initial
+def _backward(inputs, grads, needs):
+    return _S4DCall(*inputs[:-1], grads[1] is not None).backward(*grads)
 
 
-@_operator_backward.register_fake
-def _(
-    inputs, log_decay, input_matrix, readout, initial_state, cu_seqlens, lengths, chunk_size, grad_output, grad_final
-):  # fmt: skip
-    tensors = inputs, log_decay, input_matrix, readout, initial_state
-    return tuple(inputs.new_empty(0 if x is None else x.shape) for x in tensors)
-
-
-def _keep_inputs(ctx, inputs, output):
-    *tensors, ctx.chunk_size, ctx.output_final_state = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, grad_output, grad_final):
-    saved = ctx.saved_tensors  # once: checkpointing unpacks a tensor a single time
-    inputs, _, _, readout, initial, *_ = saved
-    if grad_output is None:
-        grad_output = inputs.new_zeros((*inputs.shape[:2], readout.shape[0], inputs.shape[3]))
-    if not ctx.output_final_state:
-        grad_final = None
-    *grads, of_initial = _operator_backward(*saved, ctx.chunk_size, grad_output, grad_final)
-    return *grads, None if initial is None else of_initial, None, None, None, None
-
-
-_operator.register_autograd(_differentiate, setup_context=_keep_inputs)
+_operator = differentiable(__name__, "attention", _forward, _outputs, _backward, count=5)

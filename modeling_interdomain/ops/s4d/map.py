@@ -2,7 +2,9 @@
 
 import torch
 
-from ..common.common import as_complex, check_ends, decay_powers, document_of_tokens
+from ..common.checks import check_ends
+from ..common.decay import as_complex, decay_powers
+from ..common.packing import document_of_tokens
 from .entry import check_parameters
 
 

@@ -7,8 +7,9 @@ in a fixed order, so that gradients repeat bit for bit, and no length is read by
 
 import torch
 
-from ..common.common import as_complex, decay_powers
-from ..common.launch import namespace, on_device, power_of_two, tuned
+from ..common.custom_op import differentiable
+from ..common.decay import as_complex, decay_powers
+from ..common.launch import on_device, power_of_two, tuned
 from ..common.tiles import chunk_tokens
 from ..diagonal.triton_tables import KernelTables, Parameters, Partial, make_tables, table_gradients
 from ..interdomain.triton import Plan, plan_of, states_before, walk_back
@@ -82,11 +83,7 @@ def _tables(plan: Plan, log_decay, input_matrix) -> KernelTables:
     return make_tables(parameters, "real", plan.chunk, plan.storage, plan.math)
 
 
-_NAMESPACE = namespace(__name__)
-
-
-@torch.library.custom_op(f"{_NAMESPACE}::attention", mutates_args=())
-def _operator(
+def _forward(
     inputs: torch.Tensor,
     log_decay: torch.Tensor,
     input_matrix: torch.Tensor,
@@ -109,33 +106,22 @@ def _operator(
     return output, inputs.new_empty(0, dtype=torch.float32) if final is None else final
 
 
-@_operator.register_fake
-def _(inputs, log_decay, input_matrix, kernel, reads, initial_state, cu_seqlens, lengths, want_final):
+def _outputs(inputs, log_decay, input_matrix, kernel, reads, initial_state, cu_seqlens, lengths, want_final):
     batch, length, groups, width = inputs.shape
     rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     final = (rows, groups, 2, log_decay.shape[1], width) if want_final else (0,)
     return inputs.new_empty(batch, length, kernel.shape[0], width), inputs.new_empty(final, dtype=torch.float32)
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::attention_backward", mutates_args=())
-def _operator_backward(
-    inputs: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    kernel: torch.Tensor,
-    reads: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    grad_output: torch.Tensor,
-    grad_final: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    plan = _plan(inputs, log_decay, kernel, initial_state is not None, cu_seqlens, lengths)
+def _backward(given, grads, needs):
+    inputs, *parameters, kernel, reads, initial_state, cu_seqlens, lengths, _ = given
+    grad_output, grad_final = grads
+    plan = _plan(inputs, parameters[0], kernel, initial_state is not None, cu_seqlens, lengths)
     heads, options = plan.shape[2], _options(plan)
     side, responses, of_inputs = options["EXTENT"], Responses(kernel, reads), plan.like_tokens(inputs)
     of_initial = None if initial_state is None else torch.empty_like(initial_state)
     with on_device(inputs):
-        tables = _tables(plan, log_decay, input_matrix)
+        tables = _tables(plan, *parameters)
         (states,), _ = states_before(plan, (inputs,), tables, initial_state, want_final=False)
         direct = ChunkGradients(
             inputs.new_empty(plan.shape, dtype=plan.storage),
@@ -147,9 +133,7 @@ def _operator_backward(
         of_responses = _of_responses(plan, inputs, grad_output, states, reads, options)
         walked = walk_back(plan, (inputs,), (states,), tables, (direct,), (of_inputs,), of_initial, grad_final)
         nothing = walked.new_empty((0, heads, 2, *walked.shape[2:]))
-        partial = Partial(nothing, walked, None)
-        found = table_gradients(Parameters(log_decay, input_matrix, None), partial, "real", heads)
-    of_initial = log_decay.new_empty(0) if of_initial is None else of_initial
+        found = table_gradients(Parameters(*parameters, None), Partial(nothing, walked, None), "real", heads)
     return of_inputs, found.log_decay, found.input_matrix, *of_responses, of_initial
 
 
@@ -168,28 +152,4 @@ def _of_responses(plan: Plan, inputs, grad_output, states, reads, options: dict)
     return Responses(torch.where(distance >= 0, aligned, 0).sum(1), of_reads.sum(0))
 
 
-@_operator_backward.register_fake
-def _(
-    inputs, log_decay, input_matrix, kernel, reads, initial_state, cu_seqlens, lengths, grad_output, grad_final
-):  # fmt: skip
-    of_initial = log_decay.new_empty(0) if initial_state is None else torch.empty_like(initial_state)
-    return *(torch.empty_like(x) for x in (inputs, log_decay, input_matrix, kernel, reads)), of_initial
-
-
-def _keep_inputs(ctx, inputs, output):
-    *tensors, ctx.want_final = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, grad_output, grad_final):
-    saved = ctx.saved_tensors  # once: checkpointing unpacks a tensor a single time
-    inputs, kernel, initial_state = saved[0], saved[3], saved[5]
-    if grad_output is None:
-        grad_output = inputs.new_zeros(*inputs.shape[:2], kernel.shape[0], inputs.shape[3])
-    grad_final = grad_final.float().contiguous() if ctx.want_final and grad_final is not None else None
-    *grads, of_initial = _operator_backward(*saved, grad_output.to(inputs.dtype).contiguous(), grad_final)
-    return *grads, None if initial_state is None else of_initial, None, None, None
-
-
-_operator.register_autograd(_differentiate, setup_context=_keep_inputs)
+_operator = differentiable(__name__, "attention", _forward, _outputs, _backward, count=6)

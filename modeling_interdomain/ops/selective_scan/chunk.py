@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..common.common import without_autocast
-from ..common.launch import namespace
+from ..common.custom_op import differentiable
 from ..common.states import Workspace
 
 # Floats of the states that a chunk goes through; rows that do not fit come after one another.
@@ -201,11 +200,7 @@ def _like(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-_NAMESPACE = namespace(__name__)
-
-
-@torch.library.custom_op(f"{_NAMESPACE}::scan", mutates_args=())
-def _operator(
+def _forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -217,19 +212,16 @@ def _operator(
     output_final_state: bool,
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    # A backward pass inside autocast would otherwise multiply in its dtype, and a compiled one always.
-    with without_autocast(value.device):
-        problem = _Problem(query, key, value, step, rate, initial_state, cu_seqlens, size)
-        final, kept = (value.new_zeros(x) for x in _shapes(value, rate, cu_seqlens, size, output_final_state, keep))
-        if output_final_state and initial_state is not None:
-            final.copy_(initial_state)
-        output = problem.forward(final if output_final_state else None, kept if keep else None)
-        return output, final, kept
+    problem = _Problem(query, key, value, step, rate, initial_state, cu_seqlens, size)
+    final, kept = (value.new_zeros(x) for x in _shapes(value, rate, cu_seqlens, size, output_final_state, keep))
+    if output_final_state and initial_state is not None:
+        final.copy_(initial_state)
+    output = problem.forward(final if output_final_state else None, kept if keep else None)
+    return output, final, kept
 
 
-@_operator.register_fake
-def _(query, key, value, step, rate, initial_state, cu_seqlens, size, output_final_state, keep):
-    final, kept = _shapes(value, rate, cu_seqlens, size, output_final_state, keep)
+def _outputs(query, key, value, step, rate, initial_state, *how):
+    final, kept = _shapes(value, rate, *how)
     return value.new_empty(value.shape), value.new_empty(final), value.new_empty(kept)
 
 
@@ -241,47 +233,9 @@ def _shapes(value, rate, cu_seqlens, size: int, output_final_state: bool, keep: 
     return final, (batch, (length + size - 1) // size, *rate.shape) if keep else (0,)
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::scan_backward", mutates_args=())
-def _operator_backward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    step: torch.Tensor,
-    rate: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    kept: torch.Tensor,
-    size: int,
-    grad_output: torch.Tensor,
-    grad_final: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    with without_autocast(value.device):
-        problem = _Problem(query, key, value, step, rate, initial_state, cu_seqlens, size)
-        *found, of_initial = problem.backward(kept, grad_output, grad_final)
-        return *found, value.new_empty(0) if of_initial is None else of_initial
+def _backward(inputs, grads, needs):
+    *arguments, _, _, kept = inputs
+    return _Problem(*arguments).backward(kept, *grads[:2])
 
 
-@_operator_backward.register_fake
-def _(query, key, value, step, rate, initial_state, cu_seqlens, kept, size, grad_output, grad_final):
-    initial = value.new_empty(0 if initial_state is None else initial_state.shape)
-    return *(x.new_empty(x.shape) for x in (query, key, value, step, rate)), initial
-
-
-def _keep_inputs(ctx, inputs, output):
-    *tensors, ctx.size, ctx.output_final_state, _ = inputs
-    ctx.save_for_backward(*tensors, output[2])
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, grad_output, grad_final, grad_kept):
-    saved = ctx.saved_tensors  # once: checkpointing unpacks a tensor a single time
-    value, initial = saved[2], saved[5]
-    if grad_output is None:
-        grad_output = torch.zeros_like(value)
-    if not ctx.output_final_state:
-        grad_final = None
-    *grads, of_initial = _operator_backward(*saved, ctx.size, grad_output, grad_final)
-    return *grads, None if initial is None else of_initial, None, None, None, None
-
-
-_operator.register_autograd(_differentiate, setup_context=_keep_inputs)
+_operator = differentiable(__name__, "scan", _forward, _outputs, _backward, count=6, kept=(2,))

@@ -2,14 +2,8 @@
 
 import torch
 
-from ..common.common import (
-    autocasts,
-    check_documents,
-    check_how,
-    check_state,
-    check_tensors,
-    without_autocast,
-)
+from ..common.checks import check_documents, check_how, check_state, check_tensors
+from ..common.cpu import autocasts, without_autocast
 from ..common.launch import check_step_backend, fused
 from ..diagonal.step import real_tokens
 from ..ssd.naive import without_pads

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..common.launch import namespace, on_device, power_of_two, tuned
+from ..common.custom_op import differentiable
+from ..common.launch import on_device, power_of_two, tuned
 
 try:
     import triton
@@ -249,11 +250,7 @@ def _extent(rate: torch.Tensor) -> tuple[Extent, int]:
     return Extent(_CHUNK, size, padded, each), -(-channels // each)
 
 
-_NAMESPACE = namespace(__name__)
-
-
-@torch.library.custom_op(f"{_NAMESPACE}::scan", mutates_args=())
-def _operator(
+def _forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -277,26 +274,14 @@ def _operator(
     return output, final
 
 
-@_operator.register_fake
-def _(query, key, value, step, rate, initial_state, cu_seqlens, lengths, want_final):
+def _outputs(query, key, value, step, rate, initial_state, cu_seqlens, lengths, want_final):
     rows = value.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     final = rate.new_empty((rows, *rate.shape) if want_final else (0,))
     return value.new_empty(value.shape, dtype=torch.float32), final
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::scan_backward", mutates_args=())
-def _operator_backward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    step: torch.Tensor,
-    rate: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    grad_output: torch.Tensor,
-    grad_final: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _backward(inputs, grads, needs):
+    (query, key, value, step, rate, initial_state, cu_seqlens, lengths, _), (grad_output, grad_final) = inputs, grads
     (extent, blocks), rows = _extent(rate), _rows(value, cu_seqlens, lengths)
     (batch, length, channels), count = value.shape, len(rows.starts)
     tokens = Tokens(query, key, value, step)
@@ -309,38 +294,13 @@ def _operator_backward(
     of_initial = None if initial_state is None else torch.empty_like(initial_state)
     kept = rate.new_empty(batch * length // _CHUNK + count, *rate.shape)
     with on_device(value):
-        _scan[(count, blocks)](
-            tokens, rate, initial_state, None, kept, None, rows, channels, EXTENT=extent
-        )  # fmt: skip
+        _scan[(count, blocks)](tokens, rate, initial_state, None, kept, None, rows, channels, EXTENT=extent)
         _scan_backward[(count, blocks)](
             tokens, rate, kept, grad_output, grad_final, found, of_rate, of_initial, rows, channels, batch * length,
             EXTENT=extent,
         )  # fmt: skip
     of_query, of_key = (x.sum(0).to(y.dtype) for x, y in ((found.query, query), (found.key, key)))
-    of_initial = rate.new_empty(0) if of_initial is None else of_initial
     return of_query, of_key, found.value, found.step, of_rate.sum(0), of_initial
 
 
-@_operator_backward.register_fake
-def _(query, key, value, step, rate, initial_state, cu_seqlens, lengths, grad_output, grad_final):
-    of_initial = rate.new_empty(0) if initial_state is None else torch.empty_like(initial_state)
-    return *(torch.empty_like(x) for x in (query, key, value, step, rate)), of_initial
-
-
-def _keep_inputs(ctx, inputs, output):
-    *tensors, ctx.want_final = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, grad_output, grad_final):
-    saved = ctx.saved_tensors  # once: checkpointing unpacks a tensor a single time
-    value, initial_state = saved[2], saved[5]
-    if grad_output is None:
-        grad_output = value.new_zeros(value.shape, dtype=torch.float32)
-    grad_final = grad_final.float().contiguous() if ctx.want_final and grad_final is not None else None
-    *grads, of_initial = _operator_backward(*saved, grad_output.float().contiguous(), grad_final)
-    return *grads, None if initial_state is None else of_initial, None, None, None
-
-
-_operator.register_autograd(_differentiate, setup_context=_keep_inputs)
+_operator = differentiable(__name__, "scan", _forward, _outputs, _backward, count=6)

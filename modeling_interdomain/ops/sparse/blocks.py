@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..common.common import values_at_hand, without_autocast
+from ..common.cpu import values_at_hand, without_autocast
 from .passes import HIDDEN, Run, ranges, rows_of, runs_of
 from .stream import Stream
 

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
-from ..common.common import check_documents, check_range, check_tensors, document_of_tokens, shape_of, without_autocast
+from ..common.checks import check_documents, check_range, check_tensors, shape_of
+from ..common.cpu import without_autocast
 from ..common.launch import fused
+from ..common.packing import document_of_tokens
 from .blocks import blocks
 from .dense import dense
 from .stream import Bins, SparseMemory, Stream, memory_after, stream_of

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..common.common import values_at_hand
+from ..common.cpu import values_at_hand
 from .expiry import Selection, Sorted, by_bins, selection
 from .stream import Stream
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..common.common import autocasts, without_autocast
+from ..common.cpu import autocasts, without_autocast
 from ..common.launch import check_step_backend, fused
 from ..diagonal.step import real_tokens
 from .entry import check_memory, check_sets, check_values

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..common.launch import namespace, on_device, power_of_two, tuned
+from ..common.custom_op import differentiable
+from ..common.launch import on_device, power_of_two, tuned
 from ..common.tiles import arithmetic, chunk_tokens
 from .expiry import Selection, Sorted, by_bins, selection
 from .stream import Stream
@@ -140,11 +141,7 @@ def _plan(query, key, value, tables: Sequence[torch.Tensor], selects: bool, past
     return _Plan(Tokens(query, key, value), tuple(sets), sizes, extent, options)
 
 
-_NAMESPACE = namespace(__name__)
-
-
-@torch.library.custom_op(f"{_NAMESPACE}::attention", mutates_args=())
-def _operator(
+def _forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -174,27 +171,15 @@ def _operator(
     return output, level
 
 
-@_operator.register_fake
-def _(query, key, value, tables, selects, past, chunk):
+def _outputs(query, key, value, *_):
     output = value.new_empty(*query.shape[:3], value.shape[3])
     return output, value.new_empty(query.shape[0] * query.shape[1] * query.shape[2], dtype=torch.float32)
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::attention_backward", mutates_args=())
-def _operator_backward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    level: torch.Tensor,
-    tables: Sequence[torch.Tensor],
-    selects: bool,
-    past: int,
-    chunk: int,
-    grad: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    plan = _plan(query, key, value, tables, selects, past, chunk)
-    ahead = Ahead(output, grad, level, torch.empty_like(level))
+def _backward(inputs, grads, needs):
+    *given, output, level = inputs
+    plan, query, chunk = _plan(*given), given[0], given[-1]
+    ahead = Ahead(output, grads[0], level, torch.empty_like(level))
     of_query = of_others = None
     with on_device(query):
         for this in plan.sets:
@@ -228,24 +213,4 @@ def _of_others(plan: _Plan, this: _Set, ahead: Ahead, before, dtype: torch.dtype
     return after
 
 
-@_operator_backward.register_fake
-def _(query, key, value, output, level, tables, selects, past, chunk, grad):
-    return tuple(torch.empty_like(x) for x in (query, key, value))
-
-
-def _keep(ctx, inputs, output):
-    query, key, value, tables, *ctx.sizes = inputs
-    ctx.tables = len(tables)
-    ctx.save_for_backward(query, key, value, *output, *tables)
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, grad, _):
-    query, key, value, output, level, *tables = ctx.saved_tensors
-    grad = torch.zeros_like(output) if grad is None else grad.to(output.dtype).contiguous()
-    grads = _operator_backward(query, key, value, output, level, tables, *ctx.sizes, grad)
-    return *grads, [None] * ctx.tables, None, None, None
-
-
-_operator.register_autograd(_differentiate, setup_context=_keep)
+_operator = differentiable(__name__, "attention", _forward, _outputs, _backward, count=3, kept=(0, 1))

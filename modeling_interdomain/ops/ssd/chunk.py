@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 
 from ..common.chunks import Segment, chunks_of
-from ..common.common import finite, without_autocast
-from ..common.launch import namespace
+from ..common.custom_op import differentiable
+from ..common.decay import finite
 from ..common.states import Workspace
 
 # Floats of what a segment works on, a token having W + N a head.
@@ -31,23 +31,6 @@ _SEGMENT_FLOATS = {"cpu": 1 << 22, "other": 1 << 24}
 # Weights below are zero. What is multiplied with them would come near the smallest numbers that a dtype holds, with
 # which a CPU computes a hundred times as slowly; beside the weight 1 of a token's own input none of it would show.
 _NOTHING = {torch.float32: 1e-30, torch.float64: 1e-290}
-
-
-def chunk_ssd(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    chunk_size: int,
-    output_final_state: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `ssd_attention`, all but the log decays in one real dtype; the final states are empty unless wanted."""
-    return _operator(
-        query, key, value, log_decay, initial_state, cu_seqlens, lengths, chunk_size, output_final_state
-    )  # fmt: skip
 
 
 class _Tokens(NamedTuple):
@@ -330,11 +313,7 @@ def _power_(exponents: torch.Tensor) -> torch.Tensor:
     return torch.threshold_(powers, nothing, 0.0)
 
 
-_NAMESPACE = namespace(__name__)
-
-
-@torch.library.custom_op(f"{_NAMESPACE}::attention", mutates_args=())
-def _operator(
+def _forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -345,71 +324,32 @@ def _operator(
     chunk_size: int,
     output_final_state: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # A backward pass inside autocast would otherwise multiply in its dtype, and a compiled one always.
-    with without_autocast(query.device):
-        problem = _Problem(
-            query, key, value, log_decay, initial_state, cu_seqlens, lengths, chunk_size, output_final_state
-        )
-        if not output_final_state:
-            return problem.forward(None), value.new_empty(0)
-        final = value.new_zeros(_state_shape(key, value, cu_seqlens))
-        if initial_state is not None:
-            final.copy_(initial_state)
-        return problem.forward(final), final
+    """As `ssd_attention`, all but the log decays in one real dtype; the final states are empty unless wanted."""
+    inputs = query, key, value, log_decay, initial_state, cu_seqlens, lengths, chunk_size, output_final_state
+    problem = _Problem(*inputs)
+    if not output_final_state:
+        return problem.forward(None), value.new_empty(0)
+    final = value.new_zeros(_final_shape(*inputs))
+    if initial_state is not None:
+        final.copy_(initial_state)
+    return problem.forward(final), final
 
 
-@_operator.register_fake
-def _(query, key, value, log_decay, initial_state, cu_seqlens, lengths, chunk_size, output_final_state):
-    final = _state_shape(key, value, cu_seqlens) if output_final_state else (0,)
-    return value.new_empty(value.shape), value.new_empty(final)
+def _outputs(*inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    value = inputs[2]
+    return value.new_empty(value.shape), value.new_empty(_final_shape(*inputs))
 
 
-def _state_shape(key, value, cu_seqlens) -> tuple[int, ...]:
+def _final_shape(query, key, value, log_decay, initial_state, cu_seqlens, *rest) -> tuple[int, ...]:
+    if not rest[-1]:
+        return (0,)
     rows = value.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return rows, value.shape[2], value.shape[3], key.shape[3]
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::attention_backward", mutates_args=())
-def _operator_backward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    chunk_size: int,
-    grad_output: torch.Tensor,
-    grad_final: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    with without_autocast(query.device):
-        problem = _Problem(query, key, value, log_decay, initial_state, cu_seqlens, lengths, chunk_size)
-        of_query, of_key, of_value, of_decay, of_initial = _Gradients(problem, grad_output, grad_final).run()
-        of_initial = value.new_empty(0) if of_initial is None else of_initial
-        return of_query, of_key, of_value, of_decay.to(log_decay.dtype), of_initial
+def _backward(inputs, grads, needs):
+    query, key, value, decay, initial = _Gradients(_Problem(*inputs[:-1]), *grads).run()
+    return query, key, value, decay.to(inputs[3].dtype), initial
 
 
-@_operator_backward.register_fake
-def _(query, key, value, log_decay, initial_state, cu_seqlens, lengths, chunk_size, grad_output, grad_final):
-    initial = value.new_empty(0 if initial_state is None else initial_state.shape)
-    return *(x.new_empty(x.shape) for x in (query, key, value, log_decay)), initial
-
-
-def _keep_inputs(ctx, inputs, output):
-    *tensors, ctx.chunk_size, ctx.output_final_state = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, grad_output, grad_final):
-    saved = ctx.saved_tensors  # once: checkpointing unpacks a tensor a single time
-    value, initial = saved[2], saved[4]
-    if grad_output is None:
-        grad_output = torch.zeros_like(value)
-    if not ctx.output_final_state:
-        grad_final = None
-    *grads, of_initial = _operator_backward(*saved, ctx.chunk_size, grad_output, grad_final)
-    return *grads, None if initial is None else of_initial, None, None, None, None
-
-
-_operator.register_autograd(_differentiate, setup_context=_keep_inputs)
+chunk_ssd = differentiable(__name__, "attention", _forward, _outputs, _backward, count=5)

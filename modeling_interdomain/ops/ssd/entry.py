@@ -2,15 +2,9 @@
 
 import torch
 
-from ..common.common import (
-    autocasts,
-    check_documents,
-    check_how,
-    check_state,
-    check_tensors,
-    finite,
-    without_autocast,
-)
+from ..common.checks import check_documents, check_how, check_state, check_tensors
+from ..common.cpu import autocasts, without_autocast
+from ..common.decay import finite
 from ..common.launch import STEP_BACKENDS, check_step_backend, fused
 from ..diagonal.step import real_tokens
 from .chunk import chunk_ssd

@@ -2,7 +2,10 @@
 
 import torch
 
-from ..common.common import check_documents, document_of_tokens, finite, without_autocast
+from ..common.checks import check_documents
+from ..common.cpu import without_autocast
+from ..common.decay import finite
+from ..common.packing import document_of_tokens
 from .entry import check_inputs
 
 

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import torch
 
-from ..common.common import finite
+from ..common.decay import finite
 
 
 def recurrent_ssd(

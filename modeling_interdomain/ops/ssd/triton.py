@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..common.launch import multiprocessors, namespace, on_device, power_of_two, tuned
+from ..common.custom_op import differentiable
+from ..common.launch import multiprocessors, on_device, power_of_two, tuned
 from ..common.tiles import Arithmetic, Layout, arithmetic, chunk_tokens, layout_of
 from .triton_chunks import Extent, Heads, Operands, attend, contract, walk
 
@@ -142,11 +143,7 @@ def _contracted(plan: _Plan, tokens: Operands, states, others, crossing, reverse
     return out[0] if heads.blocks == 1 else out.sum(0).to(like.dtype)
 
 
-_NAMESPACE = namespace(__name__)
-
-
-@torch.library.custom_op(f"{_NAMESPACE}::attention", mutates_args=())
-def _operator(
+def _forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -165,28 +162,16 @@ def _operator(
     return output, query.new_empty(0, dtype=torch.float32) if final is None else final
 
 
-@_operator.register_fake
-def _(query, key, value, log_decay, initial_state, cu_seqlens, lengths, chunk, want_final):
+def _outputs(query, key, value, log_decay, initial_state, cu_seqlens, lengths, chunk, want_final):
     rows = query.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     shape = (rows, *value.shape[2:], key.shape[3]) if want_final else (0,)
     return torch.empty_like(value), query.new_empty(shape, dtype=torch.float32)
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::attention_backward", mutates_args=())
-def _operator_backward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    chunk: int,
-    grad_output: torch.Tensor,
-    grad_final: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _backward(inputs, grads, needs):
+    (query, key, value, log_decay, initial_state, *documents, chunk, _), (grad_output, grad_final) = inputs, grads
     with_ends = initial_state is not None or grad_final is not None
-    plan = _plan(key, value, chunk, with_ends, cu_seqlens, lengths)
+    plan = _plan(key, value, chunk, with_ends, *documents)
     ahead = Operands(query, key, value, grad_output, log_decay)
     back = Operands(key, query, grad_output, value, log_decay)
     crossing = plan.like_tokens(log_decay, 2, *log_decay.shape)
@@ -196,29 +181,7 @@ def _operator_backward(
         of_value = _attended(plan, back, after, True, value)
         of_query = _contracted(plan, ahead, before, None, crossing[0], False)
         of_key = _contracted(plan, back, after, before, crossing[1], True)
-    of_initial = log_decay.new_empty(0) if of_initial is None else of_initial
     return of_query, of_key, of_value, crossing.sum(0), of_initial
 
 
-@_operator_backward.register_fake
-def _(query, key, value, log_decay, initial_state, cu_seqlens, lengths, chunk, grad_output, grad_final):
-    of_initial = log_decay.new_empty(0) if initial_state is None else torch.empty_like(initial_state)
-    return *(torch.empty_like(x) for x in (query, key, value, log_decay)), of_initial
-
-
-def _keep_inputs(ctx, inputs, output):
-    *tensors, ctx.chunk, ctx.want_final = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, grad_output, grad_final):
-    saved = ctx.saved_tensors  # once: checkpointing unpacks a tensor a single time
-    value, initial_state = saved[2], saved[4]
-    grad_output = torch.zeros_like(value) if grad_output is None else grad_output.to(value.dtype).contiguous()
-    grad_final = grad_final.float().contiguous() if ctx.want_final and grad_final is not None else None
-    *grads, of_initial = _operator_backward(*saved, ctx.chunk, grad_output, grad_final)
-    return *grads, None if initial_state is None else of_initial, None, None, None, None
-
-
-_operator.register_autograd(_differentiate, setup_context=_keep_inputs)
+_operator = differentiable(__name__, "attention", _forward, _outputs, _backward, count=5)

@@ -1,0 +1,97 @@
+"""Operators of `torch.library` that have a gradient: all that PyTorch wants to know of one, from three functions."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from .cpu import without_autocast
+from .launch import namespace
+
+
+def differentiable(
+    module: str,
+    name: str,
+    forward: Callable[..., tuple[torch.Tensor, ...]],
+    outputs: Callable[..., tuple[torch.Tensor, ...]],
+    backward: Callable[..., Sequence[torch.Tensor | None]],
+    *,
+    count: int,
+    kept: tuple[int, ...] = (),
+    grad_dtype: Callable[..., torch.dtype] | None = None,
+):
+    """Register `name` and `name_backward`, both opaque to a graph and both without autocast; the first is returned.
+
+    The gradient of the backward operator is none: asking for it raises PyTorch's own error.
+
+    Args:
+        module: `__name__` of the module that asks.
+        forward: annotated, because PyTorch reads its schema from it. No output may be an input.
+        outputs: empty tensors like those that `forward` makes of the same arguments. An output of shape `[0]` is one
+            that was not wanted: it has no gradient.
+        backward: gets the inputs with the kept outputs behind them, the gradients of all outputs and, for each of the
+            first `count` inputs, whether its gradient is wanted. Gives that many gradients, each None or like its
+            input. The first output's gradient is always there, and all are contiguous.
+        count: the inputs that may have a gradient stand first.
+        kept: numbers of the outputs that are saved for `backward`, beside the inputs; but the first, they have no
+            gradient.
+        grad_dtype: of the inputs, the dtype of the first output's gradient; as it comes when None.
+    """
+    path = f"{namespace(module)}::{name}"
+    schema = torch.library.infer_schema(forward, mutates_args=())
+    arguments, returned = schema.removesuffix(")").split(") -> ")
+    more = [f"Tensor kept_{i}" for i in kept] + [f"Tensor? grad_{i}" for i in range(returned.count("Tensor"))]
+    schema_backward = f"{', '.join([arguments, *more])}, bool[] needs) -> ({', '.join(['Tensor'] * count)})"
+    first_grad = arguments.count(",") + 1 + len(kept)
+
+    def run(*inputs):
+        with without_autocast(inputs[0].device):
+            return forward(*inputs)
+
+    def run_backward(*arguments):
+        inputs, grads, needs = arguments[:first_grad], arguments[first_grad:-1], arguments[-1]
+        # A backward pass inside autocast would otherwise multiply in its dtype, and a compiled one always.
+        with without_autocast(inputs[0].device):
+            return _without_none(inputs[0], backward(inputs, grads, needs), needs)
+
+    def like_inputs(*arguments):
+        found = [None if x is None else x.new_empty(x.shape) for x in arguments[:count]]
+        return _without_none(arguments[0], found, arguments[-1])
+
+    operator = torch.library.custom_op(path, run, mutates_args=(), schema=schema)
+    operator.register_fake(outputs)
+    operator_backward = torch.library.custom_op(
+        f"{path}_backward", run_backward, mutates_args=(), schema=schema_backward
+    )
+    operator_backward.register_fake(like_inputs)
+
+    def save(ctx, inputs, output):
+        leaves, ctx.tree = tree_flatten(inputs)
+        ctx.others = [None if isinstance(x, torch.Tensor) else x for x in leaves]
+        tensors = [x if isinstance(x, torch.Tensor) else None for x in leaves]
+        ctx.save_for_backward(*tensors, *(output[i] for i in kept))
+        ctx.mark_non_differentiable(*(output[i] for i in kept if i > 0))
+        ctx.set_materialize_grads(False)
+
+    def differentiate(ctx, *grads):
+        saved = ctx.saved_tensors  # once: checkpointing unpacks a tensor a single time
+        leaves = [other if x is None else x for x, other in zip(saved, ctx.others)]
+        inputs = tree_unflatten(leaves, ctx.tree)
+        first, *rest = (None if grad is None or grad.shape == (0,) else grad.contiguous() for grad in grads)
+        if first is None:
+            first = outputs(*inputs)[0].zero_()
+        if grad_dtype is not None:
+            first = first.to(grad_dtype(*inputs))
+        needs = [x is not None and need for x, need in zip(inputs[:count], ctx.needs_input_grad)]
+        found = operator_backward(*inputs, *saved[len(leaves) :], first, *rest, needs)
+        others = ([None] * len(x) if isinstance(x, list) else None for x in inputs[count:])
+        return *(x if need else None for x, need in zip(found, needs)), *others
+
+    operator.register_autograd(differentiate, setup_context=save)
+    return operator
+
+
+def _without_none(like: torch.Tensor, grads: Sequence[Any], needs: Sequence[bool]) -> tuple[torch.Tensor, ...]:
+    """An operator gives tensors: an empty one for a gradient that nobody asked for."""
+    return tuple(like.new_empty(0) if x is None or not need else x for x, need in zip(grads, needs, strict=True))

@@ -1,0 +1,40 @@
+"""Powers of a decay, and complex numbers of real pairs."""
+
+import torch
+
+
+def decay_powers(log_decay: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """`lambda ** exponents`, computed in float64 whatever the dtype of the parameters.
+
+    A phase of 128 rad a token over 64 tokens is 8,192 rad: float32 would keep only three digits of the angle. Exponents
+    are non-negative, so that every power of a stable decay stays within [0, 1] and no chunk length, step size or decay
+    rate can overflow; the fused kernels alone ask for negative ones, where they know that the result is finite.
+
+    Args:
+        log_decay: `[G, M, 2]`, Delta A as (real, imaginary) pairs; the imaginary part in radians per token.
+        exponents: `[E]`, integers.
+
+    Returns:
+        `[G, E, M]`, complex128.
+    """
+    exponents = exponents.to(torch.float64)[:, None]
+    rate, phase = log_decay[:, None].unbind(-1)
+    size, angle = (finite(rate) * exponents).exp(), phase.to(torch.float64) * exponents
+    # `torch.polar` divides by the size in its gradient, where nothing is left of a denormal one.
+    return torch.complex(size * angle.cos(), size * angle.sin())
+
+
+def finite(log_decay: torch.Tensor) -> torch.Tensor:
+    """In float64, and -inf as a number whose exp is 0 as well: zero times it is zero, and sums of it have differences.
+
+    It is small enough besides for what is added to it to keep its digits.
+    """
+    return log_decay.to(torch.float64).clamp(min=-1000.0)
+
+
+def as_complex(pairs: torch.Tensor) -> torch.Tensor:
+    """Real pairs `[..., 2]` as complex numbers `[...]`, in the nearest dtype that has a complex partner.
+
+    A copy: a view would need an even storage offset, which a parameter in a flat buffer need not have.
+    """
+    return torch.complex(*pairs.to(torch.promote_types(pairs.dtype, torch.float32)).unbind(-1))
