@@ -306,7 +306,7 @@ ASKED = {
     "device": lambda cache: cache.to("cpu"),
     "further back": lambda cache: cache.crop(-5),
     "one back": lambda cache: cache.crop(-1),
-    "settled": lambda cache: [layer.settle() for layer in _recurrent_layers(cache)],
+    "committed": lambda cache: cache.commit(),
 }
 
 
@@ -577,6 +577,7 @@ def test_rollback_in_a_padded_batch(any_model, removed, random_ids, contents, as
         end = 11 - removed
         any_model(ids[:, :end], attention_mask=mask[:, :end], past_key_values=caches[1])
     caches[0].crop(-removed)
+    caches[0].commit()
     for layer, expected in zip(_recurrent_layers(caches[0]), _recurrent_layers(caches[1])):
         assert_same([layer.state, *layer.windows], [expected.state, *expected.windows])
 
@@ -589,6 +590,7 @@ def test_rollback_over_a_forward_of_pads(model, removed, random_ids, cache_after
     advance(model, cache, ids[:, 3:], attention_mask=mask)
     cache.crop(-removed)
     assert int(cache.get_seq_length()) == 5 - removed
+    cache.commit()
     expected = cache_after(model, ids[:, : min(3, 5 - removed)])
     for layer, other in zip(_recurrent_layers(cache), _recurrent_layers(expected)):
         assert_same([layer.state, *layer.windows], [other.state, *other.windows])
@@ -624,6 +626,7 @@ def test_repeated_rows_of_a_recorded_prompt_of_pads(model, random_ids, advance, 
     caches[0].batch_repeat_interleave(2)
     advance(model, caches[0], ids[rows, 4:], attention_mask=mask[rows])
     caches[0].crop(-2)
+    caches[0].commit()
     advance(model, caches[1], ids[rows, :6], attention_mask=mask[rows, :6])
     for layer, expected in zip(_recurrent_layers(caches[0]), _recurrent_layers(caches[1])):
         assert_same([layer.state, *layer.windows], [expected.state, *expected.windows])
@@ -643,7 +646,7 @@ def test_a_cache_moves_as_a_whole(model, make_cache, random_ids, advance):
             windows, states, pieces, _, latest = layer.recorded
             held += [*layer.tensors(), *(windows or ()), *(states or {}).values()]
             held += [x for piece in pieces for x in (*piece.inputs, *piece.constants)]
-            held += [*latest.windows, *latest.states.values()]
+            held += [*latest.conv_state, *latest.states.values()]
         assert held and {x.device.type for x in held} == {"meta"}
 
 

@@ -30,6 +30,7 @@ _OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "generation.first_layers": lambda config: False,
     "model_cache.spans": lambda config: False,
     "model_cache.state_tuning": lambda config: config.learned_state,
+    "layers.learned_state": lambda config: config.learned_state,
     "ops.common.spans": lambda config: False,
     "parallel.sequence": lambda config: False,
 }
