@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers.cache_utils import DynamicCache, StaticLayer
 
 from modeling_interdomain import InterdomainCache, InterdomainStaticCache
+from modeling_interdomain.cache.recurrent import RecurrentLayer
 from modeling_interdomain.layers.versions import CACHE_NAME, CACHE_NAMES
 from modeling_interdomain.model_cache.fingerprint import model_fingerprint
 
@@ -324,6 +325,45 @@ def test_inputs_that_wait_are_not_lost(
     expected = cache_after(recurrent_model, ids)
     assert_same(found, advance(recurrent_model, expected, further))
     assert_same(contents(cache), contents(expected))
+
+
+def test_a_state_is_not_read_while_inputs_are_pending(recurrent_model, after_guesses, cache_after, assert_same):
+    """Nothing is replayed by looking; the library's way to ask for a state lets it take in what is pending."""
+    cache, ids = after_guesses
+    expected = cache_after(recurrent_model, ids)
+    before = [layer.waiting for layer in _recurrent_layers(cache)]
+    for layer in _recurrent_layers(cache):
+        for name in ("conv_states", "recurrent_states", "windows", "states", "state"):
+            with pytest.raises(ValueError, match=r"^The last \d+ tokens of a draft are pending, .* call commit\(\)"):
+                getattr(layer, name)
+    assert [layer.waiting for layer in _recurrent_layers(cache)] == before
+    for i, layer in enumerate(cache.layers):
+        if layer in _recurrent_layers(cache):
+            assert_same(cache.get_recurrent_state(i), expected.layers[i].state)
+            if layer.windows:
+                assert_same(cache.get_conv_state(i), expected.get_conv_state(i))
+
+
+@pytest.mark.parametrize("defer", [False, True])
+def test_only_a_mixer_that_commits_leaves_inputs_pending(defer):
+    """One of one's own may know nothing of drafts: unless it says so, its states take in every token at once."""
+
+    def replay(conv_state, states, inputs, constants):
+        return conv_state, {"state": states["state"] + inputs[0].sum(1)}
+
+    layer, read = RecurrentLayer(), 0
+    layer.activate_past_recording()
+    for count in (2, 3, 4):
+        layer.commit()
+        layer.record((torch.ones(1, count, 4), torch.ones(1, count, dtype=torch.bool)), (), replay, defer=defer)
+        read += count
+        layer.write([], {"state": torch.full((1, 4), float(read))}, count)
+        assert layer.waiting == (count if defer and count < read else 0)
+    layer.crop(-1)
+    layer.commit()
+    assert layer.state.eq(8).all()
+    layer.crop(-7)
+    assert layer.state.eq(1).all() and layer.get_seq_length() == 1
 
 
 def test_inputs_that_wait_are_saved(recurrent_model, after_guesses, cache_after, contents, assert_same, tmp_path):

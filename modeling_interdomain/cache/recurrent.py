@@ -98,6 +98,8 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
     torn = False  # it is being written, or a forward was broken off while it was
     waiting = 0  # of the last recorded tokens those that are pending
     _may_defer = False  # whether the mixer that records commits before it reads
+    # What moves the state on, as it was given last, and a record's own copies of it.
+    _constants: tuple[tuple[torch.Tensor, ...] | None, tuple[torch.Tensor, ...]] = None, ()
 
     def __init__(
         self,
@@ -117,8 +119,6 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
         self.exact_states = exact_states
         self.recorded: Record | None = None
         self.kept = max_rollback
-        # What moves the state on, as it was given last, and a record's own copies of it.
-        self._constants: tuple[tuple[torch.Tensor, ...] | None, tuple[torch.Tensor, ...]] = None, ()
 
     @property
     def record_past(self) -> bool:

@@ -31,25 +31,22 @@ RENAMED = {
     "module_ssd": "mixers.ssd.recurrence",
     "op_sparse_stream": "ops.sparse.stream",
 }
-# Classes that left their module, some of them with another name.
+# Classes that left their module.
 MOVED = {
-    "layers.common.AuxiliaryLoss": "layers.recorded.AuxiliaryLoss",
-    "mixers.sparse.choice.RankingLoss": "layers.recorded.RankingLoss",
-    "feed_forwards.cross_domain_moe.ChosenExperts": "layers.recorded.ChosenExperts",
-    "cache.recurrent.Record": "cache.rollback.Record",
-    "cache.recurrent.Piece": "cache.rollback.Piece",
-    "cache.recurrent.Kept": "cache.rollback.Snapshot",
+    "layers.common": "AuxiliaryLoss",
+    "mixers.sparse.choice": "RankingLoss",
+    "feed_forwards.cross_domain_moe": "ChosenExperts",
 }
 # What a recurrent layer of a cache called its tensors.
 ATTRIBUTES = {"_windows": "_conv_states", "_states": "_recurrent_states"}
 
 
 def let_old_pickles_load(package: str) -> None:
-    """Let the old names stand for the modules, classes and attributes as they are now."""
+    """Let the old names stand for the modules and attributes as they are now."""
+    recorded = import_module(f"{package}.layers.recorded")
     for old, new in RENAMED.items():
-        sys.modules[f"{package}.{old}"] = import_module(f"{package}.{new}")
-    for places in MOVED.items():
-        (old, name), (new, now) = (place.rsplit(".", 1) for place in places)
-        setattr(import_module(f"{package}.{old}"), name, getattr(import_module(f"{package}.{new}"), now))
+        module = sys.modules[f"{package}.{old}"] = import_module(f"{package}.{new}")
+        if name := MOVED.get(new):
+            setattr(module, name, getattr(recorded, name))
     layer = import_module(f"{package}.cache.recurrent").RecurrentLayer
     layer.__setstate__ = lambda self, state: self.__dict__.update({ATTRIBUTES.get(k, k): x for k, x in state.items()})
