@@ -443,6 +443,8 @@ def contents():
         tensors = []
         for layer in cache.layers:
             tensors.append(torch.as_tensor(getattr(layer, "cumulative_length", 0)))
+            if hasattr(layer, "commit"):
+                layer.commit()
             if getattr(layer, "conv_states", None):
                 tensors += [x for x in layer.conv_states.values() if x is not None]
             if getattr(layer, "recurrent_states", None):

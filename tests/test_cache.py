@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicCache, StaticLayer
 from transformers.utils import generic
 
 from modeling_interdomain import InterdomainCache, InterdomainStaticCache
+from modeling_interdomain.cache.recurrent import RecurrentLayer
 from modeling_interdomain.layers.versions import CACHE_NAME, CACHE_NAMES
 from modeling_interdomain.model_cache.fingerprint import model_fingerprint
 
@@ -307,7 +308,7 @@ ASKED = {
     "device": lambda cache: cache.to("cpu"),
     "further back": lambda cache: cache.crop(-5),
     "one back": lambda cache: cache.crop(-1),
-    "settled": lambda cache: [layer.settle() for layer in _recurrent_layers(cache)],
+    "committed": lambda cache: cache.commit(),
 }
 
 
@@ -325,6 +326,45 @@ def test_inputs_that_wait_are_not_lost(
     expected = cache_after(recurrent_model, ids)
     assert_same(found, advance(recurrent_model, expected, further))
     assert_same(contents(cache), contents(expected))
+
+
+def test_a_state_is_not_read_while_inputs_are_pending(recurrent_model, after_guesses, cache_after, assert_same):
+    """Nothing is replayed by looking; the library's way to ask for a state lets it take in what is pending."""
+    cache, ids = after_guesses
+    expected = cache_after(recurrent_model, ids)
+    before = [layer.waiting for layer in _recurrent_layers(cache)]
+    for layer in _recurrent_layers(cache):
+        for name in ("conv_states", "recurrent_states", "windows", "states", "state"):
+            with pytest.raises(ValueError, match=r"^The last \d+ tokens of a draft are pending, .* call commit\(\)"):
+                getattr(layer, name)
+    assert [layer.waiting for layer in _recurrent_layers(cache)] == before
+    for i, layer in enumerate(cache.layers):
+        if layer in _recurrent_layers(cache):
+            assert_same(cache.get_recurrent_state(i), expected.layers[i].state)
+            if layer.windows:
+                assert_same(cache.get_conv_state(i), expected.get_conv_state(i))
+
+
+@pytest.mark.parametrize("defer", [False, True])
+def test_only_a_mixer_that_commits_leaves_inputs_pending(defer):
+    """One of one's own may know nothing of drafts: unless it says so, its states take in every token at once."""
+
+    def replay(conv_state, states, inputs, constants):
+        return conv_state, {"state": states["state"] + inputs[0].sum(1)}
+
+    layer, read = RecurrentLayer(), 0
+    layer.activate_past_recording()
+    for count in (2, 3, 4):
+        layer.commit()
+        layer.record((torch.ones(1, count, 4), torch.ones(1, count, dtype=torch.bool)), (), replay, defer=defer)
+        read += count
+        layer.write([], {"state": torch.full((1, 4), float(read))}, count)
+        assert layer.waiting == (count if defer and count < read else 0)
+    layer.crop(-1)
+    layer.commit()
+    assert layer.state.eq(8).all()
+    layer.crop(-7)
+    assert layer.state.eq(1).all() and layer.get_seq_length() == 1
 
 
 def test_inputs_that_wait_are_saved(recurrent_model, after_guesses, cache_after, contents, assert_same, tmp_path):
@@ -578,6 +618,7 @@ def test_rollback_in_a_padded_batch(any_model, removed, random_ids, contents, as
         end = 11 - removed
         any_model(ids[:, :end], attention_mask=mask[:, :end], past_key_values=caches[1])
     caches[0].crop(-removed)
+    caches[0].commit()
     for layer, expected in zip(_recurrent_layers(caches[0]), _recurrent_layers(caches[1])):
         assert_same([layer.state, *layer.windows], [expected.state, *expected.windows])
 
@@ -590,6 +631,7 @@ def test_rollback_over_a_forward_of_pads(model, removed, random_ids, cache_after
     advance(model, cache, ids[:, 3:], attention_mask=mask)
     cache.crop(-removed)
     assert int(cache.get_seq_length()) == 5 - removed
+    cache.commit()
     expected = cache_after(model, ids[:, : min(3, 5 - removed)])
     for layer, other in zip(_recurrent_layers(cache), _recurrent_layers(expected)):
         assert_same([layer.state, *layer.windows], [other.state, *other.windows])
@@ -625,6 +667,7 @@ def test_repeated_rows_of_a_recorded_prompt_of_pads(model, random_ids, advance, 
     caches[0].batch_repeat_interleave(2)
     advance(model, caches[0], ids[rows, 4:], attention_mask=mask[rows])
     caches[0].crop(-2)
+    caches[0].commit()
     advance(model, caches[1], ids[rows, :6], attention_mask=mask[rows, :6])
     for layer, expected in zip(_recurrent_layers(caches[0]), _recurrent_layers(caches[1])):
         assert_same([layer.state, *layer.windows], [expected.state, *expected.windows])
@@ -644,7 +687,7 @@ def test_a_cache_moves_as_a_whole(model, make_cache, random_ids, advance):
             windows, states, pieces, _, latest = layer.recorded
             held += [*layer.tensors(), *(windows or ()), *(states or {}).values()]
             held += [x for piece in pieces for x in (*piece.inputs, *piece.constants)]
-            held += [*latest.windows, *latest.states.values()]
+            held += [*latest.conv_state, *latest.states.values()]
         assert held and {x.device.type for x in held} == {"meta"}
 
 

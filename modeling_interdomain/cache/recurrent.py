@@ -1,68 +1,30 @@
 """What one recurrent layer keeps between forwards: tensors of fixed size, written in place."""
 
 from collections.abc import Callable
-from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-# Forwards that are kept apart: joining many small tensors is slow where it must be quick, in `crop`.
-_PIECES = 16
-_CPU = torch.device("cpu")
+from .pending import Pending
+from .rollback import Piece, Record, Snapshot, check_crop, copied, detached, map_states, own_constants
 
 
-class Kept(NamedTuple):
-    """`windows` and `states` after so many `tokens` of a record."""
+class FixedSize:
+    """What layers of a fixed size do alike, which their mixers write as a whole: rows, masks, devices."""
 
-    windows: list[torch.Tensor]
-    states: dict[str, torch.Tensor]
-    tokens: int
-
-
-class Piece(NamedTuple):
-    """Tokens of one forward, or of several that were read with the same parameters.
-
-    Attributes:
-        inputs: `[B, T, ...]` tensors, the last the `[B, T]` bool mask, False for pads.
-        constants: tensors without a batch axis that `replay` needs (a decay, say), as they were then.
-    """
-
-    inputs: tuple[torch.Tensor, ...]
-    constants: tuple[torch.Tensor, ...]
-
-    @property
-    def tokens(self) -> int:
-        return self.inputs[-1].shape[1]
-
-
-class Record(NamedTuple):
-    """What moves a layer on from `windows` and `states`, kept so that the last tokens can be taken back.
-
-    Attributes:
-        windows, states: before the first recorded token. Where it was the first of all windows are None, and states
-            those that did not begin with zeros.
-        pieces: what has been read since, in turn.
-        replay: the mixer's own way to move on, `replay(windows, states, inputs, constants)` to new ones of both.
-        latest: before the latest token that came alone after several, or several too many to wait.
-    """
-
-    windows: list[torch.Tensor] | None
-    states: dict[str, torch.Tensor] | None
-    pieces: list[Piece]
-    replay: Callable
-    latest: Kept | None = None
-
-    @property
-    def tokens(self) -> int:
-        return sum(piece.tokens for piece in self.pieces)
-
-
-class ByRow:
-    """What beams, several sequences a prompt and selections do to the rows of a layer."""
+    is_sliding = False
+    is_compileable = False
+    supports_early_init = False
+    what: str
+    device: Any = None
+    cumulative_length: Any
 
     def map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply to every tensor with a batch axis."""
+        raise NotImplementedError
+
+    def to(self, device=None, dtype: torch.dtype | None = None) -> None:
         raise NotImplementedError
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -74,30 +36,70 @@ class ByRow:
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.map_rows(lambda x: x.repeat_interleave(repeats, dim=0))
 
+    def get_seq_length(self) -> int:
+        return self.cumulative_length
 
-class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
-    """The `windows` of a layer's convolutions, `[B, W, kernel - 1]` each, its `states` by name, `[B, ...]` each, and
-    how many tokens it has seen.
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        # `DynamicCache` is rebuilt from (None, None) pairs when processes gather their outputs.
+        if key_states is None and value_states is None:
+            return None, None
+        raise ValueError(f"This layer keeps {self.what}, not all keys and values: its mixer writes it as a whole.")
+
+    def offload(self) -> None:
+        device = self.device
+        self.to("cpu")
+        self.device = device
+
+    def prefetch(self) -> None:
+        self.to(self.device)
+
+
+def _committed(name: str) -> Any:
+    """Tensors under a name of the library's layers, which nobody reads while inputs are pending."""
+
+    def read(layer):
+        if layer.waiting:
+            raise ValueError(
+                f"The last {layer.waiting} tokens of a draft are pending, and this state does not know them: call "
+                "commit() of the layer, or of its cache, before reading it."
+            )
+        return getattr(layer, name)
+
+    return property(read, lambda layer, tensors: setattr(layer, name, tensors))
+
+
+class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin):
+    """What the convolutions of a layer read of earlier tokens, `conv_states` `[B, W, kernel - 1]`, its `states` by
+    name, `[B, ...]` each, and how many tokens it has seen.
 
     The tensors are made by the first forward and then overwritten in place, so their addresses stay. While recording
     (`activate_past_recording`), the layer also keeps what at least the last `2 * max_rollback` tokens put in, and what
-    it held before them: `crop(-n)` then replays all but the last n at once, and after `max_rollback` tokens were taken
-    back as many can be once more. Of a few tokens together, which are guesses more often than not, only the inputs are
-    noted: windows and states take in what is left of them when they are next asked for, and by then most have been
-    taken back. A mixer that can read on from `resting_state` and the inputs that wait does not ask; it says beforehand
-    what it will read them with (`settle_unless`).
+    it held before them (`Record`): `crop(-n)` then replays all but the last n at once, with the parameters that they
+    were read with, and after `max_rollback` tokens were taken back as many can be once more.
 
-    What was read is replayed with the parameters that it was read with, whatever has become of them.
+    A few tokens together are a draft more often than not, of which most are taken back once they are verified. Their
+    inputs are recorded and left pending: the states do not move until `commit()` lets them take in what is left.
+    Whoever reads a state calls `commit()` first. A mixer that can verify a draft from `resting_state` and the pending
+    inputs need not; it says beforehand what it will read them with (`commit_unless`).
     """
 
-    kind = "recurrent"
-    is_sliding = False
-    is_compileable = False
-    supports_early_init = False
-    cumulative_length: Any
+    kind, what = "recurrent", "a recurrent state"
+    conv_states = _committed("_conv_states")
+    recurrent_states = _committed("_recurrent_states")
+    _conv_states: dict[int, torch.Tensor]
+    _recurrent_states: dict[int, torch.Tensor]
     paused = False  # recording goes on later
     torn = False  # it is being written, or a forward was broken off while it was
-    waiting = 0  # of the last recorded tokens those that windows and states have not taken in
+    waiting = 0  # of the last recorded tokens those that are pending
+    _may_defer = False  # whether the mixer that records commits before it reads
+    # What moves the state on, as it was given last, and a record's own copies of it.
+    _constants: tuple[tuple[torch.Tensor, ...] | None, tuple[torch.Tensor, ...]] = None, ()
 
     def __init__(
         self,
@@ -108,17 +110,15 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
     ):
         CacheLayerMixin.__init__(self)
         LinearAttentionCacheLayerMixin.__init__(self, number_of_states=1)
-        self.conv_states: dict[int, torch.Tensor] = {}
+        self.conv_states = {}
         self.state_names: tuple[str, ...] = ()
-        self.kept_shapes: list[tuple[int, ...]] | None = None  # of windows and states, without the rows
+        self.kept_shapes: list[tuple[int, ...]] | None = None  # of conv state and states, without the rows
         self.cumulative_length = 0
         self.max_rollback = max_rollback
         self.state_dtype = state_dtype
         self.exact_states = exact_states
         self.recorded: Record | None = None
         self.kept = max_rollback
-        # What moves the state on, as it was given last, and a record's own copies of it.
-        self._constants: tuple[tuple[torch.Tensor, ...] | None, tuple[torch.Tensor, ...]] = None, ()
 
     @property
     def record_past(self) -> bool:
@@ -132,84 +132,57 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
     def is_croppable(self) -> bool:
         return self._record_past  # also while it is paused: there is nothing to take back then
 
-    # Inputs that wait.
+    def _stored(self) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        """Conv state and states, without the pending inputs."""
+        return list(self._conv_states.values()), dict(zip(self.state_names, self._recurrent_states.values()))
 
-    @property
-    def conv_states(self) -> dict[int, torch.Tensor]:
-        self.settle()
-        return self._windows
+    # Pending inputs.
 
-    @conv_states.setter
-    def conv_states(self, windows: dict[int, torch.Tensor]) -> None:
-        self._windows = windows
+    def commit(self) -> None:
+        """Let conv state and states take in the pending inputs."""
+        if self.waiting:
+            found = Pending(self.recorded, self.waiting).replayed(*self._stored())
+            self.waiting = 0
+            self._store_all(*found)
 
-    @property
-    def recurrent_states(self) -> dict[int, torch.Tensor]:
-        self.settle()
-        return self._states
-
-    @recurrent_states.setter
-    def recurrent_states(self, states: dict[int, torch.Tensor]) -> None:
-        self._states = states
-
-    def settle(self) -> None:
-        """Let windows and states take in the inputs that wait."""
-        if not self.waiting:
-            return
-        states = dict(zip(self.state_names, self._states.values()))
-        found = self._replayed(list(self._windows.values()), states)
-        self.waiting = 0
-        self._store_all(*found)
-
-    def settle_unless(self, constants: tuple[torch.Tensor, ...]) -> None:
-        """Do so if the inputs that wait were read with others than these, with which a mixer is about to read."""
+    def commit_unless(self, constants: tuple[torch.Tensor, ...]) -> None:
+        """Do so if the pending inputs were read with others than these, with which a mixer is about to read."""
         if self.waiting and self._known(constants) is not self.recorded.pieces[-1].constants:
-            self.settle()
+            self.commit()
 
     def _known(self, constants: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """A record's own of these, the same ones as long as they do not change: copies, as parameters may be there."""
-        given, own = self._constants
-        if constants is not given and not _are_equal(own, constants):
-            own = tuple(map(_copy, constants))
-        # What has a gradient is made anew each time, and cannot be copied with the cache.
-        self._constants = constants if all(x.grad_fn is None for x in constants) else None, own
-        return own
-
-    def _replayed(self, windows, states):
-        """These after the inputs that wait; without states the windows alone."""
-        with torch.no_grad():
-            return self.recorded.replay(windows, states, self.newest(self.waiting), self.recorded.pieces[-1].constants)
+        """A record's own of these, the same ones as long as they do not change."""
+        self._constants = own_constants(constants, self._constants)
+        return self._constants[1]
 
     def lets_wait(self, tokens: int) -> bool:
-        """Whether a forward of so many tokens, which is recorded, leaves windows and states as they are."""
+        """Whether a recorded forward of so many tokens leaves conv state and states as they are, its inputs pending."""
         if not self.record_past or torch.compiler.is_compiling() or not self.has_previous_state[0]:
             return False
         return (tokens > 1 or self.waiting > 0) and self.waiting + tokens <= self.max_rollback
 
     @property
     def pads_wait(self) -> bool:
-        """Whether a pad is among the inputs that wait."""
-        return self.waiting > 0 and not bool(self.newest(self.waiting)[-1].all())
+        """Whether a pad is among the pending inputs."""
+        return self.waiting > 0 and Pending(self.recorded, self.waiting).has_pads
 
     @property
     def resting_state(self) -> torch.Tensor:
-        """The first of the states, without the inputs that wait."""
-        return self._states[0]
+        """The first of the states, without the pending inputs."""
+        return self._recurrent_states[0]
 
     def windows_ahead(self, most: int) -> list[torch.Tensor]:
-        """The windows with the inputs that wait, of which no more than `most` go on waiting."""
+        """The conv state after the pending inputs, of which no more than `most` stay pending."""
         if self.waiting > most:
-            self.settle()
-        windows = list(self._windows.values())
-        if not self.waiting or not windows:
-            return windows
-        return self._replayed(windows, None)[0]
+            self.commit()
+        conv_state = list(self._conv_states.values())
+        if not self.waiting or not conv_state:
+            return conv_state
+        return Pending(self.recorded, self.waiting).replayed(conv_state, None)[0]
 
     def newest(self, tokens: int) -> tuple[torch.Tensor, ...]:
-        """`Piece.inputs` of so many of the tokens recorded last; no more than wait and a forward has added."""
-        piece = self.recorded.pieces[-1]
-        first = piece.tokens - tokens
-        return tuple(x[:, first:] for x in piece.inputs) if first else piece.inputs
+        """`Piece.inputs` of so many of the tokens recorded last; no more than are pending and a forward has added."""
+        return Pending(self.recorded, tokens).inputs
 
     # What the mixer reads and writes.
 
@@ -252,18 +225,18 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
         return self.recurrent_states[0] if self.is_initialized else None
 
     def write(self, windows: list[torch.Tensor], states: dict[str, torch.Tensor], tokens: int) -> None:
-        """Overwrite windows and states after `tokens` more tokens."""
+        """Overwrite conv state and states after `tokens` more tokens, unless these were recorded and stay pending."""
         if not self.is_initialized:
             self.lazy_initialization(windows, states)
         self.torn = True
         if not self.record_past:
-            self.settle()
             self.recorded = None  # what it began with is not what comes next
-        noted = self.recorded is not None  # a mixer of one's own may record nothing
-        if noted and self.lets_wait(tokens) and not any(map(_is_differentiated, (*windows, *states.values()))):
+        if self._is_deferred(tokens) and not any(map(_is_differentiated, (*windows, *states.values()))):
             self.waiting += tokens
         else:
+            self.waiting = 0
             self._store_all(windows, states)
+        self._may_defer = False
         self.cumulative_length += tokens
         self.has_previous_state[0] = True
         self._forget_the_oldest()
@@ -271,12 +244,12 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def thaw(self) -> None:
         """Replace tensors made in inference mode, which cannot be changed outside of it."""
-        if self.is_initialized and not torch.compiler.is_compiling() and _is_frozen(self._states[0]):
+        if self.is_initialized and not torch.compiler.is_compiling() and _is_frozen(self.resting_state):
             self._map(torch.clone)
 
     def held(self) -> list[torch.Tensor]:
-        """The windows and the states."""
-        return [*self.conv_states.values(), *self.recurrent_states.values()] if self.is_initialized else []
+        """Conv state and states as they are stored, without the pending inputs."""
+        return [*self._conv_states.values(), *self._recurrent_states.values()] if self.is_initialized else []
 
     def tensors(self) -> list[torch.Tensor]:
         """All that is written in place."""
@@ -287,8 +260,9 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """Everything that the next token reads, `[B, ...]` each, by a name that says its place.
 
-        A layer that keeps more than windows and states adds it here, and takes it back in `restore`.
+        A layer that keeps more than conv state and states adds it here, and takes it back in `restore`.
         """
+        self.commit()
         named = {f"windows.{i}": window for i, window in self.conv_states.items()}
         return named | {
             f"states.{i}.{name}": x for i, (name, x) in enumerate(zip(self.state_names, self.recurrent_states.values()))
@@ -308,34 +282,16 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.cumulative_length += tokens
         self.has_previous_state[0] = True
 
-    def _store_all(self, windows: list[torch.Tensor], states: dict[str, torch.Tensor]) -> None:
-        for i, window in enumerate(_store_together(list(self.conv_states.values()), windows)):
-            self.conv_states[i] = window
+    def _store_all(self, conv_state: list[torch.Tensor], states: dict[str, torch.Tensor]) -> None:
+        for i, new in enumerate(_store_together(list(self._conv_states.values()), conv_state)):
+            self._conv_states[i] = new
         for i, name in enumerate(self.state_names):
-            self.recurrent_states[i] = _store(self.recurrent_states[i], states[name])
+            self._recurrent_states[i] = _store(self._recurrent_states[i], states[name])
 
-    # Positions and masks.
+    def update_conv_state(self, *args, **kwargs):
+        raise ValueError("This layer writes its conv state and its recurrent state together; use `write`.")
 
-    def get_seq_length(self) -> int:
-        return self.cumulative_length
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        # `DynamicCache` is rebuilt from (None, None) pairs when processes gather their outputs.
-        if key_states is None and value_states is None:
-            return None, None
-        raise ValueError("This layer keeps a recurrent state, not keys and values; use `write`.")
-
-    def update_conv_state(self, conv_states, state_idx=0, **kwargs):
-        raise ValueError("This layer writes its windows and its recurrent state together; use `write`.")
-
-    def update_recurrent_state(self, recurrent_states, state_idx=0, **kwargs):
-        raise ValueError("This layer writes its windows and its recurrent state together; use `write`.")
+    update_recurrent_state = update_conv_state
 
     # Taking tokens back.
 
@@ -349,74 +305,47 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
         constants: tuple[torch.Tensor, ...],
         replay: Callable,
         first: dict[str, torch.Tensor] | None = None,
+        defer: bool = False,
     ) -> None:
-        """Note what a forward is about to put in, see `Piece`; called before `write`.
+        """Note what a forward is about to put in, see `Piece` and `Record`; called before `write`.
 
-        `first` are the states of a layer that has seen nothing, where they are not zeros.
+        `first` are the states of a layer that has seen nothing, where they are not zeros. With `defer` the inputs of
+        few tokens may stay pending: the mixer promises to call `commit` before it reads a state.
         """
-        self.settle_unless(constants)
-        new = Piece(tuple(map(_detached, inputs)), self._known(constants))
-        count = new.tokens
+        self.commit_unless(constants)
+        piece = Piece(tuple(map(detached, inputs)), self._known(constants))
+        count, self._may_defer = piece.tokens, defer
         if self.recorded is None:
-            before: tuple[Any, Any] = (None, None if first is None else _map_states(_copy, first))
-            if self.has_previous_state[0]:
-                before = self._copies()
-            self.recorded = Record(*before, [new], replay)
+            begun = self._copies() if self.has_previous_state[0] else (None, first and map_states(copied, first))
+            self.recorded = Record(*begun, [piece], replay)
         else:
-            latest = self.recorded.latest
-            if not self.lets_wait(count) and (count > 1 or self.recorded.pieces[-1].tokens > 1):
-                latest = Kept(*self._copies(), self.recorded.tokens)
-            pieces = [*self.recorded.pieces, new]
-            if self.waiting:  # what waits stays together
-                pieces[-2:] = _joined(pieces[-2:])
-            elif len(pieces) % _PIECES == 0:
-                pieces = _joined(pieces)
-            self.recorded = self.recorded._replace(pieces=pieces, latest=latest)
+            if not self._is_deferred(count):
+                self.commit()
+                if count > 1 or self.recorded.pieces[-1].tokens > 1:
+                    latest = Snapshot(*self._copies(), self.recorded.tokens)
+                    self.recorded = self.recorded._replace(latest=latest)
+            self.recorded = self.recorded.with_next(piece, pending=self.waiting > 0)
         # All of a short forward can be taken back, of the prompt only its end.
         self.kept = max(self.max_rollback, count if self.is_initialized else 0)
 
+    def _is_deferred(self, tokens: int) -> bool:
+        return self._may_defer and self.lets_wait(tokens)
+
     def _copies(self) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        """Of the windows and states as they are now."""
-        return [_copy(w) for w in self.windows], _map_states(_copy, self.states)
+        """Of conv state and states as they are now."""
+        conv_state, states = self._stored()
+        return [copied(x) for x in conv_state], map_states(copied, states)
 
     def _forget_the_oldest(self) -> None:
         """Move the beginning of a long record on, so rarely that it costs next to nothing a token."""
         if self.recorded is None or self.recorded.tokens <= 2 * self.kept + self.max_rollback:
             return
         tokens = self.recorded.tokens - self.kept - self.max_rollback  # as many again, after those were taken back
-        rest = _joined(_between(self.recorded.pieces, tokens, self.recorded.tokens))
-        rest = [piece._replace(inputs=tuple(x.clone() for x in piece.inputs)) for piece in rest]
-        windows, states = self._replay(tokens)
-        latest = self.recorded.latest
-        if latest is not None:
-            latest = latest._replace(tokens=latest.tokens - tokens) if latest.tokens >= tokens else None
-        self.recorded = self.recorded._replace(windows=windows, states=states, pieces=rest, latest=latest)
+        self.recorded = self.recorded.without_first(tokens, *self._stored())
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise if `crop` with this argument cannot be done, before anything is changed."""
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"crop takes 0 or a negative number of tokens for a recurrent state, got {tokens_to_remove}; pass -n "
-                "to take the last n back."
-            )
-        if tokens_to_remove == 0:
-            return
-        if not self.record_past:
-            raise ValueError(
-                "crop needs the past: call activate_past_recording() on the cache before the first forward, and before "
-                "generate(), which leaves no record that it was not asked for."
-            )
-        if self.recorded is None and self.cumulative_length:
-            raise ValueError(
-                "crop can take back nothing: no token was recorded. Call activate_past_recording() before tokens that "
-                "are to be taken back; a mixer of one's own calls `layer.record` before `layer.write`."
-            )
-        available = 0 if self.recorded is None else self.recorded.tokens
-        if -tokens_to_remove > available:
-            raise ValueError(
-                f"crop can take back the last {available} tokens, got {-tokens_to_remove}; raise max_rollback in the "
-                "configuration, and call activate_past_recording() before tokens that are to be taken back."
-            )
+        check_crop(tokens_to_remove, self.record_past, self.recorded, self.cumulative_length)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` tokens (0 takes none), as the library's caches count them."""
@@ -424,42 +353,25 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
         if tokens_to_remove == 0:
             return
         kept = self.recorded.tokens + tokens_to_remove
-        if not kept and self.recorded.windows is None:
+        if not kept and self.recorded.conv_state is None:
             self.reset()  # the text is to begin anew, with what it would begin with now
             return
-        latest = self.recorded.latest
-        if latest is not None and latest.tokens > kept:
-            latest = None
-        self.recorded = self.recorded._replace(pieces=_between(self.recorded.pieces, 0, kept), latest=latest)
+        self.recorded = self.recorded.first(kept)
         if -tokens_to_remove <= self.waiting:
             self.waiting += tokens_to_remove
         else:
             self.waiting = 0
             self.thaw()
-            self._store_all(*self._replay(kept))
+            self._store_all(*self.recorded.after(kept, *self._stored()))
         self.cumulative_length += tokens_to_remove
-
-    def _replay(self, tokens: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        """Windows and states after the first `tokens` of the record, from the nearest that are known."""
-        record, start = self.recorded, 0
-        windows, states = record.windows, record.states
-        if record.latest is not None and record.latest.tokens <= tokens:
-            windows, states, start = record.latest
-        elif windows is None:
-            windows = [torch.zeros_like(w) for w in self.windows]
-            states = _map_states(torch.zeros_like, self.states) | (states or {})
-        with torch.no_grad():
-            for piece in _joined(_between(record.pieces, start, tokens)):
-                windows, states = record.replay(windows, states, *piece)
-        return windows, states
 
     def reset(self) -> None:
         self.waiting, self.torn = 0, False
         self.thaw()
         if self.is_initialized:
-            for kept in (self.conv_states, self.recurrent_states):
-                for i, x in kept.items():  # what has a gradient belongs to the forward that wrote it
-                    kept[i] = torch.zeros_like(x) if x.requires_grad else x.zero_()
+            for stored in (self._conv_states, self._recurrent_states):
+                for i, x in stored.items():  # what has a gradient belongs to the forward that wrote it
+                    stored[i] = torch.zeros_like(x) if x.requires_grad else x.zero_()
         self.recorded = None
         self.has_previous_state[0] = False
         self.cumulative_length *= 0
@@ -471,10 +383,10 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
             self.state_dtype = self.dtype = dtype
         if not self.is_initialized:
             return
+        self.commit()
         self._map(lambda x: x.to(device))
         if self.recorded is not None:
-            pieces = [Piece(x.inputs, tuple(c.to(device) for c in x.constants)) for x in _joined(self.recorded.pieces)]
-            self.recorded = self.recorded._replace(pieces=pieces)
+            self.recorded = self.recorded.with_constants(lambda x: x.to(device))
             self._constants = None, ()
         self.device = self.state.device
         if dtype is not None:
@@ -484,40 +396,23 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
             }
             self.conv_states = {i: w.to(dtype) for i, w in self.conv_states.items()}
 
-    def offload(self) -> None:
-        device = self.device
-        self.to("cpu")
-        self.device = device
-
-    def prefetch(self) -> None:
-        self.to(self.device)
-
     def _map(self, function) -> None:
-        """Apply to every tensor with a batch axis."""
-        if not self.is_initialized:
-            return
-        self.conv_states = {i: function(w) for i, w in self.conv_states.items()}
-        self.recurrent_states = {i: function(x) for i, x in self.recurrent_states.items()}
+        """Apply to every tensor with a batch axis; what is pending stays so."""
+        self._conv_states = {i: function(x) for i, x in self._conv_states.items()}
+        self._recurrent_states = {i: function(x) for i, x in self._recurrent_states.items()}
         if self.recorded is not None:
-            windows, states, pieces, replay, latest = self.recorded
-            windows = None if windows is None else [function(w) for w in windows]
-            states = None if states is None else _map_states(function, states)
-            pieces = [piece._replace(inputs=tuple(map(function, piece.inputs))) for piece in pieces]
-            if latest is not None:
-                latest = Kept(
-                    [function(w) for w in latest.windows], _map_states(function, latest.states), latest.tokens
-                )
-            self.recorded = Record(windows, states, pieces, replay, latest)
+            self.recorded = self.recorded.mapped(function)
 
     def map_rows(self, function) -> None:
         """The same, in place where the number of rows stays, so that addresses stay."""
         if not self.is_initialized:
             return
+        self.commit()
         self.thaw()
-        windows, states = self.conv_states, self.recurrent_states
+        conv_state, states = self.conv_states, self.recurrent_states
         self._map(function)
         if self.state.shape[0] == states[0].shape[0]:
-            self.conv_states = {i: _store(windows[i], w) for i, w in self.conv_states.items()}
+            self.conv_states = {i: _store(conv_state[i], x) for i, x in self.conv_states.items()}
             self.recurrent_states = {i: _store(states[i], x) for i, x in self.recurrent_states.items()}
         self.batch_size = self.state.shape[0]
 
@@ -550,56 +445,8 @@ class StaticRecurrentLayer(RecurrentLayer):
             self.cumulative_length = self.cumulative_length.to(device)
 
 
-def _joined(pieces: list[Piece]) -> list[Piece]:
-    """Forwards that follow each other with the same constants as one piece, along the tokens."""
-    found = []
-    for _, run in groupby(pieces, key=lambda piece: id(piece.constants)):
-        first, *rest = run
-        if rest:
-            inputs = zip(first.inputs, *(piece.inputs for piece in rest), strict=True)
-            first = first._replace(inputs=tuple(torch.cat(x, dim=1) for x in inputs))
-        found.append(first)
-    return found
-
-
-def _between(pieces: list[Piece], start: int, stop: int) -> list[Piece]:
-    """The pieces that hold the tokens from `start` to `stop`, cut to them; at least one, which may be empty."""
-    found, first = [], 0
-    for piece in pieces:
-        low, high = max(start - first, 0), min(stop - first, piece.tokens)
-        if low < high:
-            found.append(_cut(piece, low, high))
-        first += piece.tokens
-    return found or [_cut(pieces[0], 0, 0)]
-
-
-def _cut(piece: Piece, start: int, stop: int) -> Piece:
-    if (start, stop) == (0, piece.tokens):
-        return piece
-    return piece._replace(inputs=tuple(x[:, start:stop] for x in piece.inputs))
-
-
-def _are_equal(own: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...]) -> bool:
-    """Whether tensors are known to be the same without waiting for a GPU."""
-    if len(own) != len(others) or torch.compiler.is_compiling():
-        return False
-    return all(x.device == y.device == _CPU and torch.equal(x, y) for x, y in zip(own, others))
-
-
-def _map_states(function, states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: function(x) for name, x in states.items()}
-
-
-def _detached(x: torch.Tensor) -> torch.Tensor:
-    return x.detach() if x.requires_grad else x
-
-
 def _is_differentiated(x: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and x.requires_grad
-
-
-def _copy(x: torch.Tensor) -> torch.Tensor:
-    return _detached(x).clone()
 
 
 def _store_together(buffers: list[torch.Tensor], new: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -6,12 +6,12 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from ..ops.common.window import NO_DOCUMENT, Keys, best
-from .recurrent import ByRow, _store
+from .recurrent import FixedSize, _store
 
 _NAMES = ("keys", "values", "bias", "places", "documents")
 
 
-class WindowLayer(ByRow, CacheLayerMixin):
+class WindowLayer(FixedSize, CacheLayerMixin):
     """The `window` keys a head that later tokens can see (`ops.common.window.Keys`), and how many tokens it has seen.
 
     While recording (`activate_past_recording`), it also keeps the last `2 * max_rollback` tokens and what was seen
@@ -19,13 +19,9 @@ class WindowLayer(ByRow, CacheLayerMixin):
     more. Without a record that is possible until the first key has left.
     """
 
-    kind = "window"
-    is_sliding = False
-    is_compileable = False
-    supports_early_init = False
+    kind, what = "window", "the keys of the largest bias"
     keys: Any
     values: Any
-    cumulative_length: Any
 
     def __init__(self, window: int, max_rollback: int = 64):
         super().__init__()
@@ -81,23 +77,6 @@ class WindowLayer(ByRow, CacheLayerMixin):
         """Hold what `named_tensors` of a layer gave that had seen `tokens` tokens; this one has seen none."""
         self.store(Keys(*(tensors[name] for name in _NAMES)), tokens, kept=0, whole=False)
 
-    def update(self, key_states, value_states, *args, **kwargs):
-        # `DynamicCache` is rebuilt from (None, None) pairs when processes gather their outputs.
-        if key_states is None and value_states is None:
-            return None, None
-        raise ValueError("This layer keeps the keys of the largest bias only; use `store`.")
-
-    # Positions and masks.
-
-    def get_seq_length(self) -> int:
-        return self.cumulative_length
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
     # Taking tokens back.
 
     def activate_past_recording(self) -> None:
@@ -140,15 +119,6 @@ class WindowLayer(ByRow, CacheLayerMixin):
             self.keys, self.values, self.dtype = self.keys.to(dtype), self.values.to(dtype), dtype
         if self.is_initialized:
             self.device = self.keys.device
-
-    def offload(self) -> None:
-        device = getattr(self, "device", None)
-        self.to("cpu")
-        self.device = device
-
-    def prefetch(self) -> None:
-        if self.is_initialized:
-            self.to(self.device)
 
     def map_rows(self, function) -> None:
         if self.is_initialized:

@@ -242,16 +242,17 @@ class RecurrentMixer(TokenMixer):
             self._begin_again(layer)
             if layer.record_past:
                 transition = self.recurrence(hidden_states, transition=True)
-                layer.settle_unless(transition)
+                layer.commit_unless(transition)
         projected = [project(getattr(self, f"{name}_proj"), hidden_states) for name in self.stream_names]
         if packing is not None:  # not before: adapters that differ by row must find the rows of the batch
             projected = [packing.pack(x) for x in projected]
         cos_sin = self._rotation(position_embeddings, packing, hidden_states.shape[:2])
-        reads_on = layer is not None and self._reads_on(layer, hidden_states, packing)
+        reads_on, windows = layer is not None and self._reads_on(layer, hidden_states, packing), None
         if reads_on:
             windows = layer.windows_ahead(self.together - hidden_states.shape[1])
-        else:
-            windows = None if layer is None else layer.windows
+        elif layer is not None:
+            layer.commit()
+            windows = layer.windows
         own = windows if self.sparse is None or windows is None else windows[: self.own_windows]
         if piece is not None and self.own_windows and self.kernel > 1:
             own = piece.windows(self._convolved(projected), self.kernel - 1)
@@ -442,7 +443,7 @@ class RecurrentMixer(TokenMixer):
             mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
         first = None if self.first_state is None else {"state": self._first_states(tokens, None)}
         replayed = partial(type(self).replay, self.operators, getattr(self.sparse, "operators", None))
-        layer.record((*kept, mask.bool()), transition, replayed, first)
+        layer.record((*kept, mask.bool()), transition, replayed, first, defer=True)
 
     @classmethod
     def replay(cls, operators, sparse_operators, windows, states, inputs, constants):

@@ -50,6 +50,19 @@ class _InterdomainCacheMixin(Cache):
             if hasattr(layer, "record_past"):
                 layer.record_past = False
 
+    def commit(self) -> None:
+        """Let the states take in what drafts left pending; a state of a recording cache is read after this."""
+        for layer in self.recurrent_layers():
+            layer.commit()
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        self.commit()
+        return super().get_conv_state(layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        self.commit()
+        return super().get_recurrent_state(layer_idx, state_idx)
+
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` tokens in all layers, or in none if one cannot."""
         seen = int(self.get_seq_length())

@@ -113,6 +113,7 @@ def _check(model, **caches) -> Any:
             )
     for cache in caches.values():
         check_unbroken(cache)
+        cache.commit()
     empty = [name for name, cache in caches.items() if not cache.get_seq_length()]
     if empty:
         raise ValueError(f"{empty[0]} has read nothing.")

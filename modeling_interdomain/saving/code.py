@@ -32,10 +32,10 @@ _OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "generation.first_layers": lambda config: False,
     "model_cache.spans": lambda config: False,
     "model_cache.state_tuning": lambda config: config.learned_state,
+    "layers.learned_state": lambda config: config.learned_state,
     "ops.common.spans": lambda config: False,
     "ops.diagonal.export": lambda config: False,
     "parallel.sequence": lambda config: False,
-    "layers.learned_state": lambda config: config.learned_state,
 }
 _ABSENT = (
     'raise ImportError("The code of this checkpoint is without {module}: install modeling-interdomain, and load the '

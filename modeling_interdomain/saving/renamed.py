@@ -39,11 +39,15 @@ MOVED = {
     "PatchEmbedding": ("modeling_interdomain", "classifier_interdomain"),
     "RankingLoss": ("mixers.sparse.choice", "layers.recorded"),
 }
+# What a recurrent layer of a cache called its tensors.
+ATTRIBUTES = {"_windows": "_conv_states", "_states": "_recurrent_states"}
 
 
 def let_old_pickles_load(package: str) -> None:
-    """Let the old names stand for the modules as they are now."""
+    """Let the old names stand for the modules and attributes as they are now."""
     for old, new in RENAMED.items():
         sys.modules[f"{package}.{old}"] = import_module(f"{package}.{new}")
     for name, (old, new) in MOVED.items():
         setattr(import_module(f"{package}.{old}"), name, getattr(import_module(f"{package}.{new}"), name))
+    layer = import_module(f"{package}.cache.recurrent").RecurrentLayer
+    layer.__setstate__ = lambda self, state: self.__dict__.update({ATTRIBUTES.get(k, k): x for k, x in state.items()})
