@@ -293,7 +293,7 @@ def no_auto_map(folder):
 
 
 def lost_code(folder):
-    (folder / "ops_interdomain_entry.py").unlink()
+    (folder / "registry.py").unlink()
 
 
 def broken_card(folder):
@@ -331,7 +331,7 @@ MISTAKES = {
     no_tokenizer: "has no tokenizer: tokenizer.save_pretrained writes it there.",
     anothers_tokenizer: "has 310 tokens, the model only 300: it is another model's.",
     no_auto_map: "names no code (auto_map): load the model and save it again, which writes the code beside it.",
-    lost_code: "lacks the code ops_interdomain_entry.py: load the model and save it again, which writes the code",
+    lost_code: "lacks the code registry.py: load the model and save it again, which writes the code beside it.",
     broken_card: "README.md cannot be read: repair or remove it.",
     broken_report: "results.json is not a readable JSON file.",
     list_as_report: "results.json must hold a JSON object, that is {{...}}: remove it, or write it again.",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from modeling_interdomain.ops.sparse import blocks as op_sparse_blocks
+from modeling_interdomain.ops.sparse import chunk as op_sparse_chunk
 from modeling_interdomain.ops.sparse import passes as op_sparse_passes
 from modeling_interdomain.ops.sparse.entry import BACKENDS, sparse_attention
 from modeling_interdomain.ops.sparse.step import sparse_step
@@ -98,7 +98,7 @@ def test_sizes_that_do_not_depend_on_values(name, monkeypatch):
     for outputs in (expected, found):
         output, _ = sparse_attention(*tokens, **options, backend="blocks")
         outputs += [output, *torch.autograd.grad(output.square().sum(), tokens)]
-        for module in (op_sparse_blocks, op_sparse_passes):
+        for module in (op_sparse_chunk, op_sparse_passes):
             monkeypatch.setattr(module, "values_at_hand", lambda x: False)
     torch.testing.assert_close(found, expected, **EXACT)
 

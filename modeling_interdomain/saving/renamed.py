@@ -29,6 +29,7 @@ RENAMED = {
     "module_sparse_choice": "mixers.sparse.choice",
     "module_sparse_parts": "mixers.sparse.parts",
     "module_ssd": "mixers.ssd.recurrence",
+    "op_common": "ops.common.cpu",
     "op_sparse_stream": "ops.sparse.stream",
 }
 # Classes that left their module, and where they are.

@@ -43,6 +43,7 @@ def differentiable(
     arguments, returned = schema.removesuffix(")").split(") -> ")
     more = [f"Tensor kept_{i}" for i in kept] + [f"Tensor? grad_{i}" for i in range(returned.count("Tensor"))]
     schema_backward = f"{', '.join([arguments, *more])}, bool[] needs) -> ({', '.join(['Tensor'] * count)})"
+    lists = "Tensor[]" in arguments
     first_grad = arguments.count(",") + 1 + len(kept)
 
     def run(*inputs):
@@ -67,17 +68,18 @@ def differentiable(
     operator_backward.register_fake(like_inputs)
 
     def save(ctx, inputs, output):
-        leaves, ctx.tree = tree_flatten(inputs)
+        leaves, ctx.tree = tree_flatten(inputs) if lists else (inputs, None)
         ctx.others = [None if isinstance(x, torch.Tensor) else x for x in leaves]
         tensors = [x if isinstance(x, torch.Tensor) else None for x in leaves]
         ctx.save_for_backward(*tensors, *(output[i] for i in kept))
-        ctx.mark_non_differentiable(*(output[i] for i in kept if i > 0))
+        if kept:
+            ctx.mark_non_differentiable(*(output[i] for i in kept if i > 0))
         ctx.set_materialize_grads(False)
 
     def differentiate(ctx, *grads):
         saved = ctx.saved_tensors  # once: checkpointing unpacks a tensor a single time
         leaves = [other if x is None else x for x, other in zip(saved, ctx.others)]
-        inputs = tree_unflatten(leaves, ctx.tree)
+        inputs = tree_unflatten(leaves, ctx.tree) if lists else leaves
         first, *rest = (None if grad is None or grad.shape == (0,) else grad.contiguous() for grad in grads)
         if first is None:
             first = outputs(*inputs)[0].zero_()

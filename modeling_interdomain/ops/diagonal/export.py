@@ -1,7 +1,7 @@
 """The chunked operators for graphs that leave PyTorch (`torch.export`, ONNX): real arithmetic and plain tensor
 operations alone, whatever the batch and the length.
 
-The mathematics is that of `ops/interdomain/chunk.py` and `ops/s4d/entry.py`. What their host does with lengths is done
+The mathematics is that of `ops/interdomain/chunk.py` and `ops/s4d/chunk.py`. What their host does with lengths is done
 here with indices, and the states before the chunks come without a loop over them: one after the other within blocks of
 a few chunks, all blocks at once, and by doubling the reach over blocks. A tracer takes an axis that may have one
 element for one that has, so there is a chunk and a block more than needed, and indices instead of views that split or

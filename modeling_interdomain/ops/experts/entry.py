@@ -10,6 +10,8 @@ two's gradient, none ever gathers the rows `[T, k, d]`, and all sum in a fixed o
 (arXiv 2407.16958); product keys: "Large Memory Layers with Product Keys" (arXiv 1907.05242).
 """
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional as F
 
@@ -274,45 +276,34 @@ def _(weights, x, ids, experts, backend):
     return x.new_empty(experts, x.shape[1])
 
 
-def _keep_tensors(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:3])
-    ctx.backend = inputs[-1]
+def _differentiable(operator, of_first: Callable, of_second: Callable) -> None:
+    """Its gradients by the first two inputs: functions of the output's, the three tensors and the backend."""
+
+    def keep(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:3])
+        ctx.backend = inputs[-1]
+
+    def differentiate(ctx, grad):
+        first, second, *others = ctx.needs_input_grad
+        given = grad, *ctx.saved_tensors, ctx.backend
+        found = of_first(*given) if first else None, of_second(*given) if second else None
+        return *found, *[None] * len(others)
+
+    operator.register_autograd(differentiate, setup_context=keep)
 
 
-def _differentiate_products(ctx, grad):
-    x, table, ids = ctx.saved_tensors
-    of_x, of_table, *_ = ctx.needs_input_grad
-    return (
-        _bags(grad, table, ids, ctx.backend) if of_x else None,
-        _transposed_bags(grad, x, ids, table.shape[0], ctx.backend) if of_table else None,
-        None,
-        None,
-    )
-
-
-def _differentiate_bags(ctx, grad):
-    weights, table, ids = ctx.saved_tensors
-    of_weights, of_table, *_ = ctx.needs_input_grad
-    return (
-        _products(grad, table, ids, ctx.backend) if of_weights else None,
-        _transposed_bags(weights, grad, ids, table.shape[0], ctx.backend) if of_table else None,
-        None,
-        None,
-    )
-
-
-def _differentiate_transposed(ctx, grad):
-    weights, x, ids = ctx.saved_tensors
-    of_weights, of_x, *_ = ctx.needs_input_grad
-    return (
-        _products(x, grad, ids, ctx.backend) if of_weights else None,
-        _bags(weights, grad, ids, ctx.backend) if of_x else None,
-        None,
-        None,
-        None,
-    )
-
-
-_products.register_autograd(_differentiate_products, setup_context=_keep_tensors)
-_bags.register_autograd(_differentiate_bags, setup_context=_keep_tensors)
-_transposed_bags.register_autograd(_differentiate_transposed, setup_context=_keep_tensors)
+_differentiable(
+    _products,
+    lambda grad, x, table, ids, backend: _bags(grad, table, ids, backend),
+    lambda grad, x, table, ids, backend: _transposed_bags(grad, x, ids, table.shape[0], backend),
+)
+_differentiable(
+    _bags,
+    lambda grad, weights, table, ids, backend: _products(grad, table, ids, backend),
+    lambda grad, weights, table, ids, backend: _transposed_bags(weights, grad, ids, table.shape[0], backend),
+)
+_differentiable(
+    _transposed_bags,
+    lambda grad, weights, x, ids, backend: _products(x, grad, ids, backend),
+    lambda grad, weights, x, ids, backend: _bags(weights, grad, ids, backend),
+)

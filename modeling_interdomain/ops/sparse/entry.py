@@ -14,8 +14,8 @@ from ..common.checks import check_documents, check_range, check_tensors, shape_o
 from ..common.cpu import without_autocast
 from ..common.launch import fused
 from ..common.packing import document_of_tokens
-from .blocks import blocks
-from .dense import dense
+from .chunk import blocks
+from .naive import dense
 from .stream import Bins, SparseMemory, Stream, memory_after, stream_of
 
 BACKENDS = {"dense": dense, "blocks": blocks}
