@@ -4,7 +4,7 @@ import torch
 
 from benchmarks.harness import footnote, machine, markdown, read, time_in_turns, verify_model
 from benchmarks.model_cpu import decode, interdomain, llama, prefill
-from modeling_interdomain.ops.common.cpu import multiplies_narrow
+from modeling_interdomain.ops.common.cpu import multiplies_bf16
 
 # What the ratio to Llama has to be, by kind and tokens before.
 REQUIRED = {"prefill": {"2048": 1.1, "8192": 1.7}, "decode": {"512": 1.0}}
@@ -22,7 +22,7 @@ def run(quick: bool = False) -> dict:
     return {
         "relative_error": errors,
         "required": REQUIRED,
-        "instructions": multiplies_narrow(torch.empty(0, dtype=torch.bfloat16)),
+        "instructions": multiplies_bf16(torch.empty(0, dtype=torch.bfloat16)),
         "prefill": [prefill(models, length, seconds) for length in ([64] if quick else [512, 2048, 8192])],
         "decode": [_decode(models, 32 if quick else 512, seconds)],
         "floor": _floor(models["interdomain"].config, 64 if quick else 2048, seconds / 8),

@@ -226,7 +226,7 @@ class InterdomainConfig(
         """
         # `from_pretrained` puts it here before it makes a model.
         processes = getattr(getattr(self, "distributed_config", None), "tp_size", 1)
-        reason = self._undivided(processes)
+        reason = self._why_not_shardable(processes)
         if reason is not None and processes > 1:
             logger.warning_once(
                 f"All heads and their states are in every process of tp_size = {processes}, because {reason}; leave "
@@ -236,11 +236,11 @@ class InterdomainConfig(
         plan = {f"layers.*.token_mixer.{name}".rstrip("."): style for name, style in parts.items()}
         return plan | {"layers.*": LAYERS} | {f"layers.*.mlp.{name}": style for name, style in _DIVIDED_MLP.items()}
 
-    def _undivided(self, processes: int) -> str | None:
+    def _why_not_shardable(self, processes: int) -> str | None:
         """Why so many processes cannot share out the heads of all layers, or None."""
         if any(self.sparse_per_layer):
             return "a sparse branch reads what all of them write"
-        reasons = (TOKEN_MIXERS[name].undivided(self, processes) for name in self.mixers_per_layer)
+        reasons = (TOKEN_MIXERS[name].why_not_shardable(self, processes) for name in self.mixers_per_layer)
         return next((reason for reason in reasons if reason is not None), None)
 
     def _head_plan(self) -> dict[str, str]:

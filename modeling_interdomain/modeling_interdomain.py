@@ -20,7 +20,7 @@ from .generation.prompt_store import StateStore
 from .inputs.checks import check_classes, check_labels, check_tokens, embedded
 from .inputs.keywords import understood
 from .inputs.layout import lay_out, masks_by_kind
-from .layers.common import InterdomainRMSNorm, PerVersion, project
+from .layers.common import InterdomainRMSNorm, ParameterCache, project
 from .layers.recorded import AuxiliaryLoss, ChosenExperts, RankingLoss
 from .layers.rotary import InterdomainRotaryEmbedding
 from .layers.versions import CACHE_NAME, CACHE_NAMES, takes_cache
@@ -168,7 +168,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
             {str(dim): InterdomainRotaryEmbedding(config, dim) for dim in config.rotated_dims}
         )
         self.gradient_checkpointing = False
-        self.fingerprints = PerVersion()
+        self.fingerprints = ParameterCache()
         self._no_split_modules = [*self._no_split_modules, *sorted(self._kept_in_float32())]
         self.post_init()
 

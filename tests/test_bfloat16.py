@@ -41,7 +41,7 @@ def has_instructions(monkeypatch):
     monkeypatch.setattr(op_common_cpu, "_has_bfloat16_instructions", lambda: True)
 
 
-def narrow_inputs(shape, coefficients, rows=None):
+def bf16_inputs(shape, coefficients, rows=None):
     arguments = inputs(shape, coefficients, rows=rows)
     return cast(arguments, torch.float32) | cast({name: arguments[name] for name in TOKENS}, torch.bfloat16)
 
@@ -49,7 +49,7 @@ def narrow_inputs(shape, coefficients, rows=None):
 @pytest.mark.parametrize("case", CASES)
 def test_output_and_gradients_are_as_exact_as_their_roundings(case):
     shape, product, coefficients, options = CASES[case]
-    low = narrow_inputs(shape, coefficients, rows=4 if "cu_seqlens" in options else None)
+    low = bf16_inputs(shape, coefficients, rows=4 if "cu_seqlens" in options else None)
     expected = everything(cast(low, torch.float64), backend="recurrent", product=product, **options)
     found = everything(low, backend="chunk", product=product, **options)
     for name, x in found.items():
@@ -62,7 +62,7 @@ def test_output_and_gradients_are_as_exact_as_their_roundings(case):
 @torch.no_grad()
 def test_the_error_is_of_the_size_of_what_is_known():
     """At most three times that of computing in float32 and rounding the output, and of the library's attention."""
-    low = narrow_inputs((1, 300, 4, 4, 16, 16, 16), "full")
+    low = bf16_inputs((1, 300, 4, 4, 16, 16, 16), "full")
     expected, _ = interdomain_attention(**cast(low, torch.float64), backend="recurrent")
     error = relative_error(interdomain_attention(**low)[0], expected)
     widened, _ = interdomain_attention(**cast(low, torch.float32))
@@ -76,7 +76,7 @@ def test_the_error_is_of_the_size_of_what_is_known():
 @torch.no_grad()
 def test_an_inverse_in_the_coefficients_does_not_blow_the_roundings_up():
     """The posterior start, whose matrix has a condition number of 10^4: all eight roundings twice as large, 4 u."""
-    low = narrow_inputs((1, 200, 2, 2, 16, 16, 32), "full") | {"initial_state": None}
+    low = bf16_inputs((1, 200, 2, 2, 16, 16, 32), "full") | {"initial_state": None}
     size = torch.arange(32, dtype=torch.float64)
     rate = torch.complex(torch.full((2, 32), -0.5, dtype=torch.float64), (torch.pi * (size - 16)).expand(2, -1))
     step = torch.tensor([[0.01], [0.03]], dtype=torch.float64)
@@ -93,8 +93,8 @@ def test_without_instructions_and_for_other_numbers_nothing_changes(monkeypatch)
     def never(*arguments):
         raise AssertionError("narrow operands")
 
-    monkeypatch.setattr(op_interdomain_chunk, "NarrowCall", never)
-    low = {name: None if x is None else x.detach() for name, x in narrow_inputs(SHAPES["odd_length"], "full").items()}
+    monkeypatch.setattr(op_interdomain_chunk, "Bf16Call", never)
+    low = {name: None if x is None else x.detach() for name, x in bf16_inputs(SHAPES["odd_length"], "full").items()}
     wide = cast(low, torch.float32)
     expected, _ = interdomain_attention(**wide)
     half = interdomain_attention(**low | {name: low[name].half() for name in TOKENS})[0]

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.utils import prune
 
 from modeling_interdomain import InterdomainCache, interdomain_attention
-from modeling_interdomain.layers.common import PerVersion, TabledModule
-from modeling_interdomain.ops.common.cpu import Kept
+from modeling_interdomain.layers.common import DecodeTables, ParameterCache
+from modeling_interdomain.ops.common.cpu import OperatorCache
 
 NAMES = ["interdomain", "rope-after", "diagonal", "s4d", "gated"]
 
@@ -35,7 +35,7 @@ def step(model, cache, ids):
 
 
 def kept(model) -> int:
-    return sum(len(m._tables._kept[1]) for m in model.modules() if isinstance(m, TabledModule))
+    return sum(len(m._tables._kept[1]) for m in model.modules() if isinstance(m, DecodeTables))
 
 
 def by_optimiser(model, ids):
@@ -149,7 +149,7 @@ def test_a_step_is_the_forward_with_and_without_tables(make_model, random_ids, a
         expected = model(ids).logits[:, -1:]
     assert_same(step(model, cache, ids), expected)
     for module in model.modules():
-        if isinstance(module, TabledModule):
+        if isinstance(module, DecodeTables):
             module._tables.get = lambda name, parameters, compute: compute(False)
     assert_same(step(model, cache, ids), expected)
 
@@ -335,7 +335,7 @@ def test_tables_are_not_part_of_a_model(name, make_model, random_ids):
 
 def test_a_value_is_kept_for_one_version_of_its_parameters():
     parameter, calls = nn.Parameter(torch.ones(2)), []
-    tables = PerVersion()
+    tables = ParameterCache()
 
     def value():
         return tables.get("twice", [parameter], lambda kept: calls.append(kept) or 2 * parameter)
@@ -392,7 +392,7 @@ def test_a_prompt_has_the_tables_of_what_the_parameters_hold(change, name, make_
 
 def test_what_is_kept_for_numbers():
     made = []
-    kept, x = Kept(), torch.ones(2)
+    kept, x = OperatorCache(), torch.ones(2)
 
     def value(name="sum", *tensors):
         return kept.get(name, tensors or (x, None), lambda: made.append(name) or [len(made)])
@@ -410,7 +410,7 @@ def test_what_is_kept_for_numbers():
 def test_gradients_pass_what_is_kept():
     arguments = [torch.randn(1, 5, 2, 4, requires_grad=True) for _ in range(3)]
     parameters = [torch.stack([-torch.rand(2, 3), torch.randn(2, 3)], dim=-1), torch.randn(2, 3, 2)]
-    kept = Kept()
+    kept = OperatorCache()
     with torch.no_grad():
         expected, _ = interdomain_attention(*arguments, *parameters, kept=kept)
     found, _ = interdomain_attention(*arguments, *parameters, kept=kept)

@@ -7,7 +7,7 @@ import torch
 
 from modeling_interdomain.ops.diagonal.step import step_tables
 from modeling_interdomain.ops.interdomain.entry import interdomain_attention
-from modeling_interdomain.ops.interdomain.few import FEW, TOGETHER, few_tables, take_few
+from modeling_interdomain.ops.interdomain.few import MAX_DRAFT, MAX_PENDING, few_tables, take_few
 
 COEFFICIENTS = {"full": (5, 5, 2), "diagonal": (5, 2), "identity": None}
 
@@ -30,7 +30,7 @@ def take(tokens, parameters, state, product, move=True):
 
 @pytest.mark.parametrize("coefficients", COEFFICIENTS)
 @pytest.mark.parametrize("product", ["bilinear", "hermitian", "real"])
-@pytest.mark.parametrize(("batch", "groups", "heads", "count"), [(1, 2, 2, 2), (3, 2, 4, 7), (2, 1, 3, FEW)])
+@pytest.mark.parametrize(("batch", "groups", "heads", "count"), [(1, 2, 2, 2), (3, 2, 4, 7), (2, 1, 3, MAX_DRAFT)])
 def test_outputs_and_state_are_those_of_the_recurrence(batch, groups, heads, count, product, coefficients):
     tokens, parameters, state = draw(batch, groups, heads, count, coefficients)
     options = {"product": product, "initial_state": state, "output_final_state": True, "backend": "recurrent"}
@@ -41,14 +41,16 @@ def test_outputs_and_state_are_those_of_the_recurrence(batch, groups, heads, cou
 
 
 @pytest.mark.parametrize("coefficients", COEFFICIENTS)
-@pytest.mark.parametrize(("batch", "waiting", "count"), [(1, 1, 2), (3, 4, 5), (2, TOGETHER - 3, 3), (1, 0, FEW)])
-def test_inputs_that_wait_are_read_with_a_state_at_rest(batch, waiting, count, coefficients):
-    tokens, parameters, state = draw(batch, 2, 4, waiting + count, coefficients)
+@pytest.mark.parametrize(
+    ("batch", "pending", "count"), [(1, 1, 2), (3, 4, 5), (2, MAX_PENDING - 3, 3), (1, 0, MAX_DRAFT)]
+)
+def test_inputs_that_wait_are_read_with_a_state_at_rest(batch, pending, count, coefficients):
+    tokens, parameters, state = draw(batch, 2, 4, pending + count, coefficients)
     options = {"product": "hermitian", "initial_state": state, "backend": "recurrent"}
     wanted, _ = interdomain_attention(*tokens, *parameters, **options)
     before, (query, key, value) = state.clone(), tokens
-    found = take((query[:, waiting:], key, value), parameters, state, "hermitian", move=False)
-    torch.testing.assert_close(found, wanted[:, waiting:], rtol=1e-10, atol=1e-10)
+    found = take((query[:, pending:], key, value), parameters, state, "hermitian", move=False)
+    torch.testing.assert_close(found, wanted[:, pending:], rtol=1e-10, atol=1e-10)
     assert torch.equal(state, before)
 
 

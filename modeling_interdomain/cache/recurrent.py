@@ -64,9 +64,9 @@ def _committed(name: str) -> Any:
     """Tensors under a name of the library's layers, which nobody reads while inputs are pending."""
 
     def read(layer):
-        if layer.waiting:
+        if layer.pending:
             raise ValueError(
-                f"The last {layer.waiting} tokens of a draft are pending, and this state does not know them: call "
+                f"The last {layer.pending} tokens of a draft are pending, and this state does not know them: call "
                 "commit() of the layer, or of its cache, before reading it."
             )
         return getattr(layer, name)
@@ -96,7 +96,7 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
     _recurrent_states: dict[int, torch.Tensor]
     paused = False  # recording goes on later
     torn = False  # it is being written, or a forward was broken off while it was
-    waiting = 0  # of the last recorded tokens those that are pending
+    pending = 0  # of the last recorded tokens those that are pending
     _may_defer = False  # whether the mixer that records commits before it reads
     # What moves the state on, as it was given last, and a record's own copies of it.
     _constants: tuple[tuple[torch.Tensor, ...] | None, tuple[torch.Tensor, ...]] = None, ()
@@ -140,14 +140,14 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
 
     def commit(self) -> None:
         """Let conv state and states take in the pending inputs."""
-        if self.waiting:
-            found = Pending(self.recorded, self.waiting).replayed(*self._stored())
-            self.waiting = 0
+        if self.pending:
+            found = Pending(self.recorded, self.pending).replayed(*self._stored())
+            self.pending = 0
             self._store_all(*found)
 
     def commit_unless(self, constants: tuple[torch.Tensor, ...]) -> None:
         """Do so if the pending inputs were read with others than these, with which a mixer is about to read."""
-        if self.waiting and self._known(constants) is not self.recorded.pieces[-1].constants:
+        if self.pending and self._known(constants) is not self.recorded.pieces[-1].constants:
             self.commit()
 
     def _known(self, constants: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -155,30 +155,30 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
         self._constants = own_constants(constants, self._constants)
         return self._constants[1]
 
-    def lets_wait(self, tokens: int) -> bool:
+    def defers(self, tokens: int) -> bool:
         """Whether a recorded forward of so many tokens leaves conv state and states as they are, its inputs pending."""
         if not self.record_past or torch.compiler.is_compiling() or not self.has_previous_state[0]:
             return False
-        return (tokens > 1 or self.waiting > 0) and self.waiting + tokens <= self.max_rollback
+        return (tokens > 1 or self.pending > 0) and self.pending + tokens <= self.max_rollback
 
     @property
-    def pads_wait(self) -> bool:
+    def pads_pending(self) -> bool:
         """Whether a pad is among the pending inputs."""
-        return self.waiting > 0 and Pending(self.recorded, self.waiting).has_pads
+        return self.pending > 0 and Pending(self.recorded, self.pending).has_pads
 
     @property
     def resting_state(self) -> torch.Tensor:
         """The first of the states, without the pending inputs."""
         return self._recurrent_states[0]
 
-    def windows_ahead(self, most: int) -> list[torch.Tensor]:
+    def lookahead_conv_state(self, most: int) -> list[torch.Tensor]:
         """The conv state after the pending inputs, of which no more than `most` stay pending."""
-        if self.waiting > most:
+        if self.pending > most:
             self.commit()
         conv_state = list(self._conv_states.values())
-        if not self.waiting or not conv_state:
+        if not self.pending or not conv_state:
             return conv_state
-        return Pending(self.recorded, self.waiting).replayed(conv_state, None)[0]
+        return Pending(self.recorded, self.pending).replayed(conv_state, None)[0]
 
     def newest(self, tokens: int) -> tuple[torch.Tensor, ...]:
         """`Piece.inputs` of so many of the tokens recorded last; no more than are pending and a forward has added."""
@@ -232,9 +232,9 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
         if not self.record_past:
             self.recorded = None  # what it began with is not what comes next
         if self._is_deferred(tokens) and not any(map(_is_differentiated, (*windows, *states.values()))):
-            self.waiting += tokens
+            self.pending += tokens
         else:
-            self.waiting = 0
+            self.pending = 0
             self._store_all(windows, states)
         self._may_defer = False
         self.cumulative_length += tokens
@@ -275,7 +275,7 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
         windows = [places[place] for place in order if place[0] == "windows"]
         states = {place[2]: places[place] for place in order if place[0] == "states"}
         self.state_dtype = next((x.dtype for x in states.values() if x.is_floating_point()), self.state_dtype)
-        self.waiting = 0
+        self.pending = 0
         self.lazy_initialization(windows, states)
         self._store_all(windows, states)
         self.recorded = None  # of a text that was taken back
@@ -324,12 +324,12 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
                 if count > 1 or self.recorded.pieces[-1].tokens > 1:
                     latest = Snapshot(*self._copies(), self.recorded.tokens)
                     self.recorded = self.recorded._replace(latest=latest)
-            self.recorded = self.recorded.with_next(piece, pending=self.waiting > 0)
+            self.recorded = self.recorded.with_next(piece, pending=self.pending > 0)
         # All of a short forward can be taken back, of the prompt only its end.
         self.kept = max(self.max_rollback, count if self.is_initialized else 0)
 
     def _is_deferred(self, tokens: int) -> bool:
-        return self._may_defer and self.lets_wait(tokens)
+        return self._may_defer and self.defers(tokens)
 
     def _copies(self) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         """Of conv state and states as they are now."""
@@ -357,16 +357,16 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
             self.reset()  # the text is to begin anew, with what it would begin with now
             return
         self.recorded = self.recorded.first(kept)
-        if -tokens_to_remove <= self.waiting:
-            self.waiting += tokens_to_remove
+        if -tokens_to_remove <= self.pending:
+            self.pending += tokens_to_remove
         else:
-            self.waiting = 0
+            self.pending = 0
             self.thaw()
             self._store_all(*self.recorded.after(kept, *self._stored()))
         self.cumulative_length += tokens_to_remove
 
     def reset(self) -> None:
-        self.waiting, self.torn = 0, False
+        self.pending, self.torn = 0, False
         self.thaw()
         if self.is_initialized:
             for stored in (self._conv_states, self._recurrent_states):

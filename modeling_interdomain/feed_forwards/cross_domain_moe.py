@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 
-from ..layers.common import TabledModule, is_untouched, own_backend, residual_projection
+from ..layers.common import DecodeTables, is_untouched, own_backend, residual_projection
 from ..layers.operators import Operators
 from ..layers.recorded import ChosenExperts
 from ..ops.common.cpu import without_autocast
@@ -21,7 +21,7 @@ from ..ops.experts.entry import (
 from .configuration import factor_pair
 
 
-class CrossDomainMoE(TabledModule):
+class CrossDomainMoE(DecodeTables):
     """`phi + sum over h heads and k experts of act((z . down) s) up`, with the shared MLP `phi = down(act(up(x)))`.
 
     z, which also queries the product keys, is phi ("cross_domain": the experts continue where the MLP ends) or x

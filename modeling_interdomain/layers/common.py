@@ -165,7 +165,7 @@ def project(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return linear(x)
 
 
-class PerVersion:
+class ParameterCache:
     """Values that depend on parameters alone, kept until one of the parameters changes; copies and pickles are empty.
 
     Only where nothing but the parameters can change a value: eager mode without gradients, and parameters that are
@@ -211,7 +211,7 @@ def _unchanged(known: list[tuple], parameters: Sequence[torch.Tensor]) -> bool:
     return True
 
 
-class TabledModule(nn.Module):
+class DecodeTables(nn.Module):
     """A module that keeps tables made of its own parameters.
 
     What moves or loads parameters is seen, and so are PyTorch's optimisers. What writes where no version is counted
@@ -221,7 +221,7 @@ class TabledModule(nn.Module):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._tables = PerVersion()
+        self._tables = ParameterCache()
 
     def forget_tables(self) -> None:
         if not torch.compiler.is_compiling():
@@ -239,5 +239,5 @@ class TabledModule(nn.Module):
 def forget_tables(module: nn.Module) -> None:
     """Of all parts of a module."""
     for part in module.modules():
-        if isinstance(part, TabledModule):
+        if isinstance(part, DecodeTables):
             part.forget_tables()

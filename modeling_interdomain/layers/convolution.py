@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from ..ops.common.cpu import all_real, multiplies_narrow, without_autocast
+from ..ops.common.cpu import all_real, multiplies_bf16, without_autocast
 from .common import is_plain, is_untouched
 
 # Taps of a key that starts as the token before, and a little as its own: the first token has none before it, and the
@@ -44,7 +44,7 @@ class CausalConv1d(nn.Conv1d):
             return super().forward(x)
         # A few shifted products keep the memory layout of the tokens; the library's convolution would transpose it.
         length = x.shape[-1] - self.kernel_size[0] + 1
-        if length > 1 and multiplies_narrow(x) and not torch.compiler.is_compiling():
+        if length > 1 and multiplies_bf16(x) and not torch.compiler.is_compiling():
             return self._as_image(x)
         if length == 1:
             y = (x * self.weight[:, 0]).sum(-1, keepdim=True)
@@ -70,7 +70,7 @@ class CausalConv1d(nn.Conv1d):
 
         Padding on both sides, of which what comes after the last token is cut off, saves a copy of the tokens.
         """
-        if not (is_plain(x, torch.bfloat16) and multiplies_narrow(x) and is_untouched(self, CausalConv1d, x.device)):
+        if not (is_plain(x, torch.bfloat16) and multiplies_bf16(x) and is_untouched(self, CausalConv1d, x.device)):
             return None
         return self._as_image(x.mT, self.kernel_size[0] - 1).mT[:, : x.shape[1]]
 

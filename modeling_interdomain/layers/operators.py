@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..ops.common.cpu import Kept
+from ..ops.common.cpu import OperatorCache
 from .common import forget_tables
 
 # Goes up when an operator that layers call takes, gives or means something else; on the Hub it is the branch "v1".
@@ -53,7 +53,7 @@ def use_kernel(
         found = {operator: _counterpart(kernel, name, each) for operator, each in own.items()}
     for part in parts:
         part.operators = Operators(**{operator: found[operator] for operator in vars(type(part).operators)})
-        for kept in [x for x in vars(part).values() if isinstance(x, Kept)]:  # what other operators have made
+        for kept in [x for x in vars(part).values() if isinstance(x, OperatorCache)]:  # what other operators have made
             kept.forget()
     forget_tables(model)
 

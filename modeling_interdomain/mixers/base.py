@@ -10,8 +10,10 @@ from ..cache.recurrent import RecurrentLayer, StaticRecurrentLayer
 from ..layers.versions import takes_cache
 
 
-def undivided_groups(config, processes: int) -> str | None:
-    """`TokenMixer.undivided` of mixers whose states, or keys and values, are those of `num_key_value_heads` groups."""
+def groups_not_shardable(config, processes: int) -> str | None:
+    """`TokenMixer.why_not_shardable` of mixers whose states, or keys and values, are those of `num_key_value_heads`
+    groups.
+    """
     groups = config.num_key_value_heads
     return f"it does not divide num_key_value_heads = {groups}" if groups % processes else None
 
@@ -73,7 +75,7 @@ class TokenMixer(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} does not say what a cache holds of it: write cache_shapes.")
 
     @classmethod
-    def undivided(cls, config, processes: int) -> str | None:
+    def why_not_shardable(cls, config, processes: int) -> str | None:
         """Why the heads cannot be shared out over so many processes of tensor parallelism; None where they can."""
         return f"{cls.__name__} layers do not say how to share theirs"
 

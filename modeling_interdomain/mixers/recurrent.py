@@ -47,7 +47,7 @@ class RecurrentMixer(TokenMixer):
     operators = Operators()
     # Tokens that take less time on a CPU step by step than in an operator for many.
     most_steps = 6
-    together = 0  # tokens that are read with a state at rest, see `_reads_on`
+    max_pending = 0  # tokens that are read with a state at rest, see `_verifies`
 
     def __init__(self, config, layer_idx: int, output_width: int):
         """`output_width` are the numbers a head that the recurrence gives."""
@@ -129,13 +129,13 @@ class RecurrentMixer(TokenMixer):
 
     # What a subclass says that passes its state to other processes.
 
-    def aged(self, state: torch.Tensor, elapsed: torch.Tensor, *transition: Any) -> torch.Tensor:
-        """A state `[B, ...]` after tokens that write nothing, of which `elapsed` tells; in any floating dtype."""
+    def decay_state(self, state: torch.Tensor, total_decay: torch.Tensor, *transition: Any) -> torch.Tensor:
+        """A state `[B, ...]` after tokens that write nothing, of which `total_decay` tells; in any floating dtype."""
         raise NotImplementedError
 
     @staticmethod
-    def elapsed(mask: torch.Tensor, *arguments: Any) -> torch.Tensor | None:
-        """What `aged` needs to know of recorded tokens, `[B, ...]`, a sum over those of the mask `[B, T]`.
+    def total_decay(mask: torch.Tensor, *arguments: Any) -> torch.Tensor | None:
+        """What `decay_state` needs to know of recorded tokens, `[B, ...]`, a sum over those of the mask `[B, T]`.
 
         Called with the tokens and what `transition=True` gave; None means their number.
         """
@@ -247,9 +247,9 @@ class RecurrentMixer(TokenMixer):
         if packing is not None:  # not before: adapters that differ by row must find the rows of the batch
             projected = [packing.pack(x) for x in projected]
         cos_sin = self._rotation(position_embeddings, packing, hidden_states.shape[:2])
-        reads_on, windows = layer is not None and self._reads_on(layer, hidden_states, packing), None
+        reads_on, windows = layer is not None and self._verifies(layer, hidden_states, packing), None
         if reads_on:
-            windows = layer.windows_ahead(self.together - hidden_states.shape[1])
+            windows = layer.lookahead_conv_state(self.max_pending - hidden_states.shape[1])
         elif layer is not None:
             layer.commit()
             windows = layer.windows
@@ -270,7 +270,7 @@ class RecurrentMixer(TokenMixer):
             weights = nn.functional.pad(weights, (0, max(0, past_key_values.get_max_length() - weights.shape[-1])))
 
         if reads_on:
-            output = self._read_on(layer, tokens, after)
+            output = self._verify(layer, tokens, after)
         elif layer is not None and self._can_step(layer, tokens, packing):
             output = self._step(layer, tokens, after, attention_mask, companion)
         else:
@@ -371,8 +371,10 @@ class RecurrentMixer(TokenMixer):
         wide = torch.promote_types(recorded[0].dtype, torch.float32)
         nothing = recorded[0].new_zeros(piece.last.shape[0], *self.kept_shapes[-1], dtype=wide)
         left = self.replay_state(self.operators, nothing, *recorded, piece.last, *transition)
-        elapsed = self.elapsed(piece.last, *recorded, *transition)
-        return piece.state(left, elapsed, lambda state, elapsed: self.aged(state, elapsed, *transition))
+        total_decay = self.total_decay(piece.last, *recorded, *transition)
+        return piece.state(
+            left, total_decay, lambda state, total_decay: self.decay_state(state, total_decay, *transition)
+        )
 
     def _first_states(self, tokens: Sequence[torch.Tensor], packing: Packing | None) -> torch.Tensor:
         """The learned state once for every row, or packed document."""
@@ -411,15 +413,15 @@ class RecurrentMixer(TokenMixer):
                 output = output + self.sparse.step(companion, states, mask)
             output = output[:, None]
         else:
-            output = self._steps(tokens, states["state"], move=not layer.lets_wait(count))
+            output = self._steps(tokens, states["state"], move=not layer.defers(count))
         layer.write(windows, states, count)
         return output
 
-    def _reads_on(self, layer, hidden_states: torch.Tensor, packing: Packing | None) -> bool:
+    def _verifies(self, layer, hidden_states: torch.Tensor, packing: Packing | None) -> bool:
         """Whether a few tokens are read with the inputs that wait in a recording cache, and the state stays."""
         return False
 
-    def _read_on(self, layer, tokens: Sequence[torch.Tensor], windows: list[torch.Tensor]) -> torch.Tensor:
+    def _verify(self, layer, tokens: Sequence[torch.Tensor], windows: list[torch.Tensor]) -> torch.Tensor:
         raise NotImplementedError
 
     def _steps(self, tokens: Sequence[torch.Tensor], state: torch.Tensor, move: bool) -> torch.Tensor:

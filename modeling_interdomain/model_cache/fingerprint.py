@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 
-from ..layers.common import PerVersion
+from ..layers.common import ParameterCache
 
 # Fields of a configuration that say how a state is computed, or what happens after it, not what it is.
 _WITHOUT_EFFECT = {
@@ -44,7 +44,9 @@ def decoder_of(model: Any) -> Any:
         ValueError: when there is none.
     """
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    found = next((module for module in modules if isinstance(getattr(module, "fingerprints", None), PerVersion)), None)
+    found = next(
+        (module for module in modules if isinstance(getattr(module, "fingerprints", None), ParameterCache)), None
+    )
     if found is None:
         raise ValueError(f"A state belongs to an Interdomain model, got {type(model).__name__}.")
     return found

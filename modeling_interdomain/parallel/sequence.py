@@ -105,25 +105,26 @@ class SequencePiece:
     def state(
         self,
         left: torch.Tensor,
-        elapsed: torch.Tensor | None,
-        aged: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        total_decay: torch.Tensor | None,
+        decay_state: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
         """What arrives at this piece, `[B, ...]`, or a row a packed document, those within it zero.
 
         Args:
             left: `[B, ...]`, the state that the last document's tokens of this piece leave, begun from zero.
-            elapsed: `[B, ...]`, what `aged` needs to know of them, None where their number does.
-            aged: `aged(state, elapsed)`, a state after such tokens that write nothing. Called in float64.
+            total_decay: `[B, ...]`, what `decay_state` needs to know of them, None where their number does.
+            decay_state: `decay_state(state, total_decay)`, a state after such tokens that write nothing. Called in
+            float64.
         """
         sent = [left.flatten(1)]
-        if elapsed is not None:
-            sent.append(elapsed.to(left.dtype).flatten(1))
+        if total_decay is not None:
+            sent.append(total_decay.to(left.dtype).flatten(1))
         found = _Gathered.apply(torch.cat(sent, dim=1), self.group).double()
         states = found[..., : left[0].numel()].unflatten(2, left.shape[1:])
-        ages = self.tokens if elapsed is None else found[..., left[0].numel() :].unflatten(2, elapsed.shape[1:])
+        ages = self.tokens if total_decay is None else found[..., left[0].numel() :].unflatten(2, total_decay.shape[1:])
 
         def after(state: torch.Tensor, process: int) -> torch.Tensor:
-            return aged(state, ages[process]) + states[process]
+            return decay_state(state, ages[process]) + states[process]
 
         return self._arriving(states, after).to(left.dtype)
 

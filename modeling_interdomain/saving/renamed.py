@@ -40,6 +40,8 @@ MOVED = {
     "PatchEmbedding": ("modeling_interdomain", "classifier_interdomain"),
     "RankingLoss": ("mixers.sparse.choice", "layers.recorded"),
 }
+# Classes with another name since.
+CLASSES = {"PerVersion": ("layers.common", "ParameterCache"), "Kept": ("ops.common.cpu", "OperatorCache")}
 # What a recurrent layer of a cache called its tensors.
 ATTRIBUTES = {"_windows": "_conv_states", "_states": "_recurrent_states"}
 
@@ -50,5 +52,8 @@ def let_old_pickles_load(package: str) -> None:
         sys.modules[f"{package}.{old}"] = import_module(f"{package}.{new}")
     for name, (old, new) in MOVED.items():
         setattr(import_module(f"{package}.{old}"), name, getattr(import_module(f"{package}.{new}"), name))
+    for name, (place, now) in CLASSES.items():
+        module = import_module(f"{package}.{place}")
+        setattr(module, name, getattr(module, now))
     layer = import_module(f"{package}.cache.recurrent").RecurrentLayer
     layer.__setstate__ = lambda self, state: self.__dict__.update({ATTRIBUTES.get(k, k): x for k, x in state.items()})

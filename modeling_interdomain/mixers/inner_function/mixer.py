@@ -50,7 +50,7 @@ class InnerFunctionMixer(SoftmaxMixer):
         config.check_inner_values()
 
     @classmethod
-    def undivided(cls, config, processes: int) -> str | None:
+    def why_not_shardable(cls, config, processes: int) -> str | None:
         return '"inner_function" layers choose the values of all heads at once'
 
     def make_value(self, config) -> None:

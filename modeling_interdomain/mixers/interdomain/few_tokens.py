@@ -81,7 +81,7 @@ def _normalised(key, value, tables: TokenTables, eps: float) -> Sequence[torch.T
     return ys[0].chunk(2, dim=2) if together else ys
 
 
-def narrow_inputs(
+def bf16_inputs(
     streams: Sequence[torch.Tensor],
     norms: Sequence[torch.Tensor],
     eps: float,

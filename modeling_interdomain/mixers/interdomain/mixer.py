@@ -6,20 +6,20 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from ...layers.common import FULL_PRECISION, InterdomainRMSNorm, TabledModule, are_untouched, is_plain
+from ...layers.common import FULL_PRECISION, DecodeTables, InterdomainRMSNorm, are_untouched, is_plain
 from ...layers.convolution import TOKEN_BEFORE, CausalConv1d
 from ...layers.feature_maps import SiluL2, feature_map
 from ...layers.operators import Operators
 from ...layers.rotary import rotate, rotate_around
-from ...ops.common.cpu import multiplies_narrow
+from ...ops.common.cpu import multiplies_bf16
 from ...ops.interdomain.entry import append_one
-from ...ops.interdomain.few import FEW, TOGETHER
+from ...ops.interdomain.few import MAX_DRAFT, MAX_PENDING
 from ...ops.interdomain.prepare import fused_inputs
 from ...ops.interdomain.replay import state_after
 from ...parallel.tensor import HEADS
-from ..base import undivided_groups
+from ..base import groups_not_shardable
 from ..recurrent import RecurrentMixer, Stream, placed_map
-from .few_tokens import narrow_inputs, token_inputs, token_tables
+from .few_tokens import bf16_inputs, token_inputs, token_tables
 from .recurrence import InterdomainRecurrence
 
 
@@ -72,8 +72,8 @@ class KeyValueMixer(RecurrentMixer):
         return config.num_key_value_heads, 2, config.state_size, width
 
     @classmethod
-    def undivided(cls, config, processes: int) -> str | None:
-        return undivided_groups(config, processes)
+    def why_not_shardable(cls, config, processes: int) -> str | None:
+        return groups_not_shardable(config, processes)
 
     @classmethod
     def head_plan(cls, config) -> dict[str, str]:
@@ -85,10 +85,10 @@ class KeyValueMixer(RecurrentMixer):
     def replay_state(operators, *arguments):
         return operators.state_after(*arguments)
 
-    def aged(self, state, elapsed, log_decay, input_matrix):
-        from ...ops.common.spans import aged
+    def decay_state(self, state, total_decay, log_decay, input_matrix):
+        from ...ops.common.spans import decay_state
 
-        return aged(state, elapsed, log_decay)
+        return decay_state(state, total_decay, log_decay)
 
     def _tokens(self, streams, cos_sin):
         key, value = (x.unflatten(-1, (-1, width)) for x, width in zip(streams, self.widths[-2:], strict=True))
@@ -122,10 +122,10 @@ class KeyValueMixer(RecurrentMixer):
         return key, append_one(value) if self.normalize else value
 
 
-class InterdomainMixer(TabledModule, KeyValueMixer):
+class InterdomainMixer(DecodeTables, KeyValueMixer):
     """The token mixer of the paper (eqs. 10 to 13): queries join, convolved and passed through the feature map."""
 
-    most_steps, together = FEW, TOGETHER
+    most_steps, max_pending = MAX_DRAFT, MAX_PENDING
     operators = Operators.of(fused_inputs, beside=KeyValueMixer.operators)
     q_proj: nn.Linear
     k_proj: nn.Linear
@@ -172,7 +172,7 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
         """In one kernel or in few calls where that can run, and nothing hangs on the modules whose weights it reads."""
         found, device, backend = None, projected[0].device, self.backend
         count = projected[0].shape[1]
-        few = count == 1 or (not torch.compiler.is_compiling() and count <= FEW)
+        few = count == 1 or (not torch.compiler.is_compiling() and count <= MAX_DRAFT)
         if not few:  # another sequence may begin
             self.forget_tables()
         if device.type != "cpu" or backend == "triton":
@@ -183,11 +183,11 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
 
     def _tokens(self, streams, cos_sin):
         query, *rest = streams
-        narrow = multiplies_narrow(query) and self.backend in ("auto", "chunk") and not self.normalize
+        narrow = multiplies_bf16(query) and self.backend in ("auto", "chunk") and not self.normalize
         if narrow and query.shape[1] > 1 and is_plain(query, query.dtype):
             weights = self._weights(query.device)
             if weights is not None and all(w.dtype == query.dtype for w in weights):
-                return narrow_inputs(streams, weights[2:], self.eps, self.heads, cos_sin, self.rope_placement)
+                return bf16_inputs(streams, weights[2:], self.eps, self.heads, cos_sin, self.rope_placement)
         query = query.unflatten(-1, (-1, self.widths[0]))
         return self._features(query, cos_sin, is_query=True), *super()._tokens(rest, cos_sin)
 
@@ -196,18 +196,18 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
             return super()._steps(tokens, state, move)
         return self.recurrence(*tokens, few=True, state=state, move=move)
 
-    def _reads_on(self, layer, hidden_states, packing):
+    def _verifies(self, layer, hidden_states, packing):
         count = hidden_states.shape[1]
-        if packing is not None or not layer.record_past or not layer.is_initialized or not layer.lets_wait(count):
+        if packing is not None or not layer.record_past or not layer.is_initialized or not layer.defers(count):
             return False
         here = hidden_states.device.type == "cpu" and self.sparse is None and not torch.is_grad_enabled()
-        few = count <= FEW and (count > 1 or layer.waiting < TOGETHER)
+        few = count <= MAX_DRAFT and (count > 1 or layer.pending < MAX_PENDING)
         can = here and few and self.backend in ("auto", "triton") and not self.normalize
-        return can and not layer.pads_wait  # ages would count them
+        return can and not layer.pads_pending  # ages would count them
 
-    def _read_on(self, layer, tokens, windows):
+    def _verify(self, layer, tokens, windows):
         count = tokens[0].shape[1]
-        *_, key, value, _ = layer.newest(layer.waiting + count)
+        *_, key, value, _ = layer.newest(layer.pending + count)
         output = self.recurrence(tokens[0], key, value, few=True, state=layer.resting_state, move=False)
         layer.write(windows, {"state": layer.resting_state}, count)
         return output

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from ...layers.common import Float32Module, TabledModule, begun_with, is_plain, own_backend
+from ...layers.common import DecodeTables, Float32Module, begun_with, is_plain, own_backend
 from ...layers.operators import Operators
-from ...ops.common.cpu import Kept, narrowed
+from ...ops.common.cpu import OperatorCache, narrowed
 from ...ops.common.decay import as_complex
 from ...ops.common.launch import STEP_BACKENDS
 from ...ops.diagonal.step import StepTables, step_tables
 from ...ops.interdomain.entry import interdomain_attention, take_step
-from ...ops.interdomain.few import FEW, TOGETHER, FewTables, few_tables, take_few
+from ...ops.interdomain.few import MAX_DRAFT, MAX_PENDING, FewTables, few_tables, take_few
 from ...ops.interdomain.map import interdomain_attention_map
 from ...ops.interdomain.replay import replay_tables
 from .initialization import (
@@ -28,7 +28,7 @@ from .initialization import (
 )
 
 
-class InterdomainRecurrence(Float32Module, TabledModule):
+class InterdomainRecurrence(Float32Module, DecodeTables):
     """`log_dt` `[G]`; `log_a_real`, `a_imag` `[G, M]`; `B` `[G, M, 2]`; `C` `[G, M, M, 2]`, `[G, M, 2]` or None.
 
     A module of its own, because it stays in float32 whatever the model's dtype: a rounded `log_dt` or `a_imag` would
@@ -55,7 +55,7 @@ class InterdomainRecurrence(Float32Module, TabledModule):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self._prompt_tables = Kept()
+        self._prompt_tables = OperatorCache()
         # Asked for at every token: a configuration is slow to look up.
         self.product, self.normalize = config.product, config.normalize
         groups, size = config.num_key_value_heads, config.state_size
@@ -155,7 +155,7 @@ class InterdomainRecurrence(Float32Module, TabledModule):
         if mapped:
             return self._map(*tokens, **arguments)
         if transition:
-            if not torch.compiler.is_compiling() and tokens[0].shape[1] > FEW:
+            if not torch.compiler.is_compiling() and tokens[0].shape[1] > MAX_DRAFT:
                 self.forget_tables()  # as the operator will, but before a record has them
             return self._per_version("transition", self._transition)
         self.forget_tables()
@@ -212,7 +212,7 @@ class InterdomainRecurrence(Float32Module, TabledModule):
         input_matrix = input_matrix.clone()  # what shards this module frees its parameters after the call
         tables = ()
         if kept and log_decay.device.type == "cpu":
-            tables = self.operators.replay_tables(log_decay, input_matrix, TOGETHER)
+            tables = self.operators.replay_tables(log_decay, input_matrix, MAX_PENDING)
         return log_decay, input_matrix, *tables
 
     def _per_version(self, name: Any, compute: Any) -> Any:

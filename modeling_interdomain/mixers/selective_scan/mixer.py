@@ -37,7 +37,7 @@ class SelectiveScanMixer(RecurrentMixer):
         config.check_scan()
 
     @classmethod
-    def undivided(cls, config, processes: int) -> str | None:
+    def why_not_shardable(cls, config, processes: int) -> str | None:
         return '"selective_scan" layers have one head, whose channels choose its steps together'
 
     @classmethod
@@ -94,8 +94,8 @@ class SelectiveScanMixer(RecurrentMixer):
         return operators.scan_state_after(state, key, value, steps_of(dt, bias), rate, mask)
 
     @staticmethod
-    def elapsed(mask, key, value, dt, rate, bias):
+    def total_decay(mask, key, value, dt, rate, bias):
         return torch.where(mask[..., None], steps_of(dt, bias), 0).double().sum(1)
 
-    def aged(self, state, elapsed, rate, bias):
-        return (elapsed[:, None] * rate).exp().to(state.dtype) * state
+    def decay_state(self, state, total_decay, rate, bias):
+        return (total_decay[:, None] * rate).exp().to(state.dtype) * state

@@ -8,13 +8,13 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from ...layers.common import Float32Module, TabledModule, begun_with, own_backend
+from ...layers.common import DecodeTables, Float32Module, begun_with, own_backend
 from ...layers.operators import Operators
 from ...ops.common.launch import STEP_BACKENDS
 from ...ops.selective_scan.entry import SCAN_BACKENDS, selective_scan, take_scan_step
 
 
-class SelectiveScanRecurrence(Float32Module, TabledModule):
+class SelectiveScanRecurrence(Float32Module, DecodeTables):
     """`A_log` `[N, E]`, `D` and `dt_bias` `[E]`; the operator called with them.
 
     A module of its own, because it stays in float32 whatever the model's dtype, see `InterdomainRecurrence`.

@@ -10,7 +10,7 @@ from ...layers.rotary import rotate
 from ...ops.common.packing import Packing
 from ...ops.common.window import Keys, best, seen, token_documents
 from ...parallel.tensor import HEADS
-from ..base import TokenMixer, undivided_groups
+from ..base import TokenMixer, groups_not_shardable
 from .dynamic_mask import BIAS_COLUMNS, bias_order, make_dynamic_mask
 
 # Tokens that attend together to a window of keys, at least: what is seen is looked up for each of them.
@@ -59,10 +59,10 @@ class SoftmaxMixer(TokenMixer):
         return [[batch, self.key_heads, _kept_dim(self.config)]]
 
     @classmethod
-    def undivided(cls, config, processes: int) -> str | None:
+    def why_not_shardable(cls, config, processes: int) -> str | None:
         if config.dynamic_mask == "value":
             return 'dynamic_mask = "value" makes the bias of a head of the values of all'
-        return undivided_groups(config, processes)
+        return groups_not_shardable(config, processes)
 
     @classmethod
     def head_plan(cls, config) -> dict[str, str]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from ...layers.common import FULL_PRECISION, TabledModule, are_untouched, is_plain, own_backend
+from ...layers.common import FULL_PRECISION, DecodeTables, are_untouched, is_plain, own_backend
 from ...layers.convolution import TOKEN_BEFORE, CausalConv1d, causal_conv, convolve_few, side_by_side, taps_of
 from ...layers.operators import Operators
 from ...layers.recorded import RankingLoss
@@ -79,7 +79,7 @@ class ChannelGate(nn.Module):
         return self.weight * x
 
 
-class SparseBranch(TabledModule):
+class SparseBranch(DecodeTables):
     """`gate * attention` of queries and keys of S heads to `value`, the numbers that the recurrence writes.
 
     Parameters: `q_proj`, `k_proj`, each followed by a short convolution (`q_conv`, `k_conv`); `gate` `[H, D]`, E of the

@@ -101,7 +101,7 @@ class SSDMixer(RecurrentMixer):
         return placed_map(self.recurrence(*tokens, mapped=True, cu_seqlens=ends), packing)
 
     @classmethod
-    def undivided(cls, config, processes: int) -> str | None:
+    def why_not_shardable(cls, config, processes: int) -> str | None:
         groups = config.ssd_groups
         return f"it does not divide ssd_groups = {groups}, what heads share B and C in" if groups % processes else None
 
@@ -125,12 +125,12 @@ class SSDMixer(RecurrentMixer):
         return operators.ssd_state_after(state, key, inputs, log_decay, mask)
 
     @staticmethod
-    def elapsed(mask, key, value, dt, *transition):
+    def total_decay(mask, key, value, dt, *transition):
         log_decay = discretized(value[..., :0], dt, *transition)[1]  # of the steps alone
         return torch.where(mask[..., None], log_decay, 0).double().sum(1)
 
-    def aged(self, state, elapsed, *transition):
-        return elapsed.exp()[..., None, None].to(state.dtype) * state
+    def decay_state(self, state, total_decay, *transition):
+        return total_decay.exp()[..., None, None].to(state.dtype) * state
 
     def _way_out(self, output, hidden_states):
         if self.norm is None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-def multiplies_narrow(x: torch.Tensor) -> bool:
+def multiplies_bf16(x: torch.Tensor) -> bool:
     """Whether x is bfloat16 on a CPU that has instructions for it; without them it is faster to compute in float32."""
     return x.dtype == torch.bfloat16 and x.device.type == "cpu" and _has_bfloat16_instructions()
 
@@ -37,7 +37,7 @@ def _has_bfloat16_tiles() -> bool:
     return bool(torch.cpu.get_capabilities().get("amx_bf16"))
 
 
-class Kept:
+class OperatorCache:
     """The last value that was made of some tensors, kept until what they hold is another; copies and pickles are empty.
 
     Numbers are compared, so that whatever writes a parameter, and however, is seen. That costs a pass over it: worth it

@@ -33,7 +33,7 @@ def join_states(
         ValueError: when shapes do not fit, or a length is negative.
     """
     _check(log_decay, length, first=first, second=second)
-    return aged(first, length, log_decay) + second
+    return decay_state(first, length, log_decay) + second
 
 
 def mask_span(
@@ -56,7 +56,7 @@ def mask_span(
         ValueError: when shapes do not fit, or a length is negative.
     """
     _check(log_decay, since, state=state, span=span)
-    return state - aged(span, since, log_decay)
+    return state - decay_state(span, since, log_decay)
 
 
 def remove_span(
@@ -83,17 +83,17 @@ def remove_span(
         ValueError: when shapes do not fit, or a length is negative.
     """
     _check(log_decay, since, state=state, before=before, after=after)
-    return state + aged(before - after, since, log_decay)
+    return state + decay_state(before - after, since, log_decay)
 
 
-def aged(state: torch.Tensor, tokens: int | torch.Tensor, log_decay: torch.Tensor) -> torch.Tensor:
+def decay_state(state: torch.Tensor, tokens: int | torch.Tensor, log_decay: torch.Tensor) -> torch.Tensor:
     """`lambda^tokens X` of a state `[B, G, 2, M, W]`, for one number of tokens or `[B]`: nothing is checked."""
     ages = torch.as_tensor(tokens, device=state.device).reshape(-1)
     powers = decay_powers(log_decay, ages).transpose(0, 1)[..., None]  # [1 or B, G, M, 1]
     decay = powers.to(torch.complex128 if state.dtype == torch.float64 else torch.complex64)
     real, imag = state.unbind(2)
-    aged = [decay.real * real - decay.imag * imag, decay.real * imag + decay.imag * real]
-    return torch.stack(aged, dim=2).to(state.dtype)
+    decay_state = [decay.real * real - decay.imag * imag, decay.real * imag + decay.imag * real]
+    return torch.stack(decay_state, dim=2).to(state.dtype)
 
 
 def _check(log_decay: torch.Tensor, tokens: int | torch.Tensor, **states: torch.Tensor) -> None:

@@ -1,16 +1,16 @@
 """The two-pass identity as batched matrix products over chunks, as one opaque operator of `torch.library`.
 
-The mathematics is in `ops/interdomain/chunk_call.py`; `ops/interdomain/chunk_narrow.py` is the same for bfloat16
+The mathematics is in `ops/interdomain/chunk_call.py`; `ops/interdomain/chunk_bf16.py` is the same for bfloat16
 tokens.
 """
 
 import torch
 
-from ..common.cpu import Kept
+from ..common.cpu import OperatorCache
 from ..common.custom_op import differentiable
 from ..diagonal.mixing import mixing_gradient
+from .chunk_bf16 import Bf16Call
 from .chunk_call import AttentionCall
-from .chunk_narrow import NarrowCall
 
 
 def chunk_attention(
@@ -26,7 +26,7 @@ def chunk_attention(
     lengths: torch.Tensor | None,
     chunk_size: int,
     output_final_state: bool,
-    kept: Kept | None = None,
+    kept: OperatorCache | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `interdomain_attention`; training keeps the inputs alone.
 
@@ -49,7 +49,7 @@ def chunk_attention(
 
 
 def _call(query: torch.Tensor, *arguments) -> AttentionCall:
-    return (NarrowCall if query.dtype == torch.bfloat16 else AttentionCall)(query, *arguments)
+    return (Bf16Call if query.dtype == torch.bfloat16 else AttentionCall)(query, *arguments)
 
 
 def _forward(
@@ -72,7 +72,7 @@ def _forward(
     )  # fmt: skip
 
 
-def _computed(kept: Kept | None, *inputs):
+def _computed(kept: OperatorCache | None, *inputs):
     query, key, value, log_decay, _, _, initial_state, cu_seqlens, *_, output_final_state = inputs
     call = _call(*inputs, kept)
     if not output_final_state:

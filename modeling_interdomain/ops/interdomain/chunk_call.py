@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from ..common.chunks import Segment, chunks_of
-from ..common.cpu import Kept
+from ..common.cpu import OperatorCache
 from ..common.states import DecayTables, StateGradients, States, Workspace, dot, pairs
 from ..diagonal.mixing import mixing_matrix
 
@@ -82,7 +82,7 @@ class AttentionCall:
         product: str,
         chunk_size: int,
         ends: bool,
-        kept: Kept | None = None,
+        kept: OperatorCache | None = None,
     ):
         batch, length, heads, feature_dim = query.shape
         self.query, self.groups, self.heads = query, key.shape[2], heads // key.shape[2]

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from ..common.checks import check_documents, check_floats, check_how, check_state, check_tensors, shape_of
-from ..common.cpu import Kept, autocasts, multiplies_narrow, without_autocast
+from ..common.cpu import OperatorCache, autocasts, multiplies_bf16, without_autocast
 from ..common.launch import check_step_backend, fused
 from ..diagonal.step import StepTables, advance_state, read_state, real_tokens, step_tables
 from .chunk import chunk_attention
@@ -48,7 +48,7 @@ def interdomain_attention(
     lengths: torch.Tensor | None = None,
     chunk_size: int = 64,
     backend: str = "auto",
-    kept: Kept | None = None,
+    kept: OperatorCache | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     r"""Causal attention whose memory is one complex diagonal recurrence of fixed size ("Interdomain Attention: Beyond
     Token-Level Key-Value Memory", eqs. 11 and 13):
@@ -82,9 +82,9 @@ def interdomain_attention(
             "associative_scan" (parallel prefix), "chunk" (batched matrix products), "triton" (fused kernels on a
             GPU) or "auto" ("triton" where it can run, otherwise "chunk"; one in-place step when T = 1 and no
             gradient is asked for). Default: "auto".
-        kept: a `Kept` of ops/common/cpu.py, in which "chunk" keeps the tables that it makes of the parameters from
-            one call to the next; where these hold other numbers they are made again. For calls without gradients on a
-            CPU. Default: None.
+        kept: an `OperatorCache` of ops/common/cpu.py, in which "chunk" keeps the tables that it makes of the parameters
+            from one call to the next; where these hold other numbers they are made again. For calls without gradients
+            on a CPU. Default: None.
 
     Returns:
         output `[B, T, H, D]` in the dtype of `value`, and the final state `[B or S, G, 2, M, R + D]` in float32
@@ -142,7 +142,7 @@ def interdomain_attention(
         if found is None:
             compute = _compute_dtype(*tokens)
             chunks = backend in ("auto", "chunk") and not (single or exporting or normalize)
-            narrow = chunks and compute == torch.float32 and multiplies_narrow(value)
+            narrow = chunks and compute == torch.float32 and multiplies_bf16(value)
             operand = torch.bfloat16 if narrow else compute
             query, key, value = (x.to(operand) for x in tokens)
             log_decay, input_matrix = (x.to(compute) for x in parameters[:2])

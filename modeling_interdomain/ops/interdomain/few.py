@@ -18,16 +18,16 @@ from ..diagonal.step import StepTables, advance_by, mix_rows
 
 # As many tokens as a usual guess has: there this takes half the time of an operator for many. And as many inputs as may
 # wait for a state to take them in, with those of the guess itself.
-FEW, TOGETHER = 12, 16
+MAX_DRAFT, MAX_PENDING = 12, 16
 
 
 class FewTables(NamedTuple):
     """lambda and beta of the next T tokens, for rows that hold 2M numbers, the real parts before the imaginary ones.
 
     Attributes:
-        cos, sin: `[G, TOGETHER, 1, 2M]`: `lambda^t y` is `cos y + sin (Im y, Re y)`, t from 1.
-        weights: `[G T, TOGETHER, 2M]`, `lambda^(t-i) beta` of input i seen from token t, 0 for later ones. The last T
-            inputs are those of the tokens; others may lie before.
+        cos, sin: `[G, MAX_PENDING, 1, 2M]`: `lambda^t y` is `cos y + sin (Im y, Re y)`, t from 1.
+        weights: `[G T, MAX_PENDING, 2M]`, `lambda^(t-i) beta` of input i seen from token t, 0 for later ones. The last
+            T inputs are those of the tokens; others may lie before.
         decay, turn: `[G, M, 1]`, the real and the imaginary part of `lambda^T`.
         beta: `[G, 2M, T]`, `lambda^(T-i) beta`, what is left of token i after the last.
     """
@@ -42,11 +42,11 @@ class FewTables(NamedTuple):
 
 def few_tables(log_decay: torch.Tensor, input_matrix: torch.Tensor, dtype: torch.dtype, count: int) -> FewTables:
     """The tables of `take_few` for `count` tokens, from `[G, M, 2]` each, in the dtype of the state."""
-    ages = torch.arange(TOGETHER + 1, device=log_decay.device)
+    ages = torch.arange(MAX_PENDING + 1, device=log_decay.device)
     powers = decay_powers(log_decay, ages)  # [G, T + 1, M]
     inputs = powers * as_complex(input_matrix.double())[:, None]
     inputs = torch.cat([inputs.real, inputs.imag], dim=-1)
-    apart = ages[TOGETHER - count : -1, None] - ages[:-1]
+    apart = ages[MAX_PENDING - count : -1, None] - ages[:-1]
     weights = inputs[:, apart.clamp(min=0)].where((apart >= 0)[..., None], 0)
     after = powers[:, 1:, None]
     cos, sin = torch.cat([after.real, after.real], dim=-1), torch.cat([-after.imag, after.imag], dim=-1)
@@ -65,11 +65,11 @@ def take_few(
     state: torch.Tensor,
     move: bool = True,
 ) -> torch.Tensor:
-    """`interdomain_step` for 2 to FEW real tokens a row, without the normalised readout.
+    """`interdomain_step` for 2 to MAX_DRAFT real tokens a row, without the normalised readout.
 
     Args:
         query: `[B, T, H, R]`; key: `[B, P + T, G, R]`; value: `[B, P + T, G, D]`, the first P since the state was moved
-            and before these tokens, P + T up to TOGETHER. With `move` P is 0.
+            and before these tokens, P + T up to MAX_PENDING. With `move` P is 0.
         tables, few: give those of the parameters in a dtype, and for a number of tokens.
         state: `[B, G, 2, M, R + D]`, moved in place, or left as it was without `move`.
 
@@ -102,7 +102,7 @@ def _read(query, inputs, state, tables: StepTables, few: FewTables) -> torch.Ten
     parts = [feature_dim, width - feature_dim]
     keys, values = state.view(batch * groups, modes, width).split_with_sizes(parts, dim=-1)
     new_keys, new_values = inputs.flatten(0, 1).split_with_sizes(parts, dim=-1)
-    weights = few.weights[:, TOGETHER - known :]
+    weights = few.weights[:, MAX_PENDING - known :]
     weights = weights if batch == 1 else weights.repeat(batch, 1, 1)
     cos, sin = few.cos[:, known - count : known], few.sin[:, known - count : known]
 

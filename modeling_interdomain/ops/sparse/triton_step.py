@@ -33,7 +33,7 @@ class Token(NamedTuple):
     mask: Any
 
 
-class Kept(NamedTuple):
+class KeptEntries(NamedTuple):
     """A set: entries `[N, bins, K, d + D]`, places `[N, bins, K]`; the best keys are one bin with scores `[N, K]`."""
 
     entries: Any
@@ -196,10 +196,10 @@ def _set(
     keys = places.shape[-1]
     with on_device(query):
         _step_set[(rows,)](
-            Token(query, entry, score, own, asked, place, mask), Kept(entries, places, scores), Sums(known, softmax),
-            out, rows // len(place), places.numel() // (rows * keys), keys, width, value_width, before, known.shape[1],
-            K=power_of_two(keys), BQ=power_of_two(width), BD=power_of_two(value_width), BW=16, FIRST=before == 0,
-            num_warps=4,
+            Token(query, entry, score, own, asked, place, mask), KeptEntries(entries, places, scores),
+            Sums(known, softmax), out, rows // len(place), places.numel() // (rows * keys), keys, width, value_width,
+            before, known.shape[1], K=power_of_two(keys), BQ=power_of_two(width), BD=power_of_two(value_width), BW=16,
+            FIRST=before == 0, num_warps=4,
         )  # fmt: skip
 
 

@@ -58,7 +58,7 @@ class NarrowStates(States):
 
 
 class NarrowTables(AttentionTables):
-    """Those of a `NarrowCall`, what products read in bfloat16.
+    """Those of a `Bf16Call`, what products read in bfloat16.
 
     Attributes:
         repeated: the table of powers.
@@ -78,7 +78,7 @@ class NarrowTables(AttentionTables):
         self.rest_to_far = far.sub_(self.to_far.to(far.dtype)).to(narrow)
 
 
-class NarrowCall(AttentionCall):
+class Bf16Call(AttentionCall):
     """Query, keys and values in bfloat16, the rest in float32."""
 
     states_class = NarrowStates
@@ -154,11 +154,11 @@ class NarrowCall(AttentionCall):
 
 
 class NarrowGradients(Gradients):
-    """The backward pass of a `NarrowCall`."""
+    """The backward pass of a `Bf16Call`."""
 
-    call: NarrowCall
+    call: Bf16Call
 
-    def __init__(self, call: NarrowCall, *arguments):
+    def __init__(self, call: Bf16Call, *arguments):
         super().__init__(call, *arguments)
         width = call.size + call.modes
         self.of_joint = call.mixing.new_zeros(call.groups, width, width)
