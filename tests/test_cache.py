@@ -296,7 +296,7 @@ def after_guesses(recurrent_model, random_ids, cache_after, advance):
     for start, right in ((4, 3), (7, 4)):
         advance(recurrent_model, cache, torch.cat([ids[:, start : start + right], random_ids(2, 2, seed=start)], dim=1))
         cache.crop(-2)
-    assert all(layer.waiting >= 4 for layer in _recurrent_layers(cache))
+    assert all(layer.pending >= 4 for layer in _recurrent_layers(cache))
     return cache, ids
 
 
@@ -332,12 +332,12 @@ def test_a_state_is_not_read_while_inputs_are_pending(recurrent_model, after_gue
     """Nothing is replayed by looking; the library's way to ask for a state lets it take in what is pending."""
     cache, ids = after_guesses
     expected = cache_after(recurrent_model, ids)
-    before = [layer.waiting for layer in _recurrent_layers(cache)]
+    before = [layer.pending for layer in _recurrent_layers(cache)]
     for layer in _recurrent_layers(cache):
         for name in ("conv_states", "recurrent_states", "windows", "states", "state"):
             with pytest.raises(ValueError, match=r"^The last \d+ tokens of a draft are pending, .* call commit\(\)"):
                 getattr(layer, name)
-    assert [layer.waiting for layer in _recurrent_layers(cache)] == before
+    assert [layer.pending for layer in _recurrent_layers(cache)] == before
     for i, layer in enumerate(cache.layers):
         if layer in _recurrent_layers(cache):
             assert_same(cache.get_recurrent_state(i), expected.layers[i].state)
@@ -359,7 +359,7 @@ def test_only_a_mixer_that_commits_leaves_inputs_pending(defer):
         layer.record((torch.ones(1, count, 4), torch.ones(1, count, dtype=torch.bool)), (), replay, defer=defer)
         read += count
         layer.write([], {"state": torch.full((1, 4), float(read))}, count)
-        assert layer.waiting == (count if defer and count < read else 0)
+        assert layer.pending == (count if defer and count < read else 0)
     layer.crop(-1)
     layer.commit()
     assert layer.state.eq(8).all()
@@ -377,7 +377,7 @@ def test_inputs_that_wait_are_saved(recurrent_model, after_guesses, cache_after,
 def test_inputs_that_wait_are_forgotten_by_a_reset(recurrent_model, after_guesses, random_ids, advance, assert_same):
     cache, _ = after_guesses
     cache.reset()
-    assert not any(layer.waiting or layer.state.any() for layer in _recurrent_layers(cache) if "state" in layer.states)
+    assert not any(layer.pending or layer.state.any() for layer in _recurrent_layers(cache) if "state" in layer.states)
     ids = random_ids(2, 7, seed=2)
     assert_same(advance(recurrent_model, cache, ids), recurrent_model(ids, use_cache=False).logits)
 
@@ -386,14 +386,14 @@ def test_a_state_rests_while_guesses_are_read(make_model, random_ids, cache_afte
     """Of a few tokens with a recording cache only the inputs are kept, until more wait than are read together."""
     ids, model = random_ids(1, 4), make_model()
     layer = (cache := cache_after(model, ids, recording=True)).layers[0]
-    before, waiting = layer.resting_state.clone(), []
+    before, pending = layer.resting_state.clone(), []
     for _ in range(3):
         advance(model, cache, random_ids(1, 4))
-        waiting.append(layer.waiting)
-    assert waiting == [4, 8, 12] and torch.equal(layer.resting_state, before)
+        pending.append(layer.pending)
+    assert pending == [4, 8, 12] and torch.equal(layer.resting_state, before)
     cache.crop(-3)
     advance(model, cache, random_ids(1, 8))
-    assert layer.waiting == 8 and not torch.equal(layer.resting_state, before)
+    assert layer.pending == 8 and not torch.equal(layer.resting_state, before)
 
 
 @torch.no_grad()

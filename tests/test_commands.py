@@ -10,6 +10,7 @@ import pytest
 from transformers import HfArgumentParser
 
 from benchmarks.harness import RESULTS
+from modeling_interdomain.registry import TOKEN_MIXERS
 from tests.pages import pages
 
 COMMAND = re.compile(r"python -m ((?:examples|conversion|benchmarks)[^`|\n]*)")
@@ -41,9 +42,21 @@ def test_there_are_commands():
     assert len(commands()) > 30
 
 
+@pytest.fixture
+def own_registry():
+    """A program may register a mixer of its own, which other tests have, or have yet to, in this process."""
+    before = dict(TOKEN_MIXERS)
+    for name, mixer in before.items():
+        if not mixer.__module__.startswith("modeling_interdomain."):
+            del TOKEN_MIXERS[name]
+    yield
+    TOKEN_MIXERS.clear()
+    TOKEN_MIXERS.update(before)
+
+
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # another test has imported the program
 @pytest.mark.parametrize("command", commands())
-def test_a_program_takes_the_arguments_that_a_page_gives_it(monkeypatch, command):
+def test_a_program_takes_the_arguments_that_a_page_gives_it(monkeypatch, command, own_registry):
     parse = argparse.ArgumentParser.parse_args
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop_after(parse))
     monkeypatch.setattr(HfArgumentParser, "parse_args_into_dataclasses", stop_after(parse))

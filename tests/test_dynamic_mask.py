@@ -9,7 +9,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.cache_utils import DynamicCache
 from transformers.models.doge.modeling_doge import DogeAttention
 
-from modeling_interdomain import InterdomainCache, InterdomainConfig, InterdomainStaticCache, modeling_interdomain
+from modeling_interdomain import InterdomainCache, InterdomainConfig, InterdomainStaticCache
+from modeling_interdomain.inputs import layout
 from modeling_interdomain.mixers.softmax import mixer as mixer_softmax
 from modeling_interdomain.mixers.softmax.dynamic_mask import BIAS_COLUMNS
 from modeling_interdomain.ops.common.window import Keys, best, seen, token_documents
@@ -117,7 +118,7 @@ def test_positions_beyond_the_table_are_refused(make_model, kind, random_ids, co
 def test_generate_looks_at_positions_outside_of_its_steps(make_model, random_ids, monkeypatch, how):
     """A compiled step on a GPU cannot say it, and a GPU does not recover from an index that is too large."""
     model = make_model("interdomain-softmax", dynamic_mask="position", max_position_embeddings=8)
-    monkeypatch.setattr(modeling_interdomain, "check_dynamic_mask", lambda config, embeddings, *_: embeddings)
+    monkeypatch.setattr(layout, "check_dynamic_mask", lambda config, embeddings, *_: embeddings)
     ids = random_ids(1, 5)
     cache = InterdomainStaticCache(model.config, max_cache_len=20)
     if how == "cache":

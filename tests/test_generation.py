@@ -549,7 +549,7 @@ def test_what_first_layers_say(model, pads, random_ids, guess_always, monkeypatc
     settings.update(assistant_early_exit=1, max_length=40, do_sample=True)
     settings._eos_token_tensor = None
     drafts = EarlyExitCandidateGenerator(ids, model, settings, {"attention_mask": mask})
-    guesses = generation_first_layers.early_guesses(drafts, ids.shape[1])
+    guesses = generation_first_layers.FirstLayers(drafts, ids.shape[1])
     text = ids
     with torch.no_grad():
         assert guesses.get_candidates(text)[0] is text  # the prompt is read alone
