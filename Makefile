@@ -11,11 +11,11 @@ STAMP := $(VENV)/.ready
 SETTINGS := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 TESTS    := -m pytest -n 2 --dist worksteal
 
-# The oldest and the newest versions that pyproject.toml allows, and the tests of what these libraries do with our models.
-# Without test_serving: before 5.23, `transformers serve` loads no model with code of its own.
+# The oldest and the newest versions that pyproject.toml allows, and the tests of what these libraries do with our
+# models. Without test_serving: before 5.23, `transformers serve` loads no model with code of its own.
 ENDS   := oldest newest
 STOCK  := versions modeling cache generation padding configuration remote_code peft lm_eval hub train engines finetune_lora
-STOCK  += mistakes conversion fused_layers fused_inputs triton_versions
+STOCK  += mistakes conversion fused_layers fused_inputs triton_versions hub_kernel
 
 .PHONY: help quickstart test test-slow test-all $(ENDS:%=test-%) lint bench gpu clean
 .DEFAULT_GOAL := help
@@ -74,9 +74,9 @@ $(STAMP): pyproject.toml
 	@$(RUN) -m pip install --quiet --no-build-isolation --constraint $(VENV)/held.txt --editable ".[test]"
 	@touch $@
 
-# The oldest and the newest versions stand in environments of their own, before everything else from $(VENV). On PYTHONPATH
-# they would be missing in the processes that some tests start without it. pip must not see $(VENV) there, or it would
-# replace what is in it: the two are joined after the installation.
+# The oldest and the newest versions stand in environments of their own, before everything else from $(VENV). On
+# PYTHONPATH they would be missing in the processes that some tests start without it. pip must not see $(VENV) there, or
+# it would replace what is in it: both are joined with it after the installation.
 $(ENDS:%=$(VENV)/%/.ready): $(VENV)/%/.ready: tests/%.txt $(STAMP)
 	@echo "Installing the $* supported versions into $(VENV)/$*"
 	@$(RUN) -m venv --clear --without-pip $(VENV)/$*

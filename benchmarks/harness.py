@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -16,7 +17,8 @@ import torch
 
 from modeling_interdomain import interdomain_attention
 
-RESULTS = Path(__file__).parent / "results"
+REPOSITORY = Path(__file__).resolve().parents[1]
+RESULTS = REPOSITORY / "benchmarks" / "results"
 
 
 def machine() -> dict:
@@ -30,7 +32,7 @@ def machine() -> dict:
         "transformers": version("transformers"),
         **_gpu(),
         "commit": _commit(),
-        "command": " ".join(["python -m", _program(), *sys.argv[1:]]),
+        "command": " ".join(["python -m", _program(), *map(as_typed, sys.argv[1:])]),
         "date": time.strftime("%Y-%m-%d"),
     }
 
@@ -51,6 +53,17 @@ def _program() -> str:
     """The module that Python was started with: a study of its own, or all benchmarks."""
     name = getattr(sys.modules["__main__"].__spec__, "name", "")
     return name if name.startswith("benchmarks.") and not name.endswith("__main__") else "benchmarks"
+
+
+def as_typed(argument: str) -> str:
+    """An argument as one types it in the root of the repository: no other machine has the folders of this one."""
+    option, equals, value = argument.rpartition("=") if argument.startswith("-") else ("", "", argument)
+    if not os.path.isabs(value):
+        return shlex.quote(argument)
+    path, home = Path(value), Path.home()
+    if path.is_relative_to(home) and not REPOSITORY.is_relative_to(home):
+        return f"{option}{equals}~/{shlex.quote(str(path.relative_to(home)))}"
+    return shlex.quote(option + equals + os.path.relpath(path, REPOSITORY))
 
 
 def _cpu_name() -> str:

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks import harness
+from benchmarks.harness import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 READMES = (REPOSITORY / "README.md", REPOSITORY / "benchmarks" / "README.md")
 MARKED = re.compile(r"<!-- table: (\w+) -->.*?<!-- end -->", re.DOTALL)
 

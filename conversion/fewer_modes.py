@@ -21,6 +21,7 @@ import torch
 from examples.text_data import InputError
 from modeling_interdomain.module_recurrence import InterdomainRecurrence
 from modeling_interdomain.module_start import gramian, real_gramian
+from modeling_interdomain.op_common import as_complex
 from modeling_interdomain.op_interdomain_mixing import mixing_matrix, real_form
 
 # Added to the diagonal of a Gramian of functions of unit size: there are modes that float64 cannot tell apart.
@@ -52,11 +53,11 @@ class Kernel(NamedTuple):
 def kernel_of(recurrence: InterdomainRecurrence) -> Kernel:
     """The kernel of a layer's recurrence."""
     pairs = recurrence.parameters_of_operator()
-    log_decay, beta = (torch.view_as_complex(x.double().contiguous()) for x in pairs[:2])
+    log_decay, beta = (as_complex(x.double()) for x in pairs[:2])
     gram = real_gramian(log_decay.exp(), beta)
     linear = recurrence.degree == 1
     if linear:
-        rows = torch.view_as_complex(recurrence.head_rows(pairs[2]).double().contiguous())
+        rows = as_complex(recurrence.head_rows(pairs[2]).double())
         weights = _real_rows(rows).unflatten(0, (beta.shape[0], -1))
     else:
         coefficients = None if pairs[2] is None else pairs[2].double()

@@ -26,7 +26,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList, TextIteratorStreamer
 
 from examples.long_context import cache_bytes, load_interdomain, softmax_bytes
-from examples.saved_model import add_folder
+from examples.saved_model import PROMPT, add_folder
 from examples.text_data import InputError, encode_beginning, exit_code
 from modeling_interdomain import InterdomainCache, StateStore
 
@@ -136,7 +136,7 @@ def build_page(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name:
         gradio.Markdown(
             f"# {name}\n{model.num_parameters():,} parameters, {model.config.num_hidden_layers} layers of {mixers}"
         )
-        prompt = gradio.Textbox(label="Prompt", lines=2, value="def read_", elem_id="prompt")
+        prompt = gradio.Textbox(label="Prompt", lines=2, value=PROMPT, elem_id="prompt")
         with gradio.Row():
             tokens = gradio.Slider(1, 4096, value=256, step=1, label="Tokens to write", elem_id="length")
             temperature = gradio.Slider(0, 1.5, value=0.7, step=0.1, label="Temperature", elem_id="temperature")

@@ -1,7 +1,7 @@
 """Load a saved model as any user of Transformers would, let it write, and measure it on text it has not seen.
 
 Usage:
-    python -m examples.evaluate runs/quickstart --prompt "def read_" --data runs/quickstart/held_out.jsonl
+    python -m examples.evaluate runs/quickstart --prompt "This function" --data runs/quickstart/held_out.jsonl
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from examples.saved_model import add_folder, load
+from examples.saved_model import PROMPT, add_folder, load
 from examples.text_data import (
     InputError,
     bits_per_byte,
@@ -74,7 +74,7 @@ def check_options(options: argparse.Namespace) -> None:
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_folder(parser)
-    parser.add_argument("--prompt", default="def read_", help="what the model continues (default: %(default)r)")
+    parser.add_argument("--prompt", default=PROMPT, help="what the model continues (default: %(default)r)")
     parser.add_argument("--tokens", type=int, default=160, help="tokens to write (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.7, help="of the sampling (default: %(default)s)")
     parser.add_argument("--data", nargs="+", help="held-out text to measure on; without it nothing is measured")

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from peft import (
     LoraConfig,
     PeftConfig,
@@ -126,6 +127,7 @@ def make_trainer(
         warmup_steps=options.steps // 20,
         logging_steps=10,
         save_strategy="no",
+        dataloader_pin_memory=torch.accelerator.is_available(),  # elsewhere it only warns
         report_to="none",
         label_names=["labels"],
         seed=options.seed,

@@ -28,7 +28,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from examples.saved_model import read_config
+from examples.saved_model import PROMPT, read_config
 from examples.text_data import (
     InputError,
     check_positive,
@@ -38,6 +38,7 @@ from examples.text_data import (
     num_bytes,
     random_batches,
     split_documents,
+    standard_library_prose,
     train_tokenizer,
 )
 from examples.training import Progress, train
@@ -160,7 +161,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--data",
         nargs="+",
         default=[],
-        help="files or folders (.txt .md .py .jsonl .parquet) or dataset names (default: Python's standard library)",
+        help="files or folders (.txt .md .py .jsonl .parquet) or datasets (default: what Python's own library says)",
     )
     parser.add_argument("--output", type=Path, default=Path("runs/quickstart"), help="folder (default: %(default)s)")
     parser.add_argument("--overwrite", action="store_true", help="write into the output folder even if it is not empty")
@@ -169,7 +170,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     parser.add_argument("--steps", type=int, help=f"train this many steps, however long (default: {STEPS})")
     parser.add_argument("--minutes", type=float, help=f"train at most this long (default: {MINUTES:g})")
-    parser.add_argument("--prompt", default="def read_", help="what the trained model continues (default: %(default)r)")
+    parser.add_argument("--prompt", default=PROMPT, help="what the trained model continues (default: %(default)r)")
     parser.add_argument("--seed", type=int, default=0, help="of data, weights and sampling (default: %(default)s)")
     parser.add_argument("--vocab-size", type=int, default=4096, help="tokens to learn (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=8, help="sequences a step (default: %(default)s)")
@@ -185,7 +186,8 @@ def run(options: argparse.Namespace) -> None:
     check_options(options)
     logging.disable_progress_bar()  # one bar, the training's, is enough
     set_seed(options.seed)
-    documents = gather_documents(options.data, seed=options.seed)
+    seed = options.seed
+    documents = gather_documents(options.data, seed=seed) if options.data else standard_library_prose(seed=seed)
     train_documents, held_out_documents = split_documents(documents, HELD_OUT_BYTES, seed=options.seed)
     tokenizer = train_tokenizer(train_documents, options.vocab_size)
     tokens = encode(tokenizer, train_documents)
@@ -210,7 +212,7 @@ def run(options: argparse.Namespace) -> None:
     tokens_per_step = options.batch_size * options.sequence_length
     results = evaluate_in_fresh_process(options) | {
         "data": ", ".join(Path(source).name for source in options.data)
-        or "the source code of Python's standard library",
+        or "the documentation inside Python's standard library",
         "parameters": model.num_parameters(),
         "steps": len(history),
         "tokens_per_step": tokens_per_step,

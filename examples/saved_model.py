@@ -31,6 +31,9 @@ MISFITS = {"missing_keys": "missing", "unexpected_keys": "unexpected", "mismatch
 # Where a model lies that nobody named: the best of benchmarks.larger_study, or what `make quickstart` has left.
 DEFAULTS = (Path("runs/best"), Path("runs/quickstart"))
 
+# How texts begin that such a model has learned to write: `examples.text_data.standard_library_prose`.
+PROMPT = "This function"
+
 
 def add_folder(parser: argparse.ArgumentParser, name: str = "folder") -> None:
     """The argument that names a model."""

@@ -20,12 +20,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from examples.saved_model import add_folder, load, one_line
+from examples.saved_model import PROMPT, add_folder, load, one_line
 from examples.text_data import check_positive, encode_beginning, exit_code
 from modeling_interdomain import InterdomainCache
 
-PROMPTS = ("def read_", "class Error(", "import ", "for line in ")
-DOCUMENTS = ("def first(path):\n    return open(path)\n", "def second(lines):\n    return len(lines)\n")
+PROMPTS = (PROMPT, "Return the", "If the file", "When a name")
+DOCUMENTS = ("Open the file and return its first line.\n\n", "Return the number of lines in the file.\n\n")
 
 
 class Guide:
@@ -67,7 +67,7 @@ class Guide:
         ]
 
     def which_answered(self) -> list[str]:
-        ids = encode_beginning(self.tokenizer, DOCUMENTS[0] + "def first(")
+        ids = encode_beginning(self.tokenizer, DOCUMENTS[0] + "Open the file")
         maps = self.model(ids, output_attentions=True).attentions
         if not maps:
             raise ValueError("No layer of this model has a map of which token answered.")

@@ -276,6 +276,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[Recipe, Tex
     epilog = f"--recipe FILE: YAML with other defaults of these options (default: {RECIPE}). Refused: {refused}."
     parser = HfArgumentParser((Recipe, Text), description=__doc__.splitlines()[0], epilog=epilog)
     defaults = {"output_dir": "runs/train", "logging_steps": 10, "report_to": "none", "save_total_limit": 2}
+    defaults["dataloader_pin_memory"] = torch.accelerator.is_available()  # elsewhere it only warns
     lines = read_recipe(recipe)
     known = {action.dest for action in parser._actions}
     if unknown := sorted(map(str, lines.keys() - known)):

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.nn.modules.module import _has_any_global_hook
 
 from .module_common import PerVersion
 
@@ -29,6 +31,10 @@ _WITHOUT_EFFECT = {
 _AROUND = ("base_layer", "original_module")
 # How these layers are switched at the moment.
 _SWITCHES = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+# Where hooks are written that change no number, and those that move tensors.
+_OBSERVERS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
+_MOVERS = "accelerate.hooks"
+_ROW, _SPREAD = 128, -7046029254386353131  # words; odd, its bits irregular
 
 
 def decoder_of(model: Any) -> Any:
@@ -49,10 +55,12 @@ def model_fingerprint(model: nn.Module) -> str:
 
     It covers the fields of the configuration that shape the computation, the names, dtypes, shapes and bytes of all
     weights below the head, and which adapters are switched on. It does not cover the head, and neither how things are
-    computed (`backend`, `chunk_size`, devices), which changes a state by rounding alone.
+    computed (`backend`, `chunk_size`, devices), which changes a state by rounding alone, nor what is done to a model
+    from outside (hooks, a replaced `forward`, autocast), see `reading_fingerprint`.
 
-    The weights are read once (SHA-256, about a second per gigabyte on a CPU) and again when one of them has changed.
-    What writes weights where PyTorch counts no version, through `.data`, is seen after `train()` or `eval()`.
+    The weights are hashed once (SHA-256, about a second per gigabyte on a CPU) and again when one of them has changed.
+    A checksum, which takes about as long as a token, tells that of what writes where PyTorch counts no version, too
+    (through `.data`).
 
     Raises:
         ValueError: when there is no Interdomain model, or its weights are not at hand (sharded, or on "meta").
@@ -60,8 +68,10 @@ def model_fingerprint(model: nn.Module) -> str:
     decoder = decoder_of(model)
     parameters, buffers = dict(decoder.named_parameters()), dict(decoder.named_buffers())
     with torch.no_grad():
-        name = "weights", tuple((x.data_ptr(), x._version) for x in buffers.values() if not x.is_inference())
-        weights = decoder.fingerprints.get(name, list(parameters.values()), lambda _: _hash(parameters | buffers))
+        everything = parameters | buffers | _packed(decoder)
+        versions = tuple((x.data_ptr(), x._version) for x in buffers.values() if not x.is_inference())
+        name = "weights", versions, _checksum(list(everything.values()))
+        weights = decoder.fingerprints.get(name, list(parameters.values()), lambda _: _hash(everything))
     config = {
         field: getattr(decoder.config, field)
         for field in sorted(type(decoder.config).__annotations__)
@@ -73,6 +83,63 @@ def model_fingerprint(model: nn.Module) -> str:
         if hasattr(module, "active_adapters")
     ]
     return _sha256(json.dumps([config, weights, switches], sort_keys=True, default=str).encode())
+
+
+def reading_fingerprint(model: nn.Module) -> str:
+    """A hash of all that is known to make the state of tokens that a model reads here and now.
+
+    That is `model_fingerprint`, the classes of the modules, which of them train and from which kernel they take their
+    operators, autocast, the precision of products and the attention implementation.
+
+    Raises:
+        ValueError: when there is a hook or a replaced `forward`, of which nobody knows what it does, and as
+            `model_fingerprint` does.
+    """
+    decoder = decoder_of(model)
+    modules = {"": model} | {f"model.{name}": module for name, module in decoder.named_modules()}
+    altered = [name for name, module in modules.items() if _is_altered(module)]
+    if altered or _has_any_global_hook():
+        where = f"{altered[0] or 'the model'} has" if altered else "there is"
+        raise ValueError(f"{where} a hook or a replaced forward, which may make other states than the model's own.")
+    devices = sorted({"cpu", *(x.device.type for x in decoder.parameters())})
+    around = [
+        {name: (_kind(module), module.training, _operators_of(module)) for name, module in modules.items()},
+        [(device, str(torch.get_autocast_dtype(device))) for device in devices if torch.is_autocast_enabled(device)],
+        torch.get_float32_matmul_precision(),
+        decoder.config._attn_implementation,
+    ]
+    return _sha256(json.dumps([model_fingerprint(model), around], sort_keys=True).encode())
+
+
+def _operators_of(module: nn.Module) -> list[str]:
+    """Where the operators are defined that `use_kernel` has given to a module; none where it calls the package's."""
+    own = vars(module).get("operators")
+    return [] if own is None else sorted({operator.__module__ for operator in vars(own).values()})
+
+
+def _is_altered(module: nn.Module) -> bool:
+    """Whether calling a module may do something else than its class says; what libraries do that changes no number
+    does not count."""
+    own, kind = vars(module), type(module)
+    hooks = [*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values()]
+    if any(getattr(hook, "__module__", None) not in _OBSERVERS for hook in hooks):
+        return True
+    forward = own.get("forward")
+    if forward is not None:  # Accelerate's, which moves tensors between devices
+        moved = getattr(getattr(forward, "func", None), "__module__", None) == _MOVERS
+        movers = getattr(own.get("_hf_hook"), "hooks", [own.get("_hf_hook")])
+        inner = getattr(own.get("_old_forward"), "__func__", None)
+        if not moved or inner is not kind.forward or any(type(mover).__module__ != _MOVERS for mover in movers):
+            return True
+    home = next(base for base in kind.__mro__ if "forward" in vars(base))
+    written = vars(home)["forward"]
+    named = getattr(written, "__module__", None), getattr(written, "__qualname__", None)
+    return home is not nn.Module and named != (home.__module__, f"{home.__qualname__}.forward")
+
+
+def _kind(module: nn.Module) -> str:
+    """The class of a module, by the same name where its code was loaded with a checkpoint."""
+    return f"{type(module).__module__.rpartition('.')[2]}.{type(module).__qualname__}"
 
 
 def base_fingerprint(model: nn.Module) -> str:
@@ -118,6 +185,15 @@ def tensor_bytes(x: torch.Tensor):
     return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
+def _packed(decoder: nn.Module) -> dict[str, torch.Tensor]:
+    """What linear maps that PyTorch has quantized hold, which are neither parameters nor buffers."""
+    found: dict[str, Any] = {}
+    for name, module in decoder.named_modules():
+        if callable(getattr(module, "weight", None)):
+            found |= {f"{name}.{part}": getattr(module, part)() for part in ("weight", "bias")}
+    return {name: x.dequantize() for name, x in found.items() if x is not None}
+
+
 def _hash(tensors: dict[str, torch.Tensor]) -> str:
     for name, x in tensors.items():
         if x.is_meta or hasattr(x, "full_tensor"):
@@ -134,6 +210,28 @@ def _hash(tensors: dict[str, torch.Tensor]) -> str:
 
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         return _sha256("".join(pool.map(digest, sorted(tensors.items()))).encode())
+
+
+def _checksum(tensors: list[torch.Tensor]) -> int:
+    """A number that changes, all but certainly, with the bytes of plain tensors in memory, at which it looks once.
+
+    Every word of 64 bits counts with a factor of its own, or in large tensors every row of `_ROW` words.
+    """
+    words: dict[torch.device, list[torch.Tensor]] = {}
+    for x in tensors:
+        if type(x) not in (torch.Tensor, nn.Parameter) or x.is_meta:
+            continue
+        found = x.detach().reshape(-1).view(torch.uint8)
+        if len(found) % 8 or found.storage_offset() % 8:
+            found = F.pad(found, (0, -len(found) % 8))
+        found = found.view(torch.int64)
+        whole = len(found) // _ROW * _ROW if len(found) > _ROW**2 else 0
+        words.setdefault(x.device, []).extend((found[:whole].view(-1, _ROW).sum(1), found[whole:]))
+    sums = []
+    for found in map(torch.cat, words.values()):
+        factors = torch.arange(len(found), device=found.device).mul_(_SPREAD).bitwise_or_(1)
+        sums.append(int((found * factors).sum()))
+    return hash(tuple(sums))
 
 
 def _sha256(text: bytes) -> str:

@@ -11,14 +11,14 @@ from .cache_file import StateFileError, read_state_file, write_state_file
 from .cache_fingerprint import decoder_of, model_fingerprint, tokenizer_fingerprint, tokens_fingerprint
 from .cache_recurrent import RecurrentLayer
 from .cache_window import WindowLayer
+from .module_common import forget_tables, home_of
 from .registry_interdomain import TOKEN_MIXERS
 
 
-class _InterdomainCacheMixin:
+class _InterdomainCacheMixin(Cache):
     """What both caches share."""
 
     layers: list
-    get_seq_length: Any
     notes: dict[str, str]
     # Of the model that read with it last. Copies in other processes do not know it.
     _reader: Any = None
@@ -53,6 +53,9 @@ class _InterdomainCacheMixin:
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` tokens in all layers, or in none if one cannot."""
+        seen = int(self.get_seq_length())
+        if -tokens_to_remove > seen:
+            raise ValueError(f"crop can take back the last {seen} tokens, no more were read, got {-tokens_to_remove}.")
         if tokens_to_remove and not all(hasattr(layer, "crop") for layer in self.layers):
             raise ValueError(
                 "A static cache of keys and values cannot take tokens back: use InterdomainCache for that."
@@ -62,6 +65,38 @@ class _InterdomainCacheMixin:
                 layer.check_crop(tokens_to_remove)
         for layer in self.layers if tokens_to_remove else ():
             layer.crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Let row i go on with what row `beam_idx[i]` has read; of indices on a CPU wrong ones are refused."""
+        self._check_rows("reorder_cache", beam_idx)
+        super().reorder_cache(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Hold these rows alone, by number or by a mask `[B]`; of indices on a CPU wrong ones are refused."""
+        self._check_rows("batch_select_indices", indices)
+        super().batch_select_indices(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Hold every row so many times, one copy after the other."""
+        self._check_rows("batch_repeat_interleave")
+        super().batch_repeat_interleave(repeats)
+
+    def _check_rows(self, name: str, asked: torch.Tensor | None = None) -> None:
+        """Raise if a method cannot be, before any layer has changed its rows."""
+        if not all(hasattr(layer, name) for layer in self.layers):
+            raise ValueError(f"A static cache of keys and values has no {name}: use InterdomainCache for that.")
+        if asked is None:
+            return
+        if not isinstance(asked, torch.Tensor) or asked.ndim != 1 or asked.is_floating_point():
+            raise ValueError(f"{name} takes the numbers of rows as a tensor of one axis, got {asked!r}.")
+        count = next((held.shapes[0][0] for held in map(look_into, self.layers) if held.shapes), None)
+        if count is None or asked.device.type != "cpu":  # nobody waits for a GPU
+            return
+        least = -count if name == "batch_select_indices" else 0
+        masked = asked.dtype == torch.bool and least < 0
+        if len(asked) != count if masked else any(not least <= row < count for row in asked.tolist()):
+            what = f"a mask of {len(asked)}" if masked else f"{asked.tolist()}"
+            raise ValueError(f"{name} takes numbers of the {count} rows of this cache, from 0, got {what}.")
 
     def to(self, device=None, dtype: torch.dtype | None = None):
         """Move every layer to a device, and its states to a dtype; returns the cache."""
@@ -77,12 +112,14 @@ class _InterdomainCacheMixin:
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """Everything that the next token reads, `[B, ...]` each, by layer and name. No record of past tokens."""
+        check_unbroken(self)
         return {f"{i}.{name}": x for i, layer in enumerate(self.layers) for name, x in _tensors_of(layer, i).items()}
 
     def restore(self, tensors: dict[str, torch.Tensor], tokens: int, model) -> None:
         """Fill an empty cache with copies of the `named_tensors` of one after so many tokens, where `model` is."""
+        forget_tables(decoder_of(model))  # a text begins, though the model will see it go on
         for i, (layer, module) in enumerate(zip(self.layers, decoder_of(model).layers)):
-            home = module.token_mixer.o_proj.weight.device
+            home = home_of(module.token_mixer.o_proj)
             own = {name.partition(".")[2]: x.to(home) for name, x in tensors.items() if name.startswith(f"{i}.")}
             if hasattr(layer, "restore") and own:
                 layer.restore(own, tokens)
@@ -259,6 +296,27 @@ def note_reader(cache: Any, decoder) -> None:
     """Let a cache know for which model `save` keeps it."""
     if isinstance(cache, _InterdomainCacheMixin):
         cache._reader = weakref.ref(decoder)
+
+
+def note_reading(cache: Any, since: int | None) -> None:
+    """Let a cache know that a forward writes into it that found so many tokens, -1 where nobody waits for the number;
+    None when it has ended."""
+    if cache is not None and not torch.compiler.is_compiling():
+        cache.being_read_since = since
+
+
+def check_unbroken(cache: Any) -> None:
+    """Raise if a forward was broken off that had begun to write into a cache; a `reset()` heals it."""
+    since = getattr(cache, "being_read_since", None)
+    if since is None or torch.compiler.is_compiling():
+        return
+    lengths = {int(layer.get_seq_length()) for layer in cache.layers if hasattr(layer, "get_seq_length")}
+    if not (lengths <= {since} or lengths <= {0}) or any(getattr(layer, "torn", False) for layer in cache.layers):
+        raise ValueError(
+            "A forward was broken off while it wrote into this past_key_values, whose layers have read different "
+            "texts since: call its reset() and read the text again, or go on with a new one."
+        )
+    note_reading(cache, None)
 
 
 def ready_to_step(cache: Cache) -> bool:

@@ -1,6 +1,7 @@
 """What one recurrent layer keeps between forwards: tensors of fixed size, written in place."""
 
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -8,6 +9,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 # Forwards that are kept apart: joining many small tensors is slow where it must be quick, in `crop`.
 _PIECES = 16
+_CPU = torch.device("cpu")
 
 
 class Kept(NamedTuple):
@@ -18,28 +20,42 @@ class Kept(NamedTuple):
     tokens: int
 
 
+class Piece(NamedTuple):
+    """Tokens of one forward, or of several that were read with the same parameters.
+
+    Attributes:
+        inputs: `[B, T, ...]` tensors, the last the `[B, T]` bool mask, False for pads.
+        constants: tensors without a batch axis that `replay` needs (a decay, say), as they were then.
+    """
+
+    inputs: tuple[torch.Tensor, ...]
+    constants: tuple[torch.Tensor, ...]
+
+    @property
+    def tokens(self) -> int:
+        return self.inputs[-1].shape[1]
+
+
 class Record(NamedTuple):
     """What moves a layer on from `windows` and `states`, kept so that the last tokens can be taken back.
 
     Attributes:
         windows, states: before the first recorded token. Where it was the first of all windows are None, and states
             those that did not begin with zeros.
-        pieces: one tuple of `[B, T, ...]` tensors a forward, the last of each the `[B, T]` bool mask, False for pads.
-        constants: tensors without a batch axis that `replay` needs (a decay, say).
+        pieces: what has been read since, in turn.
         replay: the mixer's own way to move on, `replay(windows, states, inputs, constants)` to new ones of both.
         latest: before the latest token that came alone after several, or several too many to wait.
     """
 
     windows: list[torch.Tensor] | None
     states: dict[str, torch.Tensor] | None
-    pieces: list[tuple[torch.Tensor, ...]]
-    constants: tuple[torch.Tensor, ...]
+    pieces: list[Piece]
     replay: Callable
     latest: Kept | None = None
 
     @property
     def tokens(self) -> int:
-        return sum(piece[-1].shape[1] for piece in self.pieces)
+        return sum(piece.tokens for piece in self.pieces)
 
 
 class ByRow:
@@ -64,11 +80,14 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
     how many tokens it has seen.
 
     The tensors are made by the first forward and then overwritten in place, so their addresses stay. While recording
-    (`activate_past_recording`), the layer also keeps what at least the last `max_rollback` tokens put in, and what it
-    held before them: `crop(-n)` then replays all but the last n at once. Of a few tokens together, which are guesses
-    more often than not, only the inputs are noted: windows and states take in what is left of them when they are next
-    asked for, and by then most have been taken back. A mixer that can read on from `resting_state` and the inputs that
-    wait does not ask.
+    (`activate_past_recording`), the layer also keeps what at least the last `2 * max_rollback` tokens put in, and what
+    it held before them: `crop(-n)` then replays all but the last n at once, and after `max_rollback` tokens were taken
+    back as many can be once more. Of a few tokens together, which are guesses more often than not, only the inputs are
+    noted: windows and states take in what is left of them when they are next asked for, and by then most have been
+    taken back. A mixer that can read on from `resting_state` and the inputs that wait does not ask; it says beforehand
+    what it will read them with (`settle_unless`).
+
+    What was read is replayed with the parameters that it was read with, whatever has become of them.
     """
 
     is_sliding = False
@@ -76,6 +95,7 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
     supports_early_init = False
     cumulative_length: Any
     paused = False  # recording goes on later
+    torn = False  # it is being written, or a forward was broken off while it was
     waiting = 0  # of the last recorded tokens those that windows and states have not taken in
 
     def __init__(
@@ -96,6 +116,8 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.exact_states = exact_states
         self.recorded: Record | None = None
         self.kept = max_rollback
+        # What moves the state on, as it was given last, and a record's own copies of it.
+        self._constants: tuple[tuple[torch.Tensor, ...] | None, tuple[torch.Tensor, ...]] = None, ()
 
     @property
     def record_past(self) -> bool:
@@ -133,12 +155,29 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
         """Let windows and states take in the inputs that wait."""
         if not self.waiting:
             return
-        record = self.recorded
         states = dict(zip(self.state_names, self._states.values()))
-        with torch.no_grad():
-            found = record.replay(list(self._windows.values()), states, self.newest(self.waiting), record.constants)
+        found = self._replayed(list(self._windows.values()), states)
         self.waiting = 0
         self._store_all(*found)
+
+    def settle_unless(self, constants: tuple[torch.Tensor, ...]) -> None:
+        """Do so if the inputs that wait were read with others than these, with which a mixer is about to read."""
+        if self.waiting and self._known(constants) is not self.recorded.pieces[-1].constants:
+            self.settle()
+
+    def _known(self, constants: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """A record's own of these, the same ones as long as they do not change: copies, as parameters may be there."""
+        given, own = self._constants
+        if constants is not given and not _are_equal(own, constants):
+            own = tuple(map(_copy, constants))
+        # What has a gradient is made anew each time, and cannot be copied with the cache.
+        self._constants = constants if all(x.grad_fn is None for x in constants) else None, own
+        return own
+
+    def _replayed(self, windows, states):
+        """These after the inputs that wait; without states the windows alone."""
+        with torch.no_grad():
+            return self.recorded.replay(windows, states, self.newest(self.waiting), self.recorded.pieces[-1].constants)
 
     def lets_wait(self, tokens: int) -> bool:
         """Whether a forward of so many tokens, which is recorded, leaves windows and states as they are."""
@@ -149,7 +188,7 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
     @property
     def pads_wait(self) -> bool:
         """Whether a pad is among the inputs that wait."""
-        return self.waiting > 0 and not bool(self.recorded.pieces[-1][-1][:, -self.waiting :].all())
+        return self.waiting > 0 and not bool(self.newest(self.waiting)[-1].all())
 
     @property
     def resting_state(self) -> torch.Tensor:
@@ -163,14 +202,13 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
         windows = list(self._windows.values())
         if not self.waiting or not windows:
             return windows
-        record = self.recorded
-        return record.replay(windows, None, self.newest(self.waiting), record.constants)[0]
+        return self._replayed(windows, None)[0]
 
     def newest(self, tokens: int) -> tuple[torch.Tensor, ...]:
-        """So many of the tokens recorded last, see `Record.pieces`; no more than wait and a forward has added."""
+        """`Piece.inputs` of so many of the tokens recorded last; no more than wait and a forward has added."""
         piece = self.recorded.pieces[-1]
-        first = piece[-1].shape[1] - tokens
-        return tuple(x[:, first:] for x in piece) if first else piece
+        first = piece.tokens - tokens
+        return tuple(x[:, first:] for x in piece.inputs) if first else piece.inputs
 
     # What the mixer reads and writes.
 
@@ -216,6 +254,7 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
         """Overwrite windows and states after `tokens` more tokens."""
         if not self.is_initialized:
             self.lazy_initialization(windows, states)
+        self.torn = True
         if not self.record_past:
             self.settle()
             self.recorded = None  # what it began with is not what comes next
@@ -227,6 +266,7 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.cumulative_length += tokens
         self.has_previous_state[0] = True
         self._forget_the_oldest()
+        self.torn = False
 
     def thaw(self) -> None:
         """Replace tensors made in inference mode, which cannot be changed outside of it."""
@@ -309,27 +349,28 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
         replay: Callable,
         first: dict[str, torch.Tensor] | None = None,
     ) -> None:
-        """Note what a forward is about to put in, see `Record`; called before `write`.
+        """Note what a forward is about to put in, see `Piece`; called before `write`.
 
         `first` are the states of a layer that has seen nothing, where they are not zeros.
         """
-        inputs, constants = (tuple(map(_detached, tensors)) for tensors in (inputs, constants))
-        count = inputs[-1].shape[1]
+        self.settle_unless(constants)
+        new = Piece(tuple(map(_detached, inputs)), self._known(constants))
+        count = new.tokens
         if self.recorded is None:
             before: tuple[Any, Any] = (None, None if first is None else _map_states(_copy, first))
-            if self.is_initialized:
+            if self.has_previous_state[0]:
                 before = self._copies()
-            self.recorded = Record(*before, [inputs], constants, replay)
+            self.recorded = Record(*before, [new], replay)
         else:
             latest = self.recorded.latest
-            if not self.lets_wait(count) and (count > 1 or self.recorded.pieces[-1][-1].shape[1] > 1):
+            if not self.lets_wait(count) and (count > 1 or self.recorded.pieces[-1].tokens > 1):
                 latest = Kept(*self._copies(), self.recorded.tokens)
-            pieces = [*self.recorded.pieces, inputs]
+            pieces = [*self.recorded.pieces, new]
             if self.waiting:  # what waits stays together
-                pieces[-2:] = [_joined(pieces[-2:])]
-            elif len(pieces) > _PIECES:
-                pieces = [_joined(pieces)]
-            self.recorded = self.recorded._replace(pieces=pieces, constants=constants, latest=latest)
+                pieces[-2:] = _joined(pieces[-2:])
+            elif len(pieces) % _PIECES == 0:
+                pieces = _joined(pieces)
+            self.recorded = self.recorded._replace(pieces=pieces, latest=latest)
         # All of a short forward can be taken back, of the prompt only its end.
         self.kept = max(self.max_rollback, count if self.is_initialized else 0)
 
@@ -339,15 +380,16 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def _forget_the_oldest(self) -> None:
         """Move the beginning of a long record on, so rarely that it costs next to nothing a token."""
-        if self.recorded is None or self.recorded.tokens <= 2 * self.kept:
+        if self.recorded is None or self.recorded.tokens <= 2 * self.kept + self.max_rollback:
             return
-        tokens = self.recorded.tokens - self.kept
-        rest = tuple(x.clone() for x in _joined(_between(self.recorded.pieces, tokens, self.recorded.tokens)))
+        tokens = self.recorded.tokens - self.kept - self.max_rollback  # as many again, after those were taken back
+        rest = _joined(_between(self.recorded.pieces, tokens, self.recorded.tokens))
+        rest = [piece._replace(inputs=tuple(x.clone() for x in piece.inputs)) for piece in rest]
         windows, states = self._replay(tokens)
         latest = self.recorded.latest
         if latest is not None:
             latest = latest._replace(tokens=latest.tokens - tokens) if latest.tokens >= tokens else None
-        self.recorded = self.recorded._replace(windows=windows, states=states, pieces=[rest], latest=latest)
+        self.recorded = self.recorded._replace(windows=windows, states=states, pieces=rest, latest=latest)
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise if `crop` with this argument cannot be done, before anything is changed."""
@@ -381,6 +423,9 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
         if tokens_to_remove == 0:
             return
         kept = self.recorded.tokens + tokens_to_remove
+        if not kept and self.recorded.windows is None:
+            self.reset()  # the text is to begin anew, with what it would begin with now
+            return
         latest = self.recorded.latest
         if latest is not None and latest.tokens > kept:
             latest = None
@@ -402,12 +447,13 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
         elif windows is None:
             windows = [torch.zeros_like(w) for w in self.windows]
             states = _map_states(torch.zeros_like, self.states) | (states or {})
-        inputs = _joined(_between(record.pieces, start, tokens))
         with torch.no_grad():
-            return record.replay(windows, states, inputs, record.constants)
+            for piece in _joined(_between(record.pieces, start, tokens)):
+                windows, states = record.replay(windows, states, *piece)
+        return windows, states
 
     def reset(self) -> None:
-        self.waiting = 0
+        self.waiting, self.torn = 0, False
         self.thaw()
         if self.is_initialized:
             for kept in (self.conv_states, self.recurrent_states):
@@ -426,7 +472,9 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
             return
         self._map(lambda x: x.to(device))
         if self.recorded is not None:
-            self.recorded = self.recorded._replace(constants=tuple(x.to(device) for x in self.recorded.constants))
+            pieces = [Piece(x.inputs, tuple(c.to(device) for c in x.constants)) for x in _joined(self.recorded.pieces)]
+            self.recorded = self.recorded._replace(pieces=pieces)
+            self._constants = None, ()
         self.device = self.state.device
         if dtype is not None:
             self.recurrent_states = {
@@ -450,15 +498,15 @@ class RecurrentLayer(ByRow, LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.conv_states = {i: function(w) for i, w in self.conv_states.items()}
         self.recurrent_states = {i: function(x) for i, x in self.recurrent_states.items()}
         if self.recorded is not None:
-            windows, states, pieces, constants, replay, latest = self.recorded
+            windows, states, pieces, replay, latest = self.recorded
             windows = None if windows is None else [function(w) for w in windows]
             states = None if states is None else _map_states(function, states)
-            pieces = [tuple(function(x) for x in piece) for piece in pieces]
+            pieces = [piece._replace(inputs=tuple(map(function, piece.inputs))) for piece in pieces]
             if latest is not None:
                 latest = Kept(
                     [function(w) for w in latest.windows], _map_states(function, latest.states), latest.tokens
                 )
-            self.recorded = Record(windows, states, pieces, constants, replay, latest)
+            self.recorded = Record(windows, states, pieces, replay, latest)
 
     def map_rows(self, function) -> None:
         """The same, in place where the number of rows stays, so that addresses stay."""
@@ -501,21 +549,40 @@ class StaticRecurrentLayer(RecurrentLayer):
             self.cumulative_length = self.cumulative_length.to(device)
 
 
-def _joined(pieces: list[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
-    """Several forwards as one piece, along the tokens."""
-    return pieces[0] if len(pieces) == 1 else tuple(torch.cat(x, dim=1) for x in zip(*pieces, strict=True))
+def _joined(pieces: list[Piece]) -> list[Piece]:
+    """Forwards that follow each other with the same constants as one piece, along the tokens."""
+    found = []
+    for _, run in groupby(pieces, key=lambda piece: id(piece.constants)):
+        first, *rest = run
+        if rest:
+            inputs = zip(first.inputs, *(piece.inputs for piece in rest), strict=True)
+            first = first._replace(inputs=tuple(torch.cat(x, dim=1) for x in inputs))
+        found.append(first)
+    return found
 
 
-def _between(pieces: list[tuple[torch.Tensor, ...]], start: int, stop: int) -> list[tuple[torch.Tensor, ...]]:
+def _between(pieces: list[Piece], start: int, stop: int) -> list[Piece]:
     """The pieces that hold the tokens from `start` to `stop`, cut to them; at least one, which may be empty."""
     found, first = [], 0
     for piece in pieces:
-        count = piece[-1].shape[1]
-        low, high = max(start - first, 0), min(stop - first, count)
+        low, high = max(start - first, 0), min(stop - first, piece.tokens)
         if low < high:
-            found.append(piece if (low, high) == (0, count) else tuple(x[:, low:high] for x in piece))
-        first += count
-    return found or [tuple(x[:, :0] for x in pieces[0])]
+            found.append(_cut(piece, low, high))
+        first += piece.tokens
+    return found or [_cut(pieces[0], 0, 0)]
+
+
+def _cut(piece: Piece, start: int, stop: int) -> Piece:
+    if (start, stop) == (0, piece.tokens):
+        return piece
+    return piece._replace(inputs=tuple(x[:, start:stop] for x in piece.inputs))
+
+
+def _are_equal(own: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...]) -> bool:
+    """Whether tensors are known to be the same without waiting for a GPU."""
+    if len(own) != len(others) or torch.compiler.is_compiling():
+        return False
+    return all(x.device == y.device == _CPU and torch.equal(x, y) for x, y in zip(own, others))
 
 
 def _map_states(function, states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .cache_fingerprint import decoder_of
-from .cache_interdomain import InterdomainCache
+from .cache_interdomain import InterdomainCache, check_unbroken
 from .op_common_spans import remove_span
 
 
@@ -111,6 +111,8 @@ def _check(model, **caches) -> Any:
                 f"Layer {i} ({kind}) does not hold one linear state with a decay that is the same for all tokens: only "
                 "those can be joined and cut."
             )
+    for cache in caches.values():
+        check_unbroken(cache)
     empty = [name for name, cache in caches.items() if not cache.get_seq_length()]
     if empty:
         raise ValueError(f"{empty[0]} has read nothing.")

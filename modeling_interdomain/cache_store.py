@@ -5,7 +5,7 @@ import hashlib
 import os
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from transformers.generation import StoppingCriteria
 from transformers.utils import logging
 
 from .cache_file import SAVING, NewerStateFileError, StateFileError, read_state_file, write_state_file
-from .cache_fingerprint import model_fingerprint, tensor_bytes
+from .cache_fingerprint import reading_fingerprint, tensor_bytes
 from .module_versions import CACHE_NAME
 
 logger = logging.get_logger(__name__)
@@ -58,6 +58,16 @@ class StateStore:
     batching: `generate_batch()`, where prompts of one call share with each other, too, and the server's. All else reads
     the whole prompt: padded batches, beams, assisted decoding, embeddings as inputs, hidden states of the prompt as
     outputs, training, process groups.
+
+    A state is known by all that is seen to have made it: the tokens, the configuration, the weights and buffers as they
+    are (also where they were written through `.data`), adapters, the classes of modules and which of them train,
+    autocast, the precision of products and the attention implementation. While a module has a hook or a replaced
+    `forward`, nothing is taken or kept, and nothing is kept of a text at whose end any of this is not what it was at
+    its beginning. Looking takes about as long as a token, once at either end.
+
+    What remains is not seen: numbers that are attributes of modules (`norm.eps = 1`), functions that modules call and
+    that somebody has replaced, an attention function registered anew under its old name, modes of PyTorch, and what is
+    changed and changed back while a text is read. Use another store then, or none.
 
     Several threads may use one store, and several processes one folder: files appear whole, and one that another
     process has removed, or that is damaged, is a state that is not known. A state tells much of what was read: keep the
@@ -251,8 +261,9 @@ class PromptReading(StoppingCriteria):
     As a stopping criterion it stops nothing; it is called with the first token, when the cache has read the prompt.
     """
 
-    def __init__(self, store: StateStore, fingerprint: str, model: Any, cache: Any, ids: torch.Tensor):
-        self.store, self.fingerprint, self.model, self.cache = store, fingerprint, model, cache
+    def __init__(self, found: tuple[StateStore, str], model: Any, cache: Any, ids: torch.Tensor):
+        self.found, self.model, self.cache = found, model, cache
+        self.store, self.fingerprint = found
         self.prompt: list[int] = ids[0].tolist()
         self.kept: list[tuple[int, dict[str, torch.Tensor]]] = []
 
@@ -280,8 +291,7 @@ class PromptReading(StoppingCriteria):
         if ids is not None and int(self.cache.get_seq_length()) <= ids.shape[1]:
             text = ids[0].tolist()
             self._keep()
-        for tokens, tensors in self.kept:
-            self.store.put(self.fingerprint, text[:tokens], tensors)
+        put_after(self.model, self.found, [(text[:tokens], tensors) for tokens, tensors in self.kept])
 
     def _keep(self) -> None:
         tokens = int(self.cache.get_seq_length())
@@ -313,22 +323,26 @@ def prompt_reading(model: Any, ids: torch.Tensor, generation_config: Any, argume
 def begin_reading(model: Any, cache: Any, ids: torch.Tensor) -> PromptReading | None:
     """How the store of a model takes part in reading a prompt `[1, T]` into an empty cache; None where it cannot."""
     found = store_of(model) if ids.shape[1] > 1 else None
-    return None if found is None else PromptReading(*found, model, cache, ids)
+    return None if found is None else PromptReading(found, model, cache, ids)
+
+
+def put_after(
+    model: Any, found: tuple[StateStore, str], states: Sequence[tuple[list[int], dict[str, torch.Tensor]]]
+) -> None:
+    """Keep states after these tokens that a model has made since `store_of` found this, if it would find it again."""
+    if states and store_of(model) == found:
+        for ids, tensors in states:
+            found[0].put(found[1], ids, tensors)
 
 
 def store_of(model: Any) -> tuple[StateStore, str] | None:
     """The store of a model and its fingerprint, where what it reads is a state of the tokens alone."""
     store = getattr(model, "prompt_store", None)
-    if (
-        store is None
-        or model.training
-        or (torch.distributed.is_available() and torch.distributed.is_initialized())
-        or any(module._forward_pre_hooks for module in model.modules())  # what they change, nobody knows
-    ):
+    if store is None or model.training or (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
     try:
-        return store, model_fingerprint(model)
-    except ValueError as error:  # offloaded weights, whose fingerprint nobody can take
+        return store, reading_fingerprint(model)
+    except ValueError as error:  # hooks, or offloaded weights, whose fingerprint nobody can take
         logger.warning_once(f"The prompt store is not used: {error}")
         return None
 

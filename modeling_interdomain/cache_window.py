@@ -14,8 +14,9 @@ _NAMES = ("keys", "values", "bias", "places", "documents")
 class WindowLayer(ByRow, CacheLayerMixin):
     """The `window` keys a head that later tokens can see (`op_window.Keys`), and how many tokens it has seen.
 
-    While recording (`activate_past_recording`), it also keeps the last `max_rollback` tokens and what was seen before
-    them: `crop(-n)` then forgets the last n. Without a record that is possible until the first key has left.
+    While recording (`activate_past_recording`), it also keeps the last `2 * max_rollback` tokens and what was seen
+    before them: `crop(-n)` then forgets the last n, and after `max_rollback` tokens were taken back as many can be once
+    more. Without a record that is possible until the first key has left.
     """
 
     is_sliding = False
@@ -55,14 +56,15 @@ class WindowLayer(ByRow, CacheLayerMixin):
         """How many of the last tokens to keep, whatever their bias, in a forward of so many."""
         if not self.record_past:
             return 0
-        return max(self.max_rollback, tokens if self.is_initialized else 0)  # all of a short forward, not of a prompt
+        together = tokens if self.is_initialized else 0  # all of a short forward, not of a prompt
+        return self.max_rollback + max(self.max_rollback, together)
 
     def store(self, keys: Keys, tokens: int, kept: int, whole: bool) -> None:
         """After `tokens` more tokens: what `best` has chosen, the last `kept` in it, or the `whole` sequence."""
         if not self.is_initialized:
             self.lazy_initialization(keys.key, keys.value)
+        self.cumulative_length += tokens  # first, so that it shows where this is broken off
         self._set(keys)
-        self.cumulative_length += tokens
         self.available = self.available + tokens if whole else min(self.available + tokens, kept)
 
     def _set(self, keys: Keys) -> None:
@@ -185,8 +187,8 @@ class StaticWindowLayer(WindowLayer):
         if not self.is_initialized:
             self.make_room(keys)
             keys = best(self.held().then(keys), self.window)
+        self.cumulative_length.add_(tokens)  # first, so that it shows where this is broken off
         self._set(keys)
-        self.cumulative_length.add_(tokens)
 
     def _set(self, keys: Keys) -> None:
         """In place where the number of rows stays."""

@@ -8,47 +8,130 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, StaticLayer
 
-from .cache_interdomain import kind_of, look_into
+from .cache_interdomain import check_unbroken, kind_of, look_into
 from .mixer_common import TokenMixer
 from .mixer_recurrent import RecurrentMixer
-from .module_common import AuxiliaryLoss
+from .module_common import AuxiliaryLoss, home_of
 from .module_dynamic_mask import check_position_table, zero_if_in_table
-from .module_rotary import LENGTH_DEPENDENT
-from .op_common import Packing, packing_from_forks
+from .op_common import Packing, cu_seqlens_from_numbers, in_graph, packing_from_forks, values_at_hand
+
+_NUMBERED = (
+    "attention_mask must have one number for the real tokens of a row, and 0 for pads: give the numbers of packed "
+    "documents as seq_idx."
+)
 
 # The attention implementations that take a mask a head.
 _WINDOWED = ("eager", "sdpa")
 
 
-def check_tokens(input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> None:
-    """Exactly one of the two, `[B, T]` or `[B, T, hidden_size]`, with at least one row and one token."""
+def check_tensors(**given) -> None:
+    """What is given is a tensor, neither a list nor an array."""
+    for name, x in given.items():
+        if x is not None and not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}: torch.tensor({name}) makes one.")
+
+
+def _check_whole(name: str, x: torch.Tensor, *dtypes: torch.dtype) -> None:
+    if x.dtype not in dtypes:
+        raise ValueError(f"{name} must be of {' or '.join(map(str, dtypes))}, got {x.dtype}: use {name}.long().")
+
+
+def check_tokens(input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None, width: int) -> None:
+    """Exactly one of the two, `[B, T]` or `[B, T, width]`, with at least one row and one token."""
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("Give exactly one of input_ids and inputs_embeds.")
+    check_tensors(input_ids=input_ids, inputs_embeds=inputs_embeds)
     tokens, axes = (input_ids, 2) if inputs_embeds is None else (inputs_embeds, 3)
-    if tokens.ndim != axes:
+    if tokens.ndim != axes or (axes == 3 and tokens.shape[2] != width):
         raise ValueError(
-            f"input_ids must have shape [B, T], or inputs_embeds [B, T, hidden_size]; got {list(tokens.shape)}."
+            f"input_ids must have shape [B, T], or inputs_embeds [B, T, hidden_size = {width}]; got "
+            f"{list(tokens.shape)}."
         )
     if tokens.shape[1] == 0:
         raise ValueError("input_ids must hold at least one token, got T = 0.")
     if tokens.shape[0] == 0:
         raise ValueError("input_ids must hold at least one row, got B = 0.")
+    if inputs_embeds is None:
+        _check_whole("input_ids", tokens, torch.int64, torch.int32)
+    elif not tokens.is_floating_point():
+        raise ValueError(f"inputs_embeds must be floating-point numbers, got {tokens.dtype}.")
 
 
-def check_labels(labels, input_ids, inputs_embeds, logits_to_keep) -> None:
-    """One label a token, where there are logits of every token."""
-    tokens = input_ids if inputs_embeds is None else inputs_embeds
-    if labels is None or tokens is None or not isinstance(logits_to_keep, int) or logits_to_keep:
-        return
-    if labels.shape != tokens.shape[:2]:
+def embedded(table: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+    """The embeddings of ids; on a CPU, one outside of the table is named."""
+    try:
+        return table(input_ids)
+    except IndexError as error:
+        least, most = (int(x) for x in input_ids.aminmax())
+        size = getattr(table, "num_embeddings", None)
+        if size is None or 0 <= least <= most < size:
+            raise
         raise ValueError(
-            f"labels must have the shape of the tokens, {list(tokens.shape[:2])}, got {list(labels.shape)}; they are "
-            "shifted here, and -100 stands where nothing is asked."
+            f"input_ids must lie within the vocabulary, from 0 to {size - 1}; got {least if least < 0 else most}."
+        ) from error
+
+
+def check_classes(name: str, labels: torch.Tensor, number: int, ignored: int = -100) -> None:
+    """Their values where they can be looked at without waiting."""
+    _check_whole(name, labels, torch.int64)
+    if not values_at_hand(labels) or not labels.numel():
+        return
+    least, most = (int(x) for x in labels.where(labels != ignored, 0).aminmax())
+    if least < 0 or most >= number:
+        raise ValueError(
+            f"{name} must lie between 0 and {number - 1}, or be {ignored} where nothing is asked; got "
+            f"{least if least < 0 else most}."
         )
 
 
+def check_labels(labels, shift_labels, input_ids, inputs_embeds, logits_to_keep) -> None:
+    """One label a token, where there are logits of every token; and what says of which there are."""
+    check_tensors(labels=labels, shift_labels=shift_labels)
+    count = isinstance(logits_to_keep, int | float)
+    if isinstance(logits_to_keep, float) or (count and logits_to_keep < 0):
+        raise ValueError(
+            f"logits_to_keep must be a number of tokens, 0 for all, or their places; got {logits_to_keep}."
+        )
+    tokens = input_ids if inputs_embeds is None else inputs_embeds
+    if not isinstance(tokens, torch.Tensor) or not count or logits_to_keep:
+        return
+    for name, x in (("labels", labels), ("shift_labels", shift_labels)):
+        if x is not None and x.shape != tokens.shape[:2]:
+            raise ValueError(
+                f"{name} must have the shape of the tokens, {list(tokens.shape[:2])}, got {list(x.shape)}; labels are "
+                "shifted here, and -100 stands where nothing is asked."
+            )
+
+
+def check_class_labels(labels: torch.Tensor | None, config, batch: int) -> None:
+    """What `config.problem_type` asks for, or what the loss takes it to be where that says nothing."""
+    check_tensors(labels=labels)
+    if labels is None:
+        return
+    kind, number = config.problem_type, config.num_labels
+    if kind is None:
+        whole = "single_label_classification" if not labels.is_floating_point() else "multi_label_classification"
+        kind = "regression" if number == 1 else whole
+    one = kind == "single_label_classification" or (kind == "regression" and number == 1)
+    if labels.numel() != batch if one else labels.shape != (batch, number):
+        shape = [batch] if one else [batch, number]
+        raise ValueError(
+            f'labels must have shape {shape} for "{kind}" with num_labels = {number}, got {list(labels.shape)}.'
+        )
+    if kind == "single_label_classification":
+        check_classes("labels", labels, number)
+    elif kind == "multi_label_classification" and not labels.is_floating_point():
+        raise ValueError(f'labels must be floating-point numbers for "{kind}", got {labels.dtype}.')
+
+
 def check_mask(attention_mask, seen, batch: int, length: int) -> None:
-    """A mask of the wrong size would silently shift pads; `seen` is a tensor, not checked, where a step is compiled."""
+    """A mask of the wrong size would silently shift pads; `seen` is a tensor, not checked, where a step is compiled.
+
+    All numbers but 0 mark real tokens, so those of packed documents would be one text: that is looked at where more
+    than one token is read, in a compiled graph when it runs. What is exported or traced takes them as real.
+    """
+    if not (isinstance(attention_mask, dict) or hasattr(attention_mask, "mask_mod")):  # of FlexAttention
+        check_tensors(attention_mask=attention_mask)
     if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim == 4 or not isinstance(seen, int):
         return
     if attention_mask.shape != (batch, seen + length):
@@ -56,6 +139,22 @@ def check_mask(attention_mask, seen, batch: int, length: int) -> None:
             f"attention_mask must have shape [B, past + T] = [{batch}, {seen + length}], got "
             f"{list(attention_mask.shape)}."
         )
+    unclear = torch.compiler.is_exporting() or torch.jit.is_tracing()
+    unclear = unclear or (attention_mask.is_cuda and torch.cuda.is_current_stream_capturing())
+    if attention_mask.dtype == torch.bool or (seen and length == 1) or unclear:
+        return
+    one = ((attention_mask == attention_mask.amax(dim=1, keepdim=True)) | (attention_mask == 0)).all()
+    if torch.compiler.is_compiling():
+        torch._assert_async(one, _NUMBERED)
+    elif not one:
+        raise ValueError(_NUMBERED)
+
+
+def check_causal(config, causal: bool | None) -> None:
+    """With `is_causal=False`, as the library has it, all layers can see later tokens."""
+    if causal in (None, True) or (set(config.layer_types) == {"full_attention"} and not any(config.windowed_layers)):
+        return
+    raise ValueError("is_causal=False needs attention to all tokens in all layers: the others see earlier tokens only.")
 
 
 def check_forks(mask: Any, config, mixers: list[TokenMixer], cache: Cache | None, shape) -> Packing | None:
@@ -92,6 +191,7 @@ def check_forks(mask: Any, config, mixers: list[TokenMixer], cache: Cache | None
 
 def check_positions(position_ids: torch.Tensor | None, batch: int, length: int) -> None:
     """Positions that no layer rotates by would otherwise go unread, whatever their shape."""
+    check_tensors(position_ids=position_ids)
     if position_ids is None or torch.compiler.is_compiling():  # a graph for any batch asks for none of a shape
         return
     if position_ids.shape not in ((batch, length), (1, length)):
@@ -101,26 +201,59 @@ def check_positions(position_ids: torch.Tensor | None, batch: int, length: int) 
         )
 
 
-def check_cu_seqlens(cu_seqlens: torch.Tensor, cache: Cache | None, batch: int, length: int) -> None:
-    """The ends of packed documents; their values are looked at where that does not break a graph."""
-    if cache is not None:
-        raise ValueError("cu_seq_lens_q packs whole documents, so it cannot continue from past_key_values.")
+def check_cu_seqlens(cu_seqlens: torch.Tensor | None, keys: torch.Tensor | None, batch: int, length: int) -> None:
+    """The ends of packed documents; their values are looked at where that does not break a graph.
+
+    `keys` are those of the keys, as FlashAttention wants to be told.
+    """
+    check_tensors(cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=keys)
     if batch != 1:
         raise ValueError(f"cu_seq_lens_q needs all documents in one row (B = 1), got B = {batch}.")
+    if cu_seqlens is None:
+        raise ValueError("cu_seq_lens_k alone keeps no documents apart: give the same ends as cu_seq_lens_q.")
+    if cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool:
+        raise ValueError(f"cu_seq_lens_q must be whole numbers, got {cu_seqlens.dtype}.")
     if torch.compiler.is_compiling():
         return
     ends = cu_seqlens.tolist()
     increasing = len(ends) > 1 and all(a < b for a, b in pairwise(ends))
     if not increasing or ends[0] != 0 or ends[-1] != length:
         raise ValueError(f"cu_seq_lens_q must increase strictly from 0 to T = {length}, got {ends}.")
+    if keys is not None and keys is not cu_seqlens and keys.tolist() != ends:
+        raise ValueError(f"cu_seq_lens_k must be those of cu_seq_lens_q, {ends}, got {keys.tolist()}.")
 
 
-def check_seq_idx(seq_idx: torch.Tensor, cache: Cache | None, batch: int, length: int) -> None:
-    """The number of each token's document."""
-    if cache is not None:
-        raise ValueError("seq_idx packs whole documents, so it cannot continue from past_key_values.")
+def check_seq_idx(seq_idx: torch.Tensor, cu_seqlens: torch.Tensor | None, batch: int, length: int) -> None:
+    """The number of each token's document, which changes where the given ends are."""
+    check_tensors(seq_idx=seq_idx)
     if seq_idx.shape != (batch, length):
         raise ValueError(f"seq_idx must have shape [B, T] = [{batch}, {length}], got {list(seq_idx.shape)}.")
+    if cu_seqlens is None or in_graph():
+        return
+    told = cu_seqlens_from_numbers(seq_idx)
+    ends, other = [0, length] if told is None else told.tolist(), cu_seqlens.tolist()
+    if ends != other:
+        raise ValueError(
+            f"seq_idx and cu_seq_lens_q contradict each other, documents end at {ends[1:]} or at {other[1:]}: give one "
+            "of them."
+        )
+
+
+def check_trace(config, cache: Cache | None, length: int, packed: bool) -> None:
+    """`torch.jit.trace` writes down what it sees of one input, and repeats it for all others."""
+    reason = None
+    if cache is not None:
+        reason = "keeps the place where a cache stands: leave past_key_values out"
+    elif length == 1:
+        reason = "of one token knows no more: give it several"
+    elif any(config.sparse_per_layer):
+        reason = "keeps the number of keys that a sparse branch finds"
+    elif any(config.windowed_layers):
+        reason = "keeps the number of keys that a window finds"
+    elif packed and "full_attention" in config.layer_types:
+        reason = "makes no masks of packed documents: leave position_ids, cu_seq_lens_q and seq_idx out"
+    if reason is not None:
+        raise ValueError(f"torch.jit.trace {reason}; or use torch.export, which is made for it.")
 
 
 def check_cache_layers(cache: Cache, config) -> None:
@@ -182,9 +315,10 @@ def check_cache(cache: Cache | None, config, mixers: list[TokenMixer], batch: in
         )
     if config.bidirectional:
         raise ValueError("A bidirectional model reads a whole sequence at once: leave past_key_values out.")
+    check_unbroken(cache)
     check_cache_layers(cache, config)
     for i, (layer, mixer) in enumerate(zip(cache.layers, mixers)):
-        home: Any = mixer.o_proj.weight.device
+        home = home_of(mixer.o_proj)
         if _fits(layer, mixer, batch, home):
             continue
         found = look_into(layer)
@@ -197,6 +331,10 @@ def check_cache(cache: Cache | None, config, mixers: list[TokenMixer], batch: in
             if config.dynamic_mask == "value" and config.layer_types[i] == "full_attention" and plain:
                 hint = ' (dynamic_mask = "value" keeps a bias with each key, which prefix tuning does not make: use '
                 hint += "prompt tuning)"
+            rows = found.shapes[0][0]
+            alike = [[batch, *shape[1:]] for shape in found.shapes] == expected and batch % rows == 0
+            if alike and all(hasattr(layer, "batch_repeat_interleave") for layer in cache.layers):
+                hint = f"; for several sequences or beams a prompt call batch_repeat_interleave({batch // rows}) on it"
             raise ValueError(
                 f"past_key_values holds tensors of shape {found.shapes} in layer {i}, but this model and batch need "
                 f"{expected}; it belongs to another model or batch{hint}."
@@ -264,12 +402,6 @@ def check_sequence_group(
             raise ValueError(
                 f"Layer {i} has a learned state, which pieces do not begin with: leave sequence_group out."
             )
-    kind = (config.rope_parameters or {}).get("rope_type")
-    if kind in LENGTH_DEPENDENT and config.rotated_dims:
-        raise ValueError(
-            f'rope_type "{kind}" changes its angles with the length, which a piece does not know: leave sequence_group '
-            'out, or choose another, such as "default".'
-        )
     if attention_mask is not None and not (isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2):
         raise ValueError(
             "With a sequence_group attention_mask must have shape [B, T], one number a token of the piece."

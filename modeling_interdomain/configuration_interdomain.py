@@ -6,6 +6,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
+from .module_rotary import LENGTH_DEPENDENT
 from .module_sparse_parts import check_parts, numbers_kept
 from .module_tensor_parallel import LAYERS
 from .module_versions import CACHE_NAME
@@ -150,7 +151,8 @@ class InterdomainConfig(PreTrainedConfig):
         use_output_gate: multiply the output by SiLU of a linear map of the input. Default: False.
         use_output_norm: RMSNorm on the output of each head, before the gate. Default: False.
         rope_parameters: rotary embeddings as in Transformers, `{"rope_type": "default", "rope_theta": 10000.0}`;
-            softmax layers rotate queries and keys. Default: None, no rotary embeddings.
+            softmax layers rotate queries and keys. "dynamic" and "longrope", whose angles depend on the length (here of
+            each row or document alone), are for models of attention layers only. Default: None, no rotary embeddings.
         rope_placement: where recurrent layers rotate queries and keys: "before" or "after" the feature map (the same
             where a key has none), or None, not at all. Default: None.
         modes: start of the frequencies Im A: "s4d_inv", "s4d_lin", or "uniform", phases Delta Im A = pi (n + 1/2) / M a
@@ -480,6 +482,12 @@ class InterdomainConfig(PreTrainedConfig):
         if self.rope_parameters is not None and (self.feature_dim % 2 or self.head_dim % 2):
             raise ValueError(
                 f"rope_parameters needs an even head_dim and feature_dim, got {self.head_dim} and {self.feature_dim}."
+            )
+        kind = (self.rope_parameters or {}).get("rope_type")
+        if kind in LENGTH_DEPENDENT and self.rotated_dims and set(self.layer_types) != {"full_attention"}:
+            raise ValueError(
+                f'rope_type "{kind}" changes its angles with the length, and the state of recurrent layers cannot be '
+                'rotated again: choose another, such as "default", or attention in all layers.'
             )
         if self.feature_map != "silu_l2" and self.rope_placement is not None:
             raise ValueError(f"feature_map = {self.feature_map!r} knows no rotations: set rope_placement=None.")

@@ -7,15 +7,16 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 
 from .module_common import TabledModule, is_untouched, own_backend, residual_projection
+from .module_operators import Operators
 from .op_common import without_autocast
 from .op_experts import (
     EXPERT_BACKENDS,
-    choose_experts,
+    best_experts,
     factor_pair,
     find_experts,
     keys_of_inputs,
-    read_experts,
-    sum_experts,
+    read_rows,
+    sum_rows,
 )
 
 
@@ -40,6 +41,8 @@ class CrossDomainMoE(TabledModule):
         expert_keys: `[h, n1 + n2, r / 2]`, n1 n2 = num_experts.
         expert_down, expert_up: `[num_experts, hidden_size]`, what an expert reads and what it writes.
     """
+
+    operators = Operators.of(read_rows, sum_rows, find_experts, best_experts, keys_of_inputs)
 
     def __init__(self, config, layer_idx: int):
         super().__init__()
@@ -105,9 +108,9 @@ class CrossDomainMoE(TabledModule):
         scores, ids = self._find(x)
         ids = self.chosen(ids).flatten(-2)
         backend = own_backend(self.config, EXPERT_BACKENDS)
-        products = read_experts(x, self.expert_down, ids, backend).view(scores.shape)
+        products = self.operators.read_rows(x, self.expert_down, ids, backend).view(scores.shape)
         weights = self._weigh(products, scores).to(products.dtype)
-        return sum_experts(weights.flatten(-2), self.expert_up, ids, backend)
+        return self.operators.sum_rows(weights.flatten(-2), self.expert_up, ids, backend)
 
     def _find(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores, in at least float32, and ids, `[B, T, h, k]`."""
@@ -115,10 +118,10 @@ class CrossDomainMoE(TabledModule):
         met = self._keys_of(x)
         if met is not None:
             scores = F.linear(x, met.flatten(0, 1)).unflatten(-1, met.shape[:2])
-            return choose_experts(scores[..., : self.rows], scores[..., self.rows :], self.count)
+            return self.operators.best_experts(scores[..., : self.rows], scores[..., self.rows :], self.count)
         wide = torch.promote_types(keys.dtype, torch.float32)
         query = self.query_proj(x.to(keys.dtype)).view(*x.shape[:2], 2, self.heads, -1)
-        return find_experts(query.to(wide), keys.to(wide), self.rows, self.count)
+        return self.operators.find_experts(query.to(wide), keys.to(wide), self.rows, self.count)
 
     def _keys_of(self, x: torch.Tensor) -> torch.Tensor | None:
         """`keys_of_inputs` where that is the shorter way to the same scores; for single tokens they are kept."""
@@ -131,7 +134,9 @@ class CrossDomainMoE(TabledModule):
         many = batch * length * (size - number) > size * number
 
         def compute(kept: bool) -> torch.Tensor | None:
-            return keys_of_inputs(self.query_proj.weight, keys, self.rows) if kept or many else None
+            if not kept and not many:
+                return None
+            return self.operators.keys_of_inputs(self.query_proj.weight, keys, self.rows)
 
         if length == 1:
             return self._tables.get("keys", [self.query_proj.weight, keys], compute)

@@ -13,8 +13,7 @@ from transformers import LogitsProcessorList
 
 from .cache_interdomain import InterdomainCache
 from .cache_slots import Slots
-from .cache_store import begin_reading, on_cpu, store_of
-from .module_rotary import LENGTH_DEPENDENT
+from .cache_store import begin_reading, on_cpu, put_after, store_of
 
 # What ends or changes a text, or says more of it, in `generate` alone.
 _UNHEEDED = (
@@ -39,7 +38,7 @@ class Request:
         self.written: list[int] = []
         self.error: str | None = None
         self.cancelled = False
-        self.keep: Callable[[list[int], dict[str, torch.Tensor]], None] | None = None  # a state, in the prompt store
+        self.keep: Callable[[list], None] | None = None  # states, in the prompt store, see `put_after`
 
     def prepare(self, model, called: str, unset: dict[str, bool]) -> None:
         """Before it is read; a prompt that cannot be, or is longer than its text may be, is an error.
@@ -140,7 +139,7 @@ class Batch:
         for row, request in enumerate(self.active):
             request.choose(logits[row : row + 1])
             if request.finished and request.keep is not None:
-                request.keep([*request.prompt, *request.written[:-1]], on_cpu(self.slots.take(row)))
+                request.keep([([*request.prompt, *request.written[:-1]], on_cpu(self.slots.take(row)))])
             self.tell(request)
 
     def _read(self, request: Request) -> InterdomainCache:
@@ -158,7 +157,7 @@ class Batch:
         request.choose(read(int(cache.get_seq_length()), length))
         if reading is not None:
             reading.finish(request.ids[:, :length])
-            request.keep = partial(reading.store.put, reading.fingerprint)
+            request.keep = partial(put_after, self.model, reading.found)
         return cache
 
 
@@ -179,8 +178,10 @@ def write_batch(model, prompts: Sequence[Sequence[int]], generation_config, rows
     """
     unset = unset_lengths(model, generation_config, options)
     config, others = model._prepare_generation_config(generation_config, **options)
-    if rows < 1:
+    if not isinstance(rows, int) or rows < 1:
         raise ValueError(f"max_batch_size must be positive, got {rows}.")
+    if not hasattr(prompts, "__iter__"):
+        raise ValueError(f"Prompts are a list of lists of token ids, got {type(prompts).__name__}.")
     if others:
         raise ValueError(
             f"generate_batch takes the options of a GenerationConfig; it does not know {', '.join(others)}."
@@ -222,11 +223,6 @@ def why_not_batched(model) -> str | None:
                 f'Layer {layer}, "{name}", keeps more than a state, or keys and values, and continuous batching does '
                 "not know how to move a row of that: call generate() on a padded batch."
             )
-    if (model.config.rope_parameters or {}).get("rope_type") in LENGTH_DEPENDENT and model.config.rotated_dims:
-        return (
-            "The angles of this model's rope_type change with the length of the longest row, so continuous batching "
-            "would let one request change another: call generate() for each prompt."
-        )
     return None
 
 

@@ -11,6 +11,7 @@ from .mixer_recurrent import RecurrentMixer, Stream, placed_map
 from .module_common import FULL_PRECISION, InterdomainRMSNorm, TabledModule, are_untouched, is_plain
 from .module_convolution import TOKEN_BEFORE, CausalConv1d
 from .module_feature_maps import SiluL2, feature_map
+from .module_operators import Operators
 from .module_recurrence import InterdomainRecurrence
 from .module_rotary import rotate, rotate_around
 from .module_tensor_parallel import HEADS
@@ -19,7 +20,6 @@ from .op_common import multiplies_narrow
 from .op_common_spans import aged, join_states
 from .op_interdomain import append_one
 from .op_interdomain_few import FEW, TOGETHER
-from .op_interdomain_map import interdomain_attention_map
 from .op_interdomain_prepare import fused_inputs
 from .op_interdomain_replay import state_after
 
@@ -36,6 +36,7 @@ class KeyValueMixer(RecurrentMixer):
     can_start_to_recall = True
     default_state_input = "key_value"
     recurrence_class = InterdomainRecurrence
+    operators = Operators.of(state_after, aged, join_states)
 
     def __init__(self, config, layer_idx: int, output_width: int, weighted: bool):
         """`weighted` says whether a query brings the weights of Fourier features."""
@@ -81,11 +82,12 @@ class KeyValueMixer(RecurrentMixer):
         learned = mapped and config.feature_map != "silu_l2"
         return super().head_plan(config) | ({"feature_map": HEADS} if learned else {})
 
-    replay_state = staticmethod(state_after)
-
     @staticmethod
-    def aged(state, elapsed, log_decay, input_matrix):
-        return aged(state, elapsed, log_decay)
+    def replay_state(operators, *arguments):
+        return operators.state_after(*arguments)
+
+    def aged(self, state, elapsed, log_decay, input_matrix):
+        return self.operators.aged(state, elapsed, log_decay)
 
     def _tokens(self, streams, cos_sin):
         key, value = (x.unflatten(-1, (-1, width)) for x, width in zip(streams, self.widths[-2:], strict=True))
@@ -110,7 +112,7 @@ class KeyValueMixer(RecurrentMixer):
         if self.first_state is not None:  # with which the second has begun, too
             first = first - self.first_state(first)
         recurrence: Any = self.recurrence
-        return join_states(first, second, length, recurrence.parameters_of_operator()[0])
+        return self.operators.join_states(first, second, length, recurrence.parameters_of_operator()[0])
 
     def _recorded(self, tokens):
         *_, key, value = tokens
@@ -121,6 +123,7 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
     """The token mixer of the paper (eqs. 10 to 13): queries join, convolved and passed through the feature map."""
 
     most_steps, together = FEW, TOGETHER
+    operators = Operators.of(fused_inputs, beside=KeyValueMixer.operators)
     q_proj: nn.Linear
     k_proj: nn.Linear
     q_conv: nn.Conv1d
@@ -207,16 +210,8 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
         return output
 
     def attention_map(self, tokens, packing):
-        query, key, _ = tokens
-        weights = interdomain_attention_map(
-            query,
-            key,
-            *self.recurrence.parameters_of_operator(),
-            product=self.config.product,
-            normalize=self.normalize,
-            cu_seqlens=None if packing is None else packing.cu_seqlens,
-        )
-        return placed_map(weights, packing)
+        ends = None if packing is None else packing.cu_seqlens
+        return placed_map(self.recurrence(*tokens, mapped=True, cu_seqlens=ends), packing)
 
     def _weights(self, device: torch.device) -> list[torch.Tensor] | None:
         """Of the convolutions of query and key, then of the norms of key and value, and their biases.
@@ -254,7 +249,7 @@ class InterdomainMixer(TabledModule, KeyValueMixer):
                 "cu_seqlens": packing.cu_seqlens,
                 "documents": packing.documents,
             }
-        return fused_inputs(
+        return self.operators.fused_inputs(
             self.backend,
             projected,
             (q_taps.flatten(1), k_taps.flatten(1)),  # views, whose gradients are views

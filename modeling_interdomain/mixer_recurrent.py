@@ -11,6 +11,7 @@ from .mixer_common import TokenMixer
 from .module_common import InterdomainRMSNorm, backend_of, project, residual_projection
 from .module_convolution import CausalConv1d, causal_conv, last_inputs
 from .module_first_state import FirstState
+from .module_operators import Operators
 from .module_sequence_parallel import SequencePiece
 from .module_sparse import SparseBranch, recorded_count, replay
 from .module_sparse_parts import EXACT_STATES
@@ -45,6 +46,7 @@ class RecurrentMixer(TokenMixer):
     can_branch = True
     exact_states = EXACT_STATES
     recurrence: nn.Module
+    operators = Operators()
     # Tokens that take less time on a CPU step by step than in an operator for many.
     most_steps = 6
     together = 0  # tokens that are read with a state at rest, see `_reads_on`
@@ -78,7 +80,8 @@ class RecurrentMixer(TokenMixer):
         self.g_proj = nn.Linear(hidden, outputs, biases.projections) if self.gated(config) else None
         for stream in streams:
             if stream.convolved:
-                conv = CausalConv1d(stream.heads * stream.width, self.kernel, biases.convolutions)
+                width = stream.heads * stream.width
+                conv = CausalConv1d(width, width, self.kernel, groups=width, bias=biases.convolutions)
                 setattr(self, f"{stream.name}_conv", conv)
         self.o_norm = InterdomainRMSNorm(output_width, config.rms_norm_eps) if config.use_output_norm else None
 
@@ -113,14 +116,16 @@ class RecurrentMixer(TokenMixer):
         raise NotImplementedError
 
     @staticmethod
-    def replay_state(state: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        """The state after recorded tokens: called with those, their mask and what `transition=True` gave."""
+    def replay_state(operators: Operators, state: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        """The state after recorded tokens: called with those, their mask and what `transition=True` gave.
+
+        Not with a layer, which a cache would keep: with the operators that the layer has.
+        """
         raise NotImplementedError
 
     # What a subclass says that passes its state to other processes.
 
-    @staticmethod
-    def aged(state: torch.Tensor, elapsed: torch.Tensor, *transition: Any) -> torch.Tensor:
+    def aged(self, state: torch.Tensor, elapsed: torch.Tensor, *transition: Any) -> torch.Tensor:
         """A state `[B, ...]` after tokens that write nothing, of which `elapsed` tells; in any floating dtype."""
         raise NotImplementedError
 
@@ -227,9 +232,13 @@ class RecurrentMixer(TokenMixer):
             output_attentions: make the map, where no tokens came before these.
         """
         layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        transition = None
         if layer is not None:
             layer.thaw()
             self._begin_again(layer)
+            if layer.record_past:
+                transition = self.recurrence(hidden_states, transition=True)
+                layer.settle_unless(transition)
         projected = [project(getattr(self, f"{name}_proj"), hidden_states) for name in self.stream_names]
         if packing is not None:  # not before: adapters that differ by row must find the rows of the batch
             projected = [packing.pack(x) for x in projected]
@@ -246,8 +255,8 @@ class RecurrentMixer(TokenMixer):
         companion = None
         if self.sparse is not None:
             companion = self._companion(hidden_states, tokens, layer, windows, packing)
-        if layer is not None and layer.record_past:
-            self._record(layer, projected, tokens, attention_mask, packing, hidden_states, companion)
+        if transition is not None:
+            self._record(layer, transition, projected, tokens, attention_mask, packing, hidden_states, companion)
         weights = None
         plain = self.sparse is None and self.first_state is None
         if kwargs.get("output_attentions") and plain and not _has_past(layer):
@@ -356,7 +365,7 @@ class RecurrentMixer(TokenMixer):
         recorded = [piece.rows(x) for x in self._recorded(tokens)]
         wide = torch.promote_types(recorded[0].dtype, torch.float32)
         nothing = recorded[0].new_zeros(piece.last.shape[0], *self.kept_shapes[-1], dtype=wide)
-        left = self.replay_state(nothing, *recorded, piece.last, *transition)
+        left = self.replay_state(self.operators, nothing, *recorded, piece.last, *transition)
         elapsed = self.elapsed(piece.last, *recorded, *transition)
         return piece.state(left, elapsed, lambda state, elapsed: self.aged(state, elapsed, *transition))
 
@@ -387,6 +396,7 @@ class RecurrentMixer(TokenMixer):
         if mask is not None:
             keep = mask[:, None, None]
             windows = [torch.where(keep, w, old) for w, old in zip(windows, layer.windows, strict=True)]
+        layer.torn = True  # until all is written
         # What a forward with gradients has written is not overwritten in place.
         states = {name: x.detach().clone() if x.requires_grad else x for name, x in layer.states.items()}
         count = tokens[0].shape[1]
@@ -414,7 +424,7 @@ class RecurrentMixer(TokenMixer):
         return torch.stack([self.recurrence(*one, step=True, state=state) for one in each], dim=1)
 
     def _record(
-        self, layer, projected, tokens, attention_mask, packing: Packing | None, hidden_states, companion=None
+        self, layer, transition, projected, tokens, attention_mask, packing, hidden_states, companion=None
     ) -> None:
         """Let a recording cache keep what this forward puts in, at its place in the batch."""
         convolved = self._convolved(projected)
@@ -426,13 +436,16 @@ class RecurrentMixer(TokenMixer):
             kept, mask = [packing.unpack(x) for x in kept], packing.mask
         if mask is None:
             mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
-        transition = self.recurrence(hidden_states, transition=True)
         first = None if self.first_state is None else {"state": self._first_states(tokens, None)}
-        layer.record((*kept, mask.bool()), transition, type(self).replay, first)
+        replayed = partial(type(self).replay, self.operators, getattr(self.sparse, "operators", None))
+        layer.record((*kept, mask.bool()), transition, replayed, first)
 
     @classmethod
-    def replay(cls, windows, states, inputs, constants):
-        """Windows and states after recorded inputs, for `RecurrentLayer.record`; without states the windows alone."""
+    def replay(cls, operators, sparse_operators, windows, states, inputs, constants):
+        """Windows and states after recorded inputs, for `RecurrentLayer.record`; without states the windows alone.
+
+        `operators` are those of the layer, `sparse_operators` those of its branch.
+        """
         convolved, tokens, mask = inputs[: len(windows)], inputs[len(windows) : -1], inputs[-1]
         windows = [last_inputs(w, x, mask) for w, x in zip(windows, convolved, strict=True)]
         if states is None:
@@ -441,8 +454,8 @@ class RecurrentMixer(TokenMixer):
         if beside:
             count = len(tokens) - recorded_count(beside)
             tokens, recorded = tokens[:count], tokens[count:]
-            beside = replay(beside, list(recorded), mask)
-        return windows, {"state": cls.replay_state(states["state"], *tokens, mask, *constants)} | beside
+            beside = replay(sparse_operators, beside, list(recorded), mask)
+        return windows, {"state": cls.replay_state(operators, states["state"], *tokens, mask, *constants)} | beside
 
 
 def _has_past(layer) -> bool:

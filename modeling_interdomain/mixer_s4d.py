@@ -9,6 +9,7 @@ from transformers import initialization as init
 from .mixer_interdomain import KeyValueMixer
 from .mixer_recurrent import placed_map
 from .module_common import own_backend
+from .module_operators import Operators
 from .module_recurrence import InterdomainRecurrence
 from .module_start import readout_rms, real_gramian
 from .op_common_launch import STEP_BACKENDS
@@ -25,6 +26,9 @@ class S4DRecurrence(InterdomainRecurrence):
     """
 
     degree = 1
+    operators = Operators.of(
+        s4d_attention, s4d_attention_map, s4d_tables, take_s4d_step, beside=InterdomainRecurrence.operators
+    )
 
     tabled = (*InterdomainRecurrence.tabled, "readout")
 
@@ -44,17 +48,26 @@ class S4DRecurrence(InterdomainRecurrence):
         """`s4d_attention` of the two inputs."""
         key, value, log_decay, input_matrix, coefficients = inputs
         arguments |= {"chunk_size": self.config.chunk_size, "backend": own_backend(self.config, S4D_BACKENDS)}
-        return s4d_attention(key, value, log_decay, input_matrix, self.head_rows(coefficients), **arguments)
+        rows = self.head_rows(coefficients)
+        return self.operators.s4d_attention(key, value, log_decay, input_matrix, rows, **arguments)
 
     def _step(self, *tokens: Any, state: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """`s4d_step` of the two inputs."""
         backend = own_backend(self.config, STEP_BACKENDS)
-        return take_s4d_step(*tokens, tables=self._step_tables, state=state, mask=mask, backend=backend)
+        return self.operators.take_s4d_step(*tokens, tables=self._step_tables, state=state, mask=mask, backend=backend)
+
+    def _map(self, *tokens: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+        """`s4d_attention_map` of as many tokens."""
+        log_decay, input_matrix, coefficients = self.parameters_of_operator()
+        rows = self.head_rows(coefficients)
+        return self.operators.s4d_attention_map(
+            log_decay, input_matrix, rows, tokens[0].shape[1], cu_seqlens=cu_seqlens
+        )
 
     def _step_tables(self, dtype: torch.dtype) -> StepTables:
         def tables(kept: bool) -> StepTables:
             log_decay, input_matrix, coefficients = self.parameters_of_operator()
-            return s4d_tables(log_decay, input_matrix, self.head_rows(coefficients), dtype)
+            return self.operators.s4d_tables(log_decay, input_matrix, self.head_rows(coefficients), dtype)
 
         return self._per_version(dtype, tables)
 
@@ -94,9 +107,6 @@ class S4DMixer(KeyValueMixer):
 
     def attention_map(self, tokens, packing):
         """Of both inputs: the kernel of the layer, the same for all texts."""
-        batch, length = tokens[0].shape[:2]
-        log_decay, input_matrix, coefficients = self.recurrence.parameters_of_operator()
         ends = None if packing is None else packing.cu_seqlens
-        rows = self.recurrence.head_rows(coefficients)
-        weights = s4d_attention_map(log_decay, input_matrix, rows, length, cu_seqlens=ends)
-        return placed_map(weights.expand(batch, -1, -1, -1), packing)
+        weights = self.recurrence(*tokens, mapped=True, cu_seqlens=ends)
+        return placed_map(weights.expand(tokens[0].shape[0], -1, -1, -1), packing)

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .mixer_recurrent import Biases, RecurrentMixer, Stream
+from .module_operators import Operators
 from .module_selective_scan import SelectiveScanRecurrence, steps_of
 from .op_selective_scan import scan_state_after
 
@@ -19,6 +20,7 @@ class SelectiveScanMixer(RecurrentMixer):
     """
 
     passes_state = True
+    operators = Operators.of(scan_state_after)
 
     def __init__(self, config, layer_idx: int):
         channels = self.channels(config)
@@ -90,13 +92,12 @@ class SelectiveScanMixer(RecurrentMixer):
         return tokens[1:]
 
     @staticmethod
-    def replay_state(state, key, value, dt, mask, rate, bias):
-        return scan_state_after(state, key, value, steps_of(dt, bias), rate, mask)
+    def replay_state(operators, state, key, value, dt, mask, rate, bias):
+        return operators.scan_state_after(state, key, value, steps_of(dt, bias), rate, mask)
 
     @staticmethod
     def elapsed(mask, key, value, dt, rate, bias):
         return torch.where(mask[..., None], steps_of(dt, bias), 0).double().sum(1)
 
-    @staticmethod
-    def aged(state, elapsed, rate, bias):
+    def aged(self, state, elapsed, rate, bias):
         return (elapsed[:, None] * rate).exp().to(state.dtype) * state

@@ -6,7 +6,8 @@ from transformers.activations import ACT2FN
 
 from .mixer_recurrent import Biases, RecurrentMixer, Stream, placed_map
 from .module_common import InterdomainRMSNorm
-from .module_rotary import LENGTH_DEPENDENT, rotate
+from .module_operators import Operators
+from .module_rotary import rotate
 from .module_ssd import SSDRecurrence, discretized
 from .module_tensor_parallel import HEADS
 from .op_ssd import ssd_state_after
@@ -33,6 +34,7 @@ class SSDMixer(RecurrentMixer):
     """
 
     passes_state = True
+    operators = Operators.of(ssd_state_after)
 
     def __init__(self, config, layer_idx: int):
         self.size, width = config.ssd_state_size, self.head_width(config)
@@ -60,17 +62,9 @@ class SSDMixer(RecurrentMixer):
         limit = config.ssd_dt_limit
         if limit is not None and not (len(limit) == 2 and 0 <= limit[0] <= limit[1]):
             raise ValueError(f"ssd_dt_limit must be None or [least, largest] with 0 <= least <= largest, got {limit}.")
-        if config.rope_placement is None:
-            return
-        if size % 2:
+        if config.rope_placement is not None and size % 2:
             raise ValueError(
                 f"Rotary embeddings turn pairs: with rope_placement ssd_state_size must be even, got {size}."
-            )
-        kind = config.rope_parameters.get("rope_type")
-        if kind in LENGTH_DEPENDENT:
-            raise ValueError(
-                f'rope_type "{kind}" changes its angles with the length, and the state of "ssd" layers cannot be '
-                'rotated again: choose another, such as "default".'
             )
 
     @classmethod
@@ -120,7 +114,7 @@ class SSDMixer(RecurrentMixer):
 
     def attention_map(self, tokens, packing):
         ends = None if packing is None else packing.cu_seqlens
-        return placed_map(self.recurrence.attention_map(*tokens, ends), packing)
+        return placed_map(self.recurrence(*tokens, mapped=True, cu_seqlens=ends), packing)
 
     @classmethod
     def undivided(cls, config, processes: int) -> str | None:
@@ -142,17 +136,16 @@ class SSDMixer(RecurrentMixer):
         return tokens[1:]
 
     @staticmethod
-    def replay_state(state, key, value, dt, mask, *transition):
+    def replay_state(operators, state, key, value, dt, mask, *transition):
         inputs, log_decay = discretized(value, dt, *transition)
-        return ssd_state_after(state, key, inputs, log_decay, mask)
+        return operators.ssd_state_after(state, key, inputs, log_decay, mask)
 
     @staticmethod
     def elapsed(mask, key, value, dt, *transition):
         log_decay = discretized(value[..., :0], dt, *transition)[1]  # of the steps alone
         return torch.where(mask[..., None], log_decay, 0).double().sum(1)
 
-    @staticmethod
-    def aged(state, elapsed, *transition):
+    def aged(self, state, elapsed, *transition):
         return elapsed.exp()[..., None, None].to(state.dtype) * state
 
     def _way_out(self, output, hidden_states):

@@ -1,7 +1,8 @@
 """Interdomain language models: a Llama-style decoder whose token mixers are chosen layer by layer."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from json import JSONDecodeError
 from typing import Any
 
@@ -28,7 +29,14 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .cache_interdomain import InterdomainCache, InterdomainStaticCache, begins_text, note_reader, ready_to_step
+from .cache_interdomain import (
+    InterdomainCache,
+    InterdomainStaticCache,
+    begins_text,
+    note_reader,
+    note_reading,
+    ready_to_step,
+)
 from .cache_spans import cut_cache, join_caches
 from .cache_state_tuning import add_learned_state, load_learned_state, save_learned_state
 from .cache_store import StateStore, prompt_reading
@@ -37,7 +45,10 @@ from .checks_interdomain import (
     check_beside_guesses,
     check_cache,
     check_cache_layers,
+    check_causal,
     check_checkpointing,
+    check_class_labels,
+    check_classes,
     check_cu_seqlens,
     check_dynamic_mask,
     check_early_exit,
@@ -49,8 +60,12 @@ from .checks_interdomain import (
     check_seq_idx,
     check_sequence_group,
     check_sequence_losses,
+    check_tensors,
     check_tokens,
+    check_trace,
+    embedded,
 )
+from .checks_keywords import understood
 from .configuration_interdomain import InterdomainConfig
 from .feed_forward_cdmoe import ChosenExperts
 from .generation_batch import ROWS, write_batch
@@ -62,19 +77,30 @@ from .mixer_recurrent import RecurrentMixer
 from .mixer_softmax import SoftmaxMixer
 from .module_common import AuxiliaryLoss, InterdomainRMSNorm, PerVersion, forget_tables, project
 from .module_dynamic_mask import check_position_table
-from .module_layer_losses import share_of_step, together, warn_if_left_out
+from .module_layer_losses import (
+    at_least_one,
+    count_asked,
+    share_of_step,
+    together,
+    trained_along,
+    warn_if_left_out,
+)
+from .module_operators import use_kernel
 from .module_rotary import InterdomainRotaryEmbedding
 from .module_sequence_parallel import place_piece, shifted_labels, summed
 from .module_sparse_choice import RankingLoss
 from .module_versions import CACHE_NAME, CACHE_NAMES, takes_cache
 from .op_common import (
     Packing,
+    all_real,
     cu_seqlens_from_numbers,
     cu_seqlens_from_positions,
     document_of_tokens,
+    in_graph,
     packing_from_documents,
     packing_from_mask,
     positions_from_cu_seqlens,
+    values_at_hand,
 )
 from .registry_interdomain import FEED_FORWARDS, TOKEN_MIXERS
 
@@ -173,7 +199,15 @@ class InterdomainDecoderLayer(GradientCheckpointingLayer):
 
 
 class InterdomainPreTrainedModel(PreTrainedModel):
-    """What all Interdomain models share: initialisation, and what the library may do with them."""
+    """What all Interdomain models share: initialisation, and what the library may do with them.
+
+    FSDP2 shards parameters of one dtype together, and recurrences stay in float32 in a model of another. They are among
+    the classes that `_no_split_modules` names, each to be sharded before what holds it:
+
+        >>> named = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
+        >>> for module in (*reversed(named), model):
+        ...     fully_shard(module)
+    """
 
     config_class = InterdomainConfig
     config: InterdomainConfig
@@ -250,6 +284,10 @@ class InterdomainPreTrainedModel(PreTrainedModel):
         """Begin with the state of a file."""
         return load_learned_state(self, path)
 
+    def use_kernel(self, name, revision: str | None = None, trust_remote_code: bool | list[str] = False) -> None:
+        """Call the operators of a kernel, a folder or `user/name` on the Hub, see `module_operators.py`."""
+        use_kernel(self, name, revision, trust_remote_code)
+
     def join_caches(self, first, second, lengths: torch.Tensor | None = None) -> InterdomainCache:
         """The cache of two documents, each read alone, one after the other, see `cache_spans.py`."""
         return join_caches(first, second, self, lengths)
@@ -279,18 +317,20 @@ class InterdomainPreTrainedModel(PreTrainedModel):
 
     def _ask_for_losses(self, kwargs: dict[str, Any]) -> None:
         """In training, have the forward hand on what layers add to the loss."""
-        if not self.training:
-            return
-        for name, (kind, _) in _LAYER_LOSSES.items():
-            if any(isinstance(m, kind) for m in self.modules()):
+        for name, (kind, _) in _LAYER_LOSSES.items() if self.training else ():
+            kwargs[f"output_{name}"] = any(isinstance(module, kind) for module in self.modules())
+            if kwargs[f"output_{name}"]:
                 check_checkpointing(self.modules())
-                kwargs[f"output_{name}"] = True
 
-    def _layer_losses(self, outputs) -> dict[str, torch.Tensor | None]:
+    def _counts_labels(self) -> bool:
+        """Whether the loss is one of the library's, which takes the number of labels, and otherwise is NaN for none."""
+        return not hasattr(self, "_loss_function")
+
+    def _layer_losses(self, outputs, names=tuple(_LAYER_LOSSES)) -> dict[str, torch.Tensor | None]:
         """`layer_loss` and `aux_loss`."""
         layer_loss, totals = None, {}
-        for name, (_, coefficient) in _LAYER_LOSSES.items():
-            losses = getattr(outputs, name)
+        for name in names:
+            coefficient, losses = _LAYER_LOSSES[name][1], getattr(outputs, name)
             if not losses:
                 continue
             totals[name] = total = sum(x.to(losses[-1].device) for x in losses)
@@ -333,6 +373,33 @@ class InterdomainPreTrainedModel(PreTrainedModel):
         return masks
 
 
+def _training_layers(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a base model: what layers add to a loss is trained along where the caller, unlike our heads, does not ask.
+
+    Whoever asks for these losses (`output_auxiliary_losses`, `output_ranking_losses`) adds them.
+    """
+
+    @wraps(forward)
+    def run(self, *args, **kwargs):
+        if not (self.training and torch.is_grad_enabled()):
+            return forward(self, *args, **kwargs)
+        left_out = [name for name in _LAYER_LOSSES if f"output_{name}" not in kwargs]
+        if not left_out:
+            return forward(self, *args, **kwargs)
+        self._ask_for_losses(kwargs)
+        named = kwargs.pop("return_dict", self.config.return_dict)
+        outputs = forward(self, *args, **kwargs, return_dict=True)
+        before, found = outputs.last_hidden_state, self._layer_losses(outputs, left_out)["layer_loss"]
+        last = trained_along(before, found)
+        kept = {name: x for name, x in outputs.items() if name not in left_out} | {"last_hidden_state": last}
+        if outputs.hidden_states:
+            kept["hidden_states"] = tuple(last if x is before else x for x in outputs.hidden_states)
+        outputs = InterdomainModelOutput(**kept)
+        return outputs.to_tuple() if named is False else outputs
+
+    return run
+
+
 class InterdomainModel(InterdomainPreTrainedModel):
     """Token embeddings, decoder layers and the last norm."""
 
@@ -346,13 +413,22 @@ class InterdomainModel(InterdomainPreTrainedModel):
         )
         self.gradient_checkpointing = False
         self.fingerprints = PerVersion()
+        self._no_split_modules = [*self._no_split_modules, *sorted(self._kept_in_float32())]
         self.post_init()
+
+    def _kept_in_float32(self) -> set[str]:
+        """The classes of what stays so whatever the model's dtype: FSDP2 shards parameters of one dtype together."""
+        kept = tuple(self._keep_in_fp32_modules_strict or ())
+        found = [part for name, part in self.named_modules() if name.endswith(kept)]
+        return {type(part).__name__ for part in found if any(True for _ in part.parameters())}
 
     def train(self, mode: bool = True):
         self.fingerprints.forget()
         return super().train(mode)
 
     @takes_cache
+    @understood
+    @_training_layers
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -370,9 +446,10 @@ class InterdomainModel(InterdomainPreTrainedModel):
 
         Args:
             input_ids: `[B, T]`, or give `inputs_embeds` `[B, T, hidden_size]`.
-            attention_mask: `[B, past + T]`, 0 for pads, wherever they stand; None when there are none. Without a cache
-                also `[B, 1, T, T]`, which tokens each token sees: for softmax layers any, for recurrent ones texts that
-                fork, where a token sees itself and what an earlier one sees.
+            attention_mask: `[B, past + T]`, 0 for pads, wherever they stand, and one other number a row for what is
+                real; None when there are no pads. Without a cache also `[B, 1, T, T]`, which tokens each token sees:
+                for softmax layers any, for recurrent ones texts that fork, where a token sees itself and what an
+                earlier one sees.
             position_ids: `[B, T]`; by default pads are not counted. Without a mask and a cache, positions that restart
                 separate packed documents.
             past_key_values: an `InterdomainCache`, updated in place.
@@ -391,11 +468,12 @@ class InterdomainModel(InterdomainPreTrainedModel):
                 learned state, which is no token.
 
         Raises:
-            ValueError: when the inputs do not fit the model or each other, before the cache is touched.
+            ValueError, TypeError: before the cache is touched, when the inputs do not fit the model or each other, or a
+                keyword would have no effect; of ids outside of the vocabulary, on a CPU alone.
         """
-        check_tokens(input_ids, inputs_embeds)
+        check_tokens(input_ids, inputs_embeds, self.config.hidden_size)
         if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
+            inputs_embeds = embedded(self.embed_tokens, input_ids)
         # A configuration of fewer layers where these guess: that of the model others may read at the same time.
         shape, config = inputs_embeds.shape[:2], kwargs.pop("first_layers", self.config)
         layers: Any = list(self.layers)[: config.num_hidden_layers]
@@ -405,16 +483,19 @@ class InterdomainModel(InterdomainPreTrainedModel):
         if past_key_values is not None and _is_at_hand(seen):
             check_room(past_key_values, int(seen) + shape[1])
         check_mask(attention_mask, seen, *shape)
+        check_causal(config, kwargs.get("is_causal"))
         check_positions(position_ids, *shape)
         cu_seqlens, piece = kwargs.get("cu_seq_lens_q"), None
         if sequence_group is not None:
+            check_sequence_losses(self)
             check_sequence_group(sequence_group, config, mixers, past_key_values, attention_mask, kwargs)
             arguments: Any = attention_mask, position_ids, cu_seqlens, past_key_values is None
             piece, position_ids, cu_seqlens = place_piece(sequence_group, inputs_embeds, *arguments)
             kwargs["piece"] = piece
         else:
-            numbers = kwargs.get("seq_idx")
-            cu_seqlens = _documents(cu_seqlens, numbers, position_ids, attention_mask, past_key_values, shape)
+            cu_seqlens = _documents(kwargs, position_ids, attention_mask, past_key_values, shape)
+        if torch.jit.is_tracing():
+            check_trace(config, past_key_values, shape[1], cu_seqlens is not None)
 
         longest = seen + shape[1] if position_ids is None and _is_at_hand(seen) else None
         if position_ids is None:
@@ -429,20 +510,24 @@ class InterdomainModel(InterdomainPreTrainedModel):
             note_reader(past_key_values, self)
             if begins_text(past_key_values):
                 forget_tables(self)
-        masks = self._masks(config, attention_mask, inputs_embeds, past_key_values, cu_seqlens)
+        documents = None if cu_seqlens is None else document_of_tokens(cu_seqlens, shape.numel()).view(shape)
+        masks = self._masks(config, attention_mask, inputs_embeds, past_key_values, documents)
         if cu_seqlens is not None and "flash" in config._attn_implementation:
             kwargs |= _varlen_arguments(cu_seqlens, masks.get("full_attention"))
         packing = None
         if piece is not None or not self._steps(past_key_values, shape[1]):
             packing = forks or _packing(masks.get("linear_attention"), cu_seqlens, shape)
             masks["linear_attention"] = None
-        elif _is_idle(masks.get("linear_attention")):
+        elif (mask := masks.get("linear_attention")) is not None and all_real(mask):
             masks["linear_attention"] = None
 
         if config.output_attentions:
             kwargs.setdefault("output_attentions", True)
-        rotations = {int(dim): rotary(inputs_embeds, position_ids) for dim, rotary in self.rotary_embs.items()}
+        rotations = {
+            int(dim): rotary(inputs_embeds, position_ids, documents) for dim, rotary in self.rotary_embs.items()
+        }
         hidden_states = inputs_embeds
+        note_reading(past_key_values, int(seen) if _is_at_hand(seen) else -1)
         for layer in layers:
             hidden_states = layer(
                 hidden_states,
@@ -456,13 +541,12 @@ class InterdomainModel(InterdomainPreTrainedModel):
         last = self.norm(hidden_states)
         if config.residual_in_fp32:
             last = last.to(inputs_embeds.dtype)
+        note_reading(past_key_values, None)
         return InterdomainModelOutput(last, past_key_values if use_cache else None)
 
-    def _masks(self, config, attention_mask, inputs_embeds, past_key_values, cu_seqlens) -> dict[str, Any]:
+    def _masks(self, config, attention_mask, inputs_embeds, past_key_values, documents) -> dict[str, Any]:
         if isinstance(attention_mask, dict):
             return dict(attention_mask)
-        batch, length = inputs_embeds.shape[:2]
-        documents = None if cu_seqlens is None else document_of_tokens(cu_seqlens, batch * length).view(batch, -1)
         return self.create_masks_for_generate(
             config, inputs_embeds, attention_mask, past_key_values, documents=documents
         )
@@ -501,6 +585,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         self.post_init()
 
     @takes_cache
+    @understood
     @can_return_tuple
     def forward(
         self,
@@ -519,7 +604,8 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
 
         Args:
             labels: `[B, T]`, the input ids themselves (the shift happens here); -100 is ignored. Adds `loss`, the mean
-                cross-entropy in nats.
+                cross-entropy in nats: 0 where no label counts, with gradients of 0, as such a batch adds to a step of
+                several (`num_items_in_batch`).
             sequence_group: as in the model. `loss` is then that of the whole rows on every process, and its gradients
                 averaged over the processes, as DDP and FSDP do, are those of one process; with `num_items_in_batch`,
                 as elsewhere, it is this process's share.
@@ -536,9 +622,11 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
             >>> tokenizer = AutoTokenizer.from_pretrained("runs/quickstart")
             >>> ids = model.generate(**tokenizer("def main", return_tensors="pt"), max_new_tokens=20)
         """
-        if sequence_group is not None:
-            check_sequence_losses(self)
-        check_labels(labels, input_ids, inputs_embeds, logits_to_keep)
+        shifted = kwargs.get("shift_labels")
+        check_labels(labels, shifted, input_ids, inputs_embeds, logits_to_keep)
+        if labels is not None and self._counts_labels():
+            name, asked = ("labels", labels[..., 1:]) if shifted is None else ("shift_labels", shifted)
+            check_classes(name, asked, self.config.vocab_size, kwargs.get("ignore_index", -100))
         self._ask_for_losses(kwargs)
         outputs = self.model(
             input_ids=input_ids,
@@ -556,8 +644,8 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         if labels is not None:
             loss = self._loss(logits, labels, sequence_group, kwargs)
         added = self._layer_losses(outputs)
-        warn_if_left_out(logits, added["layer_loss"])
-        share = share_of_step(labels, kwargs.get("shift_labels"), kwargs.get("num_items_in_batch"))
+        warn_if_left_out(outputs.last_hidden_state, added["layer_loss"])
+        share = share_of_step(labels, shifted, kwargs.get("num_items_in_batch"))
         return InterdomainCausalLMOutput(
             loss=together(loss, added["layer_loss"], *share),
             **added,
@@ -571,11 +659,16 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         )
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor, sequence_group, kwargs: dict[str, Any]) -> torch.Tensor:
-        whole = sequence_group is not None and kwargs.get("num_items_in_batch") is None
         if sequence_group is not None and kwargs.get("shift_labels") is None:
-            kwargs["shift_labels"] = shifted_labels(labels, sequence_group)
+            kwargs = kwargs | {"shift_labels": shifted_labels(labels, sequence_group)}
+        items = kwargs.get("num_items_in_batch")
+        whole = sequence_group is not None and items is None
+        if whole or (items is None and self._counts_labels()):
+            items = count_asked(labels, kwargs.get("shift_labels"), kwargs.get("ignore_index", -100))
         if whole:
-            kwargs["num_items_in_batch"] = summed((kwargs["shift_labels"] != -100).sum(), sequence_group)
+            items = summed(items, sequence_group)
+        if items is not None:
+            kwargs = kwargs | {"num_items_in_batch": at_least_one(items)}
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return summed(loss, sequence_group) if whole else loss
 
@@ -615,6 +708,19 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         if generation_config.is_assistant:
             cache.activate_past_recording()
         model_kwargs[CACHE_NAME] = cache
+
+    def _prepare_model_inputs(self, inputs=None, bos_token_id=None, model_kwargs=None):
+        """As in the library; prompts that cannot be read are named, and masks have the numbers that it counts with."""
+        mask = model_kwargs.get("attention_mask")
+        check_tensors(inputs=inputs, input_ids=model_kwargs.get("input_ids"), attention_mask=mask)
+        tokens, name, model_kwargs = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
+        arguments = (tokens, None) if name == "input_ids" else (None, tokens)
+        check_tokens(*arguments, self.config.hidden_size)
+        if mask is not None and mask.ndim == 2:
+            seen = 0 if model_kwargs.get(CACHE_NAME) is None else mask.shape[1] - tokens.shape[1]
+            check_mask(mask, seen, *tokens.shape[:2])
+            model_kwargs["attention_mask"] = (mask != 0).long()
+        return tokens, name, model_kwargs
 
     @takes_cache
     def prepare_inputs_for_generation(
@@ -744,7 +850,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
             for the same prompts and rows a seed repeats them.
 
         Raises:
-            NotImplementedError: for layers of one's own that keep other things, and angles that depend on the length.
+            NotImplementedError: for layers of one's own that keep other things.
             ValueError: for prompts and options that cannot be, before anything is read. Also when a text comes to the
                 end of the positions that `dynamic_mask` "position" or "hard" knows.
         """
@@ -770,7 +876,10 @@ class PatchEmbedding(nn.Module):
                 f"{self.patch_size}; resize the images to a multiple of it."
             )
         patches = nn.functional.unfold(pixel_values, self.patch_size, stride=self.patch_size)
-        return self.proj(patches.mT.to(self.proj.weight.dtype))
+        weight: Any = self.proj.weight
+        if isinstance(weight, torch.Tensor) and weight.is_floating_point():  # quantized maps choose for themselves
+            patches = patches.to(weight.dtype)
+        return self.proj(patches.mT)
 
 
 class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
@@ -797,6 +906,7 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
             init.normal_(self.cls_token, std=config.initializer_range)
 
     @takes_cache
+    @understood
     @can_return_tuple
     def forward(
         self,
@@ -813,7 +923,8 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
         """As `InterdomainModel.forward`, and:
 
         Args:
-            labels: `[B]` class indices, or what `config.problem_type` asks for. Adds `loss`.
+            labels: `[B]` class indices, or what `config.problem_type` asks for. Adds `loss`; rows of class -100 do not
+                count, and without others it is 0, with gradients of 0.
             pixel_values: `[B, num_channels, height, width]`, instead of ids or embeddings.
 
         Returns:
@@ -825,6 +936,11 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
         """
         if pixel_values is not None:
             inputs_embeds = self._embed_images(pixel_values, input_ids, inputs_embeds)
+        if input_ids is None and inputs_embeds is None:
+            raise ValueError("Give exactly one of input_ids, inputs_embeds and pixel_values.")
+        check_tokens(input_ids, inputs_embeds, self.config.hidden_size)
+        batch, length = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
+        check_class_labels(labels, self.config, batch)
         real = self._real_tokens(input_ids, attention_mask, inputs_embeds)
         if self.cls_token is not None:
             asked = (past_key_values, position_ids, kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx"))
@@ -833,17 +949,17 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
                     "A classifier with use_cls_token reads whole rows: leave past_key_values, position_ids, "
                     "cu_seq_lens_q and seq_idx out."
                 )
-            inputs_embeds = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-            batch = inputs_embeds.shape[0]
-            if attention_mask is not None and attention_mask.shape != inputs_embeds.shape[:2]:
+            if inputs_embeds is None:
+                inputs_embeds = embedded(self.model.embed_tokens, input_ids)
+            if attention_mask is not None and attention_mask.shape != (batch, length):
                 raise ValueError(
-                    f"attention_mask must have shape {list(inputs_embeds.shape[:2])}, one number a token without "
-                    f"the learned one, got {list(attention_mask.shape)}."
+                    f"attention_mask must have shape {[batch, length]}, one number a token without the learned one, "
+                    f"got {list(attention_mask.shape)}."
                 )
             cls_token = self.cls_token.to(inputs_embeds.dtype).expand(batch, 1, -1)
             inputs_embeds, input_ids, use_cache = torch.cat([inputs_embeds, cls_token], dim=1), None, False
             real = torch.cat([real, real.new_ones(batch, 1)], dim=1)
-            attention_mask = None if bool(real.all()) else real.long()
+            attention_mask = None if not in_graph() and bool(real.all()) else real.long()
         if kwargs.get("sequence_group") is not None:
             raise ValueError("A classifier reads the last token of whole rows: leave sequence_group out.")
         self._ask_for_losses(kwargs)
@@ -862,9 +978,12 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
         logits = self.score(hidden_states[torch.arange(len(last), device=last.device), last])
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+            arguments: Any = {"pooled_logits": logits, "config": self.config}
+            if self._counts_labels():
+                arguments["num_items_in_batch"] = at_least_one((labels != -100).sum())
+            loss = self.loss_function(logits=logits, labels=labels, **arguments)
         added = self._layer_losses(outputs)
-        warn_if_left_out(logits, added["layer_loss"])
+        warn_if_left_out(outputs.last_hidden_state, added["layer_loss"])
         return InterdomainClassifierOutput(
             loss=together(loss, added["layer_loss"]),
             **added,
@@ -887,8 +1006,6 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
     def _real_tokens(self, input_ids, attention_mask, inputs_embeds) -> torch.Tensor:
         """`[B, T]` bool, False for pads."""
         tokens = inputs_embeds if input_ids is None else input_ids
-        if tokens is None:
-            raise ValueError("Give exactly one of input_ids, inputs_embeds and pixel_values.")
         batch, length = tokens.shape[:2]
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
             return attention_mask[:, -length:] != 0
@@ -908,17 +1025,23 @@ def _rollback(config, generation_config) -> int:
 def _is_at_hand(seen: int | torch.Tensor) -> bool:
     """Whether a count can be looked at without waiting for a GPU or breaking a graph."""
     if isinstance(seen, torch.Tensor):
-        return seen.device.type == "cpu" and not torch.compiler.is_compiling()
+        return values_at_hand(seen)
     return isinstance(seen, int)  # not a symbol of an exported graph
 
 
-def _documents(cu_seqlens, numbers, position_ids, attention_mask, cache, shape) -> torch.Tensor | None:
+def _documents(kwargs: dict[str, Any], position_ids, attention_mask, cache, shape) -> torch.Tensor | None:
     """The ends of packed documents: as they are given, or where positions restart (without a mask and a cache)."""
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, cache, *shape)
-        return cu_seqlens
+    given = {name: kwargs.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")}
+    if cache is not None and (told := [name for name, x in given.items() if x is not None]):
+        raise ValueError(f"{told[0]} packs whole documents, so it cannot continue from past_key_values.")
+    ends, keys, numbers = given.values()
+    if ends is not None or keys is not None:
+        check_cu_seqlens(ends, keys, *shape)
     if numbers is not None:
-        check_seq_idx(numbers, cache, *shape)
+        check_seq_idx(numbers, ends, *shape)
+    if ends is not None:
+        return ends
+    if numbers is not None:
         return cu_seqlens_from_numbers(numbers)
     if position_ids is None or attention_mask is not None or cache is not None:
         return None
@@ -930,24 +1053,17 @@ def _default_positions(attention_mask, cu_seqlens, seen, shape, device) -> torch
     if cu_seqlens is not None:
         return positions_from_cu_seqlens(cu_seqlens, tuple(shape))
     if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
-        return (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -shape[1] :].to(device)
+        return ((attention_mask != 0).long().cumsum(dim=1) - 1).clamp(min=0)[:, -shape[1] :].to(device)
     return torch.arange(shape[1], device=device)[None] + seen
 
 
 def _packing(mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None, shape) -> Packing | None:
     """What recurrent layers work on, for a `[B, T]` mask and packed documents; None when that is all rows whole."""
-    if mask is not None and not torch.compiler.is_compiling() and bool(mask.all()):
+    if mask is not None and not in_graph() and bool(mask.all()):
         mask = None
     if cu_seqlens is not None:
         return packing_from_documents(cu_seqlens, mask, tuple(shape))
     return None if mask is None else packing_from_mask(mask)
-
-
-def _is_idle(mask: torch.Tensor | None) -> bool:
-    """Whether a mask shows no pad: looked at on a CPU alone, where that makes nobody wait."""
-    if mask is None or mask.device.type != "cpu" or torch.compiler.is_compiling():
-        return False
-    return bool(mask.all())
 
 
 def _varlen_arguments(cu_seqlens: torch.Tensor, mask) -> dict[str, Any]:

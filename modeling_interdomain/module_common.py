@@ -134,6 +134,15 @@ class AuxiliaryLoss(nn.Module):
         return loss
 
 
+def home_of(module: nn.Module) -> torch.device:
+    """Where the weights of a linear map are: quantized, they may be buffers, or packed (by PyTorch, for CPUs alone)."""
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, torch.Tensor):
+        return weight.device
+    held = next((x for tensors in (module.parameters(), module.buffers()) for x in tensors), None)
+    return torch.device("cpu") if held is None else held.device
+
+
 def is_untouched(module: nn.Module, kind: type[nn.Module], device: torch.device) -> bool:
     """Whether calling a module does nothing but what its class says, so that a kernel may read its weights instead.
 

@@ -15,10 +15,10 @@ TOKEN_BEFORE = (1.0, 0.1)
 
 
 class CausalConv1d(nn.Conv1d):
-    """Depthwise convolution over the last `kernel_size` tokens; an ordinary `nn.Conv1d` otherwise."""
+    """Depthwise convolution over the last `kernel_size` tokens; an ordinary `nn.Conv1d` otherwise.
 
-    def __init__(self, width: int, kernel_size: int, bias: bool = False):
-        super().__init__(width, width, kernel_size, groups=width, bias=bias)
+    Made as that one is, and it computes what that one does: adapters make others of its class, of any groups.
+    """
 
     @torch.no_grad()
     def start_parameters(self, config) -> None:
@@ -40,6 +40,8 @@ class CausalConv1d(nn.Conv1d):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[B, W, L + kernel_size - 1]` to `[B, W, L]`."""
+        if not self.groups == self.in_channels == self.out_channels:
+            return super().forward(x)
         # A few shifted products keep the memory layout of the tokens; the library's convolution would transpose it.
         length = x.shape[-1] - self.kernel_size[0] + 1
         if length > 1 and multiplies_narrow(x) and not torch.compiler.is_compiling():
@@ -47,11 +49,14 @@ class CausalConv1d(nn.Conv1d):
         if length == 1:
             y = (x * self.weight[:, 0]).sum(-1, keepdim=True)
             return y if self.bias is None else y + self.bias[:, None]
-        taps = self.weight[:, 0].split(1, dim=-1)
-        y = x[..., :length] * taps[0]
-        for shift, tap in enumerate(taps[1:], start=1):
-            y = torch.addcmul(y, x[..., shift : shift + length], tap)
-        return y if self.bias is None else y + self.bias[:, None]
+        # Token by token: Inductor, which lays out what it keeps as it is written, would otherwise vectorise a loop over
+        # tokens around a buffer for one of them (PyTorch 2.13 on a CPU, its issue 185702), and gradients were wrong.
+        tokens = x.mT
+        first, *later = self.weight[:, 0].unbind(-1)
+        y = tokens[..., :length, :] * first
+        for shift, tap in enumerate(later, start=1):
+            y = torch.addcmul(y, tokens[..., shift : shift + length, :], tap)
+        return (y if self.bias is None else y + self.bias).mT
 
     def _as_image(self, x: torch.Tensor, padding: int = 0) -> torch.Tensor:
         """In two dimensions the library's convolution reads tokens as they lie."""

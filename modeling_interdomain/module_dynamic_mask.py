@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
+from .op_common import autocasts
 from .op_common_launch import namespace
 
 # Of a head with a bias: kernels want sizes that are multiples of 8, and the same of keys and values.
@@ -88,9 +89,12 @@ class ValueMask(nn.Module):
 
     def forward(self, query, key, value, position_ids) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values `[B, T, heads, size]` to the same with `BIAS_COLUMNS` more."""
-        bias = self.bias(value) / self.scaling
-        bias = bias.clamp(max=torch.finfo(key.dtype).max)[..., None]
-        first = bias.to(key.dtype)
+        # What multiplies queries and keys may be narrower than they are. Half of its largest number leaves room for the
+        # rest of a score.
+        wide = key.dtype == torch.float64 or not autocasts(key.device)
+        narrow = key.dtype if wide else torch.get_autocast_dtype(key.device.type)
+        bias = (self.bias(value) / self.scaling).clamp(max=torch.finfo(narrow).max / 2)[..., None]
+        first = bias.to(narrow).to(key.dtype)
         second = (bias - first).to(key.dtype)
         rest = BIAS_COLUMNS - 2
         query = F.pad(F.pad(query, (0, 2), value=1.0), (0, rest))

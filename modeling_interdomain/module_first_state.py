@@ -23,4 +23,5 @@ class FirstState(Float32Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """The state of each of the rows, or documents, along the first axis of any tensor."""
-        return self.state.expand(rows.shape[0], *self.state.shape)
+        state = self.state.clone()  # what shards this module frees its parameter after this call
+        return state.expand(rows.shape[0], *state.shape)

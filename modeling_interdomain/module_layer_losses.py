@@ -38,10 +38,19 @@ def share_of_step(labels, shift_labels, items: torch.Tensor | int | None) -> tup
     """
     if labels is None or items is None:
         return 1, 1
-    counted = shift_labels
+    return count_asked(labels, shift_labels), at_least_one(items)
+
+
+def count_asked(labels: torch.Tensor, shift_labels: torch.Tensor | None, ignored: int = -100) -> torch.Tensor:
+    """How many of the labels count, given as for `share_of_step`."""
     if shift_labels is None:
-        counted = labels[:, 1:] if labels.ndim > 1 else labels
-    return (counted != -100).sum(), items
+        shift_labels = labels[:, 1:] if labels.ndim > 1 else labels
+    return (shift_labels != ignored).sum()
+
+
+def at_least_one(items):
+    """What a sum over so many is divided by: of none, the sum is 0."""
+    return items + (items == 0)
 
 
 def together(loss: torch.Tensor | None, layer_loss: torch.Tensor | None, part=1, whole=1) -> torch.Tensor | None:
@@ -51,14 +60,14 @@ def together(loss: torch.Tensor | None, layer_loss: torch.Tensor | None, part=1,
     return loss + layer_loss.to(loss.device) * part / whole
 
 
-def warn_if_left_out(logits: torch.Tensor, layer_loss: torch.Tensor | None) -> None:
-    """Say once when a backward pass comes to the logits and has not come by `layer_loss`, which was made after them.
+def warn_if_left_out(hidden_states: torch.Tensor, layer_loss: torch.Tensor | None) -> None:
+    """Say once when a backward pass comes to the last hidden states and has not come by `layer_loss`, made after them.
 
     Whoever makes the loss: the Trainer's `compute_loss_func` and smoothed labels, another trainer, a loop of one's own.
     """
-    if layer_loss is None or torch.compiler.is_compiling() or logits.device != layer_loss.device:
+    if layer_loss is None or torch.compiler.is_compiling() or hidden_states.device != layer_loss.device:
         return
-    if not (logits.requires_grad and layer_loss.requires_grad):
+    if not (hidden_states.requires_grad and layer_loss.requires_grad):
         return
     found: list[bool] = []
 
@@ -74,4 +83,34 @@ def warn_if_left_out(logits: torch.Tensor, layer_loss: torch.Tensor | None) -> N
             )
 
     layer_loss.register_hook(note)
-    logits.register_hook(look)
+    hidden_states.register_hook(look)
+
+
+class _Alongside(torch.autograd.Function):
+    """A tensor as it is: a backward pass that comes to it goes on to the loss as well, with 1."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not torch.compiler.is_compiling():
+            logger.warning_once(
+                "The loss of this training is made of hidden states, past the head of the model: what the layers add "
+                "to it (the balance of experts, the ranking of keys) is trained along, with the weight 1 in every "
+                "backward pass, whatever that loss is multiplied with. Where several batches make one step, divide "
+                "config.aux_loss_coef and config.ranking_loss_coef by their number; with 0 nothing is added."
+            )
+        return gradients[0], torch.ones_like(ctx.saved_tensors[0])
+
+
+def trained_along(hidden_states: torch.Tensor, layer_loss: torch.Tensor | None) -> torch.Tensor:
+    """The hidden states, with whose gradient `layer_loss` gets its own: for whoever makes a loss of these alone."""
+    if layer_loss is None or not layer_loss.requires_grad:
+        return hidden_states
+    return _Alongside.apply(hidden_states, layer_loss.to(hidden_states.device))

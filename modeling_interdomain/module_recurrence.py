@@ -8,6 +8,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .module_common import Float32Module, TabledModule, backend_of, begun_with, is_plain, own_backend
+from .module_operators import Operators
 from .module_start import (
     even_log_steps,
     frequencies,
@@ -17,10 +18,11 @@ from .module_start import (
     posterior_diagonal,
     real_gramian,
 )
-from .op_common import Kept, narrowed
+from .op_common import Kept, as_complex, narrowed
 from .op_common_launch import STEP_BACKENDS
 from .op_interdomain import interdomain_attention, take_step
 from .op_interdomain_few import FEW, TOGETHER, FewTables, few_tables, take_few
+from .op_interdomain_map import interdomain_attention_map
 from .op_interdomain_rates import log_decays
 from .op_interdomain_replay import replay_tables
 from .op_interdomain_step import StepTables, step_tables
@@ -35,6 +37,17 @@ class InterdomainRecurrence(Float32Module, TabledModule):
 
     degree = 2
     """The power of C that the output has."""
+
+    operators = Operators.of(
+        interdomain_attention,
+        interdomain_attention_map,
+        take_step,
+        take_few,
+        few_tables,
+        log_decays,
+        replay_tables,
+        step_tables,
+    )
 
     C: nn.Parameter | None
     # The parameters that tables of a step are made of.
@@ -85,7 +98,7 @@ class InterdomainRecurrence(Float32Module, TabledModule):
             found = posterior(gramian(*self._transition_and_beta()), config.coefficient_init_noise)
             init.copy_(C, torch.view_as_real(found.resolve_conj()))
         if config.output_init_rms is not None:
-            coefficients = torch.view_as_complex(C.double())
+            coefficients = as_complex(C.double())
             rms = self._output_rms(config, coefficients if full else torch.diag_embed(coefficients))
             scale = (config.output_init_rms / rms) ** (1 / self.degree)
             C.mul_(scale.to(C.dtype).view(-1, *[1] * (C.ndim - 1)))
@@ -100,7 +113,7 @@ class InterdomainRecurrence(Float32Module, TabledModule):
         return rate, torch.exp(self.log_dt.double().exp()[:, None] * rate)
 
     def _transition_and_beta(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._rates()[1], torch.view_as_complex(self.B.double())
+        return self._rates()[1], as_complex(self.B.double())
 
     def _initial_input_matrix(self) -> torch.Tensor:
         rate, decay = self._rates()
@@ -117,23 +130,32 @@ class InterdomainRecurrence(Float32Module, TabledModule):
         """`log_decay` and `input_matrix`, `[G, M, 2]` each, and the coefficient matrix, in at least float32."""
         wide = torch.promote_types(self.log_dt.dtype, torch.float32)
         rates = self.log_dt, self.log_a_real, self.a_imag
-        log_decay = self._per_version("log_decay", lambda _: log_decays(*rates, wide, backend_of(self.config)))
+        make = self.operators.log_decays
+        log_decay = self._per_version("log_decay", lambda _: make(*rates, wide, backend_of(self.config)))
         return log_decay, self.B.to(wide), None if self.C is None else self.C.to(wide)
 
     def forward(
-        self, *tokens: torch.Tensor, transition: bool = False, step: bool = False, few: bool = False, **arguments: Any
+        self,
+        *tokens: torch.Tensor,
+        transition: bool = False,
+        step: bool = False,
+        few: bool = False,
+        mapped: bool = False,
+        **arguments: Any,
     ):
         """The operator applied to the tokens, or with `transition=True` what `state_after` moves a state on with.
 
         `initial_state` may be a function of `log_decay` and `input_matrix`. With `step=True` it is one token, `[B, 1,
-        heads, ...]`, that moves `state` in place; with `few=True` a few, see `take_few`. All of it happens inside,
-        because for the length of this call alone sharded parameters are gathered, and those that PEFT targets
-        (`target_parameters`) are adapted.
+        heads, ...]`, that moves `state` in place; with `few=True` a few, see `take_few`; with `mapped=True` it is the
+        map of which token answered. All of it happens inside, because for the length of this call alone sharded
+        parameters are gathered, and those that PEFT targets (`target_parameters`) are adapted.
         """
         if step:
             return self._step(*tokens, **arguments)
         if few:
-            return take_few(*tokens, tables=self._step_tables, few=self._few_tables, **arguments)
+            return self.operators.take_few(*tokens, tables=self._step_tables, few=self._few_tables, **arguments)
+        if mapped:
+            return self._map(*tokens, **arguments)
         if transition:
             if not torch.compiler.is_compiling() and tokens[0].shape[1] > FEW:
                 self.forget_tables()  # as the operator will, but before a record has them
@@ -150,11 +172,20 @@ class InterdomainRecurrence(Float32Module, TabledModule):
         arguments |= {"product": self.product, "normalize": self.normalize}
         if is_plain(inputs[0], inputs[0].dtype) and not torch.jit.is_tracing():
             arguments["kept"] = self._prompt_tables
-        return interdomain_attention(*inputs, **arguments, chunk_size=config.chunk_size, backend=config.backend)
+        arguments |= {"chunk_size": config.chunk_size, "backend": config.backend}
+        return self.operators.interdomain_attention(*inputs, **arguments)
+
+    def _map(self, *tokens: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+        """`interdomain_attention_map` of query and key."""
+        query, key, _ = tokens
+        shape: Any = {"product": self.product, "normalize": self.normalize}
+        return self.operators.interdomain_attention_map(
+            query, key, *self.parameters_of_operator(), **shape, cu_seqlens=cu_seqlens
+        )
 
     def _step(self, *tokens: Any, state: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """`interdomain_step` of query, key and value."""
-        return take_step(
+        return self.operators.take_step(
             *tokens,
             parameters=self.parameters_of_operator,
             tables=self._step_tables,
@@ -167,20 +198,23 @@ class InterdomainRecurrence(Float32Module, TabledModule):
 
     def _step_tables(self, dtype: torch.dtype) -> StepTables:
         def tables(kept: bool) -> StepTables:
-            return step_tables(*self.parameters_of_operator(), self.product, dtype, reused=kept)
+            return self.operators.step_tables(*self.parameters_of_operator(), self.product, dtype, reused=kept)
 
         return self._per_version(dtype, tables)
 
     def _few_tables(self, dtype: torch.dtype, count: int) -> FewTables:
         def tables(_: bool) -> FewTables:
-            return few_tables(*self.parameters_of_operator()[:2], dtype, count)
+            return self.operators.few_tables(*self.parameters_of_operator()[:2], dtype, count)
 
         return self._per_version((dtype, count), tables)
 
     def _transition(self, kept: bool) -> tuple[torch.Tensor, ...]:
         """With the tables of a replay where they are kept, and calls are what it costs."""
         log_decay, input_matrix, _ = self.parameters_of_operator()
-        tables = replay_tables(log_decay, input_matrix, TOGETHER) if kept and log_decay.device.type == "cpu" else ()
+        input_matrix = input_matrix.clone()  # what shards this module frees its parameters after the call
+        tables = ()
+        if kept and log_decay.device.type == "cpu":
+            tables = self.operators.replay_tables(log_decay, input_matrix, TOGETHER)
         return log_decay, input_matrix, *tables
 
     def _per_version(self, name: Any, compute: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from transformers import initialization as init
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .module_common import Float32Module, is_plain
 
@@ -15,31 +15,48 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 class InterdomainRotaryEmbedding(Float32Module):
-    """Cosines and sines `[B, T, dim]` for a head of `dim` numbers, by default `config.head_dim`."""
+    """Cosines and sines `[B, T, dim]` for a head of `dim` numbers, by default `config.head_dim`.
+
+    Angles that depend on the length go by that of each text, so that neither a neighbour nor an earlier forward changes
+    them.
+    """
 
     inv_freq: torch.Tensor
+    long_inv_freq: torch.Tensor
 
     def __init__(self, config, dim: int | None = None):
         super().__init__()
         self.config = copy.copy(config)
         self.config.head_dim = dim or config.head_dim
-        self.max_seq_len_cached = config.max_position_embeddings
-        self.original_max_seq_len = config.max_position_embeddings
         self.rope_type = config.rope_parameters["rope_type"]
-        inv_freq, self.attention_scaling = self.initial_frequencies()
-        self.register_buffer("inv_freq", inv_freq, persistent=False)
-        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
+        for name, (inv_freq, scaling) in self.initial_frequencies().items():
+            self.register_buffer(name, inv_freq, persistent=False)
+            self.attention_scaling = scaling
 
     @torch.no_grad()
     def start_parameters(self, config) -> None:
-        inv_freq, _ = self.initial_frequencies()
-        init.copy_(self.inv_freq, inv_freq)
-        init.copy_(self.original_inv_freq, inv_freq)
+        for name, (inv_freq, _) in self.initial_frequencies().items():
+            init.copy_(getattr(self, name), inv_freq)
 
-    def initial_frequencies(self, device=None) -> tuple[torch.Tensor, float]:
-        if self.rope_type != "default":
-            return ROPE_INIT_FUNCTIONS[self.rope_type](self.config, device)
-        return self.compute_default_rope_parameters(self.config, device)
+    def initial_frequencies(self) -> dict[str, tuple[torch.Tensor, float]]:
+        """The buffers, each with what multiplies cosines and sines; two of "longrope", of short and of long texts."""
+        if self.rope_type == "default":
+            return {"inv_freq": self.compute_default_rope_parameters(self.config)}
+        of_length = ROPE_INIT_FUNCTIONS[self.rope_type]
+        found = {"inv_freq": of_length(self.config, None)}
+        if self.rope_type == "longrope":
+            found["long_inv_freq"] = of_length(self.config, None, seq_len=self._short() + 1)
+        return found
+
+    def _short(self) -> int:
+        """The longest text of the short frequencies of "longrope"."""
+        return self.config.rope_parameters["original_max_position_embeddings"]
+
+    def _frequencies(self, lengths: torch.Tensor) -> torch.Tensor:
+        """Those of texts of the lengths `[B, 1 or T]`, where they depend on it."""
+        if self.rope_type == "longrope":
+            return torch.where(lengths[..., None] > self._short(), self.long_inv_freq, self.inv_freq)
+        return ROPE_INIT_FUNCTIONS[self.rope_type](self.config, lengths.device, seq_len=lengths[..., None])[0]
 
     @staticmethod
     def compute_default_rope_parameters(config, device=None, **kwargs) -> tuple[torch.Tensor, float]:
@@ -48,13 +65,26 @@ class InterdomainRotaryEmbedding(Float32Module):
         return config.rope_parameters["rope_theta"] ** -exponents, 1.0
 
     @torch.no_grad()
-    @dynamic_rope_update
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, position_ids: torch.Tensor, documents: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """In the dtype of x, at positions `[B or 1, T]`; `documents` `[B, T]` numbers the packed one of each token."""
         # In float32 an angle at position 65,536 would be off by some thousandths; MPS has no float64.
         wide = torch.float32 if x.device.type == "mps" else torch.float64
-        angles = position_ids[..., None].to(wide) * self.inv_freq.to(x.device, wide)
+        inv_freq = self.inv_freq
+        if self.rope_type in LENGTH_DEPENDENT:
+            inv_freq = self._frequencies(_lengths(position_ids, documents))
+        angles = position_ids[..., None].to(wide) * inv_freq.to(x.device, wide)
         angles = torch.cat([angles, angles], dim=-1)
         return (angles.cos() * self.attention_scaling).to(x.dtype), (angles.sin() * self.attention_scaling).to(x.dtype)
+
+
+def _lengths(position_ids: torch.Tensor, documents: torch.Tensor | None) -> torch.Tensor:
+    """`[B or 1, 1]`, how long each row is by now, or `[B, T]`, the document of each token."""
+    if documents is None:
+        return position_ids.amax(dim=1, keepdim=True) + 1
+    places, numbers = position_ids.expand(documents.shape).flatten(), documents.flatten()
+    return torch.zeros_like(places).scatter_reduce(0, numbers, places, "amax")[numbers].view(documents.shape) + 1
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from .module_common import Float32Module, TabledModule, begun_with, own_backend
+from .module_operators import Operators
 from .op_common_launch import STEP_BACKENDS
 from .op_selective_scan import SCAN_BACKENDS, selective_scan, take_scan_step
 
@@ -18,6 +19,8 @@ class SelectiveScanRecurrence(Float32Module, TabledModule):
 
     A module of its own, because it stays in float32 whatever the model's dtype, see `InterdomainRecurrence`.
     """
+
+    operators = Operators.of(selective_scan, take_scan_step)
 
     def __init__(self, config, channels: int):
         super().__init__()
@@ -46,15 +49,16 @@ class SelectiveScanRecurrence(Float32Module, TabledModule):
         """
         if not (step or torch.compiler.is_compiling()) and tokens[0].shape[1] > 1:
             self.forget_tables()
-        rate, bias = self._transition()
+        moves = self._transition()
         if transition:
-            return rate, bias
+            return moves
+        rate, bias = moves
         query, key, value, dt = tokens
         steps = steps_of(dt, bias)
         if step:
             return self._step(query, key, value, steps, rate, **arguments)
         arguments["initial_state"] = begun_with(arguments.get("initial_state"), rate, bias)
-        output, state = selective_scan(
+        output, state = self.operators.selective_scan(
             query,
             key,
             value,
@@ -73,7 +77,7 @@ class SelectiveScanRecurrence(Float32Module, TabledModule):
         """`selective_scan_step` of tokens with an axis of the one token; `[B, 1, E]`."""
         query, key, value, steps = (x.squeeze(1) for x in (query, key, value, steps))
         backend = own_backend(self.config, STEP_BACKENDS)
-        return take_scan_step(query, key, value, steps, rate, state, self.D, mask, backend)[:, None]
+        return self.operators.take_scan_step(query, key, value, steps, rate, state, self.D, mask, backend)[:, None]
 
     def _transition(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Rates `[N, E]` and biases `[E]`."""
@@ -81,7 +85,8 @@ class SelectiveScanRecurrence(Float32Module, TabledModule):
 
     def _rates(self) -> tuple[torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(self.A_log.dtype, torch.float32)
-        return -self.A_log.to(wide).exp(), self.dt_bias.to(wide)
+        bias = self.dt_bias.to(wide).clone()  # what shards this module frees its parameters after the call
+        return -self.A_log.to(wide).exp(), bias
 
 
 def steps_of(dt: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

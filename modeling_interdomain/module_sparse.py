@@ -12,12 +12,13 @@ from transformers import initialization as init
 
 from .module_common import FULL_PRECISION, TabledModule, are_untouched, is_plain, own_backend
 from .module_convolution import TOKEN_BEFORE, CausalConv1d, causal_conv, convolve_few, side_by_side, taps_of
+from .module_operators import Operators
 from .module_sparse_choice import KeyScorer, RankingLoss, SparseHash, hashed, ranking_loss, scored
 from .module_sparse_parts import PARTS, Budget, budgets, kept_shapes
 from .op_common import Packing, without_autocast
 from .op_common_launch import STEP_BACKENDS
 from .op_sparse import sparse_attention
-from .op_sparse_step import sparse_step
+from .op_sparse_step import take_sparse_step
 from .op_sparse_stream import Bins, Ring, SparseMemory, memory_of
 
 
@@ -83,6 +84,8 @@ class SparseBranch(TabledModule):
     paper; `hash` and `scorer`, where a part needs them.
     """
 
+    operators = Operators.of(sparse_attention, take_sparse_step, memory_of)
+
     def __init__(
         self, config, name: str, groups: int, width: int, outputs: int | None = None, *, reads_first: bool = False
     ):
@@ -104,7 +107,7 @@ class SparseBranch(TabledModule):
         size = self.heads * self.dim
         self.q_proj = nn.Linear(config.hidden_size, size, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, size, bias=False)
-        self.q_conv, self.k_conv = CausalConv1d(size, self.kernel), CausalConv1d(size, self.kernel)
+        self.q_conv, self.k_conv = (CausalConv1d(size, size, self.kernel, groups=size, bias=False) for _ in range(2))
         self.gate = ChannelGate(config, outputs, width)
         self.hash = SparseHash(config, self.heads) if "lsh" in parts else None
         self.scorer = KeyScorer(config) if "key_selection" in parts else None
@@ -266,7 +269,7 @@ class SparseBranch(TabledModule):
         extent: dict[str, Any] = {}
         if packing is not None:
             extent = {"lengths": packing.lengths, "cu_seqlens": packing.cu_seqlens, "documents": packing.documents}
-        output, memory = sparse_attention(
+        output, memory = self.operators.sparse_attention(
             inputs.query,
             inputs.key,
             inputs.value,
@@ -288,7 +291,7 @@ class SparseBranch(TabledModule):
         if inputs.sums is not None:
             kept = states["sparse_sums"]
             kept.copy_(inputs.sums if mask is None else inputs.sums.where(mask[:, None, None, None], kept))
-        output = sparse_step(
+        output = self.operators.take_sparse_step(
             inputs.query,
             inputs.key,
             inputs.value,
@@ -333,9 +336,9 @@ class SparseBranch(TabledModule):
 
 
 def replay(
-    states: dict[str, torch.Tensor], recorded: list[torch.Tensor], mask: torch.Tensor
+    operators: Operators, states: dict[str, torch.Tensor], recorded: list[torch.Tensor], mask: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """The states of a branch, by name, after the tokens of `SparseInputs.recorded` (mask `[B, T]`)."""
+    """The states of a branch with these operators, by name, after `SparseInputs.recorded` (mask `[B, T]`)."""
     memory = _memory_of(states)
     value, key, *rest = recorded
     of_bins, rest = rest[: len(memory.rings)], rest[len(memory.rings) :]
@@ -343,7 +346,7 @@ def replay(
     scores, selected = None, 0
     if memory.scores is not None:
         scores, selected, rest = rest[0], memory.scores.shape[-1], rest[1:]
-    after = _states_of(memory_of(key, value, scores, selected, bins, mask, memory))
+    after = _states_of(operators.memory_of(key, value, scores, selected, bins, mask, memory))
     if rest:
         both = torch.stack([rest[0], key], dim=3).to(states["sparse_sums"].dtype)
         after["sparse_sums"] = states["sparse_sums"] + torch.where(mask[..., None, None, None], both, 0).sum(1)

@@ -14,10 +14,24 @@ _SAME = 1e-4
 _TINY = 1e-12
 
 
+class DrawnAnew(nn.Dropout):
+    """In training every number of a tensor is drawn anew, from a normal distribution, with probability p.
+
+    A Dropout, because what compares a model in training with another forward of it (the ratios of DPO and GRPO) turns
+    these off: trainers' `disable_dropout` sets p = 0, with which the tensor stays as it is.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training or self.p == 0:
+            return x
+        return torch.where(torch.rand_like(x) < self.p, torch.randn_like(x), x)
+
+
 class SparseHash(Float32Module):
     """`argmax_j (z H)_j`, or with "sign" the bits `(z H)_j > 0`, of queries and keys about their running means.
 
-    H `[S, d, h]` is drawn anew in every forward of training; evaluation has one that is saved with the model.
+    H `[S, d, h]` is drawn anew in every forward of training, unless `draw.p` is 0; evaluation has one that is saved
+    with the model.
     """
 
     H: torch.Tensor
@@ -26,14 +40,15 @@ class SparseHash(Float32Module):
         super().__init__()
         self.kind = config.sparse_hash
         self.register_buffer("H", torch.randn(heads, config.sparse_key_dim, config.sparse_hash_size))
+        self.draw = DrawnAnew(1.0)
 
     def start_parameters(self, config) -> None:
         init.normal_(self.H)
 
     def forward(self, z: torch.Tensor, means: torch.Tensor | None) -> torch.Tensor:
         """`[B, T, S, n, d]` to bins `[B, T, S, n]`."""
-        projection = torch.randn_like(self.H) if self.training else self.H
-        return hashed(z, None if means is None else z - means, projection.to(z.dtype), self.kind)
+        projection = self.draw(self.H).to(z.dtype)
+        return hashed(z, None if means is None else z - means, projection, self.kind)
 
 
 def hashed(z: torch.Tensor, centred: torch.Tensor | None, projection: torch.Tensor, kind: str) -> torch.Tensor:

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from .module_common import Float32Module, begun_with, own_backend
+from .module_operators import Operators
 from .op_common_launch import STEP_BACKENDS
 from .op_ssd import SSD_BACKENDS, ssd_attention, take_ssd_step
 from .op_ssd_map import ssd_attention_map
@@ -19,6 +20,8 @@ class SSDRecurrence(Float32Module):
 
     A module of its own, because it stays in float32 whatever the model's dtype, see `InterdomainRecurrence`.
     """
+
+    operators = Operators.of(ssd_attention, take_ssd_step, ssd_attention_map)
 
     def __init__(self, config, heads: int):
         super().__init__()
@@ -44,21 +47,31 @@ class SSDRecurrence(Float32Module):
             step = torch.empty_like(self.dt_bias).uniform_(low, high).exp()
             init.copy_(self.dt_bias, step + torch.log(-torch.expm1(-step)))  # softplus of it is the step
 
-    def forward(self, *tokens: torch.Tensor, transition: bool = False, step: bool = False, **arguments: Any):
+    def forward(
+        self,
+        *tokens: torch.Tensor,
+        transition: bool = False,
+        step: bool = False,
+        mapped: bool = False,
+        **arguments: Any,
+    ):
         """`ssd_attention` of C `[B, T, G, N]`, B `[B, T, G, N]`, x `[B, T, H, P]` and the raw dt `[B, T, H]`.
 
         With `transition=True` what `discretized` needs alone, of which `initial_state` may be a function. With
-        `step=True` it is one token that moves `state` in place. All of it happens inside, see `InterdomainRecurrence`.
+        `step=True` it is one token that moves `state` in place, with `mapped=True` the map of which token answered. All
+        of it happens inside, see `InterdomainRecurrence`.
         """
         if transition:
-            return self._transition()
+            return tuple(x.clone() for x in self._transition())  # parameters may be freed after the call
+        if mapped:
+            return self._map(*tokens, **arguments)
         query, key, value, dt = tokens
         moves = self._transition()
         inputs, log_decay = discretized(value, dt, *moves)
         if step:
             return self._step(query, key, value, inputs, log_decay, **arguments)
         arguments["initial_state"] = begun_with(arguments.get("initial_state"), *moves)
-        output, state = ssd_attention(
+        output, state = self.operators.ssd_attention(
             query,
             key,
             inputs,
@@ -69,10 +82,10 @@ class SSDRecurrence(Float32Module):
         )
         return self._skipped(output, value), state
 
-    def attention_map(self, query, key, value, dt, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    def _map(self, query, key, value, dt, *, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
         """Which x made which output `[B, H, T, T]`: `dt` and `D`, which `ssd_attention_map` knows nothing of, too."""
         step, log_decay = discretized(torch.ones_like(value[..., :1]), dt, *self._transition())
-        weights = ssd_attention_map(query, key, log_decay, cu_seqlens=cu_seqlens)
+        weights = self.operators.ssd_attention_map(query, key, log_decay, cu_seqlens=cu_seqlens)
         weights = weights * step.permute(0, 2, 3, 1).to(weights)
         return (
             weights
@@ -85,7 +98,8 @@ class SSDRecurrence(Float32Module):
         query, key, inputs, log_decay, value = (x.squeeze(1) for x in (query, key, inputs, log_decay, value))
         with torch.no_grad():
             backend = own_backend(self.config, STEP_BACKENDS)
-            output = self._skipped(take_ssd_step(query, key, inputs, log_decay, state, mask, backend), value)
+            output = self.operators.take_ssd_step(query, key, inputs, log_decay, state, mask, backend)
+            output = self._skipped(output, value)
         return output if mask is None else output.where(mask[:, None, None], 0)
 
     def _skipped(self, output: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

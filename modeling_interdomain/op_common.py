@@ -23,15 +23,26 @@ def decay_powers(log_decay: torch.Tensor, exponents: torch.Tensor) -> torch.Tens
         `[G, E, M]`, complex128.
     """
     exponents = exponents.to(torch.float64)[:, None]
-    rate, phase = log_decay.to(torch.float64)[:, None].unbind(-1)
-    return torch.polar((rate * exponents).exp(), phase * exponents)
+    rate, phase = log_decay[:, None].unbind(-1)
+    size, angle = (finite(rate) * exponents).exp(), phase.to(torch.float64) * exponents
+    # `torch.polar` divides by the size in its gradient, where nothing is left of a denormal one.
+    return torch.complex(size * angle.cos(), size * angle.sin())
+
+
+def finite(log_decay: torch.Tensor) -> torch.Tensor:
+    """In float64, and -inf as a number whose exp is 0 as well: zero times it is zero, and sums of it have differences.
+
+    It is small enough besides for what is added to it to keep its digits.
+    """
+    return log_decay.to(torch.float64).clamp(min=-1000.0)
 
 
 def as_complex(pairs: torch.Tensor) -> torch.Tensor:
-    """View real pairs `[..., 2]` as complex numbers `[...]`, in the nearest dtype that has a complex partner."""
-    if pairs.dtype not in (torch.float32, torch.float64):
-        pairs = pairs.float()
-    return torch.view_as_complex(pairs.contiguous())
+    """Real pairs `[..., 2]` as complex numbers `[...]`, in the nearest dtype that has a complex partner.
+
+    A copy: a view would need an even storage offset, which a parameter in a flat buffer need not have.
+    """
+    return torch.complex(*pairs.to(torch.promote_types(pairs.dtype, torch.float32)).unbind(-1))
 
 
 def multiplies_narrow(x: torch.Tensor) -> bool:
@@ -76,6 +87,9 @@ class Kept:
     def __reduce__(self):
         return type(self), ()
 
+    def forget(self) -> None:
+        self._kept = None
+
     def get(self, name: Hashable, tensors: Sequence[torch.Tensor | None], compute: Callable[[], Any]) -> Any:
         """The value of a name and of these tensors."""
         kept = self._kept
@@ -90,9 +104,19 @@ def _equal(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
     return x.dtype == y.dtype and torch.equal(x, y)
 
 
+def in_graph() -> bool:
+    """Whether what is computed is compiled, exported or traced: for other values, and sizes, than those at hand."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def values_at_hand(x: torch.Tensor) -> bool:
+    """Whether sizes and branches may depend on values, which a device would have to hand over, and a graph cannot."""
+    return x.device.type == "cpu" and not in_graph()
+
+
 def all_real(mask: torch.Tensor) -> bool:
     """Whether no token is a pad, where that is known at once: asking a GPU would wait for it."""
-    return mask.device.type == "cpu" and not torch.compiler.is_compiling() and bool(mask.all())
+    return values_at_hand(mask) and bool(mask.all())
 
 
 def autocasts(device: torch.device) -> bool:
@@ -217,22 +241,22 @@ def _real_tokens_first(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def cu_seqlens_from_positions(position_ids: torch.Tensor) -> torch.Tensor | None:
     """Documents start wherever `position_ids` `[B, T]` do not go up; None when every row is one document.
 
-    In a compiled graph, where no size may depend on values, the answer always has `B T + 1` entries: empty documents
-    follow the last one.
+    In a graph, where no size may depend on values, the answer always has `B T + 1` entries: empty documents follow the
+    last one.
     """
-    return _ends_before(position_ids.diff(dim=1) <= 0)
+    return _ends_before(position_ids[:, 1:] <= position_ids[:, :-1])  # unsigned numbers have no negative difference
 
 
 def cu_seqlens_from_numbers(documents: torch.Tensor) -> torch.Tensor | None:
     """The same, where the number of its document is known of each token, `[B, T]`."""
-    return _ends_before(documents.diff(dim=1) != 0)
+    return _ends_before(documents[:, 1:] != documents[:, :-1])
 
 
 def _ends_before(later: torch.Tensor) -> torch.Tensor | None:
     """`later` `[B, T - 1]`: whether the second and later tokens of a row start a document."""
     starts = torch.nn.functional.pad(later, (1, 0), value=True).flatten()
     count = starts.shape[0]
-    if torch.compiler.is_compiling():
+    if in_graph():
         numbers = torch.arange(1, count + 2, device=starts.device)
         return torch.searchsorted(starts.long().cumsum(0), numbers)
     begins = starts.nonzero()[:, 0]
@@ -254,29 +278,52 @@ def positions_from_cu_seqlens(cu_seqlens: torch.Tensor, shape: tuple[int, int]) 
     return (torch.arange(length, device=cu_seqlens.device) - starts).view(shape)
 
 
-def check_documents(cu_seqlens: torch.Tensor | None, lengths: torch.Tensor | None, x: torch.Tensor) -> None:
-    """Refuse `cu_seqlens` or `lengths` that do not fit tokens `[B, T, ...]`; their values where it costs no graph."""
+def check_documents(
+    cu_seqlens: torch.Tensor | None, lengths: torch.Tensor | None, x: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Refuse `cu_seqlens` or `lengths` that do not fit tokens `[B, T, ...]`; their values where it costs no graph.
+
+    Returns:
+        Both, in a dtype that has differences.
+    """
     batch, length = x.shape[:2]
     if lengths is not None:
         if cu_seqlens is not None:
             raise ValueError("lengths and cu_seqlens exclude each other: documents have no pads to leave out.")
-        if lengths.shape != (batch,) or lengths.is_floating_point() or lengths.dtype == torch.bool:
+        if not _are_integers(lengths) or lengths.shape != (batch,):
             raise ValueError(f"lengths must be integers of shape [B] = [{batch}], got {_described(lengths)}.")
+        lengths = signed(lengths)
         if not torch.compiler.is_compiling() and bool(((lengths < 0) | (lengths > length)).any()):
             raise ValueError(f"lengths must lie between 0 and T = {length}, got {lengths.tolist()}.")
-    if cu_seqlens is None:
-        return
-    if batch != 1:
+    if cu_seqlens is not None and batch != 1:
         raise ValueError(f"cu_seqlens packs the documents into one row, so query must have B = 1, got B = {batch}.")
-    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.is_floating_point():
+    return check_ends(cu_seqlens, length), lengths
+
+
+def check_ends(cu_seqlens: torch.Tensor | None, length: int) -> torch.Tensor | None:
+    """The same of documents along `length` tokens."""
+    if cu_seqlens is None:
+        return None
+    if not _are_integers(cu_seqlens) or cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(f"cu_seqlens must be integers of shape [S + 1] with S >= 1, got {_described(cu_seqlens)}.")
+    cu_seqlens = signed(cu_seqlens)
     if torch.compiler.is_compiling():
-        return
+        return cu_seqlens
     first, last, falling = torch.stack([cu_seqlens[0], cu_seqlens[-1], (cu_seqlens.diff() < 0).any()]).tolist()
     if first != 0 or last != length:
         raise ValueError(f"cu_seqlens must run from 0 to T = {length}, got {first} to {last}.")
     if falling:
         raise ValueError("cu_seqlens must never decrease: every document begins where the one before it ends.")
+    return cu_seqlens
+
+
+def _are_integers(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+def signed(x: torch.Tensor) -> torch.Tensor:
+    """Numbers without a sign have no negative difference, and few operations."""
+    return x if x.dtype in (torch.int32, torch.int64) else x.long()
 
 
 def check_how(backend: str, backends: tuple[str, ...], chunk_size: int) -> None:
@@ -287,29 +334,69 @@ def check_how(backend: str, backends: tuple[str, ...], chunk_size: int) -> None:
         raise ValueError(f"chunk_size must be a positive integer, got {chunk_size!r}.")
 
 
+def check_tensors(*arguments: tuple[str, Any, str], integers: tuple[str, ...] = ()) -> dict[str, int]:
+    """Refuse what is no floating-point tensor of its axes, beside the first one.
+
+    Args:
+        arguments: names, tensors and axes, as ("key", key, "B, T, G, R"). An axis has one size, at least 1, in all of
+            them; one that is called by a number has that size.
+        integers: the names of those that hold integers instead.
+
+    Returns:
+        The sizes of the axes.
+    """
+    sizes: dict[str, int] = {}
+    for name, x, axes in arguments:
+        names = axes.split(", ")
+        if not isinstance(x, torch.Tensor) or x.ndim != len(names):
+            raise ValueError(f"{name} must have shape [{axes}], got {shape_of(x)}.")
+        for axis, size in zip(names, x.shape):
+            if size != (int(axis) if axis.isdigit() else sizes.setdefault(axis, size)):
+                known = ", ".join([str(sizes.get(other, other)) for other in names])
+                raise ValueError(f"{name} must have shape [{axes}] = [{known}], got {list(x.shape)}.")
+            if size == 0:  # no chunk, block or grid of a kernel has a size for it
+                what = {"B": "row", "T": "token"}.get(axis, "number")
+                raise ValueError(f"{name} must hold at least one {what}, got {axis} = 0.")
+        _check_kind(name, x, name in integers, arguments[0][1].device, arguments[0][0])
+    return sizes
+
+
 def check_floats(name: str, x: torch.Tensor, device: torch.device, beside: str = "query") -> None:
-    """Refuse what is no floating-point tensor on the device of the argument `beside` it."""
-    if not x.is_floating_point():
-        raise ValueError(f"{name} must be a floating-point tensor, got {x.dtype}.")
+    """Refuse what is no real floating-point tensor on the device of the argument `beside` it."""
+    _check_kind(name, x, False, device, beside)
+
+
+def _check_kind(name: str, x: torch.Tensor, integers: bool, device: torch.device, beside: str) -> None:
+    if not (_are_integers(x) if integers else x.is_floating_point()):
+        raise ValueError(f"{name} must be {'integers' if integers else 'a floating-point tensor'}, got {x.dtype}.")
     if x.device != device:
         raise ValueError(f"{name} is on {x.device}, but {beside} is on {device}; move it there.")
 
 
-def check_not_empty(x: torch.Tensor, name: str = "query") -> None:
-    """Refuse `[B, T, ...]` that holds nothing: no chunk, block or grid of a kernel has a size for it."""
-    for size, what, axis in ((x.shape[0], "row", "B"), (x.shape[1], "token", "T")):
-        if size == 0:
-            raise ValueError(f"{name} must hold at least one {what}, got {axis} = 0.")
+def check_range(name: str, x: torch.Tensor, least: int, most: int) -> None:
+    """Refuse integers that are out of range, where looking costs no wait for a device and no graph."""
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        low, high = (int(n) for n in x.aminmax())
+        if low < least or high > most:
+            raise ValueError(f"{name} must lie between {least} and {most}, got {low if low < least else high}.")
 
 
-def check_state_shape(name: str, state: torch.Tensor, shape: tuple[int, ...], axes: str) -> None:
+def check_state(
+    name: str, state: Any, shape: tuple[int, ...], axes: str, device: torch.device, beside: str = "query"
+) -> None:
     """Refuse a state that has not one row of the named axes for each row of the batch, or document."""
     if not isinstance(state, torch.Tensor) or state.shape != shape:
-        found = list(state.shape) if isinstance(state, torch.Tensor) else type(state).__name__
         raise ValueError(
-            f"{name} must have shape [rows, {axes}] = {list(shape)}, with one row a batch row or document, got {found}."
+            f"{name} must have shape [rows, {axes}] = {list(shape)}, with one row a batch row or document, got "
+            f"{shape_of(state)}."
         )
+    check_floats(name, state, device, beside)
 
 
-def _described(x: torch.Tensor) -> str:
-    return f"{x.dtype} of shape {list(x.shape)}"
+def shape_of(x: Any) -> list[int] | str:
+    """What an argument is, in the words of a refusal."""
+    return list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+
+
+def _described(x: Any) -> str:
+    return f"{x.dtype} of shape {list(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__

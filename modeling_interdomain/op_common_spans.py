@@ -12,7 +12,7 @@ where the decay depends on the token, these functions do not hold.
 
 import torch
 
-from .op_common import decay_powers
+from .op_common import check_tensors, decay_powers
 
 
 def join_states(
@@ -96,15 +96,11 @@ def aged(state: torch.Tensor, tokens: int | torch.Tensor, log_decay: torch.Tenso
 
 
 def _check(log_decay: torch.Tensor, tokens: int | torch.Tensor, **states: torch.Tensor) -> None:
-    shapes = {tuple(x.shape) for x in states.values()}
-    (shape, *others) = shapes
-    groups, size = log_decay.shape[:2]
-    if others or len(shape) != 5 or shape[1:4] != (groups, 2, size):
-        named = ", ".join(f"{name} {list(x.shape)}" for name, x in states.items())
-        raise ValueError(f"States must have one shape [B, {groups}, 2, {size}, R + D], got {named}.")
-    ages = torch.as_tensor(tokens)
-    fits = ages.ndim == 0 or ages.shape == shape[:1]
-    if not fits or ages.is_floating_point() or bool((ages < 0).any()):
+    named = [(name, x, "B, G, 2, M, R + D") for name, x in states.items()]
+    rows = check_tensors(("log_decay", log_decay, "G, M, 2"), *named)["B"]
+    ages = torch.tensor(-1) if tokens is None else torch.as_tensor(tokens)
+    fits = ages.ndim == 0 or ages.shape == (rows,)
+    if not fits or ages.is_floating_point() or ages.is_complex() or bool((ages < 0).any()):
         raise ValueError(
-            f"A number of tokens must be whole and at least 0, one for all or [B] = [{shape[0]}], got {tokens!r}."
+            f"A number of tokens must be whole and at least 0, one for all or [B] = [{rows}], got {tokens!r}."
         )

@@ -120,7 +120,8 @@ class States:
         """`[documents, G, 2, M, W]` to `[G, S', W, 2M]`."""
         if self.chunks.order is not None:
             states = states.index_select(0, self.chunks.order)
-        return states.permute(1, 0, 4, 3, 2).flatten(3)
+        states = states.permute(1, 0, 4, 3, 2)
+        return states.clone(memory_format=torch.contiguous_format).flatten(3)  # pairs side by side, whatever came
 
     def by_document(self, states: torch.Tensor, into: torch.Tensor) -> None:
         """The way back; documents without a token keep what `into` says."""
@@ -223,7 +224,7 @@ class StateGradients:
         self.of_powers = torch.zeros_like(self.tables.powers)
         self.initial = None if states.initial is None else torch.zeros_like(states.initial)
         self.left: torch.Tensor | None = None  # of the states with which the segment after this one begins
-        self.ends = None if final is None else states._by_rank(final).contiguous()
+        self.ends = None if final is None else states._by_rank(final)
         self.starts: list[torch.Tensor | None] = []
         for segment in chunks.segments:
             self.starts.append(states.entry(segment))

@@ -15,6 +15,7 @@ import math
 import torch
 from torch.nn import functional as F
 
+from .op_common import check_range, check_tensors, signed
 from .op_common_launch import fused, namespace
 
 # PyTorch's embedding bags, or fused kernels on a GPU, where they can run.
@@ -42,10 +43,16 @@ def find_experts(query: torch.Tensor, keys: torch.Tensor, rows: int, count: int)
     Returns:
         scores and ids, `[B, T, h, k]`, best first. No gradient flows through the choice, only through the scores, and
         a GPU sums that one in a fixed order only under `torch.use_deterministic_algorithms`.
+
+    Raises:
+        ValueError: when an argument has a wrong shape, device or value; the message begins with its name.
     """
+    check_tensors(("query", query, "B, T, 2, h, r / 2"), ("keys", keys, "h, n1 + n2, r / 2"))
+    _check_number("rows", rows, keys.shape[1] - 1)
+    _check_number("count", count, min(rows, keys.shape[1] - rows))
     first, second = (half.transpose(1, 2) for half in query.unbind(2))  # [B, h, T, r / 2]
     first, second = first @ keys[:, :rows].mT, second @ keys[:, rows:].mT
-    return choose_experts(first.transpose(1, 2), second.transpose(1, 2), count)
+    return best_experts(first.transpose(1, 2), second.transpose(1, 2), count)
 
 
 def keys_of_inputs(projection: torch.Tensor, keys: torch.Tensor, rows: int) -> torch.Tensor:
@@ -60,13 +67,30 @@ def keys_of_inputs(projection: torch.Tensor, keys: torch.Tensor, rows: int) -> t
 
     Returns:
         `[h, n1 + n2, d]`.
+
+    Raises:
+        ValueError: when an argument has a wrong shape, device or value; the message begins with its name.
     """
+    check_tensors(("keys", keys, "h, n1 + n2, r / 2"), ("projection", projection, "h r, d"))
+    _check_number("rows", rows, keys.shape[1] - 1)
+    if projection.shape[0] != 2 * keys.shape[0] * keys.shape[2]:
+        raise ValueError(
+            f"projection must have h r = {2 * keys.shape[0] * keys.shape[2]} rows to match keys, got "
+            f"{list(projection.shape)}."
+        )
     first, second = projection.view(2, keys.shape[0], keys.shape[2], -1)
     return torch.cat([keys[:, :rows] @ first, keys[:, rows:] @ second], dim=1)
 
 
 def choose_experts(first: torch.Tensor, second: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """As `find_experts`, of the scores of both halves of the product keys, `[B, T, h, n1]` and `[B, T, h, n2]`."""
+    sizes = check_tensors(("first", first, "B, T, h, n1"), ("second", second, "B, T, h, n2"))
+    _check_number("count", count, min(sizes["n1"], sizes["n2"]))
+    return best_experts(first, second, count)
+
+
+def best_experts(first: torch.Tensor, second: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`choose_experts` for a caller whose arguments fit."""
     with torch.no_grad():
         sums, i, j = _best_pairs(first, second, count)
         ids = i * second.shape[-1] + j
@@ -101,11 +125,18 @@ def read_experts(x: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, backen
         `[B, T, k]`, in the wider dtype of the two.
 
     Raises:
-        ValueError: when "triton" is asked for and cannot run here.
+        ValueError: when an argument has a wrong shape, device or value; the message begins with its name. On a GPU
+            nobody looks whether ids are below the number of experts. Also when "triton" is asked for and cannot run
+            here.
     """
+    return read_rows(x, table, _checked_ids("x", x, "B, T, d", table, ids, backend), backend)
+
+
+def read_rows(x: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, backend: str = "auto") -> torch.Tensor:
+    """`read_experts` for a caller whose arguments fit."""
     dtype = torch.promote_types(x.dtype, table.dtype)
     if _is_short(ids, backend):
-        return (F.embedding(ids, table).to(dtype) @ x.to(dtype)[..., None])[..., 0]
+        return (_gathered(table, ids).to(dtype) @ x.to(dtype)[..., None])[..., 0]
     working = _working_dtype(dtype, x.device)
     found = _products(x.flatten(0, 1).to(working), table.to(working), ids.flatten(0, 1), backend)
     return found.view(ids.shape).to(dtype)
@@ -123,14 +154,41 @@ def sum_experts(weights: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, b
         `[B, T, d]`, in the wider dtype of weights and table.
 
     Raises:
-        ValueError: when "triton" is asked for and cannot run here.
+        ValueError: as `read_experts`.
     """
+    return sum_rows(weights, table, _checked_ids("weights", weights, "B, T, k", table, ids, backend), backend)
+
+
+def sum_rows(weights: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, backend: str = "auto") -> torch.Tensor:
+    """`sum_experts` for a caller whose arguments fit."""
     dtype = torch.promote_types(weights.dtype, table.dtype)
     if _is_short(ids, backend):
-        return (weights.to(dtype)[..., None, :] @ F.embedding(ids, table).to(dtype))[..., 0, :]
+        return (weights.to(dtype)[..., None, :] @ _gathered(table, ids).to(dtype))[..., 0, :]
     working = _working_dtype(dtype, table.device)
     found = _bags(weights.flatten(0, 1).to(working), table.to(working), ids.flatten(0, 1), backend)
     return found.unflatten(0, ids.shape[:2]).to(dtype)
+
+
+def _check_number(name: str, number: int, most: int) -> None:
+    if not isinstance(number, int) or not 1 <= number <= most:
+        raise ValueError(f"{name} must be an integer from 1 to {most} for these keys, got {number!r}.")
+
+
+def _checked_ids(name: str, x: torch.Tensor, axes: str, table: torch.Tensor, ids: torch.Tensor, backend: str):
+    """The ids, after a look at all arguments; that at their values is left to the operators below."""
+    if backend not in EXPERT_BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(EXPERT_BACKENDS)}, got {backend!r}.")
+    check_tensors((name, x, axes), ("table", table, "experts, d"), ("ids", ids, "B, T, k"), integers=("ids",))
+    return signed(ids)
+
+
+def _gathered(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The rows of a few ids; that all are there is seen in gathering them."""
+    try:
+        return F.embedding(ids, table)
+    except IndexError:
+        check_range("ids", ids, 0, len(table) - 1)
+        raise
 
 
 def _is_short(ids: torch.Tensor, backend: str) -> bool:
@@ -150,6 +208,7 @@ _NAMESPACE = namespace(__name__)
 @torch.library.custom_op(f"{_NAMESPACE}::products", mutates_args=())
 def _products(x: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, backend: str) -> torch.Tensor:
     """By the weights: `x[t] . table[ids[t, j]]`, `[T, k]`."""
+    check_range("ids", ids, 0, len(table) - 1)
 
     def run():
         from .op_experts_triton import triton_products
@@ -172,6 +231,7 @@ def _products(x: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, backend: 
 @torch.library.custom_op(f"{_NAMESPACE}::bags", mutates_args=())
 def _bags(weights: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, backend: str) -> torch.Tensor:
     """By x: `sum_j weights[t, j] table[ids[t, j]]`, `[T, d]`."""
+    check_range("ids", ids, 0, len(table) - 1)
     found = _fused_bags(backend, weights, table, ids)
     if found is not None:
         return found

@@ -11,9 +11,10 @@ from .op_common import (
     check_documents,
     check_floats,
     check_how,
-    check_not_empty,
-    check_state_shape,
+    check_state,
+    check_tensors,
     multiplies_narrow,
+    shape_of,
     without_autocast,
 )
 from .op_common_launch import check_step_backend, fused
@@ -119,10 +120,11 @@ def interdomain_attention(
         >>> state.shape
         torch.Size([3, 4, 2, 8, 32])
     """
-    _check_inputs(query, key, value, log_decay, input_matrix, coefficient_matrix, product)
-    check_documents(cu_seqlens, lengths, query)
+    check_inputs((query, key, value), log_decay, input_matrix, coefficient_matrix, product)
+    cu_seqlens, lengths = check_documents(cu_seqlens, lengths, query)
     rows = query.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    _check_state(initial_state, "initial_state", rows, query, key, value, log_decay, normalize)
+    if initial_state is not None:
+        _check_state(initial_state, "initial_state", rows, key, value, log_decay, normalize)
     check_how(backend, BACKENDS, chunk_size)
 
     out_dtype, value_dim = value.dtype, value.shape[-1]
@@ -262,14 +264,8 @@ def interdomain_step(
     Raises:
         ValueError: when an argument has a wrong shape, device or value, before the state is touched.
     """
-    for name, x, shape in (("query", query, "B, H, R"), ("key", key, "B, G, R"), ("value", value, "B, G, D")):
-        if x.ndim != 3:
-            raise ValueError(f"{name} of a step must have shape [{shape}], one token a row, got {list(x.shape)}.")
-    tokens = tuple(x[:, None] for x in (query, key, value))
-    _check_inputs(tokens[0], tokens[1], tokens[2], log_decay, input_matrix, coefficient_matrix, product)
-    if state is None:
-        raise ValueError("state must be a tensor of shape [B, G, 2, M, R + D]; start from zeros.")
-    _check_state(state, "state", query.shape[0], tokens[0], tokens[1], tokens[2], log_decay, normalize)
+    check_inputs((query, key, value), log_decay, input_matrix, coefficient_matrix, product, rows="B")
+    _check_state(state, "state", query.shape[0], key, value, log_decay, normalize)
     check_step_backend(backend, state)
     mask = real_tokens(mask, query)
     parameters = log_decay, input_matrix, coefficient_matrix
@@ -375,62 +371,30 @@ def _compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
     return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
 
 
-def _check_inputs(query, key, value, log_decay, input_matrix, coefficient_matrix, product) -> None:
-    for name, tensor, shape in (
-        ("query", query, "B, T, H, R"),
-        ("key", key, "B, T, G, R"),
-        ("value", value, "B, T, G, D"),
-    ):
-        if not isinstance(tensor, torch.Tensor) or tensor.ndim != 4:
-            found = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise ValueError(f"{name} must have shape [{shape}], got {found}.")
-        if not tensor.is_floating_point():
-            raise ValueError(f"{name} must be a floating-point tensor, got {tensor.dtype}.")
-    batch, length, heads, feature_dim = query.shape
-    groups = key.shape[2]
-    check_not_empty(query)
-    if key.shape != (batch, length, groups, feature_dim):
-        raise ValueError(
-            f"key must have shape [B, T, G, R] = [{batch}, {length}, G, {feature_dim}] to match query, "
-            f"got {list(key.shape)}."
-        )
-    if value.shape[:3] != key.shape[:3]:
-        raise ValueError(
-            f"value must have shape [B, T, G, D] = [{batch}, {length}, {groups}, D] to match key, got "
-            f"{list(value.shape)}."
-        )
-    if groups == 0 or heads % groups:
+def check_inputs(tokens: tuple, log_decay, input_matrix, coefficient_matrix, product: str, rows: str = "B, T") -> None:
+    """Refuse tokens with these axes in front, query and key and it may be value, and parameters that do not fit."""
+    axes = ("query", f"{rows}, H, R"), ("key", f"{rows}, G, R"), ("value", f"{rows}, G, D")
+    named = [(name, x, shape) for x, (name, shape) in zip(tokens, axes)]
+    sizes = check_tensors(*named)
+    groups, heads = sizes["G"], sizes["H"]
+    if heads % groups:
         raise ValueError(f"key has G = {groups} groups, which must divide the H = {heads} heads of query.")
-    if log_decay.ndim != 3 or log_decay.shape[0] != groups or log_decay.shape[2] != 2:
-        raise ValueError(f"log_decay must have shape [G, M, 2] = [{groups}, M, 2], got {list(log_decay.shape)}.")
-    size = log_decay.shape[1]
-    if input_matrix.shape != log_decay.shape:
-        raise ValueError(
-            f"input_matrix must have shape [G, M, 2] = [{groups}, {size}, 2], got {list(input_matrix.shape)}."
-        )
-    if coefficient_matrix is not None and coefficient_matrix.shape not in (
-        (groups, size, size, 2),
-        (groups, size, 2),
-    ):
-        raise ValueError(
-            f"coefficient_matrix must have shape [G, M, M, 2] = [{groups}, {size}, {size}, 2] (full) or [G, M, 2] "
-            f"(diagonal), or be None (identity), got {list(coefficient_matrix.shape)}."
-        )
+    pairs = ("log_decay", log_decay, "G, M, 2"), ("input_matrix", input_matrix, "G, M, 2")
+    size = check_tensors(named[1], *pairs)["M"]
+    if coefficient_matrix is not None:
+        shape = shape_of(coefficient_matrix)
+        if shape not in ([groups, size, size, 2], [groups, size, 2]):
+            raise ValueError(
+                f"coefficient_matrix must have shape [G, M, M, 2] = [{groups}, {size}, {size}, 2] (full) or [G, M, 2] "
+                f"(diagonal), or be None (identity), got {shape}."
+            )
+        check_floats("coefficient_matrix", coefficient_matrix, tokens[0].device)
     if product not in PRODUCTS:
         raise ValueError(f"product must be one of {', '.join(PRODUCTS)}, got {product!r}.")
-    named = {"key": key, "value": value, "log_decay": log_decay, "input_matrix": input_matrix}
-    if coefficient_matrix is not None:
-        named["coefficient_matrix"] = coefficient_matrix
-    for name, tensor in named.items():
-        if tensor.device != query.device:
-            raise ValueError(f"{name} is on {tensor.device}, but query is on {query.device}; move it there.")
 
 
-def _check_state(state, name, rows, query, key, value, log_decay, normalize) -> None:
-    if state is None:
-        return
+def _check_state(state, name, rows, key, value, log_decay, normalize) -> None:
     width = key.shape[-1] + value.shape[-1] + (1 if normalize else 0)
-    shape = (rows, key.shape[2], 2, log_decay.shape[1], width)
     columns = "R + D + 1 (normalize=True)" if normalize else "R + D"
-    check_state_shape(name, state, shape, f"G, 2, M, {columns}")
-    check_floats(name, state, query.device)
+    shape = (rows, key.shape[-2], 2, log_decay.shape[1], width)
+    check_state(name, state, shape, f"G, 2, M, {columns}", key.device)

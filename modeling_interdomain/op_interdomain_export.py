@@ -12,6 +12,7 @@ import math
 
 import torch
 
+from .op_common import finite
 from .op_interdomain_mixing import mixing_matrix
 
 _BLOCK = 8  # chunks
@@ -162,10 +163,10 @@ class _ChunkStates:
 def _powers(log_decay: torch.Tensor, exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`lambda ** exponents` as pairs `[G, E, M, 2]`; angles in float64, where a whole number of turns is taken off."""
     exponents = exponents.to(torch.float64)[:, None]
-    rate, phase = log_decay.to(torch.float64)[:, None].unbind(-1)
-    turns = phase * exponents * (0.5 / math.pi)
+    rate, phase = log_decay[:, None].unbind(-1)
+    turns = phase.to(torch.float64) * exponents * (0.5 / math.pi)
     angle = (2 * math.pi * (turns - torch.round(turns))).to(dtype)
-    size = torch.exp((rate * exponents).to(dtype))
+    size = torch.exp((finite(rate) * exponents).to(dtype))
     return torch.stack([size * torch.cos(angle), size * torch.sin(angle)], dim=-1)
 
 

@@ -2,8 +2,10 @@
 
 import torch
 
-from .op_common import as_complex, decay_powers, document_of_tokens, without_autocast
-from .op_interdomain_readout import PRODUCTS, pull_back
+from .op_common import as_complex, check_documents, decay_powers, document_of_tokens, without_autocast
+from .op_interdomain import check_inputs
+from .op_interdomain_readout import pull_back
+from .op_interdomain_step import grouped_coefficients
 
 
 def interdomain_attention_map(
@@ -33,22 +35,14 @@ def interdomain_attention_map(
         `[B, H, T, T]`, real, zero above the diagonal, in float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: when the shapes of query and key do not fit, or the product has no such name.
+        ValueError: when an argument has a wrong shape, device or value; the message begins with its name.
     """
-    if product not in PRODUCTS:
-        raise ValueError(f"product must be one of {', '.join(PRODUCTS)}, got {product!r}.")
-    batch, length, heads, width = query.shape
-    groups = log_decay.shape[0]
-    if key.shape != (batch, length, groups, width) or heads % groups:
-        raise ValueError(
-            f"key must have shape [B, T, G, R] = [{batch}, {length}, {groups}, {width}] with G a divisor of H = "
-            f"{heads}, got {list(key.shape)}."
-        )
+    check_inputs((query, key), log_decay, input_matrix, coefficient_matrix, product)
+    cu_seqlens, _ = check_documents(cu_seqlens, None, query)
+    length, groups = query.shape[1], key.shape[2]
     compute = torch.promote_types(torch.promote_types(query.dtype, key.dtype), torch.float32)
     query, key, input_matrix = (x.to(compute) for x in (query, key, input_matrix))
-    coefficients = None if coefficient_matrix is None else as_complex(coefficient_matrix.to(compute))
-    if coefficients is not None and coefficients.ndim == 2:
-        coefficients = coefficients[:, None]
+    coefficients = grouped_coefficients(coefficient_matrix, compute)
     ages, beta = torch.arange(length, device=query.device), as_complex(input_matrix)
     kernel = decay_powers(log_decay, ages).to(beta.dtype) * beta[:, None]  # [G, T, M], by age
     kernel = kernel[:, None, None]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from .op_common import as_complex
+from .op_common import as_complex, shape_of
 from .op_interdomain_mixing import SIGNS, mixing_factors
 
 
@@ -172,8 +172,8 @@ def real_tokens(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor 
     """The mask of a step as the kernels read it: bool, one byte after the other."""
     if mask is None:
         return None
-    if mask.shape != (query.shape[0],):
-        raise ValueError(f"mask must have shape [B] = [{query.shape[0]}], got {list(mask.shape)}.")
+    if not isinstance(mask, torch.Tensor) or mask.shape != (query.shape[0],):
+        raise ValueError(f"mask must have shape [B] = [{query.shape[0]}], got {shape_of(mask)}.")
     if mask.is_floating_point() or mask.is_complex():
         raise ValueError(f"mask must be bool or integers, zero for a pad, got {mask.dtype}.")
     if mask.device != query.device:

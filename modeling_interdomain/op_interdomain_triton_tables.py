@@ -110,7 +110,7 @@ def _make_powers(
     inside = modes < size
     rate, phase = _pair(parameters.log_decay, group * size + modes, inside)
     beta_re, beta_im = _pair(parameters.input_matrix, group * size + modes, inside)
-    rate = rate.to(tl.float64)[None, :]
+    rate = tl.where(rate < -1000.0, -1000.0, rate).to(tl.float64)[None, :]  # -inf is 0 with every power but the first
     phase = phase.to(tl.float64)[None, :]
     steps = tl.arange(0, C)
     at = (group * C + steps)[:, None] * 2 * M + modes[None, :]

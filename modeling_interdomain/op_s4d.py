@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from .op_common import as_complex, check_documents, check_how, check_not_empty, without_autocast
+from .op_common import as_complex, check_documents, check_how, check_state, check_tensors, without_autocast
 from .op_common_chunks import Segment, chunks_of
 from .op_common_launch import check_step_backend, fused, namespace
 from .op_common_states import DecayTables, Repeated, StateGradients, States, Workspace, pairs
@@ -54,14 +54,14 @@ def s4d_attention(
         output `[B, T, H, R + D]` in the dtype of `value`, and the final state `[B or S, G, 2, M, R + D]` or None.
 
     Raises:
-        ValueError: when there is no row or no token, `cu_seqlens` or `lengths` does not fit, or the heads are no
-            multiple of the groups. Also when "triton" is asked for and cannot run here.
+        ValueError: when an argument has a wrong shape, device or value; the message begins with its name. Also when
+            "triton" is asked for and cannot run here.
     """
-    check_not_empty(key, "key")
-    groups, heads = key.shape[2], readout.shape[0]
-    if heads % groups:
-        raise ValueError(f"readout has H = {heads} heads, which is not a multiple of the G = {groups} groups of key.")
-    check_documents(cu_seqlens, lengths, key)
+    _check_inputs(key, value, log_decay, input_matrix, readout)
+    cu_seqlens, lengths = check_documents(cu_seqlens, lengths, key)
+    if initial_state is not None:
+        documents = key.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        _check_state("initial_state", initial_state, documents, key, value, log_decay)
     check_how(backend, S4D_BACKENDS, chunk_size)
     exporting = torch.compiler.is_exporting()
     compute = torch.float64 if torch.float64 in (key.dtype, value.dtype) else torch.float32
@@ -112,7 +112,12 @@ def s4d_step(
 
     Returns:
         `[B, H, R + D]` in the dtype of `value`.
+
+    Raises:
+        ValueError: when an argument has a wrong shape, device or value, before the state is touched.
     """
+    _check_inputs(key, value, log_decay, input_matrix, readout, rows="B")
+    _check_state("state", state, key.shape[0], key, value, log_decay)
     check_step_backend(backend, state)
     tables = partial(s4d_tables, log_decay, input_matrix, readout)
     return take_s4d_step(key, value, tables=tables, state=state, mask=real_tokens(mask, key), backend=backend)
@@ -167,6 +172,26 @@ def s4d_tables(
     real, imag = (2 * readout.to(dtype)).unbind(-1)
     rows = torch.cat([real, -imag], dim=-1).unflatten(0, (log_decay.shape[0], -1))
     return transition_tables(log_decay, input_matrix, dtype)._replace(matrices=(rows,))
+
+
+def _check_inputs(key, value, log_decay, input_matrix, readout, rows: str = "B, T") -> None:
+    """Shapes, dtypes and devices of tokens with these axes in front, and of the parameters."""
+    tokens = ("key", key, f"{rows}, G, R"), ("value", value, f"{rows}, G, D")
+    check_parameters(log_decay, input_matrix, readout, *tokens)
+
+
+def check_parameters(log_decay, input_matrix, readout, *tokens: tuple) -> None:
+    """The same of the parameters, beside tokens or alone."""
+    pairs = ("log_decay", log_decay, "G, M, 2"), ("input_matrix", input_matrix, "G, M, 2")
+    sizes = check_tensors(*tokens, *pairs, ("readout", readout, "H, M, 2"))
+    heads, groups = sizes["H"], sizes["G"]
+    if heads % groups:
+        raise ValueError(f"readout has H = {heads} heads, which is not a multiple of the G = {groups} groups of key.")
+
+
+def _check_state(name: str, state, rows: int, key, value, log_decay) -> None:
+    shape = (rows, key.shape[-2], 2, log_decay.shape[1], key.shape[-1] + value.shape[-1])
+    check_state(name, state, shape, "G, 2, M, R + D", key.device, beside="key")
 
 
 class _S4DCall:

@@ -2,7 +2,8 @@
 
 import torch
 
-from .op_common import as_complex, decay_powers, document_of_tokens
+from .op_common import as_complex, check_ends, decay_powers, document_of_tokens
+from .op_s4d import check_parameters
 
 
 def s4d_attention_map(
@@ -24,7 +25,14 @@ def s4d_attention_map(
     Returns:
         `[H, T, T]`, the same for every row, zero above the diagonal and between documents, in float32 (float64 for
         float64 parameters).
+
+    Raises:
+        ValueError: when an argument has a wrong shape, device or value; the message begins with its name.
     """
+    check_parameters(log_decay, input_matrix, readout)
+    if not isinstance(length, int | torch.SymInt) or length < 1:
+        raise ValueError(f"length must be a positive integer, got {length!r}.")
+    cu_seqlens = check_ends(cu_seqlens, length)
     compute = torch.promote_types(readout.dtype, torch.float32)
     tokens = torch.arange(length, device=readout.device)
     powers = decay_powers(log_decay, tokens) * as_complex(input_matrix.to(torch.float64))[:, None]  # [G, T, M], by age

@@ -5,10 +5,9 @@ import torch
 from .op_common import (
     autocasts,
     check_documents,
-    check_floats,
     check_how,
-    check_not_empty,
-    check_state_shape,
+    check_state,
+    check_tensors,
     without_autocast,
 )
 from .op_common_launch import check_step_backend, fused
@@ -74,7 +73,7 @@ def selective_scan(
         (torch.Size([2, 100, 32]), torch.Size([2, 16, 32]))
     """
     _check_inputs(query, key, value, step, rate, skip)
-    check_documents(cu_seqlens, lengths, query)
+    cu_seqlens, lengths = check_documents(cu_seqlens, lengths, query)
     rows = query.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if initial_state is not None:
         _check_state(initial_state, "initial_state", rows, value, rate)
@@ -148,7 +147,7 @@ def selective_scan_step(
     Raises:
         ValueError: when an argument has a wrong shape, device or value, before the state is touched.
     """
-    _check_inputs(query, key, value, step, rate, skip, axes=("B",))
+    _check_inputs(query, key, value, step, rate, skip, rows="B")
     _check_state(state, "state", query.shape[0], value, rate)
     check_step_backend(backend, state)
     return take_scan_step(query, key, value, step, rate, state, skip, real_tokens(mask, query), backend)
@@ -227,39 +226,17 @@ def scan_state_after(
         )[1]
 
 
-def _check_inputs(query, key, value, step, rate, skip, axes: tuple[str, ...] = ("B", "T")) -> None:
-    """Shapes, dtypes and devices of tokens with these axes in front."""
-    for name, tensor, names in (
-        ("query", query, (*axes, "N")),
-        ("key", key, (*axes, "N")),
-        ("value", value, (*axes, "E")),
-        ("step", step, (*axes, "E")),
-        ("rate", rate, ("N", "E")),
-        ("skip", skip, ("E",)),
-    ):
-        if name == "skip" and tensor is None:
-            continue
-        if not isinstance(tensor, torch.Tensor) or tensor.ndim != len(names):
-            found = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise ValueError(f"{name} must have shape [{', '.join(names)}], got {found}.")
-        check_floats(name, tensor, query.device)
-    if len(axes) == 2:
-        check_not_empty(query)
-    if key.shape != query.shape:
-        raise ValueError(f"key must have the shape of query, {list(query.shape)}, got {list(key.shape)}.")
-    if value.shape[:-1] != query.shape[:-1]:
-        tokens = ", ".join(map(str, query.shape[:-1]))
-        raise ValueError(f"value must have shape [{tokens}, E] to match query, got {list(value.shape)}.")
-    if step.shape != value.shape:
-        raise ValueError(f"step must have the shape of value, {list(value.shape)}, got {list(step.shape)}.")
-    size = [query.shape[-1], value.shape[-1]]
-    if list(rate.shape) != size:
-        raise ValueError(f"rate must have shape [N, E] = {size} to match query and value, got {list(rate.shape)}.")
-    if skip is not None and skip.shape != value.shape[-1:]:
-        raise ValueError(f"skip must have a number a channel of value, {size[1:]}, got {list(skip.shape)}.")
+def _check_inputs(query, key, value, step, rate, skip, rows: str = "B, T") -> None:
+    """Shapes, dtypes and devices of tokens with these axes in front, and of the parameters."""
+    check_tensors(
+        ("query", query, f"{rows}, N"),
+        ("key", key, f"{rows}, N"),
+        ("value", value, f"{rows}, E"),
+        ("step", step, f"{rows}, E"),
+        ("rate", rate, "N, E"),
+        *([] if skip is None else [("skip", skip, "E")]),
+    )
 
 
 def _check_state(state, name, rows, value, rate) -> None:
-    shape = (rows, *rate.shape)
-    check_state_shape(name, state, shape, "N, E")
-    check_floats(name, state, value.device, beside="value")
+    check_state(name, state, (rows, *rate.shape), "N, E", value.device)

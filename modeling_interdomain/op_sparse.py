@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .op_common import check_documents, check_not_empty, document_of_tokens, without_autocast
+from .op_common import check_documents, check_range, check_tensors, document_of_tokens, shape_of, without_autocast
 from .op_common_launch import fused
 from .op_sparse_blocks import blocks
 from .op_sparse_dense import dense
@@ -55,19 +55,24 @@ def sparse_attention(
         computed in at least float32; "triton" multiplies in the dtype of `query` and sums in float32.
 
     Raises:
-        ValueError: when shapes do not fit, there is no row or no token, a budget is not positive, the backend is
-            unknown, or "triton" is asked for and cannot run here.
+        ValueError: when an argument has a wrong shape, device or value; the message begins with its name. Whether a
+            score is NaN, or a bin out of range, is seen on a CPU alone. Also when "triton" is asked for and cannot run
+            here.
     """
     _check(query, key, value, scores, selected_keys, bins, initial_state, backend)
-    check_documents(cu_seqlens, lengths, key)
+    cu_seqlens, lengths = check_documents(cu_seqlens, lengths, key)
     if cu_seqlens is not None and (initial_state is not None or output_final_state):
         raise ValueError("Packed documents begin and end within T: leave initial_state and output_final_state out.")
     batch, length = key.shape[:2]
     compute = torch.float64 if torch.float64 in (query.dtype, value.dtype) else torch.float32
     real = None if lengths is None else torch.arange(length, device=key.device) < lengths[:, None]
+    check_values(scores, bins, real)
     ends = None
     if cu_seqlens is not None:
-        documents = document_of_tokens(cu_seqlens, length) if documents is None else documents
+        if documents is None:
+            documents = document_of_tokens(cu_seqlens, length)
+        elif not isinstance(documents, torch.Tensor) or documents.shape != (length,):
+            raise ValueError(f"documents must be None or have shape [T] = [{length}], got {shape_of(documents)}.")
         ends = cu_seqlens.long()[documents + 1]
     with without_autocast(query.device):
         scores = None if scores is None else scores.detach()
@@ -110,36 +115,53 @@ def _fused(backend: str, query, key, value, others) -> tuple[torch.Tensor, Strea
 def _check(query, key, value, scores, selected_keys, bins, memory, backend) -> None:
     if backend not in SPARSE_BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(SPARSE_BACKENDS)}; got {backend!r}.")
-    if query.ndim != 4 or query.shape != key.shape or value.shape[:3] != key.shape[:3]:
-        raise ValueError(
-            "query and key must have shape [B, T, S, d] and value [B, T, S, D], got "
-            f"{list(query.shape)}, {list(key.shape)} and {list(value.shape)}."
-        )
-    check_not_empty(query)
-    if (scores is None) != (selected_keys == 0) or selected_keys < 0:
+    check_sets(query, key, value, scores, bins)
+    if not isinstance(selected_keys, int) or (scores is None) != (selected_keys == 0) or selected_keys < 0:
         raise ValueError(f"scores and a positive selected_keys go together, got selected_keys = {selected_keys}.")
+    if memory is not None:
+        check_memory("initial_state", memory, key, value, selected_keys, bins)
+
+
+def check_sets(query, key, value, scores, bins, rows: str = "B, T") -> None:
+    """Shapes, dtypes and devices of tokens with these axes in front, and of what says which keys are seen."""
+    tokens = ("query", query, f"{rows}, S, d"), ("key", key, f"{rows}, S, d"), ("value", value, f"{rows}, S, D")
+    if not isinstance(bins, Sequence) or not all(isinstance(part, Bins) for part in bins):
+        raise ValueError(f"bins must be a list of Bins, got {type(bins).__name__}.")
+    parts = [(f"bins.{name}", x, f"{rows}, S") for part in bins for name, x in zip(("query", "key"), part[:2])]
+    of_scores = [] if scores is None else [("scores", scores, f"{rows}, S")]
+    check_tensors(*tokens, *of_scores, *parts, integers=("bins.query", "bins.key"))
     if scores is None and not bins:
         raise ValueError("Nothing says which keys are seen: give scores with selected_keys, or bins.")
-    shape = key.shape[:3]
-    given = [("scores", scores), *(("bins.query", part.query) for part in bins), *(("bins.key", p.key) for p in bins)]
-    for name, x in given:
-        if x is not None and x.shape != shape:
-            raise ValueError(f"{name} must have shape [B, T, S] = {list(shape)}, got {list(x.shape)}.")
     for part in bins:
-        if part.keys < 1 or part.number < 1:
+        if not all(isinstance(x, int) and x > 0 for x in (part.number, part.keys)):
             raise ValueError(f"bins need a positive number and keys, got {part.number} and {part.keys}.")
-    if memory is not None:
-        _check_memory(memory, key, value, selected_keys, bins)
 
 
-def _check_memory(memory: SparseMemory, key, value, selected_keys: int, bins: Sequence[Bins]) -> None:
-    batch, heads, width = key.shape[0], key.shape[2], key.shape[3] + value.shape[3]
-    expected: list[tuple[int, ...]] = [(batch, heads, selected_keys, width)] if selected_keys else []
-    expected += [(batch, heads, part.number, part.keys, width) for part in bins]
-    found: list[tuple[int, ...]] = [] if memory.entries is None else [tuple(memory.entries.shape)]
-    found += [tuple(ring.entries.shape) for ring in memory.rings]
-    if found != expected:
+def check_memory(name: str, memory, key, value, selected_keys: int, bins: Sequence[Bins]) -> None:
+    """That a memory has the sets of these tokens."""
+    if not isinstance(memory, SparseMemory):
+        raise ValueError(f"{name} must be a SparseMemory, got {type(memory).__name__}.")
+    batch, heads, width = key.shape[0], key.shape[-2], key.shape[-1] + value.shape[-1]
+    expected: list[list[int]] = [[batch]]
+    for slots in [[selected_keys]] * bool(selected_keys) + [[part.number, part.keys] for part in bins]:
+        expected += [[batch, heads, *slots, width], [batch, heads, *slots]]
+    best = [] if memory.entries is None else [memory.entries, memory.places]
+    found = [memory.seen, *best, *(x for ring in memory.rings for x in ring)]
+    if [shape_of(x) for x in found] != expected or (best and shape_of(memory.scores) != shape_of(memory.places)):
         raise ValueError(
-            f"initial_state holds entries of shape {[list(x) for x in found]}, but these heads, budgets and bins need "
-            f"{[list(x) for x in expected]}; it belongs to another layer or batch."
+            f"{name} holds entries of shape {[shape_of(x) for x in found[1::2]]}, but these heads, budgets and bins "
+            f"need {expected[1::2]}; it belongs to another layer or batch."
         )
+
+
+def check_values(scores, bins: Sequence[Bins], real: torch.Tensor | None) -> None:
+    """Refuse a real token's score that is NaN, or bin out of range, where looking costs no wait and no graph."""
+    if torch.compiler.is_compiling() or (scores if scores is not None else bins[0].key).device.type != "cpu":
+        return
+    if scores is not None:
+        unknown = scores.isnan() if real is None else scores.isnan() & real[..., None]
+        if bool(unknown.any()):
+            raise ValueError("scores hold NaN, which is neither better nor worse than any other.")
+    for part in bins:
+        for name, x in zip(("bins.query", "bins.key"), part[:2]):
+            check_range(name, x if real is None else x.where(real[..., None], -1), -1, part.number - 1)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from .op_common import without_autocast
-from .op_sparse_passes import HIDDEN, Run, ranges, rows_of, runs_of, values_at_hand
+from .op_common import values_at_hand, without_autocast
+from .op_sparse_passes import HIDDEN, Run, ranges, rows_of, runs_of
 from .op_sparse_stream import Stream
 
 # Powers of logits up to this size neither overflow nor vanish, whatever they are summed or multiplied with.

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from .op_common import values_at_hand
 from .op_sparse_expiry import Selection, Sorted, by_bins, selection
 from .op_sparse_stream import Stream
 
@@ -54,11 +55,6 @@ class Run(NamedTuple):
             twice = (of_query[:, None] == of_key[..., None]) & (time[:, None] < until[..., None])
             hidden = hidden.masked_fill_(twice, 4 * HIDDEN)
         return hidden
-
-
-def values_at_hand(x: torch.Tensor) -> bool:
-    """Whether sizes and branches may depend on values, which a device would have to hand over, and a graph cannot."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def rows_of(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,9 @@ from typing import NamedTuple
 import torch
 
 from .op_common import autocasts, without_autocast
-from .op_common_launch import fused
+from .op_common_launch import check_step_backend, fused
+from .op_interdomain_step import real_tokens
+from .op_sparse import check_memory, check_sets, check_values
 from .op_sparse_stream import Bins, Ring, SparseMemory
 
 
@@ -29,16 +31,43 @@ def sparse_step(
         memory: overwritten.
         scores: `[B, S]` or `[B, 1, S]` in the dtype of those in the memory; as in `sparse_attention`.
         bins: of each part, with query and key `[B, S]` or `[B, 1, S]`.
-        mask: `[B]` bool, False for a pad: it leaves the memory as it was, and its output is zero.
+        mask: `[B]` bool or integers, zero for a pad: it leaves the memory as it was, and its output is zero.
         backend: "triton" (a fused kernel for each set of keys on a GPU), "recurrent" (PyTorch) or "auto" (the kernels
             where they can run). Default: "auto".
 
     Returns:
         `[B, S, D]` in the dtype of `value`.
+
+    Raises:
+        ValueError: when an argument has a wrong shape, device or value, before the memory is touched.
     """
+    check_sets(query, key, value, scores, bins, rows="B, 1" if getattr(query, "ndim", 3) == 4 else "B")
+    kept = getattr(memory, "scores", None)
+    keys = 0 if scores is None else 1 if kept is None else kept.shape[-1]
+    check_memory("memory", memory, key, value, keys, bins)
+    check_values(scores, bins, None)
+    check_step_backend(backend, memory.seen)
+    mask = real_tokens(mask, memory.seen)
+    return take_sparse_step(query, key, value, memory=memory, scores=scores, bins=bins, mask=mask, backend=backend)
+
+
+def take_sparse_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    memory: SparseMemory,
+    scores: torch.Tensor | None = None,
+    bins: Sequence[Bins] = (),
+    mask: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """`sparse_step` for a caller whose arguments fit; `mask` `[B]` is bool."""
     if torch.is_grad_enabled() or autocasts(query.device):
         with torch.no_grad(), without_autocast(query.device):
-            return sparse_step(query, key, value, memory=memory, scores=scores, bins=bins, mask=mask, backend=backend)
+            return take_sparse_step(
+                query, key, value, memory=memory, scores=scores, bins=bins, mask=mask, backend=backend
+            )
     shape = value.shape[0], *value.shape[-2:]
     query = query.reshape(-1, 1, query.shape[-1])
     entry = torch.cat([key, value], dim=-1).view(query.shape[0], -1)

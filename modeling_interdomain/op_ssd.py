@@ -5,10 +5,10 @@ import torch
 from .op_common import (
     autocasts,
     check_documents,
-    check_floats,
     check_how,
-    check_not_empty,
-    check_state_shape,
+    check_state,
+    check_tensors,
+    finite,
     without_autocast,
 )
 from .op_common_launch import STEP_BACKENDS, check_step_backend, fused
@@ -69,8 +69,8 @@ def ssd_attention(
         >>> output.shape, state.shape
         (torch.Size([2, 100, 4, 8]), torch.Size([2, 4, 8, 16]))
     """
-    _check_inputs(query, key, value, log_decay)
-    check_documents(cu_seqlens, lengths, query)
+    check_inputs((query, key, value), log_decay)
+    cu_seqlens, lengths = check_documents(cu_seqlens, lengths, query)
     rows = query.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if initial_state is not None:
         _check_state(initial_state, "initial_state", rows, key, value)
@@ -135,7 +135,7 @@ def ssd_step(
     """
     if mask is None and backend != "triton" and _is_plain_step(query, key, value, log_decay, state, backend):
         return _advance_and_read(query, key, value, log_decay, state)
-    _check_inputs(query, key, value, log_decay, axes=("B",))
+    check_inputs((query, key, value), log_decay, rows="B")
     _check_state(state, "state", query.shape[0], key, value)
     check_step_backend(backend, state)
     return take_ssd_step(query, key, value, log_decay, state, real_tokens(mask, query), backend)
@@ -245,7 +245,7 @@ def ssd_state_after(
     """
     state = state.to(torch.promote_types(state.dtype, torch.float32))
     with without_autocast(state.device):
-        decays = torch.where(mask[..., None], log_decay, 0).double()
+        decays = torch.where(mask[..., None], finite(log_decay), 0)
         after = decays.flip(1).cumsum(1).flip(1) - decays  # of the tokens behind each
         value = torch.where(mask[..., None, None], value, 0) * after.exp()[..., None]
         key = torch.where(mask[..., None, None], key, 0).to(state.dtype)
@@ -254,37 +254,14 @@ def ssd_state_after(
         return decays.sum(1).exp().to(state.dtype)[..., None, None] * state + added
 
 
-def _check_inputs(query, key, value, log_decay, axes: tuple[str, ...] = ("B", "T")) -> None:
-    """Shapes, dtypes and devices of tokens with these axes in front."""
-    first = len(axes)
-    for name, tensor, others in (
-        ("query", query, ("G", "N")),
-        ("key", key, ("G", "N")),
-        ("value", value, ("H", "P")),
-        ("log_decay", log_decay, ("H",)),
-    ):
-        if not isinstance(tensor, torch.Tensor) or tensor.ndim != first + len(others):
-            found = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise ValueError(f"{name} must have shape [{', '.join(axes + others)}], got {found}.")
-        check_floats(name, tensor, query.device)
-    tokens, groups, heads = query.shape[:first], query.shape[first], value.shape[first]
-    if first == 2:
-        check_not_empty(query)
-    if key.shape != query.shape:
-        raise ValueError(f"key must have the shape of query, {list(query.shape)}, got {list(key.shape)}.")
-    if value.shape[:first] != tokens:
-        raise ValueError(
-            f"value must have shape [{', '.join(map(str, tokens))}, H, P] to match query, got {list(value.shape)}."
-        )
-    if groups == 0 or heads % groups:
-        raise ValueError(f"key has G = {groups} groups, which must divide the H = {heads} heads of value.")
-    if log_decay.shape != value.shape[:-1]:
-        raise ValueError(
-            f"log_decay must have a number a head of value, {list(value.shape[:-1])}, got {list(log_decay.shape)}."
-        )
+def check_inputs(tokens: tuple, log_decay, rows: str = "B, T") -> None:
+    """Refuse tokens with these axes in front, query and key and it may be value, that do not fit their decays."""
+    axes = ("query", f"{rows}, G, N"), ("key", f"{rows}, G, N"), ("value", f"{rows}, H, P")
+    named = [(name, x, shape) for x, (name, shape) in zip(tokens, axes)]
+    sizes = check_tensors(*named, ("log_decay", log_decay, f"{rows}, H"))
+    if sizes["H"] % sizes["G"]:
+        raise ValueError(f"key has G = {sizes['G']} groups, which must divide the H = {sizes['H']} heads of log_decay.")
 
 
 def _check_state(state, name, rows, key, value) -> None:
-    shape = (rows, *value.shape[-2:], key.shape[-1])
-    check_state_shape(name, state, shape, "H, P, N")
-    check_floats(name, state, value.device)
+    check_state(name, state, (rows, *value.shape[-2:], key.shape[-1]), "H, P, N", value.device)

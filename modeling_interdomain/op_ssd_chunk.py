@@ -7,9 +7,10 @@ Inside a chunk, with s the running sum of the log decays, L_ij = exp(s_i - s_j) 
 (Mamba-2, arXiv 2405.21060, section 6). No exponent is positive where no decay is above 1, so nothing overflows. The
 sums are float64: after a single decay of -1e4, sums in float32 leave the later ones without their digits.
 
-Backward keeps the inputs and the output. The gradient of the log decays needs no C x C reductions: token t receives
-all that crosses from before it to it and beyond, which within a chunk are running sums of `dy_i . y_i - u_i . du_i`,
-and at its end what the states hand over. Sums never leave their chunk, so their rounding does not grow with T.
+Backward keeps the inputs alone. The log decay of token t receives all that crosses from before it to it and beyond:
+of the pairs (i, j) within a chunk those with j < t <= i, what the state before the chunk gives to t and later, and what
+the tokens before t give to the state after it. Only these are summed, never more of which the rest would have to be
+taken away again: where t forgets nearly all they are as good as nothing, and rounding would be all that is left.
 
 Documents, pads and the order of the chunks are those of `op_common_chunks`; slots without a token have decay 1 and
 input 0, so a state passes through them. Layout in a segment: chunks n, groups G, heads of a group P, then tokens.
@@ -20,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from .op_common import without_autocast
+from .op_common import finite, without_autocast
 from .op_common_chunks import Segment, chunks_of
 from .op_common_launch import namespace
 from .op_common_states import Workspace
@@ -30,8 +31,6 @@ _SEGMENT_FLOATS = {"cpu": 1 << 22, "other": 1 << 24}
 # Weights below are zero. What is multiplied with them would come near the smallest numbers that a dtype holds, with
 # which a CPU computes a hundred times as slowly; beside the weight 1 of a token's own input none of it would show.
 _NOTHING = {torch.float32: 1e-30, torch.float64: 1e-290}
-# exp of it is zero, and so is exp of less, which would only take digits from the sums.
-_GONE = -1000.0
 
 
 def chunk_ssd(
@@ -87,7 +86,7 @@ class _Problem:
         self.chunks = chunks_of((batch, length), cu_seqlens, lengths, chunk_size, tokens, query.device)
         self.size = self.chunks.size
         self.query, self.key, self.value = query, key, value
-        self.log_decay = log_decay.double().clamp(min=_GONE)[..., None]
+        self.log_decay = finite(log_decay)[..., None]
         self.workspace = Workspace()
         self.documents = None if initial is None else initial.shape[0]
         self.initial = None if initial is None else self.by_rank(initial)
@@ -218,8 +217,8 @@ class _Gradients:
         final: the gradient of the final states, `[documents, H, W, N]`, None for zeros.
     """
 
-    def __init__(self, problem: _Problem, output: torch.Tensor, grad_output: torch.Tensor, final: torch.Tensor | None):
-        self.problem, self.output, self.grad_output, self.final = problem, output, grad_output, final
+    def __init__(self, problem: _Problem, grad_output: torch.Tensor, final: torch.Tensor | None):
+        self.problem, self.grad_output, self.final = problem, grad_output, final
         chunks = problem.chunks
         self.query, self.key, self.value, self.log_decay = (
             chunks.empty(x, *x.shape[2:]) for x in (problem.query, problem.key, problem.value, problem.log_decay)
@@ -253,7 +252,7 @@ class _Gradients:
 
     def _segment(self, segment: Segment, tokens: _Tokens, before: torch.Tensor | None) -> None:
         problem, product = self.problem, self.problem.workspace.product
-        grad, y = (problem.read(n, x, segment) for n, x in (("grad", self.grad_output), ("y", self.output)))
+        grad = problem.read("grad", self.grad_output, segment)
         pulled = problem.by_token("pulled", grad, tokens.since)
         after = self._walk(segment, tokens, pulled)
 
@@ -266,18 +265,20 @@ class _Gradients:
         of_value = product("grad value", weights.flatten(*flat).mT, grad.flatten(*flat)).view(shape)
         of_query, of_key = product("grad query", of_scores, tokens.key), product("grad key", of_scores.mT, tokens.query)
 
-        # Contributions to the log decay: of pairs within the chunk, of what comes in, and of what goes out. Those of a
-        # token or a row of a state are added up as they are: to widen each of them would take longer than to make it.
-        crossing = torch.mul(grad, y, out=y).addcmul_(tokens.value, of_value, value=-1).sum(3).double()
-        of_decay = crossing.flip(2).cumsum(2).flip(2)
+        # To the log decay of t: of pairs within the chunk, those of the tokens up to j in column j before they are
+        # summed over the readers behind j; of what comes in, read by t and later; of what goes out, written before t.
+        passed = of_weights.mul_(scores[:, None]).cumsum_(3).tril_(-1).sum(2).double()
+        of_decay = torch.zeros_like(passed)
         if before is not None:
             of_query.baddbmm_(pulled, _rows(before))
+            read = product("read", tokens.query, _rows(before).mT).mul_(pulled)
+            of_decay = problem.by_head(read).sum(3).double().flip(2).cumsum(2).flip(2)
         if after is not None:
             of_key.baddbmm_(tokens.added, _rows(after))
             handed = product("handed", tokens.key, _rows(after).mT)
-            out = torch.mul(problem.by_head(handed), problem.by_head(tokens.added), out=y).sum(3).double()
-            of_decay += out.cumsum(2) - out
             of_value.addcmul_(problem.by_head(handed), tokens.until)
+            passed += problem.by_head(handed.mul_(tokens.added)).sum(3).double().cumsum(2)
+        of_decay[:, :, 1:] += passed[:, :, :-1]
         if before is not None and after is not None:
             through = torch.mul(before, after, out=before).mul_(tokens.across).sum(4).sum(3, dtype=torch.float64)
             of_decay += through.flatten(0, 1)[:, :, None]
@@ -377,29 +378,26 @@ def _operator_backward(
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
     lengths: torch.Tensor | None,
-    output: torch.Tensor,
     chunk_size: int,
     grad_output: torch.Tensor,
     grad_final: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     with without_autocast(query.device):
         problem = _Problem(query, key, value, log_decay, initial_state, cu_seqlens, lengths, chunk_size)
-        of_query, of_key, of_value, of_decay, of_initial = _Gradients(problem, output, grad_output, grad_final).run()
+        of_query, of_key, of_value, of_decay, of_initial = _Gradients(problem, grad_output, grad_final).run()
         of_initial = value.new_empty(0) if of_initial is None else of_initial
         return of_query, of_key, of_value, of_decay.to(log_decay.dtype), of_initial
 
 
 @_operator_backward.register_fake
-def _(
-    query, key, value, log_decay, initial_state, cu_seqlens, lengths, output, chunk_size, grad_output, grad_final
-):  # fmt: skip
+def _(query, key, value, log_decay, initial_state, cu_seqlens, lengths, chunk_size, grad_output, grad_final):
     initial = value.new_empty(0 if initial_state is None else initial_state.shape)
     return *(x.new_empty(x.shape) for x in (query, key, value, log_decay)), initial
 
 
 def _keep_inputs(ctx, inputs, output):
     *tensors, ctx.chunk_size, ctx.output_final_state = inputs
-    ctx.save_for_backward(*tensors, output[0])
+    ctx.save_for_backward(*tensors)
     ctx.set_materialize_grads(False)
 
 

@@ -2,7 +2,8 @@
 
 import torch
 
-from .op_common import document_of_tokens, without_autocast
+from .op_common import check_documents, document_of_tokens, finite, without_autocast
+from .op_ssd import check_inputs
 
 
 def ssd_attention_map(
@@ -19,12 +20,17 @@ def ssd_attention_map(
 
     Returns:
         `[B, H, T, T]`, zero above the diagonal and between documents, in float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: when an argument has a wrong shape, device or value; the message begins with its name.
     """
+    check_inputs((query, key), log_decay)
+    cu_seqlens, _ = check_documents(cu_seqlens, None, query)
     compute = torch.promote_types(torch.promote_types(query.dtype, key.dtype), torch.float32)
     length, groups = query.shape[1:3]
     with without_autocast(query.device):
         scores = torch.einsum("btgn,bjgn->bgtj", query.to(compute), key.to(compute))
-        sums = log_decay.to(torch.float64).cumsum(1).transpose(1, 2)  # [B, H, T]
+        sums = finite(log_decay).cumsum(1).transpose(1, 2)  # [B, H, T]
         decays = (sums[..., :, None] - sums[..., None, :]).clamp(max=0).exp().to(compute).tril()
         weights = scores.repeat_interleave(log_decay.shape[2] // groups, dim=1) * decays
     if cu_seqlens is None:

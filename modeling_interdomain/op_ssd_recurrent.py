@@ -4,6 +4,8 @@ from itertools import pairwise
 
 import torch
 
+from .op_common import finite
+
 
 def recurrent_ssd(
     query: torch.Tensor,
@@ -61,7 +63,7 @@ def export_ssd(
     query, key = (x[:, places].permute(3, 0, 1, 2, 4) for x in (query, key))  # [G, B, n, C, N]
     value = torch.where(real[..., None, None], value[:, places], 0)
     value = value.unflatten(3, (groups, -1)).permute(3, 4, 0, 1, 2, 5)  # [G, P, B, n, C, W]
-    decays = torch.where(real[..., None], log_decay[:, places], 0).to(torch.float64)
+    decays = torch.where(real[..., None], finite(log_decay)[:, places], 0)
     sums = decays.unflatten(3, (groups, -1)).permute(3, 4, 0, 1, 2).cumsum(-1)  # [G, P, B, n, C]
 
     weights = (query @ key.mT)[:, None] * _pairs(sums, value.dtype)

@@ -11,7 +11,7 @@ the query. Read from the last token to the first, with key, query, gradient and 
 where exp(s) was, they are the gradients of the states, of the values and of the keys: that is what REVERSE means.
 
 The gradient of a log decay is all that crosses its token: pairs within the chunk, what comes from the state before it,
-what goes to the state after it, and what goes from one to the other. Sums never leave their chunk (`op_ssd_chunk`).
+what goes to the state after it, and what goes from one to the other: only these are summed (`op_ssd_chunk`).
 
 Decays are summed in float64, and their sums kept as two float32 numbers, so that after a decay of e^-1000 the later
 ones still have all their digits. Products are in MATH.DTYPE, their sums and the states in float32. A program has the
@@ -67,7 +67,7 @@ def _running_sums(log_decay, start, length, heads, C: tl.constexpr):
     """s `[C]` and s_end of a head, in float64."""
     rows = tl.arange(0, C)
     each = tl.load(log_decay + (start + rows).to(tl.int64) * heads, mask=rows < length, other=0.0)
-    each = tl.maximum(each, -1000.0).to(tl.float64)  # exp of it is zero, and so is exp of less
+    each = tl.where(each < -1000.0, -1000.0, each).to(tl.float64)  # exp of it is zero, and so is exp of less
     return tl.cumsum(each, 0), tl.sum(each, 0)
 
 
@@ -251,17 +251,17 @@ def contract(
             found += from_state
             # Read for every head: kept beside the sums above, it would take the registers of their products.
             a_tile = load_tokens(a, start, length, 0, heads.groups * EXTENT.N, EXTENT.N, C, EXTENT.N_PADDED)
-            by_state = tl.sum(a_tile.to(tl.float32) * from_state, 1).to(tl.float64)
+            by_state = tl.sum(a_tile.to(tl.float32) * from_state, 1)
             if REVERSE:
                 # Every token has what those before it leave, and what passes the chunk from one state to the next.
                 passed = tl.sum(through, 0) * tl.exp(end.to(tl.float32))
-                half = tl.cumsum(by_state, 0) - by_state + passed.to(tl.float64)
+                half = tl.sum(tl.where(rows[:, None] > rows[None, :], by_state[None, :], 0.0), 1) + passed
             else:
-                # Pairs whose reader is this token or later, less those whose writer is; a token's own crosses nothing.
-                pairs = tl.where(rows[:, None] > rows[None, :], pairs * scores, 0.0)
-                half = tl.cumsum(tl.sum(pairs, 1).to(tl.float64) - tl.sum(pairs, 0).to(tl.float64) + by_state, 0, True)
+                # Pairs whose reader is this token or later, and of these the pairs whose writer is before it.
+                pairs = tl.cumsum(pairs * scores, 0, True)
+                half = tl.sum(tl.where(rows[:, None] > rows[None, :], pairs, 0.0), 1) + tl.cumsum(by_state, 0, True)
             place = crossing + (start + rows).to(tl.int64) * heads.heads + head
-            tl.store(place, half.to(tl.float32), mask=rows < length)
+            tl.store(place, half, mask=rows < length)
         b_tile = load_tokens(b, start, length, 0, heads.groups * EXTENT.N, EXTENT.N, C, EXTENT.N_PADDED)
         found = dot(of_scores, b_tile, found, MATH)
         out += (block.to(tl.int64) * total * heads.groups + group) * EXTENT.N

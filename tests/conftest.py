@@ -26,6 +26,18 @@ from modeling_interdomain import (
 from tests.operator_checks import ring_by_place
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+# Of heads of 8 numbers, and beyond 16 tokens.
+LENGTHENED = {
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0, 3.0, 4.0, 5.0],
+    },
+}
 PAD = 3
 VOCABULARY = 48
 

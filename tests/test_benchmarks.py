@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,6 +50,26 @@ def test_operator_table(monkeypatch, tmp_path):
     assert operator_cpu.table(record).count("\n|") == len(record["forward"]) + len(record["forward_and_backward"]) + 1
     operator_cpu.plot(record, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("repository", "typed", "written"),
+    [
+        ("/work/main", "/work/shared/data", "../shared/data"),
+        ("/work/main", "../shared/data", "../shared/data"),
+        ("/work/main", "--data=/work/main/runs/my texts", "'--data=runs/my texts'"),
+        ("/work/main", "/home/me/data", "~/data"),
+        ("/work/main", "--data=/home/me/my texts", "--data=~/'my texts'"),
+        ("/home/me/project", "/home/me/data", "../data"),
+        ("/home/me/project", "/mnt/data", "../../../mnt/data"),
+        ("/work/main", "1.3b.*batch 1,", "'1.3b.*batch 1,'"),
+    ],
+)
+def test_a_command_is_recorded_as_one_types_it(monkeypatch, repository, typed, written):
+    monkeypatch.setattr(harness, "REPOSITORY", Path(repository))
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setattr(sys, "argv", ["study.py", "--threads", typed])
+    assert harness.machine()["command"] == f"python -m benchmarks --threads {written}"
 
 
 CPU_TABLES = [

@@ -23,6 +23,7 @@ TOKENS = ("query", "key", "value")
 ENDS, LENGTHS = torch.tensor([0, 30, 31, 31, 100]), torch.tensor([100, 3, 50])
 CASES = {
     "one chunk": (SHAPES["odd_length"], "bilinear", "full", {}),
+    "one mode": (SHAPES["one_mode"], "bilinear", "full", {"chunk_size": 8}),
     "shared keys": (SHAPES["one_group"], "hermitian", "diagonal", {}),
     "several segments": ((2, 300, 4, 2, 16, 12, 16), "bilinear", "full", {"chunk_size": 16}),
     "no mixing": (SHAPES["odd_sizes"], "real", "identity", {}),
@@ -101,7 +102,7 @@ def test_without_instructions_and_for_other_numbers_nothing_changes(monkeypatch)
 
 @pytest.mark.parametrize("how", ["plain", "autocast"])
 def test_the_convolution_rounds_once(how):
-    conv, x = CausalConv1d(24, 4, bias=True), torch.randn(2, 13, 24).bfloat16().requires_grad_()
+    conv, x = CausalConv1d(24, 24, 4, groups=24), torch.randn(2, 13, 24).bfloat16().requires_grad_()
     conv = conv.bfloat16() if how == "plain" else conv
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"):
         found = conv(F.pad(x, (0, 0, 3, 0)).mT)
@@ -120,7 +121,7 @@ def test_the_convolution_rounds_once(how):
 @torch.no_grad()
 @pytest.mark.parametrize("length", [3, 4, 50])
 def test_a_convolution_from_zeros_is_that_with_zeros_before(length):
-    conv, x = CausalConv1d(24, 4, bias=True).bfloat16(), torch.randn(2, length, 24).bfloat16()
+    conv, x = CausalConv1d(24, 24, 4, groups=24).bfloat16(), torch.randn(2, length, 24).bfloat16()
     given = x.clone()
     found = causal_conv(conv, x, None, 4)
     for y, expected in zip(found, causal_conv(conv, x, x.new_zeros(2, 24, 3), 4), strict=True):

@@ -6,9 +6,11 @@ import pickle
 import pytest
 import torch
 from accelerate import cpu_offload
-from transformers.cache_utils import StaticLayer
+from peft import LoraConfig, get_peft_model
+from transformers.cache_utils import DynamicCache, StaticLayer
 
 from modeling_interdomain import InterdomainCache, InterdomainStaticCache
+from modeling_interdomain.cache_fingerprint import model_fingerprint
 from modeling_interdomain.module_versions import CACHE_NAME, CACHE_NAMES
 
 
@@ -71,6 +73,129 @@ def test_rows_change_while_recording(model, random_ids, cache_after, contents, a
     cache.batch_select_indices(torch.tensor([0, 3, 5]))
     cache.crop(-4)
     assert_same(contents(cache), contents(cache_after(model, ids[[2, 0, 0], :3])))
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "reason"),
+    [
+        ("reorder_cache", torch.tensor([0, 3]), r"numbers of the 3 rows of this cache, from 0, got \[0, 3\]"),
+        ("reorder_cache", torch.tensor([-1]), r"numbers of the 3 rows .*, got \[-1\]"),
+        ("reorder_cache", [0, 1], r"the numbers of rows as a tensor of one axis, got \[0, 1\]"),
+        ("batch_select_indices", torch.tensor([3]), r"numbers of the 3 rows .*, got \[3\]"),
+        ("batch_select_indices", torch.tensor([True]), r"numbers of the 3 rows .*, got a mask of 1"),
+        ("batch_select_indices", torch.tensor([0.0]), "the numbers of rows as a tensor of one axis"),
+        ("batch_select_indices", torch.tensor(1), "the numbers of rows as a tensor of one axis"),
+    ],
+)
+def test_rows_that_are_not_there_are_refused(name, asked, reason, make_model, random_ids, advance, contents):
+    for model in map(make_model, ("interdomain", "softmax-interdomain", "softmax", "windowed")):
+        cache = InterdomainCache(model.config)
+        advance(model, cache, random_ids(3, 6))
+        before = contents(cache)
+        with pytest.raises(ValueError, match=f"^{name} takes {reason}"):
+            getattr(cache, name)(asked)
+        torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
+
+
+def test_rows_of_static_keys_are_not_chosen(make_model, random_ids, advance, contents):
+    model = make_model("interdomain-softmax")
+    cache = InterdomainStaticCache(model.config, max_cache_len=16)
+    advance(model, cache, random_ids(2, 6))
+    before = contents(cache)
+    for name, asked in (("batch_select_indices", torch.tensor([1])), ("batch_repeat_interleave", 2)):
+        with pytest.raises(ValueError, match=f"^A static cache of keys and values has no {name}: use InterdomainCache"):
+            getattr(cache, name)(asked)
+    torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("several", [{"num_return_sequences": 3, "do_sample": True}, {"num_beams": 3}], ids=str)
+def test_a_cache_of_one_row_for_several_sequences(each_mixer, several, random_ids, advance):
+    ids, cache = random_ids(1, 9), InterdomainCache(each_mixer.config)
+    advance(each_mixer, cache, ids[:, :6])
+    settings = {"max_new_tokens": 4, "attention_mask": torch.ones_like(ids), **several}
+    with pytest.raises(ValueError, match=r"for several sequences or beams a prompt call batch_repeat_interleave\(3\)"):
+        each_mixer.generate(ids, past_key_values=cache, **settings)
+    cache.batch_repeat_interleave(3)
+    found = []
+    for used in (cache, None):
+        torch.manual_seed(0)
+        found.append(each_mixer.generate(ids, past_key_values=used, **settings))
+    assert found[0].equal(found[1])
+
+
+# A forward that is broken off.
+
+PLACES = {
+    "before the first mixer": lambda model: model.model.layers[0].token_mixer,
+    "in the first mixer": lambda model: model.model.layers[0].token_mixer.o_proj,
+    "before the last mixer": lambda model: model.model.layers[-1].token_mixer,
+    "at the end": lambda model: model.model.norm,
+}
+
+
+@pytest.fixture
+def broken_off(advance):
+    """`broken_off(model, cache, ids, part)`: a forward that is interrupted when a part of the model is called."""
+
+    def interrupt(module, inputs):
+        raise KeyboardInterrupt
+
+    def run(model, cache, ids, part):
+        hook = part.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            advance(model, cache, ids)
+        hook.remove()
+
+    return run
+
+
+@pytest.mark.parametrize("length", [1, 5])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_forward_that_was_broken_off(
+    each_mixer, make_cache, place, length, random_ids, broken_off, advance, assert_same, tmp_path
+):
+    """As if it had not been where nothing was written, and refused everywhere else, until a reset."""
+    ids, cache = random_ids(2, 12), make_cache(each_mixer.config)
+    advance(each_mixer, cache, ids[:, :6])
+    broken_off(each_mixer, cache, ids[:, 6 : 6 + length], PLACES[place](each_mixer))
+    untouched = place == "before the first mixer"
+    for use in () if untouched else (lambda cache: cache, *COPIES.values()):
+        with pytest.raises(ValueError, match="A forward was broken off while it wrote into this past_key_values"):
+            advance(each_mixer, use(cache), ids[:, 6:])
+        with pytest.raises(ValueError, match="call its reset"):
+            use(cache).save(tmp_path / "state", each_mixer)
+    if not untouched:
+        cache.reset()
+    seen = int(cache.get_seq_length())
+    assert seen == (6 if untouched else 0)
+    assert_same(advance(each_mixer, cache, ids[:, seen:]), each_mixer(ids, use_cache=False).logits[:, seen:].detach())
+
+
+@torch.no_grad()
+def test_a_step_that_was_broken_off_in_its_first_layer(recurrent_model, random_ids, advance, assert_same, monkeypatch):
+    """Where the state has moved and the window has not, though no layer has counted the token."""
+    ids, cache = random_ids(2, 7), InterdomainCache(recurrent_model.config)
+    layer = next(layer for layer in cache.layers if hasattr(type(layer), "state"))
+    advance(recurrent_model, cache, ids[:, :6])
+    with monkeypatch.context() as patch:
+        patch.setattr(layer, "write", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            advance(recurrent_model, cache, ids[:, 6:])
+    with pytest.raises(ValueError, match="A forward was broken off"):
+        advance(recurrent_model, cache, ids[:, 6:])
+    cache.reset()
+    assert_same(advance(recurrent_model, cache, ids), recurrent_model(ids, use_cache=False).logits)
+
+
+def test_the_librarys_own_cache_is_refused_and_healed_alike(make_model, random_ids, broken_off, advance, assert_same):
+    model, ids = make_model("softmax"), random_ids(2, 9)
+    cache = DynamicCache()
+    advance(model, cache, ids[:, :5])
+    broken_off(model, cache, ids[:, 5:], model.model.layers[1])
+    with pytest.raises(ValueError, match="A forward was broken off"):
+        advance(model, cache, ids[:, 5:])
+    cache.reset()
+    assert_same(advance(model, cache, ids), model(ids, use_cache=False).logits.detach())
 
 
 def test_reset(model, make_cache, random_ids, advance, assert_same):
@@ -260,6 +385,97 @@ def test_guesses_in_inference_mode_go_on_outside_of_it(any_model, random_ids, ca
     assert_same(found.detach(), expected[:, 7:])
 
 
+CHANGES = {
+    "in place": lambda x, new: x.copy_(new),
+    "without a version": lambda x, new: x.data.copy_(new),
+    "another tensor": lambda x, new: setattr(x, "data", new),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", CHANGES)
+def test_what_was_read_stays_when_parameters_change(
+    recurrent_model, how, random_ids, cache_after, contents, advance, assert_same
+):
+    """As optimizers, averages and syncs change them: what waits, and what is taken back to, was read before."""
+    model, ids, removed = recurrent_model, random_ids(2, 32), (0, 2, 16)
+    cache = cache_after(model, *ids[:, :15].split((9, 4, 2), dim=1), recording=True)
+    fewer = {count: cache_after(model, ids[:, : min(15, 29 - count)]) for count in removed}
+    generator = torch.Generator().manual_seed(2)
+    for x in model.parameters():
+        CHANGES[how](x, x + 0.1 * torch.randn(x.shape, generator=generator, dtype=x.dtype))
+    for piece in ids[:, 15:29].split([13, 1], dim=1):  # long enough that all writes are seen
+        advance(model, cache, piece)
+    for count, expected in fewer.items():
+        found = copy.deepcopy(cache)
+        found.crop(-count)
+        if 29 - count > 15:
+            advance(model, expected, ids[:, 15 : 29 - count])
+        assert_same(contents(found), contents(expected))
+        assert_same(advance(model, found, ids[:, 29:]), advance(model, expected, ids[:, 29:]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("name", ["interdomain", "s4d", "ssd", "selective-scan", "hax"])
+def test_guesses_that_wait_while_an_adapter_is_switched_off(
+    name, length, make_model, random_ids, cache_after, contents, advance, assert_same
+):
+    inner, ids = make_model(name), random_ids(2, 24 + length)
+    model = get_peft_model(inner, LoraConfig(target_modules=["o_proj"], modules_to_save=["recurrence"])).eval()
+    for _, x in filter(lambda named: "modules_to_save" in named[0], model.named_parameters()):
+        x += 0.3 * torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(0))
+    found = []
+    for recording in (False, True):
+        cache = cache_after(inner, *ids[:, :24].split([20, 4], dim=1), recording=recording)
+        with model.disable_adapter():
+            found.append([advance(inner, cache, ids[:, 24:]), *contents(cache)])
+    assert_same(found[1], found[0])
+
+
+def test_a_text_that_was_taken_back_begins_with_what_is_learned_by_then(make_model, random_ids, advance, assert_same):
+    model, ids = make_model(learned_state=True), random_ids(1, 9)
+    cache = InterdomainCache(model.config)
+    cache.activate_past_recording()
+    advance(model, cache, ids[:, :6])
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.token_mixer.first_state.state += 1
+    cache.crop(-6)
+    assert_same(advance(model, cache, ids), model(ids, use_cache=False).logits)
+
+
+def test_as_much_can_be_taken_back_again(each_mixer, random_ids, advance, contents, cache_after, assert_same):
+    """Whenever it comes, and however little is read in between."""
+    each_mixer.config.max_rollback = 4
+    ids, cache = random_ids(1, 40), InterdomainCache(each_mixer.config)
+    cache.activate_past_recording()
+    advance(each_mixer, cache, ids[:, :9])
+    for end in range(9, 40):
+        advance(each_mixer, cache, ids[:, end : end + 1])
+        if end % 3:
+            continue
+        twin = copy.deepcopy(cache)
+        twin.crop(-1 - end % 4)
+        twin.crop(-4)
+        assert twin.get_seq_length() == end - 4 - end % 4
+    assert_same(contents(twin), contents(cache_after(each_mixer, ids[:, : 39 - 4 - 39 % 4])))
+
+
+@pytest.mark.parametrize("recording", [False, True])
+def test_more_than_was_read_is_not_taken_back(each_mixer, make_cache, recording, random_ids, advance, contents):
+    cache = make_cache(each_mixer.config)
+    if recording:
+        cache.activate_past_recording()
+    with pytest.raises(ValueError, match="^crop can take back the last 0 tokens, no more were read, got 1"):
+        cache.crop(-1)
+    advance(each_mixer, cache, random_ids(2, 5))
+    before = contents(cache)
+    with pytest.raises(ValueError, match="^crop can take back the last 5 tokens, no more were read, got 99"):
+        cache.crop(-99)
+    torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
+
+
 def test_rollback_of_everything(model, random_ids, cache_after, advance, assert_same):
     cache = cache_after(model, random_ids(2, 5), recording=True)
     cache.crop(-5)
@@ -278,10 +494,10 @@ def test_rollback_within_a_prompt_longer_than_the_record(make_model, random_ids,
 @pytest.mark.parametrize("order", ["interdomain-softmax", "softmax-interdomain"])
 def test_rollback_beyond_the_record_is_refused(order, make_model, random_ids, cache_after, contents):
     model = make_model(order, max_rollback=4)
-    cache = cache_after(model, random_ids(2, 11), recording=True)
+    cache = cache_after(model, random_ids(2, 13), recording=True)
     before = contents(cache)
-    with pytest.raises(ValueError, match="take back the last 4 tokens, got 5.*max_rollback"):
-        cache.crop(-5)
+    with pytest.raises(ValueError, match="take back the last 8 tokens, got 9.*max_rollback"):
+        cache.crop(-9)
     torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
 
 
@@ -381,8 +597,8 @@ def test_rollback_over_a_forward_of_pads(model, removed, random_ids, cache_after
 def test_record_does_not_keep_the_prompt(make_model, random_ids, cache_after):
     """A view of the last tokens would hold the whole prompt in memory, in every layer."""
     layer = cache_after(make_model(max_rollback=4), random_ids(2, 40), recording=True).layers[0]
-    for tensor in layer.recorded.pieces[0]:
-        assert tensor.shape[1] == 4
+    for tensor in layer.recorded.pieces[0].inputs:
+        assert tensor.shape[1] == 4 + 4
         assert tensor.untyped_storage().nbytes() <= 2 * tensor.numel() * tensor.element_size()
 
 
@@ -392,7 +608,7 @@ def test_record_keeps_what_was_promised_and_not_much_more(make_model, random_ids
     for step in range(20):
         advance(model, cache, random_ids(1, 1, seed=step))
         kept.append(cache.layers[0].recorded.tokens)
-    assert min(kept) >= 4 and max(kept) <= 8
+    assert min(kept) >= 4 + 4 and max(kept) <= 4 + 8
     advance(model, cache, random_ids(1, 13))  # all of it can be taken back
     cache.crop(-13)
     assert cache.get_seq_length() == 29
@@ -424,8 +640,9 @@ def test_a_cache_moves_as_a_whole(model, make_cache, random_ids, advance):
     for layer in cache.layers:
         held = [x for x in vars(layer).values() if isinstance(x, torch.Tensor)]
         if layer in _recurrent_layers(cache):
-            windows, states, pieces, constants, _, latest = layer.recorded
-            held += [*layer.tensors(), *(windows or ()), *(states or {}).values(), *constants, *sum(pieces, ())]
+            windows, states, pieces, _, latest = layer.recorded
+            held += [*layer.tensors(), *(windows or ()), *(states or {}).values()]
+            held += [x for piece in pieces for x in (*piece.inputs, *piece.constants)]
             held += [*latest.windows, *latest.states.values()]
         assert held and {x.device.type for x in held} == {"meta"}
 
@@ -641,6 +858,58 @@ def test_layers_refuse_keys_and_values(recurrent_model):
     index = recurrent_model.config.layer_types.index("linear_attention")
     with pytest.raises(ValueError, match="recurrent state"):
         cache.update(torch.zeros(1, 4, 1, 8), torch.zeros(1, 4, 1, 8), index)
+
+
+# Quantized projections.
+
+
+class WeightOnly(torch.nn.Module):
+    """A linear map as quantizers make them: whole numbers and a scale in buffers, and no `weight`."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.register_buffer("scale", linear.weight.detach().abs().amax(1, keepdim=True) / 127)
+        self.register_buffer("numbers", (linear.weight.detach() / self.scale).round().to(torch.int8))
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.numbers * self.scale, self.bias)
+
+
+def test_weights_in_buffers(each_mixer, random_ids, make_cache, advance, tmp_path, assert_same):
+    """Whole is pieces is a saved state; a cache of other rows is refused as ever."""
+    model, ids = each_mixer, random_ids(2, 9)
+    for parent in list(model.model.modules()):
+        for name, part in list(parent.named_children()):
+            if type(part) is torch.nn.Linear:
+                setattr(parent, name, WeightOnly(part))
+    cache = make_cache(model.config)
+    parts = [advance(model, cache, part) for part in ids.split([5, 1, 3], dim=1)]
+    assert_same(torch.cat(parts, dim=1), model(ids, use_cache=False).logits)
+    with pytest.raises(ValueError, match="belongs to another model or batch"):
+        model(random_ids(3, 1), past_key_values=cache)
+    if isinstance(cache, InterdomainCache):
+        cache.save(tmp_path / "state.safetensors", model)
+        again = InterdomainCache.load(tmp_path / "state.safetensors", model)
+        assert advance(model, again, ids[:, :2]).equal(advance(model, cache, ids[:, :2]))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_packed_weights(each_mixer, random_ids, make_cache, advance):
+    """PyTorch's dynamic quantization, of which `weight` is a method; two such models have each their own states."""
+    quantize = pytest.importorskip("torch.ao.quantization", reason="this PyTorch quantizes no more").quantize_dynamic
+    models, ids = [], random_ids(2, 9)
+    for factor in (1, 1.1):
+        for part in each_mixer.float().modules():
+            if isinstance(part, torch.nn.Linear):
+                part.weight.data *= factor
+        models.append(quantize(each_mixer, {torch.nn.Linear}, dtype=torch.qint8))
+    model, cache = models[0], make_cache(each_mixer.config)
+    whole = model(ids, use_cache=False).logits
+    assert (advance(model, cache, ids) - whole).std() < 0.05 * whole.std()  # rounded inputs may jump
+    assert advance(model, cache, ids[:, :1]).isfinite().all()
+    assert model.generate(ids, max_new_tokens=3).shape == (2, 12)
+    assert len({model_fingerprint(model) for model in models}) == 2
 
 
 # Its name, which Transformers 5.24 has changed.

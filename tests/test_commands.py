@@ -1,4 +1,4 @@
-"""Every command that a README names is one that its program takes."""
+"""Every command that a README names, and every one that a result file records, is one that its program takes."""
 
 import argparse
 import re
@@ -10,16 +10,21 @@ from pathlib import Path
 import pytest
 from transformers import HfArgumentParser
 
+from benchmarks.harness import RESULTS
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 ROOMS = (".", "benchmarks", "conversion", "examples", "examples/lm_eval_tasks")
 READMES = [REPOSITORY / room / "README.md" for room in ROOMS]
 COMMAND = re.compile(r"python -m ((?:examples|conversion|benchmarks)[^`|\n]*)")
+RECORDED = re.compile(r'"command": "python -m ([^"]*)"')
 
 
 def commands() -> list[str]:
     """Program and arguments, comments left out, of every complete command."""
     text = "\n".join(path.read_text() for path in READMES).replace("\\\n", " ")
-    found = (shlex.join(shlex.split(command, comments=True)) for command in COMMAND.findall(text))
+    recorded = "\n".join(path.read_text() for path in RESULTS.glob("*.json"))
+    written = [*COMMAND.findall(text), *RECORDED.findall(recorded)]
+    found = (shlex.join(shlex.split(command, comments=True)) for command in written)
     return sorted({command for command in found if "..." not in command})
 
 

@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from modeling_interdomain import InterdomainCache
-from tests.conftest import PAIRS, dtypes_for
+from tests.conftest import EXPERTS, PAIRS, ROPE, dtypes_for
 
 LENGTHS = (13, 19, 8, 30)
 
@@ -132,3 +132,66 @@ def test_without_fullgraph_there_is_no_break_either(make_model, random_ids):
             random_ids(2, 12)
         )
         assert explained.graph_count == 1 and explained.graph_break_count == 0
+
+
+# What one layer is, in a model of its own: parts that change how Inductor lays numbers out and what it fuses.
+LAYERS = {
+    "interdomain": {},
+    "without a norm": {"input_norm": False},
+    "without a convolution": {"conv_kernel": 1},
+    "without either": {"input_norm": False, "conv_kernel": 1},
+    "of one input": {"state_input": "generic"},
+    "turned": {"rope_parameters": ROPE, "rope_placement": "after"},
+    "fourier": {"feature_map": "fourier", "normalize": True, "product": "real"},
+    "s4d": {"token_mixers": "s4d"},
+    "s4d of two inputs": {"token_mixers": "s4d", "state_input": "key_value"},
+    "ssd": {"token_mixers": "ssd", "ssd_state_size": 6},
+    "selective scan": {"token_mixers": "selective_scan", "scan_channels": 24, "scan_state_size": 5},
+    "softmax": {"token_mixers": "softmax", "rope_parameters": ROPE},
+    "inner function": {"token_mixers": "inner_function", "rope_parameters": ROPE, "inner_value_dim": 8},
+    "sparse": {"sparse_attention": "hax", "sparse_keys": 8, "sparse_key_dim": 4, "sparse_hash_size": 4},
+    "experts": {"feed_forwards": "cdmoe", **EXPERTS},
+}
+HEADS = [(2, 1), (1, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
+TRAININGS = [run for run in RUNS if run.startswith("training")]
+WRONG_ONCE = [("interdomain", 2, 1, "training"), ("s4d of two inputs", 1, 1, "training masked")]
+# Each layer meets the heads and the ways of training in turn; all with all are exhaustive.
+IN_TURN = [(name, *HEADS[i % 6], TRAININGS[i % 4]) for i, name in enumerate(LAYERS)]
+IN_TURN += [("interdomain", *heads, TRAININGS[i % 4]) for i, heads in enumerate(HEADS[1:], start=1)]
+ALL = [(name, *heads, TRAININGS[(i + j) % 4]) for i, name in enumerate(LAYERS) for j, heads in enumerate(HEADS)]
+LESS = [*WRONG_ONCE, *IN_TURN]
+
+
+@pytest.mark.parametrize(
+    ("layer", "heads", "groups", "run"),
+    [
+        *WRONG_ONCE,
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in IN_TURN if case not in WRONG_ONCE),
+        *(pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.exhaustive]) for case in ALL if case not in LESS),
+    ],
+)
+def test_gradients_of_vectorised_code(layer, heads, groups, run, make_model, random_ids):
+    """Those of Inductor's own C++, for every number of heads and groups; one length, whose loops are the widest."""
+    changes = {"ssd": {"ssd_groups": groups}, "inner function": {"num_attention_heads": groups}}.get(layer, {})
+    model = make_model(
+        num_hidden_layers=1,
+        hidden_size=8 * max(heads, 2),
+        num_key_value_heads=groups,
+        state_size=4,
+        chunk_size=64,
+        pad_token_id=None,
+        **dtypes_for(layer),
+        **{"num_attention_heads": heads, "feed_forwards": "none"} | LAYERS[layer] | changes,
+    ).train()
+    function, kind = RUNS[run]
+    ids = random_ids(2, 19)
+    torch._dynamo.reset()
+    try:
+        torch.manual_seed(0)  # some layers draw in training: as eager PyTorch does, where Inductor is told to
+        expected = function(model, kind, ids)
+        torch.manual_seed(0)
+        compiled = torch.compile(model, fullgraph=True, options={"fallback_random": True})
+        found = function(compiled, kind, ids)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    finally:
+        torch._dynamo.reset()

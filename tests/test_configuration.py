@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from modeling_interdomain import InterdomainCache, InterdomainConfig
 from modeling_interdomain.cache_recurrent import RecurrentLayer
 from modeling_interdomain.configuration_interdomain import STARTS
 from modeling_interdomain.registry_interdomain import FEED_FORWARDS, TOKEN_MIXERS
-from tests.conftest import MIXERS, VARIANTS
+from tests.conftest import LENGTHENED, MIXERS, VARIANTS
 
 PRESETS = sorted(Path(__file__).parents[1].glob("configuration/*/config.json"))
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -195,6 +196,38 @@ BAD_FIELDS = {
 def test_bad_fields_are_named(fields, message):
     with pytest.raises(Exception, match=message):
         InterdomainConfig(**fields)
+
+
+@pytest.mark.parametrize("kind", LENGTHENED)
+@pytest.mark.parametrize(
+    ("mixers", "placement"),
+    [
+        *((mixer, "after") for mixer in ("interdomain", "s4d", "ssd")),
+        *(([mixer, "softmax"], None) for mixer in ("interdomain", "s4d", "ssd", "selective_scan")),
+        (["interdomain", "inner_function"], "before"),
+    ],
+    ids=str,
+)
+def test_a_state_stands_beside_no_angles_of_the_length(kind, mixers, placement, make_config):
+    """What it holds cannot be rotated again; nor is a cached hybrid then the whole one, or a row its own."""
+    message = f'rope_type "{kind}" changes its angles with the length, and the state of recurrent layers cannot be'
+    with pytest.raises(StrictDataclassError) as error:
+        make_config(token_mixers=mixers, rope_parameters=LENGTHENED[kind], rope_placement=placement)
+    assert message in str(error.value.__cause__)
+    config = make_config(token_mixers=mixers, rope_parameters=dict(ROPE), rope_placement=placement)
+    config.rope_parameters = dict(LENGTHENED[kind])  # as a checkpoint of before has it
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("kind", ["default", "linear", "yarn", "llama3"])
+def test_a_state_stands_beside_angles_that_stay(kind, make_config):
+    more = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    rope = dict(ROPE) | {"rope_type": kind} | ({} if kind == "default" else more)
+    make_config(token_mixers=["interdomain", "softmax"], rope_parameters=rope, rope_placement="after")
+    # Nothing is rotated, or nothing but keys.
+    make_config(rope_parameters=LENGTHENED["dynamic"])
+    make_config("softmax", rope_parameters=LENGTHENED["dynamic"])
 
 
 # What a model computes, over a folder of softmax layers: assigned to its configuration, or an override in loading it.

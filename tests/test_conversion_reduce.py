@@ -187,6 +187,7 @@ def test_what_is_reported_is_what_was_saved(source, capsys):
     assert run(source, "--text", text, "--sequence-length", 64) == 0
     folder = source.parent / "small"
     report = json.loads((folder / "conversion_report.json").read_text())
+    assert report["source"] == source.name, "not where it lay on this machine"
     models = [AutoModelForCausalLM.from_pretrained(place).eval() for place in (source, folder)]
     assert models[1].config.state_size == 3 and type(models[1]) is InterdomainForCausalLM
     tokens = text_data.encode(AutoTokenizer.from_pretrained(folder), [text.read_text()])

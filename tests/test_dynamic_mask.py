@@ -225,6 +225,11 @@ def test_a_bias_in_two_columns_is_exact_enough(make_model, dtype):
     added = (query[..., 8:].double() * key[..., 8:].double()).sum(-1) * 8**-0.5
     exact = {torch.float64: 1e-14, torch.float32: 1e-7, torch.bfloat16: 2**-16}[dtype]
     torch.testing.assert_close(added, mask.bias(value[..., :8]).double(), rtol=exact, atol=0)
+    with torch.autocast("cpu", torch.bfloat16):  # in which attention multiplies then, unless it is all in float64
+        columns = mask(*(x[..., :8] for x in (query, key, value)), None)[1][..., 8:]
+        bias = mask.bias(value[..., :8]).double()
+    added = (columns if dtype == torch.float64 else columns.bfloat16()).double().sum(-1) * 8**-0.5
+    torch.testing.assert_close(added, bias, rtol=max(exact, 2**-16) if dtype != torch.float64 else exact, atol=0)
 
 
 def test_a_bias_beyond_the_format_stays_finite(make_model, random_ids):
@@ -407,7 +412,7 @@ def test_rollback(windowed, removed, random_ids, advance, assert_same):
 
 
 def test_rollback_needs_a_record_once_keys_have_left(make_model, random_ids, advance, contents, assert_same):
-    model, ids = make_model(**ARRANGEMENTS["softmax"], max_rollback=3), random_ids(1, 12)
+    model, ids = make_model(**ARRANGEMENTS["softmax"], max_rollback=3), random_ids(1, 16)
     cache = InterdomainCache(model.config)
     advance(model, cache, ids[:, :4])
     cache.crop(-2)  # nothing has left yet
@@ -419,12 +424,13 @@ def test_rollback_needs_a_record_once_keys_have_left(make_model, random_ids, adv
         cache.crop(1)
     torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
     cache.activate_past_recording()
-    for t in range(9, 12):
+    for t in range(9, 16):
         advance(model, cache, ids[:, t : t + 1])
-    with pytest.raises(ValueError, match="the last 3 tokens, got 4: .* or raise max_rollback in the configuration"):
-        cache.crop(-4)
+    with pytest.raises(ValueError, match="the last 6 tokens, got 7: .* or raise max_rollback in the configuration"):
+        cache.crop(-7)
     cache.crop(-3)
-    assert_same(advance(model, cache, ids[:, 9:]), advance(model, None, ids)[:, 9:])
+    cache.crop(-3)
+    assert_same(advance(model, cache, ids[:, 10:]), advance(model, None, ids)[:, 10:])
     static = InterdomainStaticCache(model.config, max_cache_len=16)
     advance(model, static, ids)
     with pytest.raises(ValueError, match="static cache of a window of keys cannot take tokens back"):
@@ -460,7 +466,7 @@ def test_a_recording_cache_does_not_grow_either(make_model, random_ids, advance)
     advance(model, cache, random_ids(1, 20))
     for seed in range(5):
         advance(model, cache, random_ids(1, 1, seed=seed))
-        assert cache.layers[0].keys.shape[2] == 4 + 3
+        assert cache.layers[0].keys.shape[2] == 4 + 2 * 3
 
 
 def test_static_addresses_stay_and_reset_forgets(make_model, random_ids, advance, assert_same):
@@ -525,3 +531,21 @@ def test_what_a_window_cannot_use(make_model, random_ids, contents):
     model.config._attn_implementation = "flex_attention"
     with pytest.raises(ValueError, match='hides other keys from each head, which attn_implementation = "flex_attent'):
         model(random_ids(1, 3))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("rope", [ROPE, None])
+@pytest.mark.parametrize("mixer", ["softmax", "inner_function"])
+def test_a_large_bias_under_autocast(make_model, random_ids, mixer, rope, attention):
+    """Attention takes place in float16, whatever keys and rotations are in: no score is infinite in it."""
+    changes = {"token_mixers": mixer, "feed_forwards": "mlp", "dynamic_mask": "value", "rope_parameters": rope}
+    model = make_model("inner-function", dtype=torch.float32, **changes)
+    model.set_attn_implementation(attention)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.token_mixer.dynamic_mask.A.fill_(30)
+    ids = random_ids(2, 9)
+    with torch.autocast("cpu", torch.float16):
+        output = model(ids, labels=ids)
+    output.loss.backward()
+    assert output.logits.isfinite().all()

@@ -1,7 +1,9 @@
 """Training with the stock engines gives the curve of one plain process: DDP, FSDP2, DeepSpeed, compile, TRL."""
 
+import copy
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -99,6 +101,94 @@ def test_sharded_parameters_equal_whole_ones(options, tmp_path, changes):  # noq
     launch(torchrun(2), options("sharded", fsdp_size=2, **go_on))
     assert_same_curve(tmp_path / "sharded", tmp_path / "whole")
     assert_same_parameters(tmp_path / "sharded", tmp_path / "whole")
+
+
+def test_names_of_what_is_sharded_leave_one_dtype_together(recurrent_model):
+    """Of a model in bfloat16, whose recurrences are wider."""
+    model = recurrent_model.to(torch.bfloat16)
+    named = [name for name, part in model.named_modules() if type(part).__name__ in model._no_split_modules]
+    groups = {}
+    for name, parameter in model.named_parameters():
+        holder = max((part for part in named if name.startswith(f"{part}.")), key=len, default="")
+        groups.setdefault(holder, set()).add(parameter.dtype)
+    assert {torch.float64, torch.bfloat16} == set.union(*groups.values())
+    assert all(len(dtypes) == 1 for dtypes in groups.values()), groups
+
+
+IN_BFLOAT16 = """
+import os, sys, torch, torch.distributed as dist
+from types import SimpleNamespace
+from accelerate import FullyShardedDataParallelPlugin, PartialState
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from torch.distributed.fsdp import fully_shard
+from transformers.distributed.configuration_utils import DistributedConfig
+from modeling_interdomain import InterdomainCache, InterdomainForCausalLM
+
+dist.init_process_group("gloo")
+mesh = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+os.environ["ACCELERATE_USE_FSDP"] = "true"
+PartialState(cpu=True)
+
+
+def by_names(model):
+    named = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
+    for module in (*reversed(named), model):
+        fully_shard(module, mesh=mesh)
+    return model
+
+
+def by_accelerate(model):  # whose Accelerator shards nothing on CPUs
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+    )
+    parallel = SimpleNamespace(fsdp_dim_names=["fsdp"])
+    state = {"state": SimpleNamespace(fsdp_plugin=plugin), "mixed_precision": "no", "is_main_process": True}
+    return fsdp2_prepare_model(SimpleNamespace(**state, torch_device_mesh=mesh, parallelism_config=parallel), model)
+
+
+ids, found = torch.arange(40).view(2, 20), {}
+for kind in ("whole", "names", "accelerate", "library"):
+    shards = {"distributed_config": DistributedConfig(fsdp_size=2)} if kind == "library" else {}
+    model = InterdomainForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16, **shards).train()
+    model = {"names": by_names, "accelerate": by_accelerate}.get(kind, lambda model: model)(model)
+    with torch.no_grad():  # what is read of a recurrence beside its forward
+        cache = InterdomainCache(model.config)
+        cache.activate_past_recording()
+        model.eval()(ids, past_key_values=cache, output_attentions=True)
+        model(ids[:, :6], past_key_values=cache)
+        cache.crop(-5)
+        after = model.train()(ids[:, 1:6], past_key_values=cache).logits[:, -1].float()
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters()}
+    gradients = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in gradients.items()}
+    if kind == "whole":
+        expected, first, replayed = gradients, loss.detach(), after
+        continue
+    torch.testing.assert_close(loss.detach(), first, rtol=1e-3, atol=1e-3)
+    assert (after - replayed).norm() < 0.02 * replayed.norm()
+    for name, gradient in gradients.items():
+        size = expected[name].float().norm()
+        assert (gradient - expected[name]).float().norm() < 0.02 * size + 1e-6, (kind, name)
+dist.destroy_process_group()
+"""
+BFLOAT16 = {
+    "hax": {"sparse_attention": "key_selection", "sparse_keys": 64, "sparse_key_dim": 4, "learned_state": True},
+    "others": {"token_mixers": ["ssd", "softmax", "selective_scan", "s4d"], "num_hidden_layers": 4},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BFLOAT16)
+def test_a_model_in_bfloat16_is_sharded(name, make_model, tmp_path):
+    """By the classes that it names, by accelerate, which asks for these, and by the library while it loads."""
+    changes = BFLOAT16[name] | {"state_dtype": "float32"}
+    make_model(dtype=torch.float32, **changes).save_pretrained(tmp_path / "model")
+    (tmp_path / "run.py").write_text(IN_BFLOAT16)
+    environment = os.environ | {"PYTHONPATH": str(train.REPOSITORY), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *torchrun(2), str(tmp_path / "run.py"), str(tmp_path / "model")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.slow
@@ -221,6 +311,33 @@ def conversations():
         }
         for count, document in enumerate(some_documents(24))
     ]
+
+
+def test_trl_compares_a_model_with_itself(tmp_path):
+    """DPO begins at the log of 2: no key is drawn in the one and not in the other; and the scores of keys learn."""
+    trl = pytest.importorskip("trl", reason="TRL is not installed")
+    from datasets import Dataset
+
+    tokenizer = text_data.train_tokenizer(some_documents(), 300)
+    torch.manual_seed(0)
+    sparse = {"sparse_attention": "hax", "sparse_keys": 8, "sparse_key_dim": 4, "sparse_hash_size": 4}
+    config = load_config(TINY, tokenizer)
+    model = AutoModelForCausalLM.from_config(type(config).from_dict(config.to_dict() | sparse))
+    arguments = trl.DPOConfig(
+        str(tmp_path), max_steps=2, learning_rate=1e-3, use_cpu=True, bf16=False, report_to="none", disable_tqdm=True
+    )
+    rows = [{"prompt": f"def f{i}(", "chosen": "self, x):", "rejected": "a b c d"} for i in range(16)]
+    arguments.logging_steps = 1
+    reference, before = copy.deepcopy(model), copy.deepcopy(model)
+    trainer = trl.DPOTrainer(
+        model, reference, arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
+    )
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    scorers = [name for name, _ in model.named_parameters() if ".scorer." in name]
+    assert scorers and all(
+        not model.get_parameter(x).equal(before.get_parameter(x)) for x in scorers if "bias" not in x
+    )
 
 
 def test_trl_fine_tunes_on_packed_chats(tmp_path):

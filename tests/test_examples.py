@@ -79,6 +79,34 @@ def test_default_text_is_the_standard_library_without_its_tests():
     assert 95_000 < sum(map(text_data.num_bytes, first)) <= 100_000
 
 
+def test_prose_is_the_sentences_of_a_program():
+    """Each once, in flowing lines; no licence, no table, no code, no fragment."""
+    sentence = "Return the number of lines in the file,\n    or None where there is no such file."
+    flowing = "Return the number of lines in the file, or None where there is no such file."
+    source = f'''# Licensed to nobody under an agreement with nobody in particular.
+##########################################################
+def count(path):
+    """{sentence}
+
+    >>> count("The name of a file that is to be read by this function.")
+    | The first column of a table | The second column of a table that is long. |
+    """
+    raise ValueError("Too short.")
+
+def again(path):
+    """{sentence}"""
+'''
+    assert text_data.prose(source) == f"{flowing}\n\n"
+    assert text_data.prose("no program") == ""
+
+
+def test_default_prose_is_on_every_computer():
+    documents = text_data.standard_library_prose(max_bytes=10_000, seed=1)
+    assert documents == text_data.standard_library_prose(max_bytes=10_000, seed=1)
+    assert 9_000 < sum(map(text_data.num_bytes, documents)) <= 10_000
+    assert not {"#", "|", "="} & set("".join(documents))
+
+
 def test_folder_of_every_format(tmp_path):
     from pyarrow import parquet, table
 

@@ -262,7 +262,7 @@ def test_scores_of_a_bfloat16_model_are_sums_in_float32(make_layer, monkeypatch)
         dtypes.extend([query.dtype, keys.dtype])
         return find_experts(query, keys, *arguments)
 
-    monkeypatch.setattr(feed_forward_cdmoe, "find_experts", spy)
+    monkeypatch.setattr(feed_forward_cdmoe.CrossDomainMoE.operators, "find_experts", spy)
     assert make_layer().bfloat16()(normal(1, 3, 32).bfloat16()).dtype == torch.bfloat16
     assert dtypes == [torch.float32] * 2
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.export import Dim
 
-from modeling_interdomain import InterdomainCache
+from modeling_interdomain import InterdomainCache, InterdomainForSequenceClassification
 from modeling_interdomain.registry_interdomain import TOKEN_MIXERS
 from tests.conftest import EXHAUSTIVE_PAIRS, dtypes_for
 
@@ -192,3 +192,101 @@ def test_decoding_in_onnxruntime(name, make_model, tmp_path):
     for size in SIZES:
         _, arguments = _decoding(make_model, name, *size)
         _assert_same(_decoded(run, arguments), _decoded(decode, arguments), atol=1e-4)
+
+
+# torch.jit.trace, which writes down what it sees of one input.
+
+
+class Traced(torch.nn.Module):
+    """Logits of ids and of what else is named."""
+
+    def __init__(self, model, *names, **others):
+        super().__init__()
+        self.model, self.names, self.others = model, names, others
+
+    def forward(self, input_ids, *inputs):
+        inputs = dict(zip(self.names, inputs, strict=True))
+        return self.model(input_ids, use_cache=False, **inputs, **self.others).logits
+
+
+def _ids(batch: int, length: int) -> torch.Tensor:
+    return _prompt(batch, length)[0]
+
+
+@torch.no_grad()
+def _assert_a_trace_holds(module: Traced, first: tuple, others: list[tuple]) -> None:
+    """What was traced with some inputs is right of others."""
+    traced = torch.jit.trace(module, first, check_trace=False)
+    for inputs in others:
+        found, expected = traced(*inputs), module(*inputs)
+        if "attention_mask" in module.names:
+            found, expected = (x[inputs[1].bool()] for x in (found, expected))
+        torch.testing.assert_close(found, expected)
+
+
+traces = pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit:DeprecationWarning")
+
+
+@traces
+def test_a_trace_holds_for_other_ids_sizes_and_pads(each_mixer):
+    if any(each_mixer.config.sparse_per_layer):
+        with pytest.raises(
+            ValueError, match="^torch.jit.trace keeps the number of keys that a sparse branch finds; or "
+        ):
+            torch.jit.trace(Traced(each_mixer), _ids(2, 20))
+        return
+    others = [(_ids(*size),) for size in ((1, 70), (3, 9), (2, 1))]
+    _assert_a_trace_holds(Traced(each_mixer), (_ids(2, 20),), [(_ids(2, 20).flip(1),), *others])
+    masks = torch.ones(2, 20, dtype=torch.long), _prompt(2, 20)[1], _prompt(2, 20)[1].flip(0)
+    cases = [(_ids(2, 20), mask) for mask in masks]
+    for case in cases[:2]:
+        _assert_a_trace_holds(Traced(each_mixer, "attention_mask"), case, cases)
+
+
+@traces
+@pytest.mark.each_value
+@pytest.mark.parametrize("name", ["position_ids", "cu_seq_lens_q", "seq_idx"])
+def test_a_trace_of_packed_documents_holds_for_others(each_mixer, name):
+    if any(each_mixer.config.sparse_per_layer):
+        pytest.skip("a sparse branch is not traced at all")
+    ends = [torch.tensor([0, *end, 20]) for end in ((4, 13), (11, 12), ())]
+    numbers = [torch.arange(len(end) - 1).repeat_interleave(end.diff())[None] for end in ends]
+    positions = [torch.cat([torch.arange(length) for length in end.diff().tolist()])[None] for end in ends]
+    packings = {"position_ids": positions, "cu_seq_lens_q": ends[:2], "seq_idx": numbers}[name]
+    cases = [(_ids(1, 20), packing) for packing in packings]
+    for case in (cases[0], cases[-1]):
+        if "full_attention" not in each_mixer.config.layer_types:
+            _assert_a_trace_holds(Traced(each_mixer, name), case, cases)
+            continue
+        with pytest.raises(
+            ValueError, match="^torch.jit.trace makes no masks of packed documents: leave position_ids, "
+        ):
+            torch.jit.trace(Traced(each_mixer, name), case)
+
+
+@traces
+def test_what_a_trace_cannot_hold_is_refused(each_mixer):
+    cache = InterdomainCache(each_mixer.config)
+    with pytest.raises(
+        ValueError, match="^torch.jit.trace keeps the place where a cache stands: leave past_key_values"
+    ):
+        torch.jit.trace(Traced(each_mixer, past_key_values=cache), _ids(1, 5))
+    with pytest.raises(ValueError, match="^torch.jit.trace of one token knows no more: give it several"):
+        torch.jit.trace(Traced(each_mixer), _ids(2, 1))
+    assert not int(cache.get_seq_length())
+
+
+@traces
+def test_a_window_is_not_traced(make_model):
+    with pytest.raises(ValueError, match="^torch.jit.trace keeps the number of keys that a window finds"):
+        torch.jit.trace(Traced(make_model("windowed")), _ids(2, 20))
+
+
+@traces
+def test_a_trace_of_a_classifier_heeds_later_pads(make_model):
+    model = make_model("interdomain", InterdomainForSequenceClassification, use_cls_token=True)
+    masks = torch.ones(2, 20, dtype=torch.long), _prompt(2, 20)[1]
+    cases = [(_ids(2, 20), mask) for mask in masks]
+    traced = torch.jit.trace(Traced(model, "attention_mask"), cases[0], check_trace=False)
+    for case in cases:
+        torch.testing.assert_close(traced(*case), model(case[0], attention_mask=case[1]).logits)

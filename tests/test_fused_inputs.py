@@ -54,8 +54,9 @@ def adapted(model):
 
 @pytest.mark.parametrize("touch", [offload, hook_before, hook_after, prune_then_train, parametrized, adapted])
 def test_a_touched_module_is_called(touch, make_model, random_ids, monkeypatch):
-    inputs, fused = [], mixer_interdomain.fused_inputs
-    monkeypatch.setattr(mixer_interdomain, "fused_inputs", lambda *a, **k: inputs.append(fused(*a, **k)) or inputs[-1])
+    operators = mixer_interdomain.InterdomainMixer.operators
+    inputs, fused = [], operators.fused_inputs
+    monkeypatch.setattr(operators, "fused_inputs", lambda *a, **k: inputs.append(fused(*a, **k)) or inputs[-1])
     arguments = {"dtype": torch.float32, "state_dtype": "float32", "num_hidden_layers": 1}
     model, ids = make_model(**arguments, backend="triton"), random_ids(1, 3)
     with torch.no_grad():

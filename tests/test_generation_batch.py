@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from modeling_interdomain import StateStore
-from modeling_interdomain.cache_fingerprint import model_fingerprint
+from modeling_interdomain.cache_store import store_of
 from modeling_interdomain.mixer_softmax import SoftmaxMixer
+from tests.conftest import LENGTHENED
 
 PROMPTS = (7, 3, 12, 5, 1, 9, 4)
 
@@ -34,6 +35,13 @@ def test_sparse_branches_and_rotations_know_their_rows(make_model, prompts):
     model, options = make_model("hax", **sparse), {"max_new_tokens": 6}
     found = model.generate_batch(prompts, max_batch_size=3, do_sample=False, **options)
     assert [x.generated_tokens for x in found.values()] == [alone(model, x, **options) for x in prompts]
+
+
+@pytest.mark.parametrize("kind", LENGTHENED)
+def test_angles_of_the_length_are_those_of_each_row(kind, make_model, prompts):
+    model = make_model("softmax", rope_parameters=LENGTHENED[kind], max_position_embeddings=8)
+    found = model.generate_batch(prompts, max_batch_size=3, do_sample=False, max_new_tokens=8)
+    assert [x.generated_tokens for x in found.values()] == [alone(model, x, max_new_tokens=8) for x in prompts]
 
 
 def test_requests_end_at_different_times(make_model, prompts):
@@ -107,6 +115,8 @@ def test_sampled_text_repeats_with_the_seed(make_model, prompts):
         ([[5], []], {}, "Prompt 1 has no tokens"),
         ([[5, 48]], {}, "Prompt 0 has a token outside of the vocabulary of 48"),
         ([[5]], {"max_batch_size": 0}, "max_batch_size must be positive, got 0"),
+        ([[5]], {"max_batch_size": None}, "max_batch_size must be positive, got None"),
+        (None, {}, "Prompts are a list of lists of token ids, got NoneType"),
         ([[5]], {"num_beams": 3}, "leave out num_beams, or use generate"),
         ([[5]], {"assistant_early_exit": 1}, "leave out assistant_early_exit, or use generate"),
         ([[5]], {"stop_strings": ["end"]}, "does not heed stop_strings: leave it out, or use generate"),
@@ -129,15 +139,11 @@ def test_what_cannot_be_is_refused(make_model, inputs, options, message):
 
 
 def test_models_that_cannot_say_why(make_model, monkeypatch):
-    longer = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    model = make_model("softmax", rope_parameters=longer)
-    with pytest.raises(NotImplementedError, match="rope_type change with the length .*: call generate"):
-        model.generate_batch([[5]])
-    assert not hasattr(model, "init_continuous_batching")
     model = make_model("softmax")
     monkeypatch.setattr(SoftmaxMixer, "make_cache_layer", lambda *args: OwnLayer())
     with pytest.raises(NotImplementedError, match='Layer 0, "softmax", keeps more than .*: call generate'):
         model.generate_batch([[5]])
+    assert not hasattr(model, "init_continuous_batching")
 
 
 class OwnLayer:
@@ -192,7 +198,7 @@ def test_a_conversation_costs_what_is_new(stored, random_ids):
         # Of an answer the last token has not been read, and of a prompt one is read again where all is known.
         prompts = [prompt + answer + more for prompt, answer, more in zip(prompts, answers, new, strict=True)]
         store = stored.prompt_store
-        known = [store.longest(*key)[0] for key in ((model_fingerprint(stored), prompt) for prompt in prompts)]
+        known = [store.longest(*key)[0] for key in ((store_of(stored)[1], prompt) for prompt in prompts)]
         assert known == [len(prompt) - 3 for prompt in prompts]
     (_, read) = read_by(stored, lambda: written(stored, prompts))
     assert read == 3 * len(prompts)

@@ -182,6 +182,16 @@ def test_images_need_a_patch_size_and_language_models_causality(make_classifier,
         InterdomainForCausalLM(make_config("softmax", bidirectional=True))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_quantized_patches(make_classifier):
+    quantize = pytest.importorskip("torch.ao.quantization", reason="this PyTorch quantizes no more").quantize_dynamic
+    model = make_classifier().float()
+    expected = model(pixel_values=pixels().float()).logits
+    quantized = quantize(model, {torch.nn.Linear}, dtype=torch.qint8)
+    found = quantized(pixel_values=pixels().float()).logits
+    assert (found - expected).std() < 0.1 * expected.std()
+
+
 # The example.
 
 

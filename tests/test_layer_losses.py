@@ -11,7 +11,9 @@ from conversion.distill import finetuning_loss
 from examples import train
 from examples.recall import Pairs, answers
 from examples.training import next_token_loss
-from modeling_interdomain import InterdomainForCausalLM
+from modeling_interdomain import InterdomainForCausalLM, module_layer_losses
+from modeling_interdomain.registry_interdomain import FEED_FORWARDS, TOKEN_MIXERS
+from tests.test_feed_forward import Balanced
 
 # All keys are drawn and all are seen, so that nothing is random.
 EVERY_KEY = {"sparse_attention": "key_selection", "sparse_keys": 64, "sparse_key_dim": 4}
@@ -59,6 +61,59 @@ def test_the_scorer_gets_its_gradient(name, make_model, random_ids):
             gradients(ids)
 
 
+@pytest.fixture(params=["interdomain", "s4d", "ssd", "selective_scan", "softmax", "inner_function"])
+def with_losses(request, make_model, monkeypatch):
+    """A model of each mixer with balanced feed-forward layers, and with learned scores where it can have such."""
+    monkeypatch.setitem(FEED_FORWARDS, "balanced", Balanced)
+    keys = EVERY_KEY if TOKEN_MIXERS[request.param].can_branch else {}
+    return make_model(f"{request.param}, mlp", feed_forwards="balanced", aux_loss_coef=0.5, **keys)
+
+
+def gradients_of(loss, model):
+    found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(model.parameters(), found, strict=True)]
+
+
+def test_a_loss_past_the_head_trains_the_layers(with_losses, random_ids, assert_same, caplog):
+    """Once in every backward pass, unless the caller asks for what they add; and the program is told."""
+    model, ids = with_losses, random_ids(2, 12)
+    reads = {
+        "states": lambda **asked: model.model(ids, **asked).last_hidden_state,
+        "tuple": lambda **asked: model.model(ids, return_dict=False, **asked)[0],
+        "last of all": lambda **asked: model.model(ids, output_hidden_states=True, **asked).hidden_states[-1],
+    }
+    plain = model.model(ids).last_hidden_state
+    own = gradients_of(plain.square().mean(), model)
+    added = gradients_of(model.train()(ids).layer_loss, model)
+    assert any(x.ne(0).any() for x in added)
+    expected = [a + b for a, b in zip(own, added, strict=True)]
+    module_layer_losses.logger.warning_once.cache_clear()
+    for read in reads.values():
+        assert_same(read(), plain)
+        assert not caplog.text
+        assert_same(gradients_of(read().square().mean(), model), expected)
+        asked = read(output_auxiliary_losses=True, output_ranking_losses=True)
+        assert_same(gradients_of(asked.square().mean(), model), own)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        assert_same(gradients_of(read().square().mean(), model), expected)
+        model.gradient_checkpointing_disable()
+        assert "past the head of the model" in caplog.text
+        module_layer_losses.logger.warning_once.cache_clear()
+        caplog.clear()
+    output = model.model(ids)
+    assert output.ranking_losses is None and output.auxiliary_losses is None
+    model.eval()
+    assert_same(gradients_of(model.model(ids).last_hidden_state.square().mean(), model), own)
+    assert not caplog.text
+
+
+def test_a_loss_of_the_last_states_of_a_head_is_warned_of(make_model, random_ids, caplog):
+    model, ids = make_model(**EVERY_KEY).train(), random_ids(2, 12)
+    module_layer_losses.logger.warning_once.cache_clear()
+    model(ids, output_hidden_states=True).hidden_states[-1].square().mean().backward()
+    assert "without what the layers add" in caplog.text
+
+
 DISTRIBUTED = """
 import sys, torch, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -69,6 +124,17 @@ from modeling_interdomain import InterdomainForCausalLM
 dist.init_process_group("gloo")
 windows = torch.load(sys.argv[2]).chunk(2)[dist.get_rank()]
 losses = {"logits": next_token_loss, "labels": lambda model, ids: model(input_ids=ids, labels=ids).loss}
+
+
+class PastTheHead(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids):
+        return self.model.model(input_ids).last_hidden_state.square().mean()
+
+
 found = {}
 for kind in ("DDP", "FSDP2"):
     for name, loss in losses.items():
@@ -80,6 +146,13 @@ for kind in ("DDP", "FSDP2"):
         loss(wrapped, windows).backward()
         gradients = {name: p.grad for name, p in model.named_parameters()}
         found[kind, name] = {name: g.full_tensor() if kind == "FSDP2" else g for name, g in gradients.items()}
+model = InterdomainForCausalLM.from_pretrained(sys.argv[1]).train()
+model.lm_head.requires_grad_(False)
+past = DistributedDataParallel(PastTheHead(model))  # as TRL calls a model
+for _ in range(2):  # the second tells of parameters that the first has not reached
+    model.zero_grad()
+    past(windows).backward()
+found["past the head"] = {name: p.grad for name, p in model.named_parameters()}
 if dist.get_rank() == 0:
     torch.save(found, sys.argv[3])
 dist.destroy_process_group()
@@ -104,3 +177,8 @@ def test_two_processes_have_the_gradient_of_one(make_model, random_ids, tmp_path
         assert any(".sparse.scorer." in x and g.ne(0).any() for x, g in expected.items())
         for kind in ("DDP", "FSDP2"):
             torch.testing.assert_close(found[kind, name], expected, rtol=1e-4, atol=1e-6)
+    asked = model.model(ids, output_ranking_losses=True, output_auxiliary_losses=True)
+    loss, past = asked.last_hidden_state.square().mean() + model(ids).layer_loss, model.model
+    expected = dict(zip(dict(past.named_parameters()), torch.autograd.grad(loss, list(past.parameters()))))
+    of_past = {name.removeprefix("model."): g for name, g in found["past the head"].items() if g is not None}
+    torch.testing.assert_close(of_past, expected, rtol=1e-4, atol=1e-6)

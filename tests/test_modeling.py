@@ -12,9 +12,13 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_interdomain import (
     InterdomainCache,
@@ -27,6 +31,7 @@ from modeling_interdomain import (
 from modeling_interdomain.configuration_interdomain import STARTS
 from modeling_interdomain.mixer_interdomain import InterdomainMixer
 from modeling_interdomain.module_versions import CACHE_NAME
+from tests.conftest import LENGTHENED
 
 RECURRENCE = ("log_dt", "log_a_real", "a_imag", "B", "C")
 PRESETS = Path(__file__).parents[1] / "configuration"
@@ -358,6 +363,26 @@ def test_loss_over_accumulated_batches(model, random_ids, assert_same):
     assert_same(output.loss.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("items", [None, 0, torch.tensor(0)], ids=str)
+def test_no_label_is_a_loss_of_zero_with_gradients(each_mixer, items, random_ids):
+    """As such a batch adds to a step of several, and as a step that has no label at all."""
+    ids = random_ids(2, 6)
+    for inputs in ({"input_ids": ids, "labels": torch.full_like(ids, -100)}, {"input_ids": ids[:, :1]}):
+        inputs.setdefault("labels", inputs["input_ids"])
+        output = each_mixer.eval()(**inputs, num_items_in_batch=items)
+        assert output.loss.item() == 0
+        output.loss.backward()
+        assert not any(p.grad.any() for p in each_mixer.parameters() if p.grad is not None)
+        training = each_mixer.train()(**inputs, num_items_in_batch=items)
+        assert training.loss.isfinite() and (training.layer_loss is not None or training.loss.item() == 0)
+
+
+def test_a_loss_of_ones_own_counts_its_labels_itself(make_model, random_ids):
+    model, ids = make_model(), random_ids(1, 4)
+    model.loss_function = lambda logits, labels, vocab_size: (logits.mean() * 0 + labels).mean()
+    assert model(ids, labels=ids.double() + 0.5).loss == (ids + 0.5).mean()
+
+
 def test_model_learns_to_copy(make_config):
     torch.manual_seed(0)
     model = InterdomainForCausalLM(make_config("interdomain", state_dtype="float32", vocab_size=12)).train()
@@ -492,18 +517,63 @@ def test_embeddings_instead_of_ids(any_model, random_ids, assert_same):
 
 def test_softmax_model_is_a_llama(make_model, left_padded, assert_same):
     model = make_model("softmax", num_key_value_heads=2)
-    config = model.config
-    names = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
-    names += ["num_key_value_heads", "rms_norm_eps", "rope_parameters", "max_position_embeddings"]
-    llama = LlamaForCausalLM(LlamaConfig(**{name: getattr(config, name) for name in names})).double().eval()
-    state = {name.replace("token_mixer", "self_attn"): value for name, value in model.state_dict().items()}
-    llama.load_state_dict(state)
     inputs = left_padded([9, 4, 6])
     real = inputs["attention_mask"].bool()
     positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    expected = llama(**inputs, position_ids=positions).logits
+    expected = _llama(model)(**inputs, position_ids=positions).logits
     # Llama normalises in float32.
     assert_same(model(**inputs).logits[real], expected[real], rtol=1e-4, atol=1e-4)
+
+
+def _llama(model) -> LlamaForCausalLM:
+    """The same of the library, for softmax layers."""
+    names = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+    names += ["num_key_value_heads", "rms_norm_eps", "rope_parameters", "max_position_embeddings"]
+    llama = LlamaForCausalLM(LlamaConfig(**{name: getattr(model.config, name) for name in names})).double().eval()
+    llama.load_state_dict({name.replace("token_mixer", "self_attn"): x for name, x in model.state_dict().items()})
+    return llama
+
+
+@pytest.mark.parametrize("kind", LENGTHENED)
+def test_angles_of_the_length_are_those_of_a_llama(kind, make_model, random_ids, assert_same):
+    """Whole, and after a cache, whose keys keep the angles they were read with."""
+    model = make_model("softmax", rope_parameters=LENGTHENED[kind], max_position_embeddings=16)
+    ids, pieces = random_ids(1, 30), [12, *[1] * 10, 8]
+    with torch.no_grad():
+        assert_same(model(ids).logits, _llama(model)(ids).logits, rtol=1e-4, atol=1e-4)
+        ours, llama = InterdomainCache(model.config), _llama(model)
+        theirs = DynamicCache(config=llama.config)
+        for piece in ids.split(pieces, dim=1):
+            found = model(piece, past_key_values=ours).logits
+            assert_same(found, llama(piece, past_key_values=theirs).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", LENGTHENED)
+@pytest.mark.parametrize("name", ["softmax", "inner_function, mlp"])
+def test_angles_of_the_length_are_those_of_each_text(name, kind, make_model, random_ids, assert_same):
+    """Neither a neighbour, nor a document beside it, nor an earlier forward changes them, unlike in a Llama."""
+    model = make_model(name, rope_parameters=LENGTHENED[kind], max_position_embeddings=16)
+    short, long = random_ids(1, 10), random_ids(1, 40, seed=1)
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[0, :30] = 0
+    with torch.no_grad():
+        alone = [model(short).logits, model(long).logits]
+        assert_same(model(short).logits, alone[0], rtol=0, atol=0)
+        rows = model(torch.cat([torch.cat([long[:, :30], short], dim=1), long]), attention_mask=mask).logits
+        assert_same([rows[:1, 30:], rows[1:]], alone)
+        packed, ends = torch.cat([short, long], dim=1), torch.tensor([0, 10, 50])
+        assert_same(model(packed, cu_seq_lens_q=ends).logits, torch.cat(alone, dim=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", LENGTHENED)
+def test_angles_of_the_length_in_one_graph(kind, make_model, random_ids, assert_same):
+    model = make_model("softmax", rope_parameters=LENGTHENED[kind], max_position_embeddings=16)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for ids in (random_ids(1, 10), random_ids(1, 40), random_ids(1, 12)):
+            assert_same(compiled(ids, use_cache=False).logits, model(ids).logits)
 
 
 def test_attention_implementations_agree(make_model, random_ids, assert_same):
@@ -583,6 +653,42 @@ def test_classification_losses(classifier, random_ids, assert_same):
     assert_same(output.loss.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_classes_that_do_not_count(classifier, random_ids):
+    ids, labels = random_ids(2, 5), torch.tensor([-100, 2])
+    output = classifier(ids, labels=labels)
+    assert_close = torch.testing.assert_close
+    assert_close(output.loss, F.cross_entropy(output.logits[1:], labels[1:]), rtol=1e-5, atol=1e-5)
+    loss = classifier(ids, labels=torch.full_like(labels, -100)).loss
+    loss.backward()
+    assert loss.item() == 0 and not any(p.grad.any() for p in classifier.parameters() if p.grad is not None)
+
+
+WRONG_CLASSES = {
+    "outside": (
+        torch.tensor([1, 4]),
+        None,
+        "labels must lie between 0 and 3, or be -100 where nothing is asked; got 4.",
+    ),
+    "negative": (torch.tensor([1, -1]), None, "labels must lie between 0 and 3, or be -100 .*; got -1."),
+    "too many": (torch.tensor([1, 2, 3]), None, r"labels must have shape \[2\] for \"single_.*, got \[3\]."),
+    "another dtype": (torch.tensor([1, 2], dtype=torch.uint8), None, "labels must be of torch.int64, got torch.uint8"),
+    "one class": (torch.tensor([0.5, 1.0]), None, r"labels must have shape \[2, 4\] for \"multi_.*, got \[2\]."),
+    "whole": (
+        torch.ones(2, 4, dtype=torch.long),
+        "multi_label_classification",
+        "labels must be floating-point numbers",
+    ),
+    "a list": ([1, 2], None, "labels must be a tensor, got list: torch.tensor.labels. makes one."),
+}
+
+
+@pytest.mark.parametrize(("labels", "kind", "message"), WRONG_CLASSES.values(), ids=WRONG_CLASSES)
+def test_wrong_classes_are_refused(classifier, labels, kind, message, random_ids):
+    classifier.config.problem_type = kind
+    with pytest.raises((ValueError, TypeError), match=f"^{message}"):
+        classifier(random_ids(2, 5), labels=labels)
+
+
 # Presets.
 
 COUNTS = {
@@ -647,6 +753,156 @@ def test_no_tokens_is_refused(model):
         model(torch.zeros(2, 0, dtype=torch.long))
     with pytest.raises(ValueError, match="B = 0"):
         model(torch.zeros(0, 2, dtype=torch.long))
+
+
+def _inputs_that_cannot_be(ids):
+    """What is given, and what is said of it."""
+    some, far, ends = ids.float() / 10, torch.where(ids == ids[0, 0], 99, ids), torch.tensor([0, 2, 6])
+    numbers = torch.tensor([[0, 0, 1, 1, 1, 1]])
+    return [
+        ({"input_ids": ids.tolist()}, "input_ids must be a tensor, got list: torch.tensor(input_ids) makes one."),
+        ({"input_ids": ids.numpy()}, "input_ids must be a tensor, got ndarray: torch.tensor(input_ids) makes one."),
+        ({"input_ids": None}, "Give exactly one of input_ids"),
+        (
+            {"input_ids": some},
+            "input_ids must be of torch.int64 or torch.int32, got torch.float32: use input_ids.long().",
+        ),
+        ({"input_ids": ids.to(torch.uint8)}, "input_ids must be of torch.int64 or torch.int32, got torch.uint8: use"),
+        ({"input_ids": far}, "input_ids must lie within the vocabulary, from 0 to 47; got 99."),
+        ({"input_ids": ids - 50}, "input_ids must lie within the vocabulary, from 0 to 47; got -"),
+        (
+            {"input_ids": None, "inputs_embeds": torch.zeros(1, 6, 9)},
+            "inputs_embeds [B, T, hidden_size = 32]; got [1, 6",
+        ),
+        ({"input_ids": None, "inputs_embeds": torch.zeros(1, 6, 32).long()}, "inputs_embeds must be floating-point"),
+        (
+            {"attention_mask": [[1] * 6]},
+            "attention_mask must be a tensor, got list: torch.tensor(attention_mask) makes",
+        ),
+        ({"position_ids": [[0] * 6]}, "position_ids must be a tensor, got list"),
+        ({"cu_seq_lens_q": [0, 2, 6]}, "cu_seq_lens_q must be a tensor, got list"),
+        ({"cu_seq_lens_q": ends.float()}, "cu_seq_lens_q must be whole numbers, got torch.float32."),
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 9, 3, 6], dtype=torch.uint8)},
+            "cu_seq_lens_q must increase strictly from 0",
+        ),
+        ({"cu_seq_lens_k": ends}, "cu_seq_lens_k alone keeps no documents apart: give the same ends as cu_seq_lens_q."),
+        ({"cu_seq_lens_q": ends, "cu_seq_lens_k": ends + 1}, "cu_seq_lens_k must be those of cu_seq_lens_q, [0, 2, 6]"),
+        ({"seq_idx": numbers.tolist()}, "seq_idx must be a tensor, got list"),
+        (
+            {"seq_idx": numbers, "cu_seq_lens_q": torch.tensor([0, 3, 6])},
+            "seq_idx and cu_seq_lens_q contradict each other",
+        ),
+        ({"seq_idx": numbers * 0, "cu_seq_lens_q": ends}, "documents end at [6] or at [2, 6]: give one of them."),
+    ]
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("model_class", [own for _, own in CLASSES.values()])
+def test_what_cannot_be_read_is_named(each_mixer, model_class, random_ids, contents):
+    """In one sentence, before anything is written."""
+    model, ids = model_class(each_mixer.config).double().eval(), random_ids(1, 6)
+    cache = model(ids, use_cache=True).past_key_values
+    before = contents(cache)
+    for inputs, message in _inputs_that_cannot_be(ids):
+        packed = not {"cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"}.isdisjoint(inputs)
+        with pytest.raises((ValueError, TypeError)) as error:
+            model(**{"input_ids": ids, "past_key_values": None if packed else cache} | inputs)
+        assert message in str(error.value) and "\n" not in str(error.value), inputs
+    torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
+
+
+def test_labels_that_cannot_be_are_named(each_mixer, random_ids, contents):
+    ids = random_ids(1, 6)
+    cache = each_mixer(ids, use_cache=True).past_key_values
+    before = contents(cache)
+    for inputs, message in [
+        ({"labels": ids + 48}, "labels must lie between 0 and 47, or be -100 where nothing is asked; got "),
+        ({"labels": ids - 99}, "labels must lie between 0 and 47, or be -100 where nothing is asked; got -"),
+        ({"labels": ids.tolist()}, "labels must be a tensor, got list: torch.tensor(labels) makes one."),
+        ({"labels": ids.int()}, "labels must be of torch.int64, got torch.int32: use labels.long()."),
+        ({"labels": ids, "shift_labels": ids + 48}, "shift_labels must lie between 0 and 47"),
+        (
+            {"labels": ids, "shift_labels": ids[:, 1:]},
+            "shift_labels must have the shape of the tokens, [1, 6], got [1, 5]",
+        ),
+        ({"logits_to_keep": -1}, "logits_to_keep must be a number of tokens, 0 for all, or their places; got -1."),
+        ({"logits_to_keep": 0.5}, "logits_to_keep must be a number of tokens, 0 for all, or their places; got 0.5."),
+    ]:
+        with pytest.raises((ValueError, TypeError)) as error:
+            each_mixer(ids, past_key_values=cache, **inputs)
+        assert message in str(error.value) and "\n" not in str(error.value), inputs
+    torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
+    ignored = each_mixer(ids, labels=torch.where(ids > 9, -1, ids), ignore_index=-1)
+    assert ignored.loss.isfinite()
+    first = torch.cat([ids[:, :1] + 99, ids[:, 1:]], dim=1)  # which nobody is asked for
+    assert each_mixer(ids, labels=first).loss == each_mixer(ids, labels=ids).loss
+
+
+# Keywords.
+
+
+def test_names_of_other_libraries_are_taken(each_mixer, random_ids, assert_same, contents):
+    ids, ends = random_ids(1, 9), torch.tensor([0, 4, 9], dtype=torch.int32)
+    caches = [InterdomainCache(each_mixer.config) for _ in range(2)]
+    with torch.no_grad():
+        packed = [each_mixer(ids, **{name: ends}).logits for name in ("cu_seq_lens_q", "cu_seqlens")]
+        assert_same(*packed, rtol=0, atol=0)
+        logits = [
+            each_mixer(ids, **{name: cache}).logits
+            for name, cache in zip(("past_key_values", "cache_params"), caches, strict=True)
+        ]
+    assert_same(*logits, rtol=0, atol=0)
+    torch.testing.assert_close(contents(caches[1]), contents(caches[0]), rtol=0, atol=0)
+    with pytest.raises(TypeError, match="^cu_seqlens is another name of cu_seq_lens_q: give one of them.$"):
+        each_mixer(ids, cu_seqlens=ends, cu_seq_lens_q=ends)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("model_class", [own for _, own in CLASSES.values()])
+def test_unknown_keywords_are_refused(each_mixer, model_class, random_ids):
+    model, ids = model_class(each_mixer.config).double().eval(), random_ids(1, 5)
+    for name in ("inference_params", "cu_seqlens_q", "atention_mask", "output_router_logits"):
+        with pytest.raises(
+            TypeError, match=f"^{model_class.__name__} does not know {name}, which would have no effect"
+        ):
+            model(ids, **{name: True})
+    attention = set(model.config.layer_types) == {"full_attention"}
+    if attention:
+        model(ids, is_causal=False)
+    else:
+        with pytest.raises(ValueError, match="^is_causal=False needs attention to all tokens in all layers"):
+            model(ids, is_causal=False)
+    # What the library, its Trainer, TRL, PEFT, collators and tokenizers hand over to any model.
+    ends = torch.tensor([0, 5], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends.clone(), "max_length_q": 5, "max_length_k": 5}
+    usual = {"num_items_in_batch": torch.tensor(4), "token_type_ids": torch.zeros_like(ids), "cache_position": ids[0]}
+    more = {"return_dict": True, "output_hidden_states": True, "output_attentions": False, "is_causal": True}
+    none = {"cache_params": None, "inference_params": None, "output_router_logits": False}
+    output = model(
+        ids, seq_idx=torch.zeros_like(ids, dtype=torch.int32), use_cache=False, **packed, **usual, **more, **none
+    )
+    torch.testing.assert_close(output[0], model(ids, use_cache=False)[0])
+
+
+def test_generate_hands_its_own_keywords_on(each_mixer, random_ids):
+    ids = each_mixer.generate(random_ids(1, 3), max_new_tokens=2, tokenizer=object())
+    assert ids.shape == (1, 5)
+
+
+def test_what_others_have_written_names_its_keywords(make_model, random_ids, monkeypatch):
+    """An attention function, as the library documents it, and a mixer."""
+
+    def scaled(module, query, key, value, attention_mask, loudness=1.0, **kwargs):
+        output, weights = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return output * loudness, weights
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "scaled", scaled)
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "scaled", sdpa_mask)
+    model, ids = make_model("interdomain-softmax", attn_implementation="scaled"), random_ids(1, 5)
+    assert not torch.allclose(model(ids, loudness=2.0).logits, model(ids).logits)
+    with pytest.raises(TypeError, match="does not know loudness"):
+        make_model("interdomain-softmax")(ids, loudness=2.0)
 
 
 def test_other_ranks_are_refused(model, random_ids):
@@ -755,3 +1011,22 @@ def test_maps_of_packed_rows_stay_in_their_documents(make_model, random_ids):
                 alone = model(ids[row : row + 1, start:end], output_attentions=True).attentions[0]
                 torch.testing.assert_close(found[row, :, start:end, start:end], alone[0], rtol=1e-9, atol=1e-12)
                 assert not found[row, :, start:end, :start].any()
+
+
+def test_parameters_in_one_flat_buffer(any_model, random_ids, assert_same):
+    """At odd offsets, as optimizers and shards lay them out: where pairs of numbers are no complex ones in place."""
+    ids, parameters = random_ids(2, 9), list(any_model.parameters())
+
+    def everything():
+        output = any_model(ids, labels=ids, output_attentions=True)
+        found = torch.autograd.grad(output.loss, parameters, allow_unused=True)
+        return [x for x in (output.logits, *found, *(output.attentions or ())) if x is not None]
+
+    expected = everything()
+    sizes = [p.numel() + p.numel() % 2 for p in parameters]
+    buffer = parameters[0].new_empty(1 + sum(sizes))[1:]
+    for p, room in zip(parameters, buffer.split(sizes), strict=True):
+        p.data = room[: p.numel()].view(p.shape).copy_(p.data)
+    assert {p.storage_offset() % 2 for p in parameters} == {1}
+    for found, wanted in zip(everything(), expected, strict=True):
+        assert_same(found, wanted)

@@ -15,6 +15,7 @@ from tests.operator_checks import (
     PRODUCTS,
     SHAPES,
     assert_close,
+    at_an_odd_offset,
     cast,
     everything,
     inputs,
@@ -463,6 +464,32 @@ def test_a_step_takes_one_token_a_row():
     tokens = {name: arguments.pop(name).detach() for name in ("query", "key", "value")}
     state = arguments.pop("initial_state").detach()
     before = state.clone()
-    with pytest.raises(ValueError, match="query of a step must have shape"):
+    with pytest.raises(ValueError, match=r"query must have shape \[B, H, R\], got \[2, 2, 2, 4\]"):
         interdomain_step(**tokens, **arguments, state=state)
     assert state.equal(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("backend", ["recurrent", *BACKENDS])
+def test_arguments_in_a_flat_buffer(backend, dtype):
+    """At an odd offset, where pairs are no complex numbers in place; of one mode too, and one column."""
+    for shape in ((2, 20, 4, 2, 3, 5, 4), (1, 20, 2, 1, 1, 1, 1)):
+        for coefficients in COEFFICIENTS:
+            leaves = cast(inputs(shape, coefficients), dtype)
+            flat = {name: at_an_odd_offset(x) for name, x in leaves.items()}
+            expected = everything(leaves, chunk_size=8, backend=backend)
+            assert_close(everything(flat, chunk_size=8, backend=backend), expected, 1e-6)
+
+
+# Where lambda is zero, where a power of it is denormal (exp(-744.4) in float64), and where it is in float32.
+@pytest.mark.parametrize("rate", [-float("inf"), *(-744.4 / steps for steps in (1, 16, 19, 20)), -101.0])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_mode_that_forgets_beside_others(backend, rate):
+    """Zero times infinity would be no number, nor a denormal one divided by its size."""
+    for shape in ((2, 20, 4, 2, 3, 5, 4), (1, 2, 1, 1, 3, 5, 1)):
+        for dtype, bound in ((torch.float64, 1e-9), (torch.float32, 1e-4)):
+            leaves = inputs(shape)
+            with torch.no_grad():
+                leaves["log_decay"][:, -1] = torch.tensor([rate, 0.3])
+            expected = everything(leaves, backend="recurrent")
+            assert_close(everything(cast(leaves, dtype), chunk_size=8, backend=backend), expected, bound)

@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from modeling_interdomain.op_s4d import s4d_attention, s4d_step
-from tests.operator_checks import EXTREMES, SHAPES, inputs
+from tests.operator_checks import EXTREMES, SHAPES, at_an_odd_offset, inputs
 
 NAMES = ("key", "value", "log_decay", "input_matrix", "readout", "initial_state")
 
@@ -51,6 +51,13 @@ def problem(shape, extreme):
     """Arguments, and what the definition makes of them."""
     leaves = arguments(SHAPES[shape], **EXTREMES.get(extreme, {}))
     return leaves, with_gradients(definition(**leaves, boundaries=[0, SHAPES[shape][1]]), leaves)
+
+
+@pytest.mark.parametrize("shape", ["one_mode", "odd_sizes"])
+def test_arguments_in_a_flat_buffer(shape):
+    leaves, expected = problem(shape, None)
+    flat = {name: at_an_odd_offset(x) for name, x in leaves.items()}
+    assert_close(with_gradients(s4d_attention(**flat, output_final_state=True, chunk_size=8), flat), expected)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 16, 64])

@@ -37,7 +37,7 @@ def check(leaves, boundaries, bound=FLOAT32, dtype=torch.float32, **options):
 @pytest.mark.parametrize(
     ("shape", "extreme"),
     [((2, 1, 2, 2, 4, 4, 3), None), ((1, 37, 4, 2, 5, 30, 6), None), ((1, 32, 3, 1, 8, 4, 17), "fast_phases"),
-     ((1, 20, 2, 1, 4, 4, 5), "gone_at_once")],
+     ((1, 20, 2, 1, 4, 4, 5), "gone_at_once"), ((1, 20, 2, 1, 4, 4, 5), "never_there")],
 )  # fmt: skip
 def test_fused_is_the_definition(shape, extreme):
     check(arguments(shape, **EXTREMES.get(extreme, {})), [0, shape[1]])

@@ -208,14 +208,11 @@ def test_an_exported_graph_serves_every_batch_and_length():
 def test_bad_arguments_are_named():
     leaves = {name: x.detach() for name, x in arguments((1, 9, 3, 5)).items()}
     for changes, message in (
-        ({"key": leaves["key"][..., :4]}, r"key must have the shape of query, \[1, 9, 5\], got \[1, 9, 4\]"),
-        ({"value": leaves["value"][:, :8]}, r"value must have shape \[1, 9, E\] to match query, got \[1, 8, 3\]"),
-        ({"step": leaves["step"][..., :2]}, r"step must have the shape of value, \[1, 9, 3\], got \[1, 9, 2\]"),
-        (
-            {"rate": leaves["rate"].T},
-            r"rate must have shape \[N, E\] = \[5, 3\] to match query and value, got",
-        ),
-        ({"skip": leaves["skip"][:2]}, r"skip must have a number a channel of value, \[3\], got \[2\]"),
+        ({"key": leaves["key"][..., :4]}, r"key must have shape \[B, T, N\] = \[1, 9, 5\], got \[1, 9, 4\]"),
+        ({"value": leaves["value"][:, :8]}, r"value must have shape \[B, T, E\] = \[1, 9, E\], got \[1, 8, 3\]"),
+        ({"step": leaves["step"][..., :2]}, r"step must have shape \[B, T, E\] = \[1, 9, 3\], got \[1, 9, 2\]"),
+        ({"rate": leaves["rate"].T}, r"rate must have shape \[N, E\] = \[5, 3\], got \[3, 5\]"),
+        ({"skip": leaves["skip"][:2]}, r"skip must have shape \[E\] = \[3\], got \[2\]"),
         ({"initial_state": leaves["initial_state"].mT}, r"initial_state must have shape \[rows, N, E\] = \[1, 5, 3\]"),
         ({name: leaves[name][:0] for name in NAMES[:4]}, "query must hold at least one row, got B = 0"),
         ({"cu_seqlens": torch.tensor([0, 8])}, "cu_seqlens must run from 0 to T = 9, got 0 to 8"),

@@ -52,6 +52,20 @@ def test_states_of_two_documents(problem):
     torch.testing.assert_close(join_states(first, second, lengths, log_decay), torch.cat(rows))
 
 
+@pytest.mark.parametrize("rate", [-torch.inf, -744.4, -744.4 / (T - 8)])  # lambda or a power: zero, denormal
+def test_a_mode_that_forgets(problem, rate):
+    problem[1][:, :5] = torch.tensor([rate, 0.3])
+    log_decay = problem[1].requires_grad_()
+    first, second = state_of(problem, slice(0, 8)), state_of(problem, slice(8, T))
+    for found, expected in (
+        (join_states(first.detach(), second.detach(), length, log_decay), wanted)
+        for length, wanted in ((T - 8, state_of(problem, slice(0, T))), (0, (first + second).detach()), (1, None))
+    ):
+        if expected is not None:
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+        assert torch.autograd.grad(found.sum(), log_decay)[0].isfinite().all()
+
+
 @pytest.mark.parametrize(("start", "stop"), [(0, 4), (5, 9), (9, T), (0, T)])
 def test_a_text_without_a_span(problem, start, stop):
     whole, span, log_decay = state_of(problem, slice(0, T)), slice(start, stop), problem[1]
@@ -97,9 +111,9 @@ def test_joined_documents_of_a_model(mixer, make_model, random_ids, assert_same)
 
 def test_states_that_do_not_fit_are_refused(problem):
     state, log_decay = state_of(problem, slice(0, T)), problem[1]
-    with pytest.raises(ValueError, match=r"must have one shape \[B, 2, 2, 6, R \+ D\], got first .*, second"):
+    with pytest.raises(ValueError, match=r"second must have shape \[B, G, 2, M, R \+ D\] = \[2, 2, 2, 6, "):
         join_states(state, state[:1], 3, log_decay)
-    with pytest.raises(ValueError, match="one shape"):
+    with pytest.raises(ValueError, match=r"state must have shape \[B, G, 2, M, R \+ D\] = \[2, 1, 2, 6, "):
         mask_span(state, state, 3, log_decay[:1])
     for tokens in (-1, torch.tensor([1, 2, 3]), torch.tensor([1, -1])):
         with pytest.raises(ValueError, match=r"at least 0, one for all or \[B\] = \[2\], got"):
@@ -126,5 +140,5 @@ def test_arguments_of_the_map_are_checked(problem):
     (query, key, _), log_decay, input_matrix, _ = problem
     with pytest.raises(ValueError, match="product must be one of"):
         interdomain_attention_map(query, key, log_decay, input_matrix, product="cosine")
-    with pytest.raises(ValueError, match=r"key must have shape \[B, T, G, R\] = \[2, 13, 2, 5\]"):
+    with pytest.raises(ValueError, match=r"key must have shape \[B, T, G, R\] = \[2, 13, G, 5\]"):
         interdomain_attention_map(query, key[:, 1:], log_decay, input_matrix)

@@ -271,7 +271,7 @@ def test_mistakes():
     _, memory = sparse_attention(query, key, value, **options, output_final_state=True)
     for message, changes in {
         "backend must be one of auto, dense, blocks, triton; got 'fast'": {"backend": "fast"},
-        r"query and key must have shape \[B, T, S, d\]": {"query": query[..., :2]},
+        r"key must have shape \[B, T, S, d\]": {"query": query[..., :2]},
         "query must hold at least one row, got B = 0": no_row,
         "query must hold at least one token, got T = 0": no_token,
         "scores and a positive selected_keys go together": {"selected_keys": 0},

@@ -9,6 +9,8 @@ from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 
 from modeling_interdomain import op_ssd, op_ssd_chunk
 from modeling_interdomain.op_ssd import ssd_attention, ssd_state_after, ssd_step
+from modeling_interdomain.op_ssd_map import ssd_attention_map
+from modeling_interdomain.op_ssd_recurrent import export_ssd
 
 NAMES = ("query", "key", "value", "log_decay", "initial_state")
 SHAPES = {
@@ -18,7 +20,8 @@ SHAPES = {
     "a_group_a_head": (1, 130, 4, 4, 3, 5),
     "one_group": (3, 130, 4, 1, 4, 5),
 }
-DECAYS = {"none": 0.0, "hardly_any": 1e-9, "usual": 0.3, "gone_at_once": 1e4, "mixed": None}
+DECAYS = {"none": 0.0, "hardly_any": 1e-9, "usual": 0.3, "nearly_gone": 40.0, "gone_at_once": 1e4, "mixed": None}
+DECAYS["never_there"] = float("inf")
 
 
 def arguments(shape, decay="usual", dtype=torch.float64, rows=None, seed=0):
@@ -52,13 +55,9 @@ def gradients(found, leaves):
     return torch.autograd.grad(loss, list(leaves.values()))
 
 
-def assert_close(found, expected, bound=1e-10, leaves=None):
-    """Of the log decays the terms, `u . du`, cancel where they decay at once: their size is what rounding follows."""
+def assert_close(found, expected, bound=1e-10):
     for name, x in expected.items():
-        size = x.norm()
-        if name == "log_decay" and leaves is not None:
-            size = torch.maximum(size, (expected["value"] * leaves["value"]).sum(-1).norm())
-        error = ((found[name] - x).norm() / size.clamp(min=1e-30)).item()
+        error = ((found[name] - x).norm() / x.norm().clamp(min=1e-30)).item()
         assert error < bound, (name, error)
 
 
@@ -69,10 +68,10 @@ def assert_close(found, expected, bound=1e-10, leaves=None):
 def test_equals_the_definition(shape, decay, chunk_size):
     leaves = arguments(shape, decay)
     expected = everything(leaves, backend="recurrent")
-    assert_close(everything(leaves, chunk_size=chunk_size), expected, leaves=leaves)
+    assert_close(everything(leaves, chunk_size=chunk_size), expected)
     del leaves["initial_state"]
     found, expected = everything(leaves, chunk_size=chunk_size), everything(leaves, backend="recurrent")
-    assert_close(found, expected, leaves=leaves)
+    assert_close(found, expected)
 
 
 @pytest.mark.parametrize("decay", DECAYS)
@@ -81,7 +80,25 @@ def test_float32_forgets_as_float64_does(decay):
     leaves = arguments("odd_length", decay)
     expected = everything(leaves, backend="recurrent")
     narrow = {name: x.detach().float().requires_grad_() for name, x in leaves.items()}
-    assert_close(everything(narrow, chunk_size=16), expected, bound=1e-5, leaves=leaves)
+    found = everything(narrow, chunk_size=16)
+    assert_close(found, expected, bound=1e-5)
+    assert_decays_close(found, leaves, bound=1e-5)
+
+
+def assert_decays_close(found, leaves, bound, **options):
+    """Of every token for itself: the error follows the sizes of what crosses it, which is next to nothing where it
+    forgets nearly all, and not those of its neighbours. Weights below 1e-30 count as zero.
+    """
+    definition = {"backend": "recurrent", **options}
+    sizes = {name: x.detach().abs().requires_grad_() for name, x in leaves.items()}
+    with torch.no_grad():
+        sizes["log_decay"].neg_()
+    outputs = ssd_attention(**sizes, output_final_state=True, **definition)
+    weights = torch.Generator().manual_seed(1)
+    loss = sum((x * torch.randn(x.shape, generator=weights, dtype=x.dtype).abs()).sum() for x in outputs)
+    (size,) = torch.autograd.grad(loss, sizes["log_decay"])
+    error = (found["log_decay"] - everything(leaves, **definition)["log_decay"]).abs()
+    assert (error <= bound * size + 1e-25).all(), (error / size.clamp(min=1e-30)).max()
 
 
 @pytest.mark.parametrize("decay", DECAYS)
@@ -89,7 +106,7 @@ def test_documents_of_every_decay(decay):
     leaves = arguments((1, 41, 4, 2, 3, 5), decay, rows=4)
     ends = torch.tensor([0, 5, 6, 22, 41])
     expected = everything(leaves, cu_seqlens=ends, backend="recurrent")
-    assert_close(everything(leaves, cu_seqlens=ends, chunk_size=4), expected, leaves=leaves)
+    assert_close(everything(leaves, cu_seqlens=ends, chunk_size=4), expected)
 
 
 @pytest.mark.parametrize("floats", [0, 200, 1 << 18])
@@ -247,12 +264,9 @@ def test_an_exported_graph_serves_every_batch_and_length():
 def test_bad_arguments_are_named():
     leaves = {name: x.detach() for name, x in arguments((1, 9, 4, 2, 3, 5)).items()}
     for changes, message in (
-        ({"key": leaves["key"][..., :4]}, r"key must have the shape of query, \[1, 9, 2, 5\], got \[1, 9, 2, 4\]"),
-        ({"value": leaves["value"][:, :, :3]}, "key has G = 2 groups, which must divide the H = 3 heads of value"),
-        (
-            {"log_decay": leaves["log_decay"][..., :2]},
-            r"log_decay must have a number a head of value, \[1, 9, 4\], got \[1, 9, 2\]",
-        ),
+        ({"key": leaves["key"][..., :4]}, r"key must have shape \[B, T, G, N\] = \[1, 9, 2, 5\], got \[1, 9, 2, 4\]"),
+        ({n: leaves[n][:, :, :3] for n in ("value", "log_decay")}, "key has G = 2 groups, which must divide the H = 3"),
+        ({"log_decay": leaves["log_decay"][..., :2]}, r"log_decay must have shape \[B, T, H\] = \[1, 9, 4\], got \["),
         ({"initial_state": leaves["initial_state"][:, :, :2]}, r"initial_state must have shape \[rows, H, P, N\]"),
         ({name: x[:0] for name, x in leaves.items()}, "query must hold at least one row, got B = 0"),
         ({"cu_seqlens": torch.tensor([0, 8])}, "cu_seqlens must run from 0 to T = 9, got 0 to 8"),
@@ -270,3 +284,21 @@ def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match=r"value must have shape \[B, H, P\], got \[1, 9, 4, 3\]"):
         ssd_step(*tokens[:2], leaves["value"], tokens[3], state=state)
     assert torch.equal(state, kept)
+
+
+def test_a_token_that_forgets_all():
+    """A log decay of minus infinity here and there, wherever decays are summed."""
+    leaves = {name: x.detach() for name, x in arguments((2, 30, 4, 2, 3, 5)).items()}
+    leaves["log_decay"][:, ::4] = -torch.inf
+    expected, final = ssd_attention(**leaves, output_final_state=True, backend="recurrent")
+    for found in (
+        ssd_attention(**leaves, output_final_state=True, chunk_size=8),
+        export_ssd(*leaves.values(), None, None, 8),
+    ):
+        torch.testing.assert_close(found, (expected, final))
+    state, (query, key, value, log_decay) = leaves.pop("initial_state"), leaves.values()
+    after = ssd_state_after(state, key, value, log_decay, torch.ones(2, 30, dtype=torch.bool))
+    torch.testing.assert_close(after, final)
+    weights = ssd_attention_map(query, key, log_decay)
+    expected, _ = ssd_attention(**leaves, backend="recurrent")
+    torch.testing.assert_close(torch.einsum("bhtj,bjhp->bthp", weights, value), expected)

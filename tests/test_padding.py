@@ -159,6 +159,53 @@ def test_masks_of_any_dtype(model, dtype, random_ids, assert_same):
         assert_same(actual[mask.bool()], model(ids, attention_mask=mask).logits[mask.bool()])
 
 
+@pytest.mark.each_value
+@pytest.mark.parametrize("real", [2, 0.5], ids=str)
+def test_every_number_but_zero_is_real(each_mixer, real, random_ids, assert_same):
+    """Read at once, token by token, and written after."""
+    ids, mask = random_ids(4, WIDTH), _mask("left")
+    other, cache = mask * real, InterdomainCache(each_mixer.config)
+    with torch.no_grad():
+        expected = each_mixer(ids, attention_mask=mask).logits[mask.bool()]
+        assert_same(each_mixer(ids, attention_mask=other).logits[mask.bool()], expected, rtol=0, atol=0)
+        pieces = [(0, 8), *((i, i + 1) for i in range(8, WIDTH))]
+        steps = [
+            each_mixer(ids[:, start:stop], attention_mask=other[:, :stop], past_key_values=cache).logits
+            for start, stop in pieces
+        ]
+    assert_same(torch.cat(steps, dim=1)[mask.bool()], expected)
+    options = {"max_new_tokens": 3, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    written = [each_mixer.generate(ids, attention_mask=x, **options).logits for x in (mask, other)]
+    assert_same(*written, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("numbers", [[1] * 5 + [2] * 7, [0, 0, 1, 1, 1, 2, 2, 2, 2, 3, 3, 0]], ids=str)
+def test_documents_numbered_in_a_mask_are_refused(each_mixer, numbers, random_ids):
+    """Of whole numbers and others, and of a prompt; one number a row is no document of its own."""
+    ids, mask = random_ids(2, WIDTH), torch.tensor([numbers, [1] * WIDTH])
+    cache, message = InterdomainCache(each_mixer.config), "have one number for the real tokens of a row, and 0 for pads"
+    for dtype in (torch.long, torch.float32, torch.uint8):
+        with pytest.raises(ValueError, match=message):
+            each_mixer(ids, attention_mask=mask.to(dtype), past_key_values=cache)
+    assert not int(cache.get_seq_length())
+    with pytest.raises(ValueError, match=message):
+        each_mixer.generate(ids, attention_mask=mask, max_new_tokens=2)
+    rows = torch.where(mask == 0, 0, torch.tensor([[3], [7]]))  # each row a number of its own
+    with torch.no_grad():
+        each_mixer(ids, attention_mask=rows)
+
+
+@pytest.mark.slow
+def test_documents_numbered_in_a_mask_stop_a_compiled_graph(make_model, random_ids):
+    model, ids, mask = make_model("interdomain-softmax"), random_ids(1, WIDTH), torch.tensor([[0] * 5 + [1] * 7])
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        compiled(ids, attention_mask=mask, use_cache=False)
+        with pytest.raises(RuntimeError, match="attention_mask must have one number for the real tokens of a row"):
+            compiled(ids, attention_mask=mask + 1, use_cache=False)
+
+
 @pytest.mark.parametrize("late", ["cache of the library", "backend"])
 def test_a_first_pad_alone_leaves_no_trace(late, make_model, random_ids, advance):
     """However the cache was put together, and whenever the backend was chosen."""
@@ -237,6 +284,20 @@ def test_numbers_of_documents_in_several_rows(model, weights, random_ids, assert
     rows = [[10], [3, 7], [1, 1, 8]]
     numbers = torch.cat([_numbers(lengths) for lengths in rows])
     _assert_documents_are_alone(model, random_ids(3, 10), weights, assert_same, rows, seq_idx=numbers)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64, torch.float64], ids=str)
+def test_positions_and_numbers_of_any_dtype(each_mixer, dtype, random_ids, assert_same):
+    """Those of unsigned dtypes fall where documents begin, too."""
+    ids, ends = random_ids(1, sum(DOCUMENTS)), _ends(DOCUMENTS)
+    given = [{"position_ids": _positions(DOCUMENTS).to(dtype)}, {"seq_idx": (9 - _numbers(DOCUMENTS)).to(dtype)}]
+    if not dtype.is_floating_point:
+        given.append({"cu_seq_lens_q": ends.to(dtype)})
+    with torch.no_grad():
+        expected = each_mixer(ids, cu_seq_lens_q=ends).logits
+        for packing in given:
+            assert_same(each_mixer(ids, **packing).logits, expected)
 
 
 def test_numbers_of_documents_that_do_not_fit_are_refused(make_model, random_ids, contents):

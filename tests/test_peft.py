@@ -25,6 +25,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from modeling_interdomain import InterdomainCache, InterdomainForCausalLM, InterdomainForSequenceClassification
+from modeling_interdomain.module_convolution import CausalConv1d
 
 # It hands its prompts and prefixes on as `past_key_values` and asks `generate()` for what is called so.
 too_old = Version(transformers.__version__) >= Version("5.24") and Version(peft.__version__) < Version("0.22")
@@ -169,6 +170,30 @@ def test_convolutions_are_trained_whole(make_model, random_ids):
     model = get_peft_model(make_model(), LoraConfig(**LORA, modules_to_save=whole))
     assert {name for name in whole if any(name in trained_name for trained_name in trained(model))} == set(whole)
     assert_all_learn(model, random_ids(2, 9))
+
+
+@pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd")
+@pytest.mark.parametrize("name", ["interdomain-softmax", "s4d", "mamba2", "selective-scan", "hax"])
+def test_low_rank_changes_of_convolutions(make_model, name, random_ids, assert_same, advance, monkeypatch):
+    """Of a rank that all groups divide: whole, in pieces, token by token, and as PyTorch's own functions compute it."""
+    base, ids = make_model(name), random_ids(2, 12)
+    convolved = [part for part in base.modules() if isinstance(part, nn.Conv1d)]
+    config = LoraConfig(**LORA | {"r": 160}, target_modules=["q_conv", "k_conv", "v_conv"])
+    model = get_peft_model(copy.deepcopy(base), config).eval()
+    assert len(trained(model)) == 2 * len(convolved)
+    assert_all_learn(model, ids)
+    expected = logits(model, ids)
+    cache = InterdomainCache(model.config)
+    parts = [advance(model, cache, part) for part in ids.split([5, 1, 3, 1, 2], dim=1)]
+    assert_same(torch.cat(parts, dim=1), expected)
+    with model.disable_adapter():
+        assert_same(logits(model, ids), logits(base, ids))
+    with pytest.raises(NotImplementedError, match="Merging is not supported"):
+        model.merge_adapter()
+    with monkeypatch.context() as patch:
+        patch.setattr(CausalConv1d, "forward", nn.Conv1d.forward)
+        assert_same(logits(model, ids), expected)
+    assert not torch.allclose(expected, logits(base, ids))
 
 
 @pytest.mark.parametrize("extra", [{}, {"modules_to_save": ["q_conv", "k_norm"]}], ids=["projections", "inputs too"])

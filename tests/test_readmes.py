@@ -70,6 +70,16 @@ def test_links_lead_somewhere(room):
         assert not anchor or anchor in anchors(target), f"{file} links to {link}"
 
 
+WRITTEN = [REPOSITORY / room / "README.md" for room in ROOMS]
+WRITTEN += [REPOSITORY / "model_cards" / "template.md", *sorted(RESULTS.glob("*.json"))]
+
+
+@pytest.mark.parametrize("file", WRITTEN, ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_no_file_says_where_a_machine_keeps_its_files(file):
+    """After a space, a quote, a bracket or "=", a slash begins a path from the root; one of the server's is none."""
+    assert re.findall(r"(?:^|(?<=[\s\"'`(=\[]))/(?!v1/)\w[^\s\"'`)]*", file.read_text(), flags=re.MULTILINE) == []
+
+
 def test_a_newcomer_reads_it_in_five_minutes():
     text = MAIN.read_text()
     assert text.count("\n") <= 150 and text.index("make quickstart") < text.index("make test") < 300

@@ -19,7 +19,7 @@ from modeling_interdomain import (
     sequence_piece,
 )
 from modeling_interdomain import module_sequence_parallel as sequence_parallel
-from tests.conftest import ROPE, VOCABULARY
+from tests.conftest import VOCABULARY
 
 LENGTH = 23
 # Where rows are cut: pieces of a token, and shorter than what a convolution reaches back.
@@ -338,10 +338,6 @@ LAYERS = {
         "Layer 1 has a sparse branch",
     ),
     "learned state": ({"learned_state": True}, "Layer 0 has a learned state"),
-    "long rope": (
-        {"rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 2.0}, "rope_placement": "after"},
-        'rope_type "dynamic" changes its angles',
-    ),
 }
 
 

@@ -199,6 +199,21 @@ def test_the_hash_is_drawn_anew_in_training_alone(make_config):
     assert hashing(equal, equal * (1 + 1e-6)).eq(0).all()
 
 
+@pytest.mark.parametrize("name", BRANCHES)
+def test_without_dropout_training_reads_as_evaluation_does(name, make_branch, random_ids, assert_same):
+    """What trainers that compare two forwards of a model set to 0 (DPO, GRPO), its hash hears, too."""
+    model, ids = make_branch(name), random_ids(2, 36)
+    expected = model(ids).logits
+    draws = [module for module in model.modules() if isinstance(module, torch.nn.Dropout)]
+    hashed = any(isinstance(module, SparseHash) for module in model.modules())
+    assert bool(draws) == hashed
+    torch.manual_seed(0)
+    assert torch.allclose(model.train()(ids).logits, expected) != hashed
+    for module in draws:
+        module.p = 0
+    assert_same(model(ids).logits, expected)
+
+
 def test_bytes_of_the_memory_do_not_grow(make_branch, random_ids):
     model = make_branch(num_hidden_layers=1, dtype=torch.float32, state_dtype="float32")
     cache, sizes = InterdomainCache(model.config), []

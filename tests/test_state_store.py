@@ -1,6 +1,8 @@
 """The prompt store: what was read is not read again, what is written stays the same."""
 
+import contextlib
 import copy
+import functools
 import os
 import pickle
 import signal
@@ -12,10 +14,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import dispatch_model
+from accelerate.hooks import ModelHook, add_hook_to_module
 from peft import LoraConfig, get_peft_model
+from torch.nn.modules.module import register_module_forward_hook
 
-from modeling_interdomain import InterdomainCache, InterdomainStaticCache, StateStore, cache_file, cache_store
-from modeling_interdomain.cache_fingerprint import model_fingerprint
+from modeling_interdomain import (
+    InterdomainCache,
+    InterdomainModel,
+    InterdomainStaticCache,
+    StateStore,
+    cache_file,
+    cache_store,
+)
+from modeling_interdomain.cache_store import store_of
 from tests.conftest import PAD
 from tests.test_serving import TOKENS, folders, serve, word_tokenizer  # noqa: F401  a fixture
 
@@ -116,7 +128,7 @@ def test_what_is_kept_does_not_change(make_model, random_ids):
     """States are read from a store while a cache that came from it writes in place."""
     model, store, ids = make_model(), StateStore(), random_ids(1, 30)
     prompts_of(model, store, ids[:, :20])
-    _, kept = store.longest(model_fingerprint(model), ids[0].tolist()[:21])
+    _, kept = store.longest(store_of(model)[1], ids[0].tolist()[:21])
     before = {name: x.clone() for name, x in kept.items()}
     prompts_of(model, store, ids, ids, ids)
     for name, x in kept.items():
@@ -192,6 +204,134 @@ def test_models_and_adapters_are_told_apart(make_model, random_ids):
     assert store.tokens_reused == 25
 
 
+@contextlib.contextmanager
+def _hooked(register, *arguments):
+    handle = register(*arguments)
+    yield
+    handle.remove()
+
+
+def _steer(module, inputs, output):
+    """Of a module that gives one tensor."""
+    return output + 1 if isinstance(output, torch.Tensor) else None
+
+
+@contextlib.contextmanager
+def _replaced(owner, name, value):
+    own, before = name in vars(owner) or name == "__class__", getattr(owner, name)
+    setattr(owner, name, value)
+    yield
+    setattr(owner, name, before) if own else delattr(owner, name)
+
+
+@contextlib.contextmanager
+def _written(model):
+    weights = [x.detach().clone() for x in model.model.parameters()]
+    for x in model.model.parameters():
+        x.data.mul_(1.1)
+    yield
+    for x, weight in zip(model.model.parameters(), weights, strict=True):
+        x.data.copy_(weight)
+
+
+def _first(model):
+    return model.model.layers[0].input_layernorm
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+ALTERED = {
+    "hook": lambda model: _hooked(_first(model).register_forward_hook, _steer),
+    "hook of inputs": lambda model: _hooked(_first(model).register_forward_pre_hook, lambda _, x: (2 * x[0],)),
+    "hook of all": lambda model: _hooked(register_module_forward_hook, _steer),
+    "forward": lambda model: _replaced(_first(model), "forward", lambda x: 2 * x),
+    "forward of the model": lambda model: _replaced(
+        model, "forward", lambda input_ids, **kwargs: type(model).forward(model, input_ids % 40 + 4, **kwargs)
+    ),
+    "forward of a class": lambda model: _replaced(type(_first(model)), "forward", Doubled.forward),
+    "class": lambda model: _replaced(_first(model), "__class__", Doubled),
+    "autocast": lambda model: torch.autocast("cpu", dtype=torch.bfloat16),
+    "weights": _written,
+}
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["generate", "generate_batch"])
+@pytest.mark.parametrize("what", ALTERED)
+def test_what_something_else_has_made_is_not_served(make_model, what, batched, random_ids):
+    """Neither what was read while it was on when it is off, nor the other way round."""
+    model, ids = make_model("interdomain-softmax", dtype=torch.float32, state_dtype="float32"), random_ids(1, 30)
+    states = []
+
+    def write(store, ids, altered) -> list[int]:
+        model.prompt_store = store
+        with ALTERED[what](model) if altered else contextlib.nullcontext():
+            if batched:
+                (found,) = model.generate_batch(ids.tolist(), max_new_tokens=6, do_sample=False).values()
+                return found.generated_tokens
+            return model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :].tolist()
+
+    for first in (False, True):
+        store, expected = StateStore(), write(None, ids, not first)
+        write(store, ids[:, :20], first)
+        assert write(store, ids, not first) == expected and store.tokens_reused == 0
+        states.append(store)
+    write(states[0], ids, False)
+    assert states[0].tokens_reused >= 20, "what was read before is known again"
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["generate", "generate_batch"])
+@pytest.mark.parametrize("what", ["hook", "weights"])
+def test_what_is_altered_while_a_text_is_written_is_not_kept(make_model, what, batched, random_ids, monkeypatch):
+    model, ids, forward = make_model(), random_ids(1, 20), InterdomainModel.forward
+    model.prompt_store, stack, steps = StateStore(), contextlib.ExitStack(), []
+
+    @functools.wraps(forward)
+    def counted(self, *args, **kwargs):
+        steps.append(kwargs)
+        if len(steps) == 3:
+            stack.enter_context(ALTERED[what](model))
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(InterdomainModel, "forward", counted)
+    with stack:
+        if batched:
+            model.generate_batch(ids.tolist(), max_new_tokens=6, do_sample=False)
+        else:
+            model.generate(ids, max_new_tokens=6, do_sample=False)
+    # In a batch the state after the prompt was kept before.
+    assert [beginning.tokens for _, beginning in model.prompt_store._states] == ([20] if batched else [])
+
+
+def test_tables_of_other_weights_are_not_used_on_from_a_state(each_mixer, random_ids, assert_same):
+    """Weights are written and written back where no version is counted, and a few tokens are left to read."""
+    store, ids = StateStore(), random_ids(1, 30)
+    (expected,) = prompts_of(each_mixer, None, ids, return_dict_in_generate=True)
+    prompts_of(each_mixer, store, ids[:, :28])
+    with _written(each_mixer):
+        prompts_of(each_mixer, None, ids)
+    (found,) = prompts_of(each_mixer, store, ids, return_dict_in_generate=True)
+    assert store.tokens_reused == 28
+    assert_same(torch.stack(found.logits), torch.stack(expected.logits))
+
+
+def test_what_libraries_do_without_changing_numbers_is_no_obstacle(make_model, random_ids):
+    model, store, ids = make_model("interdomain-softmax"), StateStore(), random_ids(1, 30)
+    model(ids, output_hidden_states=True, output_attentions=True)  # leaves hooks behind
+    model = dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    assert "forward" in vars(_first(model)) or "forward" in vars(model)
+    assert any(layer._forward_hooks for layer in model.model.layers)
+    prompts_of(model, store, ids[:, :20], ids)
+    assert store.tokens_reused == 20
+    add_hook_to_module(_first(model), ModelHook(), append=True)
+    ModelHookThatAdds = type("Adds", (ModelHook,), {"post_forward": lambda self, module, output: output + 1})
+    add_hook_to_module(_first(model), ModelHookThatAdds(), append=True)
+    prompts_of(model, store, ids)
+    assert store.tokens_reused == 20
+
+
 def test_a_generation_that_is_broken_off_keeps_its_prompt(make_model, random_ids):
     class Impatient:
         def put(self, tokens):
@@ -258,7 +398,7 @@ def test_a_model_whose_weights_nobody_can_read_goes_without(make_model, random_i
     expected = model.generate(ids, **SETTINGS)
     model.prompt_store = StateStore()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache_store, "model_fingerprint", _unreadable)
+        patch.setattr(cache_store, "reading_fingerprint", _unreadable)
         assert model.generate(ids, **SETTINGS).sequences.equal(expected.sequences)
     assert model.prompt_store.tokens_read == 0
 

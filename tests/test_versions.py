@@ -44,7 +44,7 @@ UNPINNED = {
 
 # What each folder may import: the dependencies and these extras.
 EXTRAS = {
-    "modeling_interdomain": ["triton"],
+    "modeling_interdomain": ["triton", "kernels"],
     "conversion": ["examples"],
     "model_cards": ["examples"],
     "benchmarks": ["examples", "triton"],
