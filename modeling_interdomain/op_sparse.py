@@ -6,6 +6,7 @@ Source: HAX, "Overcoming Long-Context Limitations of State-Space Models via Cont
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -122,10 +123,15 @@ def _check(query, key, value, scores, selected_keys, bins, memory, backend) -> N
         check_memory("initial_state", memory, key, value, selected_keys, bins)
 
 
+def _is_a(kind: Any, x: Any) -> bool:
+    """Whether x has the fields of a named tuple: what a copy of this code has made is of a class of its own."""
+    return getattr(x, "_fields", None) == kind._fields
+
+
 def check_sets(query, key, value, scores, bins, rows: str = "B, T") -> None:
     """Shapes, dtypes and devices of tokens with these axes in front, and of what says which keys are seen."""
     tokens = ("query", query, f"{rows}, S, d"), ("key", key, f"{rows}, S, d"), ("value", value, f"{rows}, S, D")
-    if not isinstance(bins, Sequence) or not all(isinstance(part, Bins) for part in bins):
+    if not isinstance(bins, Sequence) or not all(_is_a(Bins, part) for part in bins):
         raise ValueError(f"bins must be a list of Bins, got {type(bins).__name__}.")
     parts = [(f"bins.{name}", x, f"{rows}, S") for part in bins for name, x in zip(("query", "key"), part[:2])]
     of_scores = [] if scores is None else [("scores", scores, f"{rows}, S")]
@@ -139,7 +145,7 @@ def check_sets(query, key, value, scores, bins, rows: str = "B, T") -> None:
 
 def check_memory(name: str, memory, key, value, selected_keys: int, bins: Sequence[Bins]) -> None:
     """That a memory has the sets of these tokens."""
-    if not isinstance(memory, SparseMemory):
+    if not _is_a(SparseMemory, memory):
         raise ValueError(f"{name} must be a SparseMemory, got {type(memory).__name__}.")
     batch, heads, width = key.shape[0], key.shape[-2], key.shape[-1] + value.shape[-1]
     expected: list[list[int]] = [[batch]]
