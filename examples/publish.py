@@ -33,7 +33,7 @@ from transformers.utils import logging
 from examples.saved_model import load_model, one_line, read_config, replace_text
 from examples.text_data import InputError, exit_code
 from model_cards.model_card import MARKER, auto_class, complete, harness_results, render
-from modeling_interdomain.saving.code import flat_code
+from modeling_interdomain.saving.code import write_code
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -178,8 +178,7 @@ def files_to_send(folder: Path, weights: Sequence[str], code: Sequence[str]) -> 
 
 def write_code_folder(folder: Path) -> list[str]:
     """The code of every model of this package, for a repository of its own; returns the names of the files."""
-    for name, text in flat_code(None).items():
-        (folder / f"{name}.py").write_text(text)
+    write_code(None, folder)
     (folder / "LICENSE").write_bytes((REPOSITORY / "LICENSE").read_bytes())
     (folder / "README.md").write_text(CODE_CARD)
     return sorted(path.name for path in folder.iterdir())

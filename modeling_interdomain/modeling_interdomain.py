@@ -111,7 +111,8 @@ class InterdomainPreTrainedModel(CheckpointFolders, StateMethods, LayerLosses, P
     }
 
     def __init__(self, config: InterdomainConfig, *args, **kwargs):
-        # What else it may be, the library refuses. Of remote code it is of another copy of its class.
+        # Ask for the method, not for the class: code from a folder may load the configuration's class a second time.
+        # The library refuses what is no configuration.
         if hasattr(config, "check_model"):
             config.check_model()
         super().__init__(config, *args, **kwargs)

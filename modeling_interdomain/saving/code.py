@@ -43,14 +43,10 @@ _ABSENT = (
 )
 
 
-def write_code(config, folder: str | os.PathLike) -> list[Path]:
-    """Write the code that a model of this configuration needs into a folder; returns the files."""
-    paths = []
+def write_code(config, folder: str | os.PathLike) -> None:
+    """Write the code that a model of this configuration needs into a folder; without one, that of any model."""
     for name, text in flat_code(config).items():
-        path = Path(folder, f"{name}.py")
-        path.write_text(text, encoding="utf-8")
-        paths.append(path)
-    return paths
+        Path(folder, f"{name}.py").write_text(text, encoding="utf-8")
 
 
 def flat_code(config) -> dict[str, str]:

@@ -32,16 +32,18 @@ RENAMED = {
     "op_common": "ops.common.cpu",
     "op_sparse_stream": "ops.sparse.stream",
 }
-# Classes that left their module, and where they are.
+# Classes that have another module or another name since.
 MOVED = {
-    "AuxiliaryLoss": ("layers.common", "layers.recorded"),
-    "ChosenExperts": ("feed_forwards.cross_domain_moe", "layers.recorded"),
-    "InterdomainForSequenceClassification": ("modeling_interdomain", "classifier_interdomain"),
-    "PatchEmbedding": ("modeling_interdomain", "classifier_interdomain"),
-    "RankingLoss": ("mixers.sparse.choice", "layers.recorded"),
+    "feed_forwards.cross_domain_moe.ChosenExperts": "layers.recorded.ChosenExperts",
+    "layers.common.AuxiliaryLoss": "layers.recorded.AuxiliaryLoss",
+    "layers.common.PerVersion": "layers.common.ParameterCache",
+    "mixers.sparse.choice.RankingLoss": "layers.recorded.RankingLoss",
+    "modeling_interdomain.InterdomainForSequenceClassification": (
+        "classifier_interdomain.InterdomainForSequenceClassification"
+    ),
+    "modeling_interdomain.PatchEmbedding": "classifier_interdomain.PatchEmbedding",
+    "ops.common.cpu.Kept": "ops.common.cpu.OperatorCache",
 }
-# Classes with another name since.
-CLASSES = {"PerVersion": ("layers.common", "ParameterCache"), "Kept": ("ops.common.cpu", "OperatorCache")}
 # What a recurrent layer of a cache called its tensors.
 ATTRIBUTES = {"_windows": "_conv_states", "_states": "_recurrent_states"}
 
@@ -50,10 +52,8 @@ def let_old_pickles_load(package: str) -> None:
     """Let the old names stand for the modules and attributes as they are now."""
     for old, new in RENAMED.items():
         sys.modules[f"{package}.{old}"] = import_module(f"{package}.{new}")
-    for name, (old, new) in MOVED.items():
-        setattr(import_module(f"{package}.{old}"), name, getattr(import_module(f"{package}.{new}"), name))
-    for name, (place, now) in CLASSES.items():
-        module = import_module(f"{package}.{place}")
-        setattr(module, name, getattr(module, now))
+    for places in MOVED.items():
+        (old, name), (new, now) = (place.rsplit(".", 1) for place in places)
+        setattr(import_module(f"{package}.{old}"), name, getattr(import_module(f"{package}.{new}"), now))
     layer = import_module(f"{package}.cache.recurrent").RecurrentLayer
     layer.__setstate__ = lambda self, state: self.__dict__.update({ATTRIBUTES.get(k, k): x for k, x in state.items()})
