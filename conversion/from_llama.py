@@ -19,6 +19,7 @@ from conversion.carry import (
     parse_layers,
 )
 from conversion.distill import Progress, Stage, distillation_loss, finetuning_loss, perplexity, train_stages
+from conversion.gguf_files import SMOLLM2, gguf_file, smollm2_of_package, unpack
 from conversion.reading import read_config, read_weights, tensor_bytes, weight_files
 from conversion.writing import (
     DTYPES,
@@ -39,7 +40,7 @@ DISTILLED, FINETUNED = "distilled", "fine-tuned"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="folder of the Llama, or its name on the Hub")
+    parser.add_argument("source", help="folder or GGUF file of the Llama, or its name on the Hub")
     parser.add_argument("target", type=lambda text: Path(text).resolve(), help="folder to write")
     parser.add_argument(
         "--layers", default="all", help='all, none, every-other or a list such as "0,2,4-7" (default: %(default)s)'
@@ -75,7 +76,9 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def source_folder(source: str) -> Path:
-    """The local folder, or the downloaded one of a name on the Hub."""
+    """The local folder, that of a GGUF file, or the downloaded one of a name on the Hub; of one model a package's."""
+    if (packed := gguf_file(Path(source))) is not None:
+        return unpack(packed)
     if Path(source).is_dir():
         return Path(source)
     from huggingface_hub import snapshot_download
@@ -83,7 +86,13 @@ def source_folder(source: str) -> Path:
     try:
         return Path(snapshot_download(source, allow_patterns=HUB_FILES))
     except Exception as error:  # the many ways in which a name is unknown or a network absent
-        raise InputError(f"{source} is neither a folder nor a model of the Hub that could be downloaded.") from error
+        if source != SMOLLM2:
+            message = f"{source} is neither a folder nor a model of the Hub that could be downloaded."
+            raise InputError(message) from error
+    try:
+        return smollm2_of_package()
+    except InputError as error:
+        raise InputError(f"{source} could not be downloaded from the Hub, nor had as a package: {error}") from error
 
 
 def read_tokenizer(folder: Path, vocab_size: int, option: str = "--data") -> PreTrainedTokenizerBase:

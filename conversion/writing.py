@@ -144,7 +144,7 @@ def carry_generation_config(model: PreTrainedModel, folders: Sequence[Path]) -> 
 def save_model(model: PreTrainedModel, beside: Sequence[Path], target: Path, report: dict | None = None) -> None:
     """Model, the tokenizer of the first folder `beside` that has one, and report; the target is replaced last.
 
-    A report travels with the model: of the folder that was its "source" it keeps the name, of one on the Hub all of it.
+    A report travels with the model: of the folder or file that was its "source" it keeps the name, of one on the Hub all of it.
     """
     partial = working_folder(target)
     finished, replaced = partial / "model", partial / "replaced"
@@ -155,7 +155,7 @@ def save_model(model: PreTrainedModel, beside: Sequence[Path], target: Path, rep
             shutil.copy2(file, finished)
         if report is not None:
             source = Path(report["source"])
-            report = report | {"source": source.resolve().name if source.is_dir() else str(source)}
+            report = report | {"source": source.resolve().name if source.exists() else str(source)}
             replace_text(finished / "conversion_report.json", json.dumps(report, indent=2) + "\n")
     shutil.rmtree(replaced, ignore_errors=True)
     if target.exists():
