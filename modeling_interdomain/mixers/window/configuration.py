@@ -7,7 +7,7 @@ from ...layers.configuration import ModelFields
 
 @dataclass(kw_only=True, repr=False)
 class WindowFields(ModelFields):
-    """Fields of "window" layers. Their state has `state_size` modes and is always hermitian; how it starts is their own.
+    """Fields of "window" layers, whose state has `state_size` modes, is always hermitian, and starts in its own way.
 
     Args:
         attention_window: "window": the last tokens that a query sees by softmax, its own included, W. Default: 64.

@@ -1,13 +1,10 @@
-"""A window with a memory: softmax attention to the last tokens and the first, and a state of those that have left it."""
-
-from typing import Any
+"""A window with a memory: softmax attention to the last tokens and the first, and a state of those between."""
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from ...layers.common import residual_projection
 from ...layers.convolution import last_inputs
 from ...layers.feature_maps import silu_l2
 from ...layers.operators import Operators
@@ -24,9 +21,8 @@ class WindowMixer(RecurrentMixer):
     """`y = (1 - s) a + s (gate * RMSNorm(r))`, a of softmax attention, r what a state is read as, s a share of both.
 
     Each token that came before is in one of three: the last W are in the window, and the first S are sinks; a token
-    enters the state when it leaves the window, unless it is a sink. The share is a sigmoid of a linear map of the token,
-    a number a head, and 0 as long as the state is empty. The norm bounds what is read, which otherwise grows with the
-    text.
+    enters the state when it leaves the window, unless it is a sink. The share, a number a head, is a sigmoid of a linear
+    map of the token, and 0 as long as the state is empty. The norm bounds what is read: it would grow with the text.
 
     The state reads and writes what the softmax does, before rotation, each head through a map of its own that starts as
     the identity: `q_map` `[H, D, R]` and `k_map` `[G, D, R]`, before the feature map, and `v_map` `[G, D, D]`. The gate
