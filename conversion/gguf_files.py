@@ -1,6 +1,6 @@
-"""GGUF files as folders that every command reads, and the small Llama that a package of the package index brings as one.
+"""GGUF files as folders that every command reads, and the small Llama that a package of the package index has as one.
 
-A GGUF file is unpacked once, into the cache of the Hub's library: numbers in float32, tokenizer and chat template beside
+A file is unpacked once, into the cache of the Hub's library: numbers in float32, tokenizer and chat template beside
 them. Transformers reads the format where the package `gguf` is installed, and refuses to save what it has read.
 """
 

@@ -144,7 +144,8 @@ def carry_generation_config(model: PreTrainedModel, folders: Sequence[Path]) -> 
 def save_model(model: PreTrainedModel, beside: Sequence[Path], target: Path, report: dict | None = None) -> None:
     """Model, the tokenizer of the first folder `beside` that has one, and report; the target is replaced last.
 
-    A report travels with the model: of the folder or file that was its "source" it keeps the name, of one on the Hub all of it.
+    A report travels with the model: of the folder or file that was its "source" it keeps the name, of one on the Hub
+    all of it.
     """
     partial = working_folder(target)
     finished, replaced = partial / "model", partial / "replaced"
