@@ -61,10 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers-steps", type=int, default=500, help="each layer alone (default: %(default)s)")
     parser.add_argument("--whole-steps", type=int, default=200, help="the predictions (default: %(default)s)")
     parser.add_argument("--long-steps", type=int, default=0, help="of longer texts (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, help="end each stage then at the latest, and its schedule with it")
     parser.add_argument("--lengths", type=lengths, default="512,1024,2048", help="tokens a text (default: %(default)s)")
     parser.add_argument("--long-lengths", type=lengths, default="2048,4096", help="in the last stage (%(default)s)")
     parser.add_argument("--tokens-a-step", type=int, default=4096, help="at least one text (default: %(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="of the memory (default: %(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=1e-2, help="of the memory (default: %(default)s)")
     parser.add_argument(
         "--whole-learning-rate", type=float, default=3e-5, help="of the Llama's weights (default: %(default)s)"
     )
@@ -89,7 +90,7 @@ def lengths(text: str) -> list[int]:
 
 def check_options(options: argparse.Namespace) -> None:
     check_positive(options, "tokens_a_step", "learning_rate", "whole_learning_rate", "lora", "max_bytes", "save_steps")
-    check_positive(options, "held_out_bytes")
+    check_positive(options, "held_out_bytes", "minutes")
     if min(_steps(options).values()) < 0 or not any(_steps(options).values()):
         raise InputError("There is nothing to teach: steps must not be negative, and one stage must have some.")
 
@@ -241,8 +242,9 @@ def make_stages(model: PreTrainedModel, teacher: PreTrainedModel, options: argpa
         return finetuning_loss(teacher, model, 1.0, MEMORY + ADAPTER if options.lora else EVERYTHING)
 
     losses = {"layers": loss_of_layers, "whole": loss_of_predictions, "long": loss_of_predictions}
+    seconds = None if options.minutes is None else 60 * options.minutes
     return [
-        Stage(name, losses[name], steps, options.learning_rate, lambda name=name: groups_of(model, options, name))
+        Stage(name, losses[name], steps, 0.0, lambda name=name: groups_of(model, options, name), seconds)
         for name, steps in _steps(options).items()
         if steps
     ]
@@ -347,7 +349,7 @@ def report_of(source: Path, config: InterdomainConfig, options: argparse.Namespa
             "modes": config.state_size,
             "layers": memories(config),
         },
-        "steps": steps,
+        "steps": {stage: len(progress.losses.get(stage, [])) for stage in steps},
         "tokens_per_step": options.tokens_a_step,
         "lengths": {stage: lengths_of(stage, options) for stage in STAGES if steps[stage]},
         "lora": options.lora,
