@@ -23,23 +23,23 @@ class Seen(NamedTuple):
 
     Attributes:
         key, value: `[B, W + T, G, D]`, of the W tokens before and of the tokens.
-        index: `[B or 1, T]`, the place of each token in its text, from 0.
         sink_key, sink_value: of the first S tokens of a text, `[B, S, G, D]`, or `[1, T, S, G, D]`, of each token's
             where a row holds several texts. Those that have not been read are anything.
+        places: `[B or 1, T]`, of each token in its text, from 0.
     """
 
     key: torch.Tensor
     value: torch.Tensor
-    index: torch.Tensor
     sink_key: torch.Tensor
     sink_value: torch.Tensor
+    places: torch.Tensor
 
     def between(self, start: int, stop: int) -> "Seen":
         """What the queries of these tokens see."""
-        before = self.key.shape[1] - self.index.shape[1]
-        held = (x[:, start : before + stop] for x in self[:2])
-        sinks = (x if x.ndim == 4 else x[:, start:stop] for x in self[3:])
-        return Seen(*held, self.index[:, start:stop], *sinks)
+        before = self.key.shape[1] - self.places.shape[1]
+        held = [x[:, start : before + stop] for x in self[:2]]
+        held += [x if x.ndim == 4 else x[:, start:stop] for x in self[2:4]]
+        return Seen(*[*held, self.places[:, start:stop]])
 
 
 class WindowRotary(InterdomainRotaryEmbedding):
@@ -93,27 +93,29 @@ class WindowAttention(nn.Module):
         count = (length + size - 1) // size
         missing = count * size - length
         query, key, value = (_longer(x, missing) for x in (query * self.scaling, *seen[:2]))
-        index = F.pad(seen.index, (0, missing))
+        places = F.pad(seen.places, (0, missing))
         key, value = (self._overlapping(x, size) for x in (key, value))
 
         own = toward = query
-        sink_key, sink_value = (x if x.ndim == 4 else _longer(x, missing).unflatten(1, (count, size)) for x in seen[3:])
-        places = torch.arange(self.window + size, device=query.device)
+        sink_key, sink_value = (
+            x if x.ndim == 4 else _longer(x, missing).unflatten(1, (count, size)) for x in seen[2:4]
+        )
+        within = torch.arange(self.window + size, device=query.device)
         if self.rotary is not None:
             cos_sin = self.rotary.table(query, self.window + max(size, self.sinks))
             key = _turned(key, *(x[: self.window + size] for x in cos_sin))
             sink_key = _turned(sink_key, *(x[: self.sinks] for x in cos_sin))
-            here, farthest = places[self.window :].repeat(count)[None], self.window + self.sinks - 1
-            own, toward = (rotate(query, *(x[at] for x in cos_sin)) for at in (here, index.clamp(max=farthest)))
+            here, farthest = within[self.window :].repeat(count)[None], self.window + self.sinks - 1
+            own, toward = (rotate(query, *(x[at] for x in cos_sin)) for at in (here, places.clamp(max=farthest)))
 
         # By block, and by the groups whose keys heads share.
         own, toward = (x.unflatten(2, (groups, heads // groups)).unflatten(1, (count, size)) for x in (own, toward))
-        index = index.unflatten(1, (count, size))[:, :, None, None, :, None]
-        distance = places[self.window :, None] - places
-        visible = (distance >= 0) & (distance < self.window) & (distance <= index)
+        places = places.unflatten(1, (count, size))[:, :, None, None, :, None]
+        distance = within[self.window :, None] - within
+        visible = (distance >= 0) & (distance < self.window) & (distance <= places)
         scores = torch.einsum("bnlgrd,bnkgd->bngrlk", own, key).masked_fill(~visible, -torch.inf)
         if self.sinks:
-            visible = index - torch.arange(self.sinks, device=index.device) >= self.window
+            visible = places - torch.arange(self.sinks, device=places.device) >= self.window
             each = "bsgd" if sink_key.ndim == 4 else "bnlsgd"
             beside = torch.einsum(f"bnlgrd,{each}->bngrls", toward, sink_key).masked_fill(~visible, -torch.inf)
             scores = torch.cat([scores, beside], dim=-1)
