@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ...layers.common import is_plain
 from ...layers.rotary import InterdomainRotaryEmbedding, rotate
 from ...ops.common.cpu import in_graph
 
@@ -78,6 +79,8 @@ class WindowAttention(nn.Module):
     def forward(self, query: torch.Tensor, seen: Seen) -> torch.Tensor:
         """`[B, T, H, D]`, before rotation, to the same."""
         batch, length = query.shape[:2]
+        if length == 1 and is_plain(query, query.dtype) and bool((seen.places >= self.window + self.sinks).all()):
+            return self._one(query, seen)
         if length == 1 or (not in_graph() and length <= self.window):
             return self._blocks(query, seen, length)
         room = self.window * max(1, _PIECE // (batch * self.window))
@@ -86,6 +89,18 @@ class WindowAttention(nn.Module):
         pieces = [(start, min(start + room, length)) for start in range(0, length, room)]
         outputs = [self._blocks(query[:, a:b], seen.between(a, b), self.window) for a, b in pieces]
         return torch.cat(outputs, dim=1)
+
+    def _one(self, query: torch.Tensor, seen: Seen) -> torch.Tensor:
+        """Of a token far into each text, in few calls: it sees the sinks and the window behind them as one text."""
+        key, value = (torch.cat([first, x[:, 1:]], dim=1) for first, x in zip(seen[2:4], seen[:2], strict=True))
+        if self.rotary is not None:
+            cos, sin = (x[None] for x in self.rotary.table(query, self.window + max(1, self.sinks)))
+            key = rotate(key, cos[:, : key.shape[1]], sin[:, : key.shape[1]])
+            query = rotate(query, cos[:, key.shape[1] - 1 : key.shape[1]], sin[:, key.shape[1] - 1 : key.shape[1]])
+        grouped = (query[:, 0] * self.scaling).unflatten(1, (key.shape[2], -1))
+        scores = grouped @ key.permute(0, 2, 3, 1)
+        weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
+        return (weights @ value.transpose(1, 2)).flatten(1, 2)[:, None]
 
     def _blocks(self, query: torch.Tensor, seen: Seen, size: int) -> torch.Tensor:
         """Blocks of `size` queries, the last of which is filled up; each sees W + `size` keys and the sinks."""

@@ -5,9 +5,11 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
+from ...layers.common import is_plain, plain_rms_norm
 from ...layers.convolution import last_inputs
 from ...layers.feature_maps import silu_l2
 from ...layers.operators import Operators
+from ...ops.common.cpu import values_at_hand
 from ...ops.interdomain.replay import state_after
 from ..base import groups_not_shardable
 from ..recurrent import Biases, RecurrentMixer, Stream
@@ -194,8 +196,9 @@ class WindowMixer(RecurrentMixer):
             begun = self.first_state(filled[:1]).flatten(2).any(dim=-1)
             filled = filled | begun.repeat_interleave(share.shape[-1] // begun.shape[-1], dim=-1)
         share = torch.where(filled, share.to(wide).sigmoid(), 0)
-        read = self.memory_gate * F.rms_norm(read.to(wide), read.shape[-1:], eps=self.eps)
-        return torch.lerp(attended.to(wide), read.to(wide), share[..., None])
+        read = read.to(wide)
+        normed = plain_rms_norm(read, self.eps) if is_plain(read) else F.rms_norm(read, read.shape[-1:], eps=self.eps)
+        return torch.lerp(attended.to(wide), (self.memory_gate * normed).to(wide), share[..., None])
 
     def _recorded(self, tokens):
         return tokens[1:3] if self.memory else ()
@@ -216,7 +219,8 @@ class WindowMixer(RecurrentMixer):
 
 def _mapped(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`[B, T, heads, D]` by the maps of the heads, `[heads, D, R]`."""
-    return torch.einsum("bthd,hdr->bthr", x, weight)
+    rows = x.flatten(0, 1).transpose(0, 1)
+    return (rows @ weight).transpose(0, 1).unflatten(0, x.shape[:2])
 
 
 def _sinks_after(
@@ -228,7 +232,7 @@ def _sinks_after(
         places: `[B, T]`, of each in its text.
         real: `[B, T]` bool, False for pads; None, all are.
     """
-    if not new.shape[1]:
+    if not new.shape[1] or (values_at_hand(places) and bool((places >= held.shape[2]).all())):
         return held
     wanted, tokens = (torch.arange(x, device=new.device) for x in (held.shape[2], new.shape[1]))
     found = places[:, None] == wanted[:, None]
