@@ -183,7 +183,6 @@ class InterdomainModel(InterdomainPreTrainedModel):
         self.fingerprints.forget()
         return super().train(mode)
 
-    @takes_cache
     @understood
     @trains_layers
     @merge_with_config_defaults
@@ -287,7 +286,6 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, InterdomainGenerationMi
         self.prompt_store = StateStore.from_environment()
         self.post_init()
 
-    @takes_cache
     @understood
     @can_return_tuple
     def forward(
