@@ -26,8 +26,8 @@ FLOORS = [
     {"ops/common"},
 ]
 # Of ours, in one layer of a decode step.
-MOST_CALLS = {"interdomain": 91, "rope-after": 92, "s4d": 81, "softmax": 28, "ssd": 67, "selective-scan": 65}
-MOST_CLIMBS = 8  # in one layer, of a training batch as of a decode step
+MOST_CALLS = {"interdomain": 59, "rope-after": 60, "s4d": 58, "softmax": 24, "ssd": 47, "selective-scan": 45}
+MOST_CLIMBS = {"ssd": 5}  # in one layer, of a training batch as of a decode step; elsewhere 4
 MIXERS = {"rope-after": "interdomain", "selective-scan": "selective_scan"}
 
 
@@ -143,4 +143,4 @@ def test_a_decode_step_makes_few_calls_a_layer(name, make_model):
 @pytest.mark.parametrize("name", MOST_CALLS)
 def test_few_calls_climb_back_up(take, name, make_model):
     climbs = [call for call in of_a_layer(take, make_model, name).elements() if call.climbs]
-    assert len(climbs) <= MOST_CLIMBS, climbs
+    assert len(climbs) <= MOST_CLIMBS.get(name, 4), climbs

@@ -149,7 +149,9 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
         """Conv state and states after a `commit`; None of a layer that nothing was written to."""
         if self.pending:
             self.commit()
-        return self._stored() if self.is_initialized else (None, None)
+        if not self.is_initialized:
+            return None, None
+        return list(self._conv_states.values()), dict(zip(self.state_names, self._recurrent_states.values()))
 
     def commit_unless(self, constants: tuple[torch.Tensor, ...]) -> None:
         """Do so if the pending inputs were read with others than these, with which a mixer is about to read."""
@@ -252,7 +254,9 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
 
     def thaw(self) -> None:
         """Replace tensors made in inference mode, which cannot be changed outside of it."""
-        if self.is_initialized and not torch.compiler.is_compiling() and _is_frozen(self._recurrent_states[0]):
+        if not self.is_initialized or torch.compiler.is_compiling():
+            return
+        if self._recurrent_states[0].is_inference() and not torch.is_inference_mode_enabled():
             self._map(torch.clone)
 
     def held(self) -> list[torch.Tensor]:
@@ -294,7 +298,8 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
         for i, new in enumerate(_store_together(list(self._conv_states.values()), conv_state)):
             self._conv_states[i] = new
         for i, name in enumerate(self.state_names):
-            self._recurrent_states[i] = _store(self._recurrent_states[i], states[name])
+            if states[name] is not self._recurrent_states[i]:  # as it is after a step, which writes into it
+                self._recurrent_states[i] = _store(self._recurrent_states[i], states[name])
 
     def update_conv_state(self, *args, **kwargs):
         raise ValueError("This layer writes its conv state and its recurrent state together; use `write`.")
@@ -475,10 +480,9 @@ def _store(buffer: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 
 def _is_copied(buffer: torch.Tensor, new: torch.Tensor) -> bool:
-    if _is_differentiated(new):
+    if torch.is_grad_enabled() and new.requires_grad:
         return False
-    return torch.compiler.is_compiling() or not (buffer.requires_grad or _is_frozen(buffer))
-
-
-def _is_frozen(tensor: torch.Tensor) -> bool:
-    return tensor.is_inference() and not torch.is_inference_mode_enabled()
+    if torch.compiler.is_compiling():
+        return True
+    frozen = buffer.is_inference() and not torch.is_inference_mode_enabled()
+    return not (buffer.requires_grad or frozen)

@@ -189,33 +189,35 @@ class ParameterCache:
     def forget(self) -> None:
         self._kept = [], {}
 
-    def get(self, name: Hashable, parameters: Sequence[torch.Tensor], compute: Callable[[bool], Any]) -> Any:
-        """The value of a name; `compute` is told whether what it gives will be kept."""
+    def of(self, parameters: Sequence[torch.Tensor]) -> dict[Hashable, Any] | None:
+        """The values by name that belong to the parameters as they are, to put more in; None where none is kept."""
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.jit.is_tracing():
-            return compute(False)
+            return None
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return compute(False)
+            return None
         # A captured graph computes what it uses itself: what is kept here may be gone when it is replayed.
         if parameters[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            return compute(False)
+            return None
         known, values = self._kept
-        if not _unchanged(known, parameters):
-            if not all(type(p) is nn.Parameter and not p.is_inference() and not p.is_meta for p in parameters):
-                return compute(False)
-            values = {}
-            self._kept = [(weakref.ref(p), p._version, p.data_ptr()) for p in parameters], values
+        if len(known) == len(parameters):
+            for (reference, version, address), p in zip(known, parameters):
+                if reference() is not p or p._version != version or p.data_ptr() != address:
+                    break
+            else:
+                return values
+        if not all(type(p) is nn.Parameter and not p.is_inference() and not p.is_meta for p in parameters):
+            return None
+        self._kept = [(weakref.ref(p), p._version, p.data_ptr()) for p in parameters], {}
+        return self._kept[1]
+
+    def get(self, name: Hashable, parameters: Sequence[torch.Tensor], compute: Callable[[bool], Any]) -> Any:
+        """The value of a name; `compute` is told whether what it gives will be kept."""
+        values = self.of(parameters)
+        if values is None:
+            return compute(False)
         if name not in values:
             values[name] = compute(True)
         return values[name]
-
-
-def _unchanged(known: list[tuple], parameters: Sequence[torch.Tensor]) -> bool:
-    if len(known) != len(parameters):
-        return False
-    for (reference, version, address), p in zip(known, parameters):
-        if reference() is not p or p._version != version or p.data_ptr() != address:
-            return False
-    return True
 
 
 class DecodeTables(nn.Module):

@@ -116,27 +116,20 @@ def causal_conv(
     return conv(extended).mT, window
 
 
-def convolve_few(
-    inputs: Sequence[torch.Tensor], windows: Sequence[torch.Tensor], taps: torch.Tensor
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Several `causal_conv` of a few tokens as one: where a call costs more than what it computes, few are better.
+def convolve_few(x: torch.Tensor, window: torch.Tensor, taps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`causal_conv` of a few tokens in few calls, each of which costs more than what it computes.
 
     Args:
-        inputs: `[B, T, W]` each.
-        windows: `[B, W, kernel - 1]` each, the inputs before the first token.
-        taps: `[kernel, sum of all W]`, their weights side by side; all but the windows is computed in their dtype.
+        x: `[B, T, W]`, of several streams it may be, side by side.
+        window: `[B, kernel - 1, W]`, the inputs before the first token, token by token as they lie in memory.
+        taps: `[kernel, W]`, of `taps_of`; all but the window is computed in their dtype.
 
     Returns:
-        `[B, T, sum of all W]` and the new windows.
+        `[B, T, W]` and the new window `[B, W, kernel - 1]`.
     """
-    tokens = side_by_side(inputs)
-    before = side_by_side([w.mT for w in windows])  # token by token, as a `RecurrentLayer` has them in memory
-    if before.dtype != tokens.dtype:
-        before = before.to(tokens.dtype)
-    extended = torch.cat([before, tokens], dim=1)
-    count = tokens.shape[1]
-    last = extended.narrow(1, count, before.shape[1]).mT
-    after = [last] if len(windows) == 1 else list(last.split_with_sizes([w.shape[1] for w in windows], dim=1))
+    extended = torch.cat([window.to(x.dtype), x], dim=1)
+    count = x.shape[1]
+    after = extended.narrow(1, count, window.shape[1]).mT
     if count == 1:
         return (extended * taps).sum(1, keepdim=True), after
     return (extended.unfold(1, taps.shape[0], 1) * taps.mT).sum(-1), after

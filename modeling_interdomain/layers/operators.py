@@ -12,8 +12,8 @@ from torch import nn
 from ..ops.common.cpu import OperatorCache
 from .common import forget_tables
 
-# Goes up when an operator that layers call takes, gives or means something else; on the Hub it is the branch "v1".
-KERNEL_VERSION = 1
+# Goes up when an operator that layers call takes, gives or means something else; on the Hub it is the branch "v2".
+KERNEL_VERSION = 2
 
 
 class Operators(SimpleNamespace):

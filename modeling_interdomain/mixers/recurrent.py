@@ -244,7 +244,10 @@ class RecurrentMixer(TokenMixer):
             projected = [packing.pack(x) for x in projected]
         cos_sin = None
         if self.rope_placement is not None and position_embeddings is not None:
-            cos_sin = self._rotation(position_embeddings, packing, hidden_states.shape[:2])
+            cos, sin = position_embeddings[self.rotated_width]
+            if packing is not None:
+                cos, sin = (packing.pack(x.expand(*hidden_states.shape[:2], -1)) for x in (cos, sin))
+            cos_sin = cos, sin
         reads_on = transition is not None and self._verifies(layer, hidden_states, packing)
         if reads_on:
             windows = layer.lookahead_conv_state(self.max_pending - hidden_states.shape[1])
@@ -298,12 +301,13 @@ class RecurrentMixer(TokenMixer):
         output = torch.einsum("bhtj,bjhw->bthw", weights[..., : values.shape[1]], values)
         return output if packing is None else packing.pack(output)
 
-    def _rotation(self, position_embeddings, packing, shape) -> tuple[torch.Tensor, ...]:
-        cos_sin = position_embeddings[self.rotated_width]
-        return cos_sin if packing is None else tuple(packing.pack(x.expand(*shape, -1)) for x in cos_sin)
-
     def _inputs(self, projected, windows, cos_sin, packing: Packing | None, keep: bool):
         """What the recurrence is called with, and the new windows (if there is a cache to `keep` them)."""
+        streams, after = self._convolve(projected, windows, packing)
+        return self._tokens(streams, cos_sin), after
+
+    def _convolve(self, projected, windows, packing: Packing | None) -> tuple[list[torch.Tensor], list]:
+        """The streams after their convolutions, and the new windows."""
         before = iter(windows or [None] * len(projected))
         streams, after = [], []
         extent: dict[str, Any] = {}
@@ -315,7 +319,7 @@ class RecurrentMixer(TokenMixer):
                 x, window = causal_conv(conv, x, next(before), self.kernel, **extent)
                 after.append(window)
             streams.append(x)
-        return self._tokens(streams, cos_sin), after
+        return streams, after
 
     def _convolutions(self) -> list[CausalConv1d | None]:
         """One a stream."""

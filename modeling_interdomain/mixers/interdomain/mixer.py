@@ -179,7 +179,10 @@ class InterdomainMixer(DecodeTables, KeyValueMixer):
             found = self._fused_inputs(projected, windows, cos_sin, packing, keep)
         elif backend == "auto" and packing is None and windows is not None and few:
             found = self._token_inputs(projected, windows, cos_sin)
-        return super()._inputs(projected, windows, cos_sin, packing, keep) if found is None else found
+        if found is not None:
+            return found
+        streams, after = self._convolve(projected, windows, packing)
+        return self._tokens(streams, cos_sin), after
 
     def _tokens(self, streams, cos_sin):
         query, *rest = streams
@@ -235,9 +238,12 @@ class InterdomainMixer(DecodeTables, KeyValueMixer):
         widened = dtype == torch.bfloat16 and is_plain(projected[0], dtype)
         if projected[0].dtype != dtype or not (widened or dtype in FULL_PRECISION):
             return None
-        tables = self._tables.get(
-            "token", weights, lambda _: token_tables(*(w.float() if widened else w for w in weights))
-        )
+        kept = self._tables.of(weights)
+        tables = None if not kept else kept["token"]
+        if tables is None:
+            tables = token_tables(*(w.float() if widened else w for w in weights))
+            if kept is not None:
+                kept["token"] = tables
         return token_inputs(projected, windows, tables, self.eps, self.heads, cos_sin, self.rope_placement)
 
     def _fused_inputs(self, projected, windows, cos_sin, packing, keep: bool):

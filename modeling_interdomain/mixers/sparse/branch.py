@@ -206,7 +206,7 @@ class SparseBranch(DecodeTables):
         weight, taps = self._tables.get("token", weights, lambda _: self._joined(*weights))
         with torch.inference_mode():
             projected = nn.functional.linear(x, weight)
-            y, after = convolve_few([projected], windows, taps)
+            y, after = convolve_few(projected, windows[0].mT, taps)
             heads_first = y.view(-1, 2, self.heads, self.dim).transpose(1, 2)
             both = heads_first.unsqueeze(1)
             query, key = both.unbind(3)
@@ -222,7 +222,7 @@ class SparseBranch(DecodeTables):
             counts = states["sparse_seen"][:, None] + 1 if len(self.binned) > self.hashed else None
             bins = tuple([self._bins(budget, found, counts, both) for budget in self.binned])
         factors = own["gate"]._parameters["weight"]
-        return SparseInputs(query, key, value, scores, bins, sums, [projected], after, factors)
+        return SparseInputs(query, key, value, scores, bins, sums, [projected], [after], factors)
 
     def _joined(self, q_proj, k_proj, q_taps, k_taps) -> tuple[torch.Tensor, torch.Tensor]:
         """Weight `[2 S d, hidden_size]` and taps `[kernel, 2 S d]` of queries and keys, the latter scaled."""

@@ -8,9 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from ...layers.common import Float32Module, begun_with, own_backend
+from ...layers.common import Float32Module, backend_of, begun_with, own_backend
 from ...layers.operators import Operators
-from ...ops.common.launch import STEP_BACKENDS
 from ...ops.ssd.entry import SSD_BACKENDS, ssd_attention, take_ssd_step
 from ...ops.ssd.map import ssd_attention_map
 
@@ -97,7 +96,7 @@ class SSDRecurrence(Float32Module):
         """`ssd_step` of tokens with an axis of the one token; `[B, H, P]`."""
         query, key, inputs, log_decay, value = (x.squeeze(1) for x in (query, key, inputs, log_decay, value))
         with torch.no_grad():
-            backend = own_backend(self.config, STEP_BACKENDS)
+            backend = backend_of(self.config)
             output = self.operators.take_ssd_step(query, key, inputs, log_decay, state, mask, backend)
             output = self._skipped(output, value)
         return output if mask is None else output.where(mask[:, None, None], 0)

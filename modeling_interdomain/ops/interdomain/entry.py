@@ -1,14 +1,11 @@
 """Interdomain attention on tensors: the one entry to every backend."""
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 
 from ..common.checks import check_documents, check_floats, check_how, check_state, check_tensors, shape_of
 from ..common.cpu import OperatorCache, autocasts, multiplies_bf16, without_autocast
 from ..common.launch import check_step_backend, fused
-from ..diagonal.step import StepTables, advance_state, read_state, real_tokens, step_tables
+from ..diagonal.step import StepParameters, advance_state, read_state, real_tokens, step_tables
 from .chunk import chunk_attention
 from .naive import recurrent_attention
 from .readout import PRODUCTS
@@ -230,9 +227,8 @@ def _single(query, key, value, log_decay, input_matrix, coefficients, product, s
     """A row of one token each: the step that decoding takes, on a copy of the state."""
     state = _state_or_zeros(state, key, value, log_decay, key.shape[0])
     tokens = (x[:, 0] for x in (query, key, value))
-    parameters = log_decay, input_matrix, coefficients
-    tables = partial(step_tables, *parameters, product)
-    output = _step("auto", *tokens, lambda: parameters, tables, state, product)
+    parameters = StepParameters(step_tables, log_decay, input_matrix, coefficients, product)
+    output = _step("auto", *tokens, parameters, state)
     return output[:, None], state
 
 
@@ -269,30 +265,17 @@ def interdomain_step(
     _check_state(state, "state", query.shape[0], key, value, log_decay, normalize)
     check_step_backend(backend, state)
     mask = real_tokens(mask, query)
-    parameters = log_decay, input_matrix, coefficient_matrix
-    return take_step(
-        query,
-        key,
-        value,
-        parameters=lambda: parameters,
-        tables=partial(step_tables, *parameters, product),
-        state=state,
-        product=product,
-        normalize=normalize,
-        mask=mask,
-        backend=backend,
-    )
+    parameters = StepParameters(step_tables, log_decay, input_matrix, coefficient_matrix, product)
+    return take_step(query, key, value, parameters, state=state, normalize=normalize, mask=mask, backend=backend)
 
 
 def take_step(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    parameters: StepParameters,
     *,
-    parameters: Callable[[], tuple],
-    tables: Callable[[torch.dtype], StepTables],
     state: torch.Tensor,
-    product: str,
     normalize: bool,
     mask: torch.Tensor | None,
     backend: str,
@@ -301,27 +284,17 @@ def take_step(
 
     Args:
         query, key, value: with or without an axis of the one token, `[B, 1, H, R]` or `[B, H, R]`.
-        parameters: gives `log_decay`, `input_matrix` and `coefficient_matrix`, where kernels take the step.
-        tables: gives `step_tables` of these parameters in a dtype, where PyTorch does.
+        parameters: `log_decay`, `input_matrix`, `coefficient_matrix` and `product`, of which `step_tables` are made.
     """
     if torch.is_grad_enabled() or autocasts(query.device):
         with torch.no_grad(), without_autocast(query.device):
             return take_step(
-                query,
-                key,
-                value,
-                parameters=parameters,
-                tables=tables,
-                state=state,
-                product=product,
-                normalize=normalize,
-                mask=mask,
-                backend=backend,
+                query, key, value, parameters, state=state, normalize=normalize, mask=mask, backend=backend
             )
     value_dim, out_dtype = value.shape[-1], value.dtype
     if normalize:
         value = append_one(value)
-    output = _step(backend, query, key, value, parameters, tables, state, product, mask, wide=normalize)
+    output = _step(backend, query, key, value, parameters, state, mask, wide=normalize)
     if normalize:
         output = output[..., :value_dim] / output[..., value_dim:]
         if mask is not None:  # zero over zero
@@ -329,15 +302,15 @@ def take_step(
     return output.to(out_dtype)
 
 
-def _step(backend, query, key, value, parameters, tables, state, product, mask=None, wide=False):
+def _step(backend, query, key, value, parameters: StepParameters, state, mask=None, wide=False):
     """`advance_state` and `read_state` by the fused kernels or by PyTorch."""
     if backend == "triton" or (backend == "auto" and query.device.type != "cpu" and state.is_contiguous()):
-        output = _fused_step(backend, query, key, value, parameters, state, product, mask, wide)
+        output = _fused_step(backend, query, key, value, parameters.parameters, state, mask, wide)
         if output is not None:
             return output
     # A state kept in a lower precision is still advanced in float32.
     working = state if state.dtype in (torch.float32, torch.float64) else state.float()
-    moves = tables(working.dtype)
+    moves = parameters.tables(working.dtype)
     advance_state(working, key, value, moves, mask)
     if working is not state:
         state.copy_(working)
@@ -345,12 +318,13 @@ def _step(backend, query, key, value, parameters, tables, state, product, mask=N
     return output if mask is None else output.where(mask[:, None, None], 0)
 
 
-def _fused_step(backend, query, key, value, parameters, state, product, mask, wide):
+def _fused_step(backend, query, key, value, parameters, state, mask, wide):
     def run():
         from .triton_step import triton_step
 
         tokens = (x.squeeze(1) if x.ndim == 4 else x for x in (query, key, value))
-        return triton_step(*tokens, *parameters(), state, product, mask, wide)
+        *tensors, product = parameters
+        return triton_step(*tokens, *tensors, state, product, mask, wide)
 
     return fused(backend, (query, key, value, state), (query.shape[-1], value.shape[-1], state.shape[3]), run, "step")
 

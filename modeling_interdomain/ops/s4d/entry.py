@@ -1,14 +1,11 @@
 """The S4D control: the recurrence of Interdomain attention read by a learned vector instead of by a query."""
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 
 from ..common.checks import check_documents, check_how, check_state, check_tensors
 from ..common.cpu import without_autocast
 from ..common.launch import check_step_backend, fused
-from ..diagonal.step import StepTables, advance_state, real_tokens, transition_tables
+from ..diagonal.step import StepParameters, StepTables, advance_state, real_tokens, transition_tables
 from .chunk import chunk_s4d
 
 S4D_BACKENDS = ("auto", "chunk", "triton")
@@ -109,31 +106,31 @@ def s4d_step(
     _check_inputs(key, value, log_decay, input_matrix, readout, rows="B")
     _check_state("state", state, key.shape[0], key, value, log_decay)
     check_step_backend(backend, state)
-    tables = partial(s4d_tables, log_decay, input_matrix, readout)
-    return take_s4d_step(key, value, tables=tables, state=state, mask=real_tokens(mask, key), backend=backend)
+    parameters = StepParameters(s4d_tables, log_decay, input_matrix, readout)
+    return take_s4d_step(key, value, parameters, state=state, mask=real_tokens(mask, key), backend=backend)
 
 
 def take_s4d_step(
     key: torch.Tensor,
     value: torch.Tensor,
+    parameters: StepParameters,
     *,
-    tables: Callable[[torch.dtype], StepTables],
     state: torch.Tensor,
     mask: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """`s4d_step` for a caller who may have tables from an earlier step: `tables` gives `s4d_tables` in a dtype.
+    """`s4d_step` for a caller who may have tables from an earlier step: `s4d_tables` of the `parameters`.
 
     Key and value may have an axis of the one token, `[B, 1, G, R]`.
     """
     with torch.no_grad(), without_autocast(key.device):
         if backend == "triton" or (backend == "auto" and key.device.type != "cpu" and state.is_contiguous()):
-            output = _fused_step(backend, key, value, tables, state, mask)
+            output = _fused_step(backend, key, value, parameters, state, mask)
             if output is not None:
                 return output
         # A state kept in a lower precision is still advanced in float32.
         working = state if state.dtype in (torch.float32, torch.float64) else state.float()
-        moves = tables(working.dtype)
+        moves = parameters.tables(working.dtype)
         advance_state(working, key, value, moves, mask)
         if working is not state:
             state.copy_(working)
@@ -144,12 +141,12 @@ def take_s4d_step(
     return output.to(value.dtype)
 
 
-def _fused_step(backend, key, value, tables, state, mask):
+def _fused_step(backend, key, value, parameters, state, mask):
     def run():
         from .triton_step import triton_s4d_step
 
         inputs = torch.cat([x.squeeze(1) if x.ndim == 4 else x for x in (key.to(value.dtype), value)], dim=-1)
-        moves = tables(torch.float32)
+        moves = parameters.tables(torch.float32)
         return triton_s4d_step(inputs, moves.decay, moves.turn, moves.beta, *moves.matrices, state, mask)
 
     return fused(backend, (key, value, state), (key.shape[-1], value.shape[-1], state.shape[3]), run, "a step of S4D")
