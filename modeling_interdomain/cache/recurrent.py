@@ -11,7 +11,7 @@ from .rollback import Piece, Record, Snapshot, check_crop, copied, detached, map
 
 
 class FixedSize:
-    """What layers of a fixed size do alike, which their mixers write as a whole: rows, masks, devices."""
+    """What cache layers of a fixed size share: rows, masks, devices. A mixer writes such a layer as a whole."""
 
     is_sliding = False
     is_compileable = False
@@ -146,7 +146,7 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
             self._store_all(*found)
 
     def commit_unless(self, constants: tuple[torch.Tensor, ...]) -> None:
-        """Do so if the pending inputs were read with others than these, with which a mixer is about to read."""
+        """Commit if the pending inputs were read with other constants than these, which come next."""
         if self.pending and self._known(constants) is not self.recorded.pieces[-1].constants:
             self.commit()
 
@@ -181,7 +181,7 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
         return Pending(self.recorded, self.pending).replayed(conv_state, None)[0]
 
     def newest(self, tokens: int) -> tuple[torch.Tensor, ...]:
-        """`Piece.inputs` of so many of the tokens recorded last; no more than are pending and a forward has added."""
+        """`Piece.inputs` of the last `tokens` recorded tokens: at most the pending and the new ones."""
         return Pending(self.recorded, tokens).inputs
 
     # What the mixer reads and writes.
@@ -230,7 +230,7 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
             self.lazy_initialization(conv_state, states)
         self.torn = True
         if not self.record_past:
-            self.recorded = None  # what it began with is not what comes next
+            self.recorded = None  # the record does not lead up to what comes next
         if self._is_deferred(tokens) and not any(map(_is_differentiated, (*conv_state, *states.values()))):
             self.pending += tokens
         else:
@@ -337,7 +337,7 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
         return [copied(x) for x in conv_state], map_states(copied, states)
 
     def _forget_the_oldest(self) -> None:
-        """Move the beginning of a long record on, so rarely that it costs next to nothing a token."""
+        """Drop the oldest tokens of a long record, so rarely that it costs next to nothing a token."""
         if self.recorded is None or self.recorded.tokens <= 2 * self.kept + self.max_rollback:
             return
         tokens = self.recorded.tokens - self.kept - self.max_rollback  # as many again, after those were taken back
@@ -370,7 +370,7 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
         self.thaw()
         if self.is_initialized:
             for stored in (self._conv_states, self._recurrent_states):
-                for i, x in stored.items():  # what has a gradient belongs to the forward that wrote it
+                for i, x in stored.items():  # one with a gradient belongs to the forward that wrote it
                     stored[i] = torch.zeros_like(x) if x.requires_grad else x.zero_()
         self.recorded = None
         self.has_previous_state[0] = False

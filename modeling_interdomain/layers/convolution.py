@@ -1,4 +1,4 @@
-"""The short causal convolution of queries and keys, which remembers its last inputs."""
+"""The short causal convolution of queries and keys, and its conv state: the last inputs."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,8 @@ from transformers import initialization as init
 from ..ops.common.cpu import all_real, multiplies_bf16, without_autocast
 from .common import is_plain, is_untouched
 
-# Weights of a key that starts as the token before, and a little as its own: the first token has none before it, and the
-# direction of nothing has no gradient.
+# Start of a key's weights: the token before, and a little of its own. The first token has none before it, and a key of
+# zeros has no direction, so it would get no gradient.
 TOKEN_BEFORE = (1.0, 0.1)
 
 
@@ -119,7 +119,7 @@ def causal_conv(
 def convolve_few(
     inputs: Sequence[torch.Tensor], conv_state: Sequence[torch.Tensor], conv_weight: torch.Tensor
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Several `causal_conv` of a few tokens as one: where a call costs more than what it computes, few are better.
+    """Several `causal_conv` of a few tokens as one, where a call costs more than what it computes.
 
     Args:
         inputs: `[B, T, W]` each.

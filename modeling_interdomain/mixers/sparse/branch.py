@@ -117,7 +117,7 @@ class SparseBranch(DecodeTables):
         if self.scorer is not None and config.ranking_loss_coef > 0:
             self.ranking = RankingLoss()
         elif self.scorer is not None:
-            self.scorer.requires_grad_(False)  # nothing else trains it
+            self.scorer.requires_grad_(False)  # nothing but the ranking loss trains the scorer
         self.centred = self.hash is not None and config.sparse_hash_center is not None
         self.summed = self.centred or self.scorer is not None
         # What a token reads the weights of, and what it asks for: a module is slow to look up.
@@ -394,7 +394,7 @@ def _counts(x: torch.Tensor, seen: torch.Tensor | None, packing: Packing | None)
 
 def _about_mean(x: torch.Tensor, sums: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
     """Of one token x `[B, 1, S, n, d]`, behind `seen` `[B]` others, what is left without the mean of all `sums`."""
-    if seen.shape[0] == 1:  # as a plain number: a tensor of one takes three calls more
+    if seen.shape[0] == 1:  # a plain number takes three calls less than a tensor of one
         return torch.sub(x, sums, alpha=1 / (seen.item() + 1))
     return torch.addcdiv(x, sums, (seen + 1).to(x.dtype).view(-1, 1, 1, 1, 1), value=-1)
 

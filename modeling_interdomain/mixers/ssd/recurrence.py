@@ -45,7 +45,7 @@ class SSDRecurrence(Float32Module):
         else:
             low, high = math.log(config.time_step_min), math.log(config.time_step_max)
             step = torch.empty_like(self.dt_bias).uniform_(low, high).exp()
-            init.copy_(self.dt_bias, step + torch.log(-torch.expm1(-step)))  # softplus of it is the step
+            init.copy_(self.dt_bias, step + torch.log(-torch.expm1(-step)))  # its softplus is the step
 
     def forward(
         self,
@@ -112,7 +112,7 @@ class SSDRecurrence(Float32Module):
         bias = torch.zeros_like(rate) if self.dt_bias is None else self.dt_bias.to(wide)
         if self.limit is None:
             return rate, bias
-        return rate, bias, torch.stack([rate.new_full((), x) for x in self.limit])  # made where it is used
+        return rate, bias, torch.stack([rate.new_full((), x) for x in self.limit])  # on the device where it is used
 
 
 def discretized(
