@@ -145,6 +145,12 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
             self.pending = 0
             self._store_all(*found)
 
+    def committed(self) -> tuple[list[torch.Tensor] | None, dict[str, torch.Tensor] | None]:
+        """Conv state and states after a `commit`; None of a layer that nothing was written to."""
+        if self.pending:
+            self.commit()
+        return self._stored() if self.is_initialized else (None, None)
+
     def commit_unless(self, constants: tuple[torch.Tensor, ...]) -> None:
         """Commit if the pending inputs were read with other constants than these, which come next."""
         if self.pending and self._known(constants) is not self.recorded.pieces[-1].constants:
@@ -231,7 +237,8 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
         self.torn = True
         if not self.record_past:
             self.recorded = None  # the record does not lead up to what comes next
-        if self._is_deferred(tokens) and not any(map(_is_differentiated, (*conv_state, *states.values()))):
+        deferred = self._may_defer and self.defers(tokens)
+        if deferred and not any(map(_is_differentiated, (*conv_state, *states.values()))):
             self.pending += tokens
         else:
             self.pending = 0
@@ -239,12 +246,13 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
         self._may_defer = False
         self.cumulative_length += tokens
         self.has_previous_state[0] = True
-        self._forget_the_oldest()
+        if self.recorded is not None:
+            self._forget_the_oldest()
         self.torn = False
 
     def thaw(self) -> None:
         """Replace tensors made in inference mode, which cannot be changed outside of it."""
-        if self.is_initialized and not torch.compiler.is_compiling() and _is_frozen(self.resting_state):
+        if self.is_initialized and not torch.compiler.is_compiling() and _is_frozen(self._recurrent_states[0]):
             self._map(torch.clone)
 
     def held(self) -> list[torch.Tensor]:
@@ -319,7 +327,7 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
             begun = self._copies() if self.has_previous_state[0] else (None, first and map_states(copied, first))
             self.recorded = Record(*begun, [piece], replay)
         else:
-            if not self._is_deferred(count):
+            if not (defer and self.defers(count)):
                 self.commit()
                 if count > 1 or self.recorded.pieces[-1].tokens > 1:
                     latest = Snapshot(*self._copies(), self.recorded.tokens)
@@ -328,9 +336,6 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
         # All of a short forward can be taken back, of the prompt only its end.
         self.kept = max(self.max_rollback, count if self.is_initialized else 0)
 
-    def _is_deferred(self, tokens: int) -> bool:
-        return self._may_defer and self.defers(tokens)
-
     def _copies(self) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         """Of conv state and states as they are now."""
         conv_state, states = self._stored()
@@ -338,7 +343,7 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
 
     def _forget_the_oldest(self) -> None:
         """Drop the oldest tokens of a long record, so rarely that it costs next to nothing a token."""
-        if self.recorded is None or self.recorded.tokens <= 2 * self.kept + self.max_rollback:
+        if self.recorded.tokens <= 2 * self.kept + self.max_rollback:
             return
         tokens = self.recorded.tokens - self.kept - self.max_rollback  # as many again, after those were taken back
         self.recorded = self.recorded.without_first(tokens, *self._stored())

@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-from ..layers.common import FULL_PRECISION, is_plain, is_untouched, project, residual_projection
+from ..layers.common import FULL_PRECISION, is_plain, is_untouched, project, project_all, residual_projection
 from ..ops.common.cpu import multiplies_in_tiles
 
 # Numbers between the projections that are made at a time: few enough to stay in a cache that cores share, many enough
@@ -33,7 +33,8 @@ class InterdomainMLP(nn.Module):
         x = hidden_states
         if self._is_plain(x):
             return self._by_pieces(x.reshape(-1, x.shape[-1])).view(x.shape)
-        return project(self.down_proj, self.act_fn(project(self.gate_proj, x)) * project(self.up_proj, x))
+        gate, up = project_all((self.gate_proj, self.up_proj), x)
+        return project(self.down_proj, self.act_fn(gate) * up)
 
     def _is_plain(self, x: torch.Tensor) -> bool:
         own = self.gate_proj, self.up_proj, self.down_proj

@@ -1,6 +1,6 @@
 """What a forward refuses, with one sentence each, before anything is computed or written."""
 
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import Any
 
 import torch
@@ -315,12 +315,11 @@ def check_cache(cache: Cache | None, config, mixers: list[TokenMixer], batch: in
     if config.bidirectional:
         raise ValueError("A bidirectional model reads a whole sequence at once: leave past_key_values out.")
     check_unbroken(cache)
+    if len(cache.layers) == len(mixers) and all(map(_fits, cache.layers, mixers, repeat(batch))):
+        return
     check_cache_layers(cache, config)
     for i, (layer, mixer) in enumerate(zip(cache.layers, mixers)):
-        home = home_of(mixer.o_proj)
-        if _fits(layer, mixer, batch, home):
-            continue
-        found = look_into(layer)
+        home, found = home_of(mixer.o_proj), look_into(layer)
         if found.shapes is None:
             continue
         expected = mixer.cache_shapes(batch)
@@ -345,14 +344,17 @@ def check_cache(cache: Cache | None, config, mixers: list[TokenMixer], batch: in
             )
 
 
-def _fits(layer, mixer: TokenMixer, batch: int, home: torch.device) -> bool:
-    """The same from the shapes that a layer noted when it made its tensors: this is asked at every token."""
+def _fits(layer, mixer: TokenMixer, batch: int) -> bool:
+    """Whether a layer has noted, when it made its tensors, that they are what a recurrent mixer keeps.
+
+    That is asked for at every token: looking into a layer takes longer.
+    """
     noted = getattr(layer, "kept_shapes", None)
     return (
         noted is not None
         and noted == getattr(mixer, "kept_shapes", None)
         and layer.batch_size == batch
-        and layer.device == home
+        and layer.device == home_of(mixer.o_proj)
     )
 
 
@@ -365,6 +367,8 @@ def check_dynamic_mask(
     in a compiled graph it comes out of the check, which is so made before any of them changes a cache. What is exported
     leaves this to its indices.
     """
+    if config.dynamic_mask is None:
+        return inputs_embeds
     if config.dynamic_mask_window is not None and config._attn_implementation not in _WINDOWED:
         names = " or ".join(f'"{name}"' for name in _WINDOWED)
         raise ValueError(

@@ -165,6 +165,13 @@ def project(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return linear(x)
 
 
+def project_all(linears: Sequence[nn.Module], x: torch.Tensor) -> list[torch.Tensor]:
+    """`project` by each."""
+    if x.dtype == torch.bfloat16:
+        return [project(linear, x) for linear in linears]
+    return [linear(x) for linear in linears]
+
+
 class ParameterCache:
     """Values that depend on parameters alone, kept until one of the parameters changes; copies and pickles are empty.
 

@@ -102,9 +102,12 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def rotate_around(
-    function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, cos_sin: Any, placement: str | None
+    function: Callable[..., torch.Tensor], x: torch.Tensor, cos_sin: Any, placement: str | None, *arguments: Any
 ) -> torch.Tensor:
-    """`function(x)` with `rotate` "before" or "after" it; with neither where `cos_sin` or `placement` is None."""
+    """`function(x, *arguments)` with `rotate` "before" or "after" it; with neither where `cos_sin` or `placement` is
+    None."""
     if cos_sin is None or placement is None:
-        return function(x)
-    return function(rotate(x, *cos_sin)) if placement == "before" else rotate(function(x), *cos_sin)
+        return function(x, *arguments)
+    if placement == "before":
+        return function(rotate(x, *cos_sin), *arguments)
+    return rotate(function(x, *arguments), *cos_sin)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..layers.common import InterdomainRMSNorm, backend_of, project, residual_projection
+from ..layers.common import InterdomainRMSNorm, backend_of, project, project_all, residual_projection
 from ..layers.convolution import CausalConv1d, causal_conv, last_inputs
 from ..layers.operators import Operators
 from ..ops.common.packing import Packing
@@ -94,11 +94,6 @@ class RecurrentMixer(TokenMixer):
                 conv = CausalConv1d(width, width, self.kernel, groups=width, bias=biases.convolutions)
                 setattr(self, f"{projection.name}_conv", conv)
         self.o_norm = InterdomainRMSNorm(output_width, config.rms_norm_eps) if config.use_output_norm else None
-
-    @property
-    def backend(self) -> str:
-        """Of the configuration as it is now, which the model asks, too."""
-        return backend_of(self.config)
 
     # What a subclass says.
 
@@ -244,30 +239,32 @@ class RecurrentMixer(TokenMixer):
             output_attentions: make the map, where no tokens came before these.
         """
         layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        transition = None
+        transition = conv_state = states = None
         if layer is not None:
             layer.thaw()
-            self._begin_again(layer)
+            if self.first_state is not None:
+                self._begin_again(layer)
             if layer.record_past:
                 transition = self.recurrence(hidden_states, transition=True)
                 layer.commit_unless(transition)
-        projected = [project(getattr(self, f"{name}_proj"), hidden_states) for name in self.projection_names]
+        projected = project_all([self._modules[f"{name}_proj"] for name in self.projection_names], hidden_states)
         if packing is not None:  # not before: adapters that differ by row must find the rows of the batch
             projected = [packing.pack(x) for x in projected]
-        cos_sin = self._rotation(position_embeddings, packing, hidden_states.shape[:2])
-        reads_on, conv_state = layer is not None and self._verifies(layer, hidden_states, packing), None
+        cos_sin = None
+        if self.rope_placement is not None and position_embeddings is not None:
+            cos_sin = self._rotation(position_embeddings, packing, hidden_states.shape[:2])
+        reads_on = transition is not None and self._verifies(layer, hidden_states, packing)
         if reads_on:
             conv_state = layer.lookahead_conv_state(self.max_pending - hidden_states.shape[1])
         elif layer is not None:
-            layer.commit()
-            conv_state = layer.conv_state
+            conv_state, states = layer.committed()
         own = conv_state if self.sparse is None or conv_state is None else conv_state[: self.own_conv_state]
         if piece is not None and self.own_conv_state and self.kernel > 1:
             own = piece.conv_state(self._convolved(projected), self.kernel - 1)
         tokens, after = self._inputs(projected, own, cos_sin, packing, keep=layer is not None)
         companion = None
         if self.sparse is not None:
-            companion = self._companion(hidden_states, tokens, layer, conv_state, packing)
+            companion = self._companion(hidden_states, tokens, conv_state, states, packing)
         if transition is not None:
             self._record(layer, transition, projected, tokens, attention_mask, packing, hidden_states, companion)
         weights = None
@@ -280,9 +277,9 @@ class RecurrentMixer(TokenMixer):
         if reads_on:
             output = self._verify(layer, tokens, after)
         elif layer is not None and self._can_step(layer, tokens, packing):
-            output = self._step(layer, tokens, after, attention_mask, companion)
+            output = self._step(layer, tokens, (conv_state, states), after, attention_mask, companion)
         else:
-            output = self._all_at_once(layer, tokens, after, packing, companion, piece)
+            output = self._all_at_once(layer, tokens, states, after, packing, companion, piece)
         if weights is not None and weights.requires_grad:  # a loss of the output asks them for gradients
             output = self._added_up(weights, tokens, packing)
         if self.o_norm is not None:
@@ -294,7 +291,7 @@ class RecurrentMixer(TokenMixer):
 
     def _begin_again(self, layer) -> None:
         """Let a layer of a cache that was reset hold what a sequence begins with."""
-        if self.first_state is not None and layer.is_initialized and not layer.has_previous_state[0]:
+        if layer.is_initialized and not layer.has_previous_state[0]:
             layer.set_state(self.first_state(layer.state))
 
     def attention_map(self, tokens: tuple[torch.Tensor, ...], packing: Packing | None) -> torch.Tensor | None:
@@ -309,9 +306,7 @@ class RecurrentMixer(TokenMixer):
         output = torch.einsum("bhtj,bjhw->bthw", weights[..., : values.shape[1]], values)
         return output if packing is None else packing.pack(output)
 
-    def _rotation(self, position_embeddings, packing, shape) -> tuple[torch.Tensor, ...] | None:
-        if self.rope_placement is None or position_embeddings is None:
-            return None
+    def _rotation(self, position_embeddings, packing, shape) -> tuple[torch.Tensor, ...]:
         cos_sin = position_embeddings[self.rotated_width]
         return cos_sin if packing is None else tuple(packing.pack(x.expand(*shape, -1)) for x in cos_sin)
 
@@ -338,31 +333,29 @@ class RecurrentMixer(TokenMixer):
         """Those that have a convolution."""
         return [x for x, convolved in zip(projected, self.convolved, strict=True) if convolved]
 
-    def _companion(self, hidden_states, tokens, layer, conv_state, packing: Packing | None):
+    def _companion(self, hidden_states, tokens, conv_state, states, packing: Packing | None):
         """What the tokens bring to the sparse branch."""
-        states = None if layer is None else layer.states
         own = None if conv_state is None else conv_state[self.own_conv_state :]
         inputs = self.sparse.prepare(hidden_states, self._written(tokens), own, states, packing)
         self.sparse.add_ranking_loss(inputs, packing)
         return inputs
 
     def _all_at_once(
-        self, layer, tokens, conv_state, packing: Packing | None, companion=None, piece: Any = None
+        self, layer, tokens, before, conv_state, packing: Packing | None, companion=None, piece: Any = None
     ) -> torch.Tensor:
-        """All tokens at once, on from the state of the cache, or of the processes before, if there is one."""
+        """All tokens at once, on from the states `before` of the cache, or of other processes, if there are any."""
         extent: dict[str, Any] = {}
         if packing is not None:
             extent = {"lengths": packing.lengths, "cu_seqlens": packing.cu_seqlens}
         if piece is not None:
             extent["initial_state"] = partial(self._arriving, piece, tokens)
-        elif layer is not None and layer.state is not None:
-            extent["initial_state"] = layer.state
+        elif before is not None:
+            extent["initial_state"] = before["state"]
         elif self.first_state is not None:
             extent["initial_state"] = self._first_states(tokens, packing)
         beside: torch.Tensor | None = None
         states: dict[str, torch.Tensor] | None = None
         if companion is not None:
-            before = None if layer is None else layer.states
             beside, states = self.sparse.attend(companion, before, packing, keep=layer is not None)
             conv_state = [*conv_state, *companion.conv_state]
         if layer is None:
@@ -396,24 +389,27 @@ class RecurrentMixer(TokenMixer):
             or (self.sparse is not None and any(p.requires_grad for p in self.sparse.parameters()))
         )
         few = packing is None and (tokens[0].shape[1] == 1 or self._can_step_each(layer, tokens[0]))
-        return few and not differentiated and layer.is_initialized and self.backend in ("auto", "triton")
+        return few and not differentiated and layer.is_initialized and backend_of(self.config) in ("auto", "triton")
 
     def _can_step_each(self, layer, first: torch.Tensor) -> bool:
         """Whether a few tokens, as guesses are, take a step each, sooner than an operator for many would begin."""
         here = first.device.type == "cpu" and self.sparse is None and not torch.compiler.is_compiling()
         return here and first.shape[1] <= self.most_steps and layer.has_previous_state[0]
 
-    def _step(self, layer, tokens, conv_state, attention_mask, companion=None) -> torch.Tensor:
-        """One token, or some after each other, the state updated in place; a pad leaves both kinds of state alone."""
+    def _step(self, layer, tokens, before, conv_state, attention_mask, companion=None) -> torch.Tensor:
+        """One token, or some after each other, the state updated in place; a pad leaves conv_state and state alone.
+
+        `before` are the conv state and the states of the layer.
+        """
         mask = None if attention_mask is None else attention_mask[:, -1].bool()
         if companion is not None:
             conv_state = [*conv_state, *companion.conv_state]
         if mask is not None:
             keep = mask[:, None, None]
-            conv_state = [torch.where(keep, w, old) for w, old in zip(conv_state, layer.conv_state, strict=True)]
+            conv_state = [torch.where(keep, w, old) for w, old in zip(conv_state, before[0], strict=True)]
         layer.torn = True  # until all is written
         # What a forward with gradients has written is not overwritten in place.
-        states = {name: x.detach().clone() if x.requires_grad else x for name, x in layer.states.items()}
+        states = {name: x.detach().clone() if x.requires_grad else x for name, x in before[1].items()}
         count = tokens[0].shape[1]
         if count == 1:
             output = self.recurrence(*tokens, step=True, state=states["state"], mask=mask)

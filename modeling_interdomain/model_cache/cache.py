@@ -310,10 +310,10 @@ def note_reader(cache: Any, decoder) -> None:
         cache._reader = weakref.ref(decoder)
 
 
-def note_reading(cache: Any, since: int | None) -> None:
+def note_reading(cache: Cache, since: int | None) -> None:
     """Note in a cache that a forward writes into it, which found so many tokens there: -1 where that is on a GPU;
     None when it has ended."""
-    if cache is not None and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():
         cache.being_read_since = since
 
 
@@ -336,10 +336,8 @@ def ready_to_step(cache: Cache) -> bool:
     return all(layer.is_initialized for layer in cache.layers if isinstance(layer, RecurrentLayer))
 
 
-def begins_text(cache: Cache | None) -> bool:
-    """Whether its recurrent layers have read nothing, or there is no cache at all."""
-    if cache is None:
-        return True
+def begins_text(cache: Cache) -> bool:
+    """Whether its recurrent layers have read nothing."""
     recurrent = [layer for layer in cache.layers if isinstance(layer, RecurrentLayer)]
     return bool(recurrent) and not recurrent[0].has_previous_state[0]
 

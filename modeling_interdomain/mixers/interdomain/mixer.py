@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from ...layers.common import FULL_PRECISION, DecodeTables, InterdomainRMSNorm, are_untouched, is_plain
+from ...layers.common import FULL_PRECISION, DecodeTables, InterdomainRMSNorm, are_untouched, backend_of, is_plain
 from ...layers.convolution import TOKEN_BEFORE, CausalConv1d
 from ...layers.feature_maps import SiluL2, feature_map
 from ...layers.operators import Operators
@@ -102,7 +102,7 @@ class KeyValueMixer(RecurrentMixer):
         return key, value
 
     def _features(self, x: torch.Tensor, cos_sin, is_query: bool = False) -> torch.Tensor:
-        return rotate_around(lambda x: self.feature_map(x, is_query), x, cos_sin, self.config.rope_placement)
+        return rotate_around(self.feature_map, x, cos_sin, self.rope_placement, is_query)
 
     def join_states(self, first: torch.Tensor, second: torch.Tensor, length: int | torch.Tensor) -> torch.Tensor:
         """The state after two documents, of which the second has `length` tokens, from those of each alone.
@@ -170,7 +170,7 @@ class InterdomainMixer(DecodeTables, KeyValueMixer):
 
     def _inputs(self, projected, conv_state, cos_sin, packing, keep: bool):
         """In one kernel or in few calls where that can run, and nothing hangs on the modules whose weights it reads."""
-        found, device, backend = None, projected[0].device, self.backend
+        found, device, backend = None, projected[0].device, backend_of(self.config)
         count = projected[0].shape[1]
         few = count == 1 or (not torch.compiler.is_compiling() and count <= MAX_DRAFT)
         if not few:  # another sequence may begin
@@ -183,7 +183,7 @@ class InterdomainMixer(DecodeTables, KeyValueMixer):
 
     def _tokens(self, projections, cos_sin):
         query, *rest = projections
-        narrow = multiplies_bf16(query) and self.backend in ("auto", "chunk") and not self.normalize
+        narrow = multiplies_bf16(query) and backend_of(self.config) in ("auto", "chunk") and not self.normalize
         if narrow and query.shape[1] > 1 and is_plain(query, query.dtype):
             weights = self._weights(query.device)
             if weights is not None and all(w.dtype == query.dtype for w in weights):
@@ -202,7 +202,7 @@ class InterdomainMixer(DecodeTables, KeyValueMixer):
             return False
         here = hidden_states.device.type == "cpu" and self.sparse is None and not torch.is_grad_enabled()
         few = count <= MAX_DRAFT and (count > 1 or layer.pending < MAX_PENDING)
-        can = here and few and self.backend in ("auto", "triton") and not self.normalize
+        can = here and few and backend_of(self.config) in ("auto", "triton") and not self.normalize
         return can and not layer.pads_pending  # ages would count them
 
     def _verify(self, layer, tokens, conv_state):
@@ -253,7 +253,7 @@ class InterdomainMixer(DecodeTables, KeyValueMixer):
                 "documents": packing.documents,
             }
         return self.operators.fused_inputs(
-            self.backend,
+            backend_of(self.config),
             projected,
             (q_conv_weight.flatten(1), k_conv_weight.flatten(1)),  # views, whose gradients are views
             norms or None,
