@@ -235,12 +235,11 @@ class InterdomainModel(InterdomainPreTrainedModel):
         check_tokens(input_ids, inputs_embeds, self.config.hidden_size)
         if inputs_embeds is None:
             inputs_embeds = embedded(self.embed_tokens, input_ids)
-        # A configuration of fewer layers where these guess: that of the model others may read at the same time.
-        config = kwargs.pop("first_layers", self.config)
-        layers: Any = list(self.layers)[: config.num_hidden_layers]
+        # Fewer where the first layers make guesses: the library then sets the number of them.
+        layers: Any = list(self.layers)[: self.config.num_hidden_layers]
         layout = lay_out(
             self,
-            config,
+            self.config,
             layers,
             inputs_embeds,
             attention_mask=attention_mask,
@@ -268,7 +267,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
                 **layout.arguments,
             )
         last = self.norm(hidden_states)
-        if config.residual_in_fp32:
+        if self.config.residual_in_fp32:
             last = last.to(inputs_embeds.dtype)
         if layout.cache is not None:
             note_reading(layout.cache, None)

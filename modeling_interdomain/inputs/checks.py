@@ -1,4 +1,4 @@
-"""What a forward refuses, one sentence each, before anything is computed or written."""
+"""What a forward refuses, with one sentence each, before anything is computed or written."""
 
 from itertools import pairwise, repeat
 from typing import Any
@@ -71,7 +71,7 @@ def embedded(table: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
 
 
 def check_classes(name: str, labels: torch.Tensor, number: int, ignored: int = -100) -> None:
-    """Their values where they can be looked at without waiting."""
+    """Their values, where looking at them does not wait for a GPU."""
     _check_whole(name, labels, torch.int64)
     if not values_at_hand(labels) or not labels.numel():
         return
@@ -157,7 +157,7 @@ def check_causal(config, causal: bool | None) -> None:
 
 
 def check_forks(mask: Any, config, mixers: list[TokenMixer], cache: Cache | None, shape) -> Packing | None:
-    """What recurrent layers work on for a mask `[B or 1, 1, T, T]` of which tokens each token sees.
+    """The packing of recurrent layers for a mask `[B or 1, 1, T, T]` that says which tokens each token sees.
 
     None where there is no such mask, or no such layer: softmax takes any.
     """
@@ -189,7 +189,7 @@ def check_forks(mask: Any, config, mixers: list[TokenMixer], cache: Cache | None
 
 
 def check_positions(position_ids: torch.Tensor | None, batch: int, length: int) -> None:
-    """Positions that no layer rotates by would otherwise go unread, whatever their shape."""
+    """Their shape, also where no layer rotates by positions and nothing else would notice."""
     check_tensors(position_ids=position_ids)
     if position_ids is None or torch.compiler.is_compiling():  # a graph for any batch asks for none of a shape
         return
@@ -271,7 +271,7 @@ def check_cache_layers(cache: Cache, config) -> None:
 
 
 def check_early_exit(config, layers: int | None) -> None:
-    """A model has layers that can guess."""
+    """The model has enough layers for some of them to draft."""
     whole = isinstance(layers, int) and not isinstance(layers, bool)
     if layers is not None and not (whole and 1 <= layers <= config.num_hidden_layers):
         raise ValueError(

@@ -15,7 +15,7 @@ OTHER_NAMES = {
 }
 
 _READ = {
-    *("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "is_causal", "first_layers", "sequence_group"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "is_causal", "sequence_group"),
     *("num_items_in_batch", "shift_labels", "ignore_index"),  # by the loss
     *("return_dict", "debug_io", "debug_io_dir", "prune_layers"),  # by decorators of the library
     # Without a meaning here: documents tell the longest, a cache where its text goes on, and tokens are of one type.

@@ -1,4 +1,4 @@
-"""What the tokens of a forward are: where each stands, what it may see, and on what the layers work."""
+"""The layout of the tokens of a forward: where each stands, what it may see, and how layers read them."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -162,7 +162,7 @@ def masks_by_kind(
 
 
 def _check(config, mixers, shape, attention_mask, position_ids, cache, kwargs) -> int | torch.Tensor:
-    """What can be said of each argument alone; returns how many tokens the cache has read."""
+    """Check each argument alone; returns how many tokens the cache has read."""
     check_cache(cache, config, mixers, shape[0])
     seen = 0 if cache is None else cache.get_seq_length()
     if cache is not None and _is_at_hand(seen):
@@ -184,7 +184,7 @@ def _is_at_hand(seen: int | torch.Tensor) -> bool:
     """Whether a count can be looked at without waiting for a GPU or breaking a graph."""
     if isinstance(seen, torch.Tensor):
         return values_at_hand(seen)
-    return isinstance(seen, int)  # not a symbol of an exported graph
+    return isinstance(seen, int)  # a plain number, not a symbol of an exported graph
 
 
 def _documents(kwargs: dict[str, Any], position_ids, attention_mask, cache, shape) -> torch.Tensor | None:

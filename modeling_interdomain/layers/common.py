@@ -86,15 +86,13 @@ class InterdomainRMSNorm(nn.Module):
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
 
 
-def backend_of(config) -> str:
-    """`config.backend` as it is now, past the library's lookup: every layer asks at every token."""
-    return config.backend if torch.compiler.is_compiling() else object.__getattribute__(config, "backend")
+def backend_of(config, backends: tuple[str, ...] | None = None) -> str:
+    """`config.backend` as it is now; for an operator that has other `backends`, "auto".
 
-
-def own_backend(config, backends: tuple[str, ...]) -> str:
-    """`config.backend` for an operator that has these backends, "auto" for one that is another operator's."""
-    backend = backend_of(config)
-    return backend if backend in backends else "auto"
+    It goes past the library's lookup, which is slow: every layer asks at every token.
+    """
+    backend = config.backend if torch.compiler.is_compiling() else object.__getattribute__(config, "backend")
+    return backend if backends is None or backend in backends else "auto"
 
 
 def begun_with(initial_state: Any, *transition: torch.Tensor) -> torch.Tensor | None:

@@ -12,6 +12,7 @@ from ...layers.common import DecodeTables, Float32Module, backend_of, begun_with
 from ...layers.operators import Operators
 from ...ops.common.cpu import OperatorCache, narrowed
 from ...ops.common.decay import as_complex
+from ...ops.common.launch import STEP_BACKENDS
 from ...ops.diagonal.step import StepParameters, step_tables
 from ...ops.interdomain.entry import interdomain_attention, take_step
 from ...ops.interdomain.few import MAX_DRAFT, MAX_PENDING, FewTables, few_tables, take_few
@@ -182,10 +183,11 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
             query, key, *self.parameters_of_operator(), **shape, cu_seqlens=cu_seqlens
         )
 
-    def _step(self, *tokens: Any, state: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """`interdomain_step` of query, key and value."""
-        extent = {"state": state, "normalize": self.normalize, "mask": mask, "backend": backend_of(self.config)}
-        return self.operators.take_step(*tokens, self._per_version("step", self._step_parameters), **extent)
+    def _step(self, *tokens: Any, **arguments: Any) -> torch.Tensor:
+        """`interdomain_step` of query, key and value; `arguments` are the state, and it may be a mask and slots."""
+        parameters = self._per_version("step", self._step_parameters)
+        arguments |= {"normalize": self.normalize, "backend": backend_of(self.config, STEP_BACKENDS)}
+        return self.operators.take_step(*tokens, parameters, **arguments)
 
     def _step_parameters(self, kept: bool) -> StepParameters:
         make = partial(self.operators.step_tables, reused=kept)

@@ -6,8 +6,9 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from ...layers.common import backend_of, own_backend
+from ...layers.common import backend_of
 from ...layers.operators import Operators
+from ...ops.common.launch import STEP_BACKENDS
 from ...ops.diagonal.step import StepParameters
 from ...ops.s4d.entry import S4D_BACKENDS, s4d_attention, s4d_tables, take_s4d_step
 from ...ops.s4d.map import s4d_attention_map
@@ -46,15 +47,15 @@ class S4DRecurrence(InterdomainRecurrence):
     def _operate(self, *inputs: Any, **arguments: Any):
         """`s4d_attention` of the two inputs."""
         key, value, log_decay, input_matrix, coefficients = inputs
-        arguments |= {"chunk_size": self.config.chunk_size, "backend": own_backend(self.config, S4D_BACKENDS)}
+        arguments |= {"chunk_size": self.config.chunk_size, "backend": backend_of(self.config, S4D_BACKENDS)}
         rows = self.head_rows(coefficients)
         return self.operators.s4d_attention(key, value, log_decay, input_matrix, rows, **arguments)
 
-    def _step(self, *tokens: Any, state: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def _step(self, *tokens: Any, **arguments: Any) -> torch.Tensor:
         """`s4d_step` of the two inputs."""
         parameters = self._per_version("step", self._step_parameters)
-        extent = {"state": state, "mask": mask, "backend": backend_of(self.config)}
-        return self.operators.take_s4d_step(*tokens, parameters, **extent)
+        arguments["backend"] = backend_of(self.config, STEP_BACKENDS)
+        return self.operators.take_s4d_step(*tokens, parameters, **arguments)
 
     def _map(self, *tokens: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
         """`s4d_attention_map` of as many tokens."""

@@ -8,8 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from ...layers.common import DecodeTables, Float32Module, backend_of, begun_with, own_backend
+from ...layers.common import DecodeTables, Float32Module, backend_of, begun_with
 from ...layers.operators import Operators
+from ...ops.common.launch import STEP_BACKENDS
 from ...ops.selective_scan.entry import SCAN_BACKENDS, selective_scan, take_scan_step
 
 
@@ -65,18 +66,28 @@ class SelectiveScanRecurrence(Float32Module, DecodeTables):
             rate,
             skip=self.D,
             chunk_size=self.config.chunk_size,
-            backend=own_backend(self.config, SCAN_BACKENDS),
+            backend=backend_of(self.config, SCAN_BACKENDS),
             **arguments,
         )
         return output[:, :, None], state
 
     def _step(
-        self, query, key, value, steps, rate, *, state: torch.Tensor, mask: torch.Tensor | None = None
+        self,
+        query,
+        key,
+        value,
+        steps,
+        rate,
+        *,
+        state: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        state_indices: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`selective_scan_step` of tokens with an axis of the one token; `[B, 1, E]`."""
         query, key, value, steps = (x.squeeze(1) for x in (query, key, value, steps))
-        backend = backend_of(self.config)
-        return self.operators.take_scan_step(query, key, value, steps, rate, state, self.D, mask, backend)[:, None]
+        backend = backend_of(self.config, STEP_BACKENDS)
+        arguments = state, self.D, mask, backend, state_indices
+        return self.operators.take_scan_step(query, key, value, steps, rate, *arguments)[:, None]
 
     def _transition(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Rates `[N, E]` and biases `[E]`."""
