@@ -12,7 +12,7 @@ from ...layers.operators import Operators
 from ...ops.common.cpu import values_at_hand
 from ...ops.interdomain.replay import state_after
 from ..base import groups_not_shardable
-from ..recurrent import Biases, RecurrentMixer, Stream
+from ..recurrent import Biases, Projection, RecurrentMixer
 from .attention import Seen, WindowAttention
 from .recurrence import NoRecurrence, WindowRecurrence
 
@@ -75,13 +75,13 @@ class WindowMixer(RecurrentMixer):
         config.check_window()
 
     @classmethod
-    def streams(cls, config) -> list[Stream]:
+    def projections(cls, config) -> list[Projection]:
         groups, dim = config.num_key_value_heads, config.head_dim
-        share = [Stream("share", config.num_attention_heads, 1, False)] if config.window_memory else []
+        share = [Projection("share", config.num_attention_heads, 1, False)] if config.window_memory else []
         return [
-            Stream("q", config.num_attention_heads, dim, False),
-            Stream("k", groups, dim, False),
-            Stream("v", groups, dim, False),
+            Projection("q", config.num_attention_heads, dim, False),
+            Projection("k", groups, dim, False),
+            Projection("v", groups, dim, False),
             *share,
         ]
 
@@ -121,7 +121,7 @@ class WindowMixer(RecurrentMixer):
         """What a record keeps of them for the window and the sinks."""
         return projected[1:3]
 
-    def _inputs(self, projected, windows, cos_sin, packing, keep: bool):
+    def _inputs(self, projected, conv_state, cos_sin, packing, keep: bool):
         """Query, key and value of the state, where there is one; then the query of the softmax, what it sees, and the
         share. Beside them what a cache holds next."""
         query, key, value, *share = projected
@@ -129,7 +129,7 @@ class WindowMixer(RecurrentMixer):
         if packing is not None and packing.cu_seqlens is not None:
             seen, after = self._seen_in_documents(key, value, packing), list[torch.Tensor]()
         else:
-            seen, after = self._seen_in_rows(key, value, windows, None if packing is None else packing.lengths)
+            seen, after = self._seen_in_rows(key, value, conv_state, None if packing is None else packing.lengths)
         query, *held = (x.unflatten(-1, (-1, self.head_dim)) for x in (query, *seen[:4]))
         seen = Seen(*[*held, seen.places])
         if not self.memory:
@@ -174,11 +174,11 @@ class WindowMixer(RecurrentMixer):
         both = [F.pad(x, (0, 0, self.window, 0)) for x in (key, value)]
         return Seen(*[*both, key[:, sinks], value[:, sinks], (tokens - starts)[None]])
 
-    def _all_at_once(self, layer, tokens, windows, packing, companion=None, piece=None):
-        return self._joined(tokens, super()._all_at_once(layer, tokens[:3], windows, packing))
+    def _all_at_once(self, layer, tokens, before, conv_state, packing, companion=None, piece=None):
+        return self._joined(tokens, super()._all_at_once(layer, tokens[:3], before, conv_state, packing))
 
-    def _step(self, layer, tokens, windows, attention_mask, companion=None):
-        return self._joined(tokens, super()._step(layer, tokens[:3], windows, attention_mask))
+    def _step(self, layer, tokens, before, conv_state, attention_mask, companion=None):
+        return self._joined(tokens, super()._step(layer, tokens[:3], before, conv_state, attention_mask))
 
     def _can_step_each(self, layer, first):
         return False
@@ -204,12 +204,12 @@ class WindowMixer(RecurrentMixer):
         return tokens[1:3] if self.memory else ()
 
     @classmethod
-    def replay(cls, operators, sparse_operators, windows, states, inputs, constants):
+    def replay(cls, operators, sparse_operators, conv_state, states, inputs, constants):
         key, value, *tokens, mask = inputs
-        *before, count = windows[:3]
+        *before, count = conv_state[:3]
         places = count[:, 0] + mask.cumsum(1) - 1
         last = [last_inputs(x, new, mask) for x, new in zip(before, (key, value), strict=True)]
-        sinks = [_sinks_after(x, new, places, mask) for x, new in zip(windows[3:], (key, value), strict=True)]
+        sinks = [_sinks_after(x, new, places, mask) for x, new in zip(conv_state[3:], (key, value), strict=True)]
         after = [*last, count + mask.sum(1)[:, None, None], *sinks]
         if states is None:
             return after, None
