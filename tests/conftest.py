@@ -396,9 +396,12 @@ def any_model(request, make_model):
     return make_model(request.param)
 
 
-@pytest.fixture(params=[*(name for name in (*MIXERS, *VARIANTS) if name != "softmax"), *RECURRENT_PAIRS])
+WITHOUT_STATE = ("softmax", "window-alone")
+
+
+@pytest.fixture(params=[*(name for name in (*MIXERS, *VARIANTS) if name not in WITHOUT_STATE), *RECURRENT_PAIRS])
 def recurrent_model(request, make_model):
-    """Every model that has a recurrent layer."""
+    """Every model that has a recurrent layer with a state."""
     return make_model(request.param)
 
 

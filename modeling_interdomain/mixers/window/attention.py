@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ...layers.common import is_plain
 from ...layers.rotary import InterdomainRotaryEmbedding, rotate
 from ...ops.common.cpu import in_graph
 
@@ -23,23 +24,23 @@ class Seen(NamedTuple):
 
     Attributes:
         key, value: `[B, W + T, G, D]`, of the W tokens before and of the tokens.
-        index: `[B or 1, T]`, the place of each token in its text, from 0.
         sink_key, sink_value: of the first S tokens of a text, `[B, S, G, D]`, or `[1, T, S, G, D]`, of each token's
             where a row holds several texts. Those that have not been read are anything.
+        places: `[B or 1, T]`, of each token in its text, from 0.
     """
 
     key: torch.Tensor
     value: torch.Tensor
-    index: torch.Tensor
     sink_key: torch.Tensor
     sink_value: torch.Tensor
+    places: torch.Tensor
 
     def between(self, start: int, stop: int) -> "Seen":
         """What the queries of these tokens see."""
-        before = self.key.shape[1] - self.index.shape[1]
-        held = (x[:, start : before + stop] for x in self[:2])
-        sinks = (x if x.ndim == 4 else x[:, start:stop] for x in self[3:])
-        return Seen(*held, self.index[:, start:stop], *sinks)
+        before = self.key.shape[1] - self.places.shape[1]
+        held = [x[:, start : before + stop] for x in self[:2]]
+        held += [x if x.ndim == 4 else x[:, start:stop] for x in self[2:4]]
+        return Seen(*[*held, self.places[:, start:stop]])
 
 
 class WindowRotary(InterdomainRotaryEmbedding):
@@ -78,6 +79,8 @@ class WindowAttention(nn.Module):
     def forward(self, query: torch.Tensor, seen: Seen) -> torch.Tensor:
         """`[B, T, H, D]`, before rotation, to the same."""
         batch, length = query.shape[:2]
+        if length == 1 and is_plain(query, query.dtype) and bool((seen.places >= self.window + self.sinks).all()):
+            return self._one(query, seen)
         if length == 1 or (not in_graph() and length <= self.window):
             return self._blocks(query, seen, length)
         room = self.window * max(1, _PIECE // (batch * self.window))
@@ -87,33 +90,47 @@ class WindowAttention(nn.Module):
         outputs = [self._blocks(query[:, a:b], seen.between(a, b), self.window) for a, b in pieces]
         return torch.cat(outputs, dim=1)
 
+    def _one(self, query: torch.Tensor, seen: Seen) -> torch.Tensor:
+        """Of a token far into each text, in few calls: it sees the sinks and the window behind them as one text."""
+        key, value = (torch.cat([first, x[:, 1:]], dim=1) for first, x in zip(seen[2:4], seen[:2], strict=True))
+        if self.rotary is not None:
+            cos, sin = (x[None] for x in self.rotary.table(query, self.window + max(1, self.sinks)))
+            key = rotate(key, cos[:, : key.shape[1]], sin[:, : key.shape[1]])
+            query = rotate(query, cos[:, key.shape[1] - 1 : key.shape[1]], sin[:, key.shape[1] - 1 : key.shape[1]])
+        grouped = (query[:, 0] * self.scaling).unflatten(1, (key.shape[2], -1))
+        scores = grouped @ key.permute(0, 2, 3, 1)
+        weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
+        return (weights @ value.transpose(1, 2)).flatten(1, 2)[:, None]
+
     def _blocks(self, query: torch.Tensor, seen: Seen, size: int) -> torch.Tensor:
         """Blocks of `size` queries, the last of which is filled up; each sees W + `size` keys and the sinks."""
         (length, heads), groups = query.shape[1:3], seen.key.shape[2]
         count = (length + size - 1) // size
         missing = count * size - length
         query, key, value = (_longer(x, missing) for x in (query * self.scaling, *seen[:2]))
-        index = F.pad(seen.index, (0, missing))
+        places = F.pad(seen.places, (0, missing))
         key, value = (self._overlapping(x, size) for x in (key, value))
 
         own = toward = query
-        sink_key, sink_value = (x if x.ndim == 4 else _longer(x, missing).unflatten(1, (count, size)) for x in seen[3:])
-        places = torch.arange(self.window + size, device=query.device)
+        sink_key, sink_value = (
+            x if x.ndim == 4 else _longer(x, missing).unflatten(1, (count, size)) for x in seen[2:4]
+        )
+        within = torch.arange(self.window + size, device=query.device)
         if self.rotary is not None:
             cos_sin = self.rotary.table(query, self.window + max(size, self.sinks))
             key = _turned(key, *(x[: self.window + size] for x in cos_sin))
             sink_key = _turned(sink_key, *(x[: self.sinks] for x in cos_sin))
-            here, farthest = places[self.window :].repeat(count)[None], self.window + self.sinks - 1
-            own, toward = (rotate(query, *(x[at] for x in cos_sin)) for at in (here, index.clamp(max=farthest)))
+            here, farthest = within[self.window :].repeat(count)[None], self.window + self.sinks - 1
+            own, toward = (rotate(query, *(x[at] for x in cos_sin)) for at in (here, places.clamp(max=farthest)))
 
         # By block, and by the groups whose keys heads share.
         own, toward = (x.unflatten(2, (groups, heads // groups)).unflatten(1, (count, size)) for x in (own, toward))
-        index = index.unflatten(1, (count, size))[:, :, None, None, :, None]
-        distance = places[self.window :, None] - places
-        visible = (distance >= 0) & (distance < self.window) & (distance <= index)
+        places = places.unflatten(1, (count, size))[:, :, None, None, :, None]
+        distance = within[self.window :, None] - within
+        visible = (distance >= 0) & (distance < self.window) & (distance <= places)
         scores = torch.einsum("bnlgrd,bnkgd->bngrlk", own, key).masked_fill(~visible, -torch.inf)
         if self.sinks:
-            visible = index - torch.arange(self.sinks, device=index.device) >= self.window
+            visible = places - torch.arange(self.sinks, device=places.device) >= self.window
             each = "bsgd" if sink_key.ndim == 4 else "bnlsgd"
             beside = torch.einsum(f"bnlgrd,{each}->bngrls", toward, sink_key).masked_fill(~visible, -torch.inf)
             scores = torch.cat([scores, beside], dim=-1)

@@ -5,12 +5,14 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
+from ...layers.common import is_plain, plain_rms_norm
 from ...layers.convolution import last_inputs
 from ...layers.feature_maps import silu_l2
 from ...layers.operators import Operators
+from ...ops.common.cpu import values_at_hand
 from ...ops.interdomain.replay import state_after
 from ..base import groups_not_shardable
-from ..recurrent import Biases, RecurrentMixer, Stream
+from ..recurrent import Biases, Projection, RecurrentMixer
 from .attention import Seen, WindowAttention
 from .recurrence import NoRecurrence, WindowRecurrence
 
@@ -21,8 +23,8 @@ class WindowMixer(RecurrentMixer):
     """`y = (1 - s) a + s (gate * RMSNorm(r))`, a of softmax attention, r what a state is read as, s a share of both.
 
     Each token that came before is in one of three: the last W are in the window, and the first S are sinks; a token
-    enters the state when it leaves the window, unless it is a sink. The share, a number a head, is a sigmoid of a linear
-    map of the token, and 0 as long as the state is empty. The norm bounds what is read: it would grow with the text.
+    enters the state when it leaves the window, unless it is a sink. The share, one a head, is a sigmoid of a linear map
+    of the token, and 0 as long as the state is empty. The norm bounds what is read: it would grow with the text.
 
     The state reads and writes what the softmax does, before rotation, each head through a map of its own that starts as
     the identity: `q_map` `[H, D, R]` and `k_map` `[G, D, R]`, before the feature map, and `v_map` `[G, D, D]`. The gate
@@ -36,11 +38,11 @@ class WindowMixer(RecurrentMixer):
     operators = Operators.of(state_after)
 
     def __init__(self, config, layer_idx: int):
-        self.memory = config.window_memory
         super().__init__(config, layer_idx, config.head_dim)
+        self.memory = config.window_memory
         hidden, dim, features = config.hidden_size, config.head_dim, config.feature_dim
         heads, groups = config.num_attention_heads, config.num_key_value_heads
-        self.o_norm = None
+        self.o_norm = self.rope_placement = None  # what it rotates it places itself
         self.window, self.sinks, self.eps = config.attention_window, config.attention_sinks, config.rms_norm_eps
         held = 2 * [(groups * dim, self.window)] + [(1, 1)] + 2 * [(groups * dim, self.sinks)]
         self.kept_shapes = [*held, *self.kept_shapes]
@@ -56,7 +58,7 @@ class WindowMixer(RecurrentMixer):
             self.recurrence.start_parameters(config)
             self.start_parameters(config)
         else:
-            self.recurrence, self.first_state = NoRecurrence(config), None
+            self.recurrence = NoRecurrence(config)
 
     @torch.no_grad()
     def start_parameters(self, config) -> None:
@@ -73,13 +75,13 @@ class WindowMixer(RecurrentMixer):
         config.check_window()
 
     @classmethod
-    def streams(cls, config) -> list[Stream]:
+    def projections(cls, config) -> list[Projection]:
         groups, dim = config.num_key_value_heads, config.head_dim
-        share = [Stream("share", config.num_attention_heads, 1, False)] if config.window_memory else []
+        share = [Projection("share", config.num_attention_heads, 1, False)] if config.window_memory else []
         return [
-            Stream("q", config.num_attention_heads, dim, False),
-            Stream("k", groups, dim, False),
-            Stream("v", groups, dim, False),
+            Projection("q", config.num_attention_heads, dim, False),
+            Projection("k", groups, dim, False),
+            Projection("v", groups, dim, False),
             *share,
         ]
 
@@ -115,37 +117,33 @@ class WindowMixer(RecurrentMixer):
         super().share_heads(processes)
         self.kept_shapes[2] = count
 
-    def _rotation(self, position_embeddings, packing, shape):
-        return None
-
     def _convolved(self, projected):
         """What a record keeps of them for the window and the sinks."""
         return projected[1:3]
 
-    def _inputs(self, projected, windows, cos_sin, packing, keep: bool):
+    def _inputs(self, projected, conv_state, cos_sin, packing, keep: bool):
         """Query, key and value of the state, where there is one; then the query of the softmax, what it sees, and the
         share. Beside them what a cache holds next."""
         query, key, value, *share = projected
         length = key.shape[1]
         if packing is not None and packing.cu_seqlens is not None:
-            seen, after = self._seen_in_documents(key, value, packing), []
+            seen, after = self._seen_in_documents(key, value, packing), list[torch.Tensor]()
         else:
-            seen, after = self._seen_in_rows(key, value, windows, None if packing is None else packing.lengths)
-        query, *both = (x.unflatten(-1, (-1, self.head_dim)) for x in (query, *seen[:2]))
-        sinks = (x.unflatten(-1, (-1, self.head_dim)) for x in seen[3:])
-        seen = Seen(*both, seen.index, *sinks)
+            seen, after = self._seen_in_rows(key, value, conv_state, None if packing is None else packing.lengths)
+        query, *held = (x.unflatten(-1, (-1, self.head_dim)) for x in (query, *seen[:4]))
+        seen = Seen(*[*held, seen.places])
         if not self.memory:
             return (query, *seen), after
         # What leaves the window now, and was no sink.
-        enters = self._is_filled(seen.index)[..., None, None]
-        key, value = (x[:, :length] for x in both)
+        enters = self._is_filled(seen.places)[..., None, None]
+        key, value = seen.key[:, :length], seen.value[:, :length]
         key = torch.where(enters, silu_l2(_mapped(key, self.k_map)), 0)
         value = torch.where(enters, _mapped(value, self.v_map), 0)
         return (silu_l2(_mapped(query, self.q_map)), key, value, query, *seen, *share), after
 
-    def _is_filled(self, index: torch.Tensor) -> torch.Tensor:
+    def _is_filled(self, places: torch.Tensor) -> torch.Tensor:
         """Whether a token has entered the state by the one that is at this place of the text."""
-        return index >= self.window + self.sinks
+        return places >= self.window + self.sinks
 
     def _seen_in_rows(self, key, value, held, lengths: torch.Tensor | None) -> tuple[Seen, list[torch.Tensor]]:
         """What the tokens `[B, T, G D]` see, after what a cache has held or nothing; and what it holds next."""
@@ -155,16 +153,17 @@ class WindowMixer(RecurrentMixer):
             held = [none[0], none[0], key.new_zeros(batch, 1, 1, dtype=torch.long), none[1], none[1]]
         *before, count = held[:3]
         tokens = torch.arange(length, device=key.device)
-        index = count[:, 0] + tokens
+        places = count[:, 0] + tokens
         real = None if lengths is None else tokens < lengths[:, None]
         both = [torch.cat([x.to(new.dtype).mT, new], dim=1) for x, new in zip(before, (key, value), strict=True)]
         if lengths is None:
             last, added = [x[:, length:] for x in both], length
         else:
-            places = lengths[:, None] + torch.arange(self.window, device=key.device)
-            last, added = [x.gather(1, places[..., None].expand(-1, -1, width)) for x in both], lengths[:, None, None]
-        sinks = [_sinks_after(x, new, index, real) for x, new in zip(held[3:], (key, value), strict=True)]
-        return Seen(*both, index, *(x.mT for x in sinks)), [*(x.mT for x in last), count + added, *sinks]
+            end = lengths[:, None] + torch.arange(self.window, device=key.device)
+            last, added = [x.gather(1, end[..., None].expand(-1, -1, width)) for x in both], lengths[:, None, None]
+        sinks = [_sinks_after(x, new, places, real) for x, new in zip(held[3:], (key, value), strict=True)]
+        seen = Seen(*[*both, *(x.mT for x in sinks), places])
+        return seen, [*(x.mT for x in last), count + added, *sinks]
 
     def _seen_in_documents(self, key, value, packing) -> Seen:
         """What the tokens `[1, T, G D]` of packed documents see, each of its own."""
@@ -172,14 +171,14 @@ class WindowMixer(RecurrentMixer):
         starts = packing.cu_seqlens[packing.documents]
         sinks = starts[:, None] + torch.arange(self.sinks, device=key.device)
         sinks = sinks.clamp(max=key.shape[1] - 1)  # one that its document does not reach is not seen
-        both = (F.pad(x, (0, 0, self.window, 0)) for x in (key, value))
-        return Seen(*both, (tokens - starts)[None], key[:, sinks], value[:, sinks])
+        both = [F.pad(x, (0, 0, self.window, 0)) for x in (key, value)]
+        return Seen(*[*both, key[:, sinks], value[:, sinks], (tokens - starts)[None]])
 
-    def _all_at_once(self, layer, tokens, windows, packing, companion=None, piece=None):
-        return self._joined(tokens, super()._all_at_once(layer, tokens[:3], windows, packing))
+    def _all_at_once(self, layer, tokens, before, conv_state, packing, companion=None, piece=None):
+        return self._joined(tokens, super()._all_at_once(layer, tokens[:3], before, conv_state, packing))
 
-    def _step(self, layer, tokens, windows, attention_mask, companion=None):
-        return self._joined(tokens, super()._step(layer, tokens[:3], windows, attention_mask))
+    def _step(self, layer, tokens, before, conv_state, attention_mask, companion=None):
+        return self._joined(tokens, super()._step(layer, tokens[:3], before, conv_state, attention_mask))
 
     def _can_step_each(self, layer, first):
         return False
@@ -188,25 +187,29 @@ class WindowMixer(RecurrentMixer):
         """The output of the softmax, and its share of what the state is `read` as, `[B, T, H, D]`."""
         if not self.memory:
             return self.attention(tokens[0], Seen(*tokens[1:]))
-        query, *seen, share = tokens[3:]
-        attended = self.attention(query, Seen(*seen))
+        query, *held, share = tokens[3:]
+        seen = Seen(*held)
+        attended = self.attention(query, seen)
         wide = torch.promote_types(attended.dtype, torch.float32)
-        share = share.to(wide).sigmoid()
-        if self.first_state is None:
-            share = torch.where(self._is_filled(seen[2])[..., None], share, 0)
-        read = self.memory_gate * F.rms_norm(read.to(wide), read.shape[-1:], eps=self.eps)
-        return torch.lerp(attended.to(wide), read.to(wide), share[..., None])
+        filled = self._is_filled(seen.places)[..., None]
+        if self.first_state is not None:  # a group that begins with something has it to read at once
+            begun = self.first_state(filled[:1]).flatten(2).any(dim=-1)
+            filled = filled | begun.repeat_interleave(share.shape[-1] // begun.shape[-1], dim=-1)
+        share = torch.where(filled, share.to(wide).sigmoid(), 0)
+        read = read.to(wide)
+        normed = plain_rms_norm(read, self.eps) if is_plain(read) else F.rms_norm(read, read.shape[-1:], eps=self.eps)
+        return torch.lerp(attended.to(wide), (self.memory_gate * normed).to(wide), share[..., None])
 
     def _recorded(self, tokens):
         return tokens[1:3] if self.memory else ()
 
     @classmethod
-    def replay(cls, operators, sparse_operators, windows, states, inputs, constants):
+    def replay(cls, operators, sparse_operators, conv_state, states, inputs, constants):
         key, value, *tokens, mask = inputs
-        *before, count = windows[:3]
-        index = count[:, 0] + mask.cumsum(1) - 1
+        *before, count = conv_state[:3]
+        places = count[:, 0] + mask.cumsum(1) - 1
         last = [last_inputs(x, new, mask) for x, new in zip(before, (key, value), strict=True)]
-        sinks = [_sinks_after(x, new, index, mask) for x, new in zip(windows[3:], (key, value), strict=True)]
+        sinks = [_sinks_after(x, new, places, mask) for x, new in zip(conv_state[3:], (key, value), strict=True)]
         after = [*last, count + mask.sum(1)[:, None, None], *sinks]
         if states is None:
             return after, None
@@ -216,21 +219,24 @@ class WindowMixer(RecurrentMixer):
 
 def _mapped(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`[B, T, heads, D]` by the maps of the heads, `[heads, D, R]`."""
-    return torch.einsum("bthd,hdr->bthr", x, weight)
+    rows = x.flatten(0, 1).transpose(0, 1)
+    return (rows @ weight).transpose(0, 1).unflatten(0, x.shape[:2])
 
 
-def _sinks_after(held: torch.Tensor, new: torch.Tensor, index: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+def _sinks_after(
+    held: torch.Tensor, new: torch.Tensor, places: torch.Tensor, real: torch.Tensor | None
+) -> torch.Tensor:
     """`[B, W, S]`, the first S inputs of a text, of which some were `held` before `new` ones `[B, T, W]`.
 
     Args:
-        index: `[B, T]`, the place in the text of each.
+        places: `[B, T]`, of each in its text.
         real: `[B, T]` bool, False for pads; None, all are.
     """
-    count, tokens = held.shape[2], torch.arange(new.shape[1], device=new.device)
-    places = torch.arange(count, device=new.device)
-    found = index[:, None] == places[:, None]
+    if not new.shape[1] or (values_at_hand(places) and bool((places >= held.shape[2]).all())):
+        return held
+    wanted, tokens = (torch.arange(x, device=new.device) for x in (held.shape[2], new.shape[1]))
+    found = places[:, None] == wanted[:, None]
     if real is not None:
         found = found & real[:, None]
-    places = torch.where(found.any(dim=2), count + (found * tokens).sum(dim=2), places)
-    together = torch.cat([held.to(new.dtype).mT, new], dim=1)
-    return together.gather(1, places[..., None].expand(-1, -1, new.shape[2])).mT
+    at = (found * tokens).sum(dim=2)[..., None].expand(-1, -1, new.shape[2])
+    return torch.where(found.any(dim=2)[:, None], new.gather(1, at).mT, held.to(new.dtype))
