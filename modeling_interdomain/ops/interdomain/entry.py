@@ -298,8 +298,8 @@ def take_step(
     *,
     state: torch.Tensor,
     normalize: bool,
-    mask: torch.Tensor | None,
-    backend: str,
+    mask: torch.Tensor | None = None,
+    backend: str = "auto",
     state_indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`interdomain_step` for a caller whose arguments fit, and who may have tables from an earlier step.
