@@ -12,8 +12,8 @@ from torch import nn
 from ..ops.common.cpu import OperatorCache
 from .common import forget_tables
 
-# Raised when an operator that layers call changes its arguments, results or meaning; on the Hub: the branch "v2".
-KERNEL_VERSION = 2
+# Raised when an operator that layers call changes its arguments, results or meaning; on the Hub: the branch "v1".
+KERNEL_VERSION = 1
 
 
 class Operators(SimpleNamespace):

@@ -47,6 +47,7 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
         few_tables,
         replay_tables,
         step_tables,
+        StepParameters,
     )
 
     C: nn.Parameter | None
@@ -191,7 +192,7 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
 
     def _step_parameters(self, kept: bool) -> StepParameters:
         make = partial(self.operators.step_tables, reused=kept)
-        return StepParameters(make, *self.parameters_of_operator(), self.product)
+        return self.operators.StepParameters(make, *self.parameters_of_operator(), self.product)
 
     def _few_tables(self, dtype: torch.dtype, count: int) -> FewTables:
         def tables(_: bool) -> FewTables:
