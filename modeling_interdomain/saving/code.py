@@ -29,7 +29,6 @@ _OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "ops.interdomain.prefix": lambda config: config.backend in ("fft", "associative_scan"),
     "ops.interdomain.scan": lambda config: config.backend == "scan",
     "ops.interdomain.triton_scan": lambda config: config.backend == "scan",
-    "model_cache.spans": lambda config: False,
     "model_cache.state_tuning": lambda config: config.learned_state,
     "layers.learned_state": lambda config: config.learned_state,
     "ops.common.slots": lambda config: False,

@@ -1,7 +1,5 @@
 """Interdomain attention as a token mixer: what drives the state, and the query that reads it."""
 
-from typing import Any
-
 import torch
 from torch import nn
 from transformers import initialization as init
@@ -103,19 +101,6 @@ class KeyValueMixer(RecurrentMixer):
 
     def _features(self, x: torch.Tensor, cos_sin, is_query: bool = False) -> torch.Tensor:
         return rotate_around(self.feature_map, x, cos_sin, self.rope_placement, is_query)
-
-    def join_states(self, first: torch.Tensor, second: torch.Tensor, length: int | torch.Tensor) -> torch.Tensor:
-        """The state after two documents, of which the second has `length` tokens, from those of each alone.
-
-        Exact for the keys and values that were read: in the first layer those of the text itself, but for the tokens
-        that a convolution reaches over the joint; in later ones approximate, see `join_states` of the operators.
-        """
-        from ...ops.common.spans import join_states
-
-        if self.first_state is not None:  # with which the second has begun, too
-            first = first - self.first_state(first)
-        recurrence: Any = self.recurrence
-        return join_states(first, second, length, recurrence.parameters_of_operator()[0])
 
     def _recorded(self, tokens):
         *_, key, value = tokens
