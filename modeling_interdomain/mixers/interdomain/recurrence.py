@@ -10,7 +10,7 @@ from transformers import initialization as init
 
 from ...layers.common import DecodeTables, Float32Module, backend_of, begun_with, is_plain
 from ...layers.operators import Operators
-from ...ops.common.cpu import OperatorCache, narrowed
+from ...ops.common.cpu import narrowed
 from ...ops.common.decay import as_complex
 from ...ops.common.launch import STEP_BACKENDS
 from ...ops.diagonal.step import StepParameters, step_tables
@@ -36,6 +36,7 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
     turn every phase of a long sequence, and sharding (FSDP2) wants one dtype a module.
     """
 
+    compares = True
     degree = 2
     """The power of C that the output has."""
 
@@ -57,7 +58,6 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self._prompt_tables = OperatorCache()
         # Asked for at every token: a configuration is slow to look up.
         self.product, self.normalize = config.product, config.normalize
         groups, size = config.num_key_value_heads, config.state_size
@@ -159,9 +159,9 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
             return self._map(*tokens, **arguments)
         if transition:
             if not torch.compiler.is_compiling() and tokens[0].shape[1] > MAX_DRAFT:
-                self.forget_tables()  # as the operator will, but before a record has them
+                self.doubt_tables()  # as the operator will, but before a record has them
             return self._per_version("transition", self._transition)
-        self.forget_tables()
+        self.doubt_tables()
         parameters = self.parameters_of_operator()
         arguments["initial_state"] = begun_with(arguments.get("initial_state"), *parameters[:2])
         return self._operate(*tokens, *parameters, **arguments)
@@ -172,7 +172,7 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
         inputs = (*narrowed(*inputs[:3]), *inputs[3:])
         arguments |= {"product": self.product, "normalize": self.normalize}
         if is_plain(inputs[0], inputs[0].dtype) and not torch.jit.is_tracing():
-            arguments["kept"] = self._prompt_tables
+            arguments["kept"] = self._kept()
         arguments |= {"chunk_size": config.chunk_size, "backend": config.backend}
         return self.operators.interdomain_attention(*inputs, **arguments)
 
@@ -211,16 +211,20 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
 
     def _per_version(self, name: Any, compute: Any) -> Any:
         """What is made of the parameters as they are; `compute` is told whether it will be kept."""
-        own = self._parameters
-        try:
-            kept = self._tables.of([own[name] for name in self.tabled])
-        except KeyError:  # adapted or replicated: these tensors are others each time
-            kept = None
+        kept = self._kept()
         if kept is None:
             return compute(False)
         if name not in kept:
             kept[name] = compute(True)
         return kept[name]
+
+    def _kept(self) -> dict[Any, Any] | None:
+        """`ParameterCache.of` the parameters."""
+        own = self._parameters
+        try:
+            return self._tables.of([own[name] for name in self.tabled])
+        except KeyError:  # adapted or replicated: these tensors are others each time
+            return None
 
 
 def log_decays(
