@@ -374,7 +374,7 @@ def test_a_prompt_has_the_tables_of_what_the_parameters_hold(change, name, make_
         return model(ids).logits
 
     def tables():
-        return recurrence._tables._kept[1]["chunk"][1]
+        return recurrence._tables._kept[1]["prompt"]["chunk"][1]
 
     before = prompt(model)
     made = tables()

@@ -172,7 +172,7 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
         inputs = (*narrowed(*inputs[:3]), *inputs[3:])
         arguments |= {"product": self.product, "normalize": self.normalize}
         if is_plain(inputs[0], inputs[0].dtype) and not torch.jit.is_tracing():
-            arguments["kept"] = self._kept()
+            arguments["kept"] = self._per_version("prompt", lambda _: {})
         arguments |= {"chunk_size": config.chunk_size, "backend": config.backend}
         return self.operators.interdomain_attention(*inputs, **arguments)
 
@@ -195,10 +195,8 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
         return self.operators.StepParameters(make, *self.parameters_of_operator(), self.product)
 
     def _few_tables(self, dtype: torch.dtype, count: int) -> FewTables:
-        def tables(_: bool) -> FewTables:
-            return self.operators.few_tables(*self.parameters_of_operator()[:2], dtype, count)
-
-        return self._per_version((dtype, count), tables)
+        make, parameters = self.operators.few_tables, self.parameters_of_operator
+        return self._per_version((dtype, count), lambda _: make(*parameters()[:2], dtype, count))
 
     def _transition(self, kept: bool) -> tuple[torch.Tensor, ...]:
         """With the tables of a replay where they are kept, and calls are what it costs."""
@@ -211,20 +209,16 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
 
     def _per_version(self, name: Any, compute: Any) -> Any:
         """What is made of the parameters as they are; `compute` is told whether it will be kept."""
-        kept = self._kept()
+        own = self._parameters
+        try:
+            kept = self._tables.of([own[name] for name in self.tabled])
+        except KeyError:  # adapted or replicated: these tensors are others each time
+            kept = None
         if kept is None:
             return compute(False)
         if name not in kept:
             kept[name] = compute(True)
         return kept[name]
-
-    def _kept(self) -> dict[Any, Any] | None:
-        """`ParameterCache.of` the parameters."""
-        own = self._parameters
-        try:
-            return self._tables.of([own[name] for name in self.tabled])
-        except KeyError:  # adapted or replicated: these tensors are others each time
-            return None
 
 
 def log_decays(

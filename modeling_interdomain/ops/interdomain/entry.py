@@ -280,17 +280,8 @@ def interdomain_step(
     check_step_backend(backend, state, state_indices)
     mask = real_tokens(mask, query)
     parameters = StepParameters(step_tables, log_decay, input_matrix, coefficient_matrix, product)
-    return take_step(
-        query,
-        key,
-        value,
-        parameters,
-        state=state,
-        normalize=normalize,
-        mask=mask,
-        backend=backend,
-        state_indices=state_indices,
-    )
+    how: dict[str, Any] = {"mask": mask, "backend": backend, "state_indices": state_indices}
+    return take_step(query, key, value, parameters, state=state, normalize=normalize, **how)
 
 
 def take_step(
@@ -313,17 +304,8 @@ def take_step(
     """
     if torch.is_grad_enabled() or autocasts(query.device):
         with torch.no_grad(), without_autocast(query.device):
-            return take_step(
-                query,
-                key,
-                value,
-                parameters,
-                state=state,
-                normalize=normalize,
-                mask=mask,
-                backend=backend,
-                state_indices=state_indices,
-            )
+            how: dict[str, Any] = {"mask": mask, "backend": backend, "state_indices": state_indices}
+            return take_step(query, key, value, parameters, state=state, normalize=normalize, **how)
     value_dim, out_dtype = value.shape[-1], value.dtype
     if normalize:
         value = append_one(value)
