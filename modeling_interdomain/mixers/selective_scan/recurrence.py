@@ -48,7 +48,7 @@ class SelectiveScanRecurrence(Float32Module, DecodeTables):
         `step=True` it is one token that moves `state` in place. All of it happens inside, see `InterdomainRecurrence`.
         """
         if not (step or torch.compiler.is_compiling()) and tokens[0].shape[1] > 1:
-            self.forget_tables()
+            self.doubt_tables()
         moves = self._transition()
         if transition:
             return moves
