@@ -20,6 +20,7 @@ from .mixers.selective_scan.configuration import SelectiveScanFields
 from .mixers.softmax.configuration import DynamicMaskFields
 from .mixers.sparse.configuration import SparseFields
 from .mixers.ssd.configuration import SSDFields
+from .mixers.window.configuration import WindowFields
 from .parallel.tensor import LAYERS
 from .registry import FEED_FORWARDS, TOKEN_MIXERS
 
@@ -43,6 +44,7 @@ _GATHERED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise_gather_output
 
 @strict
 class InterdomainConfig(
+    WindowFields,
     SparseFields,
     DynamicMaskFields,
     InnerFunctionFields,

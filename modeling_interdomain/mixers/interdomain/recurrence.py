@@ -81,7 +81,7 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
             init.uniform_(self.log_dt, math.log(low), math.log(high))
         init.constant_(self.log_a_real, math.log(0.5))
         init.copy_(self.a_imag, frequencies(config.modes, size, self.log_dt))
-        init.copy_(self.B, self._initial_input_matrix())
+        init.copy_(self.B, self._initial_input_matrix(config.input_matrix_init))
         if self.C is not None and not getattr(self.C, "_is_hf_initialized", False):
             self._start_coefficients(config, self.C)
 
@@ -116,9 +116,8 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
     def _transition_and_beta(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self._rates()[1], as_complex(self.B.double())
 
-    def _initial_input_matrix(self) -> torch.Tensor:
+    def _initial_input_matrix(self, start: str) -> torch.Tensor:
         rate, decay = self._rates()
-        start = self.config.input_matrix_init
         if start == "zero_order_hold":
             beta = (decay - 1) / rate
         elif start == "unit_variance":
