@@ -73,7 +73,7 @@ class RecurrentMixer(TokenMixer):
             self.kept_shapes = [*conv_state, *self.sparse.conv_state_shapes, self.kept_shapes[-1], *states]
 
         self.first_state = None
-        if config.learned_state and self.has_state(config):
+        if config.learned_state:
             from ..layers.learned_state import FirstState
 
             self.first_state = FirstState(tuple(self.state_shape(config)))
@@ -105,11 +105,6 @@ class RecurrentMixer(TokenMixer):
     def state_shape(cls, config) -> tuple[int, ...]:
         """Of one sequence."""
         raise NotImplementedError
-
-    @classmethod
-    def has_state(cls, config) -> bool:
-        """Whether it is of any numbers."""
-        return torch.Size(cls.state_shape(config)).numel() > 0
 
     def _tokens(self, projections: list[torch.Tensor], cos_sin) -> tuple[torch.Tensor, ...]:
         """What the recurrence is called with, from convolved projections `[B, T, heads width]`."""
