@@ -186,14 +186,14 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
 
     # What the mixer reads and writes.
 
-    def lazy_initialization(self, windows: list[torch.Tensor], states: dict[str, torch.Tensor]) -> None:
+    def lazy_initialization(self, conv_state: list[torch.Tensor], states: dict[str, torch.Tensor]) -> None:
         """Make zero tensors shaped like these, in place from now on."""
         first = next(iter(states.values()))
         self.device, self.dtype, self.batch_size = first.device, self.state_dtype, first.shape[0]
         self.state_names = tuple(states)
-        self.kept_shapes = [tuple(x.shape[1:]) for x in (*windows, *states.values())]
+        self.kept_shapes = [tuple(x.shape[1:]) for x in (*conv_state, *states.values())]
         # In the order in memory that the convolution gives and likes.
-        self.conv_states = {i: torch.zeros_like(w) for i, w in enumerate(windows)}
+        self.conv_states = {i: torch.zeros_like(w) for i, w in enumerate(conv_state)}
         self.recurrent_states = {
             i: torch.zeros_like(
                 x, dtype=self.state_dtype if self._is_cast(name, x) else None, memory_format=torch.contiguous_format
@@ -212,7 +212,7 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
         return x.is_floating_point() and name not in self.exact_states
 
     @property
-    def windows(self) -> list[torch.Tensor] | None:
+    def conv_state(self) -> list[torch.Tensor] | None:
         return list(self.conv_states.values()) if self.is_initialized else None
 
     @property
@@ -224,18 +224,18 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
         """The first of the states, for layers that have one."""
         return self.recurrent_states[0] if self.is_initialized else None
 
-    def write(self, windows: list[torch.Tensor], states: dict[str, torch.Tensor], tokens: int) -> None:
+    def write(self, conv_state: list[torch.Tensor], states: dict[str, torch.Tensor], tokens: int) -> None:
         """Overwrite conv state and states after `tokens` more tokens, unless these were recorded and stay pending."""
         if not self.is_initialized:
-            self.lazy_initialization(windows, states)
+            self.lazy_initialization(conv_state, states)
         self.torn = True
         if not self.record_past:
             self.recorded = None  # what it began with is not what comes next
-        if self._is_deferred(tokens) and not any(map(_is_differentiated, (*windows, *states.values()))):
+        if self._is_deferred(tokens) and not any(map(_is_differentiated, (*conv_state, *states.values()))):
             self.pending += tokens
         else:
             self.pending = 0
-            self._store_all(windows, states)
+            self._store_all(conv_state, states)
         self._may_defer = False
         self.cumulative_length += tokens
         self.has_previous_state[0] = True
@@ -272,12 +272,12 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
         """Hold copies of the `named_tensors` of a layer that had seen `tokens` tokens; this one has seen none."""
         places = {tuple(name.split(".", 2)): x for name, x in tensors.items()}
         order = sorted(places, key=lambda place: int(place[1]))
-        windows = [places[place] for place in order if place[0] == "windows"]
+        conv_state = [places[place] for place in order if place[0] == "windows"]
         states = {place[2]: places[place] for place in order if place[0] == "states"}
         self.state_dtype = next((x.dtype for x in states.values() if x.is_floating_point()), self.state_dtype)
         self.pending = 0
-        self.lazy_initialization(windows, states)
-        self._store_all(windows, states)
+        self.lazy_initialization(conv_state, states)
+        self._store_all(conv_state, states)
         self.recorded = None  # of a text that was taken back
         self.cumulative_length += tokens
         self.has_previous_state[0] = True
@@ -429,9 +429,9 @@ class StaticRecurrentLayer(RecurrentLayer):
         self.max_cache_len = max_cache_len
         self.cumulative_length = torch.tensor(0, dtype=torch.long, device="cpu")
 
-    def lazy_initialization(self, windows: list[torch.Tensor], states: dict[str, torch.Tensor]) -> None:
+    def lazy_initialization(self, conv_state: list[torch.Tensor], states: dict[str, torch.Tensor]) -> None:
         self.cumulative_length = self.cumulative_length.to(next(iter(states.values())).device)
-        super().lazy_initialization(windows, states)
+        super().lazy_initialization(conv_state, states)
 
     def tensors(self) -> list[torch.Tensor]:
         return [*self.held(), self.cumulative_length] if self.is_initialized else []

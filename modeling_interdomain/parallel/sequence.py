@@ -128,15 +128,15 @@ class SequencePiece:
 
         return self._arriving(states, after).to(left.dtype)
 
-    def windows(self, streams: Sequence[torch.Tensor], size: int) -> list[torch.Tensor]:
-        """The last `size` inputs before this piece, `[B, W, size]` or a row a document, of streams `[B, T, W]`."""
-        tails = _Gathered.apply(torch.cat([self._tail(self.rows(x), size) for x in streams], dim=1), self.group)
+    def conv_state(self, projections: Sequence[torch.Tensor], size: int) -> list[torch.Tensor]:
+        """The last `size` inputs before this piece, `[B, W, size]` or a row a document, of projections `[B, T, W]`."""
+        tails = _Gathered.apply(torch.cat([self._tail(self.rows(x), size) for x in projections], dim=1), self.group)
         real = torch.arange(size, 0, -1, device=tails.device) <= self.tokens[..., None]  # [processes, B, size]
 
         def after(window: torch.Tensor, process: int) -> torch.Tensor:
             return last_inputs(window, tails[process].mT, real[process])
 
-        return list(self._arriving(tails, after).split([x.shape[-1] for x in streams], dim=1))
+        return list(self._arriving(tails, after).split([x.shape[-1] for x in projections], dim=1))
 
     def _tail(self, x: torch.Tensor, size: int) -> torch.Tensor:
         """The last `size` of the last document's real tokens of rows `[B, T, W]`, `[B, W, size]`, after zeros."""
