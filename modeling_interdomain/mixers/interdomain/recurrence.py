@@ -181,8 +181,8 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
             query, key, *self.parameters_of_operator(), **shape, cu_seqlens=cu_seqlens
         )
 
-    def _step(self, *tokens: Any, state: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """`interdomain_step` of query, key and value."""
+    def _step(self, *tokens: Any, state: torch.Tensor, mask: torch.Tensor | None = None, **slots: Any) -> torch.Tensor:
+        """`interdomain_step` of query, key and value; `slots` is nothing or `state_indices`."""
         return self.operators.take_step(
             *tokens,
             parameters=self.parameters_of_operator,
@@ -192,6 +192,7 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
             normalize=self.normalize,
             mask=mask,
             backend=own_backend(self.config, STEP_BACKENDS),
+            **slots,
         )
 
     def _step_tables(self, dtype: torch.dtype) -> StepTables:

@@ -51,10 +51,10 @@ class S4DRecurrence(InterdomainRecurrence):
         rows = self.head_rows(coefficients)
         return self.operators.s4d_attention(key, value, log_decay, input_matrix, rows, **arguments)
 
-    def _step(self, *tokens: Any, state: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def _step(self, *tokens: Any, **arguments: Any) -> torch.Tensor:
         """`s4d_step` of the two inputs."""
         backend = own_backend(self.config, STEP_BACKENDS)
-        return self.operators.take_s4d_step(*tokens, tables=self._step_tables, state=state, mask=mask, backend=backend)
+        return self.operators.take_s4d_step(*tokens, tables=self._step_tables, backend=backend, **arguments)
 
     def _map(self, *tokens: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
         """`s4d_attention_map` of as many tokens."""

@@ -72,12 +72,22 @@ class SelectiveScanRecurrence(Float32Module, DecodeTables):
         return output[:, :, None], state
 
     def _step(
-        self, query, key, value, steps, rate, *, state: torch.Tensor, mask: torch.Tensor | None = None
+        self,
+        query,
+        key,
+        value,
+        steps,
+        rate,
+        *,
+        state: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        state_indices: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`selective_scan_step` of tokens with an axis of the one token; `[B, 1, E]`."""
         query, key, value, steps = (x.squeeze(1) for x in (query, key, value, steps))
         backend = own_backend(self.config, STEP_BACKENDS)
-        return self.operators.take_scan_step(query, key, value, steps, rate, state, self.D, mask, backend)[:, None]
+        arguments = state, self.D, mask, backend, state_indices
+        return self.operators.take_scan_step(query, key, value, steps, rate, *arguments)[:, None]
 
     def _transition(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Rates `[N, E]` and biases `[E]`."""

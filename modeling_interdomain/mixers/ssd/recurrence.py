@@ -93,13 +93,26 @@ class SSDRecurrence(Float32Module):
             else weights + torch.diag_embed(self.D.to(weights)[:, None].expand(-1, weights.shape[-1]))
         )
 
-    def _step(self, query, key, value, inputs, log_decay, *, state: torch.Tensor, mask: torch.Tensor | None = None):
+    def _step(
+        self,
+        query,
+        key,
+        value,
+        inputs,
+        log_decay,
+        *,
+        state: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        state_indices: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """`ssd_step` of tokens with an axis of the one token; `[B, H, P]`."""
         query, key, inputs, log_decay, value = (x.squeeze(1) for x in (query, key, inputs, log_decay, value))
         with torch.no_grad():
             backend = own_backend(self.config, STEP_BACKENDS)
-            output = self.operators.take_ssd_step(query, key, inputs, log_decay, state, mask, backend)
+            output = self.operators.take_ssd_step(query, key, inputs, log_decay, state, mask, backend, state_indices)
             output = self._skipped(output, value)
+        if state_indices is not None:
+            mask = state_indices >= 0 if mask is None else mask & (state_indices >= 0)
         return output if mask is None else output.where(mask[:, None, None], 0)
 
     def _skipped(self, output: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
