@@ -20,6 +20,7 @@ from modeling_interdomain.mixers.selective_scan.mixer import SelectiveScanMixer
 from modeling_interdomain.mixers.softmax.mixer import SoftmaxMixer
 from modeling_interdomain.mixers.ssd.mixer import SSDMixer
 from modeling_interdomain.ops.common.packing import Packing, packing_from_documents
+from modeling_interdomain.ops.common.slots import read_slots, write_slots
 
 from .pages import inputs_after, largest_page, page_dtypes, page_shapes, page_size
 
@@ -78,7 +79,7 @@ class Paged(MambaBase):
         self, hidden_states: torch.Tensor, batch: Batch, position_embeddings=None, **kwargs
     ) -> tuple[torch.Tensor, None]:
         """Mix tokens `[1, N, hidden_size]` with the past of their sequences, and write down what they leave."""
-        projected = [project(getattr(self, f"{name}_proj"), hidden_states) for name in self.stream_names]
+        projected = [project(getattr(self, f"{name}_proj"), hidden_states) for name in self.projection_names]
         cos_sin = self._rotation(position_embeddings, None, hidden_states.shape[:2])
         metadata = (get_forward_context().attn_metadata or {}).get(self.prefix)
         count, outputs = batch.decodes, []
@@ -106,11 +107,8 @@ class Paged(MambaBase):
         states, *inputs = self.kv_cache
         tokens, after = self._inputs(projected, self._conv_states(projected, rows), cos_sin, None, keep=True)
         for pool, conv_state in zip(inputs, after):
-            pool[rows] = conv_state.mT.to(pool.dtype)
-        state = states[rows]
-        output = self.recurrence(*tokens, step=True, state=state)
-        states[rows] = state
-        return output
+            write_slots(pool, rows, conv_state.mT)
+        return self.recurrence(*tokens, step=True, state=states, state_indices=rows)
 
     def _read_texts(
         self, projected: list[torch.Tensor], cos_sin, rows: torch.Tensor | None, batch: Batch
@@ -124,12 +122,12 @@ class Paged(MambaBase):
         conv_states = self._conv_states(projected, rows, begun)
         tokens, _ = self._inputs(projected, conv_states, cos_sin, packing, keep=False)
         for pool, x, conv_state in zip(inputs, self._convolved(projected), conv_states):
-            pool[rows] = inputs_after(x[0], conv_state.mT, packing.cu_seqlens).to(pool.dtype)
-        state = torch.where(begun.view(-1, *[1] * (states.ndim - 1)), states[rows], 0)
+            write_slots(pool, rows, inputs_after(x[0], conv_state.mT, packing.cu_seqlens))
+        state = read_slots(states, rows, begun)
         output, after = self.recurrence(
             *tokens, cu_seqlens=packing.cu_seqlens, initial_state=state, output_final_state=True
         )
-        states[rows] = after
+        write_slots(states, rows, after)
         return output[0]
 
     def _conv_states(
@@ -138,8 +136,7 @@ class Paged(MambaBase):
         """`[B, width, tokens]` of each convolution, zeros for what has not begun."""
         if self.kernel == 1:
             return [x.new_zeros(rows.shape[0], x.shape[-1], 0) for x in self._convolved(projected)]
-        held = [pool[rows].mT for pool in self.kv_cache[1:]]
-        return held if begun is None else [torch.where(begun[:, None, None], x, 0) for x in held]
+        return [read_slots(pool, rows, begun).mT for pool in self.kv_cache[1:]]
 
 
 class PagedInterdomain(Paged, InterdomainMixer):

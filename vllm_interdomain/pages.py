@@ -20,7 +20,7 @@ def page_shapes(config: Any, kind: type[RecurrentMixer], processes: int) -> Shap
     """
     heads, *rest = kind.state_shape(config)
     before = kind.kernel_size(config) - 1
-    widths = [stream.heads * stream.width for stream in kind.streams(config) if stream.convolved and before]
+    widths = [each.heads * each.width for each in kind.projections(config) if each.convolved and before]
     return (heads // processes, *rest), *((before, width // processes) for width in widths)
 
 

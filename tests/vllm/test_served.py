@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.vllm.conftest import assert_answers, engine
+from tests.conftest import EXPERTS, ROPE
+from tests.vllm.engines import assert_answers, engine
 
 # Every mixer, hybrids of them, and the variants that compute something else.
 MODELS = {
@@ -24,28 +25,142 @@ MODELS = {
     "all-mixers": {
         "num_hidden_layers": 5,
         "token_mixers": ["interdomain", "ssd", "softmax", "selective_scan", "s4d"],
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "rope_parameters": ROPE,
         "ssd_state_size": 6,
         "tie_word_embeddings": True,
         "residual_in_fp32": True,
     },
+    # Pages of different sizes without attention, whose pages would be made as large.
+    "all-recurrent": {
+        "num_hidden_layers": 3,
+        "token_mixers": ["interdomain", "ssd", "selective_scan"],
+        "ssd_state_size": 6,
+    },
+}
+HYBRID = "all-mixers"
+# Of the hybrids that two processes can share: "selective_scan" has one head.
+HEADS = {
+    "num_hidden_layers": 4,
+    "token_mixers": ["interdomain", "softmax", "s4d", "ssd"],
+    "feed_forwards": ["mlp", "cdmoe", "mlp", "none"],
+    "num_key_value_heads": 2,
+    "feature_map": "fourier",
+    "rope_parameters": ROPE,
+    "ssd_state_size": 6,
+    "ssd_groups": 2,
+    "use_output_gate": True,
+    **EXPERTS,
 }
 
 
-def prompts(random_ids, lengths) -> dict[str, list[int]]:
+@pytest.fixture
+def made(make_folder):
+    """`made(name of MODELS)`: a model and its folder."""
+    return lambda name: make_folder("interdomain" if name.startswith("all-") else name, **MODELS[name])
+
+
+def texts(random_ids, *lengths: int) -> dict[str, list[int]]:
     return {f"text {i}": random_ids(1, length, seed=i)[0].tolist() for i, length in enumerate(lengths)}
 
 
+def assert_all(model, asked: dict[str, list[int]], answers) -> None:
+    assert answers.keys() == asked.keys()
+    for name, answer in answers.items():
+        assert_answers(model, asked[name], answer)
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_answers_are_those_of_generate(make_folder, random_ids, name):
-    """One request, and then four of which one has a single token."""
-    model, folder = make_folder(name if name != "all-mixers" else "interdomain", **MODELS[name])
+def test_answers_are_those_of_generate(made, random_ids, name):
+    """One request, and then four, of which one has a single token, in pages that have been used."""
+    model, folder = made(name)
+    asked = texts(random_ids, 23, 1, 40, 2, 9)
     with engine(folder) as served:
-        texts = prompts(random_ids, (23, 1, 40, 2, 9))
-        first, *others = texts
-        served.ask(first, texts[first], 6)
+        served.ask("text 0", asked["text 0"], 6)
         served.finish()
-        for text in others:
-            served.ask(text, texts[text], 6)
-        for text, answer in served.finish().items():
-            assert_answers(model, texts[text], answer)
+        for text in list(asked)[1:]:
+            served.ask(text, asked[text], 6)
+        assert_all(model, asked, served.finish())
+
+
+MIXED = [3, 31, 17, 1, 64, 5, 22, 48, 2, 33, 9, 27, 80, 12, 6, 41]
+
+
+@pytest.mark.parametrize("name", ["interdomain", "ssd", HYBRID])
+@pytest.mark.parametrize("chunk", [None, 16], ids=["whole", "chunks of 16"])
+def test_requests_that_arrive_at_different_times(made, random_ids, name, chunk):
+    """Prompts are read beside tokens that are written, whole or 16 tokens a forward."""
+    model, folder = made(name)
+    asked = texts(random_ids, *MIXED)
+    options = {} if chunk is None else {"max_num_batched_tokens": chunk, "enable_prefix_caching": False}
+    with engine(folder, **options) as served:
+        for i, (text, prompt) in enumerate(asked.items()):
+            served.ask(text, prompt, 4 + i % 5)
+            if i % 3:
+                served.step()
+        answers = served.finish()
+        assert chunk is None or served.steps >= sum(MIXED) / chunk
+        assert_all(model, asked, answers)
+
+
+@pytest.mark.parametrize("prefix", [False, True], ids=["no prefix", "prefix"])
+def test_preempted_requests(made, random_ids, prefix):
+    """A cache so small that requests are put off, and read again from their beginning."""
+    model, folder = made(HYBRID)
+    asked = texts(random_ids, *MIXED)
+    with engine(folder, num_gpu_blocks_override=20, block_size=32, enable_prefix_caching=prefix) as served:
+        preempted, preempt = [], served.scheduler._preempt_request
+        served.scheduler._preempt_request = lambda request, *rest, **options: (
+            preempted.append(request.request_id),
+            preempt(request, *rest, **options),
+        )[1]
+        for text, prompt in asked.items():
+            served.ask(text, prompt, 40)
+        answers = served.finish()
+        assert preempted
+        assert_all(model, asked, answers)
+
+
+@pytest.mark.parametrize("name", ["interdomain", "selective-scan", HYBRID])
+def test_shared_beginnings_are_read_once(made, random_ids, name):
+    """Prefix caching keeps states at the ends of blocks: "align" in vLLM's words."""
+    model, folder = made(name)
+    shared = random_ids(1, 150, seed=99)[0].tolist()
+    asked = {text: shared + end for text, end in texts(random_ids, 3, 31, 7, 20).items()}
+    asked["a part"] = shared[:100]
+    with engine(folder, block_size=32, enable_prefix_caching=True) as served:
+        for text, prompt in asked.items():
+            served.ask(text, prompt, 5)
+            served.finish()
+        again = {f"{text} again": prompt for text, prompt in asked.items()}
+        for text, prompt in again.items():
+            served.ask(text, prompt, 40)
+        assert_all(model, asked | again, served.finish())
+        read_before = served.cached
+        assert [read_before[text] for text in ("text 0", "text 1", "text 1 again")] == [0, 128, 160]
+
+
+@pytest.mark.parametrize("name", ["s4d", HYBRID])
+def test_aborted_requests_leave_nothing(made, random_ids, name):
+    model, folder = made(name)
+    asked = texts(random_ids, *MIXED)
+    with engine(folder, max_num_seqs=4) as served:
+        for text, prompt in asked.items():
+            served.ask(text, prompt, 8)
+        for i, text in enumerate(list(asked)):
+            if i % 3 == 1:
+                served.engine.abort_request([text])
+                del asked[text]
+            served.step()
+        assert_all(model, asked, served.finish())
+
+
+@pytest.mark.parametrize("name", ["grouped", "mamba2", "heads"])
+def test_heads_over_two_processes(made, make_folder, random_ids, name):
+    """Two processes hold half of the heads and states each, and meet in the sums of projections."""
+    model, folder = make_folder("interdomain", **HEADS) if name == "heads" else made(name)
+    asked = texts(random_ids, *MIXED[:6])
+    with engine(folder, tensor_parallel_size=2) as served:
+        for text, prompt in asked.items():
+            served.ask(text, prompt, 6)
+            served.step()
+        assert_all(model, asked, served.finish())
