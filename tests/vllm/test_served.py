@@ -1,9 +1,13 @@
 """Answers of vLLM's engine are those of Transformers' `generate`: greedy tokens, and log-probabilities within 1e-4."""
 
+import random
+import resource
+from pathlib import Path
+
 import pytest
 
 from tests.conftest import EXPERTS, ROPE
-from tests.vllm.engines import assert_answers, engine
+from tests.vllm.engines import TOLERANCE, assert_answers, engine
 
 # Every mixer, hybrids of them, and the variants that compute something else.
 MODELS = {
@@ -154,7 +158,9 @@ def test_aborted_requests_leave_nothing(made, random_ids, name):
         assert_all(model, asked, served.finish())
 
 
-@pytest.mark.parametrize("name", ["grouped", "mamba2", "heads"])
+@pytest.mark.parametrize(
+    "name", ["heads", pytest.param("grouped", marks=pytest.mark.slow), pytest.param("mamba2", marks=pytest.mark.slow)]
+)
 def test_heads_over_two_processes(made, make_folder, random_ids, name):
     """Two processes hold half of the heads and states each, and meet in the sums of projections."""
     model, folder = make_folder("interdomain", **HEADS) if name == "heads" else made(name)
@@ -164,3 +170,45 @@ def test_heads_over_two_processes(made, make_folder, random_ids, name):
             served.ask(text, prompt, 6)
             served.step()
         assert_all(model, asked, served.finish())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefix", [False, True], ids=["no prefix", "prefix"])
+def test_a_thousand_requests_in_random_order(made, random_ids, prefix):
+    """Each answer is the one that its text has alone, a fifth is aborted, and memory and pages stay as they are."""
+    model, folder = made(HYBRID)
+    asked = texts(random_ids, *(1 + 7 * i % 90 for i in range(40)))
+    asked |= {f"{text} on": asked["text 39"] + prompt for text, prompt in list(asked.items())[:10]}
+    draw, longest, left = random.Random(0), 12, {}
+    with engine(folder, num_gpu_blocks_override=60, block_size=32, enable_prefix_caching=prefix) as served:
+        pool = served.scheduler.kv_cache_manager.block_pool
+        free, held = pool.get_num_free_blocks(), 0
+        for text, prompt in asked.items():
+            served.ask(text, prompt, longest)
+        alone = dict(served.finish())
+        assert_all(model, asked, alone)
+        for i in range(1000):
+            text = draw.choice(list(asked))
+            left[f"{i}"] = text
+            served.ask(f"{i}", asked[text], draw.randint(1, longest))
+            if draw.random() < 0.2:
+                aborted = draw.choice([name for name in left if name not in served.answers])
+                served.engine.abort_request([aborted])
+                del left[aborted]
+            while len(left) - len(served.answers) + len(asked) > 24:
+                served.step()
+            if i == 200:
+                held = resident()
+        served.finish()
+        for name, text in left.items():
+            answer = served.answers[name]
+            assert answer.tokens == alone[text].tokens[: len(answer.tokens)]
+            for found, wanted in zip(answer.logprobs, alone[text].logprobs):
+                assert all(abs(found[token] - wanted[token]) < 2 * TOLERANCE for token in found.keys() & wanted.keys())
+        assert pool.get_num_free_blocks() == free
+        assert resident() - held < 20e6
+
+
+def resident() -> int:
+    """Bytes of memory of this process now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
