@@ -44,7 +44,7 @@ class ServedConfig(VerifyAndUpdateConfig):
 def why_not_served(config) -> str | None:
     """The part of a model that has no place in vLLM, or None."""
     if getattr(config, "model_type", None) != "interdomain":
-        return f"its model_type is {getattr(config, 'model_type', None)!r}, and this plugin knows \"interdomain\" alone"
+        return f'its model_type is {getattr(config, "model_type", None)!r}, and this plugin knows "interdomain" alone'
     for field, names, known in (
         ("token_mixers", config.mixers_per_layer, MIXERS),
         ("feed_forwards", config.feed_forwards_per_layer, FEED_FORWARDS),
@@ -69,7 +69,8 @@ def _why_not_shared(config, processes: int) -> str | None:
         return None
     reasons = (TOKEN_MIXERS[name].why_not_shardable(config, processes) for name in config.mixers_per_layer)
     reason = next((reason for reason in reasons if reason is not None), None)
-    return None if reason is None else f"tensor_parallel_size = {processes} cannot share out its heads, because {reason}"
+    told = f"tensor_parallel_size = {processes} cannot share out its heads, because {reason}"
+    return None if reason is None else told
 
 
 def _why_no_such_engine(vllm_config: Any) -> str | None:
@@ -90,7 +91,7 @@ def check_weights(folder: str, config, load_format: str) -> None:
         return
     if damaged := damaged_weights(folder):
         raise ValueError(f"{folder} has {', '.join(damaged)} that cannot be read: copy or download again.")
-    found = {}
+    found: dict[str, list[int]] = {}
     for file in files:
         with safe_open(file, framework="pt") as tensors:
             found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118

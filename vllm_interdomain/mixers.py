@@ -59,7 +59,7 @@ class Paged(MambaBase):
         """Let vLLM give this layer pages; it is known there by its name in the model."""
         self.prefix, self.dtype = prefix, vllm_config.model_config.dtype
         self.shapes = page_shapes(self.config, type(self), get_tensor_model_parallel_world_size())
-        self.kv_cache = ()
+        self.kv_cache: tuple[torch.Tensor, ...] = ()
         vllm_config.compilation_config.static_forward_context[prefix] = self
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
@@ -104,7 +104,7 @@ class Paged(MambaBase):
 
     def _take_steps(self, projected: list[torch.Tensor], cos_sin, rows: torch.Tensor) -> torch.Tensor:
         """One token each of B sequences, `[B, 1, width]`, whose pages are `rows`; the output `[B, H, D]`."""
-        states, *inputs = self.kv_cache
+        states, inputs = self.kv_cache[0], self.kv_cache[1:]
         tokens, after = self._inputs(projected, self._conv_states(projected, rows), cos_sin, None, keep=True)
         for pool, conv_state in zip(inputs, after):
             write_slots(pool, rows, conv_state.mT)
@@ -118,7 +118,7 @@ class Paged(MambaBase):
         if rows is None:
             tokens, _ = self._inputs(projected, None, cos_sin, packing, keep=False)
             return self.recurrence(*tokens, cu_seqlens=packing.cu_seqlens)[0][0]
-        states, *inputs = self.kv_cache
+        states, inputs = self.kv_cache[0], self.kv_cache[1:]
         conv_states = self._conv_states(projected, rows, begun)
         tokens, _ = self._inputs(projected, conv_states, cos_sin, packing, keep=False)
         for pool, x, conv_state in zip(inputs, self._convolved(projected), conv_states):
@@ -139,19 +139,19 @@ class Paged(MambaBase):
         return [read_slots(pool, rows, begun).mT for pool in self.kv_cache[1:]]
 
 
-class PagedInterdomain(Paged, InterdomainMixer):
+class PagedInterdomain(Paged, InterdomainMixer):  # type: ignore[misc]
     pass
 
 
-class PagedS4D(Paged, S4DMixer):
+class PagedS4D(Paged, S4DMixer):  # type: ignore[misc]
     pass
 
 
-class PagedSSD(Paged, SSDMixer):
+class PagedSSD(Paged, SSDMixer):  # type: ignore[misc]
     pass
 
 
-class PagedSelectiveScan(Paged, SelectiveScanMixer):
+class PagedSelectiveScan(Paged, SelectiveScanMixer):  # type: ignore[misc]
     pass
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -44,9 +43,10 @@ class ServedLayer(InterdomainDecoderLayer):
     def __init__(self, config, layer_idx: int, vllm_config: VllmConfig, prefix: str):
         nn.Module.__init__(self)
         quant, own = vllm_config.quant_config, f"{prefix}.token_mixer"
-        kind = MIXERS[config.mixers_per_layer[layer_idx]]
-        self.token_mixer: Any = made(partial(kind, config, layer_idx), kind.head_plan(config), quant, own)
-        self.token_mixer.attach(vllm_config, own)
+        kind: Any = MIXERS[config.mixers_per_layer[layer_idx]]
+        mixer: Any = made(partial(kind, config, layer_idx), kind.head_plan(config), quant, own)
+        mixer.attach(vllm_config, own)
+        self.token_mixer = mixer
         feed_forward, self.mlp = FEED_FORWARDS[config.feed_forwards_per_layer[layer_idx]], None
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if feed_forward is not None:
@@ -76,7 +76,7 @@ class ServedModel(nn.Module):
         hidden_states, batch = inputs_embeds[None], None
         if self.first_paged is not None:  # the tokens are the same in all layers, the pages are not
             metadata = (get_forward_context().attn_metadata or {}).get(self.first_paged)
-            batch = batch_of(metadata, *inputs_embeds.shape[:1], inputs_embeds.device)
+            batch = batch_of(metadata, inputs_embeds.shape[0], inputs_embeds.device)
         rotations = {int(dim): rotary(hidden_states, positions[None]) for dim, rotary in self.rotary_embs.items()}
         for layer in self.layers:
             hidden_states = layer(hidden_states, position_embeddings=rotations or None, batch=batch)

@@ -42,21 +42,20 @@ def made(make: Callable[[], nn.Module], plan: dict[str, str], quant_config: Any,
         for name, parameter in list(part._parameters.items()):
             if parameter is not None and parameter.is_meta:
                 part._parameters[name] = _allocated(parameter, processes if id(parameter) in divided else 1)
-    if processes > 1 and hasattr(module, "share_heads"):
-        module.share_heads(processes)
+    share_heads: Any = getattr(module, "share_heads", None)
+    if processes > 1 and share_heads is not None:
+        share_heads(processes)
     return module
 
 
 def _linear(linear: nn.Linear, kind: type, quant_config: Any, prefix: str) -> nn.Module:
-    biased = linear.bias is not None
-    return kind(
-        linear.in_features, linear.out_features, bias=biased, quant_config=quant_config, prefix=prefix, return_bias=False
-    )
+    options = {"bias": linear.bias is not None, "quant_config": quant_config, "prefix": prefix, "return_bias": False}
+    return kind(linear.in_features, linear.out_features, **options)
 
 
 def _allocated(parameter: nn.Parameter, parts: int) -> nn.Parameter:
     """Memory for one of so many parts along the first axis, which vLLM fills with that of this process."""
-    mine = torch.empty(parameter.shape[0] // parts, *parameter.shape[1:], dtype=parameter.dtype)
+    mine: Any = torch.empty(parameter.shape[0] // parts, *parameter.shape[1:], dtype=parameter.dtype)
     mine = nn.Parameter(mine, requires_grad=False)
     if parts > 1:
         mine.weight_loader = partial(_load_part, parts=parts)

@@ -1,15 +1,10 @@
-"""Small engines of vLLM in this process, one after the other, and what Transformers' `generate` says to compare with."""
+"""Small engines of vLLM in this process, one after the other, and Transformers' `generate` to compare with."""
 
 import gc
-import os
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-
-# Before vLLM is imported: an engine in this process, quiet, that asks nobody and leaves the cores to others.
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
 
 # Log-probabilities of a token that are compared, beside its own.
 TOP = 3
