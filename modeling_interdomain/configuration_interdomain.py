@@ -238,6 +238,10 @@ class InterdomainConfig(
         plan = {f"layers.*.token_mixer.{name}".rstrip("."): style for name, style in parts.items()}
         return plan | {"layers.*": LAYERS} | {f"layers.*.mlp.{name}": style for name, style in _DIVIDED_MLP.items()}
 
+    @base_model_tp_plan.setter
+    def base_model_tp_plan(self, value):
+        """Transformers before 5.20, which vLLM takes, writes tied embeddings into it."""
+
     def _why_not_shardable(self, processes: int) -> str | None:
         """Why so many processes cannot share out the heads of all layers, or None."""
         if any(self.sparse_per_layer):

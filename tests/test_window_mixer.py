@@ -339,6 +339,16 @@ def test_bad_fields_are_named(fields, message, make_config):
     assert message in str(error.value.__cause__)
 
 
+def test_a_count_of_tokens_is_not_rounded(make_model, random_ids, advance, assert_same):
+    """Where a cache goes to another dtype: in bfloat16 there is no 257."""
+    model, ids = make_model("window"), random_ids(1, 12)
+    cache = InterdomainCache(model.config)
+    advance(model, cache, ids[:, :9])
+    cache.layers[0].conv_states[2] += 248
+    cache.to(dtype=torch.bfloat16)
+    assert cache.layers[0].conv_states[2].item() == 257 and cache.layers[0].conv_states[0].dtype == torch.bfloat16
+
+
 def test_it_travels_where_it_is_configured(make_config):
     own = {"mixers_window_mixer", "mixers_window_attention", "mixers_window_recurrence"}
     assert own <= set(flat_code(make_config("window")))

@@ -82,7 +82,8 @@ def model_fingerprint(model: nn.Module) -> str:
     config = {
         field: getattr(decoder.config, field)
         for field in sorted(_fields_of(type(decoder.config)))
-        if field not in _WITHOUT_EFFECT and hasattr(decoder.config, field) and not _is_as_before(decoder.config, field)
+        if field not in _WITHOUT_EFFECT and hasattr(decoder.config, field)
+        if field not in _LATER or getattr(decoder.config, field) != getattr(type(decoder.config), field)
     }
     # Of the decoder itself `active_adapters` is a method of the library, whose text is the tree of modules.
     switches = [
@@ -91,10 +92,6 @@ def model_fingerprint(model: nn.Module) -> str:
         if hasattr(module, "active_adapters")
     ]
     return _sha256(json.dumps([config, weights, switches], sort_keys=True, default=str).encode())
-
-
-def _is_as_before(config: Any, field: str) -> bool:
-    return field in _LATER and getattr(config, field) == getattr(type(config), field)
 
 
 def _fields_of(config_class: type) -> set[str]:

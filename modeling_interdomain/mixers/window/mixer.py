@@ -9,6 +9,7 @@ from ...layers.common import is_plain, plain_rms_norm
 from ...layers.convolution import last_inputs
 from ...layers.feature_maps import silu_l2
 from ...layers.operators import Operators
+from ...layers.rotary import LENGTH_DEPENDENT
 from ...ops.common.cpu import values_at_hand
 from ...ops.interdomain.replay import state_after
 from ..base import groups_not_shardable
@@ -58,7 +59,7 @@ class WindowMixer(RecurrentMixer):
             self.recurrence.start_parameters(config)
             self.start_parameters(config)
         else:
-            self.recurrence = NoRecurrence(config)
+            self.recurrence, self.first_state = NoRecurrence(config), None
 
     @torch.no_grad()
     def start_parameters(self, config) -> None:
@@ -72,7 +73,14 @@ class WindowMixer(RecurrentMixer):
 
     @classmethod
     def check_config(cls, config) -> None:
-        config.check_window()
+        if config.attention_sinks < 0:
+            raise ValueError(f"attention_sinks must not be negative, got {config.attention_sinks}.")
+        kind = (config.rope_parameters or {}).get("rope_type")
+        if kind in LENGTH_DEPENDENT:
+            raise ValueError(
+                f'rope_type "{kind}" changes its angles with the length, and "window" layers see no length beyond '
+                'their window: choose another, such as "default" or "llama3".'
+            )
 
     @classmethod
     def projections(cls, config) -> list[Projection]:
