@@ -106,13 +106,13 @@ def _recall_rows(runs: list[dict], name: str, task: str, rate: float, setting=SE
     return sorted((row for row in runs if wanted.items() <= row.items()), key=lambda row: row["seed"])
 
 
-def run_condition(task: str, data: Path | dict, **item) -> dict:
+def run_condition(task: str, data: Path | dict, training: dict = condition_study.TRAINING, **item) -> dict:
     """Train one condition on a task and measure it; `data` are the texts, or the folder of them."""
     if task != LANGUAGE:
         return run_recall(task, **item)
     texts = condition_study.prepare(data) if isinstance(data, Path) else data
     config = InterdomainConfig(**fields_of(item.pop("condition"), condition_study.SHAPE))
-    return condition_study.train_and_measure(config, **item, data=texts)
+    return condition_study.train_and_measure(config, **item, data=texts, training=training)
 
 
 def run_recall(

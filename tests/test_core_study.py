@@ -130,21 +130,17 @@ def test_runs_have_what_the_tables_read(monkeypatch):
     monkeypatch.setattr(recall_study, "EVERY", 2)
     monkeypatch.setattr(condition_study, "WINDOWS", 4)
     training = {"steps": 2, "batch_size": 2, "sequence_length": 8}
-    monkeypatch.setattr(condition_study, "TRAINING", training)
-    monkeypatch.setattr(condition_study.train_and_measure, "__defaults__", (training,))
     tokens = torch.randint(48, (200,), generator=torch.Generator().manual_seed(0))
     texts = ("wiki", "books", "wikitext-2")
     data = {"train": tokens, "validation": dict.fromkeys(texts, tokens[:50]), "bytes": dict.fromkeys(texts, 150)}
     data["long"] = tokens
-    items = [
-        core_study.language_item("Gated DeltaNet"),
-        core_study.recall_item("Gated DeltaNet", "overwritten", (3, 24)),
-    ]
+    name = "Gated DeltaNet"
+    items = [core_study.language_item(name), core_study.recall_item(name, "overwritten", (3, 24))]
     runs = [
-        items[0] | core_study.run_condition(**items[0], data=data),
+        items[0] | core_study.run_condition(**items[0], data=data, training=training),
         items[1] | core_study.run_recall(**items[1], steps=4) | {"pairs": 8, "length": 64},
     ]
-    assert list(runs[1]["curve"]) == ["2", "4"] and runs[1]["state_bytes"] == 4 * 2 * 2 * (8 * 16 + 3 * (16 + 16 + 8))
+    assert list(runs[1]["curve"]) == ["2", "4"] and runs[1]["state_bytes"] == 4 * 2 * 2 * (16 * 64 + 3 * (16 + 16 + 64))
     machine = dict.fromkeys(("cpu", "threads", "torch", "transformers", "commit", "date", "command"), "x")
     empty = {"runs": []}
     table = core_study.table({"core_study": {"runs": runs, "machine": machine}, "condition_study": empty})
