@@ -20,12 +20,19 @@ FIELDS = "configuration_fields"
 # Tables of the registry, and the fields of a configuration that name their parts.
 _TABLES = {"TOKEN_MIXERS": "mixers_per_layer", "FEED_FORWARDS": "feed_forwards_per_layer"}
 _ATTENTION = {"softmax", "inner_function"}
+
+
+def _is_gated(config) -> bool:
+    return getattr(config, "gates", "none") != "none" or getattr(config, "delta_rule", False)
+
+
 # What is imported where it is first needed, and when a model of a configuration needs it.
 _OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "mixers.sparse.branch": lambda config: any(config.sparse_per_layer),
     "mixers.sparse.parts": lambda config: any(config.sparse_per_layer),
     "mixers.softmax.dynamic_mask": lambda config: not _ATTENTION.isdisjoint(config.mixers_per_layer),
     "ops.common.window": lambda config: not _ATTENTION.isdisjoint(config.mixers_per_layer),
+    "ops.interdomain.gates": _is_gated,
     "ops.interdomain.prefix": lambda config: config.backend in ("fft", "associative_scan"),
     "ops.interdomain.scan": lambda config: config.backend == "scan",
     "ops.interdomain.triton_scan": lambda config: config.backend == "scan",

@@ -49,6 +49,9 @@ def interdomain_attention(
     chunk_size: int = 64,
     backend: str = "auto",
     kept: OperatorCache | None = None,
+    log_gate: torch.Tensor | None = None,
+    write_gate: torch.Tensor | None = None,
+    delta: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     r"""Causal attention whose memory is one complex diagonal recurrence of fixed size ("Interdomain Attention: Beyond
     Token-Level Key-Value Memory", eqs. 11 and 13):
@@ -85,6 +88,15 @@ def interdomain_attention(
         kept: an `OperatorCache` of ops/common/cpu.py, in which "chunk" keeps the tables that it makes of the parameters
             from one call to the next; where these hold other numbers they are made again. For calls without gradients
             on a CPU. Default: None.
+        log_gate, write_gate, delta: `[B, T, G]`, of each token: the logarithm (at most 0) of what it leaves of the
+            state beside its decay, a factor of its key and value, and how much of what the state answers to its key is
+            taken from its value (the delta rule, in [0, 1] as a rule). With them
+
+                X' = exp(log_gate_t + log_decay) X_{t-1},   u_t = value_t - delta_t (answer of X' to key_t)
+                X_t = X' + write_gate_t input_matrix (x) [key_t ; u_t]
+
+            as ops/interdomain/gates_naive.py defines; for "auto", "recurrent" and "chunk", in graphs that are not
+            exported, and delta without `normalize`. Default: None, which means 0, 1 and 0.
 
     Returns:
         output `[B, T, H, D]` in the dtype of `value`, and the final state `[B or S, G, 2, M, R + D]` in float32
@@ -123,25 +135,26 @@ def interdomain_attention(
     if initial_state is not None:
         _check_state(initial_state, "initial_state", rows, key, value, log_decay, normalize)
     check_how(backend, BACKENDS, chunk_size)
+    gates = _gates(key, log_gate, write_gate, delta, normalize, backend)
 
     out_dtype, value_dim = value.dtype, value.shape[-1]
     if normalize:
         value = append_one(value)
     tokens, parameters = (query, key, value), (log_decay, input_matrix, coefficient_matrix)
     needs_grad = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (*tokens, *parameters, initial_state)
+        x is not None and x.requires_grad for x in (*tokens, *parameters, initial_state, *(gates or ()))
     )
     exporting = torch.compiler.is_exporting()
     whole = cu_seqlens is None and lengths is None
     single = backend == "auto" and query.shape[1] == 1 and whole and not needs_grad and not exporting
     with without_autocast(query.device):
         found = None
-        if backend in ("auto", "triton") and not single and not exporting:
+        if backend in ("auto", "triton") and not (single or exporting or gates):
             arguments = (*tokens, *parameters, product, initial_state, cu_seqlens, chunk_size, normalize)
             found = _fused(backend, *arguments, lengths=lengths, output_final_state=output_final_state)
         if found is None:
             compute = _compute_dtype(*tokens)
-            chunks = backend in ("auto", "chunk") and not (single or exporting or normalize)
+            chunks = backend in ("auto", "chunk") and not (single or exporting or normalize or gates)
             narrow = chunks and compute == torch.float32 and multiplies_bf16(value)
             operand = torch.bfloat16 if narrow else compute
             query, key, value = (x.to(operand) for x in tokens)
@@ -149,7 +162,11 @@ def interdomain_attention(
             coefficients, state = (None if x is None else x.to(compute) for x in (coefficient_matrix, initial_state))
             problem = (query, key, value, log_decay, input_matrix, coefficients, product, state)
             if single:
-                found = _single(*problem)
+                found = _single(*problem, gates)
+            elif gates:
+                from .gates import gated_attention
+
+                found = gated_attention(*problem, cu_seqlens, lengths, gates)
             elif exporting:
                 from ..diagonal.export import export_attention
 
@@ -226,13 +243,22 @@ def _scan(query, key, value, log_decay, *arguments):
     return scan_attention(query, key, value, log_decay, *arguments) if found is None else found
 
 
-def _single(query, key, value, log_decay, input_matrix, coefficients, product, state):
+def _gates(key, log_gate, write_gate, delta, normalize, backend, rows: str = "B, T"):
+    """Checked `Gates`, or None where there are none."""
+    if log_gate is None and write_gate is None and delta is None:
+        return None
+    from .gates import checked_gates
+
+    return checked_gates(key, (log_gate, write_gate, delta), normalize, backend, rows)
+
+
+def _single(query, key, value, log_decay, input_matrix, coefficients, product, state, gates):
     """A row of one token each: the step that decoding takes, on a copy of the state."""
     state = _state_or_zeros(state, key, value, log_decay, key.shape[0])
     tokens = (x[:, 0] for x in (query, key, value))
     parameters = log_decay, input_matrix, coefficients
     tables = partial(step_tables, *parameters, product)
-    output = _step("auto", *tokens, lambda: parameters, tables, state, product)
+    output = _step("auto", *tokens, lambda: parameters, tables, state, product, gates=gates)
     return output[:, None], state
 
 
@@ -249,6 +275,9 @@ def interdomain_step(
     normalize: bool = False,
     mask: torch.Tensor | None = None,
     backend: str = "auto",
+    log_gate: torch.Tensor | None = None,
+    write_gate: torch.Tensor | None = None,
+    delta: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One token of `interdomain_attention` with the state updated in place; M (R + D) + M^2 operations a head.
 
@@ -258,6 +287,7 @@ def interdomain_step(
         mask: `[B]` bool or integers, zero for a pad: the row's state stays and its output is zero. Default: None.
         backend: "triton" (two fused kernels on a GPU), "recurrent" (PyTorch) or "auto" (the kernels where they can
             run). Default: "auto".
+        log_gate, write_gate, delta: `[B, G]` each, as in `interdomain_attention`; without "triton". Default: None.
 
     Returns:
         `[B, H, D]` in the dtype of `value`. Not differentiable: use `interdomain_attention` for gradients.
@@ -268,6 +298,7 @@ def interdomain_step(
     check_inputs((query, key, value), log_decay, input_matrix, coefficient_matrix, product, rows="B")
     _check_state(state, "state", query.shape[0], key, value, log_decay, normalize)
     check_step_backend(backend, state)
+    gates = _gates(key, log_gate, write_gate, delta, normalize, backend, rows="B")
     mask = real_tokens(mask, query)
     parameters = log_decay, input_matrix, coefficient_matrix
     return take_step(
@@ -281,6 +312,7 @@ def interdomain_step(
         normalize=normalize,
         mask=mask,
         backend=backend,
+        gates=gates,
     )
 
 
@@ -296,6 +328,7 @@ def take_step(
     normalize: bool,
     mask: torch.Tensor | None,
     backend: str,
+    gates: tuple[torch.Tensor | None, ...] | None = None,
 ) -> torch.Tensor:
     """`interdomain_step` for a caller whose arguments fit, and who may have tables from an earlier step.
 
@@ -303,6 +336,7 @@ def take_step(
         query, key, value: with or without an axis of the one token, `[B, 1, H, R]` or `[B, H, R]`.
         parameters: gives `log_decay`, `input_matrix` and `coefficient_matrix`, where kernels take the step.
         tables: gives `step_tables` of these parameters in a dtype, where PyTorch does.
+        gates: `log_gate`, `write_gate` and `delta`, `[B, G]` or `[B, 1, G]` each or None; PyTorch takes the step.
     """
     if torch.is_grad_enabled() or autocasts(query.device):
         with torch.no_grad(), without_autocast(query.device):
@@ -317,11 +351,12 @@ def take_step(
                 normalize=normalize,
                 mask=mask,
                 backend=backend,
+                gates=gates,
             )
     value_dim, out_dtype = value.shape[-1], value.dtype
     if normalize:
         value = append_one(value)
-    output = _step(backend, query, key, value, parameters, tables, state, product, mask, wide=normalize)
+    output = _step(backend, query, key, value, parameters, tables, state, product, mask, normalize, gates)
     if normalize:
         output = output[..., :value_dim] / output[..., value_dim:]
         if mask is not None:  # zero over zero
@@ -329,16 +364,23 @@ def take_step(
     return output.to(out_dtype)
 
 
-def _step(backend, query, key, value, parameters, tables, state, product, mask=None, wide=False):
-    """`advance_state` and `read_state` by the fused kernels or by PyTorch."""
-    if backend == "triton" or (backend == "auto" and query.device.type != "cpu" and state.is_contiguous()):
+def _step(backend, query, key, value, parameters, tables, state, product, mask=None, wide=False, gates=None):
+    """`advance_state` and `read_state` by the fused kernels, which have no gates, or by PyTorch."""
+    fuses = backend == "triton" or (backend == "auto" and query.device.type != "cpu" and state.is_contiguous())
+    if fuses and gates is None:
         output = _fused_step(backend, query, key, value, parameters, state, product, mask, wide)
         if output is not None:
             return output
     # A state kept in a lower precision is still advanced in float32.
     working = state if state.dtype in (torch.float32, torch.float64) else state.float()
     moves = tables(working.dtype)
-    advance_state(working, key, value, moves, mask)
+    if gates is None:
+        advance_state(working, key, value, moves, mask)
+    else:
+        from .gates import advance_gated_state, check_gated_backend
+
+        check_gated_backend(backend)
+        advance_gated_state(working, key, value, moves, gates, mask)
     if working is not state:
         state.copy_(working)
     output = read_state(query, working, moves)
