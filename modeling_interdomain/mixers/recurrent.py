@@ -22,6 +22,7 @@ class Stream(NamedTuple):
     heads: int
     width: int
     convolved: bool
+    bias: bool = False  # beside those that `Biases` gives to all
 
 
 class Biases(NamedTuple):
@@ -79,7 +80,8 @@ class RecurrentMixer(TokenMixer):
             self.first_state = FirstState(tuple(self.state_shape(config)))
         hidden, outputs, biases = config.hidden_size, self.output_heads(config) * output_width, self.biases(config)
         for stream in streams:
-            setattr(self, f"{stream.name}_proj", nn.Linear(hidden, stream.heads * stream.width, biases.projections))
+            bias = biases.projections or stream.bias
+            setattr(self, f"{stream.name}_proj", nn.Linear(hidden, stream.heads * stream.width, bias))
         self.o_proj = residual_projection(outputs, hidden, biases.projections)
         self.g_proj = nn.Linear(hidden, outputs, biases.projections) if self.gated(config) else None
         for stream in streams:

@@ -27,6 +27,8 @@ _WITHOUT_EFFECT = {
     "tie_word_embeddings",
     "use_cache",
 }
+# Fields that came later: with these values a state is what it was without them.
+_LATER = {"gates": "none", "delta_rule": False}
 # What stands in the names of weights that an adapter library's layers (PEFT's) have wrapped.
 _AROUND = ("base_layer", "original_module")
 # How these layers are switched at the moment.
@@ -82,6 +84,7 @@ def model_fingerprint(model: nn.Module) -> str:
         for field in sorted(_fields_of(type(decoder.config)))
         if field not in _WITHOUT_EFFECT and hasattr(decoder.config, field)
     }
+    config = {field: value for field, value in config.items() if field not in _LATER or value != _LATER[field]}
     # Of the decoder itself `active_adapters` is a method of the library, whose text is the tree of modules.
     switches = [
         [name, *(getattr(module, switch, None) for switch in _SWITCHES)]

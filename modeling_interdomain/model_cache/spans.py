@@ -104,9 +104,10 @@ def _check(model, **caches) -> Any:
     decoder = decoder_of(model)
     for i, layer in enumerate(decoder.layers):
         mixer = layer.token_mixer
-        if not hasattr(mixer, "join_states") or mixer.sparse is not None:
+        joins, gated = hasattr(mixer, "join_states"), bool(getattr(mixer, "gate_names", ()))
+        if not joins or gated or mixer.sparse is not None:
             kind = decoder.config.mixers_per_layer[i]
-            kind += " with a sparse branch" if hasattr(mixer, "join_states") else ""
+            kind += (" with gates or the delta rule" if gated else " with a sparse branch") * joins
             raise ValueError(
                 f"Layer {i} ({kind}) does not hold one linear state with a decay that is the same for all tokens: only "
                 "those can be joined and cut."

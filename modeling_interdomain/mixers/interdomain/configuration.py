@@ -6,6 +6,8 @@ from typing import Any
 
 from ...layers.configuration import ModelFields
 
+# Of operators that know gates.
+GATED_BACKENDS = ("auto", "recurrent", "chunk")
 # What `start` puts in the place of fields that are not given.
 STARTS = {
     "recall": {
@@ -79,6 +81,12 @@ class InterdomainFields(ModelFields):
             that a layer reads first what came after earlier occurrences of the token (the induction heads of arXiv
             2209.11895, the shift of H3, arXiv 2212.14052). Default: None, "induction" or, with `start` "random" and
             where there is nothing to shift or the projections differ in size, "independent".
+        gates: what each token of an "interdomain" layer says of the state itself. "forget": a factor of what the state
+            holds and one of what is written, a group each, from linear maps of the token; they start near 1. "none":
+            neither. Default: "none".
+        delta_rule: let "interdomain" layers write a value without what the state already answers to its key, in a share
+            that each token chooses for each group, so that a key that comes again is corrected instead of added up.
+            Default: False.
         time_step_min: smallest step Delta at the start. Default: None, 0.02 or, with `start` "random", 1e-3.
         time_step_max: largest step Delta at the start. Default: None, 0.1.
         time_step_spacing: how the steps of the groups of a layer lie between the two, in the logarithm: "random"
@@ -98,6 +106,7 @@ class InterdomainFields(ModelFields):
         "time_step_spacing": ("random", "even"),
         "coefficient_init": ("normal", "identity", "posterior"),
         "query_init": ("independent", "induction"),
+        "gates": ("none", "forget"),
     }
 
     feature_dim: int | None = None
@@ -116,6 +125,8 @@ class InterdomainFields(ModelFields):
     coefficient_init_noise: float = 1e-3
     output_init_rms: float | None = None
     query_init: str | None = None
+    gates: str = "none"
+    delta_rule: bool = False
     time_step_min: float | None = None
     time_step_max: float | None = None
     time_step_spacing: str | None = None
@@ -124,6 +135,33 @@ class InterdomainFields(ModelFields):
     def mapped_dim(self) -> int:
         """The numbers a head that the feature map reads."""
         return self.feature_dim if self.feature_map == "silu_l2" else self.head_dim
+
+    @property
+    def gate_names(self) -> list[str]:
+        """What each token of an "interdomain" layer says beside query, key and value, in this order."""
+        return ["forget", "write"] * (self.gates == "forget") + ["delta"] * self.delta_rule
+
+    def check_gates(self) -> None:
+        """Gates stand where something has them, and something can compute them."""
+        field = 'gates = "forget"' if self.gates != "none" else "delta_rule"
+        if not self.gate_names:
+            return
+        if "interdomain" not in self.mixers_per_layer:
+            raise ValueError(f'{field} is of "interdomain" layers, and token_mixers names none: leave it out.')
+        if self.normalize:
+            raise ValueError(f"{field} needs the plain readout: set normalize to False, or leave {field} out.")
+        if self.backend not in GATED_BACKENDS:
+            raise ValueError(
+                f'{field} lets every token move the state in its own way, and backend = "{self.backend}" needs one way '
+                f"for all: choose one of {', '.join(GATED_BACKENDS)}."
+            )
+        if self.delta_rule and not self.input_norm:
+            raise ValueError("delta_rule is measured by the size that input_norm gives keys: set input_norm=True.")
+        if self.delta_rule and self.product != "hermitian":
+            raise ValueError(
+                "delta_rule is measured by what a key finds of itself, which the hermitian product alone keeps "
+                f'positive, and product is "{self.product}": set product="hermitian".'
+            )
 
     def complete_start(self, mixers: Mapping[str, Any]) -> None:
         """Fill in how the recurrent layers start; `mixers` are the token mixers by their names."""
