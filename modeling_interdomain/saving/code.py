@@ -23,7 +23,7 @@ _ATTENTION = {"softmax", "inner_function"}
 
 
 def _is_gated(config) -> bool:
-    return getattr(config, "gates", "none") != "none" or getattr(config, "delta_rule", False)
+    return bool(config.gate_names)
 
 
 # What is imported where it is first needed, and when a model of a configuration needs it.
@@ -32,7 +32,7 @@ _OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "mixers.sparse.parts": lambda config: any(config.sparse_per_layer),
     "mixers.softmax.dynamic_mask": lambda config: not _ATTENTION.isdisjoint(config.mixers_per_layer),
     "ops.common.window": lambda config: not _ATTENTION.isdisjoint(config.mixers_per_layer),
-    "mixers.interdomain.gates": _is_gated,
+    "mixers.interdomain.gated": _is_gated,
     "ops.interdomain.gates": _is_gated,
     "ops.interdomain.prefix": lambda config: config.backend in ("fft", "associative_scan"),
     "ops.interdomain.scan": lambda config: config.backend == "scan",

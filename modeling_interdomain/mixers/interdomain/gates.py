@@ -71,11 +71,12 @@ def operator_gates(names: Sequence[str], gates: Sequence[torch.Tensor], own: tor
     return Gates(found.get("forget"), found.get("write"), None if delta is None else delta / own)
 
 
-def replay_gated(state: torch.Tensor, place: int, *arguments: torch.Tensor) -> torch.Tensor:
-    """The state after recorded tokens: keys, values and gates, at `place` their mask, then what moves a state on.
+def replay_gated(state: torch.Tensor, *arguments: torch.Tensor) -> torch.Tensor:
+    """The state after recorded tokens: keys, values and gates, their mask, then what moves a state on.
 
     That is `log_decay` and `input_matrix`, and tables; of the delta rule `own_answer`, and C where there is one.
     """
+    place = next(i for i, x in enumerate(arguments) if x.dtype == torch.bool)
     key, value, *gates = arguments[:place]
     mask, log_decay, input_matrix, *rest = arguments[place:]
     moves = key, value, mask, log_decay, input_matrix
@@ -84,12 +85,4 @@ def replay_gated(state: torch.Tensor, place: int, *arguments: torch.Tensor) -> t
         return gated_state_after(state, *moves, *rest, log_gate=log_gate, write_gate=write_gate)
     own, coefficients = rest[0], rest[1] if len(rest) > 1 else None
     found = operator_gates(["forget", "write", "delta"][-len(gates) :], gates, own)
-    return gated_state_after(
-        state,
-        *moves,
-        log_gate=found.log_gate,
-        write_gate=found.write_gate,
-        delta=found.delta,
-        coefficient_matrix=coefficients,
-        product="hermitian",
-    )
+    return gated_state_after(state, *moves, **found._asdict(), coefficient_matrix=coefficients, product="hermitian")  # type: ignore[arg-type]

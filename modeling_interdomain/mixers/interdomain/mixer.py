@@ -1,6 +1,5 @@
 """Interdomain attention as a token mixer: what drives the state, and the query that reads it."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -136,7 +135,6 @@ class InterdomainMixer(DecodeTables, KeyValueMixer):
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx, config.head_dim, weighted=True)
         self.generic, self.normalised = self.is_generic(config), config.input_norm
-        self.gate_names, self.widths = config.gate_names, self.widths[:3]
         self.read: dict[str, type[nn.Module]] = {"feature_map": SiluL2, "q_conv": CausalConv1d, "k_conv": CausalConv1d}
         if self.normalised:
             self.read |= {"k_norm": InterdomainRMSNorm, "v_norm": InterdomainRMSNorm}
@@ -171,81 +169,39 @@ class InterdomainMixer(DecodeTables, KeyValueMixer):
         gates = [Stream(name, config.num_key_value_heads, 1, False, bias=True) for name in config.gate_names]
         return [Stream("q", config.num_attention_heads, config.mapped_dim, True), *super().streams(config), *gates]
 
-    @property
-    def passes_state(self) -> bool:  # type: ignore[override]
-        """With the delta rule what a token writes hangs on the state that it finds: no sum of pieces."""
-        return not self.config.delta_rule
+    @classmethod
+    def class_for(cls, config):
+        if not config.gate_names:
+            return cls
+        from .gated import GatedInterdomainMixer
+
+        return GatedInterdomainMixer
 
     def _inputs(self, projected, windows, cos_sin, packing, keep: bool):
         """In one kernel or in few calls where that can run, and nothing hangs on the modules whose weights it reads."""
         found, device, backend = None, projected[0].device, self.backend
-        streams, gates, count = projected[:3], projected[3:], projected[0].shape[1]
+        count = projected[0].shape[1]
         few = count == 1 or (not torch.compiler.is_compiling() and count <= MAX_DRAFT)
         if not few:  # another sequence may begin
             self.forget_tables()
         if device.type != "cpu" or backend == "triton":
-            found = self._fused_inputs(streams, windows, cos_sin, packing, keep)
+            found = self._fused_inputs(projected, windows, cos_sin, packing, keep)
         elif backend == "auto" and packing is None and windows is not None and few:
-            found = self._token_inputs(streams, windows, cos_sin)
-        if found is None:
-            return super()._inputs(projected, windows, cos_sin, packing, keep)
-        tokens, after = found
-        return (*tokens, *self._gates(gates)), after
-
-    def _gates(self, projected) -> Sequence[torch.Tensor]:
-        """What the tokens say of the state itself, `[B, T, G]` each."""
-        if not projected:
-            return ()
-        from .gates import gate_tokens, mean_key_size
-
-        size = None
-        if "delta" in self.gate_names:  # what the norm makes of ones is its weight, wherever that is kept
-            size = mean_key_size(self.k_norm(torch.ones_like(self.k_bias[0])), self.k_bias)
-        return gate_tokens(self.gate_names, projected, size)
+            found = self._token_inputs(projected, windows, cos_sin)
+        return super()._inputs(projected, windows, cos_sin, packing, keep) if found is None else found
 
     def _tokens(self, streams, cos_sin):
-        query, key, value, *gates = streams
+        query, *rest = streams
         narrow = multiplies_bf16(query) and self.backend in ("auto", "chunk") and not self.normalize
         if narrow and query.shape[1] > 1 and is_plain(query, query.dtype):
             weights = self._weights(query.device)
             if weights is not None and all(w.dtype == query.dtype for w in weights):
-                found = bf16_inputs(streams[:3], weights[2:], self.eps, self.heads, cos_sin, self.rope_placement)
-                return *found, *self._gates(gates)
-        query = self._features(query.unflatten(-1, (-1, self.widths[0])), cos_sin, is_query=True)
-        return query, *super()._tokens([key, value], cos_sin), *self._gates(gates)
-
-    def _recorded(self, tokens):
-        _, key, value, *gates = tokens
-        return *super()._recorded((key, value)), *gates
-
-    def _written(self, tokens):
-        return tokens[2]
-
-    @staticmethod
-    def replay_state(operators, *arguments):
-        mask = next(i for i, x in enumerate(arguments) if x.dtype == torch.bool)  # behind state, key and value
-        if mask == 3:
-            return operators.state_after(*arguments)
-        from .gates import replay_gated
-
-        return replay_gated(arguments[0], mask - 1, *arguments[1:])
-
-    def total_decay(self, mask, *arguments):  # type: ignore[override]
-        if not self.gate_names:
-            return None
-        from ...ops.interdomain.gates import total_gated_decay
-
-        return total_gated_decay(mask, arguments[2])  # behind key and value
-
-    def decay_state(self, state, total_decay, log_decay, *transition):
-        if not self.gate_names:
-            return super().decay_state(state, total_decay, log_decay, *transition)
-        from ...ops.interdomain.gates import decay_gated_state
-
-        return decay_gated_state(state, total_decay, log_decay)
+                return bf16_inputs(streams, weights[2:], self.eps, self.heads, cos_sin, self.rope_placement)
+        query = query.unflatten(-1, (-1, self.widths[0]))
+        return self._features(query, cos_sin, is_query=True), *super()._tokens(rest, cos_sin)
 
     def _steps(self, tokens, state, move):
-        if self.normalize or self.gate_names:
+        if self.normalize:
             return super()._steps(tokens, state, move)
         return self.recurrence(*tokens, few=True, state=state, move=move)
 
@@ -255,7 +211,7 @@ class InterdomainMixer(DecodeTables, KeyValueMixer):
             return False
         here = hidden_states.device.type == "cpu" and self.sparse is None and not torch.is_grad_enabled()
         few = count <= MAX_DRAFT and (count > 1 or layer.pending < MAX_PENDING)
-        can = here and few and self.backend in ("auto", "triton") and not (self.normalize or self.gate_names)
+        can = here and few and self.backend in ("auto", "triton") and not self.normalize
         return can and not layer.pads_pending  # ages would count them
 
     def _verify(self, layer, tokens, windows):

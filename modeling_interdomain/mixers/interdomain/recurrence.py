@@ -1,7 +1,6 @@
 """The learned recurrence of one layer: its parameters, all in float32, and the operator called with them."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -59,7 +58,6 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
         self._prompt_tables = OperatorCache()
         # Asked for at every token: a configuration is slow to look up.
         self.product, self.normalize = config.product, config.normalize
-        self.gate_names = config.gate_names if self.degree == 2 else []
         groups, size = config.num_key_value_heads, config.state_size
         self.log_dt = nn.Parameter(torch.empty(groups, dtype=torch.float32))
         self.log_a_real = nn.Parameter(torch.empty(groups, size, dtype=torch.float32))
@@ -150,9 +148,6 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
         map of which token answered. All of it happens inside, because for the length of this call alone sharded
         parameters are gathered, and those that PEFT targets (`target_parameters`) are adapted.
         """
-        if len(tokens) > 3:
-            arguments |= self._gates(tokens[3:])
-            tokens = tokens[:3]
         if step:
             return self._step(*tokens, **arguments)
         if few:
@@ -168,18 +163,6 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
         arguments["initial_state"] = begun_with(arguments.get("initial_state"), *parameters[:2])
         return self._operate(*tokens, *parameters, **arguments)
 
-    def _gates(self, gates: Sequence[torch.Tensor]) -> dict[str, torch.Tensor | None]:
-        """`log_gate`, `write_gate` and `delta` of the operators."""
-        from .gates import operator_gates
-
-        own = self._own_answer() if "delta" in self.gate_names else None
-        return operator_gates(self.gate_names, gates, own)._asdict()
-
-    def _own_answer(self) -> torch.Tensor:
-        from .gates import own_answer
-
-        return self._per_version("own answer", lambda _: own_answer(*self.parameters_of_operator()[1:]))
-
     def _operate(self, *inputs: Any, **arguments: Any):
         """`interdomain_attention` of query, key, value and parameters."""
         config = self.config
@@ -190,17 +173,15 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
         arguments |= {"chunk_size": config.chunk_size, "backend": config.backend}
         return self.operators.interdomain_attention(*inputs, **arguments)
 
-    def _map(self, *tokens: torch.Tensor, cu_seqlens: torch.Tensor | None, **gates: Any) -> torch.Tensor:
+    def _map(self, *tokens: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
         """`interdomain_attention_map` of query and key."""
         query, key, _ = tokens
-        shape: Any = {"product": self.product, "normalize": self.normalize, **gates}
+        shape: Any = {"product": self.product, "normalize": self.normalize}
         return self.operators.interdomain_attention_map(
             query, key, *self.parameters_of_operator(), **shape, cu_seqlens=cu_seqlens
         )
 
-    def _step(
-        self, *tokens: Any, state: torch.Tensor, mask: torch.Tensor | None = None, **gates: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _step(self, *tokens: Any, state: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """`interdomain_step` of query, key and value."""
         return self.operators.take_step(
             *tokens,
@@ -211,7 +192,6 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
             normalize=self.normalize,
             mask=mask,
             backend=own_backend(self.config, STEP_BACKENDS),
-            gates=tuple(gates.values()) or None,
         )
 
     def _step_tables(self, dtype: torch.dtype) -> StepTables:
@@ -228,11 +208,8 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
 
     def _transition(self, kept: bool) -> tuple[torch.Tensor, ...]:
         """With the tables of a replay where they are kept, and calls are what it costs."""
-        log_decay, input_matrix, coefficients = self.parameters_of_operator()
+        log_decay, input_matrix, _ = self.parameters_of_operator()
         input_matrix = input_matrix.clone()  # what shards this module frees its parameters after the call
-        if "delta" in self.gate_names:
-            read = () if coefficients is None else (coefficients.clone(),)
-            return log_decay, input_matrix, self._own_answer(), *read
         tables = ()
         if kept and log_decay.device.type == "cpu":
             tables = self.operators.replay_tables(log_decay, input_matrix, MAX_PENDING)

@@ -51,16 +51,12 @@ class S4DRecurrence(InterdomainRecurrence):
         rows = self.head_rows(coefficients)
         return self.operators.s4d_attention(key, value, log_decay, input_matrix, rows, **arguments)
 
-    def _step(  # type: ignore[override]  # without gates
-        self, *tokens: Any, state: torch.Tensor, mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def _step(self, *tokens: Any, state: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """`s4d_step` of the two inputs."""
         backend = own_backend(self.config, STEP_BACKENDS)
         return self.operators.take_s4d_step(*tokens, tables=self._step_tables, state=state, mask=mask, backend=backend)
 
-    def _map(  # type: ignore[override]
-        self, *tokens: torch.Tensor, cu_seqlens: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _map(self, *tokens: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
         """`s4d_attention_map` of as many tokens."""
         log_decay, input_matrix, coefficients = self.parameters_of_operator()
         rows = self.head_rows(coefficients)

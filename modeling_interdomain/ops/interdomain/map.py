@@ -1,10 +1,12 @@
 """Which token answered: the weights with which an output of Interdomain attention adds up the values."""
 
+from collections.abc import Callable
+
 import torch
 
 from ..common.checks import check_documents
 from ..common.cpu import without_autocast
-from ..common.decay import as_complex, decay_powers, finite
+from ..common.decay import as_complex, decay_powers
 from ..common.packing import document_of_tokens
 from ..diagonal.step import grouped_coefficients
 from .entry import check_inputs
@@ -21,25 +23,18 @@ def interdomain_attention_map(
     product: str = "bilinear",
     normalize: bool = False,
     cu_seqlens: torch.Tensor | None = None,
-    log_gate: torch.Tensor | None = None,
-    write_gate: torch.Tensor | None = None,
-    delta: torch.Tensor | None = None,
 ) -> torch.Tensor:
     r"""The exact matrix A with `o_t = sum_{j <= t} A_tj value_j`, for `interdomain_attention` without a past.
 
         y_t[n] = sum_{i <= t} (query_t . key_i) lambda_n^(t-i) beta_n,   p_t = W y_t
         A_tj   = Re( sum_n conj(p_t[n]) lambda_n^(t-j) beta_n )
 
-    Gates are factors of both sums, `exp(log_gate_(i+1) + .. + log_gate_t) write_gate_i` of key i as seen from token t.
-    With `delta` tokens write `u = (1 + delta A')^-1 value`, A' such a map of keys that ask before they are written, so
-    that what adds up values is `A (1 + delta A')^-1`.
-
     A row may have either sign and does not sum up to one, except with `normalize`. It takes O(T^2 M) operations and T^2
     numbers a head, to look inside; the layer itself needs neither.
 
     Args:
         query: `[B, T, H, R]`, key: `[B, T, G, R]`, log_decay, input_matrix: `[G, M, 2]`, coefficient_matrix, product,
-            normalize, cu_seqlens, log_gate, write_gate, delta: as in `interdomain_attention`.
+            normalize, cu_seqlens: as in `interdomain_attention`.
 
     Returns:
         `[B, H, T, T]`, real, zero above the diagonal, in float32 (float64 for float64 inputs).
@@ -49,11 +44,17 @@ def interdomain_attention_map(
     """
     check_inputs((query, key), log_decay, input_matrix, coefficient_matrix, product)
     cu_seqlens, _ = check_documents(cu_seqlens, None, query)
-    gates = (log_gate, write_gate, delta)
-    if any(x is not None for x in gates):
-        from .gates import checked_gates
+    parameters = log_decay, input_matrix, coefficient_matrix, product
+    with without_autocast(query.device):
+        weights = map_weights(query, key, *parameters, lambda x: within(cu_seqlens, x))
+    weights = weights.transpose(0, 1).flatten(1, 2)
+    return weights / weights.sum(-1, keepdim=True) if normalize else weights
 
-        checked_gates(key, gates, normalize, "auto")
+
+def map_weights(
+    query, key, log_decay, input_matrix, coefficient_matrix, product: str, seen: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """`[G, B, H / G, T, T]`; `seen` is applied to sums `[..., T, T]` over what earlier tokens wrote, twice."""
     length, groups = query.shape[1], key.shape[2]
     compute = torch.promote_types(torch.promote_types(query.dtype, key.dtype), torch.float32)
     query, key, input_matrix = (x.to(compute) for x in (query, key, input_matrix))
@@ -61,36 +62,13 @@ def interdomain_attention_map(
     ages, beta = torch.arange(length, device=query.device), as_complex(input_matrix)
     kernel = decay_powers(log_decay, ages).to(beta.dtype) * beta[:, None]  # [G, T, M], by age
     kernel = kernel[:, None, None]
-    seen = _within(cu_seqlens, _seen(log_gate, write_gate, torch.ones_like(key[..., 0])))[:, :, None]
-
-    def weights_of(query: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        """`[G, B, H / G, T, T]`."""
-        scores = seen * torch.einsum("btghr,bigr->gbhti", query.unflatten(2, (groups, -1)), key)
-        y = _by_age(scores).to(beta.dtype) @ kernel  # [G, B, H / G, T, M]
-        p = pull_back(coefficients, y, product)
-        return seen * _by_token((p.conj() @ kernel.mT).real)
-
-    with without_autocast(query.device):
-        weights = weights_of(query, seen)
-        if delta is not None:
-            answers = weights_of(key, seen.tril(-1)) * delta.to(compute).movedim(2, 0)[:, :, None, :, None]
-            system = answers + torch.eye(length, dtype=compute, device=query.device)
-            weights = torch.linalg.solve_triangular(system, weights, upper=False, left=False, unitriangular=True)
-    weights = weights.transpose(0, 1).flatten(1, 2)
-    return weights / weights.sum(-1, keepdim=True) if normalize else weights
+    scores = seen(torch.einsum("btghr,bigr->gbhti", query.unflatten(2, (groups, -1)), key))
+    y = _by_age(scores).to(beta.dtype) @ kernel  # [G, B, H / G, T, M]
+    p = pull_back(coefficients, y, product)
+    return seen(_by_token((p.conj() @ kernel.mT).real))
 
 
-def _seen(log_gate: torch.Tensor | None, write_gate: torch.Tensor | None, ones: torch.Tensor) -> torch.Tensor:
-    """Of what key i wrote the part that is left at token t, beside decays, `[G, B, T, T]`; of ones `[B, T, G]`."""
-    left = ones if write_gate is None else write_gate.to(ones.dtype)
-    seen = left.movedim(2, 0)[:, :, None].expand(-1, -1, ones.shape[1], -1).tril()
-    if log_gate is None:
-        return seen
-    total = finite(log_gate).cumsum(1).movedim(2, 0)  # [G, B, T]
-    return seen * (total[..., None] - total[:, :, None]).tril().exp().to(ones.dtype)
-
-
-def _within(cu_seqlens: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+def within(cu_seqlens: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     """`[..., T, T]`, zero between tokens of different documents."""
     if cu_seqlens is None:
         return x
