@@ -30,8 +30,11 @@ from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
 FILE = RESULTS / "core_study.json"
 SOURCES = ("core_study", "condition_study")
 MAMBA2 = recall_study.MAMBA2 | {"ssd_conv_bias": True, "ssd_norm": "after_gate", "use_output_gate": True}
+PLAIN = {"token_mixers": "interdomain", "start": "recall"}
 CONDITIONS = {
-    "Interdomain": {"token_mixers": "interdomain", "start": "recall"},
+    "Interdomain": PLAIN,
+    "Interdomain, gates": PLAIN | {"gates": "forget"},
+    "Interdomain, gates and delta rule": PLAIN | {"gates": "forget", "delta_rule": True},
     "Gated DeltaNet": peers.GATED_DELTANET,
     "Mamba-2": MAMBA2,
     "S4D-only": {"token_mixers": "s4d", "start": "recall"},
@@ -69,12 +72,13 @@ def recall_item(
 
 
 def plan(runs: list[dict]) -> Iterator[dict]:
-    """Language first: Gated DeltaNet, then one rate of all, then the others, then the second seed at the best.
+    """Language first: Gated DeltaNet and gates, one rate of all, the others, then the second seed at the best.
 
     Then recall, the shortest first.
     """
     known = [name for name in CONDITIONS if name not in KNOWN]
     yield from (language_item("Gated DeltaNet", rate) for rate in condition_study.LEARNING_RATES)
+    yield from (language_item("Interdomain, gates", seed=seed) for seed in condition_study.SEEDS)
     for rate in condition_study.LEARNING_RATES:
         yield from (language_item(name, rate) for name in known)
     language = [row for row in runs if row["task"] == LANGUAGE]

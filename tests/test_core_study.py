@@ -100,7 +100,7 @@ def test_copying_asks_for_the_tokens_in_their_order():
 def test_the_plan_brackets_the_rates_of_what_is_not_known():
     """Gated DeltaNet first; what `condition_study` has run of language is not run again; then recall."""
     planned = list(core_study.plan([]))
-    assert [item["condition"] for item in planned[:3]] == ["Gated DeltaNet"] * 3
+    assert [item["condition"] for item in planned[:5]] == ["Gated DeltaNet"] * 3 + ["Interdomain, gates"] * 2
     language = [item for item in planned if item["task"] == core_study.LANGUAGE]
     assert {item["condition"] for item in language} == set(core_study.CONDITIONS) - set(core_study.KNOWN)
     assert {item["learning_rate"] for item in language} == set(condition_study.LEARNING_RATES)
