@@ -13,8 +13,18 @@ from modeling_interdomain.ops.interdomain.gates import (
     gated_state_after,
     total_gated_decay,
 )
+from modeling_interdomain.ops.interdomain.gates_chunk import _operator
 from modeling_interdomain.ops.interdomain.replay import replay_tables
-from tests.operator_checks import COEFFICIENTS, PRODUCTS, SHAPES, assert_close, everything, inputs
+from tests.operator_checks import (
+    COEFFICIENTS,
+    EXTREMES,
+    PRODUCTS,
+    SHAPES,
+    assert_close,
+    everything,
+    inputs,
+    relative_error,
+)
 
 KINDS = {
     "gates": ("log_gate", "write_gate"),
@@ -104,6 +114,201 @@ def test_the_definition_is_what_the_formulas_say(kind, product, coefficients):
     arguments = gated((2, 6, 4, 2, 3, 2, 3), KINDS[kind], coefficients)
     found = everything(arguments, backend="recurrent", product=product)
     assert_close(found, everything(arguments, as_the_formulas_say, product=product), 1e-10)
+
+
+# Every shape with one readout, and every readout with one shape.
+PROBLEMS = [(shape, "bilinear", "full") for shape in SHAPES] + [
+    ("odd_sizes", product, c) for product, c in zip(PRODUCTS, COEFFICIENTS)
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("shape", "product", "coefficients"), PROBLEMS)
+def test_chunks_are_the_definition(shape, product, coefficients, kind):
+    arguments, expected = problem(shape, kind, product, coefficients)
+    assert_close(everything(arguments, product=product, chunk_size=16), expected, 1e-9)
+
+
+@pytest.mark.parametrize("kind", ["gates", "all"])
+@pytest.mark.parametrize("chunk_size", [1, 7, 64, 256])
+def test_chunk_size_changes_nothing(chunk_size, kind):
+    arguments, expected = problem("one_group", kind)
+    assert_close(everything(arguments, backend="chunk", chunk_size=chunk_size), expected, 1e-9)
+
+
+def one_by_one(places, initial_state, log_decay, input_matrix, coefficient_matrix, output_final_state, **tokens):
+    """The definition on `places`, (row, start, end) of documents, each on its own; zeros between them."""
+    outputs, states = torch.zeros_like(tokens["query"][..., :1]) * tokens["value"].repeat_interleave(2, 2), []
+    for (row, start, end), state in zip(places, initial_state.split(1)):
+        if start < end:
+            piece, state = interdomain_attention(
+                **{name: x[row : row + 1, start:end] for name, x in tokens.items()}, log_decay=log_decay,
+                input_matrix=input_matrix, coefficient_matrix=coefficient_matrix, initial_state=state,
+                backend="recurrent", output_final_state=True,
+            )  # fmt: skip
+            outputs = outputs.index_put((torch.tensor([row]), torch.arange(start, end)), piece[0])
+        states.append(state)
+    return outputs, torch.cat(states)
+
+
+ENDS = [[0, 1, 33], [0, 16, 32, 33], [0, 0, 5, 5, 31, 33, 33]]
+
+
+@pytest.mark.parametrize("kind", ["gates", "all"])
+@pytest.mark.parametrize("ends", ENDS, ids=lambda ends: "_".join(map(str, ends)))
+@pytest.mark.parametrize("backend", ["recurrent", "chunk"])
+def test_packed_documents_are_documents_alone(ends, backend, kind):
+    arguments = gated("odd_sizes", KINDS[kind], COEFFICIENTS[len(ends) % 3], rows=len(ends) - 1)
+    places = [(0, start, end) for start, end in zip(ends[:-1], ends[1:])]
+    found = everything(arguments, backend=backend, cu_seqlens=torch.tensor(ends), chunk_size=16)
+    assert_close(found, everything(arguments, functools.partial(one_by_one, places)), 1e-9)
+
+
+@pytest.mark.parametrize("kind", ["gates", "all"])
+@pytest.mark.parametrize("lengths", [[33, 1, 0, 20], [0, 0, 0, 16]], ids=str)
+@pytest.mark.parametrize("backend", ["recurrent", "chunk"])
+def test_a_row_ends_where_its_length_says(lengths, backend, kind):
+    """What stands at the pads is not read: outputs, states and gradients are those of every row alone."""
+    arguments = gated((4, 33, 6, 3, 3, 10, 7), KINDS[kind])
+    pads = torch.arange(33) >= torch.tensor(lengths)[:, None]
+    tokens = ("query", "key", "value", *KINDS[kind])
+    with torch.no_grad():
+        for name in tokens:
+            arguments[name][pads] = -1e30 if name == "log_gate" else 1e30
+    places = [(row, 0, length) for row, length in enumerate(lengths)]
+    found = everything(arguments, backend=backend, lengths=torch.tensor(lengths), chunk_size=16)
+    assert_close(found, everything(arguments, functools.partial(one_by_one, places)), 1e-9)
+    assert not any(found[name][pads].any() for name in ("output", *(f"grad of {name}" for name in tokens)))
+
+
+def test_gates_go_with_the_normalised_readout():
+    arguments = gated("odd_length", KINDS["gates"], normalize=True, seed=3)
+    expected = everything(arguments, backend="recurrent", normalize=True)
+    # Where a denominator comes near zero the quotient is as steep as float64 can follow.
+    assert_close(everything(arguments, normalize=True, chunk_size=16), expected, 1e-8)
+    one = torch.ones_like(arguments["value"][..., :1])
+    plain = dict(arguments, value=torch.cat([arguments["value"], one], dim=-1))
+    ratio, _ = interdomain_attention(**plain, backend="recurrent")
+    assert relative_error(expected["output"], ratio[..., :-1] / ratio[..., -1:]) < 1e-9
+
+
+# What log_gate may be, of random tokens in between gates near 0.
+STRONG = {"strong": -30.0, "stronger": -1e4, "zero": -float("inf")}
+
+
+@pytest.mark.parametrize("what", STRONG)
+@pytest.mark.parametrize("kind", ["gates", "all"])
+def test_strong_and_zero_gates(what, kind):
+    """States are forgotten in the middle of chunks and at their edges; what went before gets no gradient."""
+    arguments = gated((2, 65, 2, 1, 4, 3, 3), KINDS[kind])
+    with torch.no_grad():
+        arguments["log_gate"][0, [0, 5, 15, 16, 40, 41, 64]] = STRONG[what]
+        arguments["log_gate"][1] = STRONG[what]
+    expected = everything(arguments, backend="recurrent")
+    assert all(x.isfinite().all() for x in expected.values())
+    found = everything(arguments, chunk_size=16)
+    assert_close(found, expected, 1e-9)
+    if what == "zero":
+        assert not found["grad of log_gate"][1].any() and not found["grad of initial_state"].any()
+
+
+@pytest.mark.parametrize("decay", EXTREMES)
+def test_strong_decays_beside_gates(decay):
+    """Where decays leave nothing for a gate to take away, its gradient is the rounding of what it is made of."""
+    arguments = gated("odd_sizes", KINDS["all"], **EXTREMES[decay])
+    found, expected = everything(arguments, chunk_size=16), everything(arguments, backend="recurrent")
+    wrong = found.pop("grad of log_gate") - expected.pop("grad of log_gate")
+    assert_close(found, expected, 1e-9)
+    assert wrong.norm() < 1e-12 * expected["grad of write_gate"].norm()
+
+
+@pytest.mark.parametrize("delta", [0.0, 1.0])
+def test_no_correction_and_all_of_it(delta):
+    arguments = gated("odd_length", KINDS["all"])
+    with torch.no_grad():
+        arguments["delta"].fill_(delta)
+    expected = everything(arguments, backend="recurrent")
+    found = everything(arguments, chunk_size=16)
+    assert_close(found, expected, 1e-9)
+    assert found["grad of delta"].any()
+    if delta == 0:
+        plain = everything({name: x for name, x in arguments.items() if name != "delta"})
+        assert_close({name: found[name] for name in plain}, plain, 1e-9)
+
+
+@pytest.mark.parametrize("kind", ["gates", "all"])
+def test_a_thousand_tokens(kind):
+    """Gates as they start, for 150 tokens; as long as the state is the same, gradients do not add up errors."""
+    arguments = gated((1, 1000, 1, 1, 4, 3, 4), KINDS[kind], strength=0.014, decay=0.02)
+    assert_close(everything(arguments), everything(arguments, backend="recurrent"), 1e-8)
+
+
+@pytest.mark.parametrize("shape", ["odd_length", "odd_sizes"])
+@pytest.mark.parametrize("initial", [True, False], ids=["goes-on", "begins"])
+def test_neutral_gates_are_none(shape, initial):
+    arguments = inputs(SHAPES[shape])
+    if not initial:
+        arguments["initial_state"] = None
+    expected = everything(arguments, chunk_size=16)
+    zero = torch.zeros_like(arguments["key"][..., 0])
+    neutral = {"log_gate": zero, "write_gate": zero + 1, "delta": zero}
+    for names in KINDS.values():
+        found = everything(arguments | {name: neutral[name].clone().requires_grad_() for name in names}, chunk_size=16)
+        assert_close({name: found[name] for name in expected}, expected, 1e-10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_float32(kind):
+    arguments, expected = problem("one_group", kind)
+    narrow = {k: None if v is None else v.detach().float().requires_grad_() for k, v in arguments.items()}
+    found = everything(narrow)
+    assert found["output"].dtype == found["state"].dtype == torch.float32
+    assert_close(found, expected, 2e-5)
+
+
+@pytest.mark.parametrize("kind", ["gates", "all"])
+def test_other_dtypes_and_autocast(kind):
+    """Tokens in bfloat16 are computed with in float32, whatever the gates have; so is everything under autocast."""
+    arguments = {k: v.detach() for k, v in gated("odd_length", KINDS[kind], dtype=torch.float32).items()}
+    tokens = {k: v.bfloat16() if k in ("query", "key", "value") else v for k, v in arguments.items()}
+    wide = {k: v.float() for k, v in tokens.items()}
+    expected, state = interdomain_attention(**wide, output_final_state=True)
+    output, found = interdomain_attention(**tokens, output_final_state=True)
+    torch.testing.assert_close((output, found), (expected.bfloat16(), state))
+    gates = {name: arguments[name].double() for name in KINDS[kind]}
+    torch.testing.assert_close(interdomain_attention(**wide | gates)[0], expected)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert interdomain_attention(**wide)[0].equal(expected)
+
+
+@pytest.mark.parametrize("kind", ["gates", "all"])
+def test_only_what_is_asked_for(kind):
+    """Without a final state, an initial state, or gradients of some arguments."""
+    arguments, _ = problem("odd_length", kind)
+    for names in (["log_gate"], ["value"], ["log_decay", "coefficient_matrix"]):
+        for state in (None, arguments["initial_state"]):
+            leaves = {k: v.detach().requires_grad_(k in names) for k, v in arguments.items()}
+            if state is None:
+                leaves["initial_state"] = None
+            grads = []
+            for backend in ("recurrent", "chunk"):
+                output, final = interdomain_attention(**leaves, backend=backend)
+                assert final is None
+                grads.append(torch.autograd.grad(output.square().sum(), [leaves[name] for name in names]))
+            for found, expected in zip(*grads, strict=True):
+                assert relative_error(found, expected) < 1e-9
+
+
+@pytest.mark.parametrize("kind", ["gates", "all"])
+def test_the_operator_has_a_schema_and_compiles(kind):
+    arguments, expected = problem("odd_length", kind)
+    compiled = torch.compile(interdomain_attention, fullgraph=True, backend="aot_eager")
+    assert_close(everything(arguments, compiled), expected, 1e-9)
+    log_gate = arguments.get("log_gate")
+    names = ("query", "key", "value", "log_decay", "input_matrix", "coefficient_matrix", "initial_state")
+    tensors = [arguments[name] for name in names]
+    ends = torch.tensor([20, 63])
+    torch.library.opcheck(_operator, (*tensors, log_gate, arguments.get("delta"), None, ends, "real", 16, True))
 
 
 def stepped(take, query, key, value, initial_state, *parameters, mask=None, **gates):

@@ -166,7 +166,16 @@ def interdomain_attention(
             elif gates:
                 from .gates import gated_attention
 
-                found = gated_attention(*problem, cu_seqlens, lengths, gates)
+                found = gated_attention(
+                    *problem,
+                    cu_seqlens,
+                    lengths,
+                    backend=backend,
+                    gates=gates,
+                    chunk_size=chunk_size,
+                    output_final_state=output_final_state,
+                    kept=kept,
+                )
             elif exporting:
                 from ..diagonal.export import export_attention
 

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ..common.checks import check_tensors
-from ..common.cpu import values_at_hand
+from ..common.cpu import OperatorCache, values_at_hand
 from ..common.decay import finite
 from ..diagonal.step import StepTables, read_state, turn_state
+from .chunk import chunk_attention
 
 GATED_BACKENDS = ("auto", "recurrent", "chunk")
 
@@ -67,23 +68,33 @@ def gated_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    coefficient_matrix: torch.Tensor | None,
-    product: str,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
+    *parameters: Any,
+    backend: str,
     gates: Gates,
+    chunk_size: int,
+    output_final_state: bool,
+    kept: OperatorCache | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`interdomain_attention` with gates: everything in one dtype but the gates, which may be in any."""
-    from .gates_naive import gated_recurrent_attention
+    """`interdomain_attention` with gates: everything in one dtype but the gates, which may be in any.
 
-    log_gate, write_gate, delta = (None if x is None else x.to(key.dtype) for x in gates)
-    return gated_recurrent_attention(
-        query, key, value, log_decay, input_matrix, coefficient_matrix, product, initial_state, cu_seqlens, lengths,
-        log_gate, write_gate, delta,
-    )  # fmt: skip
+    Args:
+        parameters: as those of `chunk_attention`, up to `lengths`.
+    """
+    log_gate, write_gate, delta = gates
+    if backend == "recurrent":
+        from .gates_naive import gated_recurrent_attention
+
+        alike = (None if x is None else x.to(key.dtype) for x in gates)
+        return gated_recurrent_attention(query, key, value, *parameters, *alike)
+    if write_gate is not None:
+        write_gate = write_gate.to(key.dtype)[..., None]
+        key, value = key * write_gate, value * write_gate
+    options: list[Any] = [chunk_size, output_final_state]
+    if log_gate is None and delta is None:
+        return chunk_attention(*(query, key, value, *parameters, *options, kept))
+    from .gates_chunk import gated_chunk_attention
+
+    return gated_chunk_attention(*(query, key, value, *parameters, *options, log_gate, delta))
 
 
 def advance_gated_state(
