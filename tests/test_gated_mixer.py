@@ -10,12 +10,10 @@ from torch.nn import functional as F
 from conversion.fewer_modes import check_reducible
 from examples.text_data import InputError
 from modeling_interdomain import InterdomainCache, InterdomainConfig, InterdomainForCausalLM, interdomain_attention
-from modeling_interdomain.mixers.interdomain import configuration
 from modeling_interdomain.mixers.interdomain.gated import GatedInterdomainMixer
 from modeling_interdomain.mixers.interdomain.mixer import InterdomainMixer
 from modeling_interdomain.model_cache.fingerprint import model_fingerprint
 from modeling_interdomain.model_cache.spans import cut_cache, join_caches
-from modeling_interdomain.ops.interdomain.gates import GATED_BACKENDS
 from modeling_interdomain.ops.interdomain.gates_map import gated_attention_map
 from modeling_interdomain.ops.interdomain.gates_naive import gated_recurrent_attention
 
@@ -30,8 +28,8 @@ FORMS = {
     ("fields", "sentence"),
     [
         ({"gates": "warp"}, "gates must be one of none, forget; got 'warp'"),
-        ({"gates": "forget", "token_mixers": "s4d"}, 'gates = "forget" is of "interdomain" layers, and token_mixers'),
-        ({"delta_rule": True, "token_mixers": "s4d"}, 'delta_rule is of "interdomain" layers, and token_mixers names'),
+        ({"gates": "forget", "token_mixers": "s4d"}, 'gates = "forget" and delta_rule = False are of "interdomain"'),
+        ({"delta_rule": True, "token_mixers": "s4d"}, '"interdomain" layers, and token_mixers names none: leave them'),
         ({"gates": "forget", "normalize": True}, 'gates = "forget" needs the plain readout: set normalize to False'),
         ({"gates": "forget", "backend": "fft"}, 'and backend = "fft" needs one way for all: choose one of auto, rec'),
         ({"delta_rule": True, "product": "bilinear"}, 'product is "bilinear": set product="hermitian"'),
@@ -41,10 +39,6 @@ FORMS = {
 def test_what_has_no_gates_says_so(make_config, fields, sentence):
     with pytest.raises(StrictDataclassClassValidationError, match=re.escape(sentence)):
         make_config(**fields)
-
-
-def test_the_configuration_names_the_backends_of_the_operator():
-    assert set(configuration.GATED_BACKENDS) == set(GATED_BACKENDS)
 
 
 def test_layers_are_of_the_class_that_their_configuration_asks_for(make_model):

@@ -6,8 +6,6 @@ from typing import Any
 
 from ...layers.configuration import ModelFields
 
-# Of operators that know gates.
-GATED_BACKENDS = ("auto", "recurrent", "chunk")
 # What `start` puts in the place of fields that are not given.
 STARTS = {
     "recall": {
@@ -142,25 +140,11 @@ class InterdomainFields(ModelFields):
         return ["forget", "write"] * (self.gates == "forget") + ["delta"] * self.delta_rule
 
     def check_gates(self) -> None:
-        """Gates stand where something has them, and something can compute them."""
-        field = 'gates = "forget"' if self.gates != "none" else "delta_rule"
-        if not self.gate_names:
-            return
-        if "interdomain" not in self.mixers_per_layer:
-            raise ValueError(f'{field} is of "interdomain" layers, and token_mixers names none: leave it out.')
-        if self.normalize:
-            raise ValueError(f"{field} needs the plain readout: set normalize to False, or leave {field} out.")
-        if self.backend not in GATED_BACKENDS:
+        """Gates stand where some layer has them; whether it can have them, that says itself."""
+        if self.gate_names and "interdomain" not in self.mixers_per_layer:
             raise ValueError(
-                f'{field} lets every token move the state in its own way, and backend = "{self.backend}" needs one way '
-                f"for all: choose one of {', '.join(GATED_BACKENDS)}."
-            )
-        if self.delta_rule and not self.input_norm:
-            raise ValueError("delta_rule is measured by the size that input_norm gives keys: set input_norm=True.")
-        if self.delta_rule and self.product != "hermitian":
-            raise ValueError(
-                "delta_rule is measured by what a key finds of itself, which the hermitian product alone keeps "
-                f'positive, and product is "{self.product}": set product="hermitian".'
+                f'gates = "{self.gates}" and delta_rule = {self.delta_rule} are of "interdomain" layers, and token_mixers '
+                "names none: leave them out."
             )
 
     def complete_start(self, mixers: Mapping[str, Any]) -> None:

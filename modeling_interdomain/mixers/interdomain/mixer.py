@@ -170,6 +170,13 @@ class InterdomainMixer(DecodeTables, KeyValueMixer):
         return [Stream("q", config.num_attention_heads, config.mapped_dim, True), *super().streams(config), *gates]
 
     @classmethod
+    def check_config(cls, config) -> None:
+        if config.gate_names:
+            from .gates import check_gates
+
+            check_gates(config)
+
+    @classmethod
     def class_for(cls, config):
         if not config.gate_names:
             return cls
