@@ -28,8 +28,8 @@ FORMS = {
     ("fields", "sentence"),
     [
         ({"gates": "warp"}, "gates must be one of none, forget; got 'warp'"),
-        ({"gates": "forget", "token_mixers": "s4d"}, 'gates = "forget" and delta_rule = False are of "interdomain"'),
-        ({"delta_rule": True, "token_mixers": "s4d"}, '"interdomain" layers, and token_mixers names none: leave them'),
+        ({"gates": "forget", "token_mixers": "s4d"}, 'gates = "forget" and delta_rule = False are of "interdomain" l'),
+        ({"delta_rule": True, "token_mixers": "s4d"}, '"interdomain" layers, and token_mixers names none: leave'),
         ({"gates": "forget", "normalize": True}, 'gates = "forget" needs the plain readout: set normalize to False'),
         ({"gates": "forget", "backend": "fft"}, 'and backend = "fft" needs one way for all: choose one of auto, rec'),
         ({"delta_rule": True, "product": "bilinear"}, 'product is "bilinear": set product="hermitian"'),

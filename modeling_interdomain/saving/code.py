@@ -33,6 +33,7 @@ _OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "mixers.softmax.dynamic_mask": lambda config: not _ATTENTION.isdisjoint(config.mixers_per_layer),
     "ops.common.window": lambda config: not _ATTENTION.isdisjoint(config.mixers_per_layer),
     "mixers.interdomain.gated": _is_gated,
+    "mixers.interdomain.gates": _is_gated,
     "ops.interdomain.gates": _is_gated,
     "ops.interdomain.prefix": lambda config: config.backend in ("fft", "associative_scan"),
     "ops.interdomain.scan": lambda config: config.backend == "scan",

@@ -143,8 +143,8 @@ class InterdomainFields(ModelFields):
         """Gates stand where some layer has them; whether it can have them, that says itself."""
         if self.gate_names and "interdomain" not in self.mixers_per_layer:
             raise ValueError(
-                f'gates = "{self.gates}" and delta_rule = {self.delta_rule} are of "interdomain" layers, and token_mixers '
-                "names none: leave them out."
+                f'gates = "{self.gates}" and delta_rule = {self.delta_rule} are of "interdomain" layers, and '
+                "token_mixers names none: leave them out."
             )
 
     def complete_start(self, mixers: Mapping[str, Any]) -> None:

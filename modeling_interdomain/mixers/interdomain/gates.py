@@ -29,15 +29,15 @@ def check_gates(config) -> None:
         raise ValueError(f"{field} needs the plain readout: set normalize to False, or leave {field} out.")
     if config.backend not in GATED_BACKENDS:
         raise ValueError(
-            f'{field} lets every token move the state in its own way, and backend = "{config.backend}" needs one way for '
-            f"all: choose one of {', '.join(GATED_BACKENDS)}."
+            f'{field} lets every token move the state in its own way, and backend = "{config.backend}" needs one way '
+            f"for all: choose one of {', '.join(GATED_BACKENDS)}."
         )
     if config.delta_rule and not config.input_norm:
         raise ValueError("delta_rule is measured by the size that input_norm gives keys: set input_norm=True.")
     if config.delta_rule and config.product != "hermitian":
         raise ValueError(
-            "delta_rule is measured by what a key finds of itself, which the hermitian product alone keeps positive, and "
-            f'product is "{config.product}": set product="hermitian".'
+            "delta_rule is measured by what a key finds of itself, which the hermitian product alone keeps positive, "
+            f'and product is "{config.product}": set product="hermitian".'
         )
 
 
