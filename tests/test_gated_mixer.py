@@ -176,6 +176,18 @@ def test_gated_layers_keep_their_modes(make_config):
         check_reducible(make_config(gates="forget"))
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_padded_batches_are_learned_in_float32(form, make_model, left_padded):
+    """With the gradients of float64."""
+    inputs, found = left_padded([3, 9, 14]), []
+    for dtype in (torch.float32, torch.float64):
+        model = make_model(dtype=dtype, state_dtype="float32", **FORMS[form]).train()
+        model(**inputs, labels=inputs["input_ids"]).loss.backward()
+        found.append([p.grad.double() for p in model.parameters()])
+    for single, double in zip(*found, strict=True):
+        torch.testing.assert_close(single, double, rtol=1e-3, atol=1e-4 * double.abs().max().item())
+
+
 def test_gates_are_computed_in_float32(make_model, random_ids):
     """Of a model in bfloat16, whose layers learn."""
     model = make_model(gates="forget", delta_rule=True, dtype=torch.bfloat16, state_dtype="float32").train()

@@ -283,7 +283,8 @@ class GatedGradients(Gradients):
         answers = self.workspace.product("output", weights[:, own], values.inputs)
         if reader is not None:
             answers += call.left("output left", self.workspace.product("output left", reader[:, own], values.before.mT))
-        call.chunks.write(-self._dot(of_values, answers)[:, :, None, :, None], segment, self.delta)
+        of_delta = -self._dot(of_values, answers)[:, :, None, :, None]
+        call.chunks.write(of_delta.to(self.delta.dtype), segment, self.delta)
         torch.mul(of_values, call.of_tokens(call.delta, segment, "delta"), out=grad[:, own]).neg_()
         return of_values
 
