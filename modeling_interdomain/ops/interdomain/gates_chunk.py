@@ -10,9 +10,9 @@ weights of its chunk's earlier tokens and r_t what the state S^v before the chun
 
     u_t = v_t - delta_t (sum_{j<t} A[t, j] u_j + r_t),   (I + diag(delta) A) U = V - diag(delta) R S^v
 
-in which A and the readers R need keys and gates alone. One triangular solve for V and diag(delta) R side by side leaves
-`U = U' - R' S^v`, and the walk over the states. U is kept for the backward pass beside the inputs: there the walk
-needs no second solve.
+in which A and the readers R need keys and gates alone. The inverses are made for many chunks at once, and applied where
+the walk over the states comes to a chunk. U is kept for the backward pass beside the inputs: there the states are those
+of known values.
 """
 
 from typing import Any
@@ -26,6 +26,7 @@ from ..diagonal.mixing import mixing_gradient
 from .chunk import state_shape
 from .chunk_call import AttentionCall, Gradients, Walked, margins, unskew, walk
 from .gates_states import DeltaStateGradients, DeltaStates, GatedStateGradients, GatedStates, TokenGates
+from .unit_triangular import inverses
 
 
 def gated_chunk_attention(
@@ -142,9 +143,9 @@ class GatedCall(AttentionCall):
         torch.mul(self.by_token(p), self.back, out=self.by_token(out))
         return out.view(-1, self.heads * self.size, p.shape[-1])
 
-    def of_tokens(self, x: torch.Tensor, segment: Segment, name: str) -> torch.Tensor:
+    def of_tokens(self, x: torch.Tensor, segment: Segment) -> torch.Tensor:
         """`[B, T, G]` as `[G N, C, 1]`."""
-        target = self.workspace.tensor(name, (self.groups, segment.chunks, 1, self.size, 1), self.query)
+        target = self.query.new_empty(self.groups, segment.chunks, 1, self.size, 1)
         self.chunks.read(x[..., None], segment, target)
         return target.view(-1, self.size, 1)
 
@@ -188,27 +189,19 @@ class GatedCall(AttentionCall):
         if self.delta is None:
             return walk(self.values, segment, entry)
         values = self.values.inputs(segment)
-        flat = values.flatten(0, 1)
-        if reader is None:
-            flat.copy_(self.solved(segment, weights, flat))
-            before = self.values.answer(segment, values, entry, None)
-        else:
-            both = torch.cat([flat, self.readers(segment, reader)], dim=-1)
-            flat_values, readers = self.solved(segment, weights, both).split([flat.shape[2], reader.shape[2]], dim=-1)
-            flat.copy_(flat_values)
-            before = self.values.answer(segment, values, entry, readers.unflatten(0, values.shape[:2]))
-        return Walked(flat, None if before is None else before.flatten(0, 1))
+        before = self.values.answer(segment, values, entry, *self.answering(segment, weights, reader))
+        return Walked(values.flatten(0, 1), None if before is None else before.flatten(0, 1))
 
-    def readers(self, segment: Segment, reader: torch.Tensor) -> torch.Tensor:
-        """With which keys read the states before their chunks, times delta: `[G N, C, 2M]`."""
-        return self.left("readers", reader[:, self.queries :]) * self.of_tokens(self.delta, segment, "delta")
-
-    def solved(self, segment: Segment, weights: torch.Tensor, x: torch.Tensor, back: bool = False) -> torch.Tensor:
-        """`(I + diag(delta) A)^-1 x`, or of the transposed matrix, of x `[G N, C, W]`."""
-        matrix = weights[:, self.queries :] * self.of_tokens(self.delta, segment, "delta")
-        if back:
-            matrix = matrix.mT
-        return torch.linalg.solve_triangular(matrix, x, upper=back, unitriangular=True)
+    def answering(
+        self, segment: Segment, weights: torch.Tensor, reader: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`(I + diag(delta) A)^-1`, `[G, N, C, C]`, and the readers of the states before times delta, `[..., 2M]`."""
+        delta, keys = self.of_tokens(self.delta, segment), slice(self.queries, None)
+        inverse = inverses(weights[:, keys] * delta)
+        if reader is not None:
+            reader = reader[:, keys] * delta.mul_(self.now.before.flatten(0, 1))
+            reader = reader.view(self.groups, -1, *reader.shape[1:])
+        return inverse.unflatten(0, (self.groups, -1)), reader
 
 
 class GatedGradients(Gradients):
@@ -265,28 +258,23 @@ class GatedGradients(Gradients):
         if self.delta is None:
             self._moved(self.values, segment, *values, of_values, of_states)
         else:
-            of_values = self._answers(segment, values, weights, reader, of_values, of_states, grad)
+            self._answers(segment, values, weights, reader, of_values, of_states, grad)
         call.write(of_values, segment, self.values.x)
         self.of_sums = -self._dot(values.inputs, of_values)
 
-    def _answers(self, segment: Segment, values: Walked, weights, reader, of_values, of_states, grad) -> torch.Tensor:
-        """From the gradient of what was written, so far as outputs tell, to that of the values."""
+    def _answers(self, segment: Segment, values: Walked, weights, reader, of_values, of_states, grad) -> None:
+        """From the gradient of what was written, so far as outputs tell, to that of the values, in its place."""
         call, own = self.call, slice(self.call.queries, None)
-        shape = (call.groups, segment.chunks)
-        written, readers = of_values.unflatten(0, shape), None
-        if reader is not None:
-            readers = call.solved(segment, weights, call.readers(segment, reader)).unflatten(0, shape)
+        written = of_values.unflatten(0, (call.groups, segment.chunks))
         self.values.of_written(segment, written)
-        self.values.answered = written, readers
+        self.values.answered = written, *call.answering(segment, weights, reader)
         self._walked(self.values, segment, *values, of_states)
-        of_values = call.solved(segment, weights, of_values, back=True)
         answers = self.workspace.product("output", weights[:, own], values.inputs)
         if reader is not None:
             answers += call.left("output left", self.workspace.product("output left", reader[:, own], values.before.mT))
         of_delta = -self._dot(of_values, answers)[:, :, None, :, None]
         call.chunks.write(of_delta.to(self.delta.dtype), segment, self.delta)
-        torch.mul(of_values, call.of_tokens(call.delta, segment, "delta"), out=grad[:, own]).neg_()
-        return of_values
+        torch.mul(of_values, call.of_tokens(call.delta, segment), out=grad[:, own]).neg_()
 
     def _second_pass(self, segment: Segment, grad, values, states, p) -> torch.Tensor:
         """From the gradient of what was read, `[G N, P C, D]`, to that of p, `[G, N P C, 2M]`."""

@@ -35,10 +35,11 @@ class ChunkGates:
         self.across = last.exp().to(dtype)[..., None]
 
     def within(self) -> torch.Tensor:
-        """`[G N, 1, C, C]`: at token t of what token i has written, zero for i > t."""
-        apart = self.sums[..., :, None] - self.sums[..., None, :]
-        later = torch.ones(apart.shape[-2:], dtype=torch.bool, device=apart.device).triu_(1)
-        return apart.masked_fill_(later, -torch.inf).to(self.before.dtype).exp_().flatten(0, 1)[:, None]
+        """`[G N, 1, C, C]`: at token t of what token i <= t has written; 1 for later ones, which nobody reads."""
+        size = self.sums.shape[-1]
+        apart = self.before.new_empty(*self.sums.shape, size)
+        torch.sub(self.sums[..., :, None], self.sums[..., None, :], out=apart)
+        return apart.clamp_(max=0).exp_().view(-1, 1, size, size)
 
 
 class TokenGates:
@@ -91,13 +92,19 @@ class DeltaStates(GatedStates):
     stepped: Repeated | None = None
 
     def answer(
-        self, segment: Segment, values: torch.Tensor, entry: torch.Tensor | None, readers: torch.Tensor | None
+        self,
+        segment: Segment,
+        values: torch.Tensor,
+        entry: torch.Tensor | None,
+        inverse: torch.Tensor,
+        readers: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """`forward` of what values write when all is known but the states before their chunks.
+        """`forward` of what values write, each chunk when the state before it is known.
 
         Args:
-            values: `[G, N, C, W]`, what they write where these states are zero; overwritten with what they write.
-            readers: `[G, N, C, 2M]`, with which they read these states; None where all are zero.
+            values: `[G, N, C, W]`, overwritten with what they write.
+            inverse: `[G, N, C, C]`, of I + diag(delta) A.
+            readers: `[G, N, C, 2M]`, times delta, of the states before the chunks; None where all are zero.
 
         Returns:
             The states before the chunks, as `forward`.
@@ -111,19 +118,19 @@ class DeltaStates(GatedStates):
         for index, (start, lanes, following) in enumerate(segment.moves()):
             here = slice(start, start + lanes)
             if before is not None and readers is not None and (index or entry is not None):
-                read = torch.bmm(rows_of(readers, here), rows_of(before, here).mT)
-                values[:, here] -= read.view(values[:, here].shape)
+                subtract(values[:, here], rows_of(readers, here), rows_of(before, here).mT)
+            solved = torch.bmm(rows_of(inverse, here), rows_of(values, here))
+            values[:, here] = solved.view(values[:, here].shape)
             if not following:
                 break
             here = slice(start, start + following)
-            after = self.left if index + 1 == len(segment.lanes) else before[:, here.start + lanes :][:, :following]
+            after = self.left if index + 1 == len(segment.lanes) else before[:, start + lanes :][:, :following]
             written = values[:, here] * self.gates.of(segment).after[:, here]
             added = torch.bmm(written.flatten(0, 1).mT, self._table(following)).view(after.shape)
             if before is None:
                 after.copy_(added)
             else:
-                across = self.across(segment, here)
-                torch.addcmul(pairs(added), across, pairs(before[:, here]), out=pairs(after))
+                torch.addcmul(pairs(added), self.across(segment, here), pairs(before[:, here]), out=pairs(after))
         if before is not None:
             self.keep_ends(segment, before)
         return before
@@ -138,6 +145,14 @@ def rows_of(x: torch.Tensor, chunks: slice) -> torch.Tensor:
     """Some chunks of `[G, N, ...]` as `[G n, ...]`; a copy where there are several."""
     x = x[:, chunks]
     return x[:, 0] if x.shape[1] == 1 else x.flatten(0, 1)
+
+
+def subtract(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """`x -= a @ b` for x `[G, n, ...]`, a and b `[G n, ...]`."""
+    if x.shape[1] == 1:
+        x[:, 0].baddbmm_(a, b, alpha=-1)
+    else:
+        x -= torch.bmm(a, b).view(x.shape)
 
 
 class GatedStateGradients(StateGradients):
@@ -204,7 +219,8 @@ class DeltaStateGradients(GatedStateGradients):
     """The same of `DeltaStates`, whose inputs are what has been written."""
 
     states: DeltaStates
-    answered: tuple[torch.Tensor, torch.Tensor | None]
+    # Gradients of what was written, `inverse` and `readers` of the segment that is walked.
+    answered: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
     def __init__(self, states: DeltaStates, final: torch.Tensor | None):
         super().__init__(states, final)
@@ -228,30 +244,36 @@ class DeltaStateGradients(GatedStateGradients):
     def backward(
         self, segment: Segment, inputs: torch.Tensor, before: torch.Tensor | None, grad: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """As that of `StateGradients`, and completes the gradients of what was written, in `answered`."""
-        of_values, readers = self.answered
-        if grad is not None and not segment.following and len(segment.lanes) == 1:
-            grad -= torch.bmm(of_values.flatten(0, 1).mT, readers.flatten(0, 1)).view(grad.shape)
+        """As that of `StateGradients`; the gradients of what was written, in `answered`, become those of the values."""
+        if not segment.following and len(segment.lanes) == 1:
+            self._solve(slice(0, segment.chunks), grad)
         return super().backward(segment, inputs, before, grad)
 
+    def _solve(self, here: slice, of_before: torch.Tensor | None) -> None:
+        """Take the gradients of some chunks back through the solve, and to the states that they have read."""
+        written, inverse, readers = self.answered
+        found = torch.bmm(rows_of(inverse, here).mT, rows_of(written, here))
+        written[:, here] = found.view(written[:, here].shape)
+        if of_before is not None and readers is not None:
+            subtract(of_before, found.mT, rows_of(readers, here))
+
     def _walk(self, segment: Segment, grad: torch.Tensor | None, after: torch.Tensor) -> torch.Tensor | None:
-        """Fill `after` and complete the gradients of what was written: the gradient of the entry."""
-        of_values, readers = self.answered
+        written, gates = self.answered[0], self.states.gates.of(segment)
         moves = list(segment.moves())
         entry = None if grad is None else torch.empty_like(grad[:, : segment.lanes[0]].contiguous())
         for index in reversed(range(len(moves))):
             start, lanes, following = moves[index]
+            here = slice(start, start + lanes)
             if index + 1 == len(moves) and following:
                 after[:, start : start + following] = self.left
             after[:, start + following : start + lanes] = 0
-            here = slice(start, start + lanes)
-            through = torch.bmm(self.states._table(lanes), rows_of(after, here).mT).view(of_values[:, here].shape)
-            of_values[:, here] += through * self.states.gates.of(segment).after[:, here]
-            if grad is None:
-                break
-            into = after[:, moves[index - 1][0] :][:, :lanes] if index else entry
-            across = self.states.across_back(segment, here)
-            torch.addcmul(pairs(grad[:, here]), across, pairs(after[:, here]), out=pairs(into))
-            read = torch.bmm(rows_of(of_values, here).mT, rows_of(readers, here))
-            into -= read.view(into.shape)
+            if following:
+                through = torch.bmm(self.states._table(lanes), rows_of(after, here).mT)
+                written[:, here].addcmul_(through.view(written[:, here].shape), gates.after[:, here])
+            into = None
+            if grad is not None:
+                into = after[:, moves[index - 1][0] :][:, :lanes] if index else entry
+                across = self.states.across_back(segment, here)
+                torch.addcmul(pairs(grad[:, here]), across, pairs(after[:, here]), out=pairs(into))
+            self._solve(here, into)
         return entry
