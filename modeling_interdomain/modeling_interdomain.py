@@ -53,7 +53,7 @@ class InterdomainDecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config, layer_idx: int):
         super().__init__()
-        self.token_mixer = TOKEN_MIXERS[config.mixers_per_layer[layer_idx]](config, layer_idx)
+        self.token_mixer = TOKEN_MIXERS[config.mixers_per_layer[layer_idx]].class_for(config)(config, layer_idx)
         feed_forward = FEED_FORWARDS[config.feed_forwards_per_layer[layer_idx]]
         self.mlp = None if feed_forward is None else feed_forward(config, layer_idx)
         self.input_layernorm = InterdomainRMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -23,12 +23,21 @@ _TABLES = {"TOKEN_MIXERS": "mixers_per_layer", "FEED_FORWARDS": "feed_forwards_p
 _ATTENTION = {"softmax", "inner_function"}
 # Families whose fields travel with their token mixer alone: a state does not depend on them where it is not there.
 _OWN_FIELDS = {"WindowFields": "window"}
+
+
+def _is_gated(config) -> bool:
+    return bool(config.gate_names)
+
+
 # What is imported where it is first needed, and when a model of a configuration needs it.
 _OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "mixers.sparse.branch": lambda config: any(config.sparse_per_layer),
     "mixers.sparse.parts": lambda config: any(config.sparse_per_layer),
     "mixers.softmax.dynamic_mask": lambda config: not _ATTENTION.isdisjoint(config.mixers_per_layer),
     "ops.common.window": lambda config: not _ATTENTION.isdisjoint(config.mixers_per_layer),
+    "mixers.interdomain.gated": _is_gated,
+    "mixers.interdomain.gates": _is_gated,
+    "ops.interdomain.gates": _is_gated,
     "ops.interdomain.prefix": lambda config: config.backend in ("fft", "associative_scan"),
     "ops.interdomain.scan": lambda config: config.backend == "scan",
     "ops.interdomain.triton_scan": lambda config: config.backend == "scan",
