@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from ..common.checks import check_documents, check_floats, check_how, check_state, check_tensors, shape_of
+from ..common.checks import check_documents, check_floats, check_how, check_state, check_tensors, real_tokens, shape_of
 from ..common.cpu import autocasts, multiplies_bf16, without_autocast
 from ..common.launch import check_step_backend, fused, steps_fused
-from ..diagonal.step import StepParameters, advance_state, read_state, real_tokens, step_tables
+from ..diagonal.step import StepParameters, advance_state, read_state, step_tables
 from .chunk import chunk_attention
 from .naive import recurrent_attention
 from .readout import PRODUCTS
