@@ -122,6 +122,12 @@ def fused(
     return None
 
 
+def say_without_kernels(device: torch.device, reason: str) -> None:
+    """Say once why "auto" takes another way where kernels would be looked for."""
+    if device.type not in _WITHOUT_KERNELS and not torch.compiler.is_compiling():
+        _say_once(f"Interdomain attention runs without its fused kernels: {reason}.")
+
+
 def check_step_backend(backend: str, state: torch.Tensor) -> None:
     """Refuse a backend that a decoding step does not have, or a state that its kernels cannot overwrite."""
     if backend not in STEP_BACKENDS:
