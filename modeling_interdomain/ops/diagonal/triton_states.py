@@ -11,14 +11,9 @@ pass proper starts from there.
 
 from typing import Any, NamedTuple
 
+from ..common.launch import tl, triton
 from ..common.tiles import dot, left_over, narrow, segment_of
 from .triton_tiles import load_pair, times, times_conj
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
 
 
 class Columns(NamedTuple):

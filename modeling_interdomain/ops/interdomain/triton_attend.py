@@ -7,15 +7,10 @@ others alone.
 
 from typing import Any, NamedTuple
 
+from ..common.launch import tl, triton
 from ..common.tiles import locate
 from ..diagonal.triton_tiles import mixing_of_group, pull_and_mix, push, readers, times_conj_powers
 from .triton_stored import push_stored, store_modes, stored_weights
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
 
 
 class Operands(NamedTuple):

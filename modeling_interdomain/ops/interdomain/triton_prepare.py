@@ -15,13 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..common.custom_op import differentiable
-from ..common.launch import on_device, power_of_two
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
+from ..common.launch import on_device, power_of_two, tl, triton
 
 # Tokens a program walks, and the numbers of a token it holds.
 _RUN, _TILE = 64, 512

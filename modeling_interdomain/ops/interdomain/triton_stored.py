@@ -7,14 +7,9 @@ would take more registers than there are. BM modes at a time are loaded for ever
 `mixed` is what reads a chunk: p for a skewed group, otherwise `p conj(lambda^(t+1))`, which reads the state as well.
 """
 
+from ..common.launch import tl, triton
 from ..common.tiles import dot, load_tokens, narrow, store_tokens
 from ..diagonal.triton_tiles import add_weights, load_pair, ordered, times_conj_powers
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
 
 
 @triton.jit

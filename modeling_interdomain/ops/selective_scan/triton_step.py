@@ -5,13 +5,7 @@ Nothing is read back by the host, so that a CUDA graph can hold the step.
 
 import torch
 
-from ..common.launch import multiprocessors, namespace, on_device, power_of_two
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
+from ..common.launch import multiprocessors, namespace, on_device, power_of_two, tl, triton
 
 
 @triton.jit
