@@ -205,7 +205,7 @@ def test_fields_of_all_families_travel_in_one_file():
 
 
 # What a checkpoint may carry, in files and lines: more is argued for where it is added.
-MOST = {"interdomain": (72, 14_200), "softmax": (42, 7_600), "ssd": (56, 10_500)}
+MOST = {"interdomain": (60, 12_930), "softmax": (32, 6_480), "ssd": (47, 9_420)}
 
 
 @pytest.mark.parametrize("name", MOST)

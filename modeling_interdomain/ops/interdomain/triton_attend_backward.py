@@ -25,7 +25,7 @@ from ..diagonal.triton_tiles import (
     times_conj,
     times_conj_powers,
 )
-from .triton_stored import load_modes, load_readers, push_stored, store_modes, stored_weights
+from .triton_attend import load_modes, load_readers, push_stored, store_modes, stored_weights
 
 
 class ChunkGradients(NamedTuple):
