@@ -109,7 +109,7 @@ def _begun(mixer, state: torch.Tensor) -> torch.Tensor:
 
 
 def _with_states(cache, states: list[torch.Tensor], seen: int, decoder) -> InterdomainCache:
-    """A new cache with the windows of one, and other states."""
+    """A new cache with the conv state of one, and other states."""
     tensors = cache.named_tensors()
     for i, state in enumerate(states):
         tensors[f"{i}.states.0.state"] = state

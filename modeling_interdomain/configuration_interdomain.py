@@ -287,6 +287,13 @@ class InterdomainConfig(
         return [window and TOKEN_MIXERS[name].takes_dynamic_mask for name in self.mixers_per_layer]
 
     @property
+    def mask_kinds(self) -> set[str]:
+        """Of which kinds the masks are that layers take: "linear_attention" marks pads, "full_attention" pairs."""
+        layers = list(zip(self.layer_types, self.windowed_layers))
+        pads = {"linear_attention" for kind, windowed in layers if windowed or kind != "full_attention"}
+        return pads | {"full_attention" for kind, windowed in layers if kind != "linear_attention" and not windowed}
+
+    @property
     def layer_types(self) -> list[str]:
         """What Transformers calls the layers; derived from `token_mixers`, so assignments have no effect."""
         return [TOKEN_MIXERS[name].layer_type for name in self.mixers_per_layer]

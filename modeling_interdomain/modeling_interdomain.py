@@ -160,7 +160,7 @@ class InterdomainPreTrainedModel(CheckpointFolders, StateMethods, LayerLosses, P
         `documents` `[B, T]` numbers the packed document of each token. `generate()` calls this, too, before a forward
         that may be compiled.
         """
-        return masks_by_kind(config, inputs_embeds, attention_mask, past_key_values, documents)
+        return masks_by_kind(config.mask_kinds, config, inputs_embeds, attention_mask, past_key_values, documents)
 
 
 class InterdomainModel(InterdomainPreTrainedModel):
@@ -176,6 +176,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         )
         self.gradient_checkpointing = False
         self.fingerprints = ParameterCache()
+        self.mask_kinds = config.mask_kinds
         self._no_split_modules = [*self._no_split_modules, *sorted(self._kept_in_float32())]
         self.post_init()
 
@@ -185,11 +186,14 @@ class InterdomainModel(InterdomainPreTrainedModel):
         found = [part for name, part in self.named_modules() if name.endswith(kept)]
         return {type(part).__name__ for part in found if any(True for _ in part.parameters())}
 
+    def __setstate__(self, state) -> None:
+        """Also of a model that was pickled before it kept the kinds of its masks."""
+        super().__setstate__({"mask_kinds": state["config"].mask_kinds} | state)
+
     def train(self, mode: bool = True):
         self.fingerprints.forget()
         return super().train(mode)
 
-    @takes_cache
     @understood
     @trains_layers
     @merge_with_config_defaults
@@ -256,7 +260,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
             for dim, rotary in self.rotary_embs.items()
         }
         hidden_states = layout.inputs_embeds
-        note_reading(layout.cache, layout.seen)
+        if layout.cache is not None:
+            note_reading(layout.cache, layout.seen)
         for layer in layers:
             hidden_states = layer(
                 hidden_states,
@@ -270,7 +275,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
         last = self.norm(hidden_states)
         if self.config.residual_in_fp32:
             last = last.to(inputs_embeds.dtype)
-        note_reading(layout.cache, None)
+        if layout.cache is not None:
+            note_reading(layout.cache, None)
         return InterdomainModelOutput(last, layout.cache if use_cache else None)
 
 
@@ -292,7 +298,6 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, InterdomainGenerationMi
         self.prompt_store = store_of_environment()
         self.post_init()
 
-    @takes_cache
     @understood
     @can_return_tuple
     def forward(

@@ -111,7 +111,7 @@ def test_state_sizes_are_those_of_a_cache(any_model, random_ids):
     sizes = {"recurrent": 0, "convolution": 0, "keys_values": 0}
     for layer in cache.layers:
         if isinstance(layer, RecurrentLayer):
-            windows, everything = (sum(x.numel() for x in held) for held in (layer.windows, layer.held()))
+            windows, everything = (sum(x.numel() for x in held) for held in (layer.conv_state, layer.held()))
             sizes["recurrent"] += layer.state.numel()
             sizes["convolution"] += windows
             if memory := everything - windows - layer.state.numel():

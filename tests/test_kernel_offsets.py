@@ -184,8 +184,8 @@ def test_preparation(last_program, monkeypatch):
     grid, moved, normed = (1, launch.grid[1]), (taps, None), (weight, bias)
     last_program(total // run - 1)
     prepare.prepare[grid](
-        prepare.Stream(x[0], out[0], *moved), prepare.Stream(x[1], out[1], *moved, None, *normed),
-        prepare.Stream(x[2], out[2], None, None, None, *normed), *launch.shared, **launch.options,
+        prepare.Projection(x[0], out[0], *moved), prepare.Projection(x[1], out[1], *moved, None, *normed),
+        prepare.Projection(x[2], out[2], None, None, None, *normed), *launch.shared, **launch.options,
     )  # fmt: skip
     sizes = prepare._sizes_of_sums(*x, taps)
     partial = torch.empty(total // run, sum(sizes)).split(sizes, dim=1)

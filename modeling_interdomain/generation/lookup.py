@@ -1,4 +1,4 @@
-"""Prompt lookup that guesses only what is likely.
+"""Prompt lookup that drafts only what is likely.
 
 The library goes on from where the last two tokens, or the last one, stand first in the text. Here it is the latest of
 the places that share most with the end of the text; and as a text that repeats itself does not end where it is being
@@ -20,7 +20,7 @@ SHARED_BY_MANY, MANY_ROWS = 3, 4
 
 
 class SparingGuesses(CandidateGenerator):
-    """Guesses that a model checks in one forward, and takes back where it disagrees.
+    """A draft that a model verifies in one forward, and takes back from where it disagrees.
 
     Args:
         spared: the cache of that model, if it need not record what comes without guesses.
@@ -88,7 +88,7 @@ class LikelyLookup(SparingGuesses):
 
 
 def latest_place(text: torch.Tensor, least: int) -> int | None:
-    """Where the text `[T]` once went on as it may at its end: after the latest of the places that share most with it.
+    """The place in the text `[T]` after which it may go on again: the latest of those that share most with its end.
 
     None where not even the last `least` tokens stand together before.
     """

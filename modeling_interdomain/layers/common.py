@@ -86,15 +86,13 @@ class InterdomainRMSNorm(nn.Module):
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
 
 
-def backend_of(config) -> str:
-    """`config.backend` as it is now, past the library's lookup: every layer asks at every token."""
-    return config.backend if torch.compiler.is_compiling() else object.__getattribute__(config, "backend")
+def backend_of(config, backends: tuple[str, ...] | None = None) -> str:
+    """`config.backend` as it is now; for an operator that has other `backends`, "auto".
 
-
-def own_backend(config, backends: tuple[str, ...]) -> str:
-    """`config.backend` for an operator that has these backends, "auto" for one that is another operator's."""
-    backend = backend_of(config)
-    return backend if backend in backends else "auto"
+    It goes past the library's lookup, which is slow: every layer asks at every token.
+    """
+    backend = config.backend if torch.compiler.is_compiling() else object.__getattribute__(config, "backend")
+    return backend if backends is None or backend in backends else "auto"
 
 
 def begun_with(initial_state: Any, *transition: torch.Tensor) -> torch.Tensor | None:
@@ -165,6 +163,13 @@ def project(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return linear(x)
 
 
+def project_all(linears: Sequence[nn.Module], x: torch.Tensor) -> list[torch.Tensor]:
+    """`project` by each."""
+    if x.dtype == torch.bfloat16:
+        return [project(linear, x) for linear in linears]
+    return [linear(x) for linear in linears]
+
+
 class ParameterCache:
     """Values that depend on parameters alone, kept until one of the parameters changes; copies and pickles are empty.
 
@@ -182,33 +187,35 @@ class ParameterCache:
     def forget(self) -> None:
         self._kept = [], {}
 
-    def get(self, name: Hashable, parameters: Sequence[torch.Tensor], compute: Callable[[bool], Any]) -> Any:
-        """The value of a name; `compute` is told whether what it gives will be kept."""
+    def of(self, parameters: Sequence[torch.Tensor]) -> dict[Hashable, Any] | None:
+        """The values by name that belong to the parameters as they are, to put more in; None where none is kept."""
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.jit.is_tracing():
-            return compute(False)
+            return None
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return compute(False)
+            return None
         # A captured graph computes what it uses itself: what is kept here may be gone when it is replayed.
         if parameters[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            return compute(False)
+            return None
         known, values = self._kept
-        if not _unchanged(known, parameters):
-            if not all(type(p) is nn.Parameter and not p.is_inference() and not p.is_meta for p in parameters):
-                return compute(False)
-            values = {}
-            self._kept = [(weakref.ref(p), p._version, p.data_ptr()) for p in parameters], values
+        if len(known) == len(parameters):
+            for (reference, version, address), p in zip(known, parameters):
+                if reference() is not p or p._version != version or p.data_ptr() != address:
+                    break
+            else:
+                return values
+        if not all(type(p) is nn.Parameter and not p.is_inference() and not p.is_meta for p in parameters):
+            return None
+        self._kept = [(weakref.ref(p), p._version, p.data_ptr()) for p in parameters], {}
+        return self._kept[1]
+
+    def get(self, name: Hashable, parameters: Sequence[torch.Tensor], compute: Callable[[bool], Any]) -> Any:
+        """The value of a name; `compute` is told whether what it gives will be kept."""
+        values = self.of(parameters)
+        if values is None:
+            return compute(False)
         if name not in values:
             values[name] = compute(True)
         return values[name]
-
-
-def _unchanged(known: list[tuple], parameters: Sequence[torch.Tensor]) -> bool:
-    if len(known) != len(parameters):
-        return False
-    for (reference, version, address), p in zip(known, parameters):
-        if reference() is not p or p._version != version or p.data_ptr() != address:
-            return False
-    return True
 
 
 class DecodeTables(nn.Module):
@@ -251,7 +258,7 @@ class _Recorded(nn.Module):
 
 
 class AuxiliaryLoss(_Recorded):
-    """Hands on what a layer wants added to the training loss: the model finds it by this module.
+    """Passes on what a layer wants added to the training loss; the model finds it by this module's class.
 
     A layer calls it with a scalar in every forward; in training, `config.aux_loss_coef` times the sum over all layers
     joins the loss of the model.

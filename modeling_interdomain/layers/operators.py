@@ -12,8 +12,8 @@ from torch import nn
 from ..ops.common.cpu import OperatorCache
 from .common import forget_tables
 
-# Goes up when an operator that layers call takes, gives or means something else; on the Hub it is the branch "v1".
-KERNEL_VERSION = 1
+# Raised when an operator that layers call changes its arguments, results or meaning; on the Hub: the branch "v2".
+KERNEL_VERSION = 2
 
 
 class Operators(SimpleNamespace):
@@ -53,7 +53,7 @@ def use_kernel(
         found = {operator: _counterpart(kernel, name, each) for operator, each in own.items()}
     for part in parts:
         part.operators = Operators(**{operator: found[operator] for operator in vars(type(part).operators)})
-        for kept in [x for x in vars(part).values() if isinstance(x, OperatorCache)]:  # what other operators have made
+        for kept in [x for x in vars(part).values() if isinstance(x, OperatorCache)]:  # made by other operators
             kept.forget()
     forget_tables(model)
 
@@ -69,7 +69,7 @@ def _load(name: str | os.PathLike, revision: str | None, trust_remote_code: bool
         else:
             version: dict[str, Any] = {"version": KERNEL_VERSION} if revision is None else {"revision": revision}
             kernel = kernels.get_kernel(str(name), **version, trust_remote_code=trust_remote_code)
-    except Exception as error:  # what a repository, its metadata or its code may lead to
+    except Exception as error:  # a repository, its metadata or its code can raise any of these
         raise ValueError(f"The kernel {name} does not load: {' '.join(str(error).split())}") from error
     if getattr(kernel, "VERSION", None) != KERNEL_VERSION:
         raise ValueError(

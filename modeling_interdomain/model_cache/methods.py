@@ -1,4 +1,4 @@
-"""What a model does with states beside reading: learned ones, joined and cut ones, and operators from elsewhere."""
+"""Methods of a model for its states (learned, joined, cut) and for operators from a kernel of the Hub."""
 
 from importlib import import_module
 from typing import Any
@@ -8,7 +8,7 @@ from torch import nn
 
 
 class StateMethods:
-    """The part of a model with these methods; each is described where it is done."""
+    """Mixin of a model with these methods; each is documented where it is implemented."""
 
     def add_learned_state(self: Any) -> list[nn.Parameter]:
         """Let every recurrent layer begin with a learned state, see `model_cache/state_tuning.py`."""

@@ -35,6 +35,7 @@ _OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "generation.serving": lambda config: False,
     "model_cache.state_tuning": lambda config: config.learned_state,
     "layers.learned_state": lambda config: config.learned_state,
+    "ops.common.slots": lambda config: False,
     "ops.common.spans": lambda config: False,
     "ops.diagonal.export": lambda config: False,
     "parallel.sequence": lambda config: False,

@@ -1,18 +1,19 @@
 """The learned recurrence of one layer: its parameters, all in float32, and the operator called with them."""
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import initialization as init
 
-from ...layers.common import DecodeTables, Float32Module, begun_with, is_plain, own_backend
+from ...layers.common import DecodeTables, Float32Module, backend_of, begun_with, is_plain
 from ...layers.operators import Operators
 from ...ops.common.cpu import OperatorCache, narrowed
 from ...ops.common.decay import as_complex
 from ...ops.common.launch import STEP_BACKENDS
-from ...ops.diagonal.step import StepTables, step_tables
+from ...ops.diagonal.step import StepParameters, step_tables
 from ...ops.interdomain.entry import interdomain_attention, take_step
 from ...ops.interdomain.few import MAX_DRAFT, MAX_PENDING, FewTables, few_tables, take_few
 from ...ops.interdomain.map import interdomain_attention_map
@@ -151,7 +152,8 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
         if step:
             return self._step(*tokens, **arguments)
         if few:
-            return self.operators.take_few(*tokens, tables=self._step_tables, few=self._few_tables, **arguments)
+            parameters = self._per_version("step", self._step_parameters)
+            return self.operators.take_few(*tokens, tables=parameters.tables, few=self._few_tables, **arguments)
         if mapped:
             return self._map(*tokens, **arguments)
         if transition:
@@ -181,24 +183,15 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
             query, key, *self.parameters_of_operator(), **shape, cu_seqlens=cu_seqlens
         )
 
-    def _step(self, *tokens: Any, state: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """`interdomain_step` of query, key and value."""
-        return self.operators.take_step(
-            *tokens,
-            parameters=self.parameters_of_operator,
-            tables=self._step_tables,
-            state=state,
-            product=self.product,
-            normalize=self.normalize,
-            mask=mask,
-            backend=own_backend(self.config, STEP_BACKENDS),
-        )
+    def _step(self, *tokens: Any, **arguments: Any) -> torch.Tensor:
+        """`interdomain_step` of query, key and value; `arguments` are the state, and it may be a mask and slots."""
+        parameters = self._per_version("step", self._step_parameters)
+        arguments |= {"normalize": self.normalize, "backend": backend_of(self.config, STEP_BACKENDS)}
+        return self.operators.take_step(*tokens, parameters, **arguments)
 
-    def _step_tables(self, dtype: torch.dtype) -> StepTables:
-        def tables(kept: bool) -> StepTables:
-            return self.operators.step_tables(*self.parameters_of_operator(), self.product, dtype, reused=kept)
-
-        return self._per_version(dtype, tables)
+    def _step_parameters(self, kept: bool) -> StepParameters:
+        make = partial(self.operators.step_tables, reused=kept)
+        return StepParameters(make, *self.parameters_of_operator(), self.product)
 
     def _few_tables(self, dtype: torch.dtype, count: int) -> FewTables:
         def tables(_: bool) -> FewTables:
@@ -216,12 +209,17 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
         return log_decay, input_matrix, *tables
 
     def _per_version(self, name: Any, compute: Any) -> Any:
+        """What is made of the parameters as they are; `compute` is told whether it will be kept."""
         own = self._parameters
         try:
-            parameters = [own[name] for name in self.tabled]
+            kept = self._tables.of([own[name] for name in self.tabled])
         except KeyError:  # adapted or replicated: these tensors are others each time
+            kept = None
+        if kept is None:
             return compute(False)
-        return self._tables.get(name, parameters, compute)
+        if name not in kept:
+            kept[name] = compute(True)
+        return kept[name]
 
 
 def log_decays(

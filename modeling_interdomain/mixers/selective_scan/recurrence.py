@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from ...layers.common import DecodeTables, Float32Module, begun_with, own_backend
+from ...layers.common import DecodeTables, Float32Module, backend_of, begun_with
 from ...layers.operators import Operators
 from ...ops.common.launch import STEP_BACKENDS
 from ...ops.selective_scan.entry import SCAN_BACKENDS, selective_scan, take_scan_step
@@ -66,22 +66,37 @@ class SelectiveScanRecurrence(Float32Module, DecodeTables):
             rate,
             skip=self.D,
             chunk_size=self.config.chunk_size,
-            backend=own_backend(self.config, SCAN_BACKENDS),
+            backend=backend_of(self.config, SCAN_BACKENDS),
             **arguments,
         )
         return output[:, :, None], state
 
     def _step(
-        self, query, key, value, steps, rate, *, state: torch.Tensor, mask: torch.Tensor | None = None
+        self,
+        query,
+        key,
+        value,
+        steps,
+        rate,
+        *,
+        state: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        state_indices: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`selective_scan_step` of tokens with an axis of the one token; `[B, 1, E]`."""
         query, key, value, steps = (x.squeeze(1) for x in (query, key, value, steps))
-        backend = own_backend(self.config, STEP_BACKENDS)
-        return self.operators.take_scan_step(query, key, value, steps, rate, state, self.D, mask, backend)[:, None]
+        backend = backend_of(self.config, STEP_BACKENDS)
+        arguments = state, self.D, mask, backend, state_indices
+        return self.operators.take_scan_step(query, key, value, steps, rate, *arguments)[:, None]
 
     def _transition(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Rates `[N, E]` and biases `[E]`."""
-        return self._tables.get("transition", (self.A_log, self.dt_bias), lambda kept: self._rates())
+        kept = self._tables.of((self.A_log, self.dt_bias))
+        if kept is None:
+            return self._rates()
+        if not kept:
+            kept["rates"] = self._rates()
+        return kept["rates"]
 
     def _rates(self) -> tuple[torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(self.A_log.dtype, torch.float32)
