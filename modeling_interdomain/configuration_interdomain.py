@@ -20,6 +20,7 @@ from .mixers.selective_scan.configuration import SelectiveScanFields
 from .mixers.softmax.configuration import DynamicMaskFields
 from .mixers.sparse.configuration import SparseFields
 from .mixers.ssd.configuration import SSDFields
+from .mixers.window.configuration import WindowFields
 from .parallel.tensor import LAYERS
 from .registry import FEED_FORWARDS, TOKEN_MIXERS
 
@@ -43,6 +44,7 @@ _GATHERED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise_gather_output
 
 @strict
 class InterdomainConfig(
+    WindowFields,
     SparseFields,
     DynamicMaskFields,
     InnerFunctionFields,
@@ -235,6 +237,10 @@ class InterdomainConfig(
         parts = _GATHERED if reason is not None else self._head_plan()
         plan = {f"layers.*.token_mixer.{name}".rstrip("."): style for name, style in parts.items()}
         return plan | {"layers.*": LAYERS} | {f"layers.*.mlp.{name}": style for name, style in _DIVIDED_MLP.items()}
+
+    @base_model_tp_plan.setter
+    def base_model_tp_plan(self, value):
+        """Transformers before 5.20, which vLLM takes, writes tied embeddings into it."""
 
     def _why_not_shardable(self, processes: int) -> str | None:
         """Why so many processes cannot share out the heads of all layers, or None."""

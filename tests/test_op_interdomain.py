@@ -292,12 +292,13 @@ def test_a_step_on_a_strided_state(backend):
     torch.testing.assert_close(strided, state)
 
 
-def one_token(rows, coefficients="full", normalize=False):
-    """The arguments of a step of so many rows, and their states."""
+def one_token(rows, coefficients="full", product="bilinear", normalize=False, device="cpu", dtype=torch.float64):
+    """A step of so many rows, and their states."""
     arguments = inputs((rows, 1, 4, 2, 5, 4, 6), coefficients, normalize=normalize)
-    arguments = {name: None if x is None else x.detach() for name, x in arguments.items()}
+    arguments = {name: None if x is None else x.detach().to(device, dtype) for name, x in arguments.items()}
     state = arguments.pop("initial_state")
-    return {k: v[:, 0] if k in ("query", "key", "value") else v for k, v in arguments.items()}, state
+    arguments |= {name: arguments[name][:, 0] for name in ("query", "key", "value")}
+    return functools.partial(interdomain_step, **arguments, product=product, normalize=normalize), state
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -308,20 +309,18 @@ def test_a_step_of_slots_is_that_of_their_rows(product, normalize, slots, large,
     """Rows copied together, and states moved where they lie, as large ones are."""
     monkeypatch.setattr(op_common_slots, "_LARGE", 0 if large else 1 << 16)
     for coefficients in COEFFICIENTS:
-        arguments, state = one_token(4, coefficients, normalize)
-        step = functools.partial(interdomain_step, **arguments, product=product, normalize=normalize)
+        step, state = one_token(4, coefficients, product, normalize)
         check_step_of_slots(step, state, SLOTS[slots], 1e-10)
 
 
 def test_a_step_of_slots_in_a_lower_precision():
-    arguments, state = one_token(4)
-    check_step_of_slots(functools.partial(interdomain_step, **arguments), state.bfloat16(), SLOTS["pads"], 1e-10)
+    step, state = one_token(4)
+    check_step_of_slots(step, state.bfloat16(), SLOTS["pads"], 1e-10)
 
 
 def test_states_that_a_step_moves_lie_where_they_were():
     """Of large ones nothing is copied: not the pool, nor a row."""
-    arguments, state = one_token(2)
-    pool, seen = state.new_zeros(5, *state.shape[1:]), []
+    pool, seen = torch.zeros(5, 2, 3), []
     for slots in ([3], [3, 4], [1, 2]):
         here = torch.tensor(slots)
 
@@ -329,23 +328,23 @@ def test_states_that_a_step_moves_lie_where_they_were():
             seen.append(rows.data_ptr() == pool[slots[0]].data_ptr() and rows.shape[0] == len(slots))
             return token
 
-        op_common_slots.step_slots(step, pool, here, None, arguments["query"][: len(slots)])
+        op_common_slots.step_slots(step, pool, here, None, torch.ones(len(slots), 3))
     assert seen == [True] * 3
 
 
 @pytest.mark.parametrize("slots", [[5, -1, 0, -1], [-1, 6, -1, 3], [-1] * 4])
 def test_a_graph_serves_any_slots(slots):
     """What no row has is what it was, numbers that a decay of 1 would change among it."""
-    arguments, state = one_token(4)
+    step, state = one_token(4)
     pool = torch.full((7, *state.shape[1:]), -0.0, dtype=state.dtype)
     pool[2] = float("inf")
     expected_pool = pool.clone()
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
-    compiled = torch.compile(interdomain_step, backend=counter, fullgraph=True)
-    compiled(**arguments, state=pool.clone(), state_indices=torch.tensor([1, 2, 3, 4]))
-    found = compiled(**arguments, state=pool, state_indices=torch.tensor(slots))
-    expected = interdomain_step(**arguments, state=expected_pool, state_indices=torch.tensor(slots))
+    compiled = torch.compile(step, backend=counter, fullgraph=True)
+    compiled(state=pool.clone(), state_indices=torch.tensor([1, 2, 3, 4]))
+    found = compiled(state=pool, state_indices=torch.tensor(slots))
+    expected = step(state=expected_pool, state_indices=torch.tensor(slots))
     assert counter.frame_count == 1 and relative_error(found, expected) < 1e-10
     torch.testing.assert_close(pool, expected_pool)
     others = [slot for slot in range(7) if slot not in slots]
@@ -354,12 +353,11 @@ def test_a_graph_serves_any_slots(slots):
 
 
 def test_bad_slots_are_named():
-    arguments, state = one_token(1)
-    check_bad_slots(functools.partial(interdomain_step, **arguments), state)
-    arguments, state = one_token(4)
+    check_bad_slots(*one_token(1))
+    step, state = one_token(4)
     before = state.clone()
     with pytest.raises(ValueError, match=r"^state_indices must name a slot for one row alone, got \[0, 1, 1, -1\]\.$"):
-        interdomain_step(**arguments, state=state, state_indices=torch.tensor([0, 1, 1, -1]))
+        step(state=state, state_indices=torch.tensor([0, 1, 1, -1]))
     assert torch.equal(state, before)
 
 

@@ -33,6 +33,7 @@ from tests.operator_checks import (
     parameters_of_the_default_start,
     relative_error,
 )
+from tests.test_op_interdomain import one_token
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this machine.")
 on_gpu = torch.cuda.is_available()
@@ -556,11 +557,7 @@ def test_a_step_reads_any_mask_and_writes_any_state(mask):
     [("bilinear", "full", False), ("hermitian", "diagonal", True), ("real", "identity", False)],
 )
 def test_a_step_of_slots_is_that_of_their_rows(product, coefficients, normalize, slots):
-    arguments = inputs((4, 1, 4, 2, 5, 4, 6), coefficients, normalize=normalize)
-    arguments = {k: None if v is None else v.detach().float().to(DEVICE) for k, v in arguments.items()}
-    state = arguments.pop("initial_state")
-    arguments |= {name: arguments[name][:, 0] for name in ("query", "key", "value")}
-    step = functools.partial(interdomain_step, **arguments, product=product, normalize=normalize)
+    step, state = one_token(4, coefficients, product, normalize, DEVICE, torch.float32)
     check_step_of_slots(step, state, SLOTS[slots], FLOAT32, backend="triton")
 
 

@@ -128,7 +128,7 @@ def of_a_layer(take, make_model, name: str) -> Counter:
 
 def test_few_frames_and_files_lie_before_the_first_product_of_training(make_model):
     walk = train(make_model(dtype=torch.float32))
-    assert walk.frames[0] == "layers/common.py: project"  # of the first mixer
+    assert walk.frames[0] == "layers/common.py: project_all"  # of the first mixer
     assert len(walk.frames) <= 9, walk.frames
     assert len(walk.files) <= 10, sorted(walk.files)
 

@@ -403,7 +403,7 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
                 i: x.to(dtype) if self._is_cast(name, x) else x
                 for name, (i, x) in zip(self.state_names, self.recurrent_states.items(), strict=True)
             }
-            self.conv_states = {i: w.to(dtype) for i, w in self.conv_states.items()}
+            self.conv_states = {i: w.to(dtype) if w.is_floating_point() else w for i, w in self.conv_states.items()}
 
     def _map(self, function) -> None:
         """Apply to every tensor with a batch axis; what is pending stays so."""

@@ -109,7 +109,7 @@ class CrossDomainMoE(DecodeTables):
 
         if length == 1:
             return self._tables.get("keys", [self.query_proj.weight, keys], compute)
-        self.forget_tables()
+        self.doubt_tables()
         return compute(False)
 
     def _weigh(self, products: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from transformers.masking_utils import (
     packed_sequence_mask_function,
 )
 
-from ..layers.common import forget_tables
+from ..layers.common import doubt_tables
 from ..layers.versions import CACHE_NAME
 from ..model_cache.cache import InterdomainCache, begins_text, note_reader, ready_to_step
 from ..ops.common.cpu import all_real, in_graph, values_at_hand
@@ -111,7 +111,7 @@ def lay_out(
         if cache is not None:
             note_reader(cache, model)
         if cache is None or begins_text(cache):
-            forget_tables(model)
+            doubt_tables(model)
 
     documents = None if cu_seqlens is None else document_of_tokens(cu_seqlens, shape.numel()).view(shape)
     if isinstance(attention_mask, dict):

@@ -4,7 +4,7 @@ what is added to the training loss, values kept for a version of the parameters.
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -176,16 +176,30 @@ class ParameterCache:
     Only where nothing but the parameters can change a value: eager mode without gradients, and parameters that are
     tensors of their own (not sharded, adapted, swapped, or of inference mode, which counts no versions). Not in a
     process group either: what gathers parameters there writes them without counting a version.
+
+    Args:
+        compares: after a `doubt`, compare the numbers of parameters on a CPU with copies: a pass over them, where the
+            values are worth more. Default: False, a doubt forgets the values.
     """
 
-    def __init__(self) -> None:
-        self._kept: tuple[list[tuple], dict[Hashable, Any]] = [], {}
+    def __init__(self, compares: bool = False) -> None:
+        self._compares = compares
+        self.forget()
 
     def __reduce__(self):
-        return type(self), ()
+        return type(self), (self._compares,)
 
     def forget(self) -> None:
-        self._kept = [], {}
+        self._kept: tuple[list[tuple], dict[Hashable, Any]] = [], {}
+        self._copies: list[torch.Tensor] = []
+        self._doubted = False
+
+    def doubt(self) -> None:
+        """Parameters may have been written where no version is counted: through `.data`, or in a kernel of its own."""
+        if self._copies:
+            self._doubted = True
+        else:
+            self.forget()
 
     def of(self, parameters: Sequence[torch.Tensor]) -> dict[Hashable, Any] | None:
         """The values by name that belong to the parameters as they are, to put more in; None where none is kept."""
@@ -202,9 +216,14 @@ class ParameterCache:
                 if reference() is not p or p._version != version or p.data_ptr() != address:
                     break
             else:
-                return values
+                if not self._doubted or all(map(torch.equal, self._copies, parameters)):
+                    self._doubted = False
+                    return values
         if not all(type(p) is nn.Parameter and not p.is_inference() and not p.is_meta for p in parameters):
             return None
+        self.forget()
+        if self._compares and all(p.device.type == "cpu" for p in parameters):
+            self._copies = [p.detach().clone() for p in parameters]
         self._kept = [(weakref.ref(p), p._version, p.data_ptr()) for p in parameters], {}
         return self._kept[1]
 
@@ -221,18 +240,24 @@ class ParameterCache:
 class DecodeTables(nn.Module):
     """A module that keeps tables made of its own parameters.
 
-    What moves or loads parameters is seen, and so are PyTorch's optimisers. What writes where no version is counted
-    (through `.data`, or in a kernel of its own) is seen when the next text begins, or goes on with more tokens than a
-    guess has; until then it calls `forget_tables`.
+    What moves or loads parameters is seen, and so are PyTorch's optimisers. What writes where no version is counted is
+    seen when the next text begins, or goes on with more tokens than a guess has (`doubt_tables`); until then it calls
+    `forget_tables`.
     """
+
+    compares: ClassVar[bool] = False  # as of `ParameterCache`
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._tables = ParameterCache()
+        self._tables = ParameterCache(self.compares)
 
     def forget_tables(self) -> None:
         if not torch.compiler.is_compiling():
             self._tables.forget()
+
+    def doubt_tables(self) -> None:
+        if not torch.compiler.is_compiling():
+            self._tables.doubt()
 
     def train(self, mode: bool = True):
         self.forget_tables()
@@ -243,11 +268,11 @@ class DecodeTables(nn.Module):
         return super()._apply(fn, recurse)
 
 
-def forget_tables(module: nn.Module) -> None:
-    """Of all parts of a module."""
+def doubt_tables(module: nn.Module) -> None:
+    """Of all parts of a module: a text begins."""
     for part in module.modules():
         if isinstance(part, DecodeTables):
-            part.forget_tables()
+            part.doubt_tables()
 
 
 class _Recorded(nn.Module):

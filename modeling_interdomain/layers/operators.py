@@ -9,11 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from ..ops.common.cpu import OperatorCache
-from .common import forget_tables
+from .common import DecodeTables
 
-# Raised when an operator that layers call changes its arguments, results or meaning; on the Hub: the branch "v2".
-KERNEL_VERSION = 2
+# Raised when an operator that layers call changes its arguments, results or meaning; on the Hub: the branch "v1".
+KERNEL_VERSION = 1
 
 
 class Operators(SimpleNamespace):
@@ -53,9 +52,8 @@ def use_kernel(
         found = {operator: _counterpart(kernel, name, each) for operator, each in own.items()}
     for part in parts:
         part.operators = Operators(**{operator: found[operator] for operator in vars(type(part).operators)})
-        for kept in [x for x in vars(part).values() if isinstance(x, OperatorCache)]:  # made by other operators
-            kept.forget()
-    forget_tables(model)
+        if isinstance(part, DecodeTables):  # which were made by other operators
+            part.forget_tables()
 
 
 def _load(name: str | os.PathLike, revision: str | None, trust_remote_code: bool | list[str]) -> ModuleType:

@@ -58,9 +58,7 @@ class RecurrentMixer(TokenMixer):
         projections = self.projections(config)
         self.projection_names = [projection.name for projection in projections]
         self.convolved = [projection.convolved for projection in projections]
-        conv_state = [
-            (projection.heads * projection.width, self.kernel - 1) for projection in projections if projection.convolved
-        ]
+        conv_state = [(heads * width, self.kernel - 1) for _, heads, width, convolved in projections if convolved]
         branch = config.sparse_per_layer[layer_idx]
         self.sparse = None
         if branch is not None:
@@ -80,19 +78,15 @@ class RecurrentMixer(TokenMixer):
 
             self.first_state = FirstState(tuple(self.state_shape(config)))
         hidden, outputs, biases = config.hidden_size, self.output_heads(config) * output_width, self.biases(config)
-        for projection in projections:
-            setattr(
-                self,
-                f"{projection.name}_proj",
-                nn.Linear(hidden, projection.heads * projection.width, biases.projections),
-            )
+        for name, heads, width, _ in projections:
+            setattr(self, f"{name}_proj", nn.Linear(hidden, heads * width, biases.projections))
         self.o_proj = residual_projection(outputs, hidden, biases.projections)
         self.g_proj = nn.Linear(hidden, outputs, biases.projections) if self.gated(config) else None
-        for projection in projections:
-            if projection.convolved:
-                width = projection.heads * projection.width
-                conv = CausalConv1d(width, width, self.kernel, groups=width, bias=biases.convolutions)
-                setattr(self, f"{projection.name}_conv", conv)
+        for name, heads, width, convolved in projections:
+            if convolved:
+                size = heads * width
+                conv = CausalConv1d(size, size, self.kernel, groups=size, bias=biases.convolutions)
+                setattr(self, f"{name}_conv", conv)
         self.o_norm = InterdomainRMSNorm(output_width, config.rms_norm_eps) if config.use_output_norm else None
 
     # What a subclass says.
@@ -191,9 +185,7 @@ class RecurrentMixer(TokenMixer):
 
     @classmethod
     def state_sizes(cls, config, context_length: int) -> dict[str, int]:
-        conv_state = sum(
-            projection.heads * projection.width for projection in cls.projections(config) if projection.convolved
-        )
+        conv_state = sum(heads * width for _, heads, width, convolved in cls.projections(config) if convolved)
         state = torch.Size(cls.state_shape(config)).numel()
         return {"recurrent": state, "convolution": conv_state * (cls.kernel_size(config) - 1)}
 

@@ -8,7 +8,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 
 from ..cache.recurrent import RecurrentLayer
-from ..layers.common import forget_tables, home_of
+from ..layers.common import doubt_tables, home_of
 from ..registry import TOKEN_MIXERS
 from .file import StateFileError, read_state_file, write_state_file
 from .fingerprint import decoder_of, model_fingerprint, tokenizer_fingerprint, tokens_fingerprint
@@ -129,7 +129,7 @@ class _InterdomainCacheMixin(Cache):
 
     def restore(self, tensors: dict[str, torch.Tensor], tokens: int, model) -> None:
         """Fill an empty cache with copies of the `named_tensors` of one after so many tokens, where `model` is."""
-        forget_tables(decoder_of(model))  # a text begins here, although the model will see tokens before it
+        doubt_tables(decoder_of(model))  # a text begins here, although the model will see tokens before it
         for i, (layer, module) in enumerate(zip(self.layers, decoder_of(model).layers)):
             home = home_of(module.token_mixer.o_proj)
             own = {name.partition(".")[2]: x.to(home) for name, x in tensors.items() if name.startswith(f"{i}.")}

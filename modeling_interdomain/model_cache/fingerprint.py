@@ -27,6 +27,8 @@ _WITHOUT_EFFECT = {
     "tie_word_embeddings",
     "use_cache",
 }
+# Fields that files of states are older than: they count where they are not what they were before there were any.
+_LATER = {"attention_window", "attention_sinks", "window_memory", "attention_bias"}
 # What stands in the names of weights that an adapter library's layers (PEFT's) have wrapped.
 _AROUND = ("base_layer", "original_module")
 # How these layers are switched at the moment.
@@ -81,6 +83,7 @@ def model_fingerprint(model: nn.Module) -> str:
         field: getattr(decoder.config, field)
         for field in sorted(_fields_of(type(decoder.config)))
         if field not in _WITHOUT_EFFECT and hasattr(decoder.config, field)
+        if field not in _LATER or getattr(decoder.config, field) != getattr(type(decoder.config), field)
     }
     # Of the decoder itself `active_adapters` is a method of the library, whose text is the tree of modules.
     switches = [

@@ -8,6 +8,7 @@ families, so these travel too, in one file. This module itself never travels.
 
 import ast
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ FIELDS = "configuration_fields"
 # Tables of the registry, and the fields of a configuration that name their parts.
 _TABLES = {"TOKEN_MIXERS": "mixers_per_layer", "FEED_FORWARDS": "feed_forwards_per_layer"}
 _ATTENTION = {"softmax", "inner_function"}
+# Families whose fields travel with their token mixer alone: a state does not depend on them where it is not there.
+_OWN_FIELDS = {"WindowFields": "window"}
 # What is imported where it is first needed, and when a model of a configuration needs it.
 _OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "mixers.sparse.branch": lambda config: any(config.sparse_per_layer),
@@ -64,6 +67,9 @@ def flat_code(config) -> dict[str, str]:
         source = (PACKAGE / module.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8")
         if module == REGISTRY and config is not None:
             source = _registry_of(source, config)
+        if module == ENTRIES[0] and config is not None:
+            gone = {family for family, mixer in _OWN_FIELDS.items() if mixer not in config.mixers_per_layer}
+            source = "".join(line for line in source.splitlines(True) if gone.isdisjoint(re.findall(r"\w+", line)))
         text, found = _flattened(source, module, absent)
         for each in found:
             add(each)

@@ -42,7 +42,8 @@ MOVED = {
         "classifier_interdomain.InterdomainForSequenceClassification"
     ),
     "modeling_interdomain.PatchEmbedding": "classifier_interdomain.PatchEmbedding",
-    "ops.common.cpu.Kept": "ops.common.cpu.OperatorCache",
+    "ops.common.cpu.Kept": "layers.common.ParameterCache",
+    "ops.common.cpu.OperatorCache": "layers.common.ParameterCache",
 }
 # Attributes that have another name since, by class.
 ATTRIBUTES = {

@@ -159,7 +159,7 @@ class InterdomainMixer(DecodeTables, KeyValueMixer):
         count = projected[0].shape[1]
         few = count == 1 or (not torch.compiler.is_compiling() and count <= MAX_DRAFT)
         if not few:  # another sequence may begin
-            self.forget_tables()
+            self.doubt_tables()
         if device.type != "cpu" or backend == "triton":
             found = self._fused_inputs(projected, conv_state, cos_sin, packing, keep)
         elif backend == "auto" and packing is None and conv_state is not None and few:

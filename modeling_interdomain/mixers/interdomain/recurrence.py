@@ -10,7 +10,7 @@ from transformers import initialization as init
 
 from ...layers.common import DecodeTables, Float32Module, backend_of, begun_with, is_plain
 from ...layers.operators import Operators
-from ...ops.common.cpu import OperatorCache, narrowed
+from ...ops.common.cpu import narrowed
 from ...ops.common.decay import as_complex
 from ...ops.common.launch import STEP_BACKENDS
 from ...ops.diagonal.step import StepParameters, step_tables
@@ -36,6 +36,7 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
     turn every phase of a long sequence, and sharding (FSDP2) wants one dtype a module.
     """
 
+    compares = True
     degree = 2
     """The power of C that the output has."""
 
@@ -47,6 +48,7 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
         few_tables,
         replay_tables,
         step_tables,
+        StepParameters,
     )
 
     C: nn.Parameter | None
@@ -56,7 +58,6 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self._prompt_tables = OperatorCache()
         # Asked for at every token: a configuration is slow to look up.
         self.product, self.normalize = config.product, config.normalize
         groups, size = config.num_key_value_heads, config.state_size
@@ -80,7 +81,7 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
             init.uniform_(self.log_dt, math.log(low), math.log(high))
         init.constant_(self.log_a_real, math.log(0.5))
         init.copy_(self.a_imag, frequencies(config.modes, size, self.log_dt))
-        init.copy_(self.B, self._initial_input_matrix())
+        init.copy_(self.B, self._initial_input_matrix(config.input_matrix_init))
         if self.C is not None and not getattr(self.C, "_is_hf_initialized", False):
             self._start_coefficients(config, self.C)
 
@@ -115,9 +116,8 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
     def _transition_and_beta(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self._rates()[1], as_complex(self.B.double())
 
-    def _initial_input_matrix(self) -> torch.Tensor:
+    def _initial_input_matrix(self, start: str) -> torch.Tensor:
         rate, decay = self._rates()
-        start = self.config.input_matrix_init
         if start == "zero_order_hold":
             beta = (decay - 1) / rate
         elif start == "unit_variance":
@@ -158,9 +158,9 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
             return self._map(*tokens, **arguments)
         if transition:
             if not torch.compiler.is_compiling() and tokens[0].shape[1] > MAX_DRAFT:
-                self.forget_tables()  # as the operator will, but before a record has them
+                self.doubt_tables()  # as the operator will, but before a record has them
             return self._per_version("transition", self._transition)
-        self.forget_tables()
+        self.doubt_tables()
         parameters = self.parameters_of_operator()
         arguments["initial_state"] = begun_with(arguments.get("initial_state"), *parameters[:2])
         return self._operate(*tokens, *parameters, **arguments)
@@ -171,7 +171,7 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
         inputs = (*narrowed(*inputs[:3]), *inputs[3:])
         arguments |= {"product": self.product, "normalize": self.normalize}
         if is_plain(inputs[0], inputs[0].dtype) and not torch.jit.is_tracing():
-            arguments["kept"] = self._prompt_tables
+            arguments["kept"] = self._per_version("prompt", lambda _: {})
         arguments |= {"chunk_size": config.chunk_size, "backend": config.backend}
         return self.operators.interdomain_attention(*inputs, **arguments)
 
@@ -191,13 +191,11 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
 
     def _step_parameters(self, kept: bool) -> StepParameters:
         make = partial(self.operators.step_tables, reused=kept)
-        return StepParameters(make, *self.parameters_of_operator(), self.product)
+        return self.operators.StepParameters(make, *self.parameters_of_operator(), self.product)
 
     def _few_tables(self, dtype: torch.dtype, count: int) -> FewTables:
-        def tables(_: bool) -> FewTables:
-            return self.operators.few_tables(*self.parameters_of_operator()[:2], dtype, count)
-
-        return self._per_version((dtype, count), tables)
+        make, parameters = self.operators.few_tables, self.parameters_of_operator
+        return self._per_version((dtype, count), lambda _: make(*parameters()[:2], dtype, count))
 
     def _transition(self, kept: bool) -> tuple[torch.Tensor, ...]:
         """With the tables of a replay where they are kept, and calls are what it costs."""

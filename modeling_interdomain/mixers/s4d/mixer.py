@@ -67,7 +67,8 @@ class S4DRecurrence(InterdomainRecurrence):
 
     def _step_parameters(self, kept: bool) -> StepParameters:
         log_decay, input_matrix, coefficients = self.parameters_of_operator()
-        return StepParameters(self.operators.s4d_tables, log_decay, input_matrix, self.head_rows(coefficients))
+        make = self.operators.s4d_tables
+        return self.operators.StepParameters(make, log_decay, input_matrix, self.head_rows(coefficients))
 
     def head_rows(self, coefficients: torch.Tensor | None) -> torch.Tensor:
         """`readout^T C`, the row `[H, M, 2]` that reads the state."""

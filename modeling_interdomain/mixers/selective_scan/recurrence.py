@@ -48,7 +48,7 @@ class SelectiveScanRecurrence(Float32Module, DecodeTables):
         `step=True` it is one token that moves `state` in place. All of it happens inside, see `InterdomainRecurrence`.
         """
         if not (step or torch.compiler.is_compiling()) and tokens[0].shape[1] > 1:
-            self.forget_tables()
+            self.doubt_tables()
         moves = self._transition()
         if transition:
             return moves
@@ -71,18 +71,7 @@ class SelectiveScanRecurrence(Float32Module, DecodeTables):
         )
         return output[:, :, None], state
 
-    def _step(
-        self,
-        query,
-        key,
-        value,
-        steps,
-        rate,
-        *,
-        state: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        state_indices: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def _step(self, query, key, value, steps, rate, *, state, mask=None, state_indices=None) -> torch.Tensor:
         """`selective_scan_step` of tokens with an axis of the one token; `[B, 1, E]`."""
         query, key, value, steps = (x.squeeze(1) for x in (query, key, value, steps))
         backend = backend_of(self.config, STEP_BACKENDS)

@@ -158,7 +158,7 @@ class SparseBranch(DecodeTables):
         if self.heads != self.groups:
             value = value.flatten(2).unflatten(-1, (self.heads, -1))
         if states is None or packing is not None or hidden_states.shape[1] > 1:
-            self.forget_tables()  # another sequence may begin
+            self.doubt_tables()  # another sequence may begin
         elif (found := self._token(hidden_states, value, conv_state, states)) is not None:
             return found
         projected = [self.q_proj(hidden_states), self.k_proj(hidden_states)]

@@ -93,20 +93,9 @@ class SSDRecurrence(Float32Module):
             else weights + torch.diag_embed(self.D.to(weights)[:, None].expand(-1, weights.shape[-1]))
         )
 
-    def _step(
-        self,
-        query,
-        key,
-        value,
-        inputs,
-        log_decay,
-        *,
-        state: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        state_indices: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def _step(self, *tokens: torch.Tensor, state: torch.Tensor, mask=None, state_indices=None) -> torch.Tensor:
         """`ssd_step` of tokens with an axis of the one token; `[B, H, P]`."""
-        query, key, inputs, log_decay, value = (x.squeeze(1) for x in (query, key, inputs, log_decay, value))
+        query, key, value, inputs, log_decay = (x.squeeze(1) for x in tokens)
         with torch.no_grad():
             backend = backend_of(self.config, STEP_BACKENDS)
             output = self.operators.take_ssd_step(query, key, inputs, log_decay, state, mask, backend, state_indices)

@@ -1,9 +1,12 @@
 """Interdomain attention on tensors: the one entry to every backend."""
 
+from collections.abc import Hashable
+from typing import Any
+
 import torch
 
 from ..common.checks import check_documents, check_floats, check_how, check_state, check_tensors, shape_of
-from ..common.cpu import OperatorCache, autocasts, multiplies_bf16, without_autocast
+from ..common.cpu import autocasts, multiplies_bf16, without_autocast
 from ..common.launch import check_step_backend, fused, steps_fused
 from ..diagonal.step import StepParameters, advance_state, read_state, real_tokens, step_tables
 from .chunk import chunk_attention
@@ -50,7 +53,7 @@ def interdomain_attention(
     lengths: torch.Tensor | None = None,
     chunk_size: int = 64,
     backend: str = "auto",
-    kept: OperatorCache | None = None,
+    kept: dict[Hashable, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     r"""Causal attention whose memory is one complex diagonal recurrence of fixed size ("Interdomain Attention: Beyond
     Token-Level Key-Value Memory", eqs. 11 and 13):
@@ -84,9 +87,9 @@ def interdomain_attention(
             "associative_scan" (parallel prefix), "chunk" (batched matrix products), "triton" (fused kernels on a
             GPU) or "auto" ("triton" where it can run, otherwise "chunk"; one in-place step when T = 1 and no
             gradient is asked for). Default: "auto".
-        kept: an `OperatorCache` of ops/common/cpu.py, in which "chunk" keeps the tables that it makes of the parameters
-            from one call to the next; where these hold other numbers they are made again. For calls without gradients
-            on a CPU. Default: None.
+        kept: a dictionary in which "chunk" keeps the tables that it makes of the parameters, from one call to the next.
+            It belongs to parameters of these numbers: the caller gives another one when they change. For calls without
+            gradients on a CPU. Default: None.
 
     Returns:
         output `[B, T, H, D]` in the dtype of `value`, and the final state `[B or S, G, 2, M, R + D]` in float32
@@ -282,17 +285,8 @@ def interdomain_step(
     check_step_backend(backend, state, state_indices)
     mask = real_tokens(mask, query)
     parameters = StepParameters(step_tables, log_decay, input_matrix, coefficient_matrix, product)
-    return take_step(
-        query,
-        key,
-        value,
-        parameters,
-        state=state,
-        normalize=normalize,
-        mask=mask,
-        backend=backend,
-        state_indices=state_indices,
-    )
+    how: dict[str, Any] = {"mask": mask, "backend": backend, "state_indices": state_indices}
+    return take_step(query, key, value, parameters, state=state, normalize=normalize, **how)
 
 
 def take_step(
@@ -303,8 +297,8 @@ def take_step(
     *,
     state: torch.Tensor,
     normalize: bool,
-    mask: torch.Tensor | None,
-    backend: str,
+    mask: torch.Tensor | None = None,
+    backend: str = "auto",
     state_indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`interdomain_step` for a caller whose arguments fit, and who may have tables from an earlier step.
@@ -315,17 +309,8 @@ def take_step(
     """
     if torch.is_grad_enabled() or autocasts(query.device):
         with torch.no_grad(), without_autocast(query.device):
-            return take_step(
-                query,
-                key,
-                value,
-                parameters,
-                state=state,
-                normalize=normalize,
-                mask=mask,
-                backend=backend,
-                state_indices=state_indices,
-            )
+            how: dict[str, Any] = {"mask": mask, "backend": backend, "state_indices": state_indices}
+            return take_step(query, key, value, parameters, state=state, normalize=normalize, **how)
     value_dim, out_dtype = value.shape[-1], value.dtype
     if normalize:
         value = append_one(value)
