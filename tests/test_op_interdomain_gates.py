@@ -6,12 +6,8 @@ import pytest
 import torch
 
 from modeling_interdomain import interdomain_attention, interdomain_step
-<<<<<<< HEAD
-from modeling_interdomain.ops.diagonal.step import StepParameters, step_tables
-=======
 from modeling_interdomain.ops.common import launch
-from modeling_interdomain.ops.diagonal.step import step_tables
->>>>>>> h-b1
+from modeling_interdomain.ops.diagonal.step import StepParameters, step_tables
 from modeling_interdomain.ops.interdomain.entry import take_step
 from modeling_interdomain.ops.interdomain.gates import (
     decay_gated_state,

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from ...layers.common import FULL_PRECISION, DecodeTables, are_untouched, backend_of, is_plain
+from ...layers.common import FULL_PRECISION, DecodeTables, RankingLoss, are_untouched, backend_of, is_plain
 from ...layers.convolution import TOKEN_BEFORE, CausalConv1d, causal_conv, convolve_few, joined_weights
 from ...layers.operators import Operators
-from ...layers.recorded import RankingLoss
 from ...ops.common.cpu import without_autocast
 from ...ops.common.launch import STEP_BACKENDS
 from ...ops.common.packing import Packing

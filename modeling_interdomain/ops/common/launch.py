@@ -8,10 +8,12 @@ from typing import TypeVar
 
 import torch
 
+# The one place that imports Triton: files of kernels take both names from here.
 try:
     import triton
+    import triton.language as tl
 except ImportError:
-    triton = None
+    triton = tl = None
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +124,12 @@ def fused(
     return None
 
 
-<<<<<<< HEAD
+def say_without_kernels(device: torch.device, reason: str) -> None:
+    """Say once why "auto" takes another way where kernels would be looked for."""
+    if device.type not in _WITHOUT_KERNELS and not torch.compiler.is_compiling():
+        _say_once(f"Interdomain attention runs without its fused kernels: {reason}.")
+
+
 def overwritable(state: torch.Tensor, state_indices: torch.Tensor | None = None) -> bool:
     """Whether kernels can write a state where it lies: it is contiguous or, with indices, each slot of the pool is."""
     if state_indices is None:
@@ -138,15 +145,6 @@ def steps_fused(backend: str, state: torch.Tensor, state_indices: torch.Tensor |
 
 
 def check_step_backend(backend: str, state: torch.Tensor, state_indices: torch.Tensor | None = None) -> None:
-=======
-def say_without_kernels(device: torch.device, reason: str) -> None:
-    """Say once why "auto" takes another way where kernels would be looked for."""
-    if device.type not in _WITHOUT_KERNELS and not torch.compiler.is_compiling():
-        _say_once(f"Interdomain attention runs without its fused kernels: {reason}.")
-
-
-def check_step_backend(backend: str, state: torch.Tensor) -> None:
->>>>>>> h-b1
     """Refuse a backend that a decoding step does not have, or a state that its kernels cannot overwrite."""
     if backend not in STEP_BACKENDS:
         raise ValueError(f"backend of a step must be one of {', '.join(STEP_BACKENDS)}, got {backend!r}.")

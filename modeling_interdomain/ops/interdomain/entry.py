@@ -10,10 +10,15 @@ from ..common.cpu import autocasts, multiplies_bf16, without_autocast
 from ..common.launch import check_step_backend, fused, steps_fused
 from ..diagonal.step import StepParameters, advance_state, read_state, step_tables
 from .chunk import chunk_attention
-from .naive import recurrent_attention
 from .readout import PRODUCTS
 
 BACKENDS = ("auto", "recurrent", "fft", "scan", "associative_scan", "chunk", "triton")
+
+
+def _recurrent(*problem):
+    from .naive import recurrent_attention
+
+    return recurrent_attention(*problem)
 
 
 def _fft(*problem):
@@ -29,7 +34,7 @@ def _associative_scan(*problem):
 
 
 # Imported when asked for: the code of a checkpoint does without what its configuration does not name.
-_WITHOUT_CHUNKS = {"recurrent": recurrent_attention, "fft": _fft, "associative_scan": _associative_scan}
+_WITHOUT_CHUNKS = {"recurrent": _recurrent, "fft": _fft, "associative_scan": _associative_scan}
 
 
 def interdomain_attention(
