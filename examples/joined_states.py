@@ -123,9 +123,10 @@ def _check(model, **caches) -> Any:
     decoder = decoder_of(model)
     for i, layer in enumerate(decoder.layers):
         mixer = layer.token_mixer
-        linear = isinstance(mixer, KeyValueMixer)
-        if not linear or mixer.sparse is not None:
-            kind = decoder.config.mixers_per_layer[i] + (" with a sparse branch" if linear else "")
+        linear, gated = isinstance(mixer, KeyValueMixer), bool(getattr(mixer, "gate_names", ()))
+        if not linear or gated or mixer.sparse is not None:
+            kind = decoder.config.mixers_per_layer[i]
+            kind += (" with gates or the delta rule" if gated else " with a sparse branch") * linear
             raise ValueError(
                 f"Layer {i} ({kind}) does not hold one linear state with a decay that is the same for all tokens: only "
                 "those can be joined and cut."

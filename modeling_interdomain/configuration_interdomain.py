@@ -185,6 +185,7 @@ class InterdomainConfig(
         if self.aux_loss_coef < 0:
             raise ValueError(f"aux_loss_coef must not be negative, got {self.aux_loss_coef}.")
         self.check_start_values()
+        self.check_gates()
         self._ask_parts("check_config")
         self.check_sparse(TOKEN_MIXERS)
         if self.max_rollback < 0:

@@ -19,6 +19,13 @@ SCAN = {f"{name}_proj.weight" for name in ("v", "x", "dt", "g", "o")} | {"v_conv
 BIASES = {f"{name}_proj.bias" for name in "qkvo"}
 WINDOW = SOFTMAX | RECURRENCE | {f"{name}_map" for name in "qkv"}
 WINDOW |= {"share_proj.weight", "share_proj.bias", "memory_gate"}
+
+
+def linear(*names):
+    """Maps with a bias."""
+    return {f"{name}.{kind}" for name in names for kind in ("weight", "bias")}
+
+
 NAMES = dict.fromkeys([*MIXERS, *VARIANTS], PLAIN) | {
     "softmax": SOFTMAX,
     "identity": PLAIN - {"recurrence.C"},
@@ -38,6 +45,8 @@ NAMES = dict.fromkeys([*MIXERS, *VARIANTS], PLAIN) | {
     "window": WINDOW | BIASES,
     "window-alone": SOFTMAX,
     "gated": BARE | {"g_proj.weight", "o_norm.weight"},
+    "forget-gates": PLAIN | linear("forget_proj", "write_proj"),
+    "delta-rule": PLAIN | linear("forget_proj", "write_proj", "delta_proj"),
 }
 NORMS_OF_A_LAYER = {"input_layernorm.weight", "post_attention_layernorm.weight"}
 EXPERTS = {f"expert_{name}" for name in ("keys", "down", "up")}

@@ -28,7 +28,7 @@ _WITHOUT_EFFECT = {
     "use_cache",
 }
 # Fields that files of states are older than: they count where they are not what they were before there were any.
-_LATER = {"attention_window", "attention_sinks", "window_memory", "attention_bias"}
+_LATER = {"attention_window", "attention_sinks", "window_memory", "attention_bias", "gates", "delta_rule"}
 # What stands in the names of weights that an adapter library's layers (PEFT's) have wrapped.
 _AROUND = ("base_layer", "original_module")
 # How these layers are switched at the moment.

@@ -151,7 +151,24 @@ class InterdomainMixer(DecodeTables, KeyValueMixer):
 
     @classmethod
     def projections(cls, config) -> list[Projection]:
-        return [Projection("q", config.num_attention_heads, config.mapped_dim, True), *super().projections(config)]
+        gates = [Projection(name, config.num_key_value_heads, 1, False, bias=True) for name in config.gate_names]
+        query = Projection("q", config.num_attention_heads, config.mapped_dim, True)
+        return [query, *super().projections(config), *gates]
+
+    @classmethod
+    def check_config(cls, config) -> None:
+        if config.gate_names:
+            from .gates import check_gates
+
+            check_gates(config)
+
+    @classmethod
+    def class_for(cls, config):
+        if not config.gate_names:
+            return cls
+        from .gated import GatedInterdomainMixer
+
+        return GatedInterdomainMixer
 
     def _inputs(self, projected, conv_state, cos_sin, packing, keep: bool):
         """In one kernel or in few calls where that can run, and nothing hangs on the modules whose weights it reads."""

@@ -211,11 +211,14 @@ class Gradients:
 
     def __init__(self, call: AttentionCall, grad_output: torch.Tensor, final, want_mixing: bool):
         self.call, self.grad_output, self.workspace = call, grad_output, call.workspace
-        self.keys, self.values = (StateGradients(s, g) for s, g in zip((call.keys, call.values), final))
+        self.keys, self.values = (self.walked_back(s, g) for s, g in zip((call.keys, call.values), final))
         self.query = call.chunks.empty(call.query, *call.query.shape[2:])
         self.of_table = torch.zeros_like(call.tables.table)
         self.of_powers = torch.zeros_like(call.tables.powers[:, 1:])  # of lambda^(t+1)
         self.of_mixing = torch.zeros_like(call.mixing) if want_mixing else None
+
+    def walked_back(self, states: States, final: torch.Tensor | None) -> StateGradients:
+        return StateGradients(states, final)
 
     def segments(self) -> None:
         """From the last to the first."""
@@ -308,7 +311,7 @@ def skew(x: torch.Tensor, workspace: Workspace, name: str) -> torch.Tensor:
     """
     batch, size, _ = x.shape
     stride = 2 * size + 1
-    buffer = _margins(x, workspace, name)
+    buffer = margins(x, workspace, name)
     buffer.as_strided((batch, size, size), (size * stride, 2 * size, 1), size).copy_(x)
     return buffer.as_strided((batch, size, size), (size * stride, stride, 1), 1)
 
@@ -317,11 +320,11 @@ def unskew(x: torch.Tensor, workspace: Workspace, name: str) -> torch.Tensor:
     """`out[t, i] = x[t, C-1-(t-i)]` for i <= t, zero above the diagonal: the inverse, and the adjoint, of `skew`."""
     batch, size, _ = x.shape
     stride = 2 * size  # all that is written ends just within C rows of this, so that rows of several chunks are even
-    buffer = _margins(x, workspace, name)
+    buffer = margins(x, workspace, name)
     buffer.as_strided((batch, size, size), (size * stride, stride + 1, 1), 1).copy_(x)
     return buffer.as_strided((batch, size, size), (size * stride, stride, 1), size)
 
 
-def _margins(x: torch.Tensor, workspace: Workspace, name: str) -> torch.Tensor:
+def margins(x: torch.Tensor, workspace: Workspace, name: str) -> torch.Tensor:
     """A buffer with zeros in the margins; what is written between them always goes to the same places."""
     return workspace.tensor(name, (x.shape[0], x.shape[1] * (2 * x.shape[1] + 1)), x, zero=True)
