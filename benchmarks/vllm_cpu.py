@@ -10,7 +10,6 @@ writes `NEW` tokens. An engine stands in this process and has written a few toke
 """
 
 import argparse
-import gc
 import os
 import re
 import statistics
@@ -125,8 +124,6 @@ def _in_vllm(folder: str, prompts: list[list[int]], begin: list[int], length: in
         return {"seconds": seconds, "first_token": statistics.median(first.values()) - started}
     finally:
         engine.engine_core.shutdown()
-        del engine
-        gc.collect()
         cleanup_dist_env_and_memory()
 
 
