@@ -152,6 +152,11 @@ def check_reducible(config) -> None:
             "normalize=True divides by a readout that may come near zero, so that a close kernel is no close output: "
             "such layers keep their modes."
         )
+    if config.gate_names and "interdomain" in names:
+        raise InputError(
+            "Gates and the delta rule weigh each token, and what is refit is a kernel of ages alone: such layers keep "
+            "their modes."
+        )
     shared = config.num_attention_heads != config.num_key_value_heads
     if "s4d" in names and shared and config.coefficient_matrix != "full":
         raise InputError(

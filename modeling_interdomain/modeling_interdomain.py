@@ -15,19 +15,26 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_interdomain import InterdomainConfig
-from .generation.mixin import InterdomainGenerationMixin
-from .generation.prompt_store import StateStore
+from .generation.mixin import InterdomainGenerationMixin, store_of_environment
 from .inputs.checks import check_classes, check_labels, check_tokens, embedded
 from .inputs.keywords import understood
 from .inputs.layout import lay_out, masks_by_kind
-from .layers.common import InterdomainRMSNorm, ParameterCache, project
-from .layers.recorded import AuxiliaryLoss, ChosenExperts, RankingLoss
+from .layers.common import (
+    AuxiliaryLoss,
+    ChosenExperts,
+    InterdomainRMSNorm,
+    ParameterCache,
+    RankingLoss,
+    project,
+)
 from .layers.rotary import InterdomainRotaryEmbedding
 from .layers.versions import CACHE_NAME, CACHE_NAMES, takes_cache
 from .mixers.base import TokenMixer
 from .model_cache.cache import note_reading
 from .model_cache.methods import StateMethods
 from .outputs.layer_losses import (
+    InterdomainCausalLMOutput,
+    InterdomainModelOutput,
     LayerLosses,
     at_least_one,
     count_asked,
@@ -36,7 +43,6 @@ from .outputs.layer_losses import (
     trains_layers,
     warn_if_left_out,
 )
-from .outputs.model_outputs import InterdomainCausalLMOutput, InterdomainModelOutput
 from .registry import FEED_FORWARDS, TOKEN_MIXERS
 from .saving.checkpoint_folder import CheckpointFolders
 
@@ -53,7 +59,7 @@ class InterdomainDecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config, layer_idx: int):
         super().__init__()
-        self.token_mixer = TOKEN_MIXERS[config.mixers_per_layer[layer_idx]](config, layer_idx)
+        self.token_mixer = TOKEN_MIXERS[config.mixers_per_layer[layer_idx]].class_for(config)(config, layer_idx)
         feed_forward = FEED_FORWARDS[config.feed_forwards_per_layer[layer_idx]]
         self.mlp = None if feed_forward is None else feed_forward(config, layer_idx)
         self.input_layernorm = InterdomainRMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -154,7 +160,7 @@ class InterdomainPreTrainedModel(CheckpointFolders, StateMethods, LayerLosses, P
         `documents` `[B, T]` numbers the packed document of each token. `generate()` calls this, too, before a forward
         that may be compiled.
         """
-        return masks_by_kind(config, inputs_embeds, attention_mask, past_key_values, documents)
+        return masks_by_kind(config.mask_kinds, config, inputs_embeds, attention_mask, past_key_values, documents)
 
 
 class InterdomainModel(InterdomainPreTrainedModel):
@@ -170,6 +176,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         )
         self.gradient_checkpointing = False
         self.fingerprints = ParameterCache()
+        self.mask_kinds = config.mask_kinds
         self._no_split_modules = [*self._no_split_modules, *sorted(self._kept_in_float32())]
         self.post_init()
 
@@ -179,11 +186,14 @@ class InterdomainModel(InterdomainPreTrainedModel):
         found = [part for name, part in self.named_modules() if name.endswith(kept)]
         return {type(part).__name__ for part in found if any(True for _ in part.parameters())}
 
+    def __setstate__(self, state) -> None:
+        """Also of a model that was pickled before it kept the kinds of its masks."""
+        super().__setstate__({"mask_kinds": state["config"].mask_kinds} | state)
+
     def train(self, mode: bool = True):
         self.fingerprints.forget()
         return super().train(mode)
 
-    @takes_cache
     @understood
     @trains_layers
     @merge_with_config_defaults
@@ -231,12 +241,11 @@ class InterdomainModel(InterdomainPreTrainedModel):
         check_tokens(input_ids, inputs_embeds, self.config.hidden_size)
         if inputs_embeds is None:
             inputs_embeds = embedded(self.embed_tokens, input_ids)
-        # A configuration of fewer layers where these guess: that of the model others may read at the same time.
-        config = kwargs.pop("first_layers", self.config)
-        layers: Any = list(self.layers)[: config.num_hidden_layers]
+        # Fewer where the first layers make guesses: the library then sets the number of them.
+        layers: Any = list(self.layers)[: self.config.num_hidden_layers]
         layout = lay_out(
             self,
-            config,
+            self.config,
             layers,
             inputs_embeds,
             attention_mask=attention_mask,
@@ -251,7 +260,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
             for dim, rotary in self.rotary_embs.items()
         }
         hidden_states = layout.inputs_embeds
-        note_reading(layout.cache, layout.seen)
+        if layout.cache is not None:
+            note_reading(layout.cache, layout.seen)
         for layer in layers:
             hidden_states = layer(
                 hidden_states,
@@ -263,9 +273,10 @@ class InterdomainModel(InterdomainPreTrainedModel):
                 **layout.arguments,
             )
         last = self.norm(hidden_states)
-        if config.residual_in_fp32:
+        if self.config.residual_in_fp32:
             last = last.to(inputs_embeds.dtype)
-        note_reading(layout.cache, None)
+        if layout.cache is not None:
+            note_reading(layout.cache, None)
         return InterdomainModelOutput(last, layout.cache if use_cache else None)
 
 
@@ -284,10 +295,9 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, InterdomainGenerationMi
         self.model = InterdomainModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.prompt_store = StateStore.from_environment()
+        self.prompt_store = store_of_environment()
         self.post_init()
 
-    @takes_cache
     @understood
     @can_return_tuple
     def forward(

@@ -83,6 +83,8 @@ THOROUGH = [
     ("cheems", "training masked", "aot_eager"),
     ("cheems", "prefill masked", "aot_eager"),
     ("hax", "prefill masked", "aot_eager"),
+    ("delta-rule", "training masked", "aot_eager"),
+    ("forget-gates", "prefill masked", "aot_eager"),
     ("interdomain-softmax", "training masked", "inductor"),
     ("interdomain-softmax", "prefill masked", "inductor"),
 ]

@@ -21,6 +21,7 @@ from transformers import CompileConfig
         ("value-mask", "auto"),
         ("windowed", "auto"),
         ("hax", "auto"),
+        ("delta-rule", "auto"),
     ],
 )
 def test_static_decode_compiles_once_and_agrees(name, backend, make_model, random_ids):

@@ -69,6 +69,9 @@ for _rows in ("B, T", "B"):
         ),
     ):
         ENTRIES[f"{_name}_step" if _step else _name] = _entry(_one if _step else _whole, _axes)
+for _name, _rows in (("interdomain", "B, T"), ("interdomain_step", "B")):
+    _function, _axes, _ = ENTRIES[_name]
+    ENTRIES[f"{_name}_gates"] = _entry(_function, _axes | _tokens(_rows, log_gate="G", write_gate="G", delta="G"))
 _SPARSE = _tokens("B, T", query="S, d", key="S, d", value="S, D", scores="S")
 ENTRIES |= {
     "diagonal": _entry(interdomain_attention, {**ENTRIES["interdomain"][1], "coefficient_matrix": "G, M, 2"}),
@@ -90,7 +93,7 @@ ENTRIES |= {
     "choose_experts": _entry(choose_experts, {"first": "B, T, h, n1", "second": "B, T, h, n2"}, count=2),
     "keys_of_inputs": _entry(keys_of_inputs, {"projection": "h r, d", "keys": "h, n1 + n2, r / 2"}, rows=3),
 }
-MAY_BE_MISSING = ("initial_state", "skip", "coefficient_matrix", "scores")
+MAY_BE_MISSING = ("initial_state", "skip", "coefficient_matrix", "scores", "log_gate", "write_gate", "delta")
 
 
 def good(name: str) -> dict:
@@ -102,7 +105,8 @@ def good(name: str) -> dict:
         if argument == "ids":
             return torch.randint(0, SIZES["experts"], shape, generator=generator)
         x = torch.randn(shape, generator=generator)
-        return -x.abs() if argument in ("log_decay", "rate") and "ssd" in name + "selective" else x
+        negative = argument == "log_gate" or (argument in ("log_decay", "rate") and "ssd" in name + "selective")
+        return -x.abs() if negative else x
 
     return {argument: make(argument, named) for argument, named in axes.items()} | others
 

@@ -42,6 +42,7 @@ RECURRENT = {
     "gated": "ends",
     "no-convolution": "positions",
     "ssd": "positions",
+    "forget-gates": "pads",
 }
 FAST = ("interdomain", "mamba2", "selective-scan", "s4d-rope")
 # In processes.

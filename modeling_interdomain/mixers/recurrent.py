@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..layers.common import InterdomainRMSNorm, backend_of, project, residual_projection
+from ..layers.common import InterdomainRMSNorm, backend_of, project, project_all, residual_projection
 from ..layers.convolution import CausalConv1d, causal_conv, last_inputs
 from ..layers.operators import Operators
 from ..ops.common.packing import Packing
@@ -22,6 +22,7 @@ class Projection(NamedTuple):
     heads: int
     width: int
     convolved: bool
+    bias: bool = False  # beside those that `Biases` gives to all
 
 
 class Biases(NamedTuple):
@@ -58,9 +59,7 @@ class RecurrentMixer(TokenMixer):
         projections = self.projections(config)
         self.projection_names = [projection.name for projection in projections]
         self.convolved = [projection.convolved for projection in projections]
-        conv_state = [
-            (projection.heads * projection.width, self.kernel - 1) for projection in projections if projection.convolved
-        ]
+        conv_state = [(heads * width, self.kernel - 1) for _, heads, width, convolved, _ in projections if convolved]
         branch = config.sparse_per_layer[layer_idx]
         self.sparse = None
         if branch is not None:
@@ -80,25 +79,16 @@ class RecurrentMixer(TokenMixer):
 
             self.first_state = FirstState(tuple(self.state_shape(config)))
         hidden, outputs, biases = config.hidden_size, self.output_heads(config) * output_width, self.biases(config)
-        for projection in projections:
-            setattr(
-                self,
-                f"{projection.name}_proj",
-                nn.Linear(hidden, projection.heads * projection.width, biases.projections),
-            )
+        for name, heads, width, _, bias in projections:
+            setattr(self, f"{name}_proj", nn.Linear(hidden, heads * width, biases.projections or bias))
         self.o_proj = residual_projection(outputs, hidden, biases.projections)
         self.g_proj = nn.Linear(hidden, outputs, biases.projections) if self.gated(config) else None
-        for projection in projections:
-            if projection.convolved:
-                width = projection.heads * projection.width
-                conv = CausalConv1d(width, width, self.kernel, groups=width, bias=biases.convolutions)
-                setattr(self, f"{projection.name}_conv", conv)
+        for name, heads, width, convolved, _ in projections:
+            if convolved:
+                size = heads * width
+                conv = CausalConv1d(size, size, self.kernel, groups=size, bias=biases.convolutions)
+                setattr(self, f"{name}_conv", conv)
         self.o_norm = InterdomainRMSNorm(output_width, config.rms_norm_eps) if config.use_output_norm else None
-
-    @property
-    def backend(self) -> str:
-        """Of the configuration as it is now, which the model asks, too."""
-        return backend_of(self.config)
 
     # What a subclass says.
 
@@ -196,9 +186,7 @@ class RecurrentMixer(TokenMixer):
 
     @classmethod
     def state_sizes(cls, config, context_length: int) -> dict[str, int]:
-        conv_state = sum(
-            projection.heads * projection.width for projection in cls.projections(config) if projection.convolved
-        )
+        conv_state = sum(heads * width for _, heads, width, convolved, _ in cls.projections(config) if convolved)
         state = torch.Size(cls.state_shape(config)).numel()
         return {"recurrent": state, "convolution": conv_state * (cls.kernel_size(config) - 1)}
 
@@ -244,30 +232,35 @@ class RecurrentMixer(TokenMixer):
             output_attentions: make the map, where no tokens came before these.
         """
         layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        transition = None
+        transition = conv_state = states = None
         if layer is not None:
             layer.thaw()
-            self._begin_again(layer)
+            if self.first_state is not None:
+                self._begin_again(layer)
             if layer.record_past:
                 transition = self.recurrence(hidden_states, transition=True)
                 layer.commit_unless(transition)
-        projected = [project(getattr(self, f"{name}_proj"), hidden_states) for name in self.projection_names]
+        projected = project_all([self._modules[f"{name}_proj"] for name in self.projection_names], hidden_states)
         if packing is not None:  # not before: adapters that differ by row must find the rows of the batch
             projected = [packing.pack(x) for x in projected]
-        cos_sin = self._rotation(position_embeddings, packing, hidden_states.shape[:2])
-        reads_on, conv_state = layer is not None and self._verifies(layer, hidden_states, packing), None
+        cos_sin = None
+        if self.rope_placement is not None and position_embeddings is not None:
+            cos, sin = position_embeddings[self.rotated_width]
+            if packing is not None:
+                cos, sin = (packing.pack(x.expand(*hidden_states.shape[:2], -1)) for x in (cos, sin))
+            cos_sin = cos, sin
+        reads_on = transition is not None and self._verifies(layer, hidden_states, packing)
         if reads_on:
             conv_state = layer.lookahead_conv_state(self.max_pending - hidden_states.shape[1])
         elif layer is not None:
-            layer.commit()
-            conv_state = layer.conv_state
+            conv_state, states = layer.committed()
         own = conv_state if self.sparse is None or conv_state is None else conv_state[: self.own_conv_state]
         if piece is not None and self.own_conv_state and self.kernel > 1:
             own = piece.conv_state(self._convolved(projected), self.kernel - 1)
         tokens, after = self._inputs(projected, own, cos_sin, packing, keep=layer is not None)
         companion = None
         if self.sparse is not None:
-            companion = self._companion(hidden_states, tokens, layer, conv_state, packing)
+            companion = self._companion(hidden_states, tokens, conv_state, states, packing)
         if transition is not None:
             self._record(layer, transition, projected, tokens, attention_mask, packing, hidden_states, companion)
         weights = None
@@ -280,9 +273,9 @@ class RecurrentMixer(TokenMixer):
         if reads_on:
             output = self._verify(layer, tokens, after)
         elif layer is not None and self._can_step(layer, tokens, packing):
-            output = self._step(layer, tokens, after, attention_mask, companion)
+            output = self._step(layer, tokens, (conv_state, states), after, attention_mask, companion)
         else:
-            output = self._all_at_once(layer, tokens, after, packing, companion, piece)
+            output = self._all_at_once(layer, tokens, states, after, packing, companion, piece)
         if weights is not None and weights.requires_grad:  # a loss of the output asks them for gradients
             output = self._added_up(weights, tokens, packing)
         if self.o_norm is not None:
@@ -294,7 +287,7 @@ class RecurrentMixer(TokenMixer):
 
     def _begin_again(self, layer) -> None:
         """Let a layer of a cache that was reset hold what a sequence begins with."""
-        if self.first_state is not None and layer.is_initialized and not layer.has_previous_state[0]:
+        if layer.is_initialized and not layer.has_previous_state[0]:
             layer.set_state(self.first_state(layer.state))
 
     def attention_map(self, tokens: tuple[torch.Tensor, ...], packing: Packing | None) -> torch.Tensor | None:
@@ -309,14 +302,13 @@ class RecurrentMixer(TokenMixer):
         output = torch.einsum("bhtj,bjhw->bthw", weights[..., : values.shape[1]], values)
         return output if packing is None else packing.pack(output)
 
-    def _rotation(self, position_embeddings, packing, shape) -> tuple[torch.Tensor, ...] | None:
-        if self.rope_placement is None or position_embeddings is None:
-            return None
-        cos_sin = position_embeddings[self.rotated_width]
-        return cos_sin if packing is None else tuple(packing.pack(x.expand(*shape, -1)) for x in cos_sin)
-
     def _inputs(self, projected, conv_state, cos_sin, packing: Packing | None, keep: bool):
         """What the recurrence is called with, and the new conv state (if there is a cache to `keep` them)."""
+        projections, after = self._convolve(projected, conv_state, packing)
+        return self._tokens(projections, cos_sin), after
+
+    def _convolve(self, projected, conv_state, packing: Packing | None) -> tuple[list[torch.Tensor], list]:
+        """The projections after their convolutions, and the new conv state."""
         before = iter(conv_state or [None] * len(projected))
         projections, after = [], []
         extent: dict[str, Any] = {}
@@ -328,7 +320,7 @@ class RecurrentMixer(TokenMixer):
                 x, window = causal_conv(conv, x, next(before), self.kernel, **extent)
                 after.append(window)
             projections.append(x)
-        return self._tokens(projections, cos_sin), after
+        return projections, after
 
     def _convolutions(self) -> list[CausalConv1d | None]:
         """One a projection."""
@@ -338,31 +330,29 @@ class RecurrentMixer(TokenMixer):
         """Those that have a convolution."""
         return [x for x, convolved in zip(projected, self.convolved, strict=True) if convolved]
 
-    def _companion(self, hidden_states, tokens, layer, conv_state, packing: Packing | None):
+    def _companion(self, hidden_states, tokens, conv_state, states, packing: Packing | None):
         """What the tokens bring to the sparse branch."""
-        states = None if layer is None else layer.states
         own = None if conv_state is None else conv_state[self.own_conv_state :]
         inputs = self.sparse.prepare(hidden_states, self._written(tokens), own, states, packing)
         self.sparse.add_ranking_loss(inputs, packing)
         return inputs
 
     def _all_at_once(
-        self, layer, tokens, conv_state, packing: Packing | None, companion=None, piece: Any = None
+        self, layer, tokens, before, conv_state, packing: Packing | None, companion=None, piece: Any = None
     ) -> torch.Tensor:
-        """All tokens at once, on from the state of the cache, or of the processes before, if there is one."""
+        """All tokens at once, on from the states `before` of the cache, or of other processes, if there are any."""
         extent: dict[str, Any] = {}
         if packing is not None:
             extent = {"lengths": packing.lengths, "cu_seqlens": packing.cu_seqlens}
         if piece is not None:
             extent["initial_state"] = partial(self._arriving, piece, tokens)
-        elif layer is not None and layer.state is not None:
-            extent["initial_state"] = layer.state
+        elif before is not None:
+            extent["initial_state"] = before["state"]
         elif self.first_state is not None:
             extent["initial_state"] = self._first_states(tokens, packing)
         beside: torch.Tensor | None = None
         states: dict[str, torch.Tensor] | None = None
         if companion is not None:
-            before = None if layer is None else layer.states
             beside, states = self.sparse.attend(companion, before, packing, keep=layer is not None)
             conv_state = [*conv_state, *companion.conv_state]
         if layer is None:
@@ -396,24 +386,27 @@ class RecurrentMixer(TokenMixer):
             or (self.sparse is not None and any(p.requires_grad for p in self.sparse.parameters()))
         )
         few = packing is None and (tokens[0].shape[1] == 1 or self._can_step_each(layer, tokens[0]))
-        return few and not differentiated and layer.is_initialized and self.backend in ("auto", "triton")
+        return few and not differentiated and layer.is_initialized and backend_of(self.config) in ("auto", "triton")
 
     def _can_step_each(self, layer, first: torch.Tensor) -> bool:
         """Whether a few tokens, as guesses are, take a step each, sooner than an operator for many would begin."""
         here = first.device.type == "cpu" and self.sparse is None and not torch.compiler.is_compiling()
         return here and first.shape[1] <= self.most_steps and layer.has_previous_state[0]
 
-    def _step(self, layer, tokens, conv_state, attention_mask, companion=None) -> torch.Tensor:
-        """One token, or some after each other, the state updated in place; a pad leaves both kinds of state alone."""
+    def _step(self, layer, tokens, before, conv_state, attention_mask, companion=None) -> torch.Tensor:
+        """One token, or some after each other, the state updated in place; a pad leaves conv_state and state alone.
+
+        `before` are the conv state and the states of the layer.
+        """
         mask = None if attention_mask is None else attention_mask[:, -1].bool()
         if companion is not None:
             conv_state = [*conv_state, *companion.conv_state]
         if mask is not None:
             keep = mask[:, None, None]
-            conv_state = [torch.where(keep, w, old) for w, old in zip(conv_state, layer.conv_state, strict=True)]
+            conv_state = [torch.where(keep, w, old) for w, old in zip(conv_state, before[0], strict=True)]
         layer.torn = True  # until all is written
         # What a forward with gradients has written is not overwritten in place.
-        states = {name: x.detach().clone() if x.requires_grad else x for name, x in layer.states.items()}
+        states = {name: x.detach().clone() if x.requires_grad else x for name, x in before[1].items()}
         count = tokens[0].shape[1]
         if count == 1:
             output = self.recurrence(*tokens, step=True, state=states["state"], mask=mask)

@@ -1,15 +1,20 @@
 """What the layers add to the loss of training, whoever makes that loss: a head of ours, a trainer, one's own loop."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    SequenceClassifierOutputWithPast,
+)
 from transformers.utils import logging
 
-from ..layers.recorded import AuxiliaryLoss, RankingLoss
-from .model_outputs import InterdomainModelOutput
+from ..layers.common import AuxiliaryLoss, RankingLoss
 
 logger = logging.get_logger(__name__)
 
@@ -18,6 +23,42 @@ LAYER_LOSSES = {
     "auxiliary_losses": (AuxiliaryLoss, "aux_loss_coef"),
     "ranking_losses": (RankingLoss, "ranking_loss_coef"),
 }
+
+
+@dataclass
+class InterdomainModelOutput(BaseModelOutputWithPast):
+    """With `auxiliary_losses` and `ranking_losses`, one scalar for each layer that has one, and `chosen_experts`.
+
+    `chosen_experts` are asked for with `output_chosen_experts=True`: ids `[B, T, h, k]` for each layer with experts.
+    """
+
+    auxiliary_losses: tuple[torch.Tensor, ...] | None = None
+    ranking_losses: tuple[torch.Tensor, ...] | None = None
+    chosen_experts: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclass
+class InterdomainCausalLMOutput(CausalLMOutputWithPast):
+    """With `layer_loss`, in training what the layers add to the loss: `config.aux_loss_coef` times `aux_loss`, the sum
+    of `auxiliary_losses`, and `config.ranking_loss_coef` times the sum of `ranking_losses`. It is part of `loss`, and a
+    loss of one's own, made of the logits, adds it itself: see `add_layer_loss`."""
+
+    layer_loss: torch.Tensor | None = None
+    aux_loss: torch.Tensor | None = None
+    auxiliary_losses: tuple[torch.Tensor, ...] | None = None
+    ranking_losses: tuple[torch.Tensor, ...] | None = None
+    chosen_experts: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclass
+class InterdomainClassifierOutput(SequenceClassifierOutputWithPast):
+    """As `InterdomainCausalLMOutput`."""
+
+    layer_loss: torch.Tensor | None = None
+    aux_loss: torch.Tensor | None = None
+    auxiliary_losses: tuple[torch.Tensor, ...] | None = None
+    ranking_losses: tuple[torch.Tensor, ...] | None = None
+    chosen_experts: tuple[torch.Tensor, ...] | None = None
 
 
 def add_layer_loss(compute_loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -60,7 +101,7 @@ def count_asked(labels: torch.Tensor, shift_labels: torch.Tensor | None, ignored
 
 
 def at_least_one(items):
-    """What a sum over so many is divided by: of none, the sum is 0."""
+    """What a sum over so many is divided by: 1 where there are none, since their sum is 0."""
     return items + (items == 0)
 
 
@@ -98,7 +139,7 @@ def warn_if_left_out(hidden_states: torch.Tensor, layer_loss: torch.Tensor | Non
 
 
 class _Alongside(torch.autograd.Function):
-    """A tensor as it is: a backward pass that comes to it goes on to the loss as well, with 1."""
+    """Returns the tensor; a backward pass through it also differentiates the loss, with gradient 1."""
 
     @staticmethod
     def forward(x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
@@ -121,7 +162,7 @@ class _Alongside(torch.autograd.Function):
 
 
 def trained_along(hidden_states: torch.Tensor, layer_loss: torch.Tensor | None) -> torch.Tensor:
-    """The hidden states, with whose gradient `layer_loss` gets its own: for whoever makes a loss of these alone."""
+    """The hidden states, tied to `layer_loss`: whoever differentiates a loss of these alone differentiates both."""
     if layer_loss is None or not layer_loss.requires_grad:
         return hidden_states
     return _Alongside.apply(hidden_states, layer_loss.to(hidden_states.device))

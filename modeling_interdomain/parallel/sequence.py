@@ -147,7 +147,7 @@ class SequencePiece:
         return torch.where((back <= count[:, None])[..., None], x.gather(1, places), 0).mT
 
     def _arriving(self, parts: torch.Tensor, after: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
-        """Zeros, moved on over the pieces before this one; a document that begins forgets them."""
+        """The parts of the pieces before this one, each moved on to its beginning; a new document forgets them."""
         # Zeros that hang on the parts: the first process takes part in the backward pass, too.
         found = torch.where(torch.zeros_like(self.begins).view(-1, *[1] * (parts.ndim - 2)), parts[0], 0)
         for process in range(self.group.rank()):

@@ -8,6 +8,7 @@ families, so these travel too, in one file. This module itself never travels.
 
 import ast
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,17 +21,30 @@ FIELDS = "configuration_fields"
 # Tables of the registry, and the fields of a configuration that name their parts.
 _TABLES = {"TOKEN_MIXERS": "mixers_per_layer", "FEED_FORWARDS": "feed_forwards_per_layer"}
 _ATTENTION = {"softmax", "inner_function"}
+# Families whose fields travel with their token mixer alone: a state does not depend on them where it is not there.
+_OWN_FIELDS = {"WindowFields": "window"}
+
+
+def _is_gated(config) -> bool:
+    return bool(config.gate_names)
+
+
 # What is imported where it is first needed, and when a model of a configuration needs it.
 _OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "mixers.sparse.branch": lambda config: any(config.sparse_per_layer),
     "mixers.sparse.parts": lambda config: any(config.sparse_per_layer),
     "mixers.softmax.dynamic_mask": lambda config: not _ATTENTION.isdisjoint(config.mixers_per_layer),
     "ops.common.window": lambda config: not _ATTENTION.isdisjoint(config.mixers_per_layer),
+    "mixers.interdomain.gated": _is_gated,
+    "mixers.interdomain.gates": _is_gated,
+    "ops.interdomain.gates": _is_gated,
+    "ops.interdomain.naive": lambda config: config.backend == "recurrent",
     "ops.interdomain.prefix": lambda config: config.backend in ("fft", "associative_scan"),
     "ops.interdomain.scan": lambda config: config.backend == "scan",
     "ops.interdomain.triton_scan": lambda config: config.backend == "scan",
-    "generation.first_layers": lambda config: False,
-    "model_cache.spans": lambda config: False,
+    "generation.batch": lambda config: False,
+    "generation.prompt_store": lambda config: False,
+    "generation.serving": lambda config: False,
     "model_cache.state_tuning": lambda config: config.learned_state,
     "layers.learned_state": lambda config: config.learned_state,
     "ops.common.slots": lambda config: False,
@@ -40,19 +54,25 @@ _OPTIONAL: dict[str, Callable[[Any], bool]] = {
 }
 _ABSENT = (
     'raise ImportError("The code of this checkpoint is without {module}: install modeling-interdomain, and load the '
-    'model without trust_remote_code.")'
+    "model without trust_remote_code, or write all code into its folder: python -m modeling_interdomain.saving.whole "
+    'FOLDER.")'
 )
 
 
-def write_code(config, folder: str | os.PathLike) -> None:
-    """Write the code that a model of this configuration needs into a folder; without one, that of any model."""
-    for name, text in flat_code(config).items():
+def write_code(config, folder: str | os.PathLike, whole: bool = False) -> None:
+    """Write the code that a model of this configuration needs into a folder; without one, that of any model.
+
+    `whole`: with what is needed where somebody asks for it, such as continuous batching and the prompt store.
+    """
+    for name, text in flat_code(config, whole).items():
         Path(folder, f"{name}.py").write_text(text, encoding="utf-8")
 
 
-def flat_code(config) -> dict[str, str]:
+def flat_code(config, whole: bool = False) -> dict[str, str]:
     """The modules that a model of this configuration needs, as `{flat name: source}`; without one, those of any."""
-    absent = {module for module, needed in _OPTIONAL.items() if config is not None and not needed(config)}
+    absent = set[str]()
+    if config is not None and not whole:
+        absent = {module for module, needed in _OPTIONAL.items() if not needed(config)}
     code, seen = dict[str, str](), set[str]()
 
     def add(module: str) -> None:
@@ -62,6 +82,9 @@ def flat_code(config) -> dict[str, str]:
         source = (PACKAGE / module.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8")
         if module == REGISTRY and config is not None:
             source = _registry_of(source, config)
+        if module == ENTRIES[0] and config is not None:
+            gone = {family for family, mixer in _OWN_FIELDS.items() if mixer not in config.mixers_per_layer}
+            source = "".join(line for line in source.splitlines(True) if gone.isdisjoint(re.findall(r"\w+", line)))
         text, found = _flattened(source, module, absent)
         for each in found:
             add(each)

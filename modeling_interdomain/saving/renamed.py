@@ -35,15 +35,15 @@ RENAMED = {
 }
 # Classes that have another module or another name since.
 MOVED = {
-    "feed_forwards.cross_domain_moe.ChosenExperts": "layers.recorded.ChosenExperts",
-    "layers.common.AuxiliaryLoss": "layers.recorded.AuxiliaryLoss",
+    "feed_forwards.cross_domain_moe.ChosenExperts": "layers.common.ChosenExperts",
     "layers.common.PerVersion": "layers.common.ParameterCache",
-    "mixers.sparse.choice.RankingLoss": "layers.recorded.RankingLoss",
+    "mixers.sparse.choice.RankingLoss": "layers.common.RankingLoss",
     "modeling_interdomain.InterdomainForSequenceClassification": (
         "classifier_interdomain.InterdomainForSequenceClassification"
     ),
     "modeling_interdomain.PatchEmbedding": "classifier_interdomain.PatchEmbedding",
-    "ops.common.cpu.Kept": "ops.common.cpu.OperatorCache",
+    "ops.common.cpu.Kept": "layers.common.ParameterCache",
+    "ops.common.cpu.OperatorCache": "layers.common.ParameterCache",
 }
 # Attributes that have another name since, by class.
 ATTRIBUTES = {

@@ -79,6 +79,12 @@ class InterdomainFields(ModelFields):
             that a layer reads first what came after earlier occurrences of the token (the induction heads of arXiv
             2209.11895, the shift of H3, arXiv 2212.14052). Default: None, "induction" or, with `start` "random" and
             where there is nothing to shift or the projections differ in size, "independent".
+        gates: what each token of an "interdomain" layer says of the state itself. "forget": a factor of what the state
+            holds and one of what is written, a group each, from linear maps of the token; they start near 1. "none":
+            neither. Default: "none".
+        delta_rule: let "interdomain" layers write a value without what the state already answers to its key, in a share
+            that each token chooses for each group, so that a key that comes again is corrected instead of added up.
+            Default: False.
         time_step_min: smallest step Delta at the start. Default: None, 0.02 or, with `start` "random", 1e-3.
         time_step_max: largest step Delta at the start. Default: None, 0.1.
         time_step_spacing: how the steps of the groups of a layer lie between the two, in the logarithm: "random"
@@ -98,6 +104,7 @@ class InterdomainFields(ModelFields):
         "time_step_spacing": ("random", "even"),
         "coefficient_init": ("normal", "identity", "posterior"),
         "query_init": ("independent", "induction"),
+        "gates": ("none", "forget"),
     }
 
     feature_dim: int | None = None
@@ -116,6 +123,8 @@ class InterdomainFields(ModelFields):
     coefficient_init_noise: float = 1e-3
     output_init_rms: float | None = None
     query_init: str | None = None
+    gates: str = "none"
+    delta_rule: bool = False
     time_step_min: float | None = None
     time_step_max: float | None = None
     time_step_spacing: str | None = None
@@ -124,6 +133,19 @@ class InterdomainFields(ModelFields):
     def mapped_dim(self) -> int:
         """The numbers a head that the feature map reads."""
         return self.feature_dim if self.feature_map == "silu_l2" else self.head_dim
+
+    @property
+    def gate_names(self) -> list[str]:
+        """What each token of an "interdomain" layer says beside query, key and value, in this order."""
+        return ["forget", "write"] * (self.gates == "forget") + ["delta"] * self.delta_rule
+
+    def check_gates(self) -> None:
+        """Gates stand where some layer has them; whether it can have them, that says itself."""
+        if self.gate_names and "interdomain" not in self.mixers_per_layer:
+            raise ValueError(
+                f'gates = "{self.gates}" and delta_rule = {self.delta_rule} are of "interdomain" layers, and '
+                "token_mixers names none: leave them out."
+            )
 
     def complete_start(self, mixers: Mapping[str, Any]) -> None:
         """Fill in how the recurrent layers start; `mixers` are the token mixers by their names."""

@@ -2,7 +2,7 @@
 long text in bfloat16 every pass over the memory counts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -63,22 +63,28 @@ def token_inputs(
     query, key, value = projected
     x, after = convolve_few([query, key], conv_state, tables.conv_weight)
     x = x.view(*x.shape[:2], sum(heads), -1)
-    x = rotate_around(silu_l2, x, cos_sin, rope_placement)
+    plain = is_plain(x, x.dtype)
+    x = rotate_around(silu_l2_ if plain else silu_l2, x, cos_sin, rope_placement)
     query, key = x.split_with_sizes(list(heads), dim=2)
-    key, value = _normalised(key, value.view(*key.shape[:3], -1), tables, eps)
+    value = value.view(*key.shape[:3], -1)
+    if tables.weight is not None:
+        norm = plain_rms_norm if plain and x.dtype == torch.float32 else _rms_norm
+        key, value = _normalised(key, value, tables, norm, eps)
     return (query, key, value), after
 
 
-def _normalised(key, value, tables: TokenTables, eps: float) -> Sequence[torch.Tensor]:
-    if tables.weight is None:
-        return key, value
+def _normalised(key, value, tables: TokenTables, norm: Callable, eps: float) -> Sequence[torch.Tensor]:
     together = len(tables.weight) == 1
     xs = [torch.cat([key, value], dim=2)] if together else [key, value]
     ys = [
-        torch.addcmul(bias, plain_rms_norm(x, eps) if is_plain(x) else F.rms_norm(x, x.shape[-1:], eps=eps), weight)
+        torch.addcmul(bias, norm(x, eps), weight)
         for x, weight, bias in zip(xs, tables.weight, tables.bias, strict=True)
     ]
     return ys[0].chunk(2, dim=2) if together else ys
+
+
+def _rms_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
+    return F.rms_norm(x, x.shape[-1:], eps=eps)
 
 
 def bf16_inputs(

@@ -1,12 +1,10 @@
 """Interdomain attention as a token mixer: what drives the state, and the query that reads it."""
 
-from typing import Any
-
 import torch
 from torch import nn
 from transformers import initialization as init
 
-from ...layers.common import FULL_PRECISION, DecodeTables, InterdomainRMSNorm, are_untouched, is_plain
+from ...layers.common import FULL_PRECISION, DecodeTables, InterdomainRMSNorm, are_untouched, backend_of, is_plain
 from ...layers.convolution import TOKEN_BEFORE, CausalConv1d
 from ...layers.feature_maps import SiluL2, feature_map
 from ...layers.operators import Operators
@@ -102,20 +100,7 @@ class KeyValueMixer(RecurrentMixer):
         return key, value
 
     def _features(self, x: torch.Tensor, cos_sin, is_query: bool = False) -> torch.Tensor:
-        return rotate_around(lambda x: self.feature_map(x, is_query), x, cos_sin, self.config.rope_placement)
-
-    def join_states(self, first: torch.Tensor, second: torch.Tensor, length: int | torch.Tensor) -> torch.Tensor:
-        """The state after two documents, of which the second has `length` tokens, from those of each alone.
-
-        Exact for the keys and values that were read: in the first layer those of the text itself, but for the tokens
-        that a convolution reaches over the joint; in later ones approximate, see `join_states` of the operators.
-        """
-        from ...ops.common.spans import join_states
-
-        if self.first_state is not None:  # with which the second has begun, too
-            first = first - self.first_state(first)
-        recurrence: Any = self.recurrence
-        return join_states(first, second, length, recurrence.parameters_of_operator()[0])
+        return rotate_around(self.feature_map, x, cos_sin, self.rope_placement, is_query)
 
     def _recorded(self, tokens):
         *_, key, value = tokens
@@ -166,24 +151,44 @@ class InterdomainMixer(DecodeTables, KeyValueMixer):
 
     @classmethod
     def projections(cls, config) -> list[Projection]:
-        return [Projection("q", config.num_attention_heads, config.mapped_dim, True), *super().projections(config)]
+        gates = [Projection(name, config.num_key_value_heads, 1, False, bias=True) for name in config.gate_names]
+        query = Projection("q", config.num_attention_heads, config.mapped_dim, True)
+        return [query, *super().projections(config), *gates]
+
+    @classmethod
+    def check_config(cls, config) -> None:
+        if config.gate_names:
+            from .gates import check_gates
+
+            check_gates(config)
+
+    @classmethod
+    def class_for(cls, config):
+        if not config.gate_names:
+            return cls
+        from .gated import GatedInterdomainMixer
+
+        return GatedInterdomainMixer
 
     def _inputs(self, projected, conv_state, cos_sin, packing, keep: bool):
         """In one kernel or in few calls where that can run, and nothing hangs on the modules whose weights it reads."""
-        found, device, backend = None, projected[0].device, self.backend
+        found, device, backend = None, projected[0].device, backend_of(self.config)
         count = projected[0].shape[1]
         few = count == 1 or (not torch.compiler.is_compiling() and count <= MAX_DRAFT)
         if not few:  # another sequence may begin
-            self.forget_tables()
+            self.doubt_tables()
         if device.type != "cpu" or backend == "triton":
             found = self._fused_inputs(projected, conv_state, cos_sin, packing, keep)
         elif backend == "auto" and packing is None and conv_state is not None and few:
             found = self._token_inputs(projected, conv_state, cos_sin)
-        return super()._inputs(projected, conv_state, cos_sin, packing, keep) if found is None else found
+        if found is not None:
+            return found
+        projections, after = self._convolve(projected, conv_state, packing)
+        return self._tokens(projections, cos_sin), after
 
     def _tokens(self, projections, cos_sin):
         query, *rest = projections
-        narrow = multiplies_bf16(query) and self.backend in ("auto", "chunk") and not self.normalize
+        narrow = multiplies_bf16(query) and backend_of(self.config) in ("auto", "chunk") and not self.normalize
         if narrow and query.shape[1] > 1 and is_plain(query, query.dtype):
             weights = self._weights(query.device)
             if weights is not None and all(w.dtype == query.dtype for w in weights):
@@ -202,7 +207,7 @@ class InterdomainMixer(DecodeTables, KeyValueMixer):
             return False
         here = hidden_states.device.type == "cpu" and self.sparse is None and not torch.is_grad_enabled()
         few = count <= MAX_DRAFT and (count > 1 or layer.pending < MAX_PENDING)
-        can = here and few and self.backend in ("auto", "triton") and not self.normalize
+        can = here and few and backend_of(self.config) in ("auto", "triton") and not self.normalize
         return can and not layer.pads_pending  # ages would count them
 
     def _verify(self, layer, tokens, conv_state):
@@ -235,9 +240,12 @@ class InterdomainMixer(DecodeTables, KeyValueMixer):
         widened = dtype == torch.bfloat16 and is_plain(projected[0], dtype)
         if projected[0].dtype != dtype or not (widened or dtype in FULL_PRECISION):
             return None
-        tables = self._tables.get(
-            "token", weights, lambda _: token_tables(*(w.float() if widened else w for w in weights))
-        )
+        kept = self._tables.of(weights)
+        tables = None if not kept else kept["token"]
+        if tables is None:
+            tables = token_tables(*(w.float() if widened else w for w in weights))
+            if kept is not None:
+                kept["token"] = tables
         return token_inputs(projected, conv_state, tables, self.eps, self.heads, cos_sin, self.rope_placement)
 
     def _fused_inputs(self, projected, conv_state, cos_sin, packing, keep: bool):
@@ -253,7 +261,7 @@ class InterdomainMixer(DecodeTables, KeyValueMixer):
                 "documents": packing.documents,
             }
         return self.operators.fused_inputs(
-            self.backend,
+            backend_of(self.config),
             projected,
             (q_conv_weight.flatten(1), k_conv_weight.flatten(1)),  # views, whose gradients are views
             norms or None,

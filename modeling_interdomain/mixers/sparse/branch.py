@@ -10,10 +10,9 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from ...layers.common import FULL_PRECISION, DecodeTables, are_untouched, is_plain, own_backend
-from ...layers.convolution import TOKEN_BEFORE, CausalConv1d, causal_conv, convolve_few, joined_weights, side_by_side
+from ...layers.common import FULL_PRECISION, DecodeTables, RankingLoss, are_untouched, backend_of, is_plain
+from ...layers.convolution import TOKEN_BEFORE, CausalConv1d, causal_conv, convolve_few, joined_weights
 from ...layers.operators import Operators
-from ...layers.recorded import RankingLoss
 from ...ops.common.cpu import without_autocast
 from ...ops.common.launch import STEP_BACKENDS
 from ...ops.common.packing import Packing
@@ -50,7 +49,7 @@ class SparseInputs(NamedTuple):
 
     def convolved(self) -> list[torch.Tensor]:
         """What moves the conv state."""
-        return [side_by_side(self.inputs)]
+        return [_side_by_side(self.inputs)]
 
     def recorded(self) -> list[torch.Tensor]:
         """What moves the memory, `[B, T, ...]` each, for `replay`."""
@@ -77,6 +76,11 @@ class ChannelGate(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.weight * x
+
+
+def _side_by_side(projections: list[torch.Tensor]) -> torch.Tensor:
+    """Numbers `[B, T, W]` of several projections, those of a token one after the other."""
+    return projections[0] if len(projections) == 1 else torch.cat(projections, dim=-1)
 
 
 class SparseBranch(DecodeTables):
@@ -117,7 +121,7 @@ class SparseBranch(DecodeTables):
         if self.scorer is not None and config.ranking_loss_coef > 0:
             self.ranking = RankingLoss()
         elif self.scorer is not None:
-            self.scorer.requires_grad_(False)  # nothing else trains it
+            self.scorer.requires_grad_(False)  # nothing but the ranking loss trains the scorer
         self.centred = self.hash is not None and config.sparse_hash_center is not None
         self.summed = self.centred or self.scorer is not None
         # What a token reads the weights of, and what it asks for: a module is slow to look up.
@@ -159,7 +163,7 @@ class SparseBranch(DecodeTables):
         if self.heads != self.groups:
             value = value.flatten(2).unflatten(-1, (self.heads, -1))
         if states is None or packing is not None or hidden_states.shape[1] > 1:
-            self.forget_tables()  # another sequence may begin
+            self.doubt_tables()  # another sequence may begin
         elif (found := self._token(hidden_states, value, conv_state, states)) is not None:
             return found
         projected = [self.q_proj(hidden_states), self.k_proj(hidden_states)]
@@ -181,7 +185,7 @@ class SparseBranch(DecodeTables):
             both = torch.stack([query, key], dim=3).detach()
             chosen = self._choose(both, states, packing, differentiated)
         scores, bins, sums = chosen
-        window = None if after[0] is None else side_by_side([x.mT for x in after]).mT
+        window = None if after[0] is None else _side_by_side([x.mT for x in after]).mT
         return SparseInputs(query, key, value, scores, bins, sums, projected, [window])
 
     def _token(self, x: torch.Tensor, value: torch.Tensor, conv_state, states) -> SparseInputs | None:
@@ -301,7 +305,7 @@ class SparseBranch(DecodeTables):
             scores=inputs.scores,
             bins=inputs.bins,
             mask=mask,
-            backend=own_backend(self.config, STEP_BACKENDS),
+            backend=backend_of(self.config, STEP_BACKENDS),
         )
         return self._gated(output, inputs.factors)
 
@@ -394,7 +398,7 @@ def _counts(x: torch.Tensor, seen: torch.Tensor | None, packing: Packing | None)
 
 def _about_mean(x: torch.Tensor, sums: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
     """Of one token x `[B, 1, S, n, d]`, behind `seen` `[B]` others, what is left without the mean of all `sums`."""
-    if seen.shape[0] == 1:  # as a plain number: a tensor of one takes three calls more
+    if seen.shape[0] == 1:  # a plain number takes three calls less than a tensor of one
         return torch.sub(x, sums, alpha=1 / (seen.item() + 1))
     return torch.addcdiv(x, sums, (seen + 1).to(x.dtype).view(-1, 1, 1, 1, 1), value=-1)
 

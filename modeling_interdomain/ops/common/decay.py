@@ -2,6 +2,9 @@
 
 import torch
 
+# Its exp is 0, also as a float64.
+LEAST = -1000.0
+
 
 def decay_powers(log_decay: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     """`lambda ** exponents`, computed in float64 whatever the dtype of the parameters.
@@ -29,7 +32,7 @@ def finite(log_decay: torch.Tensor) -> torch.Tensor:
 
     It is small enough besides for what is added to it to keep its digits.
     """
-    return log_decay.to(torch.float64).clamp(min=-1000.0)
+    return log_decay.to(torch.float64).clamp(min=LEAST)
 
 
 def as_complex(pairs: torch.Tensor) -> torch.Tensor:

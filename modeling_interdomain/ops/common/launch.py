@@ -8,10 +8,12 @@ from typing import TypeVar
 
 import torch
 
+# The one place that imports Triton: files of kernels take both names from here.
 try:
     import triton
+    import triton.language as tl
 except ImportError:
-    triton = None
+    triton = tl = None
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +122,12 @@ def fused(
             "them: set backend='chunk' on all ranks, or repair Triton here."
         )
     return None
+
+
+def say_without_kernels(device: torch.device, reason: str) -> None:
+    """Say once why "auto" takes another way where kernels would be looked for."""
+    if device.type not in _WITHOUT_KERNELS and not torch.compiler.is_compiling():
+        _say_once(f"Interdomain attention runs without its fused kernels: {reason}.")
 
 
 def overwritable(state: torch.Tensor, state_indices: torch.Tensor | None = None) -> bool:

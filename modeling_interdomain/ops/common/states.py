@@ -146,10 +146,24 @@ class States:
         lanes = slice(segment.block, segment.block + segment.lanes[0])
         return None if self.initial is None else self.initial[:, lanes]
 
+    def written(self, segment: Segment, inputs: torch.Tensor) -> torch.Tensor:
+        """What is left of the inputs `[G, N, C, W]` of a segment after their chunks, beside the decay."""
+        return inputs
+
+    def across(self, segment: Segment, chunks: slice) -> torch.Tensor:
+        """What is left of a state after some chunks of a segment, complex `[G, 1 or n, 1, M]`."""
+        return self.tables.across
+
+    def across_back(self, segment: Segment, chunks: slice) -> torch.Tensor:
+        """Its conjugate."""
+        return self.tables.across_back
+
     def forward(self, segment: Segment, inputs: torch.Tensor, entry: torch.Tensor | None) -> torch.Tensor | None:
         """The states before the chunks of a segment, `[G, N, W, 2M]`; None for zeros."""
         before = added = None
         moving = len(segment.lanes) > 1 or segment.following > 0
+        if moving:
+            inputs = self.written(segment, inputs)
         if entry is not None or len(segment.lanes) > 1:
             before = self.workspace.tensor(f"{self.name} before", self._shape(segment.chunks), inputs)
             first = before[:, : segment.lanes[0]]
@@ -165,20 +179,25 @@ class States:
             last, here = index + 1 == len(segment.lanes), slice(start, start + following)
             after = self.left if last else before[:, start + lanes : start + lanes + following]
             if added is not None and before is not None:
-                torch.addcmul(pairs(added[:, here]), self.tables.across, pairs(before[:, here]), out=pairs(after))
+                across = self.across(segment, here)
+                torch.addcmul(pairs(added[:, here]), across, pairs(before[:, here]), out=pairs(after))
             elif added is not None:
                 after.copy_(added[:, here])
             elif before is not None:  # a single document, chunk by chunk
-                torch.mul(pairs(before[:, here]), self.tables.across, out=pairs(after))
+                torch.mul(pairs(before[:, here]), self.across(segment, here), out=pairs(after))
                 after[:, 0].baddbmm_(inputs[:, start].mT, self.tables.table)
             else:
                 torch.bmm(inputs[:, start].mT, self.tables.table, out=after[:, 0])
         if before is None:
             return None
+        self.keep_ends(segment, before)
+        return before
+
+    def keep_ends(self, segment: Segment, before: torch.Tensor) -> None:
+        """What `final` will need of the states before the chunks of a segment."""
         if self.ends is not None:
             for (start, lanes, following), ranks in _endings(segment):
                 self.ends[:, ranks] = before[:, start + following : start + lanes]
-        return before
 
     def final(self, into: torch.Tensor) -> None:
         """Write the states after the last tokens over `into`, `[documents, G, 2, M, W]`, where there are tokens."""
@@ -271,7 +290,7 @@ class StateGradients:
         if segment.following or len(segment.lanes) > 1:
             after = self.workspace.tensor("grad after", self.states._shape(segment.chunks), self.tables.table)
             entry = self._walk(segment, grad, after)
-            self._sums(inputs, before, after)
+            self._sums(segment, inputs, before, after)
         self.left = None
         if segment.step:
             self.left = entry.clone() if entry is grad else entry
@@ -293,10 +312,11 @@ class StateGradients:
             here = slice(start, start + lanes)
             previous = moves[index - 1][0]
             into = after[:, previous : previous + lanes] if index else entry
-            torch.addcmul(pairs(grad[:, here]), self.tables.across_back, pairs(after[:, here]), out=pairs(into))
+            across = self.states.across_back(segment, here)
+            torch.addcmul(pairs(grad[:, here]), across, pairs(after[:, here]), out=pairs(into))
         return entry
 
-    def _sums(self, inputs: torch.Tensor, before: torch.Tensor | None, after: torch.Tensor) -> None:
+    def _sums(self, segment: Segment, inputs: torch.Tensor, before: torch.Tensor | None, after: torch.Tensor) -> None:
         """What the table and lambda^C receive."""
         found = self.workspace.product("grad tables", inputs.flatten(0, 1), after.flatten(0, 1).to(inputs.dtype))
         self.of_table += found.view(*after.shape[:2], *found.shape[1:]).sum(1, dtype=self.of_table.dtype)

@@ -5,11 +5,11 @@ graphs that leave PyTorch know no complex numbers. What depends on the parameter
 caller that takes many steps makes once.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
-from ..common.checks import shape_of
 from ..common.decay import as_complex
 from .mixing import SIGNS, mixing_factors
 
@@ -31,6 +31,25 @@ class StepTables(NamedTuple):
     matrices: tuple[torch.Tensor, ...] = ()
     scale: torch.Tensor | None = None
     cross: torch.Tensor | None = None
+
+
+class StepParameters:
+    """The parameters of a step, and the tables that are made of them when a step first needs these.
+
+    Args:
+        make: `step_tables`, or what else makes tables of these parameters and a dtype.
+        parameters: those that kernels take, as they are now.
+    """
+
+    def __init__(self, make: Callable[..., StepTables], *parameters: Any):
+        self.parameters, self._make = parameters, make
+        self._tables: dict[torch.dtype, StepTables] = {}
+
+    def tables(self, dtype: torch.dtype) -> StepTables:
+        """In the dtype of the state."""
+        if dtype not in self._tables:
+            self._tables[dtype] = self._make(*self.parameters, dtype)
+        return self._tables[dtype]
 
 
 def step_tables(
@@ -167,19 +186,6 @@ def mix_rows(y: torch.Tensor, batch: int, tables: StepTables) -> torch.Tensor:
 def _groups_first(y: torch.Tensor, batch: int) -> torch.Tensor:
     """`[B G, P, 2M]` to `[G, B P, 2M]`."""
     return y.unflatten(0, (batch, -1)).transpose(0, 1).flatten(1, 2)
-
-
-def real_tokens(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    """The mask of a step as the kernels read it: bool, one byte after the other."""
-    if mask is None:
-        return None
-    if not isinstance(mask, torch.Tensor) or mask.shape != (query.shape[0],):
-        raise ValueError(f"mask must have shape [B] = [{query.shape[0]}], got {shape_of(mask)}.")
-    if mask.is_floating_point() or mask.is_complex():
-        raise ValueError(f"mask must be bool or integers, zero for a pad, got {mask.dtype}.")
-    if mask.device != query.device:
-        raise ValueError(f"mask is on {mask.device}, but query is on {query.device}; move it there.")
-    return (mask != 0).contiguous()
 
 
 def grouped_coefficients(coefficient_matrix: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

@@ -20,13 +20,13 @@ Layout inside a segment: groups G, then its chunks N, then the rows of a chunk, 
 numbers are interleaved pairs, 2M real ones.
 """
 
+from collections.abc import Hashable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..common.chunks import Segment, chunks_of
-from ..common.cpu import OperatorCache
 from ..common.states import DecayTables, StateGradients, States, Workspace, dot, pairs
 from ..diagonal.mixing import mixing_matrix
 
@@ -82,7 +82,7 @@ class AttentionCall:
         product: str,
         chunk_size: int,
         ends: bool,
-        kept: OperatorCache | None = None,
+        kept: dict[Hashable, Any] | None = None,
     ):
         batch, length, heads, feature_dim = query.shape
         self.query, self.groups, self.heads = query, key.shape[2], heads // key.shape[2]
@@ -91,8 +91,11 @@ class AttentionCall:
         self.chunks = chunks_of((batch, length), cu_seqlens, lengths, chunk_size, tokens, query.device)
         self.size = self.chunks.size
         make = partial(self.tables_class, log_decay, input_matrix, coefficients, product, self.size)
-        about = (self.tables_class, product, self.size), (log_decay, input_matrix, coefficients)
-        self.own = make() if kept is None else kept.get(*about, make)
+        about = self.tables_class, product, self.size, log_decay.dtype
+        kept = {} if kept is None else kept
+        if kept.get("chunk", (None,))[0] != about:  # the last alone: there may be a table for every size
+            kept["chunk"] = about, make()
+        self.own = kept["chunk"][1]
         self.tables, self.mixing = self.own.decay, self.own.mixing
         self.forth, self.back, self.repeated = self.own.forth, self.own.back, self.tables.repeated
         self.workspace = Workspace()
@@ -208,11 +211,14 @@ class Gradients:
 
     def __init__(self, call: AttentionCall, grad_output: torch.Tensor, final, want_mixing: bool):
         self.call, self.grad_output, self.workspace = call, grad_output, call.workspace
-        self.keys, self.values = (StateGradients(s, g) for s, g in zip((call.keys, call.values), final))
+        self.keys, self.values = (self.walked_back(s, g) for s, g in zip((call.keys, call.values), final))
         self.query = call.chunks.empty(call.query, *call.query.shape[2:])
         self.of_table = torch.zeros_like(call.tables.table)
         self.of_powers = torch.zeros_like(call.tables.powers[:, 1:])  # of lambda^(t+1)
         self.of_mixing = torch.zeros_like(call.mixing) if want_mixing else None
+
+    def walked_back(self, states: States, final: torch.Tensor | None) -> StateGradients:
+        return StateGradients(states, final)
 
     def segments(self) -> None:
         """From the last to the first."""
@@ -305,7 +311,7 @@ def skew(x: torch.Tensor, workspace: Workspace, name: str) -> torch.Tensor:
     """
     batch, size, _ = x.shape
     stride = 2 * size + 1
-    buffer = _margins(x, workspace, name)
+    buffer = margins(x, workspace, name)
     buffer.as_strided((batch, size, size), (size * stride, 2 * size, 1), size).copy_(x)
     return buffer.as_strided((batch, size, size), (size * stride, stride, 1), 1)
 
@@ -314,11 +320,11 @@ def unskew(x: torch.Tensor, workspace: Workspace, name: str) -> torch.Tensor:
     """`out[t, i] = x[t, C-1-(t-i)]` for i <= t, zero above the diagonal: the inverse, and the adjoint, of `skew`."""
     batch, size, _ = x.shape
     stride = 2 * size  # all that is written ends just within C rows of this, so that rows of several chunks are even
-    buffer = _margins(x, workspace, name)
+    buffer = margins(x, workspace, name)
     buffer.as_strided((batch, size, size), (size * stride, stride + 1, 1), 1).copy_(x)
     return buffer.as_strided((batch, size, size), (size * stride, stride, 1), size)
 
 
-def _margins(x: torch.Tensor, workspace: Workspace, name: str) -> torch.Tensor:
+def margins(x: torch.Tensor, workspace: Workspace, name: str) -> torch.Tensor:
     """A buffer with zeros in the margins; what is written between them always goes to the same places."""
     return workspace.tensor(name, (x.shape[0], x.shape[1] * (2 * x.shape[1] + 1)), x, zero=True)

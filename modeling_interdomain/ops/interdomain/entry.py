@@ -1,19 +1,24 @@
 """Interdomain attention on tensors: the one entry to every backend."""
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Hashable
+from typing import Any
 
 import torch
 
-from ..common.checks import check_documents, check_floats, check_how, check_state, check_tensors, shape_of
-from ..common.cpu import OperatorCache, autocasts, multiplies_bf16, without_autocast
+from ..common.checks import check_documents, check_floats, check_how, check_state, check_tensors, real_tokens, shape_of
+from ..common.cpu import autocasts, multiplies_bf16, without_autocast
 from ..common.launch import check_step_backend, fused, steps_fused
-from ..diagonal.step import StepTables, advance_state, read_state, real_tokens, step_tables
+from ..diagonal.step import StepParameters, advance_state, read_state, step_tables
 from .chunk import chunk_attention
-from .naive import recurrent_attention
 from .readout import PRODUCTS
 
 BACKENDS = ("auto", "recurrent", "fft", "scan", "associative_scan", "chunk", "triton")
+
+
+def _recurrent(*problem):
+    from .naive import recurrent_attention
+
+    return recurrent_attention(*problem)
 
 
 def _fft(*problem):
@@ -29,7 +34,7 @@ def _associative_scan(*problem):
 
 
 # Imported when asked for: the code of a checkpoint does without what its configuration does not name.
-_WITHOUT_CHUNKS = {"recurrent": recurrent_attention, "fft": _fft, "associative_scan": _associative_scan}
+_WITHOUT_CHUNKS = {"recurrent": _recurrent, "fft": _fft, "associative_scan": _associative_scan}
 
 
 def interdomain_attention(
@@ -48,7 +53,10 @@ def interdomain_attention(
     lengths: torch.Tensor | None = None,
     chunk_size: int = 64,
     backend: str = "auto",
-    kept: OperatorCache | None = None,
+    kept: dict[Hashable, Any] | None = None,
+    log_gate: torch.Tensor | None = None,
+    write_gate: torch.Tensor | None = None,
+    delta: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     r"""Causal attention whose memory is one complex diagonal recurrence of fixed size ("Interdomain Attention: Beyond
     Token-Level Key-Value Memory", eqs. 11 and 13):
@@ -82,9 +90,18 @@ def interdomain_attention(
             "associative_scan" (parallel prefix), "chunk" (batched matrix products), "triton" (fused kernels on a
             GPU) or "auto" ("triton" where it can run, otherwise "chunk"; one in-place step when T = 1 and no
             gradient is asked for). Default: "auto".
-        kept: an `OperatorCache` of ops/common/cpu.py, in which "chunk" keeps the tables that it makes of the parameters
-            from one call to the next; where these hold other numbers they are made again. For calls without gradients
-            on a CPU. Default: None.
+        kept: a dictionary in which "chunk" keeps the tables that it makes of the parameters, from one call to the next.
+            It belongs to parameters of these numbers: the caller gives another one when they change. For calls without
+            gradients on a CPU. Default: None.
+        log_gate, write_gate, delta: `[B, T, G]`, of each token: the logarithm (at most 0) of what it leaves of the
+            state beside its decay, a factor of its key and value, and how much of what the state answers to its key is
+            taken from its value (the delta rule, in [0, 1] as a rule). With them
+
+                X' = exp(log_gate_t + log_decay) X_{t-1},   u_t = value_t - delta_t (answer of X' to key_t)
+                X_t = X' + write_gate_t input_matrix (x) [key_t ; u_t]
+
+            as ops/interdomain/gates_naive.py defines; for "auto", "recurrent" and "chunk", in graphs that are not
+            exported, and delta without `normalize`. Default: None, which means 0, 1 and 0.
 
     Returns:
         output `[B, T, H, D]` in the dtype of `value`, and the final state `[B or S, G, 2, M, R + D]` in float32
@@ -123,25 +140,26 @@ def interdomain_attention(
     if initial_state is not None:
         _check_state(initial_state, "initial_state", rows, key, value, log_decay, normalize)
     check_how(backend, BACKENDS, chunk_size)
+    gates = _gates(key, log_gate, write_gate, delta, normalize, backend)
 
     out_dtype, value_dim = value.dtype, value.shape[-1]
     if normalize:
         value = append_one(value)
     tokens, parameters = (query, key, value), (log_decay, input_matrix, coefficient_matrix)
     needs_grad = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (*tokens, *parameters, initial_state)
+        x is not None and x.requires_grad for x in (*tokens, *parameters, initial_state, *(gates or ()))
     )
     exporting = torch.compiler.is_exporting()
     whole = cu_seqlens is None and lengths is None
     single = backend == "auto" and query.shape[1] == 1 and whole and not needs_grad and not exporting
     with without_autocast(query.device):
         found = None
-        if backend in ("auto", "triton") and not single and not exporting:
+        if backend in ("auto", "triton") and not (single or exporting or gates):
             arguments = (*tokens, *parameters, product, initial_state, cu_seqlens, chunk_size, normalize)
             found = _fused(backend, *arguments, lengths=lengths, output_final_state=output_final_state)
         if found is None:
             compute = _compute_dtype(*tokens)
-            chunks = backend in ("auto", "chunk") and not (single or exporting or normalize)
+            chunks = backend in ("auto", "chunk") and not (single or exporting or normalize or gates)
             narrow = chunks and compute == torch.float32 and multiplies_bf16(value)
             operand = torch.bfloat16 if narrow else compute
             query, key, value = (x.to(operand) for x in tokens)
@@ -149,7 +167,20 @@ def interdomain_attention(
             coefficients, state = (None if x is None else x.to(compute) for x in (coefficient_matrix, initial_state))
             problem = (query, key, value, log_decay, input_matrix, coefficients, product, state)
             if single:
-                found = _single(*problem)
+                found = _single(*problem, gates)
+            elif gates:
+                from .gates import gated_attention
+
+                found = gated_attention(
+                    *problem,
+                    cu_seqlens,
+                    lengths,
+                    backend=backend,
+                    gates=gates,
+                    chunk_size=chunk_size,
+                    output_final_state=output_final_state,
+                    kept=kept,
+                )
             elif exporting:
                 from ..diagonal.export import export_attention
 
@@ -226,13 +257,21 @@ def _scan(query, key, value, log_decay, *arguments):
     return scan_attention(query, key, value, log_decay, *arguments) if found is None else found
 
 
-def _single(query, key, value, log_decay, input_matrix, coefficients, product, state):
+def _gates(key, log_gate, write_gate, delta, normalize, backend, rows: str = "B, T"):
+    """Checked `Gates`, or None where there are none."""
+    if log_gate is None and write_gate is None and delta is None:
+        return None
+    from .gates import checked_gates
+
+    return checked_gates(key, (log_gate, write_gate, delta), normalize, backend, rows)
+
+
+def _single(query, key, value, log_decay, input_matrix, coefficients, product, state, gates):
     """A row of one token each: the step that decoding takes, on a copy of the state."""
     state = _state_or_zeros(state, key, value, log_decay, key.shape[0])
     tokens = (x[:, 0] for x in (query, key, value))
-    parameters = log_decay, input_matrix, coefficients
-    tables = partial(step_tables, *parameters, product)
-    output = _step("auto", *tokens, lambda: parameters, tables, state, product)
+    parameters = StepParameters(step_tables, log_decay, input_matrix, coefficients, product)
+    output = _step("auto", *tokens, parameters, state, gates=gates)
     return output[:, None], state
 
 
@@ -250,6 +289,9 @@ def interdomain_step(
     mask: torch.Tensor | None = None,
     backend: str = "auto",
     state_indices: torch.Tensor | None = None,
+    log_gate: torch.Tensor | None = None,
+    write_gate: torch.Tensor | None = None,
+    delta: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One token of `interdomain_attention` with the state updated in place; M (R + D) + M^2 operations a head.
 
@@ -264,6 +306,7 @@ def interdomain_step(
             changes, and its output is zero. No two rows may share a slot, nor may an index be N or more: that is
             refused on a CPU alone, elsewhere it corrupts states. Slots may lie apart (`stride(0)` above their size).
             The state of a new request is written by its prefill, which begins at zero. Default: None.
+        log_gate, write_gate, delta: `[B, G]` each, as in `interdomain_attention`; without "triton". Default: None.
 
     Returns:
         `[B, H, D]` in the dtype of `value`. Not differentiable: use `interdomain_attention` for gradients.
@@ -279,63 +322,41 @@ def interdomain_step(
         rows = check_slots(state_indices, state, rows, query.device)
     _check_state(state, "state", rows, key, value, log_decay, normalize)
     check_step_backend(backend, state, state_indices)
+    gates = _gates(key, log_gate, write_gate, delta, normalize, backend, rows="B")
     mask = real_tokens(mask, query)
-    parameters = log_decay, input_matrix, coefficient_matrix
-    return take_step(
-        query,
-        key,
-        value,
-        parameters=lambda: parameters,
-        tables=partial(step_tables, *parameters, product),
-        state=state,
-        product=product,
-        normalize=normalize,
-        mask=mask,
-        backend=backend,
-        state_indices=state_indices,
-    )
+    parameters = StepParameters(step_tables, log_decay, input_matrix, coefficient_matrix, product)
+    how: dict[str, Any] = {"mask": mask, "backend": backend, "state_indices": state_indices, "gates": gates}
+    return take_step(query, key, value, parameters, state=state, normalize=normalize, **how)
 
 
 def take_step(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    parameters: StepParameters,
     *,
-    parameters: Callable[[], tuple],
-    tables: Callable[[torch.dtype], StepTables],
     state: torch.Tensor,
-    product: str,
     normalize: bool,
-    mask: torch.Tensor | None,
-    backend: str,
+    mask: torch.Tensor | None = None,
+    backend: str = "auto",
     state_indices: torch.Tensor | None = None,
+    gates: tuple[torch.Tensor | None, ...] | None = None,
 ) -> torch.Tensor:
     """`interdomain_step` for a caller whose arguments fit, and who may have tables from an earlier step.
 
     Args:
         query, key, value: with or without an axis of the one token, `[B, 1, H, R]` or `[B, H, R]`.
-        parameters: gives `log_decay`, `input_matrix` and `coefficient_matrix`, where kernels take the step.
-        tables: gives `step_tables` of these parameters in a dtype, where PyTorch does.
+        parameters: `log_decay`, `input_matrix`, `coefficient_matrix` and `product`, of which `step_tables` are made.
+        gates: `log_gate`, `write_gate` and `delta`, `[B, G]` or `[B, 1, G]` each or None; PyTorch takes the step.
     """
     if torch.is_grad_enabled() or autocasts(query.device):
         with torch.no_grad(), without_autocast(query.device):
-            return take_step(
-                query,
-                key,
-                value,
-                parameters=parameters,
-                tables=tables,
-                state=state,
-                product=product,
-                normalize=normalize,
-                mask=mask,
-                backend=backend,
-                state_indices=state_indices,
-            )
+            how: dict[str, Any] = {"mask": mask, "backend": backend, "state_indices": state_indices, "gates": gates}
+            return take_step(query, key, value, parameters, state=state, normalize=normalize, **how)
     value_dim, out_dtype = value.shape[-1], value.dtype
     if normalize:
         value = append_one(value)
-    output = _step(backend, query, key, value, parameters, tables, state, product, mask, normalize, state_indices)
+    output = _step(backend, query, key, value, parameters, state, mask, normalize, state_indices, gates)
     if normalize:
         output = output[..., :value_dim] / output[..., value_dim:]
         if state_indices is not None:
@@ -347,35 +368,50 @@ def take_step(
     return output.to(out_dtype)
 
 
-def _step(backend, query, key, value, parameters, tables, state, product, mask=None, wide=False, slots=None):
-    """`advance_state` and `read_state` by the fused kernels or by PyTorch."""
-    if steps_fused(backend, state, slots):
-        output = _fused_step(backend, query, key, value, parameters, state, product, mask, wide, slots)
+def _step(
+    backend, query, key, value, parameters: StepParameters, state, mask=None, wide=False, slots=None, gates=None
+):  # fmt: skip
+    """`advance_state` and `read_state` by the fused kernels, which have no gates, or by PyTorch."""
+    if gates is not None:
+        from .gates import check_gated_backend
+
+        check_gated_backend(backend)
+    elif steps_fused(backend, state, slots):
+        output = _fused_step(backend, query, key, value, parameters.parameters, state, mask, wide, slots)
         if output is not None:
             return output
     if slots is not None:
         from ..common.slots import step_slots
 
-        def step(rows, mask, *tokens):
-            return _step("recurrent", *tokens, parameters, tables, rows, product, mask)
+        def step(rows, mask, query, key, value, *given):
+            each = iter(given)
+            own = gates and tuple(None if gate is None else next(each) for gate in gates)
+            return _step("recurrent", query, key, value, parameters, rows, mask, gates=own)
 
-        return step_slots(step, state, slots, mask, query, key, value)
+        given = [gate for gate in gates or () if gate is not None]
+        return step_slots(step, state, slots, mask, query, key, value, *given)
     # A state kept in a lower precision is still advanced in float32.
     working = state if state.dtype in (torch.float32, torch.float64) else state.float()
-    moves = tables(working.dtype)
-    advance_state(working, key, value, moves, mask)
+    moves = parameters.tables(working.dtype)
+    if gates is None:
+        advance_state(working, key, value, moves, mask)
+    else:
+        from .gates import advance_gated_state
+
+        advance_gated_state(working, key, value, moves, gates, mask)
     if working is not state:
         state.copy_(working)
     output = read_state(query, working, moves)
     return output if mask is None else output.where(mask[:, None, None], 0)
 
 
-def _fused_step(backend, query, key, value, parameters, state, product, mask, wide, slots):
+def _fused_step(backend, query, key, value, parameters, state, mask, wide, slots):
     def run():
         from .triton_step import triton_step
 
         tokens = (x.squeeze(1) if x.ndim == 4 else x for x in (query, key, value))
-        return triton_step(*tokens, *parameters(), state, product, mask, wide, slots)
+        *tensors, product = parameters
+        return triton_step(*tokens, *tensors, state, product, mask, wide, slots)
 
     return fused(backend, (query, key, value, state), (query.shape[-1], value.shape[-1], state.shape[3]), run, "step")
 

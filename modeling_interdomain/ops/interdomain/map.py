@@ -1,5 +1,7 @@
 """Which token answered: the weights with which an output of Interdomain attention adds up the values."""
 
+from collections.abc import Callable
+
 import torch
 
 from ..common.checks import check_documents
@@ -42,6 +44,17 @@ def interdomain_attention_map(
     """
     check_inputs((query, key), log_decay, input_matrix, coefficient_matrix, product)
     cu_seqlens, _ = check_documents(cu_seqlens, None, query)
+    parameters = log_decay, input_matrix, coefficient_matrix, product
+    with without_autocast(query.device):
+        weights = map_weights(query, key, *parameters, lambda x: within(cu_seqlens, x))
+    weights = weights.transpose(0, 1).flatten(1, 2)
+    return weights / weights.sum(-1, keepdim=True) if normalize else weights
+
+
+def map_weights(
+    query, key, log_decay, input_matrix, coefficient_matrix, product: str, seen: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """`[G, B, H / G, T, T]`; `seen` is applied to sums `[..., T, T]` over what earlier tokens wrote, twice."""
     length, groups = query.shape[1], key.shape[2]
     compute = torch.promote_types(torch.promote_types(query.dtype, key.dtype), torch.float32)
     query, key, input_matrix = (x.to(compute) for x in (query, key, input_matrix))
@@ -49,16 +62,13 @@ def interdomain_attention_map(
     ages, beta = torch.arange(length, device=query.device), as_complex(input_matrix)
     kernel = decay_powers(log_decay, ages).to(beta.dtype) * beta[:, None]  # [G, T, M], by age
     kernel = kernel[:, None, None]
-    with without_autocast(query.device):
-        scores = _within(cu_seqlens, torch.einsum("btghr,bigr->gbhti", query.unflatten(2, (groups, -1)), key))
-        y = _by_age(scores).to(beta.dtype) @ kernel  # [G, B, H / G, T, M]
-        p = pull_back(coefficients, y, product)
-        weights = _within(cu_seqlens, _by_token((p.conj() @ kernel.mT).real))
-    weights = weights.transpose(0, 1).flatten(1, 2)
-    return weights / weights.sum(-1, keepdim=True) if normalize else weights
+    scores = seen(torch.einsum("btghr,bigr->gbhti", query.unflatten(2, (groups, -1)), key))
+    y = _by_age(scores).to(beta.dtype) @ kernel  # [G, B, H / G, T, M]
+    p = pull_back(coefficients, y, product)
+    return seen(_by_token((p.conj() @ kernel.mT).real))
 
 
-def _within(cu_seqlens: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+def within(cu_seqlens: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     """`[..., T, T]`, zero between tokens of different documents."""
     if cu_seqlens is None:
         return x

@@ -46,7 +46,7 @@ def recurrent_attention(
             state = torch.complex(rows[:, :, 0], rows[:, :, 1])
         for t in range(start, end):
             state = decay * state + beta * inputs[:, t, :, None, :]
-            projected = _project(coefficients, state)
+            projected = project(coefficients, state)
             u, gamma = projected.split([feature_dim, value_dim], dim=-1)
             outputs.append(query[:, t] @ combine(u, gamma, product))
         finals.append(torch.stack([state.real, state.imag], dim=2))
@@ -54,7 +54,7 @@ def recurrent_attention(
     return output, torch.cat(finals)
 
 
-def _project(coefficients: torch.Tensor | None, state: torch.Tensor) -> torch.Tensor:
+def project(coefficients: torch.Tensor | None, state: torch.Tensor) -> torch.Tensor:
     if coefficients is None:
         return state
     if coefficients.ndim == 2:

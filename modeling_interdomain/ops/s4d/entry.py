@@ -1,14 +1,11 @@
 """The S4D control: the recurrence of Interdomain attention read by a learned vector instead of by a query."""
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 
-from ..common.checks import check_documents, check_how, check_state, check_tensors
+from ..common.checks import check_documents, check_how, check_state, check_tensors, real_tokens
 from ..common.cpu import without_autocast
 from ..common.launch import check_step_backend, fused, steps_fused
-from ..diagonal.step import StepTables, advance_state, real_tokens, transition_tables
+from ..diagonal.step import StepParameters, StepTables, advance_state, transition_tables
 from .chunk import chunk_s4d
 
 S4D_BACKENDS = ("auto", "chunk", "triton")
@@ -117,41 +114,39 @@ def s4d_step(
         rows = check_slots(state_indices, state, rows, key.device)
     _check_state("state", state, rows, key, value, log_decay)
     check_step_backend(backend, state, state_indices)
-    tables, mask = partial(s4d_tables, log_decay, input_matrix, readout), real_tokens(mask, key)
-    return take_s4d_step(
-        key, value, tables=tables, state=state, mask=mask, backend=backend, state_indices=state_indices
-    )
+    parameters, mask = StepParameters(s4d_tables, log_decay, input_matrix, readout), real_tokens(mask, key)
+    return take_s4d_step(key, value, parameters, state=state, mask=mask, backend=backend, state_indices=state_indices)
 
 
 def take_s4d_step(
     key: torch.Tensor,
     value: torch.Tensor,
+    parameters: StepParameters,
     *,
-    tables: Callable[[torch.dtype], StepTables],
     state: torch.Tensor,
     mask: torch.Tensor | None = None,
     backend: str = "auto",
     state_indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`s4d_step` for a caller who may have tables from an earlier step: `tables` gives `s4d_tables` in a dtype.
+    """`s4d_step` for a caller who may have tables from an earlier step: `s4d_tables` of the `parameters`.
 
     Key and value may have an axis of the one token, `[B, 1, G, R]`.
     """
     with torch.no_grad(), without_autocast(key.device):
         if steps_fused(backend, state, state_indices):
-            output = _fused_step(backend, key, value, tables, state, mask, state_indices)
+            output = _fused_step(backend, key, value, parameters, state, mask, state_indices)
             if output is not None:
                 return output
         if state_indices is not None:
             from ..common.slots import step_slots
 
             def step(rows, mask, *tokens):
-                return take_s4d_step(*tokens, tables=tables, state=rows, mask=mask, backend="recurrent")
+                return take_s4d_step(*tokens, parameters, state=rows, mask=mask, backend="recurrent")
 
             return step_slots(step, state, state_indices, mask, key, value)
         # A state kept in a lower precision is still advanced in float32.
         working = state if state.dtype in (torch.float32, torch.float64) else state.float()
-        moves = tables(working.dtype)
+        moves = parameters.tables(working.dtype)
         advance_state(working, key, value, moves, mask)
         if working is not state:
             state.copy_(working)
@@ -162,12 +157,12 @@ def take_s4d_step(
     return output.to(value.dtype)
 
 
-def _fused_step(backend, key, value, tables, state, mask, state_indices):
+def _fused_step(backend, key, value, parameters, state, mask, state_indices):
     def run():
         from .triton_step import triton_s4d_step
 
         inputs = torch.cat([x.squeeze(1) if x.ndim == 4 else x for x in (key.to(value.dtype), value)], dim=-1)
-        moves = tables(torch.float32)
+        moves = parameters.tables(torch.float32)
         return triton_s4d_step(inputs, moves.decay, moves.turn, moves.beta, *moves.matrices, state, mask, state_indices)
 
     return fused(backend, (key, value, state), (key.shape[-1], value.shape[-1], state.shape[3]), run, "a step of S4D")

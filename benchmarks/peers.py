@@ -1,0 +1,123 @@
+"""What others would choose, as token mixers of the studies: Gated DeltaNet, and softmax with a short convolution.
+
+They read whole rows without pads and without a cache, which is what the studies train and measure; anything else they
+refuse. `equal_width` gives the width of the feed-forward layers with which a model has as many parameters as another.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Qwen3NextConfig
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM, TokenMixer, register_token_mixer
+from modeling_interdomain.layers.convolution import CausalConv1d, causal_conv
+from modeling_interdomain.mixers.softmax.mixer import SoftmaxMixer
+
+GATED_DELTANET = {"token_mixers": "gated_deltanet"}
+SOFTMAX_CONVOLUTION = {"token_mixers": "softmax_convolution"}
+
+
+def _whole_rows_only(name: str, cache: Any, masked: Any) -> None:
+    if cache is not None or masked is not None:
+        raise ValueError(f'"{name}" is a peer in studies and reads whole rows: pass neither a cache nor pads.')
+
+
+class GatedDeltaNet(TokenMixer):
+    """The layer of Qwen3-Next (arXiv 2412.06464) as it stands in Transformers, with a head for each of ours.
+
+    Keys have R + D numbers and values 2 M, so that a head's state has as many numbers as that of an Interdomain head
+    with as many modes: 64 x 64 for M = R = D = 32. The layer's own start of convolution, decay and step is kept; its
+    linear maps start as those of all models here.
+    """
+
+    layer_type = "linear_attention"
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        heads, key, value = self._sizes(config)
+        self.layer = Qwen3NextGatedDeltaNet(
+            Qwen3NextConfig(
+                hidden_size=config.hidden_size,
+                num_hidden_layers=config.num_hidden_layers,
+                layer_types=["linear_attention"] * config.num_hidden_layers,
+                linear_num_key_heads=heads,
+                linear_num_value_heads=heads,
+                linear_key_head_dim=key,
+                linear_value_head_dim=value,
+                linear_conv_kernel_dim=config.conv_kernel,
+                rms_norm_eps=config.rms_norm_eps,
+            ),
+            layer_idx,
+        )
+        setattr(self.layer.out_proj, "adds_to_residual", True)  # noqa: B010, a module takes only such names
+
+    @staticmethod
+    def _sizes(config) -> tuple[int, int, int]:
+        """Heads, and the numbers of their keys and values."""
+        return config.num_attention_heads, config.feature_dim + config.head_dim, 2 * config.state_size
+
+    @property
+    def o_proj(self) -> nn.Module:
+        return self.layer.out_proj
+
+    @classmethod
+    def state_sizes(cls, config, context_length: int) -> dict[str, int]:
+        heads, key, value = cls._sizes(config)
+        return {"recurrent": heads * key * value, "convolution": heads * (2 * key + value) * (config.conv_kernel - 1)}
+
+    def forward(self, hidden_states, attention_mask=None, past_key_values=None, packing=None, **kwargs):
+        _whole_rows_only("gated_deltanet", past_key_values, attention_mask if packing is None else packing)
+        return self.layer(hidden_states), None
+
+
+class ShortConvolution(CausalConv1d):
+    """`[B, T, W]` to the same: every channel of a row over its last tokens, as queries and keys of Interdomain."""
+
+    def __init__(self, width: int, kernel: int):
+        super().__init__(width, width, kernel, groups=width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return causal_conv(super().forward, x, None, self.kernel_size[0])[0]
+
+
+class SoftmaxConvolution(SoftmaxMixer):
+    """Softmax attention whose queries, keys and values pass through a short convolution: the fair softmax.
+
+    Without one, softmax is behind in recall for that reason alone: it must form over two layers what others have in
+    one, a key that is the token before.
+    """
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            projection = getattr(self, name)
+            convolution = ShortConvolution(projection.out_features, config.conv_kernel)
+            setattr(self, name, nn.Sequential(projection, convolution))
+
+    @classmethod
+    def state_sizes(cls, config, context_length: int) -> dict[str, int]:
+        width = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
+        convolution = {"convolution": width * (config.conv_kernel - 1)}
+        return super().state_sizes(config, context_length) | convolution
+
+    def forward(self, hidden_states, attention_mask=None, past_key_values=None, packing=None, **kwargs):
+        _whole_rows_only("softmax_convolution", past_key_values, attention_mask if packing is None else packing)
+        return super().forward(hidden_states, **kwargs)
+
+
+register_token_mixer("gated_deltanet", GatedDeltaNet)
+register_token_mixer("softmax_convolution", SoftmaxConvolution)
+
+
+def count(fields: dict) -> int:
+    """The parameters of a model with these fields, which is not made."""
+    with torch.device("meta"):
+        return InterdomainForCausalLM(InterdomainConfig(**fields)).num_parameters()
+
+
+def equal_width(fields: dict, wanted: int) -> int:
+    """The `intermediate_size` with which a model of these fields comes nearest to so many parameters."""
+    narrow, wider = (count(fields | {"intermediate_size": width}) for width in (1, 2))
+    return 1 + max(0, round((wanted - narrow) / (wider - narrow)))

@@ -1,0 +1,107 @@
+"""What a token says of the state itself: how much of it stays, how strongly it writes, and the delta rule.
+
+With f_t, w_t and d_t a number a token and group, and "answer" what the state says when it is asked for the token's key,
+
+    X_t = f_t lambda X_{t-1} + w_t beta (x) [k~_t ; v~_t - d_t answer_t]
+
+Forgetting and writing are those of Mamba and Gated DeltaNet (arXiv 2412.06464), the correction is the delta rule
+("Linear Transformers Are Secretly Fast Weight Programmers", arXiv 2102.11174): a key that comes again is given its new
+value instead of one more. All three start where they leave a layer nearly as it is without them.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional as F
+
+from ...ops.common.decay import as_complex
+from ...ops.interdomain.gates import GATED_BACKENDS, Gates, gated_state_after
+
+# At the start: half of the state is left after 100 tokens (f = 0.993), a token writes as without a gate (w = 1), and of
+# what is answered a fiftieth is taken back.
+FORGET_START, WRITE_START, DELTA_START = -5.0, 0.54, -4.0
+
+
+def check_gates(config) -> None:
+    """Raise a ValueError, one sentence, where layers of a configuration cannot have the gates that it asks for."""
+    field = "delta_rule" if config.gates == "none" else f'gates = "{config.gates}"'
+    if config.normalize:
+        raise ValueError(f"{field} needs the plain readout: set normalize to False, or leave {field} out.")
+    if config.backend not in GATED_BACKENDS:
+        raise ValueError(
+            f'{field} lets every token move the state in its own way, and backend = "{config.backend}" needs one way '
+            f"for all: choose one of {', '.join(GATED_BACKENDS)}."
+        )
+    if config.delta_rule and not config.input_norm:
+        raise ValueError("delta_rule is measured by the size that input_norm gives keys: set input_norm=True.")
+    if config.delta_rule and config.product != "hermitian":
+        raise ValueError(
+            "delta_rule is measured by what a key finds of itself, which the hermitian product alone keeps positive, "
+            f'and product is "{config.product}": set product="hermitian".'
+        )
+
+
+def gate_tokens(
+    names: Sequence[str], projected: Sequence[torch.Tensor], key_size: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """`[B, T, G]` each, in at least float32: log f, w, and d over the size of keys, of linear maps of the tokens.
+
+    Args:
+        names: of the maps: "forget", "write", "delta".
+        projected: the maps, `[B, T, G]` each.
+        key_size: `[G]`, the mean squared length of a key, see `mean_key_size`; for "delta" alone.
+    """
+    found = []
+    for name, x in zip(names, projected, strict=True):
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        if name == "forget":
+            found.append(-F.softplus(x + FORGET_START))
+        elif name == "write":
+            found.append(F.softplus(x + WRITE_START))
+        else:
+            found.append(torch.sigmoid(x + DELTA_START) / key_size)
+    return found
+
+
+def mean_key_size(weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """The mean squared length `[G]` of keys `weight * x + bias`, `[R]` and `[G, R]`, of normalised x."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return weight.to(wide).square().sum() + bias.to(wide).square().sum(-1)
+
+
+def own_answer(input_matrix: torch.Tensor, coefficients: torch.Tensor | None) -> torch.Tensor:
+    """K(0, 0) = |C beta|^2 `[G]`: what a key of length 1 finds of its value as soon as that is written.
+
+    By it the share of the delta rule is measured: in the mean of keys and not token by token, and from parameters
+    alone, so that it is the same in training, in a step and in any batch. At later ages a key finds less of itself, so
+    that no more is taken back than was written.
+    """
+    beta = as_complex(input_matrix)
+    if coefficients is not None:
+        c = as_complex(coefficients)
+        beta = c * beta if c.ndim == 2 else (c @ beta[..., None])[..., 0]
+    return torch.view_as_real(beta).square().sum((-2, -1))
+
+
+def operator_gates(names: Sequence[str], gates: Sequence[torch.Tensor], own: torch.Tensor | None) -> Gates:
+    """Gates as the operators take them, of those of `gate_tokens`; `own` is `own_answer`, for "delta" alone."""
+    found = dict(zip(names, gates, strict=True))
+    delta = found.get("delta")
+    return Gates(found.get("forget"), found.get("write"), None if delta is None else delta / own)
+
+
+def replay_gated(state: torch.Tensor, *arguments: torch.Tensor) -> torch.Tensor:
+    """The state after recorded tokens: keys, values and gates, their mask, then what moves a state on.
+
+    That is `log_decay` and `input_matrix`, and tables; of the delta rule `own_answer`, and C where there is one.
+    """
+    place = next(i for i, x in enumerate(arguments) if x.dtype == torch.bool)
+    key, value, *gates = arguments[:place]
+    mask, log_decay, input_matrix, *rest = arguments[place:]
+    moves = key, value, mask, log_decay, input_matrix
+    if len(gates) == 2:
+        log_gate, write_gate = gates
+        return gated_state_after(state, *moves, *rest, log_gate=log_gate, write_gate=write_gate)
+    own, coefficients = rest[0], rest[1] if len(rest) > 1 else None
+    found = operator_gates(["forget", "write", "delta"][-len(gates) :], gates, own)
+    return gated_state_after(state, *moves, **found._asdict(), coefficient_matrix=coefficients, product="hermitian")  # type: ignore[arg-type]

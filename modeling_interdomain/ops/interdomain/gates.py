@@ -1,0 +1,215 @@
+"""Gates of time and of the write, and the delta rule: checks, steps, and what passes a gated state on.
+
+The definition is in `ops/interdomain/gates_naive.py`. The readout is linear in the query, so that a write gate is a
+factor of a token's key and value and of nothing else: `w u = w v - delta (answer to w k)`. What is left to compute
+are the gates of time and the delta rule.
+"""
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+
+from ..common.checks import check_tensors
+from ..common.cpu import values_at_hand
+from ..common.decay import finite
+from ..common.launch import say_without_kernels
+from ..diagonal.step import StepTables, read_state, turn_state
+from .chunk import chunk_attention
+
+GATED_BACKENDS = ("auto", "recurrent", "chunk")
+
+
+class Gates(NamedTuple):
+    """`[B, T, G]` each, or `[B, G]` in a step; None is neutral.
+
+    Attributes:
+        log_gate: at most 0, the logarithm of what is left of the state before the token, beside its own decay.
+        write_gate: the factor of the token's key and value.
+        delta: how much of what the state answers to the key is taken from the value, as a rule in [0, 1].
+    """
+
+    log_gate: torch.Tensor | None
+    write_gate: torch.Tensor | None
+    delta: torch.Tensor | None
+
+
+def checked_gates(
+    key: torch.Tensor, gates: tuple[Any, Any, Any], normalize: bool, backend: str, rows: str = "B, T"
+) -> Gates:
+    """Refuse gates that do not fit keys with these axes in front, and where there are none.
+
+    Args:
+        backend: of the operator or the step.
+    """
+    named = [(name, x, f"{rows}, G") for name, x in zip(Gates._fields, gates) if x is not None]
+    check_tensors(("key", key, f"{rows}, G, R"), *named)
+    found = Gates(*gates)
+    if found.log_gate is not None and values_at_hand(found.log_gate) and not bool((found.log_gate <= 0).all()):
+        raise ValueError(
+            f"log_gate must be at most 0, the logarithm of a factor up to 1, got {found.log_gate.max().item():g}."
+        )
+    if found.delta is not None and normalize:
+        raise ValueError("delta needs the plain readout: use normalize=False, or leave delta away.")
+    check_gated_backend(backend)
+    if torch.compiler.is_exporting():
+        raise ValueError("Exported graphs have no gates and no delta rule: export a model without them.")
+    return found
+
+
+def check_gated_backend(backend: str) -> None:
+    """Refuse a backend that has no gates."""
+    if backend not in GATED_BACKENDS:
+        raise ValueError(
+            f"backend {backend!r} has no gates and no delta rule: with log_gate, write_gate or delta it must be one of "
+            f"{', '.join(GATED_BACKENDS)}."
+        )
+
+
+def gated_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *parameters: Any,
+    backend: str,
+    gates: Gates,
+    chunk_size: int,
+    output_final_state: bool,
+    kept: dict[Hashable, Any] | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`interdomain_attention` with gates: everything in one dtype but the gates, which may be in any.
+
+    Args:
+        parameters: as those of `chunk_attention`, up to `lengths`.
+    """
+    log_gate, write_gate, delta = gates
+    if backend == "recurrent":
+        from .gates_naive import gated_recurrent_attention
+
+        alike = (None if x is None else x.to(key.dtype) for x in gates)
+        return gated_recurrent_attention(query, key, value, *parameters, *alike)
+    if backend == "auto":
+        say_without_kernels(query.device, "gates and the delta rule have none yet")
+    if write_gate is not None:
+        write_gate = write_gate.to(key.dtype)[..., None]
+        key, value = key * write_gate, value * write_gate
+    options: list[Any] = [chunk_size, output_final_state]
+    if log_gate is None and delta is None:
+        return chunk_attention(*(query, key, value, *parameters, *options, kept))
+    from .gates_chunk import gated_chunk_attention
+
+    return gated_chunk_attention(*(query, key, value, *parameters, *options, log_gate, delta))
+
+
+def advance_gated_state(
+    state: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tables: StepTables,
+    gates: tuple[torch.Tensor | None, ...],
+    mask: torch.Tensor | None = None,
+) -> None:
+    """`advance_state` with `Gates` `[B, G]`, or with an axis of the one token; with delta the tables read, too."""
+    log_gate, write_gate, delta = (None if x is None else x.to(state.dtype).view(*state.shape[:2], 1, 1) for x in gates)
+    key, value = (x.to(state.dtype).view(*state.shape[:2], 1, -1) for x in (key, value))
+    decay, turn, beta = tables[:3]
+    if log_gate is not None:
+        gate = log_gate.exp()
+        decay, turn = decay * gate, turn * gate  # [B, G, M, 1]
+    if mask is not None:
+        here = mask[:, None, None, None]
+        decay, turn = decay.where(here, 1), turn.where(here, 0)
+    turn_state(state, decay, turn)
+    if delta is not None:
+        value = value - delta * read_state(key[:, :, 0], state, tables)[:, :, None]
+    inputs = torch.cat([key, value], dim=-1)
+    if write_gate is not None:
+        inputs = inputs * write_gate
+    if mask is not None:
+        inputs = inputs.where(here, 0)
+    state.addcmul_(beta, inputs[:, :, None])
+
+
+def gated_state_after(
+    state: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    log_decay: torch.Tensor,
+    input_matrix: torch.Tensor,
+    *tables: torch.Tensor,
+    log_gate: torch.Tensor | None = None,
+    write_gate: torch.Tensor | None = None,
+    delta: torch.Tensor | None = None,
+    coefficient_matrix: torch.Tensor | None = None,
+    product: str = "bilinear",
+) -> torch.Tensor:
+    """`state_after` of tokens with gates.
+
+    With `delta` what a token has written hangs on the state that it found, so the tokens are taken one after the other,
+    with `coefficient_matrix` and `product` of `interdomain_attention`.
+
+    Args:
+        state, key, value, mask, log_decay, input_matrix, tables: as in `state_after`.
+        log_gate, write_gate, delta: `[B, T, G]` each or None.
+    """
+    from .replay import state_after
+
+    wide = torch.promote_types(state.dtype, torch.float32)
+    if delta is not None:
+        return _replayed(
+            state.to(wide), key, value, mask, log_decay, input_matrix, coefficient_matrix, product,
+            Gates(log_gate, write_gate, delta),
+        )  # fmt: skip
+    weight, total = write_gate, None
+    if log_gate is not None:
+        log_gate = torch.where(mask[..., None], finite(log_gate), 0)  # [B, T, G]
+        after = log_gate.flip(1).cumsum(1).flip(1) - log_gate
+        weight = after.exp() if weight is None else after.exp() * weight
+        total = log_gate.sum(1)
+    if weight is not None:
+        key, value = (x.to(wide) * weight.to(wide)[..., None] for x in (key, value))
+    if total is not None:
+        state = state.to(wide) * total.exp().to(wide)[:, :, None, None, None]
+    return state_after(state, key, value, mask, log_decay, input_matrix, *tables)
+
+
+def _replayed(state, key, value, mask, log_decay, input_matrix, coefficient_matrix, product, gates):
+    """Pads, wherever they stand, leave the state alone: log_decay and writes are of real tokens."""
+    from .gates_naive import gated_recurrent_attention
+
+    dtype = state.dtype
+    parameters = (None if x is None else x.to(dtype) for x in (log_decay, input_matrix, coefficient_matrix))
+    order = (~mask).to(torch.int8).argsort(dim=1, stable=True)  # real tokens first
+    key, value, *gates = (
+        None if x is None else x.to(dtype).gather(1, order.view(*order.shape, *[1] * (x.ndim - 2)).expand_as(x))
+        for x in (key, value, *gates)
+    )
+    return gated_recurrent_attention(key, key, value, *parameters, product, state, None, mask.sum(1), *gates)[1]
+
+
+def total_gated_decay(mask: torch.Tensor, log_gate: torch.Tensor) -> torch.Tensor:
+    """What `decay_gated_state` needs to know of tokens, a sum over those of the mask, so that two of them add up.
+
+    Args:
+        mask: `[B, T]` bool.
+        log_gate: `[B, T, G]`.
+
+    Returns:
+        `[B, 1 + G]`: their number, and for each group the sum of its `log_gate`; in at least float32.
+    """
+    gates = torch.where(mask[..., None], finite(log_gate), 0).sum(1)
+    both = torch.cat([mask.sum(1, keepdim=True).to(gates.dtype), gates], dim=1)
+    return both.to(torch.promote_types(log_gate.dtype, torch.float32))
+
+
+def decay_gated_state(state: torch.Tensor, total: torch.Tensor, log_decay: torch.Tensor) -> torch.Tensor:
+    """A state `[B, G, 2, M, W]` after tokens that write nothing, of which `total_gated_decay` tells.
+
+    For states without the delta rule: what a token writes with it hangs on the state before, so that states of pieces
+    are no sums.
+    """
+    from ..common.spans import decay_state
+
+    gate = total[:, 1:].exp().to(state.dtype)
+    return decay_state(state, total[:, 0].detach(), log_decay) * gate[:, :, None, None, None]

@@ -1,0 +1,400 @@
+"""Gates of time and the delta rule as batched matrix products over chunks, as one opaque operator of `torch.library`.
+
+As `ops/interdomain/chunk_call.py`, with two changes.
+
+Gates (`ops/interdomain/gates_states.py`): scores and weights within a chunk are multiplied by exp(c_t - c_i), rows that
+read the state before it by exp(c_t).
+
+The delta rule: the key of token t reads like one more query of its group, before its own token is there. With A the
+weights of its chunk's earlier tokens and r_t what the state S^v before the chunk answers,
+
+    u_t = v_t - delta_t (sum_{j<t} A[t, j] u_j + r_t),   (I + diag(delta) A) U = V - diag(delta) R S^v
+
+in which A and the readers R need keys and gates alone. The inverses are made for many chunks at once, and applied where
+the walk over the states comes to a chunk. U is kept for the backward pass beside the inputs: there the states are those
+of known values.
+"""
+
+from typing import Any
+
+import torch
+
+from ..common.chunks import Segment
+from ..common.custom_op import differentiable
+from ..common.decay import LEAST
+from ..diagonal.mixing import mixing_gradient
+from .chunk import state_shape
+from .chunk_call import AttentionCall, Gradients, Walked, margins, walk
+from .gates_states import DeltaStateGradients, DeltaStates, GatedStateGradients, GatedStates, TokenGates
+from .unit_triangular import inverses
+
+# The largest chunk with the delta rule: each token costs a row of queries more, and half of that grows with the chunk.
+_DELTA_CHUNK = 32
+
+
+def gated_chunk_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    input_matrix: torch.Tensor,
+    coefficient_matrix: torch.Tensor | None,
+    product: str,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    chunk_size: int,
+    output_final_state: bool,
+    log_gate: torch.Tensor | None,
+    delta: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `chunk_attention`, in one real dtype but for the gates, which may be in any.
+
+    Args:
+        log_gate: `[B, T, G]`, None for zeros.
+        delta: `[B, T, G]`, None without the delta rule.
+    """
+    if delta is not None:
+        chunk_size = min(chunk_size, _DELTA_CHUNK)
+    if log_gate is None:
+        log_gate = key.new_zeros(key.shape[:3])
+    return _operator(
+        query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state, log_gate, delta, cu_seqlens,
+        lengths, product, chunk_size, output_final_state,
+    )[:2]  # fmt: skip
+
+
+class GatedCall(AttentionCall):
+    """An `AttentionCall` with gates of time, and with `delta` one more row of queries a group, that of the keys."""
+
+    states_class = DeltaStates
+    keys: GatedStates
+    values: DeltaStates
+
+    def __init__(self, query, key, value, *arguments, log_gate: torch.Tensor, delta: torch.Tensor | None):
+        super().__init__(query, key, value, *arguments)
+        self.gates = self.keys.gates = self.values.gates = TokenGates(log_gate, self.chunks, key.dtype)
+        self.queries, self.delta = self.heads * self.size, delta
+        if delta is not None:
+            self.heads += 1
+
+    def rows(self, name: str, x: torch.Tensor, segment: Segment) -> torch.Tensor:
+        """As before, and with the delta rule room for one head more, `[G N, P C, W]`."""
+        shape = (self.groups, segment.chunks, self.heads, self.size, x.shape[3])
+        target = self.workspace.tensor(name, shape, x)
+        self.chunks.read(x, segment, target[:, :, : x.shape[2] // self.groups])
+        return target.view(shape[0] * shape[1], shape[2] * shape[3], shape[4])
+
+    def begin(self, segment: Segment, keys: torch.Tensor) -> torch.Tensor:
+        """The rows of a segment whose gates count from here on."""
+        rows = self.rows("rows", self.query, segment)
+        if self.delta is not None:
+            rows[:, self.queries :] = keys
+        self.now = self.gates.of(segment)
+        self.within = self.now.within()
+        return rows
+
+    def left(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """Rows `[G N, P C, W]` times what is left of the state before their chunk."""
+        out = self.workspace.tensor(name, tuple(x.shape), x)
+        shape = (self.groups, -1, x.shape[1] // self.size, self.size, x.shape[2])
+        torch.mul(x.view(shape), self.now.before[:, :, None], out=out.view(shape))
+        return out
+
+    def skewed(self, scores: torch.Tensor, name: str) -> torch.Tensor:
+        """`skew` of scores `[G N, P C, C]` times what the gates leave, `[G, N P C, C]`; no key meets its own token."""
+        size = self.size
+        stride = 2 * size + 1
+        buffer = margins(scores.view(-1, size, size), self.workspace, name)
+        shape = (scores.shape[0], self.heads, size, size)
+        steps = (self.heads * size * stride, size * stride)
+        torch.mul(scores.view(shape), self.within, out=buffer.as_strided(shape, (*steps, 2 * size, 1), size))
+        out = buffer.as_strided(shape, (*steps, stride, 1), 1)
+        if self.delta is not None:
+            out[:, -1, :, -1] = 0
+        return self.by_group(out.flatten(0, 1))
+
+    def unskewed(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """The adjoint of `skewed`, `[G N, P C, C]`: rows that are read one element less far apart than they stand.
+
+        Behind the diagonal each reads on in the next one, times zero.
+        """
+        size = self.size
+        shape = (self.within.shape[0], self.heads, size, size)
+        out = self.workspace.tensor(name, shape, x)
+        strides = (self.heads * size * size, size * size, size - 1, 1)
+        torch.mul(x.as_strided(shape, strides, x.storage_offset() + size - 1), self.within, out=out)
+        if self.delta is not None:
+            out[:, -1].diagonal(dim1=-2, dim2=-1).zero_()
+        return out.flatten(1, 2)
+
+    def pull(self, rows, keys, before, keep: bool):
+        """As before; what reads the state, `raw`, is times what is left of it."""
+        skewed = self.skewed(self.workspace.product("scores", rows, keys.mT), "skew")
+        raw = None
+        if before is None:
+            y = self.workspace.product("y", skewed, self.tables.table)
+        else:
+            self.rows_left = self.left("rows left", rows)
+            raw = y = self.by_group(self.workspace.product("raw", self.rows_left, before))
+            if keep:
+                y = self.workspace.tensor("y", tuple(raw.shape), raw)
+            torch.mul(self.by_token(raw), self.forth, out=self.by_token(y))
+            y.baddbmm_(skewed, self.tables.table)
+        return skewed, raw, y, self.workspace.product("p", y, self.mixing)
+
+    def weights(self, p: torch.Tensor) -> torch.Tensor:
+        return self.unskewed(self.workspace.product("weights", p, self.tables.table.mT), "gated weights")
+
+    def reader(self, p: torch.Tensor) -> torch.Tensor:
+        """Of the states before the chunk, beside p, `[G N, P C, 2M]`; what is left of these is for what was read."""
+        out = self.workspace.tensor("reader", tuple(p.shape), p)
+        torch.mul(self.by_token(p), self.back, out=self.by_token(out))
+        return out.view(-1, self.heads * self.size, p.shape[-1])
+
+    def of_tokens(self, x: torch.Tensor, segment: Segment) -> torch.Tensor:
+        """`[B, T, G]` as `[G N, C, 1]`."""
+        target = self.query.new_empty(self.groups, segment.chunks, 1, self.size, 1)
+        self.chunks.read(x[..., None], segment, target)
+        return target.view(-1, self.size, 1)
+
+    def forward(self, final: torch.Tensor | None) -> torch.Tensor:
+        """As before; with the delta rule the values are then what was written."""
+        output = self.chunks.empty(self.query, self.query.shape[2], self.values.x.shape[3])
+        written = None if self.delta is None else self.chunks.empty(self.values.x, *self.values.x.shape[2:])
+        for segment in self.chunks.segments:
+            keys = walk(self.keys, segment, self.keys.entry(segment))
+            rows = self.begin(segment, keys.inputs)
+            *_, p = self.pull(rows, *keys, keep=False)
+            weights, reader = self.weights(p), None if keys.before is None else self.reader(p)
+            values = self.written(segment, weights, reader)
+            here = slice(0, self.queries)
+            found = self.workspace.product("output", weights[:, here], values.inputs)
+            if values.before is not None:
+                through = self.workspace.product("output left", reader[:, here], values.before.mT)
+                found += self.left("output left", through)
+            self.write(found, segment, output)
+            if written is not None:
+                self.write(values.inputs, segment, written)
+        if self.delta is not None:
+            self.values.x = self.chunks.finish(written)
+        if final is not None:
+            for stream, into in zip((self.keys, self.values), self._split(final), strict=True):
+                stream.final(into)
+        return self.chunks.finish(output)
+
+    def backward(self, *arguments):
+        """And the gradients of `log_gate` and `delta`."""
+        found = super().backward(*arguments)
+        return *found, *self.found.finish_gates()
+
+    def gradients(self, *arguments) -> Gradients:
+        self.found = GatedGradients(self, *arguments)
+        return self.found
+
+    def written(self, segment: Segment, weights: torch.Tensor, reader: torch.Tensor | None) -> Walked:
+        """The values of a segment: as they are, or with the delta rule what is written of them."""
+        entry = self.values.entry(segment)
+        if self.delta is None:
+            return walk(self.values, segment, entry)
+        values = self.values.inputs(segment)
+        before = self.values.answer(segment, values, entry, *self.answering(segment, weights, reader))
+        return Walked(values.flatten(0, 1), None if before is None else before.flatten(0, 1))
+
+    def answering(
+        self, segment: Segment, weights: torch.Tensor, reader: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`(I + diag(delta) A)^-1`, `[G, N, C, C]`, and the readers of the states before times delta, `[..., 2M]`."""
+        delta, keys = self.of_tokens(self.delta, segment), slice(self.queries, None)
+        inverse = inverses(weights[:, keys] * delta)
+        if reader is not None:
+            reader = reader[:, keys] * delta.mul_(self.now.before.flatten(0, 1))
+            reader = reader.view(self.groups, -1, *reader.shape[1:])
+        return inverse.unflatten(0, (self.groups, -1)), reader
+
+
+class GatedGradients(Gradients):
+    """The backward pass of a `GatedCall`, whose values are what was written."""
+
+    call: GatedCall
+    keys: GatedStateGradients
+    of_sums: torch.Tensor  # what the running sums of a segment's gates receive, `[G, N, C]`
+    values: DeltaStateGradients
+
+    def __init__(self, call: GatedCall, *arguments):
+        super().__init__(call, *arguments)
+        self.log_gate = call.chunks.empty(call.gates.x, call.groups, 1)
+        self.delta = None if call.delta is None else call.chunks.empty(call.query, call.groups, 1)
+
+    def walked_back(self, states: Any, final: torch.Tensor | None) -> GatedStateGradients:
+        answers = self.call.delta is not None and states is self.call.values
+        return (DeltaStateGradients if answers else GatedStateGradients)(states, final)
+
+    def segment(self, index: int) -> None:
+        call, segment = self.call, self.call.chunks.segments[index]
+        alone = segment._replace(following=0)
+        keys = walk(call.keys, alone, self.keys.starts[index])
+        values = walk(call.values, alone, self.values.starts[index])
+        rows = call.begin(segment, keys.inputs)
+        grad = call.rows("grad output", self.grad_output, segment)
+        self._through(segment, rows, keys, values, grad)
+
+    def _through(self, segment: Segment, rows, keys: Walked, values: Walked, grad) -> None:
+        call = self.call
+        pulled, raw, y, p = call.pull(rows, *keys, keep=True)
+        self._values(segment, values, grad, p)
+        of_p = self._second_pass(segment, grad, *values, p)
+        if self.of_mixing is not None:
+            self.of_mixing.baddbmm_(y.mT, of_p)
+        of_y = self.workspace.product("grad y", of_p, call.mixing)  # a symmetric matrix
+        self._first_pass(segment, rows, *keys, pulled, raw, of_y)
+        for stream in (self.keys, self.values):
+            if stream.of_across is not None:
+                self.of_sums[..., -1] += stream.of_across
+        of_gates = self.of_sums.flip(-1).cumsum(-1).flip(-1)
+        call.chunks.write(of_gates[:, :, None, :, None], segment, self.log_gate)
+
+    def _values(self, segment: Segment, values: Walked, grad: torch.Tensor, p: torch.Tensor) -> None:
+        """The gradient of the values, and in `grad` of what they answered to the keys."""
+        call, queries, product = self.call, slice(0, self.call.queries), self.workspace.product
+        weights, reader = call.weights(p), None if values.before is None else call.reader(p)
+        of_values = product("grad values", weights[:, queries].mT, grad[:, queries])
+        of_states = None
+        if reader is not None:
+            of_states = self.values.before(segment)
+            left = call.left("grad left", grad[:, queries])
+            torch.bmm(left.mT, reader[:, queries], out=of_states.flatten(0, 1))
+        if self.delta is None:
+            self._moved(self.values, segment, *values, of_values, of_states)
+        else:
+            self._answers(segment, values, weights, reader, of_values, of_states, grad)
+        call.write(of_values, segment, self.values.x)
+        self.of_sums = -self._dot(values.inputs, of_values)
+
+    def _answers(self, segment: Segment, values: Walked, weights, reader, of_values, of_states, grad) -> None:
+        """From the gradient of what was written, so far as outputs tell, to that of the values, in its place."""
+        call, own = self.call, slice(self.call.queries, None)
+        written = of_values.unflatten(0, (call.groups, segment.chunks))
+        self.values.of_written(segment, written)
+        self.values.answered = written, *call.answering(segment, weights, reader)
+        self._walked(self.values, segment, *values, of_states)
+        answers = self.workspace.product("output", weights[:, own], values.inputs)
+        if reader is not None:
+            answers += call.left("output left", self.workspace.product("output left", reader[:, own], values.before.mT))
+        of_delta = -self._dot(of_values, answers)[:, :, None, :, None]
+        call.chunks.write(of_delta.to(self.delta.dtype), segment, self.delta)
+        torch.mul(of_values, call.of_tokens(call.delta, segment), out=grad[:, own]).neg_()
+
+    def _second_pass(self, segment: Segment, grad, values, states, p) -> torch.Tensor:
+        """From the gradient of what was read, `[G N, P C, D]`, to that of p, `[G, N P C, 2M]`."""
+        call, product = self.call, self.workspace.product
+        of_weights = call.skewed(product("scores", grad, values.mT), "grad skew")
+        self.of_table.baddbmm_(of_weights.mT, p)
+        of_p = product("grad p", of_weights, call.tables.table)
+        if states is not None:
+            of_reader = call.by_group(product("grad reader", call.left("grad left", grad), states))
+            call.by_token(of_p).addcmul_(call.by_token(of_reader), call.forth)
+            self._decay(of_reader, p)
+        return of_p
+
+    def _first_pass(self, segment: Segment, rows, keys, states, pulled, raw, of_y) -> None:
+        """From the gradient of y to those of query and keys."""
+        call, product = self.call, self.workspace.product
+        self.of_table.baddbmm_(pulled.mT, of_y)
+        of_scores = call.unskewed(product("weights", of_y, call.tables.table.mT), "gated weights")
+        of_rows = product("grad rows", of_scores, keys)
+        of_keys = product("grad keys", of_scores.mT, rows)
+        of_states = None
+        if states is not None:
+            self._decay(raw, of_y)
+            call.by_token(of_y).mul_(call.back)
+            of_raw = of_y.view(rows.shape[0], rows.shape[1], -1)
+            of_states = self.keys.before(segment)
+            torch.bmm(call.rows_left.mT, of_raw, out=of_states.flatten(0, 1))
+            of_rows += call.left("rows left", product("raw rows", of_raw, states.mT))
+        self._moved(self.keys, segment, keys, states, of_keys, of_states)
+        self.of_sums += 2 * self._dot(rows, of_rows) - self._dot(keys, of_keys)
+        call.write(of_rows[:, : call.queries], segment, self.query)
+        if self.delta is not None:
+            of_keys += of_rows[:, call.queries :]
+        call.write(of_keys, segment, self.keys.x)
+
+    def _moved(self, stream: GatedStateGradients, segment: Segment, inputs, before, grad, of_before) -> None:
+        """Add to the gradient of keys or values within the chunk, `[G N, C, W]`, that through the states."""
+        after = self._walked(stream, segment, inputs, before, of_before)
+        if after is not None:
+            table = self.call.repeated(segment.chunks)
+            through = self.workspace.product("through", table, after.flatten(0, 1).mT)
+            grad.addcmul_(through, self.call.now.after.flatten(0, 1))
+
+    def _walked(self, stream: GatedStateGradients, segment: Segment, inputs, before, of_before) -> torch.Tensor | None:
+        shape = (self.call.groups, segment.chunks)
+        before = None if before is None else before.unflatten(0, shape)
+        stream.of_across = None
+        return stream.backward(segment, inputs.unflatten(0, shape), before, of_before)
+
+    def _dot(self, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """What rows `[G N, P C, W]` and their gradients have in common, `[G, N, C]`, in float64."""
+        product = torch.mul(x, grad, out=self.workspace.tensor("dot", tuple(x.shape), grad))
+        return product.sum(-1).view(self.call.groups, -1, x.shape[1] // self.call.size, self.call.size).sum(2).double()
+
+    def finish_gates(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The gradients of `log_gate` and `delta`, `[B, T, G]`, after the last segment."""
+        for stream in (self.keys, self.values):
+            stream.finish_gates(self.log_gate)
+        finish = self.call.chunks.finish
+        return finish(self.log_gate)[..., 0], None if self.delta is None else finish(self.delta)[..., 0]
+
+
+def _forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    input_matrix: torch.Tensor,
+    coefficient_matrix: torch.Tensor | None,
+    initial_state: torch.Tensor | None,
+    log_gate: torch.Tensor,
+    delta: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    product: str,
+    chunk_size: int,
+    output_final_state: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    inputs = query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state
+    call = GatedCall(
+        *inputs, cu_seqlens, lengths, product, chunk_size, output_final_state, log_gate=log_gate, delta=delta
+    )
+    final = None
+    if output_final_state:
+        final = log_decay.new_zeros(state_shape(query, key, value, log_decay, cu_seqlens))
+        if initial_state is not None:
+            final.copy_(initial_state)
+    output = call.forward(final)
+    final = log_decay.new_empty(0) if final is None else final
+    return output, final, value.new_empty(0) if delta is None else call.values.x
+
+
+def _outputs(query, key, value, log_decay, input_matrix, coefficients, initial_state, log_gate, delta, *rest):
+    cu_seqlens, *_, wanted = rest
+    output = query.new_empty((*query.shape[:3], value.shape[3]))
+    shape = state_shape(query, key, value, log_decay, cu_seqlens) if wanted else (0,)
+    return output, log_decay.new_empty(shape), value.new_empty(0 if delta is None else value.shape)
+
+
+def _backward(inputs, grads, needs):
+    query, key, value, *parameters, initial_state, log_gate, delta = inputs[:9]
+    *options, written = inputs[9:]
+    tokens = query, key, value if delta is None else written
+    call = GatedCall(
+        *tokens, *parameters, initial_state, *options[:-1], grads[1] is not None, log_gate=log_gate, delta=delta
+    )
+    *found, mixing, initial, of_gate, of_delta = call.backward(*grads[:2], needs[5])
+    of_gate = of_gate.masked_fill_(log_gate < LEAST, 0).to(log_gate.dtype)
+    of_delta = None if delta is None else of_delta.to(delta.dtype)
+    of_coefficients = mixing_gradient(parameters[2], options[2], mixing) if needs[5] else None
+    return *found, of_coefficients, initial, of_gate, of_delta
+
+
+_operator = differentiable(__name__, "gated_attention", _forward, _outputs, _backward, count=9, kept=(2,))

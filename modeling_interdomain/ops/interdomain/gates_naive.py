@@ -1,0 +1,89 @@
+"""The definition of gates and of the delta rule, token by token. Every other way is compared with it in float64."""
+
+import torch
+
+from ..common.decay import as_complex
+from .naive import project
+from .readout import combine
+
+
+def gated_recurrent_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    input_matrix: torch.Tensor,
+    coefficient_matrix: torch.Tensor | None,
+    product: str,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    log_gate: torch.Tensor | None,
+    write_gate: torch.Tensor | None,
+    delta: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    r"""At every token the state decays, then answers its key, and then takes it in with what the answer lacked:
+
+        X'_t = exp(log_gate_t) exp(log_decay) X_(t-1)
+        u_t  = value_t - delta_t Re( key_t^T U'_t^T Gamma'_t ),   (U'_t, Gamma'_t) = C X'_t
+        X_t  = X'_t + write_gate_t input_matrix (x) [key_t ; u_t]
+        o_t  = Re( query_t^T U_t^T Gamma_t ),                     (U_t, Gamma_t) = C X_t
+
+    The key reads as one query of its group does, with the product of the outputs. Before the write neither its own key
+    nor its own value stands in the state, so that a key that was never there finds what resembles it alone. Keys and
+    gates alone say with which weights u_j of earlier tokens answer, and the answer is linear in these.
+
+    Shapes as in `interdomain_attention`, all floating-point tensors of one dtype. A gate that is None is neutral.
+
+    Returns:
+        output `[B, T, H, D]`, states `[B or documents, G, 2, M, R + D]`.
+    """
+    batch, length, heads, feature_dim = query.shape
+    groups, value_dim = key.shape[2], value.shape[-1]
+    query = query.unflatten(2, (groups, heads // groups))
+    decay = as_complex(log_decay).exp()[..., None]
+    beta = as_complex(input_matrix)[..., None]
+    coefficients = None if coefficient_matrix is None else as_complex(coefficient_matrix)
+
+    def read(rows, state):
+        """Rows `[B, G, P, R]`."""
+        u, gamma = project(coefficients, state).split([feature_dim, value_dim], dim=-1)
+        return rows @ combine(u, gamma, product)
+
+    outputs, finals = [], []
+    for number, (rows, start, end) in enumerate(_documents(batch, length, cu_seqlens, lengths)):
+        if initial_state is None:
+            count = query[rows].shape[0]
+            state = decay.new_zeros(count, groups, decay.shape[1], feature_dim + value_dim)
+        else:
+            pair = initial_state if rows == slice(None) else initial_state[number : number + 1]
+            state = torch.complex(pair[:, :, 0], pair[:, :, 1])
+        found = []
+        for t in range(start, end):
+            k, u = key[rows, t, :, None], value[rows, t, :, None]
+            state = decay * state
+            if log_gate is not None:
+                state = log_gate[rows, t, :, None, None].exp() * state
+            if delta is not None:
+                u = u - delta[rows, t, :, None, None] * read(k, state)
+            inputs = torch.cat([k, u], dim=-1)
+            if write_gate is not None:
+                inputs = write_gate[rows, t, :, None, None] * inputs
+            state = state + beta * inputs
+            found.append(read(query[rows, t], state))
+        finals.append(torch.stack([state.real, state.imag], dim=2))
+        output = torch.stack(found, dim=1).flatten(2, 3) if found else value.new_zeros(1, 0, heads, value_dim)
+        if lengths is not None:  # pads read nothing
+            output = torch.nn.functional.pad(output, (0, 0, 0, 0, 0, length - end))
+        outputs.append(output)
+    return torch.cat(outputs, dim=0 if cu_seqlens is None else 1), torch.cat(finals)
+
+
+def _documents(batch: int, length: int, cu_seqlens: torch.Tensor | None, lengths: torch.Tensor | None):
+    """Rows, begin and end of each; rows that are alike go together."""
+    if cu_seqlens is not None:
+        ends = cu_seqlens.tolist()
+        return [(slice(0, 1), start, end) for start, end in zip(ends[:-1], ends[1:])]
+    if lengths is not None:
+        return [(slice(row, row + 1), 0, end) for row, end in enumerate(lengths.tolist())]
+    return [(slice(None), 0, length)]

@@ -1,0 +1,161 @@
+"""The study of the recurrence: peers of one size that train, tasks with an answer, tables that say what is missing."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from benchmarks import condition_study, core_study, peers, recall_study
+from examples.recall import answers
+from examples.training import train
+from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
+
+TINY = {"vocab_size": 48, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "state_size": 4}
+RECALL_SHAPE = recall_study.SHAPE | {"state_size": 32}
+PEERS = {"Gated DeltaNet": peers.GATED_DELTANET, "softmax, convolution": peers.SOFTMAX_CONVOLUTION}
+
+
+@pytest.mark.parametrize(
+    "shape", [condition_study.SHAPE, recall_study.SHAPE | {"state_size": 32}], ids=["1.4M", "170k"]
+)
+def test_conditions_are_of_one_size(shape):
+    """Parameters within 1%, and as many numbers of state in all that keep one of fixed size."""
+    configs = {name: InterdomainConfig(**core_study.fields_of(name, shape)) for name in core_study.CONDITIONS}
+    counts = {name: peers.count(core_study.fields_of(name, shape)) for name in configs}
+    assert max(counts.values()) < 1.01 * min(counts.values()), counts
+    states = {name: config.state_sizes(64)["recurrent"] for name, config in configs.items()}
+    heads = shape["num_hidden_layers"] * shape["num_attention_heads"]
+    assert {size for name, size in states.items() if not name.startswith("softmax")} == {heads * 64 * 64}
+
+
+def test_a_width_is_found_for_any_number_of_parameters():
+    fields = TINY | PEERS["Gated DeltaNet"]
+    for width in (1, 2, 37):
+        assert peers.equal_width(fields, peers.count(fields | {"intermediate_size": width})) == width
+    assert peers.equal_width(fields, 0) == 1
+
+
+def peer(name: str) -> InterdomainForCausalLM:
+    torch.manual_seed(0)
+    return InterdomainForCausalLM(InterdomainConfig(**TINY, **PEERS[name]))
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_peers_learn_look_back_and_do_not_look_ahead(name):
+    model = peer(name)
+    ids = torch.randint(48, (2, 13), generator=torch.Generator().manual_seed(0))
+    losses = [progress.loss for progress in train(model, itertools.repeat(ids), steps=8, learning_rate=1e-2)]
+    assert all(map(math.isfinite, losses)) and losses[-1] < losses[0] - 0.2
+    model.eval()
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        other = model(ids.index_fill(1, torch.tensor([5]), 7), use_cache=False).logits
+    torch.testing.assert_close(whole[:, :5], other[:, :5])
+    assert (whole[:, 8] - other[:, 8]).abs().max() > 1e-6, "by more tokens than one layer's convolution"
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_peers_refuse_what_they_cannot_read(name):
+    model, ids = peer(name).eval(), torch.ones(1, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match="is a peer in studies and reads whole rows: pass neither a cache nor pads"):
+        model(ids, use_cache=True)
+    with pytest.raises(ValueError, match="pass neither a cache nor pads"):
+        model(ids, attention_mask=torch.tensor([[0, 1, 1, 1]]), use_cache=False)
+
+
+def test_the_softmax_with_a_convolution_has_one_a_projection():
+    """A projection is a linear map, then a causal convolution over the tokens of each of its channels."""
+    mixer = peer("softmax, convolution").model.layers[0].token_mixer
+    x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))
+    for name in ("q_proj", "k_proj", "v_proj"):
+        linear, conv = getattr(mixer, name)
+        padded = torch.nn.functional.pad(linear(x).mT, (conv.kernel_size[0] - 1, 0))
+        expected = torch.conv1d(padded, conv.weight, groups=conv.groups).mT
+        torch.testing.assert_close(getattr(mixer, name)(x), expected)
+
+
+def test_overwritten_keys_ask_for_the_last_value():
+    batch = next(core_study.make_batches("overwritten", 5, 64, 0))
+    for ids, asked in zip(batch.ids.tolist(), batch.asked.tolist()):
+        memory, changed = {}, 0
+        for place in range(0, 20, 2):
+            changed += ids[place] in memory and memory[ids[place]] != ids[place + 1]
+            memory[ids[place]] = ids[place + 1]
+        found = {ids[place - 1]: ids[place] for place, ask in enumerate(asked) if ask}
+        assert found == memory and len(found) == 5 and changed >= 4
+        assert not any(asked[:20])
+
+
+def test_copying_asks_for_the_tokens_in_their_order():
+    batch = next(core_study.make_batches("copying", 5, 32, 0))
+    for ids, asked, labels in zip(batch.ids, batch.asked, batch.labels):
+        told = ids[:26]
+        assert torch.equal(labels[asked], told[told > 1]) and asked.sum() == 5
+        assert ids[26] == 1 and not ids[27:].any()
+    assert batch.ids[:, :26].bool().sum(0).min() < 32, "at places of its own in every row"
+
+
+def test_the_plan_brackets_the_rates_of_what_is_not_known():
+    """Gated DeltaNet first; what `condition_study` has run of language is not run again; then recall."""
+    planned = list(core_study.plan([]))
+    assert [item["condition"] for item in planned[:5]] == ["Gated DeltaNet"] * 3 + ["Interdomain, gates"] * 2
+    language = [item for item in planned if item["task"] == core_study.LANGUAGE]
+    assert {item["condition"] for item in language} == set(core_study.CONDITIONS) - set(core_study.KNOWN)
+    assert {item["learning_rate"] for item in language} == set(condition_study.LEARNING_RATES)
+
+    def run(item):
+        error = abs(math.log(item["learning_rate"] / 3e-3))
+        return item | ({"validation": {"a": error}} if item["task"] == core_study.LANGUAGE else RIGHT | {"loss": error})
+
+    runs = []
+    while missing := [item for item in core_study.plan(runs) if run(item) not in runs]:
+        runs += [run(item) for item in missing]
+    for name in {item["condition"] for item in language}:
+        found = [row for row in runs if row["task"] == core_study.LANGUAGE and row["condition"] == name]
+        assert {(row["learning_rate"], row["seed"]) for row in found} >= {(3e-3, 0), (3e-3, 1), (6e-3, 0)}
+    longest = [row for row in runs if row.get("length") == 512]
+    assert {(row["task"], row["seed"]) for row in longest} == set(itertools.product(core_study.RECALL, (0, 1)))
+    assert {row["learning_rate"] for row in longest} == {3e-3}
+
+
+RIGHT = {"accuracy": 0.5}
+
+
+def test_runs_have_what_the_tables_read(monkeypatch):
+    """Of language and of a recall task; what has no run, or one rate, is named below."""
+    monkeypatch.setattr(condition_study, "SHAPE", TINY)
+    monkeypatch.setattr(recall_study, "SHAPE", TINY)
+    monkeypatch.setattr(recall_study, "EVERY", 2)
+    monkeypatch.setattr(condition_study, "WINDOWS", 4)
+    training = {"steps": 2, "batch_size": 2, "sequence_length": 8}
+    tokens = torch.randint(48, (200,), generator=torch.Generator().manual_seed(0))
+    texts = ("wiki", "books", "wikitext-2")
+    data = {"train": tokens, "validation": dict.fromkeys(texts, tokens[:50]), "bytes": dict.fromkeys(texts, 150)}
+    data["long"] = tokens
+    name = "Gated DeltaNet"
+    items = [core_study.language_item(name), core_study.recall_item(name, "overwritten", (3, 24))]
+    runs = [
+        items[0] | core_study.run_condition(**items[0], data=data, training=training),
+        items[1] | core_study.run_recall(**items[1], steps=4) | {"pairs": 8, "length": 64},
+    ]
+    assert list(runs[1]["curve"]) == ["2", "4"] and runs[1]["state_bytes"] == 4 * 2 * 2 * (16 * 64 + 3 * (16 + 16 + 64))
+    machine = dict.fromkeys(("cpu", "threads", "torch", "transformers", "commit", "date", "command"), "x")
+    empty = {"runs": []}
+    table = core_study.table({"core_study": {"runs": runs, "machine": machine}, "condition_study": empty})
+    assert f"| {name} | {runs[0]['parameters']:,} |" in table and "0.003, not bracketed" in table
+    assert "Mamba-2: language" in table and "Gated DeltaNet: recall" in table and "not run" in table
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", core_study.CONDITIONS)
+def test_every_condition_learns_the_shortest_task_a_little(name):
+    """In a hundred steps each nearly knows that values are asked, which are half of the vocabulary."""
+    torch.manual_seed(0)
+    fields = core_study.fields_of(name, RECALL_SHAPE)
+    model = InterdomainForCausalLM(InterdomainConfig(**fields | {"bos_token_id": None, "eos_token_id": None}))
+    batches = core_study.make_batches("overwritten", 2, 16, 0)
+    held_out = next(core_study.make_batches("overwritten", 2, 16, 1))
+    recall_study.train_and_ask(model, batches, iter([held_out]), 100, 3e-3)
+    assert answers(model, held_out).nats() < math.log(128) + 0.1

@@ -1,0 +1,201 @@
+"""Gates and the delta rule in Interdomain layers: what they are at the start and after it, and what refuses them."""
+
+import re
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassClassValidationError
+from torch.nn import functional as F
+
+from conversion.fewer_modes import check_reducible
+from examples.text_data import InputError
+from modeling_interdomain import InterdomainCache, InterdomainConfig, InterdomainForCausalLM, interdomain_attention
+from modeling_interdomain.mixers.interdomain.gated import GatedInterdomainMixer
+from modeling_interdomain.mixers.interdomain.mixer import InterdomainMixer
+from modeling_interdomain.model_cache.fingerprint import model_fingerprint
+from modeling_interdomain.model_cache.spans import cut_cache, join_caches
+from modeling_interdomain.ops.interdomain.gates_map import gated_attention_map
+from modeling_interdomain.ops.interdomain.gates_naive import gated_recurrent_attention
+
+FORMS = {
+    "forget": {"gates": "forget"},
+    "delta": {"delta_rule": True},
+    "both": {"gates": "forget", "delta_rule": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"gates": "warp"}, "gates must be one of none, forget; got 'warp'"),
+        ({"gates": "forget", "token_mixers": "s4d"}, 'gates = "forget" and delta_rule = False are of "interdomain" l'),
+        ({"delta_rule": True, "token_mixers": "s4d"}, '"interdomain" layers, and token_mixers names none: leave'),
+        ({"gates": "forget", "normalize": True}, 'gates = "forget" needs the plain readout: set normalize to False'),
+        ({"gates": "forget", "backend": "fft"}, 'and backend = "fft" needs one way for all: choose one of auto, rec'),
+        ({"delta_rule": True, "product": "bilinear"}, 'product is "bilinear": set product="hermitian"'),
+        ({"delta_rule": True, "input_norm": False}, "the size that input_norm gives keys: set input_norm=True"),
+    ],
+)
+def test_what_has_no_gates_says_so(make_config, fields, sentence):
+    with pytest.raises(StrictDataclassClassValidationError, match=re.escape(sentence)):
+        make_config(**fields)
+
+
+def test_layers_are_of_the_class_that_their_configuration_asks_for(make_model):
+    """Other mixers beside them are what they were."""
+    model = make_model(token_mixers=["s4d", "interdomain"], gates="forget", product="hermitian")
+    s4d, gated = (layer.token_mixer for layer in model.model.layers)
+    assert type(gated) is GatedInterdomainMixer and not hasattr(s4d, "forget_proj")
+    assert type(make_model().model.layers[0].token_mixer) is InterdomainMixer
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_it_is_the_formula(form, make_model, random_ids):
+    """From the weights of the layer alone, token by token."""
+    model = make_model(num_key_value_heads=2, **FORMS[form])
+    mixer, seen = model.model.layers[0].token_mixer, {}
+    mixer.recurrence.register_forward_hook(lambda module, inputs, output: seen.update(tokens=inputs, output=output))
+    model.model.layers[0].input_layernorm.register_forward_hook(lambda module, _, output: seen.update(x=output))
+    model(random_ids(2, 11), use_cache=False)
+    query, key, value, *_ = seen["tokens"]
+    log_decay, beta, c = mixer.recurrence.parameters_of_operator()
+    log_gate = write = delta = None
+    if "gates" in FORMS[form]:
+        log_gate = -F.softplus(mixer.forget_proj(seen["x"]) - 5)
+        write = F.softplus(mixer.write_proj(seen["x"]) + 0.54)
+    if "delta_rule" in FORMS[form]:
+        row = torch.view_as_complex(c.detach().contiguous()) @ torch.view_as_complex(beta.detach())[..., None]
+        length = mixer.k_norm.weight.square().sum() + mixer.k_bias.square().sum(-1)
+        delta = torch.sigmoid(mixer.delta_proj(seen["x"]) - 4) / (row.abs().square().sum((1, 2)) * length)
+    expected = gated_recurrent_attention(
+        query, key, value, log_decay, beta, c, "hermitian", None, None, None, log_gate, write, delta
+    )[0]
+    torch.testing.assert_close(seen["output"][0], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_layer_starts_nearly_as_it_is_without(form, make_config, random_ids):
+    """The start that remembers is kept: outputs differ by a part of their size, what the maps of the tokens give."""
+    torch.manual_seed(0)
+    gated = InterdomainForCausalLM(make_config(state_size=16, **FORMS[form])).double().eval()
+    plain = InterdomainForCausalLM(make_config(state_size=16)).double().eval()
+    left = plain.load_state_dict({k: x for k, x in gated.state_dict().items() if k in plain.state_dict()})
+    assert not left.missing_keys
+    embedded = plain.model.embed_tokens(random_ids(2, 20))
+    layers = [model.model.layers[0] for model in (gated, plain)]
+    found, expected = (layer.token_mixer(layer.input_layernorm(embedded))[0] for layer in layers)
+    assert 0 < (found - expected).norm() < 0.25 * expected.norm()
+
+
+def test_a_key_that_is_written_twice_has_its_last_value():
+    """Of the start that remembers: without the delta rule both values are found, with a whole share the last one.
+
+    What is found is in units of what a key finds of a value that it wrote once, as long ago.
+    """
+    torch.manual_seed(0)
+    fields = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 8, "head_dim": 16}
+    model = InterdomainForCausalLM(InterdomainConfig(**fields, delta_rule=True, state_size=32)).double()
+    recurrence = model.model.layers[0].token_mixer.recurrence
+    parameters = recurrence.parameters_of_operator()
+    keys = torch.eye(16, dtype=torch.float64)[torch.tensor([0, 1, 2, 0, 3, 4])][None, :, None]
+    values = torch.eye(16, dtype=torch.float64)[torch.tensor([0, 5, 6, 1, 7, 8])][None, :, None]
+    values[:, -1] = 0
+    queries = torch.zeros_like(keys)
+    queries[:, -1, :, 0] = 1
+
+    def found(keys, values, **gates):
+        return interdomain_attention(queries, keys, values, *parameters, product="hermitian", **gates)[0][0, -1, 0]
+
+    once = found(keys.index_fill(1, torch.tensor([0]), 0), values)[1]
+    share = torch.ones(1, 6, 1, dtype=torch.float64) / recurrence._own_answer()
+    plain, corrected = (found(keys, values, **gates) / once for gates in ({}, {"delta": share}))
+    assert plain[1] > 0.9 and plain[0] > 0.8, "both"
+    assert corrected[1] > 0.9 and abs(corrected[0]) < 0.35, "the last, and a third at most of the first"
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_map_of_who_answered_makes_the_output(form, packed):
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    query, key, value = draw(1, 13, 4, 6), draw(1, 13, 2, 6), draw(1, 13, 2, 5)
+    parameters = torch.stack([-draw(2, 3).abs(), draw(2, 3)], -1), draw(2, 3, 2), draw(2, 3, 3, 2)
+    gates = {"log_gate": -draw(1, 13, 2).abs(), "write_gate": draw(1, 13, 2).abs(), "delta": 0.1 * draw(1, 13, 2)}
+    if form != "both":
+        gates = {name: x for name, x in gates.items() if (name == "delta") == (form == "delta")}
+    if "log_gate" in gates:
+        gates["log_gate"][0, 3, 0] = -float("inf")
+    ends = torch.tensor([0, 5, 6, 13]) if packed else None
+    options = {"product": "hermitian", "cu_seqlens": ends, **gates}
+    expected = interdomain_attention(query, key, value, *parameters, backend="recurrent", **options)[0]
+    weights = gated_attention_map(query, key, *parameters, **options)
+    found = torch.einsum("bhtj,bjhw->bthw", weights, value.repeat_interleave(2, dim=2))
+    torch.testing.assert_close(found, expected)
+    assert not weights.triu(1).any()
+
+
+def test_a_model_without_gates_has_the_fingerprint_that_it_had(make_model, monkeypatch):
+    """The fields are no part of it; with gates they are."""
+    model = make_model()
+    before = model_fingerprint(model)
+    monkeypatch.setattr("modeling_interdomain.model_cache.fingerprint._fields_of", _fields_before)
+    assert model_fingerprint(model) == before
+    gated = make_model(gates="forget")
+    other = model_fingerprint(gated)
+    monkeypatch.undo()
+    assert model_fingerprint(gated) != other
+
+
+def _fields_before(kind: type) -> set[str]:
+    from modeling_interdomain.model_cache import fingerprint
+
+    ours = (each for each in kind.__mro__ if not each.__module__.startswith(("transformers.", "builtins")))
+    annotated = (item for each in ours for item in vars(each).get("__annotations__", {}).items())
+    names = {name for name, hint in annotated if fingerprint.get_origin(hint) is not fingerprint.ClassVar}
+    return names - {"gates", "delta_rule"}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_states_of_gated_layers_are_not_joined_or_cut(form, make_model, random_ids, advance):
+    model, ids = make_model(**FORMS[form]), random_ids(1, 8)
+    caches = [InterdomainCache(model.config) for _ in range(3)]
+    for cache, count in zip(caches, (3, 5, 8)):
+        advance(model, cache, ids[:, :count])
+    sentence = r"Layer 0 \(interdomain with gates or the delta rule\) does not hold one linear state"
+    with pytest.raises(ValueError, match=sentence):
+        join_caches(*caches[:2], model)
+    with pytest.raises(ValueError, match=sentence):
+        cut_cache(caches[2], *caches[:2], model)
+
+
+def test_gated_layers_keep_their_modes(make_config):
+    with pytest.raises(InputError, match="Gates and the delta rule weigh each token, and what is refit is a kernel of"):
+        check_reducible(make_config(gates="forget"))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_padded_batches_are_learned_in_float32(form, make_model, left_padded):
+    """With the gradients of float64."""
+    inputs, found = left_padded([3, 9, 14]), []
+    for dtype in (torch.float32, torch.float64):
+        model = make_model(dtype=dtype, state_dtype="float32", **FORMS[form]).train()
+        model(**inputs, labels=inputs["input_ids"]).loss.backward()
+        found.append([p.grad.double() for p in model.parameters()])
+    for single, double in zip(*found, strict=True):
+        torch.testing.assert_close(single, double, rtol=1e-3, atol=1e-4 * double.abs().max().item())
+
+
+def test_gates_are_computed_in_float32(make_model, random_ids):
+    """Of a model in bfloat16, whose layers learn."""
+    model = make_model(gates="forget", delta_rule=True, dtype=torch.bfloat16, state_dtype="float32").train()
+    seen = []
+    model.model.layers[0].token_mixer.recurrence.register_forward_hook(lambda module, inputs, _: seen.extend(inputs))
+    ids = random_ids(2, 9)
+    model(ids, labels=ids).loss.backward()
+    assert [x.dtype for x in seen[3:]] == [torch.float32] * 3
+    mixer = model.model.layers[0].token_mixer
+    for name in ("forget", "write", "delta"):
+        assert getattr(mixer, f"{name}_proj").bias.grad.isfinite().all()
