@@ -16,6 +16,7 @@ from benchmarks import harness, readme
 
 CPU = (
     "operator_cpu",
+    "gates_cpu",
     "ssd_cpu",
     "selective_scan_cpu",
     "sparse_cpu",

@@ -19,6 +19,7 @@ from benchmarks import (
     denominators,
     dynamic_mask_cpu,
     experts_cpu,
+    gates_cpu,
     gpu,
     gpu_day,
     harness,
@@ -74,6 +75,7 @@ def test_a_command_is_recorded_as_one_types_it(monkeypatch, repository, typed, w
 
 CPU_TABLES = [
     batch_cpu,
+    gates_cpu,
     model_cpu,
     bf16_cpu,
     decode_cpu,

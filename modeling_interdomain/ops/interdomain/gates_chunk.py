@@ -24,9 +24,12 @@ from ..common.custom_op import differentiable
 from ..common.decay import LEAST
 from ..diagonal.mixing import mixing_gradient
 from .chunk import state_shape
-from .chunk_call import AttentionCall, Gradients, Walked, margins, unskew, walk
+from .chunk_call import AttentionCall, Gradients, Walked, margins, walk
 from .gates_states import DeltaStateGradients, DeltaStates, GatedStateGradients, GatedStates, TokenGates
 from .unit_triangular import inverses
+
+# The largest chunk with the delta rule: each token costs a row of queries more, and half of that grows with the chunk.
+_DELTA_CHUNK = 32
 
 
 def gated_chunk_attention(
@@ -51,6 +54,8 @@ def gated_chunk_attention(
         log_gate: `[B, T, G]`, None for zeros.
         delta: `[B, T, G]`, None without the delta rule.
     """
+    if delta is not None:
+        chunk_size = min(chunk_size, _DELTA_CHUNK)
     if log_gate is None:
         log_gate = key.new_zeros(key.shape[:3])
     return _operator(
@@ -110,11 +115,15 @@ class GatedCall(AttentionCall):
         return self.by_group(out.flatten(0, 1))
 
     def unskewed(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """The adjoint of `skewed`, `[G N, P C, C]`."""
+        """The adjoint of `skewed`, `[G N, P C, C]`: rows that are read one element less far apart than they stand.
+
+        Behind the diagonal each reads on in the next one, times zero.
+        """
         size = self.size
-        out = self.workspace.tensor(name, (self.within.shape[0], self.heads, size, size), x)
-        x = unskew(x.view(-1, size, size), self.workspace, "unskew")
-        torch.mul(x.unflatten(0, out.shape[:2]), self.within, out=out)
+        shape = (self.within.shape[0], self.heads, size, size)
+        out = self.workspace.tensor(name, shape, x)
+        strides = (self.heads * size * size, size * size, size - 1, 1)
+        torch.mul(x.as_strided(shape, strides, x.storage_offset() + size - 1), self.within, out=out)
         if self.delta is not None:
             out[:, -1].diagonal(dim1=-2, dim2=-1).zero_()
         return out.flatten(1, 2)

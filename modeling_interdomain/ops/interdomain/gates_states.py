@@ -35,11 +35,11 @@ class ChunkGates:
         self.across = last.exp().to(dtype)[..., None]
 
     def within(self) -> torch.Tensor:
-        """`[G N, 1, C, C]`: at token t of what token i <= t has written; 1 for later ones, which nobody reads."""
+        """`[G N, 1, C, C]`: at token t of what token i has written, zero for i > t."""
         size = self.sums.shape[-1]
         apart = self.before.new_empty(*self.sums.shape, size)
         torch.sub(self.sums[..., :, None], self.sums[..., None, :], out=apart)
-        return apart.clamp_(max=0).exp_().view(-1, 1, size, size)
+        return apart.clamp_(max=0).exp_().tril_().view(-1, 1, size, size)
 
 
 class TokenGates:

@@ -1,0 +1,135 @@
+"""What gates and the delta rule cost beside the plain operator on a CPU, at the head shape of the 125M model, float32.
+
+All sides of a row take turns in one process, so that what else the machine does hits them alike.
+"""
+
+from functools import partial
+
+import torch
+
+from benchmarks.harness import footnote, markdown, time_in_turns, verify_operator
+from benchmarks.operator_cpu import CHUNK, DIM, HEADS, STATE, _inputs
+from modeling_interdomain import interdomain_attention
+from modeling_interdomain.ops.diagonal.step import step_tables
+from modeling_interdomain.ops.interdomain.entry import take_step
+
+NAMES = ("log_gate", "write_gate", "delta")
+# What each side is called with, and the speed beside the plain operator that it must keep, forward and backward.
+SIDES = {"plain": (), "gates": NAMES[:2], "delta": NAMES}
+REQUIRED = {"gates": 0.8, "delta": 0.6}
+# A step with gates may take so much of a plain one.
+REQUIRED_STEP = 1.1
+
+
+def run(quick: bool = False) -> dict:
+    errors = {
+        name: verify_operator(partial(_gated_by_name, names=names)) if names != NAMES else _delta_error()
+        for name, names in SIDES.items()
+    }
+    seconds, lengths, batches = (0.1, [64], [1]) if quick else (10.0, [1024, 4096], [1, 32])
+    return {
+        "relative_errors": errors,
+        "training": [_many(length, seconds, training=True) for length in lengths],
+        "forward": [_many(length, seconds, training=False) for length in lengths],
+        "step": [_step(batch, seconds) for batch in batches],
+        "required": REQUIRED,
+        "required_step": REQUIRED_STEP,
+    }
+
+
+def _gates(batch: int, length: int, groups: int, dtype=torch.float32) -> dict[str, torch.Tensor]:
+    """As they start: log_gate and write_gate near 0 and 1, and a small delta."""
+    uniform = torch.rand(3, batch, length, groups, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return dict(zip(NAMES, (x.to(dtype) for x in (-0.014 * uniform[0], 0.9 + 0.2 * uniform[1], 1e-3 * uniform[2]))))
+
+
+def _gated_by_name(query, key, *others, names, **options):
+    gates = _gates(*key.shape[:3], dtype=key.dtype)
+    return interdomain_attention(
+        query, key, *others, **{name: 0 * gates[name] + (name == NAMES[1]) for name in names}, **options
+    )
+
+
+def _delta_error() -> float:
+    """Of chunks with everything in float32 against the definition in float64."""
+    tokens, parameters = _inputs(150)
+    gates = list(_gates(1, 150, HEADS).values())
+    found, expected = (
+        interdomain_attention(
+            *(x.to(dtype) for x in (*tokens, *parameters)),
+            **dict(zip(NAMES, (x.to(dtype) for x in gates))),
+            backend=backend,
+        )[0].double()
+        for dtype, backend in ((torch.float32, "chunk"), (torch.float64, "recurrent"))
+    )
+    error = ((found - expected).norm() / expected.norm()).item()
+    if not error < 1e-4:
+        raise SystemExit(f"The delta rule is wrong (relative error {error:.1e} against float64): no speed is shown.")
+    return error
+
+
+def _many(length: int, seconds: float, training: bool) -> dict:
+    tokens, parameters = _inputs(length)
+    gates = _gates(1, length, HEADS)
+    arguments = [*tokens, *parameters]
+    for x in (*arguments, *gates.values()):
+        x.requires_grad_(training)
+
+    def call(names):
+        chosen = {name: gates[name] for name in names}
+        output, _ = interdomain_attention(*arguments, **chosen, backend="chunk", chunk_size=CHUNK)
+        if training:
+            torch.autograd.grad(output.sum(), [*arguments, *chosen.values()])
+
+    with torch.set_grad_enabled(training):
+        times = time_in_turns({side: partial(call, names) for side, names in SIDES.items()}, seconds)
+    return {"length": length, **_beside_plain(times)}
+
+
+def _step(batch: int, seconds: float) -> dict:
+    """A step with tables that a layer keeps."""
+    tokens, parameters = _inputs(batch)
+    tokens = [x[0] for x in tokens]
+    gates = {name: x[0] for name, x in _gates(1, batch, HEADS).items()}
+    state = torch.zeros(batch, HEADS, 2, STATE, 2 * DIM)
+    kept = step_tables(*parameters, "bilinear", torch.float32, reused=True)
+    shared = {"parameters": lambda: parameters, "tables": lambda dtype: kept, "product": "bilinear"}
+    shared |= {"normalize": False, "mask": None, "backend": "auto", "state": state}
+
+    def call(names):
+        chosen = tuple(gates[name] if name in names else None for name in NAMES) if names else None
+        take_step(*tokens, **shared, gates=chosen)
+
+    with torch.no_grad():
+        times = time_in_turns({side: partial(call, names) for side, names in SIDES.items()}, seconds)
+    return {"batch": batch, **_beside_plain(times)}
+
+
+def _beside_plain(times: dict) -> dict:
+    ratios = {side: times["plain"]["median"] / times[side]["median"] for side in SIDES if side != "plain"}
+    return {**times, "ratios": ratios}
+
+
+def table(record: dict) -> str:
+    rows = []
+    for key, title in (("training", "forward + backward"), ("forward", "forward"), ("step", "a step")):
+        for row in record[key]:
+            size = f"{row['length']:,} tokens" if "length" in row else f"batch {row['batch']}"
+            for side in REQUIRED:
+                required = record["required"][side] if key == "training" else ""
+                if key == "step" and side == "gates":
+                    required = f"{1 / record['required_step']:.2f}"
+                cells = [
+                    _ms(row["plain"]),
+                    _ms(row[side]),
+                    f"{row['ratios'][side]:.2f}x",
+                    f"{required}{'x' * bool(required)}",
+                ]
+                rows.append([f"{title}, {size}", {"gates": "gates", "delta": "gates, delta rule"}[side], *cells])
+    header = ["", "with", "plain, ms", "so, ms", "speed beside plain", "required"]
+    about = f"{HEADS} heads of {DIM}, {STATE} modes, batch 1 but for steps, float32; medians (20th to 80th percentile)."
+    return "\n\n".join([markdown(header, rows), f"{about} {footnote(record)}"])
+
+
+def _ms(times: dict) -> str:
+    return f"{times['median'] * 1e3:,.2f} ({times['p20'] * 1e3:,.2f} to {times['p80'] * 1e3:,.2f})"
