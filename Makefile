@@ -1,5 +1,7 @@
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
+# That of the tests in vLLM, whose package for CPUs asks for this build.
+VLLM_TORCH ?= torch==2.13.0+cpu
 OUTPUT ?= runs/quickstart
 ARGS   ?=
 
@@ -17,7 +19,7 @@ ENDS   := oldest newest
 STOCK  := versions modeling cache generation padding configuration remote_code peft lm_eval hub train engines finetune_lora
 STOCK  += mistakes conversion fused_layers fused_inputs triton_versions hub_kernel
 
-.PHONY: help quickstart test test-slow test-all $(ENDS:%=test-%) lint bench gpu clean
+.PHONY: help quickstart test test-slow test-all test-vllm $(ENDS:%=test-%) lint bench gpu clean
 .DEFAULT_GOAL := help
 
 help:
@@ -27,6 +29,7 @@ help:
 	@echo "make test-all     style, types and all tests"
 	@echo "make test-oldest  the tests of the models with the oldest supported libraries"
 	@echo "make test-newest  the same with the newest"
+	@echo "make test-vllm    the tests of the plugin for vLLM, in an environment of its own"
 	@echo "make lint         style and types only"
 	@echo "make bench        the performance tables"
 	@echo "make gpu          on a GPU: check the kernels, then every table, in 25 minutes; goes on where it was stopped"
@@ -47,6 +50,9 @@ test-all: lint
 
 $(ENDS:%=test-%): test-%: $(VENV)/%/.ready
 	@VERSIONS=$* $(SETTINGS) $(VENV)/$*/bin/python $(TESTS) -m "not slow" $(STOCK:%=tests/test_%.py) $(ARGS)
+
+test-vllm: $(VENV)/vllm/.ready
+	@$(SETTINGS) $(VENV)/vllm/bin/python $(TESTS) -m "not slow" tests/vllm $(ARGS)
 
 lint: $(STAMP)
 	@$(RUN) -m ruff check --quiet --output-format concise .
@@ -83,4 +89,16 @@ $(ENDS:%=$(VENV)/%/.ready): $(VENV)/%/.ready: tests/%.txt $(STAMP)
 	@$(RUN) -m pip --python $(VENV)/$*/bin/python install --quiet --no-deps --requirement tests/$*.txt
 	@site() { $$1 -c "import sysconfig; print(sysconfig.get_path('purelib'))"; }; \
 	echo "import site; site.addsitedir('$$(site $(RUN))')" > "$$(site $(VENV)/$*/bin/python)/others.pth"
+	@touch $@
+
+# vLLM asks for an older Transformers than this package does, and brings builds of torchvision, torchaudio and torchcodec
+# that do not fit its PyTorch: what it wants is installed first and alone, and then this repository without asking.
+# Each step finds what an interrupted one has left.
+$(VENV)/vllm/.ready: tests/vllm.txt
+	@echo "Installing vLLM into $(VENV)/vllm"
+	@test -x $(VENV)/vllm/bin/python || $(PYTHON) -m venv $(VENV)/vllm
+	@$(VENV)/vllm/bin/python -m pip install --quiet $(VLLM_TORCH)
+	@$(VENV)/vllm/bin/python -m pip install --quiet --requirement tests/vllm.txt $(VLLM_TORCH)
+	@$(VENV)/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(VENV)/vllm/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@

@@ -89,6 +89,10 @@ def recorded():
             setattr(module, name, kernel)
 
 
+# Steps of states one after the other, and of states in slots of a pool.
+_SLOTS = None, torch.zeros(2, dtype=torch.int32)
+
+
 def _ssd(dtype: torch.dtype, heads: int, groups: int, width: int, size: int) -> list[Launch]:
     from modeling_interdomain.ops.ssd.triton import triton_ssd
     from modeling_interdomain.ops.ssd.triton_step import triton_ssd_step
@@ -100,7 +104,8 @@ def _ssd(dtype: torch.dtype, heads: int, groups: int, width: int, size: int) -> 
         output, state = triton_ssd(query, key, value, decay, None, None, None, 64, True)
         (output.sum() + state.sum()).backward()
         with torch.no_grad():
-            triton_ssd_step(*(x[:, 0] for x in (query, key, value, decay)), state, None)
+            for slots in _SLOTS:
+                triton_ssd_step(*(x[:, 0] for x in (query, key, value, decay)), state, None, slots)
     return launches
 
 
@@ -115,7 +120,8 @@ def _selective_scan(dtype: torch.dtype, channels: int, size: int) -> list[Launch
         output, state = triton_scan(query, key, value, step, rate, None, None, None, True)
         (output.sum() + state.sum()).backward()
         with torch.no_grad():
-            triton_scan_step(*(x[:, 0] for x in (query, key, value, step)), rate, state, None, None)
+            for slots in _SLOTS:
+                triton_scan_step(*(x[:, 0] for x in (query, key, value, step)), rate, state, None, None, slots)
     return launches
 
 
@@ -131,7 +137,9 @@ def _s4d(dtype: torch.dtype, heads: int, groups: int, width: int, size: int) -> 
         (output.sum() + state.sum()).backward()
         with torch.no_grad():
             moves = s4d_tables(*parameters, torch.float32)
-            triton_s4d_step(inputs[:, 0], moves.decay, moves.turn, moves.beta, *moves.matrices, state, None)
+            tables = moves.decay, moves.turn, moves.beta, *moves.matrices
+            for slots in _SLOTS:
+                triton_s4d_step(inputs[:, 0], *tables, state, None, slots)
     return launches
 
 
@@ -161,7 +169,8 @@ def _interdomain(
         wide = [x.detach().float().requires_grad_() for x in (*tokens, *parameters)]
         triton_scan_attention(*wide, "bilinear", None, [0, 256], 64)[0].sum().backward()
         with torch.no_grad():
-            triton_step(*(x[:, 0] for x in tokens), *parameters, state, "bilinear", None, False)
+            for slots in _SLOTS:
+                triton_step(*(x[:, 0] for x in tokens), *parameters, state, "bilinear", None, False, slots)
     return launches
 
 
@@ -300,6 +309,8 @@ def compiled(problem: str, index: int, target_name: str, warps: int, stages: int
     for name in ("SKEWED", "REVERSE"):
         if arguments.get(name):
             row["kernel"] += f", {name.lower()}"
+    if arguments.get("slots") is not None:
+        row["kernel"] += ", slots"
     if "EDGE" in arguments and arguments["SIZES"].FEW and not arguments["SKEWED"]:
         row["kernel"] += f", tiles of {arguments['EDGE']}"
     built = triton.compile(source(kernel, arguments), target=target, options={"num_warps": warps, "num_stages": stages})

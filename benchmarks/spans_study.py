@@ -20,9 +20,10 @@ import torch
 
 from benchmarks import condition_study, studies
 from benchmarks.harness import RESULTS, footnote, markdown
+from examples.joined_states import cut_cache, join_caches
 from examples.text_data import nll_of_logits, random_batches
 from examples.training import train
-from modeling_interdomain import InterdomainCache, InterdomainConfig, InterdomainForCausalLM, cut_cache, join_caches
+from modeling_interdomain import InterdomainCache, InterdomainConfig, InterdomainForCausalLM
 
 FILE = RESULTS / "spans_study.json"
 FOLDER = Path("runs/spans_study")

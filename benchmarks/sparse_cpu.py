@@ -104,7 +104,7 @@ def _steps(lengths: list[int], seconds: float, compiled: bool = False) -> list[d
             hidden = torch.randn(1, tokens, config.hidden_size)
             inputs = branch.prepare(hidden, torch.randn(1, tokens, HEADS, WIDTH), windows, states, None)
             _, states = branch.attend(inputs, states, None, keep=True)
-            windows = [x.clone() for x in inputs.windows]  # in the order in memory that a cache keeps
+            windows = [x.clone() for x in inputs.conv_state]  # in the order in memory that a cache keeps
         return lambda: step(windows, states)
 
     with torch.no_grad():

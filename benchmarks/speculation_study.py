@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from benchmarks import condition_study, studies
 from benchmarks.harness import RESULTS, footnote, machine, markdown, summary, verify_model
+from examples.first_layers import EarlyExitForCausalLM
 from examples.text_data import random_batches
 from examples.training import clip_gradients, cosine_with_warmup, parameter_groups
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
@@ -82,7 +83,7 @@ def losses(model, windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def fresh(name: str, size: Size) -> InterdomainForCausalLM:
     torch.manual_seed(0)
-    return InterdomainForCausalLM(InterdomainConfig(**SHAPE | size.shape | CONDITIONS[name]))
+    return EarlyExitForCausalLM(InterdomainConfig(**SHAPE | size.shape | CONDITIONS[name]))
 
 
 def trained(

@@ -1,6 +1,7 @@
 """Make an Interdomain checkpoint from another one, or check one.
 
 python -m conversion from-llama SOURCE TARGET      a Llama with the token mixers of some or all layers replaced
+python -m conversion teach SOURCE TARGET --teacher LLAMA --data TEXTS   what the windows of a converted one leave out
 python -m conversion from-mamba SOURCE TARGET      a Mamba of Transformers, the same logits
 python -m conversion to-mamba SOURCE TARGET        and back
 python -m conversion from-mamba2 SOURCE TARGET     a Mamba-2 of Transformers, the same logits
@@ -25,6 +26,7 @@ from conversion import (
     from_mamba2,
     from_training,
     reduce,
+    teach,
     to_mamba,
     to_mamba2,
 )
@@ -32,6 +34,7 @@ from examples.text_data import exit_code
 
 COMMANDS = {
     "from-llama": from_llama,
+    "teach": teach,
     "from-mamba": from_mamba,
     "to-mamba": to_mamba,
     "from-mamba2": from_mamba2,

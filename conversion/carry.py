@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from typing import NamedTuple
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -15,6 +16,8 @@ from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
 
 # Models that compute what our softmax layers compute; others with the same names of parameters do not.
 LLAMA_STYLE = ("llama", "mistral")
+# Its projections of queries, keys and values have biases, that of the output none.
+QWEN2 = "qwen2"
 SAME_FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -36,11 +39,23 @@ SAME_FIELDS = (
 )
 
 
+class Window(NamedTuple):
+    """What a layer that becomes a window with a memory sees by softmax: the last tokens and the first ones."""
+
+    size: int
+    sinks: int
+
+
 def parse_layers(text: str, number: int) -> list[int]:
-    """Layers from "all", "none", "every-other" (0, 2, 4, ...) or a list such as "0,2,4-7"."""
+    """Layers from "all", "none", "every-other" (0, 2, 4, ...) or a list such as "0,2,4-7".
+
+    With "auto:N", which keeps N of them (`kept_layers`), those that there are to choose from.
+    """
     named = {"all": range(number), "none": range(0), "every-other": range(0, number, 2)}
     if text in named:
         return list(named[text])
+    if kept_layers(text, number):
+        return list(range(number))
     chosen: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
@@ -53,56 +68,108 @@ def parse_layers(text: str, number: int) -> list[int]:
     return sorted(chosen)
 
 
-def interdomain_config(source: PreTrainedConfig, layers: Collection[int], state_size: int) -> InterdomainConfig:
-    """The configuration with the mixers of `layers` replaced; all else as in the source."""
-    _check_style(source, layers)
+def kept_layers(text: str, number: int) -> int:
+    """How many layers "auto:N" leaves softmax; 0 where `text` says anything else."""
+    match = re.fullmatch(r"auto:(\d+)", text)
+    kept = int(match[1]) if match else 0
+    if match and not 0 < kept < number:
+        raise InputError(f'--layers "{text}" keeps {kept} layers of {number}: keep one at least, and not all.')
+    return kept
+
+
+def interdomain_config(
+    source: PreTrainedConfig, layers: Collection[int], state_size: int, window: Window | None = None
+) -> InterdomainConfig:
+    """The configuration with the mixers of `layers` replaced, by windows where one is given; all else as in the source.
+
+    A window with a `state_size` of 0 has no memory.
+    """
+    _check_style(source, window is not None)
+    _check_windows(source, layers, window)
     number = source.num_hidden_layers
-    fields = {name: getattr(source, name) for name in SAME_FIELDS}
+    fields = {name: getattr(source, name, None) for name in SAME_FIELDS}
     if fields["head_dim"] is None:
         fields["head_dim"] = source.hidden_size // source.num_attention_heads
+    # Relative positions stay what they were: rotated features meet as rotated queries and keys did.
+    replaced: dict = {"rope_placement": "after" if layers else None, "state_size": state_size}
+    if window is not None:
+        replaced = {"attention_window": window.size, "attention_sinks": window.sinks, "window_memory": state_size > 0}
+        replaced |= {"attention_bias": has_biases(source)} | ({"state_size": state_size} if state_size else {})
+    mixer = "interdomain" if window is None else "window"
     try:
         return InterdomainConfig(
             **fields,
             attention_dropout=float(source.attention_dropout or 0.0),
             start="random",  # queries and keys are those of the source, which a start must not shift
-            token_mixers=["interdomain" if i in layers else "softmax" for i in range(number)],
-            # Relative positions stay what they were: rotated features meet as rotated queries and keys did.
-            rope_placement="after" if layers else None,
-            state_size=state_size,
+            token_mixers=[mixer if i in layers else "softmax" for i in range(number)],
+            **replaced,
         )
     except (ValueError, StrictDataclassError) as error:
         raise InputError(f"The source has a shape that an Interdomain model cannot have: {reason(error)}") from error
 
 
-def _check_style(source: PreTrainedConfig, layers: Collection[int]) -> None:
+def has_biases(source: PreTrainedConfig) -> bool:
+    """Whether the projections of its attention have biases."""
+    return source.model_type == QWEN2 or bool(getattr(source, "attention_bias", False))
+
+
+def _check_style(source: PreTrainedConfig, takes_biases: bool) -> None:
     """Refuse what our layers would compute differently."""
     if getattr(source, "quantization_config", None):
         raise InputError("The source is quantized: convert the original weights.")
-    if getattr(source, "attention_bias", False) or source.model_type == "qwen2":
+    if has_biases(source) and not takes_biases:
         raise InputError(
-            f"The projections of this {source.model_type} model have biases, for which ours have no place."
+            f"The projections of this {source.model_type} model have biases, for which ours have no place without "
+            "--window."
         )
     if getattr(source, "mlp_bias", False):
         raise InputError(f"The MLPs of this {source.model_type} model have biases, for which ours have no place.")
-    if source.model_type not in LLAMA_STYLE:
+    if source.model_type not in (*LLAMA_STYLE, QWEN2):
         known = " and ".join(LLAMA_STYLE)
-        raise InputError(f"The source is of type {source.model_type}; those of type {known} can be converted.")
+        raise InputError(
+            f"The source is of type {source.model_type}; those of type {known} can be converted, and {QWEN2} with "
+            "--window."
+        )
     if (source.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0:
         raise InputError("The source names a partial_rotary_factor, which Llama ignores and our layers would not.")
-    window = getattr(source, "sliding_window", None)
-    if window is not None and window < source.max_position_embeddings and len(layers) < source.num_hidden_layers:
-        raise InputError(
-            f"The source attends to the last {window:,} tokens, our softmax layers to all: convert all layers."
-        )
 
 
-def carried_weights(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights under our names; early checkpoints also hold the rotary frequencies, which are computed."""
-    return {
+def source_windows(source: PreTrainedConfig) -> list[int | None]:
+    """Of each layer the last tokens that it sees; None, all."""
+    number, window = source.num_hidden_layers, getattr(source, "sliding_window", None)
+    if window is None or window >= source.max_position_embeddings:
+        return [None] * number
+    kinds = getattr(source, "layer_types", None) or ["sliding_attention"] * number
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _check_windows(source: PreTrainedConfig, layers: Collection[int], window: Window | None) -> None:
+    """A layer that sees a window sees no more afterwards."""
+    for layer, seen in enumerate(source_windows(source)):
+        if seen is not None and layer not in layers:
+            raise InputError(
+                f"The source attends to the last {seen:,} tokens, our softmax layers to all: convert all layers."
+            )
+        if seen is not None and window is not None and window.size > seen:
+            raise InputError(
+                f"The source attends to the last {seen:,} tokens: --window {window.size:,} would show it more."
+            )
+
+
+def carried_weights(weights: dict[str, torch.Tensor], source: PreTrainedConfig) -> dict[str, torch.Tensor]:
+    """The weights under our names; early checkpoints also hold the rotary frequencies, which are computed.
+
+    A Qwen2 has no bias where ours have one: it is zero.
+    """
+    carried = {
         name.replace(".self_attn.", ".token_mixer."): x
         for name, x in weights.items()
         if not name.endswith("rotary_emb.inv_freq")
     }
+    if source.model_type == QWEN2:
+        outputs = [name for name in carried if name.endswith(".token_mixer.o_proj.weight")]
+        carried |= {name.replace("weight", "bias"): carried[name].new_zeros(source.hidden_size) for name in outputs}
+    return carried
 
 
 def expected_weights(config: InterdomainConfig) -> dict[str, torch.Tensor]:

@@ -1,12 +1,16 @@
-"""Teaching a converted model: every new mixer what the attention it replaces computes, then all of it the text."""
+"""Teaching a converted model: every new mixer what the attention it replaces computes, then all of it the text.
+
+Of a run that was stopped, what has been learned is kept in a file: the same command goes on from there.
+"""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -18,27 +22,39 @@ from examples.text_data import encode, mean_nll
 from examples.training import clip_gradients, cosine_with_warmup, parameter_groups, with_layer_loss
 
 Loss = Callable[[torch.Tensor], torch.Tensor]
+Groups = list[dict[str, Any]]
+EVERYTHING = ("",)  # the parameters whose names have it in them
 
 
 class Stage(NamedTuple):
-    """One part of the training."""
+    """One part of the training.
+
+    Attributes:
+        make_loss: makes the loss of a batch of token ids `[B, T + 1]`, and says which parameters learn. A loss that
+            needs no gradient has given the parameters theirs.
+        make_groups: the groups of the optimiser, of those parameters; None, those of all training here.
+        seconds: it ends then at the latest, and its schedule with it.
+    """
 
     name: str
     make_loss: Callable[[], Loss]
-    """Makes the loss of a batch of token ids [B, T + 1] and says which parameters learn."""
     steps: int
     learning_rate: float
+    make_groups: Callable[[], Groups] | None = None
+    seconds: float | None = None
 
 
 class Progress:
-    """How far a run has come, kept in a file: stage, step, weights, optimiser and what was measured."""
+    """How far a run has come, kept in a file: stage, step, what has learned, losses and what was measured."""
 
     def __init__(self, file: Path, save_steps: int):
         self.file, self.save_steps = file, save_steps
-        self.state = torch.load(file, weights_only=True) if file.is_file() else {"stage": None, "perplexity": {}}
-        self.perplexity: dict[str, float] = self.state["perplexity"]
+        fresh: dict[str, Any] = {"stage": None, "perplexity": {}, "losses": {}}
+        self.state = torch.load(file, weights_only=True) if file.is_file() else fresh
+        self.perplexity: dict[str, Any] = self.state["perplexity"]
+        self.losses: dict[str, list[float]] = self.state["losses"]
 
-    def measured(self, name: str, measure: Callable[[], float]) -> None:
+    def measured(self, name: str, measure: Callable[[], Any]) -> None:
         """Measure once, whatever the number of interruptions."""
         if name not in self.perplexity:
             self.perplexity[name] = measure()
@@ -47,13 +63,15 @@ class Progress:
         """The steps of this stage that are done."""
         if self.state["stage"] != stage.name:
             return 0
-        model.load_state_dict(self.state.pop("model"))
+        model.load_state_dict(self.state.pop("model"), strict=False)
         optimizer.load_state_dict(self.state.pop("optimizer"))
         return self.state["step"]
 
     def save(self, stage: Stage, step: int, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
-        state = {"stage": stage.name, "step": step, "perplexity": self.perplexity}
-        save_state(state | {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, self.file)
+        """The parameters that learn in this stage: those that learned in earlier ones are among them."""
+        learned = {name: x.detach() for name, x in model.named_parameters() if x.requires_grad}
+        state = {"stage": stage.name, "step": step, "perplexity": self.perplexity, "losses": self.losses}
+        save_state(state | {"model": learned, "optimizer": optimizer.state_dict()}, self.file)
 
 
 def train_stages(
@@ -78,75 +96,96 @@ def train_stages(
 def train_stage(model: PreTrainedModel, stage: Stage, batches: Iterator[torch.Tensor], progress: Progress) -> None:
     """Train one stage, on from where an earlier run stopped."""
     loss_of = stage.make_loss()
-    optimizer = torch.optim.AdamW(parameter_groups(model, stage.learning_rate), betas=(0.9, 0.95))
+    groups = parameter_groups(model, stage.learning_rate) if stage.make_groups is None else stage.make_groups()
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
     peaks = [group["lr"] for group in optimizer.param_groups]
     done = progress.restore(stage, model, optimizer)
+    losses = progress.losses.setdefault(stage.name, [])
+    del losses[done:]
     model.train()
+    started = time.perf_counter()
     with tqdm(total=stage.steps, initial=done, desc=stage.name, unit="step", dynamic_ncols=True) as bar:
         for step, batch in enumerate(islice(batches, done, stage.steps), start=done + 1):
+            passed = (time.perf_counter() - started) / stage.seconds if stage.seconds else 0.0
             for group, peak in zip(optimizer.param_groups, peaks):
-                group["lr"] = peak * cosine_with_warmup(step / stage.steps)
+                group["lr"] = peak * cosine_with_warmup(max(step / stage.steps, passed))
+            optimizer.zero_grad()
             loss = loss_of(batch.to(model.device))
             value = loss.item()
             if not math.isfinite(value):
                 raise FloatingPointError(f"The loss is {value} at step {step}: try a smaller learning rate.")
-            optimizer.zero_grad()
-            loss.backward()
+            if loss.requires_grad:
+                loss.backward()
             clip_gradients(optimizer, 1.0)
             optimizer.step()
-            bar.set_postfix_str(f"loss {value:.3f}", refresh=False)
+            losses.append(value)
+            bar.set_postfix_str(f"loss {value:.4f}, {batch.shape[1] - 1} tokens a text", refresh=False)
             bar.update()
-            if step % progress.save_steps == 0 or step == stage.steps:
+            is_last = step == stage.steps or passed >= 1
+            if step % progress.save_steps == 0 or is_last:
                 progress.save(stage, step, model, optimizer)
+            if is_last:
+                break
     model.eval()
 
 
-def distillation_loss(teacher: PreTrainedModel, student: PreTrainedModel, layers: list[int]) -> Loss:
+def distillation_loss(
+    teacher: PreTrainedModel, student: PreTrainedModel, layers: list[int], learning: tuple[str, ...] = EVERYTHING
+) -> Loss:
     """The squared error of each new mixer on what the teacher's layer reads, over the variance of what it answers.
 
-    Leaves gradients to the parameters of the new mixers alone.
+    It gives the parameters of the new mixers, or those of them whose names have a part of `learning`, their gradients
+    itself, layer by layer as the teacher reads on: of no more than one layer is anything kept.
     """
     student.requires_grad_(False)
     for layer in layers:
-        student.model.layers[layer].token_mixer.requires_grad_(True)
-    seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for name, parameter in student.model.layers[layer].token_mixer.named_parameters():
+            parameter.requires_grad_(any(part in name for part in learning))
+    rotations: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    errors: list[torch.Tensor] = []
 
-    def remember(layer: int):
+    def learn(layer: int):
         def hook(module, arguments, keywords, output):
-            seen[layer] = keywords["hidden_states"], output[0]
+            inputs, wanted = keywords["hidden_states"], output[0]
+            if not rotations:
+                positions = torch.arange(inputs.shape[1], device=inputs.device)[None]
+                rotations.update({int(n): rotary(inputs, positions) for n, rotary in student.model.rotary_embs.items()})
+            with torch.enable_grad():
+                answer, _ = student.model.layers[layer].token_mixer(inputs, position_embeddings=rotations)
+                error = F.mse_loss(answer, wanted) / wanted.var() / len(layers)
+                error.backward()
+            errors.append(error.detach())
 
         return hook
 
     def loss(batch: torch.Tensor) -> torch.Tensor:
-        ids = batch[:, :-1]
+        rotations.clear()
+        errors.clear()
         hooks = [
-            teacher.model.layers[layer].self_attn.register_forward_hook(remember(layer), with_kwargs=True)
+            teacher.model.layers[layer].self_attn.register_forward_hook(learn(layer), with_kwargs=True)
             for layer in layers
         ]
-        with torch.no_grad():
-            teacher.model(input_ids=ids, use_cache=False)
+        try:
+            with torch.no_grad():
+                teacher.model(input_ids=batch[:, :-1], use_cache=False)
+        finally:
             for hook in hooks:
                 hook.remove()
-            positions = torch.arange(ids.shape[1], device=ids.device)[None]
-            rotations = {
-                int(size): rotary(seen[layers[0]][0], positions) for size, rotary in student.model.rotary_embs.items()
-            }
-        errors = []
-        for layer, (inputs, wanted) in seen.items():
-            answer, _ = student.model.layers[layer].token_mixer(inputs, position_embeddings=rotations)
-            errors.append(F.mse_loss(answer, wanted) / wanted.var())
-        return torch.stack(errors).mean()
+        return torch.stack(errors).sum()
 
     return loss
 
 
-def finetuning_loss(teacher: PreTrainedModel, student: PreTrainedModel, kl_weight: float) -> Loss:
+def finetuning_loss(
+    teacher: PreTrainedModel, student: PreTrainedModel, kl_weight: float, learning: tuple[str, ...] = EVERYTHING
+) -> Loss:
     """Cross-entropy of the text, with `kl_weight` of it given to the divergence from the teacher's predictions; and
     what the layers of the student add to it.
 
-    Leaves gradients to all parameters.
+    Leaves gradients to all parameters, or to those whose names have a part of `learning`.
     """
-    student.requires_grad_(True)
+    for name, parameter in student.named_parameters():
+        parameter.requires_grad_(any(part in name for part in learning))
 
     def loss(batch: torch.Tensor) -> torch.Tensor:
         output = student(input_ids=batch[:, :-1], use_cache=False)

@@ -10,15 +10,19 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
 from conversion.carry import (
+    Window,
     carried_weights,
     check_weights,
     convert,
     expected_weights,
     interdomain_config,
+    kept_layers,
     new_names,
     parse_layers,
 )
+from conversion.choose import conversion_costs, costliest, measured_rows
 from conversion.distill import Progress, Stage, distillation_loss, finetuning_loss, perplexity, train_stages
+from conversion.gguf_files import SMOLLM2, gguf_file, smollm2_of_package, unpack
 from conversion.reading import read_config, read_weights, tensor_bytes, weight_files
 from conversion.writing import (
     DTYPES,
@@ -39,12 +43,23 @@ DISTILLED, FINETUNED = "distilled", "fine-tuned"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="folder of the Llama, or its name on the Hub")
+    parser.add_argument("source", help="folder or GGUF file of the Llama, or its name on the Hub")
     parser.add_argument("target", type=lambda text: Path(text).resolve(), help="folder to write")
     parser.add_argument(
-        "--layers", default="all", help='all, none, every-other or a list such as "0,2,4-7" (default: %(default)s)'
+        "--layers",
+        default="all",
+        help='all, none, every-other, a list such as "0,2,4-7", or with a window auto:N, all but the N whose '
+        "conversion costs most on the text of --data (default: %(default)s)",
     )
-    parser.add_argument("--state-size", type=int, default=64, help="basis functions, M (default: %(default)s)")
+    parser.add_argument(
+        "--window", type=int, metavar="W", help="layers that see the last W tokens as before and keep a state of others"
+    )
+    parser.add_argument(
+        "--sinks", type=int, default=4, help="first tokens that a window sees, too (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--state-size", type=int, default=64, help="basis functions, M; of a window 0, none (default: %(default)s)"
+    )
     parser.add_argument("--data", nargs="+", default=[], help="files or folders with text, to train and measure on")
     parser.add_argument("--distill-steps", type=int, default=0, help="steps of the new mixers alone (default: 0)")
     parser.add_argument("--finetune-steps", type=int, default=0, help="steps of the whole model (default: 0)")
@@ -66,16 +81,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_options(options: argparse.Namespace) -> None:
     for name in POSITIVE:
-        if getattr(options, name) <= 0:
+        if getattr(options, name) <= 0 and not (name == "state_size" and options.window and options.state_size == 0):
             raise InputError(f"--{name.replace('_', '-')} must be positive, not {getattr(options, name)}.")
     if min(options.distill_steps, options.finetune_steps) < 0 or not 0 <= options.kl_weight <= 1:
         raise InputError("--distill-steps and --finetune-steps must not be negative, --kl-weight lies in 0 to 1.")
     if options.distill_steps + options.finetune_steps and not options.data:
         raise InputError("--distill-steps and --finetune-steps need text to learn from: add --data.")
+    check_window(options)
+
+
+def check_window(options: argparse.Namespace) -> None:
+    """What goes with a window, and what without."""
+    if options.window is None:
+        if options.layers.startswith("auto"):
+            raise InputError(f"--layers {options.layers} measures what windows cost: add --window.")
+        return
+    if options.window <= 0 or options.sinks < 0:
+        raise InputError("--window must be positive, and --sinks must not be negative.")
+    if options.distill_steps + options.finetune_steps:
+        raise InputError(
+            "A window starts as the Llama: convert it without steps, then `python -m conversion teach` it."
+        )
+    if options.layers.startswith("auto") and not options.data:
+        raise InputError(f"--layers {options.layers} measures on a text: add --data.")
 
 
 def source_folder(source: str) -> Path:
-    """The local folder, or the downloaded one of a name on the Hub."""
+    """The local folder, that of a GGUF file, or the downloaded one of a name on the Hub; of one model a package's."""
+    if (packed := gguf_file(Path(source))) is not None:
+        return unpack(packed)
     if Path(source).is_dir():
         return Path(source)
     from huggingface_hub import snapshot_download
@@ -83,7 +117,13 @@ def source_folder(source: str) -> Path:
     try:
         return Path(snapshot_download(source, allow_patterns=HUB_FILES))
     except Exception as error:  # the many ways in which a name is unknown or a network absent
-        raise InputError(f"{source} is neither a folder nor a model of the Hub that could be downloaded.") from error
+        if source != SMOLLM2:
+            message = f"{source} is neither a folder nor a model of the Hub that could be downloaded."
+            raise InputError(message) from error
+    try:
+        return smollm2_of_package()
+    except InputError as error:
+        raise InputError(f"{source} could not be downloaded from the Hub, nor had as a package: {error}") from error
 
 
 def read_tokenizer(folder: Path, vocab_size: int, option: str = "--data") -> PreTrainedTokenizerBase:
@@ -101,12 +141,17 @@ def read_tokenizer(folder: Path, vocab_size: int, option: str = "--data") -> Pre
 
 def describe(config, sizes: dict[str, int], options: argparse.Namespace, dtype: torch.dtype) -> str:
     """What will be done, in a few lines."""
-    converted = [i for i, name in enumerate(config.mixers_per_layer) if name == "interdomain"]
+    kind = "interdomain" if options.window is None else "window"
+    converted = [i for i, name in enumerate(config.mixers_per_layer) if name == kind]
     kept = [i for i, name in enumerate(config.mixers_per_layer) if name == "softmax"]
+    seen = ""
+    if options.window is not None:
+        memory = f"a state of {config.state_size} modes" if config.window_memory else "nothing of the others"
+        seen = f"window layers see the last {options.window:,} tokens and the first {options.sinks}, and {memory}\n"
     steps = f"{options.distill_steps:,} steps of the new mixers, {options.finetune_steps:,} of the whole model"
     return (
         f"{options.source} -> {options.target}\n"
-        f"interdomain layers: {_numbers(converted)}; softmax layers: {_numbers(kept)}\n"
+        f"{kind} layers: {_numbers(converted)}; softmax layers: {_numbers(kept)}\n{seen}"
         f"{sizes['carried']:,} parameters carried over, {sizes['new']:,} new; {str(dtype).removeprefix('torch.')}, "
         f"{gigabytes(sizes['bytes'])}\n"
         f"training: {steps}"
@@ -135,8 +180,9 @@ def run(options: argparse.Namespace) -> None:
     layers = parse_layers(options.layers, source.num_hidden_layers)
     if options.distill_steps and not layers:
         raise InputError("--distill-steps has nothing to teach: --layers names no layers.")
-    config = interdomain_config(source, layers, options.state_size)
-    weights = carried_weights(read_weights(weight_files(folder)))
+    window = None if options.window is None else Window(options.window, options.sinks)
+    config = interdomain_config(source, layers, options.state_size, window)
+    weights = carried_weights(read_weights(weight_files(folder)), source)
     check_weights(config, weights, folder)
     dtype = DTYPES.get(options.dtype, weights["model.embed_tokens.weight"].dtype)
     tokenizer = read_tokenizer(folder, config.vocab_size) if options.data else None
@@ -145,12 +191,18 @@ def run(options: argparse.Namespace) -> None:
             f"--sequence-length {options.sequence_length:,} is longer than the {config.max_position_embeddings:,} "
             "tokens that the source was made for."
         )
+    texts = read_texts(tokenizer, options) if tokenizer is not None else None
+    costs: list[float] = []
+    if kept := kept_layers(options.layers, source.num_hidden_layers):
+        interdomain_config(source, layers[kept:], options.state_size, window)  # raises where none can be kept
+        costs = conversion_costs(config, weights, measured_rows(texts.tokens, window.size, options.sequence_length))
+        layers = sorted(set(layers) - set(costliest(costs, kept)))
+        config = interdomain_config(source, layers, options.state_size, window)
     sizes = sizes_of(config, dtype)
     # While it trains: weights, two moments of the optimiser and the state of before, all in float32.
     states = 2 * 3 * 4 * (sizes["carried"] + sizes["new"]) if options.distill_steps + options.finetune_steps else 0
     check_space(options.target, sizes["bytes"] + states)
     print(describe(config, sizes, options, dtype))
-    texts = read_texts(tokenizer, options) if tokenizer is not None else None
     if options.dry_run:
         return
 
@@ -173,6 +225,10 @@ def run(options: argparse.Namespace) -> None:
         "finetune_steps": options.finetune_steps,
         "perplexity": perplexities,
     }
+    if window is not None:
+        report["window"] = {"tokens": window.size, "sinks": window.sinks, "modes": options.state_size}
+    if costs:
+        report["cost_of_layers"] = costs
     save_model(model, [folder], options.target, report)
     print(f"Saved {options.target}.")
 

@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -141,10 +141,17 @@ def carry_generation_config(model: PreTrainedModel, folders: Sequence[Path]) -> 
             return
 
 
-def save_model(model: PreTrainedModel, beside: Sequence[Path], target: Path, report: dict | None = None) -> None:
+def save_model(
+    model: PreTrainedModel,
+    beside: Sequence[Path],
+    target: Path,
+    report: dict | None = None,
+    write_more: Callable[[Path], None] | None = None,
+) -> None:
     """Model, the tokenizer of the first folder `beside` that has one, and report; the target is replaced last.
 
-    A report travels with the model: of the folder that was its "source" it keeps the name, of one on the Hub all of it.
+    A report travels with the model: of the folder or file that was its "source" it keeps the name, of one on the Hub
+    all of it.
     """
     partial = working_folder(target)
     finished, replaced = partial / "model", partial / "replaced"
@@ -155,8 +162,10 @@ def save_model(model: PreTrainedModel, beside: Sequence[Path], target: Path, rep
             shutil.copy2(file, finished)
         if report is not None:
             source = Path(report["source"])
-            report = report | {"source": source.resolve().name if source.is_dir() else str(source)}
+            report = report | {"source": source.resolve().name if source.exists() else str(source)}
             replace_text(finished / "conversion_report.json", json.dumps(report, indent=2) + "\n")
+        if write_more is not None:
+            write_more(finished)
     shutil.rmtree(replaced, ignore_errors=True)
     if target.exists():
         os.replace(target, replaced)

@@ -1,8 +1,11 @@
-"""Train a small Interdomain language model on this computer in minutes, save it, and meet it in a fresh process.
+"""A real Llama whose memory no longer grows, in minutes: fetched, converted, taught, measured, asked and saved.
 
 Usage:
     python -m examples.quickstart
     python -m examples.quickstart --data my_texts/ --minutes 10 --output runs/mine
+    python -m examples.quickstart --from-scratch      # a small model instead, trained from nothing, and what it writes
+
+Where the Llama cannot be reached, this says so and trains from nothing.
 """
 
 from __future__ import annotations
@@ -46,6 +49,7 @@ from model_cards.model_card import render
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 STEPS, MINUTES = 400, 4.0  # the steps fit two slow cores; on still slower ones the clock ends the training instead
+VOCABULARY = 4096
 HELD_OUT_BYTES = 200_000  # measured in seconds, and enough for two digits
 
 
@@ -156,7 +160,8 @@ def evaluate_in_fresh_process(options: argparse.Namespace) -> dict[str, float]:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    default_config = REPOSITORY / "configuration" / "interdomain-small"
+    parser.add_argument("--from-scratch", action="store_true", help="train a small model from nothing")
+    parser.add_argument("--llama", help="another Llama to convert: a folder, a GGUF file or a name on the Hub")
     parser.add_argument(
         "--data",
         nargs="+",
@@ -165,18 +170,21 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     parser.add_argument("--output", type=Path, default=Path("runs/quickstart"), help="folder (default: %(default)s)")
     parser.add_argument("--overwrite", action="store_true", help="write into the output folder even if it is not empty")
-    parser.add_argument(
-        "--config", type=Path, default=default_config, help="folder with config.json (default: the small one)"
-    )
-    parser.add_argument("--steps", type=int, help=f"train this many steps, however long (default: {STEPS})")
     parser.add_argument("--minutes", type=float, help=f"train at most this long (default: {MINUTES:g})")
-    parser.add_argument("--prompt", default=PROMPT, help="what the trained model continues (default: %(default)r)")
+    parser.add_argument("--prompt", help=f"what is asked or, from scratch, continued (default: {PROMPT!r})")
     parser.add_argument("--seed", type=int, default=0, help="of data, weights and sampling (default: %(default)s)")
-    parser.add_argument("--vocab-size", type=int, default=4096, help="tokens to learn (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=8, help="sequences a step (default: %(default)s)")
-    parser.add_argument("--sequence-length", type=int, default=256, help="tokens a sequence (default: %(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="at its peak (default: %(default)s)")
+    scratch = parser.add_argument_group("from scratch", "The first three, too, mean --from-scratch.")
+    scratch.add_argument("--config", type=Path, help="folder with config.json (default: the small one)")
+    scratch.add_argument("--steps", type=int, help=f"train this many steps, however long (default: {STEPS})")
+    scratch.add_argument("--vocab-size", type=int, help=f"tokens to learn (default: {VOCABULARY:,})")
+    scratch.add_argument("--batch-size", type=int, default=8, help="sequences a step (default: %(default)s)")
+    scratch.add_argument("--sequence-length", type=int, default=256, help="tokens a sequence (default: %(default)s)")
+    scratch.add_argument("--learning-rate", type=float, default=3e-3, help="at its peak (default: %(default)s)")
     options = parser.parse_args(arguments)
+    of_scratch = (options.config, options.steps, options.vocab_size)
+    options.from_scratch = options.from_scratch or any(x is not None for x in of_scratch)
+    options.config = options.config or REPOSITORY / "configuration" / "interdomain-small"
+    options.vocab_size = VOCABULARY if options.vocab_size is None else options.vocab_size
     if options.steps is None and options.minutes is None:
         options.steps, options.minutes = STEPS, MINUTES
     return options
@@ -184,6 +192,32 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def run(options: argparse.Namespace) -> None:
     check_options(options)
+    if not options.from_scratch and run_llama(options):
+        return
+    options.prompt = options.prompt or PROMPT
+    run_from_scratch(options)
+
+
+def run_llama(options: argparse.Namespace) -> bool:
+    """Convert and teach the Llama; False, and a sentence, where nobody named another and it cannot be reached."""
+    from conversion.from_llama import source_folder
+    from conversion.gguf_files import SMOLLM2
+    from examples.quickstart_llama import convert_and_teach
+
+    try:
+        source_folder(options.llama or SMOLLM2)
+    except InputError as error:
+        if options.llama is not None:
+            raise
+        print(f"{error} So a small model is trained from nothing.", flush=True)
+        return False
+    options.llama = options.llama or SMOLLM2
+    convert_and_teach(options)
+    return True
+
+
+def run_from_scratch(options: argparse.Namespace) -> None:
+    """Train a small model from nothing, save it, and let it write in a fresh process."""
     logging.disable_progress_bar()  # one bar, the training's, is enough
     set_seed(options.seed)
     seed = options.seed

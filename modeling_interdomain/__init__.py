@@ -8,7 +8,7 @@ from .generation.prompt_store import StateStore
 from .layers.recorded import AuxiliaryLoss, ChosenExperts
 from .mixers.base import TokenMixer
 from .model_cache.cache import InterdomainCache, InterdomainStaticCache
-from .model_cache.spans import cut_cache, join_caches
+from .model_cache.methods import cut_cache, join_caches
 from .model_cache.state_tuning import add_learned_state, load_learned_state, save_learned_state
 from .modeling_interdomain import (
     InterdomainForCausalLM,

@@ -11,7 +11,7 @@ from transformers.utils import can_return_tuple
 from .configuration_interdomain import InterdomainConfig
 from .inputs.checks import check_class_labels, check_tokens, embedded
 from .inputs.keywords import understood
-from .layers.versions import CACHE_NAME, takes_cache
+from .layers.versions import CACHE_NAME
 from .modeling_interdomain import InterdomainModel, InterdomainPreTrainedModel
 from .ops.common.cpu import in_graph
 from .outputs.layer_losses import at_least_one, together, warn_if_left_out
@@ -66,7 +66,6 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
         if self.cls_token is not None:
             init.normal_(self.cls_token, std=config.initializer_range)
 
-    @takes_cache
     @understood
     @can_return_tuple
     def forward(

@@ -20,6 +20,7 @@ from .mixers.selective_scan.configuration import SelectiveScanFields
 from .mixers.softmax.configuration import DynamicMaskFields
 from .mixers.sparse.configuration import SparseFields
 from .mixers.ssd.configuration import SSDFields
+from .mixers.window.configuration import WindowFields
 from .parallel.tensor import LAYERS
 from .registry import FEED_FORWARDS, TOKEN_MIXERS
 
@@ -43,6 +44,7 @@ _GATHERED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise_gather_output
 
 @strict
 class InterdomainConfig(
+    WindowFields,
     SparseFields,
     DynamicMaskFields,
     InnerFunctionFields,
@@ -237,6 +239,10 @@ class InterdomainConfig(
         plan = {f"layers.*.token_mixer.{name}".rstrip("."): style for name, style in parts.items()}
         return plan | {"layers.*": LAYERS} | {f"layers.*.mlp.{name}": style for name, style in _DIVIDED_MLP.items()}
 
+    @base_model_tp_plan.setter
+    def base_model_tp_plan(self, value):
+        """Transformers before 5.20, which vLLM takes, writes tied embeddings into it."""
+
     def _why_not_shardable(self, processes: int) -> str | None:
         """Why so many processes cannot share out the heads of all layers, or None."""
         if any(self.sparse_per_layer):
@@ -286,6 +292,13 @@ class InterdomainConfig(
         """Which layers keep the keys of the largest bias only."""
         window = self.dynamic_mask_window is not None
         return [window and TOKEN_MIXERS[name].takes_dynamic_mask for name in self.mixers_per_layer]
+
+    @property
+    def mask_kinds(self) -> set[str]:
+        """Of which kinds the masks are that layers take: "linear_attention" marks pads, "full_attention" pairs."""
+        layers = list(zip(self.layer_types, self.windowed_layers))
+        pads = {"linear_attention" for kind, windowed in layers if windowed or kind != "full_attention"}
+        return pads | {"full_attention" for kind, windowed in layers if kind != "linear_attention" and not windowed}
 
     @property
     def layer_types(self) -> list[str]:

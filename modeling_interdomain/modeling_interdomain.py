@@ -154,7 +154,7 @@ class InterdomainPreTrainedModel(CheckpointFolders, StateMethods, LayerLosses, P
         `documents` `[B, T]` numbers the packed document of each token. `generate()` calls this, too, before a forward
         that may be compiled.
         """
-        return masks_by_kind(config, inputs_embeds, attention_mask, past_key_values, documents)
+        return masks_by_kind(config.mask_kinds, config, inputs_embeds, attention_mask, past_key_values, documents)
 
 
 class InterdomainModel(InterdomainPreTrainedModel):
@@ -170,6 +170,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         )
         self.gradient_checkpointing = False
         self.fingerprints = ParameterCache()
+        self.mask_kinds = config.mask_kinds
         self._no_split_modules = [*self._no_split_modules, *sorted(self._kept_in_float32())]
         self.post_init()
 
@@ -179,11 +180,14 @@ class InterdomainModel(InterdomainPreTrainedModel):
         found = [part for name, part in self.named_modules() if name.endswith(kept)]
         return {type(part).__name__ for part in found if any(True for _ in part.parameters())}
 
+    def __setstate__(self, state) -> None:
+        """Also of a model that was pickled before it kept the kinds of its masks."""
+        super().__setstate__({"mask_kinds": state["config"].mask_kinds} | state)
+
     def train(self, mode: bool = True):
         self.fingerprints.forget()
         return super().train(mode)
 
-    @takes_cache
     @understood
     @trains_layers
     @merge_with_config_defaults
@@ -231,12 +235,11 @@ class InterdomainModel(InterdomainPreTrainedModel):
         check_tokens(input_ids, inputs_embeds, self.config.hidden_size)
         if inputs_embeds is None:
             inputs_embeds = embedded(self.embed_tokens, input_ids)
-        # A configuration of fewer layers where these guess: that of the model others may read at the same time.
-        config = kwargs.pop("first_layers", self.config)
-        layers: Any = list(self.layers)[: config.num_hidden_layers]
+        # Fewer where the first layers make guesses: the library then sets the number of them.
+        layers: Any = list(self.layers)[: self.config.num_hidden_layers]
         layout = lay_out(
             self,
-            config,
+            self.config,
             layers,
             inputs_embeds,
             attention_mask=attention_mask,
@@ -251,7 +254,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
             for dim, rotary in self.rotary_embs.items()
         }
         hidden_states = layout.inputs_embeds
-        note_reading(layout.cache, layout.seen)
+        if layout.cache is not None:
+            note_reading(layout.cache, layout.seen)
         for layer in layers:
             hidden_states = layer(
                 hidden_states,
@@ -263,9 +267,10 @@ class InterdomainModel(InterdomainPreTrainedModel):
                 **layout.arguments,
             )
         last = self.norm(hidden_states)
-        if config.residual_in_fp32:
+        if self.config.residual_in_fp32:
             last = last.to(inputs_embeds.dtype)
-        note_reading(layout.cache, None)
+        if layout.cache is not None:
+            note_reading(layout.cache, None)
         return InterdomainModelOutput(last, layout.cache if use_cache else None)
 
 
@@ -287,7 +292,6 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, InterdomainGenerationMi
         self.prompt_store = StateStore.from_environment()
         self.post_init()
 
-    @takes_cache
     @understood
     @can_return_tuple
     def forward(

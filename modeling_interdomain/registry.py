@@ -11,6 +11,7 @@ from .mixers.s4d.mixer import S4DMixer
 from .mixers.selective_scan.mixer import SelectiveScanMixer
 from .mixers.softmax.mixer import SoftmaxMixer
 from .mixers.ssd.mixer import SSDMixer
+from .mixers.window.mixer import WindowMixer
 
 TOKEN_MIXERS: dict[str, type[TokenMixer]] = {
     "interdomain": InterdomainMixer,
@@ -19,6 +20,7 @@ TOKEN_MIXERS: dict[str, type[TokenMixer]] = {
     "ssd": SSDMixer,
     "selective_scan": SelectiveScanMixer,
     "inner_function": InnerFunctionMixer,
+    "window": WindowMixer,
 }
 # None: the layer ends with its token mixer.
 FEED_FORWARDS: dict[str, type[nn.Module] | None] = {

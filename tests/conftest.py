@@ -138,6 +138,24 @@ VARIANTS = {
         "sparse_attention": ["hax", None],
         **{"sparse_keys": 8, "sparse_key_dim": 4, "sparse_hash_size": 4},
     },
+    "window": {
+        "num_hidden_layers": 3,
+        "token_mixers": "window",
+        "feed_forwards": ["mlp", "none", "cdmoe"],
+        "num_key_value_heads": 2,
+        "attention_window": 4,
+        "attention_sinks": 2,
+        "attention_bias": True,
+        "rope_parameters": ROPE,
+        **EXPERTS,
+    },
+    "window-alone": {
+        "token_mixers": ["window", "softmax"],
+        "attention_window": 3,
+        "attention_sinks": 0,
+        "window_memory": False,
+        "rope_parameters": ROPE,
+    },
     "value-mask": {"token_mixers": ["interdomain", "softmax"], "dynamic_mask": "value", "num_key_value_heads": 2},
     "forget-gates": {"gates": "forget", "num_key_value_heads": 2},
     "delta-rule": {"token_mixers": ["interdomain", "softmax"], "gates": "forget", "delta_rule": True},
@@ -150,6 +168,7 @@ _PARTS = {
     "ssd": {"ssd_state_size": 6, "rope_parameters": ROPE, "rope_placement": "after"},
     "selective_scan": {"scan_channels": 40, "scan_state_size": 5, "scan_step_rank": 3},
     "inner_function": {"rope_parameters": ROPE, "inner_values": 5, "inner_value_dim": 8},
+    "window": {"rope_parameters": ROPE, "attention_window": 4, "attention_sinks": 2},
 }
 _FEED_FORWARDS = {"mlp": {}, "cdmoe": EXPERTS}
 PAIRS = {
@@ -367,7 +386,7 @@ def model(request, make_model):
     return make_model(request.param)
 
 
-@pytest.fixture(params=[*MIXERS, "s4d", "cheems", "mamba2", "selective-scan", "hax", *PAIRS])
+@pytest.fixture(params=[*MIXERS, "s4d", "cheems", "mamba2", "selective-scan", "hax", "window", *PAIRS])
 def each_mixer(request, make_model):
     """Every arrangement of token mixers, every mixer, and one with a sparse branch, but not all of their variants."""
     return make_model(request.param)
@@ -379,9 +398,12 @@ def any_model(request, make_model):
     return make_model(request.param)
 
 
-@pytest.fixture(params=[*(name for name in (*MIXERS, *VARIANTS) if name != "softmax"), *RECURRENT_PAIRS])
+WITHOUT_STATE = ("softmax", "window-alone")
+
+
+@pytest.fixture(params=[*(name for name in (*MIXERS, *VARIANTS) if name not in WITHOUT_STATE), *RECURRENT_PAIRS])
 def recurrent_model(request, make_model):
-    """Every model that has a recurrent layer."""
+    """Every model that has a recurrent layer with a state."""
     return make_model(request.param)
 
 

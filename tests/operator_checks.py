@@ -1,5 +1,6 @@
 """Random arguments of the operator, everything that a call gives, and how two of them are compared."""
 
+import pytest
 import torch
 
 from modeling_interdomain import InterdomainConfig, InterdomainModel, interdomain_attention
@@ -74,6 +75,72 @@ def assert_close(found, expected, bound):
 
 def cast(arguments, dtype):
     return {k: None if v is None else v.detach().to(dtype).requires_grad_() for k, v in arguments.items()}
+
+
+# In which slots of a pool of 7 the states of 4 rows are; below 0 is a row without one.
+SLOTS = {"apart": [5, 1, 0, 3], "run": [2, 3, 4, 5], "pads": [5, -1, 0, -1], "two_runs": [5, 6, 1, 2], "none": [-1] * 4}
+
+
+def pool_of(state, apart):
+    """A pool of 7 states like the rows of `state`, with so many numbers between them that are not theirs: both."""
+    row = state[0]
+    generator = torch.Generator().manual_seed(7)
+    buffer = torch.randn(7, row.numel() + apart, generator=generator, dtype=torch.float64).to(state)
+    return buffer[:, : row.numel()].unflatten(1, row.shape), buffer
+
+
+def check_step_of_slots(step, state, slots, bound, **options):
+    """A step of four rows in slots of a pool is that of these rows alone, and nothing else in the pool is touched.
+
+    Args:
+        step: called with `state`, `mask`, and `state_indices` and options.
+        state: `[4, ...]`, as the rows of the pool are to be.
+        slots: `[4]`.
+    """
+    used = [(row, slot) for row, slot in enumerate(slots) if slot >= 0]
+    for dtype, apart, masked in ((torch.int32, 0, False), (torch.int64, 5, True)):
+        pool, buffer = pool_of(state, apart)
+        indices = torch.tensor(slots, device=state.device).to(dtype)
+        mask = torch.tensor([True, True, False, True], device=state.device) if masked else None
+        real = indices >= 0 if mask is None else mask & (indices >= 0)
+        rows, expected_buffer = pool[indices.clamp(min=0).long()], buffer.clone()
+        expected = step(state=rows, mask=real)
+        for row, slot in used:
+            expected_buffer[slot, : rows[row].numel()] = rows[row].flatten()
+        before = buffer.clone()
+        found = step(state=pool, mask=mask, state_indices=indices, **options)
+        assert found.dtype == expected.dtype and not found[~real].any()
+        assert relative_error(found, expected) < bound and relative_error(buffer, expected_buffer) < bound
+        for _, slot in used:
+            before[slot, : rows[0].numel()] = buffer[slot, : rows[0].numel()]
+        assert torch.equal(buffer, before)
+
+
+def check_bad_slots(step, state):
+    """What is wrong with the indices of one row is said before its pool is touched."""
+    pool, buffer = pool_of(state, 0)
+    before = buffer.clone()
+    wanted = r"state_indices must be int32 or int64 of shape \[B\] = \[1\], got"
+    for indices, message in (
+        (torch.ones(1), rf"{wanted} torch.float32 of shape \[1\]\."),
+        (torch.tensor([True]), f"{wanted} torch.bool of"),
+        (torch.tensor([1, 2]), rf"{wanted} torch.int64 of shape \[2\]\."),
+        ([1], rf"{wanted} list\."),
+        (torch.tensor([1], device="meta"), "state_indices is on meta, but the tokens are on cpu; move it there"),
+        (torch.tensor([7]), "state_indices must be below the N = 7 slots of state, got 7"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            step(state=pool, state_indices=indices)
+    first = torch.tensor([0])
+    with pytest.raises(ValueError, match=r"^state must be a pool \[N, \.\.\.\] of at least one slot, got \[0,"):
+        step(state=pool[:0], state_indices=first)
+    with pytest.raises(ValueError, match=r"^state must be a pool \[N, \.\.\.\] of at least one slot, got NoneType"):
+        step(state=None, state_indices=first)
+    with pytest.raises(ValueError, match=r"^state must have shape \[rows, .* = \[7, "):
+        step(state=pool[..., :-1], state_indices=first)
+    with pytest.raises(ValueError, match="^each slot of state must be contiguous for backend 'triton'"):
+        step(state=pool.mT.contiguous().mT, state_indices=first, backend="triton")
+    assert torch.equal(buffer, before)
 
 
 def at_an_odd_offset(x):

@@ -261,7 +261,7 @@ def test_rollback_to_single_steps_is_exact(recurrent_model, random_ids, cache_af
     never_advanced = cache_after(model, *steps[:-4])
     for layer, expected in zip(_recurrent_layers(cache), _recurrent_layers(never_advanced)):
         torch.testing.assert_close(layer.state, expected.state, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(layer.windows, expected.windows, rtol=0, atol=0)
+        torch.testing.assert_close(layer.conv_state, expected.conv_state, rtol=0, atol=0)
 
 
 def test_rollback_again_and_again(model, random_ids, cache_after, contents, advance, assert_same):
@@ -334,14 +334,14 @@ def test_a_state_is_not_read_while_inputs_are_pending(recurrent_model, after_gue
     expected = cache_after(recurrent_model, ids)
     before = [layer.pending for layer in _recurrent_layers(cache)]
     for layer in _recurrent_layers(cache):
-        for name in ("conv_states", "recurrent_states", "windows", "states", "state"):
+        for name in ("conv_states", "recurrent_states", "conv_state", "states", "state"):
             with pytest.raises(ValueError, match=r"^The last \d+ tokens of a draft are pending, .* call commit\(\)"):
                 getattr(layer, name)
     assert [layer.pending for layer in _recurrent_layers(cache)] == before
     for i, layer in enumerate(cache.layers):
         if layer in _recurrent_layers(cache):
             assert_same(cache.get_recurrent_state(i), expected.layers[i].state)
-            if layer.windows:
+            if layer.conv_state:
                 assert_same(cache.get_conv_state(i), expected.get_conv_state(i))
 
 
@@ -620,7 +620,7 @@ def test_rollback_in_a_padded_batch(any_model, removed, random_ids, contents, as
     caches[0].crop(-removed)
     caches[0].commit()
     for layer, expected in zip(_recurrent_layers(caches[0]), _recurrent_layers(caches[1])):
-        assert_same([layer.state, *layer.windows], [expected.state, *expected.windows])
+        assert_same([layer.state, *layer.conv_state], [expected.state, *expected.conv_state])
 
 
 @pytest.mark.parametrize("removed", [1, 2, 3, 4])
@@ -634,7 +634,7 @@ def test_rollback_over_a_forward_of_pads(model, removed, random_ids, cache_after
     cache.commit()
     expected = cache_after(model, ids[:, : min(3, 5 - removed)])
     for layer, other in zip(_recurrent_layers(cache), _recurrent_layers(expected)):
-        assert_same([layer.state, *layer.windows], [other.state, *other.windows])
+        assert_same([layer.state, *layer.conv_state], [other.state, *other.conv_state])
 
 
 def test_record_does_not_keep_the_prompt(make_model, random_ids, cache_after):
@@ -670,7 +670,7 @@ def test_repeated_rows_of_a_recorded_prompt_of_pads(model, random_ids, advance, 
     caches[0].commit()
     advance(model, caches[1], ids[rows, :6], attention_mask=mask[rows, :6])
     for layer, expected in zip(_recurrent_layers(caches[0]), _recurrent_layers(caches[1])):
-        assert_same([layer.state, *layer.windows], [expected.state, *expected.windows])
+        assert_same([layer.state, *layer.conv_state], [expected.state, *expected.conv_state])
 
 
 def test_a_cache_moves_as_a_whole(model, make_cache, random_ids, advance):
@@ -702,7 +702,7 @@ def test_addresses_stay(model, make_cache, padded, random_ids, advance):
     advance(model, cache, random_ids(2, 5), attention_mask=mask[:, :5])
 
     def addresses():
-        tensors = [x for layer in _recurrent_layers(cache) for x in (layer.state, *layer.windows)]
+        tensors = [x for layer in _recurrent_layers(cache) for x in (layer.state, *layer.conv_state)]
         if isinstance(cache, InterdomainStaticCache):
             tensors += [x for layer in cache.layers if layer.keys is not None for x in (layer.keys, layer.values)]
         return [x.data_ptr() for x in tensors]
@@ -712,16 +712,16 @@ def test_addresses_stay(model, make_cache, padded, random_ids, advance):
         advance(model, cache, ids, attention_mask=mask[:, :end])
         assert addresses() == before
     cache.reorder_cache(torch.tensor([1, 0]))
-    recurrent = sum(1 + len(layer.windows) for layer in _recurrent_layers(cache))
+    recurrent = sum(1 + len(layer.conv_state) for layer in _recurrent_layers(cache))
     assert addresses()[:recurrent] == before[:recurrent]
 
 
 def test_addresses_stay_over_rollback_and_reset(recurrent_model, random_ids, cache_after):
     cache = cache_after(recurrent_model, random_ids(2, 5), recording=True)
-    tensors = [x for layer in _recurrent_layers(cache) for x in (layer.state, *layer.windows)]
+    tensors = [x for layer in _recurrent_layers(cache) for x in (layer.state, *layer.conv_state)]
     cache.crop(-2)
     cache.reset()
-    after = [x for layer in _recurrent_layers(cache) for x in (layer.state, *layer.windows)]
+    after = [x for layer in _recurrent_layers(cache) for x in (layer.state, *layer.conv_state)]
     assert [x.data_ptr() for x in after] == [x.data_ptr() for x in tensors]
 
 
@@ -758,7 +758,7 @@ def test_state_dtype_under_a_bfloat16_model(state_dtype, make_model, random_ids,
     ids = random_ids(2, 9)
     cache = cache_after(model, ids[:, :6], *ids[:, 6:].split(1, dim=1), recording=True)
     assert cache.layers[0].state.dtype == getattr(torch, state_dtype)
-    assert all(window.dtype == torch.bfloat16 for window in cache.layers[0].windows)
+    assert all(window.dtype == torch.bfloat16 for window in cache.layers[0].conv_state)
     assert cache.layers[1].keys.dtype == torch.bfloat16
     cache.crop(-2)
     expected = cache_after(model, ids[:, :7]).layers[0].state
@@ -781,7 +781,7 @@ def test_move_to_another_dtype(model, make_cache, random_ids, advance):
     advance(model, cache, ids)
     assert cache.to("cpu", torch.float32) is cache
     for layer in cache.layers:
-        tensors = [layer.state, *layer.windows] if hasattr(layer, "state") else [layer.keys, layer.values]
+        tensors = [layer.state, *layer.conv_state] if hasattr(layer, "state") else [layer.keys, layer.values]
         assert {x.dtype for x in tensors} == {torch.float32}
     model.float()
     expected = model(torch.cat([ids, next_ids], dim=1), use_cache=False).logits[:, -1:]
@@ -890,7 +890,7 @@ def test_layers_hold_what_their_mixers_need(model, random_ids, cache_after):
         if mixer in states:
             assert layer.keys is None
             assert layer.state.shape == states[mixer]
-            assert [tuple(w.shape) for w in layer.windows] == (
+            assert [tuple(w.shape) for w in layer.conv_state] == (
                 [(3, 32, 3), (3, 32, 3)] if mixer == "interdomain" else []
             )
         else:

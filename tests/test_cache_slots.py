@@ -68,3 +68,40 @@ def test_keys_take_the_room_of_the_longest_in_flight(make_model, random_ids):
         slots.change([0], [])
     assert slots.cache.layers[0].keys.shape[2] == 4
     assert slots.cache.layers[1].get_seq_length() == 4
+
+
+@pytest.mark.parametrize("name", ["interdomain", "s4d", "mamba2", "cheems", "selective-scan"])
+def test_a_recurrence_steps_in_slots_of_a_pool(name, make_model, random_ids, assert_same):
+    """As servers keep states: what a layer gives and leaves is the same, and a row without a slot gives zeros."""
+    model, steps = make_model(name), []
+
+    def before(recurrence, tokens, arguments):
+        if arguments.get("step"):
+            steps.append([recurrence, tokens, arguments["state"].clone()])
+
+    def after(recurrence, tokens, arguments, output):
+        if arguments.get("step"):
+            steps[-1] += [output, arguments["state"].clone()]
+
+    for layer in model.model.layers:
+        if (recurrence := getattr(layer.token_mixer, "recurrence", None)) is not None:
+            recurrence.register_forward_pre_hook(before, with_kwargs=True)
+            recurrence.register_forward_hook(after, with_kwargs=True)
+    cache, ids = InterdomainCache(model.config), random_ids(2, 6)
+    with torch.no_grad():
+        model(ids[:, :5], past_key_values=cache)
+        model(ids[:, 5:], past_key_values=cache)
+    recorded = list(steps)
+    assert recorded
+    for recurrence, tokens, state, expected, moved in recorded:
+        for slots in ([3, 1], [3, -1]):
+            pool = torch.randn(5, *state.shape[1:], dtype=state.dtype)
+            used = [slot for slot in slots if slot >= 0]
+            pool[used] = state[: len(used)]
+            expected_pool = pool.clone()
+            expected_pool[used] = moved[: len(used)]
+            with torch.no_grad():
+                found = recurrence(*tokens, step=True, state=pool, state_indices=torch.tensor(slots))
+            assert_same(found[: len(used)], expected[: len(used)])
+            assert_same(pool, expected_pool)
+            assert not found[len(used) :].any()

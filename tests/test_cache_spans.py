@@ -1,11 +1,14 @@
 """Caches joined and cut: exact in a first layer without convolutions, near in later ones, refused where neither is."""
 
 import copy
+import sys
 
 import pytest
 import torch
 
-from modeling_interdomain import InterdomainCache, add_learned_state, cut_cache, join_caches
+import modeling_interdomain
+from examples.joined_states import cut_cache, join_caches
+from modeling_interdomain import InterdomainCache, add_learned_state
 
 DOCUMENTS = (slice(0, 7), slice(7, 16))
 REST = slice(16, 20)
@@ -114,3 +117,16 @@ def test_what_cannot_be_joined_is_refused_before_anything_is_made(make_model, ra
         cut_cache(after, None, first, model, since=torch.tensor([2, 3]))
     with pytest.raises(ValueError, match="A state belongs to an Interdomain model"):
         join_caches(first, second, torch.nn.Linear(1, 1))
+
+
+def test_the_names_of_the_package_stay(one_layer, random_ids, assert_same, monkeypatch):
+    """They are those of the example; where that is not at hand, they say where it is."""
+    model, ids = one_layer, random_ids(2, 20)
+    first, second = (read(model, ids, piece)[0] for piece in DOCUMENTS)
+    both = read(model, ids, *DOCUMENTS)[0]
+    joined = modeling_interdomain.join_caches(first, second, model)
+    assert_same(joined.layers[0].state, both.layers[0].state)
+    assert_same(modeling_interdomain.cut_cache(both, None, first, model).layers[0].state, second.layers[0].state)
+    monkeypatch.setitem(sys.modules, "examples.joined_states", None)
+    with pytest.raises(ImportError, match="examples/joined_states.py of its repository: run from the root"):
+        model.join_caches(first, second)

@@ -109,11 +109,11 @@ def test_state_sizes_are_those_of_a_cache(any_model, random_ids):
     cache = InterdomainCache(any_model.config)
     any_model(random_ids(1, 5), past_key_values=cache)
     sizes = {"recurrent": 0, "convolution": 0, "keys_values": 0}
-    for layer in cache.layers:
+    for name, layer in zip(any_model.config.mixers_per_layer, cache.layers, strict=True):
         if isinstance(layer, RecurrentLayer):
-            windows, everything = (sum(x.numel() for x in held) for held in (layer.windows, layer.held()))
+            windows, everything = (sum(x.numel() for x in held) for held in (layer.conv_state, layer.held()))
             sizes["recurrent"] += layer.state.numel()
-            sizes["convolution"] += windows
+            sizes["keys_values" if name == "window" else "convolution"] += windows
             if memory := everything - windows - layer.state.numel():
                 sizes["sparse"] = sizes.get("sparse", 0) + memory
         else:

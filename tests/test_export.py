@@ -36,7 +36,7 @@ def _cache_of(config, held, tokens: int) -> InterdomainCache:
         if not hasattr(layer, "held"):
             layer.update(next(held), next(held))
             continue
-        windows = [next(held) for stream in TOKEN_MIXERS[mixer].streams(config) if stream.convolved]
+        windows = [next(held) for stream in TOKEN_MIXERS[mixer].projections(config) if stream.convolved]
         layer.write(windows, {"state": next(held)}, tokens)
     return cache
 

@@ -12,8 +12,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCach
 from transformers.cache_utils import StaticLayer
 from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
+from examples import first_layers as generation_first_layers
 from modeling_interdomain import InterdomainCache, InterdomainStaticCache
-from modeling_interdomain.generation import first_layers as generation_first_layers
 from tests.conftest import EXHAUSTIVE_PAIRS
 
 MODES = {
@@ -445,10 +445,16 @@ def test_a_copy_made_while_guesses_are_checked_can_be_told_to_record(recurrent_m
     assert kept.get_seq_length() == copies[0].get_seq_length() == 6
 
 
+def _early_exit(model):
+    """The same model with the drafts of examples/first_layers.py."""
+    model.__class__ = generation_first_layers.EarlyExitForCausalLM
+    return model
+
+
 @pytest.mark.parametrize("threads", [2])
 def test_first_layers_guess_beside_other_threads(threads, make_model, random_ids, generate):
     """Guesses change nothing that another thread reads."""
-    model, ids = make_model(num_hidden_layers=3), random_ids(1, 6)
+    model, ids = _early_exit(make_model(num_hidden_layers=3)), random_ids(1, 6)
     expected = generate(model, ids, max_new_tokens=12).sequences
     depths, found, done = set(), [], threading.Event()
 
@@ -489,7 +495,7 @@ def test_guesses_stay_where_positions_are_known(guesses, make_model, random_ids,
     """A text that may be longer than a mask by position, but ends before."""
     monkeypatch.setattr(generation_first_layers, "guesses_that_pay", lambda rate, cost, most, share: max(most, 0))
     limits = {"dynamic_mask": "position", "max_position_embeddings": 12}
-    model, ids = make_model("softmax", **limits), random_ids(1, 3).repeat(1, 2)
+    model, ids = _early_exit(make_model("softmax", **limits)), random_ids(1, 3).repeat(1, 2)
     expected = generate(model, ids, max_new_tokens=6).sequences
     model.generation_config.num_assistant_tokens = 6
     ends = {"eos_token_id": int(expected[0, -1]), "max_new_tokens": 30}
@@ -507,8 +513,9 @@ def test_assisted_decoding_continues_a_chat(model, make_model, random_ids, gener
 
 def test_own_first_layers_as_the_assistant(each_mixer, random_ids, generate, assert_same_generation):
     ids = random_ids(1, 6)
-    actual = generate(each_mixer, ids, assistant_early_exit=1)
-    assert_same_generation(actual, generate(each_mixer, ids))
+    expected = generate(each_mixer, ids)
+    assert_same_generation(generate(each_mixer, ids, assistant_early_exit=1), expected)
+    assert_same_generation(generate(_early_exit(each_mixer), ids, assistant_early_exit=1), expected)
 
 
 @pytest.fixture
@@ -523,7 +530,7 @@ def test_first_layers_that_always_guess(
     each_mixer, count, do_sample, random_ids, generate, guess_always, assert_same_generation, assert_logits_of_text
 ):
     """Of two layers alike but for what each adds: some guesses are right, others not."""
-    model = each_mixer
+    model = _early_exit(each_mixer)
     for name, parameter in model.model.layers[1:].named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             parameter.data *= 0.05
@@ -567,6 +574,7 @@ def test_what_first_layers_say(model, pads, random_ids, guess_always, monkeypatc
 @pytest.mark.parametrize("guesses", [{"assistant_early_exit": 1}, {"prompt_lookup_num_tokens": 3}])
 @pytest.mark.parametrize("recorded", [False, True])
 def test_guesses_after_embeddings(model, guesses, recorded, random_ids, generate, guess_always):
+    model = _early_exit(model)
     ids, cache = random_ids(1, 5).repeat(1, 2), InterdomainCache(model.config)
     if recorded:
         cache.activate_past_recording()
@@ -591,6 +599,7 @@ def test_guesses_after_embeddings_alone(model, random_ids, generate):
 
 
 def test_first_layers_go_on_with_a_chat(model, random_ids, generate, guess_always, assert_same_generation):
+    model = _early_exit(model)
     cache, text = InterdomainCache(model.config), random_ids(1, 4)
     for turn, layers in enumerate([None, 1, None, 1]):
         answer = generate(model, text, past_key_values=cache, assistant_early_exit=layers, max_new_tokens=6)
@@ -602,12 +611,12 @@ def test_a_guess_that_fails_leaves_the_model_whole(model, random_ids, guess_alwa
     depth = model.config.num_hidden_layers
 
     def fail(self, text):
-        assert (self.config.num_hidden_layers, self.model.config.num_hidden_layers) == (1, depth)
+        assert (self.model.config.num_hidden_layers, model.config.num_hidden_layers) == (1, depth)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(generation_first_layers.FirstLayers, "_read", fail)
     with pytest.raises(KeyboardInterrupt):
-        model.generate(random_ids(1, 4), assistant_early_exit=1, max_new_tokens=4)
+        _early_exit(model).generate(random_ids(1, 4), assistant_early_exit=1, max_new_tokens=4)
     assert model.config.num_hidden_layers == depth
 
 

@@ -15,7 +15,6 @@ from torch.nn.utils import prune
 
 from modeling_interdomain import InterdomainCache, interdomain_attention
 from modeling_interdomain.layers.common import DecodeTables, ParameterCache
-from modeling_interdomain.ops.common.cpu import OperatorCache
 
 NAMES = ["interdomain", "rope-after", "diagonal", "s4d", "gated"]
 
@@ -150,7 +149,7 @@ def test_a_step_is_the_forward_with_and_without_tables(make_model, random_ids, a
     assert_same(step(model, cache, ids), expected)
     for module in model.modules():
         if isinstance(module, DecodeTables):
-            module._tables.get = lambda name, parameters, compute: compute(False)
+            module._tables.of = lambda parameters: None
     assert_same(step(model, cache, ids), expected)
 
 
@@ -375,11 +374,7 @@ def test_a_prompt_has_the_tables_of_what_the_parameters_hold(change, name, make_
         return model(ids).logits
 
     def tables():
-        return recurrence._prompt_tables.get(recurrence._prompt_tables._kept[0], tensors(), lambda: None)
-
-    def tensors():
-        with torch.no_grad():
-            return recurrence.parameters_of_operator()
+        return recurrence._tables._kept[1]["prompt"]["chunk"][1]
 
     before = prompt(model)
     made = tables()
@@ -390,27 +385,59 @@ def test_a_prompt_has_the_tables_of_what_the_parameters_hold(change, name, make_
     assert torch.equal(found, prompt(copy.deepcopy(model)))
 
 
-def test_what_is_kept_for_numbers():
-    made = []
-    kept, x = OperatorCache(), torch.ones(2)
+@torch.no_grad()
+def test_what_is_doubted_is_kept_for_its_numbers():
+    made, x, y = [], nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(2))
+    kept = ParameterCache(compares=True)
 
     def value(name="sum", *tensors):
-        return kept.get(name, tensors or (x, None), lambda: made.append(name) or [len(made)])
+        return kept.get(name, tensors or (x, y), lambda _: made.append(name) or [len(made)])
 
-    assert value() is value() and value(name="sum") == [1]
+    def doubted():
+        kept.doubt()
+        return value()
+
+    assert value() is value() is doubted() is value() and value() == [1] and value("other") == [2]
     x.data[0] = 2
+    assert value() == [1] and doubted() is value() == [3]
+    y.data[0] = torch.nan
+    assert doubted() == [4] and doubted() == [5]  # no number is equal to it
+    y.data[0] = 0
+    assert doubted() == [6] and value("sum", x) == [7] and value() == [8]
+    for empty in (copy.deepcopy(kept), pickle.loads(pickle.dumps(kept))):
+        assert not empty._kept[1] and not empty._copies and empty._compares
+    kept.forget()
+    assert value() == [9]
+
+
+@torch.no_grad()
+def test_a_doubt_without_copies_forgets():
+    made, x, kept = [], nn.Parameter(torch.ones(2)), ParameterCache()
+
+    def value():
+        return kept.get("sum", (x,), lambda _: made.append(0) or [len(made)])
+
+    assert value() is value() == [1]
+    kept.doubt()
     assert value() is value() == [2]
-    assert value("other") == [3] and value() == [4]
-    assert value("sum", x.double(), None) == [5] and value("sum", x.double(), x) == [6]
-    assert value("sum", torch.full((2,), torch.nan)) is not value("sum", torch.full((2,), torch.nan))
-    again = copy.deepcopy(kept)
-    assert again._kept is None and pickle.loads(pickle.dumps(kept))._kept is None
+
+
+def test_a_new_text_keeps_the_tables_of_the_same_numbers(make_model, random_ids):
+    model, ids = make_model(), random_ids(2, 7)
+    recurrence = model.model.layers[0].token_mixer.recurrence
+    started(model, ids)
+    made = recurrence._tables._kept[1]["step"]
+    started(model, ids)
+    assert recurrence._tables._kept[1]["step"] is made
+    recurrence.B.data.mul_(1.1)
+    started(model, ids)
+    assert recurrence._tables._kept[1]["step"] is not made
 
 
 def test_gradients_pass_what_is_kept():
     arguments = [torch.randn(1, 5, 2, 4, requires_grad=True) for _ in range(3)]
     parameters = [torch.stack([-torch.rand(2, 3), torch.randn(2, 3)], dim=-1), torch.randn(2, 3, 2)]
-    kept = OperatorCache()
+    kept: dict = {}
     with torch.no_grad():
         expected, _ = interdomain_attention(*arguments, *parameters, kept=kept)
     found, _ = interdomain_attention(*arguments, *parameters, kept=kept)

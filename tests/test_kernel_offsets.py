@@ -164,6 +164,19 @@ def test_steps(last_program):
     assert relative_error(output[row], expected[0, 0]) < 1e-5 and relative_error(state[0, -1:], before) < 1e-5
 
 
+@pytest.mark.parametrize("name", ["interdomain", "ssd", "s4d", "selective_scan"])
+def test_steps_of_slots(name):
+    """The last slot of a pool that passes 2^31 elements."""
+    one_token = importlib.import_module(f"tests.test_op_{name}").one_token
+    step, state = one_token(1, dtype=torch.float32)
+    slots = (1 << 31) // state.numel() + 2
+    pool, expected_state = torch.empty(slots, *state.shape[1:]), state.clone()
+    pool[-1] = state[0]
+    expected = step(state=expected_state)
+    found = step(state=pool, state_indices=torch.tensor([slots - 1], dtype=torch.int32), backend="triton")
+    assert relative_error(found, expected) < 1e-5 and relative_error(pool[-1], expected_state[0]) < 1e-5
+
+
 @pytest.mark.slow
 def test_preparation(last_program, monkeypatch):
     """The last run of tokens, of a text that was all zeros before, is what it is alone."""
@@ -184,8 +197,8 @@ def test_preparation(last_program, monkeypatch):
     grid, moved, normed = (1, launch.grid[1]), (taps, None), (weight, bias)
     last_program(total // run - 1)
     prepare.prepare[grid](
-        prepare.Stream(x[0], out[0], *moved), prepare.Stream(x[1], out[1], *moved, None, *normed),
-        prepare.Stream(x[2], out[2], None, None, None, *normed), *launch.shared, **launch.options,
+        prepare.Projection(x[0], out[0], *moved), prepare.Projection(x[1], out[1], *moved, None, *normed),
+        prepare.Projection(x[2], out[2], None, None, None, *normed), *launch.shared, **launch.options,
     )  # fmt: skip
     sizes = prepare._sizes_of_sums(*x, taps)
     partial = torch.empty(total // run, sum(sizes)).split(sizes, dim=1)

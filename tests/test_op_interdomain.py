@@ -9,6 +9,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from modeling_interdomain import interdomain_attention, interdomain_step
+from modeling_interdomain.ops.common import slots as op_common_slots
 from modeling_interdomain.ops.interdomain import prefix as op_interdomain_prefix
 from modeling_interdomain.ops.interdomain import scan as op_interdomain_scan
 from tests.operator_checks import (
@@ -16,9 +17,12 @@ from tests.operator_checks import (
     EXTREMES,
     PRODUCTS,
     SHAPES,
+    SLOTS,
     assert_close,
     at_an_odd_offset,
     cast,
+    check_bad_slots,
+    check_step_of_slots,
     everything,
     inputs,
     relative_error,
@@ -286,6 +290,96 @@ def test_a_step_on_a_strided_state(backend):
     expected = interdomain_step(**token, **arguments, state=state)
     torch.testing.assert_close(interdomain_step(**token, **arguments, state=strided, backend=backend), expected)
     torch.testing.assert_close(strided, state)
+
+
+def one_token(rows, coefficients="full", product="bilinear", normalize=False, device="cpu", dtype=torch.float64):
+    """A step of so many rows, and their states."""
+    arguments = inputs((rows, 1, 4, 2, 5, 4, 6), coefficients, normalize=normalize)
+    arguments = {name: None if x is None else x.detach().to(device, dtype) for name, x in arguments.items()}
+    state = arguments.pop("initial_state")
+    arguments |= {name: arguments[name][:, 0] for name in ("query", "key", "value")}
+    return functools.partial(interdomain_step, **arguments, product=product, normalize=normalize), state
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_a_step_of_slots_is_that_of_their_rows(product, normalize, slots, large, monkeypatch):
+    """Rows copied together, and states moved where they lie, as large ones are."""
+    monkeypatch.setattr(op_common_slots, "_LARGE", 0 if large else 1 << 16)
+    for coefficients in COEFFICIENTS:
+        step, state = one_token(4, coefficients, product, normalize)
+        check_step_of_slots(step, state, SLOTS[slots], 1e-10)
+
+
+def test_a_step_of_slots_in_a_lower_precision():
+    step, state = one_token(4)
+    check_step_of_slots(step, state.bfloat16(), SLOTS["pads"], 1e-10)
+
+
+def test_states_that_a_step_moves_lie_where_they_were():
+    """Of large ones nothing is copied: not the pool, nor a row."""
+    pool, seen = torch.zeros(5, 2, 3), []
+    for slots in ([3], [3, 4], [1, 2]):
+        here = torch.tensor(slots)
+
+        def step(rows, mask, token, slots=slots):
+            seen.append(rows.data_ptr() == pool[slots[0]].data_ptr() and rows.shape[0] == len(slots))
+            return token
+
+        op_common_slots.step_slots(step, pool, here, None, torch.ones(len(slots), 3))
+    assert seen == [True] * 3
+
+
+@pytest.mark.parametrize("slots", [[5, -1, 0, -1], [-1, 6, -1, 3], [-1] * 4])
+def test_a_graph_serves_any_slots(slots):
+    """What no row has is what it was, numbers that a decay of 1 would change among it."""
+    step, state = one_token(4)
+    pool = torch.full((7, *state.shape[1:]), -0.0, dtype=state.dtype)
+    pool[2] = float("inf")
+    expected_pool = pool.clone()
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(step, backend=counter, fullgraph=True)
+    compiled(state=pool.clone(), state_indices=torch.tensor([1, 2, 3, 4]))
+    found = compiled(state=pool, state_indices=torch.tensor(slots))
+    expected = step(state=expected_pool, state_indices=torch.tensor(slots))
+    assert counter.frame_count == 1 and relative_error(found, expected) < 1e-10
+    torch.testing.assert_close(pool, expected_pool)
+    others = [slot for slot in range(7) if slot not in slots]
+    bits = [x[others].view(torch.int64) for x in (pool, expected_pool)]
+    assert torch.equal(bits[0], bits[1]) and bool((bits[0][0] == torch.tensor(-0.0).double().view(torch.int64)).all())
+
+
+def test_bad_slots_are_named():
+    check_bad_slots(*one_token(1))
+    step, state = one_token(4)
+    before = state.clone()
+    with pytest.raises(ValueError, match=r"^state_indices must name a slot for one row alone, got \[0, 1, 1, -1\]\.$"):
+        step(state=state, state_indices=torch.tensor([0, 1, 1, -1]))
+    assert torch.equal(state, before)
+
+
+def test_a_prefill_begins_where_its_slot_ended_or_at_zero():
+    """What a server does: the states of some requests in a batch of prefills, one of them new, and one token more."""
+    arguments = inputs((1, 20, 4, 2, 5, 4, 6), rows=3)
+    arguments = {name: x.detach() for name, x in arguments.items()}
+    state = arguments.pop("initial_state")
+    pool = torch.cat([state, state + 1])
+    before, slots, ends = pool.clone(), torch.tensor([4, 0, 2]), torch.tensor([0, 7, 8, 20])
+    initial = op_common_slots.read_slots(pool, slots, torch.tensor([True, False, True]))
+    assert torch.equal(initial[::2], pool[[4, 2]]) and not initial[1].any()
+    options = {"cu_seqlens": ends, "output_final_state": True}
+    _, final = interdomain_attention(**arguments, initial_state=initial, **options)
+    op_common_slots.write_slots(pool, slots, final)
+    expected = torch.cat([
+        interdomain_attention(**{k: v[:, a:b] if v.ndim == 4 and v.shape[1] == 20 else v for k, v in arguments.items()},
+                              initial_state=initial[i : i + 1], output_final_state=True)[1]
+        for i, (a, b) in enumerate(zip(ends.tolist(), ends.tolist()[1:]))
+    ])  # fmt: skip
+    assert relative_error(pool[slots], expected) < 1e-10
+    assert torch.equal(pool[[1, 3, 5]], before[[1, 3, 5]])
 
 
 def test_step_with_a_bfloat16_state():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from modeling_interdomain import interdomain_attention, interdomain_step
-from modeling_interdomain.ops.diagonal.step import step_tables
+from modeling_interdomain.ops.diagonal.step import StepParameters, step_tables
 from modeling_interdomain.ops.interdomain.entry import take_step
 from modeling_interdomain.ops.interdomain.gates import (
     decay_gated_state,
@@ -333,10 +333,9 @@ def test_steps_are_the_definition(kind, product, coefficients, assert_same):
 
     def as_a_mixer(query, key, value, *parameters, state, mask, log_gate=None, write_gate=None, delta=None):
         gates = tuple(None if x is None else x[:, None] for x in (log_gate, write_gate, delta))
-        tables = functools.partial(step_tables, *parameters, product)
-        tokens, parameters = (x[:, None] for x in (query, key, value)), lambda: parameters
-        options = {"product": product, "normalize": False, "mask": mask, "backend": "auto"}
-        return take_step(*tokens, parameters=parameters, tables=tables, state=state, gates=gates, **options)
+        tokens = (x[:, None] for x in (query, key, value))
+        parameters = StepParameters(step_tables, *parameters, product)
+        return take_step(*tokens, parameters, state=state, gates=gates, normalize=False, mask=mask)
 
     assert_same(stepped(as_a_mixer, *tensors, **gates), expected)
 
@@ -446,13 +445,10 @@ def test_a_mixer_that_asks_for_kernels_is_told():
     arguments = {k: v.detach() for k, v in gated((2, 1, 2, 2, 3, 4, 5), ("delta",)).items()}
     state, gates = arguments["initial_state"].clone(), (None, None, arguments["delta"])
     parameters = tuple(arguments[k] for k in ("log_decay", "input_matrix", "coefficient_matrix"))
-    tables, options = functools.partial(step_tables, *parameters, "real"), {"product": "real", "mask": None}
+    parameters = StepParameters(step_tables, *parameters, "real")
     tokens = (arguments[k] for k in ("query", "key", "value"))
     with pytest.raises(ValueError, match="^backend 'triton' has no gates and no delta rule"):
-        take_step(
-            *tokens, parameters=lambda: parameters, tables=tables, state=state, gates=gates, normalize=False,
-            backend="triton", **options,
-        )  # fmt: skip
+        take_step(*tokens, parameters, state=state, gates=gates, normalize=False, backend="triton")
     assert state.equal(arguments["initial_state"])
 
 

@@ -24,13 +24,16 @@ from tests.operator_checks import (
     EXTREMES,
     PRODUCTS,
     SHAPES,
+    SLOTS,
     assert_close,
     cast,
+    check_step_of_slots,
     everything,
     inputs,
     parameters_of_the_default_start,
     relative_error,
 )
+from tests.test_op_interdomain import one_token
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this machine.")
 on_gpu = torch.cuda.is_available()
@@ -546,6 +549,28 @@ def test_a_step_reads_any_mask_and_writes_any_state(mask):
     low = [x.to(DEVICE) for x in (*token, *arguments.values())]
     found = triton_module("_step").triton_step(*low, strided, "bilinear", mask.to(DEVICE), False)
     assert relative_error(found.cpu(), expected) < FLOAT32 and relative_error(strided.cpu(), expected_state) < FLOAT32
+
+
+@pytest.mark.parametrize("slots", ["apart", "pads"])
+@pytest.mark.parametrize(
+    ("product", "coefficients", "normalize"),
+    [("bilinear", "full", False), ("hermitian", "diagonal", True), ("real", "identity", False)],
+)
+def test_a_step_of_slots_is_that_of_their_rows(product, coefficients, normalize, slots):
+    step, state = one_token(4, coefficients, product, normalize, DEVICE, torch.float32)
+    check_step_of_slots(step, state, SLOTS[slots], FLOAT32, backend="triton")
+
+
+def test_the_step_of_slots_is_sound():
+    """What torch.library checks: schema, fake implementation, autograd registration; with slots that lie apart."""
+    arguments = {k: v.detach().float().to(DEVICE) for k, v in inputs((2, 1, 2, 1, 4, 4, 3)).items()}
+    state = arguments.pop("initial_state")
+    token = [arguments.pop(name)[:, 0] for name in ("query", "key", "value")]
+    pool = torch.zeros(2, state[0].numel() + 5, device=DEVICE)[:, :-5].unflatten(1, state.shape[1:])
+    slots = torch.tensor([1, -1], device=DEVICE)
+    tests = {"test_utils": ("test_schema", "test_faketensor", "test_autograd_registration")}
+    given = *token, *arguments.values(), pool, "bilinear", None, False, slots
+    torch.library.opcheck(triton_module("_step").triton_step, given, **tests)
 
 
 PREPARATIONS = {

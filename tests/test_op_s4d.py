@@ -7,8 +7,17 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from modeling_interdomain.ops.common import slots as op_common_slots
 from modeling_interdomain.ops.s4d.entry import s4d_attention, s4d_step
-from tests.operator_checks import EXTREMES, SHAPES, at_an_odd_offset, inputs
+from tests.operator_checks import (
+    EXTREMES,
+    SHAPES,
+    SLOTS,
+    at_an_odd_offset,
+    check_bad_slots,
+    check_step_of_slots,
+    inputs,
+)
 
 NAMES = ("key", "value", "log_decay", "input_matrix", "readout", "initial_state")
 
@@ -144,6 +153,25 @@ def test_steps_leave_what_a_whole_sequence_leaves_and_pads_leave_nothing():
     kept = state.clone()
     output = s4d_step(*(x[:, 0] for x in tokens), **leaves, state=state, mask=torch.tensor([True, False]))
     assert torch.equal(state[1], kept[1]) and not output[1].any() and not torch.equal(state[0], kept[0])
+
+
+def one_token(rows, device="cpu", dtype=torch.float64):
+    """A step of so many rows, and their states."""
+    leaves = {k: x.detach().to(device, dtype) for k, x in arguments((rows, 1, 4, 2, 3, 5, 6)).items()}
+    state = leaves.pop("initial_state")
+    return functools.partial(s4d_step, leaves.pop("key")[:, 0], leaves.pop("value")[:, 0], **leaves), state
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("slots", SLOTS)
+def test_a_step_of_slots_is_that_of_their_rows(slots, large, monkeypatch):
+    monkeypatch.setattr(op_common_slots, "_LARGE", 0 if large else 1 << 16)
+    step, state = one_token(4)
+    check_step_of_slots(step, state, SLOTS[slots], 1e-10)
+
+
+def test_bad_slots_are_named():
+    check_bad_slots(*one_token(1))
 
 
 def test_a_state_of_lower_precision_is_advanced_in_float32():

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from modeling_interdomain.ops.s4d.entry import s4d_attention, s4d_step
-from tests.operator_checks import EXTREMES, cast, relative_error
-from tests.test_op_s4d import arguments, definition, with_gradients
+from tests.operator_checks import EXTREMES, SLOTS, cast, check_step_of_slots, relative_error
+from tests.test_op_s4d import arguments, definition, one_token, with_gradients
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this machine.")
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -119,6 +119,12 @@ def test_a_step_is_the_definition(dtype):
     assert state.data_ptr() == address and found.dtype == dtype and torch.equal(state[1], before[1])
     bound = FLOAT32 if dtype == torch.float32 else 5e-3
     assert relative_error(found.cpu(), expected) < bound and relative_error(state.cpu(), expected_state) < bound
+
+
+@pytest.mark.parametrize("slots", ["apart", "pads"])
+def test_a_step_of_slots_is_that_of_their_rows(slots):
+    step, state = one_token(4, device=DEVICE, dtype=torch.float32)
+    check_step_of_slots(step, state, SLOTS[slots], FLOAT32, backend="triton")
 
 
 def test_the_operators_are_sound():

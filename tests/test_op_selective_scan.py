@@ -1,12 +1,16 @@
 """The selective scan: chunks against the definition in float64, outputs, states and every gradient."""
 
+import functools
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
+from modeling_interdomain.ops.common import slots as op_common_slots
 from modeling_interdomain.ops.selective_scan import chunk as op_selective_scan_chunk
 from modeling_interdomain.ops.selective_scan.entry import scan_state_after, selective_scan, selective_scan_step
+from tests.operator_checks import SLOTS, check_bad_slots, check_step_of_slots
 
 NAMES = ("query", "key", "value", "step", "rate", "skip", "initial_state")
 SHAPES = {
@@ -117,6 +121,27 @@ def test_pieces_and_steps_are_the_whole():
     kept = state.clone()
     output = selective_scan_step(*(x[:, 0] for x in tokens), rate, state=state, skip=skip, mask=torch.tensor([1, 0]))
     assert torch.equal(state[1], kept[1]) and not output[1].any() and not torch.equal(state[0], kept[0])
+
+
+def one_token(rows, skips=True, device="cpu", dtype=torch.float64):
+    """A step of so many rows, and their states."""
+    leaves = {k: x.detach().to(device, dtype) for k, x in arguments((rows, 1, 3, 5)).items()}
+    state, rate, skip = leaves.pop("initial_state"), leaves.pop("rate"), leaves.pop("skip") if skips else None
+    tokens = [leaves[name][:, 0] for name in NAMES[:4]]
+    return functools.partial(selective_scan_step, *tokens, rate, skip=skip), state
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_step_of_slots_is_that_of_their_rows(skips, slots, large, monkeypatch):
+    monkeypatch.setattr(op_common_slots, "_LARGE", 0 if large else 1 << 16)
+    step, state = one_token(4, skips)
+    check_step_of_slots(step, state, SLOTS[slots], 1e-10)
+
+
+def test_bad_slots_are_named():
+    check_bad_slots(*one_token(1))
 
 
 def test_a_state_of_lower_precision_is_advanced_in_float32():

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from modeling_interdomain.ops.selective_scan.entry import selective_scan, selective_scan_step
-from tests.operator_checks import relative_error
-from tests.test_op_selective_scan import NAMES, arguments, assert_close, everything
+from tests.operator_checks import SLOTS, check_step_of_slots, relative_error
+from tests.test_op_selective_scan import NAMES, arguments, assert_close, everything, one_token
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this machine.")
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -107,6 +107,12 @@ def test_a_step_is_the_definition(dtype):
     # A pad skips nothing either.
     assert not found[1].any() and relative_error(found[::2].cpu(), expected[::2]) < bound
     assert relative_error(state.cpu(), expected_state) < bound
+
+
+@pytest.mark.parametrize("slots", ["apart", "pads"])
+def test_a_step_of_slots_is_that_of_their_rows(slots):
+    step, state = one_token(4, device=DEVICE, dtype=torch.float32)
+    check_step_of_slots(step, state, SLOTS[slots], FLOAT32, backend="triton")
 
 
 def test_the_operators_are_sound():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from examples.joined_states import join_layer
 from modeling_interdomain import (
     InterdomainCache,
     interdomain_attention,
@@ -103,7 +104,7 @@ def test_joined_documents_of_a_model(mixer, make_model, random_ids, assert_same)
         return [layer.state for layer in cache.layers]
 
     parts = zip(model.model.layers, states(slice(0, 7)), states(slice(7, 12)), strict=True)
-    first, second = [layer.token_mixer.join_states(a, b, 5) for layer, a, b in parts]
+    first, second = [join_layer(layer.token_mixer, a, b, 5) for layer, a, b in parts]
     expected = states(slice(0, 12))
     assert_same(first.detach(), expected[0])
     assert 0.001 < ((second - expected[1]).norm() / expected[1].norm()).item() < 1

@@ -1,5 +1,6 @@
 """State space duality: chunks against the definition in float64, outputs, states and every gradient."""
 
+import functools
 from itertools import product
 
 import pytest
@@ -7,11 +8,13 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 
+from modeling_interdomain.ops.common import slots as op_common_slots
 from modeling_interdomain.ops.ssd import chunk as op_ssd_chunk
 from modeling_interdomain.ops.ssd import entry as op_ssd
 from modeling_interdomain.ops.ssd.entry import ssd_attention, ssd_state_after, ssd_step
 from modeling_interdomain.ops.ssd.map import ssd_attention_map
 from modeling_interdomain.ops.ssd.naive import export_ssd
+from tests.operator_checks import SLOTS, check_bad_slots, check_step_of_slots
 
 NAMES = ("query", "key", "value", "log_decay", "initial_state")
 SHAPES = {
@@ -171,6 +174,26 @@ def test_a_large_state_is_read_by_the_threads_that_wrote_it(heads, threads):
         torch.set_num_threads(before)
     torch.testing.assert_close(torch.stack(found, 1), expected)
     torch.testing.assert_close(state, final)
+
+
+def one_token(rows, groups=2, device="cpu", dtype=torch.float64):
+    """A step of so many rows, and their states."""
+    leaves = {k: x.detach().to(device, dtype) for k, x in arguments((rows, 1, 4, groups, 3, 5)).items()}
+    state = leaves.pop("initial_state")
+    return functools.partial(ssd_step, *(x[:, 0] for x in leaves.values())), state
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_step_of_slots_is_that_of_their_rows(groups, slots, large, monkeypatch):
+    monkeypatch.setattr(op_common_slots, "_LARGE", 0 if large else 1 << 16)
+    step, state = one_token(4, groups)
+    check_step_of_slots(step, state, SLOTS[slots], 1e-10)
+
+
+def test_bad_slots_are_named():
+    check_bad_slots(*one_token(1))
 
 
 def test_a_state_of_lower_precision_is_advanced_in_float32():

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from modeling_interdomain.ops.ssd.entry import ssd_attention, ssd_step
-from tests.test_op_ssd import NAMES, arguments, assert_close, assert_decays_close, everything
+from tests.operator_checks import SLOTS, check_step_of_slots
+from tests.test_op_ssd import NAMES, arguments, assert_close, assert_decays_close, everything, one_token
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this machine.")
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -108,6 +109,12 @@ def test_a_step_is_the_definition(dtype):
     bound = FLOAT32 if dtype == torch.float32 else 5e-3
     for a, b in ((found, expected), (state, expected_state)):
         assert (a.cpu() - b).norm() / b.norm() < bound
+
+
+@pytest.mark.parametrize("slots", ["apart", "pads"])
+def test_a_step_of_slots_is_that_of_their_rows(slots):
+    step, state = one_token(4, device=DEVICE, dtype=torch.float32)
+    check_step_of_slots(step, state, SLOTS[slots], FLOAT32, backend="triton")
 
 
 def test_the_operators_are_sound():

@@ -104,7 +104,7 @@ def test_states(recurrent_model, mask, random_ids, assert_same):
             for layer, expected in zip(together.layers, alone.layers):
                 if hasattr(layer, "state"):
                     assert_same(layer.state[row], expected.state[0])
-                    assert_same([w[row] for w in layer.windows], [w[0] for w in expected.windows])
+                    assert_same([w[row] for w in layer.conv_state], [w[0] for w in expected.conv_state])
 
 
 @pytest.mark.parametrize("seed", range(2))

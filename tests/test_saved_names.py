@@ -16,6 +16,9 @@ S4D = PLAIN - {"q_proj.weight", "q_conv.weight"} | {"v_conv.weight", "recurrence
 FOURIER = {"feature_map.frequencies", "feature_map.weights"}
 SSD = SOFTMAX | {"dt_proj.weight", "recurrence.A_log", "recurrence.D", "recurrence.dt_bias"}
 SCAN = {f"{name}_proj.weight" for name in ("v", "x", "dt", "g", "o")} | {"v_conv.weight", "v_conv.bias"}
+BIASES = {f"{name}_proj.bias" for name in "qkvo"}
+WINDOW = SOFTMAX | RECURRENCE | {f"{name}_map" for name in "qkv"}
+WINDOW |= {"share_proj.weight", "share_proj.bias", "memory_gate"}
 
 
 def linear(*names):
@@ -39,6 +42,8 @@ NAMES = dict.fromkeys([*MIXERS, *VARIANTS], PLAIN) | {
     | {f"{name}_conv.{kind}" for name in "qkv" for kind in ("weight", "bias")}
     | {"g_proj.weight", "norm.weight"},
     "selective-scan": SCAN | {"recurrence.A_log", "recurrence.D", "recurrence.dt_bias"},
+    "window": WINDOW | BIASES,
+    "window-alone": SOFTMAX,
     "gated": BARE | {"g_proj.weight", "o_norm.weight"},
     "forget-gates": PLAIN | linear("forget_proj", "write_proj"),
     "delta-rule": PLAIN | linear("forget_proj", "write_proj", "delta_proj"),

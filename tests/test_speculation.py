@@ -10,8 +10,8 @@ import torch
 from transformers.generation import PromptLookupCandidateGenerator
 
 from benchmarks import speculation_study as study
+from examples.first_layers import FirstLayers, guesses_that_pay, share_of_calls
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
-from modeling_interdomain.generation.first_layers import FirstLayers, guesses_that_pay, share_of_calls
 from modeling_interdomain.generation.lookup import MOST_SHARED, latest_place, likely_guesses
 
 SMALL = study.Size(3, 32, 1e-2, autocast=False)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from examples import finetune_state, text_data
+from examples.joined_states import join_layer
 from modeling_interdomain import (
     InterdomainCache,
     add_learned_state,
@@ -91,7 +92,7 @@ def test_states_are_joined_as_if_only_the_first_had_begun_with_it(make_model, ra
             cache = InterdomainCache(model.config)
             model(part, past_key_values=cache)
             states.append(cache.layers[0].state)
-        assert_same(mixer.join_states(states[0], states[1], 5), states[2])
+        assert_same(join_layer(mixer, states[0], states[1], 5), states[2])
 
 
 @pytest.mark.parametrize("name", ["interdomain", "ssd", "selective-scan"])

@@ -11,7 +11,7 @@ from .rollback import Piece, Record, Snapshot, check_crop, copied, detached, map
 
 
 class FixedSize:
-    """What layers of a fixed size do alike, which their mixers write as a whole: rows, masks, devices."""
+    """What cache layers of a fixed size share: rows, masks, devices. A mixer writes such a layer as a whole."""
 
     is_sliding = False
     is_compileable = False
@@ -145,8 +145,16 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
             self.pending = 0
             self._store_all(*found)
 
+    def committed(self) -> tuple[list[torch.Tensor] | None, dict[str, torch.Tensor] | None]:
+        """Conv state and states after a `commit`; None of a layer that nothing was written to."""
+        if self.pending:
+            self.commit()
+        if not self.is_initialized:
+            return None, None
+        return list(self._conv_states.values()), dict(zip(self.state_names, self._recurrent_states.values()))
+
     def commit_unless(self, constants: tuple[torch.Tensor, ...]) -> None:
-        """Do so if the pending inputs were read with others than these, with which a mixer is about to read."""
+        """Commit if the pending inputs were read with other constants than these, which come next."""
         if self.pending and self._known(constants) is not self.recorded.pieces[-1].constants:
             self.commit()
 
@@ -181,19 +189,19 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
         return Pending(self.recorded, self.pending).replayed(conv_state, None)[0]
 
     def newest(self, tokens: int) -> tuple[torch.Tensor, ...]:
-        """`Piece.inputs` of so many of the tokens recorded last; no more than are pending and a forward has added."""
+        """`Piece.inputs` of the last `tokens` recorded tokens: at most the pending and the new ones."""
         return Pending(self.recorded, tokens).inputs
 
     # What the mixer reads and writes.
 
-    def lazy_initialization(self, windows: list[torch.Tensor], states: dict[str, torch.Tensor]) -> None:
+    def lazy_initialization(self, conv_state: list[torch.Tensor], states: dict[str, torch.Tensor]) -> None:
         """Make zero tensors shaped like these, in place from now on."""
         first = next(iter(states.values()))
         self.device, self.dtype, self.batch_size = first.device, self.state_dtype, first.shape[0]
         self.state_names = tuple(states)
-        self.kept_shapes = [tuple(x.shape[1:]) for x in (*windows, *states.values())]
+        self.kept_shapes = [tuple(x.shape[1:]) for x in (*conv_state, *states.values())]
         # In the order in memory that the convolution gives and likes.
-        self.conv_states = {i: torch.zeros_like(w) for i, w in enumerate(windows)}
+        self.conv_states = {i: torch.zeros_like(w) for i, w in enumerate(conv_state)}
         self.recurrent_states = {
             i: torch.zeros_like(
                 x, dtype=self.state_dtype if self._is_cast(name, x) else None, memory_format=torch.contiguous_format
@@ -212,7 +220,7 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
         return x.is_floating_point() and name not in self.exact_states
 
     @property
-    def windows(self) -> list[torch.Tensor] | None:
+    def conv_state(self) -> list[torch.Tensor] | None:
         return list(self.conv_states.values()) if self.is_initialized else None
 
     @property
@@ -224,27 +232,31 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
         """The first of the states, for layers that have one."""
         return self.recurrent_states[0] if self.is_initialized else None
 
-    def write(self, windows: list[torch.Tensor], states: dict[str, torch.Tensor], tokens: int) -> None:
+    def write(self, conv_state: list[torch.Tensor], states: dict[str, torch.Tensor], tokens: int) -> None:
         """Overwrite conv state and states after `tokens` more tokens, unless these were recorded and stay pending."""
         if not self.is_initialized:
-            self.lazy_initialization(windows, states)
+            self.lazy_initialization(conv_state, states)
         self.torn = True
         if not self.record_past:
-            self.recorded = None  # what it began with is not what comes next
-        if self._is_deferred(tokens) and not any(map(_is_differentiated, (*windows, *states.values()))):
+            self.recorded = None  # the record does not lead up to what comes next
+        deferred = self._may_defer and self.defers(tokens)
+        if deferred and not any(map(_is_differentiated, (*conv_state, *states.values()))):
             self.pending += tokens
         else:
             self.pending = 0
-            self._store_all(windows, states)
+            self._store_all(conv_state, states)
         self._may_defer = False
         self.cumulative_length += tokens
         self.has_previous_state[0] = True
-        self._forget_the_oldest()
+        if self.recorded is not None:
+            self._forget_the_oldest()
         self.torn = False
 
     def thaw(self) -> None:
         """Replace tensors made in inference mode, which cannot be changed outside of it."""
-        if self.is_initialized and not torch.compiler.is_compiling() and _is_frozen(self.resting_state):
+        if not self.is_initialized or torch.compiler.is_compiling():
+            return
+        if self._recurrent_states[0].is_inference() and not torch.is_inference_mode_enabled():
             self._map(torch.clone)
 
     def held(self) -> list[torch.Tensor]:
@@ -272,12 +284,12 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
         """Hold copies of the `named_tensors` of a layer that had seen `tokens` tokens; this one has seen none."""
         places = {tuple(name.split(".", 2)): x for name, x in tensors.items()}
         order = sorted(places, key=lambda place: int(place[1]))
-        windows = [places[place] for place in order if place[0] == "windows"]
+        conv_state = [places[place] for place in order if place[0] == "windows"]
         states = {place[2]: places[place] for place in order if place[0] == "states"}
         self.state_dtype = next((x.dtype for x in states.values() if x.is_floating_point()), self.state_dtype)
         self.pending = 0
-        self.lazy_initialization(windows, states)
-        self._store_all(windows, states)
+        self.lazy_initialization(conv_state, states)
+        self._store_all(conv_state, states)
         self.recorded = None  # of a text that was taken back
         self.cumulative_length += tokens
         self.has_previous_state[0] = True
@@ -286,7 +298,8 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
         for i, new in enumerate(_store_together(list(self._conv_states.values()), conv_state)):
             self._conv_states[i] = new
         for i, name in enumerate(self.state_names):
-            self._recurrent_states[i] = _store(self._recurrent_states[i], states[name])
+            if states[name] is not self._recurrent_states[i]:  # as it is after a step, which writes into it
+                self._recurrent_states[i] = _store(self._recurrent_states[i], states[name])
 
     def update_conv_state(self, *args, **kwargs):
         raise ValueError("This layer writes its conv state and its recurrent state together; use `write`.")
@@ -319,7 +332,7 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
             begun = self._copies() if self.has_previous_state[0] else (None, first and map_states(copied, first))
             self.recorded = Record(*begun, [piece], replay)
         else:
-            if not self._is_deferred(count):
+            if not (defer and self.defers(count)):
                 self.commit()
                 if count > 1 or self.recorded.pieces[-1].tokens > 1:
                     latest = Snapshot(*self._copies(), self.recorded.tokens)
@@ -328,17 +341,14 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
         # All of a short forward can be taken back, of the prompt only its end.
         self.kept = max(self.max_rollback, count if self.is_initialized else 0)
 
-    def _is_deferred(self, tokens: int) -> bool:
-        return self._may_defer and self.defers(tokens)
-
     def _copies(self) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         """Of conv state and states as they are now."""
         conv_state, states = self._stored()
         return [copied(x) for x in conv_state], map_states(copied, states)
 
     def _forget_the_oldest(self) -> None:
-        """Move the beginning of a long record on, so rarely that it costs next to nothing a token."""
-        if self.recorded is None or self.recorded.tokens <= 2 * self.kept + self.max_rollback:
+        """Drop the oldest tokens of a long record, so rarely that it costs next to nothing a token."""
+        if self.recorded.tokens <= 2 * self.kept + self.max_rollback:
             return
         tokens = self.recorded.tokens - self.kept - self.max_rollback  # as many again, after those were taken back
         self.recorded = self.recorded.without_first(tokens, *self._stored())
@@ -370,7 +380,7 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
         self.thaw()
         if self.is_initialized:
             for stored in (self._conv_states, self._recurrent_states):
-                for i, x in stored.items():  # what has a gradient belongs to the forward that wrote it
+                for i, x in stored.items():  # one with a gradient belongs to the forward that wrote it
                     stored[i] = torch.zeros_like(x) if x.requires_grad else x.zero_()
         self.recorded = None
         self.has_previous_state[0] = False
@@ -394,7 +404,7 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
                 i: x.to(dtype) if self._is_cast(name, x) else x
                 for name, (i, x) in zip(self.state_names, self.recurrent_states.items(), strict=True)
             }
-            self.conv_states = {i: w.to(dtype) for i, w in self.conv_states.items()}
+            self.conv_states = {i: w.to(dtype) if w.is_floating_point() else w for i, w in self.conv_states.items()}
 
     def _map(self, function) -> None:
         """Apply to every tensor with a batch axis; what is pending stays so."""
@@ -429,9 +439,9 @@ class StaticRecurrentLayer(RecurrentLayer):
         self.max_cache_len = max_cache_len
         self.cumulative_length = torch.tensor(0, dtype=torch.long, device="cpu")
 
-    def lazy_initialization(self, windows: list[torch.Tensor], states: dict[str, torch.Tensor]) -> None:
+    def lazy_initialization(self, conv_state: list[torch.Tensor], states: dict[str, torch.Tensor]) -> None:
         self.cumulative_length = self.cumulative_length.to(next(iter(states.values())).device)
-        super().lazy_initialization(windows, states)
+        super().lazy_initialization(conv_state, states)
 
     def tensors(self) -> list[torch.Tensor]:
         return [*self.held(), self.cumulative_length] if self.is_initialized else []
@@ -470,10 +480,9 @@ def _store(buffer: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 
 def _is_copied(buffer: torch.Tensor, new: torch.Tensor) -> bool:
-    if _is_differentiated(new):
+    if torch.is_grad_enabled() and new.requires_grad:
         return False
-    return torch.compiler.is_compiling() or not (buffer.requires_grad or _is_frozen(buffer))
-
-
-def _is_frozen(tensor: torch.Tensor) -> bool:
-    return tensor.is_inference() and not torch.is_inference_mode_enabled()
+    if torch.compiler.is_compiling():
+        return True
+    frozen = buffer.is_inference() and not torch.is_inference_mode_enabled()
+    return not (buffer.requires_grad or frozen)

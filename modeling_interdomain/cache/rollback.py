@@ -1,4 +1,4 @@
-"""What a recurrent layer has read lately, kept so that its last tokens can be taken back: the others are replayed."""
+"""The tokens that a recurrent layer has read lately. To take the last ones back, the ones before them are replayed."""
 
 from collections.abc import Callable
 from itertools import groupby
@@ -72,7 +72,7 @@ class Record(NamedTuple):
         return self._replace(pieces=_between(self.pieces, 0, tokens), latest=latest)
 
     def without_first(self, tokens: int, conv_state: list, states: dict) -> "Record":
-        """Without the first `tokens`, see `after`; copies, as a view of a long prompt would keep it in memory."""
+        """Without the first `tokens`, see `after`. Copies, because a view would keep a long prompt in memory."""
         rest = _joined(_between(self.pieces, tokens, self.tokens))
         rest = [piece._replace(inputs=tuple(x.clone() for x in piece.inputs)) for piece in rest]
         latest = self.latest
@@ -116,7 +116,7 @@ class Record(NamedTuple):
 
 
 def check_crop(tokens_to_remove: int, records: bool, record: Record | None, seen) -> None:
-    """Raise if a layer that `records`, and has `seen` tokens, cannot take so many back (a negative number, or 0)."""
+    """Raise if a layer that `records` and has `seen` tokens cannot take back that many (a negative number, or 0)."""
     if tokens_to_remove > 0:
         raise ValueError(
             f"crop takes 0 or a negative number of tokens for a recurrent state, got {tokens_to_remove}; pass -n "
@@ -155,7 +155,7 @@ def own_constants(given: tuple, before: tuple) -> tuple[tuple | None, tuple]:
 
 
 def _are_equal(own: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...]) -> bool:
-    """Whether tensors are known to be the same without waiting for a GPU."""
+    """Whether tensors hold the same numbers, as far as that is known without waiting for a GPU."""
     if len(own) != len(others) or torch.compiler.is_compiling():
         return False
     return all(x.device == y.device == _CPU and torch.equal(x, y) for x, y in zip(own, others))

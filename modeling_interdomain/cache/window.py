@@ -1,4 +1,4 @@
-"""What an attention layer with a window of the largest biases keeps between forwards: no more keys than its window."""
+"""What an attention layer that keeps the keys of the largest biases holds between forwards: those of its window."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ class WindowLayer(FixedSize, CacheLayerMixin):
         return [getattr(self, name) for name in _NAMES] if self.is_initialized else []
 
     def to_keep(self, tokens: int) -> int:
-        """How many of the last tokens to keep, whatever their bias, in a forward of so many."""
+        """How many of the last tokens a forward of so many must keep, whatever their bias."""
         if not self.record_past:
             return 0
         together = tokens if self.is_initialized else 0  # all of a short forward, not of a prompt

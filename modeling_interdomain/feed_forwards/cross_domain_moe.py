@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 
-from ..layers.common import DecodeTables, is_untouched, own_backend, residual_projection
+from ..layers.common import DecodeTables, backend_of, is_untouched, residual_projection
 from ..layers.operators import Operators
 from ..layers.recorded import ChosenExperts
 from ..ops.common.cpu import without_autocast
@@ -77,7 +77,7 @@ class CrossDomainMoE(DecodeTables):
         """`[B, T, hidden_size]`, in the dtype that x and the tables have in common."""
         scores, ids = self._find(x)
         ids = self.chosen(ids).flatten(-2)
-        backend = own_backend(self.config, EXPERT_BACKENDS)
+        backend = backend_of(self.config, EXPERT_BACKENDS)
         products = self.operators.read_rows(x, self.expert_down, ids, backend).view(scores.shape)
         weights = self._weigh(products, scores).to(products.dtype)
         return self.operators.sum_rows(weights.flatten(-2), self.expert_up, ids, backend)
@@ -110,7 +110,7 @@ class CrossDomainMoE(DecodeTables):
 
         if length == 1:
             return self._tables.get("keys", [self.query_proj.weight, keys], compute)
-        self.forget_tables()
+        self.doubt_tables()
         return compute(False)
 
     def _weigh(self, products: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

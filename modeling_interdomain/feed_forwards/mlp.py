@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-from ..layers.common import FULL_PRECISION, is_plain, is_untouched, project, residual_projection
+from ..layers.common import FULL_PRECISION, is_plain, is_untouched, project, project_all, residual_projection
 from ..ops.common.cpu import multiplies_in_tiles
 
 # Numbers between the projections that are made at a time: few enough to stay in a cache that cores share, many enough
@@ -31,13 +31,15 @@ class InterdomainMLP(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         x = hidden_states
-        if self._is_plain(x):
+        # A graph is to hold for any size of x, so that it asks for none.
+        if not torch.compiler.is_compiling() and x.numel() > _FEW and self._is_plain(x):
             return self._by_pieces(x.reshape(-1, x.shape[-1])).view(x.shape)
-        return project(self.down_proj, self.act_fn(project(self.gate_proj, x)) * project(self.up_proj, x))
+        gate, up = project_all((self.gate_proj, self.up_proj), x)
+        return project(self.down_proj, self.act_fn(gate) * up)
 
     def _is_plain(self, x: torch.Tensor) -> bool:
         own = self.gate_proj, self.up_proj, self.down_proj
-        if not is_plain(x, x.dtype) or x.numel() <= _FEW or not self._opens_with_silu(x.device):
+        if not is_plain(x, x.dtype) or not self._opens_with_silu(x.device):
             return False
         if x.dtype not in (*FULL_PRECISION, torch.bfloat16):
             return False

@@ -15,13 +15,13 @@ from ..model_cache.cache import InterdomainCache
 from .prompt_store import begin_reading, on_cpu, put_after, store_of
 from .slots import Slots
 
-# What ends or changes a text, or says more of it, in `generate` alone.
+# Options of `generate` that end or change a text, or return more about it; batching has none of them.
 _UNHEEDED = (
     *("stop_strings", "max_time", "token_healing", "dola_layers", "constraints", "force_words_ids"),
     *("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states"),
 )
 ROWS = 8  # in flight at once, where nobody asks for another number
-# What asks for more rows a prompt, or for another way to write, than one token a row and step.
+# Options that need several rows a prompt, or another way to write than one token a row and step.
 _SINGLE = ("num_beams", "num_return_sequences", "prompt_lookup_num_tokens", "assistant_early_exit", "penalty_alpha")
 _LIKE_NONE = {"num_beams": (1,), "num_return_sequences": (1,)}
 
@@ -41,7 +41,7 @@ class Request:
         self.keep: Callable[[list], None] | None = None  # states, in the prompt store, see `put_after`
 
     def prepare(self, model, called: str, unset: dict[str, bool]) -> None:
-        """Before it is read; a prompt that cannot be, or is longer than its text may be, is an error.
+        """Check and set up, before it is read; a bad prompt, or one longer than its text may be, is an error.
 
         Args:
             called: the prompt, in errors.
@@ -83,7 +83,7 @@ class Request:
             self.error = f"{self.name} has come to the end of the {self.room} positions that this model knows."
 
     def output(self):
-        # Here, because a program that never asks for it should not wait for what the library's engine imports.
+        # Imported here: a program that never asks for it does not wait for the library's engine.
         from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
         status = RequestStatus.FINISHED if self.finished else RequestStatus.DECODING

@@ -1,4 +1,4 @@
-"""What makers of guesses share: the prompt is read alone, and what comes without guesses is spared a record."""
+"""What all drafters share: the prompt is read without a draft, and tokens without a draft are not recorded."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from ..model_cache.cache import InterdomainCache
 
 
 class SparingGuesses(CandidateGenerator):
-    """Guesses that a model checks in one forward, and takes back where it disagrees.
+    """A draft that a model verifies in one forward, and takes back from where it disagrees.
 
     Args:
         spared: the cache of that model, if it need not record what comes without guesses.

@@ -1,4 +1,4 @@
-"""Prompt lookup that guesses only what is likely.
+"""Prompt lookup that drafts only what is likely.
 
 The library goes on from where the last two tokens, or the last one, stand first in the text. Here it is the latest of
 the places that share most with the end of the text; and as a text that repeats itself does not end where it is being
@@ -53,7 +53,7 @@ class LikelyLookup(SparingGuesses):
 
 
 def latest_place(text: torch.Tensor, least: int) -> int | None:
-    """Where the text `[T]` once went on as it may at its end: after the latest of the places that share most with it.
+    """The place in the text `[T]` after which it may go on again: the latest of those that share most with its end.
 
     None where not even the last `least` tokens stand together before.
     """

@@ -7,7 +7,6 @@ import torch
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 from transformers.generation import StoppingCriteriaList
-from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
 from ..inputs.checks import (
     check_beside_guesses,
@@ -128,25 +127,18 @@ class InterdomainGenerationMixin(GenerationMixin):
         return inputs
 
     def _get_candidate_generator(self, *, model_kwargs: dict[str, Any], **kwargs: Any) -> Any:
-        """As in the library; looked up is what is likely, and the first layers guess as much as pays.
-
-        See `generation/lookup.py` and `generation/first_layers.py`.
-        """
+        """As in the library; looked up is what is likely, see `generation/lookup.py`."""
         known = {name: x for name, x in model_kwargs.items() if name not in _OWN_SETTINGS}
         found = super()._get_candidate_generator(model_kwargs=known, **kwargs)
         cache, guesses = model_kwargs.get(CACHE_NAME), getattr(found, "num_assistant_tokens", None)
         if isinstance(cache, _OWN_CACHES) and guesses:  # as many as the assistant's own settings say
             cache.allow_rollback(int(guesses))
-        spared = model_kwargs.get("spared_cache")
-        if type(found) is EarlyExitCandidateGenerator:
-            from .first_layers import FirstLayers
+        return self.within_positions(likely_guesses(found, self.device, model_kwargs.get("spared_cache")))
 
-            found = FirstLayers(found, kwargs["input_ids"].shape[1], spared)
-        else:
-            found = likely_guesses(found, self.device, spared)
+    def within_positions(self, found: Any) -> Any:
+        """The maker of guesses, which are read where a text that ends by itself may never come, bounded."""
         room = self.config.longest_text
         if isinstance(found, SparingGuesses) and room is not None:
-            # A guess is read where a text that ends by itself may never come.
             found.max_length = min(found.max_length, room + 1)
         return found
 

@@ -1,4 +1,4 @@
-"""States of what prompts began with, so that `generate()` reads only what is new: in memory, then on a disk."""
+"""States of the beginnings of prompts, in memory and then on a disk, so that `generate()` reads only what is new."""
 
 import contextlib
 import hashlib
@@ -21,7 +21,7 @@ from ..model_cache.fingerprint import reading_fingerprint, tensor_bytes
 logger = logging.get_logger(__name__)
 
 ENVIRONMENT = "INTERDOMAIN_PROMPT_STORE"
-# Arguments of a decoding method that leave the state as the tokens make it.
+# Arguments of a decoding method that do not change which state the tokens make.
 _HARMLESS = {
     "attention_mask",
     CACHE_NAME,
@@ -35,7 +35,7 @@ _HARMLESS = {
 }
 _SUFFIX = ".safetensors"
 _REMEMBERED = 1 << 17  # beginnings of earlier prompts, 16 bytes each
-_ABANDONED = 3600.0  # seconds after which a file that is not complete belongs to nobody
+_ABANDONED = 3600.0  # seconds after which an incomplete file is taken for one that its process has left behind
 
 
 class Beginning(NamedTuple):
@@ -286,7 +286,7 @@ class PromptReading(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
     def finish(self, ids: torch.Tensor | None) -> None:
-        """Put away what is worth it: `ids` are the prompt and its answer, None when the generation was broken off."""
+        """Keep the states that are worth it: `ids` are prompt and answer, None when the generation was broken off."""
         text = self.prompt
         if ids is not None and int(self.cache.get_seq_length()) <= ids.shape[1]:
             text = ids[0].tolist()
@@ -348,7 +348,7 @@ def store_of(model: Any) -> tuple[StateStore, str] | None:
 
 
 def on_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies that nobody else will change."""
+    """Copies on the CPU, which nobody else will change."""
     return {name: x.detach().to("cpu", copy=True) for name, x in tensors.items()}
 
 

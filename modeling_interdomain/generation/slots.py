@@ -82,5 +82,5 @@ class Slots:
 
 
 def _at_the_right(x: torch.Tensor, count: int, fill: int = 0) -> torch.Tensor:
-    """`[B, G, count, ...]`: the last tokens, or all of them behind others that nobody sees."""
+    """`[B, G, count, ...]`: the last `count` tokens; where there are fewer, behind ones that the mask hides."""
     return F.pad(x, (*(0, 0) * (x.ndim - 3), count - x.shape[2], 0), value=fill)

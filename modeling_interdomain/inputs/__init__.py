@@ -1,1 +1,1 @@
-"""What arrives at a forward: checks, and losses that go with it."""
+"""What arrives at a forward: checks, keywords and the layout of its tokens."""

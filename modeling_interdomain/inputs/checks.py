@@ -1,6 +1,6 @@
-"""What a forward refuses, one sentence each, before anything is computed or written."""
+"""What a forward refuses, with one sentence each, before anything is computed or written."""
 
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ def embedded(table: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
 
 
 def check_classes(name: str, labels: torch.Tensor, number: int, ignored: int = -100) -> None:
-    """Their values where they can be looked at without waiting."""
+    """Their values, where looking at them does not wait for a GPU."""
     _check_whole(name, labels, torch.int64)
     if not values_at_hand(labels) or not labels.numel():
         return
@@ -157,7 +157,7 @@ def check_causal(config, causal: bool | None) -> None:
 
 
 def check_forks(mask: Any, config, mixers: list[TokenMixer], cache: Cache | None, shape) -> Packing | None:
-    """What recurrent layers work on for a mask `[B or 1, 1, T, T]` of which tokens each token sees.
+    """The packing of recurrent layers for a mask `[B or 1, 1, T, T]` that says which tokens each token sees.
 
     None where there is no such mask, or no such layer: softmax takes any.
     """
@@ -189,7 +189,7 @@ def check_forks(mask: Any, config, mixers: list[TokenMixer], cache: Cache | None
 
 
 def check_positions(position_ids: torch.Tensor | None, batch: int, length: int) -> None:
-    """Positions that no layer rotates by would otherwise go unread, whatever their shape."""
+    """Their shape, also where no layer rotates by positions and nothing else would notice."""
     check_tensors(position_ids=position_ids)
     if position_ids is None or torch.compiler.is_compiling():  # a graph for any batch asks for none of a shape
         return
@@ -271,7 +271,7 @@ def check_cache_layers(cache: Cache, config) -> None:
 
 
 def check_early_exit(config, layers: int | None) -> None:
-    """A model has layers that can guess."""
+    """The model has enough layers for some of them to draft."""
     whole = isinstance(layers, int) and not isinstance(layers, bool)
     if layers is not None and not (whole and 1 <= layers <= config.num_hidden_layers):
         raise ValueError(
@@ -315,12 +315,11 @@ def check_cache(cache: Cache | None, config, mixers: list[TokenMixer], batch: in
     if config.bidirectional:
         raise ValueError("A bidirectional model reads a whole sequence at once: leave past_key_values out.")
     check_unbroken(cache)
+    if len(cache.layers) == len(mixers) and all(map(_fits, cache.layers, mixers, repeat(batch))):
+        return
     check_cache_layers(cache, config)
     for i, (layer, mixer) in enumerate(zip(cache.layers, mixers)):
-        home = home_of(mixer.o_proj)
-        if _fits(layer, mixer, batch, home):
-            continue
-        found = look_into(layer)
+        home, found = home_of(mixer.o_proj), look_into(layer)
         if found.shapes is None:
             continue
         expected = mixer.cache_shapes(batch)
@@ -345,14 +344,17 @@ def check_cache(cache: Cache | None, config, mixers: list[TokenMixer], batch: in
             )
 
 
-def _fits(layer, mixer: TokenMixer, batch: int, home: torch.device) -> bool:
-    """The same for what a layer noted of its tensors when it made them: asked for at every token."""
+def _fits(layer, mixer: TokenMixer, batch: int) -> bool:
+    """Whether a layer has noted, when it made its tensors, that they are what a recurrent mixer keeps.
+
+    That is asked for at every token: looking into a layer takes longer.
+    """
     noted = getattr(layer, "kept_shapes", None)
     return (
         noted is not None
         and noted == getattr(mixer, "kept_shapes", None)
         and layer.batch_size == batch
-        and layer.device == home
+        and layer.device == home_of(mixer.o_proj)
     )
 
 
@@ -365,6 +367,8 @@ def check_dynamic_mask(
     in a compiled graph it comes out of the check, which is so made before any of them changes a cache. What is exported
     leaves this to its indices.
     """
+    if config.dynamic_mask is None:
+        return inputs_embeds
     if config.dynamic_mask_window is not None and config._attn_implementation not in _WINDOWED:
         names = " or ".join(f'"{name}"' for name in _WINDOWED)
         raise ValueError(

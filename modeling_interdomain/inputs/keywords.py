@@ -7,13 +7,15 @@ from typing import Any
 
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..layers.versions import other_cache_names, rename, shown_signature
+
 # What other libraries call an argument of these models; every forward takes it.
 OTHER_NAMES = {
     "cu_seqlens": "cu_seq_lens_q",  # flash-linear-attention
 }
 
 _READ = {
-    *("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "is_causal", "first_layers", "sequence_group"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "is_causal", "sequence_group"),
     *("num_items_in_batch", "shift_labels", "ignore_index"),  # by the loss
     *("return_dict", "debug_io", "debug_io_dir", "prune_layers"),  # by decorators of the library
     # Without a meaning here: documents tell the longest, a cache where its text goes on, and tokens are of one type.
@@ -23,7 +25,7 @@ _READ = {
 
 
 def understood(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward of a model that takes `OTHER_NAMES`, and of other keywords those that something reads.
+    """A forward of a model that takes `OTHER_NAMES`, its cache by any name, and of other keywords what something reads.
 
     These are what it names, what is named above, and what the attention function or a mixer names. None asks for
     nothing, and neither does False for an output.
@@ -31,20 +33,18 @@ def understood(forward: Callable[..., Any]) -> Callable[..., Any]:
     Raises:
         TypeError: for a keyword that would have no effect, or two names of one argument.
     """
-    own = _READ | set(inspect.signature(forward).parameters)
+    own, names = _READ | set(inspect.signature(forward).parameters), OTHER_NAMES | other_cache_names(forward)
 
     @wraps(forward)
     def call(self, *args, **kwargs):
-        for theirs, ours in OTHER_NAMES.items():
-            if (value := kwargs.pop(theirs, None)) is None:
-                continue
-            if kwargs.get(ours) is not None:
-                raise TypeError(f"{theirs} is another name of {ours}: give one of them.")
-            kwargs[ours] = value
+        for name in names:
+            if name in kwargs:
+                rename(kwargs, name, names[name])
         if unknown := [name for name in kwargs if name not in own and kwargs[name] is not None]:
             _refuse_unread(self, {name: kwargs[name] for name in unknown})
         return forward(self, *args, **kwargs)
 
+    call.__signature__ = shown_signature(forward)  # type: ignore[attr-defined]
     return call
 
 

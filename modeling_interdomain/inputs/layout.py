@@ -1,4 +1,4 @@
-"""What the tokens of a forward are: where each stands, what it may see, and on what the layers work."""
+"""The layout of the tokens of a forward: where each stands, what it may see, and how layers read them."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from transformers.masking_utils import (
     packed_sequence_mask_function,
 )
 
-from ..layers.common import forget_tables
+from ..layers.common import doubt_tables
 from ..layers.versions import CACHE_NAME
 from ..model_cache.cache import InterdomainCache, begins_text, note_reader, ready_to_step
 from ..ops.common.cpu import all_real, in_graph, values_at_hand
@@ -108,15 +108,16 @@ def lay_out(
     if use_cache and cache is None and cacheable:
         cache = InterdomainCache(config)
     if not torch.compiler.is_compiling():
-        note_reader(cache, model)
-        if begins_text(cache):
-            forget_tables(model)
+        if cache is not None:
+            note_reader(cache, model)
+        if cache is None or begins_text(cache):
+            doubt_tables(model)
 
     documents = None if cu_seqlens is None else document_of_tokens(cu_seqlens, shape.numel()).view(shape)
     if isinstance(attention_mask, dict):
         masks = dict(attention_mask)
     else:
-        masks = masks_by_kind(config, inputs_embeds, attention_mask, cache, documents)
+        masks = masks_by_kind(model.mask_kinds, config, inputs_embeds, attention_mask, cache, documents)
     if cu_seqlens is not None and "flash" in config._attn_implementation:
         arguments |= _varlen_arguments(cu_seqlens, masks.get("full_attention"))
     if config.output_attentions:
@@ -131,19 +132,19 @@ def lay_out(
     return TokenLayout(inputs_embeds, cache, seen, position_ids, documents, masks, packing, arguments)
 
 
-def masks_by_kind(config, inputs_embeds, attention_mask, cache, documents: torch.Tensor | None) -> dict[str, Any]:
-    """Masks "linear_attention" `[B, T]` and "full_attention" `[B, 1, T, keys]`, where there are such layers.
+def masks_by_kind(
+    kinds: set[str], config, inputs_embeds, attention_mask, cache, documents: torch.Tensor | None
+) -> dict[str, Any]:
+    """Of these kinds, `config.mask_kinds`: "linear_attention" `[B, T]`, "full_attention" `[B, 1, T, keys]`.
 
     `documents` `[B, T]` numbers the packed document of each token.
     """
     masks: dict[str, Any] = {}
-    kinds = set(config.layer_types)
-    windowed = config.windowed_layers
-    if kinds != {"full_attention"} or any(windowed):
+    if "linear_attention" in kinds:
         length = inputs_embeds.shape[1]
         rows = attention_mask is not None and attention_mask.ndim == 2
         masks["linear_attention"] = attention_mask[:, -length:].contiguous() if rows else None
-    if any(kind != "linear_attention" and not alone for kind, alone in zip(config.layer_types, windowed)):
+    if "full_attention" in kinds:
         create_mask: Any = create_bidirectional_mask
         if not config.bidirectional:
             # A single token sees all there is, but for the room of a static cache: also of one that records, for
@@ -161,7 +162,7 @@ def masks_by_kind(config, inputs_embeds, attention_mask, cache, documents: torch
 
 
 def _check(config, mixers, shape, attention_mask, position_ids, cache, kwargs) -> int | torch.Tensor:
-    """What can be said of each argument alone; returns how many tokens the cache has read."""
+    """Check each argument alone; returns how many tokens the cache has read."""
     check_cache(cache, config, mixers, shape[0])
     seen = 0 if cache is None else cache.get_seq_length()
     if cache is not None and _is_at_hand(seen):
@@ -183,7 +184,7 @@ def _is_at_hand(seen: int | torch.Tensor) -> bool:
     """Whether a count can be looked at without waiting for a GPU or breaking a graph."""
     if isinstance(seen, torch.Tensor):
         return values_at_hand(seen)
-    return isinstance(seen, int)  # not a symbol of an exported graph
+    return isinstance(seen, int)  # a plain number, not a symbol of an exported graph
 
 
 def _documents(kwargs: dict[str, Any], position_ids, attention_mask, cache, shape) -> torch.Tensor | None:

@@ -4,7 +4,7 @@ what is added to the training loss, values kept for a version of the parameters.
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -86,15 +86,13 @@ class InterdomainRMSNorm(nn.Module):
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
 
 
-def backend_of(config) -> str:
-    """`config.backend` as it is now, past the library's lookup: every layer asks at every token."""
-    return config.backend if torch.compiler.is_compiling() else object.__getattribute__(config, "backend")
+def backend_of(config, backends: tuple[str, ...] | None = None) -> str:
+    """`config.backend` as it is now; for an operator that has other `backends`, "auto".
 
-
-def own_backend(config, backends: tuple[str, ...]) -> str:
-    """`config.backend` for an operator that has these backends, "auto" for one that is another operator's."""
-    backend = backend_of(config)
-    return backend if backend in backends else "auto"
+    It goes past the library's lookup, which is slow: every layer asks at every token.
+    """
+    backend = config.backend if torch.compiler.is_compiling() else object.__getattribute__(config, "backend")
+    return backend if backends is None or backend in backends else "auto"
 
 
 def begun_with(initial_state: Any, *transition: torch.Tensor) -> torch.Tensor | None:
@@ -165,67 +163,101 @@ def project(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return linear(x)
 
 
+def project_all(linears: Sequence[nn.Module], x: torch.Tensor) -> list[torch.Tensor]:
+    """`project` by each."""
+    if x.dtype == torch.bfloat16:
+        return [project(linear, x) for linear in linears]
+    return [linear(x) for linear in linears]
+
+
 class ParameterCache:
     """Values that depend on parameters alone, kept until one of the parameters changes; copies and pickles are empty.
 
     Only where nothing but the parameters can change a value: eager mode without gradients, and parameters that are
     tensors of their own (not sharded, adapted, swapped, or of inference mode, which counts no versions). Not in a
     process group either: what gathers parameters there writes them without counting a version.
+
+    Args:
+        compares: after a `doubt`, compare the numbers of parameters on a CPU with copies: a pass over them, where the
+            values are worth more. Default: False, a doubt forgets the values.
     """
 
-    def __init__(self) -> None:
-        self._kept: tuple[list[tuple], dict[Hashable, Any]] = [], {}
+    def __init__(self, compares: bool = False) -> None:
+        self._compares = compares
+        self.forget()
 
     def __reduce__(self):
-        return type(self), ()
+        return type(self), (self._compares,)
 
     def forget(self) -> None:
-        self._kept = [], {}
+        self._kept: tuple[list[tuple], dict[Hashable, Any]] = [], {}
+        self._copies: list[torch.Tensor] = []
+        self._doubted = False
+
+    def doubt(self) -> None:
+        """Parameters may have been written where no version is counted: through `.data`, or in a kernel of its own."""
+        if self._copies:
+            self._doubted = True
+        else:
+            self.forget()
+
+    def of(self, parameters: Sequence[torch.Tensor]) -> dict[Hashable, Any] | None:
+        """The values by name that belong to the parameters as they are, to put more in; None where none is kept."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.jit.is_tracing():
+            return None
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return None
+        # A captured graph computes what it uses itself: what is kept here may be gone when it is replayed.
+        if parameters[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        known, values = self._kept
+        if len(known) == len(parameters):
+            for (reference, version, address), p in zip(known, parameters):
+                if reference() is not p or p._version != version or p.data_ptr() != address:
+                    break
+            else:
+                if not self._doubted or all(map(torch.equal, self._copies, parameters)):
+                    self._doubted = False
+                    return values
+        if not all(type(p) is nn.Parameter and not p.is_inference() and not p.is_meta for p in parameters):
+            return None
+        self.forget()
+        if self._compares and all(p.device.type == "cpu" for p in parameters):
+            self._copies = [p.detach().clone() for p in parameters]
+        self._kept = [(weakref.ref(p), p._version, p.data_ptr()) for p in parameters], {}
+        return self._kept[1]
 
     def get(self, name: Hashable, parameters: Sequence[torch.Tensor], compute: Callable[[bool], Any]) -> Any:
         """The value of a name; `compute` is told whether what it gives will be kept."""
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.jit.is_tracing():
+        values = self.of(parameters)
+        if values is None:
             return compute(False)
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return compute(False)
-        # A captured graph computes what it uses itself: what is kept here may be gone when it is replayed.
-        if parameters[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            return compute(False)
-        known, values = self._kept
-        if not _unchanged(known, parameters):
-            if not all(type(p) is nn.Parameter and not p.is_inference() and not p.is_meta for p in parameters):
-                return compute(False)
-            values = {}
-            self._kept = [(weakref.ref(p), p._version, p.data_ptr()) for p in parameters], values
         if name not in values:
             values[name] = compute(True)
         return values[name]
 
 
-def _unchanged(known: list[tuple], parameters: Sequence[torch.Tensor]) -> bool:
-    if len(known) != len(parameters):
-        return False
-    for (reference, version, address), p in zip(known, parameters):
-        if reference() is not p or p._version != version or p.data_ptr() != address:
-            return False
-    return True
-
-
 class DecodeTables(nn.Module):
     """A module that keeps tables made of its own parameters.
 
-    What moves or loads parameters is seen, and so are PyTorch's optimisers. What writes where no version is counted
-    (through `.data`, or in a kernel of its own) is seen when the next text begins, or goes on with more tokens than a
-    guess has; until then it calls `forget_tables`.
+    What moves or loads parameters is seen, and so are PyTorch's optimisers. What writes where no version is counted is
+    seen when the next text begins, or goes on with more tokens than a guess has (`doubt_tables`); until then it calls
+    `forget_tables`.
     """
+
+    compares: ClassVar[bool] = False  # as of `ParameterCache`
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._tables = ParameterCache()
+        self._tables = ParameterCache(self.compares)
 
     def forget_tables(self) -> None:
         if not torch.compiler.is_compiling():
             self._tables.forget()
+
+    def doubt_tables(self) -> None:
+        if not torch.compiler.is_compiling():
+            self._tables.doubt()
 
     def train(self, mode: bool = True):
         self.forget_tables()
@@ -236,8 +268,8 @@ class DecodeTables(nn.Module):
         return super()._apply(fn, recurse)
 
 
-def forget_tables(module: nn.Module) -> None:
-    """Of all parts of a module."""
+def doubt_tables(module: nn.Module) -> None:
+    """Of all parts of a module: a text begins."""
     for part in module.modules():
         if isinstance(part, DecodeTables):
-            part.forget_tables()
+            part.doubt_tables()

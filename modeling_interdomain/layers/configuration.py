@@ -25,8 +25,8 @@ class ModelFields:
         token_mixers: "interdomain", "s4d" (the same state read by a learned vector, no query), "ssd" (state space
             duality, whose fields begin with ssd; Mamba-2 is a case of it), "selective_scan" (the layer of Mamba, whose
             fields begin with scan), "softmax" or "inner_function" (softmax attention whose values are the input times a
-            learned vector that each token chooses, from "Wonderful Matrices") for all layers, or a list with one name a
-            layer. Default: "interdomain".
+            learned vector that each token chooses, from "Wonderful Matrices") or "window" (softmax of the last tokens,
+            a state of the others) for all layers, or a list with one name a layer. Default: "interdomain".
         feed_forwards: "mlp" (SwiGLU), "cdmoe" (an MLP without a gate and thousands of one-neuron experts, of which each
             token uses a few) or "none" (the layer ends with its token mixer) for all layers, or a list with one name a
             layer. Default: "mlp".
@@ -44,6 +44,7 @@ class ModelFields:
         num_channels: channels of those images. Default: 3.
         hidden_act: activation of the feed-forward layer. Default: "silu".
         rms_norm_eps: epsilon of every RMSNorm. Default: 1e-6.
+        attention_bias: biases in the projections of "softmax" and "window" layers, as in a Llama. Default: False.
         attention_dropout: dropout of the softmax weights. Default: 0.0.
         initializer_range: standard deviation of linear and embedding weights; projections back into the residual stream
             start with this over sqrt(2 N). Default: 0.02.
@@ -100,6 +101,7 @@ class ModelFields:
     num_channels: int = 3
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
     attention_dropout: float = 0.0
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False

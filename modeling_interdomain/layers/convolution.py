@@ -1,4 +1,4 @@
-"""The short causal convolution of queries and keys, which remembers its last inputs."""
+"""The short causal convolution of queries and keys, and its conv state: the last inputs."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,8 @@ from transformers import initialization as init
 from ..ops.common.cpu import all_real, multiplies_bf16, without_autocast
 from .common import is_plain, is_untouched
 
-# Taps of a key that starts as the token before, and a little as its own: the first token has none before it, and the
-# direction of nothing has no gradient.
+# Start of a key's weights: the token before, and a little of its own. The first token has none before it, and a key of
+# zeros has no direction, so it would get no gradient.
 TOKEN_BEFORE = (1.0, 0.1)
 
 
@@ -32,11 +32,11 @@ class CausalConv1d(nn.Conv1d):
             init.zeros_(self.bias)
 
     @torch.no_grad()
-    def start_taps(self, *last: float) -> None:
-        """The last taps, in the order of the tokens, are the same numbers in all channels, and those before them 0."""
-        taps = torch.zeros_like(self.weight)
-        taps[..., -len(last) :] = taps.new_tensor(last)
-        init.copy_(self.weight, taps)
+    def start_weight(self, *last: float) -> None:
+        """All channels start with these numbers as their last weights, in the order of the tokens, after zeros."""
+        conv_weight = torch.zeros_like(self.weight)
+        conv_weight[..., -len(last) :] = conv_weight.new_tensor(last)
+        init.copy_(self.weight, conv_weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[B, W, L + kernel_size - 1]` to `[B, W, L]`."""
@@ -117,38 +117,40 @@ def causal_conv(
 
 
 def convolve_few(
-    inputs: Sequence[torch.Tensor], windows: Sequence[torch.Tensor], taps: torch.Tensor
+    inputs: Sequence[torch.Tensor], conv_state: Sequence[torch.Tensor], conv_weight: torch.Tensor
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Several `causal_conv` of a few tokens as one: where a call costs more than what it computes, few are better.
+    """Several `causal_conv` of a few tokens as one, where a call costs more than what it computes.
 
     Args:
         inputs: `[B, T, W]` each.
-        windows: `[B, W, kernel - 1]` each, the inputs before the first token.
-        taps: `[kernel, sum of all W]`, their weights side by side; all but the windows is computed in their dtype.
+        conv_state: `[B, W, kernel - 1]` each, the inputs before the first token.
+        conv_weight: `[kernel, sum of all W]`, side by side; all but the conv state is computed in its dtype.
 
     Returns:
-        `[B, T, sum of all W]` and the new windows.
+        `[B, T, sum of all W]` and the new conv state.
     """
-    tokens = side_by_side(inputs)
-    before = side_by_side([w.mT for w in windows])  # token by token, as a `RecurrentLayer` has them in memory
+    one = len(inputs) == 1
+    tokens = inputs[0] if one else torch.cat(list(inputs), dim=-1)
+    # Token by token, as a `RecurrentLayer` has them in memory.
+    before = conv_state[0].mT if one else torch.cat([w.mT for w in conv_state], dim=-1)
     if before.dtype != tokens.dtype:
         before = before.to(tokens.dtype)
     extended = torch.cat([before, tokens], dim=1)
     count = tokens.shape[1]
     last = extended.narrow(1, count, before.shape[1]).mT
-    after = [last] if len(windows) == 1 else list(last.split_with_sizes([w.shape[1] for w in windows], dim=1))
+    after = [last] if one else list(last.split_with_sizes([w.shape[1] for w in conv_state], dim=1))
     if count == 1:
-        return (extended * taps).sum(1, keepdim=True), after
-    return (extended.unfold(1, taps.shape[0], 1) * taps.mT).sum(-1), after
+        return (extended * conv_weight).sum(1, keepdim=True), after
+    return (extended.unfold(1, conv_weight.shape[0], 1) * conv_weight.mT).sum(-1), after
 
 
-def side_by_side(streams: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Numbers `[B, T, W]` of several streams, those of a token one after the other."""
-    return streams[0] if len(streams) == 1 else torch.cat(list(streams), dim=-1)
+def side_by_side(projections: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Numbers `[B, T, W]` of several projections, those of a token one after the other."""
+    return projections[0] if len(projections) == 1 else torch.cat(list(projections), dim=-1)
 
 
-def taps_of(*weights: torch.Tensor) -> torch.Tensor:
-    """The taps of `convolve_few` from weights of `CausalConv1d`, `[W, 1, kernel]` each."""
+def joined_weights(*weights: torch.Tensor) -> torch.Tensor:
+    """The `conv_weight` of `convolve_few` from weights of `CausalConv1d`, `[W, 1, kernel]` each."""
     return torch.cat(weights).squeeze(1).mT.contiguous()
 
 

@@ -14,17 +14,14 @@ def silu_l2(x: torch.Tensor) -> torch.Tensor:
     """`SiLU(x) / ||SiLU(x)||_2` over the last axis, in at least float32; zero for zeros."""
     wide = _wide(x)
     if is_plain(wide, wide.dtype):
-        return _to_length_one(F.silu(wide, inplace=wide is not x))
+        return silu_l2_(wide, inplace=wide is not x)
     x = F.silu(wide)
     return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=1e-12)
 
 
-def silu_l2_(x: torch.Tensor) -> torch.Tensor:
-    """The same of a plain tensor, in its dtype and in its place."""
-    return _to_length_one(F.silu(x, inplace=True))
-
-
-def _to_length_one(y: torch.Tensor) -> torch.Tensor:
+def silu_l2_(x: torch.Tensor, inplace: bool = True) -> torch.Tensor:
+    """The same of a plain tensor, in its dtype and, unless it is told otherwise, in its place."""
+    y = F.silu(x, inplace=inplace)
     return y.div_(torch.linalg.vector_norm(y, dim=-1, keepdim=True).clamp_(min=1e-12))
 
 

@@ -9,10 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from ..ops.common.cpu import OperatorCache
-from .common import forget_tables
+from .common import DecodeTables
 
-# Goes up when an operator that layers call takes, gives or means something else; on the Hub it is the branch "v1".
+# Raised when an operator that layers call changes its arguments, results or meaning; on the Hub: the branch "v1".
 KERNEL_VERSION = 1
 
 
@@ -53,9 +52,8 @@ def use_kernel(
         found = {operator: _counterpart(kernel, name, each) for operator, each in own.items()}
     for part in parts:
         part.operators = Operators(**{operator: found[operator] for operator in vars(type(part).operators)})
-        for kept in [x for x in vars(part).values() if isinstance(x, OperatorCache)]:  # what other operators have made
-            kept.forget()
-    forget_tables(model)
+        if isinstance(part, DecodeTables):  # which were made by other operators
+            part.forget_tables()
 
 
 def _load(name: str | os.PathLike, revision: str | None, trust_remote_code: bool | list[str]) -> ModuleType:
@@ -69,7 +67,7 @@ def _load(name: str | os.PathLike, revision: str | None, trust_remote_code: bool
         else:
             version: dict[str, Any] = {"version": KERNEL_VERSION} if revision is None else {"revision": revision}
             kernel = kernels.get_kernel(str(name), **version, trust_remote_code=trust_remote_code)
-    except Exception as error:  # what a repository, its metadata or its code may lead to
+    except Exception as error:  # a repository, its metadata or its code can raise any of these
         raise ValueError(f"The kernel {name} does not load: {' '.join(str(error).split())}") from error
     if getattr(kernel, "VERSION", None) != KERNEL_VERSION:
         raise ValueError(

@@ -12,7 +12,7 @@ class _Recorded(nn.Module):
 
 
 class AuxiliaryLoss(_Recorded):
-    """Hands on what a layer wants added to the training loss: the model finds it by this module.
+    """Passes on what a layer wants added to the training loss; the model finds it by this module's class.
 
     A layer calls it with a scalar in every forward; in training, `config.aux_loss_coef` times the sum over all layers
     joins the loss of the model.

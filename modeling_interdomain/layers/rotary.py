@@ -10,7 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .common import Float32Module, is_plain
 
-# Whose frequencies change with the length: what a state holds cannot be rotated again.
+# Their frequencies change with the length, and what a state holds cannot be rotated again.
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
@@ -93,7 +93,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     if dim < x.shape[-1]:
         return torch.cat([rotate(x[..., :dim], cos, sin), x[..., dim:]], dim=-1)
     first, second = x.chunk(2, dim=-1)
-    if x.shape[1] > 1 and is_plain(x, x.dtype):  # of one token a call costs more than what it copies
+    if x.shape[1] > 1 and is_plain(x, x.dtype):  # for one token a call costs more than the copies it saves
         y, turns = x * cos.unsqueeze(2), sin.unsqueeze(2).chunk(2, dim=-1)
         for half, other, turn, sign in zip(y.chunk(2, dim=-1), (second, first), turns, (-1, 1), strict=True):
             half.addcmul_(other, turn, value=sign)
@@ -102,9 +102,12 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def rotate_around(
-    function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, cos_sin: Any, placement: str | None
+    function: Callable[..., torch.Tensor], x: torch.Tensor, cos_sin: Any, placement: str | None, *arguments: Any
 ) -> torch.Tensor:
-    """`function(x)` with `rotate` "before" or "after" it; with neither where `cos_sin` or `placement` is None."""
+    """`function(x, *arguments)` with `rotate` "before" or "after" it; with neither where `cos_sin` or `placement` is
+    None."""
     if cos_sin is None or placement is None:
-        return function(x)
-    return function(rotate(x, *cos_sin)) if placement == "before" else rotate(function(x), *cos_sin)
+        return function(x, *arguments)
+    if placement == "before":
+        return function(rotate(x, *cos_sin), *arguments)
+    return rotate(function(x, *arguments), *cos_sin)

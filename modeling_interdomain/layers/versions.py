@@ -31,24 +31,41 @@ def takes_cache(function: Callable) -> Callable:
     Raises:
         TypeError: of the function, when it is called with two caches.
     """
-    signature = inspect.signature(function)
-    own = next((name for name in signature.parameters if name in CACHE_NAMES), CACHE_NAME)
-    others = [name for name in CACHE_NAMES if name != own]
+    names = other_cache_names(function)
 
     @wraps(function)
     def renamed(*args: Any, **kwargs: Any) -> Any:
-        for name in others:
+        for name in names:
             if name in kwargs:
-                cache = kwargs.pop(name)
-                if kwargs.get(own) is None:
-                    kwargs[own] = cache
-                elif cache is not None:
-                    raise TypeError(f"{own} and {name} are two names of one argument, the cache: give one of them.")
+                rename(kwargs, name, names[name])
         return function(*args, **kwargs)
 
-    shown = [x.replace(name=CACHE_NAME) if name == own else x for name, x in signature.parameters.items()]
-    renamed.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    renamed.__signature__ = shown_signature(function)  # type: ignore[attr-defined]
     return renamed
+
+
+def other_cache_names(function: Callable) -> dict[str, str]:
+    """What others may call the cache of a function, each with the name that the function itself has for it."""
+    own = next((name for name in inspect.signature(function).parameters if name in CACHE_NAMES), CACHE_NAME)
+    return {name: own for name in CACHE_NAMES if name != own}
+
+
+def shown_signature(function: Callable) -> inspect.Signature:
+    """With the library's name of the cache."""
+    signature = inspect.signature(function)
+    shown = [x.replace(name=CACHE_NAME) if name in CACHE_NAMES else x for name, x in signature.parameters.items()]
+    return signature.replace(parameters=shown)
+
+
+def rename(arguments: dict[str, Any], theirs: str, ours: str) -> None:
+    """Call an argument by the other of its two names; one that is None asks for nothing."""
+    value = arguments.pop(theirs)
+    if arguments.get(ours) is None:
+        arguments[ours] = value
+    elif value is not None and ours in CACHE_NAMES:
+        raise TypeError(f"{ours} and {theirs} are two names of one argument, the cache: give one of them.")
+    elif value is not None:
+        raise TypeError(f"{theirs} is another name of {ours}: give one of them.")
 
 
 def warn_if_untested(version: str) -> None:

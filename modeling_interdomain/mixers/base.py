@@ -76,7 +76,7 @@ class TokenMixer(nn.Module):
         return StaticRecurrentLayer(max_cache_len=max_cache_len, **arguments)
 
     def cache_shapes(self, batch: int) -> list[list[int]]:
-        """The shapes of what a cache holds of this layer: windows, then states; or `[batch, heads, head size]`."""
+        """The shapes of what a cache holds of this layer: conv state, then states; or `[batch, heads, head size]`."""
         raise NotImplementedError(f"{type(self).__name__} does not say what a cache holds of it: write cache_shapes.")
 
     @classmethod

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..layers.common import InterdomainRMSNorm, backend_of, project, residual_projection
+from ..layers.common import InterdomainRMSNorm, backend_of, project, project_all, residual_projection
 from ..layers.convolution import CausalConv1d, causal_conv, last_inputs
 from ..layers.operators import Operators
 from ..ops.common.packing import Packing
@@ -15,28 +15,28 @@ from ..parallel.tensor import HEADS
 from .base import TokenMixer
 
 
-class Stream(NamedTuple):
+class Projection(NamedTuple):
     """One projection of the tokens: `name` + "_proj" makes `heads` x `width` numbers, `name` + "_conv" mixes them."""
 
     name: str
     heads: int
     width: int
     convolved: bool
-    bias: bool = False  # beside those that `Biases` gives to all
 
 
 class Biases(NamedTuple):
-    """Which maps of a mixer have one."""
+    """Which maps of a mixer have one: all projections and convolutions, or those projections that `beside` names."""
 
     projections: bool = False
     convolutions: bool = False
+    beside: tuple[str, ...] = ()
 
 
 class RecurrentMixer(TokenMixer):
-    """Projects the tokens into `streams`, convolves them, runs a recurrence on from the cache, and projects back.
+    """Projects the tokens into `projections`, convolves them, runs a recurrence on from the cache, and projects back.
 
-    A subclass names its streams and its state, makes `recurrence` (a module that is called with tokens and gives output
-    and final state, see `InterdomainRecurrence`), and turns convolved streams into tokens (`_tokens`).
+    A subclass names its projections and its state, makes `recurrence` (a module that is called with tokens and gives
+    output and final state, see `InterdomainRecurrence`), and turns convolved projections into tokens (`_tokens`).
     """
 
     layer_type = "linear_attention"
@@ -56,10 +56,10 @@ class RecurrentMixer(TokenMixer):
         # Asked for at every token: a configuration is slow to look up.
         self.rope_placement, self.kernel = config.rope_placement, self.kernel_size(config)
         self.rotated_width = self.rotated(config)
-        streams = self.streams(config)
-        self.stream_names = [stream.name for stream in streams]
-        self.convolved = [stream.convolved for stream in streams]
-        windows = [(stream.heads * stream.width, self.kernel - 1) for stream in streams if stream.convolved]
+        projections = self.projections(config)
+        self.projection_names = [projection.name for projection in projections]
+        self.convolved = [projection.convolved for projection in projections]
+        conv_state = [(heads * width, self.kernel - 1) for _, heads, width, convolved in projections if convolved]
         branch = config.sparse_per_layer[layer_idx]
         self.sparse = None
         if branch is not None:
@@ -67,11 +67,11 @@ class RecurrentMixer(TokenMixer):
 
             shape = *self.written_shape(config), self.output_heads(config)
             self.sparse = SparseBranch(config, branch, *shape, reads_first=not self.starts_with_induction(config))
-        self.own_windows = len(windows)
-        self.kept_shapes = [*windows, tuple(self.state_shape(config))]
+        self.own_conv_state = len(conv_state)
+        self.kept_shapes = [*conv_state, tuple(self.state_shape(config))]
         if self.sparse is not None:
             states = self.sparse.state_shapes.values()
-            self.kept_shapes = [*windows, *self.sparse.window_shapes, self.kept_shapes[-1], *states]
+            self.kept_shapes = [*conv_state, *self.sparse.conv_state_shapes, self.kept_shapes[-1], *states]
 
         self.first_state = None
         if config.learned_state:
@@ -79,22 +79,17 @@ class RecurrentMixer(TokenMixer):
 
             self.first_state = FirstState(tuple(self.state_shape(config)))
         hidden, outputs, biases = config.hidden_size, self.output_heads(config) * output_width, self.biases(config)
-        for stream in streams:
-            bias = biases.projections or stream.bias
-            setattr(self, f"{stream.name}_proj", nn.Linear(hidden, stream.heads * stream.width, bias))
+        for name, heads, width, _ in projections:
+            bias = biases.projections or name in biases.beside
+            setattr(self, f"{name}_proj", nn.Linear(hidden, heads * width, bias))
         self.o_proj = residual_projection(outputs, hidden, biases.projections)
         self.g_proj = nn.Linear(hidden, outputs, biases.projections) if self.gated(config) else None
-        for stream in streams:
-            if stream.convolved:
-                width = stream.heads * stream.width
-                conv = CausalConv1d(width, width, self.kernel, groups=width, bias=biases.convolutions)
-                setattr(self, f"{stream.name}_conv", conv)
+        for name, heads, width, convolved in projections:
+            if convolved:
+                size = heads * width
+                conv = CausalConv1d(size, size, self.kernel, groups=size, bias=biases.convolutions)
+                setattr(self, f"{name}_conv", conv)
         self.o_norm = InterdomainRMSNorm(output_width, config.rms_norm_eps) if config.use_output_norm else None
-
-    @property
-    def backend(self) -> str:
-        """Of the configuration as it is now, which the model asks, too."""
-        return backend_of(self.config)
 
     # What a subclass says.
 
@@ -104,7 +99,7 @@ class RecurrentMixer(TokenMixer):
         return False
 
     @classmethod
-    def streams(cls, config) -> list[Stream]:
+    def projections(cls, config) -> list[Projection]:
         """The projections, in the order in which `_tokens` takes them."""
         raise NotImplementedError
 
@@ -113,8 +108,8 @@ class RecurrentMixer(TokenMixer):
         """Of one sequence."""
         raise NotImplementedError
 
-    def _tokens(self, streams: list[torch.Tensor], cos_sin) -> tuple[torch.Tensor, ...]:
-        """What the recurrence is called with, from convolved streams `[B, T, heads width]`."""
+    def _tokens(self, projections: list[torch.Tensor], cos_sin) -> tuple[torch.Tensor, ...]:
+        """What the recurrence is called with, from convolved projections `[B, T, heads width]`."""
         raise NotImplementedError
 
     def _recorded(self, tokens: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -192,22 +187,22 @@ class RecurrentMixer(TokenMixer):
 
     @classmethod
     def state_sizes(cls, config, context_length: int) -> dict[str, int]:
-        windows = sum(stream.heads * stream.width for stream in cls.streams(config) if stream.convolved)
+        conv_state = sum(heads * width for _, heads, width, convolved in cls.projections(config) if convolved)
         state = torch.Size(cls.state_shape(config)).numel()
-        return {"recurrent": state, "convolution": windows * (cls.kernel_size(config) - 1)}
+        return {"recurrent": state, "convolution": conv_state * (cls.kernel_size(config) - 1)}
 
     def cache_shapes(self, batch: int) -> list[list[int]]:
         return [[batch, *shape] for shape in self.kept_shapes]
 
     @classmethod
     def head_plan(cls, config) -> dict[str, str]:
-        streams, biases = cls.streams(config), cls.biases(config)
-        plan = {"": HEADS, "recurrence": HEADS} | {f"{stream.name}_proj": "colwise" for stream in streams}
-        for stream in streams:
-            if stream.convolved:
-                plan[f"{stream.name}_conv.weight"] = HEADS
+        projections, biases = cls.projections(config), cls.biases(config)
+        plan = {"": HEADS, "recurrence": HEADS} | {f"{projection.name}_proj": "colwise" for projection in projections}
+        for projection in projections:
+            if projection.convolved:
+                plan[f"{projection.name}_conv.weight"] = HEADS
                 if biases.convolutions:
-                    plan[f"{stream.name}_conv.bias"] = HEADS
+                    plan[f"{projection.name}_conv.bias"] = HEADS
         if cls.gated(config):
             plan["g_proj"] = "colwise"
         if config.learned_state:
@@ -238,30 +233,35 @@ class RecurrentMixer(TokenMixer):
             output_attentions: make the map, where no tokens came before these.
         """
         layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        transition = None
+        transition = conv_state = states = None
         if layer is not None:
             layer.thaw()
-            self._begin_again(layer)
+            if self.first_state is not None:
+                self._begin_again(layer)
             if layer.record_past:
                 transition = self.recurrence(hidden_states, transition=True)
                 layer.commit_unless(transition)
-        projected = [project(getattr(self, f"{name}_proj"), hidden_states) for name in self.stream_names]
+        projected = project_all([self._modules[f"{name}_proj"] for name in self.projection_names], hidden_states)
         if packing is not None:  # not before: adapters that differ by row must find the rows of the batch
             projected = [packing.pack(x) for x in projected]
-        cos_sin = self._rotation(position_embeddings, packing, hidden_states.shape[:2])
-        reads_on, windows = layer is not None and self._verifies(layer, hidden_states, packing), None
+        cos_sin = None
+        if self.rope_placement is not None and position_embeddings is not None:
+            cos, sin = position_embeddings[self.rotated_width]
+            if packing is not None:
+                cos, sin = (packing.pack(x.expand(*hidden_states.shape[:2], -1)) for x in (cos, sin))
+            cos_sin = cos, sin
+        reads_on = transition is not None and self._verifies(layer, hidden_states, packing)
         if reads_on:
-            windows = layer.lookahead_conv_state(self.max_pending - hidden_states.shape[1])
+            conv_state = layer.lookahead_conv_state(self.max_pending - hidden_states.shape[1])
         elif layer is not None:
-            layer.commit()
-            windows = layer.windows
-        own = windows if self.sparse is None or windows is None else windows[: self.own_windows]
-        if piece is not None and self.own_windows and self.kernel > 1:
-            own = piece.windows(self._convolved(projected), self.kernel - 1)
+            conv_state, states = layer.committed()
+        own = conv_state if self.sparse is None or conv_state is None else conv_state[: self.own_conv_state]
+        if piece is not None and self.own_conv_state and self.kernel > 1:
+            own = piece.conv_state(self._convolved(projected), self.kernel - 1)
         tokens, after = self._inputs(projected, own, cos_sin, packing, keep=layer is not None)
         companion = None
         if self.sparse is not None:
-            companion = self._companion(hidden_states, tokens, layer, windows, packing)
+            companion = self._companion(hidden_states, tokens, conv_state, states, packing)
         if transition is not None:
             self._record(layer, transition, projected, tokens, attention_mask, packing, hidden_states, companion)
         weights = None
@@ -274,9 +274,9 @@ class RecurrentMixer(TokenMixer):
         if reads_on:
             output = self._verify(layer, tokens, after)
         elif layer is not None and self._can_step(layer, tokens, packing):
-            output = self._step(layer, tokens, after, attention_mask, companion)
+            output = self._step(layer, tokens, (conv_state, states), after, attention_mask, companion)
         else:
-            output = self._all_at_once(layer, tokens, after, packing, companion, piece)
+            output = self._all_at_once(layer, tokens, states, after, packing, companion, piece)
         if weights is not None and weights.requires_grad:  # a loss of the output asks them for gradients
             output = self._added_up(weights, tokens, packing)
         if self.o_norm is not None:
@@ -288,7 +288,7 @@ class RecurrentMixer(TokenMixer):
 
     def _begin_again(self, layer) -> None:
         """Let a layer of a cache that was reset hold what a sequence begins with."""
-        if self.first_state is not None and layer.is_initialized and not layer.has_previous_state[0]:
+        if layer.is_initialized and not layer.has_previous_state[0]:
             layer.set_state(self.first_state(layer.state))
 
     def attention_map(self, tokens: tuple[torch.Tensor, ...], packing: Packing | None) -> torch.Tensor | None:
@@ -303,16 +303,15 @@ class RecurrentMixer(TokenMixer):
         output = torch.einsum("bhtj,bjhw->bthw", weights[..., : values.shape[1]], values)
         return output if packing is None else packing.pack(output)
 
-    def _rotation(self, position_embeddings, packing, shape) -> tuple[torch.Tensor, ...] | None:
-        if self.rope_placement is None or position_embeddings is None:
-            return None
-        cos_sin = position_embeddings[self.rotated_width]
-        return cos_sin if packing is None else tuple(packing.pack(x.expand(*shape, -1)) for x in cos_sin)
+    def _inputs(self, projected, conv_state, cos_sin, packing: Packing | None, keep: bool):
+        """What the recurrence is called with, and the new conv state (if there is a cache to `keep` them)."""
+        projections, after = self._convolve(projected, conv_state, packing)
+        return self._tokens(projections, cos_sin), after
 
-    def _inputs(self, projected, windows, cos_sin, packing: Packing | None, keep: bool):
-        """What the recurrence is called with, and the new windows (if there is a cache to `keep` them)."""
-        before = iter(windows or [None] * len(projected))
-        streams, after = [], []
+    def _convolve(self, projected, conv_state, packing: Packing | None) -> tuple[list[torch.Tensor], list]:
+        """The projections after their convolutions, and the new conv state."""
+        before = iter(conv_state or [None] * len(projected))
+        projections, after = [], []
         extent: dict[str, Any] = {}
         if packing is not None:
             number = 0 if packing.cu_seqlens is None else packing.cu_seqlens.shape[0] - 1
@@ -321,50 +320,48 @@ class RecurrentMixer(TokenMixer):
             if conv is not None:
                 x, window = causal_conv(conv, x, next(before), self.kernel, **extent)
                 after.append(window)
-            streams.append(x)
-        return self._tokens(streams, cos_sin), after
+            projections.append(x)
+        return projections, after
 
     def _convolutions(self) -> list[CausalConv1d | None]:
-        """One a stream."""
-        return [getattr(self, f"{name}_conv", None) for name in self.stream_names]
+        """One a projection."""
+        return [getattr(self, f"{name}_conv", None) for name in self.projection_names]
 
     def _convolved(self, projected) -> list[torch.Tensor]:
         """Those that have a convolution."""
         return [x for x, convolved in zip(projected, self.convolved, strict=True) if convolved]
 
-    def _companion(self, hidden_states, tokens, layer, windows, packing: Packing | None):
+    def _companion(self, hidden_states, tokens, conv_state, states, packing: Packing | None):
         """What the tokens bring to the sparse branch."""
-        states = None if layer is None else layer.states
-        own = None if windows is None else windows[self.own_windows :]
+        own = None if conv_state is None else conv_state[self.own_conv_state :]
         inputs = self.sparse.prepare(hidden_states, self._written(tokens), own, states, packing)
         self.sparse.add_ranking_loss(inputs, packing)
         return inputs
 
     def _all_at_once(
-        self, layer, tokens, windows, packing: Packing | None, companion=None, piece: Any = None
+        self, layer, tokens, before, conv_state, packing: Packing | None, companion=None, piece: Any = None
     ) -> torch.Tensor:
-        """All tokens at once, on from the state of the cache, or of the processes before, if there is one."""
+        """All tokens at once, on from the states `before` of the cache, or of other processes, if there are any."""
         extent: dict[str, Any] = {}
         if packing is not None:
             extent = {"lengths": packing.lengths, "cu_seqlens": packing.cu_seqlens}
         if piece is not None:
             extent["initial_state"] = partial(self._arriving, piece, tokens)
-        elif layer is not None and layer.state is not None:
-            extent["initial_state"] = layer.state
+        elif before is not None:
+            extent["initial_state"] = before["state"]
         elif self.first_state is not None:
             extent["initial_state"] = self._first_states(tokens, packing)
         beside: torch.Tensor | None = None
         states: dict[str, torch.Tensor] | None = None
         if companion is not None:
-            before = None if layer is None else layer.states
             beside, states = self.sparse.attend(companion, before, packing, keep=layer is not None)
-            windows = [*windows, *companion.windows]
+            conv_state = [*conv_state, *companion.conv_state]
         if layer is None:
             output = self.recurrence(*tokens, **extent)[0]
         else:
             output, state = self.recurrence(*tokens, **extent, output_final_state=True)
             seen = tokens[0].shape[1] + (0 if piece is None else piece.offset)
-            layer.write(windows, {"state": state, **(states or {})}, seen)
+            layer.write(conv_state, {"state": state, **(states or {})}, seen)
         return output if beside is None else output + beside
 
     def _arriving(self, piece: Any, tokens: tuple[torch.Tensor, ...], *transition: Any) -> torch.Tensor:
@@ -390,24 +387,27 @@ class RecurrentMixer(TokenMixer):
             or (self.sparse is not None and any(p.requires_grad for p in self.sparse.parameters()))
         )
         few = packing is None and (tokens[0].shape[1] == 1 or self._can_step_each(layer, tokens[0]))
-        return few and not differentiated and layer.is_initialized and self.backend in ("auto", "triton")
+        return few and not differentiated and layer.is_initialized and backend_of(self.config) in ("auto", "triton")
 
     def _can_step_each(self, layer, first: torch.Tensor) -> bool:
         """Whether a few tokens, as guesses are, take a step each, sooner than an operator for many would begin."""
         here = first.device.type == "cpu" and self.sparse is None and not torch.compiler.is_compiling()
         return here and first.shape[1] <= self.most_steps and layer.has_previous_state[0]
 
-    def _step(self, layer, tokens, windows, attention_mask, companion=None) -> torch.Tensor:
-        """One token, or some after each other, the state updated in place; a pad leaves windows and state alone."""
+    def _step(self, layer, tokens, before, conv_state, attention_mask, companion=None) -> torch.Tensor:
+        """One token, or some after each other, the state updated in place; a pad leaves conv_state and state alone.
+
+        `before` are the conv state and the states of the layer.
+        """
         mask = None if attention_mask is None else attention_mask[:, -1].bool()
         if companion is not None:
-            windows = [*windows, *companion.windows]
+            conv_state = [*conv_state, *companion.conv_state]
         if mask is not None:
             keep = mask[:, None, None]
-            windows = [torch.where(keep, w, old) for w, old in zip(windows, layer.windows, strict=True)]
+            conv_state = [torch.where(keep, w, old) for w, old in zip(conv_state, before[0], strict=True)]
         layer.torn = True  # until all is written
         # What a forward with gradients has written is not overwritten in place.
-        states = {name: x.detach().clone() if x.requires_grad else x for name, x in layer.states.items()}
+        states = {name: x.detach().clone() if x.requires_grad else x for name, x in before[1].items()}
         count = tokens[0].shape[1]
         if count == 1:
             output = self.recurrence(*tokens, step=True, state=states["state"], mask=mask)
@@ -416,14 +416,14 @@ class RecurrentMixer(TokenMixer):
             output = output[:, None]
         else:
             output = self._steps(tokens, states["state"], move=not layer.defers(count))
-        layer.write(windows, states, count)
+        layer.write(conv_state, states, count)
         return output
 
     def _verifies(self, layer, hidden_states: torch.Tensor, packing: Packing | None) -> bool:
         """Whether a few tokens are read with the inputs that wait in a recording cache, and the state stays."""
         return False
 
-    def _verify(self, layer, tokens: Sequence[torch.Tensor], windows: list[torch.Tensor]) -> torch.Tensor:
+    def _verify(self, layer, tokens: Sequence[torch.Tensor], conv_state: list[torch.Tensor]) -> torch.Tensor:
         raise NotImplementedError
 
     def _steps(self, tokens: Sequence[torch.Tensor], state: torch.Tensor, move: bool) -> torch.Tensor:
@@ -450,15 +450,15 @@ class RecurrentMixer(TokenMixer):
         layer.record((*kept, mask.bool()), transition, replayed, first, defer=True)
 
     @classmethod
-    def replay(cls, operators, sparse_operators, windows, states, inputs, constants):
-        """Windows and states after recorded inputs, for `RecurrentLayer.record`; without states the windows alone.
+    def replay(cls, operators, sparse_operators, conv_state, states, inputs, constants):
+        """Conv state and states after recorded inputs, for `RecurrentLayer.record`; without states the first alone.
 
         `operators` are those of the layer, `sparse_operators` those of its branch.
         """
-        convolved, tokens, mask = inputs[: len(windows)], inputs[len(windows) : -1], inputs[-1]
-        windows = [last_inputs(w, x, mask) for w, x in zip(windows, convolved, strict=True)]
+        convolved, tokens, mask = inputs[: len(conv_state)], inputs[len(conv_state) : -1], inputs[-1]
+        conv_state = [last_inputs(w, x, mask) for w, x in zip(conv_state, convolved, strict=True)]
         if states is None:
-            return windows, None
+            return conv_state, None
         beside = {name: x for name, x in states.items() if name != "state"}
         if beside:
             from .sparse.branch import recorded_count, replay
@@ -466,7 +466,7 @@ class RecurrentMixer(TokenMixer):
             count = len(tokens) - recorded_count(beside)
             tokens, recorded = tokens[:count], tokens[count:]
             beside = replay(sparse_operators, beside, list(recorded), mask)
-        return windows, {"state": cls.replay_state(operators, states["state"], *tokens, mask, *constants)} | beside
+        return conv_state, {"state": cls.replay_state(operators, states["state"], *tokens, mask, *constants)} | beside
 
 
 def _has_past(layer) -> bool:

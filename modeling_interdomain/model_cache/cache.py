@@ -1,4 +1,4 @@
-"""The caches of a model: one layer for each of its token mixers, which say themselves what they keep."""
+"""The caches of a model: a layer for each of its token mixers, which say what that layer holds."""
 
 import os
 import weakref
@@ -8,7 +8,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 
 from ..cache.recurrent import RecurrentLayer
-from ..layers.common import forget_tables, home_of
+from ..layers.common import doubt_tables, home_of
 from ..registry import TOKEN_MIXERS
 from .file import StateFileError, read_state_file, write_state_file
 from .fingerprint import decoder_of, model_fingerprint, tokenizer_fingerprint, tokens_fingerprint
@@ -19,7 +19,7 @@ class _InterdomainCacheMixin(Cache):
 
     layers: list
     notes: dict[str, str]
-    # Of the model that read with it last. Copies in other processes do not know it.
+    # The model that read with it last. Copies in other processes do not know that model.
     _reader: Any = None
 
     def __getstate__(self):
@@ -40,7 +40,7 @@ class _InterdomainCacheMixin(Cache):
         return any(layer.record_past for layer in self.recurrent_layers())
 
     def pause_recording(self, paused: bool) -> None:
-        """Whether the states read on without a record; what was read until then can no longer be taken back."""
+        """Read on without a record, or with one again; what was read until then can no longer be taken back."""
         for layer in self.recurrent_layers():
             layer.paused = paused
 
@@ -102,7 +102,7 @@ class _InterdomainCacheMixin(Cache):
         if not isinstance(asked, torch.Tensor) or asked.ndim != 1 or asked.is_floating_point():
             raise ValueError(f"{name} takes the numbers of rows as a tensor of one axis, got {asked!r}.")
         count = next((held.shapes[0][0] for held in map(look_into, self.layers) if held.shapes), None)
-        if count is None or asked.device.type != "cpu":  # nobody waits for a GPU
+        if count is None or asked.device.type != "cpu":  # indices on a GPU are not looked at, which would wait for it
             return
         least = -count if name == "batch_select_indices" else 0
         masked = asked.dtype == torch.bool and least < 0
@@ -129,7 +129,7 @@ class _InterdomainCacheMixin(Cache):
 
     def restore(self, tensors: dict[str, torch.Tensor], tokens: int, model) -> None:
         """Fill an empty cache with copies of the `named_tensors` of one after so many tokens, where `model` is."""
-        forget_tables(decoder_of(model))  # a text begins, though the model will see it go on
+        doubt_tables(decoder_of(model))  # a text begins here, although the model will see tokens before it
         for i, (layer, module) in enumerate(zip(self.layers, decoder_of(model).layers)):
             home = home_of(module.token_mixer.o_proj)
             own = {name.partition(".")[2]: x.to(home) for name, x in tensors.items() if name.startswith(f"{i}.")}
@@ -310,10 +310,10 @@ def note_reader(cache: Any, decoder) -> None:
         cache._reader = weakref.ref(decoder)
 
 
-def note_reading(cache: Any, since: int | None) -> None:
-    """Let a cache know that a forward writes into it that found so many tokens, -1 where nobody waits for the number;
+def note_reading(cache: Cache, since: int | None) -> None:
+    """Note in a cache that a forward writes into it, which found so many tokens there: -1 where that is on a GPU;
     None when it has ended."""
-    if cache is not None and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():
         cache.being_read_since = since
 
 
@@ -336,10 +336,8 @@ def ready_to_step(cache: Cache) -> bool:
     return all(layer.is_initialized for layer in cache.layers if isinstance(layer, RecurrentLayer))
 
 
-def begins_text(cache: Cache | None) -> bool:
-    """Whether its recurrent layers have read nothing, or there is no cache at all."""
-    if cache is None:
-        return True
+def begins_text(cache: Cache) -> bool:
+    """Whether its recurrent layers have read nothing."""
     recurrent = [layer for layer in cache.layers if isinstance(layer, RecurrentLayer)]
     return bool(recurrent) and not recurrent[0].has_previous_state[0]
 

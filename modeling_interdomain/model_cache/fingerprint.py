@@ -27,13 +27,13 @@ _WITHOUT_EFFECT = {
     "tie_word_embeddings",
     "use_cache",
 }
-# Fields that came later: with these values a state is what it was without them.
-_LATER = {"gates": "none", "delta_rule": False}
+# Fields that files of states are older than: they count where they are not what they were before there were any.
+_LATER = {"attention_window", "attention_sinks", "window_memory", "attention_bias", "gates", "delta_rule"}
 # What stands in the names of weights that an adapter library's layers (PEFT's) have wrapped.
 _AROUND = ("base_layer", "original_module")
 # How these layers are switched at the moment.
 _SWITCHES = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
-# Where hooks are written that change no number, and those that move tensors.
+# Libraries whose hooks change no number, or only move tensors.
 _OBSERVERS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
 _MOVERS = "accelerate.hooks"
 _ROW, _SPREAD = 128, -7046029254386353131  # words; odd, its bits irregular
@@ -73,7 +73,7 @@ def model_fingerprint(model: nn.Module) -> str:
     parameters, buffers = dict(decoder.named_parameters()), dict(decoder.named_buffers())
     with torch.no_grad():
         everything = parameters | buffers | _packed(decoder)
-        # Version 0.1 had them twice, and its files of states are of the same models.
+        # Version 0.1 hashed them twice; its state files must keep their fingerprints.
         twice = {name: x for name, x in buffers.items() if name.endswith(".inv_freq")}
         everything |= {name.replace(".inv_freq", ".original_inv_freq"): x for name, x in twice.items()}
         versions = tuple((x.data_ptr(), x._version) for x in buffers.values() if not x.is_inference())
@@ -83,8 +83,8 @@ def model_fingerprint(model: nn.Module) -> str:
         field: getattr(decoder.config, field)
         for field in sorted(_fields_of(type(decoder.config)))
         if field not in _WITHOUT_EFFECT and hasattr(decoder.config, field)
+        if field not in _LATER or getattr(decoder.config, field) != getattr(type(decoder.config), field)
     }
-    config = {field: value for field, value in config.items() if field not in _LATER or value != _LATER[field]}
     # Of the decoder itself `active_adapters` is a method of the library, whose text is the tree of modules.
     switches = [
         [name, *(getattr(module, switch, None) for switch in _SWITCHES)]
@@ -102,7 +102,7 @@ def _fields_of(config_class: type) -> set[str]:
 
 
 def reading_fingerprint(model: nn.Module) -> str:
-    """A hash of all that is known to make the state of tokens that a model reads here and now.
+    """A hash of everything that decides which state this model makes of tokens, as it is set up now.
 
     That is `model_fingerprint`, the classes of the modules, which of them train and from which kernel they take their
     operators, autocast, the precision of products and the attention implementation.

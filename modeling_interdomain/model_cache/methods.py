@@ -1,5 +1,6 @@
-"""What a model does with states beside reading: learned ones, joined and cut ones, and operators from elsewhere."""
+"""Methods of a model for its states (learned, joined, cut) and for operators from a kernel of the Hub."""
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ from torch import nn
 
 
 class StateMethods:
-    """The part of a model with these methods; each is described where it is done."""
+    """Mixin of a model with these methods; each is documented where it is implemented."""
 
     def add_learned_state(self: Any) -> list[nn.Parameter]:
         """Let every recurrent layer begin with a learned state, see `model_cache/state_tuning.py`."""
@@ -34,13 +35,29 @@ class StateMethods:
         use_kernel(self, name, revision, trust_remote_code)
 
     def join_caches(self: Any, first, second, lengths: torch.Tensor | None = None) -> Any:
-        """The cache of two documents, each read alone, one after the other, see `model_cache/spans.py`."""
-        from .spans import join_caches
-
+        """The cache of two documents, each read alone, one after the other, see `examples/joined_states.py`."""
         return join_caches(first, second, self, lengths)
 
     def cut_cache(self: Any, cache, before, after, since: torch.Tensor | None = None) -> Any:
-        """The cache of a text without a span, see `model_cache/spans.py`."""
-        from .spans import cut_cache
-
+        """The cache of a text without a span, see `examples/joined_states.py`."""
         return cut_cache(cache, before, after, self, since)
+
+
+def join_caches(*arguments, **options) -> Any:
+    """The cache of two documents, each read alone; `examples/joined_states.py` tells the arguments."""
+    return _joined_states().join_caches(*arguments, **options)
+
+
+def cut_cache(*arguments, **options) -> Any:
+    """The cache of a text without a span; `examples/joined_states.py` tells the arguments."""
+    return _joined_states().cut_cache(*arguments, **options)
+
+
+def _joined_states() -> Any:
+    try:
+        return import_module("examples.joined_states")
+    except ImportError as error:
+        raise ImportError(
+            "Joining and cutting caches is a program beside the package, examples/joined_states.py of its repository: "
+            "run from the root of a checkout, or copy that file."
+        ) from error

@@ -106,7 +106,8 @@ def load_learned_state(model: nn.Module, path: str | os.PathLike) -> list[nn.Par
 
 def _recurrent_mixers(decoder: Any) -> dict[int, Any]:
     mixers = {i: layer.token_mixer for i, layer in enumerate(decoder.layers)}
-    return {i: mixer for i, mixer in mixers.items() if isinstance(mixer, RecurrentMixer)}
+    recurrent = {i: mixer for i, mixer in mixers.items() if isinstance(mixer, RecurrentMixer)}
+    return {i: mixer for i, mixer in recurrent.items() if torch.Size(mixer.state_shape(mixer.config)).numel()}
 
 
 def _states(decoder: Any) -> dict[int, nn.Parameter]:

@@ -60,7 +60,7 @@ def count_asked(labels: torch.Tensor, shift_labels: torch.Tensor | None, ignored
 
 
 def at_least_one(items):
-    """What a sum over so many is divided by: of none, the sum is 0."""
+    """What a sum over so many is divided by: 1 where there are none, since their sum is 0."""
     return items + (items == 0)
 
 
@@ -98,7 +98,7 @@ def warn_if_left_out(hidden_states: torch.Tensor, layer_loss: torch.Tensor | Non
 
 
 class _Alongside(torch.autograd.Function):
-    """A tensor as it is: a backward pass that comes to it goes on to the loss as well, with 1."""
+    """Returns the tensor; a backward pass through it also differentiates the loss, with gradient 1."""
 
     @staticmethod
     def forward(x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
@@ -121,7 +121,7 @@ class _Alongside(torch.autograd.Function):
 
 
 def trained_along(hidden_states: torch.Tensor, layer_loss: torch.Tensor | None) -> torch.Tensor:
-    """The hidden states, with whose gradient `layer_loss` gets its own: for whoever makes a loss of these alone."""
+    """The hidden states, tied to `layer_loss`: whoever differentiates a loss of these alone differentiates both."""
     if layer_loss is None or not layer_loss.requires_grad:
         return hidden_states
     return _Alongside.apply(hidden_states, layer_loss.to(hidden_states.device))

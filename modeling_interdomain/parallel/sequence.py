@@ -128,15 +128,15 @@ class SequencePiece:
 
         return self._arriving(states, after).to(left.dtype)
 
-    def windows(self, streams: Sequence[torch.Tensor], size: int) -> list[torch.Tensor]:
-        """The last `size` inputs before this piece, `[B, W, size]` or a row a document, of streams `[B, T, W]`."""
-        tails = _Gathered.apply(torch.cat([self._tail(self.rows(x), size) for x in streams], dim=1), self.group)
+    def conv_state(self, projections: Sequence[torch.Tensor], size: int) -> list[torch.Tensor]:
+        """The last `size` inputs before this piece, `[B, W, size]` or a row a document, of projections `[B, T, W]`."""
+        tails = _Gathered.apply(torch.cat([self._tail(self.rows(x), size) for x in projections], dim=1), self.group)
         real = torch.arange(size, 0, -1, device=tails.device) <= self.tokens[..., None]  # [processes, B, size]
 
         def after(window: torch.Tensor, process: int) -> torch.Tensor:
             return last_inputs(window, tails[process].mT, real[process])
 
-        return list(self._arriving(tails, after).split([x.shape[-1] for x in streams], dim=1))
+        return list(self._arriving(tails, after).split([x.shape[-1] for x in projections], dim=1))
 
     def _tail(self, x: torch.Tensor, size: int) -> torch.Tensor:
         """The last `size` of the last document's real tokens of rows `[B, T, W]`, `[B, W, size]`, after zeros."""
@@ -147,7 +147,7 @@ class SequencePiece:
         return torch.where((back <= count[:, None])[..., None], x.gather(1, places), 0).mT
 
     def _arriving(self, parts: torch.Tensor, after: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
-        """Zeros, moved on over the pieces before this one; a document that begins forgets them."""
+        """The parts of the pieces before this one, each moved on to its beginning; a new document forgets them."""
         # Zeros that hang on the parts: the first process takes part in the backward pass, too.
         found = torch.where(torch.zeros_like(self.begins).view(-1, *[1] * (parts.ndim - 2)), parts[0], 0)
         for process in range(self.group.rank()):

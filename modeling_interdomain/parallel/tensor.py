@@ -21,7 +21,7 @@ LAYERS = "interdomain_layers"
 
 
 class _SharedByHeads(torch.autograd.Function):
-    """A parameter of which every process has a use: its gradient is the sum over the processes."""
+    """A parameter that every process uses: its gradient is summed over the processes."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -99,7 +99,7 @@ def _of_this_process(module: nn.Module, group: Any) -> Iterator[None]:
         yield
     finally:
         for parameters, name, parameter, mine in taken:
-            if parameters[name] is mine:  # what shards on another axis has put its own there, and takes it away
+            if parameters[name] is mine:  # FSDP puts its own parameter there, and takes it away again
                 parameters[name] = parameter
 
 

@@ -8,6 +8,7 @@ families, so these travel too, in one file. This module itself never travels.
 
 import ast
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ FIELDS = "configuration_fields"
 # Tables of the registry, and the fields of a configuration that name their parts.
 _TABLES = {"TOKEN_MIXERS": "mixers_per_layer", "FEED_FORWARDS": "feed_forwards_per_layer"}
 _ATTENTION = {"softmax", "inner_function"}
+# Families whose fields travel with their token mixer alone: a state does not depend on them where it is not there.
+_OWN_FIELDS = {"WindowFields": "window"}
 
 
 def _is_gated(config) -> bool:
@@ -38,10 +41,9 @@ _OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "ops.interdomain.prefix": lambda config: config.backend in ("fft", "associative_scan"),
     "ops.interdomain.scan": lambda config: config.backend == "scan",
     "ops.interdomain.triton_scan": lambda config: config.backend == "scan",
-    "generation.first_layers": lambda config: False,
-    "model_cache.spans": lambda config: False,
     "model_cache.state_tuning": lambda config: config.learned_state,
     "layers.learned_state": lambda config: config.learned_state,
+    "ops.common.slots": lambda config: False,
     "ops.common.spans": lambda config: False,
     "ops.diagonal.export": lambda config: False,
     "parallel.sequence": lambda config: False,
@@ -70,6 +72,9 @@ def flat_code(config) -> dict[str, str]:
         source = (PACKAGE / module.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8")
         if module == REGISTRY and config is not None:
             source = _registry_of(source, config)
+        if module == ENTRIES[0] and config is not None:
+            gone = {family for family, mixer in _OWN_FIELDS.items() if mixer not in config.mixers_per_layer}
+            source = "".join(line for line in source.splitlines(True) if gone.isdisjoint(re.findall(r"\w+", line)))
         text, found = _flattened(source, module, absent)
         for each in found:
             add(each)

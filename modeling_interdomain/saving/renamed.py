@@ -2,6 +2,7 @@
 
 import sys
 from importlib import import_module
+from typing import Any
 
 RENAMED = {
     "cache_interdomain": "model_cache.cache",
@@ -42,10 +43,15 @@ MOVED = {
         "classifier_interdomain.InterdomainForSequenceClassification"
     ),
     "modeling_interdomain.PatchEmbedding": "classifier_interdomain.PatchEmbedding",
-    "ops.common.cpu.Kept": "ops.common.cpu.OperatorCache",
+    "ops.common.cpu.Kept": "layers.common.ParameterCache",
+    "ops.common.cpu.OperatorCache": "layers.common.ParameterCache",
 }
-# What a recurrent layer of a cache called its tensors.
-ATTRIBUTES = {"_windows": "_conv_states", "_states": "_recurrent_states"}
+# Attributes that have another name since, by class.
+ATTRIBUTES = {
+    "cache.recurrent.RecurrentLayer": {"_windows": "_conv_states", "_states": "_recurrent_states"},
+    "mixers.recurrent.RecurrentMixer": {"stream_names": "projection_names", "own_windows": "own_conv_state"},
+    "mixers.sparse.branch.SparseBranch": {"window_shapes": "conv_state_shapes"},
+}
 
 
 def let_old_pickles_load(package: str) -> None:
@@ -55,5 +61,12 @@ def let_old_pickles_load(package: str) -> None:
     for places in MOVED.items():
         (old, name), (new, now) = (place.rsplit(".", 1) for place in places)
         setattr(import_module(f"{package}.{old}"), name, getattr(import_module(f"{package}.{new}"), now))
-    layer = import_module(f"{package}.cache.recurrent").RecurrentLayer
-    layer.__setstate__ = lambda self, state: self.__dict__.update({ATTRIBUTES.get(k, k): x for k, x in state.items()})
+    for place, attributes in ATTRIBUTES.items():
+        module, name = place.rsplit(".", 1)
+        _rename_attributes(getattr(import_module(f"{package}.{module}"), name), attributes)
+
+
+def _rename_attributes(cls: Any, attributes: dict[str, str]) -> None:
+    """Let pickles of a class bring these attributes under their names of now."""
+    restore = getattr(cls, "__setstate__", lambda self, state: self.__dict__.update(state))
+    cls.__setstate__ = lambda self, state: restore(self, {attributes.get(k, k): x for k, x in state.items()})

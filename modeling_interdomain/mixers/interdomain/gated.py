@@ -5,8 +5,6 @@ from typing import Any
 
 import torch
 
-from ...layers.common import own_backend
-from ...ops.common.launch import STEP_BACKENDS
 from ...ops.interdomain.gates import Gates, decay_gated_state, total_gated_decay
 from ...ops.interdomain.gates_map import gated_attention_map
 from ..recurrent import RecurrentMixer
@@ -31,20 +29,8 @@ class GatedRecurrence(InterdomainRecurrence):
     def _own_answer(self) -> torch.Tensor:
         return self._per_version("own answer", lambda _: own_answer(*self.parameters_of_operator()[1:]))
 
-    def _step(  # type: ignore[override]
-        self, *tokens: Any, state: torch.Tensor, mask: torch.Tensor | None = None, **gates: Any
-    ) -> torch.Tensor:
-        return self.operators.take_step(
-            *tokens,
-            parameters=self.parameters_of_operator,
-            tables=self._step_tables,
-            state=state,
-            product=self.product,
-            normalize=False,
-            mask=mask,
-            backend=own_backend(self.config, STEP_BACKENDS),
-            gates=Gates(**gates),
-        )
+    def _step(self, *tokens: Any, log_gate: Any, write_gate: Any, delta: Any, **arguments: Any) -> torch.Tensor:
+        return super()._step(*tokens, gates=Gates(log_gate, write_gate, delta), **arguments)
 
     def _map(  # type: ignore[override]
         self, *tokens: torch.Tensor, cu_seqlens: torch.Tensor | None, **gates: Any
@@ -79,8 +65,8 @@ class GatedInterdomainMixer(InterdomainMixer):
     def _convolutions(self):
         return super()._convolutions()[:3]
 
-    def _inputs(self, projected, windows, cos_sin, packing, keep: bool):
-        tokens, after = super()._inputs(projected[:3], windows, cos_sin, packing, keep)
+    def _inputs(self, projected, conv_state, cos_sin, packing, keep: bool):
+        tokens, after = super()._inputs(projected[:3], conv_state, cos_sin, packing, keep)
         size = None
         if "delta" in self.gate_names:  # what the norm makes of ones is its weight, wherever that is kept
             size = mean_key_size(self.k_norm(torch.ones_like(self.k_bias[0])), self.k_bias)

@@ -1,12 +1,10 @@
 """Interdomain attention as a token mixer: what drives the state, and the query that reads it."""
 
-from typing import Any
-
 import torch
 from torch import nn
 from transformers import initialization as init
 
-from ...layers.common import FULL_PRECISION, DecodeTables, InterdomainRMSNorm, are_untouched, is_plain
+from ...layers.common import FULL_PRECISION, DecodeTables, InterdomainRMSNorm, are_untouched, backend_of, is_plain
 from ...layers.convolution import TOKEN_BEFORE, CausalConv1d
 from ...layers.feature_maps import SiluL2, feature_map
 from ...layers.operators import Operators
@@ -18,13 +16,13 @@ from ...ops.interdomain.prepare import fused_inputs
 from ...ops.interdomain.replay import state_after
 from ...parallel.tensor import HEADS
 from ..base import groups_not_shardable
-from ..recurrent import RecurrentMixer, Stream, placed_map
+from ..recurrent import Biases, Projection, RecurrentMixer, placed_map
 from .few_tokens import bf16_inputs, token_inputs, token_tables
 from .recurrence import InterdomainRecurrence
 
 
 class KeyValueMixer(RecurrentMixer):
-    """A state driven by two streams, called keys and values, normalised and biased (eq. 12).
+    """A state driven by two projections, called keys and values, normalised and biased (eq. 12).
 
     Parameters: `k_norm` (R) and `v_norm` (D), shared by the heads; `k_bias` `[G, R]`, `v_bias` `[G, D]`. With
     `state_input="key_value"` keys are convolved and pass through the feature map, and values are what they are; with
@@ -48,7 +46,7 @@ class KeyValueMixer(RecurrentMixer):
         self.feature_map = feature_map(config, weighted) if weighted or not self.is_generic(config) else None
         self.recurrence = self.recurrence_class(config)
         self.recurrence.start_parameters(config)
-        self.widths = [stream.width for stream in self.streams(config)]
+        self.widths = [projection.width for projection in self.projections(config)]
         self.normalize = config.normalize
 
     def start_parameters(self, config) -> None:
@@ -61,10 +59,10 @@ class KeyValueMixer(RecurrentMixer):
         return (config.state_input or cls.default_state_input) == "generic"
 
     @classmethod
-    def streams(cls, config) -> list[Stream]:
+    def projections(cls, config) -> list[Projection]:
         groups, generic = config.num_key_value_heads, cls.is_generic(config)
         key_width = config.feature_dim if generic else config.mapped_dim
-        return [Stream("k", groups, key_width, True), Stream("v", groups, config.head_dim, generic)]
+        return [Projection("k", groups, key_width, True), Projection("v", groups, config.head_dim, generic)]
 
     @classmethod
     def state_shape(cls, config) -> tuple[int, ...]:
@@ -77,7 +75,7 @@ class KeyValueMixer(RecurrentMixer):
 
     @classmethod
     def head_plan(cls, config) -> dict[str, str]:
-        mapped = len(cls.streams(config)) > 2 or not cls.is_generic(config)  # a query, or keys
+        mapped = len(cls.projections(config)) > 2 or not cls.is_generic(config)  # a query, or keys
         learned = mapped and config.feature_map != "silu_l2"
         return super().head_plan(config) | ({"feature_map": HEADS} if learned else {})
 
@@ -90,8 +88,8 @@ class KeyValueMixer(RecurrentMixer):
 
         return decay_state(state, total_decay, log_decay)
 
-    def _tokens(self, streams, cos_sin):
-        key, value = (x.unflatten(-1, (-1, width)) for x, width in zip(streams, self.widths[-2:], strict=True))
+    def _tokens(self, projections, cos_sin):
+        key, value = (x.unflatten(-1, (-1, width)) for x, width in zip(projections, self.widths[-2:], strict=True))
         if not self.is_generic(self.config):
             key = self._features(key, cos_sin)
         elif cos_sin is not None:
@@ -102,20 +100,7 @@ class KeyValueMixer(RecurrentMixer):
         return key, value
 
     def _features(self, x: torch.Tensor, cos_sin, is_query: bool = False) -> torch.Tensor:
-        return rotate_around(lambda x: self.feature_map(x, is_query), x, cos_sin, self.config.rope_placement)
-
-    def join_states(self, first: torch.Tensor, second: torch.Tensor, length: int | torch.Tensor) -> torch.Tensor:
-        """The state after two documents, of which the second has `length` tokens, from those of each alone.
-
-        Exact for the keys and values that were read: in the first layer those of the text itself, but for the tokens
-        that a convolution reaches over the joint; in later ones approximate, see `join_states` of the operators.
-        """
-        from ...ops.common.spans import join_states
-
-        if self.first_state is not None:  # with which the second has begun, too
-            first = first - self.first_state(first)
-        recurrence: Any = self.recurrence
-        return join_states(first, second, length, recurrence.parameters_of_operator()[0])
+        return rotate_around(self.feature_map, x, cos_sin, self.rope_placement, is_query)
 
     def _recorded(self, tokens):
         *_, key, value = tokens
@@ -158,16 +143,21 @@ class InterdomainMixer(DecodeTables, KeyValueMixer):
         init.copy_(self.q_proj.weight, shared.flatten(0, 1))
         for conv in self._convolutions():
             if conv is not None:
-                conv.start_taps(*(TOKEN_BEFORE if conv is self.k_conv else (1,)))
+                conv.start_weight(*(TOKEN_BEFORE if conv is self.k_conv else (1,)))
 
     @classmethod
     def starts_with_induction(cls, config) -> bool:
         return config.query_init == "induction"
 
     @classmethod
-    def streams(cls, config) -> list[Stream]:
-        gates = [Stream(name, config.num_key_value_heads, 1, False, bias=True) for name in config.gate_names]
-        return [Stream("q", config.num_attention_heads, config.mapped_dim, True), *super().streams(config), *gates]
+    def projections(cls, config) -> list[Projection]:
+        gates = [Projection(name, config.num_key_value_heads, 1, False) for name in config.gate_names]
+        own = Projection("q", config.num_attention_heads, config.mapped_dim, True)
+        return [own, *super().projections(config), *gates]
+
+    @classmethod
+    def biases(cls, config) -> Biases:
+        return Biases(beside=tuple(config.gate_names))
 
     @classmethod
     def check_config(cls, config) -> None:
@@ -184,26 +174,29 @@ class InterdomainMixer(DecodeTables, KeyValueMixer):
 
         return GatedInterdomainMixer
 
-    def _inputs(self, projected, windows, cos_sin, packing, keep: bool):
+    def _inputs(self, projected, conv_state, cos_sin, packing, keep: bool):
         """In one kernel or in few calls where that can run, and nothing hangs on the modules whose weights it reads."""
-        found, device, backend = None, projected[0].device, self.backend
+        found, device, backend = None, projected[0].device, backend_of(self.config)
         count = projected[0].shape[1]
         few = count == 1 or (not torch.compiler.is_compiling() and count <= MAX_DRAFT)
         if not few:  # another sequence may begin
-            self.forget_tables()
+            self.doubt_tables()
         if device.type != "cpu" or backend == "triton":
-            found = self._fused_inputs(projected, windows, cos_sin, packing, keep)
-        elif backend == "auto" and packing is None and windows is not None and few:
-            found = self._token_inputs(projected, windows, cos_sin)
-        return super()._inputs(projected, windows, cos_sin, packing, keep) if found is None else found
+            found = self._fused_inputs(projected, conv_state, cos_sin, packing, keep)
+        elif backend == "auto" and packing is None and conv_state is not None and few:
+            found = self._token_inputs(projected, conv_state, cos_sin)
+        if found is not None:
+            return found
+        projections, after = self._convolve(projected, conv_state, packing)
+        return self._tokens(projections, cos_sin), after
 
-    def _tokens(self, streams, cos_sin):
-        query, *rest = streams
-        narrow = multiplies_bf16(query) and self.backend in ("auto", "chunk") and not self.normalize
+    def _tokens(self, projections, cos_sin):
+        query, *rest = projections
+        narrow = multiplies_bf16(query) and backend_of(self.config) in ("auto", "chunk") and not self.normalize
         if narrow and query.shape[1] > 1 and is_plain(query, query.dtype):
             weights = self._weights(query.device)
             if weights is not None and all(w.dtype == query.dtype for w in weights):
-                return bf16_inputs(streams, weights[2:], self.eps, self.heads, cos_sin, self.rope_placement)
+                return bf16_inputs(projections, weights[2:], self.eps, self.heads, cos_sin, self.rope_placement)
         query = query.unflatten(-1, (-1, self.widths[0]))
         return self._features(query, cos_sin, is_query=True), *super()._tokens(rest, cos_sin)
 
@@ -218,14 +211,14 @@ class InterdomainMixer(DecodeTables, KeyValueMixer):
             return False
         here = hidden_states.device.type == "cpu" and self.sparse is None and not torch.is_grad_enabled()
         few = count <= MAX_DRAFT and (count > 1 or layer.pending < MAX_PENDING)
-        can = here and few and self.backend in ("auto", "triton") and not self.normalize
+        can = here and few and backend_of(self.config) in ("auto", "triton") and not self.normalize
         return can and not layer.pads_pending  # ages would count them
 
-    def _verify(self, layer, tokens, windows):
+    def _verify(self, layer, tokens, conv_state):
         count = tokens[0].shape[1]
         *_, key, value, _ = layer.newest(layer.pending + count)
         output = self.recurrence(tokens[0], key, value, few=True, state=layer.resting_state, move=False)
-        layer.write(windows, {"state": layer.resting_state}, count)
+        layer.write(conv_state, {"state": layer.resting_state}, count)
         return output
 
     def attention_map(self, tokens, packing):
@@ -243,7 +236,7 @@ class InterdomainMixer(DecodeTables, KeyValueMixer):
         weights: list[torch.Tensor] = [module._parameters["weight"] for module in modules[1:]]
         return [*weights, self.k_bias, self.v_bias] if self.normalised else weights
 
-    def _token_inputs(self, projected, windows, cos_sin):
+    def _token_inputs(self, projected, conv_state, cos_sin):
         weights = self._weights(projected[0].device)
         if weights is None:
             return None
@@ -251,16 +244,19 @@ class InterdomainMixer(DecodeTables, KeyValueMixer):
         widened = dtype == torch.bfloat16 and is_plain(projected[0], dtype)
         if projected[0].dtype != dtype or not (widened or dtype in FULL_PRECISION):
             return None
-        tables = self._tables.get(
-            "token", weights, lambda _: token_tables(*(w.float() if widened else w for w in weights))
-        )
-        return token_inputs(projected, windows, tables, self.eps, self.heads, cos_sin, self.rope_placement)
+        kept = self._tables.of(weights)
+        tables = None if not kept else kept["token"]
+        if tables is None:
+            tables = token_tables(*(w.float() if widened else w for w in weights))
+            if kept is not None:
+                kept["token"] = tables
+        return token_inputs(projected, conv_state, tables, self.eps, self.heads, cos_sin, self.rope_placement)
 
-    def _fused_inputs(self, projected, windows, cos_sin, packing, keep: bool):
+    def _fused_inputs(self, projected, conv_state, cos_sin, packing, keep: bool):
         weights = self._weights(projected[0].device)
-        if weights is None or (windows is not None and packing is not None and packing.documents is not None):
+        if weights is None or (conv_state is not None and packing is not None and packing.documents is not None):
             return None
-        q_taps, k_taps, *norms = weights
+        q_conv_weight, k_conv_weight, *norms = weights
         extent = {}
         if packing is not None:
             extent = {
@@ -269,14 +265,14 @@ class InterdomainMixer(DecodeTables, KeyValueMixer):
                 "documents": packing.documents,
             }
         return self.operators.fused_inputs(
-            self.backend,
+            backend_of(self.config),
             projected,
-            (q_taps.flatten(1), k_taps.flatten(1)),  # views, whose gradients are views
+            (q_conv_weight.flatten(1), k_conv_weight.flatten(1)),  # views, whose gradients are views
             norms or None,
             self.eps,
             self.heads,
-            windows=windows,
-            write_windows=keep,
+            conv_state=conv_state,
+            write_conv_state=keep,
             cos_sin=cos_sin,
             rope_placement=self.rope_placement,
             **extent,

@@ -1,18 +1,19 @@
 """The learned recurrence of one layer: its parameters, all in float32, and the operator called with them."""
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import initialization as init
 
-from ...layers.common import DecodeTables, Float32Module, begun_with, is_plain, own_backend
+from ...layers.common import DecodeTables, Float32Module, backend_of, begun_with, is_plain
 from ...layers.operators import Operators
-from ...ops.common.cpu import OperatorCache, narrowed
+from ...ops.common.cpu import narrowed
 from ...ops.common.decay import as_complex
 from ...ops.common.launch import STEP_BACKENDS
-from ...ops.diagonal.step import StepTables, step_tables
+from ...ops.diagonal.step import StepParameters, step_tables
 from ...ops.interdomain.entry import interdomain_attention, take_step
 from ...ops.interdomain.few import MAX_DRAFT, MAX_PENDING, FewTables, few_tables, take_few
 from ...ops.interdomain.map import interdomain_attention_map
@@ -35,6 +36,7 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
     turn every phase of a long sequence, and sharding (FSDP2) wants one dtype a module.
     """
 
+    compares = True
     degree = 2
     """The power of C that the output has."""
 
@@ -46,6 +48,7 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
         few_tables,
         replay_tables,
         step_tables,
+        StepParameters,
     )
 
     C: nn.Parameter | None
@@ -55,7 +58,6 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self._prompt_tables = OperatorCache()
         # Asked for at every token: a configuration is slow to look up.
         self.product, self.normalize = config.product, config.normalize
         groups, size = config.num_key_value_heads, config.state_size
@@ -79,7 +81,7 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
             init.uniform_(self.log_dt, math.log(low), math.log(high))
         init.constant_(self.log_a_real, math.log(0.5))
         init.copy_(self.a_imag, frequencies(config.modes, size, self.log_dt))
-        init.copy_(self.B, self._initial_input_matrix())
+        init.copy_(self.B, self._initial_input_matrix(config.input_matrix_init))
         if self.C is not None and not getattr(self.C, "_is_hf_initialized", False):
             self._start_coefficients(config, self.C)
 
@@ -114,9 +116,8 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
     def _transition_and_beta(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self._rates()[1], as_complex(self.B.double())
 
-    def _initial_input_matrix(self) -> torch.Tensor:
+    def _initial_input_matrix(self, start: str) -> torch.Tensor:
         rate, decay = self._rates()
-        start = self.config.input_matrix_init
         if start == "zero_order_hold":
             beta = (decay - 1) / rate
         elif start == "unit_variance":
@@ -151,14 +152,15 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
         if step:
             return self._step(*tokens, **arguments)
         if few:
-            return self.operators.take_few(*tokens, tables=self._step_tables, few=self._few_tables, **arguments)
+            parameters = self._per_version("step", self._step_parameters)
+            return self.operators.take_few(*tokens, tables=parameters.tables, few=self._few_tables, **arguments)
         if mapped:
             return self._map(*tokens, **arguments)
         if transition:
             if not torch.compiler.is_compiling() and tokens[0].shape[1] > MAX_DRAFT:
-                self.forget_tables()  # as the operator will, but before a record has them
+                self.doubt_tables()  # as the operator will, but before a record has them
             return self._per_version("transition", self._transition)
-        self.forget_tables()
+        self.doubt_tables()
         parameters = self.parameters_of_operator()
         arguments["initial_state"] = begun_with(arguments.get("initial_state"), *parameters[:2])
         return self._operate(*tokens, *parameters, **arguments)
@@ -169,7 +171,7 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
         inputs = (*narrowed(*inputs[:3]), *inputs[3:])
         arguments |= {"product": self.product, "normalize": self.normalize}
         if is_plain(inputs[0], inputs[0].dtype) and not torch.jit.is_tracing():
-            arguments["kept"] = self._prompt_tables
+            arguments["kept"] = self._per_version("prompt", lambda _: {})
         arguments |= {"chunk_size": config.chunk_size, "backend": config.backend}
         return self.operators.interdomain_attention(*inputs, **arguments)
 
@@ -181,30 +183,19 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
             query, key, *self.parameters_of_operator(), **shape, cu_seqlens=cu_seqlens
         )
 
-    def _step(self, *tokens: Any, state: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """`interdomain_step` of query, key and value."""
-        return self.operators.take_step(
-            *tokens,
-            parameters=self.parameters_of_operator,
-            tables=self._step_tables,
-            state=state,
-            product=self.product,
-            normalize=self.normalize,
-            mask=mask,
-            backend=own_backend(self.config, STEP_BACKENDS),
-        )
+    def _step(self, *tokens: Any, **arguments: Any) -> torch.Tensor:
+        """`interdomain_step` of query, key and value; `arguments` are the state, and it may be a mask and slots."""
+        parameters = self._per_version("step", self._step_parameters)
+        arguments |= {"normalize": self.normalize, "backend": backend_of(self.config, STEP_BACKENDS)}
+        return self.operators.take_step(*tokens, parameters, **arguments)
 
-    def _step_tables(self, dtype: torch.dtype) -> StepTables:
-        def tables(kept: bool) -> StepTables:
-            return self.operators.step_tables(*self.parameters_of_operator(), self.product, dtype, reused=kept)
-
-        return self._per_version(dtype, tables)
+    def _step_parameters(self, kept: bool) -> StepParameters:
+        make = partial(self.operators.step_tables, reused=kept)
+        return self.operators.StepParameters(make, *self.parameters_of_operator(), self.product)
 
     def _few_tables(self, dtype: torch.dtype, count: int) -> FewTables:
-        def tables(_: bool) -> FewTables:
-            return self.operators.few_tables(*self.parameters_of_operator()[:2], dtype, count)
-
-        return self._per_version((dtype, count), tables)
+        make, parameters = self.operators.few_tables, self.parameters_of_operator
+        return self._per_version((dtype, count), lambda _: make(*parameters()[:2], dtype, count))
 
     def _transition(self, kept: bool) -> tuple[torch.Tensor, ...]:
         """With the tables of a replay where they are kept, and calls are what it costs."""
@@ -216,12 +207,17 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
         return log_decay, input_matrix, *tables
 
     def _per_version(self, name: Any, compute: Any) -> Any:
+        """What is made of the parameters as they are; `compute` is told whether it will be kept."""
         own = self._parameters
         try:
-            parameters = [own[name] for name in self.tabled]
+            kept = self._tables.of([own[name] for name in self.tabled])
         except KeyError:  # adapted or replicated: these tensors are others each time
+            kept = None
+        if kept is None:
             return compute(False)
-        return self._tables.get(name, parameters, compute)
+        if name not in kept:
+            kept[name] = compute(True)
+        return kept[name]
 
 
 def log_decays(

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from ...layers.common import own_backend
+from ...layers.common import backend_of
 from ...layers.operators import Operators
 from ...ops.common.launch import STEP_BACKENDS
-from ...ops.diagonal.step import StepTables
+from ...ops.diagonal.step import StepParameters
 from ...ops.s4d.entry import S4D_BACKENDS, s4d_attention, s4d_tables, take_s4d_step
 from ...ops.s4d.map import s4d_attention_map
 from ..interdomain.initialization import readout_rms, real_gramian
@@ -47,14 +47,15 @@ class S4DRecurrence(InterdomainRecurrence):
     def _operate(self, *inputs: Any, **arguments: Any):
         """`s4d_attention` of the two inputs."""
         key, value, log_decay, input_matrix, coefficients = inputs
-        arguments |= {"chunk_size": self.config.chunk_size, "backend": own_backend(self.config, S4D_BACKENDS)}
+        arguments |= {"chunk_size": self.config.chunk_size, "backend": backend_of(self.config, S4D_BACKENDS)}
         rows = self.head_rows(coefficients)
         return self.operators.s4d_attention(key, value, log_decay, input_matrix, rows, **arguments)
 
-    def _step(self, *tokens: Any, state: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def _step(self, *tokens: Any, **arguments: Any) -> torch.Tensor:
         """`s4d_step` of the two inputs."""
-        backend = own_backend(self.config, STEP_BACKENDS)
-        return self.operators.take_s4d_step(*tokens, tables=self._step_tables, state=state, mask=mask, backend=backend)
+        parameters = self._per_version("step", self._step_parameters)
+        arguments["backend"] = backend_of(self.config, STEP_BACKENDS)
+        return self.operators.take_s4d_step(*tokens, parameters, **arguments)
 
     def _map(self, *tokens: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
         """`s4d_attention_map` of as many tokens."""
@@ -64,12 +65,10 @@ class S4DRecurrence(InterdomainRecurrence):
             log_decay, input_matrix, rows, tokens[0].shape[1], cu_seqlens=cu_seqlens
         )
 
-    def _step_tables(self, dtype: torch.dtype) -> StepTables:
-        def tables(kept: bool) -> StepTables:
-            log_decay, input_matrix, coefficients = self.parameters_of_operator()
-            return self.operators.s4d_tables(log_decay, input_matrix, self.head_rows(coefficients), dtype)
-
-        return self._per_version(dtype, tables)
+    def _step_parameters(self, kept: bool) -> StepParameters:
+        log_decay, input_matrix, coefficients = self.parameters_of_operator()
+        make = self.operators.s4d_tables
+        return self.operators.StepParameters(make, log_decay, input_matrix, self.head_rows(coefficients))
 
     def head_rows(self, coefficients: torch.Tensor | None) -> torch.Tensor:
         """`readout^T C`, the row `[H, M, 2]` that reads the state."""

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from ...layers.operators import Operators
 from ...ops.selective_scan.entry import scan_state_after
-from ..recurrent import Biases, RecurrentMixer, Stream
+from ..recurrent import Biases, Projection, RecurrentMixer
 from .recurrence import SelectiveScanRecurrence, steps_of
 
 
@@ -66,8 +66,8 @@ class SelectiveScanMixer(RecurrentMixer):
         return set()
 
     @classmethod
-    def streams(cls, config) -> list[Stream]:
-        return [Stream("v", 1, cls.channels(config), True)]
+    def projections(cls, config) -> list[Projection]:
+        return [Projection("v", 1, cls.channels(config), True)]
 
     @classmethod
     def state_shape(cls, config) -> tuple[int, ...]:
@@ -81,8 +81,8 @@ class SelectiveScanMixer(RecurrentMixer):
     def _written(self, tokens: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return tokens[2][:, :, None]
 
-    def _tokens(self, streams, cos_sin):
-        value = F.silu(streams[0])
+    def _tokens(self, projections, cos_sin):
+        value = F.silu(projections[0])
         dt, key, query = self.x_proj(value).split(self.sizes, dim=-1)
         return query, key, value, self.dt_proj(dt)
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from ...layers.common import DecodeTables, Float32Module, begun_with, own_backend
+from ...layers.common import DecodeTables, Float32Module, backend_of, begun_with
 from ...layers.operators import Operators
 from ...ops.common.launch import STEP_BACKENDS
 from ...ops.selective_scan.entry import SCAN_BACKENDS, selective_scan, take_scan_step
@@ -48,7 +48,7 @@ class SelectiveScanRecurrence(Float32Module, DecodeTables):
         `step=True` it is one token that moves `state` in place. All of it happens inside, see `InterdomainRecurrence`.
         """
         if not (step or torch.compiler.is_compiling()) and tokens[0].shape[1] > 1:
-            self.forget_tables()
+            self.doubt_tables()
         moves = self._transition()
         if transition:
             return moves
@@ -66,22 +66,26 @@ class SelectiveScanRecurrence(Float32Module, DecodeTables):
             rate,
             skip=self.D,
             chunk_size=self.config.chunk_size,
-            backend=own_backend(self.config, SCAN_BACKENDS),
+            backend=backend_of(self.config, SCAN_BACKENDS),
             **arguments,
         )
         return output[:, :, None], state
 
-    def _step(
-        self, query, key, value, steps, rate, *, state: torch.Tensor, mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def _step(self, query, key, value, steps, rate, *, state, mask=None, state_indices=None) -> torch.Tensor:
         """`selective_scan_step` of tokens with an axis of the one token; `[B, 1, E]`."""
         query, key, value, steps = (x.squeeze(1) for x in (query, key, value, steps))
-        backend = own_backend(self.config, STEP_BACKENDS)
-        return self.operators.take_scan_step(query, key, value, steps, rate, state, self.D, mask, backend)[:, None]
+        backend = backend_of(self.config, STEP_BACKENDS)
+        arguments = state, self.D, mask, backend, state_indices
+        return self.operators.take_scan_step(query, key, value, steps, rate, *arguments)[:, None]
 
     def _transition(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Rates `[N, E]` and biases `[E]`."""
-        return self._tables.get("transition", (self.A_log, self.dt_bias), lambda kept: self._rates())
+        kept = self._tables.of((self.A_log, self.dt_bias))
+        if kept is None:
+            return self._rates()
+        if not kept:
+            kept["rates"] = self._rates()
+        return kept["rates"]
 
     def _rates(self) -> tuple[torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(self.A_log.dtype, torch.float32)

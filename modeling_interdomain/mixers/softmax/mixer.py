@@ -33,15 +33,16 @@ class SoftmaxMixer(TokenMixer):
         self.window = config.dynamic_mask_window
         self.key_heads = config.num_key_value_heads
         queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
         self.make_value(config)
         self.dynamic_mask = make_dynamic_mask(config)
-        self.o_proj = residual_projection(queries, config.hidden_size)
+        self.o_proj = residual_projection(queries, config.hidden_size, config.attention_bias)
 
     def make_value(self, config) -> None:
         """The modules of `value`."""
-        self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * config.head_dim, bias=False)
+        values = config.num_key_value_heads * config.head_dim
+        self.v_proj = nn.Linear(config.hidden_size, values, bias=config.attention_bias)
 
     def value(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`[B, T, hidden_size]` to the values of all heads, one behind the other."""

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from ...layers.common import FULL_PRECISION, DecodeTables, are_untouched, is_plain, own_backend
-from ...layers.convolution import TOKEN_BEFORE, CausalConv1d, causal_conv, convolve_few, side_by_side, taps_of
+from ...layers.common import FULL_PRECISION, DecodeTables, are_untouched, backend_of, is_plain
+from ...layers.convolution import TOKEN_BEFORE, CausalConv1d, causal_conv, convolve_few, joined_weights, side_by_side
 from ...layers.operators import Operators
 from ...layers.recorded import RankingLoss
 from ...ops.common.cpu import without_autocast
@@ -34,7 +34,7 @@ class SparseInputs(NamedTuple):
         bins: of every part but key selection.
         sums: `[B, S, 2, d]`, the sums of all queries and keys so far; None where no part asks.
         inputs: what the convolutions read, `[B, T, S d]` of each, or `[B, T, 2 S d]` of both side by side.
-        windows: the one window that they share, `[B, 2 S d, kernel - 1]`.
+        conv_state: the one window that they share, `[B, 2 S d, kernel - 1]`.
         factors: those of the gate `[H, D]`, where calling it does nothing but multiply by them, and few calls count.
     """
 
@@ -45,11 +45,11 @@ class SparseInputs(NamedTuple):
     bins: tuple[Bins, ...]
     sums: torch.Tensor | None
     inputs: list[torch.Tensor]
-    windows: list[torch.Tensor]
+    conv_state: list[torch.Tensor]
     factors: torch.Tensor | None = None
 
     def convolved(self) -> list[torch.Tensor]:
-        """What moves the windows."""
+        """What moves the conv state."""
         return [side_by_side(self.inputs)]
 
     def recorded(self) -> list[torch.Tensor]:
@@ -117,7 +117,7 @@ class SparseBranch(DecodeTables):
         if self.scorer is not None and config.ranking_loss_coef > 0:
             self.ranking = RankingLoss()
         elif self.scorer is not None:
-            self.scorer.requires_grad_(False)  # nothing else trains it
+            self.scorer.requires_grad_(False)  # nothing but the ranking loss trains the scorer
         self.centred = self.hash is not None and config.sparse_hash_center is not None
         self.summed = self.centred or self.scorer is not None
         # What a token reads the weights of, and what it asks for: a module is slow to look up.
@@ -126,7 +126,7 @@ class SparseBranch(DecodeTables):
         read = {"q_proj": nn.Linear, "k_proj": nn.Linear, "q_conv": CausalConv1d, "k_conv": CausalConv1d}
         read |= {"gate": ChannelGate, "scorer": KeyScorer, "hash": SparseHash}
         self.read = {name: kind for name, kind in read.items() if getattr(self, name) is not None}
-        self.window_shapes, self.state_shapes = kept_shapes(config, name, groups, width)
+        self.conv_state_shapes, self.state_shapes = kept_shapes(config, name, groups, width)
         self.reads_first = reads_first
 
     @torch.no_grad()
@@ -139,8 +139,8 @@ class SparseBranch(DecodeTables):
             return
         init.normal_(self.k_proj.weight, std=config.hidden_size**-0.5)
         init.copy_(self.q_proj.weight, self.k_proj.weight)
-        self.q_conv.start_taps(1)
-        self.k_conv.start_taps(*TOKEN_BEFORE)
+        self.q_conv.start_weight(1)
+        self.k_conv.start_weight(*TOKEN_BEFORE)
 
     # What the tokens bring.
 
@@ -148,19 +148,19 @@ class SparseBranch(DecodeTables):
         self,
         hidden_states: torch.Tensor,
         value: torch.Tensor,
-        windows: list[torch.Tensor] | None,
+        conv_state: list[torch.Tensor] | None,
         states: dict[str, torch.Tensor] | None,
         packing: Packing | None,
     ) -> SparseInputs:
         """From tokens `[B, T, hidden_size]` of the batch and `value` `[B, T, groups, width]`, packed already.
 
-        `windows`, that of `q_conv` and `k_conv`, and `states` are those of the cache, if there is one.
+        `conv_state`, that of `q_conv` and `k_conv`, and `states` are those of the cache, if there is one.
         """
         if self.heads != self.groups:
             value = value.flatten(2).unflatten(-1, (self.heads, -1))
         if states is None or packing is not None or hidden_states.shape[1] > 1:
-            self.forget_tables()  # another sequence may begin
-        elif (found := self._token(hidden_states, value, windows, states)) is not None:
+            self.doubt_tables()  # another sequence may begin
+        elif (found := self._token(hidden_states, value, conv_state, states)) is not None:
             return found
         projected = [self.q_proj(hidden_states), self.k_proj(hidden_states)]
         extent: dict[str, Any] = {}
@@ -168,13 +168,13 @@ class SparseBranch(DecodeTables):
             projected = [packing.pack(x) for x in projected]
             number = 0 if packing.cu_seqlens is None else packing.cu_seqlens.shape[0] - 1
             extent = {"lengths": packing.lengths, "documents": packing.documents, "number": number}
-        before = windows[0].chunk(2, dim=1) if windows else [None, None]
-        streams, after = [], []
+        before = conv_state[0].chunk(2, dim=1) if conv_state else [None, None]
+        convolved, after = [], []
         for x, conv, window in zip(projected, (self.q_conv, self.k_conv), before, strict=True):
             y, window = causal_conv(conv, x, window, self.kernel, **extent)
-            streams.append(y.unflatten(-1, (self.heads, self.dim)))
+            convolved.append(y.unflatten(-1, (self.heads, self.dim)))
             after.append(window)
-        query, key = streams
+        query, key = convolved
         key = key * self.dim**-0.5
         differentiated = self.training and torch.is_grad_enabled()
         with torch.no_grad(), without_autocast(query.device):
@@ -184,7 +184,7 @@ class SparseBranch(DecodeTables):
         window = None if after[0] is None else side_by_side([x.mT for x in after]).mT
         return SparseInputs(query, key, value, scores, bins, sums, projected, [window])
 
-    def _token(self, x: torch.Tensor, value: torch.Tensor, windows, states) -> SparseInputs | None:
+    def _token(self, x: torch.Tensor, value: torch.Tensor, conv_state, states) -> SparseInputs | None:
         """`prepare` of one token x in few calls: a call costs more than what it computes.
 
         None where calling the modules may do more than their weights say, or something is differentiated or compiled.
@@ -203,10 +203,10 @@ class SparseBranch(DecodeTables):
             return None
         if projection is not None and projection.dtype != dtype:
             projection = projection.to(dtype)
-        weight, taps = self._tables.get("token", weights, lambda _: self._joined(*weights))
+        weight, conv_weight = self._tables.get("token", weights, lambda _: self._joined(*weights))
         with torch.inference_mode():
             projected = nn.functional.linear(x, weight)
-            y, after = convolve_few([projected], windows, taps)
+            y, after = convolve_few([projected], conv_state, conv_weight)
             heads_first = y.view(-1, 2, self.heads, self.dim).transpose(1, 2)
             both = heads_first.unsqueeze(1)
             query, key = both.unbind(3)
@@ -224,9 +224,9 @@ class SparseBranch(DecodeTables):
         factors = own["gate"]._parameters["weight"]
         return SparseInputs(query, key, value, scores, bins, sums, [projected], after, factors)
 
-    def _joined(self, q_proj, k_proj, q_taps, k_taps) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weight `[2 S d, hidden_size]` and taps `[kernel, 2 S d]` of queries and keys, the latter scaled."""
-        return torch.cat([q_proj, k_proj]), taps_of(q_taps, k_taps * self.dim**-0.5)
+    def _joined(self, q_proj, k_proj, q_conv_weight, k_conv_weight) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weight `[2 S d, hidden_size]` and conv_weight `[kernel, 2 S d]` of queries and keys, the latter scaled."""
+        return torch.cat([q_proj, k_proj]), joined_weights(q_conv_weight, k_conv_weight * self.dim**-0.5)
 
     def _choose(self, both, states, packing: Packing | None, differentiated: bool):
         """Scores, bins and sums, in at least float32; only the scores of a forward of training have a gradient.
@@ -301,7 +301,7 @@ class SparseBranch(DecodeTables):
             scores=inputs.scores,
             bins=inputs.bins,
             mask=mask,
-            backend=own_backend(self.config, STEP_BACKENDS),
+            backend=backend_of(self.config, STEP_BACKENDS),
         )
         return self._gated(output, inputs.factors)
 
@@ -394,7 +394,7 @@ def _counts(x: torch.Tensor, seen: torch.Tensor | None, packing: Packing | None)
 
 def _about_mean(x: torch.Tensor, sums: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
     """Of one token x `[B, 1, S, n, d]`, behind `seen` `[B]` others, what is left without the mean of all `sums`."""
-    if seen.shape[0] == 1:  # as a plain number: a tensor of one takes three calls more
+    if seen.shape[0] == 1:  # a plain number takes three calls less than a tensor of one
         return torch.sub(x, sums, alpha=1 / (seen.item() + 1))
     return torch.addcdiv(x, sums, (seen + 1).to(x.dtype).view(-1, 1, 1, 1, 1), value=-1)
 

@@ -60,12 +60,12 @@ def check_parts(config, name: str, groups: int) -> None:
 
 def numbers_kept(config, name: str, groups: int, width: int) -> tuple[int, int]:
     """What a cache holds of one sequence: of the convolutions, and of the memory."""
-    windows, states = kept_shapes(config, name, groups, width)
-    return sum(map(math.prod, windows)), sum(map(math.prod, states.values()))
+    conv_state, states = kept_shapes(config, name, groups, width)
+    return sum(map(math.prod, conv_state)), sum(map(math.prod, states.values()))
 
 
 def kept_shapes(config, name: str, groups: int, width: int) -> tuple[list[tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """The shapes, of one sequence, of the windows of the convolutions, and of the states by their names."""
+    """The shapes, of one sequence, of the conv state of the convolutions, and of the states by their names."""
     heads, dim = config.sparse_num_heads or groups, config.sparse_key_dim
     entry = dim + groups * width // heads
     parts = {budget.part: budget for budget in budgets(config, name)}

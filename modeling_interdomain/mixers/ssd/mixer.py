@@ -9,7 +9,7 @@ from ...layers.operators import Operators
 from ...layers.rotary import rotate
 from ...ops.ssd.entry import ssd_state_after
 from ...parallel.tensor import HEADS
-from ..recurrent import Biases, RecurrentMixer, Stream, placed_map
+from ..recurrent import Biases, Projection, RecurrentMixer, placed_map
 from .recurrence import SSDRecurrence, discretized
 
 
@@ -73,21 +73,21 @@ class SSDMixer(RecurrentMixer):
         return config.ssd_state_size
 
     @classmethod
-    def streams(cls, config) -> list[Stream]:
+    def projections(cls, config) -> list[Projection]:
         convolved, size = config.ssd_conv_kernel > 1, config.ssd_state_size
         return [
-            Stream("q", config.ssd_groups, size, convolved),
-            Stream("k", config.ssd_groups, size, convolved),
-            Stream("v", cls.output_heads(config), cls.head_width(config), convolved),
-            Stream("dt", cls.output_heads(config), 1, False),
+            Projection("q", config.ssd_groups, size, convolved),
+            Projection("k", config.ssd_groups, size, convolved),
+            Projection("v", cls.output_heads(config), cls.head_width(config), convolved),
+            Projection("dt", cls.output_heads(config), 1, False),
         ]
 
     @classmethod
     def state_shape(cls, config) -> tuple[int, ...]:
         return cls.output_heads(config), cls.head_width(config), config.ssd_state_size
 
-    def _tokens(self, streams, cos_sin):
-        *convolved, dt = streams
+    def _tokens(self, projections, cos_sin):
+        *convolved, dt = projections
         if self.activation is not None:
             convolved = [self.activation(x) for x in convolved]
         query, key, value = convolved

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from ...layers.common import Float32Module, begun_with, own_backend
+from ...layers.common import Float32Module, backend_of, begun_with
 from ...layers.operators import Operators
 from ...ops.common.launch import STEP_BACKENDS
 from ...ops.ssd.entry import SSD_BACKENDS, ssd_attention, take_ssd_step
@@ -45,7 +45,7 @@ class SSDRecurrence(Float32Module):
         else:
             low, high = math.log(config.time_step_min), math.log(config.time_step_max)
             step = torch.empty_like(self.dt_bias).uniform_(low, high).exp()
-            init.copy_(self.dt_bias, step + torch.log(-torch.expm1(-step)))  # softplus of it is the step
+            init.copy_(self.dt_bias, step + torch.log(-torch.expm1(-step)))  # its softplus is the step
 
     def forward(
         self,
@@ -77,7 +77,7 @@ class SSDRecurrence(Float32Module):
             inputs,
             log_decay,
             chunk_size=self.config.chunk_size,
-            backend=own_backend(self.config, SSD_BACKENDS),
+            backend=backend_of(self.config, SSD_BACKENDS),
             **arguments,
         )
         return self._skipped(output, value), state
@@ -93,13 +93,15 @@ class SSDRecurrence(Float32Module):
             else weights + torch.diag_embed(self.D.to(weights)[:, None].expand(-1, weights.shape[-1]))
         )
 
-    def _step(self, query, key, value, inputs, log_decay, *, state: torch.Tensor, mask: torch.Tensor | None = None):
+    def _step(self, *tokens: torch.Tensor, state: torch.Tensor, mask=None, state_indices=None) -> torch.Tensor:
         """`ssd_step` of tokens with an axis of the one token; `[B, H, P]`."""
-        query, key, inputs, log_decay, value = (x.squeeze(1) for x in (query, key, inputs, log_decay, value))
+        query, key, value, inputs, log_decay = (x.squeeze(1) for x in tokens)
         with torch.no_grad():
-            backend = own_backend(self.config, STEP_BACKENDS)
-            output = self.operators.take_ssd_step(query, key, inputs, log_decay, state, mask, backend)
+            backend = backend_of(self.config, STEP_BACKENDS)
+            output = self.operators.take_ssd_step(query, key, inputs, log_decay, state, mask, backend, state_indices)
             output = self._skipped(output, value)
+        if state_indices is not None:
+            mask = state_indices >= 0 if mask is None else mask & (state_indices >= 0)
         return output if mask is None else output.where(mask[:, None, None], 0)
 
     def _skipped(self, output: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -112,7 +114,7 @@ class SSDRecurrence(Float32Module):
         bias = torch.zeros_like(rate) if self.dt_bias is None else self.dt_bias.to(wide)
         if self.limit is None:
             return rate, bias
-        return rate, bias, torch.stack([rate.new_full((), x) for x in self.limit])  # made where it is used
+        return rate, bias, torch.stack([rate.new_full((), x) for x in self.limit])  # on the device where it is used
 
 
 def discretized(

@@ -2,8 +2,6 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import torch
 
@@ -35,36 +33,6 @@ def _has_bfloat16_instructions() -> bool:
 @functools.cache
 def _has_bfloat16_tiles() -> bool:
     return bool(torch.cpu.get_capabilities().get("amx_bf16"))
-
-
-class OperatorCache:
-    """The last value that was made of some tensors, kept until what they hold is another; copies and pickles are empty.
-
-    Numbers are compared, so that whatever writes a parameter, and however, is seen. That costs a pass over it: worth it
-    for what takes many, of tensors on a CPU.
-    """
-
-    def __init__(self) -> None:
-        self._kept: tuple[Hashable, list[torch.Tensor | None], Any] | None = None
-
-    def __reduce__(self):
-        return type(self), ()
-
-    def forget(self) -> None:
-        self._kept = None
-
-    def get(self, name: Hashable, tensors: Sequence[torch.Tensor | None], compute: Callable[[], Any]) -> Any:
-        """The value of a name and of these tensors."""
-        kept = self._kept
-        if kept is None or kept[0] != name or not all(map(_equal, kept[1], tensors)):
-            kept = self._kept = name, [None if x is None else x.detach().clone() for x in tensors], compute()
-        return kept[2]
-
-
-def _equal(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
-    if x is None or y is None:
-        return x is y
-    return x.dtype == y.dtype and torch.equal(x, y)
 
 
 def in_graph() -> bool:

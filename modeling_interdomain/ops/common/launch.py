@@ -122,12 +122,27 @@ def fused(
     return None
 
 
-def check_step_backend(backend: str, state: torch.Tensor) -> None:
+def overwritable(state: torch.Tensor, state_indices: torch.Tensor | None = None) -> bool:
+    """Whether kernels can write a state where it lies: it is contiguous or, with indices, each slot of the pool is."""
+    if state_indices is None:
+        return state.is_contiguous()
+    return state[0].is_contiguous() and state.stride(0) >= state[0].numel()
+
+
+def steps_fused(backend: str, state: torch.Tensor, state_indices: torch.Tensor | None = None) -> bool:
+    """Whether kernels are to be tried for a step of a state."""
+    return backend == "triton" or (
+        backend == "auto" and state.device.type != "cpu" and overwritable(state, state_indices)
+    )
+
+
+def check_step_backend(backend: str, state: torch.Tensor, state_indices: torch.Tensor | None = None) -> None:
     """Refuse a backend that a decoding step does not have, or a state that its kernels cannot overwrite."""
     if backend not in STEP_BACKENDS:
         raise ValueError(f"backend of a step must be one of {', '.join(STEP_BACKENDS)}, got {backend!r}.")
-    if backend == "triton" and not state.is_contiguous():
-        raise ValueError("state must be contiguous for backend 'triton', which overwrites it; use 'auto' or a copy.")
+    if backend == "triton" and not overwritable(state, state_indices):
+        what = "state" if state_indices is None else "each slot of state"
+        raise ValueError(f"{what} must be contiguous for backend 'triton', which overwrites it; use 'auto' or a copy.")
 
 
 def _why_not_these(device: torch.device, dtypes: tuple[torch.dtype, ...], widest: int) -> str | None:

@@ -232,3 +232,25 @@ def segment_of(segment, documents, per_row, row_length, C: tl.constexpr, SEGMENT
 def causal(scores, C: tl.constexpr):
     rows = tl.arange(0, C)
     return tl.where(rows[:, None] >= rows[None, :], scores, tl.zeros_like(scores))
+
+
+def slots_of(pool: torch.Tensor, state_indices: torch.Tensor | None) -> dict[str, Any]:
+    """What `state_of` wants to know of a pool of states, as arguments of a kernel; nothing without one."""
+    return {} if state_indices is None else {"slots": state_indices.contiguous(), "slot_size": pool.stride(0)}
+
+
+@triton.jit
+def state_of(state, group, groups, size, mask, slots, slot_size):
+    """Where the state of a program's row and group begins, `size` elements, and whether the row's token is no pad.
+
+    mask `[batch]` or None. With slots `[batch]` the states of a row are in one of a pool; a row below 0 has none and is
+    a pad, which reads the first one.
+    """
+    real_token = tl.load(mask + tl.program_id(0)).to(tl.int32) if mask is not None else 1
+    if slots is None:
+        here = state + (tl.program_id(0).to(tl.int64) * groups + group) * size
+    else:
+        slot = tl.load(slots + tl.program_id(0)).to(tl.int64)
+        real_token = tl.where(slot < 0, 0, real_token)
+        here = state + tl.maximum(slot, 0) * slot_size + group * size
+    return here, real_token

@@ -5,7 +5,8 @@ graphs that leave PyTorch know no complex numbers. What depends on the parameter
 caller that takes many steps makes once.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,6 +32,25 @@ class StepTables(NamedTuple):
     matrices: tuple[torch.Tensor, ...] = ()
     scale: torch.Tensor | None = None
     cross: torch.Tensor | None = None
+
+
+class StepParameters:
+    """The parameters of a step, and the tables that are made of them when a step first needs these.
+
+    Args:
+        make: `step_tables`, or what else makes tables of these parameters and a dtype.
+        parameters: those that kernels take, as they are now.
+    """
+
+    def __init__(self, make: Callable[..., StepTables], *parameters: Any):
+        self.parameters, self._make = parameters, make
+        self._tables: dict[torch.dtype, StepTables] = {}
+
+    def tables(self, dtype: torch.dtype) -> StepTables:
+        """In the dtype of the state."""
+        if dtype not in self._tables:
+            self._tables[dtype] = self._make(*self.parameters, dtype)
+        return self._tables[dtype]
 
 
 def step_tables(

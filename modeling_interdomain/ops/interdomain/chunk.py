@@ -4,9 +4,11 @@ The mathematics is in `ops/interdomain/chunk_call.py`; `ops/interdomain/chunk_bf
 tokens.
 """
 
+from collections.abc import Hashable
+from typing import Any
+
 import torch
 
-from ..common.cpu import OperatorCache
 from ..common.custom_op import differentiable
 from ..diagonal.mixing import mixing_gradient
 from .chunk_bf16 import Bf16Call
@@ -26,7 +28,7 @@ def chunk_attention(
     lengths: torch.Tensor | None,
     chunk_size: int,
     output_final_state: bool,
-    kept: OperatorCache | None = None,
+    kept: dict[Hashable, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `interdomain_attention`; training keeps the inputs alone.
 
@@ -72,7 +74,7 @@ def _forward(
     )  # fmt: skip
 
 
-def _computed(kept: OperatorCache | None, *inputs):
+def _computed(kept: dict[Hashable, Any] | None, *inputs):
     query, key, value, log_decay, _, _, initial_state, cu_seqlens, *_, output_final_state = inputs
     call = _call(*inputs, kept)
     if not output_final_state:

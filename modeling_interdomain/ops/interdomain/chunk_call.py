@@ -20,13 +20,13 @@ Layout inside a segment: groups G, then its chunks N, then the rows of a chunk, 
 numbers are interleaved pairs, 2M real ones.
 """
 
+from collections.abc import Hashable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..common.chunks import Segment, chunks_of
-from ..common.cpu import OperatorCache
 from ..common.states import DecayTables, StateGradients, States, Workspace, dot, pairs
 from ..diagonal.mixing import mixing_matrix
 
@@ -82,7 +82,7 @@ class AttentionCall:
         product: str,
         chunk_size: int,
         ends: bool,
-        kept: OperatorCache | None = None,
+        kept: dict[Hashable, Any] | None = None,
     ):
         batch, length, heads, feature_dim = query.shape
         self.query, self.groups, self.heads = query, key.shape[2], heads // key.shape[2]
@@ -91,8 +91,11 @@ class AttentionCall:
         self.chunks = chunks_of((batch, length), cu_seqlens, lengths, chunk_size, tokens, query.device)
         self.size = self.chunks.size
         make = partial(self.tables_class, log_decay, input_matrix, coefficients, product, self.size)
-        about = (self.tables_class, product, self.size), (log_decay, input_matrix, coefficients)
-        self.own = make() if kept is None else kept.get(*about, make)
+        about = self.tables_class, product, self.size, log_decay.dtype
+        kept = {} if kept is None else kept
+        if kept.get("chunk", (None,))[0] != about:  # the last alone: there may be a table for every size
+            kept["chunk"] = about, make()
+        self.own = kept["chunk"][1]
         self.tables, self.mixing = self.own.decay, self.own.mixing
         self.forth, self.back, self.repeated = self.own.forth, self.own.back, self.tables.repeated
         self.workspace = Workspace()

@@ -1,14 +1,14 @@
 """Interdomain attention on tensors: the one entry to every backend."""
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Hashable
+from typing import Any
 
 import torch
 
 from ..common.checks import check_documents, check_floats, check_how, check_state, check_tensors, shape_of
-from ..common.cpu import OperatorCache, autocasts, multiplies_bf16, without_autocast
-from ..common.launch import check_step_backend, fused
-from ..diagonal.step import StepTables, advance_state, read_state, real_tokens, step_tables
+from ..common.cpu import autocasts, multiplies_bf16, without_autocast
+from ..common.launch import check_step_backend, fused, steps_fused
+from ..diagonal.step import StepParameters, advance_state, read_state, real_tokens, step_tables
 from .chunk import chunk_attention
 from .naive import recurrent_attention
 from .readout import PRODUCTS
@@ -48,7 +48,7 @@ def interdomain_attention(
     lengths: torch.Tensor | None = None,
     chunk_size: int = 64,
     backend: str = "auto",
-    kept: OperatorCache | None = None,
+    kept: dict[Hashable, Any] | None = None,
     log_gate: torch.Tensor | None = None,
     write_gate: torch.Tensor | None = None,
     delta: torch.Tensor | None = None,
@@ -85,9 +85,9 @@ def interdomain_attention(
             "associative_scan" (parallel prefix), "chunk" (batched matrix products), "triton" (fused kernels on a
             GPU) or "auto" ("triton" where it can run, otherwise "chunk"; one in-place step when T = 1 and no
             gradient is asked for). Default: "auto".
-        kept: an `OperatorCache` of ops/common/cpu.py, in which "chunk" keeps the tables that it makes of the parameters
-            from one call to the next; where these hold other numbers they are made again. For calls without gradients
-            on a CPU. Default: None.
+        kept: a dictionary in which "chunk" keeps the tables that it makes of the parameters, from one call to the next.
+            It belongs to parameters of these numbers: the caller gives another one when they change. For calls without
+            gradients on a CPU. Default: None.
         log_gate, write_gate, delta: `[B, T, G]`, of each token: the logarithm (at most 0) of what it leaves of the
             state beside its decay, a factor of its key and value, and how much of what the state answers to its key is
             taken from its value (the delta rule, in [0, 1] as a rule). With them
@@ -265,9 +265,8 @@ def _single(query, key, value, log_decay, input_matrix, coefficients, product, s
     """A row of one token each: the step that decoding takes, on a copy of the state."""
     state = _state_or_zeros(state, key, value, log_decay, key.shape[0])
     tokens = (x[:, 0] for x in (query, key, value))
-    parameters = log_decay, input_matrix, coefficients
-    tables = partial(step_tables, *parameters, product)
-    output = _step("auto", *tokens, lambda: parameters, tables, state, product, gates=gates)
+    parameters = StepParameters(step_tables, log_decay, input_matrix, coefficients, product)
+    output = _step("auto", *tokens, parameters, state, gates=gates)
     return output[:, None], state
 
 
@@ -284,6 +283,7 @@ def interdomain_step(
     normalize: bool = False,
     mask: torch.Tensor | None = None,
     backend: str = "auto",
+    state_indices: torch.Tensor | None = None,
     log_gate: torch.Tensor | None = None,
     write_gate: torch.Tensor | None = None,
     delta: torch.Tensor | None = None,
@@ -296,6 +296,11 @@ def interdomain_step(
         mask: `[B]` bool or integers, zero for a pad: the row's state stays and its output is zero. Default: None.
         backend: "triton" (two fused kernels on a GPU), "recurrent" (PyTorch) or "auto" (the kernels where they can
             run). Default: "auto".
+        state_indices: `[B]` int32 or int64: `state` is a pool `[N, G, 2, M, R + D]`, of which row b moves slot
+            state_indices[b] in place; the other slots are neither read nor written. A row below 0 is a pad: no slot
+            changes, and its output is zero. No two rows may share a slot, nor may an index be N or more: that is
+            refused on a CPU alone, elsewhere it corrupts states. Slots may lie apart (`stride(0)` above their size).
+            The state of a new request is written by its prefill, which begins at zero. Default: None.
         log_gate, write_gate, delta: `[B, G]` each, as in `interdomain_attention`; without "triton". Default: None.
 
     Returns:
@@ -305,84 +310,78 @@ def interdomain_step(
         ValueError: when an argument has a wrong shape, device or value, before the state is touched.
     """
     check_inputs((query, key, value), log_decay, input_matrix, coefficient_matrix, product, rows="B")
-    _check_state(state, "state", query.shape[0], key, value, log_decay, normalize)
-    check_step_backend(backend, state)
+    rows = query.shape[0]
+    if state_indices is not None:
+        from ..common.slots import check_slots
+
+        rows = check_slots(state_indices, state, rows, query.device)
+    _check_state(state, "state", rows, key, value, log_decay, normalize)
+    check_step_backend(backend, state, state_indices)
     gates = _gates(key, log_gate, write_gate, delta, normalize, backend, rows="B")
     mask = real_tokens(mask, query)
-    parameters = log_decay, input_matrix, coefficient_matrix
-    return take_step(
-        query,
-        key,
-        value,
-        parameters=lambda: parameters,
-        tables=partial(step_tables, *parameters, product),
-        state=state,
-        product=product,
-        normalize=normalize,
-        mask=mask,
-        backend=backend,
-        gates=gates,
-    )
+    parameters = StepParameters(step_tables, log_decay, input_matrix, coefficient_matrix, product)
+    how: dict[str, Any] = {"mask": mask, "backend": backend, "state_indices": state_indices, "gates": gates}
+    return take_step(query, key, value, parameters, state=state, normalize=normalize, **how)
 
 
 def take_step(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    parameters: StepParameters,
     *,
-    parameters: Callable[[], tuple],
-    tables: Callable[[torch.dtype], StepTables],
     state: torch.Tensor,
-    product: str,
     normalize: bool,
-    mask: torch.Tensor | None,
-    backend: str,
+    mask: torch.Tensor | None = None,
+    backend: str = "auto",
+    state_indices: torch.Tensor | None = None,
     gates: tuple[torch.Tensor | None, ...] | None = None,
 ) -> torch.Tensor:
     """`interdomain_step` for a caller whose arguments fit, and who may have tables from an earlier step.
 
     Args:
         query, key, value: with or without an axis of the one token, `[B, 1, H, R]` or `[B, H, R]`.
-        parameters: gives `log_decay`, `input_matrix` and `coefficient_matrix`, where kernels take the step.
-        tables: gives `step_tables` of these parameters in a dtype, where PyTorch does.
+        parameters: `log_decay`, `input_matrix`, `coefficient_matrix` and `product`, of which `step_tables` are made.
         gates: `log_gate`, `write_gate` and `delta`, `[B, G]` or `[B, 1, G]` each or None; PyTorch takes the step.
     """
     if torch.is_grad_enabled() or autocasts(query.device):
         with torch.no_grad(), without_autocast(query.device):
-            return take_step(
-                query,
-                key,
-                value,
-                parameters=parameters,
-                tables=tables,
-                state=state,
-                product=product,
-                normalize=normalize,
-                mask=mask,
-                backend=backend,
-                gates=gates,
-            )
+            how: dict[str, Any] = {"mask": mask, "backend": backend, "state_indices": state_indices, "gates": gates}
+            return take_step(query, key, value, parameters, state=state, normalize=normalize, **how)
     value_dim, out_dtype = value.shape[-1], value.dtype
     if normalize:
         value = append_one(value)
-    output = _step(backend, query, key, value, parameters, tables, state, product, mask, normalize, gates)
+    output = _step(backend, query, key, value, parameters, state, mask, normalize, state_indices, gates)
     if normalize:
         output = output[..., :value_dim] / output[..., value_dim:]
+        if state_indices is not None:
+            from ..common.slots import real_slots
+
+            mask = real_slots(mask, state_indices)
         if mask is not None:  # zero over zero
             output = output.where(mask[:, None, None], 0)
     return output.to(out_dtype)
 
 
-def _step(backend, query, key, value, parameters, tables, state, product, mask=None, wide=False, gates=None):
+def _step(backend, query, key, value, parameters: StepParameters, state, mask=None, wide=False, slots=None, gates=None):
     """`advance_state` and `read_state` by the fused kernels, which have no gates, or by PyTorch."""
-    fuses = backend == "triton" or (backend == "auto" and query.device.type != "cpu" and state.is_contiguous())
-    if fuses and gates is None:
-        output = _fused_step(backend, query, key, value, parameters, state, product, mask, wide)
+    if gates is None and steps_fused(backend, state, slots):
+        output = _fused_step(backend, query, key, value, parameters.parameters, state, mask, wide, slots)
         if output is not None:
             return output
+    if slots is not None:
+        from ..common.slots import step_slots
+
+        def step(rows, mask, query, key, value, *given):
+            here = iter(given)
+            own = None if gates is None else tuple(None if x is None else next(here) for x in gates)
+            return _step("recurrent", query, key, value, parameters, rows, mask, gates=own)
+
+        beside = [x for x in gates or () if x is not None]
+        return step_slots(step, state, slots, mask, query, key, value, *beside)
     # A state kept in a lower precision is still advanced in float32.
     working = state if state.dtype in (torch.float32, torch.float64) else state.float()
-    moves = tables(working.dtype)
+    moves = parameters.tables(working.dtype)
     if gates is None:
         advance_state(working, key, value, moves, mask)
     else:
@@ -396,12 +395,13 @@ def _step(backend, query, key, value, parameters, tables, state, product, mask=N
     return output if mask is None else output.where(mask[:, None, None], 0)
 
 
-def _fused_step(backend, query, key, value, parameters, state, product, mask, wide):
+def _fused_step(backend, query, key, value, parameters, state, mask, wide, slots):
     def run():
         from .triton_step import triton_step
 
         tokens = (x.squeeze(1) if x.ndim == 4 else x for x in (query, key, value))
-        return triton_step(*tokens, *parameters(), state, product, mask, wide)
+        *tensors, product = parameters
+        return triton_step(*tokens, *tensors, state, product, mask, wide, slots)
 
     return fused(backend, (query, key, value, state), (query.shape[-1], value.shape[-1], state.shape[3]), run, "step")
 

@@ -5,12 +5,13 @@ factor of a token's key and value and of nothing else: `w u = w v - delta (answe
 are the gates of time and the delta rule.
 """
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
 
 from ..common.checks import check_tensors
-from ..common.cpu import OperatorCache, values_at_hand
+from ..common.cpu import values_at_hand
 from ..common.decay import finite
 from ..diagonal.step import StepTables, read_state, turn_state
 from .chunk import chunk_attention
@@ -73,7 +74,7 @@ def gated_attention(
     gates: Gates,
     chunk_size: int,
     output_final_state: bool,
-    kept: OperatorCache | None,
+    kept: dict[Hashable, Any] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`interdomain_attention` with gates: everything in one dtype but the gates, which may be in any.
 

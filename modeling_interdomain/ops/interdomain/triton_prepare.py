@@ -26,33 +26,33 @@ except ImportError:
 _RUN, _TILE = 64, 512
 
 
-class Stream(NamedTuple):
+class Projection(NamedTuple):
     """One of query, key and value: `[tokens, heads, width]` in and out, and what belongs to it.
 
-    The values have no taps (`[heads, width, TAPS]`) and no windows (`[rows, heads, width, TAPS - 1]`); window and
-    new_window, as weight and bias of the norm, may be None elsewhere too.
+    The values have no conv_weight (`[heads, width, KERNEL]`) and no conv state (`[rows, heads, width, KERNEL - 1]`, of
+    which `window` is read and `new_window` written); these two, as weight and bias of the norm, may be None elsewhere.
     """
 
     x: Any
     out: Any
-    taps: Any = None
+    conv_weight: Any = None
     window: Any = None
     new_window: Any = None
     weight: Any = None
     bias: Any = None
 
 
-class StreamBackward(NamedTuple):
-    """The backward of a `Stream`: `grad_out` is read; written are `grad_x` and, for each run of tokens, the sums that
-    are the gradients of taps `[heads, width, TAPS]`, weight and bias `[heads, width]`, one after the other in a row of
-    `partial`; the rows of the three streams lie side by side.
+class ProjectionBackward(NamedTuple):
+    """The backward of a `Projection`: `grad_out` is read; written are `grad_x` and, for each run of tokens, the sums
+    that are the gradients of conv_weight `[heads, width, KERNEL]`, weight and bias `[heads, width]`, one after the
+    other in a row of `partial`; the rows of the three projections lie side by side.
     """
 
     x: Any
     grad_out: Any
     grad_x: Any
     partial: Any
-    taps: Any = None
+    conv_weight: Any = None
     window: Any = None
     weight: Any = None
 
@@ -110,14 +110,14 @@ def _at_least(a, b, columns):
 
 
 @triton.jit
-def _input(x, window, token, back, start, row, at, inside, columns, total, TAPS: tl.constexpr):
+def _input(x, window, token, back, start, row, at, inside, columns, total, KERNEL: tl.constexpr):
     """What a token's convolution sees `back` tokens before it: an input, one of the window's, or zero."""
     source = token - back
     value = tl.load(x + source * total + at, mask=inside & _at_least(source, start, columns), other=0.0).to(tl.float32)
     if window is not None:
-        slot = TAPS - 1 + source - start
+        slot = KERNEL - 1 + source - start
         before = inside & _at_least(start, source + 1, columns)
-        value += tl.load(window + (row * total + at) * (TAPS - 1) + slot, mask=before, other=0.0).to(tl.float32)
+        value += tl.load(window + (row * total + at) * (KERNEL - 1) + slot, mask=before, other=0.0).to(tl.float32)
     return value
 
 
@@ -160,10 +160,10 @@ def _normalise(u):
 
 @triton.jit
 def _walk(
-    stream, rotation, rows, first, tokens, row_length, period, head, heads, eps,
-    BLOCK: tl.constexpr, RUN: tl.constexpr, TAPS: tl.constexpr, ROPE: tl.constexpr,
+    projection, rotation, rows, first, tokens, row_length, period, head, heads, eps,
+    BLOCK: tl.constexpr, RUN: tl.constexpr, KERNEL: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """RUN tokens from `first` for BLOCK.BH heads from `head`. TAPS 0: neither convolution nor feature map."""
+    """RUN tokens from `first` for BLOCK.BH heads from `head`. KERNEL 0: neither convolution nor feature map."""
     WIDTH: tl.constexpr = BLOCK.WIDTH
     BH: tl.constexpr = BLOCK.BH
     BW: tl.constexpr = BLOCK.BW
@@ -172,28 +172,32 @@ def _walk(
     inside = (numbers < heads)[:, None] & (columns < WIDTH)[None, :]
     at = numbers[:, None] * WIDTH + columns[None, :]
     total = heads * WIDTH
-    if TAPS > 0 and ROPE.WHERE != "none":
+    if KERNEL > 0 and ROPE.WHERE != "none":
         partners = _partners(columns, ROPE.DIM, BH, BW)
-    if stream.weight is not None:
-        w = tl.load(stream.weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)[None, :]
-        b = tl.load(stream.bias + at, mask=inside, other=0.0).to(tl.float32)
+    if projection.weight is not None:
+        w = tl.load(projection.weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)[None, :]
+        b = tl.load(projection.bias + at, mask=inside, other=0.0).to(tl.float32)
     for done in range(0, tl.minimum(RUN, tokens - first)):
         token = first + done  # in 64 bits
         row, start, end = _bounds(token, row_length, rows)
         here = inside
         if rows.ends is not None:
             here = inside & _at_least(end, token + 1, columns)
-        if TAPS == 0:
-            f = tl.load(stream.x + token * total + at, mask=here, other=0.0).to(tl.float32)
+        if KERNEL == 0:
+            f = tl.load(projection.x + token * total + at, mask=here, other=0.0).to(tl.float32)
         else:
             u = tl.zeros([BH, BW], tl.float32)
-            for back in tl.static_range(TAPS):
-                value = _input(stream.x, stream.window, token, back, start, row, at, here, columns, total, TAPS)
-                tap = tl.load(stream.taps + at * TAPS + TAPS - 1 - back, mask=inside, other=0.0).to(tl.float32)
+            for back in tl.static_range(KERNEL):
+                value = _input(
+                    projection.x, projection.window, token, back, start, row, at, here, columns, total, KERNEL
+                )
+                tap = tl.load(projection.conv_weight + at * KERNEL + KERNEL - 1 - back, mask=inside, other=0.0).to(
+                    tl.float32
+                )
                 u += value * tap
-                if stream.new_window is not None and back < TAPS - 1:
-                    slot = stream.new_window + (row * total + at) * (TAPS - 1) + TAPS - 2 - back
-                    value = value.to(stream.new_window.dtype.element_ty)
+                if projection.new_window is not None and back < KERNEL - 1:
+                    slot = projection.new_window + (row * total + at) * (KERNEL - 1) + KERNEL - 2 - back
+                    value = value.to(projection.new_window.dtype.element_ty)
                     tl.store(slot, value, mask=here & _at_least(token + 1, end, columns))
             if ROPE.WHERE == "before":
                 c, s = _angles(rotation, token, period, columns, ROPE.DIM)
@@ -202,20 +206,20 @@ def _walk(
             if ROPE.WHERE == "after":
                 c, s = _angles(rotation, token, period, columns, ROPE.DIM)
                 f = _rotate(f, c, s, partners)
-        if stream.weight is not None:
+        if projection.weight is not None:
             f = w * f * tl.rsqrt(tl.sum(f * f, 1)[:, None] / WIDTH + eps) + b
             f = tl.where(here, f, 0.0)
-        tl.store(stream.out + token * total + at, f.to(stream.out.dtype.element_ty), mask=inside)
+        tl.store(projection.out + token * total + at, f.to(projection.out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens", "row_length", "period"])
 def prepare(
     query, key, value, rotation, rows, tokens, row_length, period, heads, groups, eps,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, RUN: tl.constexpr, TAPS: tl.constexpr, ROPE: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, RUN: tl.constexpr, KERNEL: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
     """Grid [runs of tokens, blocks of query heads, then of keys, then of values].
 
-    query, key, value: `Stream`; KEYS: the `Block` of queries and keys, VALUES: that of values.
+    query, key, value: `Projection`; KEYS: the `Block` of queries and keys, VALUES: that of values.
     """
     first = tl.program_id(0).to(tl.int64) * RUN
     block = tl.program_id(1)
@@ -223,10 +227,10 @@ def prepare(
     key_blocks = tl.cdiv(groups, KEYS.BH)
     if block < query_blocks:
         head = block * KEYS.BH
-        _walk(query, rotation, rows, first, tokens, row_length, period, head, heads, eps, KEYS, RUN, TAPS, ROPE)
+        _walk(query, rotation, rows, first, tokens, row_length, period, head, heads, eps, KEYS, RUN, KERNEL, ROPE)
     elif block < query_blocks + key_blocks:
         head = (block - query_blocks) * KEYS.BH
-        _walk(key, rotation, rows, first, tokens, row_length, period, head, groups, eps, KEYS, RUN, TAPS, ROPE)
+        _walk(key, rotation, rows, first, tokens, row_length, period, head, groups, eps, KEYS, RUN, KERNEL, ROPE)
     else:
         head = (block - query_blocks - key_blocks) * VALUES.BH
         _walk(value, rotation, rows, first, tokens, row_length, period, head, groups, eps, VALUES, RUN, 0, ROPE)
@@ -234,8 +238,8 @@ def prepare(
 
 @triton.jit
 def _walk_back(
-    stream, rotation, rows, run, tokens, row_length, period, head, heads, eps, sums,
-    BLOCK: tl.constexpr, RUN: tl.constexpr, TAPS: tl.constexpr, ROPE: tl.constexpr,
+    projection, rotation, rows, run, tokens, row_length, period, head, heads, eps, sums,
+    BLOCK: tl.constexpr, RUN: tl.constexpr, KERNEL: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
     """The adjoint of `_walk` for the tokens of a run."""
     WIDTH: tl.constexpr = BLOCK.WIDTH
@@ -246,17 +250,17 @@ def _walk_back(
     inside = (numbers < heads)[:, None] & (columns < WIDTH)[None, :]
     at = numbers[:, None] * WIDTH + columns[None, :]
     total = heads * WIDTH
-    partial = stream.partial + run * sums
+    partial = projection.partial + run * sums
     first = run * RUN
     stop = tl.minimum(first + RUN, tokens)
-    if TAPS > 0 and ROPE.WHERE != "none":
+    if KERNEL > 0 and ROPE.WHERE != "none":
         partners = _partners(columns, ROPE.DIM, BH, BW)
-    if stream.weight is not None:
-        w = tl.load(stream.weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)[None, :]
+    if projection.weight is not None:
+        w = tl.load(projection.weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)[None, :]
     zero = tl.zeros([BH, BW], tl.float32)
     d_weight = zero
     d_bias = zero
-    # Gradients of the convolution's outputs one, two and three tokens later, and of its taps; unused ones stay zero.
+    # Gradients of the convolution's outputs one, two and three tokens later, and of its weights; unused ones stay zero.
     g_1 = zero
     g_2 = zero
     g_3 = zero
@@ -264,7 +268,7 @@ def _walk_back(
     t_1 = zero
     t_2 = zero
     t_3 = zero
-    last = tl.minimum(stop + (TAPS - 1 if TAPS > 0 else 0), tokens)
+    last = tl.minimum(stop + (KERNEL - 1 if KERNEL > 0 else 0), tokens)
     for back_token in range(first, last):
         token = last - 1 - (back_token - first)
         mine = token < stop
@@ -272,21 +276,25 @@ def _walk_back(
         here = inside
         if rows.ends is not None:
             here = inside & _at_least(end, token + 1, columns)
-        d = tl.load(stream.grad_out + token * total + at, mask=here, other=0.0).to(tl.float32)
-        if TAPS == 0:
-            f = tl.load(stream.x + token * total + at, mask=here, other=0.0).to(tl.float32)
+        d = tl.load(projection.grad_out + token * total + at, mask=here, other=0.0).to(tl.float32)
+        if KERNEL == 0:
+            f = tl.load(projection.x + token * total + at, mask=here, other=0.0).to(tl.float32)
         else:
-            x_0 = _input(stream.x, stream.window, token, 0, start, row, at, here, columns, total, TAPS)
-            u = x_0 * tl.load(stream.taps + at * TAPS + TAPS - 1, mask=inside, other=0.0).to(tl.float32)
-            if TAPS > 1:
-                x_1 = _input(stream.x, stream.window, token, 1, start, row, at, here, columns, total, TAPS)
-                u += x_1 * tl.load(stream.taps + at * TAPS + TAPS - 2, mask=inside, other=0.0).to(tl.float32)
-            if TAPS > 2:
-                x_2 = _input(stream.x, stream.window, token, 2, start, row, at, here, columns, total, TAPS)
-                u += x_2 * tl.load(stream.taps + at * TAPS + TAPS - 3, mask=inside, other=0.0).to(tl.float32)
-            if TAPS > 3:
-                x_3 = _input(stream.x, stream.window, token, 3, start, row, at, here, columns, total, TAPS)
-                u += x_3 * tl.load(stream.taps + at * TAPS, mask=inside, other=0.0).to(tl.float32)
+            x_0 = _input(projection.x, projection.window, token, 0, start, row, at, here, columns, total, KERNEL)
+            u = x_0 * tl.load(projection.conv_weight + at * KERNEL + KERNEL - 1, mask=inside, other=0.0).to(tl.float32)
+            if KERNEL > 1:
+                x_1 = _input(projection.x, projection.window, token, 1, start, row, at, here, columns, total, KERNEL)
+                u += x_1 * tl.load(projection.conv_weight + at * KERNEL + KERNEL - 2, mask=inside, other=0.0).to(
+                    tl.float32
+                )
+            if KERNEL > 2:
+                x_2 = _input(projection.x, projection.window, token, 2, start, row, at, here, columns, total, KERNEL)
+                u += x_2 * tl.load(projection.conv_weight + at * KERNEL + KERNEL - 3, mask=inside, other=0.0).to(
+                    tl.float32
+                )
+            if KERNEL > 3:
+                x_3 = _input(projection.x, projection.window, token, 3, start, row, at, here, columns, total, KERNEL)
+                u += x_3 * tl.load(projection.conv_weight + at * KERNEL, mask=inside, other=0.0).to(tl.float32)
             if ROPE.WHERE != "none":
                 c, s = _angles(rotation, token, period, columns, ROPE.DIM)
             if ROPE.WHERE == "before":
@@ -295,7 +303,7 @@ def _walk_back(
             unit = f
             if ROPE.WHERE == "after":
                 f = _rotate(f, c, s, partners)
-        if stream.weight is not None:
+        if projection.weight is not None:
             scale = tl.rsqrt(tl.sum(f * f, 1)[:, None] / WIDTH + eps)
             n = f * scale
             if mine:
@@ -303,7 +311,7 @@ def _walk_back(
                 d_bias += d
             d = d * w
             d = scale * (d - n * (tl.sum(d * n, 1)[:, None] / WIDTH))
-        if TAPS > 0:
+        if KERNEL > 0:
             if ROPE.WHERE == "after":
                 d = _rotate_back(d, c, s, partners)
             d = (d - unit * tl.sum(d * unit, 1)[:, None]) / norm
@@ -312,54 +320,58 @@ def _walk_back(
             if ROPE.WHERE == "before":
                 d = _rotate_back(d, c, s, partners)
             g_0 = tl.where(inside, d, 0.0)
-            d = g_0 * tl.load(stream.taps + at * TAPS + TAPS - 1, mask=inside, other=0.0).to(tl.float32)
+            d = g_0 * tl.load(projection.conv_weight + at * KERNEL + KERNEL - 1, mask=inside, other=0.0).to(tl.float32)
             # A later token of the same row or document read this one through an older tap.
-            if TAPS > 1:
+            if KERNEL > 1:
                 tap = tl.load(
-                    stream.taps + at * TAPS + TAPS - 2, mask=inside & _at_least(end, token + 2, columns), other=0.0
+                    projection.conv_weight + at * KERNEL + KERNEL - 2,
+                    mask=inside & _at_least(end, token + 2, columns),
+                    other=0.0,
                 ).to(tl.float32)
                 d += g_1 * tap
-            if TAPS > 2:
+            if KERNEL > 2:
                 tap = tl.load(
-                    stream.taps + at * TAPS + TAPS - 3, mask=inside & _at_least(end, token + 3, columns), other=0.0
+                    projection.conv_weight + at * KERNEL + KERNEL - 3,
+                    mask=inside & _at_least(end, token + 3, columns),
+                    other=0.0,
                 ).to(tl.float32)
                 d += g_2 * tap
-            if TAPS > 3:
-                tap = tl.load(stream.taps + at * TAPS, mask=inside & _at_least(end, token + 4, columns), other=0.0).to(
-                    tl.float32
-                )
+            if KERNEL > 3:
+                tap = tl.load(
+                    projection.conv_weight + at * KERNEL, mask=inside & _at_least(end, token + 4, columns), other=0.0
+                ).to(tl.float32)
                 d += g_3 * tap
             g_3 = g_2
             g_2 = g_1
             g_1 = g_0
             if mine:
                 t_0 += g_0 * x_0
-                if TAPS > 1:
+                if KERNEL > 1:
                     t_1 += g_0 * x_1
-                if TAPS > 2:
+                if KERNEL > 2:
                     t_2 += g_0 * x_2
-                if TAPS > 3:
+                if KERNEL > 3:
                     t_3 += g_0 * x_3
         if mine:
-            tl.store(stream.grad_x + token * total + at, d.to(stream.grad_x.dtype.element_ty), mask=inside)
-    if TAPS > 0:
-        tl.store(partial + at * TAPS + TAPS - 1, t_0, mask=inside)
-    if TAPS > 1:
-        tl.store(partial + at * TAPS + TAPS - 2, t_1, mask=inside)
-    if TAPS > 2:
-        tl.store(partial + at * TAPS + TAPS - 3, t_2, mask=inside)
-    if TAPS > 3:
-        tl.store(partial + at * TAPS, t_3, mask=inside)
-    tl.store(partial + TAPS * total + at, d_weight, mask=inside)
-    tl.store(partial + (TAPS + 1) * total + at, d_bias, mask=inside)
+            tl.store(projection.grad_x + token * total + at, d.to(projection.grad_x.dtype.element_ty), mask=inside)
+    if KERNEL > 0:
+        tl.store(partial + at * KERNEL + KERNEL - 1, t_0, mask=inside)
+    if KERNEL > 1:
+        tl.store(partial + at * KERNEL + KERNEL - 2, t_1, mask=inside)
+    if KERNEL > 2:
+        tl.store(partial + at * KERNEL + KERNEL - 3, t_2, mask=inside)
+    if KERNEL > 3:
+        tl.store(partial + at * KERNEL, t_3, mask=inside)
+    tl.store(partial + KERNEL * total + at, d_weight, mask=inside)
+    tl.store(partial + (KERNEL + 1) * total + at, d_bias, mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens", "row_length", "period"])
 def prepare_backward(
     query, key, value, rotation, rows, tokens, row_length, period, heads, groups, eps, sums,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, RUN: tl.constexpr, TAPS: tl.constexpr, ROPE: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, RUN: tl.constexpr, KERNEL: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """The grid of `prepare`; query, key, value: `StreamBackward`; sums: numbers in a row of their `partial`."""
+    """The grid of `prepare`; query, key, value: `ProjectionBackward`; sums: numbers in a row of their `partial`."""
     run = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     query_blocks = tl.cdiv(heads, KEYS.BH)
@@ -367,12 +379,12 @@ def prepare_backward(
     if block < query_blocks:
         _walk_back(
             query, rotation, rows, run, tokens, row_length, period, block * KEYS.BH, heads, eps, sums,
-            KEYS, RUN, TAPS, ROPE,
+            KEYS, RUN, KERNEL, ROPE,
         )  # fmt: skip
     elif block < query_blocks + key_blocks:
         _walk_back(
             key, rotation, rows, run, tokens, row_length, period, (block - query_blocks) * KEYS.BH,
-            groups, eps, sums, KEYS, RUN, TAPS, ROPE,
+            groups, eps, sums, KEYS, RUN, KERNEL, ROPE,
         )  # fmt: skip
     else:
         _walk_back(
@@ -427,7 +439,7 @@ class _Launch(NamedTuple):
     options: dict
 
 
-def _launch(q, v, taps, cos, sin, documents, cu_seqlens, lengths, heads, groups, placement, eps) -> _Launch:
+def _launch(q, v, conv_weight, cos, sin, documents, cu_seqlens, lengths, heads, groups, placement, eps) -> _Launch:
     batch, length = q.shape[:2]
     tokens, run = batch * length, _RUN if batch * length > 4096 else 16
     feature_dim, value_dim = q.shape[2] // heads, v.shape[2] // groups
@@ -439,7 +451,7 @@ def _launch(q, v, taps, cos, sin, documents, cu_seqlens, lengths, heads, groups,
         starts = torch.arange(0, tokens, length, dtype=torch.int32, device=lengths.device)
         rows = Rows(ends=starts + lengths)
     period, rope = (1, Rope("none", 0)) if cos is None else (cos.shape[0] * cos.shape[1], Rope(placement, cos.shape[2]))
-    options = {"KEYS": keys, "VALUES": values, "RUN": run, "TAPS": taps.shape[1], "ROPE": rope}
+    options = {"KEYS": keys, "VALUES": values, "RUN": run, "KERNEL": conv_weight.shape[1], "ROPE": rope}
     blocks = -(-heads // keys.BH) - (-groups // keys.BH) - (-groups // values.BH)
     shared = (Rotation(cos, sin), rows, tokens, length, period, heads, groups, eps)
     return _Launch((-(-tokens // run), blocks), shared, options)
@@ -450,8 +462,8 @@ def _operator(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    q_taps: torch.Tensor,
-    k_taps: torch.Tensor,
+    q_conv_weight: torch.Tensor,
+    k_conv_weight: torch.Tensor,
     k_weight: torch.Tensor | None,
     v_weight: torch.Tensor | None,
     k_bias: torch.Tensor | None,
@@ -467,40 +479,40 @@ def _operator(
     groups: int,
     placement: str,
     eps: float,
-    write_windows: bool,
+    write_conv_state: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    (query, key, value), windows = _empty(q, k, v, q_taps, cu_seqlens, heads, groups, write_windows)
-    if write_windows and (cu_seqlens is not None or lengths is not None):
+    (query, key, value), conv_state = _empty(q, k, v, q_conv_weight, cu_seqlens, heads, groups, write_conv_state)
+    if write_conv_state and (cu_seqlens is not None or lengths is not None):
         # Kernels write where there is a token; without one the window stays as it was.
-        for old, new in zip((q_window, k_window), windows, strict=True):
+        for old, new in zip((q_window, k_window), conv_state, strict=True):
             new.zero_() if old is None else new.copy_(old)
-    launch = _launch(q, v, q_taps, cos, sin, documents, cu_seqlens, lengths, heads, groups, placement, eps)
-    written = windows if write_windows else (None, None)
+    launch = _launch(q, v, q_conv_weight, cos, sin, documents, cu_seqlens, lengths, heads, groups, placement, eps)
+    written = conv_state if write_conv_state else (None, None)
     with on_device(q):
         _prepare[launch.grid](
-            Stream(q, query, q_taps, q_window, written[0]),
-            Stream(k, key, k_taps, k_window, written[1], k_weight, k_bias),
-            Stream(v, value, weight=v_weight, bias=v_bias),
+            Projection(q, query, q_conv_weight, q_window, written[0]),
+            Projection(k, key, k_conv_weight, k_window, written[1], k_weight, k_bias),
+            Projection(v, value, weight=v_weight, bias=v_bias),
             *launch.shared,
             **launch.options,
         )
-    return query, key, value, *windows
+    return query, key, value, *conv_state
 
 
-def _empty(q, k, v, taps, cu_seqlens, heads, groups, write_windows):
+def _empty(q, k, v, conv_weight, cu_seqlens, heads, groups, write_conv_state):
     outputs = tuple(x.new_empty((*x.shape[:2], n, x.shape[2] // n)) for x, n in ((q, heads), (k, groups), (v, groups)))
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    shapes = ((rows, x.shape[2], taps.shape[1] - 1) if write_windows else (0,) for x in (q, k))
+    shapes = ((rows, x.shape[2], conv_weight.shape[1] - 1) if write_conv_state else (0,) for x in (q, k))
     return outputs, tuple(q.new_empty(shape) for shape in shapes)
 
 
 @_operator.register_fake
 def _(
-    q, k, v, q_taps, k_taps, k_weight, v_weight, k_bias, v_bias, q_window, k_window, cos, sin, documents, cu_seqlens,
-    lengths, heads, groups, placement, eps, write_windows,
+    q, k, v, q_conv_weight, k_conv_weight, k_weight, v_weight, k_bias, v_bias, q_window, k_window, cos, sin,
+    documents, cu_seqlens, lengths, heads, groups, placement, eps, write_conv_state,
 ):  # fmt: skip
-    outputs, windows = _empty(q, k, v, q_taps, cu_seqlens, heads, groups, write_windows)
-    return *outputs, *windows
+    outputs, conv_state = _empty(q, k, v, q_conv_weight, cu_seqlens, heads, groups, write_conv_state)
+    return *outputs, *conv_state
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::prepare_backward", mutates_args=())
@@ -511,8 +523,8 @@ def _operator_backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    q_taps: torch.Tensor,
-    k_taps: torch.Tensor,
+    q_conv_weight: torch.Tensor,
+    k_conv_weight: torch.Tensor,
     k_weight: torch.Tensor | None,
     v_weight: torch.Tensor | None,
     q_window: torch.Tensor | None,
@@ -527,39 +539,42 @@ def _operator_backward(
     placement: str,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    launch = _launch(q, v, q_taps, cos, sin, documents, cu_seqlens, lengths, heads, groups, placement, eps)
+    launch = _launch(q, v, q_conv_weight, cos, sin, documents, cu_seqlens, lengths, heads, groups, placement, eps)
     grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, k, v))
-    sizes = _sizes_of_sums(q, k, v, q_taps)
+    sizes = _sizes_of_sums(q, k, v, q_conv_weight)
     partial = q.new_empty((launch.grid[0], sum(sizes)), dtype=torch.float32)
     partials = partial.split(sizes, dim=1)
     with on_device(q):
         _prepare_backward[launch.grid](
-            StreamBackward(q, grad_query, grad_q, partials[0], q_taps, q_window),
-            StreamBackward(k, grad_key, grad_k, partials[1], k_taps, k_window, k_weight),
-            StreamBackward(v, grad_value, grad_v, partials[2], weight=v_weight),
+            ProjectionBackward(q, grad_query, grad_q, partials[0], q_conv_weight, q_window),
+            ProjectionBackward(k, grad_key, grad_k, partials[1], k_conv_weight, k_window, k_weight),
+            ProjectionBackward(v, grad_value, grad_v, partials[2], weight=v_weight),
             *launch.shared,
             sum(sizes),
             **launch.options,
         )
-        of_parameters = _of_parameters(q, k, v, q_taps, k_taps, k_weight, v_weight, groups)
-        sections = _sections(q, k, v, q_taps, groups, k_weight is not None)
+        of_parameters = _of_parameters(q, k, v, q_conv_weight, k_conv_weight, k_weight, v_weight, groups)
+        sections = _sections(q, k, v, q_conv_weight, groups, k_weight is not None)
         _sum_runs[(-(-len(of_parameters) // 32),)](
             partial, of_parameters, sections, len(partial), sum(sizes), ROWS=64, BLOCK=32, num_warps=4
         )
     return grad_q, grad_k, grad_v, of_parameters
 
 
-def _of_parameters(q, k, v, q_taps, k_taps, k_weight, v_weight, groups: int) -> torch.Tensor:
+def _of_parameters(q, k, v, q_conv_weight, k_conv_weight, k_weight, v_weight, groups: int) -> torch.Tensor:
     """Room for the gradients of all parameters side by side; those of several dtypes are rounded one by one, later."""
-    dtypes = {x.dtype for x in (q_taps, k_taps, k_weight, v_weight) if x is not None}
-    size = _sections(q, k, v, q_taps, groups, k_weight is not None)[-1].end
+    dtypes = {x.dtype for x in (q_conv_weight, k_conv_weight, k_weight, v_weight) if x is not None}
+    size = _sections(q, k, v, q_conv_weight, groups, k_weight is not None)[-1].end
     return q.new_empty(size, dtype=dtypes.pop() if len(dtypes) == 1 else torch.float32)
 
 
-def _sections(q, k, v, taps, groups: int, norms: bool) -> tuple[Section, ...]:
-    """Of the taps of query and key; then of weight and bias of key and value, where they have such."""
-    (q_sums, k_sums, _), (q_width, k_width, v_width) = _sizes_of_sums(q, k, v, taps), (x.shape[2] for x in (q, k, v))
-    count = taps.shape[1]
+def _sections(q, k, v, conv_weight, groups: int, norms: bool) -> tuple[Section, ...]:
+    """Of the convolutions of query and key; then of weight and bias of key and value, where they have such."""
+    (q_sums, k_sums, _), (q_width, k_width, v_width) = (
+        _sizes_of_sums(q, k, v, conv_weight),
+        (x.shape[2] for x in (q, k, v)),
+    )
+    count = conv_weight.shape[1]
     parts = [(count * q_width, 0, 1, 0), (count * k_width, q_sums, 1, 0)]
     if norms:
         for width, column in ((k_width, q_sums + count * k_width), (v_width, q_sums + k_sums)):
@@ -568,32 +583,32 @@ def _sections(q, k, v, taps, groups: int, norms: bool) -> tuple[Section, ...]:
     return tuple(Section(end - part[0], end, *part[1:]) for end, part in zip(ends, parts, strict=True))
 
 
-def _sizes_of_sums(q, k, v, taps) -> list[int]:
-    """Of the gradients of taps, weight and bias of each stream; the values have no taps."""
-    return [(count + 2) * x.shape[2] for x, count in ((q, taps.shape[1]), (k, taps.shape[1]), (v, 0))]
+def _sizes_of_sums(q, k, v, conv_weight) -> list[int]:
+    """Of the gradients of conv_weight, weight and bias of each projection; the values have no convolution."""
+    return [(count + 2) * x.shape[2] for x, count in ((q, conv_weight.shape[1]), (k, conv_weight.shape[1]), (v, 0))]
 
 
 @_operator_backward.register_fake
 def _(
-    grad_query, grad_key, grad_value, q, k, v, q_taps, k_taps, k_weight, v_weight, q_window, k_window, cos, sin,
-    documents, cu_seqlens, lengths, heads, groups, placement, eps,
+    grad_query, grad_key, grad_value, q, k, v, q_conv_weight, k_conv_weight, k_weight, v_weight, q_window, k_window,
+    cos, sin, documents, cu_seqlens, lengths, heads, groups, placement, eps,
 ):  # fmt: skip
     return *(torch.empty_like(x) for x in (q, k, v)), _of_parameters(
-        q, k, v, q_taps, k_taps, k_weight, v_weight, groups
+        q, k, v, q_conv_weight, k_conv_weight, k_weight, v_weight, groups
     )
 
 
 def _keep_inputs(ctx, inputs, output):
     *tensors, heads, groups, placement, eps, _ = inputs
-    q, k, v, q_taps, k_taps, k_weight, v_weight, _, _, *rest = tensors
-    ctx.save_for_backward(q, k, v, q_taps, k_taps, k_weight, v_weight, *rest)
+    q, k, v, q_conv_weight, k_conv_weight, k_weight, v_weight, _, _, *rest = tensors
+    ctx.save_for_backward(q, k, v, q_conv_weight, k_conv_weight, k_weight, v_weight, *rest)
     ctx.options = heads, groups, placement, eps
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, grad_query, grad_key, grad_value, *_):
     saved = ctx.saved_tensors  # once: checkpointing unpacks a tensor a single time
-    q, k, v, q_taps, k_taps, k_weight, v_weight, *_ = saved
+    q, k, v, q_conv_weight, k_conv_weight, k_weight, v_weight, *_ = saved
     groups = ctx.options[1]
     shapes = [(*x.shape[:2], n, x.shape[2] // n) for x, n in ((q, ctx.options[0]), (k, groups), (v, groups))]
     grads = (
@@ -601,17 +616,17 @@ def _differentiate(ctx, grad_query, grad_key, grad_value, *_):
         for x, shape in zip((grad_query, grad_key, grad_value), shapes, strict=True)
     )
     *grads_x, of_parameters = _operator_backward(*grads, *saved, *ctx.options)
-    shapes = [x.shape for x in (q_taps, k_taps)]
-    kinds = [q_taps.dtype, k_taps.dtype]
+    shapes = [x.shape for x in (q_conv_weight, k_conv_weight)]
+    kinds = [q_conv_weight.dtype, k_conv_weight.dtype]
     if k_weight is not None:
         for x, weight in ((k, k_weight), (v, v_weight)):
             shapes += [weight.shape, (groups, x.shape[2] // groups)]
             kinds += [weight.dtype] * 2
     pieces = of_parameters.split([math.prod(shape) for shape in shapes])
-    taps_and_norms = [x.view(shape).to(dtype) for x, shape, dtype in zip(pieces, shapes, kinds, strict=True)]
+    of_weights = [x.view(shape).to(dtype) for x, shape, dtype in zip(pieces, shapes, kinds, strict=True)]
     if k_weight is None:
-        return *grads_x, *taps_and_norms, *(None,) * 16
-    q_grad, k_grad, of_k_weight, of_k_bias, of_v_weight, of_v_bias = taps_and_norms
+        return *grads_x, *of_weights, *(None,) * 16
+    q_grad, k_grad, of_k_weight, of_k_bias, of_v_weight, of_v_bias = of_weights
     return *grads_x, q_grad, k_grad, of_k_weight, of_v_weight, of_k_bias, of_v_bias, *(None,) * 12
 
 
@@ -622,9 +637,9 @@ def triton_prepare(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    taps: tuple[torch.Tensor, torch.Tensor],
+    conv_weight: tuple[torch.Tensor, torch.Tensor],
     norms: tuple[torch.Tensor, ...] | None,
-    windows: tuple[torch.Tensor, ...] | None,
+    conv_state: tuple[torch.Tensor, ...] | None,
     cos_sin: tuple[torch.Tensor, ...] | None,
     documents: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
@@ -632,16 +647,16 @@ def triton_prepare(
     groups: int,
     placement: str | None,
     eps: float,
-    write_windows: bool,
+    write_conv_state: bool,
     lengths: torch.Tensor | None = None,
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     """Queries, keys and values of the operator from the outputs of the projections.
 
     Args:
         q, k, v: `[B, T, heads R]`, `[B, T, groups R]`, `[B, T, groups D]`.
-        taps: the weights of the two convolutions, `[heads R, K]` and `[groups R, K]`, K from 1 to 4.
+        conv_weight: the weights of the two convolutions, `[heads R, K]` and `[groups R, K]`, K from 1 to 4.
         norms: k_norm `[R]`, v_norm `[D]`, k_bias `[groups, R]`, v_bias `[groups, D]`, or None.
-        windows: the inputs before the first tokens, `[rows, heads R, K - 1]` and `[rows, groups R, K - 1]`, or None.
+        conv_state: the inputs before the first tokens, `[rows, heads R, K - 1]` and `[rows, groups R, K - 1]`, or None.
         cos_sin: `[1 or B, T, dim]` each, or None.
         documents, cu_seqlens: the document of each token `[T]` and the ends of the documents `[S + 1]`, some of which
             may be empty, where documents are packed; int32.
@@ -650,15 +665,15 @@ def triton_prepare(
 
     Returns:
         query `[B, T, heads, R]`, key `[B, T, groups, R]`, value `[B, T, groups, D]` in the dtype of v; and the new
-        windows, empty unless `write_windows`: the last K - 1 inputs of each row or document, old ones where it has
-        fewer.
+        conv state, empty unless `write_conv_state`: the last K - 1 inputs of each row or document, old ones where it
+        has fewer.
     """
     cos, sin = (None, None) if cos_sin is None else (x.contiguous() for x in cos_sin)
-    q_window, k_window = (None, None) if windows is None else (x.contiguous() for x in windows)
+    q_window, k_window = (None, None) if conv_state is None else (x.contiguous() for x in conv_state)
     *outputs, new_q, new_k = _operator(
-        *(x.to(v.dtype).contiguous() for x in (q, k, v)), *(x.contiguous() for x in taps),
+        *(x.to(v.dtype).contiguous() for x in (q, k, v)), *(x.contiguous() for x in conv_weight),
         *((None,) * 4 if norms is None else (x.contiguous() for x in norms)), q_window, k_window, cos, sin,
         documents, cu_seqlens, None if lengths is None else lengths.to(torch.int32), heads, groups, placement or "none",
-        eps, write_windows,
+        eps, write_conv_state,
     )  # fmt: skip
     return tuple(outputs), (new_q, new_k)

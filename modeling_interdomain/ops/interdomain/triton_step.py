@@ -8,6 +8,7 @@ Nothing is read back by the host, so that a CUDA graph can hold the step.
 import torch
 
 from ..common.launch import StateTouched, multiprocessors, namespace, on_device, power_of_two
+from ..common.tiles import slots_of, state_of
 from ..diagonal.triton_tiles import times
 
 try:
@@ -51,20 +52,21 @@ def _advance(state, x, log_decay, beta, modes, columns, first, size, width, stat
 @triton.jit
 def step_keys(
     query, key, log_decay, beta, state, mask, pulled, groups, per_group, size, feature_dim, state_width,
-    BM: tl.constexpr, BR: tl.constexpr,
+    BM: tl.constexpr, BR: tl.constexpr, slots=None, slot_size=0,
 ):  # fmt: skip
     """Advance the key half and pull the queries through it; grid [batch, groups, mode blocks].
 
     query `[batch, groups, per_group, feature_dim]`, key `[batch, groups, feature_dim]`, state `[batch, groups, 2, size,
-    state_width]`, mask `[batch]` or None, pulled `[batch, groups, per_group, 2, size]` in float32.
+    state_width]`, mask `[batch]` or None, pulled `[batch, groups, per_group, 2, size]` in float32. With slots `[batch]`
+    the states lie in those of a pool, slot_size elements from one to the next.
     """
     row = tl.program_id(0).to(tl.int64) * groups + tl.program_id(1)
     modes = tl.program_id(2) * BM + tl.arange(0, BM)
     columns = tl.arange(0, BR)
-    real_token = tl.load(mask + tl.program_id(0)).to(tl.int32) if mask is not None else 1
+    here, real_token = state_of(state, tl.program_id(1), groups, 2 * size * state_width, mask, slots, slot_size)
     group = tl.program_id(1) * size * 2
     s_re, s_im = _advance(
-        state + row * 2 * size * state_width, key + row * feature_dim, log_decay + group, beta + group,
+        here, key + row * feature_dim, log_decay + group, beta + group,
         modes, columns, 0, size, feature_dim, state_width, real_token,
     )  # fmt: skip
     for head in range(per_group):
@@ -127,6 +129,7 @@ def step_values(
     value, log_decay, beta, coefficients, state, mask, pulled, output,
     groups, per_group, size, value_dim, state_width, first,
     M: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, PRODUCT: tl.constexpr,
+    slots=None, slot_size=0,
 ):  # fmt: skip
     """Advance the value half and read it; grid [batch, groups, column blocks].
 
@@ -137,10 +140,10 @@ def step_values(
     row = tl.program_id(0).to(tl.int64) * groups + tl.program_id(1)
     modes = tl.arange(0, M)
     columns = tl.program_id(2) * BD + tl.arange(0, BD)
-    real_token = tl.load(mask + tl.program_id(0)).to(tl.int32) if mask is not None else 1
+    here, real_token = state_of(state, tl.program_id(1), groups, 2 * size * state_width, mask, slots, slot_size)
     group = tl.program_id(1) * size * 2
     s_re, s_im = _advance(
-        state + row * 2 * size * state_width, value + row * value_dim, log_decay + group, beta + group,
+        here, value + row * value_dim, log_decay + group, beta + group,
         modes, columns, first, size, value_dim, state_width, real_token,
     )  # fmt: skip
     if C == "full":
@@ -176,12 +179,14 @@ def triton_step(
     product: str,
     mask: torch.Tensor | None,
     wide: bool,
+    slots: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`advance_state` and `read_state` together; the state may be in any floating-point dtype.
 
     Args:
         mask: `[B]`, zero for a pad.
         wide: give the output in float32 instead of the dtype of `value`.
+        slots: `[B]`: the state is a pool, each slot contiguous, see `interdomain_step`.
 
     Raises:
         StateTouched: when the second launch fails after the first has changed the state.
@@ -200,17 +205,19 @@ def triton_step(
     query, key, value, log_decay, beta = (x.contiguous() for x in (query, key, value, log_decay, input_matrix))
     coefficients = None if coefficient_matrix is None else coefficient_matrix.contiguous()
     mask = None if mask is None else mask.bool().contiguous().view(torch.uint8)
-    working, per_group = state.contiguous(), heads // groups
+    working = state.contiguous() if slots is None else state
+    pool, per_group = slots_of(state, slots), heads // groups
     with on_device(query):
         _step_keys[(batch, groups, triton.cdiv(size, rows))](
             query, key, log_decay, beta, working, mask, pulled, groups, per_group, size, feature_dim, state_width,
             BM=rows, BR=features, num_warps=2 if features <= 64 else 4,  # with fewer its registers do not suffice
+            **pool,
         )  # fmt: skip
         try:
             _step_values[(batch, groups, triton.cdiv(value_dim, columns))](
                 value, log_decay, beta, coefficients, working, mask, pulled, output, groups, per_group, size, value_dim,
                 state_width, feature_dim, M=modes, BK=max(4, 1024 // modes), BD=columns, C=kind, PRODUCT=product,
-                num_warps=4,
+                **pool, num_warps=4,
             )  # fmt: skip
         except Exception as error:
             raise StateTouched(f"the value half of a step failed after the key half was written: {error}") from error
@@ -220,7 +227,7 @@ def triton_step(
 
 
 @triton_step.register_fake
-def _(query, key, value, log_decay, input_matrix, coefficient_matrix, state, product, mask, wide):
+def _(query, key, value, log_decay, input_matrix, coefficient_matrix, state, product, mask, wide, slots=None):
     return value.new_empty(
         (query.shape[0], query.shape[1], value.shape[2]), dtype=torch.float32 if wide else value.dtype
     )

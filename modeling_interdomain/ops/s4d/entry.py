@@ -1,14 +1,11 @@
 """The S4D control: the recurrence of Interdomain attention read by a learned vector instead of by a query."""
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 
 from ..common.checks import check_documents, check_how, check_state, check_tensors
 from ..common.cpu import without_autocast
-from ..common.launch import check_step_backend, fused
-from ..diagonal.step import StepTables, advance_state, real_tokens, transition_tables
+from ..common.launch import check_step_backend, fused, steps_fused
+from ..diagonal.step import StepParameters, StepTables, advance_state, real_tokens, transition_tables
 from .chunk import chunk_s4d
 
 S4D_BACKENDS = ("auto", "chunk", "triton")
@@ -91,6 +88,7 @@ def s4d_step(
     state: torch.Tensor,
     mask: torch.Tensor | None = None,
     backend: str = "auto",
+    state_indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One token of `s4d_attention` with the state updated in place; key `[B, G, R]`, value `[B, G, D]`.
 
@@ -99,6 +97,8 @@ def s4d_step(
         mask: `[B]` bool or integers, zero for a pad: the row's state stays and its output is zero.
         backend: "triton" (one kernel on a GPU), "recurrent" (PyTorch) or "auto" (the kernel where it can run). Default:
             "auto".
+        state_indices: `[B]` int32 or int64: `state` is a pool `[N, ...]`, of which row b moves slot state_indices[b] in
+            place, see `interdomain_step`. Default: None.
 
     Returns:
         `[B, H, R + D]` in the dtype of `value`.
@@ -107,33 +107,46 @@ def s4d_step(
         ValueError: when an argument has a wrong shape, device or value, before the state is touched.
     """
     _check_inputs(key, value, log_decay, input_matrix, readout, rows="B")
-    _check_state("state", state, key.shape[0], key, value, log_decay)
-    check_step_backend(backend, state)
-    tables = partial(s4d_tables, log_decay, input_matrix, readout)
-    return take_s4d_step(key, value, tables=tables, state=state, mask=real_tokens(mask, key), backend=backend)
+    rows = key.shape[0]
+    if state_indices is not None:
+        from ..common.slots import check_slots
+
+        rows = check_slots(state_indices, state, rows, key.device)
+    _check_state("state", state, rows, key, value, log_decay)
+    check_step_backend(backend, state, state_indices)
+    parameters, mask = StepParameters(s4d_tables, log_decay, input_matrix, readout), real_tokens(mask, key)
+    return take_s4d_step(key, value, parameters, state=state, mask=mask, backend=backend, state_indices=state_indices)
 
 
 def take_s4d_step(
     key: torch.Tensor,
     value: torch.Tensor,
+    parameters: StepParameters,
     *,
-    tables: Callable[[torch.dtype], StepTables],
     state: torch.Tensor,
     mask: torch.Tensor | None = None,
     backend: str = "auto",
+    state_indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`s4d_step` for a caller who may have tables from an earlier step: `tables` gives `s4d_tables` in a dtype.
+    """`s4d_step` for a caller who may have tables from an earlier step: `s4d_tables` of the `parameters`.
 
     Key and value may have an axis of the one token, `[B, 1, G, R]`.
     """
     with torch.no_grad(), without_autocast(key.device):
-        if backend == "triton" or (backend == "auto" and key.device.type != "cpu" and state.is_contiguous()):
-            output = _fused_step(backend, key, value, tables, state, mask)
+        if steps_fused(backend, state, state_indices):
+            output = _fused_step(backend, key, value, parameters, state, mask, state_indices)
             if output is not None:
                 return output
+        if state_indices is not None:
+            from ..common.slots import step_slots
+
+            def step(rows, mask, *tokens):
+                return take_s4d_step(*tokens, parameters, state=rows, mask=mask, backend="recurrent")
+
+            return step_slots(step, state, state_indices, mask, key, value)
         # A state kept in a lower precision is still advanced in float32.
         working = state if state.dtype in (torch.float32, torch.float64) else state.float()
-        moves = tables(working.dtype)
+        moves = parameters.tables(working.dtype)
         advance_state(working, key, value, moves, mask)
         if working is not state:
             state.copy_(working)
@@ -144,13 +157,13 @@ def take_s4d_step(
     return output.to(value.dtype)
 
 
-def _fused_step(backend, key, value, tables, state, mask):
+def _fused_step(backend, key, value, parameters, state, mask, state_indices):
     def run():
         from .triton_step import triton_s4d_step
 
         inputs = torch.cat([x.squeeze(1) if x.ndim == 4 else x for x in (key.to(value.dtype), value)], dim=-1)
-        moves = tables(torch.float32)
-        return triton_s4d_step(inputs, moves.decay, moves.turn, moves.beta, *moves.matrices, state, mask)
+        moves = parameters.tables(torch.float32)
+        return triton_s4d_step(inputs, moves.decay, moves.turn, moves.beta, *moves.matrices, state, mask, state_indices)
 
     return fused(backend, (key, value, state), (key.shape[-1], value.shape[-1], state.shape[3]), run, "a step of S4D")
 

@@ -6,6 +6,7 @@ Nothing is read back by the host, so that a CUDA graph can hold the step.
 import torch
 
 from ..common.launch import multiprocessors, namespace, on_device, power_of_two
+from ..common.tiles import slots_of, state_of
 from ..diagonal.triton_tiles import times
 
 try:
@@ -18,13 +19,14 @@ except ImportError:
 @triton.jit
 def s4d_step(
     x, decay, turn, beta, rows, state, mask, output, groups, per_group, size, width,
-    BM: tl.constexpr, BW: tl.constexpr,
+    BM: tl.constexpr, BW: tl.constexpr, slots=None, slot_size=0,
 ):  # fmt: skip
     """`S <- lambda S + beta x`, `output = rows S`; grid [batch, groups, blocks of columns].
 
     x `[batch, groups, W]`; decay, turn `[groups, M]`; beta `[groups, 2, M]`; rows `[groups, per_group, 2 M]`; state
     `[batch, groups, 2, M, W]`; mask `[batch]` or None: where it is zero the state stays and the output is zero; output
-    `[batch, groups, per_group, W]`.
+    `[batch, groups, per_group, W]`. With slots `[batch]` the states lie in those of a pool, slot_size elements from one
+    to the next.
     """
     group = tl.program_id(1)
     row = tl.program_id(0).to(tl.int64) * groups + group
@@ -33,8 +35,8 @@ def s4d_step(
     mode = modes < size
     column = columns < width
     inside = mode[:, None] & column[None, :]
-    real_token = tl.load(mask + tl.program_id(0)).to(tl.int32) if mask is not None else 1
-    at = state + row * 2 * size * width + modes[:, None] * width + columns[None, :]
+    here, real_token = state_of(state, group, groups, 2 * size * width, mask, slots, slot_size)
+    at = here + modes[:, None] * width + columns[None, :]
     s_re = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     s_im = tl.load(at + size * width, mask=inside, other=0.0).to(tl.float32)
     d_re = tl.load(decay + group * size + modes, mask=mode, other=0.0)[:, None]
@@ -72,10 +74,11 @@ def triton_s4d_step(
     rows: torch.Tensor,
     state: torch.Tensor,
     mask: torch.Tensor | None,
+    slots: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `take_s4d_step`, for inputs `[B, G, W]` and what `s4d_tables` gives in float32; `[B, H, W]`.
 
-    The state, which is contiguous, may be in any floating-point dtype.
+    The state, which is contiguous, or with slots `[B]` each slot of it, may be in any floating-point dtype.
     """
     (batch, groups, width), per_group, size = inputs.shape, rows.shape[1], state.shape[3]
     output = inputs.new_empty(batch, groups * per_group, width)
@@ -88,11 +91,11 @@ def triton_s4d_step(
     with on_device(inputs):
         _s4d_step[(batch, groups, triton.cdiv(width, columns))](
             inputs.contiguous(), *tables, state, mask, output, groups, per_group, size, width, BM=modes, BW=columns,
-            num_warps=4,
+            **slots_of(state, slots), num_warps=4,
         )  # fmt: skip
     return output
 
 
 @triton_s4d_step.register_fake
-def _(inputs, decay, turn, beta, rows, state, mask):
+def _(inputs, decay, turn, beta, rows, state, mask, slots=None):
     return inputs.new_empty(inputs.shape[0], inputs.shape[1] * rows.shape[1], inputs.shape[2])

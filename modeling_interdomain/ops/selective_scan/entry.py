@@ -4,7 +4,7 @@ import torch
 
 from ..common.checks import check_documents, check_how, check_state, check_tensors
 from ..common.cpu import autocasts, without_autocast
-from ..common.launch import check_step_backend, fused
+from ..common.launch import check_step_backend, fused, steps_fused
 from ..diagonal.step import real_tokens
 from ..ssd.naive import without_pads
 from .chunk import chunk_scan
@@ -125,6 +125,7 @@ def selective_scan_step(
     skip: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
     backend: str = "auto",
+    state_indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One token of `selective_scan` with the state updated in place.
 
@@ -134,6 +135,8 @@ def selective_scan_step(
         mask: `[B]` bool or integers, zero for a pad: the row's state stays and its output is zero. Default: None.
         backend: "triton" (one kernel on a GPU), "recurrent" (PyTorch) or "auto" (the kernel where it can run). Default:
             "auto".
+        state_indices: `[B]` int32 or int64: `state` is a pool `[N, ...]`, of which row b moves slot state_indices[b] in
+            place, see `interdomain_step`. Default: None.
 
     Returns:
         `[B, E]` in the dtype of `value`. Not differentiable: use `selective_scan` for gradients.
@@ -142,9 +145,15 @@ def selective_scan_step(
         ValueError: when an argument has a wrong shape, device or value, before the state is touched.
     """
     _check_inputs(query, key, value, step, rate, skip, rows="B")
-    _check_state(state, "state", query.shape[0], value, rate)
-    check_step_backend(backend, state)
-    return take_scan_step(query, key, value, step, rate, state, skip, real_tokens(mask, query), backend)
+    rows = query.shape[0]
+    if state_indices is not None:
+        from ..common.slots import check_slots
+
+        rows = check_slots(state_indices, state, rows, query.device)
+    _check_state(state, "state", rows, value, rate)
+    check_step_backend(backend, state, state_indices)
+    mask = real_tokens(mask, query)
+    return take_scan_step(query, key, value, step, rate, state, skip, mask, backend, state_indices)
 
 
 def take_scan_step(
@@ -157,15 +166,23 @@ def take_scan_step(
     skip: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
     backend: str = "auto",
+    state_indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`selective_scan_step` for a caller whose arguments fit; `mask` `[B]` is bool."""
     if torch.is_grad_enabled() or autocasts(query.device):
         with torch.no_grad(), without_autocast(query.device):
-            return take_scan_step(query, key, value, step, rate, state, skip, mask, backend)
-    if backend == "triton" or (backend == "auto" and query.device.type != "cpu" and state.is_contiguous()):
-        output = _fused_step(backend, query, key, value, step, rate, state, skip, mask)
+            return take_scan_step(query, key, value, step, rate, state, skip, mask, backend, state_indices)
+    if steps_fused(backend, state, state_indices):
+        output = _fused_step(backend, query, key, value, step, rate, state, skip, mask, state_indices)
         if output is not None:
             return output
+    if state_indices is not None:
+        from ..common.slots import step_slots
+
+        def take(rows, mask, *tokens):
+            return take_scan_step(*tokens, rate, rows, skip, mask, "recurrent")
+
+        return step_slots(take, state, state_indices, mask, query, key, value, step)
     out_dtype = value.dtype
     # A state kept in a lower precision is still advanced in float32.
     working = state.to(torch.promote_types(state.dtype, torch.float32)).contiguous()
@@ -182,11 +199,11 @@ def take_scan_step(
     return output.to(out_dtype)
 
 
-def _fused_step(backend, query, key, value, step, rate, state, skip, mask):
+def _fused_step(backend, query, key, value, step, rate, state, skip, mask, state_indices):
     def run():
         from .triton_step import triton_scan_step
 
-        return triton_scan_step(query, key, value, step, rate, state, skip, mask)
+        return triton_scan_step(query, key, value, step, rate, state, skip, mask, state_indices)
 
     tensors = query, key, value, step, state
     return fused(backend, tensors, rate.shape[0], run, "a step of the selective scan")

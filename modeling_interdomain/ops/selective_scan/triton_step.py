@@ -6,6 +6,7 @@ Nothing is read back by the host, so that a CUDA graph can hold the step.
 import torch
 
 from ..common.launch import multiprocessors, namespace, on_device, power_of_two
+from ..common.tiles import slots_of, state_of
 
 try:
     import triton
@@ -16,20 +17,22 @@ except ImportError:
 
 @triton.jit
 def scan_step(
-    query, key, value, step, rate, skip, state, mask, output, channels, size, BE: tl.constexpr, BN: tl.constexpr
-):
+    query, key, value, step, rate, skip, state, mask, output, channels, size, BE: tl.constexpr, BN: tl.constexpr,
+    slots=None, slot_size=0,
+):  # fmt: skip
     """`h <- exp(step rate) h + step value key`, `output = query . h + skip value`; grid [batch, blocks of channels].
 
     query, key `[batch, N]`; value, step, output `[batch, E]`; rate `[N, E]`; skip `[E]` or None; state `[batch, N, E]`;
-    mask `[batch]` or None: where it is zero the state stays and the output is zero.
+    mask `[batch]` or None: where it is zero the state stays and the output is zero. With slots `[batch]` the
+    states lie in those of a pool, slot_size elements from one to the next.
     """
     row = tl.program_id(0).to(tl.int64)
     e = tl.program_id(1) * BE + tl.arange(0, BE)
     n = tl.arange(0, BN)
     at = n[:, None] * channels + e[None, :]
     inside = (n < size)[:, None] & (e < channels)[None, :]
-    here = state + row * size * channels + at
-    real_token = tl.load(mask + row).to(tl.int32) if mask is not None else 1
+    here, real_token = state_of(state, 0, 1, size * channels, mask, slots, slot_size)
+    here += at
     x = tl.load(value + row * channels + e, mask=e < channels, other=0.0).to(tl.float32)
     dt = tl.load(step + row * channels + e, mask=e < channels, other=0.0).to(tl.float32)
     k = tl.load(key + row * size + n, mask=n < size, other=0.0).to(tl.float32)
@@ -62,8 +65,11 @@ def triton_scan_step(
     state: torch.Tensor,
     skip: torch.Tensor | None,
     mask: torch.Tensor | None,
+    slots: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `take_scan_step`; the state, which is contiguous, may be in any floating-point dtype."""
+    """As `take_scan_step`; the state, which is contiguous, or with slots `[B]` each slot of it, may be in any
+    floating-point dtype.
+    """
     (batch, channels), size = value.shape, key.shape[1]
     output = value.new_empty(value.shape)
     query, key, value, step, rate = (x.contiguous() for x in (query, key, value, step, rate))
@@ -75,11 +81,12 @@ def triton_scan_step(
     each = min(power_of_two(channels), max(16, (4096 if many else 1024) // numbers))
     with on_device(query):
         _scan_step[(batch, triton.cdiv(channels, each))](
-            query, key, value, step, rate, skip, state, mask, output, channels, size, BE=each, BN=numbers, num_warps=4
-        )
+            query, key, value, step, rate, skip, state, mask, output, channels, size, BE=each, BN=numbers,
+            **slots_of(state, slots), num_warps=4,
+        )  # fmt: skip
     return output
 
 
 @triton_scan_step.register_fake
-def _(query, key, value, step, rate, state, skip, mask):
+def _(query, key, value, step, rate, state, skip, mask, slots=None):
     return torch.empty_like(value, memory_format=torch.contiguous_format)

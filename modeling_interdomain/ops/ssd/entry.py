@@ -5,7 +5,7 @@ import torch
 from ..common.checks import check_documents, check_how, check_state, check_tensors
 from ..common.cpu import autocasts, without_autocast
 from ..common.decay import finite
-from ..common.launch import STEP_BACKENDS, check_step_backend, fused
+from ..common.launch import STEP_BACKENDS, check_step_backend, fused, steps_fused
 from ..diagonal.step import real_tokens
 from .chunk import chunk_ssd
 from .naive import export_ssd, recurrent_ssd
@@ -111,6 +111,7 @@ def ssd_step(
     state: torch.Tensor,
     mask: torch.Tensor | None = None,
     backend: str = "auto",
+    state_indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One token of `ssd_attention` with the state updated in place.
 
@@ -120,6 +121,8 @@ def ssd_step(
         mask: `[B]` bool or integers, zero for a pad: the row's state stays and its output is zero. Default: None.
         backend: "triton" (one kernel on a GPU), "recurrent" (PyTorch) or "auto" (the kernel where it can run). Default:
             "auto".
+        state_indices: `[B]` int32 or int64: `state` is a pool `[N, ...]`, of which row b moves slot state_indices[b] in
+            place, see `interdomain_step`. Default: None.
 
     Returns:
         `[B, H, P]` in the dtype of `value`. Not differentiable: use `ssd_attention` for gradients.
@@ -127,12 +130,18 @@ def ssd_step(
     Raises:
         ValueError: when an argument has a wrong shape, device or value, before the state is touched.
     """
-    if mask is None and backend != "triton" and _is_plain_step(query, key, value, log_decay, state, backend):
+    plain = mask is None and state_indices is None and backend != "triton"
+    if plain and _is_plain_step(query, key, value, log_decay, state, backend):
         return _advance_and_read(query, key, value, log_decay, state)
     check_inputs((query, key, value), log_decay, rows="B")
-    _check_state(state, "state", query.shape[0], key, value)
-    check_step_backend(backend, state)
-    return take_ssd_step(query, key, value, log_decay, state, real_tokens(mask, query), backend)
+    rows = query.shape[0]
+    if state_indices is not None:
+        from ..common.slots import check_slots
+
+        rows = check_slots(state_indices, state, rows, query.device)
+    _check_state(state, "state", rows, key, value)
+    check_step_backend(backend, state, state_indices)
+    return take_ssd_step(query, key, value, log_decay, state, real_tokens(mask, query), backend, state_indices)
 
 
 def _is_plain_step(query, key, value, log_decay, state, backend: str) -> bool:
@@ -161,15 +170,23 @@ def take_ssd_step(
     state: torch.Tensor,
     mask: torch.Tensor | None = None,
     backend: str = "auto",
+    state_indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`ssd_step` for a caller whose arguments fit; `mask` `[B]` is bool."""
     if torch.is_grad_enabled() or autocasts(query.device):
         with torch.no_grad(), without_autocast(query.device):
-            return take_ssd_step(query, key, value, log_decay, state, mask, backend)
-    if backend == "triton" or (backend == "auto" and query.device.type != "cpu" and state.is_contiguous()):
-        output = _fused_step(backend, query, key, value, log_decay, state, mask)
+            return take_ssd_step(query, key, value, log_decay, state, mask, backend, state_indices)
+    if steps_fused(backend, state, state_indices):
+        output = _fused_step(backend, query, key, value, log_decay, state, mask, state_indices)
         if output is not None:
             return output
+    if state_indices is not None:
+        from ..common.slots import step_slots
+
+        def step(rows, mask, *tokens):
+            return take_ssd_step(*tokens, rows, mask, "recurrent")
+
+        return step_slots(step, state, state_indices, mask, query, key, value, log_decay)
     if mask is not None:  # a pad decays by 1 and puts in 0
         log_decay = log_decay.where(mask[:, None], 0)
         key, value = (x.where(mask[:, None, None], 0) for x in (key, value))
@@ -214,11 +231,11 @@ def _parts(state: torch.Tensor) -> int:
     return threads if state.shape[1] % threads == 0 else 1
 
 
-def _fused_step(backend, query, key, value, log_decay, state, mask):
+def _fused_step(backend, query, key, value, log_decay, state, mask, state_indices):
     def run():
         from .triton_step import triton_ssd_step
 
-        return triton_ssd_step(query, key, value, log_decay, state, mask)
+        return triton_ssd_step(query, key, value, log_decay, state, mask, state_indices)
 
     tensors = query, key, value, log_decay, state
     return fused(backend, tensors, (key.shape[2], value.shape[2]), run, "a step of state space duality")

@@ -6,6 +6,7 @@ Nothing is read back by the host, so that a CUDA graph can hold the step.
 import torch
 
 from ..common.launch import multiprocessors, namespace, on_device, power_of_two
+from ..common.tiles import slots_of, state_of
 
 try:
     import triton
@@ -16,12 +17,14 @@ except ImportError:
 
 @triton.jit
 def ssd_step(
-    query, key, value, log_decay, state, mask, output, groups, width, size, BP: tl.constexpr, BN: tl.constexpr
-):
+    query, key, value, log_decay, state, mask, output, groups, width, size, BP: tl.constexpr, BN: tl.constexpr,
+    slots=None, slot_size=0,
+):  # fmt: skip
     """`S <- exp(log_decay) S + value key^T`, `output = S query`; grid [batch, heads, blocks of P].
 
     query, key `[batch, groups, N]`; value, output `[batch, heads, P]`; log_decay `[batch, heads]`; state `[batch,
-    heads, P, N]`; mask `[batch]` or None: where it is zero the state stays and the output is zero.
+    heads, P, N]`; mask `[batch]` or None: where it is zero the state stays and the output is zero. With
+    slots `[batch]` the states lie in those of a pool, slot_size elements from one to the next.
     """
     heads = tl.num_programs(1)
     row = tl.program_id(0).to(tl.int64)
@@ -29,9 +32,9 @@ def ssd_step(
     group = row * groups + tl.program_id(1) // (heads // groups)
     p = tl.program_id(2) * BP + tl.arange(0, BP)
     n = tl.arange(0, BN)
-    at = state + (head * width + p)[:, None] * size + n[None, :]
+    here, real_token = state_of(state, tl.program_id(1), heads, width * size, mask, slots, slot_size)
+    at = here + p[:, None] * size + n[None, :]
     inside = (p < width)[:, None] & (n < size)[None, :]
-    real_token = tl.load(mask + row).to(tl.int32) if mask is not None else 1
     u = tl.load(value + head * width + p, mask=p < width, other=0.0).to(tl.float32)
     k = tl.load(key + group * size + n, mask=n < size, other=0.0).to(tl.float32)
     q = tl.load(query + group * size + n, mask=n < size, other=0.0).to(tl.float32)
@@ -58,8 +61,11 @@ def triton_ssd_step(
     log_decay: torch.Tensor,
     state: torch.Tensor,
     mask: torch.Tensor | None,
+    slots: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `take_ssd_step`; the state, which is contiguous, may be in any floating-point dtype."""
+    """As `take_ssd_step`; the state, which is contiguous, or with slots `[B]` each slot of it, may be in any
+    floating-point dtype.
+    """
     (batch, heads, width), (groups, size) = value.shape, key.shape[1:]
     output = value.new_empty(value.shape)
     query, key, value, log_decay = (x.contiguous() for x in (query, key, value, log_decay))
@@ -70,11 +76,12 @@ def triton_ssd_step(
     rows = min(power_of_two(width), max(16, (8192 if many else 1024) // modes))
     with on_device(query):
         _ssd_step[(batch, heads, triton.cdiv(width, rows))](
-            query, key, value, log_decay, state, mask, output, groups, width, size, BP=rows, BN=modes, num_warps=4
-        )
+            query, key, value, log_decay, state, mask, output, groups, width, size, BP=rows, BN=modes,
+            **slots_of(state, slots), num_warps=4,
+        )  # fmt: skip
     return output
 
 
 @triton_ssd_step.register_fake
-def _(query, key, value, log_decay, state, mask):
+def _(query, key, value, log_decay, state, mask, slots=None):
     return torch.empty_like(value, memory_format=torch.contiguous_format)

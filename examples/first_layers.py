@@ -1,10 +1,17 @@
-"""Guesses of the model's own first layers, as many as pay.
+"""Drafts of the model's own first layers, as many as pay, in one file beside the package.
 
 Self-speculation as in LayerSkip (arXiv 2404.16710) writes each guess with a forward of a few layers. The library calls
 `generate()` for them, which costs a small model as much as the layers do, and always makes as many. Here the layers
-are called themselves, and how many guesses there are follows from how many were right so far: of independent guesses,
-each right with the chance a, a check of n gives (1 - a^(n+1)) / (1 - a) tokens (arXiv 2211.17192, eq. 1) for the price
-of the check and of n times the first layers.
+are called themselves, as a model that shares its weights with the whole one, and how many guesses there are follows
+from how many were right so far: of independent guesses, each right with the chance a, a check of n gives
+(1 - a^(n+1)) / (1 - a) tokens (arXiv 2211.17192, eq. 1) for the price of the check and of n times the first layers.
+
+It is no part of the package because it seldom pays: see benchmarks/results/speculation_study.md. The first layers must
+have learned to say what comes next, as that study trains them.
+
+Usage:
+    model = EarlyExitForCausalLM.from_pretrained(folder)
+    model.generate(ids, assistant_early_exit=2, max_new_tokens=64)
 """
 
 import copy
@@ -15,8 +22,8 @@ from torch import nn
 from transformers.generation import LogitsProcessorList
 from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
-from ..model_cache.cache import InterdomainCache
-from .guesses import SparingGuesses
+from modeling_interdomain import InterdomainCache, InterdomainForCausalLM
+from modeling_interdomain.generation.guesses import SparingGuesses
 
 # What is believed before anything was guessed, in guesses; and what is still known of earlier ones after each check.
 RIGHT, TRIED, KEPT = 4.8, 6.0, 0.9
@@ -29,6 +36,31 @@ CALLS, CALLS_OF_MORE = {0: 1.0, 1: 1.5, 2: 1.6}, 1.95
 READS, READS_OF_MORE = {0: 1.0, 1: 1.02, 2: 1.1}, 1.5
 WEIGHTS_OF_CALLS = 1_700_000  # that are read in the time of a layer's calls
 HEAD = 1.5  # what embedding, norm and head take, in layers
+
+
+class EarlyExitForCausalLM(InterdomainForCausalLM):
+    """The language model, whose `generate(assistant_early_exit=n)` drafts with its first n layers as much as pays.
+
+    All else is as in `InterdomainForCausalLM`, whose own `assistant_early_exit` is that of the library.
+    """
+
+    def _get_candidate_generator(self, *, model_kwargs: dict[str, Any], **kwargs: Any) -> Any:
+        found = super()._get_candidate_generator(model_kwargs=model_kwargs, **kwargs)
+        if type(found) is not EarlyExitCandidateGenerator:
+            return found
+        return self.within_positions(FirstLayers(found, kwargs["input_ids"].shape[1], model_kwargs.get("spared_cache")))
+
+
+def first_layers(model: InterdomainForCausalLM, count: int) -> InterdomainForCausalLM:
+    """A model that ends after the first `count` layers of another, with the modules and weights of the other."""
+    part, body = copy.copy(model), copy.copy(model.model)
+    part._modules, body._modules = (
+        part._modules | {"model": body},
+        body._modules | {"layers": model.model.layers[:count]},
+    )
+    part.config = body.config = copy.copy(model.config)
+    part.config.num_hidden_layers = count
+    return part
 
 
 class FirstLayers(SparingGuesses):
@@ -45,9 +77,8 @@ class FirstLayers(SparingGuesses):
         self, drafts: EarlyExitCandidateGenerator, length: int, spared: InterdomainCache | None = None
     ) -> None:
         super().__init__(spared)
-        self.model, self.layers = drafts.assistant_model, drafts.assistant_early_exit
-        self.config, settings = copy.copy(self.model.config), drafts.generation_config
-        self.config.num_hidden_layers = self.layers
+        whole, layers, settings = drafts.assistant_model, drafts.assistant_early_exit, drafts.generation_config
+        self.model = first_layers(whole, layers)
         self.most, self.max_length = int(drafts.num_assistant_tokens), drafts.main_model_max_length
         self.least_likely = drafts.assistant_confidence_threshold or 0.0
         self.samples = settings.do_sample
@@ -56,8 +87,8 @@ class FirstLayers(SparingGuesses):
         self.mask = None if mask is None or bool(mask[:, -length:].all()) else mask[:, -length:]
         ends = getattr(settings, "_eos_token_tensor", None)
         self.ends = set() if ends is None else set(ends.flatten().tolist())
-        self.cost = (self.layers + HEAD) / (self.model.config.num_hidden_layers + HEAD)
-        self.share = share_of_calls(self.model) if self.model.device.type == "cpu" else None
+        self.cost = (layers + HEAD) / (whole.config.num_hidden_layers + HEAD)
+        self.share = share_of_calls(whole) if whole.device.type == "cpu" else None
         self.cache: InterdomainCache | None = None
         self.right, self.tried, self.guessed = RIGHT, TRIED, 0
         self.pause, self.idle = PAUSE, 0
@@ -86,7 +117,7 @@ class FirstLayers(SparingGuesses):
     def next_logits(self, text: torch.Tensor) -> torch.Tensor:
         """`[1, vocab_size]` after the text `[1, T]`, of which the cache forgets what was taken back."""
         if self.cache is None:
-            self.cache = InterdomainCache(self.config)
+            self.cache = InterdomainCache(self.model.config)
             self.cache.allow_rollback(self.most + 1)
             if text.shape[1] > 1:
                 self._read(text[:, :-1])  # never taken back, so not recorded
@@ -100,7 +131,7 @@ class FirstLayers(SparingGuesses):
         if mask is not None:
             after = mask.new_ones(1, max(text.shape[1] - mask.shape[1], 0))
             mask = torch.cat([mask, after], dim=1)[:, : text.shape[1]]
-        known = {"attention_mask": mask, "past_key_values": self.cache, "first_layers": self.config}
+        known = {"attention_mask": mask, "past_key_values": self.cache}
         output = self.model(text[:, seen:], **known, use_cache=True, logits_to_keep=1)
         return output.logits[:, -1].float()
 

@@ -1,17 +1,23 @@
-"""Caches of texts put together and taken apart, without reading anything again: see `ops/common/spans.py`.
+"""Caches of texts put together and taken apart without reading anything again, in one file beside the package.
 
-Exact at the operator, and in a first layer without convolutions. With them the first tokens after a joint are those
-that the convolutions made without the text before it, and the keys and values of later layers are those of the text as
-it was read: there it is approximate. How near that is, is measured in benchmarks/spans_study.py.
+The states are joined by `join_states` and `remove_span` of the package: exact at the operator, and in a first layer
+without convolutions. With them the first tokens after a joint are those that the convolutions made without the text
+before it, and the keys and values of later layers are those of the text as it was read: there it is approximate. How
+near that is, is measured in benchmarks/spans_study.py.
+
+Usage:
+    joined = join_caches(cache_of_first, cache_of_second, model)
+    shorter = cut_cache(cache, before, after, model)
 """
 
 from typing import Any
 
 import torch
 
-from ..ops.common.spans import remove_span
-from .cache import InterdomainCache, check_unbroken
-from .fingerprint import decoder_of
+from modeling_interdomain import InterdomainCache, join_states, remove_span
+from modeling_interdomain.mixers.interdomain.mixer import KeyValueMixer
+from modeling_interdomain.model_cache.cache import check_unbroken
+from modeling_interdomain.model_cache.fingerprint import decoder_of
 
 
 @torch.no_grad()
@@ -35,10 +41,24 @@ def join_caches(first, second, model, lengths: torch.Tensor | None = None) -> In
     seen = _counted("lengths", lengths, int(second.get_seq_length()))
     mixers = [layer.token_mixer for layer in decoder.layers]
     states = [
-        mixer.join_states(a.state, b.state, seen)
+        join_layer(mixer, a.state, b.state, seen)
         for mixer, a, b in zip(mixers, first.layers, second.layers, strict=True)
     ]
     return _with_states(second, states, int(first.get_seq_length()) + int(second.get_seq_length()), decoder)
+
+
+def join_layer(
+    mixer: KeyValueMixer, first: torch.Tensor, second: torch.Tensor, length: int | torch.Tensor
+) -> torch.Tensor:
+    """The state of one layer after two documents, of which the second has `length` tokens, from those of each alone."""
+    if mixer.first_state is not None:  # with which the second has begun, too
+        first = first - mixer.first_state(first)
+    return join_states(first, second, length, _log_decay(mixer))
+
+
+def _log_decay(mixer: KeyValueMixer) -> torch.Tensor:
+    recurrence: Any = mixer.recurrence
+    return recurrence.parameters_of_operator()[0]
 
 
 @torch.no_grad()
@@ -72,8 +92,7 @@ def cut_cache(cache, before, after, model, since: torch.Tensor | None = None) ->
     for i, layer in enumerate(decoder.layers):
         whole, rest = cache.layers[i].state, after.layers[i].state
         head = _begun(layer.token_mixer, rest) if before is None else before.layers[i].state
-        log_decay = layer.token_mixer.recurrence.parameters_of_operator()[0]
-        states.append(remove_span(whole, head, rest, tokens, log_decay))
+        states.append(remove_span(whole, head, rest, tokens, _log_decay(layer.token_mixer)))
     return _with_states(cache, states, end - (stop - start), decoder)
 
 
@@ -90,7 +109,7 @@ def _begun(mixer, state: torch.Tensor) -> torch.Tensor:
 
 
 def _with_states(cache, states: list[torch.Tensor], seen: int, decoder) -> InterdomainCache:
-    """A new cache with the windows of one, and other states."""
+    """A new cache with the conv state of one, and other states."""
     tensors = cache.named_tensors()
     for i, state in enumerate(states):
         tensors[f"{i}.states.0.state"] = state
@@ -104,10 +123,10 @@ def _check(model, **caches) -> Any:
     decoder = decoder_of(model)
     for i, layer in enumerate(decoder.layers):
         mixer = layer.token_mixer
-        joins, gated = hasattr(mixer, "join_states"), bool(getattr(mixer, "gate_names", ()))
-        if not joins or gated or mixer.sparse is not None:
-            kind = decoder.config.mixers_per_layer[i]
-            kind += (" with gates or the delta rule" if gated else " with a sparse branch") * joins
+        linear, gated = isinstance(mixer, KeyValueMixer), bool(getattr(mixer, "gate_names", ()))
+        if not linear or gated or mixer.sparse is not None:
+            beside = " with gates or the delta rule" if gated else " with a sparse branch"
+            kind = decoder.config.mixers_per_layer[i] + (beside if linear else "")
             raise ValueError(
                 f"Layer {i} ({kind}) does not hold one linear state with a decay that is the same for all tokens: only "
                 "those can be joined and cut."

@@ -1,0 +1,1 @@
+"""Softmax attention to the last tokens and the first, and a state of those between."""

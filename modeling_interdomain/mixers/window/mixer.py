@@ -1,0 +1,250 @@
+"""A window with a memory: softmax attention to the last tokens and the first, and a state of those between."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import initialization as init
+
+from ...layers.common import is_plain, plain_rms_norm
+from ...layers.convolution import last_inputs
+from ...layers.feature_maps import silu_l2
+from ...layers.operators import Operators
+from ...layers.rotary import LENGTH_DEPENDENT
+from ...ops.common.cpu import values_at_hand
+from ...ops.interdomain.replay import state_after
+from ..base import groups_not_shardable
+from ..recurrent import Biases, Projection, RecurrentMixer
+from .attention import Seen, WindowAttention
+from .recurrence import NoRecurrence, WindowRecurrence
+
+_SHARE, _GATE = -4.0, 0.1  # at the start
+
+
+class WindowMixer(RecurrentMixer):
+    """`y = (1 - s) a + s (gate * RMSNorm(r))`, a of softmax attention, r what a state is read as, s a share of both.
+
+    Each token that came before is in one of three: the last W are in the window, and the first S are sinks; a token
+    enters the state when it leaves the window, unless it is a sink. The share, one a head, is a sigmoid of a linear map
+    of the token, and 0 as long as the state is empty. The norm bounds what is read: it would grow with the text.
+
+    The state reads and writes what the softmax does, before rotation, each head through a map of its own that starts as
+    the identity: `q_map` `[H, D, R]` and `k_map` `[G, D, R]`, before the feature map, and `v_map` `[G, D, D]`. The gate
+    is `memory_gate` `[H, D]`. Without a memory (`window_memory=False`) there are none of these.
+
+    In a cache the keys and values of the last W tokens take the place of a convolution's inputs, `[B, G D, W]` each;
+    beside them are how many tokens were read, `[B, 1, 1]`, and the keys and values of the sinks, `[B, G D, S]`.
+    """
+
+    can_branch = False
+    operators = Operators.of(state_after)
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx, config.head_dim)
+        self.memory = config.window_memory
+        hidden, dim, features = config.hidden_size, config.head_dim, config.feature_dim
+        heads, groups = config.num_attention_heads, config.num_key_value_heads
+        self.o_norm = self.rope_placement = None  # what it rotates it places itself
+        self.window, self.sinks, self.eps = config.attention_window, config.attention_sinks, config.rms_norm_eps
+        held = 2 * [(groups * dim, self.window)] + [(1, 1)] + 2 * [(groups * dim, self.sinks)]
+        self.kept_shapes = [*held, *self.kept_shapes]
+        self.head_dim = dim
+        self.attention = WindowAttention(config)
+        if self.memory:
+            self.share_proj = nn.Linear(hidden, heads)
+            self.q_map = nn.Parameter(torch.empty(heads, dim, features))
+            self.k_map = nn.Parameter(torch.empty(groups, dim, features))
+            self.v_map = nn.Parameter(torch.empty(groups, dim, dim))
+            self.memory_gate = nn.Parameter(torch.empty(heads, dim))
+            self.recurrence = WindowRecurrence(config)
+            self.recurrence.start_parameters(config)
+            self.start_parameters(config)
+        else:
+            self.recurrence, self.first_state = NoRecurrence(config), None
+
+    @torch.no_grad()
+    def start_parameters(self, config) -> None:
+        if not self.memory:
+            return
+        init.zeros_(self.share_proj.weight)
+        init.constant_(self.share_proj.bias, _SHARE)
+        init.constant_(self.memory_gate, _GATE)
+        for each in (self.q_map, self.k_map, self.v_map):
+            init.copy_(each, torch.eye(*each.shape[1:], dtype=each.dtype, device=each.device).expand_as(each))
+
+    @classmethod
+    def check_config(cls, config) -> None:
+        if config.attention_sinks < 0:
+            raise ValueError(f"attention_sinks must not be negative, got {config.attention_sinks}.")
+        kind = (config.rope_parameters or {}).get("rope_type")
+        if kind in LENGTH_DEPENDENT:
+            raise ValueError(
+                f'rope_type "{kind}" changes its angles with the length, and "window" layers see no length beyond '
+                'their window: choose another, such as "default" or "llama3".'
+            )
+
+    @classmethod
+    def projections(cls, config) -> list[Projection]:
+        groups, dim = config.num_key_value_heads, config.head_dim
+        share = [Projection("share", config.num_attention_heads, 1, False)] if config.window_memory else []
+        return [
+            Projection("q", config.num_attention_heads, dim, False),
+            Projection("k", groups, dim, False),
+            Projection("v", groups, dim, False),
+            *share,
+        ]
+
+    @classmethod
+    def biases(cls, config) -> Biases:
+        return Biases(projections=config.attention_bias)
+
+    @classmethod
+    def gated(cls, config) -> bool:
+        return False
+
+    @classmethod
+    def rotated_dims(cls, config) -> set[int]:
+        return set()  # by positions of the model, which a window does without
+
+    @classmethod
+    def state_shape(cls, config) -> tuple[int, ...]:
+        size = config.state_size if config.window_memory else 0
+        return config.num_key_value_heads, 2, size, config.feature_dim + config.head_dim
+
+    @classmethod
+    def state_sizes(cls, config, context_length: int) -> dict[str, int]:
+        kept = config.attention_window + config.attention_sinks
+        state = torch.Size(cls.state_shape(config)).numel()
+        return {"recurrent": state, "keys_values": 2 * config.num_key_value_heads * config.head_dim * kept + 1}
+
+    @classmethod
+    def why_not_shardable(cls, config, processes: int) -> str | None:
+        return groups_not_shardable(config, processes)
+
+    def share_heads(self, processes: int) -> None:
+        count = self.kept_shapes[2]
+        super().share_heads(processes)
+        self.kept_shapes[2] = count
+
+    def _convolved(self, projected):
+        """What a record keeps of them for the window and the sinks."""
+        return projected[1:3]
+
+    def _inputs(self, projected, conv_state, cos_sin, packing, keep: bool):
+        """Query, key and value of the state, where there is one; then the query of the softmax, what it sees, and the
+        share. Beside them what a cache holds next."""
+        query, key, value, *share = projected
+        length = key.shape[1]
+        if packing is not None and packing.cu_seqlens is not None:
+            seen, after = self._seen_in_documents(key, value, packing), list[torch.Tensor]()
+        else:
+            seen, after = self._seen_in_rows(key, value, conv_state, None if packing is None else packing.lengths)
+        query, *held = (x.unflatten(-1, (-1, self.head_dim)) for x in (query, *seen[:4]))
+        seen = Seen(*[*held, seen.places])
+        if not self.memory:
+            return (query, *seen), after
+        # What leaves the window now, and was no sink.
+        enters = self._is_filled(seen.places)[..., None, None]
+        key, value = seen.key[:, :length], seen.value[:, :length]
+        key = torch.where(enters, silu_l2(_mapped(key, self.k_map)), 0)
+        value = torch.where(enters, _mapped(value, self.v_map), 0)
+        return (silu_l2(_mapped(query, self.q_map)), key, value, query, *seen, *share), after
+
+    def _is_filled(self, places: torch.Tensor) -> torch.Tensor:
+        """Whether a token has entered the state by the one that is at this place of the text."""
+        return places >= self.window + self.sinks
+
+    def _seen_in_rows(self, key, value, held, lengths: torch.Tensor | None) -> tuple[Seen, list[torch.Tensor]]:
+        """What the tokens `[B, T, G D]` see, after what a cache has held or nothing; and what it holds next."""
+        batch, length, width = key.shape
+        if held is None:
+            none = key.new_zeros(batch, width, self.window), key.new_zeros(batch, width, self.sinks)
+            held = [none[0], none[0], key.new_zeros(batch, 1, 1, dtype=torch.long), none[1], none[1]]
+        *before, count = held[:3]
+        tokens = torch.arange(length, device=key.device)
+        places = count[:, 0] + tokens
+        real = None if lengths is None else tokens < lengths[:, None]
+        both = [torch.cat([x.to(new.dtype).mT, new], dim=1) for x, new in zip(before, (key, value), strict=True)]
+        if lengths is None:
+            last, added = [x[:, length:] for x in both], length
+        else:
+            end = lengths[:, None] + torch.arange(self.window, device=key.device)
+            last, added = [x.gather(1, end[..., None].expand(-1, -1, width)) for x in both], lengths[:, None, None]
+        sinks = [_sinks_after(x, new, places, real) for x, new in zip(held[3:], (key, value), strict=True)]
+        seen = Seen(*[*both, *(x.mT for x in sinks), places])
+        return seen, [*(x.mT for x in last), count + added, *sinks]
+
+    def _seen_in_documents(self, key, value, packing) -> Seen:
+        """What the tokens `[1, T, G D]` of packed documents see, each of its own."""
+        tokens = torch.arange(key.shape[1], device=key.device)
+        starts = packing.cu_seqlens[packing.documents]
+        sinks = starts[:, None] + torch.arange(self.sinks, device=key.device)
+        sinks = sinks.clamp(max=key.shape[1] - 1)  # one that its document does not reach is not seen
+        both = [F.pad(x, (0, 0, self.window, 0)) for x in (key, value)]
+        return Seen(*[*both, key[:, sinks], value[:, sinks], (tokens - starts)[None]])
+
+    def _all_at_once(self, layer, tokens, before, conv_state, packing, companion=None, piece=None):
+        return self._joined(tokens, super()._all_at_once(layer, tokens[:3], before, conv_state, packing))
+
+    def _step(self, layer, tokens, before, conv_state, attention_mask, companion=None):
+        return self._joined(tokens, super()._step(layer, tokens[:3], before, conv_state, attention_mask))
+
+    def _can_step_each(self, layer, first):
+        return False
+
+    def _joined(self, tokens, read: torch.Tensor) -> torch.Tensor:
+        """The output of the softmax, and its share of what the state is `read` as, `[B, T, H, D]`."""
+        if not self.memory:
+            return self.attention(tokens[0], Seen(*tokens[1:]))
+        query, *held, share = tokens[3:]
+        seen = Seen(*held)
+        attended = self.attention(query, seen)
+        wide = torch.promote_types(attended.dtype, torch.float32)
+        filled = self._is_filled(seen.places)[..., None]
+        if self.first_state is not None:  # a group that begins with something has it to read at once
+            begun = self.first_state(filled[:1]).flatten(2).any(dim=-1)
+            filled = filled | begun.repeat_interleave(share.shape[-1] // begun.shape[-1], dim=-1)
+        share = torch.where(filled, share.to(wide).sigmoid(), 0)
+        read = read.to(wide)
+        normed = plain_rms_norm(read, self.eps) if is_plain(read) else F.rms_norm(read, read.shape[-1:], eps=self.eps)
+        return torch.lerp(attended.to(wide), (self.memory_gate * normed).to(wide), share[..., None])
+
+    def _recorded(self, tokens):
+        return tokens[1:3] if self.memory else ()
+
+    @classmethod
+    def replay(cls, operators, sparse_operators, conv_state, states, inputs, constants):
+        key, value, *tokens, mask = inputs
+        *before, count = conv_state[:3]
+        places = count[:, 0] + mask.cumsum(1) - 1
+        last = [last_inputs(x, new, mask) for x, new in zip(before, (key, value), strict=True)]
+        sinks = [_sinks_after(x, new, places, mask) for x, new in zip(conv_state[3:], (key, value), strict=True)]
+        after = [*last, count + mask.sum(1)[:, None, None], *sinks]
+        if states is None:
+            return after, None
+        state = states["state"]
+        return after, {"state": operators.state_after(state, *tokens, mask, *constants) if tokens else state}
+
+
+def _mapped(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`[B, T, heads, D]` by the maps of the heads, `[heads, D, R]`."""
+    rows = x.flatten(0, 1).transpose(0, 1)
+    return (rows @ weight).transpose(0, 1).unflatten(0, x.shape[:2])
+
+
+def _sinks_after(
+    held: torch.Tensor, new: torch.Tensor, places: torch.Tensor, real: torch.Tensor | None
+) -> torch.Tensor:
+    """`[B, W, S]`, the first S inputs of a text, of which some were `held` before `new` ones `[B, T, W]`.
+
+    Args:
+        places: `[B, T]`, of each in its text.
+        real: `[B, T]` bool, False for pads; None, all are.
+    """
+    if not new.shape[1] or (values_at_hand(places) and bool((places >= held.shape[2]).all())):
+        return held
+    wanted, tokens = (torch.arange(x, device=new.device) for x in (held.shape[2], new.shape[1]))
+    found = places[:, None] == wanted[:, None]
+    if real is not None:
+        found = found & real[:, None]
+    at = (found * tokens).sum(dim=2)[..., None].expand(-1, -1, new.shape[2])
+    return torch.where(found.any(dim=2)[:, None], new.gather(1, at).mT, held.to(new.dtype))

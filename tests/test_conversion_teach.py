@@ -1,0 +1,262 @@
+"""Windows with a memory are taught by the Llama that they came from: stages, what goes on after a stop, the report."""
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from conversion import distill, teach
+from conversion.__main__ import main
+from examples import text_data
+from modeling_interdomain import InterdomainForCausalLM
+from tests.test_conversion import ids, no_space, save_llama
+from tests.test_examples import some_documents
+
+TAUGHT = ("--layers-steps", 6, "--whole-steps", 4, "--lengths", "24,48", "--tokens-a-step", 96, "--save-steps", 2)
+LONG = ("--long-steps", 2, "--long-lengths", 60)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a small Llama, the same with windows, and a text."""
+    folder = tmp_path_factory.mktemp("teach")
+    save_llama(folder / "llama", num_key_value_heads=2)
+    text_data.train_tokenizer(some_documents(), vocab_size=300).save_pretrained(folder / "llama")
+    converted = ["from-llama", folder / "llama", folder / "windows", "--window", 8, "--sinks", 2, "--state-size", 6]
+    assert main([*map(str, converted), "--layers", "0,2"]) == 0
+    documents = "".join(json.dumps({"text": document}) + "\n" for document in some_documents(120))
+    (folder / "texts.jsonl").write_text(documents)
+    return folder
+
+
+def arguments(place, target, *options, source="windows", teacher="llama"):
+    given = ["teach", place / source, target, "--teacher", place / teacher, "--data", place / "texts.jsonl", *options]
+    return [str(argument) for argument in given]
+
+
+def weights_of(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def is_memory(name: str) -> bool:
+    return any(part in name for part in teach.MEMORY)
+
+
+def test_a_layer_learns_what_its_attention_saw_and_nothing_else_moves(place):
+    teacher = LlamaForCausalLM.from_pretrained(place / "llama").eval()
+    student = AutoModelForCausalLM.from_pretrained(place / "windows")
+    teach.start_gates(student, ids(49))
+    before = {name: x.clone() for name, x in student.state_dict().items()}
+    loss = distill.distillation_loss(teacher, student, [0, 2], teach.MEMORY)
+    first = loss(ids(49)).item()
+    optimizer = torch.optim.AdamW([x for x in student.parameters() if x.requires_grad], lr=1e-2, weight_decay=0.0)
+    for _ in range(30):
+        optimizer.zero_grad()
+        assert not loss(ids(49)).requires_grad
+        optimizer.step()
+    assert loss(ids(49)).item() < 0.9 * first
+    changed = {name for name, x in student.state_dict().items() if not torch.equal(x, before[name])}
+    assert changed and all(map(is_memory, changed)) and {name.split(".")[2] for name in changed} == {"0", "2"}
+    assert not any(module._forward_hooks for module in teacher.modules())
+
+
+def test_the_gradients_of_all_layers_are_those_of_their_mean_error(place):
+    """Each layer's graph is gone before the next is read; the sum is that of all of them together."""
+    teacher = LlamaForCausalLM.from_pretrained(place / "llama").eval()
+    student = AutoModelForCausalLM.from_pretrained(place / "windows")
+    value = distill.distillation_loss(teacher, student, [0, 2], teach.MEMORY)(ids(49))
+    found = {name: x.grad.clone() for name, x in student.named_parameters() if x.grad is not None}
+    student.zero_grad()
+    seen = {}
+    for layer in (0, 2):
+        attention = teacher.model.layers[layer].self_attn
+        attention.register_forward_hook(
+            lambda m, a, kw, out, layer=layer: seen.update({layer: (kw["hidden_states"], out[0])}), with_kwargs=True
+        )
+    with torch.no_grad():
+        teacher.model(ids(49)[:, :-1], use_cache=False)
+    errors = []
+    for layer, (inputs, wanted) in seen.items():
+        answer, _ = student.model.layers[layer].token_mixer(inputs)
+        errors.append((answer - wanted).square().mean() / wanted.var())
+    torch.stack(errors).mean().backward()
+    torch.testing.assert_close(value, torch.stack(errors).mean().detach())
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, student.get_parameter(name).grad, msg=name)
+
+
+def test_gates_start_at_a_tenth_of_the_softmax_and_learned_ones_stay(place):
+    student = AutoModelForCausalLM.from_pretrained(place / "windows").eval()
+    mixer, sizes = student.model.layers[2].token_mixer, []
+    hook = mixer.attention.register_forward_hook(lambda m, i, output: sizes.append(output.square().mean((0, 1, 3))))
+    teach.start_gates(student, ids(49))
+    hook.remove()
+    torch.testing.assert_close(mixer.memory_gate, 0.1 * sizes[0].sqrt()[:, None].expand_as(mixer.memory_gate))
+    with torch.no_grad():
+        mixer.memory_gate[0, 0] = 7.0
+    learned = mixer.memory_gate.clone()
+    teach.start_gates(student, ids(49))
+    assert torch.equal(mixer.memory_gate, learned)
+
+
+def stop_at(monkeypatch, number: int) -> None:
+    steps, clip = [], distill.clip_gradients
+
+    def counted(*arguments):
+        steps.append(number)
+        if len(steps) == number:
+            raise KeyboardInterrupt
+        clip(*arguments)
+
+    monkeypatch.setattr(distill, "clip_gradients", counted)
+
+
+@pytest.mark.parametrize("how", [(), ("--lora", 2)], ids=["full", "lora"])
+def test_a_run_that_was_stopped_goes_on_to_the_same_weights(place, tmp_path, monkeypatch, capsys, how):
+    options = (*TAUGHT, *LONG, *how)
+    assert main(arguments(place, tmp_path / "whole", *options)) == 0
+    said = capsys.readouterr().out
+    assert "2 of 3 layers have a memory" in said and "| before |" in said and "| taught on longer texts |" in said
+    for number in (4, 5, 4):  # in the second step after a state was saved, in each of the stages
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            stop_at(patched, number)
+            main(arguments(place, tmp_path / "parts", *options))
+        assert not (tmp_path / "parts").exists()
+    assert main(arguments(place, tmp_path / "parts", *options, "--seed", 1)) == 2
+    assert "parts.partial holds an unfinished run with other arguments" in capsys.readouterr().err
+    with monkeypatch.context() as patched:
+        patched.setattr(InterdomainForCausalLM, "save_pretrained", no_space)
+        assert main(arguments(place, tmp_path / "parts", *options)) == 2
+        assert "No space left on device" in capsys.readouterr().err
+    with monkeypatch.context() as patched:
+        patched.setattr(distill, "clip_gradients", lambda *_: pytest.fail("all steps were done"))
+        assert main(arguments(place, tmp_path / "parts", *options)) == 0
+    whole, parts = weights_of(tmp_path / "whole"), weights_of(tmp_path / "parts")
+    assert whole.keys() == weights_of(place / "windows").keys()  # no adapter is left
+    assert all(torch.equal(x, parts[name]) for name, x in whole.items())
+    assert not (tmp_path / "parts.partial").exists()
+    reports = [json.loads((tmp_path / x / "conversion_report.json").read_text()) for x in ("whole", "parts")]
+    assert reports[0]["losses"] == reports[1]["losses"] and reports[0]["perplexity"] == reports[1]["perplexity"]
+    assert [len(x) for x in reports[0]["losses"].values()] == [6, 4, 2]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    before = weights_of(place / "windows")
+    moved = {name for name, x in model.state_dict().items() if name in before and not torch.equal(x, before[name])}
+    assert any(map(is_memory, moved)) and any("mlp" in name for name in moved)
+    assert any("embed" in name for name in moved) == (how == ())
+
+
+def test_the_folder_says_what_was_converted_and_measured(place, tmp_path):
+    assert main(arguments(place, tmp_path / "out", *TAUGHT, "--whole-steps", 0)) == 0
+    report = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
+    assert report["teacher"] == "llama" and str(tmp_path) not in json.dumps(report)
+    assert report["conversion"]["layers"] == [0, 2] and report["window"]["layers"] == [0, 2]
+    assert list(report["perplexity"]) == ["teacher", "untaught", "layers"]
+    after, before = weights_of(tmp_path / "out"), weights_of(place / "windows")
+    assert all(torch.equal(x, after[name]) for name, x in before.items() if not is_memory(name))
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert "Converted from llama: 2 of its layers see the last 8 tokens and the first 2 as before" in card.text
+    assert "| each layer taught |" in card.text and "6 steps (layers) on texts of 24, 48 tokens" in card.text
+    assert card.data.license == "other" and "the weights are under the licence of llama" in card.text
+    rows = list(csv.DictReader((tmp_path / "out" / "teaching.csv").open()))
+    assert [row["stage"] for row in rows] == ["layers"] * 6
+    assert float(rows[-1]["loss"]) == report["losses"]["layers"][-1]
+    for name in ("teaching.png", "perplexity_by_position.png", "perplexity_by_position.md"):
+        assert (tmp_path / "out" / name).stat().st_size > 50
+    assert main(["check", str(tmp_path / "out")]) == 0
+    assert main(arguments(place, tmp_path / "again", *TAUGHT, source=tmp_path / "out")) == 0  # from where it is
+
+
+def test_lengths_take_turns_and_have_as_many_tokens():
+    options = teach_options("--lengths", "24,48", "--tokens-a-step", 96)
+    batches = teach.mixed_batches(torch.arange(1000), options, "layers")
+    assert [tuple(next(batches).shape) for _ in range(4)] == [(4, 25), (2, 49)] * 2
+    options = teach_options("--lengths", "48", "--tokens-a-step", 10)
+    assert next(teach.mixed_batches(torch.arange(1000), options, "whole")).shape == (1, 49)
+
+
+def teach_options(*options):
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    teach.add_arguments(parser)
+    return parser.parse_args(["source", "target", "--teacher", "x", "--data", "x", *map(str, options)])
+
+
+def edit(folder, **changes):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+MISTAKES = {
+    "nothing": (("--layers-steps", 0, "--whole-steps", 0), {}, "There is nothing to teach"),
+    "negative": (("--long-steps", -1), {}, "steps must not be negative"),
+    "rate": (("--learning-rate", 0), {}, "--learning-rate must be positive, not 0"),
+    "rank": (("--lora", 0), {}, "--lora must be positive, not 0"),
+    "no windows": ((), {"source": "llama"}, "has no window layers with a memory to teach"),
+    "another teacher": ((), {"teacher": "wide"}, "cannot teach"),
+    "no teacher": ((), {"teacher": "nowhere"}, "is neither a folder nor a model of the Hub"),
+    "too long": (("--lengths", 100_000), {}, "fewer than one sequence of 100,000 needs"),
+    "no tokenizer": ((), {"source": "bare"}, "has no tokenizer, which --data needs"),
+    "wrong tokenizer": ((), {"source": "other"}, "has 400 tokens, the model 300"),
+}
+
+
+@pytest.fixture(scope="module")
+def damaged(place):
+    """Beside those of `place` a wider Llama, and windows without and with another tokenizer."""
+    save_llama(place / "wide", hidden_size=64, num_key_value_heads=2)
+    for name in ("bare", "other"):
+        shutil.copytree(place / "windows", place / name)
+        for file in (place / name).glob("tokenizer*"):
+            file.unlink()
+    text_data.train_tokenizer(some_documents(120), vocab_size=400).save_pretrained(place / "other")
+    return place
+
+
+@pytest.mark.parametrize(("options", "places", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_are_named_before_anything_is_written(damaged, tmp_path, capsys, options, places, message):
+    assert main(arguments(damaged, tmp_path / "out", *TAUGHT, *options, **places)) == 2
+    said = capsys.readouterr().err.split("\r")[-1].strip()
+    assert message in said and "\n" not in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_writes_nothing_and_lengths_are_numbers(place, tmp_path, capsys):
+    assert main(arguments(place, tmp_path / "out", *TAUGHT, "--dry-run")) == 0
+    assert not list(tmp_path.iterdir())
+    assert "6 steps of each memory: texts of 24, 48 tokens" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(arguments(place, tmp_path / "out", "--lengths", "long"))
+    assert 'must be lengths of texts such as "512,1024", not "long"' in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_loses_nothing(place, tmp_path):
+    """kill -9 after the first saved state; the same command goes on from there."""
+    options = (*TAUGHT, "--layers-steps", 300, "--save-steps", 1)
+    command = [sys.executable, "-m", "conversion", *arguments(place, tmp_path / "killed", *options)]
+    run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    state = tmp_path / "killed.partial" / "training.pt"
+    for _ in range(1200):
+        time.sleep(0.05)
+        if state.is_file() or run.poll() is not None:
+            break
+    os.kill(run.pid, signal.SIGKILL)
+    run.wait()
+    assert state.is_file() and not (tmp_path / "killed").exists()
+    reached = torch.load(state, weights_only=True)
+    assert reached["stage"] == "layers" and 0 < reached["step"] < 300
+    assert main(arguments(place, tmp_path / "killed", *options)) == 0
+    assert main(arguments(place, tmp_path / "whole", *options)) == 0
+    whole, killed = weights_of(tmp_path / "whole"), weights_of(tmp_path / "killed")
+    assert all(torch.equal(x, killed[name]) for name, x in whole.items())

@@ -1,0 +1,97 @@
+"""What is not served is refused in one sentence, before an engine is started."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.conftest import LENGTHENED
+
+PARTS = {
+    "inner-function": ("its token_mixers name inner_function, and it serves interdomain, s4d", {"head_dim": 8}),
+    "hax": ("its sparse_attention keeps a memory of its own", {}),
+    "value-mask": ("dynamic_mask weighs keys", {}),
+    "interdomain": ("learned_state begins each text", {"learned_state": True}),
+    "softmax": ("rope_type 'dynamic' turns keys again", {"rope_parameters": LENGTHENED["dynamic"]}),
+}
+
+
+def start(folder, **options):
+    """All that happens before an engine is made."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(str(folder), skip_tokenizer_init=True, dtype="float32", **options).create_engine_config()
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_that_are_not_served(make_folder, name):
+    sentence, changes = PARTS[name]
+    _, folder = make_folder(name, **changes)
+    with pytest.raises(ValueError, match=f"vllm_interdomain does not serve .*: {sentence}"):
+        start(folder)
+
+
+def test_feed_forwards_that_are_not_served(make_folder):
+    _, folder = make_folder("interdomain")
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"feed_forwards": "mine"}))
+    with pytest.raises(ValueError, match="feed_forwards must be made of mlp, cdmoe, none or what"):
+        start(folder)
+
+
+def test_heads_that_cannot_be_shared_out(make_folder):
+    _, folder = make_folder("selective-scan")
+    with pytest.raises(ValueError, match="tensor_parallel_size = 2 cannot share out its heads, because"):
+        start(folder, tensor_parallel_size=2)
+
+
+def test_speculation(make_folder):
+    _, folder = make_folder()
+    with pytest.raises(ValueError, match="leave speculative_config out"):
+        start(folder, speculative_config={"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3})
+
+
+def test_pooling(make_folder):
+    _, folder = make_folder()
+    with pytest.raises(ValueError, match="runner 'pooling' does not"):
+        start(folder, runner="pooling")
+
+
+def test_another_architecture_is_left_to_vllm(tmp_path):
+    """A Llama is read as ever; one that calls itself ours is refused."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=48, **sizes)).save_pretrained(tmp_path)
+    start(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": ["InterdomainForCausalLM"]}))
+    with pytest.raises(ValueError, match="its model_type is 'llama', and this plugin knows \"interdomain\" alone"):
+        start(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["cut", "missing", "other shape", "unknown"])
+def test_broken_checkpoints(make_folder, damage):
+    _, folder = make_folder()
+    file, name = folder / "model.safetensors", "model.layers.1.token_mixer.recurrence.log_dt"
+    tensors = load_file(file)
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:1000])
+        sentence = "has model.safetensors that cannot be read: copy or download again"
+    elif damage == "missing":
+        sentence = f"it lacks {name}."
+        save_file({key: x for key, x in tensors.items() if key != name}, file)
+    elif damage == "other shape":
+        sentence = rf"it has {name} of shape \[3\] instead of \[4\]"
+        save_file(tensors | {name: torch.zeros(3)}, file)
+    else:
+        sentence = "it has model.layers.9.norm.weight, which no part of the model reads"
+        save_file(tensors | {"model.layers.9.norm.weight": torch.zeros(3)}, file)
+    with pytest.raises(ValueError, match=sentence):
+        start(folder)
+
+
+def test_what_is_served_starts(make_folder):
+    """And no graph of it is captured, since none was seen to work."""
+    _, folder = make_folder("interdomain-softmax")
+    assert start(folder).model_config.enforce_eager

@@ -1,0 +1,214 @@
+"""Answers of vLLM's engine are those of Transformers' `generate`: greedy tokens, and log-probabilities within 1e-4."""
+
+import random
+import resource
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import EXPERTS, ROPE
+from tests.vllm.engines import TOLERANCE, assert_answers, engine
+
+# Every mixer, hybrids of them, and the variants that compute something else.
+MODELS = {
+    "interdomain": {},
+    "interdomain-softmax": {},
+    "softmax": {},
+    "s4d": {},
+    "s4d-grouped": {},
+    "ssd": {},
+    "mamba2": {},
+    "selective-scan": {},
+    "experts": {},
+    "grouped": {},
+    "rope-before": {},
+    "fourier": {},
+    "gated": {},
+    "no-convolution": {},
+    "linear-readout": {},
+    "all-mixers": {
+        "num_hidden_layers": 5,
+        "token_mixers": ["interdomain", "ssd", "softmax", "selective_scan", "s4d"],
+        "rope_parameters": ROPE,
+        "ssd_state_size": 6,
+        "tie_word_embeddings": True,
+        "residual_in_fp32": True,
+    },
+    # Pages of different sizes without attention, whose pages would be made as large.
+    "all-recurrent": {
+        "num_hidden_layers": 3,
+        "token_mixers": ["interdomain", "ssd", "selective_scan"],
+        "ssd_state_size": 6,
+    },
+}
+HYBRID = "all-mixers"
+# Of the hybrids that two processes can share: "selective_scan" has one head.
+HEADS = {
+    "num_hidden_layers": 4,
+    "token_mixers": ["interdomain", "softmax", "s4d", "ssd"],
+    "feed_forwards": ["mlp", "cdmoe", "mlp", "none"],
+    "num_key_value_heads": 2,
+    "feature_map": "fourier",
+    "rope_parameters": ROPE,
+    "ssd_state_size": 6,
+    "ssd_groups": 2,
+    "use_output_gate": True,
+    **EXPERTS,
+}
+
+
+@pytest.fixture
+def made(make_folder):
+    """`made(name of MODELS)`: a model and its folder."""
+    return lambda name: make_folder("interdomain" if name.startswith("all-") else name, **MODELS[name])
+
+
+def texts(random_ids, *lengths: int) -> dict[str, list[int]]:
+    return {f"text {i}": random_ids(1, length, seed=i)[0].tolist() for i, length in enumerate(lengths)}
+
+
+def assert_all(model, asked: dict[str, list[int]], answers) -> None:
+    assert answers.keys() == asked.keys()
+    for name, answer in answers.items():
+        assert_answers(model, asked[name], answer)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_are_those_of_generate(made, random_ids, name):
+    """One request, and then four, of which one has a single token, in pages that have been used."""
+    model, folder = made(name)
+    asked = texts(random_ids, 23, 1, 40, 2, 9)
+    with engine(folder) as served:
+        served.ask("text 0", asked["text 0"], 6)
+        served.finish()
+        for text in list(asked)[1:]:
+            served.ask(text, asked[text], 6)
+        assert_all(model, asked, served.finish())
+
+
+MIXED = [3, 31, 17, 1, 64, 5, 22, 48, 2, 33, 9, 27, 80, 12, 6, 41]
+
+
+@pytest.mark.parametrize("name", ["interdomain", "ssd", HYBRID])
+@pytest.mark.parametrize("chunk", [None, 16], ids=["whole", "chunks of 16"])
+def test_requests_that_arrive_at_different_times(made, random_ids, name, chunk):
+    """Prompts are read beside tokens that are written, whole or 16 tokens a forward."""
+    model, folder = made(name)
+    asked = texts(random_ids, *MIXED)
+    options = {} if chunk is None else {"max_num_batched_tokens": chunk, "enable_prefix_caching": False}
+    with engine(folder, **options) as served:
+        for i, (text, prompt) in enumerate(asked.items()):
+            served.ask(text, prompt, 4 + i % 5)
+            if i % 3:
+                served.step()
+        answers = served.finish()
+        assert chunk is None or served.steps >= sum(MIXED) / chunk
+        assert_all(model, asked, answers)
+
+
+@pytest.mark.parametrize("prefix", [False, True], ids=["no prefix", "prefix"])
+def test_preempted_requests(made, random_ids, prefix):
+    """A cache so small that requests are put off, and read again from their beginning."""
+    model, folder = made(HYBRID)
+    asked = texts(random_ids, *MIXED)
+    with engine(folder, num_gpu_blocks_override=20, block_size=32, enable_prefix_caching=prefix) as served:
+        preempted, preempt = [], served.scheduler._preempt_request
+        served.scheduler._preempt_request = lambda request, *rest, **options: (
+            preempted.append(request.request_id),
+            preempt(request, *rest, **options),
+        )[1]
+        for text, prompt in asked.items():
+            served.ask(text, prompt, 40)
+        answers = served.finish()
+        assert preempted
+        assert_all(model, asked, answers)
+
+
+@pytest.mark.parametrize("name", ["interdomain", "selective-scan", HYBRID])
+def test_shared_beginnings_are_read_once(made, random_ids, name):
+    """Prefix caching keeps states at the ends of blocks: "align" in vLLM's words."""
+    model, folder = made(name)
+    shared = random_ids(1, 150, seed=99)[0].tolist()
+    asked = {text: shared + end for text, end in texts(random_ids, 3, 31, 7, 20).items()}
+    asked["a part"] = shared[:100]
+    with engine(folder, block_size=32, enable_prefix_caching=True) as served:
+        for text, prompt in asked.items():
+            served.ask(text, prompt, 5)
+            served.finish()
+        again = {f"{text} again": prompt for text, prompt in asked.items()}
+        for text, prompt in again.items():
+            served.ask(text, prompt, 40)
+        assert_all(model, asked | again, served.finish())
+        read_before = served.cached
+        assert [read_before[text] for text in ("text 0", "text 1", "text 1 again")] == [0, 128, 160]
+
+
+@pytest.mark.parametrize("name", ["s4d", HYBRID])
+def test_aborted_requests_leave_nothing(made, random_ids, name):
+    model, folder = made(name)
+    asked = texts(random_ids, *MIXED)
+    with engine(folder, max_num_seqs=4) as served:
+        for text, prompt in asked.items():
+            served.ask(text, prompt, 8)
+        for i, text in enumerate(list(asked)):
+            if i % 3 == 1:
+                served.engine.abort_request([text])
+                del asked[text]
+            served.step()
+        assert_all(model, asked, served.finish())
+
+
+@pytest.mark.parametrize(
+    "name", ["heads", pytest.param("grouped", marks=pytest.mark.slow), pytest.param("mamba2", marks=pytest.mark.slow)]
+)
+def test_heads_over_two_processes(made, make_folder, random_ids, name):
+    """Two processes hold half of the heads and states each, and meet in the sums of projections."""
+    model, folder = make_folder("interdomain", **HEADS) if name == "heads" else made(name)
+    asked = texts(random_ids, *MIXED[:6])
+    with engine(folder, tensor_parallel_size=2) as served:
+        for text, prompt in asked.items():
+            served.ask(text, prompt, 6)
+            served.step()
+        assert_all(model, asked, served.finish())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefix", [False, True], ids=["no prefix", "prefix"])
+def test_a_thousand_requests_in_random_order(made, random_ids, prefix):
+    """Each answer is the one that its text has alone, a fifth is aborted, and memory and pages stay as they are."""
+    model, folder = made(HYBRID)
+    asked = texts(random_ids, *(1 + 7 * i % 90 for i in range(40)))
+    asked |= {f"{text} on": asked["text 39"] + prompt for text, prompt in list(asked.items())[:10]}
+    draw, longest, left = random.Random(0), 12, {}
+    with engine(folder, num_gpu_blocks_override=60, block_size=32, enable_prefix_caching=prefix) as served:
+        pool = served.scheduler.kv_cache_manager.block_pool
+        free, held = pool.get_num_free_blocks(), 0
+        for text, prompt in asked.items():
+            served.ask(text, prompt, longest)
+        alone = dict(served.finish())
+        assert_all(model, asked, alone)
+        for i in range(1000):
+            text = draw.choice(list(asked))
+            left[f"{i}"] = text
+            served.ask(f"{i}", asked[text], draw.randint(1, longest))
+            if draw.random() < 0.2:
+                aborted = draw.choice([name for name in left if name not in served.answers])
+                served.engine.abort_request([aborted])
+                del left[aborted]
+            while len(left) - len(served.answers) + len(asked) > 24:
+                served.step()
+            if i == 500:  # by then the library's products have met the sizes of batches that they keep code for
+                held = resident()
+        served.finish()
+        for name, text in left.items():
+            answer = served.answers[name]
+            assert answer.tokens == alone[text].tokens[: len(answer.tokens)]
+            for found, wanted in zip(answer.logprobs, alone[text].logprobs):
+                assert all(abs(found[token] - wanted[token]) < 2 * TOLERANCE for token in found.keys() & wanted.keys())
+        assert pool.get_num_free_blocks() == free
+        assert resident() - held < 20e6
+
+
+def resident() -> int:
+    """Bytes of memory of this process now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -1,0 +1,111 @@
+"""What vLLM asks before it starts: whether a checkpoint and the options of the engine can be served."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
+
+from modeling_interdomain import InterdomainForCausalLM
+from modeling_interdomain.layers.rotary import LENGTH_DEPENDENT
+from modeling_interdomain.registry import TOKEN_MIXERS
+from modeling_interdomain.saving.checkpoint_folder import damaged_weights
+
+MIXERS = ("interdomain", "s4d", "ssd", "selective_scan", "softmax")
+FEED_FORWARDS = ("mlp", "cdmoe", "none")
+
+
+class ServedConfig(VerifyAndUpdateConfig):
+    """The hooks of vLLM for this architecture."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: Any) -> None:
+        """Nothing here has been seen in a captured graph, so none is captured."""
+        model_config.enforce_eager = True
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: Any) -> None:
+        """Raise a ValueError, one sentence, where a model cannot be served.
+
+        In the process of the user, before an engine is started.
+        """
+        config, options = vllm_config.model_config.hf_config, vllm_config.parallel_config
+        reason = (
+            why_not_served(config)
+            or _why_not_shared(config, options.tensor_parallel_size)
+            or _why_no_such_engine(vllm_config)
+        )
+        if reason is not None:
+            raise ValueError(f"vllm_interdomain does not serve {vllm_config.model_config.model}: {reason}.")
+        check_weights(vllm_config.model_config.model, config, vllm_config.load_config.load_format)
+
+
+def why_not_served(config) -> str | None:
+    """The part of a model that has no place in vLLM, or None."""
+    if getattr(config, "model_type", None) != "interdomain":
+        return f'its model_type is {getattr(config, "model_type", None)!r}, and this plugin knows "interdomain" alone'
+    for field, names, known in (
+        ("token_mixers", config.mixers_per_layer, MIXERS),
+        ("feed_forwards", config.feed_forwards_per_layer, FEED_FORWARDS),
+    ):
+        if others := sorted(set(names) - set(known)):
+            return f"its {field} name {', '.join(others)}, and it serves {', '.join(known)}"
+    if any(branch is not None for branch in config.sparse_per_layer):
+        return "its sparse_attention keeps a memory of its own, for which a page of vLLM's cache has no place"
+    if config.learned_state:
+        return "learned_state begins each text with a state, and vLLM's cache begins with zeros"
+    if config.dynamic_mask is not None:
+        return "dynamic_mask weighs keys as vLLM's attention does not"
+    if config.bidirectional:
+        return "a bidirectional model generates nothing"
+    if (config.rope_parameters or {}).get("rope_type") in LENGTH_DEPENDENT:
+        return f"rope_type {config.rope_parameters['rope_type']!r} turns keys again when a text grows"
+    return None
+
+
+def _why_not_shared(config, processes: int) -> str | None:
+    if processes == 1:
+        return None
+    reasons = (TOKEN_MIXERS[name].why_not_shardable(config, processes) for name in config.mixers_per_layer)
+    reason = next((reason for reason in reasons if reason is not None), None)
+    told = f"tensor_parallel_size = {processes} cannot share out its heads, because {reason}"
+    return None if reason is None else told
+
+
+def _why_no_such_engine(vllm_config: Any) -> str | None:
+    if vllm_config.speculative_config is not None:
+        return "no state is taken back in vLLM's cache, so leave speculative_config out"
+    if vllm_config.model_config.runner_type != "generate":
+        return f"it generates, and runner {vllm_config.model_config.runner_type!r} does not"
+    return None
+
+
+def check_weights(folder: str, config, load_format: str) -> None:
+    """Raise a ValueError where the safetensors files of a folder are not those of the configuration.
+
+    Only their headers are read. What is no folder, or quantized, its loader looks at.
+    """
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files or load_format not in ("auto", "safetensors") or getattr(config, "quantization_config", None):
+        return
+    if damaged := damaged_weights(folder):
+        raise ValueError(f"{folder} has {', '.join(damaged)} that cannot be read: copy or download again.")
+    found: dict[str, list[int]] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+    with torch.device("meta"):
+        model = InterdomainForCausalLM(config)
+    wanted = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    problems = [f"lacks {name}" for name in wanted if name not in found]
+    problems += [
+        f"has {name} of shape {found[name]} instead of {shape}"
+        for name, shape in wanted.items()
+        if name in found and found[name] != shape
+    ]
+    ties = set(model._tied_weights_keys) if config.tie_word_embeddings else set()
+    problems += [f"has {name}, which no part of the model reads" for name in found if name not in {*wanted, *ties}]
+    if problems:
+        more = f" and {len(problems) - 1} more such" if len(problems) > 1 else ""
+        raise ValueError(f"The weights in {folder} are not those of its config.json: it {problems[0]}{more}.")

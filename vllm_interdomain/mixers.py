@@ -1,0 +1,184 @@
+"""Our token mixers over the pages of vLLM's cache."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import KVCacheSpec
+
+from modeling_interdomain.layers.common import project
+from modeling_interdomain.mixers.interdomain.mixer import InterdomainMixer
+from modeling_interdomain.mixers.s4d.mixer import S4DMixer
+from modeling_interdomain.mixers.selective_scan.mixer import SelectiveScanMixer
+from modeling_interdomain.mixers.softmax.mixer import SoftmaxMixer
+from modeling_interdomain.mixers.ssd.mixer import SSDMixer
+from modeling_interdomain.ops.common.packing import Packing, packing_from_documents
+from modeling_interdomain.ops.common.slots import read_slots, write_slots
+
+from .pages import inputs_after, largest_page, page_dtypes, page_shapes, page_size
+
+
+class Batch(NamedTuple):
+    """The tokens of a forward: first one each of `decodes` sequences, then those of others, packed.
+
+    Attributes:
+        packing: of the others; None where there are none.
+        begun: `[S]` bool, which of the others go on from a state; None where no cache is there yet.
+    """
+
+    decodes: int
+    packing: Packing | None
+    begun: torch.Tensor | None
+
+
+def batch_of(metadata: Any, tokens: int, device: torch.device) -> Batch:
+    """From what vLLM says of a recurrent layer; None is said when it tries how much memory a forward takes."""
+    if metadata is None:
+        return Batch(0, packing_from_documents(torch.tensor([0, tokens], device=device), None, (1, tokens)), None)
+    packing = None
+    if metadata.num_prefills:
+        shape = 1, metadata.num_prefill_tokens
+        packing = packing_from_documents(metadata.query_start_loc_p, None, shape)
+    return Batch(metadata.num_decode_tokens, packing, metadata.has_initial_states_p)
+
+
+class Paged(MambaBase):
+    """The part of a recurrent mixer that reads and writes pages. It stands before the class of the mixer."""
+
+    # Of vLLM's kinds the one whose metadata are those of any layer with a page a sequence.
+    mamba_type = MambaAttentionBackendEnum.SHORT_CONV
+
+    def attach(self, vllm_config: VllmConfig, prefix: str) -> None:
+        """Let vLLM give this layer pages; it is known there by its name in the model."""
+        self.prefix, self.dtype = prefix, vllm_config.model_config.dtype
+        self.shapes = page_shapes(self.config, type(self), get_tensor_model_parallel_world_size())
+        self.kv_cache: tuple[torch.Tensor, ...] = ()
+        vllm_config.compilation_config.static_forward_context[prefix] = self
+
+    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+        return self.shapes
+
+    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        return page_dtypes(self.shapes, self.dtype)
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
+        """As in vLLM, with pages as large as those of the other layers, with which it shares a pool."""
+        spec = super().get_kv_cache_spec(vllm_config)
+        shapes = largest_page(self.config, get_tensor_model_parallel_world_size(), self.dtype)
+        size = max(page_size(shapes, self.dtype), spec.page_size_padded or 0)
+        return replace(spec, page_size_padded=size)
+
+    def forward(
+        self, hidden_states: torch.Tensor, batch: Batch, position_embeddings=None, **kwargs
+    ) -> tuple[torch.Tensor, None]:
+        """Mix tokens `[1, N, hidden_size]` with the past of their sequences, and write down what they leave."""
+        projected = [project(getattr(self, f"{name}_proj"), hidden_states) for name in self.projection_names]
+        cos_sin = self._rotation(position_embeddings, None, hidden_states.shape[:2])
+        metadata = (get_forward_context().attn_metadata or {}).get(self.prefix)
+        count, outputs = batch.decodes, []
+        if count:
+            rows = metadata.state_indices_tensor_d[:count].flatten().long()
+            tokens = [x[0, :count, None] for x in projected]
+            turn = None if cos_sin is None else tuple(x[0, :count, None] for x in cos_sin)
+            outputs.append(self._take_steps(tokens, turn, rows))
+        if batch.packing is not None:
+            end = count + batch.packing.shape[1]
+            rows = None if metadata is None else metadata.state_indices_tensor_p.long()
+            tokens = [x[:, count:end] for x in projected]
+            turn = None if cos_sin is None else tuple(x[:, count:end] for x in cos_sin)
+            outputs.append(self._read_texts(tokens, turn, rows, batch))
+        output = torch.cat(outputs)
+        if output.shape[0] < hidden_states.shape[1]:  # what fills a batch up to a size
+            output = torch.cat([output, output.new_zeros(hidden_states.shape[1] - output.shape[0], *output.shape[1:])])
+        if self.o_norm is not None:
+            output = self.o_norm(output)
+        output = output[None].flatten(-2).to(hidden_states.dtype)
+        return project(self.o_proj, self._way_out(output, hidden_states)), None
+
+    def _take_steps(self, projected: list[torch.Tensor], cos_sin, rows: torch.Tensor) -> torch.Tensor:
+        """One token each of B sequences, `[B, 1, width]`, whose pages are `rows`; the output `[B, H, D]`."""
+        states, inputs = self.kv_cache[0], self.kv_cache[1:]
+        tokens, after = self._inputs(projected, self._conv_states(projected, rows), cos_sin, None, keep=True)
+        for pool, conv_state in zip(inputs, after):
+            write_slots(pool, rows, conv_state.mT)
+        return self.recurrence(*tokens, step=True, state=states, state_indices=rows)
+
+    def _read_texts(
+        self, projected: list[torch.Tensor], cos_sin, rows: torch.Tensor | None, batch: Batch
+    ) -> torch.Tensor:
+        """Packed texts `[1, T, width]`, whose pages are `rows`, on from these where they have begun; `[T, H, D]`."""
+        packing, begun = batch.packing, batch.begun
+        if rows is None:
+            tokens, _ = self._inputs(projected, None, cos_sin, packing, keep=False)
+            return self.recurrence(*tokens, cu_seqlens=packing.cu_seqlens)[0][0]
+        states, inputs = self.kv_cache[0], self.kv_cache[1:]
+        conv_states = self._conv_states(projected, rows, begun)
+        tokens, _ = self._inputs(projected, conv_states, cos_sin, packing, keep=False)
+        for pool, x, conv_state in zip(inputs, self._convolved(projected), conv_states):
+            write_slots(pool, rows, inputs_after(x[0], conv_state.mT, packing.cu_seqlens))
+        state = read_slots(states, rows, begun)
+        output, after = self.recurrence(
+            *tokens, cu_seqlens=packing.cu_seqlens, initial_state=state, output_final_state=True
+        )
+        write_slots(states, rows, after)
+        return output[0]
+
+    def _conv_states(
+        self, projected: list[torch.Tensor], rows: torch.Tensor, begun: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
+        """`[B, width, tokens]` of each convolution, zeros for what has not begun."""
+        if self.kernel == 1:
+            return [x.new_zeros(rows.shape[0], x.shape[-1], 0) for x in self._convolved(projected)]
+        return [read_slots(pool, rows, begun).mT for pool in self.kv_cache[1:]]
+
+
+class PagedInterdomain(Paged, InterdomainMixer):  # type: ignore[misc]
+    pass
+
+
+class PagedS4D(Paged, S4DMixer):  # type: ignore[misc]
+    pass
+
+
+class PagedSSD(Paged, SSDMixer):  # type: ignore[misc]
+    pass
+
+
+class PagedSelectiveScan(Paged, SelectiveScanMixer):  # type: ignore[misc]
+    pass
+
+
+class PagedSoftmax(SoftmaxMixer):
+    """Softmax attention by vLLM, whose cache keeps keys and values."""
+
+    def attach(self, vllm_config: VllmConfig, prefix: str) -> None:
+        processes = get_tensor_model_parallel_world_size()
+        self.attn = Attention(
+            self.config.num_attention_heads // processes,
+            self.head_dim,
+            self.scaling,
+            num_kv_heads=self.config.num_key_value_heads // processes,
+            cache_config=vllm_config.cache_config,
+            quant_config=vllm_config.quant_config,
+            prefix=f"{prefix}.attn",
+        )
+
+    def _attend(self, query, key, value, mask, **kwargs) -> tuple[torch.Tensor, None]:
+        output = self.attn(*(x[0].transpose(0, 1).flatten(1) for x in (query, key, value)))
+        return output.view(1, query.shape[2], query.shape[1], -1), None
+
+
+MIXERS: dict[str, type[nn.Module]] = {
+    "interdomain": PagedInterdomain,
+    "s4d": PagedS4D,
+    "ssd": PagedSSD,
+    "selective_scan": PagedSelectiveScan,
+    "softmax": PagedSoftmax,
+}

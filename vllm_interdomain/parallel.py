@@ -1,0 +1,66 @@
+"""Parts of our models with vLLM's linear layers in them, each with the heads of its process."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+
+from modeling_interdomain.parallel.tensor import HEADS
+
+# Of feed-forward layers, whichever of these they have.
+DIVIDED_FEED_FORWARD = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+_LINEAR = {"colwise": ColumnParallelLinear, "rowwise": RowParallelLinear}
+
+
+def made(make: Callable[[], nn.Module], plan: dict[str, str], quant_config: Any, prefix: str) -> nn.Module:
+    """A module of ours for the process that asks, its weights yet to be loaded.
+
+    Args:
+        make: makes the module, as it would be alone.
+        plan: the plan by which Transformers divides it, styles by the name of a part or parameter, "" the module
+            itself. What has no entry is whole in every process.
+        prefix: of the module's name in the model.
+    """
+    processes = get_tensor_model_parallel_world_size()
+    with torch.device("meta"):  # what is loaded need not start
+        module = make()
+    divided: set[int] = set()
+    for name, style in plan.items():
+        *path, last = name.split(".")
+        owner = module.get_submodule(".".join(path))
+        if style == HEADS:
+            part = getattr(owner, last) if last else module
+            held = [part] if isinstance(part, nn.Parameter) else part.parameters(recurse=False)
+            divided |= {id(parameter) for parameter in held}
+        elif hasattr(owner, last):
+            setattr(owner, last, _linear(getattr(owner, last), _LINEAR[style], quant_config, f"{prefix}.{name}"))
+    for part in module.modules():
+        for name, parameter in list(part._parameters.items()):
+            if parameter is not None and parameter.is_meta:
+                part._parameters[name] = _allocated(parameter, processes if id(parameter) in divided else 1)
+    share_heads: Any = getattr(module, "share_heads", None)
+    if processes > 1 and share_heads is not None:
+        share_heads(processes)
+    return module
+
+
+def _linear(linear: nn.Linear, kind: type, quant_config: Any, prefix: str) -> nn.Module:
+    options = {"bias": linear.bias is not None, "quant_config": quant_config, "prefix": prefix, "return_bias": False}
+    return kind(linear.in_features, linear.out_features, **options)
+
+
+def _allocated(parameter: nn.Parameter, parts: int) -> nn.Parameter:
+    """Memory for one of so many parts along the first axis, which vLLM fills with that of this process."""
+    mine: Any = torch.empty(parameter.shape[0] // parts, *parameter.shape[1:], dtype=parameter.dtype)
+    mine = nn.Parameter(mine, requires_grad=False)
+    if parts > 1:
+        mine.weight_loader = partial(_load_part, parts=parts)
+    return mine
+
+
+def _load_part(mine: nn.Parameter, whole: torch.Tensor, parts: int) -> None:
+    mine.data.copy_(whole.chunk(parts)[get_tensor_model_parallel_rank()])
