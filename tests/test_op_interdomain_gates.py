@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from modeling_interdomain import interdomain_attention, interdomain_step
+from modeling_interdomain.ops.common import launch
 from modeling_interdomain.ops.diagonal.step import StepParameters, step_tables
 from modeling_interdomain.ops.interdomain.entry import take_step
 from modeling_interdomain.ops.interdomain.gates import (
@@ -450,6 +451,19 @@ def test_a_mixer_that_asks_for_kernels_is_told():
     with pytest.raises(ValueError, match="^backend 'triton' has no gates and no delta rule"):
         take_step(*tokens, parameters, state=state, gates=gates, normalize=False, backend="triton")
     assert state.equal(arguments["initial_state"])
+
+
+def test_where_kernels_run_it_is_said_once_that_gates_have_none(monkeypatch, caplog):
+    """And models that are counted on "meta" have gates."""
+    monkeypatch.setattr(launch, "_WITHOUT_KERNELS", ("cpu",))
+    launch._say_once.cache_clear()
+    arguments = {k: v.detach().to("meta") for k, v in gated("short", KINDS["all"]).items()}
+    for _ in range(2):
+        output, state = interdomain_attention(**arguments, output_final_state=True)
+        assert output.shape == arguments["query"].shape and state.shape == arguments["initial_state"].shape
+    assert [record.message for record in caplog.records] == [
+        "Interdomain attention runs without its fused kernels: gates and the delta rule have none yet."
+    ]
 
 
 def test_exported_graphs_have_no_gates():

@@ -122,6 +122,12 @@ def fused(
     return None
 
 
+def say_without_kernels(device: torch.device, reason: str) -> None:
+    """Say once why "auto" takes another way where kernels would be looked for."""
+    if device.type not in _WITHOUT_KERNELS and not torch.compiler.is_compiling():
+        _say_once(f"Interdomain attention runs without its fused kernels: {reason}.")
+
+
 def overwritable(state: torch.Tensor, state_indices: torch.Tensor | None = None) -> bool:
     """Whether kernels can write a state where it lies: it is contiguous or, with indices, each slot of the pool is."""
     if state_indices is None:

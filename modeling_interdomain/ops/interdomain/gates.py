@@ -13,6 +13,7 @@ import torch
 from ..common.checks import check_tensors
 from ..common.cpu import values_at_hand
 from ..common.decay import finite
+from ..common.launch import say_without_kernels
 from ..diagonal.step import StepTables, read_state, turn_state
 from .chunk import chunk_attention
 
@@ -87,6 +88,8 @@ def gated_attention(
 
         alike = (None if x is None else x.to(key.dtype) for x in gates)
         return gated_recurrent_attention(query, key, value, *parameters, *alike)
+    if backend == "auto":
+        say_without_kernels(query.device, "gates and the delta rule have none yet")
     if write_gate is not None:
         write_gate = write_gate.to(key.dtype)[..., None]
         key, value = key * write_gate, value * write_gate
