@@ -23,7 +23,7 @@ from transformers.generation import LogitsProcessorList
 from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
 from modeling_interdomain import InterdomainCache, InterdomainForCausalLM
-from modeling_interdomain.generation.guesses import SparingGuesses
+from modeling_interdomain.generation.lookup import SparingGuesses
 
 # What is believed before anything was guessed, in guesses; and what is still known of earlier ones after each check.
 RIGHT, TRIED, KEPT = 4.8, 6.0, 0.9

@@ -125,8 +125,8 @@ def _check(model, **caches) -> Any:
         mixer = layer.token_mixer
         linear, gated = isinstance(mixer, KeyValueMixer), bool(getattr(mixer, "gate_names", ()))
         if not linear or gated or mixer.sparse is not None:
-            beside = " with gates or the delta rule" if gated else " with a sparse branch"
-            kind = decoder.config.mixers_per_layer[i] + (beside if linear else "")
+            kind = decoder.config.mixers_per_layer[i]
+            kind += (" with gates or the delta rule" if gated else " with a sparse branch") * linear
             raise ValueError(
                 f"Layer {i} ({kind}) does not hold one linear state with a decay that is the same for all tokens: only "
                 "those can be joined and cut."

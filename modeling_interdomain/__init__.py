@@ -5,7 +5,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from .classifier_interdomain import InterdomainForSequenceClassification
 from .configuration_interdomain import InterdomainConfig
 from .generation.prompt_store import StateStore
-from .layers.recorded import AuxiliaryLoss, ChosenExperts
+from .layers.common import AuxiliaryLoss, ChosenExperts
 from .mixers.base import TokenMixer
 from .model_cache.cache import InterdomainCache, InterdomainStaticCache
 from .model_cache.methods import cut_cache, join_caches

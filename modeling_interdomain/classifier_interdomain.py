@@ -14,8 +14,7 @@ from .inputs.keywords import understood
 from .layers.versions import CACHE_NAME
 from .modeling_interdomain import InterdomainModel, InterdomainPreTrainedModel
 from .ops.common.cpu import in_graph
-from .outputs.layer_losses import at_least_one, together, warn_if_left_out
-from .outputs.model_outputs import InterdomainClassifierOutput
+from .outputs.layer_losses import InterdomainClassifierOutput, at_least_one, together, warn_if_left_out
 
 
 class PatchEmbedding(nn.Module):

@@ -15,19 +15,26 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_interdomain import InterdomainConfig
-from .generation.mixin import InterdomainGenerationMixin
-from .generation.prompt_store import StateStore
+from .generation.mixin import InterdomainGenerationMixin, store_of_environment
 from .inputs.checks import check_classes, check_labels, check_tokens, embedded
 from .inputs.keywords import understood
 from .inputs.layout import lay_out, masks_by_kind
-from .layers.common import InterdomainRMSNorm, ParameterCache, project
-from .layers.recorded import AuxiliaryLoss, ChosenExperts, RankingLoss
+from .layers.common import (
+    AuxiliaryLoss,
+    ChosenExperts,
+    InterdomainRMSNorm,
+    ParameterCache,
+    RankingLoss,
+    project,
+)
 from .layers.rotary import InterdomainRotaryEmbedding
 from .layers.versions import CACHE_NAME, CACHE_NAMES, takes_cache
 from .mixers.base import TokenMixer
 from .model_cache.cache import note_reading
 from .model_cache.methods import StateMethods
 from .outputs.layer_losses import (
+    InterdomainCausalLMOutput,
+    InterdomainModelOutput,
     LayerLosses,
     at_least_one,
     count_asked,
@@ -36,7 +43,6 @@ from .outputs.layer_losses import (
     trains_layers,
     warn_if_left_out,
 )
-from .outputs.model_outputs import InterdomainCausalLMOutput, InterdomainModelOutput
 from .registry import FEED_FORWARDS, TOKEN_MIXERS
 from .saving.checkpoint_folder import CheckpointFolders
 
@@ -289,7 +295,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, InterdomainGenerationMi
         self.model = InterdomainModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.prompt_store = StateStore.from_environment()
+        self.prompt_store = store_of_environment()
         self.post_init()
 
     @understood

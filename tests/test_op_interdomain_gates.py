@@ -334,11 +334,26 @@ def test_steps_are_the_definition(kind, product, coefficients, assert_same):
 
     def as_a_mixer(query, key, value, *parameters, state, mask, log_gate=None, write_gate=None, delta=None):
         gates = tuple(None if x is None else x[:, None] for x in (log_gate, write_gate, delta))
-        tokens = (x[:, None] for x in (query, key, value))
-        parameters = StepParameters(step_tables, *parameters, product)
-        return take_step(*tokens, parameters, state=state, gates=gates, normalize=False, mask=mask)
+        tokens, parameters = (
+            (x[:, None] for x in (query, key, value)),
+            StepParameters(step_tables, *parameters, product),
+        )
+        return take_step(*tokens, parameters, state=state, normalize=False, mask=mask, gates=gates)
 
     assert_same(stepped(as_a_mixer, *tensors, **gates), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_of_slots_is_that_of_their_rows(kind):
+    arguments = {k: v.detach() for k, v in gated((2, 1, 2, 1, 3, 4, 5), KINDS[kind]).items()}
+    state = arguments.pop("initial_state")
+    tokens = {k: arguments.pop(k)[:, 0] for k in ("query", "key", "value", *KINDS[kind])}
+    pool = torch.randn(5, *state.shape[1:], dtype=state.dtype)
+    pool[[3, 0]] = state
+    expected, before = interdomain_step(**tokens, **arguments, state=state), pool.clone()
+    output = interdomain_step(**tokens, **arguments, state=pool, state_indices=torch.tensor([3, 0]))
+    torch.testing.assert_close((output, pool[[3, 0]]), (expected, state))
+    assert pool[[1, 2, 4]].equal(before[[1, 2, 4]])
 
 
 @pytest.mark.parametrize("kind", ["gates", "all"])
@@ -446,10 +461,12 @@ def test_a_mixer_that_asks_for_kernels_is_told():
     arguments = {k: v.detach() for k, v in gated((2, 1, 2, 2, 3, 4, 5), ("delta",)).items()}
     state, gates = arguments["initial_state"].clone(), (None, None, arguments["delta"])
     parameters = tuple(arguments[k] for k in ("log_decay", "input_matrix", "coefficient_matrix"))
-    parameters = StepParameters(step_tables, *parameters, "real")
     tokens = (arguments[k] for k in ("query", "key", "value"))
     with pytest.raises(ValueError, match="^backend 'triton' has no gates and no delta rule"):
-        take_step(*tokens, parameters, state=state, gates=gates, normalize=False, backend="triton")
+        take_step(
+            *tokens, StepParameters(step_tables, *parameters, "real"), state=state, gates=gates, normalize=False,
+            backend="triton",
+        )  # fmt: skip
     assert state.equal(arguments["initial_state"])
 
 

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from modeling_interdomain import InterdomainForCausalLM, InterdomainForSequenceClassification, InterdomainModel
+from modeling_interdomain.saving import whole
 from modeling_interdomain.saving.code import flat_code
 from tests.conftest import MIXERS, VARIANTS
 
@@ -205,7 +206,7 @@ def test_fields_of_all_families_travel_in_one_file():
 
 
 # What a checkpoint may carry, in files and lines: more is argued for where it is added.
-MOST = {"interdomain": (72, 14_200), "softmax": (42, 7_600), "ssd": (56, 10_500)}
+MOST = {"interdomain": (60, 13_100), "softmax": (32, 6_550), "ssd": (47, 9_600)}
 
 
 @pytest.mark.parametrize("name", MOST)
@@ -224,6 +225,21 @@ def test_what_does_not_travel_is_named(make_model, tmp_path):
         "The code of this checkpoint is without parallel.sequence: install modeling-interdomain, and load the model"
     )
     assert sentence in flat["modeling_interdomain"]
+
+
+def test_all_code_is_written_where_it_is_asked_for(make_model, tmp_path, monkeypatch):
+    """What only some ask for, such as a server, is a command away; without it the sentence names the command."""
+    make_model("interdomain").save_pretrained(tmp_path)
+    lean = {path.stem for path in tmp_path.glob("*.py")}
+    asked = {"generation_batch", "generation_serving", "generation_prompt_store", "parallel_sequence"}
+    assert asked.isdisjoint(lean)
+    command = "python -m modeling_interdomain.saving.whole FOLDER"
+    assert command in (tmp_path / "generation_mixin.py").read_text()
+    monkeypatch.setattr(sys, "argv", ["whole", str(tmp_path)])
+    whole.main()
+    written = {path.stem: path.read_text() for path in tmp_path.glob("*.py")}
+    assert written.keys() >= lean | asked and not any(command in text for text in written.values())
+    assert set(flat_code(make_model("interdomain").config, whole=True)) == written.keys()
 
 
 def test_a_configuration_alone_carries_its_code(make_config, tmp_path):

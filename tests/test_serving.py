@@ -44,7 +44,13 @@ def folders(tmp_path_factory, make_model):
         folders[name] = str(tmp_path_factory.mktemp(name))
         make_model(name).save_pretrained(folders[name])
         word_tokenizer().save_pretrained(folders[name])
+    _write_whole_code(*folders.values())
     return folders
+
+
+def _write_whole_code(*folders: str) -> None:
+    """What a server asks for beyond `generate`, as examples/serving.md says."""
+    subprocess.run([sys.executable, "-m", "modeling_interdomain.saving.whole", *folders], check=True, timeout=120)
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +185,7 @@ def test_continuous_batching_falls_back_and_says_so(make_model, tmp_path):
     model.generation_config.num_beams = 2
     model.save_pretrained(folder)
     word_tokenizer().save_pretrained(folder)
+    _write_whole_code(folder)
     with serve(tmp_path, folder, "--trust-remote-code", "--continuous-batching") as (address, log):
         assert len("".join(ask(address, folder, PROMPTS[0])).split()) == TOKENS
     assert log.read_text().count("InterdomainForCausalLM does not support continuous batching.") == 1

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from .pending import Pending
-from .rollback import Piece, Record, Snapshot, check_crop, copied, detached, map_states, own_constants
+from .rollback import Pending, Piece, Record, Snapshot, check_crop, copied, detached, map_states, own_constants
 
 
 class FixedSize:

@@ -6,9 +6,8 @@ from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 
-from ..layers.common import DecodeTables, backend_of, is_untouched, residual_projection
+from ..layers.common import ChosenExperts, DecodeTables, backend_of, is_untouched, residual_projection
 from ..layers.operators import Operators
-from ..layers.recorded import ChosenExperts
 from ..ops.common.cpu import without_autocast
 from ..ops.experts.entry import (
     EXPERT_BACKENDS,

@@ -7,15 +7,50 @@ costs more than the step it was to save: a state has read what it must take back
 more time than one.
 """
 
+from typing import Any
+
 import torch
 from transformers.generation import CandidateGenerator, PromptLookupCandidateGenerator
 
 from ..model_cache.cache import InterdomainCache
-from .guesses import SparingGuesses
 
 SHARED, MOST_SHARED = 2, 8  # tokens that must stand in the text before, and the most that are looked at
 # On a CPU, where a check of up to three rows takes little more than a step but that of more up to twice as long.
 SHARED_BY_MANY, MANY_ROWS = 3, 4
+
+
+class SparingGuesses(CandidateGenerator):
+    """A draft that a model verifies in one forward, and takes back from where it disagrees.
+
+    Args:
+        spared: the cache of that model, if it need not record what comes without guesses.
+
+    Attributes:
+        max_length: of the text; a check of guesses writes one token more than these.
+    """
+
+    max_length: int
+
+    def __init__(self, spared: InterdomainCache | None) -> None:
+        self.spared, self.begun = spared, False
+
+    def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`[1, T]` to `[1, T + guesses]`, and the logits `[1, guesses, vocab_size]` they were drawn from, if any.
+
+        Nothing is guessed with the prompt: to take guesses back all of it would be recorded and read once more; and a
+        prompt of embeddings leaves no room for them.
+        """
+        guess, logits = self.guess(input_ids) if self.begun else (input_ids[0, :0], None)
+        self.begun = True
+        if self.spared is not None:
+            self.spared.pause_recording(not len(guess))
+        if not len(guess):
+            return input_ids, None
+        return torch.cat([input_ids, guess[None].to(input_ids.device)], dim=1), logits
+
+    def guess(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What may follow on the text `[1, T]`, as ids, and the logits of `get_candidates`."""
+        raise NotImplementedError
 
 
 class LikelyLookup(SparingGuesses):

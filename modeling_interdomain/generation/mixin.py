@@ -1,5 +1,6 @@
 """What `generate()` asks of the language model beyond a forward."""
 
+import os
 from functools import partial
 from typing import Any
 
@@ -19,12 +20,10 @@ from ..inputs.checks import (
 )
 from ..layers.versions import CACHE_NAME, takes_cache
 from ..model_cache.cache import InterdomainCache, InterdomainStaticCache
-from .batch import ROWS, write_batch
-from .guesses import SparingGuesses
-from .lookup import likely_guesses
-from .prompt_store import StateStore, prompt_reading
-from .serving import RequestManager, why_not_served
+from .lookup import SparingGuesses, likely_guesses
 
+# Names the store of a new model: "memory" or a folder.
+STORE_VARIABLE = "INTERDOMAIN_PROMPT_STORE"
 _OWN_CACHES = (InterdomainCache, InterdomainStaticCache)
 
 # What assisted decoding hands to itself: no other model knows it.
@@ -42,7 +41,7 @@ class InterdomainGenerationMixin(GenerationMixin):
 
     config: Any
     device: Any
-    prompt_store: StateStore | None = None
+    prompt_store: Any = None
 
     generate = takes_cache(GenerationMixin.generate)
 
@@ -168,7 +167,11 @@ class InterdomainGenerationMixin(GenerationMixin):
 
     def _sample(self, input_ids: torch.Tensor, *, stopping_criteria: Any, generation_config: Any, **kwargs: Any) -> Any:
         """As in the library; with a `prompt_store`, on from what is known of the prompt."""
-        reading = prompt_reading(self, input_ids, generation_config, kwargs)
+        reading = None
+        if self.prompt_store is not None:
+            from .prompt_store import prompt_reading
+
+            reading = prompt_reading(self, input_ids, generation_config, kwargs)
         criteria = stopping_criteria if reading is None else StoppingCriteriaList([*stopping_criteria, reading])
         settings = {"stopping_criteria": criteria, "generation_config": generation_config, **kwargs}
         if reading is None:
@@ -192,17 +195,23 @@ class InterdomainGenerationMixin(GenerationMixin):
     def init_continuous_batching(self):
         """As in the library: what makes a manager of requests in flight, see `generation/serving.py`."""
         # `transformers serve` looks whether there is such a method: without it, it says so and answers in turn.
+        try:
+            from .serving import RequestManager, why_not_served
+        except ImportError as error:
+            raise AttributeError(str(error)) from error
         if reason := why_not_served(self):
             raise AttributeError(reason)
         return partial(RequestManager, self)
 
     def continuous_batching_context_manager(self, *args, **kwargs):
         """As in the library: a manager that runs, and is stopped in the end."""
+        from .serving import why_not_served
+
         if reason := why_not_served(self):
             raise NotImplementedError(reason)
         return super().continuous_batching_context_manager(*args, **kwargs)
 
-    def generate_batch(self, inputs, generation_config=None, *, max_batch_size: int = ROWS, **kwargs):
+    def generate_batch(self, inputs, generation_config=None, *, max_batch_size: int = 8, **kwargs):
         """Write after many prompts with continuous batching.
 
         A request in flight is a row of one cache: as soon as one ends, the next prompt is read into its row. A state
@@ -226,7 +235,19 @@ class InterdomainGenerationMixin(GenerationMixin):
             ValueError: for prompts and options that cannot be, before anything is read. Also when a text comes to the
                 end of the positions that `dynamic_mask` "position" or "hard" knows.
         """
+        from .batch import write_batch
+
         return write_batch(self, inputs, generation_config, max_batch_size, kwargs)
+
+
+def store_of_environment() -> Any:
+    """The `StateStore` that the variable INTERDOMAIN_PROMPT_STORE asks for, "memory" or a folder, or None."""
+    place = os.environ.get(STORE_VARIABLE, "")
+    if not place:
+        return None
+    from .prompt_store import StateStore
+
+    return StateStore() if place == "memory" else StateStore(place)
 
 
 def _rollback(config, generation_config) -> int:

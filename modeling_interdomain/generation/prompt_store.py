@@ -20,7 +20,6 @@ from ..model_cache.fingerprint import reading_fingerprint, tensor_bytes
 
 logger = logging.get_logger(__name__)
 
-ENVIRONMENT = "INTERDOMAIN_PROMPT_STORE"
 # Arguments of a decoding method that do not change which state the tokens make.
 _HARMLESS = {
     "attention_mask",
@@ -115,12 +114,6 @@ class StateStore:
         self._lock = Lock()
         self._states: OrderedDict[tuple[str, Beginning], dict[str, torch.Tensor]] = OrderedDict()
         self._seen: OrderedDict[tuple[str, Beginning], None] = OrderedDict()
-
-    @classmethod
-    def from_environment(cls) -> "StateStore | None":
-        """What the variable INTERDOMAIN_PROMPT_STORE asks for: "memory", a folder, or nothing."""
-        place = os.environ.get(ENVIRONMENT, "")
-        return (cls() if place == "memory" else cls(place)) if place else None
 
     def __reduce__(self):
         return type(self), (self.folder, self.memory_bytes, self.disk_bytes, self.block)  # copies begin empty

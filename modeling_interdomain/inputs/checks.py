@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, StaticLayer
 
-from ..layers.common import home_of
-from ..layers.recorded import AuxiliaryLoss
+from ..layers.common import AuxiliaryLoss, home_of
 from ..mixers.base import TokenMixer
 from ..model_cache.cache import check_unbroken, kind_of, look_into
 from ..ops.common.cpu import in_graph, values_at_hand

@@ -144,11 +144,6 @@ def convolve_few(
     return (extended.unfold(1, conv_weight.shape[0], 1) * conv_weight.mT).sum(-1), after
 
 
-def side_by_side(projections: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Numbers `[B, T, W]` of several projections, those of a token one after the other."""
-    return projections[0] if len(projections) == 1 else torch.cat(list(projections), dim=-1)
-
-
 def joined_weights(*weights: torch.Tensor) -> torch.Tensor:
     """The `conv_weight` of `convolve_few` from weights of `CausalConv1d`, `[W, 1, kernel]` each."""
     return torch.cat(weights).squeeze(1).mT.contiguous()

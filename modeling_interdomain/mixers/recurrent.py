@@ -22,14 +22,14 @@ class Projection(NamedTuple):
     heads: int
     width: int
     convolved: bool
+    bias: bool = False  # beside those that `Biases` gives to all
 
 
 class Biases(NamedTuple):
-    """Which maps of a mixer have one: all projections and convolutions, or those projections that `beside` names."""
+    """Which maps of a mixer have one."""
 
     projections: bool = False
     convolutions: bool = False
-    beside: tuple[str, ...] = ()
 
 
 class RecurrentMixer(TokenMixer):
@@ -59,7 +59,7 @@ class RecurrentMixer(TokenMixer):
         projections = self.projections(config)
         self.projection_names = [projection.name for projection in projections]
         self.convolved = [projection.convolved for projection in projections]
-        conv_state = [(heads * width, self.kernel - 1) for _, heads, width, convolved in projections if convolved]
+        conv_state = [(heads * width, self.kernel - 1) for _, heads, width, convolved, _ in projections if convolved]
         branch = config.sparse_per_layer[layer_idx]
         self.sparse = None
         if branch is not None:
@@ -79,12 +79,11 @@ class RecurrentMixer(TokenMixer):
 
             self.first_state = FirstState(tuple(self.state_shape(config)))
         hidden, outputs, biases = config.hidden_size, self.output_heads(config) * output_width, self.biases(config)
-        for name, heads, width, _ in projections:
-            bias = biases.projections or name in biases.beside
-            setattr(self, f"{name}_proj", nn.Linear(hidden, heads * width, bias))
+        for name, heads, width, _, bias in projections:
+            setattr(self, f"{name}_proj", nn.Linear(hidden, heads * width, biases.projections or bias))
         self.o_proj = residual_projection(outputs, hidden, biases.projections)
         self.g_proj = nn.Linear(hidden, outputs, biases.projections) if self.gated(config) else None
-        for name, heads, width, convolved in projections:
+        for name, heads, width, convolved, _ in projections:
             if convolved:
                 size = heads * width
                 conv = CausalConv1d(size, size, self.kernel, groups=size, bias=biases.convolutions)
@@ -187,7 +186,7 @@ class RecurrentMixer(TokenMixer):
 
     @classmethod
     def state_sizes(cls, config, context_length: int) -> dict[str, int]:
-        conv_state = sum(heads * width for _, heads, width, convolved in cls.projections(config) if convolved)
+        conv_state = sum(heads * width for _, heads, width, convolved, _ in cls.projections(config) if convolved)
         state = torch.Size(cls.state_shape(config)).numel()
         return {"recurrent": state, "convolution": conv_state * (cls.kernel_size(config) - 1)}
 

@@ -38,9 +38,13 @@ _OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "mixers.interdomain.gated": _is_gated,
     "mixers.interdomain.gates": _is_gated,
     "ops.interdomain.gates": _is_gated,
+    "ops.interdomain.naive": lambda config: config.backend == "recurrent",
     "ops.interdomain.prefix": lambda config: config.backend in ("fft", "associative_scan"),
     "ops.interdomain.scan": lambda config: config.backend == "scan",
     "ops.interdomain.triton_scan": lambda config: config.backend == "scan",
+    "generation.batch": lambda config: False,
+    "generation.prompt_store": lambda config: False,
+    "generation.serving": lambda config: False,
     "model_cache.state_tuning": lambda config: config.learned_state,
     "layers.learned_state": lambda config: config.learned_state,
     "ops.common.slots": lambda config: False,
@@ -50,19 +54,25 @@ _OPTIONAL: dict[str, Callable[[Any], bool]] = {
 }
 _ABSENT = (
     'raise ImportError("The code of this checkpoint is without {module}: install modeling-interdomain, and load the '
-    'model without trust_remote_code.")'
+    "model without trust_remote_code, or write all code into its folder: python -m modeling_interdomain.saving.whole "
+    'FOLDER.")'
 )
 
 
-def write_code(config, folder: str | os.PathLike) -> None:
-    """Write the code that a model of this configuration needs into a folder; without one, that of any model."""
-    for name, text in flat_code(config).items():
+def write_code(config, folder: str | os.PathLike, whole: bool = False) -> None:
+    """Write the code that a model of this configuration needs into a folder; without one, that of any model.
+
+    `whole`: with what is needed where somebody asks for it, such as continuous batching and the prompt store.
+    """
+    for name, text in flat_code(config, whole).items():
         Path(folder, f"{name}.py").write_text(text, encoding="utf-8")
 
 
-def flat_code(config) -> dict[str, str]:
+def flat_code(config, whole: bool = False) -> dict[str, str]:
     """The modules that a model of this configuration needs, as `{flat name: source}`; without one, those of any."""
-    absent = {module for module, needed in _OPTIONAL.items() if config is not None and not needed(config)}
+    absent = set[str]()
+    if config is not None and not whole:
+        absent = {module for module, needed in _OPTIONAL.items() if not needed(config)}
     code, seen = dict[str, str](), set[str]()
 
     def add(module: str) -> None:

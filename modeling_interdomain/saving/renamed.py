@@ -35,10 +35,9 @@ RENAMED = {
 }
 # Classes that have another module or another name since.
 MOVED = {
-    "feed_forwards.cross_domain_moe.ChosenExperts": "layers.recorded.ChosenExperts",
-    "layers.common.AuxiliaryLoss": "layers.recorded.AuxiliaryLoss",
+    "feed_forwards.cross_domain_moe.ChosenExperts": "layers.common.ChosenExperts",
     "layers.common.PerVersion": "layers.common.ParameterCache",
-    "mixers.sparse.choice.RankingLoss": "layers.recorded.RankingLoss",
+    "mixers.sparse.choice.RankingLoss": "layers.common.RankingLoss",
     "modeling_interdomain.InterdomainForSequenceClassification": (
         "classifier_interdomain.InterdomainForSequenceClassification"
     ),

@@ -23,13 +23,13 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def make_folder(make_model, tmp_path):
-    """`make_folder(name, **changes)`: a small model in float32 and the folder that it is saved in.
+    """`make_folder(name, model_dtype, **changes)`: a small model, in float32 by default, and its folder.
 
     Its heads are of the smallest size that vLLM's attention has on a CPU.
     """
 
-    def make(name: str = "interdomain", **changes):
-        model = make_model(name, dtype=torch.float32, **{"head_dim": 32, "state_dtype": "float32"} | changes)
+    def make(name: str = "interdomain", model_dtype: torch.dtype = torch.float32, **changes):
+        model = make_model(name, dtype=model_dtype, **{"head_dim": 32, "state_dtype": "float32"} | changes)
         folder = tmp_path / f"{name}-{len(list(tmp_path.iterdir()))}"
         model.save_pretrained(folder)
         return model, folder

@@ -5,6 +5,7 @@ import resource
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.conftest import EXPERTS, ROPE
 from tests.vllm.engines import TOLERANCE, assert_answers, engine
@@ -170,6 +171,22 @@ def test_heads_over_two_processes(made, make_folder, random_ids, name):
             served.ask(text, prompt, 6)
             served.step()
         assert_all(model, asked, served.finish())
+
+
+def test_states_stay_in_float32(make_folder, random_ids):
+    """In a model of bfloat16 the inputs of convolutions are kept as it makes them, states are not."""
+    model, folder = make_folder("interdomain", model_dtype=torch.bfloat16)
+    asked = texts(random_ids, 33, 9)
+    with engine(folder, dtype="bfloat16") as served:
+        for text, prompt in asked.items():
+            served.ask(text, prompt, 4)
+        answers = served.finish()
+        kept = served.engine.apply_model(lambda model: [x.dtype for x in model.model.layers[1].token_mixer.kv_cache])
+        assert kept == [[torch.float32, torch.bfloat16, torch.bfloat16]]
+        for text, prompt in asked.items():
+            row = model(torch.tensor([prompt])).logits[0, -1].float().log_softmax(-1)
+            found = answers[text].logprobs[0]
+            assert max(abs(value - row[token].item()) for token, value in found.items()) < 0.05
 
 
 @pytest.mark.slow

@@ -29,8 +29,9 @@ class GatedRecurrence(InterdomainRecurrence):
     def _own_answer(self) -> torch.Tensor:
         return self._per_version("own answer", lambda _: own_answer(*self.parameters_of_operator()[1:]))
 
-    def _step(self, *tokens: Any, log_gate: Any, write_gate: Any, delta: Any, **arguments: Any) -> torch.Tensor:
-        return super()._step(*tokens, gates=Gates(log_gate, write_gate, delta), **arguments)
+    def _step(self, *tokens: Any, **arguments: Any) -> torch.Tensor:
+        gates = Gates(*(arguments.pop(name) for name in Gates._fields))
+        return super()._step(*tokens, gates=gates, **arguments)
 
     def _map(  # type: ignore[override]
         self, *tokens: torch.Tensor, cu_seqlens: torch.Tensor | None, **gates: Any

@@ -16,7 +16,7 @@ from ...ops.interdomain.prepare import fused_inputs
 from ...ops.interdomain.replay import state_after
 from ...parallel.tensor import HEADS
 from ..base import groups_not_shardable
-from ..recurrent import Biases, Projection, RecurrentMixer, placed_map
+from ..recurrent import Projection, RecurrentMixer, placed_map
 from .few_tokens import bf16_inputs, token_inputs, token_tables
 from .recurrence import InterdomainRecurrence
 
@@ -151,13 +151,9 @@ class InterdomainMixer(DecodeTables, KeyValueMixer):
 
     @classmethod
     def projections(cls, config) -> list[Projection]:
-        gates = [Projection(name, config.num_key_value_heads, 1, False) for name in config.gate_names]
-        own = Projection("q", config.num_attention_heads, config.mapped_dim, True)
-        return [own, *super().projections(config), *gates]
-
-    @classmethod
-    def biases(cls, config) -> Biases:
-        return Biases(beside=tuple(config.gate_names))
+        gates = [Projection(name, config.num_key_value_heads, 1, False, bias=True) for name in config.gate_names]
+        query = Projection("q", config.num_attention_heads, config.mapped_dim, True)
+        return [query, *super().projections(config), *gates]
 
     @classmethod
     def check_config(cls, config) -> None:

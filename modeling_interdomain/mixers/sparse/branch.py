@@ -10,10 +10,9 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from ...layers.common import FULL_PRECISION, DecodeTables, are_untouched, backend_of, is_plain
-from ...layers.convolution import TOKEN_BEFORE, CausalConv1d, causal_conv, convolve_few, joined_weights, side_by_side
+from ...layers.common import FULL_PRECISION, DecodeTables, RankingLoss, are_untouched, backend_of, is_plain
+from ...layers.convolution import TOKEN_BEFORE, CausalConv1d, causal_conv, convolve_few, joined_weights
 from ...layers.operators import Operators
-from ...layers.recorded import RankingLoss
 from ...ops.common.cpu import without_autocast
 from ...ops.common.launch import STEP_BACKENDS
 from ...ops.common.packing import Packing
@@ -50,7 +49,7 @@ class SparseInputs(NamedTuple):
 
     def convolved(self) -> list[torch.Tensor]:
         """What moves the conv state."""
-        return [side_by_side(self.inputs)]
+        return [_side_by_side(self.inputs)]
 
     def recorded(self) -> list[torch.Tensor]:
         """What moves the memory, `[B, T, ...]` each, for `replay`."""
@@ -77,6 +76,11 @@ class ChannelGate(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.weight * x
+
+
+def _side_by_side(projections: list[torch.Tensor]) -> torch.Tensor:
+    """Numbers `[B, T, W]` of several projections, those of a token one after the other."""
+    return projections[0] if len(projections) == 1 else torch.cat(projections, dim=-1)
 
 
 class SparseBranch(DecodeTables):
@@ -181,7 +185,7 @@ class SparseBranch(DecodeTables):
             both = torch.stack([query, key], dim=3).detach()
             chosen = self._choose(both, states, packing, differentiated)
         scores, bins, sums = chosen
-        window = None if after[0] is None else side_by_side([x.mT for x in after]).mT
+        window = None if after[0] is None else _side_by_side([x.mT for x in after]).mT
         return SparseInputs(query, key, value, scores, bins, sums, projected, [window])
 
     def _token(self, x: torch.Tensor, value: torch.Tensor, conv_state, states) -> SparseInputs | None:

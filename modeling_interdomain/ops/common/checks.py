@@ -120,6 +120,19 @@ def check_state(
     check_floats(name, state, device, beside)
 
 
+def real_tokens(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+    """The mask of a step as the kernels read it: bool, one byte after the other."""
+    if mask is None:
+        return None
+    if not isinstance(mask, torch.Tensor) or mask.shape != (query.shape[0],):
+        raise ValueError(f"mask must have shape [B] = [{query.shape[0]}], got {shape_of(mask)}.")
+    if mask.is_floating_point() or mask.is_complex():
+        raise ValueError(f"mask must be bool or integers, zero for a pad, got {mask.dtype}.")
+    if mask.device != query.device:
+        raise ValueError(f"mask is on {mask.device}, but query is on {query.device}; move it there.")
+    return (mask != 0).contiguous()
+
+
 def shape_of(x: Any) -> list[int] | str:
     """What an argument is, in the words of a refusal."""
     return list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__

@@ -8,10 +8,12 @@ from typing import TypeVar
 
 import torch
 
+# The one place that imports Triton: files of kernels take both names from here.
 try:
     import triton
+    import triton.language as tl
 except ImportError:
-    triton = None
+    triton = tl = None
 
 logger = logging.getLogger(__name__)
 

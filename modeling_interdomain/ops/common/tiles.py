@@ -4,13 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .launch import interpreted
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
+from .launch import interpreted, tl, triton
 
 
 class Documents(NamedTuple):

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..common.checks import shape_of
 from ..common.decay import as_complex
 from .mixing import SIGNS, mixing_factors
 
@@ -187,19 +186,6 @@ def mix_rows(y: torch.Tensor, batch: int, tables: StepTables) -> torch.Tensor:
 def _groups_first(y: torch.Tensor, batch: int) -> torch.Tensor:
     """`[B G, P, 2M]` to `[G, B P, 2M]`."""
     return y.unflatten(0, (batch, -1)).transpose(0, 1).flatten(1, 2)
-
-
-def real_tokens(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    """The mask of a step as the kernels read it: bool, one byte after the other."""
-    if mask is None:
-        return None
-    if not isinstance(mask, torch.Tensor) or mask.shape != (query.shape[0],):
-        raise ValueError(f"mask must have shape [B] = [{query.shape[0]}], got {shape_of(mask)}.")
-    if mask.is_floating_point() or mask.is_complex():
-        raise ValueError(f"mask must be bool or integers, zero for a pad, got {mask.dtype}.")
-    if mask.device != query.device:
-        raise ValueError(f"mask is on {mask.device}, but query is on {query.device}; move it there.")
-    return (mask != 0).contiguous()
 
 
 def grouped_coefficients(coefficient_matrix: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

@@ -8,16 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..common.launch import power_of_two
+from ..common.launch import power_of_two, tl, triton
 from ..common.tiles import Arithmetic, left_over, narrow
 from .mixing import SIGNS
 from .triton_tiles import Mixing, mixing_of_group, times, times_conj
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
 
 # The largest decay in a chunk, as an exponent of e, that is split into a growing and a decaying factor. float32 and
 # bfloat16 hold e^88; what remains is room for sums of many large products.

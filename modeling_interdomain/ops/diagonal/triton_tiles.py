@@ -20,13 +20,8 @@ A complex tile is two real ones; pointers are to the first element of what the n
 
 from typing import NamedTuple
 
+from ..common.launch import tl, triton
 from ..common.tiles import causal, dot, left_over, load_tokens, narrow, store_tokens
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
 
 
 class Sizes(NamedTuple):

@@ -6,13 +6,7 @@ are in float32 and in the order of the entries: they repeat bit for bit.
 
 import torch
 
-from ..common.launch import on_device
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
+from ..common.launch import on_device, tl, triton
 
 
 @triton.jit

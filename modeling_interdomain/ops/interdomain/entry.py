@@ -5,15 +5,20 @@ from typing import Any
 
 import torch
 
-from ..common.checks import check_documents, check_floats, check_how, check_state, check_tensors, shape_of
+from ..common.checks import check_documents, check_floats, check_how, check_state, check_tensors, real_tokens, shape_of
 from ..common.cpu import autocasts, multiplies_bf16, without_autocast
 from ..common.launch import check_step_backend, fused, steps_fused
-from ..diagonal.step import StepParameters, advance_state, read_state, real_tokens, step_tables
+from ..diagonal.step import StepParameters, advance_state, read_state, step_tables
 from .chunk import chunk_attention
-from .naive import recurrent_attention
 from .readout import PRODUCTS
 
 BACKENDS = ("auto", "recurrent", "fft", "scan", "associative_scan", "chunk", "triton")
+
+
+def _recurrent(*problem):
+    from .naive import recurrent_attention
+
+    return recurrent_attention(*problem)
 
 
 def _fft(*problem):
@@ -29,7 +34,7 @@ def _associative_scan(*problem):
 
 
 # Imported when asked for: the code of a checkpoint does without what its configuration does not name.
-_WITHOUT_CHUNKS = {"recurrent": recurrent_attention, "fft": _fft, "associative_scan": _associative_scan}
+_WITHOUT_CHUNKS = {"recurrent": _recurrent, "fft": _fft, "associative_scan": _associative_scan}
 
 
 def interdomain_attention(
@@ -363,9 +368,15 @@ def take_step(
     return output.to(out_dtype)
 
 
-def _step(backend, query, key, value, parameters: StepParameters, state, mask=None, wide=False, slots=None, gates=None):
+def _step(
+    backend, query, key, value, parameters: StepParameters, state, mask=None, wide=False, slots=None, gates=None
+):  # fmt: skip
     """`advance_state` and `read_state` by the fused kernels, which have no gates, or by PyTorch."""
-    if gates is None and steps_fused(backend, state, slots):
+    if gates is not None:
+        from .gates import check_gated_backend
+
+        check_gated_backend(backend)
+    elif steps_fused(backend, state, slots):
         output = _fused_step(backend, query, key, value, parameters.parameters, state, mask, wide, slots)
         if output is not None:
             return output
@@ -373,21 +384,20 @@ def _step(backend, query, key, value, parameters: StepParameters, state, mask=No
         from ..common.slots import step_slots
 
         def step(rows, mask, query, key, value, *given):
-            here = iter(given)
-            own = None if gates is None else tuple(None if x is None else next(here) for x in gates)
+            each = iter(given)
+            own = gates and tuple(None if gate is None else next(each) for gate in gates)
             return _step("recurrent", query, key, value, parameters, rows, mask, gates=own)
 
-        beside = [x for x in gates or () if x is not None]
-        return step_slots(step, state, slots, mask, query, key, value, *beside)
+        given = [gate for gate in gates or () if gate is not None]
+        return step_slots(step, state, slots, mask, query, key, value, *given)
     # A state kept in a lower precision is still advanced in float32.
     working = state if state.dtype in (torch.float32, torch.float64) else state.float()
     moves = parameters.tables(working.dtype)
     if gates is None:
         advance_state(working, key, value, moves, mask)
     else:
-        from .gates import advance_gated_state, check_gated_backend
+        from .gates import advance_gated_state
 
-        check_gated_backend(backend)
         advance_gated_state(working, key, value, moves, gates, mask)
     if working is not state:
         state.copy_(working)

@@ -16,8 +16,15 @@ import torch
 from ..common.custom_op import differentiable
 from ..common.launch import CONFIGURATIONS, interpreted, multiprocessors, on_device, power_of_two, tuned
 from ..common.tiles import Arithmetic, Documents, arithmetic, chunk_tokens, layout_of
-from ..diagonal.triton_carry import carry, carry_back, segment_ends
-from ..diagonal.triton_states import Columns, LaterGradients, chunk_states, chunk_states_backward
+from ..diagonal.triton_states import (
+    Columns,
+    LaterGradients,
+    carry,
+    carry_back,
+    chunk_states,
+    chunk_states_backward,
+    segment_ends,
+)
 from ..diagonal.triton_tables import KernelTables, Parameters, Partial, make_tables, mixing_of, table_gradients
 from ..diagonal.triton_tiles import Mixing, Sizes
 from .triton_attend import ChunkStates, Operands, Widths, attend

@@ -3,19 +3,28 @@
 What a program reads is the tokens, the states before the chunk and tables that stay in the second-level cache; nothing
 M-wide is written. The kernel is launched for both kinds of groups (`ops/diagonal/triton_tiles.py`) and leaves the
 others alone.
+
+With operands in float32 what a chunk pulled and mixed lies in memory between the two moves, `[tokens, heads, 2, M]`: a
+tile that three matrix products read has a layout for each, and every layout has two terms, so that kept on the chip it
+would take more registers than there are. BM modes at a time are loaded for every product, from the nearest cache; so
+do the kernels of the backward pass. `mixed` is what reads a chunk: p for a skewed group, otherwise
+`p conj(lambda^(t+1))`, which reads the state as well.
 """
 
 from typing import Any, NamedTuple
 
-from ..common.tiles import locate
-from ..diagonal.triton_tiles import mixing_of_group, pull_and_mix, push, readers, times_conj_powers
-from .triton_stored import push_stored, store_modes, stored_weights
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
+from ..common.launch import tl, triton
+from ..common.tiles import dot, load_tokens, locate, narrow, store_tokens
+from ..diagonal.triton_tiles import (
+    add_weights,
+    load_pair,
+    mixing_of_group,
+    ordered,
+    pull_and_mix,
+    push,
+    readers,
+    times_conj_powers,
+)
 
 
 class Operands(NamedTuple):
@@ -45,6 +54,71 @@ class ChunkStates(NamedTuple):
     c: Any
 
 
+@triton.jit
+def load_modes(x, start, length, stride, first, C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr):
+    """BM modes from `first` of the tokens of a chunk, two tiles `[C, BM]`; zero past its end."""
+    rows = tl.arange(0, C)
+    at = (start + rows)[:, None].to(tl.int64) * stride + (first + tl.arange(0, BM))[None, :]
+    inside = (rows < length)[:, None] & (tl.arange(0, BM) >= 0)[None, :]
+    return tl.load(x + at, mask=inside, other=0.0), tl.load(x + M + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_modes(
+    x, re, im, start, length, stride, first, C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, MATH: tl.constexpr
+):
+    rows = tl.arange(0, C)
+    at = (start + rows)[:, None].to(tl.int64) * stride + (first + tl.arange(0, BM))[None, :]
+    inside = (rows < length)[:, None] & (tl.arange(0, BM) >= 0)[None, :]
+    tl.store(x + at, narrow(re, x.dtype.element_ty, MATH), mask=inside)
+    tl.store(x + M + at, narrow(im, x.dtype.element_ty, MATH), mask=inside)
+
+
+@triton.jit
+def stored_weights(
+    mixed, intra, start, length, stride, C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, SKEWED: tl.constexpr,
+    MATH: tl.constexpr,
+):  # fmt: skip
+    """The w of `readers`."""
+    w = tl.zeros([C, C], tl.float32)
+    for m in tl.range(0, M, BM, num_stages=1, loop_unroll_factor=1):
+        x_re, x_im = load_modes(mixed, start, length, stride, m, C, M, BM)
+        w = add_weights(w, x_re, x_im, intra, m, C, M, BM, MATH)
+    return ordered(w, C, SKEWED, MATH)
+
+
+@triton.jit
+def load_readers(
+    mixed, powers, start, length, stride, m, C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, SKEWED: tl.constexpr,
+    MATH: tl.constexpr,
+):  # fmt: skip
+    """What reads the state, for the modes m .. m + BM: made of what reads the chunk, which is stored."""
+    e_re, e_im = load_modes(mixed, start, length, stride, m, C, M, BM)
+    if SKEWED:
+        x_re, x_im = times_conj_powers(e_re.to(tl.float32), e_im.to(tl.float32), powers, m, C, M, BM)
+        e_re = narrow(x_re, MATH.DTYPE, MATH)
+        e_im = narrow(x_im, MATH.DTYPE, MATH)
+    return e_re, e_im
+
+
+@triton.jit
+def push_stored(
+    w, mixed, c, state, powers, out, start, length, stride, c_stride, out_stride, WIDTH: tl.constexpr,
+    PADDED: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, SKEWED: tl.constexpr,
+    MATH: tl.constexpr,
+):  # fmt: skip
+    """What w reads of the tokens c `[., WIDTH]` of their chunk, and readers of the state `[2, M, PADDED]`; to `out`."""
+    for d in tl.range(0, PADDED, BD, num_stages=1, loop_unroll_factor=1):
+        c_tile = load_tokens(c, start, length, d, c_stride, WIDTH, C, BD)
+        tile = dot(w, c_tile, tl.zeros([C, BD], tl.float32), MATH)
+        for m in tl.range(0, M, BM, num_stages=1, loop_unroll_factor=1):
+            e_re, e_im = load_readers(mixed, powers, start, length, stride, m, C, M, BM, SKEWED, MATH)
+            s_re, s_im = load_pair(state, m + tl.arange(0, BM), d + tl.arange(0, BD), PADDED, M * PADDED)
+            tile = dot(e_re, s_re, tile, MATH)
+            tile = dot(e_im, s_im, tile, MATH)
+        store_tokens(out, tile, start, length, d, out_stride, WIDTH, C, BD, MATH)
+
+
 @triton.jit(do_not_specialize=["count", "per_row", "row_length"])
 def attend(
     tokens, out, mixed, states, tables, documents, count, per_row, row_length, heads, groups,
@@ -53,8 +127,8 @@ def attend(
 ):  # fmt: skip
     """`out = push(mix(pull(a; b)); c)` for one chunk and head; grid [chunks, heads].
 
-    tokens: `Operands`; out: as c, but by heads; mixed: None, or room for what lies in memory between the two moves
-    (`ops/interdomain/triton_stored.py`), `[tokens, heads, 2, M]`; states: `ChunkStates`; tables: `KernelTables`;
+    tokens: `Operands`; out: as c, but by heads; mixed: None, or room for what lies in memory between the two moves,
+    `[tokens, heads, 2, M]`; states: `ChunkStates`; tables: `KernelTables`;
     documents: `Documents`; EDGE: of the tiles of the mixing matrix where there are FEW modes. Small tiles leave
     registers for another block, large ones make fewer and longer products.
     """

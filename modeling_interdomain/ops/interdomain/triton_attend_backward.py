@@ -12,6 +12,7 @@ so that no program carries a table from chunk to chunk.
 
 from typing import Any, NamedTuple
 
+from ..common.launch import tl, triton
 from ..common.tiles import dot, load_tokens, locate, narrow, store_tokens
 from ..diagonal.triton_tiles import (
     collect,
@@ -24,13 +25,7 @@ from ..diagonal.triton_tiles import (
     times_conj,
     times_conj_powers,
 )
-from .triton_stored import load_modes, load_readers, push_stored, store_modes, stored_weights
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
+from .triton_attend import load_modes, load_readers, push_stored, store_modes, stored_weights
 
 
 class ChunkGradients(NamedTuple):

@@ -9,18 +9,13 @@ read; at them outputs and gradients are zero.
 """
 
 import itertools
-import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from ..common.launch import namespace, on_device, power_of_two
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
+from ..common.custom_op import differentiable
+from ..common.launch import on_device, power_of_two, tl, triton
 
 # Tokens a program walks, and the numbers of a token it holds.
 _RUN, _TILE = 64, 512
@@ -394,10 +389,11 @@ def prepare_backward(
 
 
 class Section(NamedTuple):
-    """Parameters side by side, `first` to `end` of all, whose gradient is the sum of `heads` numbers of each row of
-    sums, from `column` on and `stride` apart.
+    """The gradient of a parameter, `out`: numbers `first` to `end` of all parameters side by side, each the sum of
+    `heads` numbers of each row of sums, from `column` on and `stride` apart.
     """
 
+    out: Any
     first: int
     end: int
     column: int
@@ -406,8 +402,8 @@ class Section(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["runs"])
-def sum_runs(partial, out, sections, runs, sums, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """The gradients of all parameters, `out`, from `partial` `[runs, sums]`, in a fixed order; grid [blocks]."""
+def sum_runs(partial, sections, runs, sums, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The gradients of all parameters from `partial` `[runs, sums]`, in a fixed order; grid [blocks]."""
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = number * 0
     heads = number * 0
@@ -424,11 +420,13 @@ def sum_runs(partial, out, sections, runs, sums, ROWS: tl.constexpr, BLOCK: tl.c
             used = (row < runs)[:, None] & (head < heads)[None, :]
             at = row[:, None] * sums + (column + head * stride)[None, :]
             found += tl.sum(tl.load(partial + at, mask=used, other=0.0), 0)
-    tl.store(out + number, found.to(out.dtype.element_ty), mask=heads > 0)
+    for i in tl.static_range(len(sections)):
+        out = sections[i].out
+        here = (number >= sections[i].first) & (number < sections[i].end)
+        tl.store(out + number - sections[i].first, found.to(out.dtype.element_ty), mask=here)
 
 
 _prepare, _prepare_backward, _sum_runs = prepare, prepare_backward, sum_runs
-_NAMESPACE = namespace(__name__)
 
 
 class _Launch(NamedTuple):
@@ -457,8 +455,7 @@ def _launch(q, v, conv_weight, cos, sin, documents, cu_seqlens, lengths, heads, 
     return _Launch((-(-tokens // run), blocks), shared, options)
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::prepare", mutates_args=())
-def _operator(
+def _forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -481,7 +478,8 @@ def _operator(
     eps: float,
     write_conv_state: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    (query, key, value), conv_state = _empty(q, k, v, q_conv_weight, cu_seqlens, heads, groups, write_conv_state)
+    outputs = _empty(q, k, v, q_conv_weight, cu_seqlens, heads, groups, write_conv_state)
+    query, key, value, *conv_state = outputs
     if write_conv_state and (cu_seqlens is not None or lengths is not None):
         # Kernels write where there is a token; without one the window stays as it was.
         for old, new in zip((q_window, k_window), conv_state, strict=True):
@@ -496,54 +494,33 @@ def _operator(
             *launch.shared,
             **launch.options,
         )
-    return query, key, value, *conv_state
+    return outputs
 
 
-def _empty(q, k, v, conv_weight, cu_seqlens, heads, groups, write_conv_state):
-    outputs = tuple(x.new_empty((*x.shape[:2], n, x.shape[2] // n)) for x, n in ((q, heads), (k, groups), (v, groups)))
+def _empty(q, k, v, conv_weight, cu_seqlens, heads, groups, write_conv_state) -> Any:
+    """Query, key, value and the new conv states."""
+    outputs = (x.new_empty((*x.shape[:2], n, x.shape[2] // n)) for x, n in ((q, heads), (k, groups), (v, groups)))
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     shapes = ((rows, x.shape[2], conv_weight.shape[1] - 1) if write_conv_state else (0,) for x in (q, k))
-    return outputs, tuple(q.new_empty(shape) for shape in shapes)
+    return *outputs, *(q.new_empty(shape) for shape in shapes)
 
 
-@_operator.register_fake
-def _(
-    q, k, v, q_conv_weight, k_conv_weight, k_weight, v_weight, k_bias, v_bias, q_window, k_window, cos, sin,
-    documents, cu_seqlens, lengths, heads, groups, placement, eps, write_conv_state,
-):  # fmt: skip
-    outputs, conv_state = _empty(q, k, v, q_conv_weight, cu_seqlens, heads, groups, write_conv_state)
-    return *outputs, *conv_state
+def _outputs(q, k, v, q_conv_weight, *rest):
+    cu_seqlens, _, heads, groups, _, _, write_conv_state = rest[-7:]
+    return _empty(q, k, v, q_conv_weight, cu_seqlens, heads, groups, write_conv_state)
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::prepare_backward", mutates_args=())
-def _operator_backward(
-    grad_query: torch.Tensor,
-    grad_key: torch.Tensor,
-    grad_value: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    q_conv_weight: torch.Tensor,
-    k_conv_weight: torch.Tensor,
-    k_weight: torch.Tensor | None,
-    v_weight: torch.Tensor | None,
-    q_window: torch.Tensor | None,
-    k_window: torch.Tensor | None,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    documents: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    heads: int,
-    groups: int,
-    placement: str,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    launch = _launch(q, v, q_conv_weight, cos, sin, documents, cu_seqlens, lengths, heads, groups, placement, eps)
-    grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, k, v))
+def _backward(inputs, grads, needs):
+    q, k, v, q_conv_weight, k_conv_weight, k_weight, v_weight, _, _, q_window, k_window, *shared, _ = inputs
+    grad_query, grad_key, grad_value = (
+        v.new_zeros(like.shape) if x is None else x for x, like in zip(grads, _outputs(*inputs)[:3])
+    )
+    launch = _launch(q, v, q_conv_weight, *shared)
+    tokens = grad_q, grad_k, grad_v = [torch.empty_like(x) for x in (q, k, v)]
     sizes = _sizes_of_sums(q, k, v, q_conv_weight)
     partial = q.new_empty((launch.grid[0], sum(sizes)), dtype=torch.float32)
     partials = partial.split(sizes, dim=1)
+    parameters = [None if x is None else torch.empty_like(x) for x in inputs[3:9]]
     with on_device(q):
         _prepare_backward[launch.grid](
             ProjectionBackward(q, grad_query, grad_q, partials[0], q_conv_weight, q_window),
@@ -553,34 +530,23 @@ def _operator_backward(
             sum(sizes),
             **launch.options,
         )
-        of_parameters = _of_parameters(q, k, v, q_conv_weight, k_conv_weight, k_weight, v_weight, groups)
-        sections = _sections(q, k, v, q_conv_weight, groups, k_weight is not None)
-        _sum_runs[(-(-len(of_parameters) // 32),)](
-            partial, of_parameters, sections, len(partial), sum(sizes), ROWS=64, BLOCK=32, num_warps=4
+        sections = _sections(q, k, v, parameters)
+        _sum_runs[(-(-sections[-1].end // 32),)](
+            partial, sections, len(partial), sum(sizes), ROWS=64, BLOCK=32, num_warps=4
         )
-    return grad_q, grad_k, grad_v, of_parameters
+    return *tokens, *parameters
 
 
-def _of_parameters(q, k, v, q_conv_weight, k_conv_weight, k_weight, v_weight, groups: int) -> torch.Tensor:
-    """Room for the gradients of all parameters side by side; those of several dtypes are rounded one by one, later."""
-    dtypes = {x.dtype for x in (q_conv_weight, k_conv_weight, k_weight, v_weight) if x is not None}
-    size = _sections(q, k, v, q_conv_weight, groups, k_weight is not None)[-1].end
-    return q.new_empty(size, dtype=dtypes.pop() if len(dtypes) == 1 else torch.float32)
-
-
-def _sections(q, k, v, conv_weight, groups: int, norms: bool) -> tuple[Section, ...]:
+def _sections(q, k, v, parameters: Sequence[torch.Tensor | None]) -> tuple[Section, ...]:
     """Of the convolutions of query and key; then of weight and bias of key and value, where they have such."""
-    (q_sums, k_sums, _), (q_width, k_width, v_width) = (
-        _sizes_of_sums(q, k, v, conv_weight),
-        (x.shape[2] for x in (q, k, v)),
-    )
-    count = conv_weight.shape[1]
-    parts = [(count * q_width, 0, 1, 0), (count * k_width, q_sums, 1, 0)]
-    if norms:
-        for width, column in ((k_width, q_sums + count * k_width), (v_width, q_sums + k_sums)):
-            parts += [(width // groups, column, groups, width // groups), (width, column + width, 1, 0)]
-    ends = list(itertools.accumulate(part[0] for part in parts))
-    return tuple(Section(end - part[0], end, *part[1:]) for end, part in zip(ends, parts, strict=True))
+    q_conv, k_conv, k_weight, v_weight, k_bias, v_bias = parameters
+    q_sums, k_sums, _ = _sizes_of_sums(q, k, v, q_conv)
+    parts = [(q_conv, 0, 1, 0), (k_conv, q_sums, 1, 0)]
+    for weight, bias, column in ((k_weight, k_bias, q_sums + k_conv.numel()), (v_weight, v_bias, q_sums + k_sums)):
+        if weight is not None:
+            parts += [(weight, column, bias.shape[0], bias.shape[1]), (bias, column + bias.numel(), 1, 0)]
+    ends = itertools.accumulate(part[0].numel() for part in parts)
+    return tuple(Section(out, end - out.numel(), end, *part) for end, (out, *part) in zip(ends, parts))
 
 
 def _sizes_of_sums(q, k, v, conv_weight) -> list[int]:
@@ -588,49 +554,7 @@ def _sizes_of_sums(q, k, v, conv_weight) -> list[int]:
     return [(count + 2) * x.shape[2] for x, count in ((q, conv_weight.shape[1]), (k, conv_weight.shape[1]), (v, 0))]
 
 
-@_operator_backward.register_fake
-def _(
-    grad_query, grad_key, grad_value, q, k, v, q_conv_weight, k_conv_weight, k_weight, v_weight, q_window, k_window,
-    cos, sin, documents, cu_seqlens, lengths, heads, groups, placement, eps,
-):  # fmt: skip
-    return *(torch.empty_like(x) for x in (q, k, v)), _of_parameters(
-        q, k, v, q_conv_weight, k_conv_weight, k_weight, v_weight, groups
-    )
-
-
-def _keep_inputs(ctx, inputs, output):
-    *tensors, heads, groups, placement, eps, _ = inputs
-    q, k, v, q_conv_weight, k_conv_weight, k_weight, v_weight, _, _, *rest = tensors
-    ctx.save_for_backward(q, k, v, q_conv_weight, k_conv_weight, k_weight, v_weight, *rest)
-    ctx.options = heads, groups, placement, eps
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, grad_query, grad_key, grad_value, *_):
-    saved = ctx.saved_tensors  # once: checkpointing unpacks a tensor a single time
-    q, k, v, q_conv_weight, k_conv_weight, k_weight, v_weight, *_ = saved
-    groups = ctx.options[1]
-    shapes = [(*x.shape[:2], n, x.shape[2] // n) for x, n in ((q, ctx.options[0]), (k, groups), (v, groups))]
-    grads = (
-        v.new_zeros(shape) if x is None else x.contiguous()
-        for x, shape in zip((grad_query, grad_key, grad_value), shapes, strict=True)
-    )
-    *grads_x, of_parameters = _operator_backward(*grads, *saved, *ctx.options)
-    shapes = [x.shape for x in (q_conv_weight, k_conv_weight)]
-    kinds = [q_conv_weight.dtype, k_conv_weight.dtype]
-    if k_weight is not None:
-        for x, weight in ((k, k_weight), (v, v_weight)):
-            shapes += [weight.shape, (groups, x.shape[2] // groups)]
-            kinds += [weight.dtype] * 2
-    pieces = of_parameters.split([math.prod(shape) for shape in shapes])
-    of_weights = [x.view(shape).to(dtype) for x, shape, dtype in zip(pieces, shapes, kinds, strict=True)]
-    if k_weight is None:
-        return *grads_x, *of_weights, *(None,) * 16
-    q_grad, k_grad, of_k_weight, of_k_bias, of_v_weight, of_v_bias = of_weights
-    return *grads_x, q_grad, k_grad, of_k_weight, of_v_weight, of_k_bias, of_v_bias, *(None,) * 12
-
-
-_operator.register_autograd(_differentiate, setup_context=_keep_inputs)
+_operator = differentiable(__name__, "prepare", _forward, _outputs, _backward, count=9)
 
 
 def triton_prepare(

@@ -14,16 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ..common.decay import as_complex
-from ..common.launch import on_device, power_of_two
+from ..common.launch import on_device, power_of_two, tl, triton
 from ..diagonal.step import grouped_coefficients
 from .readout import pull_back
 from .scan import LARGEST_AMPLIFICATION
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
 
 
 class Tokens(NamedTuple):

@@ -2,10 +2,10 @@
 
 import torch
 
-from ..common.checks import check_documents, check_how, check_state, check_tensors
+from ..common.checks import check_documents, check_how, check_state, check_tensors, real_tokens
 from ..common.cpu import without_autocast
 from ..common.launch import check_step_backend, fused, steps_fused
-from ..diagonal.step import StepParameters, StepTables, advance_state, real_tokens, transition_tables
+from ..diagonal.step import StepParameters, StepTables, advance_state, transition_tables
 from .chunk import chunk_s4d
 
 S4D_BACKENDS = ("auto", "chunk", "triton")

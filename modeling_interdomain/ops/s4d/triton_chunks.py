@@ -6,14 +6,9 @@ token reads the state before the chunk. Both are tables of the parameters, and t
 
 from typing import Any, NamedTuple
 
+from ..common.launch import tl, triton
 from ..common.tiles import dot, load_tokens, locate, narrow, store_tokens
 from ..diagonal.triton_tiles import load_pair
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
 
 
 class Responses(NamedTuple):

@@ -5,15 +5,9 @@ Nothing is read back by the host, so that a CUDA graph can hold the step.
 
 import torch
 
-from ..common.launch import multiprocessors, namespace, on_device, power_of_two
+from ..common.launch import multiprocessors, namespace, on_device, power_of_two, tl, triton
 from ..common.tiles import slots_of, state_of
 from ..diagonal.triton_tiles import times
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
 
 
 @triton.jit

@@ -2,10 +2,9 @@
 
 import torch
 
-from ..common.checks import check_documents, check_how, check_state, check_tensors
+from ..common.checks import check_documents, check_how, check_state, check_tensors, real_tokens
 from ..common.cpu import autocasts, without_autocast
 from ..common.launch import check_step_backend, fused, steps_fused
-from ..diagonal.step import real_tokens
 from ..ssd.naive import without_pads
 from .chunk import chunk_scan
 from .naive import export_scan, recurrent_scan

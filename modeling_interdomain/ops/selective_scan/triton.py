@@ -13,13 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..common.custom_op import differentiable
-from ..common.launch import on_device, power_of_two, tuned
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
+from ..common.launch import on_device, power_of_two, tl, triton, tuned
 
 # Tokens of a chunk, and the numbers of a tile: tokens, channels and state numbers. A program of backward has ten such.
 _CHUNK, _TILE = 32, 4096

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+from ..common.checks import real_tokens
 from ..common.cpu import autocasts, without_autocast
 from ..common.launch import check_step_backend, fused
-from ..diagonal.step import real_tokens
 from .entry import check_memory, check_sets, check_values
 from .stream import Bins, Ring, SparseMemory
 

@@ -14,13 +14,8 @@ Numbers of queries and keys count the tokens of one head after those of another;
 
 from typing import Any, NamedTuple
 
+from ..common.launch import tl, triton
 from ..common.tiles import dot, locate, narrow
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
 
 
 class Tokens(NamedTuple):

@@ -9,14 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..common.launch import StateTouched, namespace, on_device, power_of_two
+from ..common.launch import StateTouched, namespace, on_device, power_of_two, tl, triton
 from .stream import Bins, SparseMemory
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
 
 
 class Token(NamedTuple):

@@ -2,11 +2,10 @@
 
 import torch
 
-from ..common.checks import check_documents, check_how, check_state, check_tensors
+from ..common.checks import check_documents, check_how, check_state, check_tensors, real_tokens
 from ..common.cpu import autocasts, without_autocast
 from ..common.decay import finite
 from ..common.launch import STEP_BACKENDS, check_step_backend, fused, steps_fused
-from ..diagonal.step import real_tokens
 from .chunk import chunk_ssd
 from .naive import export_ssd, recurrent_ssd
 

@@ -20,13 +20,8 @@ heads of a group, or a block of them, one after the other, because their scores 
 
 from typing import Any, NamedTuple
 
+from ..common.launch import tl, triton
 from ..common.tiles import dot, left_over, load_tokens, locate_between, narrow, segment_of, store_tokens
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
 
 
 class Operands(NamedTuple):
