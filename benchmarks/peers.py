@@ -102,8 +102,7 @@ class ShortConvolution(CausalConv1d):
 class SoftmaxConvolution(SoftmaxMixer):
     """Softmax attention whose queries, keys and values pass through a short convolution: the fair softmax.
 
-    Without one, softmax is behind in recall for that reason alone: it must form over two layers what others have in
-    one, a key that is the token before.
+    Without one it must form over two layers what others have in one, a key that knows the token before.
     """
 
     def __init__(self, config, layer_idx: int):
