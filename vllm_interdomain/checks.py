@@ -53,6 +53,8 @@ def why_not_served(config) -> str | None:
             return f"its {field} name {', '.join(others)}, and it serves {', '.join(known)}"
     if any(branch is not None for branch in config.sparse_per_layer):
         return "its sparse_attention keeps a memory of its own, for which a page of vLLM's cache has no place"
+    if config.gate_names:
+        return f"its Interdomain layers have gates ({', '.join(config.gate_names)}), which have not been tried in it"
     if config.learned_state:
         return "learned_state begins each text with a state, and vLLM's cache begins with zeros"
     if config.dynamic_mask is not None:
@@ -76,6 +78,10 @@ def _why_not_shared(config, processes: int) -> str | None:
 def _why_no_such_engine(vllm_config: Any) -> str | None:
     if vllm_config.speculative_config is not None:
         return "no state is taken back in vLLM's cache, so leave speculative_config out"
+    if vllm_config.quant_config is not None or vllm_config.lora_config is not None:
+        return "quantized weights and LoRA have not been seen to work in it"
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        return "its layers are not shared out, so leave pipeline_parallel_size at 1"
     if vllm_config.model_config.runner_type != "generate":
         return f"it generates, and runner {vllm_config.model_config.runner_type!r} does not"
     return None

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from modeling_interdomain.layers.common import project
+from modeling_interdomain.layers.common import project, project_all
 from modeling_interdomain.mixers.interdomain.mixer import InterdomainMixer
 from modeling_interdomain.mixers.s4d.mixer import S4DMixer
 from modeling_interdomain.mixers.selective_scan.mixer import SelectiveScanMixer
@@ -79,8 +79,9 @@ class Paged(MambaBase):
         self, hidden_states: torch.Tensor, batch: Batch, position_embeddings=None, **kwargs
     ) -> tuple[torch.Tensor, None]:
         """Mix tokens `[1, N, hidden_size]` with the past of their sequences, and write down what they leave."""
-        projected = [project(getattr(self, f"{name}_proj"), hidden_states) for name in self.projection_names]
-        cos_sin = self._rotation(position_embeddings, None, hidden_states.shape[:2])
+        projected = project_all([getattr(self, f"{name}_proj") for name in self.projection_names], hidden_states)
+        rotated = self.rope_placement is not None and position_embeddings is not None
+        cos_sin = position_embeddings[self.rotated_width] if rotated else None
         metadata = (get_forward_context().attn_metadata or {}).get(self.prefix)
         count, outputs = batch.decodes, []
         if count:

@@ -27,14 +27,11 @@ from .parallel import DIVIDED_FEED_FORWARD, made
 class LoadedTables(ParameterCache):
     """Tables of parameters that only a loader writes: kept until it does, in the process group in which vLLM runs."""
 
-    def forget(self) -> None:
-        """Nothing: a new text changes no parameter here."""
+    def doubt(self) -> None:
+        """Not at all: a new text changes no parameter here."""
 
-    def get(self, name: Hashable, parameters: Sequence[torch.Tensor], compute: Callable[[bool], Any]) -> Any:
-        values = self._kept[1]
-        if name not in values:
-            values[name] = compute(True)
-        return values[name]
+    def of(self, parameters: Sequence[torch.Tensor]) -> dict[Hashable, Any] | None:
+        return self._kept[1]
 
 
 class ServedLayer(InterdomainDecoderLayer):
