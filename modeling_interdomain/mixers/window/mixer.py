@@ -1,5 +1,7 @@
 """A window with a memory: softmax attention to the last tokens and the first, and a state of those between."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -37,11 +39,12 @@ class WindowMixer(RecurrentMixer):
 
     can_branch = False
     operators = Operators.of(state_after)
+    share_proj: nn.Linear
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx, config.head_dim)
         self.memory = config.window_memory
-        hidden, dim, features = config.hidden_size, config.head_dim, config.feature_dim
+        dim, features = config.head_dim, config.feature_dim
         heads, groups = config.num_attention_heads, config.num_key_value_heads
         self.o_norm = self.rope_placement = None  # what it rotates it places itself
         self.window, self.sinks, self.eps = config.attention_window, config.attention_sinks, config.rms_norm_eps
@@ -50,7 +53,6 @@ class WindowMixer(RecurrentMixer):
         self.head_dim = dim
         self.attention = WindowAttention(config)
         if self.memory:
-            self.share_proj = nn.Linear(hidden, heads)
             self.q_map = nn.Parameter(torch.empty(heads, dim, features))
             self.k_map = nn.Parameter(torch.empty(groups, dim, features))
             self.v_map = nn.Parameter(torch.empty(groups, dim, dim))
@@ -85,7 +87,7 @@ class WindowMixer(RecurrentMixer):
     @classmethod
     def projections(cls, config) -> list[Projection]:
         groups, dim = config.num_key_value_heads, config.head_dim
-        share = [Projection("share", config.num_attention_heads, 1, False)] if config.window_memory else []
+        share = [Projection("share", config.num_attention_heads, 1, False, bias=True)] if config.window_memory else []
         return [
             Projection("q", config.num_attention_heads, dim, False),
             Projection("k", groups, dim, False),
@@ -161,7 +163,7 @@ class WindowMixer(RecurrentMixer):
             held = [none[0], none[0], key.new_zeros(batch, 1, 1, dtype=torch.long), none[1], none[1]]
         *before, count = held[:3]
         tokens = torch.arange(length, device=key.device)
-        places = count[:, 0] + tokens
+        places = count[:, 0] + tokens  # a new tensor, since the count will be written in place
         real = None if lengths is None else tokens < lengths[:, None]
         both = [torch.cat([x.to(new.dtype).mT, new], dim=1) for x, new in zip(before, (key, value), strict=True)]
         if lengths is None:
@@ -169,7 +171,7 @@ class WindowMixer(RecurrentMixer):
         else:
             end = lengths[:, None] + torch.arange(self.window, device=key.device)
             last, added = [x.gather(1, end[..., None].expand(-1, -1, width)) for x in both], lengths[:, None, None]
-        sinks = [_sinks_after(x, new, places, real) for x, new in zip(held[3:], (key, value), strict=True)]
+        sinks = _sinks_after(held[3:], (key, value), places, real)
         seen = Seen(*[*both, *(x.mT for x in sinks), places])
         return seen, [*(x.mT for x in last), count + added, *sinks]
 
@@ -217,7 +219,7 @@ class WindowMixer(RecurrentMixer):
         *before, count = conv_state[:3]
         places = count[:, 0] + mask.cumsum(1) - 1
         last = [last_inputs(x, new, mask) for x, new in zip(before, (key, value), strict=True)]
-        sinks = [_sinks_after(x, new, places, mask) for x, new in zip(conv_state[3:], (key, value), strict=True)]
+        sinks = _sinks_after(conv_state[3:], (key, value), places, mask)
         after = [*last, count + mask.sum(1)[:, None, None], *sinks]
         if states is None:
             return after, None
@@ -232,19 +234,21 @@ def _mapped(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _sinks_after(
-    held: torch.Tensor, new: torch.Tensor, places: torch.Tensor, real: torch.Tensor | None
-) -> torch.Tensor:
-    """`[B, W, S]`, the first S inputs of a text, of which some were `held` before `new` ones `[B, T, W]`.
+    held: list[torch.Tensor], inputs: Sequence[torch.Tensor], places: torch.Tensor, real: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """`[B, W, S]` each, the first S inputs of a text, of which some were `held` before new `inputs` `[B, T, W]`.
 
     Args:
         places: `[B, T]`, of each in its text.
         real: `[B, T]` bool, False for pads; None, all are.
     """
-    if not new.shape[1] or (values_at_hand(places) and bool((places >= held.shape[2]).all())):
+    count = held[0].shape[2]
+    if not places.shape[1] or (values_at_hand(places) and bool((places >= count).all())):
         return held
-    wanted, tokens = (torch.arange(x, device=new.device) for x in (held.shape[2], new.shape[1]))
+    wanted, tokens = (torch.arange(x, device=places.device) for x in (count, places.shape[1]))
     found = places[:, None] == wanted[:, None]
     if real is not None:
         found = found & real[:, None]
-    at = (found * tokens).sum(dim=2)[..., None].expand(-1, -1, new.shape[2])
-    return torch.where(found.any(dim=2)[:, None], new.gather(1, at).mT, held.to(new.dtype))
+    at, found = (found * tokens).sum(dim=2)[..., None], found.any(dim=2)[:, None]
+    first = (x.gather(1, at.expand(-1, -1, x.shape[2])).mT for x in inputs)
+    return [torch.where(found, new, old.to(new.dtype)) for new, old in zip(first, held, strict=True)]
