@@ -80,3 +80,22 @@ def test_a_run_of_each_kind_and_its_table(tmp_path, monkeypatch):
         "the last 8 tokens and the first 4, state of 6 modes, taught (whole)",
     ):
         assert f"| {label} |" in table
+
+
+def test_what_is_said_of_a_real_llama_in_windows():
+    runs = harness.read("linearise_study")["runs"]
+    found = {
+        (run["window"], run.get("sinks"), run.get("modes")): run["perplexity"]
+        for run in runs
+        if run["length"] == 2048 and run.get("taught", "no") == "no"
+    }
+    llama = found[None, None, None]["all"]
+    assert found[256, 4, 0]["all"] < 1.10 * llama and 1.25 < found[64, 4, 0]["all"] / llama < 1.30
+    alone = [found[window, 4, 0]["all"] for window in (32, 64, 128, 256)]
+    assert alone == sorted(alone, reverse=True)
+    assert found[256, 0, 0]["all"] > 1.8 * llama
+    for (window, sinks, modes), with_state in found.items():
+        if modes:
+            without = found[window, sinks, 0]
+            assert all(0.98 * without[place] < x <= without[place] for place, x in with_state.items())
+    assert not any(run.get("taught", "no") != "no" for run in runs)  # the page says so
