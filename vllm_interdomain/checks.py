@@ -76,6 +76,10 @@ def _why_not_shared(config, processes: int) -> str | None:
 def _why_no_such_engine(vllm_config: Any) -> str | None:
     if vllm_config.speculative_config is not None:
         return "no state is taken back in vLLM's cache, so leave speculative_config out"
+    if vllm_config.quant_config is not None or vllm_config.lora_config is not None:
+        return "quantized weights and LoRA have not been seen to work in it"
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        return "its layers are not shared out, so leave pipeline_parallel_size at 1"
     if vllm_config.model_config.runner_type != "generate":
         return f"it generates, and runner {vllm_config.model_config.runner_type!r} does not"
     return None

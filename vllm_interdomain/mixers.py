@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context
@@ -13,7 +12,8 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from modeling_interdomain.layers.common import project
+from modeling_interdomain.layers.common import project, project_all
+from modeling_interdomain.mixers.interdomain.gated import GatedInterdomainMixer
 from modeling_interdomain.mixers.interdomain.mixer import InterdomainMixer
 from modeling_interdomain.mixers.s4d.mixer import S4DMixer
 from modeling_interdomain.mixers.selective_scan.mixer import SelectiveScanMixer
@@ -79,8 +79,9 @@ class Paged(MambaBase):
         self, hidden_states: torch.Tensor, batch: Batch, position_embeddings=None, **kwargs
     ) -> tuple[torch.Tensor, None]:
         """Mix tokens `[1, N, hidden_size]` with the past of their sequences, and write down what they leave."""
-        projected = [project(getattr(self, f"{name}_proj"), hidden_states) for name in self.projection_names]
-        cos_sin = self._rotation(position_embeddings, None, hidden_states.shape[:2])
+        projected = project_all([getattr(self, f"{name}_proj") for name in self.projection_names], hidden_states)
+        rotated = self.rope_placement is not None and position_embeddings is not None
+        cos_sin = position_embeddings[self.rotated_width] if rotated else None
         metadata = (get_forward_context().attn_metadata or {}).get(self.prefix)
         count, outputs = batch.decodes, []
         if count:
@@ -143,6 +144,10 @@ class PagedInterdomain(Paged, InterdomainMixer):  # type: ignore[misc]
     pass
 
 
+class PagedGatedInterdomain(Paged, GatedInterdomainMixer):  # type: ignore[misc]
+    pass
+
+
 class PagedS4D(Paged, S4DMixer):  # type: ignore[misc]
     pass
 
@@ -175,10 +180,13 @@ class PagedSoftmax(SoftmaxMixer):
         return output.view(1, query.shape[2], query.shape[1], -1), None
 
 
-MIXERS: dict[str, type[nn.Module]] = {
-    "interdomain": PagedInterdomain,
-    "s4d": PagedS4D,
-    "ssd": PagedSSD,
-    "selective_scan": PagedSelectiveScan,
-    "softmax": PagedSoftmax,
-}
+_CLASSES = (
+    PagedInterdomain,
+    PagedGatedInterdomain,
+    PagedS4D,
+    PagedSSD,
+    PagedSelectiveScan,
+    PagedSoftmax,
+)
+# By the class of the package that each is made of.
+MIXERS: dict[type, Any] = {kind.__bases__[-1]: kind for kind in _CLASSES}

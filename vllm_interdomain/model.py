@@ -17,7 +17,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix
 from modeling_interdomain.layers.common import DecodeTables, ParameterCache
 from modeling_interdomain.layers.rotary import InterdomainRotaryEmbedding
 from modeling_interdomain.modeling_interdomain import InterdomainDecoderLayer
-from modeling_interdomain.registry import FEED_FORWARDS
+from modeling_interdomain.registry import FEED_FORWARDS, TOKEN_MIXERS
 
 from .mixers import MIXERS, Paged, batch_of
 from .pages import copied_page, largest_page, page_dtypes
@@ -27,14 +27,11 @@ from .parallel import DIVIDED_FEED_FORWARD, made
 class LoadedTables(ParameterCache):
     """Tables of parameters that only a loader writes: kept until it does, in the process group in which vLLM runs."""
 
-    def forget(self) -> None:
-        """Nothing: a new text changes no parameter here."""
+    def doubt(self) -> None:
+        """Not at all: a new text changes no parameter here."""
 
-    def get(self, name: Hashable, parameters: Sequence[torch.Tensor], compute: Callable[[bool], Any]) -> Any:
-        values = self._kept[1]
-        if name not in values:
-            values[name] = compute(True)
-        return values[name]
+    def of(self, parameters: Sequence[torch.Tensor]) -> dict[Hashable, Any] | None:
+        return self._kept[1]
 
 
 class ServedLayer(InterdomainDecoderLayer):
@@ -43,7 +40,7 @@ class ServedLayer(InterdomainDecoderLayer):
     def __init__(self, config, layer_idx: int, vllm_config: VllmConfig, prefix: str):
         nn.Module.__init__(self)
         quant, own = vllm_config.quant_config, f"{prefix}.token_mixer"
-        kind: Any = MIXERS[config.mixers_per_layer[layer_idx]]
+        kind = MIXERS[TOKEN_MIXERS[config.mixers_per_layer[layer_idx]].class_for(config)]
         mixer: Any = made(partial(kind, config, layer_idx), kind.head_plan(config), quant, own)
         mixer.attach(vllm_config, own)
         self.token_mixer = mixer

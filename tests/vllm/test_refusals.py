@@ -13,6 +13,7 @@ PARTS = {
     "inner-function": ("its token_mixers name inner_function, and it serves interdomain, s4d", {"head_dim": 8}),
     "hax": ("its sparse_attention keeps a memory of its own", {}),
     "value-mask": ("dynamic_mask weighs keys", {}),
+    "window": ("its token_mixers name window, and it serves", {}),
     "interdomain": ("learned_state begins each text", {"learned_state": True}),
     "softmax": ("rope_type 'dynamic' turns keys again", {"rope_parameters": LENGTHENED["dynamic"]}),
 }
@@ -47,16 +48,20 @@ def test_heads_that_cannot_be_shared_out(make_folder):
         start(folder, tensor_parallel_size=2)
 
 
-def test_speculation(make_folder):
-    _, folder = make_folder()
-    with pytest.raises(ValueError, match="leave speculative_config out"):
-        start(folder, speculative_config={"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3})
+GUESSES = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+ENGINES = {
+    "leave speculative_config out": {"speculative_config": GUESSES},
+    "quantized weights and LoRA have not been seen": {"enable_lora": True},
+    "leave pipeline_parallel_size at 1": {"pipeline_parallel_size": 2},
+    "runner 'pooling' does not": {"runner": "pooling"},
+}
 
 
-def test_pooling(make_folder):
+@pytest.mark.parametrize("sentence", ENGINES)
+def test_engines_that_it_is_not_served_by(make_folder, sentence):
     _, folder = make_folder()
-    with pytest.raises(ValueError, match="runner 'pooling' does not"):
-        start(folder, runner="pooling")
+    with pytest.raises(ValueError, match=f"vllm_interdomain does not serve .*{sentence}"):
+        start(folder, **ENGINES[sentence])
 
 
 def test_another_architecture_is_left_to_vllm(tmp_path):

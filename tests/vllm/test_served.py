@@ -27,6 +27,8 @@ MODELS = {
     "gated": {},
     "no-convolution": {},
     "linear-readout": {},
+    "forget-gates": {},
+    "delta-rule": {},
     "all-mixers": {
         "num_hidden_layers": 5,
         "token_mixers": ["interdomain", "ssd", "softmax", "selective_scan", "s4d"],
