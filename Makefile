@@ -23,7 +23,7 @@ STOCK  += mistakes conversion fused_layers fused_inputs triton_versions hub_kern
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make quickstart   train a small model on this computer in minutes, save it, load it, let it write"
+	@echo "make quickstart   a real Llama in minutes: fetched, converted, taught, asked; ARGS=--from-scratch trains a small one"
 	@echo "make test         style, types and the fast tests"
 	@echo "make test-slow    the long tests"
 	@echo "make test-all     style, types and all tests"

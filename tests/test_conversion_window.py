@@ -21,7 +21,12 @@ from tests.test_conversion import LLAMAS, edit_config, ids, save_llama, weights_
 from tests.test_examples import some_documents
 
 WINDOWS = ("--window", 8, "--sinks", 2, "--state-size", 6)
-ROTATIONS = {name: x for name, x in LLAMAS.items() if name != "dynamic"}
+FAST = ("grouped", "tied", "llama3")
+ROTATIONS = [
+    pytest.param(changes, id=name, marks=() if name in FAST else pytest.mark.slow)
+    for name, changes in LLAMAS.items()
+    if name != "dynamic"
+]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +63,7 @@ def windowed_logits(llama, window: int, sinks: int, length: int = 50) -> torch.T
         return llama(ids(length), attention_mask=mask.expand(2, -1, -1, -1)).logits
 
 
-@pytest.mark.parametrize("changes", ROTATIONS.values(), ids=ROTATIONS)
+@pytest.mark.parametrize("changes", ROTATIONS)
 def test_up_to_window_and_sinks_the_logits_are_those_of_the_llama(tmp_path, changes):
     llama = save_llama(tmp_path / "llama", **changes)
     assert convert(tmp_path / "llama", tmp_path / "out", "--window", 40, "--sinks", 10) == 0

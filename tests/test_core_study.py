@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -54,6 +55,19 @@ def test_peers_learn_look_back_and_do_not_look_ahead(name):
     torch.testing.assert_close(whole[:, :5], other[:, :5])
     assert (whole[:, 8] - other[:, 8]).abs().max() > 1e-6, "by more tokens than one layer's convolution"
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_gated_deltanet_can_start_with_the_steps_of_mamba2():
+    """Transformers starts it with larger ones, with which nine heads of ten keep less than a tenth after a token."""
+    steps = {}
+    for name in ("gated_deltanet_spread", "gated_deltanet"):
+        model = InterdomainForCausalLM(InterdomainConfig(**TINY, token_mixers=name))
+        steps[name] = torch.cat([layer.token_mixer.layer.dt_bias for layer in model.model.layers])
+        steps[name] = torch.nn.functional.softplus(steps[name])
+    assert ((steps["gated_deltanet_spread"] > 0.9e-3) & (steps["gated_deltanet_spread"] < 0.11)).all()
+    assert (steps["gated_deltanet"] > 1.3).all() and steps["gated_deltanet_spread"].std() > 0
+    rates = torch.linspace(0.01, 16, 1000)  # of which its own are drawn
+    assert 0.88 < ((-rates * steps["gated_deltanet"][0]).exp() < 0.1).float().mean() < 0.92
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -145,7 +159,9 @@ def test_runs_have_what_the_tables_read(monkeypatch):
     empty = {"runs": []}
     table = core_study.table({"core_study": {"runs": runs, "machine": machine}, "condition_study": empty})
     assert f"| {name} | {runs[0]['parameters']:,} |" in table and "0.003, not bracketed" in table
-    assert "Mamba-2: language" in table and "Gated DeltaNet: recall" in table and "not run" in table
+    assert "language, rates (Gated DeltaNet)" in table and "copying (all)" in table and "not run" in table
+    (others,) = re.findall(r"overwritten \((.*?)\)", table)
+    assert "Mamba-2" in others and "Gated DeltaNet;" not in others
 
 
 @pytest.mark.slow

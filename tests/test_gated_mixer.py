@@ -8,12 +8,12 @@ from huggingface_hub.errors import StrictDataclassClassValidationError
 from torch.nn import functional as F
 
 from conversion.fewer_modes import check_reducible
+from examples.joined_states import cut_cache, join_caches
 from examples.text_data import InputError
 from modeling_interdomain import InterdomainCache, InterdomainConfig, InterdomainForCausalLM, interdomain_attention
 from modeling_interdomain.mixers.interdomain.gated import GatedInterdomainMixer
 from modeling_interdomain.mixers.interdomain.mixer import InterdomainMixer
 from modeling_interdomain.model_cache.fingerprint import model_fingerprint
-from modeling_interdomain.model_cache.spans import cut_cache, join_caches
 from modeling_interdomain.ops.interdomain.gates_map import gated_attention_map
 from modeling_interdomain.ops.interdomain.gates_naive import gated_recurrent_attention
 

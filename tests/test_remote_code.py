@@ -185,6 +185,8 @@ def test_flat_code_differs_in_imports_alone(name, make_config):
             continue
         (path,) = (x for x in PACKAGE.rglob("*.py") if "_".join(x.relative_to(PACKAGE).with_suffix("").parts) == module)
         before, after = path.read_text().splitlines(), text.splitlines()
+        if module == "configuration_interdomain":  # without the fields of families that have none of its layers
+            before = [line for line in before if "WindowFields" not in line or "WindowFields" in text]
         different = [line for old, line in zip(before, after) if old != line]
         assert all(line.lstrip().startswith(("from .", "raise ImportError(")) for line in different)
         for target, _, names in _imported(text):
@@ -206,7 +208,7 @@ def test_fields_of_all_families_travel_in_one_file():
 
 
 # What a checkpoint may carry, in files and lines: more is argued for where it is added.
-MOST = {"interdomain": (60, 13_100), "softmax": (32, 6_550), "ssd": (47, 9_600)}
+MOST = {"interdomain": (60, 13_300), "softmax": (32, 6_600), "ssd": (45, 9_400)}
 
 
 @pytest.mark.parametrize("name", MOST)

@@ -15,6 +15,7 @@ from benchmarks import (
     cheems_study,
     condition_study,
     conversion_study,
+    core_study,
     image_study,
     joint_study,
     larger_study,
@@ -71,6 +72,7 @@ def test_runs_are_added_until_the_plan_is_done(tmp_path, capsys):
     [
         adapter_study,
         condition_study,
+        core_study,
         larger_study,
         longer_study,
         lookup_study,

@@ -39,11 +39,12 @@ class WindowMixer(RecurrentMixer):
 
     can_branch = False
     operators = Operators.of(state_after)
+    share_proj: nn.Linear
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx, config.head_dim)
         self.memory = config.window_memory
-        hidden, dim, features = config.hidden_size, config.head_dim, config.feature_dim
+        dim, features = config.head_dim, config.feature_dim
         heads, groups = config.num_attention_heads, config.num_key_value_heads
         self.o_norm = self.rope_placement = None  # what it rotates it places itself
         self.window, self.sinks, self.eps = config.attention_window, config.attention_sinks, config.rms_norm_eps
@@ -52,7 +53,6 @@ class WindowMixer(RecurrentMixer):
         self.head_dim = dim
         self.attention = WindowAttention(config)
         if self.memory:
-            self.share_proj = nn.Linear(hidden, heads)
             self.q_map = nn.Parameter(torch.empty(heads, dim, features))
             self.k_map = nn.Parameter(torch.empty(groups, dim, features))
             self.v_map = nn.Parameter(torch.empty(groups, dim, dim))
@@ -87,7 +87,7 @@ class WindowMixer(RecurrentMixer):
     @classmethod
     def projections(cls, config) -> list[Projection]:
         groups, dim = config.num_key_value_heads, config.head_dim
-        share = [Projection("share", config.num_attention_heads, 1, False)] if config.window_memory else []
+        share = [Projection("share", config.num_attention_heads, 1, False, bias=True)] if config.window_memory else []
         return [
             Projection("q", config.num_attention_heads, dim, False),
             Projection("k", groups, dim, False),

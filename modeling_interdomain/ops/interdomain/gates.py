@@ -110,24 +110,26 @@ def advance_gated_state(
     mask: torch.Tensor | None = None,
 ) -> None:
     """`advance_state` with `Gates` `[B, G]`, or with an axis of the one token; with delta the tables read, too."""
-    log_gate, write_gate, delta = (None if x is None else x.to(state.dtype).view(*state.shape[:2], 1, 1) for x in gates)
-    key, value = (x.to(state.dtype).view(*state.shape[:2], 1, -1) for x in (key, value))
+    batch, groups = state.shape[:2]
+    log_gate, write_gate, delta = gates
     decay, turn, beta = tables[:3]
     if log_gate is not None:
-        gate = log_gate.exp()
+        gate = log_gate.to(state.dtype).exp().view(batch, groups, 1, 1)
         decay, turn = decay * gate, turn * gate  # [B, G, M, 1]
-    if mask is not None:
+    if mask is not None:  # a pad decays by 1 and puts in 0
         here = mask[:, None, None, None]
         decay, turn = decay.where(here, 1), turn.where(here, 0)
     turn_state(state, decay, turn)
     if delta is not None:
-        value = value - delta * read_state(key[:, :, 0], state, tables)[:, :, None]
-    inputs = torch.cat([key, value], dim=-1)
+        answer = read_state(key.view(batch, groups, -1), state, tables)
+        value = value.view(batch, groups, -1) - delta.to(state.dtype).view(batch, groups, 1) * answer
+        key = key.view(batch, groups, -1).to(value.dtype)
+    inputs = torch.cat([key, value], dim=-1).to(state.dtype).view(batch, groups, 1, 1, -1)
     if write_gate is not None:
-        inputs = inputs * write_gate
+        inputs = inputs * write_gate.to(state.dtype).view(batch, groups, 1, 1, 1)
     if mask is not None:
-        inputs = inputs.where(here, 0)
-    state.addcmul_(beta, inputs[:, :, None])
+        inputs = inputs.where(here[..., None], 0)
+    state.addcmul_(beta, inputs)
 
 
 def gated_state_after(

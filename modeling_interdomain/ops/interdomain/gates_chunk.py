@@ -94,12 +94,18 @@ class GatedCall(AttentionCall):
         self.within = self.now.within()
         return rows
 
-    def left(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """Rows `[G N, P C, W]` times what is left of the state before their chunk."""
-        out = self.workspace.tensor(name, tuple(x.shape), x)
-        shape = (self.groups, -1, x.shape[1] // self.size, self.size, x.shape[2])
-        torch.mul(x.view(shape), self.now.before[:, :, None], out=out.view(shape))
+    def left(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Rows `[G N, P C, W]` times what is left of the state before their chunk, written to `out`."""
+        torch.mul(self._by_chunk(x), self.now.before[:, :, None], out=self._by_chunk(out))
         return out
+
+    def add_left(self, rows: torch.Tensor, x: torch.Tensor) -> None:
+        """Add the same to other rows."""
+        self._by_chunk(rows).addcmul_(self._by_chunk(x), self.now.before[:, :, None])
+
+    def _by_chunk(self, rows: torch.Tensor) -> torch.Tensor:
+        """`[G, N, P, C, W]`."""
+        return rows.view(self.groups, -1, rows.shape[1] // self.size, self.size, rows.shape[2])
 
     def skewed(self, scores: torch.Tensor, name: str) -> torch.Tensor:
         """`skew` of scores `[G N, P C, C]` times what the gates leave, `[G, N P C, C]`; no key meets its own token."""
@@ -135,7 +141,7 @@ class GatedCall(AttentionCall):
         if before is None:
             y = self.workspace.product("y", skewed, self.tables.table)
         else:
-            self.rows_left = self.left("rows left", rows)
+            self.rows_left = self.left(rows, self.workspace.tensor("rows left", tuple(rows.shape), rows))
             raw = y = self.by_group(self.workspace.product("raw", self.rows_left, before))
             if keep:
                 y = self.workspace.tensor("y", tuple(raw.shape), raw)
@@ -171,8 +177,7 @@ class GatedCall(AttentionCall):
             here = slice(0, self.queries)
             found = self.workspace.product("output", weights[:, here], values.inputs)
             if values.before is not None:
-                through = self.workspace.product("output left", reader[:, here], values.before.mT)
-                found += self.left("output left", through)
+                self.add_left(found, self.workspace.product("output left", reader[:, here], values.before.mT))
             self.write(found, segment, output)
             if written is not None:
                 self.write(values.inputs, segment, written)
@@ -262,7 +267,8 @@ class GatedGradients(Gradients):
         of_states = None
         if reader is not None:
             of_states = self.values.before(segment)
-            left = call.left("grad left", grad[:, queries])
+            self.grad_left = self.workspace.tensor("grad left", tuple(grad.shape), grad)
+            left = call.left(grad[:, queries], self.grad_left[:, queries])
             torch.bmm(left.mT, reader[:, queries], out=of_states.flatten(0, 1))
         if self.delta is None:
             self._moved(self.values, segment, *values, of_values, of_states)
@@ -280,10 +286,12 @@ class GatedGradients(Gradients):
         self._walked(self.values, segment, *values, of_states)
         answers = self.workspace.product("output", weights[:, own], values.inputs)
         if reader is not None:
-            answers += call.left("output left", self.workspace.product("output left", reader[:, own], values.before.mT))
+            call.add_left(answers, self.workspace.product("output left", reader[:, own], values.before.mT))
         of_delta = -self._dot(of_values, answers)[:, :, None, :, None]
         call.chunks.write(of_delta.to(self.delta.dtype), segment, self.delta)
-        torch.mul(of_values, call.of_tokens(call.delta, segment), out=grad[:, own]).neg_()
+        torch.mul(of_values, -call.of_tokens(call.delta, segment), out=grad[:, own])
+        if reader is not None:
+            call.left(grad[:, own], self.grad_left[:, own])
 
     def _second_pass(self, segment: Segment, grad, values, states, p) -> torch.Tensor:
         """From the gradient of what was read, `[G N, P C, D]`, to that of p, `[G, N P C, 2M]`."""
@@ -292,7 +300,7 @@ class GatedGradients(Gradients):
         self.of_table.baddbmm_(of_weights.mT, p)
         of_p = product("grad p", of_weights, call.tables.table)
         if states is not None:
-            of_reader = call.by_group(product("grad reader", call.left("grad left", grad), states))
+            of_reader = call.by_group(product("grad reader", self.grad_left, states))
             call.by_token(of_p).addcmul_(call.by_token(of_reader), call.forth)
             self._decay(of_reader, p)
         return of_p
@@ -311,7 +319,7 @@ class GatedGradients(Gradients):
             of_raw = of_y.view(rows.shape[0], rows.shape[1], -1)
             of_states = self.keys.before(segment)
             torch.bmm(call.rows_left.mT, of_raw, out=of_states.flatten(0, 1))
-            of_rows += call.left("rows left", product("raw rows", of_raw, states.mT))
+            call.add_left(of_rows, product("raw rows", of_raw, states.mT))
         self._moved(self.keys, segment, keys, states, of_keys, of_states)
         self.of_sums += 2 * self._dot(rows, of_rows) - self._dot(keys, of_keys)
         call.write(of_rows[:, : call.queries], segment, self.query)

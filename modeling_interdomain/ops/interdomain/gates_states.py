@@ -69,10 +69,14 @@ class GatedStates(States):
     """`States` of a call with gates, set before anything is asked for."""
 
     gates: TokenGates
+    _written: tuple[tuple[int, ...], torch.Tensor] | None = None
 
     def written(self, segment: Segment, inputs: torch.Tensor) -> torch.Tensor:
-        left = self.workspace.tensor(f"{self.name} written", tuple(inputs.shape), inputs)
-        return torch.mul(inputs, self.gates.of(segment).after, out=left)
+        name = segment[:3]  # on the way back a segment is asked for twice
+        if self._written is None or self._written[0] != name:
+            left = self.workspace.tensor(f"{self.name} written", tuple(inputs.shape), inputs)
+            self._written = name, torch.mul(inputs, self.gates.of(segment).after, out=left)
+        return self._written[1]
 
     def across(self, segment: Segment, chunks: slice) -> torch.Tensor:
         return self.tables.across * self.gates.of(segment).across[:, chunks]
@@ -117,10 +121,10 @@ class DeltaStates(GatedStates):
         self.left = values.new_empty(self._shape(segment.following)) if segment.following else None
         for index, (start, lanes, following) in enumerate(segment.moves()):
             here = slice(start, start + lanes)
+            lacking = rows_of(values, here)
             if before is not None and readers is not None and (index or entry is not None):
-                subtract(values[:, here], rows_of(readers, here), rows_of(before, here).mT)
-            solved = torch.bmm(rows_of(inverse, here), rows_of(values, here))
-            values[:, here] = solved.view(values[:, here].shape)
+                lacking = lacking - torch.bmm(rows_of(readers, here), rows_of(before, here).mT)
+            values[:, here] = torch.bmm(rows_of(inverse, here), lacking).view(values[:, here].shape)
             if not following:
                 break
             here = slice(start, start + following)
@@ -145,14 +149,6 @@ def rows_of(x: torch.Tensor, chunks: slice) -> torch.Tensor:
     """Some chunks of `[G, N, ...]` as `[G n, ...]`; a copy where there are several."""
     x = x[:, chunks]
     return x[:, 0] if x.shape[1] == 1 else x.flatten(0, 1)
-
-
-def subtract(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """`x -= a @ b` for x `[G, n, ...]`, a and b `[G n, ...]`."""
-    if x.shape[1] == 1:
-        x[:, 0].baddbmm_(a, b, alpha=-1)
-    else:
-        x -= torch.bmm(a, b).view(x.shape)
 
 
 class GatedStateGradients(StateGradients):
@@ -203,9 +199,9 @@ class GatedStateGradients(StateGradients):
 
     def _of_across(self, of_table: torch.Tensor, of_decay: torch.Tensor | None, powers: torch.Tensor) -> torch.Tensor:
         """`<S, dS>` of the states after chunks, `[G, N]`, from what their inputs and the state before have given."""
-        total = (of_table * self.tables.table[:, None]).sum((-2, -1), dtype=torch.float64)
+        total = (of_table * self.tables.table[:, None]).sum((-2, -1)).double()
         if of_decay is not None:
-            total += (powers.conj() * of_decay).real.sum(-1, dtype=torch.float64)
+            total += (powers.conj() * of_decay).real.sum(-1)
         return total
 
     def finish_gates(self, into: torch.Tensor) -> None:
@@ -255,7 +251,7 @@ class DeltaStateGradients(GatedStateGradients):
         found = torch.bmm(rows_of(inverse, here).mT, rows_of(written, here))
         written[:, here] = found.view(written[:, here].shape)
         if of_before is not None and readers is not None:
-            subtract(of_before, found.mT, rows_of(readers, here))
+            of_before -= torch.bmm(found.mT, rows_of(readers, here)).view(of_before.shape)
 
     def _walk(self, segment: Segment, grad: torch.Tensor | None, after: torch.Tensor) -> torch.Tensor | None:
         written, gates = self.answered[0], self.states.gates.of(segment)
