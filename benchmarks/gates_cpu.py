@@ -109,25 +109,16 @@ def _beside_plain(times: dict) -> dict:
 
 
 def table(record: dict) -> str:
+    """A row a size, a column a side: what fits on a page. Forward alone, times and their spread are in the file."""
     rows = []
-    for key, title in (("training", "forward + backward"), ("forward", "forward"), ("step", "a step")):
+    for key, title in (("training", "forward + backward"), ("step", "a step")):
         for row in record[key]:
             size = f"{row['length']:,} tokens" if "length" in row else f"batch {row['batch']}"
-            for side in REQUIRED:
-                required = record["required"][side] if key == "training" else ""
-                if key == "step" and side == "gates":
-                    required = f"{1 / record['required_step']:.2f}"
-                cells = [
-                    _ms(row["plain"]),
-                    _ms(row[side]),
-                    f"{row['ratios'][side]:.2f}x",
-                    f"{required}{'x' * bool(required)}",
-                ]
-                rows.append([f"{title}, {size}", {"gates": "gates", "delta": "gates, delta rule"}[side], *cells])
-    header = ["", "with", "plain, ms", "so, ms", "speed beside plain", "required"]
-    about = f"{HEADS} heads of {DIM}, {STATE} modes, batch 1 but for steps, float32; medians (20th to 80th percentile)."
+            required = [f"{record['required'][side]}x" for side in REQUIRED] if key == "training" else ["", ""]
+            if key == "step":
+                required[0] = f"{1 / record['required_step']:.2f}x"
+            cells = [cell for side, most in zip(REQUIRED, required) for cell in (f"{row['ratios'][side]:.2f}x", most)]
+            rows.append([f"{title}, {size}", f"{row['plain']['median'] * 1e3:,.2f}", *cells])
+    header = ["", "plain, ms", "gates", "required", "gates and delta rule", "required"]
+    about = "Speed beside the plain operator, of medians; 12 heads of 64, 64 modes, float32."
     return "\n\n".join([markdown(header, rows), f"{about} {footnote(record)}"])
-
-
-def _ms(times: dict) -> str:
-    return f"{times['median'] * 1e3:,.2f} ({times['p20'] * 1e3:,.2f} to {times['p80'] * 1e3:,.2f})"

@@ -70,6 +70,19 @@ def test_gated_deltanet_can_start_with_the_steps_of_mamba2():
     assert 0.88 < ((-rates * steps["gated_deltanet"][0]).exp() < 0.1).float().mean() < 0.92
 
 
+@pytest.mark.parametrize(("width", "smallest"), [(None, 5.3), (160, 0.5)])
+def test_what_the_page_says_of_the_rates_that_were_drawn(width, smallest):
+    """Those of the first seed: the least of them, and what a head keeps after one token."""
+    fields = core_study.fields_of("Gated DeltaNet", condition_study.SHAPE)
+    torch.manual_seed(condition_study.SEEDS[0])
+    model = InterdomainForCausalLM(InterdomainConfig(**fields | ({"intermediate_size": width} if width else {})))
+    layers = [layer.token_mixer.layer for layer in model.model.layers]
+    rates = torch.cat([layer.A_log for layer in layers]).exp()
+    assert len(rates) == 16 and rates.min().item() == pytest.approx(smallest, abs=0.05)
+    kept = (-rates * torch.nn.functional.softplus(torch.cat([layer.dt_bias for layer in layers]))).exp()
+    assert width or kept.max() < 1e-3
+
+
 @pytest.mark.parametrize("name", PEERS)
 def test_peers_refuse_what_they_cannot_read(name):
     model, ids = peer(name).eval(), torch.ones(1, 4, dtype=torch.long)

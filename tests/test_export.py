@@ -36,7 +36,9 @@ def _cache_of(config, held, tokens: int) -> InterdomainCache:
         if not hasattr(layer, "held"):
             layer.update(next(held), next(held))
             continue
-        windows = [next(held) for stream in TOKEN_MIXERS[mixer].projections(config) if stream.convolved]
+        convolved = sum(stream.convolved for stream in TOKEN_MIXERS[mixer].projections(config))
+        count = 5 if mixer == "window" else convolved  # keys, values, how many were read, sinks
+        windows = [next(held) for _ in range(count)]
         layer.write(windows, {"state": next(held)}, tokens)
     return cache
 

@@ -81,6 +81,8 @@ class WindowAttention(nn.Module):
         batch, length = query.shape[:2]
         if length == 1 and is_plain(query, query.dtype) and bool((seen.places >= self.window + self.sinks).all()):
             return self._one(query, seen)
+        if torch.compiler.is_exporting():  # a graph for every length, which is no number of blocks
+            return self._blocks(query, seen, 1)
         if length == 1 or (not in_graph() and length <= self.window):
             return self._blocks(query, seen, length)
         room = self.window * max(1, _PIECE // (batch * self.window))
@@ -146,6 +148,8 @@ class WindowAttention(nn.Module):
 
     def _overlapping(self, x: torch.Tensor, size: int) -> torch.Tensor:
         """`[B, W + n size, G, D]` to what each block sees, `[B, n, W + size, G, D]`."""
+        if size == 1:
+            return x.unfold(1, self.window + 1, 1).movedim(-1, 2)
         if size < self.window:  # one block
             return x.unsqueeze(1)
         blocks = x.unflatten(1, (-1, size))
