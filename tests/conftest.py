@@ -267,13 +267,15 @@ def _covering(cases: dict) -> set:
     return chosen
 
 
+LOG_LEVEL = logging.get_verbosity()
+
+
 @pytest.fixture(autouse=True)
 def library_log():
-    """What a program says to the library's log (be quiet, no bars) ends with its test."""
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    """What a program says to the library's log (be quiet, no bars) ends with its test, also if a fixture has run it."""
     yield
-    logging.set_verbosity(level)
-    (logging.enable_progress_bar if bars else logging.disable_progress_bar)()
+    logging.set_verbosity(LOG_LEVEL)
+    logging.enable_progress_bar()
 
 
 @torch.no_grad()

@@ -52,8 +52,8 @@ EXTRAS = {
     "examples": ["examples", "evaluation", "serving"],
     "tests": ["test"],
 }
-# Imported if it is there, and not declared: a peer in the GPU benchmarks.
-OPTIONAL = {"fla"}
+# Imported if it is there, and not declared: a peer in the GPU benchmarks, and an engine with an environment of its own.
+OPTIONAL = {"fla", "vllm"}
 
 
 def requirements(extra: str = "") -> list[Requirement]:
