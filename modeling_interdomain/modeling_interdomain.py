@@ -43,7 +43,7 @@ from .outputs.layer_losses import (
     trains_layers,
     warn_if_left_out,
 )
-from .registry import FEED_FORWARDS, TOKEN_MIXERS
+from .registry import FEED_FORWARDS, token_mixer_class
 from .saving.checkpoint_folder import CheckpointFolders
 
 # The others walk documents and pads one by one, which no graph can hold.
@@ -59,7 +59,7 @@ class InterdomainDecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config, layer_idx: int):
         super().__init__()
-        self.token_mixer = TOKEN_MIXERS[config.mixers_per_layer[layer_idx]].class_for(config)(config, layer_idx)
+        self.token_mixer = token_mixer_class(config, layer_idx)(config, layer_idx)
         feed_forward = FEED_FORWARDS[config.feed_forwards_per_layer[layer_idx]]
         self.mlp = None if feed_forward is None else feed_forward(config, layer_idx)
         self.input_layernorm = InterdomainRMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -32,6 +32,16 @@ FEED_FORWARDS: dict[str, type[nn.Module] | None] = {
 LAYER_TYPES = ("linear_attention", "full_attention", "hybrid")
 
 
+def token_mixer_class(config, layer_idx: int) -> type[TokenMixer]:
+    """The class of a layer's token mixer: with gates a subclass, which only models that have some carry."""
+    name = config.mixers_per_layer[layer_idx]
+    if name == "interdomain" and config.gate_names:
+        from .mixers.interdomain.gated import GatedInterdomainMixer
+
+        return GatedInterdomainMixer
+    return TOKEN_MIXERS[name]
+
+
 def register_token_mixer(name: str, mixer_class: type[TokenMixer]) -> None:
     """Let `token_mixers` of a configuration name a mixer of one's own; `examples/custom_mixer.py` shows one.
 

@@ -17,7 +17,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix
 from modeling_interdomain.layers.common import DecodeTables, ParameterCache
 from modeling_interdomain.layers.rotary import InterdomainRotaryEmbedding
 from modeling_interdomain.modeling_interdomain import InterdomainDecoderLayer
-from modeling_interdomain.registry import FEED_FORWARDS, TOKEN_MIXERS
+from modeling_interdomain.registry import FEED_FORWARDS, token_mixer_class
 
 from .mixers import MIXERS, Paged, batch_of
 from .pages import copied_page, largest_page, page_dtypes
@@ -40,7 +40,7 @@ class ServedLayer(InterdomainDecoderLayer):
     def __init__(self, config, layer_idx: int, vllm_config: VllmConfig, prefix: str):
         nn.Module.__init__(self)
         quant, own = vllm_config.quant_config, f"{prefix}.token_mixer"
-        kind = MIXERS[TOKEN_MIXERS[config.mixers_per_layer[layer_idx]].class_for(config)]
+        kind = MIXERS[token_mixer_class(config, layer_idx)]
         mixer: Any = made(partial(kind, config, layer_idx), kind.head_plan(config), quant, own)
         mixer.attach(vllm_config, own)
         self.token_mixer = mixer

@@ -54,11 +54,6 @@ class TokenMixer(nn.Module):
         self.config, self.layer_idx = config, layer_idx
 
     @classmethod
-    def class_for(cls, config) -> type["TokenMixer"]:
-        """The class of which a layer is made: this one, or a subclass for what few configurations ask."""
-        return cls
-
-    @classmethod
     def check_config(cls, config) -> None:
         """Raise a ValueError, one sentence, where such a layer cannot be made from a configuration."""
 

@@ -162,14 +162,6 @@ class InterdomainMixer(DecodeTables, KeyValueMixer):
 
             check_gates(config)
 
-    @classmethod
-    def class_for(cls, config):
-        if not config.gate_names:
-            return cls
-        from .gated import GatedInterdomainMixer
-
-        return GatedInterdomainMixer
-
     def _inputs(self, projected, conv_state, cos_sin, packing, keep: bool):
         """In one kernel or in few calls where that can run, and nothing hangs on the modules whose weights it reads."""
         found, device, backend = None, projected[0].device, backend_of(self.config)
