@@ -13,7 +13,8 @@ from benchmarks.harness import RESULTS
 from modeling_interdomain.registry import TOKEN_MIXERS
 from tests.pages import pages
 
-COMMAND = re.compile(r"python -m ((?:examples|conversion|benchmarks)[^`|\n]*)")
+# A command ends with its line or its cell of a table; between quotes a bar belongs to it.
+COMMAND = re.compile(r"python -m ((?:examples|conversion|benchmarks)(?:'[^'\n]*'|[^`|'\n])*)")
 RECORDED = re.compile(r'"command": "python -m ([^"]*)"')
 
 
