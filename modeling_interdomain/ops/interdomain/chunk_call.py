@@ -123,15 +123,27 @@ class AttentionCall:
         """Rows of 2M real numbers as complex `[G, N P, C, M]`."""
         return pairs(x.view(self.groups, -1, self.size, x.shape[-1]))
 
+    def skewed(self, scores: torch.Tensor, name: str) -> torch.Tensor:
+        """`skew` of scores `[G N, P C, C]`, by group."""
+        return self.by_group(skew(scores.view(-1, self.size, self.size), self.workspace, name))
+
+    def unskewed(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """`unskew`, the adjoint, as `[G N, P C, C]`."""
+        found = unskew(x.view(-1, self.size, self.size), self.workspace, name)
+        return found.view(-1, self.heads * self.size, self.size)
+
+    def reading(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows as they read the states before their chunk."""
+        return rows
+
     def pull(self, rows, keys, before, keep: bool):
         """Pass 1: skewed scores, the query times the state (with `keep`, else None), y and p; all `[G, N P C, ...]`."""
-        scores = self.workspace.product("scores", rows, keys.mT)
-        skewed = self.by_group(skew(scores.view(-1, self.size, self.size), self.workspace, "skew"))
+        skewed = self.skewed(self.workspace.product("scores", rows, keys.mT), "skew")
         raw = None
         if before is None:
             y = self.workspace.product("y", skewed, self.tables.table)
         else:
-            raw = y = self.by_group(self.workspace.product("raw", rows, before))
+            raw = y = self.by_group(self.workspace.product("raw", self.reading(rows), before))
             if keep:
                 y = self.workspace.tensor("y", tuple(raw.shape), raw)
             torch.mul(self.by_token(raw), self.forth, out=self.by_token(y))
@@ -140,9 +152,7 @@ class AttentionCall:
 
     def weights(self, p: torch.Tensor) -> torch.Tensor:
         """Of the values in the chunk, `[G N, P C, C]`."""
-        weights = self.workspace.product("weights", p, self.tables.table.mT)
-        weights = unskew(weights.view(-1, self.size, self.size), self.workspace, "unskew")
-        return weights.view(-1, self.heads * self.size, self.size)
+        return self.unskewed(self.workspace.product("weights", p, self.tables.table.mT), "unskew")
 
     def reader(self, p: torch.Tensor) -> torch.Tensor:
         """Of the states before the chunk, `[G N, P C, 2M]`, in the place of p."""
@@ -157,10 +167,14 @@ class AttentionCall:
             rows = self.rows("rows", self.query, segment)
             keys, values = (walk(s, segment, s.entry(segment)) for s in streams)
             self.write(self.attend(rows, keys, values), segment, output)
-        if final is not None:
-            for stream, into in zip(streams, self._split(final), strict=True):
-                stream.final(into)
+        self.write_final(final)
         return self.chunks.finish(output)
+
+    def write_final(self, final: torch.Tensor | None) -> None:
+        """The final states of keys and values, where they are wanted."""
+        if final is not None:
+            for stream, into in zip((self.keys, self.values), self._split(final), strict=True):
+                stream.final(into)
 
     def attend(self, rows: torch.Tensor, keys: "Walked", values: "Walked") -> torch.Tensor:
         """The output of a segment, `[G N, P C, D]`."""

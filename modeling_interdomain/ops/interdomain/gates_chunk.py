@@ -134,23 +134,9 @@ class GatedCall(AttentionCall):
             out[:, -1].diagonal(dim1=-2, dim2=-1).zero_()
         return out.flatten(1, 2)
 
-    def pull(self, rows, keys, before, keep: bool):
-        """As before; what reads the state, `raw`, is times what is left of it."""
-        skewed = self.skewed(self.workspace.product("scores", rows, keys.mT), "skew")
-        raw = None
-        if before is None:
-            y = self.workspace.product("y", skewed, self.tables.table)
-        else:
-            self.rows_left = self.left(rows, self.workspace.tensor("rows left", tuple(rows.shape), rows))
-            raw = y = self.by_group(self.workspace.product("raw", self.rows_left, before))
-            if keep:
-                y = self.workspace.tensor("y", tuple(raw.shape), raw)
-            torch.mul(self.by_token(raw), self.forth, out=self.by_token(y))
-            y.baddbmm_(skewed, self.tables.table)
-        return skewed, raw, y, self.workspace.product("p", y, self.mixing)
-
-    def weights(self, p: torch.Tensor) -> torch.Tensor:
-        return self.unskewed(self.workspace.product("weights", p, self.tables.table.mT), "gated weights")
+    def reading(self, rows: torch.Tensor) -> torch.Tensor:
+        self.rows_left = self.left(rows, self.workspace.tensor("rows left", tuple(rows.shape), rows))
+        return self.rows_left
 
     def reader(self, p: torch.Tensor) -> torch.Tensor:
         """Of the states before the chunk, beside p, `[G N, P C, 2M]`; what is left of these is for what was read."""
@@ -183,9 +169,7 @@ class GatedCall(AttentionCall):
                 self.write(values.inputs, segment, written)
         if self.delta is not None:
             self.values.x = self.chunks.finish(written)
-        if final is not None:
-            for stream, into in zip((self.keys, self.values), self._split(final), strict=True):
-                stream.final(into)
+        self.write_final(final)
         return self.chunks.finish(output)
 
     def backward(self, *arguments):
@@ -309,7 +293,7 @@ class GatedGradients(Gradients):
         """From the gradient of y to those of query and keys."""
         call, product = self.call, self.workspace.product
         self.of_table.baddbmm_(pulled.mT, of_y)
-        of_scores = call.unskewed(product("weights", of_y, call.tables.table.mT), "gated weights")
+        of_scores = call.unskewed(product("weights", of_y, call.tables.table.mT), "unskew")
         of_rows = product("grad rows", of_scores, keys)
         of_keys = product("grad keys", of_scores.mT, rows)
         of_states = None
