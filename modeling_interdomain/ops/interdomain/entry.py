@@ -15,12 +15,6 @@ from .readout import PRODUCTS
 BACKENDS = ("auto", "recurrent", "fft", "scan", "associative_scan", "chunk", "triton")
 
 
-def _recurrent(*problem):
-    from .naive import recurrent_attention
-
-    return recurrent_attention(*problem)
-
-
 def _fft(*problem):
     from .prefix import fft_attention
 
@@ -34,7 +28,7 @@ def _associative_scan(*problem):
 
 
 # Imported when asked for: the code of a checkpoint does without what its configuration does not name.
-_WITHOUT_CHUNKS = {"recurrent": _recurrent, "fft": _fft, "associative_scan": _associative_scan}
+_PREFIX = {"fft": _fft, "associative_scan": _associative_scan}
 
 
 def interdomain_attention(
@@ -100,7 +94,7 @@ def interdomain_attention(
                 X' = exp(log_gate_t + log_decay) X_{t-1},   u_t = value_t - delta_t (answer of X' to key_t)
                 X_t = X' + write_gate_t input_matrix (x) [key_t ; u_t]
 
-            as ops/interdomain/gates_naive.py defines; for "auto", "recurrent" and "chunk", in graphs that are not
+            as ops/interdomain/naive.py defines; for "auto", "recurrent" and "chunk", in graphs that are not
             exported, and delta without `normalize`. Default: None, which means 0, 1 and 0.
 
     Returns:
@@ -185,8 +179,12 @@ def interdomain_attention(
                 from ..diagonal.export import export_attention
 
                 found = export_attention(*problem, cu_seqlens, lengths, chunk_size)
-            elif backend in _WITHOUT_CHUNKS:
-                found = _on_documents(_WITHOUT_CHUNKS[backend], *problem, cu_seqlens, lengths)
+            elif backend == "recurrent":
+                from .naive import recurrent_attention
+
+                found = recurrent_attention(*problem, cu_seqlens, lengths)
+            elif backend in _PREFIX:
+                found = _on_documents(_PREFIX[backend], *problem, cu_seqlens, lengths)
             elif backend == "scan":
                 found = _on_documents(_scan, *problem, cu_seqlens, lengths, chunk_size)
             else:
