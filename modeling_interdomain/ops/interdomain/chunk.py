@@ -16,20 +16,9 @@ from .chunk_call import AttentionCall
 
 
 def chunk_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    coefficient_matrix: torch.Tensor | None,
-    product: str,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    chunk_size: int,
-    output_final_state: bool,
-    kept: dict[Hashable, Any] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query, key, value, log_decay, input_matrix, coefficient_matrix, product: str, initial_state, cu_seqlens, lengths,
+    chunk_size: int, output_final_state: bool, kept: dict[Hashable, Any] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """As `interdomain_attention`; training keeps the inputs alone.
 
     Everything is in one real dtype, or query, key and value in bfloat16 and the rest in float32.
@@ -55,19 +44,10 @@ def _call(query: torch.Tensor, *arguments) -> AttentionCall:
 
 
 def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    coefficient_matrix: torch.Tensor | None,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    product: str,
-    chunk_size: int,
-    output_final_state: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, input_matrix: torch.Tensor,
+    coefficient_matrix: torch.Tensor | None, initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None, product: str, chunk_size: int, output_final_state: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     return _computed(
         None, query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state, cu_seqlens, lengths,
         product, chunk_size, output_final_state,

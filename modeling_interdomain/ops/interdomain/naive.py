@@ -9,20 +9,9 @@ from .readout import combine
 
 
 def recurrent_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    coefficient_matrix: torch.Tensor | None,
-    product: str,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    log_gate: torch.Tensor | None = None,
-    write_gate: torch.Tensor | None = None,
-    delta: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query, key, value, log_decay, input_matrix, coefficient_matrix, product: str, initial_state, cu_seqlens, lengths,
+    log_gate=None, write_gate=None, delta=None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     r"""At every token the state decays, then answers the token's key, and then takes in what that answer lacked:
 
         X'_t = exp(log_gate_t) exp(log_decay) X_(t-1)

@@ -60,17 +60,9 @@ def doubling_states(inputs: torch.Tensor, log_decay: torch.Tensor, beta: torch.T
 
 
 def _attention(
-    states: Callable,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    coefficient_matrix: torch.Tensor | None,
-    product: str,
-    initial_state: torch.Tensor | None,
+    states: Callable, query, key, value, log_decay, input_matrix, coefficient_matrix, product: str, initial_state,
     boundaries: list[int],
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     batch, groups = query.shape[0], key.shape[2]
     coefficients = grouped_coefficients(coefficient_matrix, query.dtype)
     outputs, finals = [], []

@@ -56,20 +56,9 @@ _pull_both_skewed, _push_both_skewed = tuned(pull_both, _KIND, [(4, 1)]), tuned(
 
 
 def triton_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    coefficient_matrix: torch.Tensor | None,
-    product: str,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    chunk_size: int,
-    wide: bool = False,
-    lengths: torch.Tensor | None = None,
-    output_final_state: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    query, key, value, log_decay, input_matrix, coefficient_matrix, product: str, initial_state, cu_seqlens,
+    chunk_size: int, wide: bool = False, lengths=None, output_final_state: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """As `chunk_attention`, for tokens in bfloat16, float16 or float32; parameters and states are float32.
 
     Args:
@@ -282,20 +271,10 @@ def _tables(plan: Plan, parameters: Parameters, product: str) -> KernelTables:
 
 
 def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    coefficients: torch.Tensor | None,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    product: str,
-    chunk: int,
-    wide: bool,
-    want_final: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, input_matrix: torch.Tensor,
+    coefficients: torch.Tensor | None, initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None, product: str, chunk: int, wide: bool, want_final: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     parameters = Parameters(log_decay, input_matrix, coefficients)
     plan = _plan(query, key, value, parameters, product, chunk, initial_state is not None, cu_seqlens, lengths)
     shape, dtype = (*query.shape[:3], plan.widths[1]), torch.float32 if wide else value.dtype

@@ -456,28 +456,12 @@ def _launch(q, v, conv_weight, cos, sin, documents, cu_seqlens, lengths, heads, 
 
 
 def _forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    q_conv_weight: torch.Tensor,
-    k_conv_weight: torch.Tensor,
-    k_weight: torch.Tensor | None,
-    v_weight: torch.Tensor | None,
-    k_bias: torch.Tensor | None,
-    v_bias: torch.Tensor | None,
-    q_window: torch.Tensor | None,
-    k_window: torch.Tensor | None,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    documents: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    heads: int,
-    groups: int,
-    placement: str,
-    eps: float,
-    write_conv_state: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_conv_weight: torch.Tensor, k_conv_weight: torch.Tensor,
+    k_weight: torch.Tensor | None, v_weight: torch.Tensor | None, k_bias: torch.Tensor | None,
+    v_bias: torch.Tensor | None, q_window: torch.Tensor | None, k_window: torch.Tensor | None, cos: torch.Tensor | None,
+    sin: torch.Tensor | None, documents: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None, heads: int, groups: int, placement: str, eps: float, write_conv_state: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     outputs = _empty(q, k, v, q_conv_weight, cu_seqlens, heads, groups, write_conv_state)
     query, key, value, *conv_state = outputs
     if write_conv_state and (cu_seqlens is not None or lengths is not None):
@@ -558,22 +542,10 @@ _operator = differentiable(__name__, "prepare", _forward, _outputs, _backward, c
 
 
 def triton_prepare(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    conv_weight: tuple[torch.Tensor, torch.Tensor],
-    norms: tuple[torch.Tensor, ...] | None,
-    conv_state: tuple[torch.Tensor, ...] | None,
-    cos_sin: tuple[torch.Tensor, ...] | None,
-    documents: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    heads: int,
-    groups: int,
-    placement: str | None,
-    eps: float,
-    write_conv_state: bool,
-    lengths: torch.Tensor | None = None,
-) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    q, k, v, conv_weight: tuple[torch.Tensor, torch.Tensor], norms: tuple[torch.Tensor, ...] | None,
+    conv_state: tuple[torch.Tensor, ...] | None, cos_sin: tuple[torch.Tensor, ...] | None, documents, cu_seqlens,
+    heads: int, groups: int, placement: str | None, eps: float, write_conv_state: bool, lengths=None,
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:  # fmt: skip
     """Queries, keys and values of the operator from the outputs of the projections.
 
     Args:

@@ -124,16 +124,10 @@ def _distances(x: torch.Tensor) -> torch.Tensor:
 
 
 def _forward(
-    inputs: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    readout: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    chunk_size: int,
+    inputs: torch.Tensor, log_decay: torch.Tensor, input_matrix: torch.Tensor, readout: torch.Tensor,
+    initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, lengths: torch.Tensor | None, chunk_size: int,
     output_final_state: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     arguments = inputs, log_decay, input_matrix, readout, initial_state, cu_seqlens, lengths, chunk_size
     call = _S4DCall(*arguments, output_final_state)
     if not output_final_state:

@@ -119,14 +119,7 @@ def s4d_step(
 
 
 def take_s4d_step(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    parameters: StepParameters,
-    *,
-    state: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    backend: str = "auto",
-    state_indices: torch.Tensor | None = None,
+    key, value, parameters: StepParameters, *, state, mask=None, backend: str = "auto", state_indices=None
 ) -> torch.Tensor:
     """`s4d_step` for a caller who may have tables from an earlier step: `s4d_tables` of the `parameters`.
 

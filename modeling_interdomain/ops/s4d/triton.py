@@ -22,16 +22,9 @@ _responses_backward = tuned(responses_backward, _KIND)
 
 
 def triton_s4d(
-    inputs: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    readout: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    chunk_size: int,
+    inputs, log_decay, input_matrix, readout, initial_state, cu_seqlens, lengths, chunk_size: int,
     output_final_state: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """`s4d_attention` of inputs `[B, T, G, W]` in bfloat16, float16 or float32; parameters and states are float32.
 
     Args:
@@ -84,16 +77,10 @@ def _tables(plan: Plan, log_decay, input_matrix) -> KernelTables:
 
 
 def _forward(
-    inputs: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    kernel: torch.Tensor,
-    reads: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    want_final: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs: torch.Tensor, log_decay: torch.Tensor, input_matrix: torch.Tensor, kernel: torch.Tensor,
+    reads: torch.Tensor, initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None, want_final: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     plan = _plan(inputs, log_decay, kernel, initial_state is not None, cu_seqlens, lengths)
     heads, options = plan.shape[2], _options(plan)
     output = (inputs.new_zeros if plan.packed else inputs.new_empty)(plan.shape)

@@ -28,15 +28,7 @@ _GONE = {torch.float32: -80.0, torch.float64: -690.0}
 
 
 def chunk_scan(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    step: torch.Tensor,
-    rate: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    chunk_size: int,
-    output_final_state: bool,
+    query, key, value, step, rate, initial_state, cu_seqlens, chunk_size: int, output_final_state: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `selective_scan`, all in one real dtype, without a skip; the final states are empty unless wanted."""
     tensors = query, key, value, step, rate, initial_state
@@ -201,17 +193,10 @@ def _like(x: torch.Tensor) -> torch.Tensor:
 
 
 def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    step: torch.Tensor,
-    rate: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    size: int,
-    output_final_state: bool,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: torch.Tensor, rate: torch.Tensor,
+    initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, size: int, output_final_state: bool,
     keep: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     problem = _Problem(query, key, value, step, rate, initial_state, cu_seqlens, size)
     final, kept = (value.new_zeros(x) for x in _shapes(value, rate, cu_seqlens, size, output_final_state, keep))
     if output_final_state and initial_state is not None:

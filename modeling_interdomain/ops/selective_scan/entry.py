@@ -156,16 +156,7 @@ def selective_scan_step(
 
 
 def take_scan_step(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    step: torch.Tensor,
-    rate: torch.Tensor,
-    state: torch.Tensor,
-    skip: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
-    backend: str = "auto",
-    state_indices: torch.Tensor | None = None,
+    query, key, value, step, rate, state, skip=None, mask=None, backend: str = "auto", state_indices=None
 ) -> torch.Tensor:
     """`selective_scan_step` for a caller whose arguments fit; `mask` `[B]` is bool."""
     if torch.is_grad_enabled() or autocasts(query.device):

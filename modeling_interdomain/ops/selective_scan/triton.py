@@ -200,15 +200,7 @@ _scan, _scan_backward = (tuned(x, _KIND, _CONFIGURATIONS) for x in (scan, scan_b
 
 
 def triton_scan(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    step: torch.Tensor,
-    rate: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    output_final_state: bool,
+    query, key, value, step, rate, initial_state, cu_seqlens, lengths, output_final_state: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As `chunk_scan`, for tokens in bfloat16, float16 or float32; rates, states and the output are float32.
 
@@ -245,16 +237,9 @@ def _extent(rate: torch.Tensor) -> tuple[Extent, int]:
 
 
 def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    step: torch.Tensor,
-    rate: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    want_final: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: torch.Tensor, rate: torch.Tensor,
+    initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, lengths: torch.Tensor | None, want_final: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     (extent, blocks), rows = _extent(rate), _rows(value, cu_seqlens, lengths)
     make = value.new_empty if lengths is None else value.new_zeros
     output = make(value.shape, dtype=torch.float32)

@@ -314,16 +314,10 @@ def _power_(exponents: torch.Tensor) -> torch.Tensor:
 
 
 def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    chunk_size: int,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor,
+    initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, lengths: torch.Tensor | None, chunk_size: int,
     output_final_state: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """As `ssd_attention`, all but the log decays in one real dtype; the final states are empty unless wanted."""
     inputs = query, key, value, log_decay, initial_state, cu_seqlens, lengths, chunk_size, output_final_state
     problem = _Problem(*inputs)

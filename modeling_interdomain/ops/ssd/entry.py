@@ -162,14 +162,7 @@ def _is_plain_step(query, key, value, log_decay, state, backend: str) -> bool:
 
 
 def take_ssd_step(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    state: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    backend: str = "auto",
-    state_indices: torch.Tensor | None = None,
+    query, key, value, log_decay, state, mask=None, backend: str = "auto", state_indices=None
 ) -> torch.Tensor:
     """`ssd_step` for a caller whose arguments fit; `mask` `[B]` is bool."""
     if torch.is_grad_enabled() or autocasts(query.device):

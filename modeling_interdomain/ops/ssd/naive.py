@@ -8,13 +8,7 @@ from ..common.decay import finite
 
 
 def recurrent_ssd(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
+    query, key, value, log_decay, initial_state, cu_seqlens, lengths
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`S_t = exp(log_decay_t) S_{t-1} + value_t key_t^T`, `o_t = S_t query_t`; as `ssd_attention`, in one dtype."""
     if lengths is not None:
@@ -37,14 +31,7 @@ def recurrent_ssd(
 
 
 def export_ssd(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    chunk_size: int,
+    query, key, value, log_decay, initial_state, cu_seqlens, lengths, chunk_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `ssd_attention`, whatever the batch and the length; the states take one product over all pairs of chunks.
 

@@ -23,15 +23,7 @@ _contract = tuned(contract, _KIND)
 
 
 def triton_ssd(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    chunk_size: int,
-    output_final_state: bool,
+    query, key, value, log_decay, initial_state, cu_seqlens, lengths, chunk_size: int, output_final_state: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As `chunk_ssd`, for tokens in bfloat16, float16 or float32; log decays and states are float32.
 
@@ -144,16 +136,10 @@ def _contracted(plan: _Plan, tokens: Operands, states, others, crossing, reverse
 
 
 def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    chunk: int,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor,
+    initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, lengths: torch.Tensor | None, chunk: int,
     want_final: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     plan = _plan(key, value, chunk, initial_state is not None, cu_seqlens, lengths)
     tokens = Operands(query, key, value, None, log_decay)
     with on_device(query):
