@@ -39,6 +39,14 @@ def dot(x: torch.Tensor, grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return torch.conj_physical(pairs(x), out=pairs(out)).mul_(pairs(grad))
 
 
+def final_states(like: torch.Tensor, shape: tuple[int, ...], wanted: bool, initial: torch.Tensor | None):
+    """Room for the states after the last tokens, empty unless `wanted`; they begin as the initial states."""
+    if not wanted:
+        return like.new_empty(0)
+    final = like.new_zeros(shape)
+    return final if initial is None else final.copy_(initial)
+
+
 class Repeated:
     """A table `[G, ...]` once for every chunk, `[G N, ...]`: batched products take no strides of zero."""
 

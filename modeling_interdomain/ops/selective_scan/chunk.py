@@ -19,7 +19,8 @@ from typing import NamedTuple
 import torch
 
 from ..common.custom_op import differentiable
-from ..common.states import Workspace
+from ..common.packing import state_rows
+from ..common.states import Workspace, final_states
 
 # Floats of the states that a chunk goes through; rows that do not fit come after one another.
 _FLOATS = {"cpu": 1 << 21, "other": 1 << 25}
@@ -198,9 +199,8 @@ def _forward(
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     problem = _Problem(query, key, value, step, rate, initial_state, cu_seqlens, size)
-    final, kept = (value.new_zeros(x) for x in _shapes(value, rate, cu_seqlens, size, output_final_state, keep))
-    if output_final_state and initial_state is not None:
-        final.copy_(initial_state)
+    of_documents, of_chunks = _shapes(value, rate, cu_seqlens, size, output_final_state, keep)
+    final, kept = final_states(value, of_documents, output_final_state, initial_state), value.new_zeros(of_chunks)
     output = problem.forward(final if output_final_state else None, kept if keep else None)
     return output, final, kept
 
@@ -213,8 +213,7 @@ def _outputs(query, key, value, step, rate, initial_state, *how):
 def _shapes(value, rate, cu_seqlens, size: int, output_final_state: bool, keep: bool):
     """Of the states after the documents and of those before the chunks."""
     batch, length = value.shape[:2]
-    rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    final = (rows, *rate.shape) if output_final_state else (0,)
+    final = (state_rows(value, cu_seqlens), *rate.shape) if output_final_state else (0,)
     return final, (batch, (length + size - 1) // size, *rate.shape) if keep else (0,)
 
 

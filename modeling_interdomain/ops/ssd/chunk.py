@@ -24,7 +24,8 @@ import torch
 from ..common.chunks import Segment, chunks_of
 from ..common.custom_op import differentiable
 from ..common.decay import finite
-from ..common.states import Workspace
+from ..common.packing import state_rows
+from ..common.states import Workspace, final_states
 
 # Floats of what a segment works on, a token having W + N a head.
 _SEGMENT_FLOATS = {"cpu": 1 << 22, "other": 1 << 24}
@@ -320,25 +321,17 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """As `ssd_attention`, all but the log decays in one real dtype; the final states are empty unless wanted."""
     inputs = query, key, value, log_decay, initial_state, cu_seqlens, lengths, chunk_size, output_final_state
-    problem = _Problem(*inputs)
-    if not output_final_state:
-        return problem.forward(None), value.new_empty(0)
-    final = value.new_zeros(_final_shape(*inputs))
-    if initial_state is not None:
-        final.copy_(initial_state)
-    return problem.forward(final), final
+    final = final_states(value, _state_shape(*inputs), output_final_state, initial_state)
+    return _Problem(*inputs).forward(final if output_final_state else None), final
 
 
 def _outputs(*inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    value = inputs[2]
-    return value.new_empty(value.shape), value.new_empty(_final_shape(*inputs))
+    value, wanted = inputs[2], inputs[-1]
+    return value.new_empty(value.shape), value.new_empty(_state_shape(*inputs) if wanted else 0)
 
 
-def _final_shape(query, key, value, log_decay, initial_state, cu_seqlens, *rest) -> tuple[int, ...]:
-    if not rest[-1]:
-        return (0,)
-    rows = value.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return rows, value.shape[2], value.shape[3], key.shape[3]
+def _state_shape(query, key, value, log_decay, initial_state, cu_seqlens, *_) -> tuple[int, ...]:
+    return state_rows(value, cu_seqlens), *value.shape[2:], key.shape[3]
 
 
 def _backward(inputs, grads, needs):
