@@ -99,7 +99,7 @@ class States:
 
     Args:
         name: of the stream, for the workspace.
-        x: `[B, T, G, W]`; of a narrower dtype than the tables, only together with `NarrowStates`.
+        x: `[B, T, G, W]`; of a narrower dtype than the tables, only together with `Bf16States`.
         initial: `[documents, G, 2, M, W]`, or None for zeros.
         ends: whether the states after the last token of every document are wanted.
     """

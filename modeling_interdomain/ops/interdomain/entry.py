@@ -16,22 +16,6 @@ from .readout import PRODUCTS
 BACKENDS = ("auto", "recurrent", "fft", "scan", "associative_scan", "chunk", "triton")
 
 
-def _fft(*problem):
-    from .prefix import fft_attention
-
-    return fft_attention(*problem)
-
-
-def _associative_scan(*problem):
-    from .prefix import associative_scan_attention
-
-    return associative_scan_attention(*problem)
-
-
-# Imported when asked for: the code of a checkpoint does without what its configuration does not name.
-_PREFIX = {"fft": _fft, "associative_scan": _associative_scan}
-
-
 def interdomain_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -183,8 +167,10 @@ def interdomain_attention(
                 from .naive import recurrent_attention
 
                 found = recurrent_attention(*problem, cu_seqlens, lengths)
-            elif backend in _PREFIX:
-                found = _on_documents(_PREFIX[backend], *problem, cu_seqlens, lengths)
+            elif backend in ("fft", "associative_scan"):
+                from .prefix import prefix_attention
+
+                found = _on_documents(prefix_attention, *problem, cu_seqlens, lengths, backend)
             elif backend == "scan":
                 found = _on_documents(_scan, *problem, cu_seqlens, lengths, chunk_size)
             else:

@@ -50,7 +50,7 @@ class _Document(NamedTuple):
         return list(pairwise(ends))
 
 
-class _Problem:
+class _ScanCall:
     """One call: its tensors, its documents, and the memory that its chunks share."""
 
     def __init__(self, query, key, value, step, rate, initial, cu_seqlens, size: int):
@@ -198,10 +198,10 @@ def _forward(
     initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, size: int, output_final_state: bool,
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    problem = _Problem(query, key, value, step, rate, initial_state, cu_seqlens, size)
+    call = _ScanCall(query, key, value, step, rate, initial_state, cu_seqlens, size)
     of_documents, of_chunks = _shapes(value, rate, cu_seqlens, size, output_final_state, keep)
     final, kept = final_states(value, of_documents, output_final_state, initial_state), value.new_zeros(of_chunks)
-    output = problem.forward(final if output_final_state else None, kept if keep else None)
+    output = call.forward(final if output_final_state else None, kept if keep else None)
     return output, final, kept
 
 
@@ -219,7 +219,7 @@ def _shapes(value, rate, cu_seqlens, size: int, output_final_state: bool, keep: 
 
 def _backward(inputs, grads, needs):
     *arguments, _, _, kept = inputs
-    return _Problem(*arguments).backward(kept, *grads[:2])
+    return _ScanCall(*arguments).backward(kept, *grads[:2])
 
 
 _operator = differentiable(__name__, "scan", _forward, _outputs, _backward, count=6, kept=(2,))

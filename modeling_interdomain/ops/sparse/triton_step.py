@@ -205,20 +205,10 @@ def triton_sparse_step(query, entry, memory: SparseMemory, scores, bins: tuple[B
     for number, (entries, places, kept_scores, part) in enumerate(sets, start=1):
         try:
             _set(
-                query.contiguous(),
-                entry.contiguous(),
-                None if kept_scores is None else scores.flatten(),
-                *((None, None) if part is None else (part.key.flatten(), part.query.flatten())),
-                place,
-                mask,
-                entries,
-                places,
-                kept_scores,
-                known,
-                softmax,
-                out if number == len(sets) else None,
-                before,
-            )
+                query.contiguous(), entry.contiguous(), None if kept_scores is None else scores.flatten(),
+                *((None, None) if part is None else (part.key.flatten(), part.query.flatten())), place, mask, entries,
+                places, kept_scores, known, softmax, out if number == len(sets) else None, before,
+            )  # fmt: skip
         except Exception as error:
             if number == 1:
                 raise
