@@ -256,10 +256,9 @@ def chunk_states_backward(
 
 
 def segment_ends(lengths: torch.Tensor, chunk: int, segments: int) -> torch.Tensor:
-    """Where the segments of rows of `lengths` `[rows]` tokens end, `[rows, segments + 1]`, beginning with 0.
+    """The ends of the segments of rows of `lengths` `[rows]` tokens, `[rows, segments + 1]`, starting with 0.
 
-    The same cut as `segment_of` of `ops/common/tiles.py`: whole chunks, as even as they go, the last ones
-    possibly empty.
+    Cut like `segment_of` of `ops/common/tiles.py`: whole chunks, as evenly as they go; the last segments may be empty.
     """
     chunks = (lengths + chunk - 1) // chunk
     each = (chunks + segments - 1) // segments
@@ -302,6 +301,6 @@ def carry(powers: torch.Tensor, sources: torch.Tensor, at: torch.Tensor, to: tor
 
 
 def carry_back(powers: torch.Tensor, sources: torch.Tensor, at: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
-    """The adjoint road: `out[s] = sum_{j >= s} conj(lambda)^(at_j - to_s) sources[j]`."""
+    """The adjoint of `carry`: `out[s] = sum_{j >= s} conj(lambda)^(at_j - to_s) sources[j]`."""
     conjugate = torch.stack([powers[:, :, 0], -powers[:, :, 1]], dim=2)
     return carry(conjugate, sources.flip(1), -at.flip(1), -to.flip(1)).flip(1).contiguous()

@@ -1,7 +1,5 @@
-"""The two-pass identity as batched matrix products over chunks, as one opaque operator of `torch.library`.
-
-The mathematics is in `ops/interdomain/chunk_call.py`; `ops/interdomain/chunk_bf16.py` is the same for bfloat16
-tokens.
+"""The chunked operator, opaque to graphs (`torch.library`): the mathematics is in `ops/interdomain/chunk_call.py`, and
+that of bfloat16 tokens in `ops/interdomain/chunk_bf16.py`.
 """
 
 from collections.abc import Hashable
@@ -21,12 +19,9 @@ def chunk_attention(
     query, key, value, log_decay, input_matrix, coefficient_matrix, product: str, initial_state, cu_seqlens, lengths,
     chunk_size: int, output_final_state: bool, kept: dict[Hashable, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """As `interdomain_attention`; training keeps the inputs alone.
-
-    Everything is in one real dtype, or query, key and value in bfloat16 and the rest in float32.
+    """As `interdomain_attention`, in one real dtype, or with query, key and value in bfloat16 and the rest in float32.
 
     Args:
-        chunk_size: the largest number of tokens in a chunk.
         kept: tables of an earlier call; not used where something may be differentiated, or is compiled.
 
     Returns:

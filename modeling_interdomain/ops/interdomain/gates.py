@@ -1,8 +1,7 @@
 """Gates of time and of the write, and the delta rule: checks, steps, and what passes a gated state on.
 
-The definition is in `ops/interdomain/naive.py`. The readout is linear in the query, so that a write gate is a
-factor of a token's key and value and of nothing else: `w u = w v - delta (answer to w k)`. What is left to compute
-are the gates of time and the delta rule.
+The definition is in `ops/interdomain/naive.py`. Since the readout is linear in the query, a write gate is only a factor
+of the token's key and value, `w u = w v - delta (answer to w k)`: what remains are gates of time and the delta rule.
 """
 
 from collections.abc import Hashable

@@ -1,4 +1,4 @@
-"""Which token answered, where tokens forget, write more or less, and take back what was there."""
+"""The attention map of layers with gates and the delta rule."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Which token answered: the weights with which an output of Interdomain attention adds up the values."""
+"""The attention map: the weights with which an output of Interdomain attention adds up the values."""
 
 from collections.abc import Callable
 
@@ -29,8 +29,8 @@ def interdomain_attention_map(
         y_t[n] = sum_{i <= t} (query_t . key_i) lambda_n^(t-i) beta_n,   p_t = W y_t
         A_tj   = Re( sum_n conj(p_t[n]) lambda_n^(t-j) beta_n )
 
-    A row may have either sign and does not sum up to one, except with `normalize`. It takes O(T^2 M) operations and T^2
-    numbers a head, to look inside; the layer itself needs neither.
+    Weights have either sign and do not sum to one, except with `normalize`. For inspection alone: it takes O(T^2 M)
+    operations and T^2 numbers a head, of which the layer needs neither.
 
     Args:
         query: `[B, T, H, R]`, key: `[B, T, G, R]`, log_decay, input_matrix: `[G, M, 2]`, coefficient_matrix, product,
@@ -69,10 +69,10 @@ def map_weights(
 
 
 def _by_age(x: torch.Tensor) -> torch.Tensor:
-    """`[..., T, T]` by token to by age: entry (t, a) is that of token t - a, zero where there is none."""
+    """`[..., T, T]` indexed by (t, i) to (t, age), age = t - i; zero where there is no such token."""
     t = torch.arange(x.shape[-1], device=x.device)
     token = t[:, None] - t
     return torch.where(token >= 0, x.gather(-1, token.clamp(min=0).expand_as(x)), 0)
 
 
-_by_token = _by_age  # t - (t - a) = a: the same rearrangement leads back
+_by_token = _by_age  # the inverse is the same rearrangement: t - (t - age) = age

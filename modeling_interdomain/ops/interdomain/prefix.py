@@ -1,8 +1,7 @@
-"""Backends that form the state at every token, a few modes at a time: FFT convolution and parallel prefix scan.
+"""Two backends that form the states of all tokens, a few modes at a time: FFT convolution and parallel prefix scan.
 
-The paper's appendix A.1 names both. They differ in how `X_t = sum_i lambda^(t-i) beta u_i` is computed for all t at
-once; what reads the states is the same identity as everywhere (`ops/interdomain/readout.py`). Memory is T x block x (R
-+ D) complex numbers.
+Both are in the paper's appendix A.1. They differ in how `X_t = sum_i lambda^(t-i) beta u_i` is computed for all t at
+once; the readout is `ops/interdomain/readout.py`. Memory is T x block x (R + D) complex numbers.
 """
 
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from ..common.decay import as_complex, decay_powers
 from ..diagonal.step import grouped_coefficients
 from .readout import pull_back
 
-# Complex numbers of the states that are held at once.
+# Complex numbers of states that are held at once.
 _NUMBERS = 1 << 22
 
 

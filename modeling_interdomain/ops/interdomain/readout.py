@@ -1,4 +1,4 @@
-"""How the query, already pulled through the key state, meets the value state: the coefficient matrix and the product.
+"""The readout of a query that was pulled through the keys: coefficient matrix and product.
 
 With y[n] = q . X^k[n] the readout of eq. 13 is o = Re(sum_m (C y)[m] * (C X^v)[m]) for the bilinear product. Each
 product is linear in X^v, so there is a p(y) with o = Re(sum_n conj(p[n]) X^v[n]): the M x D coefficients Gamma are

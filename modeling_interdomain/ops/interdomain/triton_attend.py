@@ -1,14 +1,13 @@
-"""The outputs of the fused backend, a chunk and a head at a time.
+"""The outputs of the fused backend, one program for each chunk and head.
 
-What a program reads is the tokens, the states before the chunk and tables that stay in the second-level cache; nothing
-M-wide is written. The kernel is launched for both kinds of groups (`ops/diagonal/triton_tiles.py`) and leaves the
-others alone.
+A program reads the tokens, the states before the chunk and tables that stay in the second-level cache, and writes
+nothing M-wide. The kernel is launched once for factored and once for skewed groups (`ops/diagonal/triton_tiles.py`);
+each launch skips the others.
 
-With operands in float32 what a chunk pulled and mixed lies in memory between the two moves, `[tokens, heads, 2, M]`: a
-tile that three matrix products read has a layout for each, and every layout has two terms, so that kept on the chip it
-would take more registers than there are. BM modes at a time are loaded for every product, from the nearest cache; so
-do the kernels of the backward pass. `mixed` is what reads a chunk: p for a skewed group, otherwise
-`p conj(lambda^(t+1))`, which reads the state as well.
+With operands in float32 the mixed rows lie in memory between the two passes, `[tokens, heads, 2, M]`: a tile that three
+matrix products read has a layout for each, each of two terms, which is more than the registers hold. So BM modes at a
+time are loaded for every product, from the nearest cache, here and in the backward pass. `mixed` holds the rows that
+read a chunk: p for a skewed group, otherwise `p conj(lambda^(t+1))`, which reads the state as well.
 """
 
 from typing import Any, NamedTuple
@@ -28,8 +27,8 @@ from ..diagonal.triton_tiles import (
 
 
 class Operands(NamedTuple):
-    """The tokens of one pass: a `[tokens, heads, A]` pulls from b `[tokens, groups, A]`, what it gets reads c `[tokens,
-    groups, C]`, and f `[tokens, heads, C]` is what the readout is multiplied with in the loss (backward alone).
+    """Query a `[tokens, heads, A]`, key b `[tokens, groups, A]`, value c `[tokens, groups, C]`; in the backward pass f
+    `[tokens, heads, C]`, the gradient of the output.
     """
 
     a: Any
@@ -92,7 +91,7 @@ def load_readers(
     mixed, powers, start, length, stride, m, C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, SKEWED: tl.constexpr,
     MATH: tl.constexpr,
 ):  # fmt: skip
-    """What reads the state, for the modes m .. m + BM: made of what reads the chunk, which is stored."""
+    """The rows that read the state, for the modes m .. m + BM, from the stored ones, which read the chunk."""
     e_re, e_im = load_modes(mixed, start, length, stride, m, C, M, BM)
     if SKEWED:
         x_re, x_im = times_conj_powers(e_re.to(tl.float32), e_im.to(tl.float32), powers, m, C, M, BM)

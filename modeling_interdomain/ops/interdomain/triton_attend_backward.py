@@ -1,10 +1,9 @@
 """What the chunks of the fused backend contribute to the gradients, each on its own.
 
-The query is pulled through the keys and the gradient of the output through the values once (`pull_both`), both are
-mixed (`mix`; the matrix of the pull-back is symmetric and serves both), and what they have become is pushed: the mixed
-gradient through the keys gives the query's gradient and, turned round, that of the keys; the mixed query gives that of
-the values (`push_both`). What lies in memory between these kernels (`Pulled`, and `[2, tokens, heads, 2, M]` after the
-mixing) has the dtype of the matrix units: side 0 begins with the query, side 1 with the gradient of the output.
+`pull_both` pulls the query through the keys (side 0) and the gradient of the output through the values (side 1), `mix`
+multiplies both by the mixing matrix, which is symmetric and serves both, and `push_both` pushes them: the mixed side 1
+through the keys gives the gradient of the query and, transposed, that of the keys; the mixed side 0 gives that of the
+values. Between these kernels both sides lie in memory in the dtype of the matrix units.
 
 Gradients of the decay and of beta are sums over the tokens of a chunk (`Partial` of `ops/diagonal/triton_tables.py`),
 so that no program carries a table from chunk to chunk.
@@ -29,8 +28,8 @@ from .triton_attend import load_modes, load_readers, push_stored, store_modes, s
 
 
 class ChunkGradients(NamedTuple):
-    """What the chunks contribute to the gradients of one side, each on its own and for each head: `tokens` `[tokens,
-    heads, width]`, and `states`, before the chunks, `[slots, heads, 2, M, padded width]`.
+    """The gradients from each chunk on its own, by head: of keys or values, `tokens` `[tokens, heads, width]`, and of
+    the `states` before the chunks, `[slots, heads, 2, M, padded width]`.
     """
 
     tokens: Any
@@ -38,7 +37,7 @@ class ChunkGradients(NamedTuple):
 
 
 class Pulled(NamedTuple):
-    """What one side has pulled, `modes` `[tokens, heads, 2, M]`, and its `intra_scores`, `[tokens, heads, C]`."""
+    """y of one side, `modes` `[tokens, heads, 2, M]`, and its `intra_scores`, `[tokens, heads, C]`."""
 
     modes: Any
     scores: Any
@@ -225,7 +224,7 @@ def mixing_backward(
 
 
 @triton.jit
-def _give(
+def _push_stored_backward(
     w, mixed, f, tokens, states, powers, start, length, stride, f_stride, WIDTH: tl.constexpr, PADDED: tl.constexpr,
     BD: tl.constexpr, C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
@@ -244,11 +243,11 @@ def _give(
 
 
 @triton.jit
-def _sum_of_table(
+def _sum_table_gradient(
     mixed, scores, units, sums, start, length, stride, C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr,
     SKEWED: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
-    """What the table of the chunk gets, summed over its rows, alone and by age."""
+    """The gradient of the table of the chunk, summed over its rows, as it is and weighted by their ages."""
     rows = tl.arange(0, C)
     ages = (rows if SKEWED else -1 - rows)[:, None].to(tl.float32)
     for m in tl.range(0, M, BM, num_stages=1, loop_unroll_factor=1):
@@ -288,13 +287,13 @@ def _push_side(
                 w, mixed, c + group * WIDTH, state, powers, grad_f + head * WIDTH, start, length, stride,
                 groups * WIDTH, heads * WIDTH, WIDTH, PADDED, BD, C, M, BM, SKEWED, MATH,
             )  # fmt: skip
-        _give(
+        _push_stored_backward(
             w, mixed, f, grads.tokens + head * WIDTH, grads.states + (slot * heads + head) * 2 * M * PADDED, powers,
             start, length, stride, heads * WIDTH, WIDTH, PADDED, BD, C, M, BM, SKEWED, MATH,
         )  # fmt: skip
         scores = load_tokens(pulled.scores + head * C, start, length, 0, heads * C, C, C, C)
         units = tables.units + group * C * 2 * M
-        _sum_of_table(mixed, scores, units, sums, start, length, stride, C, M, BM, SKEWED, MATH)
+        _sum_table_gradient(mixed, scores, units, sums, start, length, stride, C, M, BM, SKEWED, MATH)
         if SKEWED:
             ages = (1 + tl.arange(0, C))[:, None].to(tl.float32)
             for m in tl.range(0, M, BM, num_stages=1, loop_unroll_factor=1):

@@ -16,12 +16,12 @@ from ..common.decay import as_complex
 from ..common.packing import state_rows
 from ..common.states import DecayTables, Repeated, StateGradients, States, Workspace, final_states, pairs
 
-# Floats of one output of a segment: on a CPU what is worked on should stay in the second-level cache.
+# Numbers of the output of a segment, which on a CPU should stay in the second-level cache.
 _SEGMENT_FLOATS = {"cpu": 1 << 18, "other": 1 << 24}
 
 
 class _S4DCall:
-    """One call: its tables, how its tokens lie among the chunks, and the memory that its segments share."""
+    """One call: its tables, the layout of its chunks, and the memory that its segments share."""
 
     def __init__(self, inputs, log_decay, input_matrix, readout, initial, cu_seqlens, lengths, chunk_size, ends):
         batch, length, self.groups, width = inputs.shape
@@ -85,7 +85,7 @@ class _S4DCall:
         return stream.finish(), decay, beta, readout, stream.initial_states(final)
 
     def _over_chunks(self, name: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """The products of a segment, summed over its chunks: `[G, 1, ...]`."""
+        """Products of a segment, summed over its chunks: `[G, 1, ...]`."""
         found = self.workspace.product(name, a, b)
         return found.unflatten(0, (self.groups, -1)).sum(1, keepdim=True)
 

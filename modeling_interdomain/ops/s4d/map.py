@@ -1,4 +1,4 @@
-"""Which token answered in an S4D layer: it depends on its age alone."""
+"""The attention map of an S4D layer, whose weights depend on the age of a token alone."""
 
 import torch
 

@@ -1,8 +1,8 @@
 """The S4D control as fused kernels: the walk along the chunks of `ops/interdomain/triton.py`, read by a convolution.
 
-What depends on the parameters alone, the response of a head to its own chunk and its rows for the state before it, is
-made by PyTorch in float64, which also differentiates it; the kernels take these as inputs. Sums over chunks are taken
-in a fixed order, so that gradients repeat bit for bit, and no length is read by the host.
+PyTorch makes what depends on the parameters alone, in float64, and differentiates it: the response of a head within a
+chunk, and its rows for the state before the chunk. Sums over chunks have a fixed order, so that gradients repeat bit
+for bit, and no length is read by the host.
 """
 
 import torch
@@ -71,7 +71,7 @@ def _options(plan: Plan) -> dict:
 
 
 def _tables(plan: Plan, log_decay, input_matrix) -> KernelTables:
-    """For the walk along the chunks, which reads nothing of a product or of coefficients."""
+    """The tables of the walk along the chunks, which needs neither product nor coefficients."""
     parameters = Parameters(log_decay, input_matrix, None)
     return make_tables(parameters, "real", plan.chunk, plan.storage, plan.math)
 

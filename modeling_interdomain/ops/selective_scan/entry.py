@@ -1,4 +1,4 @@
-"""Mamba's selective scan on tensors: a state a channel whose step, input and readout the tokens choose."""
+"""Mamba's selective scan on tensors: a state for each channel, with step, input and readout chosen by the tokens."""
 
 import torch
 
@@ -208,7 +208,7 @@ def scan_state_after(
     rate: torch.Tensor,
     mask: torch.Tensor,
 ) -> torch.Tensor:
-    """The state after some tokens without an output: what taking tokens back needs, and passing a state on.
+    """The state after some tokens, without outputs: for rolling a cache back, and for handing a state on.
 
     Args:
         state: `[B, N, E]`, left untouched.

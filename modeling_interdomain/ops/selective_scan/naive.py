@@ -1,11 +1,11 @@
-"""The selective scan token by token, the definition; and as plain operations whatever the length, to leave PyTorch."""
+"""The selective scan token by token, the definition; and in chunks of plain operations, for exported graphs."""
 
 from itertools import pairwise
 
 import torch
 
 _EXPORT_CHUNK = 16
-_DOUBLINGS = 17  # a reach of 2^17 chunks: 2 million tokens
+_DOUBLINGS = 17  # 2^17 chunks: 2 million tokens
 
 
 def recurrent_scan(query, key, value, step, rate, initial_state, cu_seqlens) -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,10 +26,10 @@ def recurrent_scan(query, key, value, step, rate, initial_state, cu_seqlens) -> 
 
 
 def export_scan(query, key, value, step, rate, initial_state, cu_seqlens) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, whatever the batch and the length: all chunks side by side, then their ends by doubling the reach.
+    """The same for any batch and length: all chunks side by side, and their ends by parallel prefix.
 
-    A tracer takes an axis that may have one element for one that has: there is a chunk more than needed, and tokens are
-    gathered rather than viewed.
+    A tracer specialises on an axis of one element, so there is one chunk more than needed, and tokens are gathered by
+    index rather than viewed.
     """
     if cu_seqlens is not None:
         raise ValueError("cu_seqlens cannot be exported: pass the documents as rows, with lengths.")

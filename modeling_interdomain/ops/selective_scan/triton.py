@@ -1,11 +1,10 @@
 """The selective scan as fused kernels behind one opaque operator of `torch.library`.
 
-Every channel and state number has a decay of its own, so no matrix product joins tokens. A program has the states of
+Every channel and state number has a decay of its own, so no matrix product joins tokens. A program holds the states of
 some channels of a row or document and goes through its chunks; within a chunk of C tokens the states are a parallel
 prefix of the pairs (decay, input). Forward keeps nothing: backward walks once more to keep the states before the chunks
-and goes back from the last one, with the states *before* the tokens as one prefix and their gradients as another, so
-that nothing is divided by a decay. What is summed over channels or rows is written once a program and summed in a fixed
-order. No length is read by the host.
+and goes back from the last one, with the states before the tokens as one prefix and their gradients as another, so that
+nothing is divided by a decay. Sums over channels and rows have a fixed order. No length is read by the host.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from ..common.custom_op import differentiable
 from ..common.launch import contiguous, on_device, power_of_two, tl, triton, tuned
 from ..common.packing import state_rows
 
-# Tokens of a chunk, and the numbers of a tile: tokens, channels and state numbers. A program of backward has ten such.
+# Tokens of a chunk, and numbers of a tile (tokens x channels x state numbers), of which a backward program holds ten.
 _CHUNK, _TILE = 32, 4096
 
 

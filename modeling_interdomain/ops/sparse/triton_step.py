@@ -1,7 +1,7 @@
 """One token of sparse attention in one launch for each set of keys: the set takes the token in, and its query reads it.
 
-A program has one head. What the sets of a head have in common is read once: a later set leaves out the places that an
-earlier one has shown, and the softmax goes on from its sums. Nothing is read back by the host, so that a CUDA graph can
+A program has one head. A later set leaves out the places that an earlier one has shown, so that every key counts once,
+and the softmax goes on from the sums of the sets before. Nothing is read back by the host, so that a CUDA graph can
 hold the step.
 """
 
@@ -36,8 +36,8 @@ class KeptEntries(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What sets hand on: known places `[N, all keys]`; the largest logit, the sum of powers and that of values `[N, 2 +
-    D]` in float32.
+    """What a set hands on to the next: the places seen so far, `known` `[N, all keys]`; and in float32 `softmax`
+    `[N, 2 + D]`, the largest logit, the sum of powers and that of the values.
     """
 
     known: Any
@@ -46,8 +46,8 @@ class Sums(NamedTuple):
 
 @triton.jit
 def _remember(token, kept, n, bin, drop, place, keys, width, K: tl.constexpr, BW: tl.constexpr):
-    """The slot `drop` of a bin goes: of the best keys those behind it move up and the token is the last, elsewhere it
-    takes the slot.
+    """Drop the slot `drop` of a bin: among the best keys those behind it move up and the token becomes the last; in a
+    ring the token takes the slot.
     """
     k = tl.arange(0, K)
     used = k < keys

@@ -7,10 +7,10 @@ Inside a chunk, with s the running sum of the log decays, L_ij = exp(s_i - s_j) 
 (Mamba-2, arXiv 2405.21060, section 6). No exponent is positive where no decay is above 1, so nothing overflows. The
 sums are float64: after a single decay of -1e4, sums in float32 leave the later ones without their digits.
 
-Backward keeps the inputs alone. The log decay of token t receives all that crosses from before it to it and beyond:
-of the pairs (i, j) within a chunk those with j < t <= i, what the state before the chunk gives to t and later, and what
-the tokens before t give to the state after it. Only these are summed, never more of which the rest would have to be
-taken away again: where t forgets nearly all they are as good as nothing, and rounding would be all that is left.
+Backward keeps the inputs alone. The gradient of the log decay of token t is the sum of all that crosses it: of the
+pairs (i, j) within a chunk those with j < t <= i, what the state before the chunk gives to t and later, and what the
+tokens before t give to the state after it. Only these terms are summed, not a larger sum minus the rest: where t
+forgets nearly everything the difference would be nothing but rounding.
 
 Documents, pads and the order of the chunks are those of `ops/common/chunks.py`; slots without a token have decay 1 and
 input 0, so a state passes through them. Layout in a segment: chunks n, groups G, heads of a group P, then tokens.
@@ -29,8 +29,8 @@ from ..common.states import Workspace, final_states
 
 # Floats of what a segment works on, a token having W + N a head.
 _SEGMENT_FLOATS = {"cpu": 1 << 22, "other": 1 << 24}
-# Weights below are zero. What is multiplied with them would come near the smallest numbers that a dtype holds, with
-# which a CPU computes a hundred times as slowly; beside the weight 1 of a token's own input none of it would show.
+# Weights below this are zero. Their products would come near the smallest numbers of a dtype, with which a CPU computes
+# a hundred times as slowly, and would not show beside the weight 1 of a token's own input.
 _NOTHING = {torch.float32: 1e-30, torch.float64: 1e-290}
 
 
@@ -75,7 +75,7 @@ class _SSDCall:
         self.documents = None if initial is None else initial.shape[0]
         self.initial = None if initial is None else self.by_rank(initial)
         self.ends = value.new_zeros(self._shape(self.chunks.documents)) if ends else None
-        self.left: torch.Tensor | None = None  # what the next segment begins with
+        self.next_entry: torch.Tensor | None = None  # the states with which the next segment begins
 
     def _shape(self, count: int) -> tuple[int, ...]:
         return count, self.groups, self.heads, self.head_dim, self.width
@@ -87,7 +87,7 @@ class _SSDCall:
         return states.unflatten(1, (self.groups, -1)).contiguous()
 
     def by_document(self, states: torch.Tensor, into: torch.Tensor) -> None:
-        """The way back; documents without a token keep what `into` says."""
+        """The inverse, written over `into`; documents without a token keep what is there."""
         if self.chunks.order is None:
             into.copy_(states.flatten(1, 2))
         else:
@@ -108,17 +108,17 @@ class _SSDCall:
         self.chunks.write(x.unflatten(0, (-1, self.groups)).transpose(0, 1), segment, into)
 
     def by_token(self, name: str, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        """`x * factor`, `[n G, P, C, W]`, as the rows `[n G, C, P W]` that go into a state or come from one."""
+        """`x * factor`, `[n G, P, C, W]`, as rows `[n G, C, P W]`, which products with states take."""
         target = self.room(name, x.shape[0], self.size, self.heads, self.head_dim)
         torch.mul(x, factor, out=target.transpose(1, 2))
         return target.flatten(2)
 
     def by_head(self, x: torch.Tensor) -> torch.Tensor:
-        """The other way round, no copy."""
+        """Rows `[n G, C, P W]` as `[n G, P, C, W]`, a view."""
         return x.unflatten(2, (self.heads, -1)).transpose(1, 2)
 
     def tokens(self, segment: Segment, within: bool = True) -> _Tokens:
-        """Read a segment; without `within`, what moves the states alone."""
+        """Read a segment; without `within`, only what the walk over the states needs."""
         key, value = self.read("key", self.key, segment)[:, 0], self.read("value", self.value, segment)
         query = self.read("query", self.query, segment)[:, 0] if within else key
         sums = self.read("decay", self.log_decay, segment).cumsum(2)  # [n G, P, C, 1]
@@ -139,7 +139,7 @@ class _SSDCall:
     def entry(self, segment: Segment) -> torch.Tensor | None:
         """The states with which a segment begins, `[lanes, G, P, W, N]`; None for zeros."""
         if segment.step:
-            return self.left
+            return self.next_entry
         return None if self.initial is None else self.initial[segment.block : segment.block + segment.lanes[0]]
 
     def walk(self, segment: Segment, tokens: _Tokens, keep: bool = False) -> torch.Tensor | None:
@@ -150,11 +150,11 @@ class _SSDCall:
             before = self.value.new_empty(shape) if keep else self.room("before", *shape)
             first = before[: segment.lanes[0]]
             first.zero_() if entry is None else first.copy_(entry)
-        self.left = self.value.new_empty(self._shape(segment.following)) if segment.following else None
+        self.next_entry = self.value.new_empty(self._shape(segment.following)) if segment.following else None
         for index, (start, lanes, following) in enumerate(segment.moves()):
             if following:
                 last = index + 1 == len(segment.lanes)
-                after = self.left if last else before[start + lanes : start + lanes + following]
+                after = self.next_entry if last else before[start + lanes : start + lanes + following]
                 self._advance(before, tokens, slice(start, start + following), after)
             if following < lanes and self.ends is not None:
                 after = self.ends[segment.block + following : segment.block + lanes]
@@ -209,10 +209,10 @@ class _Gradients:
         )
         self.ends = None if final is None else call.by_rank(final)
         self.initial = None if call.initial is None else torch.zeros_like(call.initial)
-        self.left: torch.Tensor | None = None
+        self.next_entry: torch.Tensor | None = None
         self.before, self.tokens = [], None
         for segment in chunks.segments:
-            last = segment is chunks.segments[-1]  # `run` begins with it, and need not read it again
+            last = segment is chunks.segments[-1]  # `run` begins with it and uses what is read here
             self.tokens = call.tokens(segment, within=last)
             self.before.append(call.walk(segment, self.tokens, keep=True))
 
@@ -249,8 +249,8 @@ class _Gradients:
         of_value = product("grad value", weights.flatten(*flat).mT, grad.flatten(*flat)).view(shape)
         of_query, of_key = product("grad query", of_scores, tokens.key), product("grad key", of_scores.mT, tokens.query)
 
-        # To the log decay of t: of pairs within the chunk, those of the tokens up to j in column j before they are
-        # summed over the readers behind j; of what comes in, read by t and later; of what goes out, written before t.
+        # The gradient of the log decays: pairs within the chunk, summed over writers up to j and then over the readers
+        # behind j; what t and later tokens read of the state before; what tokens before t write to the state after.
         passed = of_weights.mul_(scores[:, None]).cumsum_(3).tril_(-1).sum(2).double()
         of_decay = torch.zeros_like(passed)
         if before is not None:
@@ -284,7 +284,7 @@ class _Gradients:
             start, lanes, following = moves[index]
             if after is not None:
                 if index + 1 == len(moves) and following:
-                    after[start : start + following] = self.left
+                    after[start : start + following] = self.next_entry
                 ranks = slice(segment.block + following, segment.block + lanes)
                 after[start + following : start + lanes] = 0 if self.ends is None else self.ends[ranks]
             into = entry
@@ -296,7 +296,7 @@ class _Gradients:
                 here = slice(start, start + lanes)
                 call.move(after, tokens.across, here, pulled[rows], tokens.query[rows], into)
         if segment.step:
-            self.left = entry
+            self.next_entry = entry
         elif self.initial is not None:
             self.initial[segment.block : segment.block + segment.lanes[0]] = entry
         return after
@@ -310,7 +310,7 @@ def _rows(states: torch.Tensor) -> torch.Tensor:
 def _power_(exponents: torch.Tensor) -> torch.Tensor:
     """`exp` in place, and zero below `_NOTHING`."""
     nothing = _NOTHING[exponents.dtype]
-    powers = exponents.clamp_(min=math.log(nothing) - 1).exp_()  # its own smallest numbers, and exp(-inf), take long
+    powers = exponents.clamp_(min=math.log(nothing) - 1).exp_()  # subnormal numbers and exp(-inf) are slow
     return torch.threshold_(powers, nothing, 0.0)
 
 

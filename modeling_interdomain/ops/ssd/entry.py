@@ -1,4 +1,4 @@
-"""State space duality on tensors: attention without softmax, its weights decayed by factors of token and head."""
+"""State space duality (Mamba-2) on tensors: linear attention with a decay of its own for each token and head."""
 
 import torch
 
@@ -11,7 +11,7 @@ from .chunk import chunk_ssd
 from .naive import export_ssd, recurrent_ssd
 
 SSD_BACKENDS = ("auto", "recurrent", "chunk", "triton")
-_GRAIN = 32768  # numbers for which PyTorch takes one thread more on a CPU
+_GRAIN = 32768  # PyTorch takes one CPU thread more for as many elements
 
 
 def ssd_attention(
@@ -143,12 +143,10 @@ def ssd_step(
 
 
 def _is_plain_step(query, key, value, log_decay, state, backend: str) -> bool:
-    """Whether nothing is wrong with a step on a CPU, and nothing is to be converted: seen in half of the time that the
-    checks take, which find words for what is wrong.
-    """
+    """Whether a CPU step is right and needs no conversion: in half the time of the checks that say what is wrong."""
     if torch.is_grad_enabled() or backend not in STEP_BACKENDS:
         return False
-    for x in (state, query, key, value, log_decay):  # the first is asked of by the others
+    for x in (state, query, key, value, log_decay):
         if type(x) is not torch.Tensor or not x.is_cpu or x.dtype is not state.dtype:
             return False
     shape, heads, groups = state.shape, log_decay.shape, query.shape
@@ -196,9 +194,9 @@ def take_ssd_step(
 
 
 def _advance_and_read(query, key, value, log_decay, state) -> torch.Tensor:
-    """The step itself, of tensors in one dtype and a contiguous state. A call takes as long as what it computes."""
+    """The step itself, of tensors in one dtype and a contiguous state, in few calls: each costs as much as its work."""
     batch, groups, size = key.shape
-    products = batch * groups  # the heads of a group one below the other
+    products = batch * groups  # one for all heads of a group
     state.mul_(log_decay.exp().view(batch, -1, 1, 1))
     if groups == 1:
         state.addcmul_(value.unsqueeze(3), key.unsqueeze(2))
@@ -211,10 +209,10 @@ def _advance_and_read(query, key, value, log_decay, state) -> torch.Tensor:
 
 
 def _parts(state: torch.Tensor) -> int:
-    """In how many products a single group's heads are read: as many as the threads that wrote the state.
+    """The number of products that read the heads of a single group: as many as the threads that wrote the state.
 
-    Each of them then finds in its own cache what it wrote. One product is made by a single thread, or by some that
-    share it out in another way, and fetching the state from one another takes longer than all the rest.
+    So each thread reads from its own cache what it wrote. A single product is made by one thread, or is shared out in
+    another way, and fetching the state from other caches takes longer than all the rest.
     """
     if state.numel() <= _GRAIN or not state.is_cpu or torch.compiler.is_compiling():
         return 1
@@ -235,7 +233,7 @@ def _fused_step(backend, query, key, value, log_decay, state, mask, state_indice
 def ssd_state_after(
     state: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
-    """The state after some tokens without an output: what taking tokens back needs, and passing a state on.
+    """The state after some tokens, without outputs: for rolling a cache back, and for handing a state on.
 
     Args:
         state: `[B, H, P, N]`, left untouched.

@@ -1,4 +1,4 @@
-"""Which token answered: the weights with which an output of state space duality adds up what tokens wrote."""
+"""The attention map: the weights with which an output of state space duality adds up the values."""
 
 import torch
 

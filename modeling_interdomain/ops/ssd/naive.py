@@ -1,4 +1,4 @@
-"""State space duality token by token, the definition; and in chunks of plain operations, to leave PyTorch with."""
+"""State space duality token by token, the definition; and in chunks of plain operations, for exported graphs."""
 
 from itertools import pairwise
 
@@ -34,10 +34,10 @@ def recurrent_ssd(
 def export_ssd(
     query, key, value, log_decay, initial_state, cu_seqlens, lengths, chunk_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `ssd_attention`, whatever the batch and the length; the states take one product over all pairs of chunks.
+    """As `ssd_attention`, for any batch and length; one product over all pairs of chunks gives the states.
 
-    A tracer takes an axis that may have one element for one that has: there is a chunk more than needed, and tokens are
-    gathered rather than viewed.
+    A tracer specialises on an axis of one element, so there is one chunk more than needed, and tokens are gathered by
+    index rather than viewed.
     """
     if cu_seqlens is not None:
         raise ValueError("cu_seqlens cannot be exported: pass the documents as rows, with lengths.")
@@ -63,7 +63,7 @@ def export_ssd(
     states = torch.cat([first, added], dim=3)
     whole = torch.cat([torch.zeros_like(sums[..., :1, 0]), sums[..., -1]], dim=-1).cumsum(-1)
     states = (_pairs(whole, value.dtype) @ states.flatten(4)).unflatten(4, (value.shape[5], -1))
-    # Of these the first is the initial one, and each of the others that after a chunk.
+    # The initial states, and those after each chunk.
     output = weights @ value + sums.exp().to(value.dtype)[..., None] * (query[:, None] @ states[:, :, :, :-1].mT)
     tokens = torch.arange(length, device=query.device)
     output = output.permute(2, 3, 4, 0, 1, 5)[:, tokens // chunk_size, tokens % chunk_size].flatten(2, 3)

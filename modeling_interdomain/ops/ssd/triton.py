@@ -1,10 +1,10 @@
 """State space duality as fused kernels behind one opaque operator of `torch.library`.
 
-Forward: one program for each row, head and slice of the state walks the chunks and leaves the state before each; then
-all chunks give their outputs at once. Backward stores nothing but its inputs: it walks forwards and backwards, and the
-same kernels read in reverse give the gradients of the values and, with one more, those of queries, keys and decays
-(`ops/ssd/triton_chunks.py`). Sums over heads and chunks are taken in a fixed order, so that gradients repeat bit for
-bit. Which tokens are real is read by the kernels alone, never by the host.
+Forward walks the chunks, one program for each row, head and slice of the state, and leaves the state before each; then
+all chunks compute their outputs at once. Backward keeps the inputs alone: it walks forwards and backwards, and the same
+kernels in reverse give the gradients of the values and, with one more, those of queries, keys and decays
+(`ops/ssd/triton_chunks.py`). Sums over heads and chunks have a fixed order, so that gradients repeat bit for bit.
+Lengths are read by the kernels alone, never by the host.
 """
 
 from typing import NamedTuple
