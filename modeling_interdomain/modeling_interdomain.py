@@ -43,6 +43,7 @@ from .outputs.layer_losses import (
     trains_layers,
     warn_if_left_out,
 )
+from .parallel.tensor import HEADS  # noqa: F401  the library learns our styles
 from .registry import FEED_FORWARDS, token_mixer_class
 from .saving.checkpoint_folder import CheckpointFolders
 
