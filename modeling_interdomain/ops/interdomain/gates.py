@@ -1,6 +1,6 @@
 """Gates of time and of the write, and the delta rule: checks, steps, and what passes a gated state on.
 
-The definition is in `ops/interdomain/gates_naive.py`. The readout is linear in the query, so that a write gate is a
+The definition is in `ops/interdomain/naive.py`. The readout is linear in the query, so that a write gate is a
 factor of a token's key and value and of nothing else: `w u = w v - delta (answer to w k)`. What is left to compute
 are the gates of time and the delta rule.
 """
@@ -84,10 +84,10 @@ def gated_attention(
     """
     log_gate, write_gate, delta = gates
     if backend == "recurrent":
-        from .gates_naive import gated_recurrent_attention
+        from .naive import recurrent_attention
 
         alike = (None if x is None else x.to(key.dtype) for x in gates)
-        return gated_recurrent_attention(query, key, value, *parameters, *alike)
+        return recurrent_attention(query, key, value, *parameters, *alike)
     if backend == "auto":
         say_without_kernels(query.device, "gates and the delta rule have none yet")
     if write_gate is not None:
@@ -178,7 +178,7 @@ def gated_state_after(
 
 def _replayed(state, key, value, mask, log_decay, input_matrix, coefficient_matrix, product, gates):
     """Pads, wherever they stand, leave the state alone: log_decay and writes are of real tokens."""
-    from .gates_naive import gated_recurrent_attention
+    from .naive import recurrent_attention
 
     dtype = state.dtype
     parameters = (None if x is None else x.to(dtype) for x in (log_decay, input_matrix, coefficient_matrix))
@@ -187,7 +187,7 @@ def _replayed(state, key, value, mask, log_decay, input_matrix, coefficient_matr
         None if x is None else x.to(dtype).gather(1, order.view(*order.shape, *[1] * (x.ndim - 2)).expand_as(x))
         for x in (key, value, *gates)
     )
-    return gated_recurrent_attention(key, key, value, *parameters, product, state, None, mask.sum(1), *gates)[1]
+    return recurrent_attention(key, key, value, *parameters, product, state, None, mask.sum(1), *gates)[1]
 
 
 def total_gated_decay(mask: torch.Tensor, log_gate: torch.Tensor) -> torch.Tensor:
