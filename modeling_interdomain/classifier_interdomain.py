@@ -10,7 +10,7 @@ from transformers.utils import can_return_tuple
 
 from .configuration_interdomain import InterdomainConfig
 from .inputs.checks import check_class_labels, check_tokens, embedded
-from .inputs.keywords import understood
+from .inputs.keywords import takes_known_keywords
 from .modeling_interdomain import InterdomainModel, InterdomainPreTrainedModel
 from .ops.common.cpu import in_graph
 from .outputs.layer_losses import InterdomainClassifierOutput, at_least_one
@@ -64,7 +64,7 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
         if self.cls_token is not None:
             init.normal_(self.cls_token, std=config.initializer_range)
 
-    @understood
+    @takes_known_keywords
     @can_return_tuple
     def forward(
         self,

@@ -17,7 +17,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .configuration_interdomain import InterdomainConfig
 from .generation.mixin import InterdomainGenerationMixin, store_of_environment
 from .inputs.checks import check_classes, check_labels, check_tokens, embedded
-from .inputs.keywords import understood
+from .inputs.keywords import takes_known_keywords
 from .inputs.layout import lay_out, masks_by_kind
 from .layers.common import (
     AuxiliaryLoss,
@@ -191,7 +191,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         self.fingerprints.forget()
         return super().train(mode)
 
-    @understood
+    @takes_known_keywords
     @trains_layers
     @merge_with_config_defaults
     @capture_outputs
@@ -295,7 +295,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, InterdomainGenerationMi
         self.prompt_store = store_of_environment()
         self.post_init()
 
-    @understood
+    @takes_known_keywords
     @can_return_tuple
     def forward(
         self,

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 from transformers.generation import StoppingCriteriaList
 
 from ..inputs.checks import (
-    check_beside_guesses,
+    check_beside_drafts,
     check_cache_layers,
     check_early_exit,
     check_mask,
@@ -148,7 +148,7 @@ class InterdomainGenerationMixin(GenerationMixin):
         A cache that was not asked to record its past records no more than guesses where these are made here, and stops
         recording in the end.
         """
-        check_beside_guesses(generation_config)
+        check_beside_drafts(generation_config)
         mask, length = kwargs.get("attention_mask"), input_ids.shape[1]
         if not length and (mask is not None or generation_config.prompt_lookup_num_tokens is None):
             raise ValueError(
