@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import can_return_tuple
 
 from .configuration_interdomain import InterdomainConfig
-from .inputs.checks import check_class_labels, check_tokens, embedded
+from .inputs.checks import check_class_labels, check_tokens, embed_ids
 from .inputs.keywords import takes_known_keywords
 from .modeling_interdomain import InterdomainModel, InterdomainPreTrainedModel
 from .ops.common.cpu import in_graph
@@ -108,7 +108,7 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
                     "cu_seq_lens_q and seq_idx out."
                 )
             if inputs_embeds is None:
-                inputs_embeds = embedded(self.model.embed_tokens, input_ids)
+                inputs_embeds = embed_ids(self.model.embed_tokens, input_ids)
             if attention_mask is not None and attention_mask.shape != (batch, length):
                 raise ValueError(
                     f"attention_mask must have shape {[batch, length]}, one number a token without the learned one, "

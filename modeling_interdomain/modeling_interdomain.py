@@ -16,7 +16,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_interdomain import InterdomainConfig
 from .generation.mixin import InterdomainGenerationMixin, store_of_environment
-from .inputs.checks import check_classes, check_labels, check_tokens, embedded
+from .inputs.checks import check_classes, check_labels, check_tokens, embed_ids
 from .inputs.keywords import takes_known_keywords
 from .inputs.layout import lay_out, masks_by_kind
 from .layers.common import (
@@ -30,14 +30,14 @@ from .layers.common import (
 from .layers.rotary import InterdomainRotaryEmbedding
 from .layers.versions import CACHE_NAME, CACHE_NAMES, takes_cache
 from .mixers.base import TokenMixer
-from .model_cache.cache import note_reading
+from .model_cache.cache import mark_reading
 from .model_cache.methods import StateMethods
 from .outputs.layer_losses import (
     InterdomainCausalLMOutput,
     InterdomainModelOutput,
     LayerLosses,
     at_least_one,
-    count_asked,
+    count_labels,
     share_of_step,
     trains_layers,
 )
@@ -237,7 +237,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         """
         check_tokens(input_ids, inputs_embeds, self.config.hidden_size)
         if inputs_embeds is None:
-            inputs_embeds = embedded(self.embed_tokens, input_ids)
+            inputs_embeds = embed_ids(self.embed_tokens, input_ids)
         # With `assistant_early_exit` the library lowers the number: the first layers draft.
         layers: Any = list(self.layers)[: self.config.num_hidden_layers]
         layout = lay_out(
@@ -258,7 +258,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         }
         hidden_states = layout.inputs_embeds
         if layout.cache is not None:
-            note_reading(layout.cache, layout.seen)
+            mark_reading(layout.cache, layout.seen)
         for layer in layers:
             hidden_states = layer(
                 hidden_states,
@@ -273,7 +273,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         if self.config.residual_in_fp32:
             last = last.to(inputs_embeds.dtype)
         if layout.cache is not None:
-            note_reading(layout.cache, None)
+            mark_reading(layout.cache, None)
         return InterdomainModelOutput(last, layout.cache if use_cache else None)
 
 
@@ -366,7 +366,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, InterdomainGenerationMi
             if kwargs.get("shift_labels") is None:
                 kwargs = kwargs | {"shift_labels": shifted_labels(labels, group)}
         if items is None and (whole or self._counts_labels()):
-            items = count_asked(labels, kwargs.get("shift_labels"), kwargs.get("ignore_index", -100))
+            items = count_labels(labels, kwargs.get("shift_labels"), kwargs.get("ignore_index", -100))
             items = summed(items, group) if whole else items
         if items is not None:
             kwargs = kwargs | {"num_items_in_batch": at_least_one(items)}

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from .rollback import Pending, Piece, Record, Snapshot, check_recorded, copied, detached, map_states, own_constants
+from .rollback import Piece, Record, Snapshot, check_recorded, copied, detached, map_states, own_constants
 
 
 class FixedSize:
@@ -157,7 +157,7 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
     def commit(self) -> None:
         """Let conv state and states take in the pending inputs."""
         if self.pending:
-            found = Pending(self.recorded, self.pending).replayed(*self._stored())
+            found = self.recorded.after_last(self.pending, *self._stored())
             self.pending = 0
             self._store_all(*found)
 
@@ -188,7 +188,7 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
     @property
     def pads_pending(self) -> bool:
         """Whether a pad is among the pending inputs."""
-        return self.pending > 0 and Pending(self.recorded, self.pending).has_pads
+        return self.pending > 0 and not bool(self.recorded.last(self.pending)[-1].all())
 
     @property
     def resting_state(self) -> torch.Tensor:
@@ -202,11 +202,11 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
         conv_state = list(self._conv_states.values())
         if not self.pending or not conv_state:
             return conv_state
-        return Pending(self.recorded, self.pending).replayed(conv_state, None)[0]
+        return self.recorded.after_last(self.pending, conv_state, None)[0]
 
     def newest(self, tokens: int) -> tuple[torch.Tensor, ...]:
         """`Piece.inputs` of the last `tokens` recorded tokens: at most the pending and the new ones."""
-        return Pending(self.recorded, tokens).inputs
+        return self.recorded.last(tokens)
 
     # What the mixer reads and writes.
 

@@ -98,6 +98,17 @@ class Record(NamedTuple):
                 conv_state, states = self.replay(conv_state, states, *piece)
         return conv_state, states
 
+    def last(self, tokens: int) -> tuple[torch.Tensor, ...]:
+        """`Piece.inputs` of the last tokens, which are all in the last piece."""
+        piece = self.pieces[-1]
+        first = piece.tokens - tokens
+        return tuple(x[:, first:] for x in piece.inputs) if first else piece.inputs
+
+    @torch.no_grad()
+    def after_last(self, tokens: int, conv_state: list, states: dict | None) -> tuple[list, dict | None]:
+        """Conv state and states (if they are given) after the last tokens, of those before them."""
+        return self.replay(conv_state, states, self.last(tokens), self.pieces[-1].constants)
+
     def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Record":
         """With a function applied to every tensor that has a batch axis."""
 
@@ -194,26 +205,3 @@ def detached(x: torch.Tensor) -> torch.Tensor:
 
 def copied(x: torch.Tensor) -> torch.Tensor:
     return detached(x).clone()
-
-
-class Pending(NamedTuple):
-    """The last `tokens` of a record, all in its last piece: inputs that the states have not taken in yet."""
-
-    record: Record
-    tokens: int
-
-    @property
-    def inputs(self) -> tuple[torch.Tensor, ...]:
-        """See `Piece.inputs`."""
-        piece = self.record.pieces[-1]
-        first = piece.tokens - self.tokens
-        return tuple(x[:, first:] for x in piece.inputs) if first else piece.inputs
-
-    @property
-    def has_pads(self) -> bool:
-        return not bool(self.inputs[-1].all())
-
-    @torch.no_grad()
-    def replayed(self, conv_state: list[torch.Tensor], states: dict[str, torch.Tensor] | None):
-        """Conv state and states after these tokens, see `Record.replay`."""
-        return self.record.replay(conv_state, states, self.inputs, self.record.pieces[-1].constants)

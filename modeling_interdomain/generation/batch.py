@@ -159,20 +159,7 @@ class Batch:
 
 
 def write_batch(model, prompts: Sequence[Sequence[int]], generation_config, rows: int, options: dict[str, Any]):
-    """What `generate` would write after each prompt alone: `{request id: GenerationOutput}`, in the order of prompts.
-
-    Args:
-        model: as of a `Batch`.
-        prompts: token ids of each.
-        generation_config: or None, that of the model.
-        rows: how many are in flight at once.
-        options: of `generate`, beside the configuration.
-
-    Raises:
-        ValueError: for bad rows, prompts and options, before anything is read; and when a text comes to the end of the
-            positions that the model knows.
-        NotImplementedError: for models that cannot, with the reason.
-    """
+    """`generate_batch` of a model; `rows` are in flight at once, `options` those of `generate`."""
     unset = unset_lengths(model, generation_config, options)
     config, others = model._prepare_generation_config(generation_config, **options)
     if not isinstance(rows, int) or rows < 1:

@@ -19,7 +19,7 @@ SHARED, MOST_SHARED = 2, 8  # tokens that must match, and the most that are comp
 SHARED_BY_MANY, MANY_ROWS = 3, 4
 
 
-class SparingGuesses(CandidateGenerator):
+class DraftGenerator(CandidateGenerator):
     """Makes drafts, which a model verifies in one forward and takes back from where it disagrees.
 
     Args:
@@ -53,13 +53,13 @@ class SparingGuesses(CandidateGenerator):
         raise NotImplementedError
 
 
-class LikelyLookup(SparingGuesses):
+class LikelyLookup(DraftGenerator):
     """Drafts from the text so far.
 
     Args:
         lookup: the library's, whose limits hold: how many tokens a draft has, and where a text ends.
         device: of the model.
-        spared: as in `SparingGuesses`. Default: None.
+        spared: as in `DraftGenerator`. Default: None.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from ..inputs.checks import (
 )
 from ..layers.versions import CACHE_NAME, takes_cache
 from ..model_cache.cache import InterdomainCache, InterdomainStaticCache
-from .lookup import SparingGuesses, likely_guesses
+from .lookup import DraftGenerator, likely_guesses
 
 # Names the store of a new model: "memory" or a folder.
 STORE_VARIABLE = "INTERDOMAIN_PROMPT_STORE"
@@ -137,7 +137,7 @@ class InterdomainGenerationMixin(GenerationMixin):
     def within_positions(self, found: Any) -> Any:
         """A maker of drafts that stays within the model's positions, which a text that ends earlier may not reach."""
         room = self.config.longest_text
-        if isinstance(found, SparingGuesses) and room is not None:
+        if isinstance(found, DraftGenerator) and room is not None:
             found.max_length = min(found.max_length, room + 1)
         return found
 

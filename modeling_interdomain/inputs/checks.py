@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, StaticLayer
 
-from ..layers.common import AuxiliaryLoss, home_of
+from ..layers.common import AuxiliaryLoss, device_of
 from ..mixers.base import TokenMixer
-from ..model_cache.cache import check_unbroken, kind_of, look_into
+from ..model_cache.cache import check_unbroken, contents_of, kind_of
 from ..ops.common.cpu import in_graph, values_at_hand
 from ..ops.common.packing import Packing, cu_seqlens_from_numbers, packing_from_forks
 
@@ -55,7 +55,7 @@ def check_tokens(input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | N
         raise ValueError(f"inputs_embeds must be floating-point numbers, got {tokens.dtype}.")
 
 
-def embedded(table: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+def embed_ids(table: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
     """The embeddings of ids; on a CPU, an id outside of the table is named."""
     try:
         return table(input_ids)
@@ -320,7 +320,7 @@ def check_cache(cache: Cache | None, config, mixers: list[TokenMixer], batch: in
         return
     check_cache_layers(cache, config)
     for i, (layer, mixer) in enumerate(zip(cache.layers, mixers)):
-        home, found = home_of(mixer.o_proj), look_into(layer)
+        home, found = device_of(mixer.o_proj), contents_of(layer)
         if found.shapes is None:
             continue
         expected = mixer.cache_shapes(batch)
@@ -348,14 +348,14 @@ def check_cache(cache: Cache | None, config, mixers: list[TokenMixer], batch: in
 def _fits(layer, mixer: TokenMixer, batch: int) -> bool:
     """Whether the shapes that a recurrent layer noted when it made its tensors are the mixer's.
 
-    This quick check runs at every token; `look_into` takes longer.
+    This quick check runs at every token; `contents_of` takes longer.
     """
     noted = getattr(layer, "kept_shapes", None)
     return (
         noted is not None
         and noted == getattr(mixer, "kept_shapes", None)
         and layer.batch_size == batch
-        and layer.device == home_of(mixer.o_proj)
+        and layer.device == device_of(mixer.o_proj)
     )
 
 

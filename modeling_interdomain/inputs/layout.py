@@ -13,7 +13,7 @@ from transformers.masking_utils import (
 
 from ..layers.common import doubt_tables
 from ..layers.versions import CACHE_NAME
-from ..model_cache.cache import InterdomainCache, begins_text, note_reader, ready_to_step
+from ..model_cache.cache import InterdomainCache, is_at_start, ready_to_step, remember_model
 from ..ops.common.cpu import all_real, in_graph, values_at_hand
 from ..ops.common.packing import (
     Packing,
@@ -107,8 +107,8 @@ def lay_out(
         cache = InterdomainCache(config)
     if not torch.compiler.is_compiling():
         if cache is not None:
-            note_reader(cache, model)
-        if cache is None or begins_text(cache):
+            remember_model(cache, model)
+        if cache is None or is_at_start(cache):
             doubt_tables(model)
 
     documents = None if cu_seqlens is None else document_of_tokens(cu_seqlens, shape.numel()).view(shape)

@@ -8,7 +8,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 
 from ..cache.recurrent import RecurrentLayer
-from ..layers.common import doubt_tables, home_of
+from ..layers.common import device_of, doubt_tables
 from ..registry import TOKEN_MIXERS
 from .file import StateFileError, read_state_file, write_state_file
 from .fingerprint import decoder_of, model_fingerprint, tokenizer_fingerprint, tokens_fingerprint
@@ -101,7 +101,7 @@ class _InterdomainCacheMixin(Cache):
             return
         if not isinstance(asked, torch.Tensor) or asked.ndim != 1 or asked.is_floating_point():
             raise ValueError(f"{name} takes the numbers of rows as a tensor of one axis, got {asked!r}.")
-        count = next((held.shapes[0][0] for held in map(look_into, self.layers) if held.shapes), None)
+        count = next((held.shapes[0][0] for held in map(contents_of, self.layers) if held.shapes), None)
         if count is None or asked.device.type != "cpu":  # indices on a GPU are not looked at, which would wait for it
             return
         least = -count if name == "batch_select_indices" else 0
@@ -131,7 +131,7 @@ class _InterdomainCacheMixin(Cache):
         """Fill an empty cache with the `named_tensors` of one after `tokens` tokens, on the devices of the model."""
         doubt_tables(decoder_of(model))  # a text begins here, although its first tokens are in the cache
         for i, (layer, module) in enumerate(zip(self.layers, decoder_of(model).layers)):
-            home = home_of(module.token_mixer.o_proj)
+            home = device_of(module.token_mixer.o_proj)
             own = {name.partition(".")[2]: x.to(home) for name, x in tensors.items() if name.startswith(f"{i}.")}
             if hasattr(layer, "restore") and own:
                 layer.restore(own, tokens)
@@ -172,17 +172,12 @@ class _InterdomainCacheMixin(Cache):
             raise ValueError("This cache has read nothing that could be saved.")
         tensors = self.named_tensors()
         rows = next(iter(tensors.values())).shape[0]
+        if tokens is not None and tuple(tokens.shape) != (rows, seen):
+            raise ValueError(
+                f"tokens must have shape [B, T] = [{rows}, {seen}], what the cache has read, got {list(tokens.shape)}."
+            )
         about = {f"note.{name}": text for name, text in (notes or {}).items()}
-        about |= {"model": model_fingerprint(decoder), "rows": str(rows), "tokens": str(seen)}
-        if tokens is not None:
-            if tuple(tokens.shape) != (rows, seen):
-                raise ValueError(
-                    f"tokens must have shape [B, T] = [{rows}, {seen}], what the cache has read, got "
-                    f"{list(tokens.shape)}."
-                )
-            about["tokens_fingerprint"] = tokens_fingerprint(tokens)
-        if tokenizer is not None:
-            about["tokenizer"] = tokenizer_fingerprint(tokenizer)
+        about |= {"rows": str(rows), "tokens": str(seen)} | _fingerprints(decoder, tokenizer, tokens)
         write_state_file(path, tensors, about)
 
     @classmethod
@@ -206,12 +201,7 @@ class _InterdomainCacheMixin(Cache):
         """
         tensors, about = read_state_file(path)
         decoder = decoder_of(model)
-        wanted = {"model": model_fingerprint(decoder)}
-        if tokenizer is not None:
-            wanted["tokenizer"] = tokenizer_fingerprint(tokenizer)
-        if tokens is not None:
-            wanted["tokens_fingerprint"] = tokens_fingerprint(tokens)
-        for name, fingerprint in wanted.items():
+        for name, fingerprint in _fingerprints(decoder, tokenizer, tokens).items():
             _check_fingerprint(path, name, about.get(name), fingerprint)
         seen = int(about["tokens"])
         make: Any = cls
@@ -222,7 +212,7 @@ class _InterdomainCacheMixin(Cache):
                     f"{path} holds {seen} tokens, and max_cache_len={layer.max_cache_len} leaves room for fewer."
                 )
         cache.restore(tensors, seen, decoder)
-        note_reader(cache, decoder)
+        remember_model(cache, decoder)
         cache.notes = {name[5:]: text for name, text in about.items() if name.startswith("note.")}
         return cache
 
@@ -292,6 +282,16 @@ def _tensors_of(layer, index: int) -> dict[str, torch.Tensor]:
     return {"keys": layer.keys[:, :, :seen], "values": layer.values[:, :, :seen]}
 
 
+def _fingerprints(model, tokenizer, tokens: torch.Tensor | None) -> dict[str, str]:
+    """What a file says of whose state it is, as far as that is given."""
+    found = {"model": model_fingerprint(model)}
+    if tokenizer is not None:
+        found["tokenizer"] = tokenizer_fingerprint(tokenizer)
+    if tokens is not None:
+        found["tokens_fingerprint"] = tokens_fingerprint(tokens)
+    return found
+
+
 def _check_fingerprint(path, name: str, found: str | None, wanted: str) -> None:
     if found == wanted:
         return
@@ -304,13 +304,13 @@ def _check_fingerprint(path, name: str, found: str | None, wanted: str) -> None:
     )
 
 
-def note_reader(cache: Any, decoder) -> None:
+def remember_model(cache: Any, decoder) -> None:
     """Let a cache know for which model `save` keeps it."""
     if isinstance(cache, _InterdomainCacheMixin):
         cache._reader = weakref.ref(decoder)
 
 
-def note_reading(cache: Cache, since: int | None) -> None:
+def mark_reading(cache: Cache, since: int | None) -> None:
     """Note in a cache that a forward is writing into it, which found `since` tokens there (-1 if that is on a GPU);
     None: it has ended."""
     if not torch.compiler.is_compiling():
@@ -328,7 +328,7 @@ def check_unbroken(cache: Any) -> None:
             "A forward was broken off while it wrote into this past_key_values, whose layers have read different "
             "texts since: call its reset() and read the text again, or go on with a new one."
         )
-    note_reading(cache, None)
+    mark_reading(cache, None)
 
 
 def ready_to_step(cache: Cache) -> bool:
@@ -336,7 +336,7 @@ def ready_to_step(cache: Cache) -> bool:
     return all(layer.is_initialized for layer in cache.layers if isinstance(layer, RecurrentLayer))
 
 
-def begins_text(cache: Cache) -> bool:
+def is_at_start(cache: Cache) -> bool:
     """Whether there are recurrent layers, which have read nothing."""
     recurrent = [layer for layer in cache.layers if isinstance(layer, RecurrentLayer)]
     return bool(recurrent) and not recurrent[0].has_previous_state[0]
@@ -349,22 +349,22 @@ def kind_of(layer) -> str:
     return "keys_values" if hasattr(layer, "keys") and not hasattr(layer, "recurrent_states") else "other"
 
 
-class Held(NamedTuple):
+class LayerContents(NamedTuple):
     """Shapes of what a layer of any cache holds, and the device of a state; None as long as it holds nothing."""
 
     shapes: list[list[int]] | None = None
     device: torch.device | None = None
 
 
-def look_into(layer) -> Held:
+def contents_of(layer) -> LayerContents:
     """The shapes as `cache_shapes` of a mixer gives them: of keys and values batch, heads and head size."""
     if isinstance(layer, RecurrentLayer):
         held = layer.held()
-        return Held([list(x.shape) for x in held], held[-1].device) if held else Held()
+        return LayerContents([list(x.shape) for x in held], held[-1].device) if held else LayerContents()
     keys = getattr(layer, "keys", None)
     if keys is None or not layer.is_initialized or keys.ndim != 4:
-        return Held()
-    return Held([[*keys.shape[:2], keys.shape[3]]])
+        return LayerContents()
+    return LayerContents([[*keys.shape[:2], keys.shape[3]]])
 
 
 def _check_arguments(config, offloading: bool) -> None:

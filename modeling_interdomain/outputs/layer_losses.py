@@ -12,7 +12,7 @@ from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
     SequenceClassifierOutputWithPast,
 )
-from transformers.utils import logging
+from transformers.utils import ModelOutput, logging
 
 from ..layers.common import AuxiliaryLoss, RankingLoss
 from ..layers.versions import CACHE_NAME
@@ -39,10 +39,13 @@ class InterdomainModelOutput(BaseModelOutputWithPast):
 
 
 @dataclass
-class InterdomainCausalLMOutput(CausalLMOutputWithPast):
-    """With `layer_loss`, in training what the layers add to `loss`: `config.aux_loss_coef` times `aux_loss`, the sum of
+class HeadOutput(ModelOutput):
+    """What heads return beside loss and logits.
+
+    `layer_loss` is what the layers add to `loss` in training: `config.aux_loss_coef` times `aux_loss`, the sum of
     `auxiliary_losses`, and `config.ranking_loss_coef` times the sum of `ranking_losses`. Whoever computes a loss from
-    the logits adds it, see `add_layer_loss`."""
+    the logits adds it, see `add_layer_loss`.
+    """
 
     layer_loss: torch.Tensor | None = None
     aux_loss: torch.Tensor | None = None
@@ -52,14 +55,13 @@ class InterdomainCausalLMOutput(CausalLMOutputWithPast):
 
 
 @dataclass
-class InterdomainClassifierOutput(SequenceClassifierOutputWithPast):
-    """As `InterdomainCausalLMOutput`."""
+class InterdomainCausalLMOutput(HeadOutput, CausalLMOutputWithPast):
+    """The library's output with the fields of `HeadOutput`."""
 
-    layer_loss: torch.Tensor | None = None
-    aux_loss: torch.Tensor | None = None
-    auxiliary_losses: tuple[torch.Tensor, ...] | None = None
-    ranking_losses: tuple[torch.Tensor, ...] | None = None
-    chosen_experts: tuple[torch.Tensor, ...] | None = None
+
+@dataclass
+class InterdomainClassifierOutput(HeadOutput, SequenceClassifierOutputWithPast):
+    """The library's output with the fields of `HeadOutput`."""
 
 
 def add_layer_loss(compute_loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -79,7 +81,7 @@ def add_layer_loss(compute_loss: Callable[..., torch.Tensor]) -> Callable[..., t
 
     def loss(outputs: Any, labels: torch.Tensor | None, num_items_in_batch: torch.Tensor | int | None = None):
         own = compute_loss(outputs, labels, num_items_in_batch=num_items_in_batch)
-        return together(own, outputs.get("layer_loss"), *share_of_step(labels, None, num_items_in_batch))
+        return add_losses(own, outputs.get("layer_loss"), *share_of_step(labels, None, num_items_in_batch))
 
     return loss
 
@@ -91,10 +93,10 @@ def share_of_step(labels, shift_labels, items: torch.Tensor | int | None) -> tup
     """
     if labels is None or items is None:
         return 1, 1
-    return count_asked(labels, shift_labels), at_least_one(items)
+    return count_labels(labels, shift_labels), at_least_one(items)
 
 
-def count_asked(labels: torch.Tensor, shift_labels: torch.Tensor | None, ignored: int = -100) -> torch.Tensor:
+def count_labels(labels: torch.Tensor, shift_labels: torch.Tensor | None, ignored: int = -100) -> torch.Tensor:
     """How many of the labels count, given as for `share_of_step`."""
     if shift_labels is None:
         shift_labels = labels[:, 1:] if labels.ndim > 1 else labels
@@ -106,7 +108,7 @@ def at_least_one(items):
     return items + (items == 0)
 
 
-def together(loss: torch.Tensor | None, layer_loss: torch.Tensor | None, part=1, whole=1) -> torch.Tensor | None:
+def add_losses(loss: torch.Tensor | None, layer_loss: torch.Tensor | None, part=1, whole=1) -> torch.Tensor | None:
     """The loss with `part` of `whole` of what the layers add to it."""
     if loss is None or layer_loss is None:
         return loss
@@ -193,7 +195,7 @@ class LayerLosses:
         return not hasattr(self, "_loss_function")
 
     def _layer_losses(self, outputs, names=tuple(LAYER_LOSSES)) -> dict[str, torch.Tensor | None]:
-        """`layer_loss` and `aux_loss`, see `InterdomainCausalLMOutput`."""
+        """`layer_loss` and `aux_loss`, see `HeadOutput`."""
         layer_loss, totals = None, {}
         for name in names:
             coefficient, losses = LAYER_LOSSES[name][1], getattr(outputs, name)
@@ -211,7 +213,7 @@ class LayerLosses:
         warn_if_left_out(outputs.last_hidden_state, added["layer_loss"])
         names = *LAYER_LOSSES, "chosen_experts", "hidden_states", "attentions", CACHE_NAME
         returned = {name: outputs.get(name) for name in names}
-        return {"loss": together(loss, added["layer_loss"], part, whole), **added, **returned}
+        return {"loss": add_losses(loss, added["layer_loss"], part, whole), **added, **returned}
 
 
 def trains_layers(forward: Callable[..., Any]) -> Callable[..., Any]:

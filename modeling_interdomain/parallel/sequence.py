@@ -46,18 +46,13 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return _summed(x, group)
+        ctx.group, total = group, x.detach().clone()
+        dist.all_reduce(total, group=group)
+        return total
 
     @staticmethod
     def backward(ctx, *grads: torch.Tensor):
-        return _summed(grads[0], ctx.group), None
-
-
-def _summed(x: torch.Tensor, group: Any) -> torch.Tensor:
-    total = x.detach().clone()
-    dist.all_reduce(total, group=group)
-    return total
+        return _Summed.apply(grads[0], ctx.group), None
 
 
 def summed(x: torch.Tensor, group: Any) -> torch.Tensor:
