@@ -135,7 +135,7 @@ class InterdomainGenerationMixin(GenerationMixin):
         return self.within_positions(likely_guesses(found, self.device, model_kwargs.get("spared_cache")))
 
     def within_positions(self, found: Any) -> Any:
-        """A maker of drafts that stays within the model's positions, which a text that ends earlier may not reach."""
+        """Bound drafts by the positions that the model has: verifying one reads on behind where a text may end."""
         room = self.config.longest_text
         if isinstance(found, DraftGenerator) and room is not None:
             found.max_length = min(found.max_length, room + 1)
@@ -244,7 +244,7 @@ def store_of_environment() -> Any:
 
 
 def _rollback(config, generation_config) -> int:
-    """The tokens that one round of assisted decoding may take back: its longest draft."""
+    """The tokens that one round of assisted decoding may take back."""
     drafts = [generation_config.num_assistant_tokens, generation_config.prompt_lookup_num_tokens]
     if generation_config.is_assistant:
         drafts.append(generation_config.max_new_tokens)

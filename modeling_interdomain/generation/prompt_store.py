@@ -53,9 +53,10 @@ class StateStore:
     multiple of `block` tokens.
 
     Generation with a store writes what it writes without, up to rounding: the text is read in other pieces. A store
-    takes part in greedy decoding and sampling of one row without pads, and in continuous batching, where the prompts of
-    one `generate_batch()` also share with each other. All else reads the whole prompt: padded batches, beams, assisted
-    decoding, embeddings as inputs, hidden states of the prompt as outputs, training, process groups.
+    takes part in greedy decoding and sampling of one row without pads, and in continuous batching: the server's, and
+    that of `generate_batch()`, whose prompts also share with each other. All else reads the whole prompt: padded
+    batches, beams, assisted decoding, embeddings as inputs, hidden states of the prompt as outputs, training, process
+    groups.
 
     A state is found by all that made it, as far as that can be seen: the tokens, the configuration, the weights and
     buffers as they are (also where they were written through `.data`), adapters, the classes of modules and which of
@@ -137,7 +138,7 @@ class StateStore:
         return None
 
     def shared(self, model: str, ids: list[int], more_than: int) -> int | None:
-        """How many first tokens, in whole blocks, an earlier prompt shares, if they are a block `more_than` known."""
+        """How many of the first tokens, in whole blocks, an earlier prompt had too, if a block `more_than` are."""
         for beginning in reversed(self._blocks(ids[:-1])):
             if beginning.tokens < more_than + self.block:
                 return None

@@ -272,7 +272,7 @@ def check_cache_layers(cache: Cache, config) -> None:
 
 
 def check_early_exit(config, layers: int | None) -> None:
-    """As many layers are to draft as there are, at most."""
+    """The first layers that draft are layers of the model."""
     whole = isinstance(layers, int) and not isinstance(layers, bool)
     if layers is not None and not (whole and 1 <= layers <= config.num_hidden_layers):
         raise ValueError(

@@ -337,7 +337,7 @@ def ready_to_step(cache: Cache) -> bool:
 
 
 def is_at_start(cache: Cache) -> bool:
-    """Whether there are recurrent layers, which have read nothing."""
+    """Whether there are recurrent layers, and they have read nothing."""
     recurrent = [layer for layer in cache.layers if isinstance(layer, RecurrentLayer)]
     return bool(recurrent) and not recurrent[0].has_previous_state[0]
 
