@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, StaticLayer
 
-from ..layers.common import AuxiliaryLoss, device_of
+from ..layers.common import AuxiliaryLoss, home_of
 from ..mixers.base import TokenMixer
 from ..model_cache.cache import check_unbroken, contents_of, kind_of
 from ..ops.common.cpu import in_graph, values_at_hand
@@ -320,7 +320,7 @@ def check_cache(cache: Cache | None, config, mixers: list[TokenMixer], batch: in
         return
     check_cache_layers(cache, config)
     for i, (layer, mixer) in enumerate(zip(cache.layers, mixers)):
-        home, found = device_of(mixer.o_proj), contents_of(layer)
+        home, found = home_of(mixer.o_proj), contents_of(layer)
         if found.shapes is None:
             continue
         expected = mixer.cache_shapes(batch)
@@ -355,7 +355,7 @@ def _fits(layer, mixer: TokenMixer, batch: int) -> bool:
         noted is not None
         and noted == getattr(mixer, "kept_shapes", None)
         and layer.batch_size == batch
-        and layer.device == device_of(mixer.o_proj)
+        and layer.device == home_of(mixer.o_proj)
     )
 
 

@@ -121,7 +121,7 @@ def residual_projection(in_features: int, out_features: int, bias: bool = False)
     return linear
 
 
-def device_of(module: nn.Module) -> torch.device:
+def home_of(module: nn.Module) -> torch.device:
     """The device of a linear map's weights, which quantized may be buffers, or packed (by PyTorch, on a CPU alone)."""
     weight = getattr(module, "weight", None)
     if isinstance(weight, torch.Tensor):

@@ -8,7 +8,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 
 from ..cache.recurrent import RecurrentLayer
-from ..layers.common import device_of, doubt_tables
+from ..layers.common import doubt_tables, home_of
 from ..registry import TOKEN_MIXERS
 from .file import StateFileError, read_state_file, write_state_file
 from .fingerprint import decoder_of, model_fingerprint, tokenizer_fingerprint, tokens_fingerprint
@@ -131,7 +131,7 @@ class _InterdomainCacheMixin(Cache):
         """Fill an empty cache with the `named_tensors` of one after `tokens` tokens, on the devices of the model."""
         doubt_tables(decoder_of(model))  # a text begins here, although its first tokens are in the cache
         for i, (layer, module) in enumerate(zip(self.layers, decoder_of(model).layers)):
-            home = device_of(module.token_mixer.o_proj)
+            home = home_of(module.token_mixer.o_proj)
             own = {name.partition(".")[2]: x.to(home) for name, x in tensors.items() if name.startswith(f"{i}.")}
             if hasattr(layer, "restore") and own:
                 layer.restore(own, tokens)

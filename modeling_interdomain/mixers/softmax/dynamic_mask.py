@@ -14,7 +14,7 @@ from transformers import initialization as init
 from ...ops.common.cpu import autocasts
 from ...ops.common.launch import namespace
 
-# Columns that a head with a bias has more: attention kernels want multiples of 8, the same for keys and values.
+# Of a head with a bias: kernels want sizes that are multiples of 8, and the same of keys and values.
 BIAS_COLUMNS = 8
 
 
