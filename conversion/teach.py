@@ -50,11 +50,11 @@ ADAPTER = ("lora_",)
 ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 STAGES = ("layers", "whole", "long")
 RECURRENCE_RATE = 1e-3  # at most: a step too large makes the state forget or explode
-GATE = 0.1  # of the softmax's size, at the start
+GATE = 1.0  # of the softmax's size, when teaching starts: from a tenth, as it is converted, it learns slower
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="folder that `from-llama --window` wrote, or an earlier target")
+    parser.add_argument("source", help="folder that `from-llama` wrote, or an earlier target")
     parser.add_argument("target", type=lambda text: Path(text).resolve(), help="folder to write")
     parser.add_argument("--teacher", required=True, help="the Llama: folder, GGUF file, or its name on the Hub")
     parser.add_argument("--data", nargs="+", required=True, help="files or folders with text, to learn and measure on")
@@ -105,8 +105,8 @@ def read_source(options: argparse.Namespace) -> tuple[Path, InterdomainConfig, P
     config = read_config(source)
     if not isinstance(config, InterdomainConfig) or not memories(config):
         raise InputError(
-            f"{options.source} has no window layers with a memory to teach: `python -m conversion from-llama --window` "
-            "makes such a folder."
+            f"{options.source} has no window layers with a memory to teach: `python -m conversion from-llama` makes "
+            "such a folder."
         )
     folder = source_folder(options.teacher)
     teacher = read_config(folder)
@@ -272,7 +272,7 @@ def groups_of(model: PreTrainedModel, options: argparse.Namespace, stage: str) -
 
 @torch.no_grad()
 def start_gates(model: PreTrainedModel, batch: torch.Tensor) -> None:
-    """Let what a memory adds begin at a tenth of the size of what the softmax of its head answers to a batch.
+    """Let what a memory answers begin at the size of what the softmax of its head answers to a batch.
 
     Gates that have learned are left as they are.
     """

@@ -95,13 +95,13 @@ def test_the_gradients_of_all_layers_are_those_of_their_mean_error(place):
         torch.testing.assert_close(gradient, student.get_parameter(name).grad, msg=name)
 
 
-def test_gates_start_at_a_tenth_of_the_softmax_and_learned_ones_stay(place):
+def test_gates_start_at_the_size_of_the_softmax_and_learned_ones_stay(place):
     student = AutoModelForCausalLM.from_pretrained(place / "windows").eval()
     mixer, sizes = student.model.layers[2].token_mixer, []
     hook = mixer.attention.register_forward_hook(lambda m, i, output: sizes.append(output.square().mean((0, 1, 3))))
     teach.start_gates(student, ids(49))
     hook.remove()
-    torch.testing.assert_close(mixer.memory_gate, 0.1 * sizes[0].sqrt()[:, None].expand_as(mixer.memory_gate))
+    torch.testing.assert_close(mixer.memory_gate, sizes[0].sqrt()[:, None].expand_as(mixer.memory_gate))
     with torch.no_grad():
         mixer.memory_gate[0, 0] = 7.0
     learned = mixer.memory_gate.clone()
