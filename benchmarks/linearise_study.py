@@ -11,6 +11,7 @@ stopped or killed goes on when the same command is given again, and begins with 
 """
 
 import json
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks import readme, studies
 from benchmarks.harness import RESULTS, footnote, machine, markdown
+from benchmarks.linear_window import with_linear_attention
 from conversion.__main__ import main as command
 from conversion.from_llama import source_folder
 from conversion.gguf_files import SMOLLM2
@@ -31,6 +33,7 @@ FILE = RESULTS / "linearise_study.json"
 FRESH = {"source": SMOLLM2, "texts": 6, "edges": [0, 256, 1024, 2047, 8191, 65535]}
 LENGTH = 2048
 MODES = 64
+LINEAR = "linear"  # in place of the modes: linear attention whose state is as large
 WINDOWS = (256, 128, 64, 32)
 # Tokens of teaching: of each layer alone, of the whole model, of the whole model on longer texts.
 TEACHING = {"layers": 150_000, "whole": 450_000, "long": 150_000}
@@ -43,7 +46,7 @@ HELD_OUT_BYTES = 16_000  # of the training texts, to measure stages on
 TEXTS = {2048: 6, 8192: 6, 65536: 2}
 
 
-def kind(window: int | None = None, sinks: int = 4, modes: int = 0, **rest) -> dict:
+def kind(window: int | None = None, sinks: int = 4, modes: int | str = 0, **rest) -> dict:
     """One condition; without a window it is the Llama."""
     shape = {} if window is None else {"sinks": sinks, "modes": modes, "kept": 0, "taught": "no"}
     return {"window": window, **shape, "length": LENGTH} | rest
@@ -57,6 +60,8 @@ def plan(runs: list[dict]) -> Iterator[dict]:
     for stage in ("layers", "whole"):
         yield kind(64, modes=MODES, taught=stage)
     yield kind(64, taught="whole")  # what the weights of the Llama learn without a memory
+    for stage in ("layers", "whole"):
+        yield kind(64, modes=LINEAR, taught=stage)
     for stage in ("layers", "whole"):
         yield kind(64, modes=MODES, kept=8, taught=stage)  # of 30 layers
     taught = [kind(64, modes=MODES, taught="whole"), kind(64, modes=MODES, taught="long")]
@@ -93,10 +98,16 @@ class Study:
         with tempfile.TemporaryDirectory(dir=self.folder, prefix="untaught-") as place:
             return _load(self._converted(Path(place, "model"), window, **shape)), None
 
-    def _place(self, taught: str, window: int, kept: int, modes: int, **_) -> Path:
+    def _place(self, taught: str, window: int, kept: int, modes: int | str, **_) -> Path:
         return self.folder / f"window-{window}-kept-{kept}-modes-{modes}-{taught}"
 
-    def _converted(self, target: Path, window: int, sinks: int, modes: int, kept: int) -> Path:
+    def _converted(self, target: Path, window: int, sinks: int, modes: int | str, kept: int) -> Path:
+        if modes == LINEAR:
+            with tempfile.TemporaryDirectory(dir=self.folder, prefix="untaught-") as place:
+                windows = self._converted(Path(place, "model"), window, sinks, MODES, kept)
+                with_linear_attention(self.source, windows, Path(place, "linear"))
+                os.replace(Path(place, "linear"), target)
+            return target
         options = ["--window", window, "--sinks", sinks, "--state-size", modes]
         if kept:
             options += ["--layers", f"auto:{kept}", *self._text(), "--sequence-length", 1024]
@@ -150,7 +161,7 @@ def _load(folder: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def _stage_before(stage: str, modes: int) -> str | None:
+def _stage_before(stage: str, modes: int | str) -> str | None:
     """The stage whose folder a stage begins with; windows without a memory have nothing to learn layer by layer."""
     stages = list(TEACHING) if modes else list(TEACHING)[1:]
     place = stages.index(stage)
@@ -210,7 +221,7 @@ def _order(run: dict) -> tuple:
         -run["window"],
         -run["sinks"],
         run["kept"],
-        run["modes"],
+        str(run["modes"]),
         run.get("tokens", 0),
     )
 
@@ -220,6 +231,7 @@ def _label(run: dict) -> str:
         return "everything (the Llama)"
     sinks = f"and the first {run['sinks']}" if run["sinks"] else "alone"
     state = f", state of {run['modes']} modes" if run["modes"] else ""
+    state = ", linear attention of equal state" if run["modes"] == LINEAR else state
     kept = f", {run['kept']} layers softmax" if run["kept"] else ""
     taught = ", untaught" if run["modes"] else ""
     if run["taught"] != "no":

@@ -45,6 +45,8 @@ from examples.text_data import InputError, check_positive, encode, gather_docume
 from examples.training import RECURRENCE_PARAMETERS
 from model_cards.model_card import render
 from modeling_interdomain import InterdomainConfig
+from modeling_interdomain.mixers.window.mixer import WindowMixer
+from modeling_interdomain.registry import TOKEN_MIXERS
 
 # Parts of the names of what a window with a memory has and a Llama has not; in PEFT's adapters there is "lora_".
 MEMORY = ("share_proj", "q_map", "k_map", "v_map", "memory_gate", "recurrence")
@@ -128,7 +130,7 @@ def read_source(options: argparse.Namespace) -> tuple[Path, InterdomainConfig, P
 
 def windows(config: InterdomainConfig) -> list[int]:
     """The layers that see a window."""
-    return [i for i, name in enumerate(config.mixers_per_layer) if name == "window"]
+    return [i for i, name in enumerate(config.mixers_per_layer) if issubclass(TOKEN_MIXERS[name], WindowMixer)]
 
 
 def memories(config: InterdomainConfig) -> list[int]:

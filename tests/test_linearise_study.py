@@ -6,10 +6,11 @@ import pyarrow as pa
 import pytest
 import torch
 from pyarrow import parquet
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from benchmarks import harness, linearise_study
+from benchmarks import harness, linear_window, linearise_study
 from conversion import measure
+from conversion.__main__ import main
 from examples import text_data
 from tests.test_conversion import ids, save_llama
 from tests.test_conversion_teach import stop_at
@@ -47,7 +48,7 @@ def test_the_plan_begins_with_what_needs_no_teaching():
     assert plan[0] == {"window": None, "length": 2048} and plan[:10] == untaught[:10]
     assert {item["window"] for item in plan} == {None, *linearise_study.WINDOWS}
     stages = [item["taught"] for item in plan if item.get("taught", "no") != "no" and item["length"] == 2048]
-    assert stages == ["layers", "whole", "whole", "layers", "whole", "long"]
+    assert stages == ["layers", "whole", "whole", "layers", "whole", "layers", "whole", "long"]
     assert len({tuple(sorted(map(str, item.items()))) for item in plan}) == len(plan)
 
 
@@ -76,6 +77,7 @@ def table_of(rows: list[dict]) -> str:
 def test_a_run_of_each_kind_and_its_table(tmp_path, study):
     kind = linearise_study.kind
     runs = [kind(), kind(8, sinks=0), kind(8, modes=6), kind(8, modes=6, taught="whole"), kind(8, taught="whole")]
+    runs += [kind(8, modes=linearise_study.LINEAR, taught="layers")]
     rows = [item | study.run(**item) for item in runs]
     llama = LlamaForCausalLM.from_pretrained(tmp_path / "llama").eval()
     texts = measure.beginnings(study.tokenizer, list(text_data.read_documents([str(tmp_path / "longdocs")])), 2, 48)
@@ -87,6 +89,8 @@ def test_a_run_of_each_kind_and_its_table(tmp_path, study):
         "window-8-kept-0-modes-6-layers",
         "window-8-kept-0-modes-6-untaught",
         "window-8-kept-0-modes-6-whole",
+        "window-8-kept-0-modes-linear-layers",
+        "window-8-kept-0-modes-linear-untaught",
     ]
     again = study.run(**runs[3])  # what was taught is there
     assert again["perplexity"] == rows[3]["perplexity"] and (again["tokens"], rows[4]["tokens"]) == (288, 192)
@@ -97,6 +101,7 @@ def test_a_run_of_each_kind_and_its_table(tmp_path, study):
         "the last 8 tokens and the first 4, state of 6 modes, untaught",
         "the last 8 tokens and the first 4, state of 6 modes, taught (whole, 288 tokens)",
         "the last 8 tokens and the first 4, taught (whole, 192 tokens)",
+        "the last 8 tokens and the first 4, linear attention of equal state, taught (layers, 96 tokens)",
     ):
         assert f"| {label} |" in table
 
@@ -121,6 +126,32 @@ def test_a_stage_that_was_stopped_is_measured_as_far_as_it_came_and_goes_on(tmp_
     assert "taught (whole, 288 tokens) |" in said and "so far" not in said
     whole = linearise_study.Study(tmp_path, tmp_path / "others", str(tmp_path / "llama")).run(**item)
     assert whole["perplexity"] == record["runs"][2]["perplexity"]
+
+
+def test_linear_attention_has_a_state_as_large_and_is_its_definition(tmp_path):
+    llama = save_llama(tmp_path / "llama", num_key_value_heads=2)
+    assert main(["from-llama", str(tmp_path / "llama"), str(tmp_path / "w"), "--window", "8", "--state-size", "6"]) == 0
+    linear_window.with_linear_attention(tmp_path / "llama", tmp_path / "w", tmp_path / "linear")
+    windows, linear = (AutoModelForCausalLM.from_pretrained(tmp_path / x).eval() for x in ("w", "linear"))
+    shapes = [torch.Size(m.model.layers[1].token_mixer.kept_shapes[-1]).numel() for m in (windows, linear)]
+    assert shapes[0] == shapes[1] and linear.config.token_mixers == ["linear_window"] * 3
+    with torch.no_grad():
+        within = linear(ids(12)).logits
+        torch.testing.assert_close(within, llama(ids(12)).logits, rtol=1e-5, atol=1e-4)
+        whole, cache, pieces = linear(ids(40)).logits, None, []
+        for piece in ids(40).split([20, 1, 19], dim=1):
+            output = linear(piece, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            pieces.append(output.logits)
+    torch.testing.assert_close(torch.cat(pieces, dim=1), whole, rtol=1e-4, atol=1e-4)
+    recurrence = linear.model.layers[1].token_mixer.recurrence
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 9, n, d, generator=generator) for n, d in ((4, 5), (2, 5), (2, 3)))
+    state, decay, wanted = torch.zeros(2, 3, 5), torch.exp(-recurrence.log_dt.exp()), []
+    for q, k, v in zip(query[0], key[0], value[0]):
+        state = decay[:, None, None] * state + v[:, :, None] * k[:, None]
+        wanted.append((state.repeat_interleave(2, dim=0) @ q[..., None])[..., 0])
+    torch.testing.assert_close(recurrence(query, key, value)[0][0], torch.stack(wanted))
 
 
 def test_what_is_said_of_a_real_llama_in_windows():
