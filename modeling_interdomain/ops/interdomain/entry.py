@@ -285,7 +285,7 @@ def interdomain_step(
             changes, and its output is zero. No two rows may share a slot, nor may an index be N or more: that is
             refused on a CPU alone, elsewhere it corrupts states. Slots may lie apart (`stride(0)` above their size).
             The state of a new request is written by its prefill, which begins at zero. Default: None.
-        log_gate, write_gate, delta: `[B, G]` each, as in `interdomain_attention`; without "triton". Default: None.
+        log_gate, write_gate, delta: `[B, G]` each, as in `interdomain_attention`. Default: None.
 
     Returns:
         `[B, H, D]` in the dtype of `value`. Not differentiable: use `interdomain_attention` for gradients.
@@ -326,7 +326,7 @@ def take_step(
     Args:
         query, key, value: with or without an axis of the one token, `[B, 1, H, R]` or `[B, H, R]`.
         parameters: `log_decay`, `input_matrix`, `coefficient_matrix` and `product`, of which `step_tables` are made.
-        gates: `log_gate`, `write_gate` and `delta`, `[B, G]` or `[B, 1, G]` each or None; PyTorch takes the step.
+        gates: `log_gate`, `write_gate` and `delta`, `[B, G]` or `[B, 1, G]` each or None.
     """
     if torch.is_grad_enabled() or autocasts(query.device):
         with torch.no_grad(), without_autocast(query.device):
@@ -350,13 +350,9 @@ def take_step(
 def _step(
     backend, query, key, value, parameters: StepParameters, state, mask=None, wide=False, slots=None, gates=None
 ):  # fmt: skip
-    """`advance_state` and `read_state` by the fused kernels, which have no gates, or by PyTorch."""
-    if gates is not None:
-        from .gates import check_gated_backend
-
-        check_gated_backend(backend)
-    elif steps_fused(backend, state, slots):
-        output = _fused_step(backend, query, key, value, parameters.parameters, state, mask, wide, slots)
+    """`advance_state` and `read_state` by the fused kernels or by PyTorch."""
+    if steps_fused(backend, state, slots):
+        output = _fused_step(backend, query, key, value, parameters.parameters, state, mask, wide, slots, gates)
         if output is not None:
             return output
     if slots is not None:
@@ -384,15 +380,17 @@ def _step(
     return output if mask is None else output.where(mask[:, None, None], 0)
 
 
-def _fused_step(backend, query, key, value, parameters, state, mask, wide, slots):
+def _fused_step(backend, query, key, value, parameters, state, mask, wide, slots, gates):
     def run():
         from .triton_step import triton_step
 
         tokens = (x.squeeze(1) if x.ndim == 4 else x for x in (query, key, value))
+        each = (None if x is None else x.view(x.shape[0], x.shape[-1]) for x in gates or ())
         *tensors, product = parameters
-        return triton_step(*tokens, *tensors, state, product, mask, wide, slots)
+        return triton_step(*tokens, *tensors, state, product, mask, wide, slots, *each)
 
-    return fused(backend, (query, key, value, state), (query.shape[-1], value.shape[-1], state.shape[3]), run, "step")
+    widths = query.shape[-1], value.shape[-1], state.shape[3]
+    return fused(backend, (query, key, value, state), widths, run, "gated step" if gates else "step")
 
 
 def append_one(value: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,7 @@ def checked_gates(
     """Refuse gates that do not fit keys with these axes in front, and where there are none.
 
     Args:
-        backend: of the operator or the step.
+        backend: of the operator; a step has gates in all of its own.
     """
     named = [(name, x, f"{rows}, G") for name, x in zip(Gates._fields, gates) if x is not None]
     check_tensors(("key", key, f"{rows}, G, R"), *named)
@@ -50,14 +50,15 @@ def checked_gates(
         )
     if found.delta is not None and normalize:
         raise ValueError("delta needs the plain readout: use normalize=False, or leave delta away.")
-    check_gated_backend(backend)
+    if rows != "B":
+        check_gated_backend(backend)
     if torch.compiler.is_exporting():
         raise ValueError("Exported graphs have no gates and no delta rule: export a model without them.")
     return found
 
 
 def check_gated_backend(backend: str) -> None:
-    """Refuse a backend that has no gates."""
+    """Refuse a backend of the operator that has no gates."""
     if backend not in GATED_BACKENDS:
         raise ValueError(
             f"backend {backend!r} has no gates and no delta rule: with log_gate, write_gate or delta it must be one of "
