@@ -145,6 +145,15 @@ def state_rows(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> int:
     return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
+def step_rows(x: torch.Tensor, state, state_indices: torch.Tensor | None) -> int:
+    """How many rows the state of a step of `[B, ...]` has: B, or the slots of the pool that the indices fit into."""
+    if state_indices is None:
+        return x.shape[0]
+    from .slots import check_slots
+
+    return check_slots(state_indices, state, x.shape[0], x.device)
+
+
 def mask_from_lengths(lengths: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """`[B, T]` bool, False for the pads behind the first `lengths` `[B]` of tokens `[B, T, ...]`."""
     return torch.arange(x.shape[1], device=x.device) < lengths[:, None]

@@ -8,7 +8,7 @@ import torch
 from ..common.checks import check_documents, check_floats, check_how, check_state, check_tensors, real_tokens, shape_of
 from ..common.cpu import autocasts, multiplies_bf16, without_autocast
 from ..common.launch import check_step_backend, fused, steps_fused
-from ..common.packing import mask_from_lengths, state_rows
+from ..common.packing import mask_from_lengths, state_rows, step_rows
 from ..diagonal.step import StepParameters, advance_state, read_state, step_tables
 from .chunk import chunk_attention
 from .readout import PRODUCTS
@@ -294,12 +294,7 @@ def interdomain_step(
         ValueError: when an argument has a wrong shape, device or value, before the state is touched.
     """
     check_inputs((query, key, value), log_decay, input_matrix, coefficient_matrix, product, rows="B")
-    rows = query.shape[0]
-    if state_indices is not None:
-        from ..common.slots import check_slots
-
-        rows = check_slots(state_indices, state, rows, query.device)
-    _check_state(state, "state", rows, key, value, log_decay, normalize)
+    _check_state(state, "state", step_rows(query, state, state_indices), key, value, log_decay, normalize)
     check_step_backend(backend, state, state_indices)
     gates = _gates(key, log_gate, write_gate, delta, normalize, backend, rows="B")
     mask = real_tokens(mask, query)

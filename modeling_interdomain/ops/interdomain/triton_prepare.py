@@ -430,15 +430,8 @@ def sum_runs(partial, sections, runs, sums, ROWS: tl.constexpr, BLOCK: tl.conste
 _prepare, _prepare_backward, _sum_runs = prepare, prepare_backward, sum_runs
 
 
-class _Launch(NamedTuple):
-    """Grid, arguments and options that both kernels share."""
-
-    grid: tuple[int, int]
-    shared: tuple  # from `rotation` to `eps`
-    options: dict
-
-
-def _launch(q, v, conv_weight, cos, sin, documents, cu_seqlens, lengths, heads, groups, placement, eps) -> _Launch:
+def _launch(q, v, conv_weight, cos, sin, documents, cu_seqlens, lengths, heads, groups, placement, eps):
+    """Grid, shared arguments (from `rotation` to `eps`) and options of both kernels."""
     batch, length = q.shape[:2]
     tokens, run = batch * length, _RUN if batch * length > 4096 else 16
     feature_dim, value_dim = q.shape[2] // heads, v.shape[2] // groups
@@ -452,8 +445,7 @@ def _launch(q, v, conv_weight, cos, sin, documents, cu_seqlens, lengths, heads, 
     period, rope = (1, Rope("none", 0)) if cos is None else (cos.shape[0] * cos.shape[1], Rope(placement, cos.shape[2]))
     options = {"KEYS": keys, "VALUES": values, "RUN": run, "KERNEL": conv_weight.shape[1], "ROPE": rope}
     blocks = -(-heads // keys.BH) - (-groups // keys.BH) - (-groups // values.BH)
-    shared = (Rotation(cos, sin), rows, tokens, length, period, heads, groups, eps)
-    return _Launch((-(-tokens // run), blocks), shared, options)
+    return (-(-tokens // run), blocks), (Rotation(cos, sin), rows, tokens, length, period, heads, groups, eps), options
 
 
 def _forward(
@@ -469,16 +461,17 @@ def _forward(
         # Kernels write where there is a token; without one the window stays as it was.
         for old, new in zip((q_window, k_window), conv_state, strict=True):
             new.zero_() if old is None else new.copy_(old)
-    launch = _launch(q, v, q_conv_weight, cos, sin, documents, cu_seqlens, lengths, heads, groups, placement, eps)
+    grid, shared, options = _launch(
+        q, v, q_conv_weight, cos, sin, documents, cu_seqlens, lengths, heads, groups, placement, eps
+    )
     written = conv_state if write_conv_state else (None, None)
     with on_device(q):
-        _prepare[launch.grid](
+        _prepare[grid](
             Projection(q, query, q_conv_weight, q_window, written[0]),
             Projection(k, key, k_conv_weight, k_window, written[1], k_weight, k_bias),
             Projection(v, value, weight=v_weight, bias=v_bias),
-            *launch.shared,
-            **launch.options,
-        )
+            *shared, **options,
+        )  # fmt: skip
     return outputs
 
 
@@ -495,25 +488,23 @@ def _outputs(q, k, v, q_conv_weight, *rest):
 
 
 def _backward(inputs, grads, needs):
-    q, k, v, q_conv_weight, k_conv_weight, k_weight, v_weight, _, _, q_window, k_window, *shared, _ = inputs
+    q, k, v, q_conv_weight, k_conv_weight, k_weight, v_weight, _, _, q_window, k_window, *others, _ = inputs
     grad_query, grad_key, grad_value = (
         v.new_zeros(like.shape) if x is None else x for x, like in zip(grads, _outputs(*inputs)[:3])
     )
-    launch = _launch(q, v, q_conv_weight, *shared)
+    grid, shared, options = _launch(q, v, q_conv_weight, *others)
     tokens = grad_q, grad_k, grad_v = [torch.empty_like(x) for x in (q, k, v)]
     sizes = _sizes_of_sums(q, k, v, q_conv_weight)
-    partial = q.new_empty((launch.grid[0], sum(sizes)), dtype=torch.float32)
+    partial = q.new_empty((grid[0], sum(sizes)), dtype=torch.float32)
     partials = partial.split(sizes, dim=1)
     parameters = [None if x is None else torch.empty_like(x) for x in inputs[3:9]]
     with on_device(q):
-        _prepare_backward[launch.grid](
+        _prepare_backward[grid](
             ProjectionBackward(q, grad_query, grad_q, partials[0], q_conv_weight, q_window),
             ProjectionBackward(k, grad_key, grad_k, partials[1], k_conv_weight, k_window, k_weight),
             ProjectionBackward(v, grad_value, grad_v, partials[2], weight=v_weight),
-            *launch.shared,
-            sum(sizes),
-            **launch.options,
-        )
+            *shared, sum(sizes), **options,
+        )  # fmt: skip
         sections = _sections(q, k, v, parameters)
         _sum_runs[(-(-sections[-1].end // 32),)](
             partial, sections, len(partial), sum(sizes), ROWS=64, BLOCK=32, num_warps=4

@@ -202,10 +202,8 @@ def step_values(
 
 _step_keys, _step_values = step_keys, step_values
 
-_NAMESPACE = namespace(__name__)
 
-
-@torch.library.custom_op(f"{_NAMESPACE}::step", mutates_args=("state",))
+@torch.library.custom_op(f"{namespace(__name__)}::step", mutates_args=("state",))
 def triton_step(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -5,7 +5,7 @@ import torch
 from ..common.checks import check_documents, check_how, check_state, check_tensors, real_tokens
 from ..common.cpu import without_autocast
 from ..common.launch import check_step_backend, fused, steps_fused
-from ..common.packing import state_rows
+from ..common.packing import state_rows, step_rows
 from ..diagonal.step import StepParameters, StepTables, advance_state, transition_tables
 from .chunk import chunk_s4d
 
@@ -107,12 +107,7 @@ def s4d_step(
         ValueError: when an argument has a wrong shape, device or value, before the state is touched.
     """
     _check_inputs(key, value, log_decay, input_matrix, readout, rows="B")
-    rows = key.shape[0]
-    if state_indices is not None:
-        from ..common.slots import check_slots
-
-        rows = check_slots(state_indices, state, rows, key.device)
-    _check_state("state", state, rows, key, value, log_decay)
+    _check_state("state", state, step_rows(key, state, state_indices), key, value, log_decay)
     check_step_backend(backend, state, state_indices)
     parameters, mask = StepParameters(s4d_tables, log_decay, input_matrix, readout), real_tokens(mask, key)
     return take_s4d_step(key, value, parameters, state=state, mask=mask, backend=backend, state_indices=state_indices)

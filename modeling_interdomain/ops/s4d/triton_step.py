@@ -56,10 +56,8 @@ def s4d_step(
 
 _s4d_step = s4d_step
 
-_NAMESPACE = namespace(__name__)
 
-
-@torch.library.custom_op(f"{_NAMESPACE}::step", mutates_args=("state",))
+@torch.library.custom_op(f"{namespace(__name__)}::step", mutates_args=("state",))
 def triton_s4d_step(
     inputs: torch.Tensor, decay: torch.Tensor, turn: torch.Tensor, beta: torch.Tensor, rows: torch.Tensor,
     state: torch.Tensor, mask: torch.Tensor | None, slots: torch.Tensor | None = None,

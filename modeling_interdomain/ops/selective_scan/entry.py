@@ -5,7 +5,7 @@ import torch
 from ..common.checks import check_documents, check_how, check_state, check_tensors, real_tokens
 from ..common.cpu import autocasts, without_autocast
 from ..common.launch import check_step_backend, fused, steps_fused
-from ..common.packing import state_rows, zero_pads
+from ..common.packing import state_rows, step_rows, zero_pads
 from .chunk import chunk_scan
 from .naive import export_scan, recurrent_scan
 
@@ -145,12 +145,7 @@ def selective_scan_step(
         ValueError: when an argument has a wrong shape, device or value, before the state is touched.
     """
     _check_inputs(query, key, value, step, rate, skip, rows="B")
-    rows = query.shape[0]
-    if state_indices is not None:
-        from ..common.slots import check_slots
-
-        rows = check_slots(state_indices, state, rows, query.device)
-    _check_state(state, "state", rows, value, rate)
+    _check_state(state, "state", step_rows(query, state, state_indices), value, rate)
     check_step_backend(backend, state, state_indices)
     mask = real_tokens(mask, query)
     return take_scan_step(query, key, value, step, rate, state, skip, mask, backend, state_indices)

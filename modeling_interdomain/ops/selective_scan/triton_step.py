@@ -46,10 +46,8 @@ def scan_step(
 
 _scan_step = scan_step
 
-_NAMESPACE = namespace(__name__)
 
-
-@torch.library.custom_op(f"{_NAMESPACE}::step", mutates_args=("state",))
+@torch.library.custom_op(f"{namespace(__name__)}::step", mutates_args=("state",))
 def triton_scan_step(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: torch.Tensor, rate: torch.Tensor,
     state: torch.Tensor, skip: torch.Tensor | None, mask: torch.Tensor | None, slots: torch.Tensor | None = None,

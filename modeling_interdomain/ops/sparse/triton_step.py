@@ -164,11 +164,9 @@ def step_set(
 
 _step_set = step_set
 
-_NAMESPACE = namespace(__name__)
-
 
 @torch.library.custom_op(
-    f"{_NAMESPACE}::step_set", mutates_args=("entries", "places", "scores", "known", "softmax", "out")
+    f"{namespace(__name__)}::step_set", mutates_args=("entries", "places", "scores", "known", "softmax", "out")
 )
 def _set(
     query: torch.Tensor, entry: torch.Tensor, score: torch.Tensor | None, own: torch.Tensor | None,

@@ -6,7 +6,7 @@ from ..common.checks import check_documents, check_how, check_state, check_tenso
 from ..common.cpu import autocasts, without_autocast
 from ..common.decay import finite
 from ..common.launch import STEP_BACKENDS, check_step_backend, fused, steps_fused
-from ..common.packing import state_rows
+from ..common.packing import state_rows, step_rows
 from .chunk import chunk_ssd
 from .naive import export_ssd, recurrent_ssd
 
@@ -132,12 +132,7 @@ def ssd_step(
     if plain and _is_plain_step(query, key, value, log_decay, state, backend):
         return _advance_and_read(query, key, value, log_decay, state)
     check_inputs((query, key, value), log_decay, rows="B")
-    rows = query.shape[0]
-    if state_indices is not None:
-        from ..common.slots import check_slots
-
-        rows = check_slots(state_indices, state, rows, query.device)
-    _check_state(state, "state", rows, key, value)
+    _check_state(state, "state", step_rows(query, state, state_indices), key, value)
     check_step_backend(backend, state, state_indices)
     return take_ssd_step(query, key, value, log_decay, state, real_tokens(mask, query), backend, state_indices)
 

@@ -44,10 +44,8 @@ def ssd_step(
 
 _ssd_step = ssd_step
 
-_NAMESPACE = namespace(__name__)
 
-
-@torch.library.custom_op(f"{_NAMESPACE}::step", mutates_args=("state",))
+@torch.library.custom_op(f"{namespace(__name__)}::step", mutates_args=("state",))
 def triton_ssd_step(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, state: torch.Tensor,
     mask: torch.Tensor | None, slots: torch.Tensor | None = None,
