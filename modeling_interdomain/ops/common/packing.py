@@ -165,6 +165,18 @@ def zero_pads(lengths: torch.Tensor, *tokens: torch.Tensor) -> list[torch.Tensor
     return [torch.where(real.view(*real.shape, *[1] * (x.ndim - 2)), x, 0) for x in tokens]
 
 
+def export_slots(x: torch.Tensor, size: int, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    """`[chunks, size]`: the places along T of tokens `[B, T, ...]` in the chunks of an exported graph.
+
+    A tracer specialises on an axis of one element: so there is one chunk more than needed, and tokens are to be
+    gathered by index rather than viewed.
+    """
+    if cu_seqlens is not None:
+        raise ValueError("cu_seqlens cannot be exported: pass the documents as rows, with lengths.")
+    chunks = torch.arange((x.shape[1] + size - 1) // size + 1, device=x.device)
+    return chunks[:, None] * size + torch.arange(size, device=x.device)
+
+
 def within_documents(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
     """`[..., T, T]`, zero between tokens of different documents."""
     if cu_seqlens is None:

@@ -3,9 +3,8 @@ operations alone, whatever the batch and the length.
 
 The mathematics is that of `ops/interdomain/chunk_call.py` and `ops/s4d/chunk.py`. Lengths are handled with indices, and
 the states before the chunks come without a loop over them: one after the other within blocks of a few chunks, in all
-blocks at once, and across blocks by parallel prefix. A tracer specialises on an axis of one element, so there are one
-chunk and one block more than needed, and tokens are gathered by index rather than viewed. Complex numbers are
-interleaved pairs, 2M real ones.
+blocks at once, and across blocks by parallel prefix, with one block more than needed, as there is one chunk more
+(`export_slots`). Complex numbers are interleaved pairs, 2M real ones.
 """
 
 import math
@@ -13,6 +12,7 @@ import math
 import torch
 
 from ..common.decay import finite
+from ..common.packing import export_slots
 from .mixing import mixing_matrix
 
 _BLOCK = 8  # chunks
@@ -69,13 +69,10 @@ class _ChunkStates:
     """
 
     def __init__(self, inputs, log_decay, input_matrix, initial_state, cu_seqlens, lengths, chunk_size):
-        if cu_seqlens is not None:
-            raise ValueError("cu_seqlens cannot be exported: pass the documents as rows, with lengths.")
         self.length, self.size, self.tokens, self.log_decay = inputs.shape[1], chunk_size, inputs, log_decay
         device = inputs.device
-        self.chunks = (self.length + chunk_size - 1) // chunk_size + 1
-        self.slots = torch.arange(self.chunks, device=device)[:, None] * chunk_size
-        self.slots = self.slots + torch.arange(chunk_size, device=device)  # [N, C]
+        self.slots = export_slots(inputs, chunk_size, cu_seqlens)  # [N, C]
+        self.chunks = self.slots.shape[0]
         if lengths is None:
             lengths = torch.zeros_like(inputs[:, 0, 0, 0], dtype=torch.long) + self.length
         self.lengths = lengths.long()

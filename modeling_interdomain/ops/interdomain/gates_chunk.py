@@ -34,21 +34,9 @@ _DELTA_CHUNK = 32
 
 
 def gated_chunk_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    coefficient_matrix: torch.Tensor | None,
-    product: str,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    chunk_size: int,
-    output_final_state: bool,
-    log_gate: torch.Tensor | None,
-    delta: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query, key, value, log_decay, input_matrix, coefficient_matrix, product: str, initial_state, cu_seqlens, lengths,
+    chunk_size: int, output_final_state: bool, log_gate, delta,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """As `chunk_attention`, in one real dtype but for the gates, which may be in any.
 
     Args:
@@ -340,21 +328,11 @@ class GatedGradients(Gradients):
 
 
 def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    coefficient_matrix: torch.Tensor | None,
-    initial_state: torch.Tensor | None,
-    log_gate: torch.Tensor,
-    delta: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    product: str,
-    chunk_size: int,
-    output_final_state: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, input_matrix: torch.Tensor,
+    coefficient_matrix: torch.Tensor | None, initial_state: torch.Tensor | None, log_gate: torch.Tensor,
+    delta: torch.Tensor | None, cu_seqlens: torch.Tensor | None, lengths: torch.Tensor | None, product: str,
+    chunk_size: int, output_final_state: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     inputs = query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state
     call = GatedCall(
         *inputs, cu_seqlens, lengths, product, chunk_size, output_final_state, log_gate=log_gate, delta=delta

@@ -4,6 +4,8 @@ from itertools import pairwise
 
 import torch
 
+from ..common.packing import export_slots
+
 _EXPORT_CHUNK = 16
 _DOUBLINGS = 17  # 2^17 chunks: 2 million tokens
 
@@ -26,16 +28,9 @@ def recurrent_scan(query, key, value, step, rate, initial_state, cu_seqlens) -> 
 
 
 def export_scan(query, key, value, step, rate, initial_state, cu_seqlens) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same for any batch and length: all chunks side by side, and their ends by parallel prefix.
-
-    A tracer specialises on an axis of one element, so there is one chunk more than needed, and tokens are gathered by
-    index rather than viewed.
-    """
-    if cu_seqlens is not None:
-        raise ValueError("cu_seqlens cannot be exported: pass the documents as rows, with lengths.")
+    """The same for any batch and length: all chunks side by side, and their ends by parallel prefix."""
     size, length = _EXPORT_CHUNK, value.shape[1]
-    chunks = (length + size - 1) // size + 1
-    slots = torch.arange(chunks, device=value.device)[:, None] * size + torch.arange(size, device=value.device)
+    slots = export_slots(value, size, cu_seqlens)
     real, places = slots < length, slots.clamp(max=length - 1)  # [n, C]
     query, key, value = (x[:, places] for x in (query, key, value))  # [B, n, C, W]
     step = torch.where(real[..., None], step[:, places], 0)  # of 0: the state stays, and nothing comes in

@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 
 from ..common.decay import finite
-from ..common.packing import zero_pads
+from ..common.packing import export_slots, zero_pads
 
 
 def recurrent_ssd(
@@ -34,20 +34,12 @@ def recurrent_ssd(
 def export_ssd(
     query, key, value, log_decay, initial_state, cu_seqlens, lengths, chunk_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `ssd_attention`, for any batch and length; one product over all pairs of chunks gives the states.
-
-    A tracer specialises on an axis of one element, so there is one chunk more than needed, and tokens are gathered by
-    index rather than viewed.
-    """
-    if cu_seqlens is not None:
-        raise ValueError("cu_seqlens cannot be exported: pass the documents as rows, with lengths.")
+    """As `ssd_attention`, for any batch and length; one product over all pairs of chunks gives the states."""
+    slots = export_slots(query, chunk_size, cu_seqlens)
     if lengths is not None:
         query, key, value, log_decay = zero_pads(lengths, query, key, value, log_decay)
     length, groups = query.shape[1], key.shape[2]
-    chunks = (length + chunk_size - 1) // chunk_size + 1
-    slots = torch.arange(chunks, device=query.device)[:, None] * chunk_size
-    slots = slots + torch.arange(chunk_size, device=query.device)  # [n, C]
-    real, places = slots < length, slots.clamp(max=length - 1)
+    real, places = slots < length, slots.clamp(max=length - 1)  # [n, C]
     query, key = (x[:, places].permute(3, 0, 1, 2, 4) for x in (query, key))  # [G, B, n, C, N]
     value = torch.where(real[..., None, None], value[:, places], 0)
     value = value.unflatten(3, (groups, -1)).permute(3, 4, 0, 1, 2, 5)  # [G, P, B, n, C, W]
