@@ -301,6 +301,6 @@ def carry(powers: torch.Tensor, sources: torch.Tensor, at: torch.Tensor, to: tor
 
 
 def carry_back(powers: torch.Tensor, sources: torch.Tensor, at: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
-    """The adjoint of `carry`: `out[s] = sum_{j >= s} conj(lambda)^(at_j - to_s) sources[j]`."""
+    """The adjoint road: `out[s] = sum_{j >= s} conj(lambda)^(at_j - to_s) sources[j]`."""
     conjugate = torch.stack([powers[:, :, 0], -powers[:, :, 1]], dim=2)
     return carry(conjugate, sources.flip(1), -at.flip(1), -to.flip(1)).flip(1).contiguous()

@@ -224,7 +224,7 @@ def mixing_backward(
 
 
 @triton.jit
-def _push_stored_backward(
+def _give(
     w, mixed, f, tokens, states, powers, start, length, stride, f_stride, WIDTH: tl.constexpr, PADDED: tl.constexpr,
     BD: tl.constexpr, C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
@@ -287,7 +287,7 @@ def _push_side(
                 w, mixed, c + group * WIDTH, state, powers, grad_f + head * WIDTH, start, length, stride,
                 groups * WIDTH, heads * WIDTH, WIDTH, PADDED, BD, C, M, BM, SKEWED, MATH,
             )  # fmt: skip
-        _push_stored_backward(
+        _give(
             w, mixed, f, grads.tokens + head * WIDTH, grads.states + (slot * heads + head) * 2 * M * PADDED, powers,
             start, length, stride, heads * WIDTH, WIDTH, PADDED, BD, C, M, BM, SKEWED, MATH,
         )  # fmt: skip
