@@ -58,7 +58,7 @@ _pull_both_skewed, _push_both_skewed = tuned(pull_both, _KIND, [(4, 1)]), tuned(
 def triton_attention(
     query, key, value, log_decay, input_matrix, coefficient_matrix, product: str, initial_state, cu_seqlens,
     chunk_size: int, wide: bool = False, lengths=None, output_final_state: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """As `chunk_attention`, for tokens in bfloat16, float16 or float32; parameters and states are float32.
 
     Args:
@@ -72,7 +72,7 @@ def triton_attention(
     """
     if log_decay.shape[1] > _LARGEST_DIAGONAL:
         coefficient_matrix = _in_full(coefficient_matrix, log_decay)
-    return _operator(
+    output, final = _operator(
         *contiguous(query, key, value),
         *contiguous(log_decay, input_matrix, coefficient_matrix, initial_state, dtype=torch.float32),
         *contiguous(cu_seqlens, lengths, dtype=torch.int32),
@@ -81,6 +81,7 @@ def triton_attention(
         wide,
         output_final_state,
     )
+    return output, final if output_final_state else None
 
 
 def _largest_chunk(dtype: torch.dtype, size: int) -> int:

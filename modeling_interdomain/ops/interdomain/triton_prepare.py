@@ -18,15 +18,15 @@ from ..common.custom_op import differentiable
 from ..common.launch import contiguous, on_device, power_of_two, tl, triton
 from ..common.packing import state_rows
 
-# Tokens a program walks, and the numbers of a token it holds.
+# Tokens that a program walks, and numbers of a token that it holds.
 _RUN, _TILE = 64, 512
 
 
 class Projection(NamedTuple):
-    """One of query, key and value: `[tokens, heads, width]` in and out, and what belongs to it.
+    """One of query, key and value: `[tokens, heads, width]` in and out, with its convolution and its norm.
 
-    The values have no conv_weight (`[heads, width, KERNEL]`) and no conv state (`[rows, heads, width, KERNEL - 1]`, of
-    which `window` is read and `new_window` written); these two, as weight and bias of the norm, may be None elsewhere.
+    Values have neither conv_weight (`[heads, width, KERNEL]`) nor conv state (`[rows, heads, width, KERNEL - 1]`, read
+    from `window`, written to `new_window`). Conv state, weight and bias of the norm may also be None elsewhere.
     """
 
     x: Any
@@ -39,9 +39,9 @@ class Projection(NamedTuple):
 
 
 class ProjectionBackward(NamedTuple):
-    """The backward of a `Projection`: `grad_out` is read; written are `grad_x` and, for each run of tokens, the sums
-    that are the gradients of conv_weight `[heads, width, KERNEL]`, weight and bias `[heads, width]`, one after the
-    other in a row of `partial`; the rows of the three projections lie side by side.
+    """The backward pass of a `Projection`: reads `grad_out`; writes `grad_x` and, for each run of tokens, a row of
+    `partial` with its sums for the gradients of conv_weight `[heads, width, KERNEL]`, weight and bias `[heads, width]`.
+    The rows of the three projections lie side by side.
     """
 
     x: Any
@@ -54,15 +54,15 @@ class ProjectionBackward(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines `[1 or B, T, dim]`, or None; after `period` tokens they repeat."""
+    """Cosines and sines `[1 or B, T, dim]`, or None; they repeat after `period` tokens."""
 
     cos: Any
     sin: Any
 
 
 class Rows(NamedTuple):
-    """Which row or document a token belongs to (`ids`, only where documents are packed) and where these begin and end;
-    `starts` is None where rows are, `ends` too where they are full.
+    """The document of each token (`ids`), and where documents start and end. Padded rows have only `ends`, full ones
+    nothing.
     """
 
     ids: Any = None
@@ -87,7 +87,7 @@ class Rope(NamedTuple):
 
 @triton.jit
 def _bounds(token, row_length, rows):
-    """Which row or document a token belongs to, and where that begins and ends (pads lie behind its end)."""
+    """The row or document of a token, its start and its end; pads lie behind the end."""
     if rows.ids is not None:
         row = tl.load(rows.ids + token).to(tl.int64)
         start = tl.load(rows.starts + row).to(tl.int64)
@@ -101,13 +101,13 @@ def _bounds(token, row_length, rows):
 
 @triton.jit
 def _at_least(a, b, columns):
-    """`a >= b` of two numbers as a row `[1, columns]`: the interpreter cannot broadcast a truth value."""
+    """`a >= b` of two numbers as a row `[1, columns]`: the interpreter cannot broadcast a boolean."""
     return (columns * 0 + a >= b)[None, :]
 
 
 @triton.jit
 def _input(x, window, token, back, start, row, at, inside, columns, total, KERNEL: tl.constexpr):
-    """What a token's convolution sees `back` tokens before it: an input, one of the window's, or zero."""
+    """The input of a token's convolution `back` tokens before it: a token, one of the conv state, or zero."""
     source = token - back
     value = tl.load(x + source * total + at, mask=inside & _at_least(source, start, columns), other=0.0).to(tl.float32)
     if window is not None:
@@ -390,8 +390,8 @@ def prepare_backward(
 
 
 class Section(NamedTuple):
-    """The gradient of a parameter, `out`: numbers `first` to `end` of all parameters side by side, each the sum of
-    `heads` numbers of each row of sums, from `column` on and `stride` apart.
+    """The gradient of a parameter, `out`, as elements `first` to `end` of all parameters side by side. Each is a sum
+    over the rows of sums, and in each row over `heads` numbers, from `column` on and `stride` apart.
     """
 
     out: Any
@@ -458,7 +458,7 @@ def _forward(
     outputs = _empty(q, k, v, q_conv_weight, cu_seqlens, heads, groups, write_conv_state)
     query, key, value, *conv_state = outputs
     if write_conv_state and (cu_seqlens is not None or lengths is not None):
-        # Kernels write where there is a token; without one the window stays as it was.
+        # Kernels write where there is a token; rows without tokens keep their conv state.
         for old, new in zip((q_window, k_window), conv_state, strict=True):
             new.zero_() if old is None else new.copy_(old)
     grid, shared, options = _launch(
