@@ -8,7 +8,7 @@ import torch
 def check_documents(
     cu_seqlens: torch.Tensor | None, lengths: torch.Tensor | None, x: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Refuse `cu_seqlens` or `lengths` that do not fit tokens `[B, T, ...]`; graphs are compiled for all their values.
+    """Refuse `cu_seqlens` or `lengths` that do not fit tokens `[B, T, ...]`; a graph does not look at their values.
 
     Returns:
         Both, as int32 or int64.
@@ -49,7 +49,7 @@ def _are_integers(x: Any) -> bool:
 
 
 def signed(x: torch.Tensor) -> torch.Tensor:
-    """As int32 or int64: unsigned integers have no negative differences, and few operations."""
+    """As int32 or int64: unsigned integers have no negative differences and support few operations."""
     return x if x.dtype in (torch.int32, torch.int64) else x.long()
 
 

@@ -30,7 +30,7 @@ def decay_powers(log_decay: torch.Tensor, exponents: torch.Tensor) -> torch.Tens
 def finite(log_decay: torch.Tensor) -> torch.Tensor:
     """In float64, and at least `LEAST`, whose exp is 0 like that of -inf: with -inf, 0 * x and x - x would be NaN.
 
-    A larger number would take digits from what is added to it.
+    It is not lower, so that what is added to it keeps its digits.
     """
     return log_decay.to(torch.float64).clamp(min=LEAST)
 

@@ -146,7 +146,7 @@ def state_rows(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> int:
 
 
 def step_rows(x: torch.Tensor, state, state_indices: torch.Tensor | None) -> int:
-    """How many rows the state of a step of `[B, ...]` has: B, or the slots of the pool that the indices fit into."""
+    """The rows that the state of a step on x `[B, ...]` must have: B, or those of a pool into which the indices fit."""
     if state_indices is None:
         return x.shape[0]
     from .slots import check_slots
