@@ -94,11 +94,7 @@ def s4d_step(
 
     Args:
         state: `[B, G, 2, M, R + D]`, overwritten.
-        mask: `[B]` bool or integers, zero for a pad: the row's state stays and its output is zero.
-        backend: "triton" (one kernel on a GPU), "recurrent" (PyTorch) or "auto" (the kernel where it can run). Default:
-            "auto".
-        state_indices: `[B]` int32 or int64: `state` is a pool `[N, ...]`, of which row b moves slot state_indices[b] in
-            place, see `interdomain_step`. Default: None.
+        mask, backend, state_indices: as in `interdomain_step`.
 
     Returns:
         `[B, H, R + D]` in the dtype of `value`.

@@ -18,9 +18,7 @@ def s4d_step(
     """`S <- lambda S + beta x`, `output = rows S`; grid [batch, groups, blocks of columns].
 
     x `[batch, groups, W]`; decay, turn `[groups, M]`; beta `[groups, 2, M]`; rows `[groups, per_group, 2 M]`; state
-    `[batch, groups, 2, M, W]`; mask `[batch]` or None: where it is zero the state stays and the output is zero; output
-    `[batch, groups, per_group, W]`. With slots `[batch]` the states lie in those of a pool, slot_size elements from one
-    to the next.
+    `[batch, groups, 2, M, W]`; output `[batch, groups, per_group, W]`; mask, slots and slot_size: see `state_of`.
     """
     group = tl.program_id(1)
     row = tl.program_id(0).to(tl.int64) * groups + group

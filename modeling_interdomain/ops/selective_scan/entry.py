@@ -39,10 +39,7 @@ def selective_scan(
         rate: `[N, E]`, A of the paper, transposed; at most 0.
         skip: `[E]`, D of the paper. Default: None, which means zero.
         initial_state: `[B, N, E]`; with `cu_seqlens`, one row a document. Default: None, which means zero.
-        output_final_state: return the state after the last token of each row or document. Default: False.
-        cu_seqlens, lengths: documents packed into one row, or the real tokens of every row, as in
-            `interdomain_attention`. Default: None.
-        chunk_size: the largest number of tokens per chunk; changes speed and memory, not the result. Default: 64.
+        output_final_state, cu_seqlens, lengths, chunk_size: as in `interdomain_attention`.
         backend: "recurrent" (the definition, token by token), "chunk" (states are kept at the ends of chunks alone, and
             made anew in backward), "triton" (fused kernels on a GPU, in chunks of 32) or "auto" ("triton" where it can
             run, otherwise "chunk"). Default: "auto".
@@ -132,11 +129,7 @@ def selective_scan_step(
     Args:
         query, key: `[B, N]`; value, step: `[B, E]`; rate: `[N, E]`; skip: `[E]`, or None for zero.
         state: `[B, N, E]`, overwritten.
-        mask: `[B]` bool or integers, zero for a pad: the row's state stays and its output is zero. Default: None.
-        backend: "triton" (one kernel on a GPU), "recurrent" (PyTorch) or "auto" (the kernel where it can run). Default:
-            "auto".
-        state_indices: `[B]` int32 or int64: `state` is a pool `[N, ...]`, of which row b moves slot state_indices[b] in
-            place, see `interdomain_step`. Default: None.
+        mask, backend, state_indices: as in `interdomain_step`.
 
     Returns:
         `[B, E]` in the dtype of `value`. Not differentiable: use `selective_scan` for gradients.

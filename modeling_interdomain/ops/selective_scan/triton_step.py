@@ -17,8 +17,7 @@ def scan_step(
     """`h <- exp(step rate) h + step value key`, `output = query . h + skip value`; grid [batch, blocks of channels].
 
     query, key `[batch, N]`; value, step, output `[batch, E]`; rate `[N, E]`; skip `[E]` or None; state `[batch, N, E]`;
-    mask `[batch]` or None: where it is zero the state stays and the output is zero. With slots `[batch]` the
-    states lie in those of a pool, slot_size elements from one to the next.
+    mask, slots and slot_size: see `state_of`.
     """
     row = tl.program_id(0).to(tl.int64)
     e = tl.program_id(1) * BE + tl.arange(0, BE)

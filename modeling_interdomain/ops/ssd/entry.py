@@ -37,10 +37,7 @@ def ssd_attention(
         value: `[B, T, H, P]`, the input times its step dt, with H a multiple of G; head h reads group h // (H / G).
         log_decay: `[B, T, H]`, dt times the (negative) rate of the head; at most 0.
         initial_state: `[B, H, P, N]`; with `cu_seqlens`, one row a document. Default: None, which means zero.
-        output_final_state: return the state after the last token of each row or document. Default: False.
-        cu_seqlens, lengths: documents packed into one row, or the real tokens of every row, as in
-            `interdomain_attention`. Default: None.
-        chunk_size: the largest number of tokens per chunk; changes speed and memory, not the result. Default: 64.
+        output_final_state, cu_seqlens, lengths, chunk_size: as in `interdomain_attention`.
         backend: "recurrent" (the definition, token by token), "chunk" (matrix products), "triton" (fused kernels on a
             GPU) or "auto" ("triton" where it can run, otherwise "chunk"). Default: "auto".
 
@@ -116,11 +113,7 @@ def ssd_step(
     Args:
         query, key: `[B, G, N]`; value: `[B, H, P]`; log_decay: `[B, H]`.
         state: `[B, H, P, N]`, overwritten.
-        mask: `[B]` bool or integers, zero for a pad: the row's state stays and its output is zero. Default: None.
-        backend: "triton" (one kernel on a GPU), "recurrent" (PyTorch) or "auto" (the kernel where it can run). Default:
-            "auto".
-        state_indices: `[B]` int32 or int64: `state` is a pool `[N, ...]`, of which row b moves slot state_indices[b] in
-            place, see `interdomain_step`. Default: None.
+        mask, backend, state_indices: as in `interdomain_step`.
 
     Returns:
         `[B, H, P]` in the dtype of `value`. Not differentiable: use `ssd_attention` for gradients.

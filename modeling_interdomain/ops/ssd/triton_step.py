@@ -17,8 +17,7 @@ def ssd_step(
     """`S <- exp(log_decay) S + value key^T`, `output = S query`; grid [batch, heads, blocks of P].
 
     query, key `[batch, groups, N]`; value, output `[batch, heads, P]`; log_decay `[batch, heads]`; state `[batch,
-    heads, P, N]`; mask `[batch]` or None: where it is zero the state stays and the output is zero. With
-    slots `[batch]` the states lie in those of a pool, slot_size elements from one to the next.
+    heads, P, N]`; mask, slots and slot_size: see `state_of`.
     """
     heads = tl.num_programs(1)
     row = tl.program_id(0).to(tl.int64)
