@@ -235,8 +235,8 @@ def slots_of(pool: torch.Tensor, state_indices: torch.Tensor | None) -> dict[str
 
 @triton.jit
 def state_of(state, group, groups, size, mask, slots, slot_size):
-    """Where the state of a program's row and group begins, `size` elements, and whether the row's token is no pad (a pad
-    leaves its state alone, and its output is zero).
+    """Where the state of a program's row and group begins, `size` elements, and whether the row's token is no pad: pads
+    leave the state alone, and their output is zero.
 
     mask `[batch]`, zero for a pad, or None. With slots `[batch]` the states lie in those of a pool, slot_size elements
     from one to the next; a row below 0 has none and is a pad, which reads the first one.

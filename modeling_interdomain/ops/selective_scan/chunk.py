@@ -121,13 +121,8 @@ class _ScanCall:
 
     def backward(self, kept: torch.Tensor, grad: torch.Tensor, final: torch.Tensor | None):
         """The gradients of query, key, value, step, rate and initial states; an empty document has its final's."""
-        found = _Gradients(
-            query=_like(self.query),
-            key=_like(self.key),
-            value=_like(self.value),
-            step=_like(self.step),
-            rate=torch.zeros_like(self.rate),
-        )
+        tokens = (_like(x) for x in (self.query, self.key, self.value, self.step))
+        found = _Gradients(*tokens, rate=torch.zeros_like(self.rate))
         initial = None
         if self.initial is not None:
             initial = torch.zeros_like(self.initial) if final is None else final.clone()
