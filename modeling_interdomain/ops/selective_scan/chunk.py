@@ -121,8 +121,8 @@ class _ScanCall:
 
     def backward(self, kept: torch.Tensor, grad: torch.Tensor, final: torch.Tensor | None):
         """The gradients of query, key, value, step, rate and initial states; an empty document has its final's."""
-        tokens = (_like(x) for x in (self.query, self.key, self.value, self.step))
-        found = _Gradients(*tokens, torch.zeros_like(self.rate))
+        of_rate = torch.zeros_like(self.rate)
+        found = _Gradients(_like(self.query), _like(self.key), _like(self.value), _like(self.step), of_rate)
         initial = None
         if self.initial is not None:
             initial = torch.zeros_like(self.initial) if final is None else final.clone()
