@@ -130,7 +130,7 @@ class InterdomainPreTrainedModel(CheckpointFolders, StateMethods, LayerLosses, P
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """By the module's own `start_parameters`, or as a linear map or an embedding."""
+        """Start a module by its own `start_parameters`, or as a linear map or an embedding."""
         std = self.config.initializer_range
         residual_std = std / (2 * self.config.num_hidden_layers) ** 0.5
         start: Any = getattr(module, "start_parameters", None)
@@ -143,7 +143,7 @@ class InterdomainPreTrainedModel(CheckpointFolders, StateMethods, LayerLosses, P
                 init.zeros_(module.bias)
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        """As in the library, which of remote code takes a module without parameters for one that was loaded."""
+        """As in the library, which in remote code takes a module without parameters for a loaded one."""
         own = next(module.parameters(recurse=False), next(module.buffers(recurse=False), None))
         super()._initialize_weights(module, is_custom_code and own is not None)
 

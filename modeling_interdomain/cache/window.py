@@ -117,7 +117,7 @@ class WindowLayer(FixedSize, CacheLayerMixin):
 
 
 class StaticWindowLayer(WindowLayer):
-    """The same with room for the window from the start, written in place, and the token count as a tensor."""
+    """A `WindowLayer` with all its room from the start, written in place, and the token count as a tensor."""
 
     is_compileable = True
 

@@ -133,7 +133,7 @@ def lay_out(
 def masks_by_kind(
     kinds: set[str], config, inputs_embeds, attention_mask, cache, documents: torch.Tensor | None
 ) -> dict[str, Any]:
-    """Of these kinds, `config.mask_kinds`: "linear_attention" `[B, T]`, "full_attention" `[B, 1, T, keys]`.
+    """The masks of these kinds: "linear_attention" `[B, T]`, "full_attention" `[B, 1, T, keys]`.
 
     `documents` `[B, T]` numbers the packed document of each token.
     """

@@ -146,7 +146,7 @@ def joined_weights(*weights: torch.Tensor) -> torch.Tensor:
 
 
 def _conv_documents(conv: nn.Module, x, conv_state, before: int, packing: Packing) -> torch.Tensor:
-    """With the conv state, or zeros, before every document; what is mixed across documents there is cut out again."""
+    """Convolve with the conv state, or zeros, put before every document, whose outputs there are cut out again."""
     documents: Any = packing.documents
     number = packing.cu_seqlens.shape[0] - 1
     tokens = torch.arange(x.shape[1], device=x.device)

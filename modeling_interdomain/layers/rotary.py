@@ -53,7 +53,7 @@ class InterdomainRotaryEmbedding(Float32Module):
         return self.config.rope_parameters["original_max_position_embeddings"]
 
     def _frequencies(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Those of texts of the lengths `[B, 1 or T]`, where they depend on it."""
+        """The frequencies of texts of the lengths `[B, 1 or T]`, where they depend on these."""
         if self.rope_type == "longrope":
             return torch.where(lengths[..., None] > self._short(), self.long_inv_freq, self.inv_freq)
         return ROPE_INIT_FUNCTIONS[self.rope_type](self.config, lengths.device, seq_len=lengths[..., None])[0]

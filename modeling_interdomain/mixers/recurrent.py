@@ -112,7 +112,7 @@ class RecurrentMixer(TokenMixer):
         raise NotImplementedError
 
     def _recorded(self, tokens: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Those of the tokens `[B, T, ...]` that move the state."""
+        """The tokens `[B, T, ...]` that move the state."""
         raise NotImplementedError
 
     @staticmethod
@@ -318,7 +318,7 @@ class RecurrentMixer(TokenMixer):
         return [getattr(self, f"{name}_conv", None) for name in self.projection_names]
 
     def _convolved(self, projected) -> list[torch.Tensor]:
-        """Those that have a convolution."""
+        """The projections that have a convolution."""
         return [x for x, convolved in zip(projected, self.convolved, strict=True) if convolved]
 
     def _companion(self, hidden_states, tokens, conv_state, states, packing: Packing | None):

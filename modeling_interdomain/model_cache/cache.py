@@ -253,7 +253,7 @@ class InterdomainCache(_InterdomainCacheMixin, DynamicCache):
 
 
 class InterdomainStaticCache(_InterdomainCacheMixin, StaticCache):
-    """The same with fixed addresses everywhere, for a compiled or captured decode step.
+    """An `InterdomainCache` with fixed addresses everywhere, for a compiled or captured decode step.
 
     Args:
         config: the model's `InterdomainConfig`.

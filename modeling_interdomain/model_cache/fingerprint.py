@@ -85,7 +85,7 @@ def model_fingerprint(model: nn.Module) -> str:
         if field not in _WITHOUT_EFFECT and hasattr(decoder.config, field)
         if field not in _LATER or getattr(decoder.config, field) != getattr(type(decoder.config), field)
     }
-    # Of the decoder itself `active_adapters` is a method of the library, whose text is the tree of modules.
+    # `active_adapters` of the decoder itself is a method of the library, whose text is the tree of modules.
     switches = [
         [name, *(getattr(module, switch, None) for switch in _SWITCHES)]
         for name, module in decoder.named_modules()

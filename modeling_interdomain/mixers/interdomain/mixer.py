@@ -214,7 +214,7 @@ class InterdomainMixer(DecodeTables, KeyValueMixer):
         return placed_map(self.recurrence(*tokens, mapped=True, cu_seqlens=ends), packing)
 
     def _weights(self, device: torch.device) -> list[torch.Tensor] | None:
-        """Of the convolutions of query and key, then of the norms of key and value, and their biases.
+        """The weights of the convolutions of query and key, then of the norms of key and value, and their biases.
 
         None where calling these modules and the feature map may do more than their weights say.
         """

@@ -105,7 +105,7 @@ class S4DMixer(KeyValueMixer):
         return torch.cat(tokens, dim=-1)
 
     def attention_map(self, tokens, packing):
-        """Of both inputs: the kernel of the layer, the same for all texts."""
+        """The map of both inputs: the kernel of the layer, the same for all texts."""
         ends = None if packing is None else packing.cu_seqlens
         weights = self.recurrence(*tokens, mapped=True, cu_seqlens=ends)
         return placed_map(weights.expand(tokens[0].shape[0], -1, -1, -1), packing)
