@@ -41,6 +41,7 @@ from .outputs.layer_losses import (
     share_of_step,
     trains_layers,
 )
+from .parallel.tensor import HEADS  # noqa: F401  the library learns our styles
 from .registry import FEED_FORWARDS, token_mixer_class
 from .saving.checkpoint_folder import CheckpointFolders
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,36 +11,17 @@ from ..layers.common import InterdomainRMSNorm, backend_of, project, project_all
 from ..layers.convolution import CausalConv1d, causal_conv, last_inputs
 from ..layers.operators import Operators
 from ..ops.common.packing import Packing
-from ..parallel.tensor import HEADS
 from .base import TokenMixer
+from .specification import RecurrentSpecification
 
 
-class Projection(NamedTuple):
-    """One projection of the tokens: `name` + "_proj" makes `heads` x `width` numbers, `name` + "_conv" mixes them."""
-
-    name: str
-    heads: int
-    width: int
-    convolved: bool
-    bias: bool = False  # beside those that `Biases` gives to all
-
-
-class Biases(NamedTuple):
-    """Which maps of a mixer have one."""
-
-    projections: bool = False
-    convolutions: bool = False
-
-
-class RecurrentMixer(TokenMixer):
+class RecurrentMixer(RecurrentSpecification, TokenMixer):
     """Projects the tokens into `projections`, convolves them, runs a recurrence on from the cache, and projects back.
 
-    A subclass names its projections and its state, makes `recurrence` (a module that is called with tokens and gives
-    output and final state, see `InterdomainRecurrence`), and turns convolved projections into tokens (`_tokens`).
+    Its specification names them and the state. A subclass makes `recurrence` (a module that is called with tokens and
+    gives output and final state, see `InterdomainRecurrence`), and turns convolved projections into `_tokens`.
     """
 
-    layer_type = "linear_attention"
-    can_branch = True
     reads_forks = True
     # Sums over the whole text of a sparse branch, and what it compares for equality.
     exact_states = ("sparse_sums", "sparse_scores")
@@ -92,21 +73,6 @@ class RecurrentMixer(TokenMixer):
 
     # What a subclass says.
 
-    @classmethod
-    def starts_with_induction(cls, config) -> bool:
-        """Whether its own queries start so that they find what came after earlier occurrences of the token."""
-        return False
-
-    @classmethod
-    def projections(cls, config) -> list[Projection]:
-        """The projections, in the order in which `_tokens` takes them."""
-        raise NotImplementedError
-
-    @classmethod
-    def state_shape(cls, config) -> tuple[int, ...]:
-        """Of one sequence."""
-        raise NotImplementedError
-
     def _tokens(self, projections: list[torch.Tensor], cos_sin) -> tuple[torch.Tensor, ...]:
         """What the recurrence is called with, from convolved projections `[B, T, heads width]`."""
         raise NotImplementedError
@@ -139,40 +105,11 @@ class RecurrentMixer(TokenMixer):
 
     # What a subclass may say otherwise.
 
-    @classmethod
-    def output_heads(cls, config) -> int:
-        """Those of the output."""
-        return config.num_attention_heads
-
-    @classmethod
-    def kernel_size(cls, config) -> int:
-        """Of the convolutions, in tokens."""
-        return config.conv_kernel
-
-    @classmethod
-    def biases(cls, config) -> Biases:
-        return Biases()
-
-    @classmethod
-    def gated(cls, config) -> bool:
-        """Whether the output is multiplied by SiLU of a linear map of the input."""
-        return config.use_output_gate
-
-    @classmethod
-    def rotated(cls, config) -> int:
-        """The numbers a head that rotary embeddings turn."""
-        return config.feature_dim
-
     def _way_out(self, output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """What `o_proj` reads, `[B, T, heads width]`: here the output, gated by the tokens of the layer."""
         if self.g_proj is None:
             return output
         return nn.functional.silu(self.g_proj(hidden_states)) * output
-
-    @classmethod
-    def written_shape(cls, config) -> tuple[int, int]:
-        """Of `_written`; the recurrence's output has as many numbers a head."""
-        return config.num_key_value_heads, config.head_dim
 
     def _written(self, tokens: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """What the recurrence writes, `[B, T, groups, width]`: a sparse branch reads it a second time."""
@@ -180,33 +117,8 @@ class RecurrentMixer(TokenMixer):
 
     # What follows from it.
 
-    @classmethod
-    def rotated_dims(cls, config) -> set[int]:
-        return set() if config.rope_placement is None else {cls.rotated(config)}
-
-    @classmethod
-    def state_sizes(cls, config, context_length: int) -> dict[str, int]:
-        conv_state = sum(heads * width for _, heads, width, convolved, _ in cls.projections(config) if convolved)
-        state = torch.Size(cls.state_shape(config)).numel()
-        return {"recurrent": state, "convolution": conv_state * (cls.kernel_size(config) - 1)}
-
     def cache_shapes(self, batch: int) -> list[list[int]]:
         return [[batch, *shape] for shape in self.kept_shapes]
-
-    @classmethod
-    def head_plan(cls, config) -> dict[str, str]:
-        projections, biases = cls.projections(config), cls.biases(config)
-        plan = {"": HEADS, "recurrence": HEADS} | {f"{projection.name}_proj": "colwise" for projection in projections}
-        for projection in projections:
-            if projection.convolved:
-                plan[f"{projection.name}_conv.weight"] = HEADS
-                if biases.convolutions:
-                    plan[f"{projection.name}_conv.bias"] = HEADS
-        if cls.gated(config):
-            plan["g_proj"] = "colwise"
-        if config.learned_state:
-            plan["first_state"] = HEADS
-        return plan | {"o_proj": "rowwise"}
 
     def share_heads(self, processes: int) -> None:
         self.kept_shapes = [(heads // processes, *rest) for heads, *rest in self.kept_shapes]

@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCa
 
 from ..cache.recurrent import RecurrentLayer
 from ..layers.common import doubt_tables, home_of
-from ..registry import TOKEN_MIXERS
+from ..registry import token_mixer_class
 from .file import StateFileError, read_state_file, write_state_file
 from .fingerprint import decoder_of, model_fingerprint, tokenizer_fingerprint, tokens_fingerprint
 
@@ -249,7 +249,8 @@ class InterdomainCache(_InterdomainCacheMixin, DynamicCache):
 
     def __init__(self, config, offloading: bool = False, **kwargs):
         _check_arguments(config, offloading)
-        Cache.__init__(self, layers=[TOKEN_MIXERS[name].make_cache_layer(config) for name in config.mixers_per_layer])
+        mixers = [token_mixer_class(config, i) for i in range(config.num_hidden_layers)]
+        Cache.__init__(self, layers=[mixer.make_cache_layer(config) for mixer in mixers])
 
 
 class InterdomainStaticCache(_InterdomainCacheMixin, StaticCache):
@@ -266,8 +267,8 @@ class InterdomainStaticCache(_InterdomainCacheMixin, StaticCache):
 
     def __init__(self, config, max_cache_len: int, offloading: bool = False, **kwargs):
         _check_arguments(config, offloading)
-        names = config.mixers_per_layer
-        Cache.__init__(self, layers=[TOKEN_MIXERS[name].make_cache_layer(config, max_cache_len) for name in names])
+        mixers = [token_mixer_class(config, i) for i in range(config.num_hidden_layers)]
+        Cache.__init__(self, layers=[mixer.make_cache_layer(config, max_cache_len) for mixer in mixers])
 
 
 def _tensors_of(layer, index: int) -> dict[str, torch.Tensor]:

@@ -15,9 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..layers.common import InterdomainRMSNorm
-
-HEADS = "interdomain_heads"
-LAYERS = "interdomain_layers"
+from ..layers.configuration import HEADS, LAYERS
 
 
 class _SharedByHeads(torch.autograd.Function):

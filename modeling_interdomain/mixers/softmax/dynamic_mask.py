@@ -13,9 +13,7 @@ from transformers import initialization as init
 
 from ...ops.common.cpu import autocasts
 from ...ops.common.launch import namespace
-
-# Of a head with a bias: kernels want sizes that are multiples of 8, and the same of keys and values.
-BIAS_COLUMNS = 8
+from .configuration import BIAS_COLUMNS
 
 
 class PositionMask(nn.Module):
