@@ -11,7 +11,7 @@ from torch import nn
 from transformers import initialization as init
 
 from ...layers.common import FULL_PRECISION, DecodeTables, RankingLoss, are_untouched, backend_of, is_plain
-from ...layers.convolution import TOKEN_BEFORE, CausalConv1d, causal_conv, convolve_few, joined_weights
+from ...layers.convolution import TOKEN_BEFORE, CausalConv1d, convolve_all, convolve_few, joined_weights
 from ...layers.operators import Operators
 from ...ops.common.cpu import without_autocast
 from ...ops.common.launch import STEP_BACKENDS
@@ -167,13 +167,9 @@ class SparseBranch(DecodeTables):
         projected = [self.q_proj(hidden_states), self.k_proj(hidden_states)]
         if packing is not None:
             projected = [packing.pack(x) for x in projected]
-        before = conv_state[0].chunk(2, dim=1) if conv_state else [None, None]
-        convolved, after = [], []
-        for x, conv, window in zip(projected, (self.q_conv, self.k_conv), before, strict=True):
-            y, window = causal_conv(conv, x, window, self.kernel, packing)
-            convolved.append(y.unflatten(-1, (self.heads, self.dim)))
-            after.append(window)
-        query, key = convolved
+        before = conv_state[0].chunk(2, dim=1) if conv_state else None
+        convolved, after = convolve_all((self.q_conv, self.k_conv), projected, before, self.kernel, packing)
+        query, key = (x.unflatten(-1, (self.heads, self.dim)) for x in convolved)
         key = key * self.dim**-0.5
         differentiated = self.training and torch.is_grad_enabled()
         with torch.no_grad(), without_autocast(query.device):
