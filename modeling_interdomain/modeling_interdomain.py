@@ -241,18 +241,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
             inputs_embeds = embed_ids(self.embed_tokens, input_ids)
         # With `assistant_early_exit` the library lowers the number: the first layers draft.
         layers: Any = list(self.layers)[: self.config.num_hidden_layers]
-        layout = lay_out(
-            self,
-            self.config,
-            layers,
-            inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cache=past_key_values,
-            use_cache=use_cache,
-            sequence_group=sequence_group,
-            kwargs=kwargs,
-        )
+        given = attention_mask, position_ids, past_key_values, use_cache, sequence_group, kwargs
+        layout = lay_out(self, layers, inputs_embeds, *given)
         rotations = {
             int(dim): rotary(layout.inputs_embeds, layout.position_ids, layout.documents)
             for dim, rotary in self.rotary_embs.items()
