@@ -215,7 +215,6 @@ class RecurrentMixer(RecurrentSpecification, TokenMixer):
         return self._tokens(projections, cos_sin), after
 
     def _convolutions(self) -> list[CausalConv1d | None]:
-        """One for each projection."""
         return [getattr(self, f"{name}_conv", None) for name in self.projection_names]
 
     def _convolved(self, projected) -> list[torch.Tensor]:
@@ -223,7 +222,6 @@ class RecurrentMixer(RecurrentSpecification, TokenMixer):
         return [x for x, convolved in zip(projected, self.convolved, strict=True) if convolved]
 
     def _companion(self, hidden_states, tokens, conv_state, states, packing: Packing | None):
-        """The inputs of the sparse branch."""
         own = None if conv_state is None else conv_state[self.own_conv_state :]
         inputs = self.sparse.prepare(hidden_states, self._written(tokens), own, states, packing)
         self.sparse.add_ranking_loss(inputs, packing)

@@ -189,7 +189,6 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 
 def tokens_fingerprint(tokens: torch.Tensor) -> str:
-    """A hash of token ids `[B, T]`."""
     digest = hashlib.sha256(json.dumps(list(tokens.shape)).encode())
     digest.update(tensor_bytes(tokens.to(torch.int64)))
     return digest.hexdigest()

@@ -46,14 +46,12 @@ class S4DRecurrence(InterdomainRecurrence):
         return readout_rms(coefficients, config.initializer_range, real_gramian(*self._transition_and_beta()))
 
     def _operate(self, *inputs: Any, **arguments: Any):
-        """`s4d_attention` of the two inputs."""
         key, value, log_decay, input_matrix, coefficients = inputs
         arguments |= {"chunk_size": self.config.chunk_size, "backend": backend_of(self.config, S4D_BACKENDS)}
         rows = self.head_rows(coefficients)
         return self.operators.s4d_attention(key, value, log_decay, input_matrix, rows, **arguments)
 
     def _step(self, *tokens: Any, **arguments: Any) -> torch.Tensor:
-        """`s4d_step` of the two inputs."""
         parameters = self._per_version("step", self._step_parameters)
         arguments["backend"] = backend_of(self.config, STEP_BACKENDS)
         return self.operators.take_s4d_step(*tokens, parameters, **arguments)
