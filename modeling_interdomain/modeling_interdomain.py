@@ -131,7 +131,7 @@ class InterdomainPreTrainedModel(CheckpointFolders, StateMethods, LayerLosses, P
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """By the module's own `start_parameters`, or as a linear map or an embedding."""
+        """Start a module by its own `start_parameters`, or as a linear map or an embedding."""
         std = self.config.initializer_range
         residual_std = std / (2 * self.config.num_hidden_layers) ** 0.5
         start: Any = getattr(module, "start_parameters", None)
@@ -144,7 +144,7 @@ class InterdomainPreTrainedModel(CheckpointFolders, StateMethods, LayerLosses, P
                 init.zeros_(module.bias)
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        """As in the library, which of remote code takes a module without parameters for one that was loaded."""
+        """As in the library, which in remote code takes a module without parameters for a loaded one."""
         own = next(module.parameters(recurse=False), next(module.buffers(recurse=False), None))
         super()._initialize_weights(module, is_custom_code and own is not None)
 
@@ -241,18 +241,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
             inputs_embeds = embed_ids(self.embed_tokens, input_ids)
         # With `assistant_early_exit` the library lowers the number: the first layers draft.
         layers: Any = list(self.layers)[: self.config.num_hidden_layers]
-        layout = lay_out(
-            self,
-            self.config,
-            layers,
-            inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cache=past_key_values,
-            use_cache=use_cache,
-            sequence_group=sequence_group,
-            kwargs=kwargs,
-        )
+        given = attention_mask, position_ids, past_key_values, use_cache, sequence_group, kwargs
+        layout = lay_out(self, layers, inputs_embeds, *given)
         rotations = {
             int(dim): rotary(layout.inputs_embeds, layout.position_ids, layout.documents)
             for dim, rotary in self.rotary_embs.items()

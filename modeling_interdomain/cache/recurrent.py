@@ -358,7 +358,7 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
         self.kept = max(self.max_rollback, count if self.is_initialized else 0)
 
     def _copies(self) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        """Of conv state and states as they are now."""
+        """Copies of conv state and states as they are now."""
         conv_state, states = self._stored()
         return [copied(x) for x in conv_state], map_states(copied, states)
 
@@ -427,7 +427,7 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
             self.recorded = self.recorded.mapped(function)
 
     def map_rows(self, function) -> None:
-        """The same after a `commit`, in place where the number of rows stays, so that addresses stay."""
+        """Apply after a `commit`, in place where the number of rows stays, so that addresses stay."""
         if not self.is_initialized:
             return
         self.commit()
@@ -441,7 +441,7 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
 
 
 class StaticRecurrentLayer(RecurrentLayer):
-    """The same with the token count as a tensor, so that a compiled decode step serves every count."""
+    """A `RecurrentLayer` whose token count is a tensor, so that a compiled decode step serves every count."""
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
@@ -473,7 +473,7 @@ def _is_differentiated(x: torch.Tensor) -> bool:
 
 
 def _store_together(buffers: list[torch.Tensor], new: list[torch.Tensor]) -> list[torch.Tensor]:
-    """As `_store` for each, in one launch on a GPU where all are copied."""
+    """`_store` for each pair, in one launch on a GPU where all are copied."""
     pairs = list(zip(buffers, new, strict=True))
     if not pairs or torch.compiler.is_compiling() or not all(_is_copied(*pair) for pair in pairs):
         return [_store(*pair) for pair in pairs]

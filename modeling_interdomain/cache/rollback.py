@@ -58,7 +58,7 @@ class Record(NamedTuple):
         return sum(piece.tokens for piece in self.pieces)
 
     def with_next(self, piece: Piece, pending: bool) -> "Record":
-        """With one more piece, joined to the one before if that is pending."""
+        """The record with one more piece, joined to the one before if that is pending."""
         pieces = [*self.pieces, piece]
         if pending:
             pieces[-2:] = _joined(pieces[-2:])
@@ -67,12 +67,12 @@ class Record(NamedTuple):
         return self._replace(pieces=pieces)
 
     def first(self, tokens: int) -> "Record":
-        """Without what came after the first `tokens`."""
+        """The record of the first `tokens`."""
         latest = None if self.latest is None or self.latest.tokens > tokens else self.latest
         return self._replace(pieces=_between(self.pieces, 0, tokens), latest=latest)
 
     def without_first(self, tokens: int, conv_state: list, states: dict) -> "Record":
-        """Without the first `tokens`, see `after`. The rest is copied: a view would keep a long prompt in memory."""
+        """The record without the first `tokens`, see `after`; copied, for a view would keep a long prompt in memory."""
         rest = _joined(_between(self.pieces, tokens, self.tokens))
         rest = [piece._replace(inputs=tuple(x.clone() for x in piece.inputs)) for piece in rest]
         latest = self.latest
@@ -110,7 +110,7 @@ class Record(NamedTuple):
         return self.replay(conv_state, states, self.last(tokens), self.pieces[-1].constants)
 
     def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Record":
-        """With a function applied to every tensor that has a batch axis."""
+        """The record with a function applied to every tensor that has a batch axis."""
 
         def each(conv_state: list | None, states: dict | None) -> tuple[Any, Any]:
             mapped = None if conv_state is None else [function(x) for x in conv_state]
@@ -121,7 +121,7 @@ class Record(NamedTuple):
         return Record(*each(self.conv_state, self.states), pieces, self.replay, latest)
 
     def with_constants(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Record":
-        """With a function applied to the tensors that have no batch axis."""
+        """The record with a function applied to the tensors that have no batch axis."""
         pieces = [Piece(piece.inputs, tuple(map(function, piece.constants))) for piece in _joined(self.pieces)]
         return self._replace(pieces=pieces)
 

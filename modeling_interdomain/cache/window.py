@@ -105,11 +105,13 @@ class WindowLayer(FixedSize, CacheLayerMixin):
     # Devices and dtypes.
 
     def to(self, device=None, dtype: torch.dtype | None = None) -> None:
-        self.map_rows(lambda x: x.to(device))
-        if dtype is not None and self.is_initialized:
+        if not self.is_initialized:
+            return
+        for name, x in self.named_tensors().items():
+            setattr(self, name, x.to(device))
+        if dtype is not None:
             self.keys, self.values, self.dtype = self.keys.to(dtype), self.values.to(dtype), dtype
-        if self.is_initialized:
-            self.device = self.keys.device
+        self.device = self.keys.device
 
     def map_rows(self, function) -> None:
         if self.is_initialized:
@@ -117,7 +119,7 @@ class WindowLayer(FixedSize, CacheLayerMixin):
 
 
 class StaticWindowLayer(WindowLayer):
-    """The same with room for the window from the start, written in place, and the token count as a tensor."""
+    """A `WindowLayer` with all its room from the start, written in place, and the token count as a tensor."""
 
     is_compileable = True
 
@@ -172,9 +174,6 @@ class StaticWindowLayer(WindowLayer):
         self.cumulative_length.zero_()
 
     def to(self, device=None, dtype: torch.dtype | None = None) -> None:
-        if not self.is_initialized:
-            return
-        self.keys, self.values, self.bias, self.places, self.documents = (x.to(device) for x in self.tensors())
-        if dtype is not None:
-            self.keys, self.values, self.dtype = self.keys.to(dtype), self.values.to(dtype), dtype
-        self.device, self.cumulative_length = self.keys.device, self.cumulative_length.to(device)
+        super().to(device, dtype)
+        if self.is_initialized:
+            self.cumulative_length = self.cumulative_length.to(device)

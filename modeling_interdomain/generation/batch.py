@@ -118,7 +118,6 @@ class Batch:
 
     @property
     def requests(self) -> list[Request]:
-        """All that are not finished."""
         return [request for request in (*self.active, *self.waiting) if not request.finished]
 
     @torch.no_grad()

@@ -66,7 +66,7 @@ class InterdomainGenerationMixin(GenerationMixin):
         if kind in (None, "dynamic", "dynamic_full"):
             cache = InterdomainCache(self.config)
         elif kind == "static":
-            # As long as the longest so far: a compiled step need not be compiled again for a shorter text.
+            # As long as the longest so far, so that a compiled step serves shorter texts.
             asked = getattr(generation_config, "max_cache_len", None) or 0
             self._longest_cache = max(max_cache_length, asked, getattr(self, "_longest_cache", 0))
             cache = InterdomainStaticCache(self.config, max_cache_len=self._longest_cache)
@@ -165,7 +165,7 @@ class InterdomainGenerationMixin(GenerationMixin):
             cache.stop_recording()
 
     def _sample(self, input_ids: torch.Tensor, *, stopping_criteria: Any, generation_config: Any, **kwargs: Any) -> Any:
-        """As in the library; with a `prompt_store`, on from what is known of the prompt."""
+        """As in the library; with a `prompt_store` it goes on from what is known of the prompt."""
         settings = {"stopping_criteria": stopping_criteria, "generation_config": generation_config, **kwargs}
         reading = None
         if self.prompt_store is not None:

@@ -140,7 +140,6 @@ class RequestManager:
         return name
 
     def add_requests(self, inputs: Sequence[Sequence[int]], **options: Any) -> list[str]:
-        """`add_request` for each."""
         return [self.add_request(input_ids, **options) for input_ids in inputs]
 
     def cancel_request(self, request_id: str) -> None:
@@ -170,7 +169,6 @@ class RequestManager:
             return found[0]
 
     def request_id_iter(self, request_id: str) -> Iterator:
-        """The results of one request."""
         while (output := self.get_result(request_id)) is not None:
             yield output
             if output.is_finished():

@@ -389,13 +389,7 @@ def check_dynamic_mask(
 
 
 def check_sequence_group(
-    group: Any,
-    model: nn.Module,
-    config,
-    mixers: list[TokenMixer],
-    cache: Cache | None,
-    attention_mask,
-    arguments: dict[str, Any],
+    group: Any, model, mixers: list[TokenMixer], cache: Cache | None, attention_mask, arguments: dict[str, Any]
 ) -> None:
     """Refuse what cannot be read in pieces: the losses of experts in training, which are statistics of all tokens;
     layers without a state to pass on; a past; packed pads; maps of all tokens."""
@@ -411,8 +405,8 @@ def check_sequence_group(
     if torch.compiler.is_compiling():
         raise ValueError("A sequence_group passes states between processes, which no graph holds: do not compile.")
     for i, mixer in enumerate(mixers):
-        name = config.mixers_per_layer[i]
         if not mixer.passes_state:
+            name = model.config.mixers_per_layer[i]
             raise ValueError(f'Layer {i} is "{name}", which passes no state on: leave sequence_group out.')
         if getattr(mixer, "sparse", None) is not None:
             raise ValueError(f"Layer {i} has a sparse branch, which reads all tokens: leave sequence_group out.")
@@ -435,5 +429,5 @@ def check_sequence_group(
         )
     if arguments.get("seq_idx") is not None:
         raise ValueError("With a sequence_group packed documents are told by cu_seq_lens_q: leave seq_idx out.")
-    if arguments.get("output_attentions") or config.output_attentions:
+    if arguments.get("output_attentions") or model.config.output_attentions:
         raise ValueError("output_attentions maps all tokens of a row on all others: leave sequence_group out.")

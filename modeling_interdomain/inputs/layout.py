@@ -66,7 +66,6 @@ class TokenLayout(NamedTuple):
 
 def lay_out(
     model,
-    config,
     layers,
     inputs_embeds: torch.Tensor,
     attention_mask,
@@ -81,13 +80,13 @@ def lay_out(
     Raises:
         ValueError: when they do not fit the model or each other, before the cache is touched.
     """
-    shape, mixers = inputs_embeds.shape[:2], [layer.token_mixer for layer in layers]
+    config, shape, mixers = model.config, inputs_embeds.shape[:2], [layer.token_mixer for layer in layers]
     seen = _check(config, mixers, shape, attention_mask, position_ids, cache, kwargs)
     arguments, piece = dict(kwargs), None
     if sequence_group is not None:
         from ..parallel.sequence import place_piece
 
-        check_sequence_group(sequence_group, model, config, mixers, cache, attention_mask, kwargs)
+        check_sequence_group(sequence_group, model, mixers, cache, attention_mask, kwargs)
         given: Any = attention_mask, position_ids, kwargs.get("cu_seq_lens_q"), cache is None
         piece, position_ids, cu_seqlens = place_piece(sequence_group, inputs_embeds, *given)
         arguments["piece"] = piece
@@ -121,7 +120,7 @@ def lay_out(
     if config.output_attentions:
         arguments.setdefault("output_attentions", True)
     mask, packing = masks.get("linear_attention"), None
-    if piece is not None or not _is_step(model.config, cache, shape[1]):
+    if piece is not None or not _is_step(config, cache, shape[1]):
         packing = forks or _packing(mask, cu_seqlens, shape)
         masks["linear_attention"] = None
     elif mask is not None and all_real(mask):
@@ -133,7 +132,7 @@ def lay_out(
 def masks_by_kind(
     kinds: set[str], config, inputs_embeds, attention_mask, cache, documents: torch.Tensor | None
 ) -> dict[str, Any]:
-    """Of these kinds, `config.mask_kinds`: "linear_attention" `[B, T]`, "full_attention" `[B, 1, T, keys]`.
+    """The masks of these kinds: "linear_attention" `[B, T]`, "full_attention" `[B, 1, T, keys]`.
 
     `documents` `[B, T]` numbers the packed document of each token.
     """

@@ -140,7 +140,6 @@ def is_untouched(module: nn.Module, kind: type[nn.Module], device: torch.device)
 
 
 def are_untouched(modules: Iterable[nn.Module], kinds: Iterable[type[nn.Module]], device: torch.device) -> bool:
-    """`is_untouched` of each."""
     for module, kind in zip(modules, kinds, strict=True):
         own = module.__dict__
         if type(module) is not kind or "forward" in own or own["_forward_hooks"] or own["_forward_pre_hooks"]:
@@ -164,7 +163,6 @@ def project(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def project_all(linears: Sequence[nn.Module], x: torch.Tensor) -> list[torch.Tensor]:
-    """`project` by each."""
     if x.dtype == torch.bfloat16:
         return [project(linear, x) for linear in linears]
     return [linear(x) for linear in linears]

@@ -112,6 +112,20 @@ def causal_conv(
     return conv(extended).mT, after
 
 
+def convolve_all(
+    convs: Sequence, inputs: Sequence, conv_state: Sequence | None, kernel: int, packing: Packing | None
+) -> tuple[list[torch.Tensor], list]:
+    """`causal_conv` of each input that has a convolution, and the new conv state; the other inputs as they are."""
+    before = iter(conv_state or [None] * len(inputs))
+    outputs, after = [], []
+    for x, conv in zip(inputs, convs, strict=True):
+        if conv is not None:
+            x, state = causal_conv(conv, x, next(before), kernel, packing)
+            after.append(state)
+        outputs.append(x)
+    return outputs, after
+
+
 def convolve_few(
     inputs: Sequence[torch.Tensor], conv_state: Sequence[torch.Tensor], conv_weight: torch.Tensor
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -146,7 +160,7 @@ def joined_weights(*weights: torch.Tensor) -> torch.Tensor:
 
 
 def _conv_documents(conv: nn.Module, x, conv_state, before: int, packing: Packing) -> torch.Tensor:
-    """With the conv state, or zeros, before every document; what is mixed across documents there is cut out again."""
+    """Convolve with the conv state, or zeros, put before every document, whose outputs there are cut out again."""
     documents: Any = packing.documents
     number = packing.cu_seqlens.shape[0] - 1
     tokens = torch.arange(x.shape[1], device=x.device)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..layers.common import InterdomainRMSNorm, backend_of, project, project_all, residual_projection
-from ..layers.convolution import CausalConv1d, causal_conv, last_inputs
+from ..layers.convolution import CausalConv1d, convolve_all, last_inputs
 from ..layers.operators import Operators
 from ..ops.common.packing import Packing
 from .base import TokenMixer
@@ -78,7 +78,7 @@ class RecurrentMixer(RecurrentSpecification, TokenMixer):
         raise NotImplementedError
 
     def _recorded(self, tokens: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Those of the tokens `[B, T, ...]` that move the state."""
+        """The tokens `[B, T, ...]` that move the state."""
         raise NotImplementedError
 
     @staticmethod
@@ -189,7 +189,7 @@ class RecurrentMixer(RecurrentSpecification, TokenMixer):
         else:
             output = self._all_at_once(layer, tokens, states, after, packing, companion, piece)
         if weights is not None and weights.requires_grad:  # so that a loss of the output gives the map gradients
-            output = self._added_up(weights, tokens, packing)
+            output = self._apply_map(weights, tokens, packing)
         if self.o_norm is not None:
             output = self.o_norm(output)
         output = output.flatten(-2).to(hidden_states.dtype)
@@ -201,8 +201,8 @@ class RecurrentMixer(RecurrentSpecification, TokenMixer):
         """`[B, H, T, T]`, the weights with which values make the outputs of the recurrence, where it has such."""
         return None
 
-    def _added_up(self, weights: torch.Tensor, tokens, packing: Packing | None) -> torch.Tensor:
-        """The output of the recurrence, by its map."""
+    def _apply_map(self, weights: torch.Tensor, tokens, packing: Packing | None) -> torch.Tensor:
+        """The output of the recurrence: its map times what it writes."""
         written = self._written(tokens)
         written = written if packing is None else packing.unpack(written)
         values = written.repeat_interleave(weights.shape[1] // written.shape[2], dim=2).to(weights.dtype)
@@ -211,30 +211,17 @@ class RecurrentMixer(RecurrentSpecification, TokenMixer):
 
     def _inputs(self, projected, conv_state, cos_sin, packing: Packing | None, keep: bool):
         """What the recurrence is called with, and the new conv state (if there is a cache to `keep` them)."""
-        projections, after = self._convolve(projected, conv_state, packing)
+        projections, after = convolve_all(self._convolutions(), projected, conv_state, self.kernel, packing)
         return self._tokens(projections, cos_sin), after
 
-    def _convolve(self, projected, conv_state, packing: Packing | None) -> tuple[list[torch.Tensor], list]:
-        """The projections after their convolutions, and the new conv state."""
-        before = iter(conv_state or [None] * len(projected))
-        projections, after = [], []
-        for x, conv in zip(projected, self._convolutions(), strict=True):
-            if conv is not None:
-                x, state = causal_conv(conv, x, next(before), self.kernel, packing)
-                after.append(state)
-            projections.append(x)
-        return projections, after
-
     def _convolutions(self) -> list[CausalConv1d | None]:
-        """One a projection."""
         return [getattr(self, f"{name}_conv", None) for name in self.projection_names]
 
     def _convolved(self, projected) -> list[torch.Tensor]:
-        """Those that have a convolution."""
+        """The projections that have a convolution."""
         return [x for x, convolved in zip(projected, self.convolved, strict=True) if convolved]
 
     def _companion(self, hidden_states, tokens, conv_state, states, packing: Packing | None):
-        """The inputs of the sparse branch."""
         own = None if conv_state is None else conv_state[self.own_conv_state :]
         inputs = self.sparse.prepare(hidden_states, self._written(tokens), own, states, packing)
         self.sparse.add_ranking_loss(inputs, packing)

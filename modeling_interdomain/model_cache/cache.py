@@ -248,13 +248,11 @@ class InterdomainCache(_InterdomainCacheMixin, DynamicCache):
     """
 
     def __init__(self, config, offloading: bool = False, **kwargs):
-        _check_arguments(config, offloading)
-        mixers = [token_mixer_class(config, i) for i in range(config.num_hidden_layers)]
-        Cache.__init__(self, layers=[mixer.make_cache_layer(config) for mixer in mixers])
+        Cache.__init__(self, layers=_make_layers(config, offloading))
 
 
 class InterdomainStaticCache(_InterdomainCacheMixin, StaticCache):
-    """The same with fixed addresses everywhere, for a compiled or captured decode step.
+    """An `InterdomainCache` with fixed addresses everywhere, for a compiled or captured decode step.
 
     Args:
         config: the model's `InterdomainConfig`.
@@ -266,9 +264,7 @@ class InterdomainStaticCache(_InterdomainCacheMixin, StaticCache):
     """
 
     def __init__(self, config, max_cache_len: int, offloading: bool = False, **kwargs):
-        _check_arguments(config, offloading)
-        mixers = [token_mixer_class(config, i) for i in range(config.num_hidden_layers)]
-        Cache.__init__(self, layers=[mixer.make_cache_layer(config, max_cache_len) for mixer in mixers])
+        Cache.__init__(self, layers=_make_layers(config, offloading, max_cache_len))
 
 
 def _tensors_of(layer, index: int) -> dict[str, torch.Tensor]:
@@ -368,7 +364,7 @@ def contents_of(layer) -> LayerContents:
     return LayerContents([[*keys.shape[:2], keys.shape[3]]])
 
 
-def _check_arguments(config, offloading: bool) -> None:
+def _make_layers(config, offloading: bool, *length: int) -> list:
     if not hasattr(config, "mixers_per_layer"):
         raise ValueError(
             f"This cache is made for the config of an Interdomain model, got {type(config).__name__}; the library's "
@@ -376,3 +372,5 @@ def _check_arguments(config, offloading: bool) -> None:
         )
     if offloading:
         raise ValueError("A state of fixed size is needed at every token and is not offloaded: leave offloading=False.")
+    mixers = [token_mixer_class(config, i) for i in range(config.num_hidden_layers)]
+    return [mixer.make_cache_layer(config, *length) for mixer in mixers]

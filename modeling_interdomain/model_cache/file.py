@@ -92,7 +92,7 @@ def read_state_file(path: str | os.PathLike) -> tuple[dict[str, torch.Tensor], d
 
 
 def _alone(x: torch.Tensor) -> torch.Tensor:
-    """On the CPU, and no view of something larger: safetensors saves whole storages."""
+    """The tensor on the CPU, no view of a larger one: safetensors saves whole storages."""
     x = x.detach().cpu().contiguous()
     return x if x.untyped_storage().nbytes() == x.numel() * x.element_size() else x.clone()
 

@@ -85,13 +85,13 @@ def model_fingerprint(model: nn.Module) -> str:
         if field not in _WITHOUT_EFFECT and hasattr(decoder.config, field)
         if field not in _LATER or getattr(decoder.config, field) != getattr(type(decoder.config), field)
     }
-    # Of the decoder itself `active_adapters` is a method of the library, whose text is the tree of modules.
+    # `active_adapters` of the decoder itself is a method of the library, whose text is the tree of modules.
     switches = [
         [name, *(getattr(module, switch, None) for switch in _SWITCHES)]
         for name, module in decoder.named_modules()
         if hasattr(module, "active_adapters")
     ]
-    return _sha256(json.dumps([config, weights, switches], sort_keys=True, default=str).encode())
+    return _sha256([config, weights, switches])
 
 
 def _fields_of(config_class: type) -> set[str]:
@@ -123,7 +123,7 @@ def reading_fingerprint(model: nn.Module) -> str:
         torch.get_float32_matmul_precision(),
         decoder.config._attn_implementation,
     ]
-    return _sha256(json.dumps([model_fingerprint(model), around], sort_keys=True).encode())
+    return _sha256([model_fingerprint(model), around])
 
 
 def _operators_of(module: nn.Module) -> list[str]:
@@ -185,14 +185,11 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
         rules = json.loads(backend.to_str())
         rules["padding"] = rules["truncation"] = None
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    return _sha256(json.dumps([rules, special], sort_keys=True).encode())
+    return _sha256([rules, special])
 
 
 def tokens_fingerprint(tokens: torch.Tensor) -> str:
-    """A hash of token ids `[B, T]`."""
-    digest = hashlib.sha256(json.dumps(list(tokens.shape)).encode())
-    digest.update(tensor_bytes(tokens.to(torch.int64)))
-    return digest.hexdigest()
+    return _sha256(list(tokens.shape), tokens.to(torch.int64))
 
 
 def tensor_bytes(x: torch.Tensor):
@@ -219,12 +216,10 @@ def _hash(tensors: dict[str, torch.Tensor]) -> str:
 
     def digest(item: tuple[str, torch.Tensor]) -> str:
         name, x = item
-        found = hashlib.sha256(json.dumps([name, str(x.dtype), list(x.shape)]).encode())
-        found.update(tensor_bytes(x))  # other threads hash meanwhile
-        return found.hexdigest()
+        return _sha256([name, str(x.dtype), list(x.shape)], x)
 
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        return _sha256("".join(pool.map(digest, sorted(tensors.items()))).encode())
+        return hashlib.sha256("".join(pool.map(digest, sorted(tensors.items()))).encode()).hexdigest()
 
 
 def _checksum(tensors: list[torch.Tensor]) -> int:
@@ -249,5 +244,9 @@ def _checksum(tensors: list[torch.Tensor]) -> int:
     return hash(tuple(sums))
 
 
-def _sha256(text: bytes) -> str:
-    return hashlib.sha256(text).hexdigest()
+def _sha256(value: Any, x: torch.Tensor | None = None) -> str:
+    """The hash of a value as JSON, and of the numbers of a tensor; other threads run while those are hashed."""
+    digest = hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode())
+    if x is not None:
+        digest.update(tensor_bytes(x))
+    return digest.hexdigest()

@@ -28,7 +28,7 @@ LAYER_LOSSES = {
 
 @dataclass
 class InterdomainModelOutput(BaseModelOutputWithPast):
-    """With `auxiliary_losses` and `ranking_losses`, one scalar for each layer that has one, and `chosen_experts`.
+    """Adds `auxiliary_losses` and `ranking_losses`, one scalar for each layer that has one, and `chosen_experts`.
 
     `chosen_experts` are asked for with `output_chosen_experts=True`: ids `[B, T, h, k]` for each layer with experts.
     """

@@ -28,7 +28,7 @@ class TokenTables(NamedTuple):
 
 
 def token_tables(q_conv_weight: torch.Tensor, k_conv_weight: torch.Tensor, *norms: torch.Tensor) -> TokenTables:
-    """From the weights of two `CausalConv1d`, `[W, 1, kernel]`, and of the norms: `[R]`, `[D]`, `[G, R]`, `[G, D]`."""
+    """Tables of weights of two `CausalConv1d`, `[W, 1, kernel]`, and of norms: `[R]`, `[D]`, `[G, R]`, `[G, D]`."""
     conv_weight = joined_weights(q_conv_weight, k_conv_weight)
     if not norms:
         return TokenTables(conv_weight, None, None)

@@ -5,7 +5,7 @@ from torch import nn
 from transformers import initialization as init
 
 from ...layers.common import FULL_PRECISION, DecodeTables, InterdomainRMSNorm, are_untouched, backend_of, is_plain
-from ...layers.convolution import TOKEN_BEFORE, CausalConv1d
+from ...layers.convolution import TOKEN_BEFORE, CausalConv1d, convolve_all
 from ...layers.feature_maps import SiluL2, feature_map
 from ...layers.operators import Operators
 from ...layers.rotary import rotate, rotate_around
@@ -130,7 +130,7 @@ class InterdomainMixer(InterdomainSpecification, DecodeTables, KeyValueMixer):
             found = self._token_inputs(projected, conv_state, cos_sin)
         if found is not None:
             return found
-        projections, after = self._convolve(projected, conv_state, packing)
+        projections, after = convolve_all(self._convolutions(), projected, conv_state, self.kernel, packing)
         return self._tokens(projections, cos_sin), after
 
     def _tokens(self, projections, cos_sin):
@@ -169,7 +169,7 @@ class InterdomainMixer(InterdomainSpecification, DecodeTables, KeyValueMixer):
         return placed_map(self.recurrence(*tokens, mapped=True, cu_seqlens=ends), packing)
 
     def _weights(self, device: torch.device) -> list[torch.Tensor] | None:
-        """Of the convolutions of query and key, then of the norms of key and value, and their biases.
+        """The weights of the convolutions of query and key, then of the norms of key and value, and their biases.
 
         None where calling these modules and the feature map may do more than their weights say.
         """

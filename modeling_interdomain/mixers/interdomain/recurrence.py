@@ -198,7 +198,7 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
         return self._per_version((dtype, count), lambda _: make(*parameters()[:2], dtype, count))
 
     def _transition(self, kept: bool) -> tuple[torch.Tensor, ...]:
-        """With the tables of a replay where they are kept, and calls are what it costs."""
+        """What `state_after` needs: on a CPU, where a replay costs mostly calls, with its tables if they are kept."""
         log_decay, input_matrix, _ = self.parameters_of_operator()
         input_matrix = input_matrix.clone()  # what shards this module frees its parameters after the call
         tables = ()
@@ -207,7 +207,7 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
         return log_decay, input_matrix, *tables
 
     def _per_version(self, name: Any, compute: Any) -> Any:
-        """What is made of the parameters as they are; `compute` is told whether it will be kept."""
+        """A value that `compute` makes of the parameters as they are; it is told whether the value will be kept."""
         own = self._parameters
         try:
             kept = self._tables.of([own[name] for name in self.tabled])

@@ -46,14 +46,12 @@ class S4DRecurrence(InterdomainRecurrence):
         return readout_rms(coefficients, config.initializer_range, real_gramian(*self._transition_and_beta()))
 
     def _operate(self, *inputs: Any, **arguments: Any):
-        """`s4d_attention` of the two inputs."""
         key, value, log_decay, input_matrix, coefficients = inputs
         arguments |= {"chunk_size": self.config.chunk_size, "backend": backend_of(self.config, S4D_BACKENDS)}
         rows = self.head_rows(coefficients)
         return self.operators.s4d_attention(key, value, log_decay, input_matrix, rows, **arguments)
 
     def _step(self, *tokens: Any, **arguments: Any) -> torch.Tensor:
-        """`s4d_step` of the two inputs."""
         parameters = self._per_version("step", self._step_parameters)
         arguments["backend"] = backend_of(self.config, STEP_BACKENDS)
         return self.operators.take_s4d_step(*tokens, parameters, **arguments)
@@ -101,7 +99,7 @@ class S4DMixer(S4DSpecification, KeyValueMixer):
         return torch.cat(tokens, dim=-1)
 
     def attention_map(self, tokens, packing):
-        """Of both inputs: the kernel of the layer, the same for all texts."""
+        """The map of both inputs: the kernel of the layer, the same for all texts."""
         ends = None if packing is None else packing.cu_seqlens
         weights = self.recurrence(*tokens, mapped=True, cu_seqlens=ends)
         return placed_map(weights.expand(tokens[0].shape[0], -1, -1, -1), packing)

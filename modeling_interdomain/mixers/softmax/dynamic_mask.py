@@ -105,7 +105,7 @@ class ValueMask(nn.Module):
 
 
 def bias_order(key: torch.Tensor) -> torch.Tensor:
-    """Of keys with their bias, a number that orders them by it: `[..., size]` to `[...]`, at least float32.
+    """A number that orders keys by their bias, `[..., size]` to `[...]`, at least float32.
 
     The same token at two places has one bias, but for rounding, which differs between a whole text and a step: biases
     closer than 2^-12 of themselves (float64: 2^-30) therefore count as equal.

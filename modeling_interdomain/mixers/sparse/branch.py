@@ -11,7 +11,7 @@ from torch import nn
 from transformers import initialization as init
 
 from ...layers.common import FULL_PRECISION, DecodeTables, RankingLoss, are_untouched, backend_of, is_plain
-from ...layers.convolution import TOKEN_BEFORE, CausalConv1d, causal_conv, convolve_few, joined_weights
+from ...layers.convolution import TOKEN_BEFORE, CausalConv1d, convolve_all, convolve_few, joined_weights
 from ...layers.operators import Operators
 from ...ops.common.cpu import without_autocast
 from ...ops.common.launch import STEP_BACKENDS
@@ -135,7 +135,7 @@ class SparseBranch(DecodeTables):
 
     @torch.no_grad()
     def start_parameters(self, config) -> None:
-        """With `sparse_query_init="induction"` keys of the token before, which queries of the same token find.
+        """With `sparse_query_init="induction"` keys are those of the token before, which queries of that token find.
 
         Both of unit variance in every number, so that equal ones score `d^(1/2)` and others about 0.
         """
@@ -154,7 +154,7 @@ class SparseBranch(DecodeTables):
         states: dict[str, torch.Tensor] | None,
         packing: Packing | None,
     ) -> SparseInputs:
-        """From tokens `[B, T, hidden_size]` of the batch and `value` `[B, T, groups, width]`, packed already.
+        """Inputs from tokens `[B, T, hidden_size]` of the batch and `value` `[B, T, groups, width]`, packed already.
 
         `conv_state`, that of `q_conv` and `k_conv`, and `states` are those of the cache, if there is one.
         """
@@ -167,13 +167,9 @@ class SparseBranch(DecodeTables):
         projected = [self.q_proj(hidden_states), self.k_proj(hidden_states)]
         if packing is not None:
             projected = [packing.pack(x) for x in projected]
-        before = conv_state[0].chunk(2, dim=1) if conv_state else [None, None]
-        convolved, after = [], []
-        for x, conv, window in zip(projected, (self.q_conv, self.k_conv), before, strict=True):
-            y, window = causal_conv(conv, x, window, self.kernel, packing)
-            convolved.append(y.unflatten(-1, (self.heads, self.dim)))
-            after.append(window)
-        query, key = convolved
+        before = conv_state[0].chunk(2, dim=1) if conv_state else None
+        convolved, after = convolve_all((self.q_conv, self.k_conv), projected, before, self.kernel, packing)
+        query, key = (x.unflatten(-1, (self.heads, self.dim)) for x in convolved)
         key = key * self.dim**-0.5
         differentiated = self.training and torch.is_grad_enabled()
         with torch.no_grad(), without_autocast(query.device):
@@ -304,7 +300,7 @@ class SparseBranch(DecodeTables):
         return self._gated(output, inputs.factors)
 
     def _gated(self, output: torch.Tensor, factors: torch.Tensor | None = None) -> torch.Tensor:
-        """From S heads to the H of the recurrence's output, gated; by `factors`, if they are given."""
+        """Expand S heads to the H of the recurrence's output, and gate them; by `factors`, if they are given."""
         if self.heads != self.groups:
             output = output.flatten(-2).unflatten(-1, (self.groups, self.width))
         if self.repeats > 1:
@@ -361,7 +357,7 @@ def recorded_count(states: dict[str, torch.Tensor]) -> int:
     return 2 + rings + ("sparse_scores" in states) + ("sparse_sums" in states)
 
 
-# Of every part but key selection, in their order.
+# Names of the states of every part but key selection, in their order.
 _RINGS = [(f"sparse_ring{i}", f"sparse_ring{i}_places") for i in range(len(PARTS))]
 
 
@@ -398,7 +394,7 @@ def _about_mean(x: torch.Tensor, sums: torch.Tensor, seen: torch.Tensor) -> torc
 
 
 def _running_sums(x: torch.Tensor, before: torch.Tensor | None, packing: Packing | None):
-    """Of `[B, T, S, n, d]`, the sums up to every token, in float64, and the last of them `[B, S, n, d]`.
+    """The sums of `[B, T, S, n, d]` up to every token, in float64, and the last of them `[B, S, n, d]`.
 
     With sums in float32 the bin of a token would depend on how a long text was cut into forwards.
     """
