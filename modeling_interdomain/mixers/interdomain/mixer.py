@@ -118,7 +118,7 @@ class InterdomainMixer(InterdomainSpecification, DecodeTables, KeyValueMixer):
                 conv.start_weight(*(TOKEN_BEFORE if conv is self.k_conv else (1,)))
 
     def _inputs(self, projected, conv_state, cos_sin, packing, keep: bool):
-        """In one kernel or in few calls where that can run, and nothing hangs on the modules whose weights it reads."""
+        """In one kernel or in few calls, where these can run and may read weights of modules without calling them."""
         found, device, backend = None, projected[0].device, backend_of(self.config)
         count = projected[0].shape[1]
         few = count == 1 or (not torch.compiler.is_compiling() and count <= MAX_DRAFT)
@@ -155,7 +155,7 @@ class InterdomainMixer(InterdomainSpecification, DecodeTables, KeyValueMixer):
         here = hidden_states.device.type == "cpu" and self.sparse is None and not torch.is_grad_enabled()
         few = count <= MAX_DRAFT and (count > 1 or layer.pending < MAX_PENDING)
         can = here and few and backend_of(self.config) in ("auto", "triton") and not self.normalize
-        return can and not layer.pads_pending  # ages would count them
+        return can and not layer.pads_pending  # pads would count as tokens in the ages of inputs
 
     def _verify(self, layer, tokens, conv_state):
         count = tokens[0].shape[1]

@@ -13,7 +13,7 @@ from ..base import TokenMixer
 from .configuration import SoftmaxSpecification
 from .dynamic_mask import bias_order, make_dynamic_mask
 
-# Tokens that attend together to a window of keys, at least: what is seen is looked up for each of them.
+# Tokens that attend together to a window of keys, at least: the mask is made anew for each piece.
 _PIECE = 256
 
 
@@ -106,7 +106,7 @@ class SoftmaxMixer(SoftmaxSpecification, TokenMixer):
         A piece attends to itself and to the window before it, so time and memory grow with T as with the window.
         """
         length, eager = query.shape[2], self.config._attn_implementation == "eager"
-        # What returns its weights returns them as one, and no graph holds a number of pieces that varies.
+        # In one piece where weights are returned, and in a graph, which cannot have a varying number of pieces.
         together = eager or torch.compiler.is_compiling()
         pieces = [(0, length)] if together else _pieces(length, max(self.window, _PIECE))
         held, last = (None, 0) if layer is None else (layer.held(), layer.to_keep(length))
@@ -133,7 +133,7 @@ def _pieces(length: int, size: int) -> list[tuple[int, int]]:
 
 
 def _new_keys(key, value, before, mask: torch.Tensor | None, packing: Packing | None) -> Keys:
-    """Those of this forward, after `before` tokens, with their documents and pads."""
+    """The keys of this forward, after `before` tokens, with their documents and pads."""
     batch, groups, length = key.shape[:3]
     places = (torch.arange(length, device=key.device) + before).expand(batch, length)
     documents = None
