@@ -13,12 +13,12 @@ from transformers.utils import logging
 from .feed_forwards.configuration import FEED_FORWARDS, ExpertFields
 from .layers.configuration import LAYERS, LENGTH_DEPENDENT, ModelFields
 from .layers.versions import CACHE_NAME
-from .mixers.configuration import TOKEN_MIXERS
 from .mixers.inner_function.configuration import InnerFunctionFields
 from .mixers.interdomain.configuration import InterdomainFields
 from .mixers.selective_scan.configuration import SelectiveScanFields
 from .mixers.softmax.configuration import DynamicMaskFields
 from .mixers.sparse.configuration import SparseFields
+from .mixers.specifications import TOKEN_MIXERS
 from .mixers.ssd.configuration import SSDFields
 from .mixers.window.configuration import WindowFields
 

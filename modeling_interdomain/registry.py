@@ -9,12 +9,12 @@ from .feed_forwards.configuration import FEED_FORWARDS
 from .feed_forwards.cross_domain_moe import CrossDomainMoE
 from .feed_forwards.mlp import InterdomainMLP
 from .mixers.base import TokenMixer
-from .mixers.configuration import TOKEN_MIXERS
 from .mixers.inner_function.mixer import InnerFunctionMixer
 from .mixers.interdomain.mixer import InterdomainMixer
 from .mixers.s4d.mixer import S4DMixer
 from .mixers.selective_scan.mixer import SelectiveScanMixer
 from .mixers.softmax.mixer import SoftmaxMixer
+from .mixers.specifications import TOKEN_MIXERS
 from .mixers.ssd.mixer import SSDMixer
 from .mixers.window.mixer import WindowMixer
 

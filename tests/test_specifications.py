@@ -7,17 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from modeling_interdomain import InterdomainConfig, TokenMixer
 from modeling_interdomain.mixers.interdomain.configuration import GATED_BACKENDS
 from modeling_interdomain.ops.interdomain import gates
 from modeling_interdomain.registry import FEED_FORWARDS, TOKEN_MIXERS
+from modeling_interdomain.saving.code import flat_code
 from tests.conftest import MIXERS, PAIRS, VARIANTS, WINDOWED
 
 PACKAGE = Path(__file__).parents[1] / "modeling_interdomain"
 # What a configuration may load of ours, beside the families' `configuration.py`.
-LIGHT = {"configuration_interdomain", "layers.versions", "mixers.sparse.parts", "mixers.specification"}
+LIGHT = {"configuration_interdomain", "layers.versions", "mixers.sparse.parts", "mixers.specifications"}
 # The files of a checkpoint that make its configuration; all that families say is in the second.
 RUN = {"configuration_interdomain", "configuration_fields", "layers_versions"}
 
@@ -102,6 +104,23 @@ def test_three_files_of_a_checkpoint_make_its_configuration(make_config, tmp_pat
         assert {Path(file).stem for file in needed} == expected[name] - {"configuration_interdomain"}
     printed = _run(REMOTE, *(tmp_path / name for name in expected), folder=tmp_path)
     assert [set(line.split()) for line in printed[-2:]] == list(expected.values())
+
+
+SPECIFIED = {
+    "softmax": {"Softmax"},
+    "s4d": {"Recurrent", "KeyValue", "S4D", "Interdomain"},  # the last, whose mixer is in a file with what both share
+    "window": {"Recurrent", "Window", "Expert"},
+    "cheems": {"Recurrent", "SSD", "Softmax", "InnerFunction", "Expert"},
+}
+
+
+@pytest.mark.parametrize("name", SPECIFIED)
+def test_what_a_model_does_not_have_is_not_specified_in_its_folder(name, make_config):
+    config, found = make_config(name), {"__name__": "configuration_fields"}
+    exec(flat_code(config)["configuration_fields"], found)
+    assert set(found["TOKEN_MIXERS"]) == set(config.mixers_per_layer)
+    specified = {each.removesuffix("Specification") for each in found if each.endswith("Specification")}
+    assert specified == SPECIFIED[name] | {"Mixer"}
 
 
 def test_every_specification_has_its_class():

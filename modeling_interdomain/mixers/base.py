@@ -8,7 +8,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttent
 
 from ..cache.recurrent import RecurrentLayer, StaticRecurrentLayer
 from ..layers.versions import takes_cache
-from .specification import MixerSpecification
+from .configuration import MixerSpecification
 
 
 class TokenMixer(MixerSpecification, nn.Module):

@@ -12,7 +12,7 @@ from ..layers.convolution import CausalConv1d, convolve_all, last_inputs
 from ..layers.operators import Operators
 from ..ops.common.packing import Packing
 from .base import TokenMixer
-from .specification import RecurrentSpecification
+from .configuration import RecurrentSpecification
 
 
 class RecurrentMixer(RecurrentSpecification, TokenMixer):

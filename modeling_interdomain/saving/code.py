@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parents[1]
 ENTRIES = ("configuration_interdomain", "modeling_interdomain", "classifier_interdomain")
 FIELDS = "configuration_fields"
 # Modules with tables of what layers are made of, the tables, and the fields of a configuration that name their parts.
-_NAMING = ("registry", "mixers.configuration", "feed_forwards.configuration")
+_NAMING = ("registry", "mixers.specifications", "feed_forwards.configuration")
 _TABLES = {"TOKEN_MIXERS": "mixers_per_layer", "FEED_FORWARDS": "feed_forwards_per_layer"}
 _ATTENTION = {"softmax", "inner_function"}
 # Families whose fields travel with their token mixer alone: a state does not depend on them where it is not there.
@@ -100,7 +100,7 @@ def flat_code(config, whole: bool = False) -> dict[str, str]:
 
 def _flat(module: str) -> str:
     """The name of the file in which a module travels."""
-    return FIELDS if module.endswith((".configuration", ".specification")) else module.replace(".", "_")
+    return FIELDS if module.endswith((".configuration", ".specifications")) else module.replace(".", "_")
 
 
 def _flattened(source: str, module: str, absent: set[str]) -> tuple[str, list[str]]:

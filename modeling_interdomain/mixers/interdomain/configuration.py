@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...layers.configuration import HEADS, ModelFields
-from ..specification import Projection, RecurrentSpecification
+from ..configuration import Projection, RecurrentSpecification
 
 # What `start` puts in the place of fields that are not given.
 STARTS = {
@@ -281,3 +281,13 @@ class InterdomainSpecification(KeyValueSpecification):
                 "delta_rule is measured by what a key finds of itself, which the hermitian product alone keeps "
                 f'positive, and product is "{config.product}": set product="hermitian".'
             )
+
+
+class S4DSpecification(KeyValueSpecification):
+    """The state of "interdomain" layers, all of which is output."""
+
+    default_state_input = "generic"
+
+    @classmethod
+    def written_shape(cls, config) -> tuple[int, int]:
+        return config.num_key_value_heads, config.feature_dim + config.head_dim

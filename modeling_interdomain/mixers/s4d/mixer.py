@@ -12,11 +12,11 @@ from ...ops.common.launch import STEP_BACKENDS
 from ...ops.diagonal.step import StepParameters
 from ...ops.s4d.entry import S4D_BACKENDS, s4d_attention, s4d_tables, take_s4d_step
 from ...ops.s4d.map import s4d_attention_map
+from ..interdomain.configuration import S4DSpecification
 from ..interdomain.initialization import readout_rms, real_gramian
 from ..interdomain.mixer import KeyValueMixer
 from ..interdomain.recurrence import InterdomainRecurrence
 from ..recurrent import placed_map
-from .configuration import S4DSpecification
 
 
 class S4DRecurrence(InterdomainRecurrence):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ...layers.configuration import ModelFields
-from ..specification import Biases, Projection, RecurrentSpecification
+from ..configuration import Biases, Projection, RecurrentSpecification
 
 
 @dataclass(kw_only=True, repr=False)

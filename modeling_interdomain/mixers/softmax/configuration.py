@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...layers.configuration import HEADS, ModelFields
-from ..specification import MixerSpecification
+from ..configuration import MixerSpecification
 
 # Of a head with a bias: kernels want sizes that are multiples of 8, and the same of keys and values.
 BIAS_COLUMNS = 8

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from ...layers.configuration import LENGTH_DEPENDENT, ModelFields
-from ..specification import Biases, Projection, RecurrentSpecification
+from ..configuration import Biases, Projection, RecurrentSpecification
 
 
 @dataclass(kw_only=True, repr=False)
