@@ -27,7 +27,7 @@ class GatedRecurrence(InterdomainRecurrence):
         return super().forward(*tokens[:3], **arguments)
 
     def _own_answer(self) -> torch.Tensor:
-        return self._per_version("own answer", lambda _: own_answer(*self.parameters_of_operator()[1:]))
+        return self._per_version("own answer", lambda _: own_answer(*self.parameters_of_operator()))
 
     def _step(self, *tokens: Any, **arguments: Any) -> torch.Tensor:
         gates = Gates(*(arguments.pop(name) for name in Gates._fields))
