@@ -17,7 +17,9 @@ from ..common.launch import say_without_kernels
 from ..diagonal.step import StepTables, read_state, turn_state
 from .chunk import chunk_attention
 
-GATED_BACKENDS = ("auto", "recurrent", "chunk")
+GATED_BACKENDS = ("auto", "recurrent", "chunk", "triton")
+# Those that have the delta rule in more than a step.
+DELTA_BACKENDS = ("auto", "recurrent", "chunk")
 
 
 class Gates(NamedTuple):
@@ -32,6 +34,13 @@ class Gates(NamedTuple):
     log_gate: torch.Tensor | None
     write_gate: torch.Tensor | None
     delta: torch.Tensor | None
+
+    def written(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys `[B, T, G, R]` and values as they enter the state, but for the delta rule; in at least their dtype."""
+        if self.write_gate is None:
+            return key, value
+        write_gate = self.write_gate[..., None]
+        return key * write_gate, value * write_gate
 
 
 def checked_gates(
@@ -52,18 +61,23 @@ def checked_gates(
     if found.delta is not None and normalize:
         raise ValueError("delta needs the plain readout: use normalize=False, or leave delta away.")
     if rows != "B":
-        check_gated_backend(backend)
+        check_gated_backend(backend, found.delta is not None)
     if torch.compiler.is_exporting():
         raise ValueError("Exported graphs have no gates and no delta rule: export a model without them.")
     return found
 
 
-def check_gated_backend(backend: str) -> None:
-    """Refuse a backend of the operator that has no gates."""
+def check_gated_backend(backend: str, delta: bool) -> None:
+    """Refuse a backend of the operator that has no gates or, where that is asked for, no delta rule."""
     if backend not in GATED_BACKENDS:
         raise ValueError(
             f"backend {backend!r} has no gates and no delta rule: with log_gate, write_gate or delta it must be one of "
             f"{', '.join(GATED_BACKENDS)}."
+        )
+    if delta and backend not in DELTA_BACKENDS:
+        raise ValueError(
+            f"backend {backend!r} has the delta rule in a step alone: with delta it must be one of "
+            f"{', '.join(DELTA_BACKENDS)}."
         )
 
 
@@ -83,17 +97,15 @@ def gated_attention(
     Args:
         parameters: as those of `chunk_attention`, up to `lengths`.
     """
-    log_gate, write_gate, delta = gates
+    log_gate, _, delta = gates
     if backend == "recurrent":
         from .gates_naive import gated_recurrent_attention
 
         alike = (None if x is None else x.to(key.dtype) for x in gates)
         return gated_recurrent_attention(query, key, value, *parameters, *alike)
-    if backend == "auto":
-        say_without_kernels(query.device, "gates and the delta rule have none yet")
-    if write_gate is not None:
-        write_gate = write_gate.to(key.dtype)[..., None]
-        key, value = key * write_gate, value * write_gate
+    if backend == "auto" and delta is not None:
+        say_without_kernels(query.device, "the delta rule has them in decoding steps alone")
+    key, value = (x.to(query.dtype) for x in gates.written(key, value))
     options: list[Any] = [chunk_size, output_final_state]
     if log_gate is None and delta is None:
         return chunk_attention(*(query, key, value, *parameters, *options, kept))
