@@ -183,7 +183,9 @@ def _gated(dtype: torch.dtype, heads: int, groups: int, width: int, size: int) -
     parameters = [torch.zeros(groups, size, *more, 2, requires_grad=True) for more in ((), (), (size,))]
     gate = torch.zeros(2, 256, groups, requires_grad=True)
     with recorded() as launches:
-        output, state = triton_attention(*tokens, *parameters, "hermitian", None, None, 64, log_gate=gate)
+        output, state = triton_attention(
+            *tokens, *parameters, "hermitian", None, None, 64, log_gate=gate, write_gate=gate
+        )
         output.sum().backward()
         with torch.no_grad():
             for slots in _SLOTS:

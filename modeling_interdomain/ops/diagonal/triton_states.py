@@ -46,7 +46,10 @@ def _left_after(gates, start, inside, count, group, groups):
     high = tl.load(gates.high + last)
     apart = high - tl.load(gates.high + at, mask=inside >= 0, other=0.0)
     apart += tl.load(gates.low + last) - tl.load(gates.low + at, mask=inside >= 0, other=0.0)
-    return tl.exp(high), tl.exp(tl.minimum(apart, 0.0))
+    after = tl.exp(tl.minimum(apart, 0.0))
+    if gates.write is not None:
+        after *= tl.load(gates.write + at, mask=inside >= 0, other=0.0)
+    return tl.exp(high), after
 
 
 @triton.jit
@@ -242,9 +245,9 @@ def _walk_back(
                     dx += tl.load(grads.tokens + direct, mask=valid, other=0.0).to(tl.float32)
                 tl.store(later_x + address, narrow(dx, later_x.dtype.element_ty, MATH), mask=valid)
                 if gates is not None:
-                    of_sums = tl.where(tokens == C - 1, of_last, 0.0) - tl.sum(dx * x_tile, 1)
                     at_token = (token * tl.num_programs(2) + tl.program_id(2)) * groups + group
-                    tl.store(gates.written + at_token, of_sums, mask=inside >= 0)
+                    tl.store(gates.written + at_token, tl.sum(dx * x_tile, 1), mask=inside >= 0)
+                    tl.store(gates.last + at_token, of_last + tl.zeros([C], tl.float32), mask=tokens == C - 1)
             g_re, g_im = times_conj(g_re, g_im, d_re[:, None], d_im[:, None])
             for head in range(group * per_group, (group + 1) * per_group):
                 local = grads.states + (here * heads + head) * 2 * M * columns.padded + tile
@@ -272,8 +275,8 @@ def chunk_states_backward(
 
     Lane l works on segments l, l + lanes, ... grads: `ChunkGradients` of each side, summed over the heads of the group.
     Written, `later`: x `[tokens, groups, width]` of each side; initial like `initial` of `chunk_states` (or None); and
-    what each program leaves to be summed, `[lanes, blocks, groups, 3, 2, M]`, see `Partial`; with gates, what their
-    running sums receive of the tokens and the states, `written` of `GateSums`. Without EMIT, initial alone.
+    what each program leaves to be summed, `[lanes, blocks, groups, 3, 2, M]`, see `Partial`; with gates, `written` and
+    `last` of `GateSums`. Without EMIT, initial alone.
     """
     program = tl.program_id(0).to(tl.int64) * tl.num_programs(2) + tl.program_id(2)
     sums = later.sums + (program * groups + tl.program_id(1)) * 6 * M

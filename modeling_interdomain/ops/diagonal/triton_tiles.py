@@ -16,7 +16,8 @@ Weights within a chunk come in two ways, chosen for each group by its fastest mo
   for any decay; moving the scores costs about as much again as the rest.
 
 Gates of time multiply what token t takes from token i by exp(c_t - c_i), c their running sum, and what it takes from
-the state by exp(c_t): `left` is c as two numbers of float32 each, `[C]`, or None where there are no gates.
+the state by exp(c_t); gates of the write multiply what is taken from token i. `left` is c as two numbers of float32
+each, `[C]`, and the gates of the write if there are any; None where there are no gates.
 
 A complex tile is two real ones; pointers are to the first element of what the names say, rows contiguous.
 """
@@ -95,8 +96,11 @@ def load_left(gates, start, length, group, groups, C: tl.constexpr):
     """`left` of the tokens of a chunk; gates: `GateSums` of ops/interdomain/triton_gates.py."""
     rows = tl.arange(0, C)
     at = (start + rows) * groups + group
-    high = tl.load(gates.high + at, mask=rows < length, other=0.0)
-    return high, tl.load(gates.low + at, mask=rows < length, other=0.0)
+    inside = rows < length
+    left = tl.load(gates.high + at, mask=inside, other=0.0), tl.load(gates.low + at, mask=inside, other=0.0)
+    if gates.write is not None:
+        left += (tl.load(gates.write + at, mask=inside, other=0.0),)
+    return left
 
 
 @triton.jit
@@ -105,6 +109,8 @@ def left_within(x, left):
     if left is not None:
         apart = (left[0][:, None] - left[0][None, :]) + (left[1][:, None] - left[1][None, :])
         x *= tl.exp(tl.minimum(apart, 0.0))
+        if len(left) > 2:
+            x *= left[2][None, :]
     return x
 
 

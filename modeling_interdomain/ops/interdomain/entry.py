@@ -237,13 +237,9 @@ def _fused(backend, gates, query, key, value, log_decay, *arguments, **options):
     def run():
         from .triton import triton_attention
 
-        tokens, log_gate = (query, key, value), None
-        if gates is not None:
-            log_gate = gates.log_gate
-            tokens = query, *gates.written(key, value)
-        return triton_attention(
-            *(x.to(value.dtype) for x in tokens), log_decay, *arguments, **options, log_gate=log_gate
-        )
+        tokens = (x.to(value.dtype) for x in (query, key, value))
+        own = {} if gates is None else {"log_gate": gates.log_gate, "write_gate": gates.write_gate}
+        return triton_attention(*tokens, log_decay, *arguments, **options, **own)
 
     widths = query.shape[3], value.shape[3], log_decay.shape[1]
     return fused(backend, (query, key, value), widths, run, "gated attention" if gates else "attention")

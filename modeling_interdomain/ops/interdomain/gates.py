@@ -35,13 +35,6 @@ class Gates(NamedTuple):
     write_gate: torch.Tensor | None
     delta: torch.Tensor | None
 
-    def written(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys `[B, T, G, R]` and values as they enter the state, but for the delta rule; in at least their dtype."""
-        if self.write_gate is None:
-            return key, value
-        write_gate = self.write_gate[..., None]
-        return key * write_gate, value * write_gate
-
 
 def checked_gates(
     key: torch.Tensor, gates: tuple[Any, Any, Any], normalize: bool, backend: str, rows: str = "B, T"
@@ -97,7 +90,7 @@ def gated_attention(
     Args:
         parameters: as those of `chunk_attention`, up to `lengths`.
     """
-    log_gate, _, delta = gates
+    log_gate, write_gate, delta = gates
     if backend == "recurrent":
         from .gates_naive import gated_recurrent_attention
 
@@ -105,7 +98,9 @@ def gated_attention(
         return gated_recurrent_attention(query, key, value, *parameters, *alike)
     if backend == "auto" and delta is not None:
         say_without_kernels(query.device, "the delta rule has them in decoding steps alone")
-    key, value = (x.to(query.dtype) for x in gates.written(key, value))
+    if write_gate is not None:
+        write_gate = write_gate.to(key.dtype)[..., None]
+        key, value = key * write_gate, value * write_gate
     options: list[Any] = [chunk_size, output_final_state]
     if log_gate is None and delta is None:
         return chunk_attention(*(query, key, value, *parameters, *options, kept))

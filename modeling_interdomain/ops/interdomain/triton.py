@@ -70,6 +70,7 @@ def triton_attention(
     lengths: torch.Tensor | None = None,
     output_final_state: bool = True,
     log_gate: torch.Tensor | None = None,
+    write_gate: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As `chunk_attention`, for tokens in bfloat16, float16 or float32; parameters and states are float32.
 
@@ -81,16 +82,17 @@ def triton_attention(
         lengths: `[B]` integers from 0 to T, not checked here: the real tokens of a row, in front of its pads, which
             are not read; outputs and gradients at pads are zero.
         output_final_state: without it, no memory is taken for states of documents (many of which may be empty).
-        log_gate: `[B, T, G]`, at most 0.
+        log_gate, write_gate: `[B, T, G]`, see `Gates`.
     """
     if log_decay.shape[1] > _LARGEST_DIAGONAL:
         coefficient_matrix = _in_full(coefficient_matrix, log_decay)
     wide_tensors: tuple = (log_decay, input_matrix, coefficient_matrix, initial_state)
     operator = _operator
-    if log_gate is not None:
+    if log_gate is not None or write_gate is not None:
         from .triton_gates import gated_operator
 
-        wide_tensors, operator = (*wide_tensors, log_gate), gated_operator
+        log_gate = torch.zeros_like(write_gate) if log_gate is None else log_gate
+        wide_tensors, operator = (*wide_tensors, log_gate, write_gate), gated_operator
     output, final = operator(
         *(x.contiguous() for x in (query, key, value)),
         *(None if x is None else x.float().contiguous() for x in wide_tensors),
