@@ -137,7 +137,7 @@ def test_fused_is_the_definition(shape):
 )
 def test_every_readout_is_the_definition(product, coefficients):
     """In one group the way of slow decays, in the other that of fast ones."""
-    arguments = gated((1, 20, 4, 2, 3, 10, 7), KINDS["forget"], coefficients)
+    arguments = gated((1, 20, 2, 2, 3, 10, 7), KINDS["forget"], coefficients)
     with torch.no_grad():
         arguments["log_decay"][0, 0, 0] = -5.0
     check(arguments, product=product, chunk_size=16)
@@ -276,9 +276,8 @@ def test_gates_are_not_rounded(kind):
 DELTA = {"gates": "forget", "delta_rule": True, "product": "hermitian"}
 
 
-@pytest.mark.parametrize(
-    "gates", [pytest.param({"gates": "forget"}, marks=pytest.mark.slow), DELTA], ids=["forget", "delta"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("gates", [{"gates": "forget"}, DELTA], ids=["forget", "delta"])
 def test_a_model_with_gates_on_fused_kernels(make_model, random_ids, gates):
     """Logits, gradients, a prefill in pieces and decoding, against the same model in float64 without kernels."""
     reference = make_model("interdomain", num_hidden_layers=1, token_mixers="interdomain", **gates)

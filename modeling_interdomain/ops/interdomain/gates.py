@@ -1,6 +1,6 @@
 """Gates of time and of the write, and the delta rule: checks, steps, and what passes a gated state on.
 
-The definition is in `ops/interdomain/gates_naive.py`. The readout is linear in the query, so that a write gate is a
+The definition is in `ops/interdomain/naive.py`. The readout is linear in the query, so that a write gate is a
 factor of a token's key and value and of nothing else: `w u = w v - delta (answer to w k)`. What is left to compute
 are the gates of time and the delta rule.
 """
@@ -19,7 +19,7 @@ from .chunk import chunk_attention
 
 GATED_BACKENDS = ("auto", "recurrent", "chunk", "triton")
 # Those that have the delta rule in more than a step.
-DELTA_BACKENDS = ("auto", "recurrent", "chunk")
+DELTA_BACKENDS = GATED_BACKENDS[:-1]
 
 
 class Gates(NamedTuple):
@@ -92,10 +92,10 @@ def gated_attention(
     """
     log_gate, write_gate, delta = gates
     if backend == "recurrent":
-        from .gates_naive import gated_recurrent_attention
+        from .naive import recurrent_attention
 
         alike = (None if x is None else x.to(key.dtype) for x in gates)
-        return gated_recurrent_attention(query, key, value, *parameters, *alike)
+        return recurrent_attention(query, key, value, *parameters, *alike)
     if backend == "auto" and delta is not None:
         say_without_kernels(query.device, "the delta rule has them in decoding steps alone")
     if write_gate is not None:
@@ -186,7 +186,7 @@ def gated_state_after(
 
 def _replayed(state, key, value, mask, log_decay, input_matrix, coefficient_matrix, product, gates):
     """Pads, wherever they stand, leave the state alone: log_decay and writes are of real tokens."""
-    from .gates_naive import gated_recurrent_attention
+    from .naive import recurrent_attention
 
     dtype = state.dtype
     parameters = (None if x is None else x.to(dtype) for x in (log_decay, input_matrix, coefficient_matrix))
@@ -195,7 +195,7 @@ def _replayed(state, key, value, mask, log_decay, input_matrix, coefficient_matr
         None if x is None else x.to(dtype).gather(1, order.view(*order.shape, *[1] * (x.ndim - 2)).expand_as(x))
         for x in (key, value, *gates)
     )
-    return gated_recurrent_attention(key, key, value, *parameters, product, state, None, mask.sum(1), *gates)[1]
+    return recurrent_attention(key, key, value, *parameters, product, state, None, mask.sum(1), *gates)[1]
 
 
 def total_gated_decay(mask: torch.Tensor, log_gate: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from ..diagonal.triton_tiles import times
 
 
 class StepGates(NamedTuple):
-    """`[batch, groups]` each, as `ops/interdomain/gates_naive.py` defines them, or None."""
+    """`[batch, groups]` each, as `ops/interdomain/naive.py` defines them, or None."""
 
     log_gate: Any
     write_gate: Any
