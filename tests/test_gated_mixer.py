@@ -135,7 +135,8 @@ def test_a_share_is_of_the_most_that_a_key_finds_at_any_age():
         output = interdomain_attention(*tokens, log_decay, beta, c, product="hermitian", delta=delta)[0]
         return output.abs().max().item()
 
-    assert size(0.1 / most) < size(None) and size(0.1 / at_once) > 1e9 * size(None)
+    plain = size(None)
+    assert size(0.1 / most) < 1.1 * plain and size(0.1 / at_once) > 1e9 * plain
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -79,8 +79,8 @@ def interdomain_attention(
                 X' = exp(log_gate_t + log_decay) X_{t-1},   u_t = value_t - delta_t (answer of X' to key_t)
                 X_t = X' + write_gate_t input_matrix (x) [key_t ; u_t]
 
-            as ops/interdomain/naive.py defines; for "auto", "recurrent" and "chunk", in graphs that are not
-            exported, and delta without `normalize`. Default: None, which means 0, 1 and 0.
+            as ops/interdomain/naive.py defines; for "auto", "recurrent", "chunk" and, without delta, "triton",
+            in graphs that are not exported, and delta without `normalize`. Default: None, which means 0, 1 and 0.
 
     Returns:
         output `[B, T, H, D]` in the dtype of `value`, and the final state `[B or S, G, 2, M, R + D]` in float32
@@ -132,9 +132,9 @@ def interdomain_attention(
     single = backend == "auto" and query.shape[1] == 1 and whole and not needs_grad and not exporting
     with without_autocast(query.device):
         found = None
-        if backend in ("auto", "triton") and not (single or exporting or gates):
+        if backend in ("auto", "triton") and not (single or exporting or (gates and gates.delta is not None)):
             arguments = (*tokens, *parameters, product, initial_state, cu_seqlens, chunk_size, normalize)
-            found = _fused(backend, *arguments, lengths=lengths, output_final_state=output_final_state)
+            found = _fused(backend, gates, *arguments, lengths=lengths, output_final_state=output_final_state)
         if found is None:
             compute = _compute_dtype(*tokens)
             chunks = backend in ("auto", "chunk") and not (single or exporting or normalize or gates)
@@ -212,13 +212,16 @@ def _on_documents(
     return output, final
 
 
-def _fused(backend, query, key, value, log_decay, *arguments, **options):
+def _fused(backend, gates, query, key, value, log_decay, *arguments, **options):
     def run():
         from .triton import triton_attention
 
-        return triton_attention(*(x.to(value.dtype) for x in (query, key, value)), log_decay, *arguments, **options)
+        tokens = (x.to(value.dtype) for x in (query, key, value))
+        own = {} if gates is None else {"log_gate": gates.log_gate, "write_gate": gates.write_gate}
+        return triton_attention(*tokens, log_decay, *arguments, **options, **own)
 
-    return fused(backend, (query, key, value), (query.shape[3], value.shape[3], log_decay.shape[1]), run)
+    widths = query.shape[3], value.shape[3], log_decay.shape[1]
+    return fused(backend, (query, key, value), widths, run, "gated attention" if gates else "attention")
 
 
 def _scan(query, key, value, log_decay, *arguments):

@@ -8,7 +8,7 @@ for bit. Lengths are read by the kernels alone, never by the host.
 """
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,7 +57,7 @@ _pull_both_skewed, _push_both_skewed = tuned(pull_both, _KIND, [(4, 1)]), tuned(
 
 def triton_attention(
     query, key, value, log_decay, input_matrix, coefficient_matrix, product: str, initial_state, cu_seqlens,
-    chunk_size: int, wide: bool = False, lengths=None, output_final_state: bool = True,
+    chunk_size: int, wide: bool = False, lengths=None, output_final_state: bool = True, log_gate=None, write_gate=None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """As `chunk_attention`, for tokens in bfloat16, float16 or float32; parameters and states are float32.
 
@@ -69,12 +69,19 @@ def triton_attention(
         lengths: `[B]` integers from 0 to T, not checked here: the real tokens of a row, in front of its pads, which
             are not read; outputs and gradients at pads are zero.
         output_final_state: without it, no memory is taken for states of documents (many of which may be empty).
+        log_gate, write_gate: `[B, T, G]`, see `Gates`.
     """
     if log_decay.shape[1] > _LARGEST_DIAGONAL:
         coefficient_matrix = _in_full(coefficient_matrix, log_decay)
-    output, final = _operator(
+    wide_tensors, operator = (log_decay, input_matrix, coefficient_matrix, initial_state), _operator
+    if log_gate is not None or write_gate is not None:
+        from .triton_gates import gated_operator
+
+        log_gate = torch.zeros_like(write_gate) if log_gate is None else log_gate
+        wide_tensors, operator = (*wide_tensors, log_gate, write_gate), gated_operator
+    output, final = operator(
         *contiguous(query, key, value),
-        *contiguous(log_decay, input_matrix, coefficient_matrix, initial_state, dtype=torch.float32),
+        *contiguous(*wide_tensors, dtype=torch.float32),
         *contiguous(cu_seqlens, lengths, dtype=torch.int32),
         product,
         chunk_tokens(min(chunk_size, _largest_chunk(value.dtype, log_decay.shape[1])), query.shape[1]),
@@ -115,6 +122,8 @@ class Plan(NamedTuple):
     documents: Documents
     mixing: Mixing | None  # without a readout none is needed
     math: Arithmetic
+    gates: Any = None  # see `ops/interdomain/triton_gates.py`
+    gate_ends: torch.Tensor | None = None
 
     @property
     def packed(self) -> bool:
@@ -192,7 +201,9 @@ class Plan(NamedTuple):
         return torch.zeros_like(x) if self.packed else torch.empty_like(x)
 
 
-def _plan(query, key, value, parameters: Parameters, product, chunk, has_initial: bool, cu_seqlens, lengths) -> Plan:
+def attention_plan(
+    query, key, value, parameters: Parameters, product, chunk, has_initial: bool, cu_seqlens, lengths
+) -> Plan:
     widths, size = (query.shape[3], value.shape[3]), parameters.log_decay.shape[1]
     mixing = mixing_of(product, parameters.full, arithmetic(value.dtype))
     return plan_of(query.shape, value, widths, size, chunk, has_initial, cu_seqlens, lengths, mixing)
@@ -243,7 +254,8 @@ def states_before(plan: Plan, sides: tuple, tables: KernelTables, initial_state,
         first = torch.zeros_like(alone[: plan.rows]) if initial_state is None else initial_state
         sources = torch.cat([first[:, None], alone.unflatten(0, (-1, segments))[:, :-1]], dim=1)
         begins = plan.segment_ends(sides[0].device)[:, :-1]
-        initial_state = carry(tables.powers[..., : plan.size], sources, begins, begins).flatten(0, 1)
+        gates = None if plan.gate_ends is None else plan.gate_ends[:, :-1]
+        initial_state = carry(tables.powers[..., : plan.size], sources, begins, begins, gates).flatten(0, 1)
     final = sides[0].new_empty(shape, dtype=torch.float32) if want_final else None
     states = tuple(
         x.new_empty((plan.slots, plan.groups, 2, plan.modes, padded), dtype=plan.storage)
@@ -261,7 +273,7 @@ def _walk(plan: Plan, sides: tuple, tables: KernelTables, initial_state, states:
     _chunk_states[(plan.rows * plan.segments, plan.groups, slices)](
         sides, tables, initial_state, states, final, plan.documents, *plan.row, plan.groups, plan.columns,
         C=plan.chunk, M=plan.modes, BM=block_modes, BW=block_width, SEGMENTS=plan.segments, PACKED=plan.packed,
-        TWO_TERMS=exact and plan.storage == torch.bfloat16, MATH=plan.math,
+        TWO_TERMS=exact and plan.storage == torch.bfloat16, MATH=plan.math, gates=plan.gates,
     )  # fmt: skip
 
 
@@ -275,7 +287,15 @@ def _forward(
     lengths: torch.Tensor | None, product: str, chunk: int, wide: bool, want_final: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     parameters = Parameters(log_decay, input_matrix, coefficients)
-    plan = _plan(query, key, value, parameters, product, chunk, initial_state is not None, cu_seqlens, lengths)
+    plan = attention_plan(query, key, value, parameters, product, chunk, initial_state is not None, cu_seqlens, lengths)
+    return run_forward(plan, (query, key, value), parameters, initial_state, product, wide, want_final)
+
+
+def run_forward(
+    plan: Plan, tokens: tuple, parameters: Parameters, initial_state, product: str, wide: bool, want_final: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output and the final states."""
+    query, key, value = tokens
     shape, dtype = (*query.shape[:3], plan.widths[1]), torch.float32 if wide else value.dtype
     output = value.new_zeros(shape, dtype=dtype) if plan.packed else value.new_empty(shape, dtype=dtype)
     with on_device(query):
@@ -285,12 +305,13 @@ def _forward(
         for skewed, kernel in enumerate((_attend_few if plan.few else _attend, _attend_skewed)):
             kernel[(plan.chunks, plan.shape[2])](
                 Operands(query, key, value), output, mixed, ChunkStates(*states), tables, *plan.places,
-                plan.shape[2], plan.groups, **plan.sizes, MIXING=plan.mixing, SKEWED=skewed, **plan.options,
+                plan.shape[2], plan.groups, **plan.sizes, MIXING=plan.mixing, SKEWED=skewed, gates=plan.gates,
+                **plan.options,
             )  # fmt: skip
     return output, query.new_empty(0, dtype=torch.float32) if final is None else final
 
 
-def _outputs(
+def output_shapes(
     query, key, value, log_decay, input_matrix, coefficients, initial_state, cu_seqlens, lengths, product, chunk, wide,
     want_final,
 ):  # fmt: skip
@@ -301,18 +322,26 @@ def _outputs(
 
 def _backward(inputs, grads, needs):
     query, key, value, *rest, initial_state, cu_seqlens, lengths, product, chunk, _, _ = inputs
-    parameters, (grad_output, grad_final) = Parameters(*rest), grads
-    plan = _plan(query, key, value, parameters, product, chunk, initial_state is not None, cu_seqlens, lengths)
-    found = [plan.like_tokens(x) for x in (query, key, value)]
+    parameters, tokens = Parameters(*rest), (query, key, value)
+    plan = attention_plan(*tokens, parameters, product, chunk, initial_state is not None, cu_seqlens, lengths)
+    return run_backward(plan, tokens, parameters, initial_state, product, grads, needs[5])
+
+
+def run_backward(
+    plan: Plan, tokens: tuple, parameters: Parameters, initial_state, product: str, grads: tuple, want_mixing: bool
+) -> list[torch.Tensor | None]:
+    """The gradients of tokens, parameters and initial states; grads: of the output and of the final states."""
+    (query, key, value), (grad_output, grad_final) = tokens, grads
+    found: list[torch.Tensor | None] = [plan.like_tokens(x) for x in (query, key, value)]
     grad_initial = None if initial_state is None else torch.empty_like(initial_state)
     with on_device(query):
         tables = _tables(plan, parameters, product)
         states, _ = states_before(plan, (key, value), tables, initial_state, want_final=False)
         operands = Operands(query, key, value, grad_output)
-        mixing, chunk_sums, direct = _of_chunks(plan, operands, ChunkStates(*states), tables, found[0], needs[5])
+        mixing, chunk_sums, direct = _of_chunks(plan, operands, ChunkStates(*states), tables, found[0], want_mixing)
         walked = walk_back(plan, (key, value), states, tables, direct, tuple(found[1:]), grad_initial, grad_final)
         found += table_gradients(parameters, Partial(chunk_sums, walked, mixing), product, plan.shape[2])
-    return *found, grad_initial
+    return [*found, grad_initial]
 
 
 def _of_chunks(plan: Plan, tokens: Operands, states: ChunkStates, tables: KernelTables, grad_query, want_mixing: bool):
@@ -339,7 +368,7 @@ def _of_chunks(plan: Plan, tokens: Operands, states: ChunkStates, tables: Kernel
     )
     sizes, shared = plan.sizes, (*plan.places, heads, plan.groups)
     for skewed, kernel in enumerate((_pull_both, _pull_both_skewed)):
-        kernel[grid](tokens, pulled, states, tables, *shared, **sizes, SKEWED=skewed, **plan.options)
+        kernel[grid](tokens, pulled, states, tables, *shared, **sizes, SKEWED=skewed, gates=plan.gates, **plan.options)
     _mix[grid](
         pulled, mixed, chunk_sums, tables, *shared, SIZES=sizes["SIZES"], MIXING=plan.mixing,
         **plan.options,
@@ -348,7 +377,7 @@ def _of_chunks(plan: Plan, tokens: Operands, states: ChunkStates, tables: Kernel
     for skewed, kernel in enumerate((_push_both, _push_both_skewed)):
         kernel[grid](
             tokens, pulled, mixed, grad_query, direct, chunk_sums, states, tables, *shared, **plan.sizes_of_stored,
-            SKEWED=skewed, **plan.options,
+            SKEWED=skewed, gates=plan.gates, **plan.options,
         )  # fmt: skip
     return mixing, chunk_sums, direct
 
@@ -371,6 +400,7 @@ def walk_back(
             sides, tables, states, entering, direct, LaterGradients(grads, leaving, sums),
             plan.documents, segments, *plan.row, plan.shape[2], plan.groups, plan.columns, C=plan.chunk,
             M=plan.modes, BW=block, EMIT=emit, SEGMENTS=plan.segments, PACKED=plan.packed, MATH=plan.math,
+            gates=plan.gates,
         )  # fmt: skip
 
     if plan.segments > 1:
@@ -380,7 +410,8 @@ def walk_back(
         last = x.new_zeros((plan.rows, *shape), dtype=torch.float32) if grad_final is None else grad_final
         ends = plan.segment_ends(x.device)[:, 1:]
         sources = torch.cat([alone.unflatten(0, (-1, plan.segments))[:, 1:], last[:, None]], dim=1)
-        grad_final = carry_back(tables.powers[..., : plan.size], sources, ends, ends).flatten(0, 1)
+        gates = None if plan.gate_ends is None else plan.gate_ends[:, 1:]
+        grad_final = carry_back(tables.powers[..., : plan.size], sources, ends, ends, gates).flatten(0, 1)
         walk(grad_final, None if grad_initial is None else alone, emit=True)
         if grad_initial is not None:
             grad_initial.copy_(alone.unflatten(0, (-1, plan.segments))[:, 0])
@@ -408,7 +439,7 @@ _operator = differentiable(
     __name__,
     "attention",
     _forward,
-    _outputs,
+    output_shapes,
     _backward,
     count=7,
     grad_dtype=lambda query, key, value, *_: value.dtype,  # the output may be wider
