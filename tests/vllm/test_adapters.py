@@ -23,7 +23,7 @@ MODELS = {
 
 @pytest.fixture
 def adapted(make_folder, tmp_path):
-    """`adapted(name of MODELS, targets)`: a model, its folder, and that of an adapter as examples/finetune_lora.py does;
+    """`adapted(name of MODELS, targets)`: a model, its folder, and that of an adapter as of examples/finetune_lora.py;
     without targets one of the projections of token mixers."""
     peft = pytest.importorskip("peft", reason="PEFT makes the adapters.")
 
