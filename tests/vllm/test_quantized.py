@@ -85,8 +85,11 @@ def test_quantized_weights(make_folder, random_ids, bits, dtype, tolerance):
     bfloat16.
     """
     model, folder = make_folder("interdomain", model_dtype=dtype, **HYBRID)
-    quantize(model, folder, bits)
     asked = {f"text {i}": random_ids(1, length, seed=i)[0].tolist() for i, length in enumerate((23, 1, 40, 9))}
+    ids = torch.tensor([asked["text 2"]])
+    exact = model(ids).logits.float().log_softmax(-1)
+    quantize(model, folder, bits)
+    assert (model(ids).logits.float().log_softmax(-1) - exact).abs().max() > 2 * tolerance
     with engine(folder, dtype=str(dtype).removeprefix("torch.")) as served:
         for text, prompt in asked.items():
             served.ask(text, prompt, 3)
