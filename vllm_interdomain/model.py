@@ -15,6 +15,7 @@ from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, Suppo
 from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix
 from vllm.platforms import current_platform
 
+from modeling_interdomain.feed_forwards.mlp import InterdomainMLP
 from modeling_interdomain.layers.common import DecodeTables, ParameterCache
 from modeling_interdomain.layers.rotary import InterdomainRotaryEmbedding
 from modeling_interdomain.modeling_interdomain import InterdomainDecoderLayer
@@ -25,6 +26,9 @@ from .mixers import MIXERS, Paged, batch_of, largest_page
 from .pages import copied_page, page_dtypes
 from .parallel import DIVIDED_FEED_FORWARD, made
 
+# Numbers between the projections of a feed-forward layer that a CPU keeps near.
+_BETWEEN = 1 << 21
+
 
 class LoadedTables(ParameterCache):
     """Tables of parameters that only a loader writes: kept until it does, in the process group in which vLLM runs."""
@@ -34,6 +38,18 @@ class LoadedTables(ParameterCache):
 
     def of(self, parameters: Sequence[torch.Tensor]) -> dict[Hashable, Any] | None:
         return self._kept[1]
+
+
+class ServedMLP(InterdomainMLP):
+    """Of a CPU a long batch some tokens at a time, between whose projections the same memory is used again: fresh one
+    costs as much as an activation."""
+
+    at_once: int | None = None  # tokens; None, all
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.at_once is None or hidden_states.shape[1] <= self.at_once:
+            return super().forward(hidden_states)
+        return torch.cat([super(ServedMLP, self).forward(x) for x in hidden_states.split(self.at_once, dim=1)], dim=1)
 
 
 class ServedLayer(InterdomainDecoderLayer):
@@ -47,12 +63,17 @@ class ServedLayer(InterdomainDecoderLayer):
         mixer.attach(vllm_config, own)
         self.token_mixer = mixer
         feed_forward, self.mlp = FEED_FORWARDS[config.feed_forwards_per_layer[layer_idx]], None
+        if feed_forward is InterdomainMLP:
+            feed_forward = ServedMLP
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if feed_forward is not None:
             self.mlp = made(
                 partial(feed_forward, config, layer_idx), DIVIDED_FEED_FORWARD, vllm_config, f"{prefix}.mlp"
             )
             self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            # What LoRA adds is that of a whole batch.
+            if isinstance(self.mlp, ServedMLP) and current_platform.is_cpu() and vllm_config.lora_config is None:
+                self.mlp.at_once = max(1, _BETWEEN // config.intermediate_size)
         self.residual_in_fp32 = config.residual_in_fp32
 
 
