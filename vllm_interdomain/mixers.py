@@ -143,7 +143,8 @@ class Paged(MambaBase):
             return self.recurrence(*tokens, cu_seqlens=packing.cu_seqlens)[0][0]
         states, inputs = self.kv_cache[0], self.kv_cache[1:]
         conv_states = self._conv_states(projected, rows, begun)
-        tokens, _ = self._inputs(projected, conv_states, cos_sin, packing, keep=False)
+        alone = rows.shape[0] == 1  # its convolutions need no room between texts
+        tokens, _ = self._inputs(projected, conv_states, cos_sin, None if alone else packing, keep=False)
         for pool, x, conv_state in zip(inputs, self._convolved(projected), conv_states):
             write_slots(pool, rows, inputs_after(x[0], conv_state.mT, packing.cu_seqlens))
         state = read_slots(states, rows, begun)

@@ -95,6 +95,21 @@ def test_answers_are_those_of_generate(made, random_ids, name):
         assert_all(model, asked, served.finish())
 
 
+def test_feed_forwards_take_some_tokens_at_a_time(made, random_ids, monkeypatch):
+    """A long batch in pieces, of which the last is shorter."""
+    from vllm_interdomain import model as served_model
+
+    monkeypatch.setattr(served_model, "_BETWEEN", 48 * 7)
+    model, folder = made("interdomain")
+    asked = texts(random_ids, 23, 40)
+    with engine(folder) as served:
+        at_once = served.engine.apply_model(lambda model: [layer.mlp.at_once for layer in model.model.layers])
+        assert at_once == [[7, 7]]
+        for text, prompt in asked.items():
+            served.ask(text, prompt, 4)
+        assert_all(model, asked, served.finish())
+
+
 MIXED = [3, 31, 17, 1, 64, 5, 22, 48, 2, 33, 9, 27, 80, 12, 6, 41]
 
 
