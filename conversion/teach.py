@@ -369,6 +369,7 @@ def report_of(source: Path, config: InterdomainConfig, options: argparse.Namespa
         "tokens_per_step": options.tokens_a_step,
         "lengths": {stage: lengths_of(stage, options) for stage in STAGES if steps[stage]},
         "lora": options.lora,
+        "bf16": options.bf16,
         "data": ", ".join(Path(x).name for x in options.data),
         "perplexity": progress.perplexity,
         "losses": progress.losses,
