@@ -224,7 +224,7 @@ def teach(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     teacher, model = teacher.to(device).eval(), model.to(device).eval()
     teacher.requires_grad_(False)
-    rows = measured_rows(texts.held_out, options)
+    rows = held_out_rows(texts.held_out, options)
 
     def measure(measured: Any = model) -> dict[str, float]:
         return between(nats_by_position(measured, rows), octaves(rows.shape[1] - 1))
@@ -331,7 +331,7 @@ def without_adapters(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def measured_rows(tokens: torch.Tensor, options: argparse.Namespace) -> torch.Tensor:
+def held_out_rows(tokens: torch.Tensor, options: argparse.Namespace) -> torch.Tensor:
     """Held-out text in rows as long as the longest that is learned from, `[N, T + 1]`; fewer tokens are one row."""
     longest = max(length for stage, steps in _steps(options).items() if steps for length in lengths_of(stage, options))
     length = min(longest + 1, len(tokens))

@@ -15,7 +15,7 @@ from modeling_interdomain.mixers.interdomain.gated import GatedInterdomainMixer
 from modeling_interdomain.mixers.interdomain.mixer import InterdomainMixer
 from modeling_interdomain.model_cache.fingerprint import model_fingerprint
 from modeling_interdomain.ops.interdomain.gates_map import gated_attention_map
-from modeling_interdomain.ops.interdomain.gates_naive import gated_recurrent_attention
+from modeling_interdomain.ops.interdomain.naive import recurrent_attention
 
 FORMS = {
     "forget": {"gates": "forget"},
@@ -67,7 +67,7 @@ def test_it_is_the_formula(form, make_model, random_ids):
         row = torch.view_as_complex(c.detach().contiguous()) @ torch.view_as_complex(beta.detach())[..., None]
         length = mixer.k_norm.weight.square().sum() + mixer.k_bias.square().sum(-1)
         delta = torch.sigmoid(mixer.delta_proj(seen["x"]) - 4) / (row.abs().square().sum((1, 2)) * length)
-    expected = gated_recurrent_attention(
+    expected = recurrent_attention(
         query, key, value, log_decay, beta, c, "hermitian", None, None, None, log_gate, write, delta
     )[0]
     torch.testing.assert_close(seen["output"][0], expected, rtol=1e-5, atol=1e-6)

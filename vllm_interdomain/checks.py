@@ -12,7 +12,7 @@ from modeling_interdomain.layers.rotary import LENGTH_DEPENDENT
 from modeling_interdomain.registry import TOKEN_MIXERS
 from modeling_interdomain.saving.checkpoint_folder import damaged_weights
 
-MIXERS = ("interdomain", "s4d", "ssd", "selective_scan", "softmax")
+MIXERS = ("interdomain", "s4d", "ssd", "selective_scan", "window", "softmax")
 FEED_FORWARDS = ("mlp", "cdmoe", "none")
 
 

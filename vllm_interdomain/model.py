@@ -19,8 +19,8 @@ from modeling_interdomain.layers.rotary import InterdomainRotaryEmbedding
 from modeling_interdomain.modeling_interdomain import InterdomainDecoderLayer
 from modeling_interdomain.registry import FEED_FORWARDS, token_mixer_class
 
-from .mixers import MIXERS, Paged, batch_of
-from .pages import copied_page, largest_page, page_dtypes
+from .mixers import MIXERS, Paged, batch_of, largest_page
+from .pages import copied_page, page_dtypes
 from .parallel import DIVIDED_FEED_FORWARD, made
 
 
@@ -73,7 +73,7 @@ class ServedModel(nn.Module):
         hidden_states, batch = inputs_embeds[None], None
         if self.first_paged is not None:  # the tokens are the same in all layers, the pages are not
             metadata = (get_forward_context().attn_metadata or {}).get(self.first_paged)
-            batch = batch_of(metadata, inputs_embeds.shape[0], inputs_embeds.device)
+            batch = batch_of(metadata, positions)
         rotations = {int(dim): rotary(hidden_states, positions[None]) for dim, rotary in self.rotary_embs.items()}
         for layer in self.layers:
             hidden_states = layer(hidden_states, position_embeddings=rotations or None, batch=batch)

@@ -9,9 +9,7 @@ from transformers import initialization as init
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .common import Float32Module, is_plain
-
-# Their frequencies change with the length, and what a state holds cannot be rotated again.
-LENGTH_DEPENDENT = ("dynamic", "longrope")
+from .configuration import LENGTH_DEPENDENT
 
 
 class InterdomainRotaryEmbedding(Float32Module):

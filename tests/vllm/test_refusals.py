@@ -13,7 +13,6 @@ PARTS = {
     "inner-function": ("its token_mixers name inner_function, and it serves interdomain, s4d", {"head_dim": 8}),
     "hax": ("its sparse_attention keeps a memory of its own", {}),
     "value-mask": ("dynamic_mask weighs keys", {}),
-    "window": ("its token_mixers name window, and it serves", {}),
     "interdomain": ("learned_state begins each text", {"learned_state": True}),
     "softmax": ("rope_type 'dynamic' turns keys again", {"rope_parameters": LENGTHENED["dynamic"]}),
 }

@@ -1,5 +1,5 @@
-"""What tokens put into the operator, in few calls: of one, or a few, a call costs more than what it computes, and of a
-long text in bfloat16 every pass over the memory counts.
+"""Query, key and value of the operator in few calls: of one token, or a few, a call costs more than what it computes,
+and of a long text in bfloat16 every pass over the memory counts.
 """
 
 from collections.abc import Callable, Sequence

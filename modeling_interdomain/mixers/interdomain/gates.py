@@ -15,30 +15,11 @@ import torch
 from torch.nn import functional as F
 
 from ...ops.common.decay import as_complex
-from ...ops.interdomain.gates import GATED_BACKENDS, Gates, gated_state_after
+from ...ops.interdomain.gates import Gates, gated_state_after
 
 # At the start: half of the state is left after 100 tokens (f = 0.993), a token writes as without a gate (w = 1), and of
 # what is answered a fiftieth is taken back.
 FORGET_START, WRITE_START, DELTA_START = -5.0, 0.54, -4.0
-
-
-def check_gates(config) -> None:
-    """Raise a ValueError, one sentence, where layers of a configuration cannot have the gates that it asks for."""
-    field = "delta_rule" if config.gates == "none" else f'gates = "{config.gates}"'
-    if config.normalize:
-        raise ValueError(f"{field} needs the plain readout: set normalize to False, or leave {field} out.")
-    if config.backend not in GATED_BACKENDS:
-        raise ValueError(
-            f'{field} lets every token move the state in its own way, and backend = "{config.backend}" needs one way '
-            f"for all: choose one of {', '.join(GATED_BACKENDS)}."
-        )
-    if config.delta_rule and not config.input_norm:
-        raise ValueError("delta_rule is measured by the size that input_norm gives keys: set input_norm=True.")
-    if config.delta_rule and config.product != "hermitian":
-        raise ValueError(
-            "delta_rule is measured by what a key finds of itself, which the hermitian product alone keeps positive, "
-            f'and product is "{config.product}": set product="hermitian".'
-        )
 
 
 def gate_tokens(

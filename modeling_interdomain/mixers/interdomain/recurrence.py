@@ -10,7 +10,7 @@ from transformers import initialization as init
 
 from ...layers.common import DecodeTables, Float32Module, backend_of, begun_with, is_plain
 from ...layers.operators import Operators
-from ...ops.common.cpu import narrowed
+from ...ops.common.cpu import autocast_operands
 from ...ops.common.decay import as_complex
 from ...ops.common.launch import STEP_BACKENDS
 from ...ops.diagonal.step import StepParameters, step_tables
@@ -168,7 +168,7 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
     def _operate(self, *inputs: Any, **arguments: Any):
         """`interdomain_attention` of query, key, value and parameters."""
         config = self.config
-        inputs = (*narrowed(*inputs[:3]), *inputs[3:])
+        inputs = (*autocast_operands(*inputs[:3]), *inputs[3:])
         arguments |= {"product": self.product, "normalize": self.normalize}
         if is_plain(inputs[0], inputs[0].dtype) and not torch.jit.is_tracing():
             arguments["kept"] = self._per_version("prompt", lambda _: {})

@@ -16,6 +16,7 @@ from ..interdomain.initialization import readout_rms, real_gramian
 from ..interdomain.mixer import KeyValueMixer
 from ..interdomain.recurrence import InterdomainRecurrence
 from ..recurrent import placed_map
+from .configuration import S4DSpecification
 
 
 class S4DRecurrence(InterdomainRecurrence):
@@ -83,7 +84,7 @@ class S4DRecurrence(InterdomainRecurrence):
         return rows.flatten(0, 1)
 
 
-class S4DMixer(KeyValueMixer):
+class S4DMixer(S4DSpecification, KeyValueMixer):
     """Two linear maps of the token, each after a convolution, drive the state; a learned vector reads it.
 
     The output has R + D numbers a head, all of which `o_proj` reads. `k_proj` and `v_proj` make the two inputs, a and b
@@ -91,15 +92,10 @@ class S4DMixer(KeyValueMixer):
     convolved, as in Interdomain layers: the ablation with a linear readout.
     """
 
-    default_state_input = "generic"
     recurrence_class = S4DRecurrence
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx, config.feature_dim + config.head_dim, weighted=False)
-
-    @classmethod
-    def written_shape(cls, config) -> tuple[int, int]:
-        return config.num_key_value_heads, config.feature_dim + config.head_dim
 
     def _written(self, tokens):
         return torch.cat(tokens, dim=-1)

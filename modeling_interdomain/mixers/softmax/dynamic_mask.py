@@ -13,9 +13,7 @@ from transformers import initialization as init
 
 from ...ops.common.cpu import autocasts
 from ...ops.common.launch import namespace
-
-# Of a head with a bias: kernels want sizes that are multiples of 8, and the same of keys and values.
-BIAS_COLUMNS = 8
+from .configuration import BIAS_COLUMNS
 
 
 class PositionMask(nn.Module):
@@ -56,9 +54,9 @@ def check_position_table(position_ids: torch.Tensor, room: int, kind: str) -> No
 
 @torch.library.custom_op(f"{namespace(__name__)}::zero_if_in_table", mutates_args=())
 def zero_if_in_table(position_ids: torch.Tensor, room: int, kind: str) -> torch.Tensor:
-    """An integer 0 that comes out of the check: what it is added to, a compiled graph computes after it.
+    """0, as the result of the check: what it is added to, a compiled graph computes after the check.
 
-    An assertion in the graph would be no such thing: a compiler may run it after what it stands before.
+    An assertion would not do: a compiler may run it after what follows it.
     """
     if not position_ids.is_cuda:  # there the indices themselves are checked, and looking would make the CPU wait
         check_position_table(position_ids, room, kind)

@@ -16,7 +16,7 @@ def multiplies_in_tiles(x: torch.Tensor) -> bool:
     return x.dtype == torch.bfloat16 and x.device.type == "cpu" and _has_bfloat16_tiles()
 
 
-def narrowed(*tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def autocast_operands(*tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Query, key and value as autocast wants the operands of products on a CPU that multiplies bfloat16 faster."""
     device = tokens[0].device.type
     if device != "cpu" or not torch.is_autocast_enabled(device) or any(x.dtype == torch.float64 for x in tokens):

@@ -35,6 +35,12 @@ def finite(log_decay: torch.Tensor) -> torch.Tensor:
     return log_decay.to(torch.float64).clamp(min=LEAST)
 
 
+def decayed(state: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+    """A state `[B, G, 2, M, W]` times complex numbers `[G, M, 1]`, or `[B, G, M, 1]`."""
+    real, imag = state.unbind(2)
+    return torch.stack([decay.real * real - decay.imag * imag, decay.real * imag + decay.imag * real], dim=2)
+
+
 def as_complex(pairs: torch.Tensor) -> torch.Tensor:
     """Real pairs `[..., 2]` as complex numbers `[...]`, in the nearest dtype that has a complex partner.
 

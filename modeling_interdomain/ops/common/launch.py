@@ -183,6 +183,11 @@ def on_device(x: torch.Tensor):
     return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
 
 
+def contiguous(*tensors: torch.Tensor | None, dtype: torch.dtype | None = None) -> list[torch.Tensor | None]:
+    """Tensors as kernels address them, in `dtype` where one is given; None stays None."""
+    return [None if x is None else x.to(dtype or x.dtype).contiguous() for x in tensors]
+
+
 def tuned(kernel, key: tuple[str, ...], configurations: Sequence[tuple] = CONFIGURATIONS, **options):
     """Time a few numbers of warps and stages the first time a kernel meets a kind of problem, and keep the fastest.
 

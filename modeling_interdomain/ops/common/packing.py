@@ -141,6 +141,30 @@ def _ends_before(later: torch.Tensor) -> torch.Tensor | None:
     return torch.nn.functional.pad(begins, (0, 1), value=count)
 
 
+def state_rows(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> int:
+    """How many states tokens `[B, T, ...]` have: one a batch row, or one a packed document."""
+    return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def mask_from_lengths(lengths: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`[B, T]` bool, False for the pads behind the first `lengths` `[B]` of tokens `[B, T, ...]`."""
+    return torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+
+
+def zero_pads(lengths: torch.Tensor, *tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Tokens `[B, T, ...]` with zeros at their pads."""
+    real = mask_from_lengths(lengths, tokens[0])
+    return [torch.where(real.view(*real.shape, *[1] * (x.ndim - 2)), x, 0) for x in tokens]
+
+
+def within_documents(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    """`[..., T, T]`, zero between tokens of different documents."""
+    if cu_seqlens is None:
+        return x
+    document = document_of_tokens(cu_seqlens, x.shape[-1])
+    return torch.where(document[:, None] == document, x, 0)
+
+
 def document_of_tokens(cu_seqlens: torch.Tensor, length: int) -> torch.Tensor:
     """`[length]`: the number of the document each token belongs to."""
     tokens = torch.arange(length, device=cu_seqlens.device)

@@ -13,7 +13,7 @@ where the decay depends on the token, these functions do not hold.
 import torch
 
 from .checks import check_tensors
-from .decay import decay_powers
+from .decay import decay_powers, decayed
 
 
 def join_states(
@@ -91,9 +91,7 @@ def decay_state(state: torch.Tensor, tokens: int | torch.Tensor, log_decay: torc
     ages = torch.as_tensor(tokens, device=state.device).reshape(-1)
     powers = decay_powers(log_decay, ages).transpose(0, 1)[..., None]  # [1 or B, G, M, 1]
     decay = powers.to(torch.complex128 if state.dtype == torch.float64 else torch.complex64)
-    real, imag = state.unbind(2)
-    decay_state = [decay.real * real - decay.imag * imag, decay.real * imag + decay.imag * real]
-    return torch.stack(decay_state, dim=2).to(state.dtype)
+    return decayed(state, decay).to(state.dtype)
 
 
 def _check(log_decay: torch.Tensor, tokens: int | torch.Tensor, **states: torch.Tensor) -> None:

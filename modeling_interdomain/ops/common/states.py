@@ -39,6 +39,14 @@ def dot(x: torch.Tensor, grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return torch.conj_physical(pairs(x), out=pairs(out)).mul_(pairs(grad))
 
 
+def final_states(like: torch.Tensor, shape: tuple[int, ...], wanted: bool, initial: torch.Tensor | None):
+    """Room for the states after the last tokens, empty unless `wanted`; they begin as the initial states."""
+    if not wanted:
+        return like.new_empty(0)
+    final = like.new_zeros(shape)
+    return final if initial is None else final.copy_(initial)
+
+
 class Repeated:
     """A table `[G, ...]` once for every chunk, `[G N, ...]`: batched products take no strides of zero."""
 
@@ -91,7 +99,7 @@ class States:
 
     Args:
         name: of the stream, for the workspace.
-        x: `[B, T, G, W]`; of a narrower dtype than the tables, only together with `NarrowStates`.
+        x: `[B, T, G, W]`; of a narrower dtype than the tables, only together with `Bf16States`.
         initial: `[documents, G, 2, M, W]`, or None for zeros.
         ends: whether the states after the last token of every document are wanted.
     """

@@ -20,18 +20,9 @@ _DOUBLINGS = 14  # a reach of 2^14 blocks: 8 million tokens in chunks of 64
 
 
 def export_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    coefficient_matrix: torch.Tensor | None,
-    product: str,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
+    query, key, value, log_decay, input_matrix, coefficient_matrix, product: str, initial_state, cu_seqlens, lengths,
     chunk_size: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """As `chunk_attention`, with the final states."""
     groups, width = key.shape[2], key.shape[3]
     inputs = torch.cat([key, value], dim=-1)
@@ -51,14 +42,7 @@ def export_attention(
 
 
 def export_s4d(
-    inputs: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    readout: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    chunk_size: int,
+    inputs, log_decay, input_matrix, readout, initial_state, cu_seqlens, lengths, chunk_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `s4d_attention`, keys and values side by side in `inputs`, with the final states."""
     states = _ChunkStates(inputs, log_decay, input_matrix, initial_state, cu_seqlens, lengths, chunk_size)

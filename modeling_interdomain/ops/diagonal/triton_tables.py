@@ -395,17 +395,9 @@ def make_tables(
         ),
     )  # fmt: skip
     _tables[(groups, blocks)](
-        parameters,
-        made,
-        size,
-        *_signs(product),
-        C=chunk,
-        MIXING=mixing,
-        LARGEST=_LARGEST_EXPONENT,
-        MATH=math,
-        num_warps=8,
-        **options,
-    )
+        parameters, made, size, *_signs(product), C=chunk, MIXING=mixing, LARGEST=_LARGEST_EXPONENT, MATH=math,
+        num_warps=8, **options,
+    )  # fmt: skip
     return made
 
 

@@ -21,7 +21,7 @@ from ..common.states import Repeated, StateGradients, States, pairs
 from .chunk_call import AttentionCall, AttentionTables, Gradients, Walked
 
 
-class NarrowStates(States):
+class Bf16States(States):
     """Narrow inputs, states in the dtype of the tables; what products read of a state is narrow again."""
 
     def forward(self, segment: Segment, inputs: torch.Tensor, entry: torch.Tensor | None) -> torch.Tensor | None:
@@ -57,7 +57,7 @@ class NarrowStates(States):
         return state
 
 
-class NarrowTables(AttentionTables):
+class Bf16Tables(AttentionTables):
     """Those of a `Bf16Call`, what products read in bfloat16.
 
     Attributes:
@@ -81,9 +81,9 @@ class NarrowTables(AttentionTables):
 class Bf16Call(AttentionCall):
     """Query, keys and values in bfloat16, the rest in float32."""
 
-    states_class = NarrowStates
-    tables_class = NarrowTables
-    own: NarrowTables
+    states_class = Bf16States
+    tables_class = Bf16Tables
+    own: Bf16Tables
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -91,7 +91,7 @@ class Bf16Call(AttentionCall):
         self.to_near, self.to_far, self.rest_to_far = self.own.to_near, self.own.to_far, self.own.rest_to_far
 
     def gradients(self, *arguments) -> Gradients:
-        return NarrowGradients(self, *arguments)
+        return Bf16Gradients(self, *arguments)
 
     def attend(self, rows: torch.Tensor, keys: Walked, values: Walked) -> torch.Tensor:
         pulled, _ = self.gather(rows, *keys)
@@ -153,7 +153,7 @@ class Bf16Call(AttentionCall):
         return self.workspace.tensor(name, tuple(x.shape), self.mixing).copy_(x)
 
 
-class NarrowGradients(Gradients):
+class Bf16Gradients(Gradients):
     """The backward pass of a `Bf16Call`."""
 
     call: Bf16Call

@@ -44,14 +44,7 @@ class AttentionTables:
         mixing: `[G, 2M, 2M]`.
     """
 
-    def __init__(
-        self,
-        log_decay: torch.Tensor,
-        input_matrix: torch.Tensor,
-        coefficients: torch.Tensor | None,
-        product: str,
-        size: int,
-    ):
+    def __init__(self, log_decay, input_matrix, coefficients, product: str, size: int):
         self.decay = DecayTables(log_decay, input_matrix, size, log_decay.dtype)
         self.forth = self.decay.powers[:, None, 1:].contiguous()
         self.back = self.forth.conj().resolve_conj()
@@ -69,21 +62,9 @@ class AttentionCall:
     tables_class: type[AttentionTables] = AttentionTables
 
     def __init__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        log_decay: torch.Tensor,
-        input_matrix: torch.Tensor,
-        coefficients: torch.Tensor | None,
-        initial: torch.Tensor | None,
-        cu_seqlens: torch.Tensor | None,
-        lengths: torch.Tensor | None,
-        product: str,
-        chunk_size: int,
-        ends: bool,
-        kept: dict[Hashable, Any] | None = None,
-    ):
+        self, query, key, value, log_decay, input_matrix, coefficients, initial, cu_seqlens, lengths, product: str,
+        chunk_size: int, ends: bool, kept: dict[Hashable, Any] | None = None,
+    ):  # fmt: skip
         batch, length, heads, feature_dim = query.shape
         self.query, self.groups, self.heads = query, key.shape[2], heads // key.shape[2]
         floats = _SEGMENT_FLOATS["cpu" if query.device.type == "cpu" else "other"]

@@ -1,6 +1,6 @@
 """Gates of time and of the write, and the delta rule: checks, steps, and what passes a gated state on.
 
-The definition is in `ops/interdomain/gates_naive.py`. The readout is linear in the query, so that a write gate is a
+The definition is in `ops/interdomain/naive.py`. The readout is linear in the query, so that a write gate is a
 factor of a token's key and value and of nothing else: `w u = w v - delta (answer to w k)`. What is left to compute
 are the gates of time and the delta rule.
 """
@@ -40,7 +40,7 @@ def checked_gates(
     """Refuse gates that do not fit keys with these axes in front, and where there are none.
 
     Args:
-        backend: of the operator or the step.
+        backend: of the operator; a step has gates in all of its own.
     """
     named = [(name, x, f"{rows}, G") for name, x in zip(Gates._fields, gates) if x is not None]
     check_tensors(("key", key, f"{rows}, G, R"), *named)
@@ -51,14 +51,15 @@ def checked_gates(
         )
     if found.delta is not None and normalize:
         raise ValueError("delta needs the plain readout: use normalize=False, or leave delta away.")
-    check_gated_backend(backend)
+    if rows != "B":
+        check_gated_backend(backend)
     if torch.compiler.is_exporting():
         raise ValueError("Exported graphs have no gates and no delta rule: export a model without them.")
     return found
 
 
 def check_gated_backend(backend: str) -> None:
-    """Refuse a backend that has no gates."""
+    """Refuse a backend of the operator that has no gates."""
     if backend not in GATED_BACKENDS:
         raise ValueError(
             f"backend {backend!r} has no gates and no delta rule: with log_gate, write_gate or delta it must be one of "
@@ -84,10 +85,10 @@ def gated_attention(
     """
     log_gate, write_gate, delta = gates
     if backend == "recurrent":
-        from .gates_naive import gated_recurrent_attention
+        from .naive import recurrent_attention
 
         alike = (None if x is None else x.to(key.dtype) for x in gates)
-        return gated_recurrent_attention(query, key, value, *parameters, *alike)
+        return recurrent_attention(query, key, value, *parameters, *alike)
     if backend == "auto":
         say_without_kernels(query.device, "gates and the delta rule have none yet")
     if write_gate is not None:
@@ -178,7 +179,7 @@ def gated_state_after(
 
 def _replayed(state, key, value, mask, log_decay, input_matrix, coefficient_matrix, product, gates):
     """Pads, wherever they stand, leave the state alone: log_decay and writes are of real tokens."""
-    from .gates_naive import gated_recurrent_attention
+    from .naive import recurrent_attention
 
     dtype = state.dtype
     parameters = (None if x is None else x.to(dtype) for x in (log_decay, input_matrix, coefficient_matrix))
@@ -187,7 +188,7 @@ def _replayed(state, key, value, mask, log_decay, input_matrix, coefficient_matr
         None if x is None else x.to(dtype).gather(1, order.view(*order.shape, *[1] * (x.ndim - 2)).expand_as(x))
         for x in (key, value, *gates)
     )
-    return gated_recurrent_attention(key, key, value, *parameters, product, state, None, mask.sum(1), *gates)[1]
+    return recurrent_attention(key, key, value, *parameters, product, state, None, mask.sum(1), *gates)[1]
 
 
 def total_gated_decay(mask: torch.Tensor, log_gate: torch.Tensor) -> torch.Tensor:

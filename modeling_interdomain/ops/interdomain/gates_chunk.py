@@ -22,6 +22,7 @@ import torch
 from ..common.chunks import Segment
 from ..common.custom_op import differentiable
 from ..common.decay import LEAST
+from ..common.states import final_states
 from ..diagonal.mixing import mixing_gradient
 from .chunk import state_shape
 from .chunk_call import AttentionCall, Gradients, Walked, margins, walk
@@ -358,13 +359,9 @@ def _forward(
     call = GatedCall(
         *inputs, cu_seqlens, lengths, product, chunk_size, output_final_state, log_gate=log_gate, delta=delta
     )
-    final = None
-    if output_final_state:
-        final = log_decay.new_zeros(state_shape(query, key, value, log_decay, cu_seqlens))
-        if initial_state is not None:
-            final.copy_(initial_state)
-    output = call.forward(final)
-    final = log_decay.new_empty(0) if final is None else final
+    shape = state_shape(query, key, value, log_decay, cu_seqlens)
+    final = final_states(log_decay, shape, output_final_state, initial_state)
+    output = call.forward(final if output_final_state else None)
     return output, final, value.new_empty(0) if delta is None else call.values.x
 
 

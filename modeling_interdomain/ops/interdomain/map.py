@@ -7,7 +7,7 @@ import torch
 from ..common.checks import check_documents
 from ..common.cpu import without_autocast
 from ..common.decay import as_complex, decay_powers
-from ..common.packing import document_of_tokens
+from ..common.packing import within_documents
 from ..diagonal.step import grouped_coefficients
 from .entry import check_inputs
 from .readout import pull_back
@@ -46,7 +46,7 @@ def interdomain_attention_map(
     cu_seqlens, _ = check_documents(cu_seqlens, None, query)
     parameters = log_decay, input_matrix, coefficient_matrix, product
     with without_autocast(query.device):
-        weights = map_weights(query, key, *parameters, lambda x: within(cu_seqlens, x))
+        weights = map_weights(query, key, *parameters, lambda x: within_documents(x, cu_seqlens))
     weights = weights.transpose(0, 1).flatten(1, 2)
     return weights / weights.sum(-1, keepdim=True) if normalize else weights
 
@@ -66,14 +66,6 @@ def map_weights(
     y = _by_age(scores).to(beta.dtype) @ kernel  # [G, B, H / G, T, M]
     p = pull_back(coefficients, y, product)
     return seen(_by_token((p.conj() @ kernel.mT).real))
-
-
-def within(cu_seqlens: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    """`[..., T, T]`, zero between tokens of different documents."""
-    if cu_seqlens is None:
-        return x
-    document = document_of_tokens(cu_seqlens, x.shape[-1])
-    return torch.where(document[:, None] == document, x, 0)
 
 
 def _by_age(x: torch.Tensor) -> torch.Tensor:

@@ -19,17 +19,7 @@ from .readout import pull_back
 _NUMBERS = 1 << 22
 
 
-def fft_attention(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `recurrent_attention`, the states as one convolution over all tokens."""
-    return _attention(fft_states, *arguments)
-
-
-def associative_scan_attention(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `recurrent_attention`, the states by doubling the reach of every token log2(T) times."""
-    return _attention(doubling_states, *arguments)
-
-
-def fft_states(inputs: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+def _fft_states(inputs: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
     """`sum_{i<=t} lambda^(t-i) beta u_i` by multiplying spectra.
 
     Args:
@@ -47,7 +37,7 @@ def fft_states(inputs: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor
     return torch.fft.ifft(spectrum[:, :, None] * torch.fft.fft(inputs, n=size)[:, :, None])[..., :length]
 
 
-def doubling_states(inputs: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+def _doubling_states(inputs: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
     """The same by parallel prefix: after step j a token has collected the 2^j tokens up to itself."""
     states = inputs[:, :, None] * beta[..., None, None]
     shift = 1
@@ -59,18 +49,17 @@ def doubling_states(inputs: torch.Tensor, log_decay: torch.Tensor, beta: torch.T
     return states
 
 
-def _attention(
-    states: Callable,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    coefficient_matrix: torch.Tensor | None,
-    product: str,
-    initial_state: torch.Tensor | None,
-    boundaries: list[int],
-) -> tuple[torch.Tensor, torch.Tensor]:
+STATES = {"fft": _fft_states, "associative_scan": _doubling_states}
+
+
+def prefix_attention(
+    query, key, value, log_decay, input_matrix, coefficient_matrix, product: str, initial_state, boundaries: list[int],
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """As `recurrent_attention`, with one of `STATES`.
+
+    `boundaries` are the ends of the documents along T, starting with 0; several documents mean B = 1.
+    """
     batch, groups = query.shape[0], key.shape[2]
     coefficients = grouped_coefficients(coefficient_matrix, query.dtype)
     outputs, finals = [], []
@@ -79,7 +68,7 @@ def _attention(
         tokens = query[:, start:end].unflatten(2, (groups, -1)).permute(2, 0, 3, 1, 4)  # [G, B, P, T, R]
         keys, values = (x[:, start:end].permute(0, 2, 3, 1) for x in (key, value))  # [B, G, W, T]
         width = keys.shape[2]
-        read = _Blocks(states, log_decay, as_complex(input_matrix))
+        read = _Blocks(STATES[backend], log_decay, as_complex(input_matrix))
         y, key_end = read.pull(tokens, keys, None if first is None else first[..., :width])
         p = pull_back(coefficients, y, product)
         output, value_end = read.push(p, values, None if first is None else first[..., width:])

@@ -3,7 +3,7 @@
 import torch
 
 from ..common.cpu import all_real, without_autocast
-from ..common.decay import as_complex, decay_powers
+from ..common.decay import as_complex, decay_powers, decayed
 from ..diagonal.step import advance_by
 
 # Tokens that go into one matrix product: with a short record there is one.
@@ -76,9 +76,7 @@ def _advance(state, block, powers, weights):
         weights = torch.cat([weights.real, weights.imag], dim=-1).movedim(1, 0).mT  # [B, G, 2M, T]
         decay = powers[:, mask.sum(1)].movedim(1, 0)[..., None]  # [B, G, M, 1]
     added = (weights @ inputs).unflatten(2, (2, -1))
-    real, imag = state.unbind(2)
-    carried = [decay.real * real - decay.imag * imag, decay.real * imag + decay.imag * real]
-    return torch.stack(carried, dim=2) + added
+    return decayed(state, decay) + added
 
 
 def _powers(log_decay: torch.Tensor, last: int) -> torch.Tensor:

@@ -18,17 +18,9 @@ LARGEST_AMPLIFICATION = 16.0
 
 
 def scan_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    coefficient_matrix: torch.Tensor | None,
-    product: str,
-    initial_state: torch.Tensor | None,
-    boundaries: list[int],
+    query, key, value, log_decay, input_matrix, coefficient_matrix, product: str, initial_state, boundaries: list[int],
     every: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """As `recurrent_attention`; `every` is K, the tokens between two states that are kept."""
     batch, groups = query.shape[0], key.shape[2]
     decay, beta = as_complex(log_decay).exp(), as_complex(input_matrix)

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 
 from ..common.custom_op import differentiable
-from ..common.launch import CONFIGURATIONS, interpreted, multiprocessors, on_device, power_of_two, tuned
+from ..common.launch import CONFIGURATIONS, contiguous, interpreted, multiprocessors, on_device, power_of_two, tuned
+from ..common.packing import state_rows
 from ..common.tiles import Arithmetic, Documents, arithmetic, chunk_tokens, layout_of
 from ..diagonal.triton_states import (
     Columns,
@@ -56,20 +57,9 @@ _pull_both_skewed, _push_both_skewed = tuned(pull_both, _KIND, [(4, 1)]), tuned(
 
 
 def triton_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    coefficient_matrix: torch.Tensor | None,
-    product: str,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    chunk_size: int,
-    wide: bool = False,
-    lengths: torch.Tensor | None = None,
-    output_final_state: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    query, key, value, log_decay, input_matrix, coefficient_matrix, product: str, initial_state, cu_seqlens,
+    chunk_size: int, wide: bool = False, lengths=None, output_final_state: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """As `chunk_attention`, for tokens in bfloat16, float16 or float32; parameters and states are float32.
 
     Args:
@@ -83,17 +73,15 @@ def triton_attention(
     """
     if log_decay.shape[1] > _LARGEST_DIAGONAL:
         coefficient_matrix = _in_full(coefficient_matrix, log_decay)
-    wide_tensors = (log_decay, input_matrix, coefficient_matrix, initial_state)
-    output, final = _operator(
-        *(x.contiguous() for x in (query, key, value)),
-        *(None if x is None else x.float().contiguous() for x in wide_tensors),
-        *(None if x is None else x.to(torch.int32).contiguous() for x in (cu_seqlens, lengths)),
+    return _operator(
+        *contiguous(query, key, value),
+        *contiguous(log_decay, input_matrix, coefficient_matrix, initial_state, dtype=torch.float32),
+        *contiguous(cu_seqlens, lengths, dtype=torch.int32),
         product,
         chunk_tokens(min(chunk_size, _largest_chunk(value.dtype, log_decay.shape[1])), query.shape[1]),
         wide,
         output_final_state,
     )
-    return output, final if output_final_state else None
 
 
 def _largest_chunk(dtype: torch.dtype, size: int) -> int:
@@ -282,20 +270,10 @@ def _tables(plan: Plan, parameters: Parameters, product: str) -> KernelTables:
 
 
 def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    coefficients: torch.Tensor | None,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    product: str,
-    chunk: int,
-    wide: bool,
-    want_final: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, input_matrix: torch.Tensor,
+    coefficients: torch.Tensor | None, initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None, product: str, chunk: int, wide: bool, want_final: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     parameters = Parameters(log_decay, input_matrix, coefficients)
     plan = _plan(query, key, value, parameters, product, chunk, initial_state is not None, cu_seqlens, lengths)
     shape, dtype = (*query.shape[:3], plan.widths[1]), torch.float32 if wide else value.dtype
@@ -317,9 +295,8 @@ def _outputs(
     want_final,
 ):  # fmt: skip
     output = value.new_empty((*query.shape[:3], value.shape[3]), dtype=torch.float32 if wide else value.dtype)
-    rows = query.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    shape = (rows, key.shape[2], 2, log_decay.shape[1], key.shape[3] + value.shape[3]) if want_final else (0,)
-    return output, query.new_empty(shape, dtype=torch.float32)
+    shape = state_rows(query, cu_seqlens), key.shape[2], 2, log_decay.shape[1], key.shape[3] + value.shape[3]
+    return output, query.new_empty(shape if want_final else 0, dtype=torch.float32)
 
 
 def _backward(inputs, grads, needs):

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..common.custom_op import differentiable
-from ..common.launch import on_device, power_of_two, tl, triton
+from ..common.launch import contiguous, on_device, power_of_two, tl, triton
+from ..common.packing import state_rows
 
 # Tokens a program walks, and the numbers of a token it holds.
 _RUN, _TILE = 64, 512
@@ -456,28 +457,12 @@ def _launch(q, v, conv_weight, cos, sin, documents, cu_seqlens, lengths, heads, 
 
 
 def _forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    q_conv_weight: torch.Tensor,
-    k_conv_weight: torch.Tensor,
-    k_weight: torch.Tensor | None,
-    v_weight: torch.Tensor | None,
-    k_bias: torch.Tensor | None,
-    v_bias: torch.Tensor | None,
-    q_window: torch.Tensor | None,
-    k_window: torch.Tensor | None,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    documents: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    heads: int,
-    groups: int,
-    placement: str,
-    eps: float,
-    write_conv_state: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_conv_weight: torch.Tensor, k_conv_weight: torch.Tensor,
+    k_weight: torch.Tensor | None, v_weight: torch.Tensor | None, k_bias: torch.Tensor | None,
+    v_bias: torch.Tensor | None, q_window: torch.Tensor | None, k_window: torch.Tensor | None, cos: torch.Tensor | None,
+    sin: torch.Tensor | None, documents: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None, heads: int, groups: int, placement: str, eps: float, write_conv_state: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     outputs = _empty(q, k, v, q_conv_weight, cu_seqlens, heads, groups, write_conv_state)
     query, key, value, *conv_state = outputs
     if write_conv_state and (cu_seqlens is not None or lengths is not None):
@@ -500,9 +485,8 @@ def _forward(
 def _empty(q, k, v, conv_weight, cu_seqlens, heads, groups, write_conv_state) -> Any:
     """Query, key, value and the new conv states."""
     outputs = (x.new_empty((*x.shape[:2], n, x.shape[2] // n)) for x, n in ((q, heads), (k, groups), (v, groups)))
-    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    shapes = ((rows, x.shape[2], conv_weight.shape[1] - 1) if write_conv_state else (0,) for x in (q, k))
-    return *outputs, *(q.new_empty(shape) for shape in shapes)
+    shapes = ((state_rows(q, cu_seqlens), x.shape[2], conv_weight.shape[1] - 1) for x in (q, k))
+    return *outputs, *(q.new_empty(shape if write_conv_state else 0) for shape in shapes)
 
 
 def _outputs(q, k, v, q_conv_weight, *rest):
@@ -558,22 +542,10 @@ _operator = differentiable(__name__, "prepare", _forward, _outputs, _backward, c
 
 
 def triton_prepare(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    conv_weight: tuple[torch.Tensor, torch.Tensor],
-    norms: tuple[torch.Tensor, ...] | None,
-    conv_state: tuple[torch.Tensor, ...] | None,
-    cos_sin: tuple[torch.Tensor, ...] | None,
-    documents: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    heads: int,
-    groups: int,
-    placement: str | None,
-    eps: float,
-    write_conv_state: bool,
-    lengths: torch.Tensor | None = None,
-) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    q, k, v, conv_weight: tuple[torch.Tensor, torch.Tensor], norms: tuple[torch.Tensor, ...] | None,
+    conv_state: tuple[torch.Tensor, ...] | None, cos_sin: tuple[torch.Tensor, ...] | None, documents, cu_seqlens,
+    heads: int, groups: int, placement: str | None, eps: float, write_conv_state: bool, lengths=None,
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:  # fmt: skip
     """Queries, keys and values of the operator from the outputs of the projections.
 
     Args:
@@ -592,12 +564,11 @@ def triton_prepare(
         conv state, empty unless `write_conv_state`: the last K - 1 inputs of each row or document, old ones where it
         has fewer.
     """
-    cos, sin = (None, None) if cos_sin is None else (x.contiguous() for x in cos_sin)
-    q_window, k_window = (None, None) if conv_state is None else (x.contiguous() for x in conv_state)
+    if lengths is not None:
+        lengths = lengths.to(torch.int32)
     *outputs, new_q, new_k = _operator(
-        *(x.to(v.dtype).contiguous() for x in (q, k, v)), *(x.contiguous() for x in conv_weight),
-        *((None,) * 4 if norms is None else (x.contiguous() for x in norms)), q_window, k_window, cos, sin,
-        documents, cu_seqlens, None if lengths is None else lengths.to(torch.int32), heads, groups, placement or "none",
-        eps, write_conv_state,
+        *contiguous(q, k, v, dtype=v.dtype), *contiguous(*conv_weight, *(norms or [None] * 4)),
+        *contiguous(*(conv_state or [None] * 2), *(cos_sin or [None] * 2)), documents, cu_seqlens, lengths, heads,
+        groups, placement or "none", eps, write_conv_state,
     )  # fmt: skip
     return tuple(outputs), (new_q, new_k)

@@ -242,17 +242,9 @@ def _blocks(size: int, width: int) -> tuple[int, dict[str, int]]:
 
 
 def triton_scan_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    coefficient_matrix: torch.Tensor | None,
-    product: str,
-    initial_state: torch.Tensor | None,
-    boundaries: list[int],
+    query, key, value, log_decay, input_matrix, coefficient_matrix, product: str, initial_state, boundaries: list[int],
     every: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """As `scan_attention`, in float32."""
     batch, length, heads, feature_dim = query.shape
     groups, size = key.shape[2], log_decay.shape[1]

@@ -61,15 +61,9 @@ _NAMESPACE = namespace(__name__)
 
 @torch.library.custom_op(f"{_NAMESPACE}::step", mutates_args=("state",))
 def triton_s4d_step(
-    inputs: torch.Tensor,
-    decay: torch.Tensor,
-    turn: torch.Tensor,
-    beta: torch.Tensor,
-    rows: torch.Tensor,
-    state: torch.Tensor,
-    mask: torch.Tensor | None,
-    slots: torch.Tensor | None = None,
-) -> torch.Tensor:
+    inputs: torch.Tensor, decay: torch.Tensor, turn: torch.Tensor, beta: torch.Tensor, rows: torch.Tensor,
+    state: torch.Tensor, mask: torch.Tensor | None, slots: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """As `take_s4d_step`, for inputs `[B, G, W]` and what `s4d_tables` gives in float32; `[B, H, W]`.
 
     The state, which is contiguous, or with slots `[B]` each slot of it, may be in any floating-point dtype.

@@ -19,7 +19,8 @@ from typing import NamedTuple
 import torch
 
 from ..common.custom_op import differentiable
-from ..common.states import Workspace
+from ..common.packing import state_rows
+from ..common.states import Workspace, final_states
 
 # Floats of the states that a chunk goes through; rows that do not fit come after one another.
 _FLOATS = {"cpu": 1 << 21, "other": 1 << 25}
@@ -28,15 +29,7 @@ _GONE = {torch.float32: -80.0, torch.float64: -690.0}
 
 
 def chunk_scan(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    step: torch.Tensor,
-    rate: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    chunk_size: int,
-    output_final_state: bool,
+    query, key, value, step, rate, initial_state, cu_seqlens, chunk_size: int, output_final_state: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `selective_scan`, all in one real dtype, without a skip; the final states are empty unless wanted."""
     tensors = query, key, value, step, rate, initial_state
@@ -57,7 +50,7 @@ class _Document(NamedTuple):
         return list(pairwise(ends))
 
 
-class _Problem:
+class _ScanCall:
     """One call: its tensors, its documents, and the memory that its chunks share."""
 
     def __init__(self, query, key, value, step, rate, initial, cu_seqlens, size: int):
@@ -201,22 +194,14 @@ def _like(x: torch.Tensor) -> torch.Tensor:
 
 
 def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    step: torch.Tensor,
-    rate: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    size: int,
-    output_final_state: bool,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: torch.Tensor, rate: torch.Tensor,
+    initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, size: int, output_final_state: bool,
     keep: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    problem = _Problem(query, key, value, step, rate, initial_state, cu_seqlens, size)
-    final, kept = (value.new_zeros(x) for x in _shapes(value, rate, cu_seqlens, size, output_final_state, keep))
-    if output_final_state and initial_state is not None:
-        final.copy_(initial_state)
-    output = problem.forward(final if output_final_state else None, kept if keep else None)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    call = _ScanCall(query, key, value, step, rate, initial_state, cu_seqlens, size)
+    of_documents, of_chunks = _shapes(value, rate, cu_seqlens, size, output_final_state, keep)
+    final, kept = final_states(value, of_documents, output_final_state, initial_state), value.new_zeros(of_chunks)
+    output = call.forward(final if output_final_state else None, kept if keep else None)
     return output, final, kept
 
 
@@ -228,14 +213,13 @@ def _outputs(query, key, value, step, rate, initial_state, *how):
 def _shapes(value, rate, cu_seqlens, size: int, output_final_state: bool, keep: bool):
     """Of the states after the documents and of those before the chunks."""
     batch, length = value.shape[:2]
-    rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    final = (rows, *rate.shape) if output_final_state else (0,)
+    final = (state_rows(value, cu_seqlens), *rate.shape) if output_final_state else (0,)
     return final, (batch, (length + size - 1) // size, *rate.shape) if keep else (0,)
 
 
 def _backward(inputs, grads, needs):
     *arguments, _, _, kept = inputs
-    return _Problem(*arguments).backward(kept, *grads[:2])
+    return _ScanCall(*arguments).backward(kept, *grads[:2])
 
 
 _operator = differentiable(__name__, "scan", _forward, _outputs, _backward, count=6, kept=(2,))

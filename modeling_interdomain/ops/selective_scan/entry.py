@@ -5,7 +5,7 @@ import torch
 from ..common.checks import check_documents, check_how, check_state, check_tensors, real_tokens
 from ..common.cpu import autocasts, without_autocast
 from ..common.launch import check_step_backend, fused, steps_fused
-from ..ssd.naive import without_pads
+from ..common.packing import state_rows, zero_pads
 from .chunk import chunk_scan
 from .naive import export_scan, recurrent_scan
 
@@ -67,9 +67,8 @@ def selective_scan(
     """
     _check_inputs(query, key, value, step, rate, skip)
     cu_seqlens, lengths = check_documents(cu_seqlens, lengths, query)
-    rows = query.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if initial_state is not None:
-        _check_state(initial_state, "initial_state", rows, value, rate)
+        _check_state(initial_state, "initial_state", state_rows(query, cu_seqlens), value, rate)
     check_how(backend, SCAN_BACKENDS, chunk_size)
 
     compute = torch.float64 if torch.float64 in (query.dtype, key.dtype, value.dtype) else torch.float32
@@ -79,10 +78,12 @@ def selective_scan(
             extent = initial_state, cu_seqlens, lengths, output_final_state
             found = _fused(backend, query, key, value, step, rate, *extent)
             if found is not None:
-                return _skipped(found[0], value, skip, lengths).to(out_dtype), found[1]
+                output, final = found
+                output = _skipped(output, value, skip, lengths)
+                return output.to(out_dtype), final if output_final_state else None
         tokens = [x.to(compute) for x in (query, key, value, step)]
         if lengths is not None:
-            tokens = without_pads(lengths, *tokens)
+            tokens = zero_pads(lengths, *tokens)
         state = None if initial_state is None else initial_state.to(compute)
         query, key, value, step = tokens
         arguments = query, key, value, step, rate.to(compute), state, cu_seqlens
@@ -101,7 +102,7 @@ def _skipped(output, value, skip, lengths=None) -> torch.Tensor:
     if skip is None:
         return output
     value = value.to(output.dtype)
-    return torch.addcmul(output, value if lengths is None else without_pads(lengths, value)[0], skip.to(output.dtype))
+    return torch.addcmul(output, value if lengths is None else zero_pads(lengths, value)[0], skip.to(output.dtype))
 
 
 def _fused(backend, query, key, value, step, rate, *arguments):
@@ -156,16 +157,7 @@ def selective_scan_step(
 
 
 def take_scan_step(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    step: torch.Tensor,
-    rate: torch.Tensor,
-    state: torch.Tensor,
-    skip: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
-    backend: str = "auto",
-    state_indices: torch.Tensor | None = None,
+    query, key, value, step, rate, state, skip=None, mask=None, backend: str = "auto", state_indices=None
 ) -> torch.Tensor:
     """`selective_scan_step` for a caller whose arguments fit; `mask` `[B]` is bool."""
     if torch.is_grad_enabled() or autocasts(query.device):

@@ -8,15 +8,7 @@ _EXPORT_CHUNK = 16
 _DOUBLINGS = 17  # a reach of 2^17 chunks: 2 million tokens
 
 
-def recurrent_scan(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    step: torch.Tensor,
-    rate: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def recurrent_scan(query, key, value, step, rate, initial_state, cu_seqlens) -> tuple[torch.Tensor, torch.Tensor]:
     """`h_t = exp(dt_t A) h_{t-1} + B_t (x) dt_t x_t`, `y_t = C_t . h_t`; as `selective_scan`, in one dtype."""
     ends = [0, value.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
     batch = value.shape[0]
@@ -33,15 +25,7 @@ def recurrent_scan(
     return torch.cat(outputs, dim=1), torch.cat(finals)
 
 
-def export_scan(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    step: torch.Tensor,
-    rate: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def export_scan(query, key, value, step, rate, initial_state, cu_seqlens) -> tuple[torch.Tensor, torch.Tensor]:
     """The same, whatever the batch and the length: all chunks side by side, then their ends by doubling the reach.
 
     A tracer takes an axis that may have one element for one that has: there is a chunk more than needed, and tokens are

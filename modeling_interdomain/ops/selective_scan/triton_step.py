@@ -51,16 +51,9 @@ _NAMESPACE = namespace(__name__)
 
 @torch.library.custom_op(f"{_NAMESPACE}::step", mutates_args=("state",))
 def triton_scan_step(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    step: torch.Tensor,
-    rate: torch.Tensor,
-    state: torch.Tensor,
-    skip: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    slots: torch.Tensor | None = None,
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: torch.Tensor, rate: torch.Tensor,
+    state: torch.Tensor, skip: torch.Tensor | None, mask: torch.Tensor | None, slots: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """As `take_scan_step`; the state, which is contiguous, or with slots `[B]` each slot of it, may be in any
     floating-point dtype.
     """

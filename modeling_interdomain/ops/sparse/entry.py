@@ -13,7 +13,7 @@ import torch
 from ..common.checks import check_documents, check_range, check_tensors, shape_of
 from ..common.cpu import without_autocast
 from ..common.launch import fused
-from ..common.packing import document_of_tokens
+from ..common.packing import document_of_tokens, mask_from_lengths
 from .chunk import blocks
 from .naive import dense
 from .stream import Bins, SparseMemory, Stream, memory_after, stream_of
@@ -68,7 +68,7 @@ def sparse_attention(
         raise ValueError("Packed documents begin and end within T: leave initial_state and output_final_state out.")
     batch, length = key.shape[:2]
     compute = torch.float64 if torch.float64 in (query.dtype, value.dtype) else torch.float32
-    real = None if lengths is None else torch.arange(length, device=key.device) < lengths[:, None]
+    real = None if lengths is None else mask_from_lengths(lengths, key)
     check_values(scores, bins, real)
     ends = None
     if cu_seqlens is not None:

@@ -52,15 +52,7 @@ def sparse_step(
 
 
 def take_sparse_step(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    memory: SparseMemory,
-    scores: torch.Tensor | None = None,
-    bins: Sequence[Bins] = (),
-    mask: torch.Tensor | None = None,
-    backend: str = "auto",
+    query, key, value, *, memory: SparseMemory, scores=None, bins: Sequence[Bins] = (), mask=None, backend: str = "auto"
 ) -> torch.Tensor:
     """`sparse_step` for a caller whose arguments fit; `mask` `[B]` is bool."""
     if torch.is_grad_enabled() or autocasts(query.device):

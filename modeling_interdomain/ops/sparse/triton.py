@@ -142,14 +142,9 @@ def _plan(query, key, value, tables: Sequence[torch.Tensor], selects: bool, past
 
 
 def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    tables: Sequence[torch.Tensor],
-    selects: bool,
-    past: int,
-    chunk: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tables: Sequence[torch.Tensor], selects: bool,
+    past: int, chunk: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The output, and of every query the log (of 2) of its sum of powers `[N T]`.
 
     tables: `Slots` of every set, the best keys first if it `selects`; those of bins are followed by `Earlier`.

@@ -171,21 +171,11 @@ _NAMESPACE = namespace(__name__)
     f"{_NAMESPACE}::step_set", mutates_args=("entries", "places", "scores", "known", "softmax", "out")
 )
 def _set(
-    query: torch.Tensor,
-    entry: torch.Tensor,
-    score: torch.Tensor | None,
-    own: torch.Tensor | None,
-    asked: torch.Tensor | None,
-    place: torch.Tensor,
-    mask: torch.Tensor | None,
-    entries: torch.Tensor,
-    places: torch.Tensor,
-    scores: torch.Tensor | None,
-    known: torch.Tensor,
-    softmax: torch.Tensor,
-    out: torch.Tensor | None,
-    before: int,
-) -> None:
+    query: torch.Tensor, entry: torch.Tensor, score: torch.Tensor | None, own: torch.Tensor | None,
+    asked: torch.Tensor | None, place: torch.Tensor, mask: torch.Tensor | None, entries: torch.Tensor,
+    places: torch.Tensor, scores: torch.Tensor | None, known: torch.Tensor, softmax: torch.Tensor,
+    out: torch.Tensor | None, before: int,
+) -> None:  # fmt: skip
     (rows, width), value_width = query.shape, entry.shape[1] - query.shape[1]
     keys = places.shape[-1]
     with on_device(query):
@@ -197,14 +187,7 @@ def _set(
         )  # fmt: skip
 
 
-def triton_sparse_step(
-    query: torch.Tensor,
-    entry: torch.Tensor,
-    memory: SparseMemory,
-    scores: torch.Tensor | None,
-    bins: tuple[Bins, ...],
-    mask: torch.Tensor | None,
-) -> torch.Tensor:
+def triton_sparse_step(query, entry, memory: SparseMemory, scores, bins: tuple[Bins, ...], mask) -> torch.Tensor:
     """As `sparse_step` for queries `[N, d]` and entries `[N, d + D]`, with a contiguous memory; `[N, D]` in float32.
 
     Raises:
@@ -222,20 +205,10 @@ def triton_sparse_step(
     for number, (entries, places, kept_scores, part) in enumerate(sets, start=1):
         try:
             _set(
-                query.contiguous(),
-                entry.contiguous(),
-                None if kept_scores is None else scores.flatten(),
-                *((None, None) if part is None else (part.key.flatten(), part.query.flatten())),
-                place,
-                mask,
-                entries,
-                places,
-                kept_scores,
-                known,
-                softmax,
-                out if number == len(sets) else None,
-                before,
-            )
+                query.contiguous(), entry.contiguous(), None if kept_scores is None else scores.flatten(),
+                *((None, None) if part is None else (part.key.flatten(), part.query.flatten())), place, mask, entries,
+                places, kept_scores, known, softmax, out if number == len(sets) else None, before,
+            )  # fmt: skip
         except Exception as error:
             if number == 1:
                 raise

@@ -24,7 +24,8 @@ import torch
 from ..common.chunks import Segment, chunks_of
 from ..common.custom_op import differentiable
 from ..common.decay import finite
-from ..common.states import Workspace
+from ..common.packing import state_rows
+from ..common.states import Workspace, final_states
 
 # Floats of what a segment works on, a token having W + N a head.
 _SEGMENT_FLOATS = {"cpu": 1 << 22, "other": 1 << 24}
@@ -54,7 +55,7 @@ class _Tokens(NamedTuple):
     added: torch.Tensor
 
 
-class _Problem:
+class _SSDCall:
     """One call: how its tokens lie among the chunks, the memory that its segments share, and its states.
 
     Attributes:
@@ -194,33 +195,33 @@ class _Problem:
 
 
 class _Gradients:
-    """The backward pass of a `_Problem`, segment by segment from the last to the first.
+    """The backward pass of a `_SSDCall`, segment by segment from the last to the first.
 
     Args:
         final: the gradient of the final states, `[documents, H, W, N]`, None for zeros.
     """
 
-    def __init__(self, problem: _Problem, grad_output: torch.Tensor, final: torch.Tensor | None):
-        self.problem, self.grad_output, self.final = problem, grad_output, final
-        chunks = problem.chunks
+    def __init__(self, call: _SSDCall, grad_output: torch.Tensor, final: torch.Tensor | None):
+        self.call, self.grad_output, self.final = call, grad_output, final
+        chunks = call.chunks
         self.query, self.key, self.value, self.log_decay = (
-            chunks.empty(x, *x.shape[2:]) for x in (problem.query, problem.key, problem.value, problem.log_decay)
+            chunks.empty(x, *x.shape[2:]) for x in (call.query, call.key, call.value, call.log_decay)
         )
-        self.ends = None if final is None else problem.by_rank(final)
-        self.initial = None if problem.initial is None else torch.zeros_like(problem.initial)
+        self.ends = None if final is None else call.by_rank(final)
+        self.initial = None if call.initial is None else torch.zeros_like(call.initial)
         self.left: torch.Tensor | None = None
         self.before, self.tokens = [], None
         for segment in chunks.segments:
             last = segment is chunks.segments[-1]  # `run` begins with it, and need not read it again
-            self.tokens = problem.tokens(segment, within=last)
-            self.before.append(problem.walk(segment, self.tokens, keep=True))
+            self.tokens = call.tokens(segment, within=last)
+            self.before.append(call.walk(segment, self.tokens, keep=True))
 
     def run(self):
         """Of query, key, value, log decays and initial states."""
-        for segment in reversed(self.problem.chunks.segments):
-            tokens, self.tokens = self.tokens or self.problem.tokens(segment), None
+        for segment in reversed(self.call.chunks.segments):
+            tokens, self.tokens = self.tokens or self.call.tokens(segment), None
             self._segment(segment, tokens, self.before.pop())
-        found = (self.problem.chunks.finish(x) for x in (self.query, self.key, self.value, self.log_decay))
+        found = (self.call.chunks.finish(x) for x in (self.query, self.key, self.value, self.log_decay))
         query, key, value, log_decay = found
         return query, key, value, log_decay[..., 0], self._initial_states()
 
@@ -228,22 +229,22 @@ class _Gradients:
         """An empty document hands on the gradient of its final state."""
         if self.initial is None:
             return None
-        shape = self.problem.documents, *self.initial.flatten(1, 2).shape[1:]
+        shape = self.call.documents, *self.initial.flatten(1, 2).shape[1:]
         found = self.initial.new_zeros(shape) if self.final is None else self.final.clone()
-        self.problem.by_document(self.initial, found)
+        self.call.by_document(self.initial, found)
         return found
 
     def _segment(self, segment: Segment, tokens: _Tokens, before: torch.Tensor | None) -> None:
-        problem, product = self.problem, self.problem.workspace.product
-        grad = problem.read("grad", self.grad_output, segment)
-        pulled = problem.by_token("pulled", grad, tokens.since)
+        call, product = self.call, self.call.workspace.product
+        grad = call.read("grad", self.grad_output, segment)
+        pulled = call.by_token("pulled", grad, tokens.since)
         after = self._walk(segment, tokens, pulled)
 
-        scores, within = problem.scores(tokens), tokens.within
+        scores, within = call.scores(tokens), tokens.within
         shape, flat = tokens.value.shape, (0, 1)
         of_weights = product("grad weights", grad.flatten(*flat), tokens.value.flatten(*flat).mT).view(within.shape)
         of_weights.mul_(within)
-        of_scores = torch.sum(of_weights, 1, out=problem.room("grad scores", *scores.shape)).tril_()
+        of_scores = torch.sum(of_weights, 1, out=call.room("grad scores", *scores.shape)).tril_()
         weights = within.mul_(scores[:, None])
         of_value = product("grad value", weights.flatten(*flat).mT, grad.flatten(*flat)).view(shape)
         of_query, of_key = product("grad query", of_scores, tokens.key), product("grad key", of_scores.mT, tokens.query)
@@ -255,30 +256,30 @@ class _Gradients:
         if before is not None:
             of_query.baddbmm_(pulled, _rows(before))
             read = product("read", tokens.query, _rows(before).mT).mul_(pulled)
-            of_decay = problem.by_head(read).sum(3).double().flip(2).cumsum(2).flip(2)
+            of_decay = call.by_head(read).sum(3).double().flip(2).cumsum(2).flip(2)
         if after is not None:
             of_key.baddbmm_(tokens.added, _rows(after))
             handed = product("handed", tokens.key, _rows(after).mT)
-            of_value.addcmul_(problem.by_head(handed), tokens.until)
-            passed += problem.by_head(handed.mul_(tokens.added)).sum(3).double().cumsum(2)
+            of_value.addcmul_(call.by_head(handed), tokens.until)
+            passed += call.by_head(handed.mul_(tokens.added)).sum(3).double().cumsum(2)
         of_decay[:, :, 1:] += passed[:, :, :-1]
         if before is not None and after is not None:
             through = torch.mul(before, after, out=before).mul_(tokens.across).sum(4).sum(3, dtype=torch.float64)
             of_decay += through.flatten(0, 1)[:, :, None]
-        problem.write(of_query[:, None], segment, self.query)
-        problem.write(of_key[:, None], segment, self.key)
-        problem.write(of_value, segment, self.value)
-        problem.write(of_decay[..., None], segment, self.log_decay)
+        call.write(of_query[:, None], segment, self.query)
+        call.write(of_key[:, None], segment, self.key)
+        call.write(of_value, segment, self.value)
+        call.write(of_decay[..., None], segment, self.log_decay)
 
     def _walk(self, segment: Segment, tokens: _Tokens, pulled: torch.Tensor) -> torch.Tensor | None:
         """The gradient of the states after the chunks of a segment, `[n, G, P, W, N]`, None for zeros."""
-        problem, moves = self.problem, list(segment.moves())
+        call, moves = self.call, list(segment.moves())
         after = None
         if segment.following or len(moves) > 1 or self.ends is not None:
-            after = problem.room("after", *problem._shape(segment.chunks))
+            after = call.room("after", *call._shape(segment.chunks))
         entry = None
         if segment.step or self.initial is not None:
-            entry = problem.value.new_empty(problem._shape(segment.lanes[0]))
+            entry = call.value.new_empty(call._shape(segment.lanes[0]))
         for index in reversed(range(len(moves))):
             start, lanes, following = moves[index]
             if after is not None:
@@ -291,9 +292,9 @@ class _Gradients:
                 previous = moves[index - 1][0]
                 into = after[previous : previous + lanes]
             if into is not None:
-                rows = slice(start * problem.groups, (start + lanes) * problem.groups)
+                rows = slice(start * call.groups, (start + lanes) * call.groups)
                 here = slice(start, start + lanes)
-                problem.move(after, tokens.across, here, pulled[rows], tokens.query[rows], into)
+                call.move(after, tokens.across, here, pulled[rows], tokens.query[rows], into)
         if segment.step:
             self.left = entry
         elif self.initial is not None:
@@ -314,41 +315,27 @@ def _power_(exponents: torch.Tensor) -> torch.Tensor:
 
 
 def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    chunk_size: int,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor,
+    initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, lengths: torch.Tensor | None, chunk_size: int,
     output_final_state: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """As `ssd_attention`, all but the log decays in one real dtype; the final states are empty unless wanted."""
     inputs = query, key, value, log_decay, initial_state, cu_seqlens, lengths, chunk_size, output_final_state
-    problem = _Problem(*inputs)
-    if not output_final_state:
-        return problem.forward(None), value.new_empty(0)
-    final = value.new_zeros(_final_shape(*inputs))
-    if initial_state is not None:
-        final.copy_(initial_state)
-    return problem.forward(final), final
+    final = final_states(value, _state_shape(*inputs), output_final_state, initial_state)
+    return _SSDCall(*inputs).forward(final if output_final_state else None), final
 
 
 def _outputs(*inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    value = inputs[2]
-    return value.new_empty(value.shape), value.new_empty(_final_shape(*inputs))
+    value, wanted = inputs[2], inputs[-1]
+    return value.new_empty(value.shape), value.new_empty(_state_shape(*inputs) if wanted else 0)
 
 
-def _final_shape(query, key, value, log_decay, initial_state, cu_seqlens, *rest) -> tuple[int, ...]:
-    if not rest[-1]:
-        return (0,)
-    rows = value.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return rows, value.shape[2], value.shape[3], key.shape[3]
+def _state_shape(query, key, value, log_decay, initial_state, cu_seqlens, *_) -> tuple[int, ...]:
+    return state_rows(value, cu_seqlens), *value.shape[2:], key.shape[3]
 
 
 def _backward(inputs, grads, needs):
-    query, key, value, decay, initial = _Gradients(_Problem(*inputs[:-1]), *grads).run()
+    query, key, value, decay, initial = _Gradients(_SSDCall(*inputs[:-1]), *grads).run()
     return query, key, value, decay.to(inputs[3].dtype), initial
 
 

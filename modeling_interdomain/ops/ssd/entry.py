@@ -6,6 +6,7 @@ from ..common.checks import check_documents, check_how, check_state, check_tenso
 from ..common.cpu import autocasts, without_autocast
 from ..common.decay import finite
 from ..common.launch import STEP_BACKENDS, check_step_backend, fused, steps_fused
+from ..common.packing import state_rows
 from .chunk import chunk_ssd
 from .naive import export_ssd, recurrent_ssd
 
@@ -64,30 +65,28 @@ def ssd_attention(
     """
     check_inputs((query, key, value), log_decay)
     cu_seqlens, lengths = check_documents(cu_seqlens, lengths, query)
-    rows = query.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if initial_state is not None:
-        _check_state(initial_state, "initial_state", rows, key, value)
+        _check_state(initial_state, "initial_state", state_rows(query, cu_seqlens), key, value)
     check_how(backend, SSD_BACKENDS, chunk_size)
 
     compute = torch.float64 if torch.float64 in (query.dtype, key.dtype, value.dtype) else torch.float32
-    out_dtype = value.dtype
-    exporting = torch.compiler.is_exporting()
+    out_dtype, exporting, found = value.dtype, torch.compiler.is_exporting(), None
     with without_autocast(query.device):
         if backend in ("auto", "triton") and not exporting:
             arguments = query, key, value, log_decay, initial_state, cu_seqlens, lengths
             found = _fused(backend, *arguments, chunk_size, output_final_state)
-            if found is not None:
-                return found
-        query, key, value = (x.to(compute) for x in (query, key, value))
-        log_decay = log_decay.to(torch.promote_types(log_decay.dtype, torch.float32))
-        state = None if initial_state is None else initial_state.to(compute)
-        arguments = query, key, value, log_decay, state, cu_seqlens, lengths
-        if exporting:
-            output, final = export_ssd(*arguments, chunk_size)
-        elif backend == "recurrent":
-            output, final = recurrent_ssd(*arguments)
-        else:
-            output, final = chunk_ssd(*arguments, chunk_size, output_final_state)
+        if found is None:
+            query, key, value = (x.to(compute) for x in (query, key, value))
+            log_decay = log_decay.to(torch.promote_types(log_decay.dtype, torch.float32))
+            state = None if initial_state is None else initial_state.to(compute)
+            arguments = query, key, value, log_decay, state, cu_seqlens, lengths
+            if exporting:
+                found = export_ssd(*arguments, chunk_size)
+            elif backend == "recurrent":
+                found = recurrent_ssd(*arguments)
+            else:
+                found = chunk_ssd(*arguments, chunk_size, output_final_state)
+    output, final = found
     return output.to(out_dtype), final if output_final_state else None
 
 
@@ -162,14 +161,7 @@ def _is_plain_step(query, key, value, log_decay, state, backend: str) -> bool:
 
 
 def take_ssd_step(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    state: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    backend: str = "auto",
-    state_indices: torch.Tensor | None = None,
+    query, key, value, log_decay, state, mask=None, backend: str = "auto", state_indices=None
 ) -> torch.Tensor:
     """`ssd_step` for a caller whose arguments fit; `mask` `[B]` is bool."""
     if torch.is_grad_enabled() or autocasts(query.device):

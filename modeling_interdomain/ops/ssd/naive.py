@@ -5,20 +5,15 @@ from itertools import pairwise
 import torch
 
 from ..common.decay import finite
+from ..common.packing import zero_pads
 
 
 def recurrent_ssd(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
+    query, key, value, log_decay, initial_state, cu_seqlens, lengths
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`S_t = exp(log_decay_t) S_{t-1} + value_t key_t^T`, `o_t = S_t query_t`; as `ssd_attention`, in one dtype."""
-    if lengths is not None:
-        query, key, value, log_decay = without_pads(lengths, query, key, value, log_decay)
+    if lengths is not None:  # a log decay of 0 keeps the state
+        query, key, value, log_decay = zero_pads(lengths, query, key, value, log_decay)
     ends = [0, query.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
     batch, heads, groups = query.shape[0], value.shape[2], key.shape[2]
     query, key = (x.repeat_interleave(heads // groups, dim=2) for x in (query, key))
@@ -37,14 +32,7 @@ def recurrent_ssd(
 
 
 def export_ssd(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    chunk_size: int,
+    query, key, value, log_decay, initial_state, cu_seqlens, lengths, chunk_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `ssd_attention`, whatever the batch and the length; the states take one product over all pairs of chunks.
 
@@ -54,7 +42,7 @@ def export_ssd(
     if cu_seqlens is not None:
         raise ValueError("cu_seqlens cannot be exported: pass the documents as rows, with lengths.")
     if lengths is not None:
-        query, key, value, log_decay = without_pads(lengths, query, key, value, log_decay)
+        query, key, value, log_decay = zero_pads(lengths, query, key, value, log_decay)
     length, groups = query.shape[1], key.shape[2]
     chunks = (length + chunk_size - 1) // chunk_size + 1
     slots = torch.arange(chunks, device=query.device)[:, None] * chunk_size
@@ -80,7 +68,7 @@ def export_ssd(
     tokens = torch.arange(length, device=query.device)
     output = output.permute(2, 3, 4, 0, 1, 5)[:, tokens // chunk_size, tokens % chunk_size].flatten(2, 3)
     if lengths is not None:
-        output = torch.where(_real(lengths, output)[..., None, None], output, 0)
+        (output,) = zero_pads(lengths, output)
     return output, states[:, :, :, -1].permute(2, 0, 1, 3, 4).flatten(1, 2)
 
 
@@ -89,13 +77,3 @@ def _pairs(sums: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     places = torch.cumsum(torch.ones_like(sums[(0,) * (sums.ndim - 1)]), 0)
     difference = sums[..., :, None] - sums[..., None, :]
     return torch.where(places[:, None] >= places, difference.clamp(max=0).exp().to(dtype), 0)
-
-
-def without_pads(lengths: torch.Tensor, *tokens: torch.Tensor) -> list[torch.Tensor]:
-    """Zeros at the pads of tokens `[B, T, ...]`: a log decay of 0 keeps the state."""
-    real = _real(lengths, tokens[0])
-    return [torch.where(real.view(*real.shape, *[1] * (x.ndim - 2)), x, 0) for x in tokens]
-
-
-def _real(lengths: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return torch.arange(x.shape[1], device=x.device) < lengths[:, None]
