@@ -37,8 +37,8 @@ LINEAR = "linear"  # in place of the modes: linear attention whose state is as l
 WINDOWS = (256, 128, 64, 32)
 # Tokens of teaching: of each layer alone, of the whole model, of the whole model on longer texts.
 TEACHING = {"layers": 81_920, "whole": 614_400, "long": 204_800}
-TOKENS_A_STEP = {"layers": 2048, "whole": 2048, "long": 4096}
-LENGTHS = {"layers": "1024,2048", "long": "2048,4096"}
+TOKENS_A_STEP = {"layers": 2048, "whole": 1024, "long": 2048}  # 7 GB for 1,024 of the whole model
+LENGTHS = {"layers": "1024,2048", "whole": "1024", "long": "2048"}
 HOW = ("--bf16", "--max-bytes", 16_000_000, "--save-steps", 10)
 SO_FAR = " so far"
 HELD_OUT_BYTES = 16_000  # of the training texts, to measure stages on
@@ -128,7 +128,7 @@ class Study:
             source = self._taught(before, window, **shape)
         options = [f"--{stage}-steps", TEACHING[stage] // TOKENS_A_STEP[stage], *self._text()]
         options += [x for other in TEACHING if other != stage for x in (f"--{other}-steps", 0)]
-        options += ["--lengths", LENGTHS["layers"], "--long-lengths", LENGTHS["long"]]
+        options += ["--lengths", LENGTHS[stage], "--long-lengths", LENGTHS[stage]]
         options += ["--tokens-a-step", TOKENS_A_STEP[stage], *HOW]
         _done(["teach", source, target, "--teacher", self.source, *options])
         return target

@@ -68,7 +68,10 @@ def study(tmp_path, monkeypatch):
         "TOKENS_A_STEP": dict.fromkeys(linearise_study.TEACHING, 48),
         "HELD_OUT_BYTES": 2000,
     }
-    changes |= {"TEACHING": {"layers": 96, "whole": 192, "long": 96}, "LENGTHS": {"layers": "24,48", "long": "48"}}
+    changes |= {
+        "TEACHING": {"layers": 96, "whole": 192, "long": 96},
+        "LENGTHS": {"layers": "24,48", "whole": "24,48", "long": "48"},
+    }
     changes |= {"HOW": ("--bf16", "--save-steps", 1)}
     for name, value in changes.items():
         monkeypatch.setattr(linearise_study, name, value)
