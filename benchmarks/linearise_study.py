@@ -36,9 +36,9 @@ MODES = 64
 LINEAR = "linear"  # in place of the modes: linear attention whose state is as large
 WINDOWS = (256, 128, 64, 32)
 # Tokens of teaching: of each layer alone, of the whole model, of the whole model on longer texts.
-TEACHING = {"layers": 150_000, "whole": 450_000, "long": 150_000}
-LENGTHS = {"layers": "512,1024", "long": "2048,4096"}
-TOKENS_A_STEP = 2048
+TEACHING = {"layers": 81_920, "whole": 614_400, "long": 204_800}
+TOKENS_A_STEP = {"layers": 2048, "whole": 1024, "long": 2048}  # 7 GB for 1,024 of the whole model
+LENGTHS = {"layers": "1024,2048", "whole": "1024", "long": "2048"}
 HOW = ("--bf16", "--max-bytes", 16_000_000, "--save-steps", 10)
 SO_FAR = " so far"
 HELD_OUT_BYTES = 16_000  # of the training texts, to measure stages on
@@ -126,10 +126,11 @@ class Study:
                 self._converted(source, window, **shape)
         else:
             source = self._taught(before, window, **shape)
-        options = [f"--{stage}-steps", TEACHING[stage] // TOKENS_A_STEP, *self._text()]
+        options = [f"--{stage}-steps", TEACHING[stage] // TOKENS_A_STEP[stage], *self._text()]
         options += [x for other in TEACHING if other != stage for x in (f"--{other}-steps", 0)]
-        options += ["--lengths", LENGTHS["layers"], "--long-lengths", LENGTHS["long"], "--tokens-a-step", TOKENS_A_STEP]
-        _done(["teach", source, target, "--teacher", self.source, *options, *HOW])
+        options += ["--lengths", LENGTHS[stage], "--long-lengths", LENGTHS[stage]]
+        options += ["--tokens-a-step", TOKENS_A_STEP[stage], *HOW]
+        _done(["teach", source, target, "--teacher", self.source, *options])
         return target
 
     def _tokens(self, stage: str | None, window: int, **shape) -> int:
@@ -149,7 +150,7 @@ class Study:
         before = _stage_before(taught, shape["modes"])
         model = _load(self._place(before or "untaught", window, **shape))
         model.load_state_dict(state["model"], strict=False)
-        tokens = self._tokens(before, window, **shape) + state["step"] * TOKENS_A_STEP
+        tokens = self._tokens(before, window, **shape) + state["step"] * TOKENS_A_STEP[taught]
         return self._measured(model, length) | {"tokens": tokens}
 
     def _text(self) -> list:

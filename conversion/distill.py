@@ -23,6 +23,7 @@ from examples.training import clip_gradients, cosine_with_warmup, parameter_grou
 
 Loss = Callable[[torch.Tensor], torch.Tensor]
 Groups = list[dict[str, Any]]
+PIECE = 64  # tokens whose predictions are compared at once
 EVERYTHING = ("",)  # the parameters whose names have it in them
 
 
@@ -100,7 +101,7 @@ def train_stage(model: PreTrainedModel, stage: Stage, batches: Iterator[torch.Te
     """Train one stage, on from where an earlier run stopped."""
     loss_of = stage.make_loss()
     groups = parameter_groups(model, stage.learning_rate) if stage.make_groups is None else stage.make_groups()
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
     peaks = [group["lr"] for group in optimizer.param_groups]
     done, spent = progress.restore(stage, model, optimizer)
     losses = progress.losses.setdefault(stage.name, [])
@@ -193,19 +194,26 @@ def finetuning_loss(
 
     def loss(batch: torch.Tensor) -> torch.Tensor:
         output = student(input_ids=batch[:, :-1], use_cache=False)
-        logits = output.logits.float().flatten(0, 1)
+        logits = output.logits.flatten(0, 1)
         loss = torch.zeros((), device=logits.device)
         if kl_weight < 1:
-            loss = (1 - kl_weight) * F.cross_entropy(logits, batch[:, 1:].flatten())
+            loss = (1 - kl_weight) * F.cross_entropy(logits.float(), batch[:, 1:].flatten())
         if kl_weight == 0:
             return with_layer_loss(loss, output)
         with torch.no_grad():
-            wanted = teacher(input_ids=batch[:, :-1], use_cache=False).logits.float().flatten(0, 1)
-        wanted, found = wanted.log_softmax(dim=-1), logits.log_softmax(dim=-1)
-        divergence = F.kl_div(found, wanted, log_target=True, reduction="batchmean")
-        return with_layer_loss(loss + kl_weight * divergence, output)
+            wanted = teacher(input_ids=batch[:, :-1], use_cache=False).logits.flatten(0, 1)
+        return with_layer_loss(loss + kl_weight * divergence(logits, wanted), output)
 
     return loss
+
+
+def divergence(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Of predictions from others, both logits `[N, vocab_size]`, in nats a token: in pieces that caches hold."""
+    parts = [
+        F.kl_div(ours.float().log_softmax(-1), theirs.float().log_softmax(-1), log_target=True, reduction="sum")
+        for ours, theirs in zip(found.split(PIECE), wanted.split(PIECE))
+    ]
+    return torch.stack(parts).sum() / len(found)
 
 
 def in_bfloat16(loss_of: Loss) -> Loss:

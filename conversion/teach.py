@@ -55,7 +55,7 @@ ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 STAGES = ("layers", "whole", "long")
 CONVERTED = ("source", "layers", "window", "cost_of_layers")  # what a report of `from-llama` says of itself
 RECURRENCE_RATE = 1e-3  # at most: a step too large makes the state forget or explode
-GATE = 1.0  # of the softmax's size, when teaching starts: from a tenth, as it is converted, it learns slower
+SHARE = -2.0  # of what a memory answers when teaching starts, before its sigmoid: with less it learns slower
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens-a-step", type=int, default=4096, help="at least one text (default: %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=1e-2, help="of the memory (default: %(default)s)")
     parser.add_argument(
-        "--whole-learning-rate", type=float, default=3e-5, help="of the Llama's weights (default: %(default)s)"
+        "--whole-learning-rate", type=float, default=1e-4, help="of the Llama's weights (default: %(default)s)"
     )
     parser.add_argument("--lora", type=int, metavar="RANK", help="adapters of the Llama's weights instead of these")
     parser.add_argument(
@@ -233,7 +233,7 @@ def teach(
     progress.measured("untaught", measure)
     stages = make_stages(model, teacher, options)
     if progress.state["stage"] is None:
-        start_gates(model, next(mixed_batches(texts.tokens, options, "layers")).to(device))
+        start_memories(model, next(mixed_batches(texts.tokens, options, "layers")).to(device))
     train_stages(
         model,
         stages,
@@ -289,10 +289,10 @@ def groups_of(model: PreTrainedModel, options: argparse.Namespace, stage: str) -
 
 
 @torch.no_grad()
-def start_gates(model: PreTrainedModel, batch: torch.Tensor) -> None:
-    """Let what a memory answers begin at the size of what the softmax of its head answers to a batch.
+def start_memories(model: PreTrainedModel, batch: torch.Tensor) -> None:
+    """Let what a memory answers begin as large as what the softmax of its head answers to a batch, with a share of 12%.
 
-    Gates that have learned are left as they are.
+    Converted, it is small and has a share of 2%, so that it changes little; what has learned is left as it is.
     """
     sizes: dict[int, torch.Tensor] = {}
 
@@ -307,7 +307,8 @@ def start_gates(model: PreTrainedModel, batch: torch.Tensor) -> None:
     for layer, mixer in mixers.items():
         gate = mixer.memory_gate
         if (gate == gate.flatten()[0]).all():
-            gate.copy_(GATE * sizes[layer][:, None].expand_as(gate))
+            gate.copy_(sizes[layer][:, None].expand_as(gate))
+            mixer.share_proj.bias.fill_(SHARE)
 
 
 def add_adapters(model: PreTrainedModel, rank: int) -> None:
@@ -369,6 +370,7 @@ def report_of(source: Path, config: InterdomainConfig, options: argparse.Namespa
         "tokens_per_step": options.tokens_a_step,
         "lengths": {stage: lengths_of(stage, options) for stage in STAGES if steps[stage]},
         "lora": options.lora,
+        "bf16": options.bf16,
         "data": ", ".join(Path(x).name for x in options.data),
         "perplexity": progress.perplexity,
         "losses": progress.losses,

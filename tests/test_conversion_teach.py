@@ -55,7 +55,7 @@ def is_memory(name: str) -> bool:
 def test_a_layer_learns_what_its_attention_saw_and_nothing_else_moves(place):
     teacher = LlamaForCausalLM.from_pretrained(place / "llama").eval()
     student = AutoModelForCausalLM.from_pretrained(place / "windows")
-    teach.start_gates(student, ids(49))
+    teach.start_memories(student, ids(49))
     before = {name: x.clone() for name, x in student.state_dict().items()}
     loss = distill.distillation_loss(teacher, student, [0, 2], teach.MEMORY)
     first = loss(ids(49)).item()
@@ -95,18 +95,19 @@ def test_the_gradients_of_all_layers_are_those_of_their_mean_error(place):
         torch.testing.assert_close(gradient, student.get_parameter(name).grad, msg=name)
 
 
-def test_gates_start_at_the_size_of_the_softmax_and_learned_ones_stay(place):
+def test_memories_start_at_the_size_of_the_softmax_and_learned_ones_stay(place):
     student = AutoModelForCausalLM.from_pretrained(place / "windows").eval()
     mixer, sizes = student.model.layers[2].token_mixer, []
     hook = mixer.attention.register_forward_hook(lambda m, i, output: sizes.append(output.square().mean((0, 1, 3))))
-    teach.start_gates(student, ids(49))
+    teach.start_memories(student, ids(49))
     hook.remove()
     torch.testing.assert_close(mixer.memory_gate, sizes[0].sqrt()[:, None].expand_as(mixer.memory_gate))
+    assert (mixer.share_proj.bias == teach.SHARE).all() and not mixer.share_proj.weight.any()
     with torch.no_grad():
-        mixer.memory_gate[0, 0] = 7.0
-    learned = mixer.memory_gate.clone()
-    teach.start_gates(student, ids(49))
-    assert torch.equal(mixer.memory_gate, learned)
+        mixer.memory_gate[0, 0] = mixer.share_proj.bias[0] = 7.0
+    learned = [x.clone() for x in (mixer.memory_gate, mixer.share_proj.bias)]
+    teach.start_memories(student, ids(49))
+    assert torch.equal(mixer.memory_gate, learned[0]) and torch.equal(mixer.share_proj.bias, learned[1])
 
 
 def stop_at(monkeypatch, number: int) -> None:
@@ -199,7 +200,7 @@ def test_windows_without_a_memory_learn_the_predictions_alone(place, tmp_path, c
 def test_products_in_bfloat16_teach_the_same(place, tmp_path):
     teacher = LlamaForCausalLM.from_pretrained(place / "llama").eval()
     student = AutoModelForCausalLM.from_pretrained(place / "windows")
-    teach.start_gates(student, ids(49))
+    teach.start_memories(student, ids(49))
     for make in (
         lambda: distill.distillation_loss(teacher, student, [0, 2], teach.MEMORY),
         lambda: distill.finetuning_loss(teacher, student, 1.0),

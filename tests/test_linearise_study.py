@@ -61,8 +61,17 @@ def study(tmp_path, monkeypatch):
     for name in ("longdocs/test", "corpus/wiki/train-000", "corpus/books/train-000"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         parquet.write_table(text, tmp_path / f"{name}.parquet")
-    changes = {"TEXTS": {48: 2}, "LENGTH": 48, "MODES": 6, "TOKENS_A_STEP": 48, "HELD_OUT_BYTES": 2000}
-    changes |= {"TEACHING": {"layers": 96, "whole": 192, "long": 96}, "LENGTHS": {"layers": "24,48", "long": "48"}}
+    changes = {
+        "TEXTS": {48: 2},
+        "LENGTH": 48,
+        "MODES": 6,
+        "TOKENS_A_STEP": dict.fromkeys(linearise_study.TEACHING, 48),
+        "HELD_OUT_BYTES": 2000,
+    }
+    changes |= {
+        "TEACHING": {"layers": 96, "whole": 192, "long": 96},
+        "LENGTHS": {"layers": "24,48", "whole": "24,48", "long": "48"},
+    }
     changes |= {"HOW": ("--bf16", "--save-steps", 1)}
     for name, value in changes.items():
         monkeypatch.setattr(linearise_study, name, value)
