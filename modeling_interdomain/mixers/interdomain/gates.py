@@ -51,9 +51,7 @@ def mean_key_size(weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return weight.to(wide).square().sum() + bias.to(wide).square().sum(-1)
 
 
-def own_answer(
-    log_decay: torch.Tensor, input_matrix: torch.Tensor, coefficients: torch.Tensor | None
-) -> torch.Tensor:
+def own_answer(log_decay: torch.Tensor, input_matrix: torch.Tensor, coefficients: torch.Tensor | None) -> torch.Tensor:
     """The largest of K(a, a) = |C lambda^a beta|^2 over ages a, `[G]`: what a key of length 1 finds at most of a value.
 
     By it the share of the delta rule is measured: in the mean of keys and not token by token, and from parameters
