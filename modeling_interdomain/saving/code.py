@@ -21,8 +21,12 @@ FIELDS = "configuration_fields"
 _NAMING = ("registry", "mixers.specifications", "feed_forwards.configuration")
 _TABLES = {"TOKEN_MIXERS": "mixers_per_layer", "FEED_FORWARDS": "feed_forwards_per_layer"}
 _ATTENTION = {"softmax", "inner_function"}
-# Families whose fields travel with their token mixer alone: a state does not depend on them where it is not there.
-_OWN_FIELDS = {"WindowFields": "window"}
+# The library copies, saves again and downloads what a file names, and asks for the classifier's file only later.
+_NAMED = """
+
+def _other_entries():
+    from .classifier_interdomain import InterdomainForSequenceClassification  # named for the library's loader alone
+"""
 
 
 def _is_gated(config) -> bool:
@@ -83,9 +87,6 @@ def flat_code(config, whole: bool = False) -> dict[str, str]:
         source = (PACKAGE / module.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8")
         if module in _NAMING and config is not None:
             source = _tables_of(source, config)
-        if module == ENTRIES[0] and config is not None:
-            gone = {family for family, mixer in _OWN_FIELDS.items() if mixer not in config.mixers_per_layer}
-            source = "".join(line for line in source.splitlines(True) if gone.isdisjoint(re.findall(r"\w+", line)))
         text, found = _flattened(source, module, absent)
         for each in found:
             add(each)
@@ -94,6 +95,7 @@ def flat_code(config, whole: bool = False) -> dict[str, str]:
 
     for entry in ENTRIES:
         add(entry)
+    code[ENTRIES[1]] += _NAMED
     if config is not None:
         code[FIELDS] = _without_unnamed(FIELDS, code)
     return code

@@ -73,7 +73,8 @@ def triton_attention(
     """
     if log_decay.shape[1] > _LARGEST_DIAGONAL:
         coefficient_matrix = _in_full(coefficient_matrix, log_decay)
-    wide_tensors, operator = (log_decay, input_matrix, coefficient_matrix, initial_state), _operator
+    operator: Any = _operator
+    wide_tensors: tuple = (log_decay, input_matrix, coefficient_matrix, initial_state)
     if log_gate is not None or write_gate is not None:
         from .triton_gates import gated_operator
 
