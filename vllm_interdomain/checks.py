@@ -12,7 +12,8 @@ from modeling_interdomain.layers.rotary import LENGTH_DEPENDENT
 from modeling_interdomain.registry import TOKEN_MIXERS
 from modeling_interdomain.saving.checkpoint_folder import damaged_weights
 
-MIXERS = ("interdomain", "s4d", "ssd", "selective_scan", "softmax")
+MIXERS = ("interdomain", "s4d", "ssd", "selective_scan", "window", "softmax")
+QUANTIZED = ("compressed-tensors",)
 FEED_FORWARDS = ("mlp", "cdmoe", "none")
 
 
@@ -76,8 +77,13 @@ def _why_not_shared(config, processes: int) -> str | None:
 def _why_no_such_engine(vllm_config: Any) -> str | None:
     if vllm_config.speculative_config is not None:
         return "no state is taken back in vLLM's cache, so leave speculative_config out"
-    if vllm_config.quant_config is not None or vllm_config.lora_config is not None:
-        return "quantized weights and LoRA have not been seen to work in it"
+    quantized = vllm_config.model_config.quantization
+    if quantized not in (None, *QUANTIZED):
+        return (
+            f'weights quantized by "{quantized}" have not been seen to work in it, by {", ".join(QUANTIZED)} they have'
+        )
+    if vllm_config.lora_config is not None and "selective_scan" in vllm_config.model_config.hf_config.mixers_per_layer:
+        return "selective_scan layers have maps of a part of a batch, and its LoRA adapts all, so leave enable_lora out"
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         return "its layers are not shared out, so leave pipeline_parallel_size at 1"
     if vllm_config.model_config.runner_type != "generate":

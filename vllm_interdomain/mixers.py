@@ -1,7 +1,8 @@
 """Our token mixers over the pages of vLLM's cache."""
 
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
@@ -19,34 +20,51 @@ from modeling_interdomain.mixers.s4d.mixer import S4DMixer
 from modeling_interdomain.mixers.selective_scan.mixer import SelectiveScanMixer
 from modeling_interdomain.mixers.softmax.mixer import SoftmaxMixer
 from modeling_interdomain.mixers.ssd.mixer import SSDMixer
+from modeling_interdomain.mixers.window.attention import WindowAttention
+from modeling_interdomain.mixers.window.mixer import WindowMixer
 from modeling_interdomain.ops.common.packing import Packing, packing_from_documents
 from modeling_interdomain.ops.common.slots import read_slots, write_slots
+from modeling_interdomain.registry import token_mixer_class
 
-from .pages import inputs_after, largest_page, page_dtypes, page_shapes, page_size
+from .pages import Shapes, inputs_after, page_dtypes, page_size, shapes_of
 
 
-class Batch(NamedTuple):
+@dataclass
+class Batch:
     """The tokens of a forward: first one each of `decodes` sequences, then those of others, packed.
 
     Attributes:
         packing: of the others; None where there are none.
         begun: `[S]` bool, which of the others go on from a state; None where no cache is there yet.
+        positions: `[N]`, of all tokens in their sequences.
     """
 
     decodes: int
     packing: Packing | None
     begun: torch.Tensor | None
+    positions: torch.Tensor
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """Where the others begin and end along `packing`, asked of the device once a forward."""
+        return self.packing.cu_seqlens.tolist()
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        return [end - start for start, end in zip(self.ends, self.ends[1:])]
 
 
-def batch_of(metadata: Any, tokens: int, device: torch.device) -> Batch:
+def batch_of(metadata: Any, positions: torch.Tensor) -> Batch:
     """From what vLLM says of a recurrent layer; None is said when it tries how much memory a forward takes."""
     if metadata is None:
-        return Batch(0, packing_from_documents(torch.tensor([0, tokens], device=device), None, (1, tokens)), None)
+        tokens = positions.shape[0]
+        cu_seqlens = torch.tensor([0, tokens], device=positions.device)
+        return Batch(0, packing_from_documents(cu_seqlens, None, (1, tokens)), None, positions)
     packing = None
     if metadata.num_prefills:
         shape = 1, metadata.num_prefill_tokens
         packing = packing_from_documents(metadata.query_start_loc_p, None, shape)
-    return Batch(metadata.num_decode_tokens, packing, metadata.has_initial_states_p)
+    return Batch(metadata.num_decode_tokens, packing, metadata.has_initial_states_p, positions)
 
 
 class Paged(MambaBase):
@@ -58,9 +76,13 @@ class Paged(MambaBase):
     def attach(self, vllm_config: VllmConfig, prefix: str) -> None:
         """Let vLLM give this layer pages; it is known there by its name in the model."""
         self.prefix, self.dtype = prefix, vllm_config.model_config.dtype
-        self.shapes = page_shapes(self.config, type(self), get_tensor_model_parallel_world_size())
+        self.shapes = self.page_shapes()
         self.kv_cache: tuple[torch.Tensor, ...] = ()
         vllm_config.compilation_config.static_forward_context[prefix] = self
+
+    def page_shapes(self) -> Shapes:
+        *inputs, state = self.kept_shapes
+        return shapes_of(state, inputs)
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
         return self.shapes
@@ -88,7 +110,7 @@ class Paged(MambaBase):
             rows = metadata.state_indices_tensor_d[:count].flatten().long()
             tokens = [x[0, :count, None] for x in projected]
             turn = None if cos_sin is None else tuple(x[0, :count, None] for x in cos_sin)
-            outputs.append(self._take_steps(tokens, turn, rows))
+            outputs.append(self._take_steps(tokens, turn, rows, batch))
         if batch.packing is not None:
             end = count + batch.packing.shape[1]
             rows = None if metadata is None else metadata.state_indices_tensor_p.long()
@@ -103,7 +125,7 @@ class Paged(MambaBase):
         output = output[None].flatten(-2).to(hidden_states.dtype)
         return project(self.o_proj, self._way_out(output, hidden_states)), None
 
-    def _take_steps(self, projected: list[torch.Tensor], cos_sin, rows: torch.Tensor) -> torch.Tensor:
+    def _take_steps(self, projected: list[torch.Tensor], cos_sin, rows: torch.Tensor, batch: Batch) -> torch.Tensor:
         """One token each of B sequences, `[B, 1, width]`, whose pages are `rows`; the output `[B, H, D]`."""
         states, inputs = self.kv_cache[0], self.kv_cache[1:]
         tokens, after = self._inputs(projected, self._conv_states(projected, rows), cos_sin, None, keep=True)
@@ -121,7 +143,8 @@ class Paged(MambaBase):
             return self.recurrence(*tokens, cu_seqlens=packing.cu_seqlens)[0][0]
         states, inputs = self.kv_cache[0], self.kv_cache[1:]
         conv_states = self._conv_states(projected, rows, begun)
-        tokens, _ = self._inputs(projected, conv_states, cos_sin, packing, keep=False)
+        alone = rows.shape[0] == 1  # its convolutions need no room between texts
+        tokens, _ = self._inputs(projected, conv_states, cos_sin, None if alone else packing, keep=False)
         for pool, x, conv_state in zip(inputs, self._convolved(projected), conv_states):
             write_slots(pool, rows, inputs_after(x[0], conv_state.mT, packing.cu_seqlens))
         state = read_slots(states, rows, begun)
@@ -160,6 +183,69 @@ class PagedSelectiveScan(Paged, SelectiveScanMixer):  # type: ignore[misc]
     pass
 
 
+class PagedWindow(Paged, WindowMixer):  # type: ignore[misc]
+    """Its pages have the state, where there is one, and the keys and values of the window and of the sinks.
+
+    How many tokens were read their positions say. A step copies the windows of its sequences together and back: the
+    mixer has no slots for them.
+    """
+
+    def attach(self, vllm_config: VllmConfig, prefix: str) -> None:
+        super().attach(vllm_config, prefix)
+        self.attention = WindowAttention(self.config)  # with angles, which no checkpoint has
+
+    def page_shapes(self) -> Shapes:
+        key, value, _, *sinks, state = self.kept_shapes
+        return shapes_of(state, [key, value, *sinks])
+
+    def _take_steps(self, projected: list[torch.Tensor], cos_sin, rows: torch.Tensor, batch: Batch) -> torch.Tensor:
+        held = self._held(rows, batch.positions[: batch.decodes])
+        tokens, after = self._inputs(projected, held, None, None, keep=True)
+        self._hold(rows, after)
+        read = None
+        if self.memory:
+            read = self.recurrence(*tokens[:3], step=True, state=self.kv_cache[0], state_indices=rows)[:, None]
+        return self._joined(tokens, read)[:, 0]
+
+    def _read_texts(
+        self, projected: list[torch.Tensor], cos_sin, rows: torch.Tensor | None, batch: Batch
+    ) -> torch.Tensor:
+        """Each text sees its own window, one after the other; the state reads them together."""
+        packing, begun = batch.packing, batch.begun
+        if rows is None:
+            tokens, _ = self._inputs(projected, None, None, packing, keep=False)
+            return self._joined(tokens, self.recurrence(*tokens[:3], cu_seqlens=packing.cu_seqlens)[0])[0]
+        read_before = batch.positions[batch.decodes + packing.cu_seqlens[:-1]]
+        held = zip(*(x.split(1) for x in self._held(rows, read_before, begun)))
+        texts = zip(*(x.split(batch.lengths, dim=1) for x in projected))
+        each = [self._inputs(list(text), list(x), None, None, keep=True) for text, x in zip(texts, held)]
+        self._hold(rows, [torch.cat(x) for x in zip(*(after for _, after in each))])
+        read = [None] * len(each)
+        if self.memory:
+            state = read_slots(self.kv_cache[0], rows, begun)
+            together = [torch.cat(x, dim=1) for x in zip(*(tokens[:3] for tokens, _ in each))]
+            output, state = self.recurrence(
+                *together, cu_seqlens=packing.cu_seqlens, initial_state=state, output_final_state=True
+            )
+            write_slots(self.kv_cache[0], rows, state)
+            read = output.split(batch.lengths, dim=1)
+        return torch.cat([self._joined(tokens, x)[0] for (tokens, _), x in zip(each, read)])
+
+    def _held(
+        self, rows: torch.Tensor, read_before: torch.Tensor, begun: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
+        """What the mixer keeps in a cache beside the state, of sequences with so many tokens `[B]` before."""
+        pools = self.kv_cache[int(self.memory) :]
+        key, value, *sinks = [read_slots(pool, rows, begun).mT for pool in pools]
+        sinks = sinks or 2 * [key[..., :0]]
+        return [key, value, read_before[:, None, None], *sinks]
+
+    def _hold(self, rows: torch.Tensor, after: list[torch.Tensor]) -> None:
+        key, value, _, *sinks = after
+        for pool, x in zip(self.kv_cache[int(self.memory) :], [key, value, *sinks]):
+            write_slots(pool, rows, x.mT)
+
+
 class PagedSoftmax(SoftmaxMixer):
     """Softmax attention by vLLM, whose cache keeps keys and values."""
 
@@ -186,7 +272,22 @@ _CLASSES = (
     PagedS4D,
     PagedSSD,
     PagedSelectiveScan,
+    PagedWindow,
     PagedSoftmax,
 )
 # By the class of the package that each is made of.
 MIXERS: dict[type, Any] = {kind.__bases__[-1]: kind for kind in _CLASSES}
+
+
+def largest_page(config: Any, processes: int, dtype: torch.dtype) -> Shapes:
+    """Of the recurrent layers of a model, which share a pool of pages; so many processes share their heads."""
+    first = {name: i for i, name in reversed(list(enumerate(config.mixers_per_layer)))}
+    with torch.device("meta"):
+        mixers = [MIXERS[token_mixer_class(config, i)](config, i) for i in first.values()]
+    pages = []
+    for mixer in mixers:
+        if isinstance(mixer, Paged):
+            if processes > 1:
+                mixer.share_heads(processes)
+            pages.append(mixer.page_shapes())
+    return max(pages, key=lambda shapes: page_size(shapes, dtype), default=())

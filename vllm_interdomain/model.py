@@ -11,17 +11,23 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, SupportsMambaPrefixCaching
+from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, SupportsLoRA, SupportsMambaPrefixCaching
 from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix
+from vllm.platforms import current_platform
 
+from modeling_interdomain.feed_forwards.mlp import InterdomainMLP
 from modeling_interdomain.layers.common import DecodeTables, ParameterCache
 from modeling_interdomain.layers.rotary import InterdomainRotaryEmbedding
 from modeling_interdomain.modeling_interdomain import InterdomainDecoderLayer
 from modeling_interdomain.registry import FEED_FORWARDS, token_mixer_class
 
-from .mixers import MIXERS, Paged, batch_of
-from .pages import copied_page, largest_page, page_dtypes
+from .adapters import spare_tokens_without_adapter
+from .mixers import MIXERS, Paged, batch_of, largest_page
+from .pages import copied_page, page_dtypes
 from .parallel import DIVIDED_FEED_FORWARD, made
+
+# Numbers between the projections of a feed-forward layer that a CPU keeps near.
+_BETWEEN = 1 << 21
 
 
 class LoadedTables(ParameterCache):
@@ -34,21 +40,40 @@ class LoadedTables(ParameterCache):
         return self._kept[1]
 
 
+class ServedMLP(InterdomainMLP):
+    """Of a CPU a long batch some tokens at a time, between whose projections the same memory is used again: fresh one
+    costs as much as an activation."""
+
+    at_once: int | None = None  # tokens; None, all
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.at_once is None or hidden_states.shape[1] <= self.at_once:
+            return super().forward(hidden_states)
+        return torch.cat([super(ServedMLP, self).forward(x) for x in hidden_states.split(self.at_once, dim=1)], dim=1)
+
+
 class ServedLayer(InterdomainDecoderLayer):
     """Our layer, of parts that vLLM's linear layers, norms and pages are in."""
 
     def __init__(self, config, layer_idx: int, vllm_config: VllmConfig, prefix: str):
         nn.Module.__init__(self)
-        quant, own = vllm_config.quant_config, f"{prefix}.token_mixer"
+        own = f"{prefix}.token_mixer"
         kind = MIXERS[token_mixer_class(config, layer_idx)]
-        mixer: Any = made(partial(kind, config, layer_idx), kind.head_plan(config), quant, own)
+        mixer: Any = made(partial(kind, config, layer_idx), kind.head_plan(config), vllm_config, own)
         mixer.attach(vllm_config, own)
         self.token_mixer = mixer
         feed_forward, self.mlp = FEED_FORWARDS[config.feed_forwards_per_layer[layer_idx]], None
+        if feed_forward is InterdomainMLP:
+            feed_forward = ServedMLP
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if feed_forward is not None:
-            self.mlp = made(partial(feed_forward, config, layer_idx), DIVIDED_FEED_FORWARD, quant, f"{prefix}.mlp")
+            self.mlp = made(
+                partial(feed_forward, config, layer_idx), DIVIDED_FEED_FORWARD, vllm_config, f"{prefix}.mlp"
+            )
             self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            # What LoRA adds is that of a whole batch.
+            if isinstance(self.mlp, ServedMLP) and current_platform.is_cpu() and vllm_config.lora_config is None:
+                self.mlp.at_once = max(1, _BETWEEN // config.intermediate_size)
         self.residual_in_fp32 = config.residual_in_fp32
 
 
@@ -73,19 +98,21 @@ class ServedModel(nn.Module):
         hidden_states, batch = inputs_embeds[None], None
         if self.first_paged is not None:  # the tokens are the same in all layers, the pages are not
             metadata = (get_forward_context().attn_metadata or {}).get(self.first_paged)
-            batch = batch_of(metadata, inputs_embeds.shape[0], inputs_embeds.device)
+            batch = batch_of(metadata, positions)
         rotations = {int(dim): rotary(hidden_states, positions[None]) for dim, rotary in self.rotary_embs.items()}
         for layer in self.layers:
             hidden_states = layer(hidden_states, position_embeddings=rotations or None, batch=batch)
         return self.norm(hidden_states.to(inputs_embeds.dtype))[0]
 
 
-class InterdomainForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixCaching):
+class InterdomainForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsLoRA, SupportsMambaPrefixCaching):
     """What vLLM makes of a checkpoint of this architecture."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
-        config = vllm_config.model_config.hf_config
+        self.config = config = vllm_config.model_config.hf_config
+        if vllm_config.lora_config is not None and current_platform.is_cpu():
+            spare_tokens_without_adapter()
         self.model = ServedModel(config, vllm_config, maybe_prefix(prefix, "model"))
         quant, name = vllm_config.quant_config, maybe_prefix(prefix, "lm_head")
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, quant_config=quant, prefix=name)

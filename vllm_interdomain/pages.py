@@ -1,39 +1,27 @@
 """What vLLM's cache keeps of a sequence in a recurrent layer: a page with its state, and the inputs of convolutions."""
 
+from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import torch
 from vllm.model_executor.layers.mamba.mamba_utils import MambaCopySpec
 from vllm.utils.torch_utils import get_dtype_size
 
-from modeling_interdomain.mixers.recurrent import RecurrentMixer
-from modeling_interdomain.registry import TOKEN_MIXERS
-
 Shapes = tuple[tuple[int, ...], ...]
 
 
-def page_shapes(config: Any, kind: type[RecurrentMixer], processes: int) -> Shapes:
-    """The state `[G, ...]` of one of so many processes, then of each convolution its last inputs, `[tokens, width]`.
+def shapes_of(state: tuple[int, ...], inputs: Sequence[tuple[int, ...]]) -> Shapes:
+    """A page with a state `[G, ...]`, and then inputs `[tokens, width]` each; given as a mixer keeps them, transposed.
 
-    The state stands first: in float32 whatever the others are, it must lie at a multiple of four bytes.
+    The state stands first: in float32 whatever the others are, it must lie at a multiple of four bytes. What has no
+    numbers is left out.
     """
-    heads, *rest = kind.state_shape(config)
-    before = kind.kernel_size(config) - 1
-    widths = [each.heads * each.width for each in kind.projections(config) if each.convolved and before]
-    return (heads // processes, *rest), *((before, width // processes) for width in widths)
+    return tuple(shape for shape in (state, *(shape[::-1] for shape in inputs)) if prod(shape))
 
 
 def page_dtypes(shapes: Shapes, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
     """In a model of a dtype."""
     return torch.float32, *(dtype for _ in shapes[1:])
-
-
-def largest_page(config: Any, processes: int, dtype: torch.dtype) -> Shapes:
-    """Of the recurrent layers of a model, which share a pool of pages."""
-    kinds = [TOKEN_MIXERS[name] for name in dict.fromkeys(config.mixers_per_layer)]
-    pages = [page_shapes(config, kind, processes) for kind in kinds if issubclass(kind, RecurrentMixer)]
-    return max(pages, key=lambda shapes: page_size(shapes, dtype), default=())
 
 
 def page_size(shapes: Shapes, dtype: torch.dtype) -> int:

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 
 from modeling_interdomain.parallel.tensor import HEADS
 
@@ -16,15 +17,18 @@ DIVIDED_FEED_FORWARD = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj
 _LINEAR = {"colwise": ColumnParallelLinear, "rowwise": RowParallelLinear}
 
 
-def made(make: Callable[[], nn.Module], plan: dict[str, str], quant_config: Any, prefix: str) -> nn.Module:
+def made(make: Callable[[], nn.Module], plan: dict[str, str], vllm_config: VllmConfig, prefix: str) -> nn.Module:
     """A module of ours for the process that asks, its weights yet to be loaded.
 
     Args:
         make: makes the module, as it would be alone.
         plan: the plan by which Transformers divides it, styles by the name of a part or parameter, "" the module
             itself. What has no entry is whole in every process.
+        vllm_config: of the engine. Where weights are quantized or adapted, all linear layers are vLLM's, not those
+            alone that are divided.
         prefix: of the module's name in the model.
     """
+    quant_config = vllm_config.quant_config
     processes = get_tensor_model_parallel_world_size()
     with torch.device("meta"):  # what is loaded need not start
         module = make()
@@ -38,6 +42,10 @@ def made(make: Callable[[], nn.Module], plan: dict[str, str], quant_config: Any,
             divided |= {id(parameter) for parameter in held}
         elif hasattr(owner, last):
             setattr(owner, last, _linear(getattr(owner, last), _LINEAR[style], quant_config, f"{prefix}.{name}"))
+    if quant_config is not None or vllm_config.lora_config is not None:
+        for name, part in list(module.named_modules()):
+            if isinstance(part, nn.Linear):
+                module.set_submodule(name, _linear(part, ReplicatedLinear, quant_config, f"{prefix}.{name}"))
     for part in module.modules():
         for name, parameter in list(part._parameters.items()):
             if parameter is not None and parameter.is_meta:

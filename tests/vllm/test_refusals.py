@@ -13,7 +13,6 @@ PARTS = {
     "inner-function": ("its token_mixers name inner_function, and it serves interdomain, s4d", {"head_dim": 8}),
     "hax": ("its sparse_attention keeps a memory of its own", {}),
     "value-mask": ("dynamic_mask weighs keys", {}),
-    "window": ("its token_mixers name window, and it serves", {}),
     "interdomain": ("learned_state begins each text", {"learned_state": True}),
     "softmax": ("rope_type 'dynamic' turns keys again", {"rope_parameters": LENGTHENED["dynamic"]}),
 }
@@ -51,7 +50,6 @@ def test_heads_that_cannot_be_shared_out(make_folder):
 GUESSES = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 ENGINES = {
     "leave speculative_config out": {"speculative_config": GUESSES},
-    "quantized weights and LoRA have not been seen": {"enable_lora": True},
     "leave pipeline_parallel_size at 1": {"pipeline_parallel_size": 2},
     "runner 'pooling' does not": {"runner": "pooling"},
 }
@@ -62,6 +60,21 @@ def test_engines_that_it_is_not_served_by(make_folder, sentence):
     _, folder = make_folder()
     with pytest.raises(ValueError, match=f"vllm_interdomain does not serve .*{sentence}"):
         start(folder, **ENGINES[sentence])
+
+
+def test_weights_quantized_in_another_way(make_folder):
+    _, folder = make_folder()
+    config = folder / "config.json"
+    quantized = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
+    config.write_text(json.dumps(json.loads(config.read_text()) | quantized))
+    with pytest.raises(ValueError, match='weights quantized by "fp8" have not been seen to work in it'):
+        start(folder)
+
+
+def test_adapters_of_maps_that_see_a_part_of_a_batch(make_folder):
+    _, folder = make_folder("selective-scan")
+    with pytest.raises(ValueError, match="selective_scan layers have maps of a part of a batch"):
+        start(folder, enable_lora=True)
 
 
 def test_another_architecture_is_left_to_vllm(tmp_path):

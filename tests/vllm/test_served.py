@@ -29,11 +29,15 @@ MODELS = {
     "linear-readout": {},
     "forget-gates": {},
     "delta-rule": {},
+    "window": {},
+    "window-alone": {},
     "all-mixers": {
-        "num_hidden_layers": 5,
-        "token_mixers": ["interdomain", "ssd", "softmax", "selective_scan", "s4d"],
+        "num_hidden_layers": 6,
+        "token_mixers": ["interdomain", "ssd", "window", "softmax", "selective_scan", "s4d"],
         "rope_parameters": ROPE,
         "ssd_state_size": 6,
+        "attention_window": 9,
+        "attention_sinks": 2,
         "tie_word_embeddings": True,
         "residual_in_fp32": True,
     },
@@ -47,9 +51,11 @@ MODELS = {
 HYBRID = "all-mixers"
 # Of the hybrids that two processes can share: "selective_scan" has one head.
 HEADS = {
-    "num_hidden_layers": 4,
-    "token_mixers": ["interdomain", "softmax", "s4d", "ssd"],
-    "feed_forwards": ["mlp", "cdmoe", "mlp", "none"],
+    "num_hidden_layers": 5,
+    "token_mixers": ["interdomain", "softmax", "s4d", "window", "ssd"],
+    "feed_forwards": ["mlp", "cdmoe", "mlp", "mlp", "none"],
+    "attention_window": 6,
+    "attention_bias": True,
     "num_key_value_heads": 2,
     "feature_map": "fourier",
     "rope_parameters": ROPE,
@@ -89,10 +95,25 @@ def test_answers_are_those_of_generate(made, random_ids, name):
         assert_all(model, asked, served.finish())
 
 
+def test_feed_forwards_take_some_tokens_at_a_time(made, random_ids, monkeypatch):
+    """A long batch in pieces, of which the last is shorter."""
+    from vllm_interdomain import model as served_model
+
+    monkeypatch.setattr(served_model, "_BETWEEN", 48 * 7)
+    model, folder = made("interdomain")
+    asked = texts(random_ids, 23, 40)
+    with engine(folder) as served:
+        at_once = served.engine.apply_model(lambda model: [layer.mlp.at_once for layer in model.model.layers])
+        assert at_once == [[7, 7]]
+        for text, prompt in asked.items():
+            served.ask(text, prompt, 4)
+        assert_all(model, asked, served.finish())
+
+
 MIXED = [3, 31, 17, 1, 64, 5, 22, 48, 2, 33, 9, 27, 80, 12, 6, 41]
 
 
-@pytest.mark.parametrize("name", ["interdomain", "ssd", HYBRID])
+@pytest.mark.parametrize("name", ["interdomain", "ssd", "window", HYBRID])
 @pytest.mark.parametrize("chunk", [None, 16], ids=["whole", "chunks of 16"])
 def test_requests_that_arrive_at_different_times(made, random_ids, name, chunk):
     """Prompts are read beside tokens that are written, whole or 16 tokens a forward."""
@@ -175,16 +196,17 @@ def test_heads_over_two_processes(made, make_folder, random_ids, name):
         assert_all(model, asked, served.finish())
 
 
-def test_states_stay_in_float32(make_folder, random_ids):
-    """In a model of bfloat16 the inputs of convolutions are kept as it makes them, states are not."""
-    model, folder = make_folder("interdomain", model_dtype=torch.bfloat16)
+@pytest.mark.parametrize("name, beside", [("interdomain", 2), ("window", 4)])
+def test_states_stay_in_float32(make_folder, random_ids, name, beside):
+    """In a model of bfloat16 what is kept beside them (inputs of convolutions, windows, sinks) is as it makes it."""
+    model, folder = make_folder(name, model_dtype=torch.bfloat16)
     asked = texts(random_ids, 33, 9)
     with engine(folder, dtype="bfloat16") as served:
         for text, prompt in asked.items():
             served.ask(text, prompt, 4)
         answers = served.finish()
         kept = served.engine.apply_model(lambda model: [x.dtype for x in model.model.layers[1].token_mixer.kv_cache])
-        assert kept == [[torch.float32, torch.bfloat16, torch.bfloat16]]
+        assert kept == [[torch.float32, *[torch.bfloat16] * beside]]
         for text, prompt in asked.items():
             row = model(torch.tensor([prompt])).logits[0, -1].float().log_softmax(-1)
             found = answers[text].logprobs[0]
