@@ -1,6 +1,7 @@
 """A saved folder carries its code: it loads where the package is not installed."""
 
 import ast
+import functools
 import json
 import os
 import re
@@ -170,21 +171,30 @@ def test_saved_folder_holds_what_the_model_needs(name, saved, models):
     assert used <= mixers and ("mixers_selective_scan_mixer.py" in used) == ("mixers_selective_scan_mixer.py" in mixers)
 
 
+@functools.cache  # most modules are the same in every model
 def _imported(text: str) -> list[tuple[str, int, list[str]]]:
     """What a module takes from the package: the last name of a module, and the names in it."""
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom) and node.level]
     return [(node.module, node.lineno, [alias.name for alias in node.names]) for node in nodes]
 
 
+@pytest.fixture(scope="module")
+def source_of():
+    """`source_of[flat name of a module]`: the lines of the one that travels under it."""
+    modules = {path: path.relative_to(PACKAGE).with_suffix("").parts for path in PACKAGE.rglob("*.py")}
+    flat = ["_".join(parts) for parts in modules.values() if parts[-1] != "__init__"]
+    assert len(set(flat)) == len(flat)
+    return {"_".join(parts): path.read_text().splitlines() for path, parts in modules.items()}
+
+
 @pytest.mark.parametrize("name", [*MIXERS, *VARIANTS])
-def test_flat_code_differs_in_imports_alone(name, make_config):
+def test_flat_code_differs_in_imports_alone(name, make_config, source_of):
     config = make_config(name)
     code = flat_code(config)
     for module, text in code.items():
         if module in ("registry", "configuration_fields"):
             continue
-        (path,) = (x for x in PACKAGE.rglob("*.py") if "_".join(x.relative_to(PACKAGE).with_suffix("").parts) == module)
-        before, after = path.read_text().splitlines(), text.splitlines()
+        before, after = source_of[module], text.splitlines()
         different = [line for old, line in zip(before, after) if old != line]
         assert all(line.lstrip().startswith(("from .", "raise ImportError(")) for line in different)
         for target, _, names in _imported(text):

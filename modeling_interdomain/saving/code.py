@@ -7,9 +7,10 @@ families, so these travel too, in one file, with what those parts say of themsel
 """
 
 import ast
+import functools
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +110,7 @@ def _flat(module: str) -> str:
 def _flattened(source: str, module: str, absent: set[str]) -> tuple[str, list[str]]:
     """The source with flat imports, and the modules that it needs."""
     lines, found = source.splitlines(keepends=True), []
-    tree: Any = ast.parse(source)
-    for node in _relative_imports(tree):
+    for node in _relative_imports(source):
         # The module that an import names, from the place of this one.
         target = ".".join([*module.split(".")[: -node.level], node.module])
         start, end = node.lineno - 1, node.end_lineno
@@ -127,8 +127,9 @@ def _flattened(source: str, module: str, absent: set[str]) -> tuple[str, list[st
     return "".join(lines), found
 
 
-def _relative_imports(tree: ast.Module) -> Iterator[ast.ImportFrom]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level)
+@functools.cache  # a training run saves the same code with every checkpoint
+def _relative_imports(source: str) -> tuple[Any, ...]:
+    return tuple(node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.level)
 
 
 def _without_unnamed(name: str, code: dict[str, str]) -> str:
@@ -152,7 +153,7 @@ def _tables_of(source: str, config) -> str:
             if name.value not in getattr(config, field):
                 unused.add(ast.unparse(part))
                 dropped.append((name.lineno, part.end_lineno))
-    for node in _relative_imports(tree):
+    for node in _relative_imports(source):
         if {alias.name for alias in node.names} <= unused:
             dropped.append((node.lineno, node.end_lineno))
     gone = {i for first, last in dropped for i in range(first, last + 1)}
