@@ -74,12 +74,12 @@ def triton_attention(
     """
     if log_decay.shape[1] > _LARGEST_DIAGONAL:
         coefficient_matrix = _in_full(coefficient_matrix, log_decay)
-    wide_tensors, operator = (log_decay, input_matrix, coefficient_matrix, initial_state), _operator
+    wide_tensors, operator = [log_decay, input_matrix, coefficient_matrix, initial_state], _operator
     if log_gate is not None or write_gate is not None:
         from .triton_gates import gated_operator
 
         log_gate = torch.zeros_like(write_gate) if log_gate is None else log_gate
-        wide_tensors, operator = (*wide_tensors, log_gate, write_gate), gated_operator
+        wide_tensors, operator = [*wide_tensors, log_gate, write_gate], gated_operator
     return operator(
         *contiguous(query, key, value),
         *contiguous(*wide_tensors, dtype=torch.float32),
