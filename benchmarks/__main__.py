@@ -30,7 +30,16 @@ CPU = (
     "backends",
 )
 GPU = ("operator_gpu", "decode_gpu", "prefill_memory_gpu", "training_gpu")
-TABLES = (*CPU, *GPU, "prompt_reuse_cpu", "operator_before", "denominators", "kernel_costs", "kernel_resources")
+TABLES = (
+    *CPU,
+    *GPU,
+    "prompt_reuse_cpu",
+    "operator_before",
+    "models_before",
+    "denominators",
+    "kernel_costs",
+    "kernel_resources",
+)
 
 
 def main() -> None:

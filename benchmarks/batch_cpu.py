@@ -4,9 +4,9 @@ import random
 from functools import partial
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.harness import footnote, markdown, time_in_turns, verify_model
+from benchmarks.model_cpu import interdomain
 from modeling_interdomain import StateStore
 
 PROMPTS, ROWS, SHORTEST, LONGEST, NEW_TOKENS, ENDS = 24, 8, 8, 128, 96, 32  # a text ends at one of ENDS in a thousand
@@ -15,9 +15,8 @@ REQUIRED = {"one by one": 1.5, "padded batches": 1.2}
 
 
 def run(quick: bool = False) -> dict:
-    config = AutoConfig.from_pretrained("configuration/interdomain-" + ("tiny" if quick else "125m"))
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = interdomain(quick)
+    config = model.config
     record = {"relative_error": verify_model(model)}
     draw = random.Random(0)
     prompts = [
@@ -36,8 +35,8 @@ def run(quick: bool = False) -> dict:
     begin = [draw.randrange(config.vocab_size) for _ in range(SHARED)]
     stores = {"refilled rows, prompt store": with_a_store, "refilled rows": refilled_rows}
     shared = measured(model, [begin + prompt for prompt in prompts], rows, options, stores)
-    config.token_mixers = [("interdomain", "softmax")[layer % 2] for layer in range(config.num_hidden_layers)]
-    hybrid = AutoModelForCausalLM.from_config(config).eval()
+    mixers = [("interdomain", "softmax")[layer % 2] for layer in range(config.num_hidden_layers)]
+    hybrid = interdomain(quick, token_mixers=mixers)
     record["parts"] = {
         "every other layer softmax": measured(hybrid, prompts, rows, options, ways) | {"required": REQUIRED},
         f"{SHARED} tokens in front of every prompt": shared | {"required": {}},

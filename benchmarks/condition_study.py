@@ -313,23 +313,18 @@ def plot(record: dict) -> Path:
 
 
 def main() -> None:
-    parser = studies.parser(__doc__, "../shared/data", speed=True)
-    parser.add_argument("--plot", action="store_true", help="draw the runs so far and stop")
-    arguments = parser.parse_args()
+    arguments = studies.parser(__doc__, "../shared/data", speed=True, plot=True).parse_args()
     fresh = {"training": TRAINING, "shape": SHAPE}
-    if arguments.table or arguments.plot:
-        record = studies.load(FILE, fresh)
-        print(table(record) if arguments.table else plot(record))
-        return
-    torch.set_num_threads(arguments.threads)
     if arguments.speed:
+        torch.set_num_threads(arguments.threads)
         studies.write_speed(FILE, fresh, endless_runs(), TRAINING["batch_size"] * TRAINING["sequence_length"])
-    else:
-        run = functools.partial(run_condition, data=prepare(arguments.data))
-        studies.run_missing(
-            FILE, fresh, plan, run, "python -m benchmarks.condition_study", arguments.part, arguments.runs
-        )
-    readme.update()
+        readme.update()
+        return
+
+    def make_run():
+        return functools.partial(run_condition, data=prepare(arguments.data))
+
+    studies.show_or_run(arguments, FILE, fresh, plan, make_run, table, plot)
 
 
 if __name__ == "__main__":

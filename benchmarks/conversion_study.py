@@ -69,7 +69,7 @@ def _train(model, batches, steps: int, learning_rate: float) -> None:
 def convert_source(source: Path, target: Path, data: Path, training: dict = TRAINING) -> dict:
     """The perplexities of the command line's report, and its seconds."""
     started = time.perf_counter()
-    arguments = [str(source), str(target), "--overwrite", "--layers", "all", "--state-size", str(STATE_SIZE)]
+    arguments = [str(source), str(target), "--overwrite", "--window", "0", "--state-size", str(STATE_SIZE)]
     arguments += ["--data", str(data / "corpus" / "wiki" / "train-000.parquet"), "--max-bytes", str(MAX_BYTES)]
     arguments += ["--held-out-bytes", str(HELD_OUT_BYTES), "--learning-rate", str(RATES["conversion"])]
     for name in ("distill_steps", "finetune_steps", "batch_size", "sequence_length"):

@@ -1,17 +1,16 @@
 """Does decoding cost the same wherever it happens? Time and cache bytes at two positions of one long text."""
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.harness import footnote, markdown, time_in_turns, verify_model
+from benchmarks.model_cpu import interdomain
 from modeling_interdomain import InterdomainCache
 
 
 def run(quick: bool = False) -> dict:
     positions = [64, 128] if quick else [512, 65536]
-    config = AutoConfig.from_pretrained("configuration/interdomain-" + ("tiny" if quick else "125m"))
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = interdomain(quick)
+    config = model.config
     error = verify_model(model)
     ids = torch.randint(config.vocab_size, (1, max(positions)), generator=torch.Generator().manual_seed(1))
     caches = {position: _cache_after(model, ids[:, :position]) for position in positions}

@@ -16,6 +16,7 @@ PREFIXES, STEPS = (512, 1024, 4096, 16384), 48
 KINDS = {  # name: model, cache of generate()
     "interdomain eager": ("interdomain", None),
     "interdomain captured": ("interdomain", "static"),
+    "gates captured": ("gates", "static"),
     "llama dynamic": ("llama", None),
     "llama captured": ("llama", "static"),
 }
@@ -54,11 +55,12 @@ class _Clock(LogitsProcessor):
 
 
 def model(name: str, size: str, where: torch.device) -> torch.nn.Module:
-    """Random weights in bfloat16, of the shape of `configuration/interdomain-SIZE`."""
+    """Random weights in bfloat16, of the shape of `configuration/interdomain-SIZE`; "gates" has tokens with gates."""
     torch.manual_seed(0)
-    shape = AutoConfig.from_pretrained(f"configuration/interdomain-{size}")
+    gates = {"gates": "forget"} if name == "gates" else {}
+    shape = AutoConfig.from_pretrained(f"configuration/interdomain-{size}", **gates)
     shape.dtype = torch.bfloat16
-    if name == "interdomain":
+    if name != "llama":
         with where:
             return AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).eval()
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

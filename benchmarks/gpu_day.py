@@ -16,7 +16,7 @@ from typing import NamedTuple
 from benchmarks import gpu, readme
 
 MINUTES = 25.0
-_OPERATORS = ("op_interdomain", "op_ssd", "op_s4d", "op_selective_scan", "op_sparse", "experts")
+_OPERATORS = ("op_interdomain", "op_interdomain_gates", "op_ssd", "op_s4d", "op_selective_scan", "op_sparse", "experts")
 _TESTS = (*(f"{name}_triton" for name in _OPERATORS), "fused_layers", "fused_inputs", "compiled_decode", "padding")
 
 

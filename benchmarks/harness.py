@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -83,6 +83,16 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip() or ("unknown" if arguments[0] == "rev-parse" else "")
 
 
+def largest_error(
+    found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], wrong: str, bound: float = 1e-4
+) -> float:
+    """The largest relative error of tensors; refuses above `bound`, for what is wrong has no speed."""
+    error = max(((x.double() - y).norm() / y.norm()).item() for x, y in zip(found, expected, strict=True))
+    if not error < bound:
+        raise SystemExit(f"{wrong} (relative error {error:.1e}): no speed is shown.")
+    return error
+
+
 def verify_operator(attention: Callable = interdomain_attention) -> float:
     """The largest relative error of the operator and its gradients against float64; refuses above 1e-4."""
     generator = torch.Generator().manual_seed(0)
@@ -97,10 +107,7 @@ def verify_operator(attention: Callable = interdomain_attention) -> float:
     weights = normal(1, length, heads, dim)
     expected = _with_gradients(interdomain_attention, tensors, weights, backend="recurrent")
     found = _with_gradients(attention, [x.float() for x in tensors], weights.float(), backend="chunk")
-    error = max(((f.double() - e).norm() / e.norm()).item() for f, e in zip(found, expected))
-    if not error < 1e-4:
-        raise SystemExit(f"The operator is wrong (relative error {error:.1e} against float64): no speed is shown.")
-    return error
+    return largest_error(found, expected, "The operator is wrong")
 
 
 def _with_gradients(attention, tensors, weights, **options) -> list[torch.Tensor]:
@@ -119,10 +126,7 @@ def verify_model(model, bound: float = 1e-3) -> float:
         output = model(token, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         pieces.append(output.logits)
-    error = ((torch.cat(pieces, dim=1) - whole).norm() / whole.norm()).item()
-    if not error < bound:
-        raise SystemExit(f"{type(model).__name__} decodes wrongly (relative error {error:.1e}): no speed is shown.")
-    return error
+    return largest_error([torch.cat(pieces, dim=1)], [whole], f"{type(model).__name__} decodes wrongly", bound)
 
 
 def time_in_turns(functions: dict[str, Callable[[], object]], seconds: float, at_least: int = 5) -> dict[str, dict]:

@@ -26,7 +26,7 @@ from benchmarks.chips import CHIPS, blocks_a_multiprocessor
 from benchmarks.harness import footnote, markdown
 
 MODULES = (
-    *(f"ops.interdomain.triton{part}" for part in ("", "_step", "_prepare", "_scan")),
+    *(f"ops.interdomain.triton{part}" for part in ("", "_gates", "_step", "_prepare", "_scan")),
     "ops.diagonal.triton_tables",
     *(f"ops.{name}.triton{part}" for name in ("ssd", "s4d", "selective_scan") for part in ("", "_step")),
     "ops.experts.triton",
@@ -174,6 +174,26 @@ def _interdomain(
     return launches
 
 
+def _gated(dtype: torch.dtype, heads: int, groups: int, width: int, size: int) -> list[Launch]:
+    """The operator with gates, its gradients, and a decoding step that has the delta rule as well."""
+    from modeling_interdomain.ops.interdomain.triton import triton_attention
+    from modeling_interdomain.ops.interdomain.triton_step import triton_step
+
+    tokens = [torch.zeros(2, 256, n, width, dtype=dtype, requires_grad=True) for n in (heads, groups, groups)]
+    parameters = [torch.zeros(groups, size, *more, 2, requires_grad=True) for more in ((), (), (size,))]
+    gate = torch.zeros(2, 256, groups, requires_grad=True)
+    with recorded() as launches:
+        output, state = triton_attention(
+            *tokens, *parameters, "hermitian", None, None, 64, log_gate=gate, write_gate=gate
+        )
+        output.sum().backward()
+        with torch.no_grad():
+            for slots in _SLOTS:
+                now, gates = (x[:, 0] for x in tokens), (gate[:, 0],) * 3
+                triton_step(*now, *parameters, state, "hermitian", None, False, slots, *gates)
+    return launches
+
+
 def _experts(dtype: torch.dtype, width: int, count: int) -> list[Launch]:
     from modeling_interdomain.ops.experts.triton import triton_bags, triton_products
 
@@ -220,6 +240,10 @@ PROBLEMS: dict[str, tuple[Callable[..., list[Launch]], tuple]] = {
     "M = R = D = 128, bf16": (_interdomain, (_16, 4, 4, 128, 128, 128, "full")),
     "M = R = D = 256, bf16": (_interdomain, (_16, 4, 1, 256, 256, 256, "full")),
     "M = 96, R = 80, D = 65, bf16": (_interdomain, (_16, 4, 2, 80, 65, 96, "diagonal")),
+    "gates, 1.3B head, bf16": (_gated, (_16, 4, 4, 64, 64)),
+    "gates, 1.3B head, fp32": (_gated, (_32, 4, 4, 64, 64)),
+    "gates, M = R = D = 128, bf16": (_gated, (_16, 4, 4, 128, 128)),
+    "gates, M = R = D = 256, bf16": (_gated, (_16, 4, 1, 256, 256)),
     "SSD, P = 64, N = 128, bf16": (_ssd, (_16, 8, 1, 64, 128)),
     "SSD, P = 64, N = 128, fp32": (_ssd, (_32, 8, 1, 64, 128)),
     "SSD, P = N = 256, bf16": (_ssd, (_16, 4, 2, 256, 256)),

@@ -1,42 +1,52 @@
 """A real Llama, SmolLM2-135M-Instruct, whose layers see a window and keep a state of the rest: what it loses, where.
 
 Perplexity by the place in the text on the beginnings of six novels, which no training text holds. The runs that teach
-nothing take minutes each; those that teach come last, and take hours of two cores.
+nothing take minutes each; those that teach take an hour of a core for each condition. A stage of teaching that was
+stopped or killed goes on when the same command is given again, and begins with what the stage before has made.
 
     python -m benchmarks.linearise_study --data ../shared/data --runs 10     # those without teaching
     python -m benchmarks.linearise_study --data ../shared/data               # all, going on where it was stopped
+    python -m benchmarks.linearise_study --data ../shared/data --so-far      # measure teaching that was stopped
     python -m benchmarks.linearise_study --table                             # the table as markdown
 """
 
+import json
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from benchmarks import studies
-from benchmarks.harness import RESULTS, footnote, markdown
+from benchmarks import readme, studies
+from benchmarks.harness import RESULTS, footnote, machine, markdown
+from benchmarks.linear_window import with_linear_attention
 from conversion.__main__ import main as command
 from conversion.from_llama import source_folder
 from conversion.gguf_files import SMOLLM2
 from conversion.measure import beginnings, between, nats_by_position
+from conversion.writing import working_folder
 from examples.text_data import read_documents
 
 FILE = RESULTS / "linearise_study.json"
 FRESH = {"source": SMOLLM2, "texts": 6, "edges": [0, 256, 1024, 2047, 8191, 65535]}
 LENGTH = 2048
 MODES = 64
+LINEAR = "linear"  # in place of the modes: linear attention whose state is as large
 WINDOWS = (256, 128, 64, 32)
 # Tokens of teaching: of each layer alone, of the whole model, of the whole model on longer texts.
-TEACHING = {"layers": 1_000_000, "whole": 1_000_000, "long": 1_000_000}
-LENGTHS = {"layers": "512,1024,2048", "long": "2048,4096,8192"}
-TOKENS_A_STEP = 8192
+TEACHING = {"layers": 81_920, "whole": 614_400, "long": 204_800}
+TOKENS_A_STEP = {"layers": 2048, "whole": 1024, "long": 2048}  # 7 GB for 1,024 of the whole model
+LENGTHS = {"layers": "1024,2048", "whole": "1024", "long": "2048"}
+HOW = ("--bf16", "--max-bytes", 16_000_000, "--save-steps", 10)
+SO_FAR = " so far"
+HELD_OUT_BYTES = 16_000  # of the training texts, to measure stages on
 # How many texts of a length are measured.
 TEXTS = {2048: 6, 8192: 6, 65536: 2}
 
 
-def kind(window: int | None = None, sinks: int = 4, modes: int = 0, **rest) -> dict:
+def kind(window: int | None = None, sinks: int = 4, modes: int | str = 0, **rest) -> dict:
     """One condition; without a window it is the Llama."""
     shape = {} if window is None else {"sinks": sinks, "modes": modes, "kept": 0, "taught": "no"}
     return {"window": window, **shape, "length": LENGTH} | rest
@@ -47,14 +57,18 @@ def plan(runs: list[dict]) -> Iterator[dict]:
     yield from (kind(window) for window in WINDOWS)
     yield kind(256, sinks=0)
     yield from (kind(window, modes=MODES) for window in WINDOWS)
-    yield kind(64, length=8192)
-    yield kind(length=8192)
-    for kept in (0, 8):  # of 30 layers
-        for length in TEXTS:
-            for taught in ("layers", "whole", "long"):
-                yield kind(64, modes=MODES, kept=kept, taught=taught, length=length)
-    for window in (None, 64):
-        yield kind(window, length=65536)
+    for stage in ("layers", "whole"):
+        yield kind(64, modes=MODES, taught=stage)
+    yield kind(64, taught="whole")  # what the weights of the Llama learn without a memory
+    for stage in ("layers", "whole"):
+        yield kind(64, modes=LINEAR, taught=stage)
+    for stage in ("layers", "whole"):
+        yield kind(64, modes=MODES, kept=8, taught=stage)  # of 30 layers
+    taught = [kind(64, modes=MODES, taught="whole"), kind(64, modes=MODES, taught="long")]
+    yield taught[1]
+    for length in list(TEXTS)[1:]:
+        for one in (kind(), kind(64), *taught):
+            yield one | {"length": length}
 
 
 class Study:
@@ -65,54 +79,109 @@ class Study:
         self.tokenizer = AutoTokenizer.from_pretrained(self.source)
 
     def run(self, length: int, **condition) -> dict:
+        model, tokens = self._model(**condition)
+        return self._measured(model, length) | ({} if tokens is None else {"tokens": tokens})
+
+    def _measured(self, model: PreTrainedModel, length: int) -> dict:
         novels = list(read_documents([str(self.data / "longdocs" / "test.parquet")]))
         rows = beginnings(self.tokenizer, novels, TEXTS[length], length)
-        with tempfile.TemporaryDirectory(dir=self._made(), prefix="untaught-") as place:
-            model = AutoModelForCausalLM.from_pretrained(self._model(Path(place), **condition), dtype=torch.float32)
         nats = nats_by_position(model.eval(), rows)
         return {"perplexity": between(nats, FRESH["edges"]), "parameters": model.num_parameters()}
 
-    def _made(self) -> Path:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        return self.folder
-
-    def _model(self, place: Path, window: int | None, **condition) -> Path:
-        """The folder of a model; one that was taught is made once."""
+    def _model(self, window: int | None, taught: str = "no", **shape) -> tuple[PreTrainedModel, int | None]:
+        """A model, and the tokens that it was taught on."""
         if window is None:
-            return self.source
-        taught = condition.pop("taught")
-        if taught == "no":
-            return self._converted(place / "model", window, **condition)
-        target = self.folder / f"window-{window}-{condition['kept']}-{taught}"
-        if not (target / "config.json").is_file():
-            converted = self._converted(place / "model", window, **condition)
-            self._teach(converted, target, taught)
-        return target
+            return _load(self.source), None
+        if taught != "no":
+            return _load(self._taught(taught, window, **shape)), self._tokens(taught, window, **shape)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self.folder, prefix="untaught-") as place:
+            return _load(self._converted(Path(place, "model"), window, **shape)), None
 
-    def _converted(self, target: Path, window: int, sinks: int, modes: int, kept: int) -> Path:
+    def _place(self, taught: str, window: int, kept: int, modes: int | str, **_) -> Path:
+        return self.folder / f"window-{window}-kept-{kept}-modes-{modes}-{taught}"
+
+    def _converted(self, target: Path, window: int, sinks: int, modes: int | str, kept: int) -> Path:
+        if modes == LINEAR:
+            with tempfile.TemporaryDirectory(dir=self.folder, prefix="untaught-") as place:
+                windows = self._converted(Path(place, "model"), window, sinks, MODES, kept)
+                with_linear_attention(self.source, windows, Path(place, "linear"))
+                os.replace(Path(place, "linear"), target)
+            return target
         options = ["--window", window, "--sinks", sinks, "--state-size", modes]
         if kept:
             options += ["--layers", f"auto:{kept}", *self._text(), "--sequence-length", 1024]
         _done(["from-llama", self.source, target, *options])
         return target
 
-    def _teach(self, converted: Path, target: Path, until: str) -> None:
-        """Stages up to one; what the stages before have made is taken up."""
-        stages = list(TEACHING)[: list(TEACHING).index(until) + 1]
-        options = [*self._text(), "--tokens-a-step", TOKENS_A_STEP, "--overwrite"]
-        for stage in stages:
-            options += [f"--{stage}-steps", TEACHING[stage] // TOKENS_A_STEP]
-        options += ["--lengths", LENGTHS["layers"], "--long-lengths", LENGTHS["long"]]
-        _done(["teach", converted, target, "--teacher", self.source, *options])
+    def _taught(self, stage: str, window: int, **shape) -> Path:
+        """The folder of a model after a stage, made once, from what the stage before has made."""
+        target = self._place(stage, window, **shape)
+        if (target / "config.json").is_file():
+            return target
+        before = _stage_before(stage, shape["modes"])
+        if before is None:
+            source = self._place("untaught", window, **shape)
+            if not (source / "config.json").is_file():
+                self._converted(source, window, **shape)
+        else:
+            source = self._taught(before, window, **shape)
+        options = [f"--{stage}-steps", TEACHING[stage] // TOKENS_A_STEP[stage], *self._text()]
+        options += [x for other in TEACHING if other != stage for x in (f"--{other}-steps", 0)]
+        options += ["--lengths", LENGTHS[stage], "--long-lengths", LENGTHS[stage]]
+        options += ["--tokens-a-step", TOKENS_A_STEP[stage], *HOW]
+        _done(["teach", source, target, "--teacher", self.source, *options])
+        return target
+
+    def _tokens(self, stage: str | None, window: int, **shape) -> int:
+        """Those of a stage that has ended and of the stages before it."""
+        if stage is None:
+            return 0
+        report = json.loads((self._place(stage, window, **shape) / "conversion_report.json").read_text())
+        own = report["steps"][stage] * report["tokens_per_step"]
+        return own + self._tokens(_stage_before(stage, shape["modes"]), window, **shape)
+
+    def so_far(self, length: int, window: int, taught: str, **shape) -> dict | None:
+        """The measures of a stage that was stopped; None where none was."""
+        file = working_folder(self._place(taught, window, **shape)) / "training.pt"
+        if not file.is_file():
+            return None
+        state = torch.load(file, weights_only=True)
+        before = _stage_before(taught, shape["modes"])
+        model = _load(self._place(before or "untaught", window, **shape))
+        model.load_state_dict(state["model"], strict=False)
+        tokens = self._tokens(before, window, **shape) + state["step"] * TOKENS_A_STEP[taught]
+        return self._measured(model, length) | {"tokens": tokens}
 
     def _text(self) -> list:
         parts = ("corpus/wiki/train-000.parquet", "corpus/books/train-000.parquet")
-        return ["--data", *(self.data / part for part in parts)]
+        return ["--data", *(self.data / part for part in parts), "--held-out-bytes", HELD_OUT_BYTES]
+
+
+def _load(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def _stage_before(stage: str, modes: int | str) -> str | None:
+    """The stage whose folder a stage begins with; windows without a memory have nothing to learn layer by layer."""
+    stages = list(TEACHING) if modes else list(TEACHING)[1:]
+    place = stages.index(stage)
+    return stages[place - 1] if place else None
 
 
 def _done(arguments: list) -> None:
     if code := command([str(argument) for argument in arguments]):
         raise SystemExit(code)
+
+
+def measure_so_far(record: dict, study: Study) -> None:
+    """Put into a record what stages that were stopped have reached, in place of what was said of them before."""
+    record["runs"] = [run for run in record["runs"] if not run.get("taught", "no").endswith(SO_FAR)]
+    for item in plan(record["runs"]):
+        if item.get("taught", "no") == "no" or item["length"] != LENGTH:
+            continue
+        if (found := study.so_far(**item)) is not None:
+            record["runs"].append(item | {"taught": item["taught"] + SO_FAR} | found)
 
 
 def table(record: dict) -> str:
@@ -121,7 +190,15 @@ def table(record: dict) -> str:
 
 
 def _of(record: dict, length: int) -> list[dict]:
-    return [run for run in record["runs"] if run["length"] == length]
+    """The runs of a length; of stages that were stopped those that have not ended since."""
+    runs = [run for run in record["runs"] if run["length"] == length]
+    return [run for run in runs if not _has_ended(run, runs)]
+
+
+def _has_ended(run: dict, runs: list[dict]) -> bool:
+    taught = run.get("taught", "no")
+    told = {name: run[name] for name in kind(0) if name in run} | {"taught": taught.removesuffix(SO_FAR)}
+    return taught.endswith(SO_FAR) and studies.holds(runs, told)
 
 
 def _table(record: dict, length: int) -> str:
@@ -139,7 +216,15 @@ def _table(record: dict, length: int) -> str:
 def _order(run: dict) -> tuple:
     if run["window"] is None:
         return (0,)
-    return 1, run["taught"] != "no", -run["window"], -run["sinks"], run["kept"], run["modes"], run["taught"]
+    return (
+        1,
+        run["taught"] != "no",
+        -run["window"],
+        -run["sinks"],
+        run["kept"],
+        str(run["modes"]),
+        run.get("tokens", 0),
+    )
 
 
 def _label(run: dict) -> str:
@@ -147,14 +232,28 @@ def _label(run: dict) -> str:
         return "everything (the Llama)"
     sinks = f"and the first {run['sinks']}" if run["sinks"] else "alone"
     state = f", state of {run['modes']} modes" if run["modes"] else ""
+    state = ", linear attention of equal state" if run["modes"] == LINEAR else state
     kept = f", {run['kept']} layers softmax" if run["kept"] else ""
-    taught = "" if run["taught"] == "no" or not run["modes"] else f", taught ({run['taught']})"
-    return f"the last {run['window']} tokens {sinks}{state}{kept}{taught or (', untaught' if run['modes'] else '')}"
+    taught = ", untaught" if run["modes"] else ""
+    if run["taught"] != "no":
+        taught = f", taught ({run['taught']}, {run['tokens']:,} tokens)"
+    return f"the last {run['window']} tokens {sinks}{state}{kept}{taught}"
 
 
 def main() -> None:
-    arguments = studies.parser(__doc__, "../shared/data").parse_args()
-    studies.show_or_run(arguments, FILE, FRESH, plan, lambda: Study(arguments.data).run, table)
+    parser = studies.parser(__doc__, "../shared/data")
+    parser.add_argument(
+        "--so-far", action="store_true", help="measure what stages that were stopped have reached, and stop"
+    )
+    arguments = parser.parse_args()
+    if not arguments.so_far:
+        studies.show_or_run(arguments, FILE, FRESH, plan, lambda: Study(arguments.data).run, table)
+        return
+    record = studies.load(FILE, FRESH)
+    measure_so_far(record, Study(arguments.data))
+    record["machine"] = machine() | {"command": "python -m benchmarks.linearise_study"}
+    FILE.write_text(json.dumps(record, indent=1) + "\n")
+    readme.update()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""One layer's operator on a GPU at the 1.3B head shape, bfloat16, tokens held constant while the length grows.
+"""One layer's operator on a GPU at the 1.3B head shape, bfloat16, plain and with gates of time and of the write; tokens
+are held constant while the length grows.
 
 Beside it FlashAttention through SDPA, and from flash-linear-attention GLA, GSA, retention, Mamba-2 (its operator is the
 gated linear attention with one decay a head) and Gated DeltaNet, where that package can be imported.
@@ -18,6 +19,7 @@ HEADS, DIM, STATE, CHUNK = 32, 64, 64, 64
 TOKENS, LENGTHS = 65536, (1024, 4096, 16384, 32768, 65536)
 # Forward and backward, FlashAttention over ours, on an H200.
 REQUIRED = {4096: 1.0, 32768: 3.0}
+OURS = ("interdomain", "gates")
 PEERS = ("flash", "gla", "gsa", "retention", "mamba2", "gated_deltanet")
 
 
@@ -56,13 +58,13 @@ def _case(where, length: int, batch: int, heads: int, training: bool, ceiling: d
     weights = torch.randn(batch, length, heads, DIM, generator=generator, device=where).bfloat16()
     row: dict = {"length": length, "batch": batch, "training": training, "missing_peers": {}}
     functions: dict[str, Callable] = {}
-    for name in ("interdomain", *PEERS):
+    for name in (*OURS, *PEERS):
         try:
             attention, inputs = _attention(name, query, key, value, normal)
             function = _training(attention, inputs, weights) if training else attention
             function()
         except (ImportError, RuntimeError, AttributeError, ValueError) as error:
-            if name == "interdomain" or isinstance(error, torch.OutOfMemoryError):
+            if name in OURS or isinstance(error, torch.OutOfMemoryError):
                 raise
             row["missing_peers"][name] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
             continue
@@ -91,18 +93,17 @@ def _attention(name: str, query, key, value, normal) -> tuple[Callable, list[tor
     """The operator as a function without arguments, and what its gradient is taken of."""
     heads = query.shape[2]
     tokens = [query, key, value]
-    if name == "interdomain":
+    if name in OURS:
         with torch.no_grad():
             decay = torch.stack([-0.05 * torch.rand(heads, STATE), 3 * torch.randn(heads, STATE)], dim=-1)
             decay = decay.to(query.device)
         decay.requires_grad_(query.requires_grad)
         parameters = [decay, normal(heads, STATE, 2, dtype=torch.float32)]
         parameters.append(normal(heads, STATE, STATE, 2, dtype=torch.float32))
-        backend = gpu.backend(query.device)
-        return lambda: interdomain_attention(*tokens, *parameters, chunk_size=CHUNK, backend=backend)[0], [
-            *tokens,
-            *parameters,
-        ]
+        gates = _gates(query) if name == "gates" else {}
+        options = {"chunk_size": CHUNK, "backend": gpu.backend(query.device)}
+        inputs = [*tokens, *parameters, *gates.values()]
+        return lambda: interdomain_attention(*tokens, *parameters, **options, **gates)[0], inputs
     if name == "flash":
         kernel = SDPBackend.FLASH_ATTENTION if query.is_cuda else SDPBackend.MATH
 
@@ -113,6 +114,14 @@ def _attention(name: str, query, key, value, normal) -> tuple[Callable, list[tor
 
         return flash, tokens
     return _linear(name, tokens, normal)
+
+
+def _gates(query: torch.Tensor) -> dict[str, torch.Tensor]:
+    """As they start: near 0 and 1, a number a token and head."""
+    generator = torch.Generator(query.device).manual_seed(1)
+    uniform = torch.rand(2, *query.shape[:3], generator=generator, device=query.device)
+    gates = {"log_gate": -0.014 * uniform[0], "write_gate": 0.9 + 0.2 * uniform[1]}
+    return {name: x.requires_grad_(query.requires_grad) for name, x in gates.items()}
 
 
 def _linear(name: str, tokens, normal):
@@ -155,16 +164,25 @@ def table(record: dict) -> str:
         if "missing" in row:
             continue
         times, required = row["times"], record["required"].get(str(row["length"])) if row["training"] else None
-        peers = [f"{times[name]['median'] * 1e3:.2f}" if name in times else "" for name in PEERS]
+        others = [f"{times[name]['median'] * 1e3:.2f}" if name in times else "" for name in ("gates", *PEERS)]
         rows.append(
             [
                 "forward + backward" if row["training"] else "forward", f"{row['length']:,}", str(row["batch"]),
-                f"{times['interdomain']['median'] * 1e3:.2f}", *peers,
+                f"{times['interdomain']['median'] * 1e3:.2f}", *others,
                 f"{row['ratio']:.2f}x" if "ratio" in row else "", f"{required}x" if required else "",
                 f"{row['floor'] * 1e3:.3f}",
             ]
         )  # fmt: skip
-    header = ["", "tokens", "batch", "ours, ms", *(f"{name}, ms" for name in PEERS), "against flash", "required"]
+    header = [
+        "",
+        "tokens",
+        "batch",
+        "ours, ms",
+        "ours with gates, ms",
+        *(f"{name}, ms" for name in PEERS),
+        "against flash",
+        "required",
+    ]
     ceiling = record["ceilings"]
     missing = {name: why for row in record["rows"].values() for name, why in row.get("missing_peers", {}).items()}
     notes = [
@@ -184,7 +202,7 @@ def plot(record: dict, path) -> None:
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4))
     for axis, training in zip(axes, (False, True)):
         rows = [row for row in record["rows"].values() if "times" in row and row["training"] == training]
-        for name in ("interdomain", *PEERS):
+        for name in (*OURS, *PEERS):
             points = [(row["length"], row["times"][name]["median"] * 1e3) for row in rows if name in row["times"]]
             if points:
                 axis.plot(*zip(*points), marker="o", label=name)

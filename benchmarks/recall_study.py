@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import readme, studies
+from benchmarks import studies
 from benchmarks.harness import RESULTS, footnote, markdown
 from examples.recall import Pairs, answers, mqar_batches
 from examples.training import cosine_with_warmup, parameter_groups
@@ -447,20 +447,12 @@ def _mean(rows: list[dict]) -> float:
 
 
 def main() -> None:
-    parser = studies.parser(__doc__)
-    parser.add_argument("--plot", action="store_true", help="draw the runs so far and stop")
+    parser = studies.parser(__doc__, plot=True)
     parser.add_argument("--first", action="store_true", help="only the most informative runs")
     arguments = parser.parse_args()
-    fresh = {"training": TRAINING, "shape": SHAPE}
-    if arguments.table or arguments.plot:
-        record = studies.load(FILE, fresh)
-        print(table(record) if arguments.table else plot(record))
-        return
-    torch.set_num_threads(arguments.threads)
     planned = (lambda runs: iter(FIRST)) if arguments.first else plan
-    command = "python -m benchmarks.recall_study"
-    studies.run_missing(FILE, fresh, planned, run_condition, command, arguments.part, arguments.runs)
-    readme.update()
+    fresh = {"training": TRAINING, "shape": SHAPE}
+    studies.show_or_run(arguments, FILE, fresh, planned, lambda: run_condition, table, plot)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
 import copy
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import bf16_cpu
 from benchmarks.harness import footnote, markdown, time_in_turns, verify_model
+from benchmarks.model_cpu import interdomain
 from modeling_interdomain import InterdomainCache
 
 # Tokens until the text begins again, tokens to write, and the candidates of one guess.
@@ -16,9 +16,7 @@ REQUIRED = {"crop": 1.0, "prompt_lookup": 1.3}
 
 
 def run(quick: bool = False) -> dict:
-    config = AutoConfig.from_pretrained("configuration/interdomain-" + ("tiny" if quick else "125m"))
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = interdomain(quick)
     model.generation_config.eos_token_id = None
     record = {"relative_error": verify_model(model)}
     record["crop"] = _crop(model, seconds=0.3 if quick else 20.0)

@@ -20,12 +20,16 @@ def load(file: Path, fresh: dict) -> dict:
     return json.loads(file.read_text()) if file.exists() else fresh | {"runs": []}
 
 
-def parser(description: str, data: str | None = None, speed: bool = False) -> argparse.ArgumentParser:
-    """The options of every study; `speed` adds the measuring of speed."""
+def parser(
+    description: str, data: str | None = None, speed: bool = False, plot: bool = False
+) -> argparse.ArgumentParser:
+    """The options of every study; `speed` adds the measuring of speed, `plot` the drawing."""
     found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     if data is not None:
         found.add_argument("--data", type=Path, default=Path(data), help="folder (default: %(default)s)")
     found.add_argument("--table", action="store_true", help="print the table of the runs so far and stop")
+    if plot:
+        found.add_argument("--plot", action="store_true", help="draw the runs so far and stop")
     if speed:
         found.add_argument("--speed", action="store_true", help="measure the speed of training and stop")
     found.add_argument(
@@ -45,13 +49,14 @@ def show_or_run(
     plan: Callable[[list[dict]], Iterator[dict]],
     make_run: Callable[[], Callable[..., dict]],
     table: Callable[[dict], str],
+    plot: Callable[[dict], Path] | None = None,
 ) -> None:
-    """What `parser` was asked for: the table of the runs so far, or those that are missing and the tables of the pages.
+    """What `parser` was asked for: the table or the plot of the runs so far, or the runs that are missing.
 
-    `make_run()`, called where there is something to run, gives the `run` of `run_missing`.
+    `make_run()`, called where there is something to run, gives the `run` of `run_missing`; the pages are updated.
     """
-    if arguments.table:
-        print(table(load(file, fresh)))
+    if arguments.table or getattr(arguments, "plot", False):
+        print((table if arguments.table else plot)(load(file, fresh)))
         return
     torch.set_num_threads(arguments.threads)
     command = f"python -m benchmarks.{file.stem}"

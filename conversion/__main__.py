@@ -1,6 +1,6 @@
 """Make an Interdomain checkpoint from another one, or check one.
 
-python -m conversion from-llama SOURCE TARGET      a Llama with the token mixers of some or all layers replaced
+python -m conversion from-llama SOURCE TARGET      a Llama whose layers see a window and keep a state of the rest
 python -m conversion teach SOURCE TARGET --teacher LLAMA --data TEXTS   what the windows of a converted one leave out
 python -m conversion from-mamba SOURCE TARGET      a Mamba of Transformers, the same logits
 python -m conversion to-mamba SOURCE TARGET        and back

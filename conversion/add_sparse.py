@@ -25,18 +25,9 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, set_seed
 
 from conversion.from_llama import source_folder
-from conversion.from_training import class_of, drop_tied_head
-from conversion.reading import check_finite, compare, read_config, read_weights, reason, tensor_bytes, weight_files
-from conversion.writing import (
-    DTYPES,
-    carry_generation_config,
-    check_space,
-    check_target,
-    gigabytes,
-    open_working_folder,
-    save_model,
-)
-from conversion.writing import add_arguments as add_writing_arguments
+from conversion.from_training import class_of, fitting
+from conversion.reading import read_config, read_weights, reason, weight_files
+from conversion.writing import add_folders, check_target, finish, may_write, saved_dtype
 from examples.text_data import InputError
 from modeling_interdomain import InterdomainConfig
 from modeling_interdomain.mixers.selective_scan.mixer import SelectiveScanMixer
@@ -53,8 +44,6 @@ NUMBERS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="folder of the model, or its name on the Hub")
-    parser.add_argument("target", type=lambda text: Path(text).resolve(), help="folder to write")
     parser.add_argument(
         "--sparse-attention",
         default="hax",
@@ -65,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sparse-hash", choices=("argmax", "sign"), help="default: argmax")
     parser.add_argument("--ranking-loss-coef", type=float, help="of the loss of key selection (default: 0.1)")
     parser.add_argument("--seed", type=int, default=0, help="of new weights (default: %(default)s)")
-    add_writing_arguments(parser)
+    add_folders(parser, "folder of the model, or its name on the Hub")
 
 
 def _option(name: str) -> str:
@@ -78,34 +67,21 @@ def run(options: argparse.Namespace) -> None:
     source = read_config(folder)
     check_style(source, folder)
     config = with_branches(source, options)
-    model_class = class_of(config)
-    weights = read_weights(weight_files(folder))
+    weights, _ = fitting(source, read_weights(weight_files(folder)), folder)
+    dtype = saved_dtype(options, weights)
     with torch.device("meta"):
-        before, after = (model_class(x).state_dict() for x in (source, config))
-    weights = drop_tied_head(source, weights, before)
-    compare(before, weights, folder)
-    check_finite(weights, folder)
-    saved = next(x.dtype for name, x in weights.items() if ".recurrence." not in name)
-    dtype = DTYPES.get(options.dtype, saved)
-    new = sum(x.numel() for name, x in after.items() if ".sparse." in name)
-    needed = tensor_bytes([x if ".recurrence." in name else x.to(dtype) for name, x in after.items()])
-    check_space(options.target, needed)
-    layers = [i for i, name in enumerate(config.sparse_per_layer) if name is not None]
-    print(f"{options.source} -> {options.target}")
-    print(f"{options.sparse_attention} beside layers {', '.join(map(str, layers))}")
+        expected = class_of(config)(config).state_dict()
     kept = sum(x.numel() for x in weights.values())
-    print(f"{kept:,} parameters carried over, {new:,} new; {str(dtype).removeprefix('torch.')}, {gigabytes(needed)}")
-    if options.dry_run:
+    new = sum(x.numel() for name, x in expected.items() if ".sparse." in name)
+    layers = [i for i, name in enumerate(config.sparse_per_layer) if name is not None]
+    about = f"{options.sparse_attention} beside layers {', '.join(map(str, layers))}\n"
+    if not may_write(options, expected, dtype, f"{about}{kept:,} parameters carried over, {new:,} new"):
         return
-    open_working_folder(options)
     set_seed(options.seed)
-    model = model_class.from_pretrained(None, config=config, state_dict=weights, dtype=dtype).eval()
+    model = class_of(config).from_pretrained(None, config=config, state_dict=weights, dtype=dtype).eval()
     started = [i for i in layers if start_branch(model.base_model.layers[i].token_mixer)]
-    if model.can_generate():
-        carry_generation_config(model, [folder])
     report = {"source": options.source, "layers": layers, "started_from_b_and_c": started, "new_parameters": new}
-    save_model(model, [folder], options.target, report)
-    print(f"Saved {options.target}.")
+    finish(model, [folder], options.target, report)
 
 
 def check_style(source: PreTrainedConfig, folder: Path) -> None:

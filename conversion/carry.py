@@ -119,16 +119,16 @@ def _check_style(source: PreTrainedConfig, takes_biases: bool) -> None:
         raise InputError("The source is quantized: convert the original weights.")
     if has_biases(source) and not takes_biases:
         raise InputError(
-            f"The projections of this {source.model_type} model have biases, for which ours have no place without "
-            "--window."
+            f"The projections of this {source.model_type} model have biases, for which ours have no place with "
+            "--window 0."
         )
     if getattr(source, "mlp_bias", False):
         raise InputError(f"The MLPs of this {source.model_type} model have biases, for which ours have no place.")
     if source.model_type not in (*LLAMA_STYLE, QWEN2):
         known = " and ".join(LLAMA_STYLE)
         raise InputError(
-            f"The source is of type {source.model_type}; those of type {known} can be converted, and {QWEN2} with "
-            "--window."
+            f"The source is of type {source.model_type}; those of type {known} can be converted, and {QWEN2} "
+            "without --window 0."
         )
     if (source.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0:
         raise InputError("The source names a partial_rotary_factor, which Llama ignores and our layers would not.")

@@ -14,8 +14,8 @@ import transformers
 from packaging.version import InvalidVersion, Version
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conversion.from_training import class_of, drop_tied_head
-from conversion.reading import check_finite, compare, read_config, read_weights, weight_files
+from conversion.from_training import class_of, fitting
+from conversion.reading import read_config, read_weights, weight_files
 from conversion.writing import tokenizer_files
 from examples.text_data import InputError
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
@@ -74,14 +74,8 @@ def _later(version: str) -> bool:
 
 def check_weights(folder: Path) -> str:
     """Every file is whole, every tensor has its name and shape, and none holds NaN or infinity."""
-    config = read_config(folder)
     files = weight_files(folder)
-    weights = read_weights(files)
-    with torch.device("meta"):
-        expected = class_of(config)(config).state_dict()
-    weights = drop_tied_head(config, weights, expected)
-    compare(expected, weights, folder)
-    check_finite(weights, folder)
+    weights, _ = fitting(read_config(folder), read_weights(files), folder)
     total = sum(x.numel() for x in weights.values())
     return f"{total:,} parameters in {len(files)} file{'s' * (len(files) > 1)}, all finite"
 

@@ -23,6 +23,7 @@ from examples.training import clip_gradients, cosine_with_warmup, parameter_grou
 
 Loss = Callable[[torch.Tensor], torch.Tensor]
 Groups = list[dict[str, Any]]
+PIECE = 64  # tokens whose predictions are compared at once
 EVERYTHING = ("",)  # the parameters whose names have it in them
 
 
@@ -33,7 +34,7 @@ class Stage(NamedTuple):
         make_loss: makes the loss of a batch of token ids `[B, T + 1]`, and says which parameters learn. A loss that
             needs no gradient has given the parameters theirs.
         make_groups: the groups of the optimiser, of those parameters; None, those of all training here.
-        seconds: it ends then at the latest, and its schedule with it.
+        seconds: it ends then at the latest, and its schedule with it; interruptions do not count.
     """
 
     name: str
@@ -59,18 +60,21 @@ class Progress:
         if name not in self.perplexity:
             self.perplexity[name] = measure()
 
-    def restore(self, stage: Stage, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> int:
-        """The steps of this stage that are done."""
+    def restore(self, stage: Stage, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> tuple[int, float]:
+        """The steps of this stage that are done, and the seconds that they have taken."""
         if self.state["stage"] != stage.name:
-            return 0
+            return 0, 0.0
         model.load_state_dict(self.state.pop("model"), strict=False)
         optimizer.load_state_dict(self.state.pop("optimizer"))
-        return self.state["step"]
+        return self.state["step"], self.state.get("seconds", 0.0)
 
-    def save(self, stage: Stage, step: int, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
+    def save(
+        self, stage: Stage, step: int, seconds: float, model: PreTrainedModel, optimizer: torch.optim.Optimizer
+    ) -> None:
         """The parameters that learn in this stage: those that learned in earlier ones are among them."""
         learned = {name: x.detach() for name, x in model.named_parameters() if x.requires_grad}
-        state = {"stage": stage.name, "step": step, "perplexity": self.perplexity, "losses": self.losses}
+        state = {"stage": stage.name, "step": step, "seconds": seconds}
+        state |= {"perplexity": self.perplexity, "losses": self.losses}
         save_state(state | {"model": learned, "optimizer": optimizer.state_dict()}, self.file)
 
 
@@ -97,13 +101,13 @@ def train_stage(model: PreTrainedModel, stage: Stage, batches: Iterator[torch.Te
     """Train one stage, on from where an earlier run stopped."""
     loss_of = stage.make_loss()
     groups = parameter_groups(model, stage.learning_rate) if stage.make_groups is None else stage.make_groups()
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
     peaks = [group["lr"] for group in optimizer.param_groups]
-    done = progress.restore(stage, model, optimizer)
+    done, spent = progress.restore(stage, model, optimizer)
     losses = progress.losses.setdefault(stage.name, [])
     del losses[done:]
     model.train()
-    started = time.perf_counter()
+    started = time.perf_counter() - spent
     total = None if stage.seconds else stage.steps  # where the clock ends it, nobody knows how many there will be
     with tqdm(total=total, initial=done, desc=stage.name, unit="step", dynamic_ncols=True) as bar:
         for step, batch in enumerate(islice(batches, done, stage.steps), start=done + 1):
@@ -124,7 +128,7 @@ def train_stage(model: PreTrainedModel, stage: Stage, batches: Iterator[torch.Te
             bar.update()
             is_last = step == stage.steps or passed >= 1
             if step % progress.save_steps == 0 or is_last:
-                progress.save(stage, step, model, optimizer)
+                progress.save(stage, step, time.perf_counter() - started, model, optimizer)
             if is_last:
                 break
     model.eval()
@@ -190,15 +194,34 @@ def finetuning_loss(
 
     def loss(batch: torch.Tensor) -> torch.Tensor:
         output = student(input_ids=batch[:, :-1], use_cache=False)
-        logits = output.logits.float().flatten(0, 1)
-        loss = F.cross_entropy(logits, batch[:, 1:].flatten())
+        logits = output.logits.flatten(0, 1)
+        loss = torch.zeros((), device=logits.device)
+        if kl_weight < 1:
+            loss = (1 - kl_weight) * F.cross_entropy(logits.float(), batch[:, 1:].flatten())
         if kl_weight == 0:
             return with_layer_loss(loss, output)
         with torch.no_grad():
-            wanted = teacher(input_ids=batch[:, :-1], use_cache=False).logits.float().flatten(0, 1)
-        wanted, found = wanted.log_softmax(dim=-1), logits.log_softmax(dim=-1)
-        divergence = F.kl_div(found, wanted, log_target=True, reduction="batchmean")
-        return with_layer_loss((1 - kl_weight) * loss + kl_weight * divergence, output)
+            wanted = teacher(input_ids=batch[:, :-1], use_cache=False).logits.flatten(0, 1)
+        return with_layer_loss(loss + kl_weight * divergence(logits, wanted), output)
+
+    return loss
+
+
+def divergence(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Of predictions from others, both logits `[N, vocab_size]`, in nats a token: in pieces that caches hold."""
+    parts = [
+        F.kl_div(ours.float().log_softmax(-1), theirs.float().log_softmax(-1), log_target=True, reduction="sum")
+        for ours, theirs in zip(found.split(PIECE), wanted.split(PIECE))
+    ]
+    return torch.stack(parts).sum() / len(found)
+
+
+def in_bfloat16(loss_of: Loss) -> Loss:
+    """The same loss with products of matrices in bfloat16; weights and what they learn stay as they are."""
+
+    def loss(batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(batch.device.type, dtype=torch.bfloat16):
+            return loss_of(batch)
 
     return loss
 

@@ -52,7 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "conversion costs most on the text of --data (default: %(default)s)",
     )
     parser.add_argument(
-        "--window", type=int, metavar="W", help="layers that see the last W tokens as before and keep a state of others"
+        "--window",
+        type=int,
+        default=64,
+        metavar="W",
+        help="the last tokens that a layer sees as before, beside its state of the others; with 0 the layers become "
+        '"interdomain" layers, which answer nothing before they are trained (default: %(default)s)',
     )
     parser.add_argument(
         "--sinks", type=int, default=4, help="first tokens that a window sees, too (default: %(default)s)"
@@ -92,15 +97,16 @@ def check_options(options: argparse.Namespace) -> None:
 
 def check_window(options: argparse.Namespace) -> None:
     """What goes with a window, and what without."""
-    if options.window is None:
+    if min(options.window, options.sinks) < 0:
+        raise InputError("--window and --sinks must not be negative.")
+    if not options.window:
         if options.layers.startswith("auto"):
-            raise InputError(f"--layers {options.layers} measures what windows cost: add --window.")
+            raise InputError(f"--layers {options.layers} measures what windows cost: leave --window 0 away.")
         return
-    if options.window <= 0 or options.sinks < 0:
-        raise InputError("--window must be positive, and --sinks must not be negative.")
     if options.distill_steps + options.finetune_steps:
         raise InputError(
-            "A window starts as the Llama: convert it without steps, then `python -m conversion teach` it."
+            "A window starts as the Llama: convert it without steps, then `python -m conversion teach` it. Steps train "
+            "the layers of --window 0."
         )
     if options.layers.startswith("auto") and not options.data:
         raise InputError(f"--layers {options.layers} measures on a text: add --data.")
@@ -141,11 +147,11 @@ def read_tokenizer(folder: Path, vocab_size: int, option: str = "--data") -> Pre
 
 def describe(config, sizes: dict[str, int], options: argparse.Namespace, dtype: torch.dtype) -> str:
     """What will be done, in a few lines."""
-    kind = "interdomain" if options.window is None else "window"
+    kind = "window" if options.window else "interdomain"
     converted = [i for i, name in enumerate(config.mixers_per_layer) if name == kind]
     kept = [i for i, name in enumerate(config.mixers_per_layer) if name == "softmax"]
     seen = ""
-    if options.window is not None:
+    if options.window:
         memory = f"a state of {config.state_size} modes" if config.window_memory else "nothing of the others"
         seen = f"window layers see the last {options.window:,} tokens and the first {options.sinks}, and {memory}\n"
     steps = f"{options.distill_steps:,} steps of the new mixers, {options.finetune_steps:,} of the whole model"
@@ -180,7 +186,7 @@ def run(options: argparse.Namespace) -> None:
     layers = parse_layers(options.layers, source.num_hidden_layers)
     if options.distill_steps and not layers:
         raise InputError("--distill-steps has nothing to teach: --layers names no layers.")
-    window = None if options.window is None else Window(options.window, options.sinks)
+    window = Window(options.window, options.sinks) if options.window else None
     config = interdomain_config(source, layers, options.state_size, window)
     weights = carried_weights(read_weights(weight_files(folder)), source)
     check_weights(config, weights, folder)

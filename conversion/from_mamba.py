@@ -6,16 +6,13 @@ Its layers become "selective_scan" layers without feed-forward; nothing is new o
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from conversion import from_mamba2, mamba
-from conversion.writing import add_arguments as add_writing_arguments
+from conversion.writing import add_folders
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="folder of the Mamba, or its name on the Hub")
-    parser.add_argument("target", type=lambda text: Path(text).resolve(), help="folder to write")
-    add_writing_arguments(parser)
+    add_folders(parser, "folder of the Mamba, or its name on the Hub")
 
 
 def run(options: argparse.Namespace) -> None:

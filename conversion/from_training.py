@@ -18,19 +18,9 @@ from conversion.reading import (
     read_config,
     read_distributed,
     read_weights,
-    tensor_bytes,
     weight_files,
 )
-from conversion.writing import (
-    DTYPES,
-    carry_generation_config,
-    check_space,
-    check_target,
-    gigabytes,
-    open_working_folder,
-    save_model,
-)
-from conversion.writing import add_arguments as add_writing_arguments
+from conversion.writing import add_folders, check_target, finish, may_write, saved_dtype
 from examples.text_data import InputError
 from modeling_interdomain import (
     InterdomainConfig,
@@ -45,10 +35,8 @@ FILE_SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, help="checkpoint of a training run: a folder or a file")
-    parser.add_argument("target", type=lambda text: Path(text).resolve(), help="folder to write")
     parser.add_argument("--config", type=Path, help="folder with config.json (default: SOURCE or the one around it)")
-    add_writing_arguments(parser)
+    add_folders(parser, "checkpoint of a training run: a folder or a file", Path)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -59,36 +47,26 @@ def run(options: argparse.Namespace) -> None:
     config = read_config(folder)
     if not isinstance(config, InterdomainConfig):
         raise InputError(f"{folder / 'config.json'} is that of a {config.model_type} model, not of an Interdomain one.")
-    model_class = class_of(config)
-    with torch.device("meta"):
-        expected = model_class(config).state_dict()
-    weights = clean(read_checkpoint(options.source), options.source)
-    weights = drop_tied_head(config, weights, expected)
-    compare(expected, weights, options.source)
-    check_finite(weights, options.source)
-    # The recurrence is kept in float32 whatever the rest is.
-    saved = next(x.dtype for name, x in weights.items() if ".recurrence." not in name)
-    dtype = DTYPES.get(options.dtype, saved)
-    print(f"{options.source} -> {options.target}")
-    print(
-        f"{sum(x.numel() for x in weights.values()):,} parameters in {len(weights)} tensors; {_name(dtype)}, ", end=""
-    )
-    needed = tensor_bytes([x.to(dtype) for x in expected.values()])
-    print(gigabytes(needed))
-    check_space(options.target, needed)
-    if options.dry_run:
+    weights, expected = fitting(config, clean(read_checkpoint(options.source), options.source), options.source)
+    dtype = saved_dtype(options, weights)
+    number = sum(x.numel() for x in weights.values())
+    if not may_write(options, expected, dtype, f"{number:,} parameters in {len(weights)} tensors"):
         return
-    open_working_folder(options)
-    model = model_class.from_pretrained(None, config=config, state_dict=weights, dtype=dtype)
-    beside = [options.source if options.source.is_dir() else options.source.parent, folder]
-    if model.can_generate():
-        carry_generation_config(model, beside)
-    save_model(model, beside, options.target)
-    print(f"Saved {options.target}.")
+    model = class_of(config).from_pretrained(None, config=config, state_dict=weights, dtype=dtype)
+    finish(model, [options.source if options.source.is_dir() else options.source.parent, folder], options.target)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def fitting(config, weights: dict[str, torch.Tensor], where: object) -> tuple[dict, dict]:
+    """The weights of a checkpoint, and what its configuration expects (without numbers), both without a tied head.
+
+    Raises an InputError where they do not fit each other, or a number is not finite.
+    """
+    with torch.device("meta"):
+        expected = class_of(config)(config).state_dict()
+    weights = drop_tied_head(config, weights, expected)
+    compare(expected, weights, where)
+    check_finite(weights, where)
+    return weights, expected
 
 
 def config_folder(options: argparse.Namespace) -> Path:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import MambaConfig, MambaForCausalLM, PreTrainedConfig
 
-from conversion.mamba2 import MODEL, SAME_FIELDS
-from conversion.reading import reason
+from conversion.mamba2 import SAME_FIELDS, check_kind, made_config, names
 from examples.text_data import InputError
 from modeling_interdomain import InterdomainConfig
 
@@ -52,10 +50,7 @@ def our_config(source: MambaConfig) -> InterdomainConfig:
     fields = {name: getattr(source, name) for name in SAME_FIELDS}
     fields |= {ours: getattr(source, theirs) for theirs, ours in OTHER_NAMES.items()}
     heads = {"num_attention_heads": 1}  # of which a layer of Mamba knows nothing
-    try:
-        return InterdomainConfig(**fields | heads | MAMBA)
-    except (ValueError, StrictDataclassError) as error:
-        raise InputError(f"The source has a shape that an Interdomain model cannot have: {reason(error)}") from error
+    return made_config(fields | heads | MAMBA)
 
 
 def their_config(source: InterdomainConfig) -> MambaConfig:
@@ -85,23 +80,14 @@ def their_config(source: InterdomainConfig) -> MambaConfig:
 
 def check_style(source: PreTrainedConfig) -> None:
     """Refuse what is no Mamba of Transformers."""
-    if source.model_type != "mamba":
-        raise InputError(f"The source is of type {source.model_type}: models of type mamba can be converted.")
-    if getattr(source, "quantization_config", None):
-        raise InputError("The source is quantized: convert the original weights.")
-
-
-def _names(number: int) -> dict[str, str]:
-    """Ours and theirs, of what has one counterpart."""
-    layers = {f"model.layers.{i}.{a}": f"backbone.layers.{i}.{b}" for i in range(number) for a, b in LAYER.items()}
-    return MODEL | layers
+    check_kind(source, "mamba")
 
 
 def our_weights(config: InterdomainConfig, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Their weights under our names, large matrices cut into ours; what is not known stays as it is."""
     # As the first versions wrote it.
     rest = {name.replace("backbone.embedding.", "backbone.embeddings."): x for name, x in weights.items()}
-    found = {ours: rest.pop(theirs) for ours, theirs in _names(config.num_hidden_layers).items() if theirs in rest}
+    found = {ours: rest.pop(theirs) for ours, theirs in names(config, LAYER).items() if theirs in rest}
     ours, theirs = TRANSPOSED
     for i in range(config.num_hidden_layers):
         layer, other = f"model.layers.{i}", f"backbone.layers.{i}"
@@ -109,14 +95,14 @@ def our_weights(config: InterdomainConfig, weights: dict[str, torch.Tensor]) -> 
             found[f"{layer}.{ours}"] = rest.pop(f"{other}.{theirs}").T.contiguous()
         for kind in ("weight", "bias"):
             if (both := rest.pop(f"{other}.mixer.in_proj.{kind}", None)) is not None:
-                names = [f"{layer}.token_mixer.{name}.{kind}" for name in IN_PROJECTION]
-                found |= dict(zip(names, both.chunk(2), strict=True))
+                parts = [f"{layer}.token_mixer.{name}.{kind}" for name in IN_PROJECTION]
+                found |= dict(zip(parts, both.chunk(2), strict=True))
     return found | rest
 
 
 def their_weights(config: InterdomainConfig, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The way back, of weights that fit the configuration."""
-    found = {theirs: weights[ours] for ours, theirs in _names(config.num_hidden_layers).items() if ours in weights}
+    found = {theirs: weights[ours] for ours, theirs in names(config, LAYER).items() if ours in weights}
     ours, theirs = TRANSPOSED
     for i in range(config.num_hidden_layers):
         layer, other = f"model.layers.{i}", f"backbone.layers.{i}"

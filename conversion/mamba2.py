@@ -73,8 +73,13 @@ def our_config(source: Mamba2Config) -> InterdomainConfig:
     fields |= {ours: getattr(source, theirs) for theirs, ours in OTHER_NAMES.items()}
     least, largest = source.time_step_limit
     limit = None if least <= 0 and largest == float("inf") else [float(least), float(largest)]
+    return made_config(fields | MAMBA2 | {"ssd_dt_limit": limit})
+
+
+def made_config(fields: dict) -> InterdomainConfig:
+    """The configuration with these fields of another model."""
     try:
-        return InterdomainConfig(**fields | MAMBA2, ssd_dt_limit=limit)
+        return InterdomainConfig(**fields)
     except (ValueError, StrictDataclassError) as error:
         raise InputError(f"The source has a shape that an Interdomain model cannot have: {reason(error)}") from error
 
@@ -115,20 +120,25 @@ def _is(config: InterdomainConfig, name: str, value: object) -> bool:
     return getattr(config, name) == value
 
 
-def check_style(source: PreTrainedConfig) -> None:
-    """Refuse what is no Mamba-2 of Transformers."""
-    if source.model_type != "mamba2":
-        raise InputError(f"The source is of type {source.model_type}: models of type mamba2 can be converted.")
+def check_kind(source: PreTrainedConfig, kind: str) -> None:
+    """Refuse models of another type, and quantized ones."""
+    if source.model_type != kind:
+        raise InputError(f"The source is of type {source.model_type}: models of type {kind} can be converted.")
     if getattr(source, "quantization_config", None):
         raise InputError("The source is quantized: convert the original weights.")
+
+
+def check_style(source: PreTrainedConfig) -> None:
+    """Refuse what is no Mamba-2 of Transformers, or has no convolution."""
+    check_kind(source, "mamba2")
     if source.conv_kernel == 1:
         raise InputError("The source has conv_kernel = 1, a convolution of one token: 2 and more can be converted.")
 
 
-def _names(number: int) -> dict[str, str]:
-    """Ours and theirs, of what has one counterpart."""
-    layers = {f"model.layers.{i}.{a}": f"backbone.layers.{i}.{b}" for i in range(number) for a, b in LAYER.items()}
-    return MODEL | layers
+def names(config: InterdomainConfig, layer: dict[str, str]) -> dict[str, str]:
+    """Ours and theirs, of the parameters of a model that have one counterpart, given those of a layer."""
+    each = range(config.num_hidden_layers)
+    return MODEL | {f"model.layers.{i}.{a}": f"backbone.layers.{i}.{b}" for i in each for a, b in layer.items()}
 
 
 def _parts(config: InterdomainConfig, number: int) -> dict[str, dict[str, int]]:
@@ -150,7 +160,7 @@ def our_weights(config: InterdomainConfig, weights: dict[str, torch.Tensor]) -> 
     """Their weights under our names, large matrices cut into ours; what is not known stays as it is."""
     # As the first versions wrote it.
     rest = {name.replace("backbone.embedding.", "backbone.embeddings."): x for name, x in weights.items()}
-    found = {ours: rest.pop(theirs) for ours, theirs in _names(config.num_hidden_layers).items() if theirs in rest}
+    found = {ours: rest.pop(theirs) for ours, theirs in names(config, LAYER).items() if theirs in rest}
     for theirs, parts in _parts(config, config.num_hidden_layers).items():
         if theirs in rest and rest[theirs].shape[0] == sum(parts.values()):
             found |= dict(zip(parts, rest.pop(theirs).split(list(parts.values())), strict=True))
@@ -159,7 +169,7 @@ def our_weights(config: InterdomainConfig, weights: dict[str, torch.Tensor]) -> 
 
 def their_weights(config: InterdomainConfig, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The way back, of weights that fit the configuration."""
-    found = {theirs: weights[ours] for ours, theirs in _names(config.num_hidden_layers).items() if ours in weights}
+    found = {theirs: weights[ours] for ours, theirs in names(config, LAYER).items() if ours in weights}
     for theirs, parts in _parts(config, config.num_hidden_layers).items():
         if next(iter(parts)) in weights:
             found[theirs] = torch.cat([weights[ours] for ours in parts])

@@ -14,18 +14,9 @@ import torch
 
 from conversion.fewer_modes import check_reducible, kernel_error, kernel_of, reduced_parameters
 from conversion.from_llama import read_tokenizer, source_folder
-from conversion.from_training import class_of, drop_tied_head
-from conversion.reading import check_finite, compare, read_config, read_weights, tensor_bytes, weight_files
-from conversion.writing import (
-    DTYPES,
-    carry_generation_config,
-    check_space,
-    check_target,
-    gigabytes,
-    open_working_folder,
-    save_model,
-)
-from conversion.writing import add_arguments as add_writing_arguments
+from conversion.from_training import class_of, fitting
+from conversion.reading import read_config, read_weights, weight_files
+from conversion.writing import add_folders, check_target, finish, may_write, saved_dtype
 from examples.text_data import InputError, check_positive, encode, gather_documents, mean_nll
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
 from modeling_interdomain.model_cache.fingerprint import decoder_of
@@ -35,8 +26,6 @@ CHOICES = ("greedy", "strongest")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="folder of the Interdomain model, or its name on the Hub")
-    parser.add_argument("target", type=lambda text: Path(text).resolve(), help="folder to write")
     parser.add_argument("--state-size", type=int, required=True, help="modes to keep a layer, M")
     parser.add_argument(
         "--modes",
@@ -47,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", nargs="+", default=[], help="files or folders to measure the loss on")
     parser.add_argument("--max-bytes", type=int, default=200_000, help="of the text to read (default: %(default)s)")
     parser.add_argument("--sequence-length", type=int, default=256, help="tokens a window (default: %(default)s)")
-    add_writing_arguments(parser)
+    add_folders(parser, "folder of the Interdomain model, or its name on the Hub")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -56,20 +45,13 @@ def run(options: argparse.Namespace) -> None:
     folder = source_folder(options.source)
     config = read_config(folder)
     smaller = reduced_config(config, options.state_size)
-    weights = _read(config, folder)
-    # The recurrence is kept in float32 whatever the rest is.
-    dtype = DTYPES.get(options.dtype, next(x.dtype for name, x in weights.items() if ".recurrence." not in name))
+    weights, _ = fitting(config, read_weights(weight_files(folder)), folder)
+    dtype = saved_dtype(options, weights)
     with torch.device("meta"):
         expected = class_of(smaller)(smaller).state_dict()
-    needed = tensor_bytes([x if ".recurrence." in name else x.to(dtype) for name, x in expected.items()])
-    check_space(options.target, needed)
     tokens = _read_text(options, config, folder) if options.text else None
-    print(f"{options.source} -> {options.target}")
-    print(f"{config.state_size} modes a layer -> {options.state_size}; {str(dtype).removeprefix('torch.')}, ", end="")
-    print(gigabytes(needed))
-    if options.dry_run:
+    if not may_write(options, expected, dtype, f"{config.state_size} modes a layer -> {options.state_size}"):
         return
-    open_working_folder(options)
     model = class_of(config).from_pretrained(None, config=config, state_dict=weights, dtype=dtype).eval()
     reduced = reduce_model(model, smaller, dtype, greedy=options.modes == "greedy")
     errors = kernel_errors(model, reduced)
@@ -80,10 +62,7 @@ def run(options: argparse.Namespace) -> None:
         report["loss"] = dict(zip(("before", "after"), _losses([model, reduced], tokens, options.sequence_length)))
         before, after = report["loss"].values()
         print(f"loss {before:.4f} -> {after:.4f} nats a token ({after - before:+.4f}), {len(tokens):,} tokens")
-    if reduced.can_generate():
-        carry_generation_config(reduced, [folder])
-    save_model(reduced, [folder], options.target, report)
-    print(f"Saved {options.target}.")
+    finish(reduced, [folder], options.target, report)
 
 
 def reduced_config(config, size: int) -> InterdomainConfig:
@@ -131,16 +110,6 @@ def _recurrences(model) -> dict:
     mixers = [layer.token_mixer for layer in decoder_of(model).layers]
     names = model.config.mixers_per_layer
     return {i: mixer.recurrence for i, (mixer, name) in enumerate(zip(mixers, names)) if name in REDUCIBLE}
-
-
-def _read(config: InterdomainConfig, folder: Path) -> dict[str, torch.Tensor]:
-    """Weights that fit the configuration."""
-    with torch.device("meta"):
-        expected = class_of(config)(config).state_dict()
-    weights = drop_tied_head(config, read_weights(weight_files(folder)), expected)
-    compare(expected, weights, folder)
-    check_finite(weights, folder)
-    return weights
 
 
 def _read_text(options: argparse.Namespace, config: InterdomainConfig, folder: Path) -> torch.Tensor:

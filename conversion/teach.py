@@ -6,6 +6,7 @@ import argparse
 import csv
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from conversion.distill import (
     Stage,
     distillation_loss,
     finetuning_loss,
+    in_bfloat16,
     train_stages,
 )
 from conversion.from_llama import read_tokenizer, source_folder
@@ -43,18 +45,21 @@ from examples.text_data import InputError, check_positive, encode, gather_docume
 from examples.training import RECURRENCE_PARAMETERS
 from model_cards.model_card import render
 from modeling_interdomain import InterdomainConfig
+from modeling_interdomain.mixers.window.mixer import WindowMixer
+from modeling_interdomain.registry import TOKEN_MIXERS
 
 # Parts of the names of what a window with a memory has and a Llama has not; in PEFT's adapters there is "lora_".
 MEMORY = ("share_proj", "q_map", "k_map", "v_map", "memory_gate", "recurrence")
 ADAPTER = ("lora_",)
 ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 STAGES = ("layers", "whole", "long")
+CONVERTED = ("source", "layers", "window", "cost_of_layers")  # what a report of `from-llama` says of itself
 RECURRENCE_RATE = 1e-3  # at most: a step too large makes the state forget or explode
-GATE = 0.1  # of the softmax's size, at the start
+SHARE = -2.0  # of what a memory answers when teaching starts, before its sigmoid: with less it learns slower
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="folder that `from-llama --window` wrote, or an earlier target")
+    parser.add_argument("source", help="folder that `from-llama` wrote, or an earlier target")
     parser.add_argument("target", type=lambda text: Path(text).resolve(), help="folder to write")
     parser.add_argument("--teacher", required=True, help="the Llama: folder, GGUF file, or its name on the Hub")
     parser.add_argument("--data", nargs="+", required=True, help="files or folders with text, to learn and measure on")
@@ -67,9 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens-a-step", type=int, default=4096, help="at least one text (default: %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=1e-2, help="of the memory (default: %(default)s)")
     parser.add_argument(
-        "--whole-learning-rate", type=float, default=3e-5, help="of the Llama's weights (default: %(default)s)"
+        "--whole-learning-rate", type=float, default=1e-4, help="of the Llama's weights (default: %(default)s)"
     )
     parser.add_argument("--lora", type=int, metavar="RANK", help="adapters of the Llama's weights instead of these")
+    parser.add_argument(
+        "--bf16", action="store_true", help="products of matrices in bfloat16, where the processor is made for it"
+    )
     parser.add_argument("--max-bytes", type=int, default=64_000_000, help="text to read (default: %(default)s)")
     parser.add_argument("--held-out-bytes", type=int, default=40_000, help="to measure on (default: %(default)s)")
     parser.add_argument("--save-steps", type=int, default=50, help="between saved states (default: %(default)s)")
@@ -103,11 +111,12 @@ def read_source(options: argparse.Namespace) -> tuple[Path, InterdomainConfig, P
     """The converted folder, its configuration, and the folder of a teacher of the same shape."""
     source = source_folder(options.source)
     config = read_config(source)
-    if not isinstance(config, InterdomainConfig) or not memories(config):
+    if not isinstance(config, InterdomainConfig) or not windows(config):
         raise InputError(
-            f"{options.source} has no window layers with a memory to teach: `python -m conversion from-llama --window` "
-            "makes such a folder."
+            f"{options.source} has no window layers to teach: `python -m conversion from-llama` makes such a folder."
         )
+    if options.layers_steps and not memories(config):
+        raise InputError(f"The windows of {options.source} have no memory to teach alone: add --layers-steps 0.")
     folder = source_folder(options.teacher)
     teacher = read_config(folder)
     for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
@@ -119,9 +128,14 @@ def read_source(options: argparse.Namespace) -> tuple[Path, InterdomainConfig, P
     return source, config, folder
 
 
+def windows(config: InterdomainConfig) -> list[int]:
+    """The layers that see a window."""
+    return [i for i, name in enumerate(config.mixers_per_layer) if issubclass(TOKEN_MIXERS[name], WindowMixer)]
+
+
 def memories(config: InterdomainConfig) -> list[int]:
-    """The layers that have a memory."""
-    return [i for i, name in enumerate(config.mixers_per_layer) if name == "window" and config.window_memory]
+    """Those that keep a state of the rest."""
+    return windows(config) if config.window_memory else []
 
 
 def run(options: argparse.Namespace) -> None:
@@ -210,7 +224,7 @@ def teach(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     teacher, model = teacher.to(device).eval(), model.to(device).eval()
     teacher.requires_grad_(False)
-    rows = measured_rows(texts.held_out, options)
+    rows = held_out_rows(texts.held_out, options)
 
     def measure(measured: Any = model) -> dict[str, float]:
         return between(nats_by_position(measured, rows), octaves(rows.shape[1] - 1))
@@ -219,7 +233,7 @@ def teach(
     progress.measured("untaught", measure)
     stages = make_stages(model, teacher, options)
     if progress.state["stage"] is None:
-        start_gates(model, next(mixed_batches(texts.tokens, options, "layers")).to(device))
+        start_memories(model, next(mixed_batches(texts.tokens, options, "layers")).to(device))
     train_stages(
         model,
         stages,
@@ -241,10 +255,14 @@ def make_stages(model: PreTrainedModel, teacher: PreTrainedModel, options: argpa
             add_adapters(model, options.lora)
         return finetuning_loss(teacher, model, 1.0, MEMORY + ADAPTER if options.lora else EVERYTHING)
 
-    losses = {"layers": loss_of_layers, "whole": loss_of_predictions, "long": loss_of_predictions}
+    makers = {"layers": loss_of_layers, "whole": loss_of_predictions, "long": loss_of_predictions}
+
+    def loss_of(stage: str) -> Loss:
+        return in_bfloat16(makers[stage]()) if options.bf16 else makers[stage]()
+
     seconds = None if options.minutes is None else 60 * options.minutes
     return [
-        Stage(name, losses[name], steps, 0.0, lambda name=name: groups_of(model, options, name), seconds)
+        Stage(name, partial(loss_of, name), steps, 0.0, partial(groups_of, model, options, name), seconds)
         for name, steps in _steps(options).items()
         if steps
     ]
@@ -271,10 +289,10 @@ def groups_of(model: PreTrainedModel, options: argparse.Namespace, stage: str) -
 
 
 @torch.no_grad()
-def start_gates(model: PreTrainedModel, batch: torch.Tensor) -> None:
-    """Let what a memory adds begin at a tenth of the size of what the softmax of its head answers to a batch.
+def start_memories(model: PreTrainedModel, batch: torch.Tensor) -> None:
+    """Let what a memory answers begin as large as what the softmax of its head answers to a batch, with a share of 12%.
 
-    Gates that have learned are left as they are.
+    Converted, it is small and has a share of 2%, so that it changes little; what has learned is left as it is.
     """
     sizes: dict[int, torch.Tensor] = {}
 
@@ -289,7 +307,8 @@ def start_gates(model: PreTrainedModel, batch: torch.Tensor) -> None:
     for layer, mixer in mixers.items():
         gate = mixer.memory_gate
         if (gate == gate.flatten()[0]).all():
-            gate.copy_(GATE * sizes[layer][:, None].expand_as(gate))
+            gate.copy_(sizes[layer][:, None].expand_as(gate))
+            mixer.share_proj.bias.fill_(SHARE)
 
 
 def add_adapters(model: PreTrainedModel, rank: int) -> None:
@@ -313,7 +332,7 @@ def without_adapters(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def measured_rows(tokens: torch.Tensor, options: argparse.Namespace) -> torch.Tensor:
+def held_out_rows(tokens: torch.Tensor, options: argparse.Namespace) -> torch.Tensor:
     """Held-out text in rows as long as the longest that is learned from, `[N, T + 1]`; fewer tokens are one row."""
     longest = max(length for stage, steps in _steps(options).items() if steps for length in lengths_of(stage, options))
     length = min(longest + 1, len(tokens))
@@ -340,19 +359,18 @@ def report_of(source: Path, config: InterdomainConfig, options: argparse.Namespa
     return {
         "source": options.source,
         "teacher": name_of(options.teacher),
-        "conversion": {
-            name: origin[name] for name in ("source", "layers", "window", "cost_of_layers") if name in origin
-        },
+        "conversion": origin.get("conversion", {name: origin[name] for name in CONVERTED if name in origin}),
         "window": {
             "tokens": config.attention_window,
             "sinks": config.attention_sinks,
-            "modes": config.state_size,
-            "layers": memories(config),
+            "modes": config.state_size if config.window_memory else 0,
+            "layers": windows(config),
         },
         "steps": {stage: len(progress.losses.get(stage, [])) for stage in steps},
         "tokens_per_step": options.tokens_a_step,
         "lengths": {stage: lengths_of(stage, options) for stage in STAGES if steps[stage]},
         "lora": options.lora,
+        "bf16": options.bf16,
         "data": ", ".join(Path(x).name for x in options.data),
         "perplexity": progress.perplexity,
         "losses": progress.losses,
@@ -400,9 +418,10 @@ def card(folder: Path, report: dict, options: argparse.Namespace) -> ModelCard:
         for stage, steps in report["steps"].items()
         if steps
     )
+    rest = f"a state of {window['modes']} modes a head" if window["modes"] else "nothing"
     said = (
         f"Converted from {teacher}: {len(window['layers'])} of its layers see the last {window['tokens']:,} tokens and "
-        f"the first {window['sinks']} as before, and keep a state of {window['modes']} modes a head of the others.\n\n"
+        f"the first {window['sinks']} as before, and keep {rest} of the others.\n\n"
         f"- Data: {report['data']}\n- Teaching: {taught}; about {report['tokens_per_step']:,} tokens a step\n"
         f"- {'LoRA of rank ' + str(report['lora']) if report['lora'] else 'All weights'} in stages after the first\n"
     )

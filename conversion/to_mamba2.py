@@ -9,25 +9,14 @@ from types import ModuleType
 from conversion import mamba2
 from conversion.carry import expected_weights
 from conversion.from_mamba2 import EMBEDDINGS, HEAD
-from conversion.reading import compare, read_config, read_weights, tensor_bytes, weight_files
-from conversion.writing import (
-    DTYPES,
-    carry_generation_config,
-    check_space,
-    check_target,
-    gigabytes,
-    open_working_folder,
-    save_model,
-)
-from conversion.writing import add_arguments as add_writing_arguments
+from conversion.reading import compare, read_config, read_weights, weight_files
+from conversion.writing import DTYPES, add_folders, check_target, finish, may_write
 from examples.text_data import InputError
 from modeling_interdomain import InterdomainConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, help="folder of the Interdomain model")
-    parser.add_argument("target", type=lambda text: Path(text).resolve(), help="folder to write")
-    add_writing_arguments(parser)
+    add_folders(parser, "folder of the Interdomain model", Path)
 
 
 def run(options: argparse.Namespace, family: ModuleType = mamba2) -> None:
@@ -43,17 +32,7 @@ def run(options: argparse.Namespace, family: ModuleType = mamba2) -> None:
     compare(expected_weights(source), weights, options.source)
     dtype = DTYPES.get(options.dtype, weights[EMBEDDINGS].dtype)
     weights = {name: x.to(dtype) for name, x in family.their_weights(source, weights).items()}
-    needed = tensor_bytes(list(weights.values()))
-    check_space(options.target, needed)
-    print(f"{options.source} -> {options.target}")
-    print(
-        f"{sum(x.numel() for x in weights.values()):,} parameters; {str(dtype).removeprefix('torch.')}, "
-        f"{gigabytes(needed)}"
-    )
-    if options.dry_run:
-        return
-    open_working_folder(options)
-    model = family.THEIR_CLASS.from_pretrained(None, config=config, state_dict=weights, dtype=dtype).eval()
-    carry_generation_config(model, [options.source])
-    save_model(model, [options.source], options.target)
-    print(f"Saved {options.target}.")
+    number = sum(x.numel() for x in weights.values())
+    if may_write(options, weights, dtype, f"{number:,} parameters"):
+        model = family.THEIR_CLASS.from_pretrained(None, config=config, state_dict=weights, dtype=dtype).eval()
+        finish(model, [options.source], options.target)

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import GenerationConfig, PreTrainedModel
 
+from conversion.reading import tensor_bytes
 from examples.saved_model import replace_text
 from examples.text_data import InputError
 
@@ -36,6 +37,13 @@ STARTED = ("training.pt", "model", "replaced")
 # Options that say how to write, not what: a rerun may change them.
 HOW_TO_WRITE = ("run", "dry_run", "overwrite")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def add_folders(parser: argparse.ArgumentParser, source: str, kind: Callable = str) -> None:
+    """SOURCE, described and of a kind, TARGET and the options of `add_arguments`."""
+    parser.add_argument("source", type=kind, help=source)
+    parser.add_argument("target", type=lambda text: Path(text).resolve(), help="folder to write")
+    add_arguments(parser)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,6 +99,25 @@ def gigabytes(number: int) -> str:
     return f"{number / 1e9:.3g} GB" if number >= 1e8 else f"{number / 1e6:.3g} MB"
 
 
+def saved_dtype(options: argparse.Namespace, weights: dict[str, torch.Tensor]) -> torch.dtype:
+    """What was asked for, or that of the weights; recurrences are kept in float32 whatever the rest is."""
+    return DTYPES.get(options.dtype, next(x.dtype for name, x in weights.items() if ".recurrence." not in name))
+
+
+def may_write(options: argparse.Namespace, expected: dict[str, torch.Tensor], dtype: torch.dtype, about: str) -> bool:
+    """Say what would be saved, and open the working folder unless that is all that was asked for.
+
+    `expected` are the tensors of the model, of which recurrences stay as they are, and `about` is said before them.
+    """
+    needed = tensor_bytes([x if ".recurrence." in name else x.to(dtype) for name, x in expected.items()])
+    check_space(options.target, needed)
+    print(f"{options.source} -> {options.target}")
+    print(f"{about}; {str(dtype).removeprefix('torch.')}, {gigabytes(needed)}")
+    if not options.dry_run:
+        open_working_folder(options)
+    return not options.dry_run
+
+
 def _request(options: argparse.Namespace) -> dict:
     return {name: str(value) for name, value in vars(options).items() if name not in HOW_TO_WRITE}
 
@@ -139,6 +166,14 @@ def carry_generation_config(model: PreTrainedModel, folders: Sequence[Path]) -> 
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder)
             return
+
+
+def finish(model: PreTrainedModel, beside: Sequence[Path], target: Path, report: dict | None = None) -> None:
+    """Save a model as `save_model` does, with the settings for generation of the first folder `beside` that has any."""
+    if model.can_generate():
+        carry_generation_config(model, beside)
+    save_model(model, beside, target, report)
+    print(f"Saved {target}.")
 
 
 def save_model(

@@ -23,7 +23,7 @@ from transformers.generation import LogitsProcessorList
 from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
 from modeling_interdomain import InterdomainCache, InterdomainForCausalLM
-from modeling_interdomain.generation.lookup import SparingGuesses
+from modeling_interdomain.generation.lookup import DraftGenerator
 
 # What is believed before anything was guessed, in guesses; and what is still known of earlier ones after each check.
 RIGHT, TRIED, KEPT = 4.8, 6.0, 0.9
@@ -63,14 +63,14 @@ def first_layers(model: InterdomainForCausalLM, count: int) -> InterdomainForCau
     return part
 
 
-class FirstLayers(SparingGuesses):
+class FirstLayers(DraftGenerator):
     """Guesses of the first layers of a model, which must have learned to say what comes next.
 
     Args:
         drafts: the library's, whose limits hold: of how many layers, how many guesses there are at most, and, where the
             likeliest token is taken, how likely it has to be for another one.
         length: of the text so far; its attention mask may begin earlier, with what the model's cache has seen.
-        spared: as in `SparingGuesses`. Default: None.
+        spared: as in `DraftGenerator`. Default: None.
     """
 
     def __init__(

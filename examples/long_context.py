@@ -2,14 +2,15 @@
 
 Prints a line about every doubling from 1,024 tokens on: bits per byte so far, tokens per second since the line before,
 the bytes of the cache, and those a softmax model of the same shape would need for its keys and values. Then comes the
-continuation, of the text alone or of `--prompt` after it. With `--state` what was read is a file of a few megabytes,
-from which the next call goes on: with another text, or with none and another prompt. Of a text read in one call the
-file has the hash of its tokens, too, which take four bytes each until it is written.
+continuation, of the text alone or of `--prompt` after it, or the answer to `--ask`. With `--state` what was read is a
+file of a few megabytes, from which the next call goes on: with another text, or with none and another prompt. Of a text
+read in one call the file has the hash of its tokens, too, which take four bytes each until it is written.
 
 Usage:
     python -m examples.long_context runs/quickstart novel.txt
     python -m examples.long_context runs/quickstart novel.txt --state novel.safetensors
     python -m examples.long_context runs/quickstart --state novel.safetensors --prompt "In short, "
+    python -m examples.long_context runs/quickstart --state novel.safetensors --ask "Who tells this story?"
     cat *.txt | python -m examples.long_context runs/quickstart - --prompt "In short, " --tokens 50
 """
 
@@ -134,6 +135,14 @@ def write(
     return tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
 
 
+def turn(tokenizer: PreTrainedTokenizerBase, question: str) -> str:
+    """What stands before the answer to a question, by the chat template."""
+    if tokenizer.chat_template is None:
+        raise InputError("The tokenizer has no chat template to --ask with: use --prompt.")
+    messages = [{"role": "user", "content": question}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+
+
 def cache_bytes(cache: InterdomainCache) -> int:
     """Bytes of everything a cache holds; keys and values of softmax layers, too."""
     pairs = [(x.keys, x.values) for x in cache.layers if isinstance(x, DynamicLayer) and x.is_initialized]
@@ -167,6 +176,8 @@ def check_options(options: argparse.Namespace) -> None:
     for name, least in (("chunk", 1), ("tokens", 0)):
         if getattr(options, name) < least:
             raise InputError(f"--{name} must be at least {least}, not {getattr(options, name)}.")
+    if options.ask is not None and options.prompt:
+        raise InputError("--ask is a turn of a chat in place of --prompt: name one of them.")
     if options.state is not None and not Path(options.state).absolute().parent.is_dir():
         raise InputError(f"The folder of {options.state} does not exist: make it, or name another --state.")
 
@@ -181,6 +192,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--state", metavar="FILE", help="go on from this file, if it exists, and keep in it what was read"
     )
     parser.add_argument("--prompt", default="", help="what stands after the text before the model goes on")
+    parser.add_argument("--ask", metavar="QUESTION", help="a turn of a chat after the text, in place of --prompt")
     parser.add_argument("--chunk", type=int, default=1024, help="tokens read at once (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=100, help="tokens to write (default: %(default)s)")
     return parser.parse_args(arguments)
@@ -193,6 +205,7 @@ def run(options: argparse.Namespace) -> None:
     model, tokenizer = load_interdomain(options.folder)
     if tokenizer.bos_token_id is None:
         raise InputError(f"The tokenizer of {options.folder} has no token for the beginning of a text (bos_token).")
+    prompt = options.prompt if options.ask is None else turn(tokenizer, options.ask)
     reading = resume(options.state, model, tokenizer) if resumed else start(model, tokenizer)
     if options.state is not None and not resumed:
         reading.seen = array("i")
@@ -203,7 +216,8 @@ def run(options: argparse.Namespace) -> None:
         if options.state is not None:
             save(reading, options.state, model, tokenizer)
     if options.tokens:
-        print(f"\n{options.prompt}{write(model, tokenizer, reading, options.prompt, options.tokens)}")
+        said = options.prompt if options.ask is None else f"{options.ask}\n"
+        print(f"\n{said}{write(model, tokenizer, reading, prompt, options.tokens)}")
 
 
 def read_and_report(

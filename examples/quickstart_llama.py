@@ -47,6 +47,7 @@ def convert_and_teach(options: argparse.Namespace) -> None:
         print(f"\n2. Each layer learns for {options.minutes:g} min what its attention saw beyond the window")
         steps = ["--layers-steps", STEPS, "--whole-steps", 0, "--minutes", options.minutes, "--lengths", LENGTHS]
         shape = ["--tokens-a-step", TOKENS_A_STEP, "--held-out-bytes", 16_000, "--save-steps", STEPS]
+        shape += ["--bf16"] if is_faster_in_bfloat16() else []
         _do("teach", windows, taught, "--teacher", options.llama, "--data", *data, *steps, *shape)
         report = json.loads((taught / "conversion_report.json").read_text())
         print(f"\nThe error of the layers:\n{text_curve(smoothed(report['losses']['layers']))}")
@@ -68,6 +69,20 @@ def _do(name: str, *arguments: object) -> None:
     """A command of `python -m conversion`, whose refusals are ours."""
     if main([name, *map(str, arguments)]):
         raise InputError(f"The quickstart ends here: `python -m conversion {name}` said why.")
+
+
+def is_faster_in_bfloat16() -> bool:
+    """Whether matrices are multiplied sooner so; a processor that is not made for it takes many times as long."""
+
+    def seconds(dtype: torch.dtype) -> float:
+        x, found = torch.ones(512, 512, dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu"), []
+        for _ in range(8):
+            started = time.perf_counter()
+            (x @ x).sum().item()
+            found.append(time.perf_counter() - started)
+        return min(found)
+
+    return seconds(torch.bfloat16) < 0.7 * seconds(torch.float32)
 
 
 @torch.no_grad()

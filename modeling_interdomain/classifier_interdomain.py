@@ -9,12 +9,11 @@ from transformers.cache_utils import Cache
 from transformers.utils import can_return_tuple
 
 from .configuration_interdomain import InterdomainConfig
-from .inputs.checks import check_class_labels, check_tokens, embedded
-from .inputs.keywords import understood
-from .layers.versions import CACHE_NAME
+from .inputs.checks import check_class_labels, check_tokens, embed_ids
+from .inputs.keywords import takes_known_keywords
 from .modeling_interdomain import InterdomainModel, InterdomainPreTrainedModel
 from .ops.common.cpu import in_graph
-from .outputs.layer_losses import InterdomainClassifierOutput, at_least_one, together, warn_if_left_out
+from .outputs.layer_losses import InterdomainClassifierOutput, at_least_one
 
 
 class PatchEmbedding(nn.Module):
@@ -37,7 +36,7 @@ class PatchEmbedding(nn.Module):
             )
         patches = nn.functional.unfold(pixel_values, self.patch_size, stride=self.patch_size)
         weight: Any = self.proj.weight
-        if isinstance(weight, torch.Tensor) and weight.is_floating_point():  # quantized maps choose for themselves
+        if isinstance(weight, torch.Tensor) and weight.is_floating_point():  # a quantized map converts by itself
             patches = patches.to(weight.dtype)
         return self.proj(patches.mT)
 
@@ -46,10 +45,10 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
     """The model with a linear head on the last real token of each row, or on a learned token after it.
 
     Reads token ids, embeddings, or with `config.patch_size` images. `config.use_cls_token` appends `cls_token`
-    `[hidden_size]` at the end, where every layer has seen all the others.
+    `[hidden_size]` at the end, where it has seen all other tokens.
     """
 
-    # The loss is a mean over rows: `Trainer` divides it where it accumulates several.
+    # The loss is a mean over rows, which the `Trainer` divides by the number of batches that it accumulates.
     accepts_loss_kwargs = False
 
     def __init__(self, config: InterdomainConfig):
@@ -65,7 +64,7 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
         if self.cls_token is not None:
             init.normal_(self.cls_token, std=config.initializer_range)
 
-    @understood
+    @takes_known_keywords
     @can_return_tuple
     def forward(
         self,
@@ -83,7 +82,7 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
 
         Args:
             labels: `[B]` class indices, or what `config.problem_type` asks for. Adds `loss`; rows of class -100 do not
-                count, and without others it is 0, with gradients of 0.
+                count, and where there are no others it is 0, with gradients of 0.
             pixel_values: `[B, num_channels, height, width]`, instead of ids or embeddings.
 
         Returns:
@@ -109,7 +108,7 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
                     "cu_seq_lens_q and seq_idx out."
                 )
             if inputs_embeds is None:
-                inputs_embeds = embedded(self.model.embed_tokens, input_ids)
+                inputs_embeds = embed_ids(self.model.embed_tokens, input_ids)
             if attention_mask is not None and attention_mask.shape != (batch, length):
                 raise ValueError(
                     f"attention_mask must have shape {[batch, length]}, one number a token without the learned one, "
@@ -141,19 +140,7 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
             if self._counts_labels():
                 arguments["num_items_in_batch"] = at_least_one((labels != -100).sum())
             loss = self.loss_function(logits=logits, labels=labels, **arguments)
-        added = self._layer_losses(outputs)
-        warn_if_left_out(outputs.last_hidden_state, added["layer_loss"])
-        return InterdomainClassifierOutput(
-            loss=together(loss, added["layer_loss"]),
-            **added,
-            auxiliary_losses=outputs.auxiliary_losses,
-            ranking_losses=outputs.ranking_losses,
-            chosen_experts=outputs.chosen_experts,
-            logits=logits,
-            **{CACHE_NAME: outputs.get(CACHE_NAME)},
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+        return InterdomainClassifierOutput(logits=logits, **self._with_layer_losses(outputs, loss))
 
     def _embed_images(self, pixel_values, input_ids, inputs_embeds) -> torch.Tensor:
         if self.patches is None:

@@ -10,26 +10,24 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-from .feed_forwards.configuration import ExpertFields
-from .layers.configuration import ModelFields
-from .layers.rotary import LENGTH_DEPENDENT
+from .feed_forwards.configuration import FEED_FORWARDS, ExpertFields
+from .layers.configuration import LAYERS, LENGTH_DEPENDENT, ModelFields
 from .layers.versions import CACHE_NAME
 from .mixers.inner_function.configuration import InnerFunctionFields
 from .mixers.interdomain.configuration import InterdomainFields
 from .mixers.selective_scan.configuration import SelectiveScanFields
 from .mixers.softmax.configuration import DynamicMaskFields
 from .mixers.sparse.configuration import SparseFields
+from .mixers.specifications import TOKEN_MIXERS
 from .mixers.ssd.configuration import SSDFields
 from .mixers.window.configuration import WindowFields
-from .parallel.tensor import LAYERS
-from .registry import FEED_FORWARDS, TOKEN_MIXERS
 
 logger = logging.get_logger(__name__)
 
-# Where a checkpoint folder finds its classes when this package is not installed. All are asked of one module: the
-# library gives each module that it is asked for a copy of everything that this imports.
+# Where a checkpoint folder finds its classes when this package is not installed. All models but one are asked of one
+# module: the library gives each module that it is asked for a copy of everything that this imports.
 AUTO_MAP = {
-    "AutoConfig": "modeling_interdomain.InterdomainConfig",
+    "AutoConfig": "configuration_interdomain.InterdomainConfig",
     "AutoModel": "modeling_interdomain.InterdomainModel",
     "AutoModelForCausalLM": "modeling_interdomain.InterdomainForCausalLM",
     "AutoModelForSequenceClassification": "classifier_interdomain.InterdomainForSequenceClassification",

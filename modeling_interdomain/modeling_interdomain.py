@@ -16,8 +16,8 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_interdomain import InterdomainConfig
 from .generation.mixin import InterdomainGenerationMixin, store_of_environment
-from .inputs.checks import check_classes, check_labels, check_tokens, embedded
-from .inputs.keywords import understood
+from .inputs.checks import check_classes, check_labels, check_tokens, embed_ids
+from .inputs.keywords import takes_known_keywords
 from .inputs.layout import lay_out, masks_by_kind
 from .layers.common import (
     AuxiliaryLoss,
@@ -30,27 +30,25 @@ from .layers.common import (
 from .layers.rotary import InterdomainRotaryEmbedding
 from .layers.versions import CACHE_NAME, CACHE_NAMES, takes_cache
 from .mixers.base import TokenMixer
-from .model_cache.cache import note_reading
+from .model_cache.cache import mark_reading
 from .model_cache.methods import StateMethods
 from .outputs.layer_losses import (
     InterdomainCausalLMOutput,
     InterdomainModelOutput,
     LayerLosses,
     at_least_one,
-    count_asked,
+    count_labels,
     share_of_step,
-    together,
     trains_layers,
-    warn_if_left_out,
 )
+from .parallel.tensor import HEADS  # noqa: F401  the library learns our styles
 from .registry import FEED_FORWARDS, token_mixer_class
 from .saving.checkpoint_folder import CheckpointFolders
 
-# The others walk documents and pads one by one, which no graph can hold.
+# The other backends loop over documents and pads, of which a graph cannot hold a varying number.
 _COMPILED_BACKENDS = ("auto", "chunk", "triton")
 
-# By this name the Trainer knows that labels are to be shifted before it smooths them; registering a class does not
-# tell it.
+# The Trainer looks here whether it must shift labels before it smooths them; `AutoModel.register` enters nothing here.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("interdomain", "InterdomainForCausalLM")
 
 
@@ -79,15 +77,15 @@ class InterdomainDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.mlp(self._normed(self.post_attention_layernorm, hidden_states))
 
     def _normed(self, norm: InterdomainRMSNorm, hidden_states: torch.Tensor) -> torch.Tensor:
-        """What a part of the layer reads, in the dtype of the model whatever that of the stream."""
+        """What the mixer or the MLP reads: in the model's dtype, also where the residual stream is in float32."""
         return norm(hidden_states.to(norm.weight.dtype) if self.residual_in_fp32 else hidden_states)
 
 
 class InterdomainPreTrainedModel(CheckpointFolders, StateMethods, LayerLosses, PreTrainedModel):
     """What all Interdomain models share: initialisation, and what the library may do with them.
 
-    FSDP2 shards parameters of one dtype together, and recurrences stay in float32 in a model of another. They are among
-    the classes that `_no_split_modules` names, each to be sharded before what holds it:
+    FSDP2 wants parameters of one dtype in what it shards together, and recurrences stay in float32 whatever the model's
+    dtype. So `_no_split_modules` names their classes too; shard each module before the one that holds it:
 
         >>> named = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
         >>> for module in (*reversed(named), model):
@@ -117,8 +115,8 @@ class InterdomainPreTrainedModel(CheckpointFolders, StateMethods, LayerLosses, P
     }
 
     def __init__(self, config: InterdomainConfig, *args, **kwargs):
-        # Ask for the method, not for the class: code from a folder may load the configuration's class a second time.
-        # The library refuses what is no configuration.
+        # Test for the method, not the class: remote code may load the configuration's class a second time. What is no
+        # configuration at all the library refuses.
         if hasattr(config, "check_model"):
             config.check_model()
         super().__init__(config, *args, **kwargs)
@@ -133,7 +131,7 @@ class InterdomainPreTrainedModel(CheckpointFolders, StateMethods, LayerLosses, P
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """A module that starts in a way of its own says so; the others are linear maps and embeddings."""
+        """Start a module by its own `start_parameters`, or as a linear map or an embedding."""
         std = self.config.initializer_range
         residual_std = std / (2 * self.config.num_hidden_layers) ** 0.5
         start: Any = getattr(module, "start_parameters", None)
@@ -146,7 +144,7 @@ class InterdomainPreTrainedModel(CheckpointFolders, StateMethods, LayerLosses, P
                 init.zeros_(module.bias)
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        """As in the library, which takes a module without parameters of its own for one that has been loaded."""
+        """As in the library, which in remote code takes a module without parameters for a loaded one."""
         own = next(module.parameters(recurse=False), next(module.buffers(recurse=False), None))
         super()._initialize_weights(module, is_custom_code and own is not None)
 
@@ -181,20 +179,20 @@ class InterdomainModel(InterdomainPreTrainedModel):
         self.post_init()
 
     def _kept_in_float32(self) -> set[str]:
-        """The classes of what stays so whatever the model's dtype: FSDP2 shards parameters of one dtype together."""
+        """The names of the classes whose parameters stay in float32 whatever the model's dtype."""
         kept = tuple(self._keep_in_fp32_modules_strict or ())
         found = [part for name, part in self.named_modules() if name.endswith(kept)]
         return {type(part).__name__ for part in found if any(True for _ in part.parameters())}
 
     def __setstate__(self, state) -> None:
-        """Also of a model that was pickled before it kept the kinds of its masks."""
+        """A model that was pickled before there was `mask_kinds` gets it."""
         super().__setstate__({"mask_kinds": state["config"].mask_kinds} | state)
 
     def train(self, mode: bool = True):
         self.fingerprints.forget()
         return super().train(mode)
 
-    @understood
+    @takes_known_keywords
     @trains_layers
     @merge_with_config_defaults
     @capture_outputs
@@ -209,14 +207,14 @@ class InterdomainModel(InterdomainPreTrainedModel):
         sequence_group: Any = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
-        """Run T more tokens.
+        """Read T more tokens.
 
         Args:
             input_ids: `[B, T]`, or give `inputs_embeds` `[B, T, hidden_size]`.
             attention_mask: `[B, past + T]`, 0 for pads, wherever they stand, and one other number a row for what is
                 real; None when there are no pads. Without a cache also `[B, 1, T, T]`, which tokens each token sees:
-                for softmax layers any, for recurrent ones texts that fork, where a token sees itself and what an
-                earlier one sees.
+                any for softmax layers; for recurrent ones a tree of texts, where a token sees itself and all that one
+                earlier token sees.
             position_ids: `[B, T]`; by default pads are not counted. Without a mask and a cache, positions that restart
                 separate packed documents.
             past_key_values: an `InterdomainCache`, updated in place; `cache` and `cache_params`, as Transformers calls
@@ -229,7 +227,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
                 `cu_seq_lens_q` are the ends along the whole row. A new cache then holds what has been read so far.
             output_attentions: add `attentions`, `[B, H, T, T]` a layer: weights of softmax and inner-function layers
                 (with the "eager" implementation), and of Interdomain, S4D and SSD layers the exact map of which value
-                made which output, in O(T^2). That is known of tokens without a past. Layers without a map are left out:
+                made which output, in O(T^2). Only tokens without a past have one. Layers without a map are left out:
                 selective scan, where every channel has decays of its own, and so a map of its own; recurrent layers
                 with a sparse branch, whose output adds two maps of different values; and those that begin with a
                 learned state, which is no token.
@@ -240,28 +238,18 @@ class InterdomainModel(InterdomainPreTrainedModel):
         """
         check_tokens(input_ids, inputs_embeds, self.config.hidden_size)
         if inputs_embeds is None:
-            inputs_embeds = embedded(self.embed_tokens, input_ids)
-        # Fewer where the first layers make guesses: the library then sets the number of them.
+            inputs_embeds = embed_ids(self.embed_tokens, input_ids)
+        # With `assistant_early_exit` the library lowers the number: the first layers draft.
         layers: Any = list(self.layers)[: self.config.num_hidden_layers]
-        layout = lay_out(
-            self,
-            self.config,
-            layers,
-            inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cache=past_key_values,
-            use_cache=use_cache,
-            sequence_group=sequence_group,
-            kwargs=kwargs,
-        )
+        given = attention_mask, position_ids, past_key_values, use_cache, sequence_group, kwargs
+        layout = lay_out(self, layers, inputs_embeds, *given)
         rotations = {
             int(dim): rotary(layout.inputs_embeds, layout.position_ids, layout.documents)
             for dim, rotary in self.rotary_embs.items()
         }
         hidden_states = layout.inputs_embeds
         if layout.cache is not None:
-            note_reading(layout.cache, layout.seen)
+            mark_reading(layout.cache, layout.seen)
         for layer in layers:
             hidden_states = layer(
                 hidden_states,
@@ -276,7 +264,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         if self.config.residual_in_fp32:
             last = last.to(inputs_embeds.dtype)
         if layout.cache is not None:
-            note_reading(layout.cache, None)
+            mark_reading(layout.cache, None)
         return InterdomainModelOutput(last, layout.cache if use_cache else None)
 
 
@@ -298,7 +286,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, InterdomainGenerationMi
         self.prompt_store = store_of_environment()
         self.post_init()
 
-    @understood
+    @takes_known_keywords
     @can_return_tuple
     def forward(
         self,
@@ -317,11 +305,11 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, InterdomainGenerationMi
 
         Args:
             labels: `[B, T]`, the input ids themselves (the shift happens here); -100 is ignored. Adds `loss`, the mean
-                cross-entropy in nats: 0 where no label counts, with gradients of 0, as such a batch adds to a step of
-                several (`num_items_in_batch`).
+                cross-entropy in nats: 0 where no label counts, with gradients of 0, so that such a batch can be one of
+                several in a step (`num_items_in_batch`).
             sequence_group: as in the model. `loss` is then that of the whole rows on every process, and its gradients
-                averaged over the processes, as DDP and FSDP do, are those of one process; with `num_items_in_batch`,
-                as elsewhere, it is this process's share.
+                averaged over the processes, as DDP and FSDP do, are those of one process; with `num_items_in_batch` it
+                is this process's share.
             logits_to_keep: compute logits for the last so many tokens alone, or for these indices; 0 means all.
 
         Returns:
@@ -356,38 +344,22 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, InterdomainGenerationMi
         loss = None
         if labels is not None:
             loss = self._loss(logits, labels, sequence_group, kwargs)
-        added = self._layer_losses(outputs)
-        warn_if_left_out(outputs.last_hidden_state, added["layer_loss"])
         share = share_of_step(labels, shifted, kwargs.get("num_items_in_batch"))
-        return InterdomainCausalLMOutput(
-            loss=together(loss, added["layer_loss"], *share),
-            **added,
-            auxiliary_losses=outputs.auxiliary_losses,
-            ranking_losses=outputs.ranking_losses,
-            chosen_experts=outputs.chosen_experts,
-            logits=logits,
-            **{CACHE_NAME: outputs.get(CACHE_NAME)},
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+        return InterdomainCausalLMOutput(logits=logits, **self._with_layer_losses(outputs, loss, *share))
 
-    def _loss(self, logits: torch.Tensor, labels: torch.Tensor, sequence_group, kwargs: dict[str, Any]) -> torch.Tensor:
-        size, items = self.config.vocab_size, kwargs.get("num_items_in_batch")
-        if sequence_group is None:
-            if items is None and self._counts_labels():
-                items = count_asked(labels, kwargs.get("shift_labels"), kwargs.get("ignore_index", -100))
-            if items is not None:
-                kwargs = kwargs | {"num_items_in_batch": at_least_one(items)}
-            return self.loss_function(logits=logits, labels=labels, vocab_size=size, **kwargs)
-        from .parallel.sequence import shifted_labels, summed
+    def _loss(self, logits: torch.Tensor, labels: torch.Tensor, group: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+        """The loss of these tokens; with a `group`, and no number of items for the step, that of the whole rows."""
+        items = kwargs.get("num_items_in_batch")
+        whole = group is not None and items is None
+        if group is not None:
+            from .parallel.sequence import shifted_labels, summed
 
-        if kwargs.get("shift_labels") is None:
-            kwargs = kwargs | {"shift_labels": shifted_labels(labels, sequence_group)}
-        whole = items is None
-        if whole:
-            items = summed(
-                count_asked(labels, kwargs["shift_labels"], kwargs.get("ignore_index", -100)), sequence_group
-            )
-        kwargs = kwargs | {"num_items_in_batch": at_least_one(items)}
-        loss = self.loss_function(logits=logits, labels=labels, vocab_size=size, **kwargs)
-        return summed(loss, sequence_group) if whole else loss
+            if kwargs.get("shift_labels") is None:
+                kwargs = kwargs | {"shift_labels": shifted_labels(labels, group)}
+        if items is None and (whole or self._counts_labels()):
+            items = count_labels(labels, kwargs.get("shift_labels"), kwargs.get("ignore_index", -100))
+            items = summed(items, group) if whole else items
+        if items is not None:
+            kwargs = kwargs | {"num_items_in_batch": at_least_one(items)}
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return summed(loss, group) if whole else loss

@@ -1,7 +1,11 @@
-"""The tables of what a layer may be made of. A new part is a file of its own and a line here."""
+"""What a layer may be made of. Importing this puts classes into the tables that configurations read.
+
+A configuration does with what a part says of itself, so it imports no layers; whoever makes layers imports this.
+"""
 
 from torch import nn
 
+from .feed_forwards.configuration import FEED_FORWARDS
 from .feed_forwards.cross_domain_moe import CrossDomainMoE
 from .feed_forwards.mlp import InterdomainMLP
 from .mixers.base import TokenMixer
@@ -10,10 +14,11 @@ from .mixers.interdomain.mixer import InterdomainMixer
 from .mixers.s4d.mixer import S4DMixer
 from .mixers.selective_scan.mixer import SelectiveScanMixer
 from .mixers.softmax.mixer import SoftmaxMixer
+from .mixers.specifications import TOKEN_MIXERS
 from .mixers.ssd.mixer import SSDMixer
 from .mixers.window.mixer import WindowMixer
 
-TOKEN_MIXERS: dict[str, type[TokenMixer]] = {
+TOKEN_MIXERS |= {
     "interdomain": InterdomainMixer,
     "s4d": S4DMixer,
     "softmax": SoftmaxMixer,
@@ -22,11 +27,9 @@ TOKEN_MIXERS: dict[str, type[TokenMixer]] = {
     "inner_function": InnerFunctionMixer,
     "window": WindowMixer,
 }
-# None: the layer ends with its token mixer.
-FEED_FORWARDS: dict[str, type[nn.Module] | None] = {
+FEED_FORWARDS |= {
     "mlp": InterdomainMLP,
     "cdmoe": CrossDomainMoE,
-    "none": None,
 }
 
 LAYER_TYPES = ("linear_attention", "full_attention", "hybrid")
@@ -39,7 +42,7 @@ def token_mixer_class(config, layer_idx: int) -> type[TokenMixer]:
         from .mixers.interdomain.gated import GatedInterdomainMixer
 
         return GatedInterdomainMixer
-    return TOKEN_MIXERS[name]
+    return TOKEN_MIXERS[name]  # type: ignore[return-value]  # importing this has made classes of all
 
 
 def register_token_mixer(name: str, mixer_class: type[TokenMixer]) -> None:

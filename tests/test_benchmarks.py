@@ -24,6 +24,7 @@ from benchmarks import (
     gpu_day,
     harness,
     model_cpu,
+    models_before,
     operator_cpu,
     operator_gpu,
     prefill_memory_gpu,
@@ -92,6 +93,30 @@ CPU_TABLES = [
 def test_model_tables(module):
     record = {**module.run(quick=True), "machine": harness.machine()}
     assert record["machine"]["torch"] in module.table(record)
+
+
+def test_a_model_is_timed_beside_itself_at_a_commit(monkeypatch):
+    monkeypatch.setattr(models_before, "COMMITS", (models_before.NOW,))
+    rows = models_before.measure("softmax", {models_before.NOW: harness.REPOSITORY}, quick=True)
+    assert [row["work"] for row in rows] == ["prefill", "decode", "training"]
+    for row in rows:
+        assert percentiles_are_ordered(row["sides"]["now"]) and row["time_beside"] == {"now": 1}
+    text = models_before.table({"rows": rows, "allowed": models_before.SLOWER, "machine": harness.machine()})
+    assert "now beside now" in text and text.count("\n|") == 4
+
+
+def test_a_commit_that_is_not_here_is_said(tmp_path):
+    with pytest.raises(
+        SystemExit, match=r"^Commit ffffffffff is not here: run this in a clone with its whole history\.$"
+    ):
+        models_before.unpack("ffffffffff", tmp_path)
+
+
+def test_a_side_that_has_ended_is_said():
+    command = [sys.executable, "-c", "input()", "softmax"]
+    worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with worker, pytest.raises(SystemExit, match=r"^The process that times softmax has ended: see its error above\.$"):
+        models_before.ask(worker, "decode")
 
 
 @pytest.mark.parametrize(

@@ -119,10 +119,11 @@ def llama(tmp_path, tokenizer):
 
 @pytest.fixture
 def convert(llama, tmp_path):
-    """`convert(*options, target="out")`: the exit code of a conversion of that Llama."""
+    """`convert(*options, target="out")`: the exit code of a conversion of that Llama, without windows."""
 
     def run(*options, target="out"):
-        return main(["from-llama", str(llama), str(tmp_path / target), "--state-size", "6", *map(str, options)])
+        fixed = ["--window", "0", "--state-size", "6"]
+        return main(["from-llama", str(llama), str(tmp_path / target), *fixed, *map(str, options)])
 
     return run
 
@@ -181,7 +182,7 @@ def test_shards_dtype_tokenizer_and_generation_settings_are_kept(tmp_path, token
     save_llama(folder, dtype=torch.bfloat16, max_shard_size="20KB", tie_word_embeddings=True)
     tokenizer.save_pretrained(folder)
     assert len(list(folder.glob("*.safetensors"))) > 2
-    assert main(["from-llama", str(folder), str(tmp_path / "out"), "--layers", "every-other"]) == 0
+    assert main(["from-llama", str(folder), str(tmp_path / "out"), "--window", "0", "--layers", "every-other"]) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.config.token_mixers == ["interdomain", "softmax", "interdomain"]
     assert model.dtype == torch.bfloat16 and model.model.layers[0].token_mixer.recurrence.C.dtype == torch.float32
@@ -189,7 +190,7 @@ def test_shards_dtype_tokenizer_and_generation_settings_are_kept(tmp_path, token
     assert model.generation_config.max_length == 77
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (folder / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
-    assert main(["from-llama", str(folder), str(tmp_path / "wide"), "--dtype", "float32"]) == 0
+    assert main(["from-llama", str(folder), str(tmp_path / "wide"), "--window", "0", "--dtype", "float32"]) == 0
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "wide").dtype == torch.float32
 
 
@@ -473,7 +474,7 @@ def test_a_name_on_the_hub_is_downloaded(llama, tmp_path, monkeypatch):
 
 def test_biases_of_other_families_and_missing_shards(tmp_path, capsys):
     save_llama(tmp_path / "qwen", Qwen2ForCausalLM, Qwen2Config)
-    assert main(["from-llama", str(tmp_path / "qwen"), str(tmp_path / "out")]) == 2
+    assert main(["from-llama", str(tmp_path / "qwen"), str(tmp_path / "out"), "--window", "0"]) == 2
     assert "The projections of this qwen2 model have biases" in capsys.readouterr().err
     save_llama(tmp_path / "llama", max_shard_size="20KB")
     (tmp_path / "llama" / "model-00002-of-00004.safetensors").unlink(missing_ok=True)

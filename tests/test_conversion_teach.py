@@ -55,7 +55,7 @@ def is_memory(name: str) -> bool:
 def test_a_layer_learns_what_its_attention_saw_and_nothing_else_moves(place):
     teacher = LlamaForCausalLM.from_pretrained(place / "llama").eval()
     student = AutoModelForCausalLM.from_pretrained(place / "windows")
-    teach.start_gates(student, ids(49))
+    teach.start_memories(student, ids(49))
     before = {name: x.clone() for name, x in student.state_dict().items()}
     loss = distill.distillation_loss(teacher, student, [0, 2], teach.MEMORY)
     first = loss(ids(49)).item()
@@ -95,18 +95,19 @@ def test_the_gradients_of_all_layers_are_those_of_their_mean_error(place):
         torch.testing.assert_close(gradient, student.get_parameter(name).grad, msg=name)
 
 
-def test_gates_start_at_a_tenth_of_the_softmax_and_learned_ones_stay(place):
+def test_memories_start_at_the_size_of_the_softmax_and_learned_ones_stay(place):
     student = AutoModelForCausalLM.from_pretrained(place / "windows").eval()
     mixer, sizes = student.model.layers[2].token_mixer, []
     hook = mixer.attention.register_forward_hook(lambda m, i, output: sizes.append(output.square().mean((0, 1, 3))))
-    teach.start_gates(student, ids(49))
+    teach.start_memories(student, ids(49))
     hook.remove()
-    torch.testing.assert_close(mixer.memory_gate, 0.1 * sizes[0].sqrt()[:, None].expand_as(mixer.memory_gate))
+    torch.testing.assert_close(mixer.memory_gate, sizes[0].sqrt()[:, None].expand_as(mixer.memory_gate))
+    assert (mixer.share_proj.bias == teach.SHARE).all() and not mixer.share_proj.weight.any()
     with torch.no_grad():
-        mixer.memory_gate[0, 0] = 7.0
-    learned = mixer.memory_gate.clone()
-    teach.start_gates(student, ids(49))
-    assert torch.equal(mixer.memory_gate, learned)
+        mixer.memory_gate[0, 0] = mixer.share_proj.bias[0] = 7.0
+    learned = [x.clone() for x in (mixer.memory_gate, mixer.share_proj.bias)]
+    teach.start_memories(student, ids(49))
+    assert torch.equal(mixer.memory_gate, learned[0]) and torch.equal(mixer.share_proj.bias, learned[1])
 
 
 def stop_at(monkeypatch, number: int) -> None:
@@ -178,6 +179,61 @@ def test_the_folder_says_what_was_converted_and_measured(place, tmp_path):
     assert main(arguments(place, tmp_path / "again", *TAUGHT, source=tmp_path / "out")) == 0  # from where it is
 
 
+def test_windows_without_a_memory_learn_the_predictions_alone(place, tmp_path, capsys):
+    converted = ["from-llama", place / "llama", tmp_path / "bare", "--window", 8, "--sinks", 2, "--state-size", 0]
+    assert main([*map(str, converted)]) == 0
+    steps = ("--whole-steps", 2, "--lengths", 48, "--tokens-a-step", 96)
+    assert main(arguments(place, tmp_path / "out", *steps, source=tmp_path / "bare")) == 2
+    assert "bare have no memory to teach alone: add --layers-steps 0" in capsys.readouterr().err
+    assert main(arguments(place, tmp_path / "out", *steps, "--layers-steps", 0, source=tmp_path / "bare")) == 0
+    report = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
+    assert report["window"] == {"tokens": 8, "sinks": 2, "modes": 0, "layers": [0, 1, 2]}
+    assert len(report["losses"]["whole"]) == 2
+    card = ModelCard.load(tmp_path / "out" / "README.md").text
+    assert "the first 2 as before, and keep nothing of the others" in card
+    again = ("--layers-steps", 0, *steps)
+    assert main(arguments(place, tmp_path / "more", *again, source=tmp_path / "out")) == 0
+    more = json.loads((tmp_path / "more" / "conversion_report.json").read_text())
+    assert more["conversion"] == report["conversion"] and report["conversion"]["source"] == "llama"
+
+
+def test_products_in_bfloat16_teach_the_same(place, tmp_path):
+    teacher = LlamaForCausalLM.from_pretrained(place / "llama").eval()
+    student = AutoModelForCausalLM.from_pretrained(place / "windows")
+    teach.start_memories(student, ids(49))
+    for make in (
+        lambda: distill.distillation_loss(teacher, student, [0, 2], teach.MEMORY),
+        lambda: distill.finetuning_loss(teacher, student, 1.0),
+    ):
+        found = []
+        for loss_of in (make(), distill.in_bfloat16(make())):
+            student.zero_grad()
+            loss = loss_of(ids(49))
+            if loss.requires_grad:
+                loss.backward()
+            gradient = student.model.layers[2].token_mixer.v_map.grad
+            assert gradient.dtype == torch.float32
+            found.append((loss.detach(), gradient / gradient.norm()))
+        torch.testing.assert_close(found[1][0].float(), found[0][0], rtol=0.05, atol=1e-3)
+        assert (found[0][1] * found[1][1]).sum() > 0.98
+    assert main(arguments(place, tmp_path / "out", *TAUGHT, "--bf16")) == 0
+    assert all(x.dtype == torch.float32 for x in weights_of(tmp_path / "out").values())
+
+
+def test_minutes_are_those_of_all_runs_together(place, tmp_path, monkeypatch):
+    options = (*TAUGHT, "--whole-steps", 0, "--layers-steps", 1000, "--minutes", 60)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        stop_at(patched, 4)
+        main(arguments(place, tmp_path / "out", *options))
+    file = tmp_path / "out.partial" / "training.pt"
+    state = torch.load(file, weights_only=True)
+    assert state["step"] == 2 and 0 < state["seconds"] < 3600
+    torch.save(state | {"seconds": 3700.0}, file)
+    assert main(arguments(place, tmp_path / "out", *options)) == 0
+    report = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
+    assert report["steps"] == {"layers": 3, "whole": 0, "long": 0}
+
+
 def test_lengths_take_turns_and_have_as_many_tokens():
     options = teach_options("--lengths", "24,48", "--tokens-a-step", 96)
     batches = teach.mixed_batches(torch.arange(1000), options, "layers")
@@ -204,7 +260,7 @@ MISTAKES = {
     "negative": (("--long-steps", -1), {}, "steps must not be negative"),
     "rate": (("--learning-rate", 0), {}, "--learning-rate must be positive, not 0"),
     "rank": (("--lora", 0), {}, "--lora must be positive, not 0"),
-    "no windows": ((), {"source": "llama"}, "has no window layers with a memory to teach"),
+    "no windows": ((), {"source": "llama"}, "has no window layers to teach"),
     "another teacher": ((), {"teacher": "wide"}, "cannot teach"),
     "no teacher": ((), {"teacher": "nowhere"}, "is neither a folder nor a model of the Hub"),
     "too long": (("--lengths", 100_000), {}, "fewer than one sequence of 100,000 needs"),

@@ -107,6 +107,17 @@ def test_a_memory_that_has_learned_nothing_changes_little(tmp_path, capsys):
     assert report["window"] == {"tokens": 8, "sinks": 2, "modes": 6} and report["layers"] == [0, 1, 2]
 
 
+def test_a_window_of_64_and_4_sinks_is_what_a_llama_becomes_unasked(tmp_path, capsys):
+    save_llama(tmp_path / "llama")
+    assert convert(tmp_path / "llama", tmp_path / "out") == 0
+    assert "window layers: 0, 1, 2; softmax layers: none" in capsys.readouterr().out
+    config = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config
+    assert (config.attention_window, config.attention_sinks, config.state_size) == (64, 4, 64)
+    assert convert(tmp_path / "llama", tmp_path / "old", "--window", 0, "--state-size", 6) == 0
+    assert "interdomain layers: 0, 1, 2; softmax layers: none" in capsys.readouterr().out
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "old").config.token_mixers == ["interdomain"] * 3
+
+
 def test_some_layers_stay_softmax(tmp_path):
     llama = save_llama(tmp_path / "llama")
     assert convert(tmp_path / "llama", tmp_path / "out", *WINDOWS, "--layers", "0,2", "--dtype", "bfloat16") == 0
@@ -183,14 +194,18 @@ def test_what_a_layer_costs_is_the_divergence_when_it_alone_is_converted(llama):
 
 
 MISTAKES = {
-    "window": (None, ("--window", 0), "--window must be positive"),
-    "sinks": (None, ("--window", 8, "--sinks", -1), "--sinks must not be negative"),
+    "window": (None, ("--window", -1), "--window and --sinks must not be negative"),
+    "sinks": (None, ("--window", 8, "--sinks", -1), "--window and --sinks must not be negative"),
     "steps": (None, (*WINDOWS, "--finetune-steps", 1, "--data", "TEXTS"), "`python -m conversion teach` it"),
-    "auto without a window": (None, ("--layers", "auto:1", "--data", "TEXTS"), "measures what windows cost: add --win"),
+    "auto without a window": (
+        None,
+        ("--window", 0, "--layers", "auto:1", "--data", "TEXTS"),
+        "measures what windows cost: leave --window 0 away",
+    ),
     "auto without a text": (None, (*WINDOWS, "--layers", "auto:1"), "measures on a text: add --data"),
     "auto of all": (None, (*WINDOWS, "--layers", "auto:3", "--data", "TEXTS"), "keeps 3 layers of 3: keep one at"),
     "auto of none": (None, (*WINDOWS, "--layers", "auto:0", "--data", "TEXTS"), "keeps 0 layers of 3: keep one at"),
-    "memory of nothing": (None, ("--state-size", 0), "--state-size must be positive, not 0"),
+    "memory of nothing": (None, ("--window", 0, "--state-size", 0), "--state-size must be positive, not 0"),
     "mlp bias": (lambda f: edit_config(f, mlp_bias=True), WINDOWS, "The MLPs of this llama model have biases"),
     "quantized": (lambda f: edit_config(f, quantization_config={"quant_method": "awq"}), WINDOWS, "is quantized"),
     "other model": (lambda f: edit_config(f, model_type="gpt2"), WINDOWS, "is of type gpt2; those of type llama"),

@@ -12,10 +12,11 @@ from examples.joined_states import cut_cache, join_caches
 from examples.text_data import InputError
 from modeling_interdomain import InterdomainCache, InterdomainConfig, InterdomainForCausalLM, interdomain_attention
 from modeling_interdomain.mixers.interdomain.gated import GatedInterdomainMixer
+from modeling_interdomain.mixers.interdomain.gates import own_answer
 from modeling_interdomain.mixers.interdomain.mixer import InterdomainMixer
 from modeling_interdomain.model_cache.fingerprint import model_fingerprint
 from modeling_interdomain.ops.interdomain.gates_map import gated_attention_map
-from modeling_interdomain.ops.interdomain.gates_naive import gated_recurrent_attention
+from modeling_interdomain.ops.interdomain.naive import recurrent_attention
 
 FORMS = {
     "forget": {"gates": "forget"},
@@ -64,10 +65,14 @@ def test_it_is_the_formula(form, make_model, random_ids):
         log_gate = -F.softplus(mixer.forget_proj(seen["x"]) - 5)
         write = F.softplus(mixer.write_proj(seen["x"]) + 0.54)
     if "delta_rule" in FORMS[form]:
-        row = torch.view_as_complex(c.detach().contiguous()) @ torch.view_as_complex(beta.detach())[..., None]
+        lam, row, c_ = (torch.view_as_complex(x.detach().double()) for x in (log_decay, beta, c))
+        found = []
+        for _ in range(256):
+            found.append((c_ @ row[..., None]).abs().square().sum((1, 2)))
+            row = row * lam.exp()
         length = mixer.k_norm.weight.square().sum() + mixer.k_bias.square().sum(-1)
-        delta = torch.sigmoid(mixer.delta_proj(seen["x"]) - 4) / (row.abs().square().sum((1, 2)) * length)
-    expected = gated_recurrent_attention(
+        delta = torch.sigmoid(mixer.delta_proj(seen["x"]) - 4) / (torch.stack(found).amax(0) * length)
+    expected = recurrent_attention(
         query, key, value, log_decay, beta, c, "hermitian", None, None, None, log_gate, write, delta
     )[0]
     torch.testing.assert_close(seen["output"][0], expected, rtol=1e-5, atol=1e-6)
@@ -111,6 +116,27 @@ def test_a_key_that_is_written_twice_has_its_last_value():
     plain, corrected = (found(keys, values, **gates) / once for gates in ({}, {"delta": share}))
     assert plain[1] > 0.9 and plain[0] > 0.8, "both"
     assert corrected[1] > 0.9 and abs(corrected[0]) < 0.35, "the last, and a third at most of the first"
+
+
+def test_a_share_is_of_the_most_that_a_key_finds_at_any_age():
+    """Of a C that finds less of a value at once than later: a tenth of what it finds at once would run away."""
+    generator = torch.Generator().manual_seed(0)
+    log_decay = torch.tensor([[[-0.05, 0.0], [-0.05, 1.0]]], dtype=torch.float64)
+    beta = torch.tensor([[[1.0, 0.0], [1.0, 0.0]]], dtype=torch.float64)
+    c = torch.tensor([[[[1.0, 0.0], [-0.9, 0.0]], [[0.0, 0.0], [0.0, 0.0]]]], dtype=torch.float64)
+    at_once = (c[0, 0, 0, 0] + c[0, 0, 1, 0]) ** 2  # |C beta|^2
+    ages = torch.arange(256)
+    most = ((-0.05 * ages).exp() * (1 - 0.9 * torch.polar(torch.ones(256), 1.0 * ages))).abs().square().max()
+    assert own_answer(log_decay, beta, c).item() == pytest.approx(most.item()) and most > 200 * at_once
+    tokens = torch.randn(3, 1, 300, 1, 32, generator=generator, dtype=torch.float64) / 32**0.5
+
+    def size(share):
+        delta = None if share is None else share * torch.ones(1, 300, 1, dtype=torch.float64)
+        output = interdomain_attention(*tokens, log_decay, beta, c, product="hermitian", delta=delta)[0]
+        return output.abs().max().item()
+
+    plain = size(None)
+    assert size(0.1 / most) < 1.1 * plain and size(0.1 / at_once) > 1e9 * plain
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -6,12 +6,14 @@ import pyarrow as pa
 import pytest
 import torch
 from pyarrow import parquet
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from benchmarks import harness, linearise_study
+from benchmarks import harness, linear_window, linearise_study
 from conversion import measure
+from conversion.__main__ import main
 from examples import text_data
 from tests.test_conversion import ids, save_llama
+from tests.test_conversion_teach import stop_at
 from tests.test_examples import some_documents
 
 
@@ -43,43 +45,122 @@ def test_texts_that_are_too_short_are_left_out():
 def test_the_plan_begins_with_what_needs_no_teaching():
     plan = list(linearise_study.plan([]))
     untaught = [item for item in plan if item.get("taught", "no") == "no"]
-    assert plan[0] == {"window": None, "length": 2048} and plan[:12] == untaught[:12]
+    assert plan[0] == {"window": None, "length": 2048} and plan[:10] == untaught[:10]
     assert {item["window"] for item in plan} == {None, *linearise_study.WINDOWS}
-    assert all(item["modes"] for item in plan if item.get("taught", "no") != "no")
+    stages = [item["taught"] for item in plan if item.get("taught", "no") != "no" and item["length"] == 2048]
+    assert stages == ["layers", "whole", "whole", "layers", "whole", "layers", "whole", "long"]
     assert len({tuple(sorted(map(str, item.items()))) for item in plan}) == len(plan)
 
 
-@pytest.mark.slow
-def test_a_run_of_each_kind_and_its_table(tmp_path, monkeypatch):
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    """The study of a small Llama, short texts and few steps."""
     save_llama(tmp_path / "llama", num_key_value_heads=2)
     text_data.train_tokenizer(some_documents(), vocab_size=300).save_pretrained(tmp_path / "llama")
     text = pa.table({"text": [" ".join(some_documents(40))] * 3 + some_documents(100)})
     for name in ("longdocs/test", "corpus/wiki/train-000", "corpus/books/train-000"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         parquet.write_table(text, tmp_path / f"{name}.parquet")
-    changes = {"TEXTS": {48: 2}, "LENGTH": 48, "MODES": 6, "TOKENS_A_STEP": 48}
-    changes |= {"TEACHING": {"layers": 96, "whole": 96, "long": 96}, "LENGTHS": {"layers": "24,48", "long": "48"}}
+    changes = {
+        "TEXTS": {48: 2},
+        "LENGTH": 48,
+        "MODES": 6,
+        "TOKENS_A_STEP": dict.fromkeys(linearise_study.TEACHING, 48),
+        "HELD_OUT_BYTES": 2000,
+    }
+    changes |= {
+        "TEACHING": {"layers": 96, "whole": 192, "long": 96},
+        "LENGTHS": {"layers": "24,48", "whole": "24,48", "long": "48"},
+    }
+    changes |= {"HOW": ("--bf16", "--save-steps", 1)}
     for name, value in changes.items():
         monkeypatch.setattr(linearise_study, name, value)
-    study = linearise_study.Study(tmp_path, tmp_path / "runs", str(tmp_path / "llama"))
+    return linearise_study.Study(tmp_path, tmp_path / "runs", str(tmp_path / "llama"))
+
+
+def table_of(rows: list[dict]) -> str:
+    return linearise_study.table({"runs": rows, "machine": harness.machine() | {"command": "x"}})
+
+
+@pytest.mark.slow
+def test_a_run_of_each_kind_and_its_table(tmp_path, study):
     kind = linearise_study.kind
-    runs = [kind(), kind(8, sinks=0), kind(8, modes=6), kind(8, modes=6, taught="whole")]
+    runs = [kind(), kind(8, sinks=0), kind(8, modes=6), kind(8, modes=6, taught="whole"), kind(8, taught="whole")]
+    runs += [kind(8, modes=linearise_study.LINEAR, taught="layers")]
     rows = [item | study.run(**item) for item in runs]
     llama = LlamaForCausalLM.from_pretrained(tmp_path / "llama").eval()
-    texts = measure.beginnings(study.tokenizer, text.column("text").to_pylist(), 2, 48)
+    texts = measure.beginnings(study.tokenizer, list(text_data.read_documents([str(tmp_path / "longdocs")])), 2, 48)
     expected = measure.nats_by_position(llama, texts).double().mean().exp().item()
     assert rows[0]["perplexity"]["all"] == pytest.approx(expected, rel=1e-5)
-    assert sorted(x.name for x in (tmp_path / "runs").iterdir()) == ["window-8-0-whole"]
-    again = study.run(**runs[-1])  # what was taught is there
-    assert again["perplexity"] == rows[-1]["perplexity"]
-    table = linearise_study.table({"runs": rows, "machine": harness.machine() | {"command": "x"}})
+    assert sorted(x.name for x in (tmp_path / "runs").iterdir()) == [
+        "window-8-kept-0-modes-0-untaught",
+        "window-8-kept-0-modes-0-whole",
+        "window-8-kept-0-modes-6-layers",
+        "window-8-kept-0-modes-6-untaught",
+        "window-8-kept-0-modes-6-whole",
+        "window-8-kept-0-modes-linear-layers",
+        "window-8-kept-0-modes-linear-untaught",
+    ]
+    again = study.run(**runs[3])  # what was taught is there
+    assert again["perplexity"] == rows[3]["perplexity"] and (again["tokens"], rows[4]["tokens"]) == (288, 192)
+    table = table_of(rows)
     for label in (
         "everything (the Llama)",
         "the last 8 tokens alone",
         "the last 8 tokens and the first 4, state of 6 modes, untaught",
-        "the last 8 tokens and the first 4, state of 6 modes, taught (whole)",
+        "the last 8 tokens and the first 4, state of 6 modes, taught (whole, 288 tokens)",
+        "the last 8 tokens and the first 4, taught (whole, 192 tokens)",
+        "the last 8 tokens and the first 4, linear attention of equal state, taught (layers, 96 tokens)",
     ):
         assert f"| {label} |" in table
+
+
+def test_a_stage_that_was_stopped_is_measured_as_far_as_it_came_and_goes_on(tmp_path, study, monkeypatch):
+    item = linearise_study.kind(8, modes=6, taught="whole")
+    monkeypatch.setattr(linearise_study, "plan", lambda runs: iter([linearise_study.kind(), item]))
+    record = {"runs": [{**linearise_study.kind(), "perplexity": {"0-256": 9.0, "all": 9.0}}]}
+    linearise_study.measure_so_far(record, study)
+    assert len(record["runs"]) == 1  # nothing was stopped
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        stop_at(patched, 5)  # in the third step of the second stage
+        study.run(**item)
+    for _ in range(2):
+        linearise_study.measure_so_far(record, study)
+    assert [run.get("taught") for run in record["runs"]] == [None, "whole so far"]
+    assert record["runs"][1]["tokens"] == 96 + 2 * 48
+    assert "state of 6 modes, taught (whole so far, 192 tokens) |" in table_of(record["runs"])
+    record["runs"].append(item | study.run(**item))
+    assert record["runs"][2]["tokens"] == 288 and record["runs"][2]["perplexity"] != record["runs"][1]["perplexity"]
+    said = table_of(record["runs"])
+    assert "taught (whole, 288 tokens) |" in said and "so far" not in said
+    whole = linearise_study.Study(tmp_path, tmp_path / "others", str(tmp_path / "llama")).run(**item)
+    assert whole["perplexity"] == record["runs"][2]["perplexity"]
+
+
+def test_linear_attention_has_a_state_as_large_and_is_its_definition(tmp_path):
+    llama = save_llama(tmp_path / "llama", num_key_value_heads=2)
+    assert main(["from-llama", str(tmp_path / "llama"), str(tmp_path / "w"), "--window", "8", "--state-size", "6"]) == 0
+    linear_window.with_linear_attention(tmp_path / "llama", tmp_path / "w", tmp_path / "linear")
+    windows, linear = (AutoModelForCausalLM.from_pretrained(tmp_path / x).eval() for x in ("w", "linear"))
+    shapes = [torch.Size(m.model.layers[1].token_mixer.kept_shapes[-1]).numel() for m in (windows, linear)]
+    assert shapes[0] == shapes[1] and linear.config.token_mixers == ["linear_window"] * 3
+    with torch.no_grad():
+        within = linear(ids(12)).logits
+        torch.testing.assert_close(within, llama(ids(12)).logits, rtol=1e-5, atol=1e-4)
+        whole, cache, pieces = linear(ids(40)).logits, None, []
+        for piece in ids(40).split([20, 1, 19], dim=1):
+            output = linear(piece, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            pieces.append(output.logits)
+    torch.testing.assert_close(torch.cat(pieces, dim=1), whole, rtol=1e-4, atol=1e-4)
+    recurrence = linear.model.layers[1].token_mixer.recurrence
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 9, n, d, generator=generator) for n, d in ((4, 5), (2, 5), (2, 3)))
+    state, decay, wanted = torch.zeros(2, 3, 5), torch.exp(-recurrence.log_dt.exp()), []
+    for q, k, v in zip(query[0], key[0], value[0]):
+        state = decay[:, None, None] * state + v[:, :, None] * k[:, None]
+        wanted.append((state.repeat_interleave(2, dim=0) @ q[..., None])[..., 0])
+    torch.testing.assert_close(recurrence(query, key, value)[0][0], torch.stack(wanted))
 
 
 def test_what_is_said_of_a_real_llama_in_windows():
@@ -98,4 +179,11 @@ def test_what_is_said_of_a_real_llama_in_windows():
         if modes:
             without = found[window, sinks, 0]
             assert all(0.98 * without[place] < x <= without[place] for place, x in with_state.items())
-    assert not any(run.get("taught", "no") != "no" for run in runs)  # the page says so
+    page = (harness.RESULTS / "linearise_study.md").read_text()
+    taught = [run for run in runs if run.get("taught", "no") != "no"]
+    assert ("Nothing here is taught yet" in page) == (not taught)
+    for run in taught:  # a state is never worse than the window alone
+        assert run["tokens"] > 0 and (f"{run['tokens']:,} tokens" in page or run["taught"].endswith("so far"))
+        alone = found.get((run["window"], 4, 0))
+        if alone is not None and run["length"] == 2048 and run["modes"]:
+            assert all(x <= 1.001 * alone[place] for place, x in run["perplexity"].items())

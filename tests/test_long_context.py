@@ -284,6 +284,11 @@ def test_impossible_numbers(capsys, folder, text, option, value, message):
     assert message in refusal(capsys, folder, text, option, value)
 
 
+def test_questions_that_cannot_be_asked(capsys, folder, text):
+    assert "has no chat template to --ask with: use --prompt" in refusal(capsys, folder, text, "--ask", "Who?")
+    assert "in place of --prompt: name one" in refusal(capsys, folder, text, "--ask", "Who?", "--prompt", "a")
+
+
 def test_no_number(folder, text, capsys):
     with pytest.raises(SystemExit) as stopped:
         long_context.main([str(folder), str(text), "--chunk", "many"])

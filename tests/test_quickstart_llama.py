@@ -27,6 +27,8 @@ def test_a_llama_is_converted_taught_measured_asked_and_saved(llama, tmp_path, m
     monkeypatch.setattr(quickstart_llama, "STEPS", 2)
     monkeypatch.setattr(quickstart_llama, "LONG", (512, 2048))
     monkeypatch.setattr(quickstart_llama, "SECONDS", 0.0)
+    assert quickstart_llama.is_faster_in_bfloat16() in (True, False)
+    monkeypatch.setattr(quickstart_llama, "is_faster_in_bfloat16", lambda: True)
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": document}) + "\n" for document in some_documents(200)))
     output = tmp_path / "deep" / "out"
@@ -39,6 +41,7 @@ def test_a_llama_is_converted_taught_measured_asked_and_saved(llama, tmp_path, m
     assert "Asked: alpha" in said
     results = json.loads((output / "results.json").read_text())
     assert list(results["perplexity"]) == ["teacher", "untaught", "layers"] and results["steps"]["layers"] == 2
+    assert results["bf16"] is True
     sizes = {name: [x["bytes"] for x in found.values()] for name, found in results["decoding"].items()}
     assert sizes["teacher"][1] == 4 * sizes["teacher"][0] and sizes["layers"][1] == sizes["layers"][0]
     assert str(tmp_path) not in (output / "results.json").read_text()

@@ -26,7 +26,7 @@ CLASSES = {
     "AutoModelForSequenceClassification": InterdomainForSequenceClassification,
 }
 AUTO_MAP = {
-    "AutoConfig": "modeling_interdomain.InterdomainConfig",
+    "AutoConfig": "configuration_interdomain.InterdomainConfig",
     "AutoModel": "modeling_interdomain.InterdomainModel",
     "AutoModelForCausalLM": "modeling_interdomain.InterdomainForCausalLM",
     "AutoModelForSequenceClassification": "classifier_interdomain.InterdomainForSequenceClassification",

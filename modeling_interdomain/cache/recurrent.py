@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from .rollback import Pending, Piece, Record, Snapshot, check_crop, copied, detached, map_states, own_constants
+from .rollback import Piece, Record, Snapshot, check_recorded, copied, detached, map_states, own_constants
 
 
 class FixedSize:
@@ -50,6 +50,23 @@ class FixedSize:
             return None, None
         raise ValueError(f"This layer keeps {self.what}, not all keys and values: its mixer writes it as a whole.")
 
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise if `crop` with this argument cannot be done, before anything is changed."""
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop takes 0 or a negative number of tokens for {self.what}, got {tokens_to_remove}; pass -n to take "
+                "the last n back."
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last `-tokens_to_remove` tokens (0 takes none), as the library's caches count them."""
+        self.check_crop(tokens_to_remove)
+        if tokens_to_remove:
+            self._take_back(-tokens_to_remove)
+
+    def _take_back(self, tokens: int) -> None:
+        raise NotImplementedError
+
     def offload(self) -> None:
         device = self.device
         self.to("cpu")
@@ -60,7 +77,7 @@ class FixedSize:
 
 
 def _committed(name: str) -> Any:
-    """Tensors under a name of the library's layers, which nobody reads while inputs are pending."""
+    """The library's name for these tensors, which cannot be read while inputs are pending."""
 
     def read(layer):
         if layer.pending:
@@ -74,18 +91,18 @@ def _committed(name: str) -> Any:
 
 
 class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin):
-    """What the convolutions of a layer read of earlier tokens, `conv_states` `[B, W, kernel - 1]`, its `states` by
-    name, `[B, ...]` each, and how many tokens it has seen.
+    """The last inputs of the convolutions, `conv_states` `[B, W, kernel - 1]`, the `states` by name, `[B, ...]` each,
+    and how many tokens were read.
 
     The tensors are made by the first forward and then overwritten in place, so their addresses stay. While recording
-    (`activate_past_recording`), the layer also keeps what at least the last `2 * max_rollback` tokens put in, and what
-    it held before them (`Record`): `crop(-n)` then replays all but the last n at once, with the parameters that they
-    were read with, and after `max_rollback` tokens were taken back as many can be once more.
+    (`activate_past_recording`), the layer also keeps the inputs of at least the last `2 * max_rollback` tokens and what
+    it held before them (`Record`): `crop(-n)` replays all but the last n of them, with the parameters that they were
+    read with. After `max_rollback` tokens were taken back, as many more can be.
 
-    A few tokens together are a draft more often than not, of which most are taken back once they are verified. Their
-    inputs are recorded and left pending: the states do not move until `commit()` lets them take in what is left.
-    Whoever reads a state calls `commit()` first. A mixer that can verify a draft from `resting_state` and the pending
-    inputs need not; it says beforehand what it will read them with (`commit_unless`).
+    A forward of a few tokens usually verifies a draft, of which most is then taken back. So its inputs are recorded and
+    left pending: the states move when `commit()` replays those that remain. Whoever reads a state calls `commit()`
+    first, except a mixer that verifies a draft from `resting_state` and the pending inputs; it says beforehand which
+    constants it reads them with (`commit_unless`).
     """
 
     kind, what = "recurrent", "a recurrent state"
@@ -94,10 +111,10 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
     _conv_states: dict[int, torch.Tensor]
     _recurrent_states: dict[int, torch.Tensor]
     paused = False  # recording goes on later
-    torn = False  # it is being written, or a forward was broken off while it was
-    pending = 0  # of the last recorded tokens those that are pending
-    _may_defer = False  # whether the mixer that records commits before it reads
-    # What moves the state on, as it was given last, and a record's own copies of it.
+    torn = False  # being written, or left so by a forward that was broken off
+    pending = 0  # how many of the last recorded tokens are pending
+    _may_defer = False  # whether the mixer that records promises to commit before it reads
+    # What moves the state on: as it was given last, and a record's own copies.
     _constants: tuple[tuple[torch.Tensor, ...] | None, tuple[torch.Tensor, ...]] = None, ()
 
     def __init__(
@@ -140,7 +157,7 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
     def commit(self) -> None:
         """Let conv state and states take in the pending inputs."""
         if self.pending:
-            found = Pending(self.recorded, self.pending).replayed(*self._stored())
+            found = self.recorded.after_last(self.pending, *self._stored())
             self.pending = 0
             self._store_all(*found)
 
@@ -153,17 +170,17 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
         return list(self._conv_states.values()), dict(zip(self.state_names, self._recurrent_states.values()))
 
     def commit_unless(self, constants: tuple[torch.Tensor, ...]) -> None:
-        """Commit if the pending inputs were read with other constants than these, which come next."""
+        """Commit if the pending inputs were read with other constants than these, with which the next forward reads."""
         if self.pending and self._known(constants) is not self.recorded.pieces[-1].constants:
             self.commit()
 
     def _known(self, constants: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """A record's own of these, the same ones as long as they do not change."""
+        """A record's own copies of these, the same objects as long as the values do not change."""
         self._constants = own_constants(constants, self._constants)
         return self._constants[1]
 
     def defers(self, tokens: int) -> bool:
-        """Whether a recorded forward of so many tokens leaves conv state and states as they are, its inputs pending."""
+        """Whether a recorded forward of so many tokens leaves its inputs pending, and conv state and states alone."""
         if not self.record_past or torch.compiler.is_compiling() or not self.has_previous_state[0]:
             return False
         return (tokens > 1 or self.pending > 0) and self.pending + tokens <= self.max_rollback
@@ -171,7 +188,7 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
     @property
     def pads_pending(self) -> bool:
         """Whether a pad is among the pending inputs."""
-        return self.pending > 0 and Pending(self.recorded, self.pending).has_pads
+        return self.pending > 0 and not bool(self.recorded.last(self.pending)[-1].all())
 
     @property
     def resting_state(self) -> torch.Tensor:
@@ -185,21 +202,21 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
         conv_state = list(self._conv_states.values())
         if not self.pending or not conv_state:
             return conv_state
-        return Pending(self.recorded, self.pending).replayed(conv_state, None)[0]
+        return self.recorded.after_last(self.pending, conv_state, None)[0]
 
     def newest(self, tokens: int) -> tuple[torch.Tensor, ...]:
         """`Piece.inputs` of the last `tokens` recorded tokens: at most the pending and the new ones."""
-        return Pending(self.recorded, tokens).inputs
+        return self.recorded.last(tokens)
 
     # What the mixer reads and writes.
 
     def lazy_initialization(self, conv_state: list[torch.Tensor], states: dict[str, torch.Tensor]) -> None:
-        """Make zero tensors shaped like these, in place from now on."""
+        """Make zeros of these shapes, which are written in place from now on."""
         first = next(iter(states.values()))
         self.device, self.dtype, self.batch_size = first.device, self.state_dtype, first.shape[0]
         self.state_names = tuple(states)
         self.kept_shapes = [tuple(x.shape[1:]) for x in (*conv_state, *states.values())]
-        # In the order in memory that the convolution gives and likes.
+        # In the memory layout that convolutions give and read.
         self.conv_states = {i: torch.zeros_like(w) for i, w in enumerate(conv_state)}
         self.recurrent_states = {
             i: torch.zeros_like(
@@ -252,7 +269,7 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
         self.torn = False
 
     def thaw(self) -> None:
-        """Replace tensors made in inference mode, which cannot be changed outside of it."""
+        """Outside of inference mode, replace tensors that were made in it and cannot be changed."""
         if not self.is_initialized or torch.compiler.is_compiling():
             return
         if self._recurrent_states[0].is_inference() and not torch.is_inference_mode_enabled():
@@ -271,7 +288,7 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """Everything that the next token reads, `[B, ...]` each, by a name that says its place.
 
-        A layer that keeps more than conv state and states adds it here, and takes it back in `restore`.
+        A subclass that keeps more than conv state and states adds it here, and takes it back in `restore`.
         """
         self.commit()
         named = {f"windows.{i}": window for i, window in self.conv_states.items()}
@@ -297,7 +314,7 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
         for i, new in enumerate(_store_together(list(self._conv_states.values()), conv_state)):
             self._conv_states[i] = new
         for i, name in enumerate(self.state_names):
-            if states[name] is not self._recurrent_states[i]:  # as it is after a step, which writes into it
+            if states[name] is not self._recurrent_states[i]:  # a step has written into it already
                 self._recurrent_states[i] = _store(self._recurrent_states[i], states[name])
 
     def update_conv_state(self, *args, **kwargs):
@@ -319,10 +336,10 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
         first: dict[str, torch.Tensor] | None = None,
         defer: bool = False,
     ) -> None:
-        """Note what a forward is about to put in, see `Piece` and `Record`; called before `write`.
+        """Record what a forward is about to put in, see `Piece` and `Record`; called before `write`.
 
-        `first` are the states of a layer that has seen nothing, where they are not zeros. With `defer` the inputs of
-        few tokens may stay pending: the mixer promises to call `commit` before it reads a state.
+        `first` are the states that a text begins with, where they are not zeros. With `defer` the inputs of few tokens
+        may stay pending: the mixer promises to call `commit` before it reads a state.
         """
         self.commit_unless(constants)
         piece = Piece(tuple(map(detached, inputs)), self._known(constants))
@@ -341,7 +358,7 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
         self.kept = max(self.max_rollback, count if self.is_initialized else 0)
 
     def _copies(self) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        """Of conv state and states as they are now."""
+        """Copies of conv state and states as they are now."""
         conv_state, states = self._stored()
         return [copied(x) for x in conv_state], map_states(copied, states)
 
@@ -353,33 +370,30 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
         self.recorded = self.recorded.without_first(tokens, *self._stored())
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """Raise if `crop` with this argument cannot be done, before anything is changed."""
-        check_crop(tokens_to_remove, self.record_past, self.recorded, self.cumulative_length)
+        super().check_crop(tokens_to_remove)
+        if tokens_to_remove:
+            check_recorded(-tokens_to_remove, self.record_past, self.recorded, self.cumulative_length)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last `-tokens_to_remove` tokens (0 takes none), as the library's caches count them."""
-        self.check_crop(tokens_to_remove)
-        if tokens_to_remove == 0:
-            return
-        kept = self.recorded.tokens + tokens_to_remove
+    def _take_back(self, tokens: int) -> None:
+        kept = self.recorded.tokens - tokens
         if not kept and self.recorded.conv_state is None:
-            self.reset()  # the text is to begin anew, with what it would begin with now
+            self.reset()  # the text begins anew, with what a text begins with now
             return
         self.recorded = self.recorded.first(kept)
-        if -tokens_to_remove <= self.pending:
-            self.pending += tokens_to_remove
+        if tokens <= self.pending:
+            self.pending -= tokens
         else:
             self.pending = 0
             self.thaw()
             self._store_all(*self.recorded.after(kept, *self._stored()))
-        self.cumulative_length += tokens_to_remove
+        self.cumulative_length -= tokens
 
     def reset(self) -> None:
         self.pending, self.torn = 0, False
         self.thaw()
         if self.is_initialized:
             for stored in (self._conv_states, self._recurrent_states):
-                for i, x in stored.items():  # one with a gradient belongs to the forward that wrote it
+                for i, x in stored.items():  # one with a gradient is part of the graph of the forward that wrote it
                     stored[i] = torch.zeros_like(x) if x.requires_grad else x.zero_()
         self.recorded = None
         self.has_previous_state[0] = False
@@ -406,14 +420,14 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
             self.conv_states = {i: w.to(dtype) if w.is_floating_point() else w for i, w in self.conv_states.items()}
 
     def _map(self, function) -> None:
-        """Apply to every tensor with a batch axis; what is pending stays so."""
+        """Apply to every tensor with a batch axis; pending inputs stay pending."""
         self._conv_states = {i: function(x) for i, x in self._conv_states.items()}
         self._recurrent_states = {i: function(x) for i, x in self._recurrent_states.items()}
         if self.recorded is not None:
             self.recorded = self.recorded.mapped(function)
 
     def map_rows(self, function) -> None:
-        """The same, in place where the number of rows stays, so that addresses stay."""
+        """Apply after a `commit`, in place where the number of rows stays, so that addresses stay."""
         if not self.is_initialized:
             return
         self.commit()
@@ -427,11 +441,11 @@ class RecurrentLayer(FixedSize, LinearAttentionCacheLayerMixin, CacheLayerMixin)
 
 
 class StaticRecurrentLayer(RecurrentLayer):
-    """The same with the token count as a tensor: a compiled decode step need not be compiled again as it grows."""
+    """A `RecurrentLayer` whose token count is a tensor, so that a compiled decode step serves every count."""
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
-        return not self._record_past  # a record grows, and no graph holds that
+        return not self._record_past  # a record grows, which no graph allows
 
     def __init__(self, max_cache_len: int, **kwargs):
         super().__init__(**kwargs)
@@ -459,7 +473,7 @@ def _is_differentiated(x: torch.Tensor) -> bool:
 
 
 def _store_together(buffers: list[torch.Tensor], new: list[torch.Tensor]) -> list[torch.Tensor]:
-    """As `_store` for each, in one launch on a GPU where all are copied."""
+    """`_store` for each pair, in one launch on a GPU where all are copied."""
     pairs = list(zip(buffers, new, strict=True))
     if not pairs or torch.compiler.is_compiling() or not all(_is_copied(*pair) for pair in pairs):
         return [_store(*pair) for pair in pairs]
@@ -474,7 +488,7 @@ def _store(buffer: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     if _is_copied(buffer, new):
         return buffer.copy_(new)
     if _is_differentiated(new):
-        return new.to(buffer.dtype)  # the caller differentiates through the cache
+        return new.to(buffer.dtype)  # gradients flow through the cache
     return new.to(buffer.dtype).clone()
 
 

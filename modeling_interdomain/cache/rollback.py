@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Forwards that are kept apart: joining many small tensors is slow where it must be quick, in `crop`.
+# After so many forwards their inputs are joined, because `crop` must be quick and joining many small tensors is not.
 _PIECES = 16
 _CPU = torch.device("cpu")
 
@@ -36,15 +36,15 @@ class Piece(NamedTuple):
 
 
 class Record(NamedTuple):
-    """Where a layer stood, and what it has read since. A record is not changed: methods return another.
+    """What a layer held, and what it has read since. A record is not changed: methods return another.
 
     Attributes:
-        conv_state, states: before the first recorded token. Where it was the first of all the conv state is None, and
-            the states are those that did not begin with zeros.
+        conv_state, states: before the first recorded token. If a text began there, the conv state is None, and the
+            states are those that did not begin with zeros.
         pieces: what has been read since, in turn.
-        replay: the mixer's own way to move on, `replay(conv_state, states, inputs, constants)` to new ones of both;
-            without states (None) it gives the conv state alone.
-        latest: before the latest token that came alone after several, or several too many to be deferred.
+        replay: `replay(conv_state, states, inputs, constants)` of the mixer gives both after these inputs; without
+            states (None) the conv state alone.
+        latest: before the latest forward that was not deferred and had several tokens, or followed several.
     """
 
     conv_state: list[torch.Tensor] | None
@@ -58,7 +58,7 @@ class Record(NamedTuple):
         return sum(piece.tokens for piece in self.pieces)
 
     def with_next(self, piece: Piece, pending: bool) -> "Record":
-        """With one more piece; if the tokens before it are pending, they and it become one."""
+        """The record with one more piece, joined to the one before if that is pending."""
         pieces = [*self.pieces, piece]
         if pending:
             pieces[-2:] = _joined(pieces[-2:])
@@ -67,12 +67,12 @@ class Record(NamedTuple):
         return self._replace(pieces=pieces)
 
     def first(self, tokens: int) -> "Record":
-        """Without what came after the first `tokens`."""
+        """The record of the first `tokens`."""
         latest = None if self.latest is None or self.latest.tokens > tokens else self.latest
         return self._replace(pieces=_between(self.pieces, 0, tokens), latest=latest)
 
     def without_first(self, tokens: int, conv_state: list, states: dict) -> "Record":
-        """Without the first `tokens`, see `after`. Copies, because a view would keep a long prompt in memory."""
+        """The record without the first `tokens`, see `after`; copied, for a view would keep a long prompt in memory."""
         rest = _joined(_between(self.pieces, tokens, self.tokens))
         rest = [piece._replace(inputs=tuple(x.clone() for x in piece.inputs)) for piece in rest]
         latest = self.latest
@@ -83,7 +83,7 @@ class Record(NamedTuple):
     def after(self, tokens: int, conv_state: list, states: dict) -> tuple[list, dict]:
         """Conv state and states after the first `tokens`, replayed from the nearest ones that are known.
 
-        Those that the layer holds, given here, show the shapes of what begins with zeros.
+        Those given are what the layer holds, which have the shapes of what begins with zeros.
         """
         start = 0
         if self.latest is not None and self.latest.tokens <= tokens:
@@ -98,8 +98,19 @@ class Record(NamedTuple):
                 conv_state, states = self.replay(conv_state, states, *piece)
         return conv_state, states
 
+    def last(self, tokens: int) -> tuple[torch.Tensor, ...]:
+        """`Piece.inputs` of the last tokens, which are all in the last piece."""
+        piece = self.pieces[-1]
+        first = piece.tokens - tokens
+        return tuple(x[:, first:] for x in piece.inputs) if first else piece.inputs
+
+    @torch.no_grad()
+    def after_last(self, tokens: int, conv_state: list, states: dict | None) -> tuple[list, dict | None]:
+        """Conv state and states (if they are given) after the last tokens, of those before them."""
+        return self.replay(conv_state, states, self.last(tokens), self.pieces[-1].constants)
+
     def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Record":
-        """With a function applied to every tensor that has a batch axis."""
+        """The record with a function applied to every tensor that has a batch axis."""
 
         def each(conv_state: list | None, states: dict | None) -> tuple[Any, Any]:
             mapped = None if conv_state is None else [function(x) for x in conv_state]
@@ -110,20 +121,13 @@ class Record(NamedTuple):
         return Record(*each(self.conv_state, self.states), pieces, self.replay, latest)
 
     def with_constants(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Record":
-        """With a function applied to the tensors that have no batch axis."""
+        """The record with a function applied to the tensors that have no batch axis."""
         pieces = [Piece(piece.inputs, tuple(map(function, piece.constants))) for piece in _joined(self.pieces)]
         return self._replace(pieces=pieces)
 
 
-def check_crop(tokens_to_remove: int, records: bool, record: Record | None, seen) -> None:
-    """Raise if a layer that `records` and has `seen` tokens cannot take back that many (a negative number, or 0)."""
-    if tokens_to_remove > 0:
-        raise ValueError(
-            f"crop takes 0 or a negative number of tokens for a recurrent state, got {tokens_to_remove}; pass -n "
-            "to take the last n back."
-        )
-    if tokens_to_remove == 0:
-        return
+def check_recorded(tokens: int, records: bool, record: Record | None, seen) -> None:
+    """Raise if a layer that `records` and has `seen` tokens cannot take back this many."""
     if not records:
         raise ValueError(
             "crop needs the past: call activate_past_recording() on the cache before the first forward, and before "
@@ -135,34 +139,35 @@ def check_crop(tokens_to_remove: int, records: bool, record: Record | None, seen
             "are to be taken back; a mixer of one's own calls `layer.record` before `layer.write`."
         )
     available = 0 if record is None else record.tokens
-    if -tokens_to_remove > available:
+    if tokens > available:
         raise ValueError(
-            f"crop can take back the last {available} tokens, got {-tokens_to_remove}; raise max_rollback in the "
-            "configuration, and call activate_past_recording() before tokens that are to be taken back."
+            f"crop can take back the last {available} tokens, got {tokens}; raise max_rollback in the configuration, "
+            "and call activate_past_recording() before tokens that are to be taken back."
         )
 
 
 def own_constants(given: tuple, before: tuple) -> tuple[tuple | None, tuple]:
-    """A record's own copies of the constants `given`, beside them; `before` is what this has returned last.
+    """The constants `given`, and a record's own copies of them; `before` is what this returned last.
 
-    They are the same objects as long as the values do not change. Copies, as parameters may be among those given.
+    The copies are the same objects as long as the values do not change. They are made because parameters, which an
+    optimiser overwrites, may be among the constants.
     """
     last, own = before
     if given is not last and not _are_equal(own, given):
         own = tuple(map(copied, given))
-    # What has a gradient is made anew each time, and cannot be copied with the cache.
+    # Constants with a gradient are made anew each time, and a cache that held them could not be copied.
     return given if all(x.grad_fn is None for x in given) else None, own
 
 
 def _are_equal(own: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...]) -> bool:
-    """Whether tensors hold the same numbers, as far as that is known without waiting for a GPU."""
+    """Whether tensors are known to hold the same numbers; on a GPU, for which the CPU would wait, they are not."""
     if len(own) != len(others) or torch.compiler.is_compiling():
         return False
     return all(x.device == y.device == _CPU and torch.equal(x, y) for x, y in zip(own, others))
 
 
 def _joined(pieces: list[Piece]) -> list[Piece]:
-    """Forwards that follow each other with the same constants as one piece, along the tokens."""
+    """Pieces that follow each other with the same constants joined along the tokens."""
     found = []
     for _, run in groupby(pieces, key=lambda piece: id(piece.constants)):
         first, *rest = run
@@ -200,26 +205,3 @@ def detached(x: torch.Tensor) -> torch.Tensor:
 
 def copied(x: torch.Tensor) -> torch.Tensor:
     return detached(x).clone()
-
-
-class Pending(NamedTuple):
-    """The last `tokens` of a record, all in its last piece: those of drafts, which the states have not taken in yet."""
-
-    record: Record
-    tokens: int
-
-    @property
-    def inputs(self) -> tuple[torch.Tensor, ...]:
-        """Theirs, see `Piece.inputs`."""
-        piece = self.record.pieces[-1]
-        first = piece.tokens - self.tokens
-        return tuple(x[:, first:] for x in piece.inputs) if first else piece.inputs
-
-    @property
-    def has_pads(self) -> bool:
-        return not bool(self.inputs[-1].all())
-
-    @torch.no_grad()
-    def replayed(self, conv_state: list[torch.Tensor], states: dict[str, torch.Tensor] | None):
-        """Conv state and states after these tokens; without states the conv state alone."""
-        return self.record.replay(conv_state, states, self.inputs, self.record.pieces[-1].constants)

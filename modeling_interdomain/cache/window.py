@@ -1,4 +1,4 @@
-"""What an attention layer that keeps the keys of the largest biases holds between forwards: those of its window."""
+"""What an attention layer with a `dynamic_mask_window` holds between forwards: the keys of the largest biases."""
 
 from typing import Any
 
@@ -12,14 +12,14 @@ _NAMES = ("keys", "values", "bias", "places", "documents")
 
 
 class WindowLayer(FixedSize, CacheLayerMixin):
-    """The `window` keys a head that later tokens can see (`ops.common.window.Keys`), and how many tokens it has seen.
+    """The `window` keys a head that later tokens can see (`ops.common.window.Keys`), and how many tokens were read.
 
-    While recording (`activate_past_recording`), it also keeps the last `2 * max_rollback` tokens and what was seen
-    before them: `crop(-n)` then forgets the last n, and after `max_rollback` tokens were taken back as many can be once
-    more. Without a record that is possible until the first key has left.
+    While recording (`activate_past_recording`), it also keeps the last `2 * max_rollback` tokens and the keys that the
+    first of them saw: `crop(-n)` then drops the last n, and after `max_rollback` tokens were taken back as many more
+    can be. Without a record tokens can be taken back until the first key has left.
     """
 
-    kind, what = "window", "the keys of the largest bias"
+    kind, what = "window", "a window of keys"
     keys: Any
     values: Any
 
@@ -57,10 +57,10 @@ class WindowLayer(FixedSize, CacheLayerMixin):
         return self.max_rollback + max(self.max_rollback, together)
 
     def store(self, keys: Keys, tokens: int, kept: int, whole: bool) -> None:
-        """After `tokens` more tokens: what `best` has chosen, the last `kept` in it, or the `whole` sequence."""
+        """Hold the keys after `tokens` more: what `best` chose, among it the last `kept`, or the `whole` text."""
         if not self.is_initialized:
             self.lazy_initialization(keys.key, keys.value)
-        self.cumulative_length += tokens  # first, so that it shows where this is broken off
+        self.cumulative_length += tokens  # first, so that a forward broken off after it is noticed
         self._set(keys)
         self.available = self.available + tokens if whole else min(self.available + tokens, kept)
 
@@ -83,12 +83,7 @@ class WindowLayer(FixedSize, CacheLayerMixin):
         self.record_past = True
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """Raise if `crop` with this argument cannot be done, before anything is changed."""
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"crop takes 0 or a negative number of tokens for a window of keys, got {tokens_to_remove}; pass -n to "
-                "take the last n back."
-            )
+        super().check_crop(tokens_to_remove)
         if -tokens_to_remove > self.available:
             raise ValueError(
                 f"crop can take back the last {self.available} tokens, got {-tokens_to_remove}: the keys before them "
@@ -96,14 +91,10 @@ class WindowLayer(FixedSize, CacheLayerMixin):
                 "in the configuration."
             )
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last `-tokens_to_remove` tokens (0 takes none), as the library's caches count them."""
-        self.check_crop(tokens_to_remove)
-        if tokens_to_remove == 0:
-            return
-        self.map_rows(lambda x: x[:, :, :tokens_to_remove])
-        self.cumulative_length += tokens_to_remove
-        self.available += tokens_to_remove
+    def _take_back(self, tokens: int) -> None:
+        self.map_rows(lambda x: x[:, :, :-tokens])
+        self.cumulative_length -= tokens
+        self.available -= tokens
 
     def reset(self) -> None:
         for name in _NAMES:
@@ -114,11 +105,13 @@ class WindowLayer(FixedSize, CacheLayerMixin):
     # Devices and dtypes.
 
     def to(self, device=None, dtype: torch.dtype | None = None) -> None:
-        self.map_rows(lambda x: x.to(device))
-        if dtype is not None and self.is_initialized:
+        if not self.is_initialized:
+            return
+        for name, x in self.named_tensors().items():
+            setattr(self, name, x.to(device))
+        if dtype is not None:
             self.keys, self.values, self.dtype = self.keys.to(dtype), self.values.to(dtype), dtype
-        if self.is_initialized:
-            self.device = self.keys.device
+        self.device = self.keys.device
 
     def map_rows(self, function) -> None:
         if self.is_initialized:
@@ -126,7 +119,7 @@ class WindowLayer(FixedSize, CacheLayerMixin):
 
 
 class StaticWindowLayer(WindowLayer):
-    """The same with fixed addresses, room for the window from the start, and the token count as a tensor."""
+    """A `WindowLayer` with all its room from the start, written in place, and the token count as a tensor."""
 
     is_compileable = True
 
@@ -143,7 +136,7 @@ class StaticWindowLayer(WindowLayer):
         return 0
 
     def make_room(self, keys: Keys) -> None:
-        """Keys of no document, shaped like these, in place from now on."""
+        """Make a window of keys of no document, shaped like these, which is written in place from now on."""
         self.lazy_initialization(keys.key, keys.value)
         shape = (*keys.bias.shape[:2], self.window)
         self.keys, self.values = (x.new_zeros(*shape, x.shape[-1]) for x in keys[:2])
@@ -158,7 +151,7 @@ class StaticWindowLayer(WindowLayer):
         if not self.is_initialized:
             self.make_room(keys)
             keys = best(self.held().then(keys), self.window)
-        self.cumulative_length.add_(tokens)  # first, so that it shows where this is broken off
+        self.cumulative_length.add_(tokens)  # first, as in the base class
         self._set(keys)
 
     def _set(self, keys: Keys) -> None:
@@ -181,9 +174,6 @@ class StaticWindowLayer(WindowLayer):
         self.cumulative_length.zero_()
 
     def to(self, device=None, dtype: torch.dtype | None = None) -> None:
-        if not self.is_initialized:
-            return
-        self.keys, self.values, self.bias, self.places, self.documents = (x.to(device) for x in self.tensors())
-        if dtype is not None:
-            self.keys, self.values, self.dtype = self.keys.to(dtype), self.values.to(dtype), dtype
-        self.device, self.cumulative_length = self.keys.device, self.cumulative_length.to(device)
+        super().to(device, dtype)
+        if self.is_initialized:
+            self.cumulative_length = self.cumulative_length.to(device)

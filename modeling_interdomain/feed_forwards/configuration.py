@@ -1,7 +1,8 @@
-"""What a configuration says of feed-forward layers with experts, "cdmoe"."""
+"""The names of feed-forward layers in a configuration, and what it says of those with experts, "cdmoe"."""
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from ..layers.configuration import ModelFields
 
@@ -44,27 +45,43 @@ class ExpertFields(ModelFields):
     expert_score: str = "raw"
     aux_loss_coef: float = 0.001
 
-    def complete_experts(self) -> None:
-        """Fill in the sizes of the paper's models."""
-        if self.num_experts is None:
-            self.num_experts = 4 * self.hidden_size
-        if self.expert_heads is None:
-            self.expert_heads = max(1, self.hidden_size // 256)
-        if self.experts_per_head is None:
-            self.experts_per_head = 2 * self.expert_heads
 
-    def check_experts(self) -> None:
+class ExpertSpecification:
+    """What "cdmoe" layers have a configuration complete and check."""
+
+    @staticmethod
+    def complete_config(config) -> None:
+        """Fill in the sizes of the paper's models."""
+        if config.num_experts is None:
+            config.num_experts = 4 * config.hidden_size
+        if config.expert_heads is None:
+            config.expert_heads = max(1, config.hidden_size // 256)
+        if config.experts_per_head is None:
+            config.experts_per_head = 2 * config.expert_heads
+
+    @staticmethod
+    def check_config(config) -> None:
         """A head can find as many experts as it shall."""
         for name in ("num_experts", "expert_heads", "experts_per_head", "expert_key_dim"):
-            value = getattr(self, name)
+            value = getattr(config, name)
             if value is None or value < 1:
                 raise ValueError(f'{name} must be a positive integer for "cdmoe" layers, got {value}.')
-        if self.expert_key_dim % 2:
-            raise ValueError(f"expert_key_dim must be even, one half for each product key; got {self.expert_key_dim}.")
-        rows, columns = factor_pair(self.num_experts)
-        if rows < self.experts_per_head:
+        if config.expert_key_dim % 2:
             raise ValueError(
-                f"num_experts = {self.num_experts} makes a grid of {rows} x {columns} product keys, of which a head "
-                f"cannot find experts_per_head = {self.experts_per_head}: choose a num_experts with two factors of "
+                f"expert_key_dim must be even, one half for each product key; got {config.expert_key_dim}."
+            )
+        rows, columns = factor_pair(config.num_experts)
+        if rows < config.experts_per_head:
+            raise ValueError(
+                f"num_experts = {config.num_experts} makes a grid of {rows} x {columns} product keys, of which a head "
+                f"cannot find experts_per_head = {config.experts_per_head}: choose a num_experts with two factors of "
                 "at least as many, such as a square."
             )
+
+
+# `registry.py` puts the classes themselves in their places. None: the layer ends with its token mixer.
+FEED_FORWARDS: dict[str, Any] = {
+    "mlp": object,  # which has nothing to say
+    "cdmoe": ExpertSpecification,
+    "none": None,
+}

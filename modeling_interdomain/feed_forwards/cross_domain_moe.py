@@ -17,10 +17,10 @@ from ..ops.experts.entry import (
     read_rows,
     sum_rows,
 )
-from .configuration import factor_pair
+from .configuration import ExpertSpecification, factor_pair
 
 
-class CrossDomainMoE(DecodeTables):
+class CrossDomainMoE(ExpertSpecification, DecodeTables):
     """`phi + sum over h heads and k experts of act((z . down) s) up`, with the shared MLP `phi = down(act(up(x)))`.
 
     z, which also queries the product keys, is phi ("cross_domain": the experts continue where the MLP ends) or x
@@ -50,14 +50,6 @@ class CrossDomainMoE(DecodeTables):
         self.expert_up = nn.Parameter(torch.empty(config.num_experts, width))
         self.chosen = ChosenExperts()
         self.start_parameters(config)
-
-    @staticmethod
-    def complete_config(config) -> None:
-        config.complete_experts()
-
-    @staticmethod
-    def check_config(config) -> None:
-        config.check_experts()
 
     @torch.no_grad()
     def start_parameters(self, config) -> None:

@@ -8,14 +8,14 @@ from transformers.activations import ACT2FN
 from ..layers.common import FULL_PRECISION, is_plain, is_untouched, project, project_all, residual_projection
 from ..ops.common.cpu import multiplies_in_tiles
 
-# Numbers between the projections that are made at a time: few enough to stay in a cache that cores share, many enough
-# that packing the weights for each product does not count.
+# Numbers of the hidden layer that are made at a time: few enough to stay in a cache that cores share, many enough that
+# packing the weights for each product does not count.
 _NUMBERS = 1 << 21
-# Tiles want more rows: of 640 to 1,280 some products of bfloat16 take twice the time a row that they take of 2,048.
+# With tiles more: some products in bfloat16 take twice as long a row with 640 to 1,280 rows as with 2,048.
 _NUMBERS_IN_TILES = 1 << 22
 # Numbers of tokens for which calls count more than memory.
 _FEW = 1 << 15
-# The library has a class of its own for "silu", and PyTorch's for "swish".
+# Transformers has a class of its own for "silu", and uses PyTorch's for "swish".
 _SILU = {type(ACT2FN[name]) for name in ("silu", "swish")}
 
 
@@ -38,8 +38,8 @@ class InterdomainMLP(nn.Module):
         return project(self.down_proj, self.act_fn(gate) * up)
 
     def _is_plain(self, x: torch.Tensor) -> bool:
-        own = self.gate_proj, self.up_proj, self.down_proj
-        if not is_plain(x, x.dtype) or not self._opens_with_silu(x.device):
+        own, kind = (self.gate_proj, self.up_proj, self.down_proj), type(self.act_fn)
+        if not is_plain(x, x.dtype) or kind not in _SILU or not is_untouched(self.act_fn, kind, x.device):
             return False
         if x.dtype not in (*FULL_PRECISION, torch.bfloat16):
             return False
@@ -47,12 +47,8 @@ class InterdomainMLP(nn.Module):
             return False
         return all(is_untouched(p, nn.Linear, x.device) and p.bias is None and p.weight.dtype == x.dtype for p in own)
 
-    def _opens_with_silu(self, device: torch.device) -> bool:
-        kind = type(self.act_fn)
-        return kind in _SILU and is_untouched(self.act_fn, kind, device)
-
     def _by_pieces(self, x: torch.Tensor) -> torch.Tensor:
-        """Of `[N, hidden_size]`, some tokens at a time in the same memory: fresh one costs as much as an activation."""
+        """`[N, hidden_size]`, some tokens at a time in the same memory: fresh memory costs as much as an activation."""
         gate, up, down = (p.weight.mT for p in (self.gate_proj, self.up_proj, self.down_proj))
         numbers = _NUMBERS_IN_TILES if multiplies_in_tiles(x) else _NUMBERS
         size = min(max(1, numbers // gate.shape[1]), x.shape[0])

@@ -12,7 +12,7 @@ import torch
 from transformers import LogitsProcessorList
 
 from ..model_cache.cache import InterdomainCache
-from .prompt_store import begin_reading, on_cpu, put_after, store_of
+from .prompt_store import begin_reading, on_cpu, put_after, read_on, store_of
 from .slots import Slots
 
 # Options of `generate` that end or change a text, or return more about it; batching has none of them.
@@ -21,9 +21,12 @@ _UNHEEDED = (
     *("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states"),
 )
 ROWS = 8  # in flight at once, where nobody asks for another number
-# Options that need several rows a prompt, or another way to write than one token a row and step.
-_SINGLE = ("num_beams", "num_return_sequences", "prompt_lookup_num_tokens", "assistant_early_exit", "penalty_alpha")
-_LIKE_NONE = {"num_beams": (1,), "num_return_sequences": (1,)}
+# Options that need several rows a prompt, or another way to write than one token a row and step; beside them the value
+# that asks for nothing, as None does.
+_SINGLE = {
+    **{"num_beams": 1, "num_return_sequences": 1},
+    **dict.fromkeys(("prompt_lookup_num_tokens", "assistant_early_exit", "penalty_alpha")),
+}
 
 
 class Request:
@@ -38,13 +41,13 @@ class Request:
         self.written: list[int] = []
         self.error: str | None = None
         self.cancelled = False
-        self.keep: Callable[[list], None] | None = None  # states, in the prompt store, see `put_after`
+        self.keep: Callable[[list], None] | None = None  # keeps states in the prompt store, see `put_after`
 
     def prepare(self, model, called: str, unset: dict[str, bool]) -> None:
-        """Check and set up, before it is read; a bad prompt, or one longer than its text may be, is an error.
+        """Check and set up a request before it is read; a bad prompt, or one that leaves no room, is an error.
 
         Args:
-            called: the prompt, in errors.
+            called: what errors call the prompt.
             unset: of `unset_lengths`.
         """
         check_prompt(model, called, self.prompt)
@@ -83,7 +86,7 @@ class Request:
             self.error = f"{self.name} has come to the end of the {self.room} positions that this model knows."
 
     def output(self):
-        # Imported here: a program that never asks for it does not wait for the library's engine.
+        # Imported here: only programs that batch wait for the library's engine.
         from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
         status = RequestStatus.FINISHED if self.finished else RequestStatus.DECODING
@@ -99,7 +102,7 @@ class Request:
 class Batch:
     """Requests that wait and requests in flight, which are the rows of a cache.
 
-    With a `prompt_store` of the model, a prompt costs what is new in it, and states are kept as `generate` keeps them.
+    If the model has a `prompt_store`, only what is new in a prompt is read, and states are kept as `generate` does.
 
     Args:
         model: whose layers keep states, or keys and values.
@@ -115,7 +118,6 @@ class Batch:
 
     @property
     def requests(self) -> list[Request]:
-        """All that are not finished."""
         return [request for request in (*self.active, *self.waiting) if not request.finished]
 
     @torch.no_grad()
@@ -143,39 +145,20 @@ class Batch:
             self.tell(request)
 
     def _read(self, request: Request) -> InterdomainCache:
-        """The cache after a prompt, whose next token is chosen."""
-        cache, length = InterdomainCache(self.model.config), len(request.prompt)
-
-        def read(start: int, stop: int) -> torch.Tensor:
-            for ids in request.ids[:, start:stop].split(request.config.prefill_chunk_size or stop, dim=1):
-                logits = self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-            return logits[:, -1]
-
-        reading = begin_reading(self.model, cache, request.ids)
+        """Read a prompt and choose its first token; returns the cache."""
+        cache, prompt, piece = InterdomainCache(self.model.config), request.ids, request.config.prefill_chunk_size
+        reading = begin_reading(self.model, cache, prompt, piece)
         if reading is not None:
-            reading.begin(read)
-        request.choose(read(int(cache.get_seq_length()), length))
+            reading.begin()
+        request.choose(read_on(self.model, prompt[:, int(cache.get_seq_length()) :], cache, piece))
         if reading is not None:
-            reading.finish(request.ids[:, :length])
+            reading.finish(prompt)
             request.keep = partial(put_after, self.model, reading.found)
         return cache
 
 
 def write_batch(model, prompts: Sequence[Sequence[int]], generation_config, rows: int, options: dict[str, Any]):
-    """What `generate` would write after each prompt alone: `{request id: GenerationOutput}`, in the order of prompts.
-
-    Args:
-        model: as of a `Batch`.
-        prompts: token ids of each.
-        generation_config: or None, that of the model.
-        rows: how many are in flight at once.
-        options: of `generate`, beside the configuration.
-
-    Raises:
-        ValueError: for rows, prompts and options that cannot be, before anything is read; for a text that comes to the
-            end of the positions that the model knows, when it does.
-        NotImplementedError: for models that cannot, with the reason.
-    """
+    """`generate_batch` of a model; `rows` are in flight at once, `options` those of `generate`."""
     unset = unset_lengths(model, generation_config, options)
     config, others = model._prepare_generation_config(generation_config, **options)
     if not isinstance(rows, int) or rows < 1:
@@ -206,7 +189,7 @@ def write_batch(model, prompts: Sequence[Sequence[int]], generation_config, rows
 
 
 def unset_lengths(model, generation_config, options: dict[str, Any]) -> dict[str, bool]:
-    """Whether nobody has said how long and how short a text is to be: as `generate` finds out what is then usual."""
+    """Whether the longest and shortest length are left to defaults, found out as `generate` does."""
     said = [SimpleNamespace(**options), generation_config, model.generation_config]
     return {
         f"has_default_{name}": all(getattr(where, name, None) is None for where in said)
@@ -227,8 +210,8 @@ def why_not_batched(model) -> str | None:
 
 
 def check_way(config) -> None:
-    """A way to write that is not one token a row and step is an error."""
-    if asked := [name for name in _SINGLE if getattr(config, name, None) not in (None, *_LIKE_NONE.get(name, ()))]:
+    """Refuse a way to write that is not one token a row and step, and options without effect."""
+    if asked := [name for name, usual in _SINGLE.items() if getattr(config, name, None) not in (None, usual)]:
         raise ValueError(
             f"Continuous batching writes one token a row and step: leave out {', '.join(asked)}, or use generate."
         )
@@ -237,7 +220,7 @@ def check_way(config) -> None:
 
 
 def check_prompt(model, name: str, prompt: Sequence[int]) -> None:
-    """A prompt that is no list of ids, has none, or others than the model's, is an error."""
+    """Refuse a prompt that is no list of ids, is empty or too long, or has ids that the model does not know."""
     if isinstance(prompt, str) or not hasattr(prompt, "__len__"):
         raise ValueError(
             f"{name} must be a list of token ids, got {type(prompt).__name__}; several prompts are a list of such "

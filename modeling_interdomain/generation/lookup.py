@@ -1,10 +1,10 @@
 """Prompt lookup that drafts only what is likely.
 
-The library goes on from where the last two tokens, or the last one, stand first in the text. Here it is the latest of
-the places that share most with the end of the text; and as a text that repeats itself does not end where it is being
-written, a guess runs on into itself. What came after a single token hardly ever comes again, and a guess that is wrong
-costs more than the step it was to save: a state has read what it must take back, and a CPU multiplies several rows in
-more time than one.
+The library continues from where the last two tokens, or the last one, stand first in the text. Here it is the latest of
+the places that share most tokens with the end of the text; and a draft that comes to that end goes on into itself, for
+a text that repeats itself does not stop doing so where it is being written. What followed a single token hardly ever
+follows it again, and a wrong draft costs more than the step it was to save: the state must take its tokens back, and a
+CPU takes more time for several rows than for one.
 """
 
 from typing import Any
@@ -14,19 +14,19 @@ from transformers.generation import CandidateGenerator, PromptLookupCandidateGen
 
 from ..model_cache.cache import InterdomainCache
 
-SHARED, MOST_SHARED = 2, 8  # tokens that must stand in the text before, and the most that are looked at
-# On a CPU, where a check of up to three rows takes little more than a step but that of more up to twice as long.
+SHARED, MOST_SHARED = 2, 8  # tokens that must match, and the most that are compared
+# On a CPU: verifying up to three tokens takes little more than a step, verifying more up to twice as long.
 SHARED_BY_MANY, MANY_ROWS = 3, 4
 
 
-class SparingGuesses(CandidateGenerator):
-    """A draft that a model verifies in one forward, and takes back from where it disagrees.
+class DraftGenerator(CandidateGenerator):
+    """Makes drafts, which a model verifies in one forward and takes back from where it disagrees.
 
     Args:
-        spared: the cache of that model, if it need not record what comes without guesses.
+        spared: the cache of that model, if it is to record drafts alone.
 
     Attributes:
-        max_length: of the text; a check of guesses writes one token more than these.
+        max_length: of the text; verifying a draft writes one token more than the draft has.
     """
 
     max_length: int
@@ -35,10 +35,10 @@ class SparingGuesses(CandidateGenerator):
         self.spared, self.begun = spared, False
 
     def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`[1, T]` to `[1, T + guesses]`, and the logits `[1, guesses, vocab_size]` they were drawn from, if any.
+        """`[1, T]` to `[1, T + draft]`, and the logits `[1, draft, vocab_size]` it was drawn from, if any.
 
-        Nothing is guessed with the prompt: to take guesses back all of it would be recorded and read once more; and a
-        prompt of embeddings leaves no room for them.
+        There is no draft with the prompt: to take it back, all of the prompt would have to be recorded and replayed;
+        and beside a prompt of embeddings there is no place for ids.
         """
         guess, logits = self.guess(input_ids) if self.begun else (input_ids[0, :0], None)
         self.begun = True
@@ -53,13 +53,13 @@ class SparingGuesses(CandidateGenerator):
         raise NotImplementedError
 
 
-class LikelyLookup(SparingGuesses):
-    """Guesses from the text so far.
+class LikelyLookup(DraftGenerator):
+    """Drafts from the text so far.
 
     Args:
-        lookup: the library's, whose limits hold: how many tokens are guessed, and where a text ends.
+        lookup: the library's, whose limits hold: how many tokens a draft has, and where a text ends.
         device: of the model.
-        spared: as in `SparingGuesses`. Default: None.
+        spared: as in `DraftGenerator`. Default: None.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class LikelyLookup(SparingGuesses):
 
     def likely(self, text: torch.Tensor) -> torch.Tensor:
         """What may follow on the text `[T]`."""
-        count = min(self.count, self.max_length - len(text) - 1)  # the check itself writes one more
+        count = min(self.count, self.max_length - len(text) - 1)  # verifying writes one more
         place = latest_place(text, self.shared) if count > 0 else None
         if place is None:
             return text[:0]
@@ -88,9 +88,9 @@ class LikelyLookup(SparingGuesses):
 
 
 def latest_place(text: torch.Tensor, least: int) -> int | None:
-    """The place in the text `[T]` after which it may go on again: the latest of those that share most with its end.
+    """The place in the text `[T]` from which it may go on again: the latest of those that share most with its end.
 
-    None where not even the last `least` tokens stand together before.
+    None where even the last `least` tokens do not stand together before.
     """
     last = len(text) - 1
     found = (text[:-1] == text[-1:]).nonzero()[:, 0]
@@ -108,7 +108,7 @@ def latest_place(text: torch.Tensor, least: int) -> int | None:
 def likely_guesses(
     generator: CandidateGenerator, device: torch.device, spared: InterdomainCache | None = None
 ) -> CandidateGenerator:
-    """A `LikelyLookup` for what looks guesses up in the text, unless it was asked to go on from a single token."""
+    """A `LikelyLookup` in the place of the library's prompt lookup, unless that may go on from a single token."""
     if type(generator) is not PromptLookupCandidateGenerator or generator.max_matching_ngram_size < SHARED:
         return generator
     return LikelyLookup(generator, device, spared)

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 from transformers.generation import StoppingCriteriaList
 
 from ..inputs.checks import (
-    check_beside_guesses,
+    check_beside_drafts,
     check_cache_layers,
     check_early_exit,
     check_mask,
@@ -20,18 +20,18 @@ from ..inputs.checks import (
 )
 from ..layers.versions import CACHE_NAME, takes_cache
 from ..model_cache.cache import InterdomainCache, InterdomainStaticCache
-from .lookup import SparingGuesses, likely_guesses
+from .lookup import DraftGenerator, likely_guesses
 
 # Names the store of a new model: "memory" or a folder.
 STORE_VARIABLE = "INTERDOMAIN_PROMPT_STORE"
 _OWN_CACHES = (InterdomainCache, InterdomainStaticCache)
 
-# What assisted decoding hands to itself: no other model knows it.
+# What `_assisted_decoding` passes to methods of this class alone: an assistant does not know it.
 _OWN_SETTINGS = ("holds_whole_text", "spared_cache")
 
 
 class InterdomainGenerationMixin(GenerationMixin):
-    """The library's generation, with caches of ours, guesses that pay, prompts read once and continuous batching.
+    """The library's generation, with our caches, drafts that pay, prompts read once, and continuous batching.
 
     Attributes:
         prompt_store: a `StateStore` from which `generate()` and continuous batching take what was read before, or None.
@@ -66,7 +66,7 @@ class InterdomainGenerationMixin(GenerationMixin):
         if kind in (None, "dynamic", "dynamic_full"):
             cache = InterdomainCache(self.config)
         elif kind == "static":
-            # As long as the longest so far: a compiled step need not be compiled again for a shorter text.
+            # As long as the longest so far, so that a compiled step serves shorter texts.
             asked = getattr(generation_config, "max_cache_len", None) or 0
             self._longest_cache = max(max_cache_length, asked, getattr(self, "_longest_cache", 0))
             cache = InterdomainStaticCache(self.config, max_cache_len=self._longest_cache)
@@ -81,7 +81,7 @@ class InterdomainGenerationMixin(GenerationMixin):
         model_kwargs[CACHE_NAME] = cache
 
     def _prepare_model_inputs(self, inputs=None, bos_token_id=None, model_kwargs=None):
-        """As in the library; prompts that cannot be read are named, and masks have the numbers that it counts with."""
+        """As in the library; bad prompts are refused, and masks hold 0 and 1, with which the library counts."""
         mask = model_kwargs.get("attention_mask")
         check_tensors(inputs=inputs, input_ids=model_kwargs.get("input_ids"), attention_mask=mask)
         tokens, name, model_kwargs = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
@@ -104,7 +104,7 @@ class InterdomainGenerationMixin(GenerationMixin):
         spared_cache=None,
         **kwargs,
     ):
-        """Of a whole text leave out what a user's cache has already seen, where `generate()` itself does not."""
+        """Leave out of a whole text what a user's cache has read, where `generate()` itself does not."""
         given = next_sequence_length is not None or inputs_embeds is not None
         if holds_whole_text and not given and isinstance(past_key_values, Cache):
             seen = int(past_key_values.get_seq_length())
@@ -117,7 +117,7 @@ class InterdomainGenerationMixin(GenerationMixin):
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
-        # Here, too: a compiled step on a GPU cannot say it, and a GPU does not recover from an index that is too large.
+        # Checked here too: a compiled step on a GPU cannot raise, and a GPU does not recover from a bad index.
         room, positions = self.config.longest_text, inputs.get("position_ids")
         if room is not None and positions is not None:
             from ..mixers.softmax.dynamic_mask import check_position_table
@@ -126,7 +126,7 @@ class InterdomainGenerationMixin(GenerationMixin):
         return inputs
 
     def _get_candidate_generator(self, *, model_kwargs: dict[str, Any], **kwargs: Any) -> Any:
-        """As in the library; looked up is what is likely, see `generation/lookup.py`."""
+        """As in the library; prompt lookup drafts what is likely, see `generation/lookup.py`."""
         known = {name: x for name, x in model_kwargs.items() if name not in _OWN_SETTINGS}
         found = super()._get_candidate_generator(model_kwargs=known, **kwargs)
         cache, guesses = model_kwargs.get(CACHE_NAME), getattr(found, "num_assistant_tokens", None)
@@ -135,20 +135,19 @@ class InterdomainGenerationMixin(GenerationMixin):
         return self.within_positions(likely_guesses(found, self.device, model_kwargs.get("spared_cache")))
 
     def within_positions(self, found: Any) -> Any:
-        """The maker of guesses, which are read where a text that ends by itself may never come, bounded."""
+        """Bound drafts by the positions that the model has: verifying one reads on behind where a text may end."""
         room = self.config.longest_text
-        if isinstance(found, SparingGuesses) and room is not None:
+        if isinstance(found, DraftGenerator) and room is not None:
             found.max_length = min(found.max_length, room + 1)
         return found
 
     def _assisted_decoding(self, input_ids: torch.Tensor, *, generation_config: Any, **kwargs: Any) -> Any:
-        """As in the library, which leaves it to models whether ids hold what a cache has seen, or follow on it.
+        """As in the library, which leaves it to models whether ids include what a cache has read, or follow it.
 
-        As in its other modes the mask tells, which is as long as the whole text; one without a pad was put aside.
-        A cache that was not asked to record its past records no more than guesses where these are made here, and stops
-        recording in the end.
+        As in its other modes the mask tells: it is as long as the whole text; of one without a pad only the length is
+        kept. A cache that did not record before records drafts alone where they are made here, and stops at the end.
         """
-        check_beside_guesses(generation_config)
+        check_beside_drafts(generation_config)
         mask, length = kwargs.get("attention_mask"), input_ids.shape[1]
         if not length and (mask is not None or generation_config.prompt_lookup_num_tokens is None):
             raise ValueError(
@@ -166,23 +165,17 @@ class InterdomainGenerationMixin(GenerationMixin):
             cache.stop_recording()
 
     def _sample(self, input_ids: torch.Tensor, *, stopping_criteria: Any, generation_config: Any, **kwargs: Any) -> Any:
-        """As in the library; with a `prompt_store`, on from what is known of the prompt."""
+        """As in the library; with a `prompt_store` it goes on from what is known of the prompt."""
+        settings = {"stopping_criteria": stopping_criteria, "generation_config": generation_config, **kwargs}
         reading = None
         if self.prompt_store is not None:
             from .prompt_store import prompt_reading
 
             reading = prompt_reading(self, input_ids, generation_config, kwargs)
-        criteria = stopping_criteria if reading is None else StoppingCriteriaList([*stopping_criteria, reading])
-        settings = {"stopping_criteria": criteria, "generation_config": generation_config, **kwargs}
         if reading is None:
             return super()._sample(input_ids, **settings)
-
-        def read(start: int, stop: int) -> None:
-            for piece in input_ids[:, start:stop].split(generation_config.prefill_chunk_size or stop, dim=1):
-                ids = piece.to(self.device)
-                self(ids, past_key_values=reading.cache, use_cache=True, logits_to_keep=1)
-
-        reading.begin(read)
+        settings["stopping_criteria"] = StoppingCriteriaList([*stopping_criteria, reading])
+        reading.begin()
         text = None
         try:
             written = super()._sample(input_ids, **settings)
@@ -193,8 +186,8 @@ class InterdomainGenerationMixin(GenerationMixin):
 
     @property
     def init_continuous_batching(self):
-        """As in the library: what makes a manager of requests in flight, see `generation/serving.py`."""
-        # `transformers serve` looks whether there is such a method: without it, it says so and answers in turn.
+        """As in the library: makes a manager of requests in flight, see `generation/serving.py`."""
+        # Where a model has no such method, `transformers serve` says so and answers one request after the other.
         try:
             from .serving import RequestManager, why_not_served
         except ImportError as error:
@@ -204,7 +197,7 @@ class InterdomainGenerationMixin(GenerationMixin):
         return partial(RequestManager, self)
 
     def continuous_batching_context_manager(self, *args, **kwargs):
-        """As in the library: a manager that runs, and is stopped in the end."""
+        """As in the library: a manager that runs, and is stopped at the end."""
         from .serving import why_not_served
 
         if reason := why_not_served(self):
@@ -227,13 +220,13 @@ class InterdomainGenerationMixin(GenerationMixin):
 
         Returns:
             `{request id: GenerationOutput}` in the order of the prompts; `generated_tokens` are what `generate` writes
-            after each prompt alone, up to the rounding of floating point numbers. Samples are drawn in another order:
-            for the same prompts and rows a seed repeats them.
+            after each prompt alone, up to rounding. Samples are drawn in another order, but the same seed, prompts and
+            rows repeat them.
 
         Raises:
             NotImplementedError: for layers of one's own that keep other things.
-            ValueError: for prompts and options that cannot be, before anything is read. Also when a text comes to the
-                end of the positions that `dynamic_mask` "position" or "hard" knows.
+            ValueError: for bad prompts and options, before anything is read; and when a text comes to the end of the
+                positions that `dynamic_mask` "position" or "hard" knows.
         """
         from .batch import write_batch
 

@@ -34,7 +34,7 @@ _HARMLESS = {
 }
 _SUFFIX = ".safetensors"
 _REMEMBERED = 1 << 17  # beginnings of earlier prompts, 16 bytes each
-_ABANDONED = 3600.0  # seconds after which an incomplete file is taken for one that its process has left behind
+_ABANDONED = 3600.0  # seconds, after which an incomplete file counts as left behind by its process
 
 
 class Beginning(NamedTuple):
@@ -45,32 +45,32 @@ class Beginning(NamedTuple):
 
 
 class StateStore:
-    """Keeps states of what was read, by the model and the tokens, the most recently used ones.
+    """Keeps the most recently used states of texts, by the model and the tokens.
 
     As `model.prompt_store` it makes `generate()` go on from the longest beginning of a prompt that is known, and keep
     the states after the prompt and after the answer: the next turn of a conversation costs its new tokens only. Where
     prompts share a beginning that no prompt ended with (a system prompt), the second one keeps the state there, at a
     multiple of `block` tokens.
 
-    What is written with a store is what is written without, up to the rounding of floating point numbers: the text is
-    read in other pieces. It takes part in greedy decoding and sampling of one row without pads, and in continuous
-    batching: `generate_batch()`, where prompts of one call share with each other, too, and the server's. All else reads
-    the whole prompt: padded batches, beams, assisted decoding, embeddings as inputs, hidden states of the prompt as
-    outputs, training, process groups.
+    Generation with a store writes what it writes without, up to rounding: the text is read in other pieces. A store
+    takes part in greedy decoding and sampling of one row without pads, and in continuous batching: the server's, and
+    that of `generate_batch()`, whose prompts also share with each other. All else reads the whole prompt: padded
+    batches, beams, assisted decoding, embeddings as inputs, hidden states of the prompt as outputs, training, process
+    groups.
 
-    A state is known by all that is seen to have made it: the tokens, the configuration, the weights and buffers as they
-    are (also where they were written through `.data`), adapters, the classes of modules and which of them train,
-    autocast, the precision of products and the attention implementation. While a module has a hook or a replaced
-    `forward`, nothing is taken or kept, and nothing is kept of a text at whose end any of this is not what it was at
-    its beginning. Looking takes about as long as a token, once at either end.
+    A state is found by all that made it, as far as that can be seen: the tokens, the configuration, the weights and
+    buffers as they are (also where they were written through `.data`), adapters, the classes of modules and which of
+    them train, autocast, the precision of products and the attention implementation. While a module has a hook or a
+    replaced `forward`, nothing is taken or kept, and nothing is kept of a text if any of this changed while it was
+    read. Looking takes about as long as decoding a token, once before a text and once after it.
 
-    What remains is not seen: numbers that are attributes of modules (`norm.eps = 1`), functions that modules call and
-    that somebody has replaced, an attention function registered anew under its old name, modes of PyTorch, and what is
-    changed and changed back while a text is read. Use another store then, or none.
+    Not seen are: numbers that are attributes of modules (`norm.eps = 1`), functions that modules call and that somebody
+    has replaced, an attention function registered anew under its old name, modes of PyTorch, and what is changed and
+    changed back while a text is read. Use another store then, or none.
 
-    Several threads may use one store, and several processes one folder: files appear whole, and one that another
-    process has removed, or that is damaged, is a state that is not known. A state tells much of what was read: keep the
-    folder as private as the prompts.
+    Several threads may use one store, and several processes one folder: files appear whole, and a state whose file is
+    damaged, or was removed by another process, is not known. A state tells much of what was read: keep the folder as
+    private as the prompts.
 
     Args:
         folder: where states are kept that outlast the process or the memory's budget; made when it is missing.
@@ -121,7 +121,7 @@ class StateStore:
     # What a generation asks for.
 
     def longest(self, model: str, ids: list[int]) -> tuple[int, dict[str, torch.Tensor]] | None:
-        """The most of the first tokens of a prompt whose state is known, and that state; one token is left to read.
+        """How long a beginning of a prompt is known, and its state; at least one token is left to read.
 
         Args:
             model: its fingerprint.
@@ -138,7 +138,7 @@ class StateStore:
         return None
 
     def shared(self, model: str, ids: list[int], more_than: int) -> int | None:
-        """How many of the first tokens, in whole blocks, an earlier prompt had, too, if those are worth a state."""
+        """How many of the first tokens, in whole blocks, an earlier prompt had too, if a block `more_than` are."""
         for beginning in reversed(self._blocks(ids[:-1])):
             if beginning.tokens < more_than + self.block:
                 return None
@@ -147,7 +147,7 @@ class StateStore:
         return None
 
     def put(self, model: str, ids: list[int], tensors: dict[str, torch.Tensor]) -> None:
-        """Keep the state after these tokens: tensors that nobody else will change."""
+        """Keep the state after these tokens; nobody else may change the tensors."""
         (beginning,) = _beginnings(ids, [len(ids)])
         self._keep(model, beginning, tensors)
         self._remember(model, self._blocks(ids))
@@ -158,7 +158,7 @@ class StateStore:
                 logger.warning_once(f"The prompt store cannot write, and goes on in memory: {error}")
 
     def announce(self, model: str, prompts: Iterable[list[int]]) -> None:
-        """Know before the first of these prompts is read where several of them begin alike."""
+        """Note, before any of these prompts is read, the beginnings that several of them share."""
         found = Counter(block for ids in prompts for block in self._blocks(ids[:-1]))
         self._remember(model, [block for block, prompts in found.items() if prompts > 1])
 
@@ -249,19 +249,19 @@ class StateStore:
 
 
 class PromptReading(StoppingCriteria):
-    """One generation with a store: what it knows already, what it reads, what it keeps.
+    """One generation with a store: it goes on from the state that is known, and keeps new ones.
 
-    As a stopping criterion it stops nothing; it is called with the first token, when the cache has read the prompt.
+    A stopping criterion that stops nothing: so it is called when the cache has read the prompt, with the first token.
     """
 
-    def __init__(self, found: tuple[StateStore, str], model: Any, cache: Any, ids: torch.Tensor):
-        self.found, self.model, self.cache = found, model, cache
+    def __init__(self, found: tuple[StateStore, str], model: Any, cache: Any, ids: torch.Tensor, piece: int | None):
+        self.found, self.model, self.cache, self.ids, self.piece = found, model, cache, ids, piece
         self.store, self.fingerprint = found
         self.prompt: list[int] = ids[0].tolist()
         self.kept: list[tuple[int, dict[str, torch.Tensor]]] = []
 
-    def begin(self, read: Any) -> None:
-        """Fill the cache with what is known, and `read(start, stop)` on to where another prompt may begin."""
+    def begin(self) -> None:
+        """Fill the cache with what is known, and read on to where another prompt may begin."""
         start, found = 0, self.store.longest(self.fingerprint, self.prompt)
         if found is not None:
             start, tensors = found
@@ -270,7 +270,7 @@ class PromptReading(StoppingCriteria):
         self.store.tokens_read += len(self.prompt) - start
         shared = self.store.shared(self.fingerprint, self.prompt, start)
         if shared is not None:
-            read(start, shared)
+            read_on(self.model, self.ids[:, start:shared], self.cache, self.piece)
             self._keep()
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs) -> torch.Tensor:
@@ -279,7 +279,7 @@ class PromptReading(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
     def finish(self, ids: torch.Tensor | None) -> None:
-        """Keep the states that are worth it: `ids` are prompt and answer, None when the generation was broken off."""
+        """Keep the states so far: `ids` are prompt and answer, None when the generation was broken off."""
         text = self.prompt
         if ids is not None and int(self.cache.get_seq_length()) <= ids.shape[1]:
             text = ids[0].tolist()
@@ -295,7 +295,7 @@ class PromptReading(StoppingCriteria):
 def prompt_reading(model: Any, ids: torch.Tensor, generation_config: Any, arguments: dict) -> PromptReading | None:
     """How the store of a model takes part in a generation with these arguments; None where it cannot."""
     cache = arguments.get(CACHE_NAME)
-    if getattr(model, "prompt_store", None) is None or not hasattr(cache, "restore") or ids.shape[0] != 1:
+    if not hasattr(cache, "restore") or ids.shape[0] != 1:
         return None
     config, mask, positions = generation_config, arguments.get("attention_mask"), arguments.get("position_ids")
     expected = torch.arange(ids.shape[1], device="cpu")
@@ -310,26 +310,33 @@ def prompt_reading(model: Any, ids: torch.Tensor, generation_config: Any, argume
         or (positions is not None and not positions.cpu().equal(expected.expand_as(positions)))
     ):
         return None
-    return begin_reading(model, cache, ids)
+    return begin_reading(model, cache, ids, config.prefill_chunk_size)
 
 
-def begin_reading(model: Any, cache: Any, ids: torch.Tensor) -> PromptReading | None:
+def begin_reading(model: Any, cache: Any, ids: torch.Tensor, piece: int | None) -> PromptReading | None:
     """How the store of a model takes part in reading a prompt `[1, T]` into an empty cache; None where it cannot."""
     found = store_of(model) if ids.shape[1] > 1 else None
-    return None if found is None else PromptReading(found, model, cache, ids)
+    return None if found is None else PromptReading(found, model, cache, ids, piece)
+
+
+def read_on(model: Any, ids: torch.Tensor, cache: Any, piece: int | None) -> torch.Tensor:
+    """Read `[1, T]` more tokens, at most `piece` in a forward; the logits `[1, vocab_size]` after the last."""
+    for some in ids.split(piece or ids.shape[1], dim=1):
+        logits = model(some.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    return logits[:, -1]
 
 
 def put_after(
     model: Any, found: tuple[StateStore, str], states: Sequence[tuple[list[int], dict[str, torch.Tensor]]]
 ) -> None:
-    """Keep states after these tokens that a model has made since `store_of` found this, if it would find it again."""
+    """Keep these states, each after its tokens, unless the model has changed since `store_of` found this."""
     if states and store_of(model) == found:
         for ids, tensors in states:
             found[0].put(found[1], ids, tensors)
 
 
 def store_of(model: Any) -> tuple[StateStore, str] | None:
-    """The store of a model and its fingerprint, where what it reads is a state of the tokens alone."""
+    """The store of a model and the fingerprint of the model, where its states depend on nothing else but the tokens."""
     store = getattr(model, "prompt_store", None)
     if store is None or model.training or (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
@@ -346,7 +353,7 @@ def on_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _beginnings(ids: list[int], lengths) -> list[Beginning]:
-    """Of so many tokens each, lengths in ascending order; one pass over the tokens."""
+    """The beginnings of these lengths, in ascending order, by one pass over the tokens."""
     numbers, digest, start, found = tensor_bytes(torch.tensor(ids, device="cpu")).data, hashlib.sha256(), 0, []
     for length in lengths:
         digest.update(numbers[8 * start : 8 * length])

@@ -17,13 +17,15 @@ from .batch import ROWS, Batch, Request, check_way, unset_lengths, why_not_batch
 
 logger = logging.get_logger(__name__)
 
+_STOPPED = "The manager was stopped before this request was finished."
+
 
 class RequestManager:
     """Answers requests in a thread of its own, as many at once as there are rows.
 
-    It has those methods of the library's `ContinuousBatchingManager` that its server and its context manager use, and
-    those that give results: `model.init_continuous_batching(...)` makes one. A prompt is read while the answers that
-    are being written wait for it.
+    `model.init_continuous_batching(...)` makes one. It has the methods of the library's `ContinuousBatchingManager`
+    that give results, and those that the library's server and context manager use. While a prompt is read, the answers
+    in flight wait.
 
     Args:
         model: as of a `Batch`.
@@ -65,7 +67,7 @@ class RequestManager:
             raise ValueError(f"max_requests_per_batch and max_batch_tokens must be positive, got {min(limits)}.")
         if tokens is not None:
             self.generation_config.prefill_chunk_size = tokens
-        self.background_thread_status = SimpleNamespace(fatal_error=None)  # its server looks there for one
+        self.background_thread_status = SimpleNamespace(fatal_error=None)  # where the server looks for one
         self._batch = Batch(model, min(limits), self._tell)
         self._orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._thread: Thread | None = None
@@ -75,12 +77,12 @@ class RequestManager:
         self._results: list[Any] = []
         self._handlers: dict[str, tuple[Callable, asyncio.AbstractEventLoop]] = {}
 
-    # What others ask for: an order is carried out by the thread, between two steps.
+    # Orders of other threads, which ours carries out between two steps.
 
     def start(self) -> None:
         if not self.is_running():
             self._stopping = False
-            # An answer is not worth that the program waits for it when it ends.
+            # A daemon: a program that ends does not wait for answers.
             self._thread = Thread(target=self._run, daemon=True)
             self._thread.start()
 
@@ -94,7 +96,7 @@ class RequestManager:
         keep_for_next_session: bool = False,
         hard_stop: bool = False,
     ) -> None:
-        """Take no more requests, and end with the last one; with `hard_stop` at once, and they fail.
+        """Take no more requests, and end after the last one; with `hard_stop` end at once, and let them fail.
 
         Args:
             block: wait until then, at most `timeout` seconds.
@@ -117,12 +119,12 @@ class RequestManager:
         streaming: bool = False,
         eos_token_id: int | list[int] | None = None,
     ) -> str:
-        """Queue a prompt, a list of token ids; a `streaming` request has a result a token, another one in the end.
+        """Queue a prompt, a list of token ids; returns its name.
 
-        Returns its name. A prompt that cannot be has a result with an `error`.
+        A `streaming` request has a result after each token, others one at the end. That of a bad prompt has an `error`.
 
         Raises:
-            RuntimeError: when nobody would answer any more.
+            RuntimeError: when the manager has stopped.
         """
         if self.background_thread_status.fatal_error is not None or self._stopping:
             raise RuntimeError("This manager has stopped; make another with init_continuous_batching().")
@@ -138,20 +140,19 @@ class RequestManager:
         return name
 
     def add_requests(self, inputs: Sequence[Sequence[int]], **options: Any) -> list[str]:
-        """`add_request` for each."""
         return [self.add_request(input_ids, **options) for input_ids in inputs]
 
     def cancel_request(self, request_id: str) -> None:
         """Write no more of an answer; what there is of it is its result."""
         self._orders.put(partial(self._cancel, request_id))
 
-    # What they get.
+    # Results.
 
     def register_result_handler(self, request_id: str, callback: Callable) -> None:
         """Have the running event loop call `callback` with each result of a request, until it is finished."""
         with self._changed:
             self._handlers[request_id] = (callback, asyncio.get_running_loop())
-            # The server asks for a stream before it says where to.
+            # The server adds a request before it registers a handler.
             early = [output for output in self._results if output.request_id == request_id]
             self._results = [output for output in self._results if output.request_id != request_id]
             for output in early:
@@ -168,7 +169,6 @@ class RequestManager:
             return found[0]
 
     def request_id_iter(self, request_id: str) -> Iterator:
-        """The results of one request."""
         while (output := self.get_result(request_id)) is not None:
             yield output
             if output.is_finished():
@@ -203,7 +203,7 @@ class RequestManager:
     def _run(self) -> None:
         if self.model.device.type == "cuda":
             torch.cuda.set_device(self.model.device)
-        error = "The manager was stopped before this request was finished."
+        error = _STOPPED
         try:
             while self._carry_out_orders():
                 self._batch.step()
@@ -218,7 +218,7 @@ class RequestManager:
             self._changed.notify_all()
 
     def _carry_out_orders(self, wait: bool = True) -> bool:
-        """All that there are, waiting for one where there is nothing to do; False when it is time to end."""
+        """Carry out all orders, and wait for one where there is nothing else to do; False when it is time to end."""
         while not self._orders.empty() or (wait and not self._stopping and not self._batch.requests):
             self._orders.get()()
         return bool(self._batch.requests)
@@ -241,7 +241,7 @@ class RequestManager:
         self._stopping = True
         if hard:
             for request in self._batch.requests:
-                self._fail(request, "The manager was stopped before this request was finished.")
+                self._fail(request, _STOPPED)
 
     def _fail(self, request: Request, error: str) -> None:
         request.error = error

@@ -1,8 +1,8 @@
 """Rows of one cache that requests occupy one after the other.
 
 A request in flight is one row of all that the layers keep. A state has one size whatever it has read, so there is
-nothing to page. Keys and values stand at the right end, as those of a padded batch do, and a mask hides what is left of
-them: they take the room of the longest request in flight.
+nothing to page. Keys and values stand at the right end, as in a padded batch, and a mask hides what is to the left of
+them; they take the room of the longest request in flight.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ class Slots:
         self.lengths: list[int] = []
 
     def change(self, kept: list[int], new: list[InterdomainCache]) -> None:
-        """Only these rows, in this order, and behind them those of caches of one row, which have read a prompt."""
+        """Hold only these rows, in this order, and behind them `new` ones, each in a cache that has read a prompt."""
         if not new and kept == list(range(len(self.lengths))):
             return
         parts = [(self._rows(kept), self._width())] if kept else []
@@ -46,7 +46,7 @@ class Slots:
         return logits
 
     def take(self, row: int) -> dict[str, torch.Tensor]:
-        """The `named_tensors` of a cache that has read what this row has."""
+        """The `named_tensors` of a cache of this row alone."""
         return self._joined([(self._rows([row]), self._width())], self.lengths[row])
 
     def _width(self) -> int:
@@ -63,7 +63,7 @@ class Slots:
         return {name: x[rows] for name, x in self.cache.named_tensors().items()}
 
     def _joined(self, parts: list[tuple[dict[str, torch.Tensor], int]], width: int) -> dict[str, torch.Tensor]:
-        """The rows of several caches, each given with its width, as those of one of this width."""
+        """The rows of several caches, each given with its width, as rows of one cache of this width."""
         joined = {}
         for name in parts[0][0]:
             tensors = [tensors[name] for tensors, _ in parts]
@@ -73,7 +73,7 @@ class Slots:
             elif self.kinds[int(layer)] == "window":
                 from ..ops.common.window import NO_DOCUMENT
 
-                if what == "places":  # along the sequence of this batch: later tokens stand at its width
+                if what == "places":  # along this cache, whose next tokens stand at its width
                     tensors = [x + width - before for x, (_, before) in zip(tensors, parts, strict=True)]
                 count = max(x.shape[2] for x in tensors)
                 tensors = [_at_the_right(x, count, NO_DOCUMENT if what == "documents" else 0) for x in tensors]
@@ -82,5 +82,5 @@ class Slots:
 
 
 def _at_the_right(x: torch.Tensor, count: int, fill: int = 0) -> torch.Tensor:
-    """`[B, G, count, ...]`: the last `count` tokens; where there are fewer, behind ones that the mask hides."""
+    """`[B, G, count, ...]`: the last `count` tokens, padded on the left with what the mask hides."""
     return F.pad(x, (*(0, 0) * (x.ndim - 3), count - x.shape[2], 0), value=fill)

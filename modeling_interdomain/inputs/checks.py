@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache, StaticLayer
 
 from ..layers.common import AuxiliaryLoss, home_of
 from ..mixers.base import TokenMixer
-from ..model_cache.cache import check_unbroken, kind_of, look_into
+from ..model_cache.cache import check_unbroken, contents_of, kind_of
 from ..ops.common.cpu import in_graph, values_at_hand
 from ..ops.common.packing import Packing, cu_seqlens_from_numbers, packing_from_forks
 
@@ -18,12 +18,12 @@ _NUMBERED = (
     "documents as seq_idx."
 )
 
-# The attention implementations that take a mask a head.
+# The attention implementations that take another mask for each head.
 _WINDOWED = ("eager", "sdpa")
 
 
 def check_tensors(**given) -> None:
-    """What is given is a tensor, neither a list nor an array."""
+    """Refuse lists and arrays in the place of tensors."""
     for name, x in given.items():
         if x is not None and not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}: torch.tensor({name}) makes one.")
@@ -55,35 +55,36 @@ def check_tokens(input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | N
         raise ValueError(f"inputs_embeds must be floating-point numbers, got {tokens.dtype}.")
 
 
-def embedded(table: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
-    """The embeddings of ids; on a CPU, one outside of the table is named."""
+def embed_ids(table: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+    """The embeddings of ids; on a CPU, an id outside of the table is named."""
     try:
         return table(input_ids)
     except IndexError as error:
-        least, most = (int(x) for x in input_ids.aminmax())
         size = getattr(table, "num_embeddings", None)
-        if size is None or 0 <= least <= most < size:
+        if size is None or (wrong := _outside(input_ids, size)) is None:
             raise
-        raise ValueError(
-            f"input_ids must lie within the vocabulary, from 0 to {size - 1}; got {least if least < 0 else most}."
-        ) from error
+        raise ValueError(f"input_ids must lie within the vocabulary, from 0 to {size - 1}; got {wrong}.") from error
+
+
+def _outside(numbers: torch.Tensor, size: int) -> int | None:
+    """The least of the numbers if it is negative, or the largest if it is not below `size`, or None."""
+    least, most = (int(x) for x in numbers.aminmax())
+    return least if least < 0 else most if most >= size else None
 
 
 def check_classes(name: str, labels: torch.Tensor, number: int, ignored: int = -100) -> None:
-    """Their values, where looking at them does not wait for a GPU."""
+    """Labels are classes below `number`; on a GPU they are not looked at, since the CPU would have to wait."""
     _check_whole(name, labels, torch.int64)
     if not values_at_hand(labels) or not labels.numel():
         return
-    least, most = (int(x) for x in labels.where(labels != ignored, 0).aminmax())
-    if least < 0 or most >= number:
+    if (wrong := _outside(labels.where(labels != ignored, 0), number)) is not None:
         raise ValueError(
-            f"{name} must lie between 0 and {number - 1}, or be {ignored} where nothing is asked; got "
-            f"{least if least < 0 else most}."
+            f"{name} must lie between 0 and {number - 1}, or be {ignored} where nothing is asked; got {wrong}."
         )
 
 
 def check_labels(labels, shift_labels, input_ids, inputs_embeds, logits_to_keep) -> None:
-    """One label a token, where there are logits of every token; and what says of which there are."""
+    """Every token has a label, unless `logits_to_keep` asks for the logits of a part of them."""
     check_tensors(labels=labels, shift_labels=shift_labels)
     count = isinstance(logits_to_keep, int | float)
     if isinstance(logits_to_keep, float) or (count and logits_to_keep < 0):
@@ -123,10 +124,11 @@ def check_class_labels(labels: torch.Tensor | None, config, batch: int) -> None:
 
 
 def check_mask(attention_mask, seen, batch: int, length: int) -> None:
-    """A mask of the wrong size would silently shift pads; `seen` is a tensor, not checked, where a step is compiled.
+    """The mask has a number for every token so far: a shorter one would silently shift pads.
 
-    All numbers but 0 mark real tokens, so those of packed documents would be one text: that is looked at where more
-    than one token is read, in a compiled graph when it runs. What is exported or traced takes them as real.
+    `seen` is a tensor where a step is compiled, and the size is then not checked. All numbers but 0 mark real tokens,
+    so a mask that numbers packed documents would join them: it is refused where several tokens are read, in a compiled
+    graph when that runs; exported and traced models do not look.
     """
     if not (isinstance(attention_mask, dict) or hasattr(attention_mask, "mask_mod")):  # of FlexAttention
         check_tensors(attention_mask=attention_mask)
@@ -149,7 +151,7 @@ def check_mask(attention_mask, seen, batch: int, length: int) -> None:
 
 
 def check_causal(config, causal: bool | None) -> None:
-    """With `is_causal=False`, as the library has it, all layers can see later tokens."""
+    """The library's `is_causal=False` is possible where all layers can see later tokens."""
     if causal in (None, True) or (set(config.layer_types) == {"full_attention"} and not any(config.windowed_layers)):
         return
     raise ValueError("is_causal=False needs attention to all tokens in all layers: the others see earlier tokens only.")
@@ -158,7 +160,7 @@ def check_causal(config, causal: bool | None) -> None:
 def check_forks(mask: Any, config, mixers: list[TokenMixer], cache: Cache | None, shape) -> Packing | None:
     """The packing of recurrent layers for a mask `[B or 1, 1, T, T]` that says which tokens each token sees.
 
-    None where there is no such mask, or no such layer: softmax takes any.
+    None without such a mask, and where all layers are softmax, which takes any.
     """
     if not isinstance(mask, torch.Tensor) or mask.ndim == 2:
         return None
@@ -188,9 +190,9 @@ def check_forks(mask: Any, config, mixers: list[TokenMixer], cache: Cache | None
 
 
 def check_positions(position_ids: torch.Tensor | None, batch: int, length: int) -> None:
-    """Their shape, also where no layer rotates by positions and nothing else would notice."""
+    """Positions have the shape of the tokens, also where no layer rotates by them and would notice."""
     check_tensors(position_ids=position_ids)
-    if position_ids is None or torch.compiler.is_compiling():  # a graph for any batch asks for none of a shape
+    if position_ids is None or torch.compiler.is_compiling():  # a comparison would fix the sizes in the graph
         return
     if position_ids.shape not in ((batch, length), (1, length)):
         raise ValueError(
@@ -200,9 +202,9 @@ def check_positions(position_ids: torch.Tensor | None, batch: int, length: int) 
 
 
 def check_cu_seqlens(cu_seqlens: torch.Tensor | None, keys: torch.Tensor | None, batch: int, length: int) -> None:
-    """The ends of packed documents; their values are looked at where that does not break a graph.
+    """The ends of packed documents are those of one row; in a compiled graph their values are not looked at.
 
-    `keys` are those of the keys, as FlashAttention wants to be told.
+    `keys` are the same ends, as FlashAttention's callers give them for the keys.
     """
     check_tensors(cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=keys)
     if batch != 1:
@@ -222,7 +224,7 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor | None, keys: torch.Tensor | None,
 
 
 def check_seq_idx(seq_idx: torch.Tensor, cu_seqlens: torch.Tensor | None, batch: int, length: int) -> None:
-    """The number of each token's document, which changes where the given ends are."""
+    """`seq_idx` has a number for each token, which changes where the given ends are."""
     check_tensors(seq_idx=seq_idx)
     if seq_idx.shape != (batch, length):
         raise ValueError(f"seq_idx must have shape [B, T] = [{batch}, {length}], got {list(seq_idx.shape)}.")
@@ -238,7 +240,7 @@ def check_seq_idx(seq_idx: torch.Tensor, cu_seqlens: torch.Tensor | None, batch:
 
 
 def check_trace(config, cache: Cache | None, length: int, packed: bool) -> None:
-    """`torch.jit.trace` writes down what it sees of one input, and repeats it for all others."""
+    """Refuse what `torch.jit.trace` would record of one input and repeat for all others."""
     reason = None
     if cache is not None:
         reason = "keeps the place where a cache stands: leave past_key_values out"
@@ -255,7 +257,7 @@ def check_trace(config, cache: Cache | None, length: int, packed: bool) -> None:
 
 
 def check_cache_layers(cache: Cache, config) -> None:
-    """Raise if the layers of a cache are of other kinds than the model's; such a cache knows no length either."""
+    """The layers of a cache are of the model's kinds; one whose layers are not cannot tell its length either."""
     windowed, like_others = config.windowed_layers, set(config.layer_types) == {"full_attention"}
     if cache.layer_class_to_replicate is not None and like_others and not any(windowed):
         return
@@ -270,7 +272,7 @@ def check_cache_layers(cache: Cache, config) -> None:
 
 
 def check_early_exit(config, layers: int | None) -> None:
-    """The model has enough layers for some of them to draft."""
+    """The first layers that draft are layers of the model."""
     whole = isinstance(layers, int) and not isinstance(layers, bool)
     if layers is not None and not (whole and 1 <= layers <= config.num_hidden_layers):
         raise ValueError(
@@ -279,8 +281,8 @@ def check_early_exit(config, layers: int | None) -> None:
         )
 
 
-def check_beside_guesses(settings) -> None:
-    """What `generate` is asked for goes together with guesses that may be taken back."""
+def check_beside_drafts(settings) -> None:
+    """What `generate` is asked for is possible with drafts, of which tokens are taken back."""
     if settings.guidance_scale not in (None, 1):
         raise ValueError(
             "guidance_scale reads the text once more with a cache of its own, from which wrong guesses are not taken "
@@ -294,7 +296,7 @@ def check_beside_guesses(settings) -> None:
 
 
 def check_room(cache: Cache, tokens: int) -> None:
-    """Raise if `tokens` in all are more than a static layer of keys and values can hold."""
+    """Static layers of keys and values have room for this many tokens in all."""
     for layer in cache.layers:
         if isinstance(layer, StaticLayer) and tokens > layer.max_cache_len:
             raise ValueError(
@@ -304,7 +306,7 @@ def check_room(cache: Cache, tokens: int) -> None:
 
 
 def check_cache(cache: Cache | None, config, mixers: list[TokenMixer], batch: int) -> None:
-    """A cache of another model, batch or device is an error before anything is written to it."""
+    """The cache is of this model, batch and device, and whole."""
     if cache is None:
         return
     if not isinstance(cache, Cache):
@@ -318,7 +320,7 @@ def check_cache(cache: Cache | None, config, mixers: list[TokenMixer], batch: in
         return
     check_cache_layers(cache, config)
     for i, (layer, mixer) in enumerate(zip(cache.layers, mixers)):
-        home, found = home_of(mixer.o_proj), look_into(layer)
+        home, found = home_of(mixer.o_proj), contents_of(layer)
         if found.shapes is None:
             continue
         expected = mixer.cache_shapes(batch)
@@ -344,9 +346,9 @@ def check_cache(cache: Cache | None, config, mixers: list[TokenMixer], batch: in
 
 
 def _fits(layer, mixer: TokenMixer, batch: int) -> bool:
-    """Whether a layer has noted, when it made its tensors, that they are what a recurrent mixer keeps.
+    """Whether the shapes that a recurrent layer noted when it made its tensors are the mixer's.
 
-    That is asked for at every token: looking into a layer takes longer.
+    This quick check runs at every token; `contents_of` takes longer.
     """
     noted = getattr(layer, "kept_shapes", None)
     return (
@@ -360,11 +362,11 @@ def _fits(layer, mixer: TokenMixer, batch: int) -> bool:
 def check_dynamic_mask(
     config, inputs_embeds: torch.Tensor, position_ids: torch.Tensor, longest: int | torch.Tensor | None
 ) -> torch.Tensor:
-    """A mask that this forward cannot have: of a position beyond its table, or a window where no mask is heeded.
+    """The table of a dynamic mask has all positions, and the attention implementation can hide keys head by head.
 
-    `longest` bounds the number of positions where that is known without looking at them. Returns what the layers read:
-    in a compiled graph it comes out of the check, which is so made before any of them changes a cache. What is exported
-    leaves this to its indices.
+    `longest` bounds the positions where that is known without looking at them. Returns the embeddings: in a compiled
+    graph they depend on the check, so that it runs before any layer writes into a cache. An exported graph is not
+    checked: its indexing fails.
     """
     if config.dynamic_mask is None:
         return inputs_embeds
@@ -387,9 +389,15 @@ def check_dynamic_mask(
 
 
 def check_sequence_group(
-    group: Any, config, mixers: list[TokenMixer], cache: Cache | None, attention_mask, arguments: dict[str, Any]
+    group: Any, model, mixers: list[TokenMixer], cache: Cache | None, attention_mask, arguments: dict[str, Any]
 ) -> None:
-    """What cannot be read in pieces: layers without a state to pass on, a past, packed pads, maps of all tokens."""
+    """Refuse what cannot be read in pieces: the losses of experts in training, which are statistics of all tokens;
+    layers without a state to pass on; a past; packed pads; maps of all tokens."""
+    if model.training and any(isinstance(module, AuxiliaryLoss) for module in model.modules()):
+        raise ValueError(
+            "The auxiliary loss of experts is a statistic of all tokens, which a piece does not know: leave "
+            "sequence_group out in training."
+        )
     if not isinstance(group, torch.distributed.ProcessGroup):
         raise ValueError(
             f"sequence_group must be a process group of torch.distributed that this process is in, got {group!r}."
@@ -397,8 +405,8 @@ def check_sequence_group(
     if torch.compiler.is_compiling():
         raise ValueError("A sequence_group passes states between processes, which no graph holds: do not compile.")
     for i, mixer in enumerate(mixers):
-        name = config.mixers_per_layer[i]
         if not mixer.passes_state:
+            name = model.config.mixers_per_layer[i]
             raise ValueError(f'Layer {i} is "{name}", which passes no state on: leave sequence_group out.')
         if getattr(mixer, "sparse", None) is not None:
             raise ValueError(f"Layer {i} has a sparse branch, which reads all tokens: leave sequence_group out.")
@@ -421,14 +429,5 @@ def check_sequence_group(
         )
     if arguments.get("seq_idx") is not None:
         raise ValueError("With a sequence_group packed documents are told by cu_seq_lens_q: leave seq_idx out.")
-    if arguments.get("output_attentions") or config.output_attentions:
+    if arguments.get("output_attentions") or model.config.output_attentions:
         raise ValueError("output_attentions maps all tokens of a row on all others: leave sequence_group out.")
-
-
-def check_sequence_losses(model: nn.Module) -> None:
-    """In training, what is added to the loss as a statistic of all tokens is not the sum of that of pieces."""
-    if model.training and any(isinstance(module, AuxiliaryLoss) for module in model.modules()):
-        raise ValueError(
-            "The auxiliary loss of experts is a statistic of all tokens, which a piece does not know: leave "
-            "sequence_group out in training."
-        )

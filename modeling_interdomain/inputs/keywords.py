@@ -1,51 +1,43 @@
-"""The keywords of a forward: what other libraries call by another name is taken, and what nothing reads refused."""
+"""The keywords of a forward: names of other libraries are taken too, and what nothing reads is refused."""
 
 import inspect
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..layers.versions import other_cache_names, rename, shown_signature
+from ..layers.versions import takes_cache
 
-# What other libraries call an argument of these models; every forward takes it.
-OTHER_NAMES = {
+# Names that other libraries have for an argument of these models.
+_OTHER_NAMES = {
     "cu_seqlens": "cu_seq_lens_q",  # flash-linear-attention
 }
-
 _READ = {
     *("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "is_causal", "sequence_group"),
     *("num_items_in_batch", "shift_labels", "ignore_index"),  # by the loss
     *("return_dict", "debug_io", "debug_io_dir", "prune_layers"),  # by decorators of the library
-    # Without a meaning here: documents tell the longest, a cache where its text goes on, and tokens are of one type.
+    # Accepted without effect: they say what `cu_seq_lens_q` and the cache say already, or that tokens are of one type.
     *("max_length_q", "max_length_k", "cache_position", "token_type_ids"),
-    *("tokenizer", "assistant_tokenizer"),  # generate() reads them, and hands them on
+    *("tokenizer", "assistant_tokenizer"),  # generate() reads them, and passes them on
 }
 
 
-def understood(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward of a model that takes `OTHER_NAMES`, its cache by any name, and of other keywords what something reads.
+def takes_known_keywords(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a forward of a model take its cache by any name, and refuse keywords that nothing reads.
 
-    These are what it names, what is named above, and what the attention function or a mixer names. None asks for
-    nothing, and neither does False for an output.
+    Something reads what the forward names, `_READ`, and what the attention function or a mixer names. None is never
+    refused, and neither is False for an output.
 
     Raises:
         TypeError: for a keyword that would have no effect, or two names of one argument.
     """
-    own, names = _READ | set(inspect.signature(forward).parameters), OTHER_NAMES | other_cache_names(forward)
+    own = _READ | set(inspect.signature(forward).parameters)
 
-    @wraps(forward)
-    def call(self, *args, **kwargs):
-        for name in names:
-            if name in kwargs:
-                rename(kwargs, name, names[name])
+    def check(model, kwargs: dict[str, Any]) -> None:
         if unknown := [name for name in kwargs if name not in own and kwargs[name] is not None]:
-            _refuse_unread(self, {name: kwargs[name] for name in unknown})
-        return forward(self, *args, **kwargs)
+            _refuse_unread(model, {name: kwargs[name] for name in unknown})
 
-    call.__signature__ = shown_signature(forward)  # type: ignore[attr-defined]
-    return call
+    return takes_cache(forward, _OTHER_NAMES, check)
 
 
 def _refuse_unread(model, kwargs: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from transformers.masking_utils import (
 
 from ..layers.common import doubt_tables
 from ..layers.versions import CACHE_NAME
-from ..model_cache.cache import InterdomainCache, begins_text, note_reader, ready_to_step
+from ..model_cache.cache import InterdomainCache, is_at_start, ready_to_step, remember_model
 from ..ops.common.cpu import all_real, in_graph, values_at_hand
 from ..ops.common.packing import (
     Packing,
@@ -35,24 +35,23 @@ from .checks import (
     check_room,
     check_seq_idx,
     check_sequence_group,
-    check_sequence_losses,
     check_trace,
 )
 
 
 class TokenLayout(NamedTuple):
-    """Decided once in a forward, before its layers.
+    """What a forward decides once, before its layers.
 
     Attributes:
-        inputs_embeds: as given; a compiled graph computes them after a check.
-        cache: that which was given, or made; or None.
-        seen: how many tokens it had read, -1 where nobody may look.
+        inputs_embeds: as given; in a compiled graph they depend on a check, see `check_dynamic_mask`.
+        cache: the one that was given or made, or None.
+        seen: how many tokens it had read; -1 where that is on a GPU or a symbol of a graph.
         position_ids: `[B or 1, T]`.
         documents: `[B, T]`, the number of each token's packed document, or None.
         masks: by kind of layer.
         packing: what recurrent layers work on where some tokens are pads, or documents are packed. None where all rows
-            are whole, and for a step, one token in place, which heeds the mask of its kind.
-        arguments: what the layers are called with beside.
+            are whole, and for a decode step, which updates the state in place and heeds the mask instead.
+        arguments: more keywords of the layers.
     """
 
     inputs_embeds: torch.Tensor
@@ -67,7 +66,6 @@ class TokenLayout(NamedTuple):
 
 def lay_out(
     model,
-    config,
     layers,
     inputs_embeds: torch.Tensor,
     attention_mask,
@@ -82,14 +80,13 @@ def lay_out(
     Raises:
         ValueError: when they do not fit the model or each other, before the cache is touched.
     """
-    shape, mixers = inputs_embeds.shape[:2], [layer.token_mixer for layer in layers]
+    config, shape, mixers = model.config, inputs_embeds.shape[:2], [layer.token_mixer for layer in layers]
     seen = _check(config, mixers, shape, attention_mask, position_ids, cache, kwargs)
     arguments, piece = dict(kwargs), None
     if sequence_group is not None:
         from ..parallel.sequence import place_piece
 
-        check_sequence_losses(model)
-        check_sequence_group(sequence_group, config, mixers, cache, attention_mask, kwargs)
+        check_sequence_group(sequence_group, model, mixers, cache, attention_mask, kwargs)
         given: Any = attention_mask, position_ids, kwargs.get("cu_seq_lens_q"), cache is None
         piece, position_ids, cu_seqlens = place_piece(sequence_group, inputs_embeds, *given)
         arguments["piece"] = piece
@@ -109,8 +106,8 @@ def lay_out(
         cache = InterdomainCache(config)
     if not torch.compiler.is_compiling():
         if cache is not None:
-            note_reader(cache, model)
-        if cache is None or begins_text(cache):
+            remember_model(cache, model)
+        if cache is None or is_at_start(cache):
             doubt_tables(model)
 
     documents = None if cu_seqlens is None else document_of_tokens(cu_seqlens, shape.numel()).view(shape)
@@ -123,7 +120,7 @@ def lay_out(
     if config.output_attentions:
         arguments.setdefault("output_attentions", True)
     mask, packing = masks.get("linear_attention"), None
-    if piece is not None or not _is_step(model.config, cache, shape[1]):
+    if piece is not None or not _is_step(config, cache, shape[1]):
         packing = forks or _packing(mask, cu_seqlens, shape)
         masks["linear_attention"] = None
     elif mask is not None and all_real(mask):
@@ -135,7 +132,7 @@ def lay_out(
 def masks_by_kind(
     kinds: set[str], config, inputs_embeds, attention_mask, cache, documents: torch.Tensor | None
 ) -> dict[str, Any]:
-    """Of these kinds, `config.mask_kinds`: "linear_attention" `[B, T]`, "full_attention" `[B, 1, T, keys]`.
+    """The masks of these kinds: "linear_attention" `[B, T]`, "full_attention" `[B, 1, T, keys]`.
 
     `documents` `[B, T]` numbers the packed document of each token.
     """
@@ -147,8 +144,8 @@ def masks_by_kind(
     if "full_attention" in kinds:
         create_mask: Any = create_bidirectional_mask
         if not config.bidirectional:
-            # A single token sees all there is, but for the room of a static cache: also of one that records, for
-            # which no graph is made.
+            # A single token needs no mask, except over a static cache, whose unused room it must not see. The library
+            # knows that of caches for graphs alone, and one that records is none.
             room = isinstance(cache, StaticCache) and inputs_embeds.shape[1] == 1
             create_mask = partial(create_causal_mask, allow_is_causal_skip=not room)
         masks["full_attention"] = create_mask(
@@ -174,14 +171,14 @@ def _check(config, mixers, shape, attention_mask, position_ids, cache, kwargs) -
 
 
 def _is_step(config, cache: Cache | None, length: int) -> bool:
-    """Whether the recurrent layers take one in-place step, which heeds a mask without packing."""
+    """Whether the recurrent layers take one step in place, which heeds a mask without packing."""
     if cache is None or length != 1 or torch.is_grad_enabled() or config.backend not in ("auto", "triton"):
         return False
     return ready_to_step(cache)
 
 
 def _is_at_hand(seen: int | torch.Tensor) -> bool:
-    """Whether a count can be looked at without waiting for a GPU or breaking a graph."""
+    """Whether a count can be read without waiting for a GPU or breaking a graph."""
     if isinstance(seen, torch.Tensor):
         return values_at_hand(seen)
     return isinstance(seen, int)  # a plain number, not a symbol of an exported graph
@@ -216,7 +213,7 @@ def _default_positions(attention_mask, cu_seqlens, seen, shape, device) -> torch
 
 
 def _packing(mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None, shape) -> Packing | None:
-    """What recurrent layers work on, for a `[B, T]` mask and packed documents; None when that is all rows whole."""
+    """What recurrent layers work on, for a `[B, T]` mask and packed documents; None where all rows are whole."""
     if mask is not None and not in_graph() and bool(mask.all()):
         mask = None
     if cu_seqlens is not None:
@@ -225,7 +222,7 @@ def _packing(mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None, shape) 
 
 
 def _varlen_arguments(cu_seqlens: torch.Tensor, mask) -> dict[str, Any]:
-    """What keeps packed documents apart in FlashAttention, which takes no mask of them."""
+    """The arguments that keep packed documents apart in FlashAttention, which takes no mask."""
     if mask is not None:
         raise ValueError(
             "FlashAttention cannot keep packed documents apart that hold pads: leave attention_mask out, or use "

@@ -1,5 +1,5 @@
-"""Small things that every module uses: the norm, numbers that stay in float32, projections into the residual stream,
-what is added to the training loss, values kept for a version of the parameters."""
+"""What every module uses: the norm, parameters that stay in float32, projections into the residual stream, losses of
+layers, and values that are kept until parameters change."""
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -14,14 +14,14 @@ from transformers import initialization as init
 
 from ..ops.common.cpu import multiplies_in_tiles
 
-# What few calls compute without rounding more than many do.
+# In these dtypes a shorter way of fewer calls rounds no more than the longer one.
 FULL_PRECISION = (torch.float32, torch.float64)
 # Parameters that are tensors of their own, neither sharded nor quantized.
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def is_plain(x: torch.Tensor, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether x is on a CPU and nothing is differentiated or compiled, so that calls are what a token costs."""
+    """Whether x is a plain CPU tensor in eager mode without gradients, where mostly calls are what a token costs."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     return type(x) is torch.Tensor and x.device.type == "cpu" and x.dtype == dtype
@@ -34,13 +34,13 @@ def plain_rms_norm(x: torch.Tensor, eps: float, into: torch.Tensor | None = None
     return torch.div(x, size.mul_(_scalar(x.shape[-1] ** -0.5)), out=into)
 
 
-# Numbers of the pieces that a chain of element-wise steps works on: in float32 a few of them fit into a cache.
+# Numbers that a chain of element-wise steps works on at a time: in float32 a few such pieces fit into a CPU's cache.
 _PIECE = 1 << 17
 
 
 def by_pieces(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """`function(x)` of tokens `[B, T, W]` in the dtype of x, a few at a time, so that what lies between stays in the
-    cache; nothing is differentiated."""
+    """`function(x)` of tokens `[B, T, W]` in the dtype of x, a few tokens at a time, so that intermediate results stay
+    in the CPU's cache; without gradients."""
     size = max(1, _PIECE * x.shape[1] // max(1, x.numel()))
     if x.shape[1] <= size:
         return function(x).to(x.dtype)
@@ -73,9 +73,9 @@ class InterdomainRMSNorm(nn.Module):
         if x.dtype == weight.dtype == torch.float32:
             return F.rms_norm(x, weight.shape, weight, self.eps)
         if x.dtype == weight.dtype == torch.bfloat16 and is_plain(x, x.dtype):
-            # PyTorch's rounds in between, and goes to the memory and back for each of its steps.
+            # PyTorch's norm rounds in between, and goes to the memory and back for each of its steps.
             return by_pieces(self._widened, x)
-        # Otherwise the weight stays outside: it may be wider than x, and then the result is.
+        # The weight may be wider than x, and then so is the result.
         return weight * F.rms_norm(x, weight.shape, eps=self.eps)
 
     def _widened(self, x: torch.Tensor) -> torch.Tensor:
@@ -89,14 +89,14 @@ class InterdomainRMSNorm(nn.Module):
 def backend_of(config, backends: tuple[str, ...] | None = None) -> str:
     """`config.backend` as it is now; for an operator that has other `backends`, "auto".
 
-    It goes past the library's lookup, which is slow: every layer asks at every token.
+    Without the library's attribute lookup, which is slow: every layer asks at every token.
     """
     backend = config.backend if torch.compiler.is_compiling() else object.__getattribute__(config, "backend")
     return backend if backends is None or backend in backends else "auto"
 
 
 def begun_with(initial_state: Any, *transition: torch.Tensor) -> torch.Tensor | None:
-    """An initial state: as it is, or made by a function from what moves the state on."""
+    """An initial state as it is given, or made by a function of what moves the state on."""
     return initial_state(*transition) if callable(initial_state) else initial_state
 
 
@@ -112,9 +112,9 @@ class Float32Module(nn.Module):
 
 
 def residual_projection(in_features: int, out_features: int, bias: bool = False) -> nn.Linear:
-    """A linear layer that starts with a smaller standard deviation: there are 2 N of them, and they add up.
+    """A linear layer that starts with a smaller standard deviation: the outputs of 2 N of them add up.
 
-    It is marked rather than of a class of its own, because quantizers and adapters may look for `nn.Linear` exactly.
+    It is marked by an attribute, not by a class, because quantizers and adapters may look for `nn.Linear` exactly.
     """
     linear: Any = nn.Linear(in_features, out_features, bias)
     linear.adds_to_residual = True
@@ -122,7 +122,7 @@ def residual_projection(in_features: int, out_features: int, bias: bool = False)
 
 
 def home_of(module: nn.Module) -> torch.device:
-    """Where the weights of a linear map are: quantized, they may be buffers, or packed (by PyTorch, for CPUs alone)."""
+    """The device of a linear map's weights, which quantized may be buffers, or packed (by PyTorch, on a CPU alone)."""
     weight = getattr(module, "weight", None)
     if isinstance(weight, torch.Tensor):
         return weight.device
@@ -140,7 +140,6 @@ def is_untouched(module: nn.Module, kind: type[nn.Module], device: torch.device)
 
 
 def are_untouched(modules: Iterable[nn.Module], kinds: Iterable[type[nn.Module]], device: torch.device) -> bool:
-    """`is_untouched` of each."""
     for module, kind in zip(modules, kinds, strict=True):
         own = module.__dict__
         if type(module) is not kind or "forward" in own or own["_forward_hooks"] or own["_forward_pre_hooks"]:
@@ -164,7 +163,6 @@ def project(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def project_all(linears: Sequence[nn.Module], x: torch.Tensor) -> list[torch.Tensor]:
-    """`project` by each."""
     if x.dtype == torch.bfloat16:
         return [project(linear, x) for linear in linears]
     return [linear(x) for linear in linears]
@@ -173,13 +171,13 @@ def project_all(linears: Sequence[nn.Module], x: torch.Tensor) -> list[torch.Ten
 class ParameterCache:
     """Values that depend on parameters alone, kept until one of the parameters changes; copies and pickles are empty.
 
-    Only where nothing but the parameters can change a value: eager mode without gradients, and parameters that are
-    tensors of their own (not sharded, adapted, swapped, or of inference mode, which counts no versions). Not in a
-    process group either: what gathers parameters there writes them without counting a version.
+    Nothing is kept where something else may change a value: under compilation, with gradients, and of parameters that
+    are sharded, adapted, swapped, or made in inference mode, where PyTorch counts no versions. Nor in a process group:
+    what gathers parameters there writes them without counting a version.
 
     Args:
-        compares: after a `doubt`, compare the numbers of parameters on a CPU with copies: a pass over them, where the
-            values are worth more. Default: False, a doubt forgets the values.
+        compares: after a `doubt`, compare parameters on a CPU with copies, which is one pass over them, and keep the
+            values if they are equal. Default: False, a doubt forgets the values.
     """
 
     def __init__(self, compares: bool = False) -> None:
@@ -195,19 +193,19 @@ class ParameterCache:
         self._doubted = False
 
     def doubt(self) -> None:
-        """Parameters may have been written where no version is counted: through `.data`, or in a kernel of its own."""
+        """Parameters may have been written without counting a version: through `.data`, or by a kernel."""
         if self._copies:
             self._doubted = True
         else:
             self.forget()
 
     def of(self, parameters: Sequence[torch.Tensor]) -> dict[Hashable, Any] | None:
-        """The values by name that belong to the parameters as they are, to put more in; None where none is kept."""
+        """The values by name of the parameters as they are, a dictionary to put more in; None where none is kept."""
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.jit.is_tracing():
             return None
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return None
-        # A captured graph computes what it uses itself: what is kept here may be gone when it is replayed.
+        # A captured graph computes what it uses: what is kept here may be gone when it is replayed.
         if parameters[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return None
         known, values = self._kept
@@ -240,9 +238,9 @@ class ParameterCache:
 class DecodeTables(nn.Module):
     """A module that keeps tables made of its own parameters.
 
-    What moves or loads parameters is seen, and so are PyTorch's optimisers. What writes where no version is counted is
-    seen when the next text begins, or goes on with more tokens than a guess has (`doubt_tables`); until then it calls
-    `forget_tables`.
+    It notices when parameters are moved, loaded, or changed by PyTorch's optimisers. Writes of which PyTorch counts no
+    version it notices when the next text begins, or goes on with more tokens than a draft has (`doubt_tables`); whoever
+    cannot wait calls `forget_tables`.
     """
 
     compares: ClassVar[bool] = False  # as of `ParameterCache`
@@ -269,7 +267,7 @@ class DecodeTables(nn.Module):
 
 
 def doubt_tables(module: nn.Module) -> None:
-    """Of all parts of a module: a text begins."""
+    """Let all parts of a module look at their parameters again: a text begins."""
     for part in module.modules():
         if isinstance(part, DecodeTables):
             part.doubt_tables()
@@ -283,7 +281,7 @@ class _Recorded(nn.Module):
 
 
 class AuxiliaryLoss(_Recorded):
-    """Passes on what a layer wants added to the training loss; the model finds it by this module's class.
+    """Hands on what a layer adds to the training loss; the model finds it by this module's class.
 
     A layer calls it with a scalar in every forward; in training, `config.aux_loss_coef` times the sum over all layers
     joins the loss of the model.

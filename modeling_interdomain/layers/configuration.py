@@ -7,6 +7,12 @@ by inheritance, so that a file of a configuration stays flat. None of these modu
 from dataclasses import dataclass
 from typing import ClassVar
 
+# Kinds of rotary embeddings whose frequencies change with the length: what a state holds cannot be rotated again.
+LENGTH_DEPENDENT: tuple[str, ...] = ("dynamic", "longrope")
+# Our styles of tensor parallelism, which `parallel/tensor.py` registers.
+HEADS: str = "interdomain_heads"
+LAYERS: str = "interdomain_layers"
+
 
 @dataclass(kw_only=True, repr=False)
 class ModelFields:

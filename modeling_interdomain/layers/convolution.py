@@ -1,23 +1,25 @@
-"""The short causal convolution of queries and keys, and its conv state: the last inputs."""
+"""The short causal convolutions of projections, and their conv state: the last inputs."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import initialization as init
 
 from ..ops.common.cpu import all_real, multiplies_bf16, without_autocast
+from ..ops.common.packing import Packing
 from .common import is_plain, is_untouched
 
-# Start of a key's weights: the token before, and a little of its own. The first token has none before it, and a key of
-# zeros has no direction, so it would get no gradient.
+# How the weights of keys start: the token before, and a little of the own one. Otherwise the key of the first token,
+# which has none before it, would be zero, and a key without a direction gets no gradient.
 TOKEN_BEFORE = (1.0, 0.1)
 
 
 class CausalConv1d(nn.Conv1d):
-    """Depthwise convolution over the last `kernel_size` tokens; an ordinary `nn.Conv1d` otherwise.
+    """Depthwise convolution over the last `kernel_size` tokens.
 
-    Made as that one is, and it computes what that one does: adapters make others of its class, of any groups.
+    It takes the arguments of `nn.Conv1d`, and with other groups is one: adapters make modules of the class they adapt.
     """
 
     @torch.no_grad()
@@ -33,7 +35,7 @@ class CausalConv1d(nn.Conv1d):
 
     @torch.no_grad()
     def start_weight(self, *last: float) -> None:
-        """All channels start with these numbers as their last weights, in the order of the tokens, after zeros."""
+        """Start all channels with these as their last weights, in the order of the tokens, and zeros before them."""
         conv_weight = torch.zeros_like(self.weight)
         conv_weight[..., -len(last) :] = conv_weight.new_tensor(last)
         init.copy_(self.weight, conv_weight)
@@ -59,14 +61,14 @@ class CausalConv1d(nn.Conv1d):
         return (y if self.bias is None else y + self.bias).mT
 
     def _as_image(self, x: torch.Tensor, padding: int = 0) -> torch.Tensor:
-        """In two dimensions the library's convolution reads tokens as they lie."""
+        """In two dimensions the library's convolution reads tokens in the layout that they have."""
         with without_autocast(x.device):
             weight = self.weight.unsqueeze(2)
             x = x.to(weight.dtype).unsqueeze(2)
             return torch.conv2d(x, weight, self.bias, padding=(0, padding), groups=weight.shape[0]).squeeze(2)
 
     def from_zeros(self, x: torch.Tensor) -> torch.Tensor | None:
-        """`[B, T, W]` in bfloat16 to the same, with no token before; None where it takes a forward to say that.
+        """`[B, T, W]` in bfloat16 to the same, with no token before; None where `forward` must compute it.
 
         Padding on both sides, of which what comes after the last token is cut off, saves a copy of the tokens.
         """
@@ -76,50 +78,58 @@ class CausalConv1d(nn.Conv1d):
 
 
 def causal_conv(
-    conv: nn.Module,
-    x: torch.Tensor,
-    window: torch.Tensor | None,
-    kernel: int,
-    lengths: torch.Tensor | None = None,
-    documents: torch.Tensor | None = None,
-    number: int = 0,
+    conv: nn.Module, x: torch.Tensor, conv_state: torch.Tensor | None, kernel: int, packing: Packing | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Convolve each row on from the inputs that went before it, or each packed document from zeros.
+    """Convolve each row on from the inputs before it, or each packed document.
 
     Args:
         conv: maps `[B, W, L + kernel - 1]` to `[B, W, L]`.
-        x: `[B, T, W]`.
-        window: `[B, W, kernel - 1]`, the inputs before the first token, a row a document where there are such; None
+        x: `[B, T, W]`, packed already.
+        conv_state: `[B, W, kernel - 1]`, the inputs before the first token, a row a document where there are such; None
             means zeros.
-        lengths: `[B]`, the real tokens of every row, the rest are pads. Default: None, all are.
-        documents: `[T]`, which of `number` packed documents each token belongs to (B = 1).
 
     Returns:
-        `[B, T, W]` and the new window; None for packed documents, which nothing continues.
+        `[B, T, W]` and the new conv state; None for packed documents, which nothing continues.
     """
-    before = kernel - 1
-    if documents is not None:
-        return _conv_documents(conv, x, window, before, documents, number), None
-    # A graph serves every length, so that none may be asked for.
-    if not torch.compiler.is_compiling() and window is None and lengths is None and isinstance(conv, CausalConv1d):
+    before, lengths = kernel - 1, None
+    if packing is not None:
+        lengths = packing.lengths
+        if packing.documents is not None:
+            return _conv_documents(conv, x, conv_state, before, packing), None
+    # A graph serves every length, so none may be compared.
+    if not torch.compiler.is_compiling() and conv_state is None and lengths is None and isinstance(conv, CausalConv1d):
         found = conv.from_zeros(x) if x.shape[1] >= kernel else None
         if found is not None:
             return found, x[:, x.shape[1] - before :].mT
-    if window is None:
-        window = x.new_zeros(x.shape[0], x.shape[2], before)
-    extended = torch.cat([window.to(x.dtype).mT, x], dim=1).mT
+    if conv_state is None:
+        conv_state = x.new_zeros(x.shape[0], x.shape[2], before)
+    extended = torch.cat([conv_state.to(x.dtype).mT, x], dim=1).mT
     if lengths is None:
-        window = extended[..., extended.shape[-1] - before :]
+        after = extended[..., extended.shape[-1] - before :]
     else:
         last = lengths[:, None] + torch.arange(before, device=x.device)
-        window = extended.gather(2, last[:, None].expand(-1, extended.shape[1], -1))
-    return conv(extended).mT, window
+        after = extended.gather(2, last[:, None].expand(-1, extended.shape[1], -1))
+    return conv(extended).mT, after
+
+
+def convolve_all(
+    convs: Sequence, inputs: Sequence, conv_state: Sequence | None, kernel: int, packing: Packing | None
+) -> tuple[list[torch.Tensor], list]:
+    """`causal_conv` of each input that has a convolution, and the new conv state; the other inputs as they are."""
+    before = iter(conv_state or [None] * len(inputs))
+    outputs, after = [], []
+    for x, conv in zip(inputs, convs, strict=True):
+        if conv is not None:
+            x, state = causal_conv(conv, x, next(before), kernel, packing)
+            after.append(state)
+        outputs.append(x)
+    return outputs, after
 
 
 def convolve_few(
     inputs: Sequence[torch.Tensor], conv_state: Sequence[torch.Tensor], conv_weight: torch.Tensor
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Several `causal_conv` of a few tokens as one, where a call costs more than what it computes.
+    """Several `causal_conv` of a few tokens as one: a call would cost more than what it computes.
 
     Args:
         inputs: `[B, T, W]` each.
@@ -131,7 +141,7 @@ def convolve_few(
     """
     one = len(inputs) == 1
     tokens = inputs[0] if one else torch.cat(list(inputs), dim=-1)
-    # Token by token, as a `RecurrentLayer` has them in memory.
+    # Token by token, the memory layout of a `RecurrentLayer`.
     before = conv_state[0].mT if one else torch.cat([w.mT for w in conv_state], dim=-1)
     if before.dtype != tokens.dtype:
         before = before.to(tokens.dtype)
@@ -149,25 +159,27 @@ def joined_weights(*weights: torch.Tensor) -> torch.Tensor:
     return torch.cat(weights).squeeze(1).mT.contiguous()
 
 
-def _conv_documents(conv: nn.Module, x, window, before: int, documents: torch.Tensor, number: int) -> torch.Tensor:
-    """The window, or zeros, before every document; what a convolution then mixes across documents is never read."""
+def _conv_documents(conv: nn.Module, x, conv_state, before: int, packing: Packing) -> torch.Tensor:
+    """Convolve with the conv state, or zeros, put before every document, whose outputs there are cut out again."""
+    documents: Any = packing.documents
+    number = packing.cu_seqlens.shape[0] - 1
     tokens = torch.arange(x.shape[1], device=x.device)
     slots = tokens + before * (documents + 1)
     spread = x.new_zeros(x.shape[1] + before * number, x.shape[2]).index_copy(0, slots, x[0])
-    if window is not None:
+    if conv_state is not None:
         numbers = torch.arange(number, device=x.device)
         begins = torch.searchsorted(documents, numbers) + before * numbers
         margins = (begins[:, None] + torch.arange(before, device=x.device)).flatten()
-        spread = spread.index_copy(0, margins, window.to(x.dtype).mT.flatten(0, 1))
+        spread = spread.index_copy(0, margins, conv_state.to(x.dtype).mT.flatten(0, 1))
     return conv(spread.T[None]).mT.index_select(1, slots - before)
 
 
-def last_inputs(window: torch.Tensor, inputs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The window `[B, W, kernel - 1]` of a convolution after the real ones (mask `[B, T]`) of `inputs` `[B, T, W]`."""
-    size = window.shape[-1]
+def last_inputs(conv_state: torch.Tensor, inputs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The conv state `[B, W, kernel - 1]` after the real ones (mask `[B, T]`) of `inputs` `[B, T, W]`."""
+    size = conv_state.shape[-1]
     if inputs.shape[1] >= size and all_real(mask):
         return inputs[:, inputs.shape[1] - size :].mT
-    together = torch.cat([window.to(inputs.dtype).mT, inputs], dim=1)
+    together = torch.cat([conv_state.to(inputs.dtype).mT, inputs], dim=1)
     if all_real(mask):
         return together[:, together.shape[1] - size :].mT
     real = torch.cat([mask.new_ones(mask.shape[0], size), mask], dim=1)

@@ -20,7 +20,7 @@ def silu_l2(x: torch.Tensor) -> torch.Tensor:
 
 
 def silu_l2_(x: torch.Tensor, inplace: bool = True) -> torch.Tensor:
-    """The same of a plain tensor, in its dtype and, unless it is told otherwise, in its place."""
+    """`silu_l2` of a plain tensor, in its dtype and, by default, in place."""
     y = F.silu(x, inplace=inplace)
     return y.div_(torch.linalg.vector_norm(y, dim=-1, keepdim=True).clamp_(min=1e-12))
 

@@ -11,7 +11,7 @@ class FirstState(Float32Module):
     """`state`, of the shape of one sequence's, in float32; zeros at the start, with which nothing changes.
 
     It is to a recurrent layer what learned keys and values (prefix tuning) are to attention: what the layer would hold
-    after a text that nobody has to write or read. It decays as a text does.
+    after reading some text, found by training instead. It decays like what a text leaves.
     """
 
     def __init__(self, shape: tuple[int, ...]):

@@ -9,9 +9,7 @@ from transformers import initialization as init
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .common import Float32Module, is_plain
-
-# Their frequencies change with the length, and what a state holds cannot be rotated again.
-LENGTH_DEPENDENT = ("dynamic", "longrope")
+from .configuration import LENGTH_DEPENDENT
 
 
 class InterdomainRotaryEmbedding(Float32Module):
@@ -41,7 +39,10 @@ class InterdomainRotaryEmbedding(Float32Module):
     def initial_frequencies(self) -> dict[str, tuple[torch.Tensor, float]]:
         """The buffers, each with what multiplies cosines and sines; two of "longrope", of short and of long texts."""
         if self.rope_type == "default":
-            return {"inv_freq": self.compute_default_rope_parameters(self.config)}
+            rope = self.config.rope_parameters
+            dim = int(self.config.head_dim * rope.get("partial_rotary_factor", 1.0))
+            exponents = torch.arange(0, dim, 2, dtype=torch.float) / dim
+            return {"inv_freq": (rope["rope_theta"] ** -exponents, 1.0)}
         of_length = ROPE_INIT_FUNCTIONS[self.rope_type]
         found = {"inv_freq": of_length(self.config, None)}
         if self.rope_type == "longrope":
@@ -53,16 +54,10 @@ class InterdomainRotaryEmbedding(Float32Module):
         return self.config.rope_parameters["original_max_position_embeddings"]
 
     def _frequencies(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Those of texts of the lengths `[B, 1 or T]`, where they depend on it."""
+        """The frequencies of texts of the lengths `[B, 1 or T]`, where they depend on these."""
         if self.rope_type == "longrope":
             return torch.where(lengths[..., None] > self._short(), self.long_inv_freq, self.inv_freq)
         return ROPE_INIT_FUNCTIONS[self.rope_type](self.config, lengths.device, seq_len=lengths[..., None])[0]
-
-    @staticmethod
-    def compute_default_rope_parameters(config, device=None, **kwargs) -> tuple[torch.Tensor, float]:
-        dim = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
-        exponents = torch.arange(0, dim, 2, dtype=torch.float, device=device) / dim
-        return config.rope_parameters["rope_theta"] ** -exponents, 1.0
 
     @torch.no_grad()
     def forward(

@@ -1,7 +1,7 @@
 """The versions of Transformers that this code was tested with, and what they call a cache.
 
 Up to 5.23 it is `past_key_values` (in Mambas `cache_params`), from 5.24 on `cache`: in arguments, in outputs, and in
-what `generate()` hands on. Which one it is, is decided here alone; whoever calls a model or a mixer may use any.
+what `generate()` passes on. `CACHE_NAME` is that of the installed version; callers of a model or a mixer may use any.
 """
 
 import inspect
@@ -19,46 +19,43 @@ logger = logging.get_logger(__name__)
 TESTED = ((5, 21), (5, 24))  # the first and the last
 
 CACHE_NAMES = ("past_key_values", "cache", "cache_params")
-# That of the library which is installed.
 CACHE_NAME = "past_key_values" if "past_key_values" in BaseModelOutputWithPast.__dataclass_fields__ else "cache"
 
 
-def takes_cache(function: Callable) -> Callable:
+def takes_cache(
+    function: Callable, others: dict[str, str] | None = None, check: Callable[[Any, dict], None] | None = None
+) -> Callable:
     """Let a function or method take its cache by any of the names; its signature shows the library's.
 
     One that has no argument of such a name but takes keywords gets it by the library's.
 
+    Args:
+        others: names of other arguments that are taken too, each with the function's own.
+        check: of a method, called first, with `self` and the renamed keywords.
+
     Raises:
-        TypeError: of the function, when it is called with two caches.
+        TypeError: of the function, when it is called with one argument by two names.
     """
-    names = other_cache_names(function)
+    signature = inspect.signature(function)
+    own = next((name for name in signature.parameters if name in CACHE_NAMES), CACHE_NAME)
+    names = (others or {}) | {name: own for name in CACHE_NAMES if name != own}
 
     @wraps(function)
     def renamed(*args: Any, **kwargs: Any) -> Any:
         for name in names:
             if name in kwargs:
-                rename(kwargs, name, names[name])
+                _rename(kwargs, name, names[name])
+        if check is not None:
+            check(args[0], kwargs)
         return function(*args, **kwargs)
 
-    renamed.__signature__ = shown_signature(function)  # type: ignore[attr-defined]
+    shown = [x.replace(name=CACHE_NAME) if name in CACHE_NAMES else x for name, x in signature.parameters.items()]
+    renamed.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
     return renamed
 
 
-def other_cache_names(function: Callable) -> dict[str, str]:
-    """What others may call the cache of a function, each with the name that the function itself has for it."""
-    own = next((name for name in inspect.signature(function).parameters if name in CACHE_NAMES), CACHE_NAME)
-    return {name: own for name in CACHE_NAMES if name != own}
-
-
-def shown_signature(function: Callable) -> inspect.Signature:
-    """With the library's name of the cache."""
-    signature = inspect.signature(function)
-    shown = [x.replace(name=CACHE_NAME) if name in CACHE_NAMES else x for name, x in signature.parameters.items()]
-    return signature.replace(parameters=shown)
-
-
-def rename(arguments: dict[str, Any], theirs: str, ours: str) -> None:
-    """Call an argument by the other of its two names; one that is None asks for nothing."""
+def _rename(arguments: dict[str, Any], theirs: str, ours: str) -> None:
+    """Call an argument by the other of its two names; where it is None it was not given."""
     value = arguments.pop(theirs)
     if arguments.get(ours) is None:
         arguments[ours] = value
@@ -69,7 +66,7 @@ def rename(arguments: dict[str, Any], theirs: str, ours: str) -> None:
 
 
 def warn_if_untested(version: str) -> None:
-    """Say once that nobody has tried this code with a version of Transformers."""
+    """Warn once where this code was not tested with a version of Transformers."""
     if not TESTED[0] <= tuple(map(int, re.findall(r"\d+", version)[:2])) <= TESTED[1]:
         first, last = (f"{major}.{minor}" for major, minor in TESTED)
         logger.warning_once(

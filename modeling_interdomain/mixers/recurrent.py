@@ -1,54 +1,35 @@
-"""What all recurrent token mixers do alike: projections, short convolutions, the cache, the way out."""
+"""What all recurrent token mixers share: projections, short convolutions, the cache, and the output projection."""
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..layers.common import InterdomainRMSNorm, backend_of, project, project_all, residual_projection
-from ..layers.convolution import CausalConv1d, causal_conv, last_inputs
+from ..layers.convolution import CausalConv1d, convolve_all, last_inputs
 from ..layers.operators import Operators
 from ..ops.common.packing import Packing
-from ..parallel.tensor import HEADS
 from .base import TokenMixer
+from .configuration import RecurrentSpecification
 
 
-class Projection(NamedTuple):
-    """One projection of the tokens: `name` + "_proj" makes `heads` x `width` numbers, `name` + "_conv" mixes them."""
-
-    name: str
-    heads: int
-    width: int
-    convolved: bool
-    bias: bool = False  # beside those that `Biases` gives to all
-
-
-class Biases(NamedTuple):
-    """Which maps of a mixer have one."""
-
-    projections: bool = False
-    convolutions: bool = False
-
-
-class RecurrentMixer(TokenMixer):
+class RecurrentMixer(RecurrentSpecification, TokenMixer):
     """Projects the tokens into `projections`, convolves them, runs a recurrence on from the cache, and projects back.
 
-    A subclass names its projections and its state, makes `recurrence` (a module that is called with tokens and gives
-    output and final state, see `InterdomainRecurrence`), and turns convolved projections into tokens (`_tokens`).
+    Its specification names them and the state. A subclass makes `recurrence` (a module that is called with tokens and
+    gives output and final state, see `InterdomainRecurrence`), and turns convolved projections into `_tokens`.
     """
 
-    layer_type = "linear_attention"
-    can_branch = True
     reads_forks = True
     # Sums over the whole text of a sparse branch, and what it compares for equality.
     exact_states = ("sparse_sums", "sparse_scores")
     recurrence: nn.Module
     operators = Operators()
-    # Tokens that take less time on a CPU step by step than in an operator for many.
+    # So many tokens are faster on a CPU as single steps than in an operator for many.
     most_steps = 6
-    max_pending = 0  # tokens that are read with a state at rest, see `_verifies`
+    max_pending = 0  # inputs that `_verify` reads beside the resting state, at most
 
     def __init__(self, config, layer_idx: int, output_width: int):
         """`output_width` are the numbers a head that the recurrence gives."""
@@ -92,87 +73,43 @@ class RecurrentMixer(TokenMixer):
 
     # What a subclass says.
 
-    @classmethod
-    def starts_with_induction(cls, config) -> bool:
-        """Whether its own queries start so that they find what came after earlier occurrences of the token."""
-        return False
-
-    @classmethod
-    def projections(cls, config) -> list[Projection]:
-        """The projections, in the order in which `_tokens` takes them."""
-        raise NotImplementedError
-
-    @classmethod
-    def state_shape(cls, config) -> tuple[int, ...]:
-        """Of one sequence."""
-        raise NotImplementedError
-
     def _tokens(self, projections: list[torch.Tensor], cos_sin) -> tuple[torch.Tensor, ...]:
         """What the recurrence is called with, from convolved projections `[B, T, heads width]`."""
         raise NotImplementedError
 
     def _recorded(self, tokens: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Those of the tokens `[B, T, ...]` that move the state."""
+        """The tokens `[B, T, ...]` that move the state."""
         raise NotImplementedError
 
     @staticmethod
     def replay_state(operators: Operators, state: torch.Tensor, *arguments: Any) -> torch.Tensor:
         """The state after recorded tokens: called with those, their mask and what `transition=True` gave.
 
-        Not with a layer, which a cache would keep: with the operators that the layer has.
+        A static method that is given the layer's operators: a method would let caches hold the layer.
         """
         raise NotImplementedError
 
     # What a subclass says that passes its state to other processes.
 
     def decay_state(self, state: torch.Tensor, total_decay: torch.Tensor, *transition: Any) -> torch.Tensor:
-        """A state `[B, ...]` after tokens that write nothing, of which `total_decay` tells; in any floating dtype."""
+        """A state `[B, ...]` after tokens that write nothing, given their `total_decay`; in any floating dtype."""
         raise NotImplementedError
 
     @staticmethod
     def total_decay(mask: torch.Tensor, *arguments: Any) -> torch.Tensor | None:
-        """What `decay_state` needs to know of recorded tokens, `[B, ...]`, a sum over those of the mask `[B, T]`.
+        """What `decay_state` needs of recorded tokens, `[B, ...]`, summed over those that the mask `[B, T]` marks.
 
-        Called with the tokens and what `transition=True` gave; None means their number.
+        Called with the tokens and what `transition=True` gave; None means the number of tokens.
         """
         return None
 
     # What a subclass may say otherwise.
 
-    @classmethod
-    def output_heads(cls, config) -> int:
-        """Those of the output."""
-        return config.num_attention_heads
-
-    @classmethod
-    def kernel_size(cls, config) -> int:
-        """Of the convolutions, in tokens."""
-        return config.conv_kernel
-
-    @classmethod
-    def biases(cls, config) -> Biases:
-        return Biases()
-
-    @classmethod
-    def gated(cls, config) -> bool:
-        """Whether the output is multiplied by SiLU of a linear map of the input."""
-        return config.use_output_gate
-
-    @classmethod
-    def rotated(cls, config) -> int:
-        """The numbers a head that rotary embeddings turn."""
-        return config.feature_dim
-
     def _way_out(self, output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """What `o_proj` reads, `[B, T, heads width]`, of the output and the tokens of the layer."""
+        """What `o_proj` reads, `[B, T, heads width]`: here the output, gated by the tokens of the layer."""
         if self.g_proj is None:
             return output
         return nn.functional.silu(self.g_proj(hidden_states)) * output
-
-    @classmethod
-    def written_shape(cls, config) -> tuple[int, int]:
-        """Of `_written`; the recurrence's output has as many numbers a head."""
-        return config.num_key_value_heads, config.head_dim
 
     def _written(self, tokens: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """What the recurrence writes, `[B, T, groups, width]`: a sparse branch reads it a second time."""
@@ -180,33 +117,8 @@ class RecurrentMixer(TokenMixer):
 
     # What follows from it.
 
-    @classmethod
-    def rotated_dims(cls, config) -> set[int]:
-        return set() if config.rope_placement is None else {cls.rotated(config)}
-
-    @classmethod
-    def state_sizes(cls, config, context_length: int) -> dict[str, int]:
-        conv_state = sum(heads * width for _, heads, width, convolved, _ in cls.projections(config) if convolved)
-        state = torch.Size(cls.state_shape(config)).numel()
-        return {"recurrent": state, "convolution": conv_state * (cls.kernel_size(config) - 1)}
-
     def cache_shapes(self, batch: int) -> list[list[int]]:
         return [[batch, *shape] for shape in self.kept_shapes]
-
-    @classmethod
-    def head_plan(cls, config) -> dict[str, str]:
-        projections, biases = cls.projections(config), cls.biases(config)
-        plan = {"": HEADS, "recurrence": HEADS} | {f"{projection.name}_proj": "colwise" for projection in projections}
-        for projection in projections:
-            if projection.convolved:
-                plan[f"{projection.name}_conv.weight"] = HEADS
-                if biases.convolutions:
-                    plan[f"{projection.name}_conv.bias"] = HEADS
-        if cls.gated(config):
-            plan["g_proj"] = "colwise"
-        if config.learned_state:
-            plan["first_state"] = HEADS
-        return plan | {"o_proj": "rowwise"}
 
     def share_heads(self, processes: int) -> None:
         self.kept_shapes = [(heads // processes, *rest) for heads, *rest in self.kept_shapes]
@@ -221,7 +133,7 @@ class RecurrentMixer(TokenMixer):
         piece: Any = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Mix the tokens of `[B, T, hidden_size]`; beside them the map of which token answered, see `attention_map`.
+        """Mix the tokens `[B, T, hidden_size]`; returns the same shape, and the map of `attention_map` or None.
 
         Args:
             position_embeddings: cosines and sines `[B, T, R]` by dimension, for rotary embeddings.
@@ -229,19 +141,19 @@ class RecurrentMixer(TokenMixer):
             past_key_values: an `InterdomainCache`, updated in place.
             packing: where the real tokens stand, when some are pads or several documents are packed.
             piece: a `SequencePiece`, where these tokens stand in rows that several processes hold.
-            output_attentions: make the map, where no tokens came before these.
+            output_attentions: make the map, if no tokens came before these.
         """
         layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         transition = conv_state = states = None
         if layer is not None:
             layer.thaw()
-            if self.first_state is not None:
-                self._begin_again(layer)
+            if self.first_state is not None and layer.is_initialized and not layer.has_previous_state[0]:
+                layer.set_state(self.first_state(layer.state))  # after a reset
             if layer.record_past:
                 transition = self.recurrence(hidden_states, transition=True)
                 layer.commit_unless(transition)
         projected = project_all([self._modules[f"{name}_proj"] for name in self.projection_names], hidden_states)
-        if packing is not None:  # not before: adapters that differ by row must find the rows of the batch
+        if packing is not None:  # after the projections, where adapters that differ by row need the rows of the batch
             projected = [packing.pack(x) for x in projected]
         cos_sin = None
         if self.rope_placement is not None and position_embeddings is not None:
@@ -249,8 +161,8 @@ class RecurrentMixer(TokenMixer):
             if packing is not None:
                 cos, sin = (packing.pack(x.expand(*hidden_states.shape[:2], -1)) for x in (cos, sin))
             cos_sin = cos, sin
-        reads_on = transition is not None and self._verifies(layer, hidden_states, packing)
-        if reads_on:
+        verifies = transition is not None and self._verifies(layer, hidden_states, packing)
+        if verifies:
             conv_state = layer.lookahead_conv_state(self.max_pending - hidden_states.shape[1])
         elif layer is not None:
             conv_state, states = layer.committed()
@@ -265,19 +177,19 @@ class RecurrentMixer(TokenMixer):
             self._record(layer, transition, projected, tokens, attention_mask, packing, hidden_states, companion)
         weights = None
         plain = self.sparse is None and self.first_state is None
-        if kwargs.get("output_attentions") and plain and not _has_past(layer):
+        if kwargs.get("output_attentions") and plain and (layer is None or not layer.get_seq_length()):
             weights = self.attention_map(tokens, packing)
         if weights is not None and past_key_values is not None:  # as wide as those of keys in a static cache
             weights = nn.functional.pad(weights, (0, max(0, past_key_values.get_max_length() - weights.shape[-1])))
 
-        if reads_on:
+        if verifies:
             output = self._verify(layer, tokens, after)
         elif layer is not None and self._can_step(layer, tokens, packing):
             output = self._step(layer, tokens, (conv_state, states), after, attention_mask, companion)
         else:
             output = self._all_at_once(layer, tokens, states, after, packing, companion, piece)
-        if weights is not None and weights.requires_grad:  # a loss of the output asks them for gradients
-            output = self._added_up(weights, tokens, packing)
+        if weights is not None and weights.requires_grad:  # so that a loss of the output gives the map gradients
+            output = self._apply_map(weights, tokens, packing)
         if self.o_norm is not None:
             output = self.o_norm(output)
         output = output.flatten(-2).to(hidden_states.dtype)
@@ -285,17 +197,12 @@ class RecurrentMixer(TokenMixer):
             output = packing.unpack(output)
         return project(self.o_proj, self._way_out(output, hidden_states)), weights
 
-    def _begin_again(self, layer) -> None:
-        """Let a layer of a cache that was reset hold what a sequence begins with."""
-        if layer.is_initialized and not layer.has_previous_state[0]:
-            layer.set_state(self.first_state(layer.state))
-
     def attention_map(self, tokens: tuple[torch.Tensor, ...], packing: Packing | None) -> torch.Tensor | None:
         """`[B, H, T, T]`, the weights with which values make the outputs of the recurrence, where it has such."""
         return None
 
-    def _added_up(self, weights: torch.Tensor, tokens, packing: Packing | None) -> torch.Tensor:
-        """The output of the recurrence, made of its map."""
+    def _apply_map(self, weights: torch.Tensor, tokens, packing: Packing | None) -> torch.Tensor:
+        """The output of the recurrence: its map times what it writes."""
         written = self._written(tokens)
         written = written if packing is None else packing.unpack(written)
         values = written.repeat_interleave(weights.shape[1] // written.shape[2], dim=2).to(weights.dtype)
@@ -304,34 +211,17 @@ class RecurrentMixer(TokenMixer):
 
     def _inputs(self, projected, conv_state, cos_sin, packing: Packing | None, keep: bool):
         """What the recurrence is called with, and the new conv state (if there is a cache to `keep` them)."""
-        projections, after = self._convolve(projected, conv_state, packing)
+        projections, after = convolve_all(self._convolutions(), projected, conv_state, self.kernel, packing)
         return self._tokens(projections, cos_sin), after
 
-    def _convolve(self, projected, conv_state, packing: Packing | None) -> tuple[list[torch.Tensor], list]:
-        """The projections after their convolutions, and the new conv state."""
-        before = iter(conv_state or [None] * len(projected))
-        projections, after = [], []
-        extent: dict[str, Any] = {}
-        if packing is not None:
-            number = 0 if packing.cu_seqlens is None else packing.cu_seqlens.shape[0] - 1
-            extent = {"lengths": packing.lengths, "documents": packing.documents, "number": number}
-        for x, conv in zip(projected, self._convolutions(), strict=True):
-            if conv is not None:
-                x, window = causal_conv(conv, x, next(before), self.kernel, **extent)
-                after.append(window)
-            projections.append(x)
-        return projections, after
-
     def _convolutions(self) -> list[CausalConv1d | None]:
-        """One a projection."""
         return [getattr(self, f"{name}_conv", None) for name in self.projection_names]
 
     def _convolved(self, projected) -> list[torch.Tensor]:
-        """Those that have a convolution."""
+        """The projections that have a convolution."""
         return [x for x, convolved in zip(projected, self.convolved, strict=True) if convolved]
 
     def _companion(self, hidden_states, tokens, conv_state, states, packing: Packing | None):
-        """What the tokens bring to the sparse branch."""
         own = None if conv_state is None else conv_state[self.own_conv_state :]
         inputs = self.sparse.prepare(hidden_states, self._written(tokens), own, states, packing)
         self.sparse.add_ranking_loss(inputs, packing)
@@ -364,7 +254,7 @@ class RecurrentMixer(TokenMixer):
         return output if beside is None else output + beside
 
     def _arriving(self, piece: Any, tokens: tuple[torch.Tensor, ...], *transition: Any) -> torch.Tensor:
-        """The state with which a piece begins: of this layer's recurrence, called within it."""
+        """The state with which a piece begins; the recurrence calls this while its parameters are at hand."""
         recorded = [piece.rows(x) for x in self._recorded(tokens)]
         wide = torch.promote_types(recorded[0].dtype, torch.float32)
         nothing = recorded[0].new_zeros(piece.last.shape[0], *self.kept_shapes[-1], dtype=wide)
@@ -389,7 +279,7 @@ class RecurrentMixer(TokenMixer):
         return few and not differentiated and layer.is_initialized and backend_of(self.config) in ("auto", "triton")
 
     def _can_step_each(self, layer, first: torch.Tensor) -> bool:
-        """Whether a few tokens, as guesses are, take a step each, sooner than an operator for many would begin."""
+        """Whether a few tokens, a draft usually, are faster as single steps than in an operator for many."""
         here = first.device.type == "cpu" and self.sparse is None and not torch.compiler.is_compiling()
         return here and first.shape[1] <= self.most_steps and layer.has_previous_state[0]
 
@@ -404,7 +294,7 @@ class RecurrentMixer(TokenMixer):
         if mask is not None:
             keep = mask[:, None, None]
             conv_state = [torch.where(keep, w, old) for w, old in zip(conv_state, before[0], strict=True)]
-        layer.torn = True  # until all is written
+        layer.torn = True  # until `write` has ended
         # What a forward with gradients has written is not overwritten in place.
         states = {name: x.detach().clone() if x.requires_grad else x for name, x in before[1].items()}
         count = tokens[0].shape[1]
@@ -419,14 +309,14 @@ class RecurrentMixer(TokenMixer):
         return output
 
     def _verifies(self, layer, hidden_states: torch.Tensor, packing: Packing | None) -> bool:
-        """Whether a few tokens are read with the inputs that wait in a recording cache, and the state stays."""
+        """Whether a draft is verified with the pending inputs of a recording cache, and the state rests."""
         return False
 
     def _verify(self, layer, tokens: Sequence[torch.Tensor], conv_state: list[torch.Tensor]) -> torch.Tensor:
         raise NotImplementedError
 
     def _steps(self, tokens: Sequence[torch.Tensor], state: torch.Tensor, move: bool) -> torch.Tensor:
-        """A few tokens after each other; without `move` the state is left as it was."""
+        """A few tokens one after the other; without `move` the state stays as it was."""
         state = state if move else state.clone()
         each = zip(*(x.split(1, dim=1) for x in tokens))
         return torch.stack([self.recurrence(*one, step=True, state=state) for one in each], dim=1)
@@ -434,7 +324,7 @@ class RecurrentMixer(TokenMixer):
     def _record(
         self, layer, transition, projected, tokens, attention_mask, packing, hidden_states, companion=None
     ) -> None:
-        """Let a recording cache keep what this forward puts in, at its place in the batch."""
+        """Record what this forward puts into the states, unpacked, in the cache."""
         convolved = self._convolved(projected)
         kept = [*convolved, *self._recorded(tokens)]
         if companion is not None:
@@ -468,18 +358,14 @@ class RecurrentMixer(TokenMixer):
         return conv_state, {"state": cls.replay_state(operators, states["state"], *tokens, mask, *constants)} | beside
 
 
-def _has_past(layer) -> bool:
-    return layer is not None and layer.is_initialized and bool(layer.get_seq_length())
-
-
 def placed_map(weights: torch.Tensor, packing: Packing | None) -> torch.Tensor:
-    """A map `[B, H, T, T]` of packed tokens where these stand in the batch, zero at pads."""
+    """A map `[B, H, T, T]` of packed tokens, unpacked: zero at pads and between documents."""
     if packing is None:
         return weights
-    weights = packing.unpack(weights.transpose(1, 2)).transpose(1, 2)  # the tokens that ask
+    weights = packing.unpack(weights.transpose(1, 2)).transpose(1, 2)  # queries
     if packing.cu_seqlens is None:
-        return packing.unpack(weights.transpose(1, 3)).transpose(1, 3)  # those that answer
-    if packing.tokens is not None:  # of all rows, of which each asks its own
+        return packing.unpack(weights.transpose(1, 3)).transpose(1, 3)  # keys
+    if packing.tokens is not None:  # keys of all rows, of which each query keeps its own
         count = packing.shape[0] * packing.shape[1]
         weights = weights.new_zeros(*weights.shape[:3], count).index_add(3, packing.tokens, weights)
     return weights.unflatten(3, packing.shape).diagonal(dim1=0, dim2=3).permute(3, 0, 1, 2)

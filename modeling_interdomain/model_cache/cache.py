@@ -1,4 +1,4 @@
-"""The caches of a model: a layer for each of its token mixers, which say what that layer holds."""
+"""The caches of a model: a layer for each of its token mixers, whose class says which."""
 
 import os
 import weakref
@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCa
 
 from ..cache.recurrent import RecurrentLayer
 from ..layers.common import doubt_tables, home_of
-from ..registry import TOKEN_MIXERS
+from ..registry import token_mixer_class
 from .file import StateFileError, read_state_file, write_state_file
 from .fingerprint import decoder_of, model_fingerprint, tokenizer_fingerprint, tokens_fingerprint
 
@@ -19,7 +19,7 @@ class _InterdomainCacheMixin(Cache):
 
     layers: list
     notes: dict[str, str]
-    # The model that read with it last. Copies in other processes do not know that model.
+    # A weak reference to the model that read with it last; pickles leave it out.
     _reader: Any = None
 
     def __getstate__(self):
@@ -29,7 +29,7 @@ class _InterdomainCacheMixin(Cache):
         return [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
 
     def allow_rollback(self, tokens: int) -> None:
-        """Let layers of a fixed size take back at least so many tokens from now on."""
+        """Let layers of a fixed size take back at least this many tokens from now on."""
         for layer in self.layers:
             if hasattr(layer, "max_rollback"):
                 layer.max_rollback = max(layer.max_rollback, tokens)
@@ -40,18 +40,18 @@ class _InterdomainCacheMixin(Cache):
         return any(layer.record_past for layer in self.recurrent_layers())
 
     def pause_recording(self, paused: bool) -> None:
-        """Read on without a record, or with one again; what was read until then can no longer be taken back."""
+        """Stop recording for a while, or go on; what was read before a pause can no longer be taken back."""
         for layer in self.recurrent_layers():
             layer.paused = paused
 
     def stop_recording(self) -> None:
-        """What was read until now can no longer be taken back, unless a layer keeps it all anyway."""
+        """Stop recording; what was read can no longer be taken back, except in layers that keep all of it anyway."""
         for layer in self.layers:
             if hasattr(layer, "record_past"):
                 layer.record_past = False
 
     def commit(self) -> None:
-        """Let the states take in what drafts left pending; a state of a recording cache is read after this."""
+        """Let the states take in pending inputs; call it before you read a state of a cache that records."""
         for layer in self.recurrent_layers():
             layer.commit()
 
@@ -79,29 +79,29 @@ class _InterdomainCacheMixin(Cache):
             layer.crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Let row i go on with what row `beam_idx[i]` has read; of indices on a CPU wrong ones are refused."""
+        """Let row i go on with what row `beam_idx[i]` has read; wrong indices are refused if they are on a CPU."""
         self._check_rows("reorder_cache", beam_idx)
         super().reorder_cache(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Hold these rows alone, by number or by a mask `[B]`; of indices on a CPU wrong ones are refused."""
+        """Hold these rows alone, by number or a mask `[B]`; wrong indices are refused if they are on a CPU."""
         self._check_rows("batch_select_indices", indices)
         super().batch_select_indices(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Hold every row so many times, one copy after the other."""
+        """Hold every row `repeats` times, one copy after the other."""
         self._check_rows("batch_repeat_interleave")
         super().batch_repeat_interleave(repeats)
 
     def _check_rows(self, name: str, asked: torch.Tensor | None = None) -> None:
-        """Raise if a method cannot be, before any layer has changed its rows."""
+        """Raise if a method is not possible, before any layer has changed its rows."""
         if not all(hasattr(layer, name) for layer in self.layers):
             raise ValueError(f"A static cache of keys and values has no {name}: use InterdomainCache for that.")
         if asked is None:
             return
         if not isinstance(asked, torch.Tensor) or asked.ndim != 1 or asked.is_floating_point():
             raise ValueError(f"{name} takes the numbers of rows as a tensor of one axis, got {asked!r}.")
-        count = next((held.shapes[0][0] for held in map(look_into, self.layers) if held.shapes), None)
+        count = next((held.shapes[0][0] for held in map(contents_of, self.layers) if held.shapes), None)
         if count is None or asked.device.type != "cpu":  # indices on a GPU are not looked at, which would wait for it
             return
         least = -count if name == "batch_select_indices" else 0
@@ -123,13 +123,13 @@ class _InterdomainCacheMixin(Cache):
         return self
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
-        """Everything that the next token reads, `[B, ...]` each, by layer and name. No record of past tokens."""
+        """Everything that the next token reads, `[B, ...]` each, by layer and name; not the record of past tokens."""
         check_unbroken(self)
         return {f"{i}.{name}": x for i, layer in enumerate(self.layers) for name, x in _tensors_of(layer, i).items()}
 
     def restore(self, tensors: dict[str, torch.Tensor], tokens: int, model) -> None:
-        """Fill an empty cache with copies of the `named_tensors` of one after so many tokens, where `model` is."""
-        doubt_tables(decoder_of(model))  # a text begins here, although the model will see tokens before it
+        """Fill an empty cache with the `named_tensors` of one after `tokens` tokens, on the devices of the model."""
+        doubt_tables(decoder_of(model))  # a text begins here, although its first tokens are in the cache
         for i, (layer, module) in enumerate(zip(self.layers, decoder_of(model).layers)):
             home = home_of(module.token_mixer.o_proj)
             own = {name.partition(".")[2]: x.to(home) for name, x in tensors.items() if name.startswith(f"{i}.")}
@@ -149,15 +149,15 @@ class _InterdomainCacheMixin(Cache):
     ) -> None:
         """Save what was read so far as one safetensors file, whole or not at all.
 
-        `load` goes on from it in another process bit for bit as this cache would. The record of past tokens
-        (`activate_past_recording`) is not part of it: a loaded cache takes back only what it has read since.
+        A cache that `load` makes of it goes on bit for bit as this one would. It takes back only tokens that it has
+        read itself: the record of past tokens (`activate_past_recording`) is not saved.
 
         Args:
             path: of the file, in a folder that exists; a file of that name is replaced when the new one is complete.
             model: whose state it is. Default: None, the model that read with this cache last.
             tokenizer: that made the tokens, to be compared when the file is loaded. Default: None.
-            tokens: `[B, T]` ids of all tokens that were read, pads too, of which a hash is kept. What `generate()`
-                returns has one more, the last, which no forward has read. Default: None.
+            tokens: `[B, T]` ids of all tokens that were read, pads too, of which a hash is kept. `generate()` returns
+                one more, the last, which no forward has read. Default: None.
             notes: anything else, as strings; a loaded cache has it as `notes`. Default: None.
 
         Raises:
@@ -172,17 +172,12 @@ class _InterdomainCacheMixin(Cache):
             raise ValueError("This cache has read nothing that could be saved.")
         tensors = self.named_tensors()
         rows = next(iter(tensors.values())).shape[0]
+        if tokens is not None and tuple(tokens.shape) != (rows, seen):
+            raise ValueError(
+                f"tokens must have shape [B, T] = [{rows}, {seen}], what the cache has read, got {list(tokens.shape)}."
+            )
         about = {f"note.{name}": text for name, text in (notes or {}).items()}
-        about |= {"model": model_fingerprint(decoder), "rows": str(rows), "tokens": str(seen)}
-        if tokens is not None:
-            if tuple(tokens.shape) != (rows, seen):
-                raise ValueError(
-                    f"tokens must have shape [B, T] = [{rows}, {seen}], what the cache has read, got "
-                    f"{list(tokens.shape)}."
-                )
-            about["tokens_fingerprint"] = tokens_fingerprint(tokens)
-        if tokenizer is not None:
-            about["tokenizer"] = tokenizer_fingerprint(tokenizer)
+        about |= {"rows": str(rows), "tokens": str(seen)} | _fingerprints(decoder, tokenizer, tokens)
         write_state_file(path, tensors, about)
 
     @classmethod
@@ -194,8 +189,8 @@ class _InterdomainCacheMixin(Cache):
             model: with the weights of the one that read the text (`model_fingerprint` says what must be the same).
             tokenizer: if given, the file must have been saved with the same.
             tokens: `[B, T]`; if given, the file must be that of these tokens.
-            arguments: what the cache is made with: `max_cache_len` of an `InterdomainStaticCache`. Either kind of
-                cache loads what the other has saved.
+            arguments: what the cache is made with: `max_cache_len` of an `InterdomainStaticCache`. Each kind of cache
+                loads what the other has saved.
 
         Returns:
             A new cache; its `notes` are those that were saved.
@@ -206,12 +201,7 @@ class _InterdomainCacheMixin(Cache):
         """
         tensors, about = read_state_file(path)
         decoder = decoder_of(model)
-        wanted = {"model": model_fingerprint(decoder)}
-        if tokenizer is not None:
-            wanted["tokenizer"] = tokenizer_fingerprint(tokenizer)
-        if tokens is not None:
-            wanted["tokens_fingerprint"] = tokens_fingerprint(tokens)
-        for name, fingerprint in wanted.items():
+        for name, fingerprint in _fingerprints(decoder, tokenizer, tokens).items():
             _check_fingerprint(path, name, about.get(name), fingerprint)
         seen = int(about["tokens"])
         make: Any = cls
@@ -222,12 +212,12 @@ class _InterdomainCacheMixin(Cache):
                     f"{path} holds {seen} tokens, and max_cache_len={layer.max_cache_len} leaves room for fewer."
                 )
         cache.restore(tensors, seen, decoder)
-        note_reader(cache, decoder)
+        remember_model(cache, decoder)
         cache.notes = {name[5:]: text for name, text in about.items() if name.startswith("note.")}
         return cache
 
     def state_bytes(self) -> int:
-        """Bytes of the recurrent states, of the windows of convolutions and of keys: the part that does not grow."""
+        """Bytes of states, conv states and windows of keys: the part of the cache that does not grow."""
         fixed = [layer for layer in self.layers if kind_of(layer) in ("recurrent", "window")]
         return sum(x.numel() * x.element_size() for layer in fixed for x in layer.tensors())
 
@@ -237,7 +227,7 @@ class InterdomainCache(_InterdomainCacheMixin, DynamicCache):
 
     Args:
         config: the model's `InterdomainConfig`.
-        offloading: of the library's caches; a state of fixed size cannot be offloaded, so only False is possible.
+        offloading: as in the library's caches; only False is possible: every token needs the states.
 
     Raises:
         ValueError: when offloading is asked for, or `config` is not of this family of models.
@@ -258,12 +248,11 @@ class InterdomainCache(_InterdomainCacheMixin, DynamicCache):
     """
 
     def __init__(self, config, offloading: bool = False, **kwargs):
-        _check_arguments(config, offloading)
-        Cache.__init__(self, layers=[TOKEN_MIXERS[name].make_cache_layer(config) for name in config.mixers_per_layer])
+        Cache.__init__(self, layers=_make_layers(config, offloading))
 
 
 class InterdomainStaticCache(_InterdomainCacheMixin, StaticCache):
-    """The same with fixed addresses everywhere, for a compiled or captured decode step.
+    """An `InterdomainCache` with fixed addresses everywhere, for a compiled or captured decode step.
 
     Args:
         config: the model's `InterdomainConfig`.
@@ -275,9 +264,7 @@ class InterdomainStaticCache(_InterdomainCacheMixin, StaticCache):
     """
 
     def __init__(self, config, max_cache_len: int, offloading: bool = False, **kwargs):
-        _check_arguments(config, offloading)
-        names = config.mixers_per_layer
-        Cache.__init__(self, layers=[TOKEN_MIXERS[name].make_cache_layer(config, max_cache_len) for name in names])
+        Cache.__init__(self, layers=_make_layers(config, offloading, max_cache_len))
 
 
 def _tensors_of(layer, index: int) -> dict[str, torch.Tensor]:
@@ -292,6 +279,16 @@ def _tensors_of(layer, index: int) -> dict[str, torch.Tensor]:
     return {"keys": layer.keys[:, :, :seen], "values": layer.values[:, :, :seen]}
 
 
+def _fingerprints(model, tokenizer, tokens: torch.Tensor | None) -> dict[str, str]:
+    """What a file says of whose state it is, as far as that is given."""
+    found = {"model": model_fingerprint(model)}
+    if tokenizer is not None:
+        found["tokenizer"] = tokenizer_fingerprint(tokenizer)
+    if tokens is not None:
+        found["tokens_fingerprint"] = tokens_fingerprint(tokens)
+    return found
+
+
 def _check_fingerprint(path, name: str, found: str | None, wanted: str) -> None:
     if found == wanted:
         return
@@ -304,21 +301,21 @@ def _check_fingerprint(path, name: str, found: str | None, wanted: str) -> None:
     )
 
 
-def note_reader(cache: Any, decoder) -> None:
+def remember_model(cache: Any, decoder) -> None:
     """Let a cache know for which model `save` keeps it."""
     if isinstance(cache, _InterdomainCacheMixin):
         cache._reader = weakref.ref(decoder)
 
 
-def note_reading(cache: Cache, since: int | None) -> None:
-    """Note in a cache that a forward writes into it, which found so many tokens there: -1 where that is on a GPU;
-    None when it has ended."""
+def mark_reading(cache: Cache, since: int | None) -> None:
+    """Note in a cache that a forward is writing into it, which found `since` tokens there (-1 if that is on a GPU);
+    None: it has ended."""
     if not torch.compiler.is_compiling():
         cache.being_read_since = since
 
 
 def check_unbroken(cache: Any) -> None:
-    """Raise if a forward was broken off that had begun to write into a cache; a `reset()` heals it."""
+    """Raise if a forward was broken off after it had begun to write into a cache; `reset()` makes that usable."""
     since = getattr(cache, "being_read_since", None)
     if since is None or torch.compiler.is_compiling():
         return
@@ -328,16 +325,16 @@ def check_unbroken(cache: Any) -> None:
             "A forward was broken off while it wrote into this past_key_values, whose layers have read different "
             "texts since: call its reset() and read the text again, or go on with a new one."
         )
-    note_reading(cache, None)
+    mark_reading(cache, None)
 
 
 def ready_to_step(cache: Cache) -> bool:
-    """Whether every recurrent layer already has what a single token updates in place."""
+    """Whether every recurrent layer has the tensors that a decode step updates in place."""
     return all(layer.is_initialized for layer in cache.layers if isinstance(layer, RecurrentLayer))
 
 
-def begins_text(cache: Cache) -> bool:
-    """Whether its recurrent layers have read nothing."""
+def is_at_start(cache: Cache) -> bool:
+    """Whether there are recurrent layers, and they have read nothing."""
     recurrent = [layer for layer in cache.layers if isinstance(layer, RecurrentLayer)]
     return bool(recurrent) and not recurrent[0].has_previous_state[0]
 
@@ -349,25 +346,25 @@ def kind_of(layer) -> str:
     return "keys_values" if hasattr(layer, "keys") and not hasattr(layer, "recurrent_states") else "other"
 
 
-class Held(NamedTuple):
-    """What a layer of any cache holds, once it holds anything: shapes, and the device of a state."""
+class LayerContents(NamedTuple):
+    """Shapes of what a layer of any cache holds, and the device of a state; None as long as it holds nothing."""
 
     shapes: list[list[int]] | None = None
     device: torch.device | None = None
 
 
-def look_into(layer) -> Held:
-    """Shapes are as `cache_shapes` of a mixer gives them; of keys and values batch, heads and head size."""
+def contents_of(layer) -> LayerContents:
+    """The shapes as `cache_shapes` of a mixer gives them: of keys and values batch, heads and head size."""
     if isinstance(layer, RecurrentLayer):
         held = layer.held()
-        return Held([list(x.shape) for x in held], held[-1].device) if held else Held()
+        return LayerContents([list(x.shape) for x in held], held[-1].device) if held else LayerContents()
     keys = getattr(layer, "keys", None)
     if keys is None or not layer.is_initialized or keys.ndim != 4:
-        return Held()
-    return Held([[*keys.shape[:2], keys.shape[3]]])
+        return LayerContents()
+    return LayerContents([[*keys.shape[:2], keys.shape[3]]])
 
 
-def _check_arguments(config, offloading: bool) -> None:
+def _make_layers(config, offloading: bool, *length: int) -> list:
     if not hasattr(config, "mixers_per_layer"):
         raise ValueError(
             f"This cache is made for the config of an Interdomain model, got {type(config).__name__}; the library's "
@@ -375,3 +372,5 @@ def _check_arguments(config, offloading: bool) -> None:
         )
     if offloading:
         raise ValueError("A state of fixed size is needed at every token and is not offloaded: leave offloading=False.")
+    mixers = [token_mixer_class(config, i) for i in range(config.num_hidden_layers)]
+    return [mixer.make_cache_layer(config, *length) for mixer in mixers]

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from .fingerprint import tensor_bytes
 
 FORMAT, VERSION = "interdomain-state", "1"
-SAVING = ".saving"  # the end of the names of files that are not complete
+SAVING = ".saving"  # ends the names of files that are not complete
 
 
 class StateFileError(ValueError):
@@ -32,8 +32,9 @@ def write_state_file(
     Args:
         path: the file; its folder exists.
         tensors: by name.
-        about: what else is to be known, as strings; format, version and a checksum over everything are added.
-        durable: wait until it is on the disk. Without, a power failure may leave a torn file, which is noticed.
+        about: metadata, as strings; format, version and a checksum over everything are added.
+        durable: wait until the file is on the disk; else a power failure may leave a torn one, which `read_state_file`
+            notices.
 
     Raises:
         OSError: when it cannot be written; a file that was there is as it was.
@@ -57,7 +58,7 @@ def write_state_file(
 
 
 def read_state_file(path: str | os.PathLike) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors, on the CPU, and what else is known of them.
+    """The tensors, on the CPU, and the metadata.
 
     Raises:
         FileNotFoundError: when there is no such file.
@@ -78,7 +79,7 @@ def read_state_file(path: str | os.PathLike) -> tuple[dict[str, torch.Tensor], d
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dictionary
     except FileNotFoundError:
         raise
-    except RuntimeError as error:  # of the memory map, for which the file is opened once more by its name
+    except RuntimeError as error:  # of the memory map, for which safetensors opens the file once more
         if not Path(path).is_file():
             raise FileNotFoundError(f"The state file {path} was removed while it was read.") from error
         raise StateFileError(f"{path} cannot be read now: {error}.") from OSError(str(error))
@@ -91,7 +92,7 @@ def read_state_file(path: str | os.PathLike) -> tuple[dict[str, torch.Tensor], d
 
 
 def _alone(x: torch.Tensor) -> torch.Tensor:
-    """On the CPU, and no view of something larger: safetensors saves whole storages."""
+    """The tensor on the CPU, no view of a larger one: safetensors saves whole storages."""
     x = x.detach().cpu().contiguous()
     return x if x.untyped_storage().nbytes() == x.numel() * x.element_size() else x.clone()
 

@@ -1,4 +1,4 @@
-"""What a state depends on, as short strings that can be compared: the model, the tokenizer, the tokens."""
+"""Hashes of what a state depends on: the model, the tokenizer, the tokens."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from ..layers.common import ParameterCache
 
-# Fields of a configuration that say how a state is computed, or what happens after it, not what it is.
+# Fields of a configuration on which a state does not depend, except by rounding.
 _WITHOUT_EFFECT = {
     "aux_loss_coef",
     "attention_dropout",
@@ -27,16 +27,16 @@ _WITHOUT_EFFECT = {
     "tie_word_embeddings",
     "use_cache",
 }
-# Fields that files of states are older than: they count where they are not what they were before there were any.
+# Fields that are younger than some state files: they count where they do not have their default.
 _LATER = {"attention_window", "attention_sinks", "window_memory", "attention_bias", "gates", "delta_rule"}
-# What stands in the names of weights that an adapter library's layers (PEFT's) have wrapped.
+# What PEFT adds to the names of weights that it wraps.
 _AROUND = ("base_layer", "original_module")
-# How these layers are switched at the moment.
+# Attributes that say which of its adapters act, and how much.
 _SWITCHES = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
-# Libraries whose hooks change no number, or only move tensors.
+# Libraries whose hooks change no number, and the one whose hooks move tensors between devices.
 _OBSERVERS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
 _MOVERS = "accelerate.hooks"
-_ROW, _SPREAD = 128, -7046029254386353131  # words; odd, its bits irregular
+_ROW, _SPREAD = 128, -7046029254386353131  # words; an odd number with irregular bits, for `_checksum`
 
 
 def decoder_of(model: Any) -> Any:
@@ -58,12 +58,12 @@ def model_fingerprint(model: nn.Module) -> str:
     """A hash of what the states of a model depend on: two models with the same one read a text into the same state.
 
     It covers the fields of the configuration that shape the computation, the names, dtypes, shapes and bytes of all
-    weights below the head, and which adapters are switched on. It does not cover the head, and neither how things are
-    computed (`backend`, `chunk_size`, devices), which changes a state by rounding alone, nor what is done to a model
-    from outside (hooks, a replaced `forward`, autocast), see `reading_fingerprint`.
+    weights below the head, and which adapters are switched on. It leaves out the head, how things are computed
+    (`backend`, `chunk_size`, devices), which changes a state by rounding alone, and what is done to a model from
+    outside (hooks, a replaced `forward`, autocast), for which see `reading_fingerprint`.
 
     The weights are hashed once (SHA-256, about a second per gigabyte on a CPU) and again when one of them has changed.
-    A checksum, which takes about as long as a token, tells that of what writes where PyTorch counts no version, too
+    A checksum, which takes about as long as decoding a token, also sees changes of which PyTorch counts no version
     (through `.data`).
 
     Raises:
@@ -85,17 +85,17 @@ def model_fingerprint(model: nn.Module) -> str:
         if field not in _WITHOUT_EFFECT and hasattr(decoder.config, field)
         if field not in _LATER or getattr(decoder.config, field) != getattr(type(decoder.config), field)
     }
-    # Of the decoder itself `active_adapters` is a method of the library, whose text is the tree of modules.
+    # `active_adapters` of the decoder itself is a method of the library, whose text is the tree of modules.
     switches = [
         [name, *(getattr(module, switch, None) for switch in _SWITCHES)]
         for name, module in decoder.named_modules()
         if hasattr(module, "active_adapters")
     ]
-    return _sha256(json.dumps([config, weights, switches], sort_keys=True, default=str).encode())
+    return _sha256([config, weights, switches])
 
 
 def _fields_of(config_class: type) -> set[str]:
-    """The names of our own fields, those of our base classes among them; not the library's."""
+    """The names of our own fields, also those of our base classes, without the library's."""
     ours = (each for each in config_class.__mro__ if not each.__module__.startswith(("transformers.", "builtins")))
     annotated = (item for each in ours for item in vars(each).get("__annotations__", {}).items())
     return {name for name, kind in annotated if get_origin(kind) is not ClassVar}
@@ -108,8 +108,7 @@ def reading_fingerprint(model: nn.Module) -> str:
     operators, autocast, the precision of products and the attention implementation.
 
     Raises:
-        ValueError: when there is a hook or a replaced `forward`, of which nobody knows what it does, and as
-            `model_fingerprint` does.
+        ValueError: when there is a hook or a replaced `forward`, which may do anything; and as `model_fingerprint`.
     """
     decoder = decoder_of(model)
     modules = {"": model} | {f"model.{name}": module for name, module in decoder.named_modules()}
@@ -124,17 +123,17 @@ def reading_fingerprint(model: nn.Module) -> str:
         torch.get_float32_matmul_precision(),
         decoder.config._attn_implementation,
     ]
-    return _sha256(json.dumps([model_fingerprint(model), around], sort_keys=True).encode())
+    return _sha256([model_fingerprint(model), around])
 
 
 def _operators_of(module: nn.Module) -> list[str]:
-    """Where the operators are defined that `use_kernel` has given to a module; none where it calls the package's."""
+    """The modules of the operators that `use_kernel` gave to a layer; none where it calls the package's."""
     own = vars(module).get("operators")
     return [] if own is None else sorted({operator.__module__ for operator in vars(own).values()})
 
 
 def _is_altered(module: nn.Module) -> bool:
-    """Whether calling a module may do something else than its class says; what libraries do that changes no number
+    """Whether calling a module may do something else than its class says. What libraries do without changing a number
     does not count."""
     own, kind = vars(module), type(module)
     hooks = [*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values()]
@@ -161,7 +160,7 @@ def _kind(module: nn.Module) -> str:
 def base_fingerprint(model: nn.Module) -> str:
     """A hash of the weights of a model as it was before adapters and learned states were added.
 
-    It is the same for a model in float32 and that model in bfloat16, of whose weights it sees as much.
+    It is the same for a model in float32 and in bfloat16: it looks at the weights rounded to bfloat16.
 
     Raises:
         ValueError: when there is no Interdomain model, or its weights are not at hand.
@@ -186,14 +185,11 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
         rules = json.loads(backend.to_str())
         rules["padding"] = rules["truncation"] = None
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    return _sha256(json.dumps([rules, special], sort_keys=True).encode())
+    return _sha256([rules, special])
 
 
 def tokens_fingerprint(tokens: torch.Tensor) -> str:
-    """A hash of token ids `[B, T]`."""
-    digest = hashlib.sha256(json.dumps(list(tokens.shape)).encode())
-    digest.update(tensor_bytes(tokens.to(torch.int64)))
-    return digest.hexdigest()
+    return _sha256(list(tokens.shape), tokens.to(torch.int64))
 
 
 def tensor_bytes(x: torch.Tensor):
@@ -220,18 +216,16 @@ def _hash(tensors: dict[str, torch.Tensor]) -> str:
 
     def digest(item: tuple[str, torch.Tensor]) -> str:
         name, x = item
-        found = hashlib.sha256(json.dumps([name, str(x.dtype), list(x.shape)]).encode())
-        found.update(tensor_bytes(x))  # other threads hash meanwhile
-        return found.hexdigest()
+        return _sha256([name, str(x.dtype), list(x.shape)], x)
 
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        return _sha256("".join(pool.map(digest, sorted(tensors.items()))).encode())
+        return hashlib.sha256("".join(pool.map(digest, sorted(tensors.items()))).encode()).hexdigest()
 
 
 def _checksum(tensors: list[torch.Tensor]) -> int:
-    """A number that changes, all but certainly, with the bytes of plain tensors in memory, at which it looks once.
+    """A number that all but certainly changes with the bytes of plain tensors, in one pass over the memory.
 
-    Every word of 64 bits counts with a factor of its own, or in large tensors every row of `_ROW` words.
+    It is a sum over words of 64 bits, each with a factor of its own; large tensors are first summed in rows of `_ROW`.
     """
     words: dict[torch.device, list[torch.Tensor]] = {}
     for x in tensors:
@@ -250,5 +244,9 @@ def _checksum(tensors: list[torch.Tensor]) -> int:
     return hash(tuple(sums))
 
 
-def _sha256(text: bytes) -> str:
-    return hashlib.sha256(text).hexdigest()
+def _sha256(value: Any, x: torch.Tensor | None = None) -> str:
+    """The hash of a value as JSON, and of the numbers of a tensor; other threads run while those are hashed."""
+    digest = hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode())
+    if x is not None:
+        digest.update(tensor_bytes(x))
+    return digest.hexdigest()

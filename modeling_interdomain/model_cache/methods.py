@@ -1,4 +1,4 @@
-"""Methods of a model for its states (learned, joined, cut) and for operators from a kernel of the Hub."""
+"""Methods of a model for its states (learned, joined, cut), and for operators of a kernel from the Hub."""
 
 from importlib import import_module
 from typing import Any
@@ -17,13 +17,13 @@ class StateMethods:
         return add_learned_state(self)
 
     def save_learned_state(self: Any, path) -> None:
-        """Save that state alone."""
+        """Save the learned state alone."""
         from .state_tuning import save_learned_state
 
         save_learned_state(self, path)
 
     def load_learned_state(self: Any, path) -> list[nn.Parameter]:
-        """Begin with the state of a file."""
+        """Begin with the learned state of a file."""
         from .state_tuning import load_learned_state
 
         return load_learned_state(self, path)

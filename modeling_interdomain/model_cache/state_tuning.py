@@ -1,8 +1,8 @@
 """State tuning: an adapter that is nothing but the state with which every recurrent layer begins.
 
-Training touches no weight of the model, and what is saved is as large as one state. It is what prompt and prefix tuning
-are to attention, without tokens: no prompt is read again, and no cache grows. `save_pretrained` saves a model together
-with its learned state; these functions keep the state alone.
+Training touches no weight of the model, and what is saved is as large as one state. It is to recurrent layers what
+prompt and prefix tuning are to attention, but no prompt is read again, and no cache grows. `save_pretrained` saves a
+model together with its learned state; these functions save and load the state alone.
 """
 
 import os
@@ -20,7 +20,7 @@ KIND = "learned state"
 
 
 def add_learned_state(model: nn.Module) -> list[nn.Parameter]:
-    """Let every recurrent layer begin with a learned state, zeros for now, with which nothing changes.
+    """Let every recurrent layer begin with a learned state; it starts as zeros, which change nothing.
 
     Args:
         model: an Interdomain model, or one that a library has wrapped (PEFT: LoRA and a learned state go together).
@@ -111,7 +111,7 @@ def _recurrent_mixers(decoder: Any) -> dict[int, Any]:
 
 
 def _states(decoder: Any) -> dict[int, nn.Parameter]:
-    """By layer; of one that an adapter library has copied to train it, the copy in use."""
+    """The learned states by layer; where PEFT has copied one to train it, the copy in use."""
     mixers = _recurrent_mixers(decoder).items()
     return {i: mixer.first_state.state for i, mixer in mixers if mixer.first_state is not None}
 

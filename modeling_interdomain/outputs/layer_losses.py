@@ -1,4 +1,4 @@
-"""What the layers add to the loss of training, whoever makes that loss: a head of ours, a trainer, one's own loop."""
+"""What layers add to the training loss, whoever computes it: a head of ours, a trainer, or a loop of one's own."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -12,13 +12,14 @@ from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
     SequenceClassifierOutputWithPast,
 )
-from transformers.utils import logging
+from transformers.utils import ModelOutput, logging
 
 from ..layers.common import AuxiliaryLoss, RankingLoss
+from ..layers.versions import CACHE_NAME
 
 logger = logging.get_logger(__name__)
 
-# What layers hand on for the loss of training, and what of the configuration it is multiplied with.
+# The losses of layers: the modules that hand them on, and the fields of the configuration that multiply them.
 LAYER_LOSSES = {
     "auxiliary_losses": (AuxiliaryLoss, "aux_loss_coef"),
     "ranking_losses": (RankingLoss, "ranking_loss_coef"),
@@ -27,7 +28,7 @@ LAYER_LOSSES = {
 
 @dataclass
 class InterdomainModelOutput(BaseModelOutputWithPast):
-    """With `auxiliary_losses` and `ranking_losses`, one scalar for each layer that has one, and `chosen_experts`.
+    """Adds `auxiliary_losses` and `ranking_losses`, one scalar for each layer that has one, and `chosen_experts`.
 
     `chosen_experts` are asked for with `output_chosen_experts=True`: ids `[B, T, h, k]` for each layer with experts.
     """
@@ -38,10 +39,13 @@ class InterdomainModelOutput(BaseModelOutputWithPast):
 
 
 @dataclass
-class InterdomainCausalLMOutput(CausalLMOutputWithPast):
-    """With `layer_loss`, in training what the layers add to the loss: `config.aux_loss_coef` times `aux_loss`, the sum
-    of `auxiliary_losses`, and `config.ranking_loss_coef` times the sum of `ranking_losses`. It is part of `loss`, and a
-    loss of one's own, made of the logits, adds it itself: see `add_layer_loss`."""
+class HeadOutput(ModelOutput):
+    """What heads return beside loss and logits.
+
+    `layer_loss` is what the layers add to `loss` in training: `config.aux_loss_coef` times `aux_loss`, the sum of
+    `auxiliary_losses`, and `config.ranking_loss_coef` times the sum of `ranking_losses`. Whoever computes a loss from
+    the logits adds it, see `add_layer_loss`.
+    """
 
     layer_loss: torch.Tensor | None = None
     aux_loss: torch.Tensor | None = None
@@ -51,22 +55,21 @@ class InterdomainCausalLMOutput(CausalLMOutputWithPast):
 
 
 @dataclass
-class InterdomainClassifierOutput(SequenceClassifierOutputWithPast):
-    """As `InterdomainCausalLMOutput`."""
+class InterdomainCausalLMOutput(HeadOutput, CausalLMOutputWithPast):
+    """The library's output with the fields of `HeadOutput`."""
 
-    layer_loss: torch.Tensor | None = None
-    aux_loss: torch.Tensor | None = None
-    auxiliary_losses: tuple[torch.Tensor, ...] | None = None
-    ranking_losses: tuple[torch.Tensor, ...] | None = None
-    chosen_experts: tuple[torch.Tensor, ...] | None = None
+
+@dataclass
+class InterdomainClassifierOutput(HeadOutput, SequenceClassifierOutputWithPast):
+    """The library's output with the fields of `HeadOutput`."""
 
 
 def add_layer_loss(compute_loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A `compute_loss_func` of the library's `Trainer` that also adds what the layers of the model add to the loss.
+    """A `compute_loss_func` for the library's `Trainer` that adds what the layers add to the loss.
 
-    The Trainer then leaves the labels to this function, so that the model cannot add it (`outputs.layer_loss`) itself.
-    A batch of several that make one step adds its part: the tokens that count in it, of all that do. Smoothed labels,
-    in place of `label_smoothing_factor`:
+    With a `compute_loss_func` the model gets no labels, so it cannot add its `layer_loss` itself. Where several batches
+    make one step, each adds its part: its labels that count, over all of the step. Smoothed labels, in place of
+    `label_smoothing_factor`:
 
         >>> from functools import partial
         >>> from transformers.trainer_pt_utils import LabelSmoother
@@ -78,22 +81,22 @@ def add_layer_loss(compute_loss: Callable[..., torch.Tensor]) -> Callable[..., t
 
     def loss(outputs: Any, labels: torch.Tensor | None, num_items_in_batch: torch.Tensor | int | None = None):
         own = compute_loss(outputs, labels, num_items_in_batch=num_items_in_batch)
-        return together(own, outputs.get("layer_loss"), *share_of_step(labels, None, num_items_in_batch))
+        return add_losses(own, outputs.get("layer_loss"), *share_of_step(labels, None, num_items_in_batch))
 
     return loss
 
 
 def share_of_step(labels, shift_labels, items: torch.Tensor | int | None) -> tuple[Any, Any]:
-    """The tokens of this batch and of the whole step, where a step has several batches (gradient accumulation).
+    """The labels that count in this batch and in the whole step, where a step has several (gradient accumulation).
 
     `labels` are `[B, T]`, not shifted, or `[B]`, one of each row.
     """
     if labels is None or items is None:
         return 1, 1
-    return count_asked(labels, shift_labels), at_least_one(items)
+    return count_labels(labels, shift_labels), at_least_one(items)
 
 
-def count_asked(labels: torch.Tensor, shift_labels: torch.Tensor | None, ignored: int = -100) -> torch.Tensor:
+def count_labels(labels: torch.Tensor, shift_labels: torch.Tensor | None, ignored: int = -100) -> torch.Tensor:
     """How many of the labels count, given as for `share_of_step`."""
     if shift_labels is None:
         shift_labels = labels[:, 1:] if labels.ndim > 1 else labels
@@ -101,21 +104,21 @@ def count_asked(labels: torch.Tensor, shift_labels: torch.Tensor | None, ignored
 
 
 def at_least_one(items):
-    """What a sum over so many is divided by: 1 where there are none, since their sum is 0."""
+    """The divisor of a mean over so many; 1 where there are none, whose sum is 0."""
     return items + (items == 0)
 
 
-def together(loss: torch.Tensor | None, layer_loss: torch.Tensor | None, part=1, whole=1) -> torch.Tensor | None:
-    """The loss with what the layers add to it."""
+def add_losses(loss: torch.Tensor | None, layer_loss: torch.Tensor | None, part=1, whole=1) -> torch.Tensor | None:
+    """The loss with `part` of `whole` of what the layers add to it."""
     if loss is None or layer_loss is None:
         return loss
     return loss + layer_loss.to(loss.device) * part / whole
 
 
 def warn_if_left_out(hidden_states: torch.Tensor, layer_loss: torch.Tensor | None) -> None:
-    """Say once when a backward pass comes to the last hidden states and has not come by `layer_loss`, made after them.
+    """Warn once when a backward pass reaches the last hidden states without having passed `layer_loss`.
 
-    Whoever makes the loss: the Trainer's `compute_loss_func` and smoothed labels, another trainer, a loop of one's own.
+    The loss was then computed elsewhere: by the Trainer (`compute_loss_func`, smoothed labels) or a loop of one's own.
     """
     if layer_loss is None or torch.compiler.is_compiling() or hidden_states.device != layer_loss.device:
         return
@@ -161,15 +164,8 @@ class _Alongside(torch.autograd.Function):
         return gradients[0], torch.ones_like(ctx.saved_tensors[0])
 
 
-def trained_along(hidden_states: torch.Tensor, layer_loss: torch.Tensor | None) -> torch.Tensor:
-    """The hidden states, tied to `layer_loss`: whoever differentiates a loss of these alone differentiates both."""
-    if layer_loss is None or not layer_loss.requires_grad:
-        return hidden_states
-    return _Alongside.apply(hidden_states, layer_loss.to(hidden_states.device))
-
-
 def check_checkpointing(modules: Iterable[nn.Module]) -> None:
-    """Reentrant checkpointing hands on the outputs of layers alone: an auxiliary loss would have no gradient."""
+    """Refuse reentrant checkpointing, which backpropagates through the outputs of layers alone, not their losses."""
     for module in modules:
         keywords = getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", None)
         reentrant = keywords is not None and keywords.get("use_reentrant", True)  # what PyTorch does unless told
@@ -181,7 +177,7 @@ def check_checkpointing(modules: Iterable[nn.Module]) -> None:
 
 
 class LayerLosses:
-    """The part of a model that asks its layers for their losses and adds them up."""
+    """The part of a model that collects the losses of its layers."""
 
     config: Any
     training: bool
@@ -195,11 +191,11 @@ class LayerLosses:
                 check_checkpointing(self.modules())
 
     def _counts_labels(self) -> bool:
-        """Whether the loss is one of the library's, which takes the number of labels, and otherwise is NaN for none."""
+        """Whether the loss is one of the library's: it takes the number of labels, and without it is NaN for none."""
         return not hasattr(self, "_loss_function")
 
     def _layer_losses(self, outputs, names=tuple(LAYER_LOSSES)) -> dict[str, torch.Tensor | None]:
-        """`layer_loss` and `aux_loss`."""
+        """`layer_loss` and `aux_loss`, see `HeadOutput`."""
         layer_loss, totals = None, {}
         for name in names:
             coefficient, losses = LAYER_LOSSES[name][1], getattr(outputs, name)
@@ -211,25 +207,33 @@ class LayerLosses:
                 layer_loss = scaled if layer_loss is None else layer_loss + scaled.to(layer_loss.device)
         return {"layer_loss": layer_loss, "aux_loss": totals.get("auxiliary_losses")}
 
+    def _with_layer_losses(self, outputs, loss: torch.Tensor | None, part=1, whole=1) -> dict[str, Any]:
+        """What a head returns beside logits: `loss` with what layers add to it, and what the base model returned."""
+        added = self._layer_losses(outputs)
+        warn_if_left_out(outputs.last_hidden_state, added["layer_loss"])
+        names = *LAYER_LOSSES, "chosen_experts", "hidden_states", "attentions", CACHE_NAME
+        returned = {name: outputs.get(name) for name in names}
+        return {"loss": add_losses(loss, added["layer_loss"], part, whole), **added, **returned}
+
 
 def trains_layers(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a base model: what layers add to a loss is trained along where the caller, unlike our heads, does not ask.
+    """Let the forward of a base model train the losses of its layers along, where the caller does not add them.
 
-    Whoever asks for these losses (`output_auxiliary_losses`, `output_ranking_losses`) adds them.
+    Our heads, and whoever else asks for these losses (`output_auxiliary_losses`, `output_ranking_losses`), add them.
     """
 
     @wraps(forward)
     def run(self, *args, **kwargs):
-        if not (self.training and torch.is_grad_enabled()):
-            return forward(self, *args, **kwargs)
-        left_out = [name for name in LAYER_LOSSES if f"output_{name}" not in kwargs]
+        trains = self.training and torch.is_grad_enabled()
+        left_out = [name for name in LAYER_LOSSES if trains and f"output_{name}" not in kwargs]
         if not left_out:
             return forward(self, *args, **kwargs)
         self._ask_for_losses(kwargs)
         named = kwargs.pop("return_dict", self.config.return_dict)
         outputs = forward(self, *args, **kwargs, return_dict=True)
         before, found = outputs.last_hidden_state, self._layer_losses(outputs, left_out)["layer_loss"]
-        last = trained_along(before, found)
+        trained = found is not None and found.requires_grad
+        last = _Alongside.apply(before, found.to(before.device)) if trained else before
         kept = {name: x for name, x in outputs.items() if name not in left_out} | {"last_hidden_state": last}
         if outputs.hidden_states:
             kept["hidden_states"] = tuple(last if x is before else x for x in outputs.hidden_states)

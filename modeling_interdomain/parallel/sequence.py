@@ -1,11 +1,11 @@
-"""Rows that lie in pieces over several processes: where each piece stands, and what one hands on to those after it.
+"""Rows in pieces over several processes: where each piece stands, and what it passes on to those after it.
 
-A recurrence needs of all that came before a piece its state alone. So each process makes the state that its own tokens
-leave from zero, all gather these, and each adds up what arrives at its piece, `sum_j decay(j + 1 .. r - 1) S_j`, from
-which its operator goes on as it does from a cache. A head hands on 2 M (R + D) numbers whatever the length, where ring
-attention hands on every key and value. Convolutions get the last inputs of the pieces before in the same way.
+All that a recurrence needs of the tokens before a piece is the state. So each process computes the state that its own
+tokens leave, beginning with zeros, all gather these, and each sums up what arrives at its piece, `sum_j decay(j + 1 ..
+r - 1) S_j`, from which its operator goes on as from a cache. A head passes on 2 M (R + D) numbers whatever the length,
+where ring attention passes on every key and value. Convolutions get the last inputs before a piece in the same way.
 
-Gradients return by the same way, so all processes of a group call forward and backward alike.
+Gradients return the same way, so all processes of a group call forward and backward alike.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,25 +46,20 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return _summed(x, group)
+        ctx.group, total = group, x.detach().clone()
+        dist.all_reduce(total, group=group)
+        return total
 
     @staticmethod
     def backward(ctx, *grads: torch.Tensor):
-        return _summed(grads[0], ctx.group), None
-
-
-def _summed(x: torch.Tensor, group: Any) -> torch.Tensor:
-    total = x.detach().clone()
-    dist.all_reduce(total, group=group)
-    return total
+        return _Summed.apply(grads[0], ctx.group), None
 
 
 def summed(x: torch.Tensor, group: Any) -> torch.Tensor:
     """A tensor summed over the processes of a group.
 
-    Differentiated on all processes, each gets the gradient of all the sums: divided by their number, as engines average
-    gradients, it is that of one.
+    Every process has this sum and differentiates it, so a gradient is that of all of them: averaged over the processes,
+    as engines do, it is that of one sum.
     """
     return _Summed.apply(x, group)
 
@@ -148,7 +143,7 @@ class SequencePiece:
 
     def _arriving(self, parts: torch.Tensor, after: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
         """The parts of the pieces before this one, each moved on to its beginning; a new document forgets them."""
-        # Zeros that hang on the parts: the first process takes part in the backward pass, too.
+        # Zeros that depend on the parts, so that the first process takes part in the backward pass, too.
         found = torch.where(torch.zeros_like(self.begins).view(-1, *[1] * (parts.ndim - 2)), parts[0], 0)
         for process in range(self.group.rank()):
             found = after(_forgotten(found, self.forgets[process]), process)
@@ -240,7 +235,7 @@ def _positions(cu_seqlens: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _last_document(positions: torch.Tensor | None, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The real tokens of the last document, `[B, T]` with pads at the end, and whether it begins behind the first."""
+    """The real tokens of the last document, `[B, T]` with pads at the end, and whether it begins after the first."""
     if positions is None:
         count = mask.sum(1, keepdim=True)
         return torch.arange(mask.shape[1], device=mask.device) < count, torch.zeros_like(mask[:, 0])

@@ -15,9 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..layers.common import InterdomainRMSNorm
-
-HEADS = "interdomain_heads"
-LAYERS = "interdomain_layers"
+from ..layers.configuration import HEADS, LAYERS
 
 
 class _SharedByHeads(torch.autograd.Function):
@@ -40,7 +38,7 @@ if dist.is_available():
     from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
     class HeadParallel(TensorParallelLayer):
-        """Of a parameter: divided along its first axis. Of a module: it computes with its part of such parameters."""
+        """Divides a parameter along its first axis; a module then computes with its part of such parameters."""
 
         def validate_param(self, module, param, mesh, parameter_name=None):
             shape, processes = list(module._parameters[param].shape), mesh.size()
@@ -64,10 +62,10 @@ if dist.is_available():
             return _of_this_process(module, mesh.get_group())
 
     class LayerParallel(TensorParallelLayer):
-        """Of a decoder layer: what adapters put into it is as wide as it says.
+        """Corrects the widths that the adapters in a decoder layer note.
 
-        PEFT (0.21.2) makes a divided linear map from the width of this process's part, and leaves that noted when it
-        wraps the weight as a part of the whole; the library's styles take what is noted for the width of the whole.
+        PEFT (0.21.2) notes the width of this process's part in a divided linear map, also where its weight is a part of
+        the whole; the library's styles take what is noted for the width of the whole.
         """
 
         def context_around_forward(self, module, mesh):
@@ -82,9 +80,9 @@ if dist.is_available():
 
 @contextmanager
 def _of_this_process(module: nn.Module, group: Any) -> Iterator[None]:
-    """Plain tensors in the place of parameters: the part of those that are divided, and of shared norms all.
+    """Replace parameters by plain tensors for a while: divided ones by this process's part, shared norms by the whole.
 
-    Also in submodules, whose weights a fused kernel reads without calling them; linear maps look after themselves.
+    Also in submodules, whose weights a fused kernel reads without calling them; linear maps have styles of their own.
     """
     taken = []
     try:

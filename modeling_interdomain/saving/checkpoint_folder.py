@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 
 def holds_weights(folder: str | os.PathLike) -> bool:
-    """Whether there is something to lose."""
+    """Whether a folder holds weights, which a save that fails must not lose."""
     return Path(folder).is_dir() and any(Path(folder).glob("*.safetensors"))
 
 
@@ -68,7 +68,7 @@ class CheckpointFolders:
     ):
         """As in the library; a checkpoint that is already there is replaced when the new one is complete.
 
-        A full disk so loses none. The configuration writes the code for `trust_remote_code` beside itself.
+        So a full disk loses none. The configuration writes the code for `trust_remote_code` beside itself.
         """
         arguments = (is_main_process, state_dict, push_to_hub, *args)
         if push_to_hub or kwargs.get("distributed_checkpoint") or not holds_weights(save_directory):

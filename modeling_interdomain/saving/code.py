@@ -2,8 +2,8 @@
 
 The library's loader copies one folder and finds what a file needs by a pattern that knows `from .name import` alone. So
 each module is written under its path with underscores (`ops/ssd/chunk.py` becomes `ops_ssd_chunk.py`), its imports are
-rewritten, and the registry names only the parts of which the saved model is made. A configuration has the fields of all
-families, so these travel too, in one file. This module itself never travels.
+rewritten, and the tables name only the parts of which the saved model is made. A configuration has the fields of all
+families, so these travel too, in one file, with what those parts say of themselves. This module itself never travels.
 """
 
 import ast
@@ -16,9 +16,9 @@ from typing import Any
 PACKAGE = Path(__file__).parents[1]
 # The library's loader asks a folder for `module.Class`, so these keep their names.
 ENTRIES = ("configuration_interdomain", "modeling_interdomain", "classifier_interdomain")
-REGISTRY = "registry"
 FIELDS = "configuration_fields"
-# Tables of the registry, and the fields of a configuration that name their parts.
+# Modules with tables of what layers are made of, the tables, and the fields of a configuration that name their parts.
+_NAMING = ("registry", "mixers.specifications", "feed_forwards.configuration")
 _TABLES = {"TOKEN_MIXERS": "mixers_per_layer", "FEED_FORWARDS": "feed_forwards_per_layer"}
 _ATTENTION = {"softmax", "inner_function"}
 # Families whose fields travel with their token mixer alone: a state does not depend on them where it is not there.
@@ -38,7 +38,8 @@ _OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "mixers.interdomain.gated": _is_gated,
     "mixers.interdomain.gates": _is_gated,
     "ops.interdomain.gates": _is_gated,
-    "ops.interdomain.naive": lambda config: config.backend == "recurrent",
+    "ops.interdomain.triton_gates": _is_gated,
+    "ops.interdomain.naive": lambda config: config.backend == "recurrent" or _is_gated(config),
     "ops.interdomain.prefix": lambda config: config.backend in ("fft", "associative_scan"),
     "ops.interdomain.scan": lambda config: config.backend == "scan",
     "ops.interdomain.triton_scan": lambda config: config.backend == "scan",
@@ -80,8 +81,8 @@ def flat_code(config, whole: bool = False) -> dict[str, str]:
             return
         seen.add(module)
         source = (PACKAGE / module.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8")
-        if module == REGISTRY and config is not None:
-            source = _registry_of(source, config)
+        if module in _NAMING and config is not None:
+            source = _tables_of(source, config)
         if module == ENTRIES[0] and config is not None:
             gone = {family for family, mixer in _OWN_FIELDS.items() if mixer not in config.mixers_per_layer}
             source = "".join(line for line in source.splitlines(True) if gone.isdisjoint(re.findall(r"\w+", line)))
@@ -93,12 +94,14 @@ def flat_code(config, whole: bool = False) -> dict[str, str]:
 
     for entry in ENTRIES:
         add(entry)
+    if config is not None:
+        code[FIELDS] = _without_unnamed(FIELDS, code)
     return code
 
 
 def _flat(module: str) -> str:
     """The name of the file in which a module travels."""
-    return FIELDS if module.endswith(".configuration") else module.replace(".", "_")
+    return FIELDS if module.endswith((".configuration", ".specifications")) else module.replace(".", "_")
 
 
 def _flattened(source: str, module: str, absent: set[str]) -> tuple[str, list[str]]:
@@ -126,12 +129,23 @@ def _relative_imports(tree: ast.Module) -> Iterator[ast.ImportFrom]:
     return (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level)
 
 
-def _registry_of(source: str, config) -> str:
-    """The registry with the parts of one configuration; those that are registered elsewhere do not travel."""
+def _without_unnamed(name: str, code: dict[str, str]) -> str:
+    """A file of some code without the classes that none of it names, as those of other token mixers."""
+    text, others = code[name], "".join(source for each, source in code.items() if each != name)
+    for node in reversed(ast.parse(text).body):  # from the last, which builds on others
+        if isinstance(node, ast.ClassDef):
+            rest = text.replace(f"\n\n\n{ast.get_source_segment(code[name], node)}", "")
+            if not re.search(rf"\b{node.name}\b", rest + others):
+                text = rest
+    return text
+
+
+def _tables_of(source: str, config) -> str:
+    """Tables with the parts of one configuration; those that are registered elsewhere do not travel."""
     tree: Any = ast.parse(source)
     lines, unused, dropped = source.splitlines(keepends=True), set[str](), []
     for node in tree.body:
-        field = _TABLES.get(ast.unparse(node.target)) if isinstance(node, ast.AnnAssign) else None
+        field = _TABLES.get(ast.unparse(node.target)) if isinstance(node, ast.AnnAssign | ast.AugAssign) else None
         for name, part in zip(node.value.keys, node.value.values, strict=True) if field else ():
             if name.value not in getattr(config, field):
                 unused.add(ast.unparse(part))

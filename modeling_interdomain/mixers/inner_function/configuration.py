@@ -1,8 +1,9 @@
-"""What a configuration says of "inner_function" layers."""
+"""What a configuration says of "inner_function" layers, and these of themselves."""
 
 from dataclasses import dataclass
 
 from ...layers.configuration import ModelFields
+from ..softmax.configuration import SoftmaxSpecification
 
 
 @dataclass(kw_only=True, repr=False)
@@ -25,17 +26,26 @@ class InnerFunctionFields(ModelFields):
     inner_values_per_token: int = 1
     inner_value_weights: str = "softmax"
 
-    def check_inner_values(self) -> None:
+
+class InnerFunctionSpecification(SoftmaxSpecification):
+    """Softmax attention whose values are of all heads at once."""
+
+    @classmethod
+    def check_config(cls, config) -> None:
         """The values have the width of the input, and there are as many as a token chooses."""
-        heads, groups, width = self.num_attention_heads, self.num_key_value_heads, self.head_dim
-        if groups != heads or heads * width != self.hidden_size:
+        heads, groups, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        if groups != heads or heads * width != config.hidden_size:
             raise ValueError(
                 '"inner_function" layers split the input itself into values: set num_key_value_heads = '
                 f"num_attention_heads and num_attention_heads * head_dim = hidden_size; got {groups}, {heads}, {width} "
-                f"and {self.hidden_size}."
+                f"and {config.hidden_size}."
             )
-        if self.inner_values_per_token > self.inner_values:
+        if config.inner_values_per_token > config.inner_values:
             raise ValueError(
-                f"inner_values_per_token = {self.inner_values_per_token} must be at most inner_values = "
-                f"{self.inner_values}: a token chooses among these."
+                f"inner_values_per_token = {config.inner_values_per_token} must be at most inner_values = "
+                f"{config.inner_values}: a token chooses among these."
             )
+
+    @classmethod
+    def why_not_shardable(cls, config, processes: int) -> str | None:
+        return '"inner_function" layers choose the values of all heads at once'

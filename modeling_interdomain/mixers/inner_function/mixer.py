@@ -6,6 +6,7 @@ from transformers import initialization as init
 
 from ...ops.common.cpu import without_autocast
 from ..softmax.mixer import SoftmaxMixer
+from .configuration import InnerFunctionSpecification
 
 
 class InnerFunction(nn.Module):
@@ -42,16 +43,8 @@ class InnerFunction(nn.Module):
         return x * (weights.to(x.dtype) @ self.values.to(x.dtype))
 
 
-class InnerFunctionMixer(SoftmaxMixer):
+class InnerFunctionMixer(InnerFunctionSpecification, SoftmaxMixer):
     """Attention over values that are the layer's own input, each number scaled by what the token chooses."""
-
-    @classmethod
-    def check_config(cls, config) -> None:
-        config.check_inner_values()
-
-    @classmethod
-    def why_not_shardable(cls, config, processes: int) -> str | None:
-        return '"inner_function" layers choose the values of all heads at once'
 
     def make_value(self, config) -> None:
         self.inner_function = InnerFunction(config)

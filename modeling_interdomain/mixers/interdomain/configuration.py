@@ -1,10 +1,11 @@
-"""What a configuration says of the layers whose state has complex modes, "interdomain" and "s4d": sizes and starts."""
+"""The layers whose state has complex modes, "interdomain" and "s4d": sizes, starts, and what they say of themselves."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...layers.configuration import ModelFields
+from ...layers.configuration import HEADS, ModelFields
+from ..configuration import Projection, RecurrentSpecification
 
 # What `start` puts in the place of fields that are not given.
 STARTS = {
@@ -30,6 +31,8 @@ STARTS = {
     },
 }
 _RECALL_RMS = 0.02
+# Those of the operator that let a token move the state in its own way.
+GATED_BACKENDS = ("auto", "recurrent", "chunk", "triton")
 
 
 @dataclass(kw_only=True, repr=False)
@@ -215,3 +218,77 @@ class InterdomainFields(ModelFields):
         if self.normalize or self.use_output_norm:
             name = "normalize" if self.normalize else "use_output_norm"
             raise ValueError(f"output_init_rms has no effect with {name}, which divides by the scale: set it to None.")
+
+
+class KeyValueSpecification(RecurrentSpecification):
+    """A state driven by two projections, called keys and values."""
+
+    can_start_to_recall = True
+    shared_groups = "num_key_value_heads"
+    default_state_input = "key_value"
+
+    @classmethod
+    def is_generic(cls, config) -> bool:
+        return (config.state_input or cls.default_state_input) == "generic"
+
+    @classmethod
+    def projections(cls, config) -> list[Projection]:
+        groups, generic = config.num_key_value_heads, cls.is_generic(config)
+        key_width = config.feature_dim if generic else config.mapped_dim
+        return [Projection("k", groups, key_width, True), Projection("v", groups, config.head_dim, generic)]
+
+    @classmethod
+    def state_shape(cls, config) -> tuple[int, ...]:
+        width = config.feature_dim + config.head_dim + int(config.normalize)
+        return config.num_key_value_heads, 2, config.state_size, width
+
+    @classmethod
+    def head_plan(cls, config) -> dict[str, str]:
+        mapped = len(cls.projections(config)) > 2 or not cls.is_generic(config)  # a query, or keys
+        learned = mapped and config.feature_map != "silu_l2"
+        return super().head_plan(config) | ({"feature_map": HEADS} if learned else {})
+
+
+class InterdomainSpecification(KeyValueSpecification):
+    """Queries join, and what a token says of the state itself where there are gates."""
+
+    @classmethod
+    def starts_with_induction(cls, config) -> bool:
+        return config.query_init == "induction"
+
+    @classmethod
+    def projections(cls, config) -> list[Projection]:
+        gates = [Projection(name, config.num_key_value_heads, 1, False, bias=True) for name in config.gate_names]
+        query = Projection("q", config.num_attention_heads, config.mapped_dim, True)
+        return [query, *super().projections(config), *gates]
+
+    @classmethod
+    def check_config(cls, config) -> None:
+        if not config.gate_names:
+            return
+        field = "delta_rule" if config.gates == "none" else f'gates = "{config.gates}"'
+        if config.normalize:
+            raise ValueError(f"{field} needs the plain readout: set normalize to False, or leave {field} out.")
+        backends = GATED_BACKENDS[:-1] if config.delta_rule else GATED_BACKENDS  # whose kernels are those of a step
+        if config.backend not in backends:
+            raise ValueError(
+                f'{field} lets every token move the state in its own way, and backend = "{config.backend}" needs one '
+                f"way for all: choose one of {', '.join(backends)}."
+            )
+        if config.delta_rule and not config.input_norm:
+            raise ValueError("delta_rule is measured by the size that input_norm gives keys: set input_norm=True.")
+        if config.delta_rule and config.product != "hermitian":
+            raise ValueError(
+                "delta_rule is measured by what a key finds of itself, which the hermitian product alone keeps "
+                f'positive, and product is "{config.product}": set product="hermitian".'
+            )
+
+
+class S4DSpecification(KeyValueSpecification):
+    """The state of "interdomain" layers, all of which is output."""
+
+    default_state_input = "generic"
+
+    @classmethod
+    def written_shape(cls, config) -> tuple[int, int]:
+        return config.num_key_value_heads, config.feature_dim + config.head_dim

@@ -1,5 +1,5 @@
-"""What tokens put into the operator, in few calls: of one, or a few, a call costs more than what it computes, and of a
-long text in bfloat16 every pass over the memory counts.
+"""Query, key and value of the operator in few calls: of one token, or a few, a call costs more than what it computes,
+and of a long text in bfloat16 every pass over the memory counts.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ class TokenTables(NamedTuple):
 
 
 def token_tables(q_conv_weight: torch.Tensor, k_conv_weight: torch.Tensor, *norms: torch.Tensor) -> TokenTables:
-    """From the weights of two `CausalConv1d`, `[W, 1, kernel]`, and of the norms: `[R]`, `[D]`, `[G, R]`, `[G, D]`."""
+    """Tables of weights of two `CausalConv1d`, `[W, 1, kernel]`, and of norms: `[R]`, `[D]`, `[G, R]`, `[G, D]`."""
     conv_weight = joined_weights(q_conv_weight, k_conv_weight)
     if not norms:
         return TokenTables(conv_weight, None, None)

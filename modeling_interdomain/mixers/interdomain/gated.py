@@ -27,7 +27,7 @@ class GatedRecurrence(InterdomainRecurrence):
         return super().forward(*tokens[:3], **arguments)
 
     def _own_answer(self) -> torch.Tensor:
-        return self._per_version("own answer", lambda _: own_answer(*self.parameters_of_operator()[1:]))
+        return self._per_version("own answer", lambda _: own_answer(*self.parameters_of_operator()))
 
     def _step(self, *tokens: Any, **arguments: Any) -> torch.Tensor:
         gates = Gates(*(arguments.pop(name) for name in Gates._fields))
@@ -42,7 +42,7 @@ class GatedRecurrence(InterdomainRecurrence):
         )
 
     def _transition(self, kept: bool) -> tuple[torch.Tensor, ...]:
-        """Of the delta rule what reads the state, see `replay_gated`."""
+        """With the delta rule also what reads the state, see `replay_gated`."""
         if "delta" not in self.gate_names:
             return super()._transition(kept)
         log_decay, *read = self.parameters_of_operator()
@@ -50,7 +50,7 @@ class GatedRecurrence(InterdomainRecurrence):
 
 
 class GatedInterdomainMixer(InterdomainMixer):
-    """Beside query, key and value a token has a number a group for each of `config.gate_names`: linear maps of it."""
+    """Beside query, key and value a token has one number a group, a linear map, for each of `config.gate_names`."""
 
     recurrence_class = GatedRecurrence
 
@@ -60,7 +60,7 @@ class GatedInterdomainMixer(InterdomainMixer):
 
     @property
     def passes_state(self) -> bool:  # type: ignore[override]
-        """With the delta rule what a token writes hangs on the state that it finds: states of pieces are no sum."""
+        """With the delta rule what a token writes depends on the state before it: states of pieces have no sum."""
         return "delta" not in self.gate_names
 
     def _convolutions(self):

@@ -14,31 +14,13 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional as F
 
-from ...ops.common.decay import as_complex
-from ...ops.interdomain.gates import GATED_BACKENDS, Gates, gated_state_after
+from ...ops.common.decay import as_complex, decay_powers
+from ...ops.interdomain.gates import Gates, gated_state_after
 
 # At the start: half of the state is left after 100 tokens (f = 0.993), a token writes as without a gate (w = 1), and of
 # what is answered a fiftieth is taken back.
 FORGET_START, WRITE_START, DELTA_START = -5.0, 0.54, -4.0
-
-
-def check_gates(config) -> None:
-    """Raise a ValueError, one sentence, where layers of a configuration cannot have the gates that it asks for."""
-    field = "delta_rule" if config.gates == "none" else f'gates = "{config.gates}"'
-    if config.normalize:
-        raise ValueError(f"{field} needs the plain readout: set normalize to False, or leave {field} out.")
-    if config.backend not in GATED_BACKENDS:
-        raise ValueError(
-            f'{field} lets every token move the state in its own way, and backend = "{config.backend}" needs one way '
-            f"for all: choose one of {', '.join(GATED_BACKENDS)}."
-        )
-    if config.delta_rule and not config.input_norm:
-        raise ValueError("delta_rule is measured by the size that input_norm gives keys: set input_norm=True.")
-    if config.delta_rule and config.product != "hermitian":
-        raise ValueError(
-            "delta_rule is measured by what a key finds of itself, which the hermitian product alone keeps positive, "
-            f'and product is "{config.product}": set product="hermitian".'
-        )
+_AGES = 256  # in tokens, at which `own_answer` looks for the largest
 
 
 def gate_tokens(
@@ -69,18 +51,21 @@ def mean_key_size(weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return weight.to(wide).square().sum() + bias.to(wide).square().sum(-1)
 
 
-def own_answer(input_matrix: torch.Tensor, coefficients: torch.Tensor | None) -> torch.Tensor:
-    """K(0, 0) = |C beta|^2 `[G]`: what a key of length 1 finds of its value as soon as that is written.
+def own_answer(
+    log_decay: torch.Tensor, input_matrix: torch.Tensor, coefficients: torch.Tensor | None
+) -> torch.Tensor:
+    """The largest of K(a, a) = |C lambda^a beta|^2 over ages a, `[G]`: what a key of length 1 finds at most of a value.
 
     By it the share of the delta rule is measured: in the mean of keys and not token by token, and from parameters
-    alone, so that it is the same in training, in a step and in any batch. At later ages a key finds less of itself, so
-    that no more is taken back than was written.
+    alone, so that it is the same in training, in a step and in any batch. At the start a key finds most of itself as
+    soon as it is written, a = 0. Training may turn C so that it finds more later; a share of what was found at first
+    would then take back more than was written, token after token, and the state would grow without bound.
     """
-    beta = as_complex(input_matrix)
+    beta = decay_powers(log_decay, torch.arange(_AGES, device=log_decay.device)) * as_complex(input_matrix)[:, None]
     if coefficients is not None:
-        c = as_complex(coefficients)
-        beta = c * beta if c.ndim == 2 else (c @ beta[..., None])[..., 0]
-    return torch.view_as_real(beta).square().sum((-2, -1))
+        c = as_complex(coefficients).to(beta.dtype)
+        beta = c[:, None] * beta if c.ndim == 2 else beta @ c.mT
+    return torch.view_as_real(beta).square().sum((-2, -1)).amax(1).to(input_matrix.dtype)
 
 
 def operator_gates(names: Sequence[str], gates: Sequence[torch.Tensor], own: torch.Tensor | None) -> Gates:

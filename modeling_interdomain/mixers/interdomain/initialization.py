@@ -87,7 +87,7 @@ def posterior_coefficients(gram: torch.Tensor, noise: float) -> torch.Tensor:
 
 
 def posterior_diagonal(gram: torch.Tensor, noise: float) -> torch.Tensor:
-    """The same `[G, M]` for a diagonal C, which sees each mode alone, as if modes were orthogonal."""
+    """`posterior_coefficients` for a diagonal C `[G, M]`, which sees each mode alone, as if modes were orthogonal."""
     diagonal = gram.diagonal(dim1=-2, dim2=-1).real
     return (diagonal + noise * diagonal.mean(-1, keepdim=True)).rsqrt().to(gram.dtype)
 
@@ -109,7 +109,7 @@ def output_rms(coefficients: torch.Tensor, product: str, gram: torch.Tensor) -> 
 
 
 def readout_rms(coefficients: torch.Tensor, std: float, gram: torch.Tensor) -> torch.Tensor:
-    """The same `[G]` for `2 Re` of a random real contraction of C X, with numbers of standard deviation `std`."""
+    """`output_rms` for `2 Re` of a random real contraction of C X, with numbers of standard deviation `std`."""
     rows = torch.view_as_real(coefficients.conj().resolve_conj()).flatten(2)
     return 2 * std * (rows * (rows @ gram)).sum((-2, -1)).sqrt()
 

@@ -5,7 +5,7 @@ from torch import nn
 from transformers import initialization as init
 
 from ...layers.common import FULL_PRECISION, DecodeTables, InterdomainRMSNorm, are_untouched, backend_of, is_plain
-from ...layers.convolution import TOKEN_BEFORE, CausalConv1d
+from ...layers.convolution import TOKEN_BEFORE, CausalConv1d, convolve_all
 from ...layers.feature_maps import SiluL2, feature_map
 from ...layers.operators import Operators
 from ...layers.rotary import rotate, rotate_around
@@ -14,14 +14,13 @@ from ...ops.interdomain.entry import append_one
 from ...ops.interdomain.few import MAX_DRAFT, MAX_PENDING
 from ...ops.interdomain.prepare import fused_inputs
 from ...ops.interdomain.replay import state_after
-from ...parallel.tensor import HEADS
-from ..base import groups_not_shardable
-from ..recurrent import Projection, RecurrentMixer, placed_map
+from ..recurrent import RecurrentMixer, placed_map
+from .configuration import InterdomainSpecification, KeyValueSpecification
 from .few_tokens import bf16_inputs, token_inputs, token_tables
 from .recurrence import InterdomainRecurrence
 
 
-class KeyValueMixer(RecurrentMixer):
+class KeyValueMixer(KeyValueSpecification, RecurrentMixer):
     """A state driven by two projections, called keys and values, normalised and biased (eq. 12).
 
     Parameters: `k_norm` (R) and `v_norm` (D), shared by the heads; `k_bias` `[G, R]`, `v_bias` `[G, D]`. With
@@ -30,8 +29,6 @@ class KeyValueMixer(RecurrentMixer):
     """
 
     passes_state = True
-    can_start_to_recall = True
-    default_state_input = "key_value"
     recurrence_class = InterdomainRecurrence
     operators = Operators.of(state_after)
 
@@ -53,31 +50,6 @@ class KeyValueMixer(RecurrentMixer):
         if config.input_norm:
             init.zeros_(self.k_bias)
             init.zeros_(self.v_bias)
-
-    @classmethod
-    def is_generic(cls, config) -> bool:
-        return (config.state_input or cls.default_state_input) == "generic"
-
-    @classmethod
-    def projections(cls, config) -> list[Projection]:
-        groups, generic = config.num_key_value_heads, cls.is_generic(config)
-        key_width = config.feature_dim if generic else config.mapped_dim
-        return [Projection("k", groups, key_width, True), Projection("v", groups, config.head_dim, generic)]
-
-    @classmethod
-    def state_shape(cls, config) -> tuple[int, ...]:
-        width = config.feature_dim + config.head_dim + int(config.normalize)
-        return config.num_key_value_heads, 2, config.state_size, width
-
-    @classmethod
-    def why_not_shardable(cls, config, processes: int) -> str | None:
-        return groups_not_shardable(config, processes)
-
-    @classmethod
-    def head_plan(cls, config) -> dict[str, str]:
-        mapped = len(cls.projections(config)) > 2 or not cls.is_generic(config)  # a query, or keys
-        learned = mapped and config.feature_map != "silu_l2"
-        return super().head_plan(config) | ({"feature_map": HEADS} if learned else {})
 
     @staticmethod
     def replay_state(operators, *arguments):
@@ -107,7 +79,7 @@ class KeyValueMixer(RecurrentMixer):
         return key, append_one(value) if self.normalize else value
 
 
-class InterdomainMixer(DecodeTables, KeyValueMixer):
+class InterdomainMixer(InterdomainSpecification, DecodeTables, KeyValueMixer):
     """The token mixer of the paper (eqs. 10 to 13): queries join, convolved and passed through the feature map."""
 
     most_steps, max_pending = MAX_DRAFT, MAX_PENDING
@@ -145,25 +117,8 @@ class InterdomainMixer(DecodeTables, KeyValueMixer):
             if conv is not None:
                 conv.start_weight(*(TOKEN_BEFORE if conv is self.k_conv else (1,)))
 
-    @classmethod
-    def starts_with_induction(cls, config) -> bool:
-        return config.query_init == "induction"
-
-    @classmethod
-    def projections(cls, config) -> list[Projection]:
-        gates = [Projection(name, config.num_key_value_heads, 1, False, bias=True) for name in config.gate_names]
-        query = Projection("q", config.num_attention_heads, config.mapped_dim, True)
-        return [query, *super().projections(config), *gates]
-
-    @classmethod
-    def check_config(cls, config) -> None:
-        if config.gate_names:
-            from .gates import check_gates
-
-            check_gates(config)
-
     def _inputs(self, projected, conv_state, cos_sin, packing, keep: bool):
-        """In one kernel or in few calls where that can run, and nothing hangs on the modules whose weights it reads."""
+        """In one kernel or in few calls, where these can run and may read weights of modules without calling them."""
         found, device, backend = None, projected[0].device, backend_of(self.config)
         count = projected[0].shape[1]
         few = count == 1 or (not torch.compiler.is_compiling() and count <= MAX_DRAFT)
@@ -175,7 +130,7 @@ class InterdomainMixer(DecodeTables, KeyValueMixer):
             found = self._token_inputs(projected, conv_state, cos_sin)
         if found is not None:
             return found
-        projections, after = self._convolve(projected, conv_state, packing)
+        projections, after = convolve_all(self._convolutions(), projected, conv_state, self.kernel, packing)
         return self._tokens(projections, cos_sin), after
 
     def _tokens(self, projections, cos_sin):
@@ -200,7 +155,7 @@ class InterdomainMixer(DecodeTables, KeyValueMixer):
         here = hidden_states.device.type == "cpu" and self.sparse is None and not torch.is_grad_enabled()
         few = count <= MAX_DRAFT and (count > 1 or layer.pending < MAX_PENDING)
         can = here and few and backend_of(self.config) in ("auto", "triton") and not self.normalize
-        return can and not layer.pads_pending  # ages would count them
+        return can and not layer.pads_pending  # pads would count as tokens in the ages of inputs
 
     def _verify(self, layer, tokens, conv_state):
         count = tokens[0].shape[1]
@@ -214,7 +169,7 @@ class InterdomainMixer(DecodeTables, KeyValueMixer):
         return placed_map(self.recurrence(*tokens, mapped=True, cu_seqlens=ends), packing)
 
     def _weights(self, device: torch.device) -> list[torch.Tensor] | None:
-        """Of the convolutions of query and key, then of the norms of key and value, and their biases.
+        """The weights of the convolutions of query and key, then of the norms of key and value, and their biases.
 
         None where calling these modules and the feature map may do more than their weights say.
         """

@@ -10,7 +10,7 @@ from transformers import initialization as init
 
 from ...layers.common import DecodeTables, Float32Module, backend_of, begun_with, is_plain
 from ...layers.operators import Operators
-from ...ops.common.cpu import narrowed
+from ...ops.common.cpu import autocast_operands
 from ...ops.common.decay import as_complex
 from ...ops.common.launch import STEP_BACKENDS
 from ...ops.diagonal.step import StepParameters, step_tables
@@ -168,7 +168,7 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
     def _operate(self, *inputs: Any, **arguments: Any):
         """`interdomain_attention` of query, key, value and parameters."""
         config = self.config
-        inputs = (*narrowed(*inputs[:3]), *inputs[3:])
+        inputs = (*autocast_operands(*inputs[:3]), *inputs[3:])
         arguments |= {"product": self.product, "normalize": self.normalize}
         if is_plain(inputs[0], inputs[0].dtype) and not torch.jit.is_tracing():
             arguments["kept"] = self._per_version("prompt", lambda _: {})
@@ -198,7 +198,7 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
         return self._per_version((dtype, count), lambda _: make(*parameters()[:2], dtype, count))
 
     def _transition(self, kept: bool) -> tuple[torch.Tensor, ...]:
-        """With the tables of a replay where they are kept, and calls are what it costs."""
+        """What `state_after` needs: on a CPU, where a replay costs mostly calls, with its tables if they are kept."""
         log_decay, input_matrix, _ = self.parameters_of_operator()
         input_matrix = input_matrix.clone()  # what shards this module frees its parameters after the call
         tables = ()
@@ -207,7 +207,7 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
         return log_decay, input_matrix, *tables
 
     def _per_version(self, name: Any, compute: Any) -> Any:
-        """What is made of the parameters as they are; `compute` is told whether it will be kept."""
+        """A value that `compute` makes of the parameters as they are; it is told whether the value will be kept."""
         own = self._parameters
         try:
             kept = self._tables.of([own[name] for name in self.tabled])

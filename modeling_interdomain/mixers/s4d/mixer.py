@@ -12,6 +12,7 @@ from ...ops.common.launch import STEP_BACKENDS
 from ...ops.diagonal.step import StepParameters
 from ...ops.s4d.entry import S4D_BACKENDS, s4d_attention, s4d_tables, take_s4d_step
 from ...ops.s4d.map import s4d_attention_map
+from ..interdomain.configuration import S4DSpecification
 from ..interdomain.initialization import readout_rms, real_gramian
 from ..interdomain.mixer import KeyValueMixer
 from ..interdomain.recurrence import InterdomainRecurrence
@@ -45,14 +46,12 @@ class S4DRecurrence(InterdomainRecurrence):
         return readout_rms(coefficients, config.initializer_range, real_gramian(*self._transition_and_beta()))
 
     def _operate(self, *inputs: Any, **arguments: Any):
-        """`s4d_attention` of the two inputs."""
         key, value, log_decay, input_matrix, coefficients = inputs
         arguments |= {"chunk_size": self.config.chunk_size, "backend": backend_of(self.config, S4D_BACKENDS)}
         rows = self.head_rows(coefficients)
         return self.operators.s4d_attention(key, value, log_decay, input_matrix, rows, **arguments)
 
     def _step(self, *tokens: Any, **arguments: Any) -> torch.Tensor:
-        """`s4d_step` of the two inputs."""
         parameters = self._per_version("step", self._step_parameters)
         arguments["backend"] = backend_of(self.config, STEP_BACKENDS)
         return self.operators.take_s4d_step(*tokens, parameters, **arguments)
@@ -83,7 +82,7 @@ class S4DRecurrence(InterdomainRecurrence):
         return rows.flatten(0, 1)
 
 
-class S4DMixer(KeyValueMixer):
+class S4DMixer(S4DSpecification, KeyValueMixer):
     """Two linear maps of the token, each after a convolution, drive the state; a learned vector reads it.
 
     The output has R + D numbers a head, all of which `o_proj` reads. `k_proj` and `v_proj` make the two inputs, a and b
@@ -91,21 +90,16 @@ class S4DMixer(KeyValueMixer):
     convolved, as in Interdomain layers: the ablation with a linear readout.
     """
 
-    default_state_input = "generic"
     recurrence_class = S4DRecurrence
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx, config.feature_dim + config.head_dim, weighted=False)
 
-    @classmethod
-    def written_shape(cls, config) -> tuple[int, int]:
-        return config.num_key_value_heads, config.feature_dim + config.head_dim
-
     def _written(self, tokens):
         return torch.cat(tokens, dim=-1)
 
     def attention_map(self, tokens, packing):
-        """Of both inputs: the kernel of the layer, the same for all texts."""
+        """The map of both inputs: the kernel of the layer, the same for all texts."""
         ends = None if packing is None else packing.cu_seqlens
         weights = self.recurrence(*tokens, mapped=True, cu_seqlens=ends)
         return placed_map(weights.expand(tokens[0].shape[0], -1, -1, -1), packing)

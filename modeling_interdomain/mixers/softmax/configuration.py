@@ -1,10 +1,14 @@
-"""What a configuration says of the mask that fades keys of attention layers."""
+"""What a configuration says of the mask that fades keys of attention layers, and these of themselves."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...layers.configuration import ModelFields
+from ...layers.configuration import HEADS, ModelFields
+from ..configuration import MixerSpecification
+
+# Of a head with a bias: kernels want sizes that are multiples of 8, and the same of keys and values.
+BIAS_COLUMNS = 8
 
 
 @dataclass(kw_only=True, repr=False)
@@ -48,3 +52,36 @@ class DynamicMaskFields(ModelFields):
                 f"dynamic_mask = {self.dynamic_mask!r} masks attention layers, and token_mixers has none: add "
                 '"softmax" or "inner_function", or set it to None.'
             )
+
+
+class SoftmaxSpecification(MixerSpecification):
+    """Keys and values of all tokens, or of a window of them."""
+
+    layer_type = "full_attention"
+    takes_dynamic_mask = True
+    shared_groups = "num_key_value_heads"
+
+    @classmethod
+    def why_not_shardable(cls, config, processes: int) -> str | None:
+        if config.dynamic_mask == "value":
+            return 'dynamic_mask = "value" makes the bias of a head of the values of all'
+        return super().why_not_shardable(config, processes)
+
+    @classmethod
+    def head_plan(cls, config) -> dict[str, str]:
+        masks = {} if config.dynamic_mask is None else {"dynamic_mask": HEADS}
+        return {"": HEADS, "q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"} | masks
+
+    @classmethod
+    def rotated_dims(cls, config) -> set[int]:
+        return {config.head_dim}
+
+    @classmethod
+    def kept_dim(cls, config) -> int:
+        """The numbers of a key, and of a value, that a cache holds a head."""
+        return config.head_dim + (BIAS_COLUMNS if config.dynamic_mask == "value" else 0)
+
+    @classmethod
+    def state_sizes(cls, config, context_length: int) -> dict[str, int]:
+        kept = min(context_length, config.dynamic_mask_window or context_length)
+        return {"keys_values": 2 * config.num_key_value_heads * cls.kept_dim(config) * kept}

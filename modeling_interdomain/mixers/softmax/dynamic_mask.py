@@ -13,9 +13,7 @@ from transformers import initialization as init
 
 from ...ops.common.cpu import autocasts
 from ...ops.common.launch import namespace
-
-# Of a head with a bias: kernels want sizes that are multiples of 8, and the same of keys and values.
-BIAS_COLUMNS = 8
+from .configuration import BIAS_COLUMNS
 
 
 class PositionMask(nn.Module):
@@ -56,9 +54,9 @@ def check_position_table(position_ids: torch.Tensor, room: int, kind: str) -> No
 
 @torch.library.custom_op(f"{namespace(__name__)}::zero_if_in_table", mutates_args=())
 def zero_if_in_table(position_ids: torch.Tensor, room: int, kind: str) -> torch.Tensor:
-    """An integer 0 that comes out of the check: what it is added to, a compiled graph computes after it.
+    """0, as the result of the check: what it is added to, a compiled graph computes after the check.
 
-    An assertion in the graph would be no such thing: a compiler may run it after what it stands before.
+    An assertion would not do: a compiler may run it after what follows it.
     """
     if not position_ids.is_cuda:  # there the indices themselves are checked, and looking would make the CPU wait
         check_position_table(position_ids, room, kind)
@@ -107,7 +105,7 @@ class ValueMask(nn.Module):
 
 
 def bias_order(key: torch.Tensor) -> torch.Tensor:
-    """Of keys with their bias, a number that orders them by it: `[..., size]` to `[...]`, at least float32.
+    """A number that orders keys by their bias, `[..., size]` to `[...]`, at least float32.
 
     The same token at two places has one bias, but for rounding, which differs between a whole text and a step: biases
     closer than 2^-12 of themselves (float64: 2^-30) therefore count as equal.

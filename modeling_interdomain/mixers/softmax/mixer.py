@@ -9,19 +9,16 @@ from ...layers.common import residual_projection
 from ...layers.rotary import rotate
 from ...ops.common.packing import Packing
 from ...ops.common.window import Keys, best, seen, token_documents
-from ...parallel.tensor import HEADS
-from ..base import TokenMixer, groups_not_shardable
-from .dynamic_mask import BIAS_COLUMNS, bias_order, make_dynamic_mask
+from ..base import TokenMixer
+from .configuration import SoftmaxSpecification
+from .dynamic_mask import bias_order, make_dynamic_mask
 
-# Tokens that attend together to a window of keys, at least: what is seen is looked up for each of them.
+# Tokens that attend together to a window of keys, at least: the mask is made anew for each piece.
 _PIECE = 256
 
 
-class SoftmaxMixer(TokenMixer):
+class SoftmaxMixer(SoftmaxSpecification, TokenMixer):
     """Grouped-query attention, causal unless `config.bidirectional`; any `attn_implementation` of the library."""
-
-    layer_type = "full_attention"
-    takes_dynamic_mask = True
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -57,18 +54,7 @@ class SoftmaxMixer(TokenMixer):
 
     def cache_shapes(self, batch: int) -> list[list[int]]:
         """Batch, heads and head size of the keys a cache of this layer holds."""
-        return [[batch, self.key_heads, _kept_dim(self.config)]]
-
-    @classmethod
-    def why_not_shardable(cls, config, processes: int) -> str | None:
-        if config.dynamic_mask == "value":
-            return 'dynamic_mask = "value" makes the bias of a head of the values of all'
-        return groups_not_shardable(config, processes)
-
-    @classmethod
-    def head_plan(cls, config) -> dict[str, str]:
-        masks = {} if config.dynamic_mask is None else {"dynamic_mask": HEADS}
-        return {"": HEADS, "q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"} | masks
+        return [[batch, self.key_heads, self.kept_dim(self.config)]]
 
     def share_heads(self, processes: int) -> None:
         self.key_heads //= processes
@@ -76,15 +62,6 @@ class SoftmaxMixer(TokenMixer):
     def select_mask(self, masks: dict):
         """With a window it makes its own, of the real tokens, which come as a `Packing` or, for a step, `[B, 1]`."""
         return masks.get(self.layer_type if self.window is None else "linear_attention")
-
-    @classmethod
-    def rotated_dims(cls, config) -> set[int]:
-        return {config.head_dim}
-
-    @classmethod
-    def state_sizes(cls, config, context_length: int) -> dict[str, int]:
-        kept = min(context_length, config.dynamic_mask_window or context_length)
-        return {"keys_values": 2 * config.num_key_value_heads * _kept_dim(config) * kept}
 
     def forward(
         self,
@@ -129,7 +106,7 @@ class SoftmaxMixer(TokenMixer):
         A piece attends to itself and to the window before it, so time and memory grow with T as with the window.
         """
         length, eager = query.shape[2], self.config._attn_implementation == "eager"
-        # What returns its weights returns them as one, and no graph holds a number of pieces that varies.
+        # In one piece where weights are returned, and in a graph, which cannot have a varying number of pieces.
         together = eager or torch.compiler.is_compiling()
         pieces = [(0, length)] if together else _pieces(length, max(self.window, _PIECE))
         held, last = (None, 0) if layer is None else (layer.held(), layer.to_keep(length))
@@ -155,13 +132,8 @@ def _pieces(length: int, size: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def _kept_dim(config) -> int:
-    """The numbers of a key, and of a value, that a cache holds a head."""
-    return config.head_dim + (BIAS_COLUMNS if config.dynamic_mask == "value" else 0)
-
-
 def _new_keys(key, value, before, mask: torch.Tensor | None, packing: Packing | None) -> Keys:
-    """Those of this forward, after `before` tokens, with their documents and pads."""
+    """The keys of this forward, after `before` tokens, with their documents and pads."""
     batch, groups, length = key.shape[:3]
     places = (torch.arange(length, device=key.device) + before).expand(batch, length)
     documents = None

@@ -1,7 +1,7 @@
-"""The companion of a recurrent layer: softmax attention to a few keys chosen by content (HAX, arXiv 2507.00449).
+"""Softmax attention to a few keys chosen by content, beside a recurrence (HAX, arXiv 2507.00449).
 
-What the recurrence writes is read a second time, by queries and keys of the branch's own, and joins the output of the
-recurrence channel by channel with a learned weight.
+Its values are what the recurrence writes, its queries and keys are its own; the output joins that of the recurrence,
+each channel with a learned weight.
 """
 
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from torch import nn
 from transformers import initialization as init
 
 from ...layers.common import FULL_PRECISION, DecodeTables, RankingLoss, are_untouched, backend_of, is_plain
-from ...layers.convolution import TOKEN_BEFORE, CausalConv1d, causal_conv, convolve_few, joined_weights
+from ...layers.convolution import TOKEN_BEFORE, CausalConv1d, convolve_all, convolve_few, joined_weights
 from ...layers.operators import Operators
 from ...ops.common.cpu import without_autocast
 from ...ops.common.launch import STEP_BACKENDS
@@ -24,17 +24,17 @@ from .parts import PARTS, Budget, budgets, kept_shapes
 
 
 class SparseInputs(NamedTuple):
-    """What the tokens of one forward bring.
+    """What the branch computes of the tokens of one forward.
 
     Attributes:
         query, key: `[B, T, S, d]`, keys scaled by `d^-1/2`.
         value: `[B, T, S, D]`.
         scores: `[B, T, S]`, or None.
         bins: of every part but key selection.
-        sums: `[B, S, 2, d]`, the sums of all queries and keys so far; None where no part asks.
+        sums: `[B, S, 2, d]`, the sums of all queries and keys so far; None where no part needs them.
         inputs: what the convolutions read, `[B, T, S d]` of each, or `[B, T, 2 S d]` of both side by side.
-        conv_state: the one window that they share, `[B, 2 S d, kernel - 1]`.
-        factors: those of the gate `[H, D]`, where calling it does nothing but multiply by them, and few calls count.
+        conv_state: that of both convolutions, `[B, 2 S d, kernel - 1]`.
+        factors: the weights of the gate `[H, D]`, where multiplying by them saves calling it.
     """
 
     query: torch.Tensor
@@ -61,8 +61,8 @@ class SparseInputs(NamedTuple):
 class ChannelGate(nn.Module):
     """A factor for every channel of every head, `[H, D]`.
 
-    A module of its own, because a branch itself is never called, and what offloads, shards or adapts the parameters of
-    a module does so where it is called.
+    A module of its own, because what offloads, shards or adapts parameters does so where their module is called, and a
+    branch itself is never called.
     """
 
     def __init__(self, config, heads: int, width: int):
@@ -97,7 +97,7 @@ class SparseBranch(DecodeTables):
     ):
         """`groups` x `width` is what the recurrence writes of a token; its output has `outputs` (H) x `width`.
 
-        `reads_first`: the queries of the recurrence, if it has any, leave induction to the branch.
+        `reads_first`: the branch may start with "induction", because the recurrence does not.
         """
         outputs = config.num_attention_heads if outputs is None else outputs
         super().__init__()
@@ -124,7 +124,7 @@ class SparseBranch(DecodeTables):
             self.scorer.requires_grad_(False)  # nothing but the ranking loss trains the scorer
         self.centred = self.hash is not None and config.sparse_hash_center is not None
         self.summed = self.centred or self.scorer is not None
-        # What a token reads the weights of, and what it asks for: a module is slow to look up.
+        # For decoding: looking up a module is slow.
         self.scored, self.hashed = self.scorer is not None, self.hash is not None
         self.hash_kind = config.sparse_hash
         read = {"q_proj": nn.Linear, "k_proj": nn.Linear, "q_conv": CausalConv1d, "k_conv": CausalConv1d}
@@ -135,7 +135,7 @@ class SparseBranch(DecodeTables):
 
     @torch.no_grad()
     def start_parameters(self, config) -> None:
-        """With `sparse_query_init="induction"` keys of the token before, which queries of the same token find.
+        """With `sparse_query_init="induction"` keys are those of the token before, which queries of that token find.
 
         Both of unit variance in every number, so that equal ones score `d^(1/2)` and others about 0.
         """
@@ -146,8 +146,6 @@ class SparseBranch(DecodeTables):
         self.q_conv.start_weight(1)
         self.k_conv.start_weight(*TOKEN_BEFORE)
 
-    # What the tokens bring.
-
     def prepare(
         self,
         hidden_states: torch.Tensor,
@@ -156,7 +154,7 @@ class SparseBranch(DecodeTables):
         states: dict[str, torch.Tensor] | None,
         packing: Packing | None,
     ) -> SparseInputs:
-        """From tokens `[B, T, hidden_size]` of the batch and `value` `[B, T, groups, width]`, packed already.
+        """Inputs from tokens `[B, T, hidden_size]` of the batch and `value` `[B, T, groups, width]`, packed already.
 
         `conv_state`, that of `q_conv` and `k_conv`, and `states` are those of the cache, if there is one.
         """
@@ -167,31 +165,23 @@ class SparseBranch(DecodeTables):
         elif (found := self._token(hidden_states, value, conv_state, states)) is not None:
             return found
         projected = [self.q_proj(hidden_states), self.k_proj(hidden_states)]
-        extent: dict[str, Any] = {}
         if packing is not None:
             projected = [packing.pack(x) for x in projected]
-            number = 0 if packing.cu_seqlens is None else packing.cu_seqlens.shape[0] - 1
-            extent = {"lengths": packing.lengths, "documents": packing.documents, "number": number}
-        before = conv_state[0].chunk(2, dim=1) if conv_state else [None, None]
-        convolved, after = [], []
-        for x, conv, window in zip(projected, (self.q_conv, self.k_conv), before, strict=True):
-            y, window = causal_conv(conv, x, window, self.kernel, **extent)
-            convolved.append(y.unflatten(-1, (self.heads, self.dim)))
-            after.append(window)
-        query, key = convolved
+        before = conv_state[0].chunk(2, dim=1) if conv_state else None
+        convolved, after = convolve_all((self.q_conv, self.k_conv), projected, before, self.kernel, packing)
+        query, key = (x.unflatten(-1, (self.heads, self.dim)) for x in convolved)
         key = key * self.dim**-0.5
         differentiated = self.training and torch.is_grad_enabled()
         with torch.no_grad(), without_autocast(query.device):
             both = torch.stack([query, key], dim=3).detach()
-            chosen = self._choose(both, states, packing, differentiated)
-        scores, bins, sums = chosen
+            scores, bins, sums = self._choose(both, states, packing, differentiated)
         window = None if after[0] is None else _side_by_side([x.mT for x in after]).mT
         return SparseInputs(query, key, value, scores, bins, sums, projected, [window])
 
     def _token(self, x: torch.Tensor, value: torch.Tensor, conv_state, states) -> SparseInputs | None:
-        """`prepare` of one token x in few calls: a call costs more than what it computes.
+        """`prepare` of one token x in few calls, where a call costs more than what it computes.
 
-        None where calling the modules may do more than their weights say, or something is differentiated or compiled.
+        None where calling a module may do more than its weights say, or something is differentiated or compiled.
         """
         own: dict[str, Any] = self._modules
         dtype = x.dtype
@@ -233,9 +223,9 @@ class SparseBranch(DecodeTables):
         return torch.cat([q_proj, k_proj]), joined_weights(q_conv_weight, k_conv_weight * self.dim**-0.5)
 
     def _choose(self, both, states, packing: Packing | None, differentiated: bool):
-        """Scores, bins and sums, in at least float32; only the scores of a forward of training have a gradient.
+        """Scores, bins and sums of queries and keys `[B, T, S, 2, d]`, in at least float32.
 
-        `both` `[B, T, S, 2, d]` are queries and keys.
+        Only scores have a gradient, and only in training.
         """
         wide = torch.promote_types(both.dtype, torch.float32)
         both = both.to(wide)
@@ -255,7 +245,7 @@ class SparseBranch(DecodeTables):
         return scores, tuple(self._bins(budget, bins, counts, both) for budget in self.binned), sums
 
     def _bins(self, budget: Budget, bins, counts: torch.Tensor | None, both: torch.Tensor) -> Bins:
-        """One bin for all queries but those of a hash, which made `bins`; of the keys some parts leave many out."""
+        """The bins of a part: those of the hash, or one bin, from which "sink" and "dilated" leave most keys out."""
         part, keys, number = budget
         if part == "lsh":
             of_query, of_key = bins.unbind(-1)
@@ -271,7 +261,7 @@ class SparseBranch(DecodeTables):
     def attend(
         self, inputs: SparseInputs, states: dict[str, torch.Tensor] | None, packing: Packing | None, keep: bool
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor] | None]:
-        """All tokens at once: `[B, T, H, width]`, and what the cache holds then, if it is to `keep` anything."""
+        """All tokens at once: `[B, T, H, width]`, and the new states if a cache is to `keep` them."""
         extent: dict[str, Any] = {}
         if packing is not None:
             extent = {"lengths": packing.lengths, "cu_seqlens": packing.cu_seqlens, "documents": packing.documents}
@@ -310,7 +300,7 @@ class SparseBranch(DecodeTables):
         return self._gated(output, inputs.factors)
 
     def _gated(self, output: torch.Tensor, factors: torch.Tensor | None = None) -> torch.Tensor:
-        """From S heads to the H of the recurrence's output; `factors` instead of a call of the gate that has them."""
+        """Expand S heads to the H of the recurrence's output, and gate them; by `factors`, if they are given."""
         if self.heads != self.groups:
             output = output.flatten(-2).unflatten(-1, (self.groups, self.width))
         if self.repeats > 1:
@@ -318,7 +308,7 @@ class SparseBranch(DecodeTables):
         return self.gate(output) if factors is None else factors * output
 
     def add_ranking_loss(self, inputs: SparseInputs, packing: Packing | None) -> None:
-        """Hand on what trains the scorer; in training alone."""
+        """In training, hand on the loss of the scorer."""
         if self.ranking is None or not self.training:
             return
         lengths = None if packing is None else packing.lengths
@@ -367,7 +357,7 @@ def recorded_count(states: dict[str, torch.Tensor]) -> int:
     return 2 + rings + ("sparse_scores" in states) + ("sparse_sums" in states)
 
 
-# Of every part but key selection, in their order.
+# Names of the states of every part but key selection, in their order.
 _RINGS = [(f"sparse_ring{i}", f"sparse_ring{i}_places") for i in range(len(PARTS))]
 
 
@@ -397,16 +387,16 @@ def _counts(x: torch.Tensor, seen: torch.Tensor | None, packing: Packing | None)
 
 
 def _about_mean(x: torch.Tensor, sums: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """Of one token x `[B, 1, S, n, d]`, behind `seen` `[B]` others, what is left without the mean of all `sums`."""
-    if seen.shape[0] == 1:  # a plain number takes three calls less than a tensor of one
+    """A token x `[B, 1, S, n, d]` minus the mean of it and the `seen` `[B]` tokens before it, all in `sums`."""
+    if seen.shape[0] == 1:  # with a plain number it is three calls less
         return torch.sub(x, sums, alpha=1 / (seen.item() + 1))
     return torch.addcdiv(x, sums, (seen + 1).to(x.dtype).view(-1, 1, 1, 1, 1), value=-1)
 
 
 def _running_sums(x: torch.Tensor, before: torch.Tensor | None, packing: Packing | None):
-    """Of `[B, T, S, n, d]`, the sums up to every token, in float64, and the last of them `[B, S, n, d]`.
+    """The sums of `[B, T, S, n, d]` up to every token, in float64, and the last of them `[B, S, n, d]`.
 
-    A long sum in float32 would put equal tokens into other bins, depending on how the text was cut into pieces.
+    With sums in float32 the bin of a token would depend on how a long text was cut into forwards.
     """
     if packing is not None and packing.lengths is not None:
         real = torch.arange(x.shape[1], device=x.device) < packing.lengths[:, None]

@@ -9,7 +9,7 @@ from transformers import initialization as init
 
 from ...layers.common import Float32Module
 
-# A vector so close to the mean of those before is that mean, and what is left of it is noise of rounding.
+# A vector as close as this to the mean of those before counts as the mean: the difference is noise of rounding.
 _SAME = 1e-4
 # The sum of no queries, or of pads, has no direction.
 _TINY = 1e-12
@@ -18,8 +18,8 @@ _TINY = 1e-12
 class DrawnAnew(nn.Dropout):
     """In training every number of a tensor is drawn anew, from a normal distribution, with probability p.
 
-    A Dropout, because what compares a model in training with another forward of it (the ratios of DPO and GRPO) turns
-    these off: trainers' `disable_dropout` sets p = 0, with which the tensor stays as it is.
+    A subclass of Dropout, so that trainers that compare two forwards of a model in training (DPO, GRPO) turn it off:
+    their `disable_dropout` sets p = 0, with which the tensor stays as it is.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -29,7 +29,7 @@ class DrawnAnew(nn.Dropout):
 
 
 class SparseHash(Float32Module):
-    """`argmax_j (z H)_j`, or with "sign" the bits `(z H)_j > 0`, of queries and keys about their running means.
+    """`argmax_j (z H)_j`, or with "sign" the bits `(z H)_j > 0`, of queries and keys minus their running means.
 
     H `[S, d, h]` is drawn anew in every forward of training, unless `draw.p` is 0; evaluation has one that is saved
     with the model.
@@ -49,7 +49,7 @@ class SparseHash(Float32Module):
             self.draw = DrawnAnew(1.0).train(self.training)
 
     def __repr__(self) -> str:
-        # The fingerprint of a state covers the tree of modules as it is printed, and is older than `draw`.
+        # The fingerprint of a state covers the printed tree of modules, and files are older than `draw`.
         return "SparseHash()"
 
     def start_parameters(self, config) -> None:
@@ -62,11 +62,11 @@ class SparseHash(Float32Module):
 
 
 def hashed(z: torch.Tensor, centred: torch.Tensor | None, projection: torch.Tensor, kind: str) -> torch.Tensor:
-    """`SparseHash` with a projection `[S, d, h]`, in the dtype of z; `centred`, z about its mean, is overwritten."""
+    """`SparseHash` with a projection `[S, d, h]`, in the dtype of z; `centred`, z minus its mean, is overwritten."""
     if centred is not None:
         sizes = [torch.linalg.vector_norm(x, 2, -1, True) for x in (centred, z)]
         z = centred.masked_fill_(torch.sub(*sizes, alpha=_SAME).signbit(), 0)
-    one = z.shape[0] == 1 and z.shape[1] == 1  # one by one: a graph of any length must not compare the two
+    one = z.shape[0] == 1 and z.shape[1] == 1  # two comparisons: comparing the sizes with each other would fix a graph
     heads_first = z.view(z.shape[2:]) if one else z.permute(2, 0, 1, 3, 4)
     projected = torch.bmm(heads_first if one else heads_first.flatten(1, 3), projection)
     if kind == "argmax":
@@ -79,8 +79,8 @@ def hashed(z: torch.Tensor, centred: torch.Tensor | None, projection: torch.Tens
 class KeyScorer(Float32Module):
     """How good a key is: an MLP of the key and the direction of the sum of all queries so far, the same in all heads.
 
-    Its weights are plain parameters, not linear layers, so that quantization and adapters leave it alone; and they are
-    its own, not those of a ParameterList, which is never called and so never brought back by what offloads modules.
+    Its weights are plain parameters, not linear layers, so that quantization and adapters leave it alone; not in a
+    ParameterList, because what offloads modules brings parameters back where their module is called.
     """
 
     NAMES = [f"{name}_{i}" for i in range(3) for name in ("weight", "bias")]
@@ -126,7 +126,7 @@ def ranking_loss(
     documents: torch.Tensor | None = None,
     drawn: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Scores are to order keys as the queries after them do: a pairwise ranking loss (the HAX paper, section 4).
+    """A pairwise loss that lets scores rank keys as the queries after them do (the HAX paper, section 4).
 
     With `y_j = sum_{i >= j} sigmoid(q_i . k_j)` (`target` "mean": divided by the number of these queries), it is the
     mean over all pairs of drawn keys of the binary cross-entropy of `scores_a - scores_b` to 1, 1/2 or 0 as y_a is

@@ -9,7 +9,7 @@ PARTS = ("lsh", "key_selection", "sliding_window", "sink", "dilated", "full")
 
 
 class Budget(NamedTuple):
-    """Of one part of one layer: how many keys it sees, of each of how many bins."""
+    """How many keys a part of a branch sees, of each of how many bins."""
 
     part: str
     keys: int

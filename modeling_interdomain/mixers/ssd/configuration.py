@@ -1,8 +1,9 @@
-"""What a configuration says of "ssd" layers, state space duality."""
+"""What a configuration says of "ssd" layers, state space duality, and these of themselves."""
 
 from dataclasses import dataclass
 
-from ...layers.configuration import ModelFields
+from ...layers.configuration import HEADS, ModelFields
+from ..configuration import Biases, Projection, RecurrentSpecification
 
 
 @dataclass(kw_only=True, repr=False)
@@ -48,24 +49,78 @@ class SSDFields(ModelFields):
     ssd_norm: str | None = None
     ssd_bias: bool = False
 
-    def check_ssd(self, heads: int) -> None:
-        """Such layers, with so many heads, can be made."""
-        from transformers.activations import ACT2FN  # which imports PyTorch
 
+class SSDSpecification(RecurrentSpecification):
+    """A state of P x N numbers a head, whose groups share B and C."""
+
+    @classmethod
+    def check_config(cls, config) -> None:
         for name in ("ssd_heads", "ssd_head_dim"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} must be a positive integer or None, got {getattr(self, name)}.")
-        if heads % self.ssd_groups:
-            raise ValueError(f'ssd_groups = {self.ssd_groups} must divide the {heads} heads of "ssd" layers.')
-        if self.ssd_activation is not None and self.ssd_activation not in ACT2FN:
-            raise ValueError(
-                f"ssd_activation must be None or an activation of Transformers, got {self.ssd_activation!r}."
-            )
-        limit = self.ssd_dt_limit
+            if getattr(config, name) is not None and getattr(config, name) < 1:
+                raise ValueError(f"{name} must be a positive integer or None, got {getattr(config, name)}.")
+        heads = cls.output_heads(config)
+        if heads % config.ssd_groups:
+            raise ValueError(f'ssd_groups = {config.ssd_groups} must divide the {heads} heads of "ssd" layers.')
+        if config.ssd_activation is not None:
+            from transformers.activations import ACT2FN  # which imports Triton, where it is
+
+            if config.ssd_activation not in ACT2FN:
+                raise ValueError(
+                    f"ssd_activation must be None or an activation of Transformers, got {config.ssd_activation!r}."
+                )
+        limit = config.ssd_dt_limit
         if limit is not None and not (len(limit) == 2 and 0 <= limit[0] <= limit[1]):
             raise ValueError(f"ssd_dt_limit must be None or [least, largest] with 0 <= least <= largest, got {limit}.")
-        if self.rope_placement is not None and self.ssd_state_size % 2:
+        if config.rope_placement is not None and config.ssd_state_size % 2:
             raise ValueError(
                 f"Rotary embeddings turn pairs: with rope_placement ssd_state_size must be even, got "
-                f"{self.ssd_state_size}."
+                f"{config.ssd_state_size}."
             )
+
+    @classmethod
+    def output_heads(cls, config) -> int:
+        return config.num_attention_heads if config.ssd_heads is None else config.ssd_heads
+
+    @classmethod
+    def head_width(cls, config) -> int:
+        """P, the numbers a head."""
+        return config.head_dim if config.ssd_head_dim is None else config.ssd_head_dim
+
+    @classmethod
+    def kernel_size(cls, config) -> int:
+        return config.ssd_conv_kernel
+
+    @classmethod
+    def biases(cls, config) -> Biases:
+        return Biases(config.ssd_bias, config.ssd_conv_bias)
+
+    @classmethod
+    def rotated(cls, config) -> int:
+        return config.ssd_state_size
+
+    @classmethod
+    def projections(cls, config) -> list[Projection]:
+        convolved, size = config.ssd_conv_kernel > 1, config.ssd_state_size
+        return [
+            Projection("q", config.ssd_groups, size, convolved),
+            Projection("k", config.ssd_groups, size, convolved),
+            Projection("v", cls.output_heads(config), cls.head_width(config), convolved),
+            Projection("dt", cls.output_heads(config), 1, False),
+        ]
+
+    @classmethod
+    def state_shape(cls, config) -> tuple[int, ...]:
+        return cls.output_heads(config), cls.head_width(config), config.ssd_state_size
+
+    @classmethod
+    def why_not_shardable(cls, config, processes: int) -> str | None:
+        groups = config.ssd_groups
+        return f"it does not divide ssd_groups = {groups}, what heads share B and C in" if groups % processes else None
+
+    @classmethod
+    def head_plan(cls, config) -> dict[str, str]:
+        return super().head_plan(config) | ({} if config.ssd_norm is None else {"norm.weight": HEADS})
+
+    @classmethod
+    def written_shape(cls, config) -> tuple[int, int]:
+        return cls.output_heads(config), cls.head_width(config)

@@ -8,8 +8,8 @@ from ...layers.common import InterdomainRMSNorm
 from ...layers.operators import Operators
 from ...layers.rotary import rotate
 from ...ops.ssd.entry import ssd_state_after
-from ...parallel.tensor import HEADS
-from ..recurrent import Biases, Projection, RecurrentMixer, placed_map
+from ..recurrent import RecurrentMixer, placed_map
+from .configuration import SSDSpecification
 from .recurrence import SSDRecurrence, discretized
 
 
@@ -25,7 +25,7 @@ class GroupedRMSNorm(InterdomainRMSNorm):
         return self.weight * F.rms_norm(parts, parts.shape[-1:], eps=self.eps).flatten(-2)
 
 
-class SSDMixer(RecurrentMixer):
+class SSDMixer(SSDSpecification, RecurrentMixer):
     """`S_t = exp(dt a) S_{t-1} + dt x B^T`, `y_t = S_t C + D x` ("Wonderful Matrices", arXiv 2407.16958; Mamba-2).
 
     `q_proj` makes C, `k_proj` B, `v_proj` x and `dt_proj` the step of each head, which is not convolved. With
@@ -47,45 +47,6 @@ class SSDMixer(RecurrentMixer):
             self.norm = GroupedRMSNorm(outputs, config.ssd_groups, config.rms_norm_eps)
         self.recurrence = SSDRecurrence(config, self.output_heads(config))
 
-    @classmethod
-    def check_config(cls, config) -> None:
-        config.check_ssd(cls.output_heads(config))
-
-    @classmethod
-    def output_heads(cls, config) -> int:
-        return config.num_attention_heads if config.ssd_heads is None else config.ssd_heads
-
-    @classmethod
-    def head_width(cls, config) -> int:
-        """P, the numbers a head."""
-        return config.head_dim if config.ssd_head_dim is None else config.ssd_head_dim
-
-    @classmethod
-    def kernel_size(cls, config) -> int:
-        return config.ssd_conv_kernel
-
-    @classmethod
-    def biases(cls, config) -> Biases:
-        return Biases(config.ssd_bias, config.ssd_conv_bias)
-
-    @classmethod
-    def rotated(cls, config) -> int:
-        return config.ssd_state_size
-
-    @classmethod
-    def projections(cls, config) -> list[Projection]:
-        convolved, size = config.ssd_conv_kernel > 1, config.ssd_state_size
-        return [
-            Projection("q", config.ssd_groups, size, convolved),
-            Projection("k", config.ssd_groups, size, convolved),
-            Projection("v", cls.output_heads(config), cls.head_width(config), convolved),
-            Projection("dt", cls.output_heads(config), 1, False),
-        ]
-
-    @classmethod
-    def state_shape(cls, config) -> tuple[int, ...]:
-        return cls.output_heads(config), cls.head_width(config), config.ssd_state_size
-
     def _tokens(self, projections, cos_sin):
         *convolved, dt = projections
         if self.activation is not None:
@@ -99,19 +60,6 @@ class SSDMixer(RecurrentMixer):
     def attention_map(self, tokens, packing):
         ends = None if packing is None else packing.cu_seqlens
         return placed_map(self.recurrence(*tokens, mapped=True, cu_seqlens=ends), packing)
-
-    @classmethod
-    def why_not_shardable(cls, config, processes: int) -> str | None:
-        groups = config.ssd_groups
-        return f"it does not divide ssd_groups = {groups}, what heads share B and C in" if groups % processes else None
-
-    @classmethod
-    def head_plan(cls, config) -> dict[str, str]:
-        return super().head_plan(config) | ({} if config.ssd_norm is None else {"norm.weight": HEADS})
-
-    @classmethod
-    def written_shape(cls, config) -> tuple[int, int]:
-        return cls.output_heads(config), cls.head_width(config)
 
     def _written(self, tokens):
         return tokens[2]

@@ -83,7 +83,7 @@ class SSDRecurrence(Float32Module):
         return self._skipped(output, value), state
 
     def _map(self, query, key, value, dt, *, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
-        """Which x made which output `[B, H, T, T]`: `dt` and `D`, which `ssd_attention_map` knows nothing of, too."""
+        """The map of which x made which output, `[B, H, T, T]`: that of `ssd_attention_map` with `dt` and `D`."""
         step, log_decay = discretized(torch.ones_like(value[..., :1]), dt, *self._transition())
         weights = self.operators.ssd_attention_map(query, key, log_decay, cu_seqlens=cu_seqlens)
         weights = weights * step.permute(0, 2, 3, 1).to(weights)

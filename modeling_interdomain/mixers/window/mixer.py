@@ -11,18 +11,17 @@ from ...layers.common import is_plain, plain_rms_norm
 from ...layers.convolution import last_inputs
 from ...layers.feature_maps import silu_l2
 from ...layers.operators import Operators
-from ...layers.rotary import LENGTH_DEPENDENT
 from ...ops.common.cpu import values_at_hand
 from ...ops.interdomain.replay import state_after
-from ..base import groups_not_shardable
-from ..recurrent import Biases, Projection, RecurrentMixer
+from ..recurrent import RecurrentMixer
 from .attention import Seen, WindowAttention
+from .configuration import WindowSpecification
 from .recurrence import NoRecurrence, WindowRecurrence
 
 _SHARE, _GATE = -4.0, 0.1  # at the start
 
 
-class WindowMixer(RecurrentMixer):
+class WindowMixer(WindowSpecification, RecurrentMixer):
     """`y = (1 - s) a + s (gate * RMSNorm(r))`, a of softmax attention, r what a state is read as, s a share of both.
 
     Each token that came before is in one of three: the last W are in the window, and the first S are sinks; a token
@@ -37,7 +36,6 @@ class WindowMixer(RecurrentMixer):
     beside them are how many tokens were read, `[B, 1, 1]`, and the keys and values of the sinks, `[B, G D, S]`.
     """
 
-    can_branch = False
     operators = Operators.of(state_after)
     share_proj: nn.Linear
 
@@ -72,55 +70,6 @@ class WindowMixer(RecurrentMixer):
         init.constant_(self.memory_gate, _GATE)
         for each in (self.q_map, self.k_map, self.v_map):
             init.copy_(each, torch.eye(*each.shape[1:], dtype=each.dtype, device=each.device).expand_as(each))
-
-    @classmethod
-    def check_config(cls, config) -> None:
-        if config.attention_sinks < 0:
-            raise ValueError(f"attention_sinks must not be negative, got {config.attention_sinks}.")
-        kind = (config.rope_parameters or {}).get("rope_type")
-        if kind in LENGTH_DEPENDENT:
-            raise ValueError(
-                f'rope_type "{kind}" changes its angles with the length, and "window" layers see no length beyond '
-                'their window: choose another, such as "default" or "llama3".'
-            )
-
-    @classmethod
-    def projections(cls, config) -> list[Projection]:
-        groups, dim = config.num_key_value_heads, config.head_dim
-        share = [Projection("share", config.num_attention_heads, 1, False, bias=True)] if config.window_memory else []
-        return [
-            Projection("q", config.num_attention_heads, dim, False),
-            Projection("k", groups, dim, False),
-            Projection("v", groups, dim, False),
-            *share,
-        ]
-
-    @classmethod
-    def biases(cls, config) -> Biases:
-        return Biases(projections=config.attention_bias)
-
-    @classmethod
-    def gated(cls, config) -> bool:
-        return False
-
-    @classmethod
-    def rotated_dims(cls, config) -> set[int]:
-        return set()  # by positions of the model, which a window does without
-
-    @classmethod
-    def state_shape(cls, config) -> tuple[int, ...]:
-        size = config.state_size if config.window_memory else 0
-        return config.num_key_value_heads, 2, size, config.feature_dim + config.head_dim
-
-    @classmethod
-    def state_sizes(cls, config, context_length: int) -> dict[str, int]:
-        kept = config.attention_window + config.attention_sinks
-        state = torch.Size(cls.state_shape(config)).numel()
-        return {"recurrent": state, "keys_values": 2 * config.num_key_value_heads * config.head_dim * kept + 1}
-
-    @classmethod
-    def why_not_shardable(cls, config, processes: int) -> str | None:
-        return groups_not_shardable(config, processes)
 
     def share_heads(self, processes: int) -> None:
         count = self.kept_shapes[2]

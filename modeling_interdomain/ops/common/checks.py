@@ -8,10 +8,10 @@ import torch
 def check_documents(
     cu_seqlens: torch.Tensor | None, lengths: torch.Tensor | None, x: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Refuse `cu_seqlens` or `lengths` that do not fit tokens `[B, T, ...]`; their values where it costs no graph.
+    """Refuse `cu_seqlens` or `lengths` that do not fit tokens `[B, T, ...]`; a graph does not look at their values.
 
     Returns:
-        Both, in a dtype that has differences.
+        Both, as int32 or int64.
     """
     batch, length = x.shape[:2]
     if lengths is not None:
@@ -28,7 +28,7 @@ def check_documents(
 
 
 def check_ends(cu_seqlens: torch.Tensor | None, length: int) -> torch.Tensor | None:
-    """The same of documents along `length` tokens."""
+    """Refuse `cu_seqlens` that do not divide `length` tokens into documents; as int32 or int64."""
     if cu_seqlens is None:
         return None
     if not _are_integers(cu_seqlens) or cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
@@ -49,7 +49,7 @@ def _are_integers(x: Any) -> bool:
 
 
 def signed(x: torch.Tensor) -> torch.Tensor:
-    """Numbers without a sign have no negative difference, and few operations."""
+    """As int32 or int64: unsigned integers have no negative differences and support few operations."""
     return x if x.dtype in (torch.int32, torch.int64) else x.long()
 
 
@@ -62,11 +62,11 @@ def check_how(backend: str, backends: tuple[str, ...], chunk_size: int) -> None:
 
 
 def check_tensors(*arguments: tuple[str, Any, str], integers: tuple[str, ...] = ()) -> dict[str, int]:
-    """Refuse what is no floating-point tensor of its axes, beside the first one.
+    """Refuse what is no floating-point tensor of the named axes on the device of the first one.
 
     Args:
-        arguments: names, tensors and axes, as ("key", key, "B, T, G, R"). An axis has one size, at least 1, in all of
-            them; one that is called by a number has that size.
+        arguments: names, tensors and axes, as ("key", key, "B, T, G, R"). An axis has the same size in all of them, at
+            least 1; a number stands for that size.
         integers: the names of those that hold integers instead.
 
     Returns:
@@ -101,7 +101,7 @@ def _check_kind(name: str, x: torch.Tensor, integers: bool, device: torch.device
 
 
 def check_range(name: str, x: torch.Tensor, least: int, most: int) -> None:
-    """Refuse integers that are out of range, where looking costs no wait for a device and no graph."""
+    """Refuse integers that are out of range; on a CPU alone, since looking would wait for a GPU or break a graph."""
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
         low, high = (int(n) for n in x.aminmax())
         if low < least or high > most:
@@ -111,7 +111,7 @@ def check_range(name: str, x: torch.Tensor, least: int, most: int) -> None:
 def check_state(
     name: str, state: Any, shape: tuple[int, ...], axes: str, device: torch.device, beside: str = "query"
 ) -> None:
-    """Refuse a state that has not one row of the named axes for each row of the batch, or document."""
+    """Refuse a state of another shape than `[rows, *axes]`, one row for each batch row or document."""
     if not isinstance(state, torch.Tensor) or state.shape != shape:
         raise ValueError(
             f"{name} must have shape [rows, {axes}] = {list(shape)}, with one row a batch row or document, got "
@@ -121,7 +121,7 @@ def check_state(
 
 
 def real_tokens(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    """The mask of a step as the kernels read it: bool, one byte after the other."""
+    """The mask of a step, checked, as the kernels read it: contiguous bool."""
     if mask is None:
         return None
     if not isinstance(mask, torch.Tensor) or mask.shape != (query.shape[0],):
@@ -134,7 +134,7 @@ def real_tokens(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor 
 
 
 def shape_of(x: Any) -> list[int] | str:
-    """What an argument is, in the words of a refusal."""
+    """The shape of a tensor, or the type of anything else, for an error message."""
     return list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
 
 

@@ -1,10 +1,10 @@
 """Documents cut into chunks of C tokens, and the order in which the chunks are worked on.
 
-What remembers nothing of one another is a document here: a packed document, a batch row, the real part of a padded
-row. Documents are sorted by their number of chunks, the longest first, and go in blocks side by side. Step j of a block
-holds the chunk j of those documents that still run, which are always the first ones: states move from one step to the
-next as a prefix, nothing is ever reset, and the work is linear in the tokens however many documents they make. A
-segment is a run of steps whose intermediates fit into a cache.
+A document here is whatever has a state of its own: a packed document, a batch row, or the real tokens of a padded row.
+Documents are sorted by their number of chunks, the longest first, and a block of them is worked on side by side. Step j
+of a block holds chunk j of the documents that still have one, which are the first ones of the block. So the states that
+move on to the next step are always a prefix, none is ever reset, and the work is linear in the tokens however many
+documents there are. A segment is a run of steps whose intermediates fit into a cache.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-# What a chunk costs beyond its tokens, in tokens: a chunk size is worth its padding up to here.
+# What a chunk costs beyond its tokens, counted in tokens: a larger chunk may waste that much padding.
 _CHUNK_OVERHEAD = 16
 _SMALLEST_CHUNK = 16
 
@@ -21,17 +21,17 @@ class Segment(NamedTuple):
     """A run of steps worked on together."""
 
     block: int  # rank of the first document of its block
-    step: int  # of the block, the first one here
+    step: int  # its first step, counted within the block
     first: int  # number of its first chunk
-    lanes: tuple[int, ...]  # documents still running at each step, never more than before
-    following: int  # documents that run on in the next segment
+    lanes: tuple[int, ...]  # documents that have a chunk at each step, never more than at the step before
+    following: int  # documents that go on in the next segment
 
     @property
     def chunks(self) -> int:
         return sum(self.lanes)
 
     def moves(self) -> Iterator[tuple[int, int, int]]:
-        """For each step: its first chunk within the segment, its documents, and how many of them run on."""
+        """For each step: its first chunk within the segment, its documents, and how many of them go on."""
         first = 0
         for lanes, following in zip(self.lanes, (*self.lanes[1:], self.following), strict=True):
             yield first, lanes, following
@@ -47,9 +47,9 @@ class Chunks(NamedTuple):
         lanes: documents of a block.
         segments: in the order in which states move through them.
         order: `[S']`, the documents that have a token, by rank; None when document s has rank s.
-        tokens: `[N, C]`, the place of every slot in the flattened batch, B T for a slot without a token; None when
-            every row of the batch is a document of T tokens.
-        partial: of each chunk, whether it has such slots; empty without `tokens`.
+        tokens: `[N, C]`, the place of each token of each chunk in the flattened batch, B T where a chunk has none; None
+            when every row of the batch is a document of T tokens.
+        partial: for each chunk, whether it has fewer than C tokens; empty without `tokens`.
         tails: `[S']`, the tokens in the last chunk of each document.
         last_tokens: `[S', C]`, as `tokens`, the last chunk of each document with its tokens moved to the right end.
     """
@@ -69,7 +69,7 @@ class Chunks(NamedTuple):
         return self.tails.numel()
 
     def read(self, x: torch.Tensor, segment: Segment, target: torch.Tensor) -> None:
-        """Copy tokens `[B, T, G P, W]` to `[G, chunks, P, C, W]`, zeros where a slot holds none."""
+        """Copy tokens `[B, T, G P, W]` to `[G, chunks, P, C, W]`, with zeros where a chunk has no token."""
         if self.tokens is None:
             self._copy(x, segment, target, back=False)
             return
@@ -85,7 +85,7 @@ class Chunks(NamedTuple):
         x.index_copy_(0, tokens, source.permute(1, 3, 0, 2, 4).flatten(2, 3).flatten(0, 1))
 
     def read_last(self, x: torch.Tensor, ranks: slice, target: torch.Tensor) -> None:
-        """As `read`, the tokens of the last chunk of some documents moved to the right end of their slots."""
+        """As `read`, of the last chunks of some documents, whose tokens are moved to the right end of the chunk."""
         if self.last_tokens is None:
             tail = _tail(self.shape[1], self.size)
             target[..., : self.size - tail, :] = 0
@@ -104,7 +104,7 @@ class Chunks(NamedTuple):
             x.index_add_(0, self.last_tokens[ranks].flatten(), source.flatten(0, 1))
 
     def empty(self, x: torch.Tensor, heads: int, width: int) -> torch.Tensor:
-        """Room for tokens `[B T, heads, width]`, and for what slots without a token would write."""
+        """Room for tokens `[B T, heads, width]`, with one row more for what chunks write where they have no token."""
         count = self.shape[0] * self.shape[1]
         if self.tokens is None:
             return x.new_empty(count, heads, width)
@@ -163,7 +163,7 @@ def chunks_of(
     """
     if cu_seqlens is None and lengths is None:
         return _of_rows(shape, min(largest, shape[1]), tokens_per_segment, device)
-    # The one place where the host waits for a device: the numbers of chunks decide what is launched.
+    # The one place where the host waits for a GPU: the numbers of chunks decide what is launched.
     if cu_seqlens is None:
         sizes = lengths.to("cpu", torch.long)
         starts = torch.arange(shape[0], device=sizes.device) * shape[1]
@@ -190,7 +190,7 @@ def _of_rows(shape, size: int, tokens_per_segment: int, device) -> Chunks:
 
 
 def _of_documents(shape, starts, sizes, largest: int, tokens_per_segment: int, device) -> Chunks:
-    """`starts` and `sizes` of the documents are on the CPU, and may be empty documents."""
+    """From `starts` and `sizes` of the documents, on the CPU; some may be empty."""
     size = _best_size(sizes, largest)
     per_segment = max(1, tokens_per_segment // size)
     counts = (sizes + size - 1) // size

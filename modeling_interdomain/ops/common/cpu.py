@@ -1,4 +1,4 @@
-"""How an operator may compute where it runs: what a CPU can do, which values are at hand, whether autocast is on."""
+"""What an operator may do where it runs: which instructions a CPU has, whether values may be read, autocast."""
 
 import contextlib
 import functools
@@ -16,8 +16,8 @@ def multiplies_in_tiles(x: torch.Tensor) -> bool:
     return x.dtype == torch.bfloat16 and x.device.type == "cpu" and _has_bfloat16_tiles()
 
 
-def narrowed(*tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Query, key and value as autocast wants the operands of products on a CPU that multiplies bfloat16 faster."""
+def autocast_operands(*tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Query, key and value in the dtype of CPU autocast, where that is bfloat16 and the CPU multiplies it faster."""
     device = tokens[0].device.type
     if device != "cpu" or not torch.is_autocast_enabled(device) or any(x.dtype == torch.float64 for x in tokens):
         return tokens
@@ -36,17 +36,17 @@ def _has_bfloat16_tiles() -> bool:
 
 
 def in_graph() -> bool:
-    """Whether what is computed is compiled, exported or traced: for other values, and sizes, than those at hand."""
+    """Whether a graph is compiled, exported or traced, which must serve other values and sizes than these."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def values_at_hand(x: torch.Tensor) -> bool:
-    """Whether sizes and branches may depend on values, which a device would have to hand over, and a graph cannot."""
+    """Whether sizes and branches may depend on the values of x: reading them would wait for a GPU or break a graph."""
     return x.device.type == "cpu" and not in_graph()
 
 
 def all_real(mask: torch.Tensor) -> bool:
-    """Whether no token is a pad, where that is known at once: asking a GPU would wait for it."""
+    """Whether no token is a pad; False where looking would wait for a GPU or break a graph."""
     return values_at_hand(mask) and bool(mask.all())
 
 
@@ -56,7 +56,7 @@ def autocasts(device: torch.device) -> bool:
 
 
 def without_autocast(device: torch.device):
-    """`torch.autocast(device.type, enabled=False)`, which costs more than a small operation, where it is needed."""
+    """Switch autocast off where it is on; the context manager costs more than a small operation."""
     if autocasts(device):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Operators of `torch.library` that have a gradient: all that PyTorch wants to know of one, from three functions."""
+"""Operators of `torch.library` with a gradient, registered from three functions: forward, fake outputs, backward."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,14 +27,14 @@ def differentiable(
 
     Args:
         module: `__name__` of the module that asks.
-        forward: annotated, because PyTorch reads its schema from it. No output may be an input.
-        outputs: empty tensors like those that `forward` makes of the same arguments. An output of shape `[0]` is one
-            that was not wanted: it has no gradient.
+        forward: annotated, since PyTorch reads its schema from the annotations. No output may be an input.
+        outputs: makes empty tensors like those that `forward` returns for the same arguments. An output of shape `[0]`
+            was not wanted and has no gradient.
         backward: gets the inputs with the kept outputs behind them, the gradients of all outputs and, for each of the
             first `count` inputs, whether its gradient is wanted. Gives that many gradients, each None or like its
             input. The first output's gradient is always there, and all are contiguous.
-        count: the inputs that may have a gradient stand first.
-        kept: numbers of the outputs that are saved for `backward`, beside the inputs; but the first, they have no
+        count: how many inputs, the first ones, may have a gradient.
+        kept: numbers of the outputs that are saved for `backward` beside the inputs; of these only output 0 has a
             gradient.
         grad_dtype: of the inputs, the dtype of the first output's gradient; as it comes when None.
     """

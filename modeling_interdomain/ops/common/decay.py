@@ -10,8 +10,8 @@ def decay_powers(log_decay: torch.Tensor, exponents: torch.Tensor) -> torch.Tens
     """`lambda ** exponents`, computed in float64 whatever the dtype of the parameters.
 
     A phase of 128 rad a token over 64 tokens is 8,192 rad: float32 would keep only three digits of the angle. Exponents
-    are non-negative, so that every power of a stable decay stays within [0, 1] and no chunk length, step size or decay
-    rate can overflow; the fused kernels alone ask for negative ones, where they know that the result is finite.
+    are not negative, so that powers of a stable decay stay within [0, 1] whatever the chunk length and the decay rate;
+    only the fused kernels use negative ones, where they know that the result is finite.
 
     Args:
         log_decay: `[G, M, 2]`, Delta A as (real, imaginary) pairs; the imaginary part in radians per token.
@@ -28,11 +28,17 @@ def decay_powers(log_decay: torch.Tensor, exponents: torch.Tensor) -> torch.Tens
 
 
 def finite(log_decay: torch.Tensor) -> torch.Tensor:
-    """In float64, and -inf as a number whose exp is 0 as well: zero times it is zero, and sums of it have differences.
+    """In float64, and at least `LEAST`, whose exp is 0 like that of -inf: with -inf, 0 * x and x - x would be NaN.
 
-    It is small enough besides for what is added to it to keep its digits.
+    It is not lower, so that what is added to it keeps its digits.
     """
     return log_decay.to(torch.float64).clamp(min=LEAST)
+
+
+def decayed(state: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+    """A state `[B, G, 2, M, W]` times complex numbers `[G, M, 1]`, or `[B, G, M, 1]`."""
+    real, imag = state.unbind(2)
+    return torch.stack([decay.real * real - decay.imag * imag, decay.real * imag + decay.imag * real], dim=2)
 
 
 def as_complex(pairs: torch.Tensor) -> torch.Tensor:

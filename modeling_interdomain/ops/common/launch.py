@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-# Kinds of launches that have run here, and those whose first launch failed, with the reason.
+# Kinds of launches that have run in this process, and those whose first launch failed, with the reason.
 _succeeded: set[tuple] = set()
 _failed: dict[tuple, str] = {}
 
@@ -38,12 +38,12 @@ def interpreted() -> bool:
     return triton is not None and triton.knobs.runtime.interpret
 
 
-# Where "auto" asks for none; on "meta" models run to be counted.
+# Devices on which "auto" tries no kernels; on "meta" models run to be counted.
 _WITHOUT_KERNELS = ("cpu", "meta")
 
 
 class StateTouched(RuntimeError):
-    """A kernel failed after another had already changed a state: no other way may go on from there."""
+    """A kernel failed after another had already changed the state, so that no other backend can go on from it."""
 
 
 @torch.compiler.assume_constant_result
@@ -67,22 +67,23 @@ def fused(
     run: Callable[[], Result],
     entry: str = "attention",
 ) -> Result | None:
-    """What the kernels give, or None where "auto" has to take another way.
+    """What the kernels return, or None where "auto" has to take another backend.
 
-    Only the first launch of its kind may fail in silence: it takes the other way from then on, which is said once.
-    What has run before runs again or raises, so that training never changes its way half-way through.
+    With "auto" the first launch of a kind may fail: that is logged once, and launches of that kind take the other
+    backend from then on. A kind that has run before raises when it fails, so that no training run changes its backend
+    on the way.
 
     Args:
-        backend: "triton" (always tries, raises its own error) or "auto".
-        tensors: those that the kernels would work on, the first on their device.
+        backend: "triton" (always tries, and raises what went wrong) or "auto".
+        tensors: those that the kernels would work on; the first says on which device.
         widths: R, D and M, or the largest of them.
-        run: launches the kernels, and imports them: they are imported when they are first used.
-        entry: which kernels these are. With the device, the dtypes and the widths, never a length, it says of what
-            kind a launch is.
+        run: imports and launches the kernels.
+        entry: which kernels these are. With the device, the dtypes and the widths, but never a length, it is the kind
+            of a launch.
 
     Raises:
         ValueError: when "triton" is asked for and the kernels cannot run.
-        RuntimeError: when "auto" would have to take another way while other ranks may not.
+        RuntimeError: when "auto" would have to take another backend while other ranks may not.
     """
     device = tensors[0].device
     if backend == "auto" and device.type in _WITHOUT_KERNELS:
@@ -125,27 +126,27 @@ def fused(
 
 
 def say_without_kernels(device: torch.device, reason: str) -> None:
-    """Say once why "auto" takes another way where kernels would be looked for."""
+    """Log once why "auto" does not try kernels on a device that could have them."""
     if device.type not in _WITHOUT_KERNELS and not torch.compiler.is_compiling():
         _say_once(f"Interdomain attention runs without its fused kernels: {reason}.")
 
 
 def overwritable(state: torch.Tensor, state_indices: torch.Tensor | None = None) -> bool:
-    """Whether kernels can write a state where it lies: it is contiguous or, with indices, each slot of the pool is."""
+    """Whether kernels can update a state in place: it is contiguous or, with indices, each slot of the pool is."""
     if state_indices is None:
         return state.is_contiguous()
     return state[0].is_contiguous() and state.stride(0) >= state[0].numel()
 
 
 def steps_fused(backend: str, state: torch.Tensor, state_indices: torch.Tensor | None = None) -> bool:
-    """Whether kernels are to be tried for a step of a state."""
+    """Whether a step is to try kernels."""
     return backend == "triton" or (
         backend == "auto" and state.device.type != "cpu" and overwritable(state, state_indices)
     )
 
 
 def check_step_backend(backend: str, state: torch.Tensor, state_indices: torch.Tensor | None = None) -> None:
-    """Refuse a backend that a decoding step does not have, or a state that its kernels cannot overwrite."""
+    """Refuse a backend that no step has, or a state that the kernels cannot update in place."""
     if backend not in STEP_BACKENDS:
         raise ValueError(f"backend of a step must be one of {', '.join(STEP_BACKENDS)}, got {backend!r}.")
     if backend == "triton" and not overwritable(state, state_indices):
@@ -168,7 +169,7 @@ def _has_failed(kind: tuple) -> bool:
 
 
 def _one_of_several_ranks() -> bool:
-    """Whether other processes must compute as this one does."""
+    """Whether other processes must take the same backend."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
@@ -179,15 +180,20 @@ def _say_once(message: str) -> None:
 
 
 def on_device(x: torch.Tensor):
-    """Launches go to the current device, which need not be the one the tensors are on."""
+    """Make the device of x the current one, to which Triton launches."""
     return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
+
+
+def contiguous(*tensors: torch.Tensor | None, dtype: torch.dtype | None = None) -> list[torch.Tensor | None]:
+    """Tensors as kernels address them, in `dtype` where one is given; None stays None."""
+    return [None if x is None else x.to(dtype or x.dtype).contiguous() for x in tensors]
 
 
 def tuned(kernel, key: tuple[str, ...], configurations: Sequence[tuple] = CONFIGURATIONS, **options):
     """Time a few numbers of warps and stages the first time a kernel meets a kind of problem, and keep the fastest.
 
     Args:
-        key: the names of the arguments that make a problem another kind; never a length.
+        key: the names of the arguments that say of what kind a problem is; never a length.
         configurations: warps, stages and, for other tiles than those of its defaults, a dictionary of arguments.
     """
     if interpreted():
@@ -202,14 +208,14 @@ def tuned(kernel, key: tuple[str, ...], configurations: Sequence[tuple] = CONFIG
 
 
 def _that_fit(configs, named_args, **kwargs):
-    """Where shared memory is small (under 100 KiB a block), a second stage would not fit: do not try it."""
+    """Without those of two stages where a block has less than 100 KiB of shared memory, in which they do not fit."""
     if shared_memory(torch.cuda.current_device()) >= 100 * 1024:
         return configs
     return [config for config in configs if config.num_stages == 1]
 
 
 def namespace(module: str) -> str:
-    """Where the operators of a module are registered: a checkpoint's own copy of the file is another module."""
+    """The namespace in which a module registers its operators: a checkpoint's own copy of a file has one of its own."""
     return "".join(c if c.isalnum() else "_" for c in module)
 
 

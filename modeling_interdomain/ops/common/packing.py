@@ -1,4 +1,4 @@
-"""Where the tokens of a batch go: pads to the end of their rows, packed documents into one row."""
+"""How a batch is laid out for a recurrent layer: pads at the ends of rows, packed documents in one row."""
 
 from typing import NamedTuple
 
@@ -8,18 +8,17 @@ from .cpu import in_graph
 
 
 class Packing(NamedTuple):
-    """What a recurrent layer works on, when the batch is not simply B rows of T real tokens.
+    """The layout of a batch that is not simply B rows of T real tokens.
 
-    Pads go to the end: a mask brings the real tokens of every row to its front, in their order, and packed documents
-    become one row whose pads, if there are any, are one more document behind the last. The sizes are those of the batch
-    whatever the values are, so that a compiled graph holds for every mask; but for texts that fork, whose common
-    beginnings stand in the document of each (`packing_from_forks`).
+    With a mask the real tokens of every row come first, in their order, and then its pads. Packed documents become one
+    row, in which all pads are one more document behind the last. The sizes are those of the batch whatever the values
+    are, so that a compiled graph serves every mask; only `packing_from_forks` repeats tokens.
 
     Attributes:
         shape: B and T of the batch.
         mask: `[B, T]` bool, False for pads; None when there are none.
         tokens: `[B T]`, where in the flattened batch each packed token comes from; None when all stay in place.
-        places: `[B T]`, the inverse of `tokens`: where each token of the batch stands first.
+        places: `[B T]`, the inverse of `tokens`: the first packed token that comes from each token of the batch.
         lengths: `[B]`, the real tokens of every row; None with packed documents.
         cu_seqlens: `[S + 1]`, ends of the documents along the packed row, starting with 0; None for rows.
         documents: `[B T]`, the document of every packed token; None for rows.
@@ -58,14 +57,14 @@ class Packing(NamedTuple):
 
 
 def packing_from_mask(mask: torch.Tensor) -> Packing:
-    """Rows of a `[B, T]` mask, their pads at the end wherever they stood."""
+    """The rows of a `[B, T]` mask, whose pads may stand anywhere."""
     mask = mask.bool()
     places, tokens = _real_tokens_first(mask)
     return Packing((mask.shape[0], mask.shape[1]), mask, tokens, places, lengths=mask.sum(dim=1))
 
 
 def packing_from_documents(cu_seqlens: torch.Tensor, mask: torch.Tensor | None, shape: tuple[int, int]) -> Packing:
-    """Documents along the flattened `[B, T]` batch, without the pads that a mask marks in them."""
+    """Documents along the flattened `[B, T]` batch, and a mask of the real tokens in them."""
     cu_seqlens = cu_seqlens.long()
     if mask is None:
         return Packing(shape, cu_seqlens=cu_seqlens, documents=document_of_tokens(cu_seqlens, shape[0] * shape[1]))
@@ -79,10 +78,10 @@ def packing_from_documents(cu_seqlens: torch.Tensor, mask: torch.Tensor | None, 
 
 
 def packing_from_forks(seen: torch.Tensor) -> Packing | None:
-    """The texts of a batch that fork, for a `[B, T, T]` bool mask of which tokens each token sees.
+    """Trees of tokens, for a `[B, T, T]` bool mask of which tokens each token sees: a document for each path to a leaf.
 
-    A state reads one token after the other, so whatever a token sees must itself see what that token sees up to there.
-    Every way through the fork is a document; tokens that do not see themselves are pads. None for all other masks.
+    A recurrence can read a path when every token that t sees itself sees exactly what t sees up to there. Tokens that
+    do not see themselves are pads. None for all other masks.
     """
     batch, length = seen.shape[:2]
     real = seen.diagonal(dim1=1, dim2=2)
@@ -91,7 +90,7 @@ def packing_from_forks(seen: torch.Tensor) -> Packing | None:
     shared = counts @ counts.mT
     if bool((seen & ((shared != counts.sum(2)[:, None]) | (shared != counts.cumsum(2)))).any()):
         return None
-    rows, ends = (real & (seen.sum(1) == 1)).nonzero().unbind(1)  # whom no other token sees
+    rows, ends = (real & (seen.sum(1) == 1)).nonzero().unbind(1)  # the leaves: no other token sees them
     ways, pads = seen[rows, ends], (~real).flatten().nonzero()[:, 0]
     numbers = torch.arange(length, device=seen.device) + length * rows[:, None]
     tokens = torch.cat([numbers[ways], pads])
@@ -105,7 +104,7 @@ def packing_from_forks(seen: torch.Tensor) -> Packing | None:
 
 
 def _real_tokens_first(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where every token of a `[B, T]` mask goes, and where each of these places comes from, both `[B T]`."""
+    """Where every token of a `[B, T]` mask goes, and which token each place gets, both `[B T]`."""
     rows, length = mask.shape
     real, pads = mask.long().cumsum(1), (~mask).long().cumsum(1)
     places = torch.where(mask, real, real[:, -1:] + pads) - 1
@@ -115,21 +114,21 @@ def _real_tokens_first(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def cu_seqlens_from_positions(position_ids: torch.Tensor) -> torch.Tensor | None:
-    """Documents start wherever `position_ids` `[B, T]` do not go up; None when every row is one document.
+    """A document starts wherever `position_ids` `[B, T]` do not increase; None when every row is one document.
 
-    In a graph, where no size may depend on values, the answer always has `B T + 1` entries: empty documents follow the
+    In a graph, where no size may depend on values, the result always has `B T + 1` entries: empty documents follow the
     last one.
     """
-    return _ends_before(position_ids[:, 1:] <= position_ids[:, :-1])  # unsigned numbers have no negative difference
+    return _from_starts(position_ids[:, 1:] <= position_ids[:, :-1])  # unsigned integers have no negative differences
 
 
 def cu_seqlens_from_numbers(documents: torch.Tensor) -> torch.Tensor | None:
-    """The same, where the number of its document is known of each token, `[B, T]`."""
-    return _ends_before(documents[:, 1:] != documents[:, :-1])
+    """The same from the number of each token's document, `[B, T]`."""
+    return _from_starts(documents[:, 1:] != documents[:, :-1])
 
 
-def _ends_before(later: torch.Tensor) -> torch.Tensor | None:
-    """`later` `[B, T - 1]`: whether the second and later tokens of a row start a document."""
+def _from_starts(later: torch.Tensor) -> torch.Tensor | None:
+    """`cu_seqlens` from `later` `[B, T - 1]`: whether the second and later tokens of each row start a document."""
     starts = torch.nn.functional.pad(later, (1, 0), value=True).flatten()
     count = starts.shape[0]
     if in_graph():
@@ -139,6 +138,51 @@ def _ends_before(later: torch.Tensor) -> torch.Tensor | None:
     if begins.shape[0] == later.shape[0]:
         return None
     return torch.nn.functional.pad(begins, (0, 1), value=count)
+
+
+def state_rows(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> int:
+    """How many states tokens `[B, T, ...]` have: one a batch row, or one a packed document."""
+    return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def step_rows(x: torch.Tensor, state, state_indices: torch.Tensor | None) -> int:
+    """The rows that the state of a step on x `[B, ...]` must have: B, or those of a pool into which the indices fit."""
+    if state_indices is None:
+        return x.shape[0]
+    from .slots import check_slots
+
+    return check_slots(state_indices, state, x.shape[0], x.device)
+
+
+def mask_from_lengths(lengths: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`[B, T]` bool, False for the pads behind the first `lengths` `[B]` of tokens `[B, T, ...]`."""
+    return torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+
+
+def zero_pads(lengths: torch.Tensor, *tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Tokens `[B, T, ...]` with zeros at their pads."""
+    real = mask_from_lengths(lengths, tokens[0])
+    return [torch.where(real.view(*real.shape, *[1] * (x.ndim - 2)), x, 0) for x in tokens]
+
+
+def export_slots(x: torch.Tensor, size: int, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    """`[chunks, size]`: the places along T of tokens `[B, T, ...]` in the chunks of an exported graph.
+
+    A tracer specialises on an axis of one element: so there is one chunk more than needed, and tokens are to be
+    gathered by index rather than viewed.
+    """
+    if cu_seqlens is not None:
+        raise ValueError("cu_seqlens cannot be exported: pass the documents as rows, with lengths.")
+    chunks = torch.arange((x.shape[1] + size - 1) // size + 1, device=x.device)
+    return chunks[:, None] * size + torch.arange(size, device=x.device)
+
+
+def within_documents(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    """`[..., T, T]`, zero between tokens of different documents."""
+    if cu_seqlens is None:
+        return x
+    document = document_of_tokens(cu_seqlens, x.shape[-1])
+    return torch.where(document[:, None] == document, x, 0)
 
 
 def document_of_tokens(cu_seqlens: torch.Tensor, length: int) -> torch.Tensor:

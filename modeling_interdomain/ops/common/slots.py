@@ -1,4 +1,4 @@
-"""States in slots of a pool, as servers keep those of many requests: a row of a batch says in which slot its own is."""
+"""States in the slots of a pool, as servers keep them: `state_indices` names the slot of each row of a batch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,16 +8,16 @@ import torch
 from .checks import shape_of
 from .cpu import values_at_hand
 
-# Numbers of one state from which a step of each row on its own costs less than copying the rows together and back.
+# From this size of a state on, stepping rows one by one in place costs less than copying them together and back.
 _LARGE = 1 << 16
 
 
 def check_slots(state_indices: Any, state: Any, rows: int, device: torch.device) -> int:
-    """How many slots a pool has that holds the states of the rows of a batch.
+    """The number of slots of a pool, after a check of the slots that the rows of a batch name.
 
     Raises:
-        ValueError: when the indices are no integers `[B]` beside the tokens or, where looking at them costs no wait for
-            a device and no graph, when one is beyond the pool or two rows share a slot.
+        ValueError: when the indices are no integers `[B]` on the device of the tokens; on a CPU outside graphs also
+            when one is beyond the pool or two rows share a slot.
     """
     found = state_indices
     if not isinstance(found, torch.Tensor) or found.dtype not in (torch.int32, torch.int64) or found.shape != (rows,):
@@ -50,12 +50,12 @@ def step_slots(
     mask: torch.Tensor | None,
     *tokens: torch.Tensor,
 ) -> torch.Tensor:
-    """A step in PyTorch of the states in some slots of a pool, of which the others are neither read nor written.
+    """Take a step in PyTorch on some slots of a pool; the others are neither read nor written.
 
-    Slots one after the other are moved where they lie, and so are the runs of such slots where states are large.
+    A run of neighbouring slots is advanced in place, and with large states several runs are, one after the other.
 
     Args:
-        step: called with states `[b, ...]`, which it overwrites, a mask `[b]` or None, and tokens, of some rows; gives
+        step: called with states `[b, ...]`, which it overwrites, a mask `[b]` or None, and tokens of some rows; returns
             their outputs.
         pool: `[N, ...]`.
         state_indices: `[B]`, the slot of each row, no two the same; one below 0 leaves the pool alone, and its row has
@@ -81,7 +81,7 @@ def step_slots(
 
 
 def _runs(slots: list[int]) -> list[tuple[int, int, int]]:
-    """Slots one after the other: the first of them, the row that it belongs to, and how many; pads alone."""
+    """Runs of neighbouring slots as (first slot, its row, number of slots); each pad is a run of its own."""
     runs: list[tuple[int, int, int]] = []
     for row, slot in enumerate(slots):
         if runs and slot == sum(runs[-1][::2]) and slot > 0:
@@ -96,22 +96,22 @@ def read_slots(pool: torch.Tensor, state_indices: torch.Tensor, begun: torch.Ten
 
     Args:
         pool: `[N, ...]`.
-        state_indices: `[B]`; below 0 it is a pad, whose row holds what is somewhere in the pool.
-        begun: `[B]` bool, False for a row that begins anew, whatever the request before left in its slot: zeros.
+        state_indices: `[B]`; below 0 for a pad, whose row of the result means nothing.
+        begun: `[B]` bool, False for a new request, which begins from zeros whatever its slot holds.
     """
     rows = pool.index_select(0, state_indices.clamp(min=0))
     return rows if begun is None else rows.where(begun.view(-1, *[1] * (rows.ndim - 1)), 0)
 
 
 def write_slots(pool: torch.Tensor, state_indices: torch.Tensor, rows: torch.Tensor) -> None:
-    """Put states `[B, ...]` into their slots, in the dtype of the pool; rows of pads go nowhere."""
+    """Write states `[B, ...]` to their slots in the dtype of the pool; those of pads are dropped."""
     rows, real = rows.to(pool.dtype), state_indices >= 0
     if values_at_hand(state_indices):
         if not bool(real.all()):
             kept = real.nonzero()[:, 0]
             state_indices, rows = state_indices.index_select(0, kept), rows.index_select(0, kept)
     else:
-        # All sizes are known: a pad writes what the first real row writes too, and without any what is there.
+        # No size may depend on values: a pad writes what the first real row writes, or, without one, what is there.
         first = real.int().argmax()
         here = torch.where(real, torch.arange(rows.shape[0], device=rows.device), first)
         state_indices = state_indices.index_select(0, here).clamp(min=0)

@@ -1,28 +1,27 @@
-"""What a linear recurrence with one decay for all tokens allows: joining states, and taking spans out of them.
+"""Joining states, and taking spans out of them, where one decay serves all tokens ("interdomain" and "s4d" layers).
 
 With `X_t = lambda X_(t-1) + beta (x) [k_t ; v_t]` a state is a sum over tokens, each weighted by its age alone. So the
-state of two documents one after the other, and that of a text without a span, are sums of states that are known. All
-functions here are exact for the keys and values that made the states: up to the rounding of their dtype.
+state of two documents one after the other, and that of a text without a span, are sums of known states. All functions
+here are exact, up to rounding, for the keys and values that made the states.
 
-Through the layers of a model they are approximations, except in a first layer without convolutions: keys and values of
-later layers depend on what came before through the outputs of the layers below, those of the first tokens after a joint
-through the convolutions, and they stay what they were. "interdomain" and "s4d" layers have one decay for all tokens;
-where the decay depends on the token, these functions do not hold.
+Through the layers of a model they are approximations, except in a first layer without convolutions: the keys and values
+of later layers, and of the first tokens after a joint, depend on what came before, and these functions leave them as
+they were.
 """
 
 import torch
 
 from .checks import check_tensors
-from .decay import decay_powers
+from .decay import decay_powers, decayed
 
 
 def join_states(
     first: torch.Tensor, second: torch.Tensor, length: int | torch.Tensor, log_decay: torch.Tensor
 ) -> torch.Tensor:
-    """The state of two documents, one after the other: `lambda^length X_first + X_second`. Exact, see above.
+    """The state of two documents, one after the other: `lambda^length X_first + X_second`.
 
     Args:
-        first, second: `[B, G, 2, M, W]`, each begun from zero or, the first, from anything.
+        first, second: `[B, G, 2, M, W]`; the second began from zero.
         length: tokens of the second document, one number or `[B]`.
         log_decay: `[G, M, 2]`, as in `interdomain_attention`.
 
@@ -39,9 +38,7 @@ def join_states(
 def mask_span(
     state: torch.Tensor, span: torch.Tensor, since: int | torch.Tensor, log_decay: torch.Tensor
 ) -> torch.Tensor:
-    """The state of a text in which the tokens of a span wrote nothing, but time passed: `X - lambda^since X_span`.
-
-    Exact, see above: it is the state with the span's keys and values at zero.
+    """The state of a text with the keys and values of a span at zero: `X - lambda^since X_span`.
 
     Args:
         state: `[B, G, 2, M, W]`, after the text.
@@ -66,9 +63,7 @@ def remove_span(
     since: int | torch.Tensor,
     log_decay: torch.Tensor,
 ) -> torch.Tensor:
-    """The state of a text without a span, the rest closed up: `X + lambda^since (X_before - X_after)`.
-
-    Exact, see above: it is the state that the text has without these tokens.
+    """The state of a text without the tokens of a span: `X + lambda^since (X_before - X_after)`.
 
     Args:
         state: `[B, G, 2, M, W]`, after the text.
@@ -87,13 +82,11 @@ def remove_span(
 
 
 def decay_state(state: torch.Tensor, tokens: int | torch.Tensor, log_decay: torch.Tensor) -> torch.Tensor:
-    """`lambda^tokens X` of a state `[B, G, 2, M, W]`, for one number of tokens or `[B]`: nothing is checked."""
+    """`lambda^tokens X` of a state `[B, G, 2, M, W]`, for one number of tokens or `[B]`; nothing is checked."""
     ages = torch.as_tensor(tokens, device=state.device).reshape(-1)
     powers = decay_powers(log_decay, ages).transpose(0, 1)[..., None]  # [1 or B, G, M, 1]
     decay = powers.to(torch.complex128 if state.dtype == torch.float64 else torch.complex64)
-    real, imag = state.unbind(2)
-    decay_state = [decay.real * real - decay.imag * imag, decay.real * imag + decay.imag * real]
-    return torch.stack(decay_state, dim=2).to(state.dtype)
+    return decayed(state, decay).to(state.dtype)
 
 
 def _check(log_decay: torch.Tensor, tokens: int | torch.Tensor, **states: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """The states around chunks, forwards and backwards: `S <- lambda^C S + sum_i lambda^(C-1-i) beta (x) u_i`.
 
-Shared by the operators that work on chunks. Complex numbers are interleaved pairs, 2M real ones; no autograd in here:
-the gradients are written out.
+Shared by the operators that work on chunks. Complex numbers are interleaved pairs, 2M real ones. No autograd: the
+gradients are written out.
 """
 
 from collections.abc import Iterator
@@ -13,10 +13,10 @@ from .decay import as_complex, decay_powers
 
 
 class Workspace(dict):
-    """Memory that the segments of one call use in turn."""
+    """Named buffers that the segments of one call use in turn."""
 
     def tensor(self, name: str, shape: tuple[int, ...], like: torch.Tensor, zero: bool = False) -> torch.Tensor:
-        """Uninitialised, or with `zero` as the last user left it, which was zero at first."""
+        """Uninitialised; with `zero` it is zeros at first, and then what its last user left in it."""
         count = 1
         for n in shape:
             count *= n
@@ -35,12 +35,20 @@ def pairs(x: torch.Tensor) -> torch.Tensor:
 
 
 def dot(x: torch.Tensor, grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """`conj(x) grad` as complex numbers: what a factor of x receives. All are pairs; `out` is written to."""
+    """`conj(x) grad` as complex numbers, the gradient of a factor of x. All are pairs; `out` is written to."""
     return torch.conj_physical(pairs(x), out=pairs(out)).mul_(pairs(grad))
 
 
+def final_states(like: torch.Tensor, shape: tuple[int, ...], wanted: bool, initial: torch.Tensor | None):
+    """Room for the states after the last tokens, empty unless `wanted`; they begin as the initial states."""
+    if not wanted:
+        return like.new_empty(0)
+    final = like.new_zeros(shape)
+    return final if initial is None else final.copy_(initial)
+
+
 class Repeated:
-    """A table `[G, ...]` once for every chunk, `[G N, ...]`: batched products take no strides of zero."""
+    """A table `[G, ...]` repeated for N chunks, `[G N, ...]`, since batched products take no strides of zero."""
 
     def __init__(self, table: torch.Tensor):
         self.table = self.last = table[:, None]
@@ -72,7 +80,7 @@ class DecayTables:
         self.repeated = Repeated(self.table)
 
     def gradients(self, of_table: torch.Tensor, of_powers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Those of `log_decay` and `input_matrix`, `[G, M, 2]` in float64, from those of `table` and `powers`.
+        """The gradients of `log_decay` and `input_matrix`, `[G, M, 2]` in float64, from those of `table` and `powers`.
 
         With lambda^j = exp(j z), where z has the two numbers of `log_decay`: dz = conj(j lambda^j) d(lambda^j).
         """
@@ -87,13 +95,13 @@ class DecayTables:
 
 
 class States:
-    """The states that one stream of inputs leaves, segment after segment.
+    """The states that inputs (keys, or values) leave, segment after segment.
 
     Args:
-        name: of the stream, for the workspace.
-        x: `[B, T, G, W]`; of a narrower dtype than the tables, only together with `NarrowStates`.
+        name: of the inputs, for the workspace.
+        x: `[B, T, G, W]`, in the dtype of the tables but for `Bf16States`.
         initial: `[documents, G, 2, M, W]`, or None for zeros.
-        ends: whether the states after the last token of every document are wanted.
+        ends: whether the final states are wanted.
     """
 
     def __init__(
@@ -109,7 +117,7 @@ class States:
         self.name, self.x, self.chunks, self.tables, self.workspace = name, x, chunks, tables, workspace
         self.documents = None if initial is None else initial.shape[0]
         self.initial = None if initial is None else self._by_rank(initial)
-        self.left: torch.Tensor | None = None  # what the next segment begins with
+        self.next_entry: torch.Tensor | None = None  # the states with which the next segment begins
         # The states before the last chunk of every document, by rank.
         self.ends = tables.table.new_zeros(self._shape(chunks.documents)) if ends else None
 
@@ -124,7 +132,7 @@ class States:
         return states.clone(memory_format=torch.contiguous_format).flatten(3)  # pairs side by side, whatever came
 
     def by_document(self, states: torch.Tensor, into: torch.Tensor) -> None:
-        """The way back; documents without a token keep what `into` says."""
+        """The inverse, written over `into`; documents without a token keep what is there."""
         states = states.unflatten(3, (-1, 2)).permute(1, 0, 4, 3, 2)
         if self.chunks.order is None:
             into.copy_(states)
@@ -142,16 +150,16 @@ class States:
     def entry(self, segment: Segment) -> torch.Tensor | None:
         """The states with which a segment begins, `[G, lanes, W, 2M]`; None for zeros."""
         if segment.step:
-            return self.left
+            return self.next_entry
         lanes = slice(segment.block, segment.block + segment.lanes[0])
         return None if self.initial is None else self.initial[:, lanes]
 
     def written(self, segment: Segment, inputs: torch.Tensor) -> torch.Tensor:
-        """What is left of the inputs `[G, N, C, W]` of a segment after their chunks, beside the decay."""
+        """The inputs `[G, N, C, W]` of a segment as they enter the states after their chunks, but for the decay."""
         return inputs
 
     def across(self, segment: Segment, chunks: slice) -> torch.Tensor:
-        """What is left of a state after some chunks of a segment, complex `[G, 1 or n, 1, M]`."""
+        """The factor of a state across some chunks of a segment, complex `[G, 1 or n, 1, M]`."""
         return self.tables.across
 
     def across_back(self, segment: Segment, chunks: slice) -> torch.Tensor:
@@ -172,12 +180,12 @@ class States:
             repeated = self.tables.repeated(segment.chunks)
             added = self.workspace.product("added", inputs.flatten(0, 1).mT, repeated)
             added = added.view(self._shape(segment.chunks))
-        self.left = inputs.new_empty(self._shape(segment.following)) if segment.following else None
+        self.next_entry = inputs.new_empty(self._shape(segment.following)) if segment.following else None
         for index, (start, lanes, following) in enumerate(segment.moves()):
             if not following:
                 break
             last, here = index + 1 == len(segment.lanes), slice(start, start + following)
-            after = self.left if last else before[:, start + lanes : start + lanes + following]
+            after = self.next_entry if last else before[:, start + lanes : start + lanes + following]
             if added is not None and before is not None:
                 across = self.across(segment, here)
                 torch.addcmul(pairs(added[:, here]), across, pairs(before[:, here]), out=pairs(after))
@@ -229,7 +237,8 @@ def _endings(segment: Segment) -> Iterator[tuple[tuple[int, int, int], slice]]:
 
 
 class StateGradients:
-    """The same backwards: from what the chunks ask of the states before them to inputs, tables and initial states.
+    """The backward pass of `States`: from the gradients of the states before the chunks to those of inputs, tables and
+    initial states.
 
     Args:
         final: the gradient of the final states, `[documents, G, 2, M, W]`, or None for zeros.
@@ -242,7 +251,7 @@ class StateGradients:
         self.of_table = torch.zeros_like(self.tables.table)
         self.of_powers = torch.zeros_like(self.tables.powers)
         self.initial = None if states.initial is None else torch.zeros_like(states.initial)
-        self.left: torch.Tensor | None = None  # of the states with which the segment after this one begins
+        self.next_entry: torch.Tensor | None = None  # the gradient of those with which the segment behind begins
         self.ends = None if final is None else states._by_rank(final)
         self.starts: list[torch.Tensor | None] = []
         for segment in chunks.segments:
@@ -250,12 +259,12 @@ class StateGradients:
             if segment.following or states.ends is not None:
                 states.forward(segment, states.inputs(segment), self.starts[-1])
             else:
-                states.left = None
+                states.next_entry = None
         self._last_inputs = [] if final is None else [self._from_ends(ranks) for ranks in states._ranks()]
         states.ends = None
 
     def _from_ends(self, ranks: slice) -> torch.Tensor:
-        """Take the gradients of final states back to the states before the last chunks; that of the last inputs."""
+        """Take the gradients of final states to the states before the last chunks; returns that of the last inputs."""
         last, decay = self.states._last(ranks)
         grad = self.ends[:, ranks]
         rows, flat = last.flatten(0, 1), grad.flatten(0, 1)
@@ -291,21 +300,21 @@ class StateGradients:
             after = self.workspace.tensor("grad after", self.states._shape(segment.chunks), self.tables.table)
             entry = self._walk(segment, grad, after)
             self._sums(segment, inputs, before, after)
-        self.left = None
+        self.next_entry = None
         if segment.step:
-            self.left = entry.clone() if entry is grad else entry
+            self.next_entry = entry.clone() if entry is grad else entry
         elif self.initial is not None:
             self.initial[:, segment.block : segment.block + segment.lanes[0]] = entry
         return after
 
     def _walk(self, segment: Segment, grad: torch.Tensor | None, after: torch.Tensor) -> torch.Tensor | None:
-        """Fill `after`; the gradient of the entry."""
+        """Fill `after`; returns the gradient of the states with which the segment begins."""
         moves = list(segment.moves())
         entry = None if grad is None else torch.empty_like(grad[:, : segment.lanes[0]].contiguous())
         for index in reversed(range(len(moves))):
             start, lanes, following = moves[index]
             if index + 1 == len(moves) and following:
-                after[:, start : start + following] = self.left
+                after[:, start : start + following] = self.next_entry
             after[:, start + following : start + lanes] = 0
             if grad is None:
                 break
@@ -317,7 +326,7 @@ class StateGradients:
         return entry
 
     def _sums(self, segment: Segment, inputs: torch.Tensor, before: torch.Tensor | None, after: torch.Tensor) -> None:
-        """What the table and lambda^C receive."""
+        """Add to the gradients of the table and of lambda^C."""
         found = self.workspace.product("grad tables", inputs.flatten(0, 1), after.flatten(0, 1).to(inputs.dtype))
         self.of_table += found.view(*after.shape[:2], *found.shape[1:]).sum(1, dtype=self.of_table.dtype)
         if before is not None:
@@ -332,7 +341,7 @@ class StateGradients:
         return self.states.chunks.finish(self.x)
 
     def initial_states(self, final: torch.Tensor | None) -> torch.Tensor | None:
-        """That of the initial states `[documents, G, 2, M, W]`; an empty document hands on that of its final one."""
+        """The gradient of the initial states `[documents, G, 2, M, W]`, for an empty document that of its final one."""
         if self.initial is None:
             return None
         documents = self.states.documents

@@ -1,4 +1,4 @@
-"""What the fused kernels of all operators share: where the tokens of a chunk are, and how tiles are multiplied."""
+"""What the fused kernels of all operators share: where the tokens of a chunk lie, and how tiles are multiplied."""
 
 from typing import Any, NamedTuple
 
@@ -10,13 +10,13 @@ from .launch import interpreted, tl, triton
 class Documents(NamedTuple):
     """Where documents, or the real tokens of padded rows, lie among the flattened tokens; integer tensors.
 
-    All None where every row is full: then addresses are computed. Documents do not overlap and may be empty.
+    All are None where every row is full. Documents do not overlap and may be empty.
 
     Attributes:
         starts, ends: `[S]`, tokens.
-        first_chunks: `[S + 1]`, how many chunks the documents before have.
-        first_slots: `[S]`, where the state before a document is kept. Those before its later chunks are kept by the
-            whole chunks of tokens up to there, so that many short documents need no more room than one long one.
+        first_chunks: `[S + 1]`, the number of chunks of all documents before.
+        first_slots: `[S]`, where the state before a document is kept. The slots of its later chunks are numbered by the
+            whole chunks of tokens before them, so that many short documents need no more room than one long one.
     """
 
     starts: Any = None
@@ -48,7 +48,7 @@ def layout_of(
     cu_seqlens: torch.Tensor | None,
     lengths: torch.Tensor | None,
 ) -> Layout:
-    """Rows of a batch, packed documents or the real tokens of padded rows in chunks of C; no number is read here."""
+    """The chunks of batch rows, packed documents or the real tokens of padded rows; no value is read by the host."""
     if cu_seqlens is not None:
         starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
         rows = cu_seqlens.numel() - 1
@@ -61,7 +61,7 @@ def layout_of(
         ends = starts + lengths
     counts = (ends - starts + chunk - 1) // chunk
     first_chunks = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-    # Without initial states the first chunks of all documents begin with zeros, for which one slot will do.
+    # Without initial states the first chunks of all documents begin with zeros and share one slot.
     first_slots = torch.full_like(starts, batch * length // chunk)
     if has_initial:
         first_slots += torch.arange(starts.shape[0], dtype=torch.int32, device=starts.device)
@@ -70,7 +70,7 @@ def layout_of(
 
 
 def chunk_tokens(largest: int, length: int) -> int:
-    """Tokens a chunk, a power of two from 16; lengths are only compared, so that a graph serves all above 32."""
+    """Tokens of a chunk, a power of two from 16; `length` is only compared, so that a graph serves all above 32."""
     chunk = 1 << (max(16, largest).bit_length() - 1)
     while chunk > 16 and chunk // 2 >= length:
         chunk //= 2
@@ -92,7 +92,7 @@ class Arithmetic(NamedTuple):
 
     @property
     def terms(self) -> int:
-        """Numbers of 16 bits for every operand of a matrix product: what fits on the chip goes by it."""
+        """The size of an operand of a matrix product in units of 16 bits, by which tiles are chosen."""
         return self.storage.itemsize // 2
 
 
@@ -131,7 +131,7 @@ def dot(a, b, acc, MATH: tl.constexpr):
 
 @triton.jit
 def left_over(x, MATH: tl.constexpr):
-    """What rounding x, in float32, to MATH.DTYPE takes away: the second term of two that hold it."""
+    """What rounding a float32 x to MATH.DTYPE takes away: the second of two terms that add up to x."""
     return x - narrow(x, MATH.DTYPE, MATH).to(tl.float32)
 
 
@@ -229,16 +229,17 @@ def causal(scores, C: tl.constexpr):
 
 
 def slots_of(pool: torch.Tensor, state_indices: torch.Tensor | None) -> dict[str, Any]:
-    """What `state_of` wants to know of a pool of states, as arguments of a kernel; nothing without one."""
+    """The arguments of a kernel by which `state_of` finds the slots of a pool; none without a pool."""
     return {} if state_indices is None else {"slots": state_indices.contiguous(), "slot_size": pool.stride(0)}
 
 
 @triton.jit
 def state_of(state, group, groups, size, mask, slots, slot_size):
-    """Where the state of a program's row and group begins, `size` elements, and whether the row's token is no pad.
+    """Where the state of a program's row and group begins, `size` elements, and whether the row's token is no pad: pads
+    leave the state alone, and their output is zero.
 
-    mask `[batch]` or None. With slots `[batch]` the states of a row are in one of a pool; a row below 0 has none and is
-    a pad, which reads the first one.
+    mask `[batch]`, zero for a pad, or None. With slots `[batch]` the states lie in those of a pool, slot_size elements
+    from one to the next; a row below 0 has none and is a pad, which reads the first one.
     """
     real_token = tl.load(mask + tl.program_id(0)).to(tl.int32) if mask is not None else 1
     if slots is None:

@@ -1,4 +1,4 @@
-"""Attention to the keys of the largest bias among those so far: which are seen, and which need not be kept.
+"""Attention to the `window` keys of the largest bias so far: which keys a token sees, and which a cache may drop.
 
 Key j is seen by token t when fewer than `window` keys up to t, of the same document, are better: of a larger bias, or
 of the same and later. That number only grows with t, so a key that has left never returns, and what later tokens can
@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-# Of the ranks of a compiled graph: a million keys.
+# The bits of a rank in a compiled graph: up to a million keys.
 _MOST_BITS = 20
-# A key of no document is seen by nobody; pads have documents of their own, below it.
+# The document of keys that no token sees; pads have numbers below it, each its own.
 NO_DOCUMENT = -1
 
 
@@ -23,8 +23,8 @@ class Keys(NamedTuple):
         key: `[B, G, n, size]`.
         value: `[B, G, n, size]`.
         bias: `[B, G, n]`, or anything that orders the keys as it does.
-        places: `[B, G, n]`, where along the sequence each stands, ascending from left to right.
-        documents: `[B, G, n]`, never falling along the sequence but for pads, which have a negative number each.
+        places: `[B, G, n]`, the position of each in the sequence, ascending.
+        documents: `[B, G, n]`, never falling along the sequence, but for the negative numbers of pads.
     """
 
     key: torch.Tensor
@@ -34,12 +34,12 @@ class Keys(NamedTuple):
     documents: torch.Tensor
 
     def then(self, other: "Keys") -> "Keys":
-        """These, and behind them others."""
+        """These with others behind them."""
         pairs = zip(self, other, strict=True)
         return Keys(*(torch.cat(pair, dim=2) for pair in pairs))
 
     def take(self, indices: torch.Tensor) -> "Keys":
-        """Of every head those of `indices` `[B, G, m]`."""
+        """The keys at `indices` `[B, G, m]` of each head."""
         rows, count = indices.shape[0] * indices.shape[1], self.bias.shape[2]
         heads = torch.arange(rows, device=indices.device).view(*indices.shape[:2], 1)
         places = (heads * count + indices).flatten()
@@ -65,9 +65,9 @@ def seen(keys: Keys, tokens: int, window: int) -> torch.Tensor:
 
 
 def best(keys: Keys, window: int, last: int = 0) -> Keys:
-    """What tokens to come can see: the `window` best of the last document, and all of the `last` tokens.
+    """What later tokens can see: the `window` best keys of the last document, and those of the `last` tokens.
 
-    Their number is fixed by the sizes alone: where there are fewer, others stay and belong to no document.
+    Their number depends on sizes alone: where there are fewer, other keys fill up and belong to no document.
     """
     count = keys.bias.shape[2]
     size = min(count, window + last)
@@ -80,7 +80,7 @@ def best(keys: Keys, window: int, last: int = 0) -> Keys:
 
 
 def _ranks(keys: Keys) -> torch.Tensor:
-    """`[B, G, n]`: the place of each along its head's ascending biases, of equal ones the later higher, pads lowest."""
+    """`[B, G, n]`: the rank of each key by its bias within its head; of equal ones the later is higher, pads lowest."""
     order = torch.where(keys.documents < 0, -torch.inf, keys.bias).argsort(dim=2, stable=True)
     numbers = torch.arange(keys.bias.shape[2], device=order.device).expand_as(order)
     return torch.empty_like(order).scatter_(2, order, numbers)

@@ -1,11 +1,10 @@
 """The chunked operators for graphs that leave PyTorch (`torch.export`, ONNX): real arithmetic and plain tensor
 operations alone, whatever the batch and the length.
 
-The mathematics is that of `ops/interdomain/chunk.py` and `ops/s4d/chunk.py`. What their host does with lengths is done
-here with indices, and the states before the chunks come without a loop over them: one after the other within blocks of
-a few chunks, all blocks at once, and by doubling the reach over blocks. A tracer takes an axis that may have one
-element for one that has, so there is a chunk and a block more than needed, and indices instead of views that split or
-join axes. Complex numbers are interleaved pairs, 2M real ones.
+The mathematics is that of `ops/interdomain/chunk_call.py` and `ops/s4d/chunk.py`. Lengths are handled with indices, and
+the states before the chunks come without a loop over them: one after the other within blocks of a few chunks, in all
+blocks at once, and across blocks by parallel prefix, with one block more than needed, as there is one chunk more
+(`export_slots`). Complex numbers are interleaved pairs, 2M real ones.
 """
 
 import math
@@ -13,25 +12,17 @@ import math
 import torch
 
 from ..common.decay import finite
+from ..common.packing import export_slots
 from .mixing import mixing_matrix
 
 _BLOCK = 8  # chunks
-_DOUBLINGS = 14  # a reach of 2^14 blocks: 8 million tokens in chunks of 64
+_DOUBLINGS = 14  # 2^14 blocks: 8 million tokens in chunks of 64
 
 
 def export_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    coefficient_matrix: torch.Tensor | None,
-    product: str,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
+    query, key, value, log_decay, input_matrix, coefficient_matrix, product: str, initial_state, cu_seqlens, lengths,
     chunk_size: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """As `chunk_attention`, with the final states."""
     groups, width = key.shape[2], key.shape[3]
     inputs = torch.cat([key, value], dim=-1)
@@ -51,16 +42,9 @@ def export_attention(
 
 
 def export_s4d(
-    inputs: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    readout: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    chunk_size: int,
+    inputs, log_decay, input_matrix, readout, initial_state, cu_seqlens, lengths, chunk_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `s4d_attention`, keys and values side by side in `inputs`, with the final states."""
+    """As `chunk_s4d`, with the final states."""
     states = _ChunkStates(inputs, log_decay, input_matrix, initial_state, cu_seqlens, lengths, chunk_size)
     steps = torch.arange(chunk_size, device=inputs.device)
     rows = 2 * readout.unflatten(0, (inputs.shape[2], -1))  # [G, P, M, 2]
@@ -85,13 +69,10 @@ class _ChunkStates:
     """
 
     def __init__(self, inputs, log_decay, input_matrix, initial_state, cu_seqlens, lengths, chunk_size):
-        if cu_seqlens is not None:
-            raise ValueError("cu_seqlens cannot be exported: pass the documents as rows, with lengths.")
         self.length, self.size, self.tokens, self.log_decay = inputs.shape[1], chunk_size, inputs, log_decay
         device = inputs.device
-        self.chunks = (self.length + chunk_size - 1) // chunk_size + 1
-        self.slots = torch.arange(self.chunks, device=device)[:, None] * chunk_size
-        self.slots = self.slots + torch.arange(chunk_size, device=device)  # [N, C]
+        self.slots = export_slots(inputs, chunk_size, cu_seqlens)  # [N, C]
+        self.chunks = self.slots.shape[0]
         if lengths is None:
             lengths = torch.zeros_like(inputs[:, 0, 0, 0], dtype=torch.long) + self.length
         self.lengths = lengths.long()
@@ -104,7 +85,7 @@ class _ChunkStates:
         self.before = self._before(initial_state.permute(1, 0, 4, 3, 2).flatten(3))
 
     def cut(self, x: torch.Tensor) -> torch.Tensor:
-        """`[B, T, A, W]` as `[B, N, C, A, W]`; beyond the end the last token is repeated."""
+        """`[B, T, A, W]` as `[B, N, C, A, W]`, filled up with the last token."""
         return x[:, self.slots.clamp(max=self.length - 1)]
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
@@ -120,7 +101,7 @@ class _ChunkStates:
         return powers[:, :, None, None, None].unbind(1)
 
     def _before(self, initial: torch.Tensor) -> torch.Tensor:
-        """From the states at the beginning, `[G, B, W, 2M]`."""
+        """The states before the chunks, from the initial ones `[G, B, W, 2M]`."""
         added = self.inputs.mT @ self.table[:, None, None]  # [G, B, N, W, 2M]
         blocks = (self.chunks + _BLOCK - 1) // _BLOCK + 1
         chunks = torch.arange(blocks, device=initial.device)[:, None] * _BLOCK
@@ -136,7 +117,7 @@ class _ChunkStates:
         return torch.stack(before, dim=3)[:, :, chunks // _BLOCK, chunks % _BLOCK]
 
     def _doubled(self, states: torch.Tensor, blocks: int) -> torch.Tensor:
-        """The states before the blocks from what each block adds on its own, the initial states in front."""
+        """The states before the blocks, from the initial states and, behind them, what each block adds on its own."""
         numbers = torch.arange(blocks, device=states.device)
         states = states[:, :, numbers]
         reaches = [2**doubling for doubling in range(_DOUBLINGS)]
@@ -161,7 +142,7 @@ class _ChunkStates:
 
 
 def _powers(log_decay: torch.Tensor, exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`lambda ** exponents` as pairs `[G, E, M, 2]`; angles in float64, where a whole number of turns is taken off."""
+    """`lambda ** exponents` as pairs `[G, E, M, 2]`; angles are reduced to one turn in float64."""
     exponents = exponents.to(torch.float64)[:, None]
     rate, phase = log_decay[:, None].unbind(-1)
     turns = phase.to(torch.float64) * exponents * (0.5 / math.pi)
@@ -180,7 +161,7 @@ def _times(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
 
 
 def _skew(x: torch.Tensor) -> torch.Tensor:
-    """`out[..., t, C-1-d] = x[..., t, t-d]`, see `ops/interdomain/chunk.py`."""
+    """`out[..., t, C-1-d] = x[..., t, t-d]`, see `ops/interdomain/chunk_call.py`."""
     size = x.shape[-1]
     rows = torch.nn.functional.pad(x, (size, 0)).flatten(-2)
     return torch.nn.functional.pad(rows[..., 1:], (0, size + 1)).unflatten(-1, (size, -1))[..., :size]

@@ -1,4 +1,4 @@
-"""`pull_back` as a real symmetric matrix, and its gradient.
+"""`pull_back` of `ops/interdomain/readout.py` as a real symmetric matrix, and its gradient.
 
 With `[C] = [[Re C, -Im C], [Im C, Re C]]` the real form of the coefficients, every product reads `p = [C]^T D [C] y`,
 where D weighs the real and the imaginary part of `C y`. Complex numbers are interleaved pairs.

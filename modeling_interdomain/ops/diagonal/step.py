@@ -1,8 +1,7 @@
 """One token at a time with the state updated in place: what decoding runs.
 
-All of it is real arithmetic in few calls, because at batch 1 a call costs more than what it computes, and because
-graphs that leave PyTorch know no complex numbers. What depends on the parameters alone is in `StepTables`, which a
-caller that takes many steps makes once.
+All of it is real arithmetic in few calls: at batch 1 a call costs more than what it computes, and exported graphs know
+no complex numbers. What depends on the parameters alone is in `StepTables`, made once for many steps.
 """
 
 from collections.abc import Callable
@@ -20,8 +19,8 @@ class StepTables(NamedTuple):
     Attributes:
         decay, turn: `[G, M, 1]`, the real and the imaginary part of lambda.
         beta: `[G, 2, M, 1]`.
-        matrices: real `[G, 2M, 2M]`; the rows `p = y @ matrices[0] @ ...` read the state when `y = [Re y; Im y]` is the
-            query pulled through it. One matrix is `[C]^T D [C]`, two are its factors.
+        matrices: real `[G, 2M, 2M]`; with `y = [Re y; Im y]` the query pulled through the keys, `p = y @ matrices[0]
+            @ ...` reads the values. One matrix is `[C]^T D [C]`, two are its factors.
         scale, cross: `[G, 1, 2M]` or None, the same product for a C without mixing: `p = scale y + cross (Im y, Re y)`.
     """
 
@@ -34,11 +33,10 @@ class StepTables(NamedTuple):
 
 
 class StepParameters:
-    """The parameters of a step, and the tables that are made of them when a step first needs these.
+    """The parameters of a step, for its kernels, and the tables that PyTorch makes of them when it first needs these.
 
     Args:
         make: `step_tables`, or what else makes tables of these parameters and a dtype.
-        parameters: those that kernels take, as they are now.
     """
 
     def __init__(self, make: Callable[..., StepTables], *parameters: Any):
@@ -66,7 +64,7 @@ def step_tables(
         log_decay, input_matrix: `[G, M, 2]`.
         coefficient_matrix: `[G, M, M, 2]`, `[G, M, 2]` or None.
         dtype: that of the state, float32 or float64.
-        reused: multiply the factors of the pull-back now, which costs as much as M steps.
+        reused: multiply the two factors now, which costs as much as M steps.
     """
     moves = transition_tables(log_decay, input_matrix, dtype)
     if coefficient_matrix is None or coefficient_matrix.ndim == 3:
@@ -76,7 +74,7 @@ def step_tables(
 
 
 def transition_tables(log_decay: torch.Tensor, input_matrix: torch.Tensor, dtype: torch.dtype) -> StepTables:
-    """Those of `advance_state` alone."""
+    """The tables of `advance_state` alone."""
     wide = log_decay.to(torch.promote_types(log_decay.dtype, torch.float32))
     magnitude, phase = wide[..., 0].exp(), wide[..., 1]
     decay, turn = (x.to(dtype)[..., None] for x in (magnitude * phase.cos(), magnitude * phase.sin()))
@@ -120,7 +118,7 @@ def advance_state(
 
 
 def turn_state(state: torch.Tensor, decay: torch.Tensor, turn: torch.Tensor) -> None:
-    """`X <- diag(lambda) X` in place, with the real and the imaginary part of lambda, `[G, M, 1]` or for each row."""
+    """`X <- diag(lambda) X` in place, with the real and the imaginary part of lambda, `[G, M, 1]` or `[B, G, M, 1]`."""
     real, imag = state.unbind(2)
     before = real.clone()
     real.mul_(decay).addcmul_(imag, turn, value=-1)
@@ -169,7 +167,7 @@ def read_state(query: torch.Tensor, state: torch.Tensor, tables: StepTables) -> 
 def mix_rows(y: torch.Tensor, batch: int, tables: StepTables) -> torch.Tensor:
     """Rows p with `o = p [Re X; Im X]` from rows y, `[B G, H / G, 2M]` each."""
     if tables.matrices:
-        # The rows of a batch share the matrices of their group.
+        # All rows of a batch are multiplied by the matrices of their group at once.
         rows = y if batch == 1 else _groups_first(y, batch)
         for matrix in tables.matrices:
             rows = torch.bmm(rows, matrix)

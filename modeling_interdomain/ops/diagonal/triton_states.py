@@ -39,8 +39,22 @@ class LaterGradients(NamedTuple):
 
 
 @triton.jit
+def _left_after(gates, start, inside, count, group, groups):
+    """After a chunk of `count` tokens, what gates leave of the state before it and of those that are `inside`."""
+    last = (start + count - 1) * groups + group
+    at = (start + inside) * groups + group
+    high = tl.load(gates.high + last)
+    apart = high - tl.load(gates.high + at, mask=inside >= 0, other=0.0)
+    apart += tl.load(gates.low + last) - tl.load(gates.low + at, mask=inside >= 0, other=0.0)
+    after = tl.exp(tl.minimum(apart, 0.0))
+    if gates.write is not None:
+        after *= tl.load(gates.write + at, mask=inside >= 0, other=0.0)
+    return tl.exp(high), after
+
+
+@triton.jit
 def _walk(
-    x, tables, initial, states, final, segment, part, start, length, slot, next_slot, groups, columns,
+    x, tables, gates, initial, states, final, segment, part, start, length, slot, next_slot, groups, columns,
     C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr, PACKED: tl.constexpr,
     TWO_TERMS: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
@@ -88,12 +102,20 @@ def _walk(
         x_tile = tl.load(x + address, mask=(inside >= 0)[:, None] & (column < columns.width)[None, :], other=0.0)
         d_re = tl.load(powers + (count - 1) * 2 * M + modes)[:, None]
         d_im = tl.load(powers + (count - 1) * 2 * M + M + modes)[:, None]
+        if gates is not None:
+            across, after = _left_after(gates, start + done, inside, count, group, groups)
+            d_re *= across
+            d_im *= across
+            x_tile = x_tile.to(tl.float32) * after[:, None]
         s_re, s_im = times(d_re, d_im, s_re, s_im)
         s_re = dot(t_re, x_tile, s_re, MATH)
         s_im = dot(t_im, x_tile, s_im, MATH)
         if TWO_TERMS:
             s_re = dot(rest_re, x_tile, s_re, MATH)
             s_im = dot(rest_im, x_tile, s_im, MATH)
+            if gates is not None:
+                s_re = dot(t_re, left_over(x_tile, MATH), s_re, MATH)
+                s_im = dot(t_im, left_over(x_tile, MATH), s_im, MATH)
     if final is not None:
         tl.store(final + at, s_re, mask=used)
         tl.store(final + plane + at, s_im, mask=used)
@@ -103,7 +125,7 @@ def _walk(
 def chunk_states(
     x, tables, initial, states, final, documents, per_row, row_length, groups, columns,
     C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr,
-    SEGMENTS: tl.constexpr, PACKED: tl.constexpr, TWO_TERMS: tl.constexpr, MATH: tl.constexpr,
+    SEGMENTS: tl.constexpr, PACKED: tl.constexpr, TWO_TERMS: tl.constexpr, MATH: tl.constexpr, gates=None,
 ):  # fmt: skip
     """`S <- lambda^C S + sum_i lambda^(C-1-i) beta x_i`; grid [segments, groups, slices of all sides].
 
@@ -111,7 +133,7 @@ def chunk_states(
     columns: `Columns` of each; initial, final (either may be None): `[segments, groups, 2, modes, state_width]`; states
     before each chunk, `[slots, groups, 2, M, padded]` of each side, or None of each. TWO_TERMS: the table of inputs is
     rounded to two numbers of MATH.DTYPE instead of one, so that the state keeps the accuracy of float32 when x is exact
-    in MATH.DTYPE.
+    in MATH.DTYPE. gates: `GateSums` or None.
     """
     segment = tl.program_id(0)
     part = tl.program_id(2)
@@ -121,16 +143,16 @@ def chunk_states(
         slices = (M // BM) * (columns[side].padded // BW)
         if wanted & (part >= 0) & (part < slices):
             _walk(
-                x[side], tables, initial, states[side], final, segment, part, start, length, slot, next_slot, groups,
-                columns[side], C, M, BM, BW, PACKED, TWO_TERMS, MATH,
+                x[side], tables, gates, initial, states[side], final, segment, part, start, length, slot, next_slot,
+                groups, columns[side], C, M, BM, BW, PACKED, TWO_TERMS, MATH,
             )  # fmt: skip
         part -= slices
 
 
 @triton.jit
 def _walk_back(
-    x, tables, states, grad_final, grads, later_x, later_initial, sums, documents, segments, per_row, row_length, heads,
-    groups, columns, block, C: tl.constexpr, M: tl.constexpr, BW: tl.constexpr, EMIT: tl.constexpr,
+    x, tables, gates, states, grad_final, grads, later_x, later_initial, sums, documents, segments, per_row, row_length,
+    heads, groups, columns, block, C: tl.constexpr, M: tl.constexpr, BW: tl.constexpr, EMIT: tl.constexpr,
     SEGMENTS: tl.constexpr, PACKED: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """One block of the columns of one side; see `chunk_states_backward`."""
@@ -173,6 +195,10 @@ def _walk_back(
             valid = (inside >= 0)[:, None] & (column < columns.width)[None, :]
             d_re = tl.load(powers + (count - 1) * 2 * M + modes)
             d_im = tl.load(powers + (count - 1) * 2 * M + M + modes)
+            if gates is not None:
+                across, after = _left_after(gates, start + c * C, inside, count, group, groups)
+                d_re *= across
+                d_im *= across
             if EMIT:
                 before = states + (here * groups + group) * 2 * M * columns.padded + tile
                 s_re = tl.load(before).to(tl.float32)
@@ -188,6 +214,10 @@ def _walk_back(
                 else:  # turned round, the table is the side of the product that not every warp holds
                     dx = dot(tl.trans(g_re), tl.trans(t_re), tl.zeros([BW, C], tl.float32), MATH)
                     dx = tl.trans(dot(tl.trans(g_im), tl.trans(t_im), dx, MATH))
+                if gates is not None:
+                    dx *= after[:, None]
+                    x_tile = tl.load(x + address, mask=valid, other=0.0).to(tl.float32)
+                    of_last = tl.sum(step_re, 0) + tl.sum(tl.sum(dx * x_tile, 1), 0)
                 for h in tl.range(0, C, FEW, num_stages=1, loop_unroll_factor=1):
                     at_h = h + tl.arange(0, FEW)
                     age = C - 1 - at_h
@@ -195,6 +225,9 @@ def _walk_back(
                     address_h = (start + c * C + at_h - (C - count))[None, :] * (groups * columns.width)
                     address_h = address_h + group * columns.width + column[:, None]
                     x_h = tl.load(x + address_h, mask=real[None, :] & (column < columns.width)[:, None], other=0.0)
+                    if gates is not None:
+                        left_h = _left_after(gates, start + c * C, at_h - (C - count), count, group, groups)
+                        x_h = x_h.to(tl.float32) * left_h[1][None, :]
                     i_re = dot(g_re, x_h, tl.zeros([M, FEW], tl.float32), MATH)
                     i_im = dot(g_im, x_h, tl.zeros([M, FEW], tl.float32), MATH)
                     # lambda^age is the power one step younger; where there is none, it is 1.
@@ -211,6 +244,10 @@ def _walk_back(
                     direct = token[:, None] * (heads * columns.width) + head * columns.width + column[None, :]
                     dx += tl.load(grads.tokens + direct, mask=valid, other=0.0).to(tl.float32)
                 tl.store(later_x + address, narrow(dx, later_x.dtype.element_ty, MATH), mask=valid)
+                if gates is not None:
+                    at_token = (token * tl.num_programs(2) + tl.program_id(2)) * groups + group
+                    tl.store(gates.written + at_token, tl.sum(dx * x_tile, 1), mask=inside >= 0)
+                    tl.store(gates.last + at_token, of_last + tl.zeros([C], tl.float32), mask=tokens == C - 1)
             g_re, g_im = times_conj(g_re, g_im, d_re[:, None], d_im[:, None])
             for head in range(group * per_group, (group + 1) * per_group):
                 local = grads.states + (here * heads + head) * 2 * M * columns.padded + tile
@@ -232,14 +269,14 @@ def _walk_back(
 def chunk_states_backward(
     x, tables, states, grad_final, grads, later, documents, segments, per_row, row_length, heads, groups, columns,
     C: tl.constexpr, M: tl.constexpr, BW: tl.constexpr, EMIT: tl.constexpr, SEGMENTS: tl.constexpr,
-    PACKED: tl.constexpr, MATH: tl.constexpr,
+    PACKED: tl.constexpr, MATH: tl.constexpr, gates=None,
 ):  # fmt: skip
     """The adjoint of `chunk_states`, last chunk first; grid [lanes, groups, column blocks of all sides].
 
     Lane l works on segments l, l + lanes, ... grads: `ChunkGradients` of each side, summed over the heads of the group.
     Written, `later`: x `[tokens, groups, width]` of each side; initial like `initial` of `chunk_states` (or None); and
-    what each program leaves to be summed, `[lanes, blocks, groups, 3, 2, M]`, see `Partial`. Without EMIT, initial
-    alone.
+    what each program leaves to be summed, `[lanes, blocks, groups, 3, 2, M]`, see `Partial`; with gates, `written` and
+    `last` of `GateSums`. Without EMIT, initial alone.
     """
     program = tl.program_id(0).to(tl.int64) * tl.num_programs(2) + tl.program_id(2)
     sums = later.sums + (program * groups + tl.program_id(1)) * 6 * M
@@ -248,18 +285,17 @@ def chunk_states_backward(
         blocks = columns[side].padded // BW
         if (block >= 0) & (block < blocks):
             _walk_back(
-                x[side], tables, states[side], grad_final, grads[side], later.x[side], later.initial, sums, documents,
-                segments, per_row, row_length, heads, groups, columns[side], block, C, M, BW, EMIT, SEGMENTS, PACKED,
-                MATH,
+                x[side], tables, gates, states[side], grad_final, grads[side], later.x[side], later.initial, sums,
+                documents, segments, per_row, row_length, heads, groups, columns[side], block, C, M, BW, EMIT, SEGMENTS,
+                PACKED, MATH,
             )  # fmt: skip
         block -= blocks
 
 
 def segment_ends(lengths: torch.Tensor, chunk: int, segments: int) -> torch.Tensor:
-    """Where the segments of rows of `lengths` `[rows]` tokens end, `[rows, segments + 1]`, beginning with 0.
+    """The ends of the segments of rows of `lengths` `[rows]` tokens, `[rows, segments + 1]`, starting with 0.
 
-    The same cut as `segment_of` of `ops/common/tiles.py`: whole chunks, as even as they go, the last ones
-    possibly empty.
+    Cut like `segment_of` of `ops/common/tiles.py`: whole chunks, as evenly as they go; the last segments may be empty.
     """
     chunks = (lengths + chunk - 1) // chunk
     each = (chunks + segments - 1) // segments
@@ -279,13 +315,17 @@ def _decays(powers: torch.Tensor, distance: torch.Tensor, used: torch.Tensor) ->
     return torch.where(used[..., None, None], full * part, 0).to(torch.complex64).view(*distance.shape, -1, size)
 
 
-def carry(powers: torch.Tensor, sources: torch.Tensor, at: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+def carry(
+    powers: torch.Tensor, sources: torch.Tensor, at: torch.Tensor, to: torch.Tensor, gates: torch.Tensor | None = None
+) -> torch.Tensor:
     """`out[s] = sum_j lambda^(to_s - at_j) sources[j]` over the sources at or before `to_s`.
 
     Args:
         powers: `[G, C, 2, M]`, lambda^(t+1).
         sources: `[rows, segments, G, 2, M, width]`.
         at, to: `[rows, segments]`, tokens; source j counts for output s where j <= s.
+        gates: `[rows, segments, G]`, the sums of gates of time up to there, where `at` is `to`; exp(gates_s - gates_j)
+            is a factor besides.
 
     Returns:
         Like `sources`.
@@ -294,6 +334,9 @@ def carry(powers: torch.Tensor, sources: torch.Tensor, at: torch.Tensor, to: tor
     used = (segments[None, :] <= segments[:, None])[None]
     distance = torch.where(used, to[:, :, None] - at[:, None, :], 0)
     decays = _decays(powers, distance, used.expand_as(distance))  # [rows, s, j, G, M]
+    if gates is not None:
+        left = torch.where(used[..., None], gates[:, :, None] - gates[:, None, :], 0).exp()
+        decays = decays * left[..., None].to(torch.float32)
     numbers = torch.complex(sources[:, :, :, 0], sources[:, :, :, 1])
     # One product a mode: [rows, G, M, s, j] times [rows, G, M, j, width].
     joined = decays.permute(0, 3, 4, 1, 2) @ numbers.permute(0, 2, 3, 1, 4)
@@ -301,7 +344,10 @@ def carry(powers: torch.Tensor, sources: torch.Tensor, at: torch.Tensor, to: tor
     return torch.stack([joined.real, joined.imag], dim=3).contiguous()
 
 
-def carry_back(powers: torch.Tensor, sources: torch.Tensor, at: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+def carry_back(
+    powers: torch.Tensor, sources: torch.Tensor, at: torch.Tensor, to: torch.Tensor, gates: torch.Tensor | None = None
+) -> torch.Tensor:
     """The adjoint road: `out[s] = sum_{j >= s} conj(lambda)^(at_j - to_s) sources[j]`."""
     conjugate = torch.stack([powers[:, :, 0], -powers[:, :, 1]], dim=2)
-    return carry(conjugate, sources.flip(1), -at.flip(1), -to.flip(1)).flip(1).contiguous()
+    gates = None if gates is None else -gates.flip(1)
+    return carry(conjugate, sources.flip(1), -at.flip(1), -to.flip(1), gates).flip(1).contiguous()

@@ -1,7 +1,7 @@
-"""What the fused kernels read of the parameters, made in one launch, and the gradients of the parameters in another.
+"""The tables that the fused kernels make of the parameters in one launch, and the parameters' gradients in another.
 
-Exponents reach some hundreds of radians a token and 64 tokens: angles and magnitudes are computed in float64, which
-costs nothing beside what reads the tables.
+Angles reach some hundreds of radians a token over 64 tokens, so powers are computed in float64, which costs little
+beside the kernels that read the tables.
 """
 
 from typing import Any, NamedTuple
@@ -14,9 +14,9 @@ from .mixing import SIGNS
 from .triton_tiles import Mixing, mixing_of_group, times, times_conj
 
 # The largest decay in a chunk, as an exponent of e, that is split into a growing and a decaying factor. float32 and
-# bfloat16 hold e^88; what remains is room for sums of many large products.
+# bfloat16 hold e^88; the rest is room for sums of many large products.
 _LARGEST_EXPONENT = 60.0
-# Modes that a program makes the powers of, and the sides of the blocks of the mixing matrix.
+# Modes whose powers one program makes, and the side of a block of the mixing matrix.
 _MODES, _EDGE = 16, 16
 
 
@@ -55,10 +55,10 @@ class Parameters(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """What the kernels of the backward leave to be summed.
+    """Parts of the parameters' gradients, which the kernels of the backward pass leave to be summed.
 
-    Rows `[3, 2, M]` hold the gradient of log(lambda), that of beta, and another of log(lambda) but for a factor
-    conj(beta): what a table `units * beta` was read for is summed over its ages, plainly and weighted by them.
+    `[3, 2, M]` are the gradient of log(lambda), that of beta, and one more of log(lambda), to be multiplied by
+    conj(beta): the gradient of a table `units * beta` is summed over its ages, as it is and weighted by them.
 
     Attributes:
         chunks: `[chunks, heads, 2, 3, 2, M]`, a row for either side.
@@ -395,17 +395,9 @@ def make_tables(
         ),
     )  # fmt: skip
     _tables[(groups, blocks)](
-        parameters,
-        made,
-        size,
-        *_signs(product),
-        C=chunk,
-        MIXING=mixing,
-        LARGEST=_LARGEST_EXPONENT,
-        MATH=math,
-        num_warps=8,
-        **options,
-    )
+        parameters, made, size, *_signs(product), C=chunk, MIXING=mixing, LARGEST=_LARGEST_EXPONENT, MATH=math,
+        num_warps=8, **options,
+    )  # fmt: skip
     return made
 
 

@@ -15,6 +15,10 @@ Weights within a chunk come in two ways, chosen for each group by its fastest mo
 - SKEWED: scores are re-indexed from (t, i) to (t, t - i), so that a table of decaying powers serves every row. It holds
   for any decay; moving the scores costs about as much again as the rest.
 
+Gates of time multiply what token t takes from token i by exp(c_t - c_i), c their running sum, and what it takes from
+the state by exp(c_t); gates of the write multiply what is taken from token i. `left` is c as two numbers of float32
+each, `[C]`, and the gates of the write if there are any; None where there are no gates.
+
 A complex tile is two real ones; pointers are to the first element of what the names say, rows contiguous.
 """
 
@@ -88,6 +92,37 @@ def times_conj_powers(x_re, x_im, powers, m, C: tl.constexpr, M: tl.constexpr, B
 
 
 @triton.jit
+def load_left(gates, start, length, group, groups, C: tl.constexpr):
+    """`left` of the tokens of a chunk; gates: `GateSums` of ops/interdomain/triton_gates.py."""
+    rows = tl.arange(0, C)
+    at = (start + rows) * groups + group
+    inside = rows < length
+    left = tl.load(gates.high + at, mask=inside, other=0.0), tl.load(gates.low + at, mask=inside, other=0.0)
+    if gates.write is not None:
+        left += (tl.load(gates.write + at, mask=inside, other=0.0),)
+    return left
+
+
+@triton.jit
+def left_within(x, left):
+    """Scores or weights by (t, i), of which those of later tokens count for nothing."""
+    if left is not None:
+        apart = (left[0][:, None] - left[0][None, :]) + (left[1][:, None] - left[1][None, :])
+        x *= tl.exp(tl.minimum(apart, 0.0))
+        if len(left) > 2:
+            x *= left[2][None, :]
+    return x
+
+
+@triton.jit
+def left_before(x, left):
+    """Rows of tokens that read the state before the chunk."""
+    if left is not None:
+        x *= tl.exp(left[0])[:, None]
+    return x
+
+
+@triton.jit
 def ordered(scores, C: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr):
     """Scores or weights by (t, i) without those of later tokens, SKEWED by (t, t - i), `[C, C]` in MATH.DTYPE."""
     scores = narrow(scores, MATH.DTYPE, MATH)
@@ -97,7 +132,7 @@ def ordered(scores, C: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr):
 @triton.jit
 def intra_scores(
     a, b, start, length, a_stride, b_stride, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
-    C: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr,
+    left, C: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """`a_t . b_i` within the chunk by (t, i), SKEWED by (t, t - i), `[C, C]` in MATH.DTYPE.
 
@@ -108,12 +143,12 @@ def intra_scores(
         a_tile = load_tokens(a, start, length, r, a_stride, WIDTH, C, BLOCK)
         b_tile = load_tokens(b, start, length, r, b_stride, WIDTH, C, BLOCK)
         scores = dot(a_tile, tl.trans(b_tile), scores, MATH)
-    return ordered(scores, C, SKEWED, MATH)
+    return ordered(left_within(scores, left), C, SKEWED, MATH)
 
 
 @triton.jit
 def collect(
-    scores, a, state, intra, start, length, a_stride, m, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    scores, a, state, intra, left, start, length, a_stride, m, WIDTH: tl.constexpr, PADDED: tl.constexpr,
     BLOCK: tl.constexpr, BM: tl.constexpr, C: tl.constexpr, M: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """What lambda^(t+1) multiplies: `a_t . S`, and unless SKEWED the tokens of the chunk too; two tiles `[C, BM]`."""
@@ -125,6 +160,8 @@ def collect(
         s_re, s_im = load_pair(state, modes, r + tl.arange(0, BLOCK), PADDED, M * PADDED)
         z_re = dot(a_tile, tl.trans(s_re), z_re, MATH)
         z_im = dot(a_tile, tl.trans(s_im), z_im, MATH)
+    z_re = left_before(z_re, left)
+    z_im = left_before(z_im, left)
     if not SKEWED:
         t_re, t_im = load_pair(intra, tl.arange(0, C), modes, 2 * M, M)
         z_re = dot(scores, t_re, z_re, MATH)
@@ -134,7 +171,7 @@ def collect(
 
 @triton.jit
 def pull(
-    scores, a, state, intra, powers, start, length, a_stride, m, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    scores, a, state, intra, powers, left, start, length, a_stride, m, WIDTH: tl.constexpr, PADDED: tl.constexpr,
     BLOCK: tl.constexpr, BM: tl.constexpr, C: tl.constexpr, M: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """`y` for the modes m .. m + BM, two tiles `[C, BM]` in float32.
@@ -142,7 +179,7 @@ def pull(
     scores: of `intra_scores`; state: `[2, M, PADDED]`; intra and powers: of the group, see `KernelTables`.
     """
     z_re, z_im = collect(
-        scores, a, state, intra, start, length, a_stride, m, WIDTH, PADDED, BLOCK, BM, C, M, SKEWED, MATH
+        scores, a, state, intra, left, start, length, a_stride, m, WIDTH, PADDED, BLOCK, BM, C, M, SKEWED, MATH
     )
     modes = m + tl.arange(0, BM)
     p_re, p_im = load_pair(powers, tl.arange(0, C), modes, 2 * M, M)
@@ -213,9 +250,9 @@ def mix_alone(y_re, y_im, mixing, n, M: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def pull_and_mix(
-    a, b, state, intra, powers, mixing, start, length, a_stride, b_stride, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-    SIZES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MIXING: tl.constexpr, SKEWED: tl.constexpr,
-    MATH: tl.constexpr,
+    a, b, state, intra, powers, mixing, left, start, length, a_stride, b_stride, WIDTH: tl.constexpr,
+    PADDED: tl.constexpr, SIZES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MIXING: tl.constexpr,
+    SKEWED: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """The pull-back of `ops/interdomain/readout.py`, `p = mix(y)`: two tuples of tiles `[C, BN]` in float32.
 
@@ -225,7 +262,7 @@ def pull_and_mix(
     """
     C: tl.constexpr = SIZES.C
     M: tl.constexpr = SIZES.M
-    scores = intra_scores(a, b, start, length, a_stride, b_stride, WIDTH, PADDED, SIZES.BR, C, SKEWED, MATH)
+    scores = intra_scores(a, b, start, length, a_stride, b_stride, WIDTH, PADDED, SIZES.BR, left, C, SKEWED, MATH)
     p_re = ()
     p_im = ()
     if MIXING.FULL:
@@ -234,7 +271,7 @@ def pull_and_mix(
             p_im += (tl.zeros([C, BN], tl.float32),)
         for m in tl.range(0, M, BM, num_stages=1, loop_unroll_factor=1):
             y_re, y_im = pull(
-                scores, a, state, intra, powers, start, length, a_stride, m, WIDTH, PADDED,
+                scores, a, state, intra, powers, left, start, length, a_stride, m, WIDTH, PADDED,
                 SIZES.BR, BM, C, M, SKEWED, MATH,
             )  # fmt: skip
             y_re = narrow(y_re, MATH.DTYPE, MATH)
@@ -250,7 +287,7 @@ def pull_and_mix(
     else:
         for n in tl.static_range(0, M, BN):
             y_re, y_im = pull(
-                scores, a, state, intra, powers, start, length, a_stride, n, WIDTH, PADDED,
+                scores, a, state, intra, powers, left, start, length, a_stride, n, WIDTH, PADDED,
                 SIZES.BR, BN, C, M, SKEWED, MATH,
             )  # fmt: skip
             x_re, x_im = mix_alone(y_re, y_im, mixing, n, M, BN)
@@ -268,8 +305,18 @@ def add_weights(w, x_re, x_im, intra, m, C: tl.constexpr, M: tl.constexpr, BM: t
 
 
 @triton.jit
+def ordered_weights(w, left, C: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr):
+    """Weights of `add_weights` as they read the tokens of their chunk: by (t, i), in MATH.DTYPE."""
+    if left is None:
+        w = ordered(w, C, SKEWED, MATH)
+    else:
+        w = narrow(left_within(skew(w, C) if SKEWED else causal(w, C), left), MATH.DTYPE, MATH)
+    return w
+
+
+@triton.jit
 def readers(
-    p_re, p_im, powers, intra, C: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, SKEWED: tl.constexpr,
+    p_re, p_im, powers, intra, left, C: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, SKEWED: tl.constexpr,
     MATH: tl.constexpr,
 ):  # fmt: skip
     """How a token reads: the state by `e = p conj(lambda^(t+1))`, two tuples of tiles `[C, BN]`, and its chunk by
@@ -290,20 +337,24 @@ def readers(
             x_re = narrow(p_re[n // BN], MATH.DTYPE, MATH)
             x_im = narrow(p_im[n // BN], MATH.DTYPE, MATH)
         w = add_weights(w, x_re, x_im, intra, n, C, M, BN, MATH)
-    return e_re, e_im, ordered(w, C, SKEWED, MATH)
+    return e_re, e_im, ordered_weights(w, left, C, SKEWED, MATH)
 
 
 @triton.jit
 def push(
-    e_re, e_im, w, c, state, out, start, length, c_stride, out_stride, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    e_re, e_im, w, c, state, out, left, start, length, c_stride, out_stride, WIDTH: tl.constexpr, PADDED: tl.constexpr,
     BD: tl.constexpr, C: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """What `readers` read of the tokens c `[., WIDTH]` of their chunk and of the state `[2, M, PADDED]`, into `out`."""
     for d in tl.range(0, PADDED, BD, num_stages=1, loop_unroll_factor=1):
         c_tile = load_tokens(c, start, length, d, c_stride, WIDTH, C, BD)
-        tile = dot(w, c_tile, tl.zeros([C, BD], tl.float32), MATH)
+        tile = tl.zeros([C, BD], tl.float32)
+        if left is None:
+            tile = dot(w, c_tile, tile, MATH)
         for n in tl.static_range(0, M, BN):
             s_re, s_im = load_pair(state, n + tl.arange(0, BN), d + tl.arange(0, BD), PADDED, M * PADDED)
             tile = dot(e_re[n // BN], s_re, tile, MATH)
             tile = dot(e_im[n // BN], s_im, tile, MATH)
+        if left is not None:
+            tile = dot(w, c_tile, left_before(tile, left), MATH)
         store_tokens(out, tile, start, length, d, out_stride, WIDTH, C, BD, MATH)

@@ -23,10 +23,10 @@ EXPERT_BACKENDS = ("auto", "bags", "triton")
 
 
 def find_experts(query: torch.Tensor, keys: torch.Tensor, rows: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts whose product keys fit a query best, exactly: all n1 n2 sums of two scores are compared.
+    """The experts whose product keys have the largest scores for a query, exact among all n1 n2 of them.
 
-    Only the best of each half can have a part, and of those, sorted, a pair (a, b) only if the (a + 1)(b + 1) pairs
-    that are at least as good leave it a place. Experts of equal score stand in no particular order.
+    Only the k best keys of each half matter, and of these, sorted, a pair (a, b) only if (a + 1)(b + 1) <= k, since as
+    many pairs are at least as good. Experts of equal score are in no particular order.
 
     Args:
         query: `[B, T, 2, h, r / 2]`, two halves for each of h heads.
@@ -35,8 +35,8 @@ def find_experts(query: torch.Tensor, keys: torch.Tensor, rows: int, count: int)
         count: k, at most n1 and n2.
 
     Returns:
-        scores and ids, `[B, T, h, k]`, best first. No gradient flows through the choice, only through the scores, and
-        a GPU sums that one in a fixed order only under `torch.use_deterministic_algorithms`.
+        scores and ids, `[B, T, h, k]`, best first. Only the scores have a gradient, which a GPU sums in a fixed order
+        only under `torch.use_deterministic_algorithms`.
 
     Raises:
         ValueError: when an argument has a wrong shape, device or value; the message begins with its name.
@@ -50,10 +50,10 @@ def find_experts(query: torch.Tensor, keys: torch.Tensor, rows: int, count: int)
 
 
 def keys_of_inputs(projection: torch.Tensor, keys: torch.Tensor, rows: int) -> torch.Tensor:
-    """The product keys as the inputs of a query meet them: `x . found[h, i] = query(x)[h] . keys[h, i]`.
+    """The product keys multiplied by the projection of the query: `x . found[h, i] = query(x)[h] . keys[h, i]`.
 
-    Where n1 + n2 < r, an input meets its keys in less time than it becomes a query. Making these pays for more than
-    about `r (n1 + n2) / 2 / (r - n1 - n2)` inputs.
+    With n1 + n2 < r these score an input faster than its query would; making them pays for more than about
+    `r (n1 + n2) / 2 / (r - n1 - n2)` inputs.
 
     Args:
         projection: `[h r, d]`, which makes the query `[2, h, r / 2]` of x.
@@ -77,7 +77,7 @@ def keys_of_inputs(projection: torch.Tensor, keys: torch.Tensor, rows: int) -> t
 
 
 def choose_experts(first: torch.Tensor, second: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `find_experts`, of the scores of both halves of the product keys, `[B, T, h, n1]` and `[B, T, h, n2]`."""
+    """As `find_experts`, from the scores of both halves of the product keys, `[B, T, h, n1]` and `[B, T, h, n2]`."""
     sizes = check_tensors(("first", first, "B, T, h, n1"), ("second", second, "B, T, h, n2"))
     _check_number("count", count, min(sizes["n1"], sizes["n2"]))
     return best_experts(first, second, count)
@@ -120,8 +120,7 @@ def read_experts(x: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, backen
 
     Raises:
         ValueError: when an argument has a wrong shape, device or value; the message begins with its name. On a GPU
-            nobody looks whether ids are below the number of experts. Also when "triton" is asked for and cannot run
-            here.
+            the values of ids are not checked. Also when "triton" is asked for and cannot run here.
     """
     return read_rows(x, table, _checked_ids("x", x, "B, T, d", table, ids, backend), backend)
 
@@ -169,7 +168,7 @@ def _check_number(name: str, number: int, most: int) -> None:
 
 
 def _checked_ids(name: str, x: torch.Tensor, axes: str, table: torch.Tensor, ids: torch.Tensor, backend: str):
-    """The ids, after a look at all arguments; that at their values is left to the operators below."""
+    """Check all arguments but the values of the ids, which the operators below check; the ids."""
     if backend not in EXPERT_BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(EXPERT_BACKENDS)}, got {backend!r}.")
     check_tensors((name, x, axes), ("table", table, "experts, d"), ("ids", ids, "B, T, k"), integers=("ids",))
@@ -177,7 +176,7 @@ def _checked_ids(name: str, x: torch.Tensor, axes: str, table: torch.Tensor, ids
 
 
 def _gathered(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The rows of a few ids; that all are there is seen in gathering them."""
+    """The rows of a few ids; gathering them raises where one is out of range."""
     try:
         return F.embedding(ids, table)
     except IndexError:
@@ -186,13 +185,13 @@ def _gathered(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _is_short(ids: torch.Tensor, backend: str) -> bool:
-    """Whether the rows may be gathered: one token is few of them, and a graph that leaves PyTorch has no operators."""
+    """Whether to gather the rows: for one token they are few, and exported graphs have no operators of ours."""
     kernels = backend == "triton" or (backend == "auto" and ids.device.type != "cpu")
     return (ids.shape[1] == 1 and not kernels) or torch.compiler.is_exporting()
 
 
 def _working_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """On a CPU the sums of low precision would be rounded at every term."""
+    """At least float32 on a CPU, where sums in a lower precision would be rounded at every term."""
     return torch.promote_types(dtype, torch.float32) if device.type == "cpu" else dtype
 
 
@@ -215,7 +214,7 @@ def _products(x: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, backend: 
     tokens, count = ids.shape
     owners = torch.arange(tokens, device=ids.device).repeat_interleave(count)
     starts = torch.arange(0, ids.numel(), count, device=ids.device)
-    # PyTorch's own kernel for the gradient of the weights of bags, which are these products.
+    # The gradient of the weights of bags is these products.
     found = torch.ops.aten._embedding_bag_per_sample_weights_backward(
         x.contiguous(), table.contiguous(), ids.flatten(), starts, owners, 0
     )
@@ -233,7 +232,7 @@ def _bags(weights: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, backend
 
 
 def _sums(ids: torch.Tensor, table: torch.Tensor, weights: torch.Tensor, starts: torch.Tensor | None = None):
-    """PyTorch's bags, which for a table that wants a gradient would prepare one that nobody asks for here."""
+    """PyTorch's bags; detached, because for a table with a gradient they prepare one, which is not needed here."""
     return F.embedding_bag(ids, table.detach(), starts, mode="sum", per_sample_weights=weights)
 
 
@@ -277,7 +276,7 @@ def _(weights, x, ids, experts, backend):
 
 
 def _differentiable(operator, of_first: Callable, of_second: Callable) -> None:
-    """Its gradients by the first two inputs: functions of the output's, the three tensors and the backend."""
+    """Register the gradients of the first two inputs: functions of the output's, the three tensors and the backend."""
 
     def keep(ctx, inputs, output):
         ctx.save_for_backward(*inputs[:3])

@@ -1,7 +1,7 @@
 """Products with gathered rows of a table, and sums of them, without a copy of any row.
 
-A program has a few experts of a token, or some columns of a bag, so that one decoding token still keeps many busy. Sums
-are in float32 and in the order of the entries: they repeat bit for bit.
+A program has a few experts of a token, or some columns of a bag, so that even one decoding token fills many programs.
+Sums are in float32 and in the order of the entries, so that they repeat bit for bit.
 """
 
 import torch

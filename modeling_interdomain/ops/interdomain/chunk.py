@@ -1,7 +1,5 @@
-"""The two-pass identity as batched matrix products over chunks, as one opaque operator of `torch.library`.
-
-The mathematics is in `ops/interdomain/chunk_call.py`; `ops/interdomain/chunk_bf16.py` is the same for bfloat16
-tokens.
+"""The chunked operator, opaque to graphs (`torch.library`): the mathematics is in `ops/interdomain/chunk_call.py`, and
+that of bfloat16 tokens in `ops/interdomain/chunk_bf16.py`.
 """
 
 from collections.abc import Hashable
@@ -10,32 +8,20 @@ from typing import Any
 import torch
 
 from ..common.custom_op import differentiable
+from ..common.packing import state_rows
+from ..common.states import final_states
 from ..diagonal.mixing import mixing_gradient
 from .chunk_bf16 import Bf16Call
 from .chunk_call import AttentionCall
 
 
 def chunk_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    coefficient_matrix: torch.Tensor | None,
-    product: str,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    chunk_size: int,
-    output_final_state: bool,
-    kept: dict[Hashable, Any] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `interdomain_attention`; training keeps the inputs alone.
-
-    Everything is in one real dtype, or query, key and value in bfloat16 and the rest in float32.
+    query, key, value, log_decay, input_matrix, coefficient_matrix, product: str, initial_state, cu_seqlens, lengths,
+    chunk_size: int, output_final_state: bool, kept: dict[Hashable, Any] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """As `interdomain_attention`, in one real dtype, or with query, key and value in bfloat16 and the rest in float32.
 
     Args:
-        chunk_size: the largest number of tokens in a chunk.
         kept: tables of an earlier call; not used where something may be differentiated, or is compiled.
 
     Returns:
@@ -55,19 +41,10 @@ def _call(query: torch.Tensor, *arguments) -> AttentionCall:
 
 
 def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    coefficient_matrix: torch.Tensor | None,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    product: str,
-    chunk_size: int,
-    output_final_state: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, input_matrix: torch.Tensor,
+    coefficient_matrix: torch.Tensor | None, initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None, product: str, chunk_size: int, output_final_state: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     return _computed(
         None, query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state, cu_seqlens, lengths,
         product, chunk_size, output_final_state,
@@ -76,13 +53,9 @@ def _forward(
 
 def _computed(kept: dict[Hashable, Any] | None, *inputs):
     query, key, value, log_decay, _, _, initial_state, cu_seqlens, *_, output_final_state = inputs
-    call = _call(*inputs, kept)
-    if not output_final_state:
-        return call.forward(None), log_decay.new_empty(0)
-    final = log_decay.new_zeros(state_shape(query, key, value, log_decay, cu_seqlens))
-    if initial_state is not None:
-        final.copy_(initial_state)
-    return call.forward(final), final
+    shape = state_shape(query, key, value, log_decay, cu_seqlens)
+    final = final_states(log_decay, shape, output_final_state, initial_state)
+    return _call(*inputs, kept).forward(final if output_final_state else None), final
 
 
 def _outputs(query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state, cu_seqlens, *rest):
@@ -92,8 +65,7 @@ def _outputs(query, key, value, log_decay, input_matrix, coefficient_matrix, ini
 
 
 def state_shape(query, key, value, log_decay, cu_seqlens) -> tuple[int, ...]:
-    rows = query.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return rows, key.shape[2], 2, log_decay.shape[1], key.shape[3] + value.shape[3]
+    return state_rows(query, cu_seqlens), key.shape[2], 2, log_decay.shape[1], key.shape[3] + value.shape[3]
 
 
 def _backward(inputs, grads, needs):

@@ -1,17 +1,14 @@
-"""The matrix products over chunks with bfloat16 operands, for CPUs that multiply these several times as fast.
+"""`ops/interdomain/chunk_call.py` with bfloat16 operands, for CPUs that multiply these several times as fast.
 
-A product sums in float32 and rounds its result once. What is carried is never rounded: states, decays and sums over
-chunks stay in float32, and so does what makes the tables. Two things differ from `ops/interdomain/chunk_call.py`.
-
-Within a chunk a query meets a key and a value only through the distances to both, so that between the skewed scores and
-the skewed weights stands one matrix, and with the states before the chunk beside them one larger one:
+A product sums in float32 and rounds its result once. States, decays, sums over chunks and the making of tables stay in
+float32. Passes 1 and 2 are joined: weights within a chunk depend on the scores through distances alone, so one matrix
+makes skewed weights of skewed scores, and a larger one also takes in the states before the chunk and gives p:
 
     [skewed weights | p] = [skewed scores | y] [[T W T^T, T W], [W T^T, W]],   T the table, W the mixing matrix
 
-in which y now holds only what comes from the states. The columns of the weights and those of p are multiplied apart,
-where each are read next. The matrix is made in float32, from tables that were never rounded, and two roundings in
-between are saved: a y of all keys is much larger than what W leaves of it, where C has been made an inverse (the
-posterior start). For the same reason the columns of p have beside them what rounding their matrix took away.
+Here y holds only what comes from the states. The matrix is made in float32 and rounded once; y and p of the chunk's own
+keys are never rounded. That matters where C is the inverse of a Gramian (the posterior start): y is then much larger
+than what W leaves of it. For the same reason the columns for p have a second term, what rounding took from the first.
 """
 
 import torch
@@ -21,8 +18,8 @@ from ..common.states import Repeated, StateGradients, States, pairs
 from .chunk_call import AttentionCall, AttentionTables, Gradients, Walked
 
 
-class NarrowStates(States):
-    """Narrow inputs, states in the dtype of the tables; what products read of a state is narrow again."""
+class Bf16States(States):
+    """`States` of bfloat16 inputs, in the dtype of the tables but for copies in bfloat16 that products read."""
 
     def forward(self, segment: Segment, inputs: torch.Tensor, entry: torch.Tensor | None) -> torch.Tensor | None:
         before, state = None, entry
@@ -36,13 +33,13 @@ class NarrowStates(States):
                     self.ends[:, first + following : first + lanes] = state[:, following:]
             if not following:
                 break
-            # What a segment begins with is kept for the way back.
+            # The backward pass needs the states with which a segment begins.
             state = self._moved(state, inputs[:, start : start + following], in_place=state is not entry)
-        self.left = state if segment.following else None
+        self.next_entry = state if segment.following else None
         return before
 
     def _moved(self, state: torch.Tensor | None, inputs: torch.Tensor, in_place: bool) -> torch.Tensor:
-        """States `[G, N, W, 2M]`, None for zeros, after chunks side by side, `[G, N, C, W]`; N may have become less."""
+        """States `[G, N, W, 2M]`, None for zeros, after one more chunk `[G, n, C, W]` of the first n <= N documents."""
         shape = self._shape(inputs.shape[1])
         wide = self.workspace.tensor("wide inputs", tuple(inputs.shape), self.tables.table).copy_(inputs)
         wide, table = wide.flatten(0, 1).mT, self.tables.repeated(inputs.shape[1])
@@ -57,8 +54,8 @@ class NarrowStates(States):
         return state
 
 
-class NarrowTables(AttentionTables):
-    """Those of a `Bf16Call`, what products read in bfloat16.
+class Bf16Tables(AttentionTables):
+    """The tables of a `Bf16Call`, in bfloat16 where products read them.
 
     Attributes:
         repeated: the table of powers.
@@ -81,9 +78,9 @@ class NarrowTables(AttentionTables):
 class Bf16Call(AttentionCall):
     """Query, keys and values in bfloat16, the rest in float32."""
 
-    states_class = NarrowStates
-    tables_class = NarrowTables
-    own: NarrowTables
+    states_class = Bf16States
+    tables_class = Bf16Tables
+    own: Bf16Tables
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -91,7 +88,7 @@ class Bf16Call(AttentionCall):
         self.to_near, self.to_far, self.rest_to_far = self.own.to_near, self.own.to_far, self.own.rest_to_far
 
     def gradients(self, *arguments) -> Gradients:
-        return NarrowGradients(self, *arguments)
+        return Bf16Gradients(self, *arguments)
 
     def attend(self, rows: torch.Tensor, keys: Walked, values: Walked) -> torch.Tensor:
         pulled, _ = self.gather(rows, *keys)
@@ -111,10 +108,10 @@ class Bf16Call(AttentionCall):
         return pulled, raw
 
     def skewed(self, scores: torch.Tensor, name: str) -> torch.Tensor:
-        """`[G N, P C, C]` skewed in the first columns of `[G, N P C, C + 2M]`; what the others hold is to be written.
+        """`[G N, P C, C]` skewed in the first columns of `[G, N P C, C + 2M]`; the other columns are to be overwritten.
 
-        Rows that are written one element less far apart than they are read: column i of row t becomes column
-        i + C-1 - t. What is above the diagonal falls into the other columns, and nothing into those before.
+        Rows are written one element less far apart than they are read, so that column i of row t becomes column
+        i + C-1 - t; what is above the diagonal falls into the other columns.
         """
         size, width = self.size, max(self.size + self.modes, 2 * self.size - 1)
         rows = self.workspace.tensor(
@@ -145,7 +142,7 @@ class Bf16Call(AttentionCall):
         return x
 
     def reader(self, p: torch.Tensor) -> torch.Tensor:
-        """Rows of the modes for the states of their chunks: narrow, `[G N, P C, 2M]`."""
+        """Rows that multiply the states before their chunks: in bfloat16, `[G N, P C, 2M]`."""
         narrow = self.workspace.tensor("reader", tuple(p.shape), self.query).copy_(p)
         return narrow.view(-1, self.heads * self.size, self.modes)
 
@@ -153,7 +150,7 @@ class Bf16Call(AttentionCall):
         return self.workspace.tensor(name, tuple(x.shape), self.mixing).copy_(x)
 
 
-class NarrowGradients(Gradients):
+class Bf16Gradients(Gradients):
     """The backward pass of a `Bf16Call`."""
 
     call: Bf16Call

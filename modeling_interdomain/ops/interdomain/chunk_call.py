@@ -36,7 +36,7 @@ _SEGMENT_FLOATS = {"cpu": 1 << 19, "other": 1 << 24}
 
 
 class AttentionTables:
-    """What a call makes of the parameters alone, for chunks of one size.
+    """The tables that a call makes of the parameters, for chunks of one size.
 
     Attributes:
         decay: the powers of lambda.
@@ -44,14 +44,7 @@ class AttentionTables:
         mixing: `[G, 2M, 2M]`.
     """
 
-    def __init__(
-        self,
-        log_decay: torch.Tensor,
-        input_matrix: torch.Tensor,
-        coefficients: torch.Tensor | None,
-        product: str,
-        size: int,
-    ):
+    def __init__(self, log_decay, input_matrix, coefficients, product: str, size: int):
         self.decay = DecayTables(log_decay, input_matrix, size, log_decay.dtype)
         self.forth = self.decay.powers[:, None, 1:].contiguous()
         self.back = self.forth.conj().resolve_conj()
@@ -60,30 +53,15 @@ class AttentionTables:
 
 
 class AttentionCall:
-    """One call: its tables, how its tokens lie among the chunks, and the memory that its segments share.
-
-    Everything is in one real dtype.
-    """
+    """One call in one real dtype: its tables, the layout of its chunks, and the memory that its segments share."""
 
     states_class: type[States] = States
     tables_class: type[AttentionTables] = AttentionTables
 
     def __init__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        log_decay: torch.Tensor,
-        input_matrix: torch.Tensor,
-        coefficients: torch.Tensor | None,
-        initial: torch.Tensor | None,
-        cu_seqlens: torch.Tensor | None,
-        lengths: torch.Tensor | None,
-        product: str,
-        chunk_size: int,
-        ends: bool,
-        kept: dict[Hashable, Any] | None = None,
-    ):
+        self, query, key, value, log_decay, input_matrix, coefficients, initial, cu_seqlens, lengths, product: str,
+        chunk_size: int, ends: bool, kept: dict[Hashable, Any] | None = None,
+    ):  # fmt: skip
         batch, length, heads, feature_dim = query.shape
         self.query, self.groups, self.heads = query, key.shape[2], heads // key.shape[2]
         floats = _SEGMENT_FLOATS["cpu" if query.device.type == "cpu" else "other"]
@@ -93,7 +71,7 @@ class AttentionCall:
         make = partial(self.tables_class, log_decay, input_matrix, coefficients, product, self.size)
         about = self.tables_class, product, self.size, log_decay.dtype
         kept = {} if kept is None else kept
-        if kept.get("chunk", (None,))[0] != about:  # the last alone: there may be a table for every size
+        if kept.get("chunk", (None,))[0] != about:  # only the last: there may be tables for many sizes
             kept["chunk"] = about, make()
         self.own = kept["chunk"][1]
         self.tables, self.mixing = self.own.decay, self.own.mixing
@@ -105,14 +83,14 @@ class AttentionCall:
         self.values = self.states_class("value", value, *shared, both[1], self.workspace, ends)
 
     def rows(self, name: str, x: torch.Tensor, segment: Segment) -> torch.Tensor:
-        """What the heads have, `[B, T, H, W]`, as `[G N, P C, W]`."""
+        """Queries, or what else the heads have, `[B, T, H, W]`, as `[G N, P C, W]`."""
         shape = (self.groups, segment.chunks, self.heads, self.size, x.shape[3])
         target = self.workspace.tensor(name, shape, x)
         self.chunks.read(x, segment, target)
         return target.view(shape[0] * shape[1], shape[2] * shape[3], shape[4])
 
     def write(self, rows: torch.Tensor, segment: Segment, x: torch.Tensor) -> None:
-        """The way back."""
+        """The inverse of `rows`, written to x."""
         self.chunks.write(rows.view(self.groups, segment.chunks, -1, self.size, rows.shape[2]), segment, x)
 
     def by_group(self, x: torch.Tensor) -> torch.Tensor:
@@ -133,7 +111,7 @@ class AttentionCall:
         return found.view(-1, self.heads * self.size, self.size)
 
     def reading(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows as they read the states before their chunk."""
+        """The rows by which the states before their chunk are multiplied."""
         return rows
 
     def pull(self, rows, keys, before, keep: bool):
@@ -213,8 +191,8 @@ class AttentionCall:
 
 
 class Walked(NamedTuple):
-    """What a stream brings to a segment: its inputs `[G N, C, W]`, the states before its chunks `[G N, W, 2M]`, None
-    for zeros."""
+    """Keys or values in a segment: `inputs` `[G N, C, W]`, and the states before the chunks `[G N, W, 2M]`, None for
+    zeros."""
 
     inputs: torch.Tensor
     before: torch.Tensor | None
@@ -235,13 +213,12 @@ class Gradients:
         return StateGradients(states, final)
 
     def segments(self) -> None:
-        """From the last to the first."""
         for index in reversed(range(len(self.call.chunks.segments))):
             self.segment(index)
 
     def segment(self, index: int) -> None:
         call, segment = self.call, self.call.chunks.segments[index]
-        alone = segment._replace(following=0)  # what the next one begins with is kept already
+        alone = segment._replace(following=0)  # the states with which the next one begins are known
         rows = call.rows("rows", call.query, segment)
         keys = walk(call.keys, alone, self.keys.starts[index])
         values = walk(call.values, alone, self.values.starts[index])
@@ -249,7 +226,7 @@ class Gradients:
         self._through(segment, rows, keys, values, grad)
 
     def _through(self, segment: Segment, rows, keys: Walked, values: Walked, grad) -> None:
-        """From the gradient of the output, `[G N, P C, D]`, to those of all that the segment reads."""
+        """From the gradient of the output, `[G N, P C, D]`, to all gradients of the segment."""
         call = self.call
         pulled, raw, y, p = call.pull(rows, *keys, keep=True)
         of_p = self._second_pass(segment, grad, *values, p)
@@ -297,7 +274,7 @@ class Gradients:
         self._inputs(self.keys, segment, keys, states, of_keys, of_states)
 
     def _inputs(self, stream: StateGradients, segment: Segment, inputs, before, grad, of_before) -> None:
-        """The gradient of keys or values: that within the chunk, `[G N, C, W]`, and that through the states."""
+        """Write the gradient of keys or values: `grad` `[G N, C, W]`, from their chunks, and that through states."""
         groups, chunks = self.call.groups, segment.chunks
         before = None if before is None else before.unflatten(0, (groups, chunks))
         after = stream.backward(segment, inputs.unflatten(0, (groups, chunks)), before, of_before)
@@ -306,7 +283,7 @@ class Gradients:
         self.call.chunks.write(grad.view(groups, chunks, 1, *grad.shape[1:]), segment, stream.x)
 
     def _decay(self, x: torch.Tensor, grad: torch.Tensor) -> None:
-        """Rows that were multiplied by lambda^(t+1), or by its conjugate with the roles exchanged."""
+        """Add the gradient of lambda^(t+1), the factor of x, or of its conjugate, with x and grad exchanged."""
         product = dot(x, grad, self.workspace.tensor("decay product", tuple(x.shape), x))
         self.of_powers += product.unflatten(1, (-1, self.call.size)).sum(1)
 

@@ -8,33 +8,12 @@ import torch
 from ..common.checks import check_documents, check_floats, check_how, check_state, check_tensors, real_tokens, shape_of
 from ..common.cpu import autocasts, multiplies_bf16, without_autocast
 from ..common.launch import check_step_backend, fused, steps_fused
+from ..common.packing import mask_from_lengths, state_rows, step_rows
 from ..diagonal.step import StepParameters, advance_state, read_state, step_tables
 from .chunk import chunk_attention
 from .readout import PRODUCTS
 
 BACKENDS = ("auto", "recurrent", "fft", "scan", "associative_scan", "chunk", "triton")
-
-
-def _recurrent(*problem):
-    from .naive import recurrent_attention
-
-    return recurrent_attention(*problem)
-
-
-def _fft(*problem):
-    from .prefix import fft_attention
-
-    return fft_attention(*problem)
-
-
-def _associative_scan(*problem):
-    from .prefix import associative_scan_attention
-
-    return associative_scan_attention(*problem)
-
-
-# Imported when asked for: the code of a checkpoint does without what its configuration does not name.
-_WITHOUT_CHUNKS = {"recurrent": _recurrent, "fft": _fft, "associative_scan": _associative_scan}
 
 
 def interdomain_attention(
@@ -100,8 +79,8 @@ def interdomain_attention(
                 X' = exp(log_gate_t + log_decay) X_{t-1},   u_t = value_t - delta_t (answer of X' to key_t)
                 X_t = X' + write_gate_t input_matrix (x) [key_t ; u_t]
 
-            as ops/interdomain/gates_naive.py defines; for "auto", "recurrent" and "chunk", in graphs that are not
-            exported, and delta without `normalize`. Default: None, which means 0, 1 and 0.
+            as ops/interdomain/naive.py defines; for "auto", "recurrent", "chunk" and, without delta, "triton",
+            in graphs that are not exported, and delta without `normalize`. Default: None, which means 0, 1 and 0.
 
     Returns:
         output `[B, T, H, D]` in the dtype of `value`, and the final state `[B or S, G, 2, M, R + D]` in float32
@@ -136,9 +115,8 @@ def interdomain_attention(
     """
     check_inputs((query, key, value), log_decay, input_matrix, coefficient_matrix, product)
     cu_seqlens, lengths = check_documents(cu_seqlens, lengths, query)
-    rows = query.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if initial_state is not None:
-        _check_state(initial_state, "initial_state", rows, key, value, log_decay, normalize)
+        _check_state(initial_state, "initial_state", state_rows(query, cu_seqlens), key, value, log_decay, normalize)
     check_how(backend, BACKENDS, chunk_size)
     gates = _gates(key, log_gate, write_gate, delta, normalize, backend)
 
@@ -154,9 +132,9 @@ def interdomain_attention(
     single = backend == "auto" and query.shape[1] == 1 and whole and not needs_grad and not exporting
     with without_autocast(query.device):
         found = None
-        if backend in ("auto", "triton") and not (single or exporting or gates):
+        if backend in ("auto", "triton") and not (single or exporting or (gates and gates.delta is not None)):
             arguments = (*tokens, *parameters, product, initial_state, cu_seqlens, chunk_size, normalize)
-            found = _fused(backend, *arguments, lengths=lengths, output_final_state=output_final_state)
+            found = _fused(backend, gates, *arguments, lengths=lengths, output_final_state=output_final_state)
         if found is None:
             compute = _compute_dtype(*tokens)
             chunks = backend in ("auto", "chunk") and not (single or exporting or normalize or gates)
@@ -185,8 +163,14 @@ def interdomain_attention(
                 from ..diagonal.export import export_attention
 
                 found = export_attention(*problem, cu_seqlens, lengths, chunk_size)
-            elif backend in _WITHOUT_CHUNKS:
-                found = _on_documents(_WITHOUT_CHUNKS[backend], *problem, cu_seqlens, lengths)
+            elif backend == "recurrent":
+                from .naive import recurrent_attention
+
+                found = recurrent_attention(*problem, cu_seqlens, lengths)
+            elif backend in ("fft", "associative_scan"):
+                from .prefix import prefix_attention
+
+                found = _on_documents(prefix_attention, *problem, cu_seqlens, lengths, backend)
             elif backend == "scan":
                 found = _on_documents(_scan, *problem, cu_seqlens, lengths, chunk_size)
             else:
@@ -195,14 +179,9 @@ def interdomain_attention(
     if normalize:
         denominator = output[..., value_dim:]
         if lengths is not None:  # zero over zero at the pads
-            denominator = torch.where(_real_tokens(lengths, output)[..., None, None], denominator, 1)
+            denominator = torch.where(mask_from_lengths(lengths, output)[..., None, None], denominator, 1)
         output = output[..., :value_dim] / denominator
     return output.to(out_dtype), state if output_final_state else None
-
-
-def _real_tokens(lengths: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """`[B, T]` bool, False for the pads of tokens `[B, T, ...]`."""
-    return torch.arange(x.shape[1], device=x.device) < lengths[:, None]
 
 
 def _on_documents(
@@ -216,7 +195,7 @@ def _on_documents(
     sizes = cu_seqlens.diff() if lengths is None else lengths
     real = None
     if lengths is not None:
-        real = _real_tokens(lengths, query).flatten().nonzero()[:, 0]
+        real = mask_from_lengths(lengths, query).flatten().nonzero()[:, 0]
         query, key, value = (x.flatten(0, 1).index_select(0, real)[None] for x in (query, key, value))
     filled = sizes.nonzero()[:, 0]
     rest = _state_or_zeros(state, key, value, log_decay, sizes.shape[0])
@@ -233,13 +212,16 @@ def _on_documents(
     return output, final
 
 
-def _fused(backend, query, key, value, log_decay, *arguments, **options):
+def _fused(backend, gates, query, key, value, log_decay, *arguments, **options):
     def run():
         from .triton import triton_attention
 
-        return triton_attention(*(x.to(value.dtype) for x in (query, key, value)), log_decay, *arguments, **options)
+        tokens = (x.to(value.dtype) for x in (query, key, value))
+        own = {} if gates is None else {"log_gate": gates.log_gate, "write_gate": gates.write_gate}
+        return triton_attention(*tokens, log_decay, *arguments, **options, **own)
 
-    return fused(backend, (query, key, value), (query.shape[3], value.shape[3], log_decay.shape[1]), run)
+    widths = query.shape[3], value.shape[3], log_decay.shape[1]
+    return fused(backend, (query, key, value), widths, run, "gated attention" if gates else "attention")
 
 
 def _scan(query, key, value, log_decay, *arguments):
@@ -306,7 +288,7 @@ def interdomain_step(
             changes, and its output is zero. No two rows may share a slot, nor may an index be N or more: that is
             refused on a CPU alone, elsewhere it corrupts states. Slots may lie apart (`stride(0)` above their size).
             The state of a new request is written by its prefill, which begins at zero. Default: None.
-        log_gate, write_gate, delta: `[B, G]` each, as in `interdomain_attention`; without "triton". Default: None.
+        log_gate, write_gate, delta: `[B, G]` each, as in `interdomain_attention`. Default: None.
 
     Returns:
         `[B, H, D]` in the dtype of `value`. Not differentiable: use `interdomain_attention` for gradients.
@@ -315,12 +297,7 @@ def interdomain_step(
         ValueError: when an argument has a wrong shape, device or value, before the state is touched.
     """
     check_inputs((query, key, value), log_decay, input_matrix, coefficient_matrix, product, rows="B")
-    rows = query.shape[0]
-    if state_indices is not None:
-        from ..common.slots import check_slots
-
-        rows = check_slots(state_indices, state, rows, query.device)
-    _check_state(state, "state", rows, key, value, log_decay, normalize)
+    _check_state(state, "state", step_rows(query, state, state_indices), key, value, log_decay, normalize)
     check_step_backend(backend, state, state_indices)
     gates = _gates(key, log_gate, write_gate, delta, normalize, backend, rows="B")
     mask = real_tokens(mask, query)
@@ -347,7 +324,7 @@ def take_step(
     Args:
         query, key, value: with or without an axis of the one token, `[B, 1, H, R]` or `[B, H, R]`.
         parameters: `log_decay`, `input_matrix`, `coefficient_matrix` and `product`, of which `step_tables` are made.
-        gates: `log_gate`, `write_gate` and `delta`, `[B, G]` or `[B, 1, G]` each or None; PyTorch takes the step.
+        gates: `log_gate`, `write_gate` and `delta`, `[B, G]` or `[B, 1, G]` each or None.
     """
     if torch.is_grad_enabled() or autocasts(query.device):
         with torch.no_grad(), without_autocast(query.device):
@@ -371,13 +348,9 @@ def take_step(
 def _step(
     backend, query, key, value, parameters: StepParameters, state, mask=None, wide=False, slots=None, gates=None
 ):  # fmt: skip
-    """`advance_state` and `read_state` by the fused kernels, which have no gates, or by PyTorch."""
-    if gates is not None:
-        from .gates import check_gated_backend
-
-        check_gated_backend(backend)
-    elif steps_fused(backend, state, slots):
-        output = _fused_step(backend, query, key, value, parameters.parameters, state, mask, wide, slots)
+    """`advance_state` and `read_state` by the fused kernels or by PyTorch."""
+    if steps_fused(backend, state, slots):
+        output = _fused_step(backend, query, key, value, parameters.parameters, state, mask, wide, slots, gates)
         if output is not None:
             return output
     if slots is not None:
@@ -405,15 +378,17 @@ def _step(
     return output if mask is None else output.where(mask[:, None, None], 0)
 
 
-def _fused_step(backend, query, key, value, parameters, state, mask, wide, slots):
+def _fused_step(backend, query, key, value, parameters, state, mask, wide, slots, gates):
     def run():
         from .triton_step import triton_step
 
         tokens = (x.squeeze(1) if x.ndim == 4 else x for x in (query, key, value))
+        each = (None if x is None else x.view(x.shape[0], x.shape[-1]) for x in gates or ())
         *tensors, product = parameters
-        return triton_step(*tokens, *tensors, state, product, mask, wide, slots)
+        return triton_step(*tokens, *tensors, state, product, mask, wide, slots, *each)
 
-    return fused(backend, (query, key, value, state), (query.shape[-1], value.shape[-1], state.shape[3]), run, "step")
+    widths = query.shape[-1], value.shape[-1], state.shape[3]
+    return fused(backend, (query, key, value, state), widths, run, "gated step" if gates else "step")
 
 
 def append_one(value: torch.Tensor) -> torch.Tensor:

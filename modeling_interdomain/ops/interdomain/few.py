@@ -1,7 +1,7 @@
-"""A few tokens on from a state, in about as many calls as one takes: what checking guesses runs.
+"""A few tokens from a state, in about as many calls as one token takes: what verifying a draft runs.
 
-No state is made for the tokens in between. With the rows `y_t` with which token t pulls its query through the state and
-the rows `p_t` that the mixing makes of them, both linear, the state and the new tokens add their parts:
+No states are made between the tokens. The rows `y_t` (token t's query pulled through the keys) and `p_t` (mixed) are
+linear in their inputs, to which the state and the new tokens contribute side by side:
 
     y_t = lambda^t (q_t . K) + sum_{i <= t} (q_t . k_i) lambda^(t-i) beta
     o_t = (lambda^t p_t) . V + sum_{j <= t} (p_t . lambda^(t-j) beta) v_j
@@ -16,8 +16,8 @@ from ..common.cpu import without_autocast
 from ..common.decay import as_complex, decay_powers
 from ..diagonal.step import StepTables, advance_by, mix_rows
 
-# As many tokens as a usual guess has: there this takes half the time of an operator for many. And as many inputs as may
-# wait for a state to take them in, with those of the guess itself.
+# The tokens of a usual draft, where this takes half the time of the chunked operator; and the inputs that may be
+# pending before the state takes them in, those of the draft included.
 MAX_DRAFT, MAX_PENDING = 12, 16
 
 
@@ -26,10 +26,10 @@ class FewTables(NamedTuple):
 
     Attributes:
         cos, sin: `[G, MAX_PENDING, 1, 2M]`: `lambda^t y` is `cos y + sin (Im y, Re y)`, t from 1.
-        weights: `[G T, MAX_PENDING, 2M]`, `lambda^(t-i) beta` of input i seen from token t, 0 for later ones. The last
-            T inputs are those of the tokens; others may lie before.
+        weights: `[G T, MAX_PENDING, 2M]`, `lambda^(t-i) beta` of input i at token t, 0 for later inputs. The last T
+            inputs are those of the tokens themselves, and pending ones lie before.
         decay, turn: `[G, M, 1]`, the real and the imaginary part of `lambda^T`.
-        beta: `[G, 2M, T]`, `lambda^(T-i) beta`, what is left of token i after the last.
+        beta: `[G, 2M, T]`, `lambda^(T-i) beta`, how token i enters the state after the last.
     """
 
     cos: torch.Tensor
@@ -68,10 +68,10 @@ def take_few(
     """`interdomain_step` for 2 to MAX_DRAFT real tokens a row, without the normalised readout.
 
     Args:
-        query: `[B, T, H, R]`; key: `[B, P + T, G, R]`; value: `[B, P + T, G, D]`, the first P since the state was moved
-            and before these tokens, P + T up to MAX_PENDING. With `move` P is 0.
-        tables, few: give those of the parameters in a dtype, and for a number of tokens.
-        state: `[B, G, 2, M, R + D]`, moved in place, or left as it was without `move`.
+        query: `[B, T, H, R]`; key: `[B, P + T, G, R]`; value: `[B, P + T, G, D]`, of which the first P are pending: the
+            state has not taken them in. P + T is at most MAX_PENDING, and P is 0 with `move`.
+        tables, few: return the tables for a dtype, and for a dtype and a number of tokens.
+        state: `[B, G, 2, M, R + D]`, advanced in place with `move`, otherwise left as it was.
 
     Returns:
         `[B, T, H, D]` in the dtype of `value`. Not differentiable.

@@ -1,8 +1,7 @@
 """Gates of time and of the write, and the delta rule: checks, steps, and what passes a gated state on.
 
-The definition is in `ops/interdomain/gates_naive.py`. The readout is linear in the query, so that a write gate is a
-factor of a token's key and value and of nothing else: `w u = w v - delta (answer to w k)`. What is left to compute
-are the gates of time and the delta rule.
+The definition is in `ops/interdomain/naive.py`. Since the readout is linear in the query, a write gate is only a factor
+of the token's key and value, `w u = w v - delta (answer to w k)`: what remains are gates of time and the delta rule.
 """
 
 from collections.abc import Hashable
@@ -17,7 +16,9 @@ from ..common.launch import say_without_kernels
 from ..diagonal.step import StepTables, read_state, turn_state
 from .chunk import chunk_attention
 
-GATED_BACKENDS = ("auto", "recurrent", "chunk")
+GATED_BACKENDS = ("auto", "recurrent", "chunk", "triton")
+# Those that have the delta rule in more than a step.
+DELTA_BACKENDS = GATED_BACKENDS[:-1]
 
 
 class Gates(NamedTuple):
@@ -40,7 +41,7 @@ def checked_gates(
     """Refuse gates that do not fit keys with these axes in front, and where there are none.
 
     Args:
-        backend: of the operator or the step.
+        backend: of the operator; a step has gates in all of its own.
     """
     named = [(name, x, f"{rows}, G") for name, x in zip(Gates._fields, gates) if x is not None]
     check_tensors(("key", key, f"{rows}, G, R"), *named)
@@ -51,18 +52,24 @@ def checked_gates(
         )
     if found.delta is not None and normalize:
         raise ValueError("delta needs the plain readout: use normalize=False, or leave delta away.")
-    check_gated_backend(backend)
+    if rows != "B":
+        check_gated_backend(backend, found.delta is not None)
     if torch.compiler.is_exporting():
         raise ValueError("Exported graphs have no gates and no delta rule: export a model without them.")
     return found
 
 
-def check_gated_backend(backend: str) -> None:
-    """Refuse a backend that has no gates."""
+def check_gated_backend(backend: str, delta: bool) -> None:
+    """Refuse a backend of the operator that has no gates or, where that is asked for, no delta rule."""
     if backend not in GATED_BACKENDS:
         raise ValueError(
             f"backend {backend!r} has no gates and no delta rule: with log_gate, write_gate or delta it must be one of "
             f"{', '.join(GATED_BACKENDS)}."
+        )
+    if delta and backend not in DELTA_BACKENDS:
+        raise ValueError(
+            f"backend {backend!r} has the delta rule in a step alone: with delta it must be one of "
+            f"{', '.join(DELTA_BACKENDS)}."
         )
 
 
@@ -84,12 +91,12 @@ def gated_attention(
     """
     log_gate, write_gate, delta = gates
     if backend == "recurrent":
-        from .gates_naive import gated_recurrent_attention
+        from .naive import recurrent_attention
 
         alike = (None if x is None else x.to(key.dtype) for x in gates)
-        return gated_recurrent_attention(query, key, value, *parameters, *alike)
-    if backend == "auto":
-        say_without_kernels(query.device, "gates and the delta rule have none yet")
+        return recurrent_attention(query, key, value, *parameters, *alike)
+    if backend == "auto" and delta is not None:
+        say_without_kernels(query.device, "the delta rule has them in decoding steps alone")
     if write_gate is not None:
         write_gate = write_gate.to(key.dtype)[..., None]
         key, value = key * write_gate, value * write_gate
@@ -178,7 +185,7 @@ def gated_state_after(
 
 def _replayed(state, key, value, mask, log_decay, input_matrix, coefficient_matrix, product, gates):
     """Pads, wherever they stand, leave the state alone: log_decay and writes are of real tokens."""
-    from .gates_naive import gated_recurrent_attention
+    from .naive import recurrent_attention
 
     dtype = state.dtype
     parameters = (None if x is None else x.to(dtype) for x in (log_decay, input_matrix, coefficient_matrix))
@@ -187,7 +194,7 @@ def _replayed(state, key, value, mask, log_decay, input_matrix, coefficient_matr
         None if x is None else x.to(dtype).gather(1, order.view(*order.shape, *[1] * (x.ndim - 2)).expand_as(x))
         for x in (key, value, *gates)
     )
-    return gated_recurrent_attention(key, key, value, *parameters, product, state, None, mask.sum(1), *gates)[1]
+    return recurrent_attention(key, key, value, *parameters, product, state, None, mask.sum(1), *gates)[1]
 
 
 def total_gated_decay(mask: torch.Tensor, log_gate: torch.Tensor) -> torch.Tensor:

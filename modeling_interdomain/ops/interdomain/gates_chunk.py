@@ -22,6 +22,7 @@ import torch
 from ..common.chunks import Segment
 from ..common.custom_op import differentiable
 from ..common.decay import LEAST
+from ..common.states import final_states
 from ..diagonal.mixing import mixing_gradient
 from .chunk import state_shape
 from .chunk_call import AttentionCall, Gradients, Walked, margins, walk
@@ -33,21 +34,9 @@ _DELTA_CHUNK = 32
 
 
 def gated_chunk_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    coefficient_matrix: torch.Tensor | None,
-    product: str,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    chunk_size: int,
-    output_final_state: bool,
-    log_gate: torch.Tensor | None,
-    delta: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query, key, value, log_decay, input_matrix, coefficient_matrix, product: str, initial_state, cu_seqlens, lengths,
+    chunk_size: int, output_final_state: bool, log_gate, delta,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """As `chunk_attention`, in one real dtype but for the gates, which may be in any.
 
     Args:
@@ -339,32 +328,18 @@ class GatedGradients(Gradients):
 
 
 def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    coefficient_matrix: torch.Tensor | None,
-    initial_state: torch.Tensor | None,
-    log_gate: torch.Tensor,
-    delta: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    product: str,
-    chunk_size: int,
-    output_final_state: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, input_matrix: torch.Tensor,
+    coefficient_matrix: torch.Tensor | None, initial_state: torch.Tensor | None, log_gate: torch.Tensor,
+    delta: torch.Tensor | None, cu_seqlens: torch.Tensor | None, lengths: torch.Tensor | None, product: str,
+    chunk_size: int, output_final_state: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     inputs = query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state
     call = GatedCall(
         *inputs, cu_seqlens, lengths, product, chunk_size, output_final_state, log_gate=log_gate, delta=delta
     )
-    final = None
-    if output_final_state:
-        final = log_decay.new_zeros(state_shape(query, key, value, log_decay, cu_seqlens))
-        if initial_state is not None:
-            final.copy_(initial_state)
-    output = call.forward(final)
-    final = log_decay.new_empty(0) if final is None else final
+    shape = state_shape(query, key, value, log_decay, cu_seqlens)
+    final = final_states(log_decay, shape, output_final_state, initial_state)
+    output = call.forward(final if output_final_state else None)
     return output, final, value.new_empty(0) if delta is None else call.values.x
 
 

@@ -1,13 +1,14 @@
-"""Which token answered, where tokens forget, write more or less, and take back what was there."""
+"""The attention map of layers with gates and the delta rule."""
 
 import torch
 
 from ..common.checks import check_documents
 from ..common.cpu import without_autocast
 from ..common.decay import finite
+from ..common.packing import within_documents
 from .entry import check_inputs
 from .gates import checked_gates
-from .map import map_weights, within
+from .map import map_weights
 
 
 def gated_attention_map(
@@ -45,7 +46,7 @@ def gated_attention_map(
     cu_seqlens, _ = check_documents(cu_seqlens, None, query)
     checked_gates(key, (log_gate, write_gate, delta), False, "auto")
     compute = torch.promote_types(torch.promote_types(query.dtype, key.dtype), torch.float32)
-    left = within(cu_seqlens, _left(log_gate, write_gate, key, compute))
+    left = within_documents(_left(log_gate, write_gate, key, compute), cu_seqlens)
     parameters = log_decay, input_matrix, coefficient_matrix, product
     with without_autocast(query.device):
         weights = map_weights(query, key, *parameters, lambda x: left * x)

@@ -118,7 +118,7 @@ class DeltaStates(GatedStates):
             before = self.workspace.tensor(f"{self.name} before", self._shape(segment.chunks), values)
             first = before[:, : segment.lanes[0]]
             first.zero_() if entry is None else first.copy_(entry)
-        self.left = values.new_empty(self._shape(segment.following)) if segment.following else None
+        self.next_entry = values.new_empty(self._shape(segment.following)) if segment.following else None
         for index, (start, lanes, following) in enumerate(segment.moves()):
             here = slice(start, start + lanes)
             lacking = rows_of(values, here)
@@ -128,7 +128,7 @@ class DeltaStates(GatedStates):
             if not following:
                 break
             here = slice(start, start + following)
-            after = self.left if index + 1 == len(segment.lanes) else before[:, start + lanes :][:, :following]
+            after = self.next_entry if index + 1 == len(segment.lanes) else before[:, start + lanes :][:, :following]
             written = values[:, here] * self.gates.of(segment).after[:, here]
             added = torch.bmm(written.flatten(0, 1).mT, self._table(following)).view(after.shape)
             if before is None:
@@ -261,7 +261,7 @@ class DeltaStateGradients(GatedStateGradients):
             start, lanes, following = moves[index]
             here = slice(start, start + lanes)
             if index + 1 == len(moves) and following:
-                after[:, start : start + following] = self.left
+                after[:, start : start + following] = self.next_entry
             after[:, start + following : start + lanes] = 0
             if following:
                 through = torch.bmm(self.states._table(lanes), rows_of(after, here).mT)

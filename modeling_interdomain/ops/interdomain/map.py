@@ -1,4 +1,4 @@
-"""Which token answered: the weights with which an output of Interdomain attention adds up the values."""
+"""The attention map: the weights with which an output of Interdomain attention adds up the values."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ import torch
 from ..common.checks import check_documents
 from ..common.cpu import without_autocast
 from ..common.decay import as_complex, decay_powers
-from ..common.packing import document_of_tokens
+from ..common.packing import within_documents
 from ..diagonal.step import grouped_coefficients
 from .entry import check_inputs
 from .readout import pull_back
@@ -29,8 +29,8 @@ def interdomain_attention_map(
         y_t[n] = sum_{i <= t} (query_t . key_i) lambda_n^(t-i) beta_n,   p_t = W y_t
         A_tj   = Re( sum_n conj(p_t[n]) lambda_n^(t-j) beta_n )
 
-    A row may have either sign and does not sum up to one, except with `normalize`. It takes O(T^2 M) operations and T^2
-    numbers a head, to look inside; the layer itself needs neither.
+    Weights have either sign and do not sum to one, except with `normalize`. For inspection alone: it takes O(T^2 M)
+    operations and T^2 numbers a head, of which the layer needs neither.
 
     Args:
         query: `[B, T, H, R]`, key: `[B, T, G, R]`, log_decay, input_matrix: `[G, M, 2]`, coefficient_matrix, product,
@@ -46,7 +46,7 @@ def interdomain_attention_map(
     cu_seqlens, _ = check_documents(cu_seqlens, None, query)
     parameters = log_decay, input_matrix, coefficient_matrix, product
     with without_autocast(query.device):
-        weights = map_weights(query, key, *parameters, lambda x: within(cu_seqlens, x))
+        weights = map_weights(query, key, *parameters, lambda x: within_documents(x, cu_seqlens))
     weights = weights.transpose(0, 1).flatten(1, 2)
     return weights / weights.sum(-1, keepdim=True) if normalize else weights
 
@@ -68,19 +68,11 @@ def map_weights(
     return seen(_by_token((p.conj() @ kernel.mT).real))
 
 
-def within(cu_seqlens: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    """`[..., T, T]`, zero between tokens of different documents."""
-    if cu_seqlens is None:
-        return x
-    document = document_of_tokens(cu_seqlens, x.shape[-1])
-    return torch.where(document[:, None] == document, x, 0)
-
-
 def _by_age(x: torch.Tensor) -> torch.Tensor:
-    """`[..., T, T]` by token to by age: entry (t, a) is that of token t - a, zero where there is none."""
+    """`[..., T, T]` indexed by (t, i) to (t, age), age = t - i; zero where there is no such token."""
     t = torch.arange(x.shape[-1], device=x.device)
     token = t[:, None] - t
     return torch.where(token >= 0, x.gather(-1, token.clamp(min=0).expand_as(x)), 0)
 
 
-_by_token = _by_age  # t - (t - a) = a: the same rearrangement leads back
+_by_token = _by_age  # the inverse is the same rearrangement: t - (t - age) = age

@@ -1,4 +1,4 @@
-"""The definition, token by token (eqs. 11 and 13). Every other backend is compared with this one in float64."""
+"""The definition, token by token. Every other backend is compared with this one in float64."""
 
 from itertools import pairwise
 
@@ -9,54 +9,76 @@ from .readout import combine
 
 
 def recurrent_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    coefficient_matrix: torch.Tensor | None,
-    product: str,
-    initial_state: torch.Tensor | None,
-    boundaries: list[int],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Form U_t = C X^k_t and Gamma_t = C X^v_t explicitly at every token.
+    query, key, value, log_decay, input_matrix, coefficient_matrix, product: str, initial_state, cu_seqlens, lengths,
+    log_gate=None, write_gate=None, delta=None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    r"""At every token the state decays, then answers the token's key, and then takes in what that answer lacked:
 
-    Shapes as in `interdomain_attention`, all of one real dtype. `boundaries` are the ends of the documents along T,
-    starting with 0; several documents mean B = 1, and states then have one row a document instead of one a batch row.
+        X'_t = exp(log_gate_t) exp(log_decay) X_(t-1)
+        u_t  = value_t - delta_t Re( key_t^T U'_t^T Gamma'_t ),   (U'_t, Gamma'_t) = C X'_t
+        X_t  = X'_t + write_gate_t input_matrix (x) [key_t ; u_t]
+        o_t  = Re( query_t^T U_t^T Gamma_t ),                     (U_t, Gamma_t) = C X_t
+
+    A gate that is None is neutral; without gates these are eqs. 11 and 13 of the paper. With delta the key is read like
+    a query of its group, before its own token is written.
+
+    Shapes as in `interdomain_attention`, all floating-point tensors of one dtype.
 
     Returns:
         output `[B, T, H, D]`, states `[B or documents, G, 2, M, R + D]`.
     """
-    batch, _, heads, feature_dim = query.shape
+    batch, length, heads, feature_dim = query.shape
     groups, value_dim = key.shape[2], value.shape[-1]
     query = query.unflatten(2, (groups, heads // groups))
     decay = as_complex(log_decay).exp()[..., None]
     beta = as_complex(input_matrix)[..., None]
     coefficients = None if coefficient_matrix is None else as_complex(coefficient_matrix)
 
-    inputs = torch.cat([key, value], dim=-1)
+    def read(rows, state):
+        """Answers `[B, G, P, D]` to rows `[B, G, P, R]`."""
+        u, gamma = _project(coefficients, state).split([feature_dim, value_dim], dim=-1)
+        return rows @ combine(u, gamma, product)
+
     outputs, finals = [], []
-    for document, (start, end) in enumerate(pairwise(boundaries)):
+    for number, (rows, start, end) in enumerate(_documents(batch, length, cu_seqlens, lengths)):
         if initial_state is None:
-            state = torch.zeros(
-                batch, groups, log_decay.shape[1], inputs.shape[-1], dtype=decay.dtype, device=query.device
-            )
+            count = query[rows].shape[0]
+            state = decay.new_zeros(count, groups, decay.shape[1], feature_dim + value_dim)
         else:
-            rows = initial_state[document : document + batch]
-            state = torch.complex(rows[:, :, 0], rows[:, :, 1])
+            pair = initial_state if rows == slice(None) else initial_state[number : number + 1]
+            state = torch.complex(pair[:, :, 0], pair[:, :, 1])
+        found = []
         for t in range(start, end):
-            state = decay * state + beta * inputs[:, t, :, None, :]
-            projected = project(coefficients, state)
-            u, gamma = projected.split([feature_dim, value_dim], dim=-1)
-            outputs.append(query[:, t] @ combine(u, gamma, product))
+            k, u = key[rows, t, :, None], value[rows, t, :, None]
+            state = decay * state
+            if log_gate is not None:
+                state = log_gate[rows, t, :, None, None].exp() * state
+            if delta is not None:
+                u = u - delta[rows, t, :, None, None] * read(k, state)
+            inputs = torch.cat([k, u], dim=-1)
+            if write_gate is not None:
+                inputs = write_gate[rows, t, :, None, None] * inputs
+            state = state + beta * inputs
+            found.append(read(query[rows, t], state))
         finals.append(torch.stack([state.real, state.imag], dim=2))
-    output = torch.stack(outputs, dim=1).flatten(2, 3)
-    return output, torch.cat(finals)
+        output = torch.stack(found, dim=1).flatten(2, 3) if found else value.new_zeros(1, 0, heads, value_dim)
+        if lengths is not None:  # pads read nothing
+            output = torch.nn.functional.pad(output, (0, 0, 0, 0, 0, length - end))
+        outputs.append(output)
+    return torch.cat(outputs, dim=0 if cu_seqlens is None else 1), torch.cat(finals)
 
 
-def project(coefficients: torch.Tensor | None, state: torch.Tensor) -> torch.Tensor:
+def _documents(batch: int, length: int, cu_seqlens: torch.Tensor | None, lengths: torch.Tensor | None):
+    """Rows of the batch with the first and the end of their tokens; rows of equal length go together."""
+    if cu_seqlens is not None:
+        return [(slice(0, 1), start, end) for start, end in pairwise(cu_seqlens.tolist())]
+    if lengths is not None:
+        return [(slice(row, row + 1), 0, end) for row, end in enumerate(lengths.tolist())]
+    return [(slice(None), 0, length)]
+
+
+def _project(coefficients: torch.Tensor | None, state: torch.Tensor) -> torch.Tensor:
+    """C X."""
     if coefficients is None:
         return state
-    if coefficients.ndim == 2:
-        return coefficients[..., None] * state
-    return coefficients @ state
+    return coefficients[..., None] * state if coefficients.ndim == 2 else coefficients @ state

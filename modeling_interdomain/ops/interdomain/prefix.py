@@ -1,8 +1,7 @@
-"""Backends that form the state at every token, a few modes at a time: FFT convolution and parallel prefix scan.
+"""Two backends that form the states of all tokens, a few modes at a time: FFT convolution and parallel prefix scan.
 
-The paper's appendix A.1 names both. They differ in how `X_t = sum_i lambda^(t-i) beta u_i` is computed for all t at
-once; what reads the states is the same identity as everywhere (`ops/interdomain/readout.py`). Memory is T x block x (R
-+ D) complex numbers.
+Both are in the paper's appendix A.1. They differ in how `X_t = sum_i lambda^(t-i) beta u_i` is computed for all t at
+once; the readout is `ops/interdomain/readout.py`. Memory is T x block x (R + D) complex numbers.
 """
 
 from collections.abc import Callable
@@ -15,21 +14,11 @@ from ..common.decay import as_complex, decay_powers
 from ..diagonal.step import grouped_coefficients
 from .readout import pull_back
 
-# Complex numbers of the states that are held at once.
+# Complex numbers of states that are held at once.
 _NUMBERS = 1 << 22
 
 
-def fft_attention(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `recurrent_attention`, the states as one convolution over all tokens."""
-    return _attention(fft_states, *arguments)
-
-
-def associative_scan_attention(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `recurrent_attention`, the states by doubling the reach of every token log2(T) times."""
-    return _attention(doubling_states, *arguments)
-
-
-def fft_states(inputs: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+def _fft_states(inputs: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
     """`sum_{i<=t} lambda^(t-i) beta u_i` by multiplying spectra.
 
     Args:
@@ -47,7 +36,7 @@ def fft_states(inputs: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor
     return torch.fft.ifft(spectrum[:, :, None] * torch.fft.fft(inputs, n=size)[:, :, None])[..., :length]
 
 
-def doubling_states(inputs: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+def _doubling_states(inputs: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
     """The same by parallel prefix: after step j a token has collected the 2^j tokens up to itself."""
     states = inputs[:, :, None] * beta[..., None, None]
     shift = 1
@@ -59,18 +48,17 @@ def doubling_states(inputs: torch.Tensor, log_decay: torch.Tensor, beta: torch.T
     return states
 
 
-def _attention(
-    states: Callable,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    coefficient_matrix: torch.Tensor | None,
-    product: str,
-    initial_state: torch.Tensor | None,
-    boundaries: list[int],
-) -> tuple[torch.Tensor, torch.Tensor]:
+STATES = {"fft": _fft_states, "associative_scan": _doubling_states}
+
+
+def prefix_attention(
+    query, key, value, log_decay, input_matrix, coefficient_matrix, product: str, initial_state, boundaries: list[int],
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """As `recurrent_attention`, with one of `STATES`.
+
+    `boundaries` are the ends of the documents along T, starting with 0; several documents mean B = 1.
+    """
     batch, groups = query.shape[0], key.shape[2]
     coefficients = grouped_coefficients(coefficient_matrix, query.dtype)
     outputs, finals = [], []
@@ -79,7 +67,7 @@ def _attention(
         tokens = query[:, start:end].unflatten(2, (groups, -1)).permute(2, 0, 3, 1, 4)  # [G, B, P, T, R]
         keys, values = (x[:, start:end].permute(0, 2, 3, 1) for x in (key, value))  # [B, G, W, T]
         width = keys.shape[2]
-        read = _Blocks(states, log_decay, as_complex(input_matrix))
+        read = _Blocks(STATES[backend], log_decay, as_complex(input_matrix))
         y, key_end = read.pull(tokens, keys, None if first is None else first[..., :width])
         p = pull_back(coefficients, y, product)
         output, value_end = read.push(p, values, None if first is None else first[..., width:])

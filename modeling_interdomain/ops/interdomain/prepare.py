@@ -1,4 +1,4 @@
-"""From projections to the inputs of the operator in one kernel: convolutions, feature map, rotation, norms, biases."""
+"""From projections to the inputs of the operator in one kernel: convolutions, feature map, RoPE, norms, biases."""
 
 from collections.abc import Sequence
 

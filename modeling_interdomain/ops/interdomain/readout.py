@@ -1,4 +1,4 @@
-"""How the query, already pulled through the key state, meets the value state: the coefficient matrix and the product.
+"""The readout of a query that was pulled through the keys: coefficient matrix and product.
 
 With y[n] = q . X^k[n] the readout of eq. 13 is o = Re(sum_m (C y)[m] * (C X^v)[m]) for the bilinear product. Each
 product is linear in X^v, so there is a p(y) with o = Re(sum_n conj(p[n]) X^v[n]): the M x D coefficients Gamma are
@@ -19,24 +19,9 @@ def apply_coefficients(coefficients: torch.Tensor | None, x: torch.Tensor) -> to
     """
     if coefficients is None:
         return x
-    if coefficients.shape[-2] != x.shape[-1]:
-        return x * _lift(coefficients, x)
-    return _matmul_rows(x, coefficients.mT)
-
-
-def _apply_transposed(coefficients: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    if coefficients is None or coefficients.shape[-2] != x.shape[-1]:
-        return apply_coefficients(coefficients, x)
-    return _matmul_rows(x, coefficients)
-
-
-def _lift(per_group: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`[G, 1, M]` to `[G, 1, ..., 1, M]` with as many axes as `like`."""
-    return per_group.reshape(per_group.shape[0], *[1] * (like.ndim - 2), per_group.shape[-1])
-
-
-def _matmul_rows(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    return (x.reshape(x.shape[0], -1, x.shape[-1]) @ matrix).view(x.shape)
+    rows = x.reshape(x.shape[0], -1, x.shape[-1])
+    found = rows * coefficients if coefficients.shape[1] == 1 else rows @ coefficients.mT
+    return found.view(x.shape)
 
 
 def pull_back(coefficients: torch.Tensor | None, y: torch.Tensor, product: str) -> torch.Tensor:
@@ -49,11 +34,12 @@ def pull_back(coefficients: torch.Tensor | None, y: torch.Tensor, product: str) 
             coefficients are twice the real part of C X).
     """
     u = apply_coefficients(coefficients, y)
-    if product == "bilinear":
-        return _apply_transposed(coefficients, u).conj()
     if product == "hermitian":
-        return _apply_transposed(coefficients, u.conj()).conj()
-    return _apply_transposed(coefficients, (4 * u.real).to(u.dtype)).conj()
+        u = u.conj()
+    elif product == "real":
+        u = (4 * u.real).to(u.dtype)
+    transposed = coefficients if coefficients is None or coefficients.shape[1] == 1 else coefficients.mT
+    return apply_coefficients(transposed, u).conj()
 
 
 def combine(u: torch.Tensor, gamma: torch.Tensor, product: str) -> torch.Tensor:

@@ -1,12 +1,12 @@
-"""The state after some tokens without an output: what taking tokens back needs, and passing a state on."""
+"""The state after some tokens, without outputs: for rolling a cache back, and for handing a state on."""
 
 import torch
 
 from ..common.cpu import all_real, without_autocast
-from ..common.decay import as_complex, decay_powers
+from ..common.decay import as_complex, decay_powers, decayed
 from ..diagonal.step import advance_by
 
-# Tokens that go into one matrix product: with a short record there is one.
+# Tokens of one matrix product.
 _BLOCK = 1024
 
 
@@ -50,7 +50,7 @@ def state_after(
 
 
 def replay_tables(log_decay: torch.Tensor, input_matrix: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What moves a state on by up to `most` tokens, in the dtype of the parameters.
+    """The tables with which `state_after` takes up to `most` tokens at once, in the dtype of the parameters.
 
     Returns:
         `[2, G, most + 1, M, 1]`, the real and the imaginary parts of lambda^0 to lambda^most; `[G, 2M, most]`,
@@ -76,13 +76,11 @@ def _advance(state, block, powers, weights):
         weights = torch.cat([weights.real, weights.imag], dim=-1).movedim(1, 0).mT  # [B, G, 2M, T]
         decay = powers[:, mask.sum(1)].movedim(1, 0)[..., None]  # [B, G, M, 1]
     added = (weights @ inputs).unflatten(2, (2, -1))
-    real, imag = state.unbind(2)
-    carried = [decay.real * real - decay.imag * imag, decay.real * imag + decay.imag * real]
-    return torch.stack(carried, dim=2) + added
+    return decayed(state, decay) + added
 
 
 def _powers(log_decay: torch.Tensor, last: int) -> torch.Tensor:
-    """`lambda^0` to `lambda^last`, `[G, last + 1, M]`: steps of 16 times steps of one, since sines are dear."""
+    """`lambda^0` to `lambda^last`, `[G, last + 1, M]`: every 16th power times the first 16, which saves sines."""
     if last < 16:
         return decay_powers(log_decay, torch.arange(last + 1, device=log_decay.device))
     coarse = decay_powers(log_decay, torch.arange(0, last + 1, 16, device=log_decay.device))

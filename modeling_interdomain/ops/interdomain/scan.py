@@ -1,9 +1,9 @@
 """The sequential scan with segmented checkpointing and the inverse recurrence (the paper's appendix A.1).
 
-Forward walks the tokens and keeps one state every K. Backward takes the segments in reverse and needs the states
-inside: it gets them from the end of the segment by `X_{t-1} = (X_t - beta u_t) / lambda`, without storing or a second
-forward. Every such step multiplies rounding errors by 1/|lambda|, e^(K rate) over a segment; where that would pass
-`LARGEST_AMPLIFICATION`, the segment is computed forward from its beginning instead.
+Forward keeps one state every K tokens. Backward takes these segments in reverse and gets the states inside from the
+end of each by `X_{t-1} = (X_t - beta u_t) / lambda`, without storing them or a second forward. Every such step
+multiplies rounding errors by 1/|lambda|, e^(K rate) over a segment; where that would exceed `LARGEST_AMPLIFICATION`,
+the segment is computed forward from its beginning instead.
 """
 
 from itertools import pairwise
@@ -18,17 +18,9 @@ LARGEST_AMPLIFICATION = 16.0
 
 
 def scan_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    coefficient_matrix: torch.Tensor | None,
-    product: str,
-    initial_state: torch.Tensor | None,
-    boundaries: list[int],
+    query, key, value, log_decay, input_matrix, coefficient_matrix, product: str, initial_state, boundaries: list[int],
     every: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """As `recurrent_attention`; `every` is K, the tokens between two states that are kept."""
     batch, groups = query.shape[0], key.shape[2]
     decay, beta = as_complex(log_decay).exp(), as_complex(input_matrix)

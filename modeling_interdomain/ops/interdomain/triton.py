@@ -1,20 +1,20 @@
 """The fused backend: `chunk_attention` as a few kernels behind one opaque operator of `torch.library`.
 
-Forward: one launch makes the tables of the parameters, two passes over the tokens leave the state before every chunk
-(keys, values), then one program a chunk and head computes its outputs. Backward stores nothing but its inputs: it makes
-tables and chunk states again, finds what each chunk contributes on its own
-(`ops/interdomain/triton_attend_backward.py`), walks the chunks back, and sums what is the parameters' in a last launch.
-Sums over chunks are taken in a fixed order, so that gradients repeat bit for bit. Which tokens are real is read by the
-kernels alone, never by the host.
+Forward makes the tables of the parameters, walks keys and values for the state before every chunk, and then computes
+the outputs, one program for each chunk and head. Backward keeps the inputs alone: it makes tables and states again,
+finds what each chunk contributes on its own (`ops/interdomain/triton_attend_backward.py`), walks the chunks back, and
+sums the gradients of the parameters in a last launch. Sums over chunks have a fixed order, so that gradients repeat bit
+for bit. Lengths are read by the kernels alone, never by the host.
 """
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..common.custom_op import differentiable
-from ..common.launch import CONFIGURATIONS, interpreted, multiprocessors, on_device, power_of_two, tuned
+from ..common.launch import CONFIGURATIONS, contiguous, interpreted, multiprocessors, on_device, power_of_two, tuned
+from ..common.packing import state_rows
 from ..common.tiles import Arithmetic, Documents, arithmetic, chunk_tokens, layout_of
 from ..diagonal.triton_states import (
     Columns,
@@ -37,12 +37,12 @@ from .triton_attend_backward import (
     push_both,
 )
 
-# Up to here a program holds all modes of what it has pulled, as a diagonal coefficient matrix takes them.
+# Up to here a program holds all modes of y, as a diagonal coefficient matrix needs them.
 _LARGEST_DIAGONAL = 64
 
 _KIND = ("SIZES", "MATH")
 _attend = tuned(attend, (*_KIND, "MIXING"))
-# Three blocks of small tiles fit on a multiprocessor of an H100, and two of large ones: which are faster, it says.
+# Three blocks of small tiles fit on a multiprocessor of an H100, or two of large ones: timing chooses.
 _attend_few = tuned(attend, (*_KIND, "MIXING"), [(4, 1, {"EDGE": 16}), *CONFIGURATIONS])
 _pull_both = tuned(pull_both, _KIND)
 _mix = tuned(mix, (*_KIND, "MIXING"))
@@ -50,26 +50,15 @@ _mixing_backward = tuned(mixing_backward, (*_KIND, "FULL"))
 _push_both = tuned(push_both, _KIND)
 _chunk_states = tuned(chunk_states, ("C", "M", "BM", "BW", "TWO_TERMS", "MATH"))
 _chunk_states_backward = tuned(chunk_states_backward, ("C", "M", "BW", "EMIT", "MATH"))
-# Hardly ever at work, so not worth the compilations of a choice: each with the warps that spill no register.
+# Hardly ever used, so not worth several compilations: each has the number of warps that spills no register.
 _attend_skewed = tuned(attend, _KIND, [(8, 1, {"EDGE": 16})])
 _pull_both_skewed, _push_both_skewed = tuned(pull_both, _KIND, [(4, 1)]), tuned(push_both, _KIND, [(8, 1)])
 
 
 def triton_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    coefficient_matrix: torch.Tensor | None,
-    product: str,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    chunk_size: int,
-    wide: bool = False,
-    lengths: torch.Tensor | None = None,
-    output_final_state: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    query, key, value, log_decay, input_matrix, coefficient_matrix, product: str, initial_state, cu_seqlens,
+    chunk_size: int, wide: bool = False, lengths=None, output_final_state: bool = True, log_gate=None, write_gate=None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """As `chunk_attention`, for tokens in bfloat16, float16 or float32; parameters and states are float32.
 
     Args:
@@ -80,14 +69,20 @@ def triton_attention(
         lengths: `[B]` integers from 0 to T, not checked here: the real tokens of a row, in front of its pads, which
             are not read; outputs and gradients at pads are zero.
         output_final_state: without it, no memory is taken for states of documents (many of which may be empty).
+        log_gate, write_gate: `[B, T, G]`, see `Gates`.
     """
     if log_decay.shape[1] > _LARGEST_DIAGONAL:
         coefficient_matrix = _in_full(coefficient_matrix, log_decay)
-    wide_tensors = (log_decay, input_matrix, coefficient_matrix, initial_state)
-    output, final = _operator(
-        *(x.contiguous() for x in (query, key, value)),
-        *(None if x is None else x.float().contiguous() for x in wide_tensors),
-        *(None if x is None else x.to(torch.int32).contiguous() for x in (cu_seqlens, lengths)),
+    wide_tensors, operator = (log_decay, input_matrix, coefficient_matrix, initial_state), _operator
+    if log_gate is not None or write_gate is not None:
+        from .triton_gates import gated_operator
+
+        log_gate = torch.zeros_like(write_gate) if log_gate is None else log_gate
+        wide_tensors, operator = (*wide_tensors, log_gate, write_gate), gated_operator
+    output, final = operator(
+        *contiguous(query, key, value),
+        *contiguous(*wide_tensors, dtype=torch.float32),
+        *contiguous(cu_seqlens, lengths, dtype=torch.int32),
         product,
         chunk_tokens(min(chunk_size, _largest_chunk(value.dtype, log_decay.shape[1])), query.shape[1]),
         wide,
@@ -102,7 +97,7 @@ def _largest_chunk(dtype: torch.dtype, size: int) -> int:
 
 
 def _in_full(coefficients: torch.Tensor | None, log_decay: torch.Tensor) -> torch.Tensor:
-    """`[G, M, M, 2]`: a full matrix is applied in blocks of modes, with more products but hardly a spilled register."""
+    """`[G, M, M, 2]`: a full matrix is applied in blocks of modes, with more products but hardly a register spill."""
     if coefficients is None:
         groups, size = log_decay.shape[:2]
         identity = torch.eye(size, dtype=torch.complex64, device=log_decay.device)
@@ -127,6 +122,8 @@ class Plan(NamedTuple):
     documents: Documents
     mixing: Mixing | None  # without a readout none is needed
     math: Arithmetic
+    gates: Any = None  # see `ops/interdomain/triton_gates.py`
+    gate_ends: torch.Tensor | None = None
 
     @property
     def packed(self) -> bool:
@@ -147,7 +144,7 @@ class Plan(NamedTuple):
 
     @property
     def places(self) -> tuple:
-        """What says a kernel which tokens a chunk has."""
+        """The arguments from which a kernel finds the tokens of a chunk."""
         return self.documents, self.rows, *self.row
 
     @property
@@ -158,7 +155,7 @@ class Plan(NamedTuple):
 
     @property
     def sizes_of_stored(self) -> dict:
-        """The same for a kernel that reads again what it needs."""
+        """The same for a kernel that loads its operands again for each product."""
         return self._sizes(64 // self.math.terms, 64 if self.few else 32)
 
     def _sizes(self, modes: int, columns: int) -> dict:
@@ -180,7 +177,7 @@ class Plan(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Columns that a program has of the state: few, so that it may have all modes in its registers."""
+        """Columns of the state that one program holds, with all modes, in its registers."""
         return min(*self.padded, 16)
 
     def segment_ends(self, device: torch.device) -> torch.Tensor:
@@ -191,7 +188,7 @@ class Plan(NamedTuple):
         return segment_ends(lengths, self.chunk, self.segments)
 
     def lanes(self, device: torch.device, blocks: int = 1) -> int:
-        """How many programs share the chunks of a head: enough to fill the device a few times."""
+        """The number of programs that share the chunks of a head: enough to fill the device a few times."""
         wanted = 2 if interpreted() else -(-4 * multiprocessors(device) // (self.shape[2] * blocks))
         return min(max(wanted, 1), self.chunks)
 
@@ -204,7 +201,9 @@ class Plan(NamedTuple):
         return torch.zeros_like(x) if self.packed else torch.empty_like(x)
 
 
-def _plan(query, key, value, parameters: Parameters, product, chunk, has_initial: bool, cu_seqlens, lengths) -> Plan:
+def attention_plan(
+    query, key, value, parameters: Parameters, product, chunk, has_initial: bool, cu_seqlens, lengths
+) -> Plan:
     widths, size = (query.shape[3], value.shape[3]), parameters.log_decay.shape[1]
     mixing = mixing_of(product, parameters.full, arithmetic(value.dtype))
     return plan_of(query.shape, value, widths, size, chunk, has_initial, cu_seqlens, lengths, mixing)
@@ -214,7 +213,7 @@ def plan_of(
     shape: torch.Size, x: torch.Tensor, widths: tuple[int, ...], size: int, chunk: int, has_initial: bool, cu_seqlens,
     lengths, mixing: Mixing | None = None,
 ) -> Plan:  # fmt: skip
-    """Of tokens `shape`, by head, that read a state of `widths`, and of those that move it, `x` `[B, T, G, W]`."""
+    """For outputs of `shape`, by head, that read a state of `widths`, and inputs x `[B, T, G, W]` that enter it."""
     groups = x.shape[2]
     rows, chunks, slots, documents = layout_of(shape[0], shape[1], chunk, has_initial, cu_seqlens, lengths)
     padded = tuple(power_of_two(w) for w in widths)
@@ -225,27 +224,27 @@ def plan_of(
 
 
 def _segments(lanes: int, chunks: int, device: torch.device) -> int:
-    """Into how many segments to cut a row: as many as fill the device, where a segment keeps at least 8 chunks.
+    """The number of segments of a row: as many as fill the device, of at least 8 chunks each.
 
-    A lane, one row and group, is walked by about 8 programs. Two passes cost twice, so cut in no fewer than 3.
+    A lane, one row and group, is walked by about 8 programs. Segments are walked twice, so fewer than 3 do not pay.
     """
     wanted = min(2 * multiprocessors(device) // (8 * lanes), chunks // 8)
     return wanted if wanted > 2 else 1
 
 
 def _walkers(segments: int, programs: int, device: torch.device) -> int:
-    """How many lanes walk the segments back: all at once, up to what fills the device several times over."""
+    """The number of lanes that walk the segments back: one a segment, up to what fills the device several times."""
     return min(segments, max(128, 8 * multiprocessors(device) // programs))
 
 
 def states_before(plan: Plan, sides: tuple, tables: KernelTables, initial_state, want_final: bool):
     """The states before every chunk, `[slots, G, 2, M, padded width]` of each side, and the last ones.
 
-    sides: keys and values, or what else moves the state, `[B, T, G, width]`.
+    The last states are as accurate as float32; those before chunks are rounded to the operands of products. Rows that
+    are cut into segments are walked twice: once for what each segment adds, once from the state where it begins.
 
-    What is kept as a state is as accurate as float32; what the chunks read is rounded to their operands anyway.
-
-    Rows that are cut into segments are walked twice: once for what each segment leaves, once from where it begins.
+    Args:
+        sides: keys and values, or what else enters the state, `[B, T, G, width]`.
     """
     segments = plan.segments
     shape = (plan.rows * segments, plan.groups, 2, plan.size, sum(plan.widths))
@@ -255,7 +254,8 @@ def states_before(plan: Plan, sides: tuple, tables: KernelTables, initial_state,
         first = torch.zeros_like(alone[: plan.rows]) if initial_state is None else initial_state
         sources = torch.cat([first[:, None], alone.unflatten(0, (-1, segments))[:, :-1]], dim=1)
         begins = plan.segment_ends(sides[0].device)[:, :-1]
-        initial_state = carry(tables.powers[..., : plan.size], sources, begins, begins).flatten(0, 1)
+        gates = None if plan.gate_ends is None else plan.gate_ends[:, :-1]
+        initial_state = carry(tables.powers[..., : plan.size], sources, begins, begins, gates).flatten(0, 1)
     final = sides[0].new_empty(shape, dtype=torch.float32) if want_final else None
     states = tuple(
         x.new_empty((plan.slots, plan.groups, 2, plan.modes, padded), dtype=plan.storage)
@@ -266,14 +266,14 @@ def states_before(plan: Plan, sides: tuple, tables: KernelTables, initial_state,
 
 
 def _walk(plan: Plan, sides: tuple, tables: KernelTables, initial_state, states: tuple, final, exact: bool) -> None:
-    """All sides; where their `states` are None, only what is left at the end."""
+    """Walk all sides; where their `states` are None, for the last states alone."""
     # 64 rows are what the matrix instructions of a Hopper or Blackwell GPU multiply at a time.
     block_modes, block_width = min(plan.modes, 64 // plan.math.terms), plan.block
     slices = sum((plan.modes // block_modes) * (padded // block_width) for padded in plan.padded)
     _chunk_states[(plan.rows * plan.segments, plan.groups, slices)](
         sides, tables, initial_state, states, final, plan.documents, *plan.row, plan.groups, plan.columns,
         C=plan.chunk, M=plan.modes, BM=block_modes, BW=block_width, SEGMENTS=plan.segments, PACKED=plan.packed,
-        TWO_TERMS=exact and plan.storage == torch.bfloat16, MATH=plan.math,
+        TWO_TERMS=exact and plan.storage == torch.bfloat16, MATH=plan.math, gates=plan.gates,
     )  # fmt: skip
 
 
@@ -282,22 +282,20 @@ def _tables(plan: Plan, parameters: Parameters, product: str) -> KernelTables:
 
 
 def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    coefficients: torch.Tensor | None,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    product: str,
-    chunk: int,
-    wide: bool,
-    want_final: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, input_matrix: torch.Tensor,
+    coefficients: torch.Tensor | None, initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None, product: str, chunk: int, wide: bool, want_final: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     parameters = Parameters(log_decay, input_matrix, coefficients)
-    plan = _plan(query, key, value, parameters, product, chunk, initial_state is not None, cu_seqlens, lengths)
+    plan = attention_plan(query, key, value, parameters, product, chunk, initial_state is not None, cu_seqlens, lengths)
+    return run_forward(plan, (query, key, value), parameters, initial_state, product, wide, want_final)
+
+
+def run_forward(
+    plan: Plan, tokens: tuple, parameters: Parameters, initial_state, product: str, wide: bool, want_final: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output and the final states."""
+    query, key, value = tokens
     shape, dtype = (*query.shape[:3], plan.widths[1]), torch.float32 if wide else value.dtype
     output = value.new_zeros(shape, dtype=dtype) if plan.packed else value.new_empty(shape, dtype=dtype)
     with on_device(query):
@@ -307,35 +305,43 @@ def _forward(
         for skewed, kernel in enumerate((_attend_few if plan.few else _attend, _attend_skewed)):
             kernel[(plan.chunks, plan.shape[2])](
                 Operands(query, key, value), output, mixed, ChunkStates(*states), tables, *plan.places,
-                plan.shape[2], plan.groups, **plan.sizes, MIXING=plan.mixing, SKEWED=skewed, **plan.options,
+                plan.shape[2], plan.groups, **plan.sizes, MIXING=plan.mixing, SKEWED=skewed, gates=plan.gates,
+                **plan.options,
             )  # fmt: skip
     return output, query.new_empty(0, dtype=torch.float32) if final is None else final
 
 
-def _outputs(
+def output_shapes(
     query, key, value, log_decay, input_matrix, coefficients, initial_state, cu_seqlens, lengths, product, chunk, wide,
     want_final,
 ):  # fmt: skip
     output = value.new_empty((*query.shape[:3], value.shape[3]), dtype=torch.float32 if wide else value.dtype)
-    rows = query.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    shape = (rows, key.shape[2], 2, log_decay.shape[1], key.shape[3] + value.shape[3]) if want_final else (0,)
-    return output, query.new_empty(shape, dtype=torch.float32)
+    shape = state_rows(query, cu_seqlens), key.shape[2], 2, log_decay.shape[1], key.shape[3] + value.shape[3]
+    return output, query.new_empty(shape if want_final else 0, dtype=torch.float32)
 
 
 def _backward(inputs, grads, needs):
     query, key, value, *rest, initial_state, cu_seqlens, lengths, product, chunk, _, _ = inputs
-    parameters, (grad_output, grad_final) = Parameters(*rest), grads
-    plan = _plan(query, key, value, parameters, product, chunk, initial_state is not None, cu_seqlens, lengths)
-    found = [plan.like_tokens(x) for x in (query, key, value)]
+    parameters, tokens = Parameters(*rest), (query, key, value)
+    plan = attention_plan(*tokens, parameters, product, chunk, initial_state is not None, cu_seqlens, lengths)
+    return run_backward(plan, tokens, parameters, initial_state, product, grads, needs[5])
+
+
+def run_backward(
+    plan: Plan, tokens: tuple, parameters: Parameters, initial_state, product: str, grads: tuple, want_mixing: bool
+) -> list[torch.Tensor | None]:
+    """The gradients of tokens, parameters and initial states; grads: of the output and of the final states."""
+    (query, key, value), (grad_output, grad_final) = tokens, grads
+    found: list[torch.Tensor | None] = [plan.like_tokens(x) for x in (query, key, value)]
     grad_initial = None if initial_state is None else torch.empty_like(initial_state)
     with on_device(query):
         tables = _tables(plan, parameters, product)
         states, _ = states_before(plan, (key, value), tables, initial_state, want_final=False)
         operands = Operands(query, key, value, grad_output)
-        mixing, chunk_sums, direct = _of_chunks(plan, operands, ChunkStates(*states), tables, found[0], needs[5])
+        mixing, chunk_sums, direct = _of_chunks(plan, operands, ChunkStates(*states), tables, found[0], want_mixing)
         walked = walk_back(plan, (key, value), states, tables, direct, tuple(found[1:]), grad_initial, grad_final)
         found += table_gradients(parameters, Partial(chunk_sums, walked, mixing), product, plan.shape[2])
-    return *found, grad_initial
+    return [*found, grad_initial]
 
 
 def _of_chunks(plan: Plan, tokens: Operands, states: ChunkStates, tables: KernelTables, grad_query, want_mixing: bool):
@@ -362,7 +368,7 @@ def _of_chunks(plan: Plan, tokens: Operands, states: ChunkStates, tables: Kernel
     )
     sizes, shared = plan.sizes, (*plan.places, heads, plan.groups)
     for skewed, kernel in enumerate((_pull_both, _pull_both_skewed)):
-        kernel[grid](tokens, pulled, states, tables, *shared, **sizes, SKEWED=skewed, **plan.options)
+        kernel[grid](tokens, pulled, states, tables, *shared, **sizes, SKEWED=skewed, gates=plan.gates, **plan.options)
     _mix[grid](
         pulled, mixed, chunk_sums, tables, *shared, SIZES=sizes["SIZES"], MIXING=plan.mixing,
         **plan.options,
@@ -371,7 +377,7 @@ def _of_chunks(plan: Plan, tokens: Operands, states: ChunkStates, tables: Kernel
     for skewed, kernel in enumerate((_push_both, _push_both_skewed)):
         kernel[grid](
             tokens, pulled, mixed, grad_query, direct, chunk_sums, states, tables, *shared, **plan.sizes_of_stored,
-            SKEWED=skewed, **plan.options,
+            SKEWED=skewed, gates=plan.gates, **plan.options,
         )  # fmt: skip
     return mixing, chunk_sums, direct
 
@@ -379,9 +385,10 @@ def _of_chunks(plan: Plan, tokens: Operands, states: ChunkStates, tables: Kernel
 def walk_back(
     plan: Plan, sides: tuple, states: tuple, tables, direct: tuple, grads: tuple, grad_initial, grad_final
 ) -> torch.Tensor:
-    """What enters each side through later chunks, written to `grads` with what came before; gives `Partial.walked`.
+    """Write the gradients of the sides to `grads`, those of their own chunks and of later ones; the `Partial.walked`.
 
-    sides: as in `states_before`; states, direct, grads: the states, `ChunkGradients` and gradients of each.
+    Args:
+        sides: as in `states_before`; states, direct, grads: the states, `ChunkGradients` and gradients of each.
     """
     x, block, segments = grads[0], plan.block, plan.rows * plan.segments
     blocks = sum(padded // block for padded in plan.padded)
@@ -393,6 +400,7 @@ def walk_back(
             sides, tables, states, entering, direct, LaterGradients(grads, leaving, sums),
             plan.documents, segments, *plan.row, plan.shape[2], plan.groups, plan.columns, C=plan.chunk,
             M=plan.modes, BW=block, EMIT=emit, SEGMENTS=plan.segments, PACKED=plan.packed, MATH=plan.math,
+            gates=plan.gates,
         )  # fmt: skip
 
     if plan.segments > 1:
@@ -402,7 +410,8 @@ def walk_back(
         last = x.new_zeros((plan.rows, *shape), dtype=torch.float32) if grad_final is None else grad_final
         ends = plan.segment_ends(x.device)[:, 1:]
         sources = torch.cat([alone.unflatten(0, (-1, plan.segments))[:, 1:], last[:, None]], dim=1)
-        grad_final = carry_back(tables.powers[..., : plan.size], sources, ends, ends).flatten(0, 1)
+        gates = None if plan.gate_ends is None else plan.gate_ends[:, 1:]
+        grad_final = carry_back(tables.powers[..., : plan.size], sources, ends, ends, gates).flatten(0, 1)
         walk(grad_final, None if grad_initial is None else alone, emit=True)
         if grad_initial is not None:
             grad_initial.copy_(alone.unflatten(0, (-1, plan.segments))[:, 0])
@@ -430,7 +439,7 @@ _operator = differentiable(
     __name__,
     "attention",
     _forward,
-    _outputs,
+    output_shapes,
     _backward,
     count=7,
     grad_dtype=lambda query, key, value, *_: value.dtype,  # the output may be wider

@@ -1,10 +1,9 @@
 """What the chunks of the fused backend contribute to the gradients, each on its own.
 
-The query is pulled through the keys and the gradient of the output through the values once (`pull_both`), both are
-mixed (`mix`; the matrix of the pull-back is symmetric and serves both), and what they have become is pushed: the mixed
-gradient through the keys gives the query's gradient and, turned round, that of the keys; the mixed query gives that of
-the values (`push_both`). What lies in memory between these kernels (`Pulled`, and `[2, tokens, heads, 2, M]` after the
-mixing) has the dtype of the matrix units: side 0 begins with the query, side 1 with the gradient of the output.
+`pull_both` pulls the query through the keys (side 0) and the gradient of the output through the values (side 1), `mix`
+multiplies both by the mixing matrix, which is symmetric and serves both, and `push_both` pushes them: the mixed side 1
+through the keys gives the gradient of the query and, transposed, that of the keys; the mixed side 0 gives that of the
+values. Between these kernels both sides lie in memory in the dtype of the matrix units.
 
 Gradients of the decay and of beta are sums over the tokens of a chunk (`Partial` of `ops/diagonal/triton_tables.py`),
 so that no program carries a table from chunk to chunk.
@@ -17,6 +16,8 @@ from ..common.tiles import dot, load_tokens, locate, narrow, store_tokens
 from ..diagonal.triton_tiles import (
     collect,
     intra_scores,
+    left_before,
+    load_left,
     load_pair,
     mix_alone,
     mix_rows,
@@ -29,8 +30,8 @@ from .triton_attend import load_modes, load_readers, push_stored, store_modes, s
 
 
 class ChunkGradients(NamedTuple):
-    """What the chunks contribute to the gradients of one side, each on its own and for each head: `tokens` `[tokens,
-    heads, width]`, and `states`, before the chunks, `[slots, heads, 2, M, padded width]`.
+    """The gradients from each chunk on its own, by head: of keys or values, `tokens` `[tokens, heads, width]`, and of
+    the `states` before the chunks, `[slots, heads, 2, M, padded width]`.
     """
 
     tokens: Any
@@ -38,7 +39,7 @@ class ChunkGradients(NamedTuple):
 
 
 class Pulled(NamedTuple):
-    """What one side has pulled, `modes` `[tokens, heads, 2, M]`, and its `intra_scores`, `[tokens, heads, C]`."""
+    """y of one side, `modes` `[tokens, heads, 2, M]`, and its `intra_scores`, `[tokens, heads, C]`."""
 
     modes: Any
     scores: Any
@@ -53,18 +54,19 @@ def _store_sums(x, re, im, M: tl.constexpr):
 
 @triton.jit
 def _pull_side(
-    a, b, state, pulled, intra, powers, start, length, head, heads, a_stride, b_stride, WIDTH: tl.constexpr,
+    a, b, state, pulled, intra, powers, left, start, length, head, heads, a_stride, b_stride, WIDTH: tl.constexpr,
     PADDED: tl.constexpr, BLOCK: tl.constexpr, SIZES: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = SIZES.C
     M: tl.constexpr = SIZES.M
     BM: tl.constexpr = SIZES.BM
-    scores = intra_scores(a, b, start, length, a_stride, b_stride, WIDTH, PADDED, BLOCK, C, SKEWED, MATH)
+    scores = intra_scores(a, b, start, length, a_stride, b_stride, WIDTH, PADDED, BLOCK, left, C, SKEWED, MATH)
     store_tokens(pulled.scores + head * C, scores, start, length, 0, heads * C, C, C, C, MATH)
     for m in tl.range(0, M, BM, num_stages=1, loop_unroll_factor=M // BM if SIZES.FEW else 1):
         y_re, y_im = pull(
-            scores, a, state, intra, powers, start, length, a_stride, m, WIDTH, PADDED, BLOCK, BM, C, M, SKEWED, MATH
-        )
+            scores, a, state, intra, powers, left, start, length, a_stride, m, WIDTH, PADDED, BLOCK, BM, C, M, SKEWED,
+            MATH,
+        )  # fmt: skip
         store_modes(pulled.modes + head * 2 * M, y_re, y_im, start, length, heads * 2 * M, m, C, M, BM, MATH)
 
 
@@ -72,6 +74,7 @@ def _pull_side(
 def pull_both(
     tokens, pulled, states, tables, documents, count, per_row, row_length, heads, groups,
     WIDTHS: tl.constexpr, SIZES: tl.constexpr, SKEWED: tl.constexpr, PACKED: tl.constexpr, MATH: tl.constexpr,
+    gates=None,
 ):  # fmt: skip
     """The query pulled through the keys and the gradient of the output through the values; grid [chunks, heads, 2].
 
@@ -88,16 +91,17 @@ def pull_both(
         intra = tables.intra + group * C * 2 * M
         powers = tables.powers + group * C * 2 * M
         at = (slot * groups + group) * 2 * M
+        left = load_left(gates, start, length, group, groups, C) if gates is not None else None
         if tl.program_id(2) == 0:
             _pull_side(
                 tokens.a + head * WIDTHS.A, tokens.b + group * WIDTHS.A, states.b + at * WIDTHS.A_PADDED,
-                pulled[0], intra, powers, start, length, head, heads, heads * WIDTHS.A, groups * WIDTHS.A,
+                pulled[0], intra, powers, left, start, length, head, heads, heads * WIDTHS.A, groups * WIDTHS.A,
                 WIDTHS.A, WIDTHS.A_PADDED, SIZES.BR, SIZES, SKEWED, MATH,
             )  # fmt: skip
         else:
             _pull_side(
                 tokens.f + head * WIDTHS.C, tokens.c + group * WIDTHS.C, states.c + at * WIDTHS.C_PADDED,
-                pulled[1], intra, powers, start, length, head, heads, heads * WIDTHS.C, groups * WIDTHS.C,
+                pulled[1], intra, powers, left, start, length, head, heads, heads * WIDTHS.C, groups * WIDTHS.C,
                 WIDTHS.C, WIDTHS.C_PADDED, SIZES.BD, SIZES, SKEWED, MATH,
             )  # fmt: skip
 
@@ -226,14 +230,17 @@ def mixing_backward(
 
 @triton.jit
 def _give(
-    w, mixed, f, tokens, states, powers, start, length, stride, f_stride, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-    BD: tl.constexpr, C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr,
+    w, mixed, f, tokens, states, powers, left, start, length, stride, f_stride, WIDTH: tl.constexpr,
+    PADDED: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, SKEWED: tl.constexpr,
+    MATH: tl.constexpr,
 ):  # fmt: skip
     """The adjoint of `push_stored`: what readers of f give to the tokens of the chunk, and to the state before it."""
     for d in tl.range(0, PADDED, BD, num_stages=1, loop_unroll_factor=1):
         f_tile = load_tokens(f, start, length, d, f_stride, WIDTH, C, BD)
         given = dot(tl.trans(w), f_tile, tl.zeros([C, BD], tl.float32), MATH)
         store_tokens(tokens, given, start, length, d, f_stride, WIDTH, C, BD, MATH)
+        if left is not None:
+            f_tile = left_before(f_tile.to(tl.float32), left)
         for m in tl.range(0, M, BM, num_stages=1, loop_unroll_factor=1):
             e_re, e_im = load_readers(mixed, powers, start, length, stride, m, C, M, BM, SKEWED, MATH)
             at = states + (m + tl.arange(0, BM))[:, None] * PADDED + (d + tl.arange(0, BD))[None, :]
@@ -244,11 +251,11 @@ def _give(
 
 
 @triton.jit
-def _sum_of_table(
+def _sum_table_gradient(
     mixed, scores, units, sums, start, length, stride, C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr,
     SKEWED: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
-    """What the table of the chunk gets, summed over its rows, alone and by age."""
+    """The gradient of the table of the chunk, summed over its rows, as it is and weighted by their ages."""
     rows = tl.arange(0, C)
     ages = (rows if SKEWED else -1 - rows)[:, None].to(tl.float32)
     for m in tl.range(0, M, BM, num_stages=1, loop_unroll_factor=1):
@@ -263,7 +270,7 @@ def _sum_of_table(
 
 @triton.jit
 def _push_side(
-    c, f, pulled, mixed, grad_f, grads, sums, state, tables, start, length, slot, head, heads, group, groups,
+    c, f, pulled, mixed, grad_f, grads, sums, state, tables, gates, start, length, slot, head, heads, group, groups,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, BD: tl.constexpr, SIZES: tl.constexpr, SKEWED: tl.constexpr,
     MATH: tl.constexpr,
 ):  # fmt: skip
@@ -282,24 +289,30 @@ def _push_side(
         f += head * WIDTH
         state += (slot * groups + group) * 2 * M * PADDED
         mixed += head * 2 * M
-        w = stored_weights(mixed, intra, start, length, stride, C, M, BM, SKEWED, MATH)
+        left = load_left(gates, start, length, group, groups, C) if gates is not None else None
+        w = stored_weights(mixed, intra, left, start, length, stride, C, M, BM, SKEWED, MATH)
         if grad_f is not None:
-            push_stored(
-                w, mixed, c + group * WIDTH, state, powers, grad_f + head * WIDTH, start, length, stride,
+            products = push_stored(
+                w, mixed, c + group * WIDTH, state, powers, grad_f + head * WIDTH, left, start, length, stride,
                 groups * WIDTH, heads * WIDTH, WIDTH, PADDED, BD, C, M, BM, SKEWED, MATH,
+                f if gates is not None else None,
             )  # fmt: skip
+            if gates is not None:
+                rows = tl.arange(0, C)
+                tl.store(gates.read + (start + rows) * heads + head, products, mask=rows < length)
         _give(
             w, mixed, f, grads.tokens + head * WIDTH, grads.states + (slot * heads + head) * 2 * M * PADDED, powers,
-            start, length, stride, heads * WIDTH, WIDTH, PADDED, BD, C, M, BM, SKEWED, MATH,
+            left, start, length, stride, heads * WIDTH, WIDTH, PADDED, BD, C, M, BM, SKEWED, MATH,
         )  # fmt: skip
         scores = load_tokens(pulled.scores + head * C, start, length, 0, heads * C, C, C, C)
         units = tables.units + group * C * 2 * M
-        _sum_of_table(mixed, scores, units, sums, start, length, stride, C, M, BM, SKEWED, MATH)
+        _sum_table_gradient(mixed, scores, units, sums, start, length, stride, C, M, BM, SKEWED, MATH)
         if SKEWED:
             ages = (1 + tl.arange(0, C))[:, None].to(tl.float32)
             for m in tl.range(0, M, BM, num_stages=1, loop_unroll_factor=1):
                 z_re, z_im = collect(
-                    scores, f, state, intra, start, length, heads * WIDTH, m, WIDTH, PADDED, BD, BM, C, M, SKEWED, MATH
+                    scores, f, state, intra, left, start, length, heads * WIDTH, m, WIDTH, PADDED, BD, BM, C, M, SKEWED,
+                    MATH,
                 )  # fmt: skip
                 e_re, e_im = load_readers(mixed, powers, start, length, stride, m, C, M, BM, SKEWED, MATH)
                 z_re, z_im = times_conj(e_re.to(tl.float32), e_im.to(tl.float32), z_re, z_im)
@@ -316,6 +329,7 @@ def _push_side(
 def push_both(
     tokens, pulled, mixed, grad_query, grads, chunk_sums, states, tables, documents, count, per_row, row_length, heads,
     groups, WIDTHS: tl.constexpr, SIZES: tl.constexpr, SKEWED: tl.constexpr, PACKED: tl.constexpr, MATH: tl.constexpr,
+    gates=None,
 ):  # fmt: skip
     """What a chunk contributes to the gradients of its keys and values and of the states before it, and the gradient of
     its queries; grid [chunks, heads, 2].
@@ -333,11 +347,11 @@ def push_both(
     sums = chunk_sums + (tl.cast(chunk, tl.int64) * heads + head) * 12 * M
     if tl.program_id(2) == 0:
         _push_side(
-            tokens.b, tokens.a, pulled[0], mixed[1], grad_query, grads[0], sums + 6 * M, states.b, tables, start,
+            tokens.b, tokens.a, pulled[0], mixed[1], grad_query, grads[0], sums + 6 * M, states.b, tables, gates, start,
             length, slot, head, heads, group, groups, WIDTHS.A, WIDTHS.A_PADDED, SIZES.BR, SIZES, SKEWED, MATH,
         )  # fmt: skip
     else:
         _push_side(
-            tokens.c, tokens.f, pulled[1], mixed[0], None, grads[1], sums, states.c, tables, start,
+            tokens.c, tokens.f, pulled[1], mixed[0], None, grads[1], sums, states.c, tables, gates, start,
             length, slot, head, heads, group, groups, WIDTHS.C, WIDTHS.C_PADDED, SIZES.BD, SIZES, SKEWED, MATH,
         )  # fmt: skip

@@ -15,17 +15,18 @@ from typing import Any, NamedTuple
 import torch
 
 from ..common.custom_op import differentiable
-from ..common.launch import on_device, power_of_two, tl, triton
+from ..common.launch import contiguous, on_device, power_of_two, tl, triton
+from ..common.packing import state_rows
 
-# Tokens a program walks, and the numbers of a token it holds.
+# Tokens that a program walks, and numbers of a token that it holds.
 _RUN, _TILE = 64, 512
 
 
 class Projection(NamedTuple):
-    """One of query, key and value: `[tokens, heads, width]` in and out, and what belongs to it.
+    """One of query, key and value: `[tokens, heads, width]` in and out, with its convolution and its norm.
 
-    The values have no conv_weight (`[heads, width, KERNEL]`) and no conv state (`[rows, heads, width, KERNEL - 1]`, of
-    which `window` is read and `new_window` written); these two, as weight and bias of the norm, may be None elsewhere.
+    Values have neither conv_weight (`[heads, width, KERNEL]`) nor conv state (`[rows, heads, width, KERNEL - 1]`, read
+    from `window`, written to `new_window`). Conv state, weight and bias of the norm may also be None elsewhere.
     """
 
     x: Any
@@ -38,9 +39,9 @@ class Projection(NamedTuple):
 
 
 class ProjectionBackward(NamedTuple):
-    """The backward of a `Projection`: `grad_out` is read; written are `grad_x` and, for each run of tokens, the sums
-    that are the gradients of conv_weight `[heads, width, KERNEL]`, weight and bias `[heads, width]`, one after the
-    other in a row of `partial`; the rows of the three projections lie side by side.
+    """The backward pass of a `Projection`: reads `grad_out`; writes `grad_x` and, for each run of tokens, a row of
+    `partial` with its sums for the gradients of conv_weight `[heads, width, KERNEL]`, weight and bias `[heads, width]`.
+    The rows of the three projections lie side by side.
     """
 
     x: Any
@@ -53,15 +54,15 @@ class ProjectionBackward(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines `[1 or B, T, dim]`, or None; after `period` tokens they repeat."""
+    """Cosines and sines `[1 or B, T, dim]`, or None; they repeat after `period` tokens."""
 
     cos: Any
     sin: Any
 
 
 class Rows(NamedTuple):
-    """Which row or document a token belongs to (`ids`, only where documents are packed) and where these begin and end;
-    `starts` is None where rows are, `ends` too where they are full.
+    """The document of each token (`ids`), and where documents start and end. Padded rows have only `ends`, full ones
+    nothing.
     """
 
     ids: Any = None
@@ -86,7 +87,7 @@ class Rope(NamedTuple):
 
 @triton.jit
 def _bounds(token, row_length, rows):
-    """Which row or document a token belongs to, and where that begins and ends (pads lie behind its end)."""
+    """The row or document of a token, its start and its end; pads lie behind the end."""
     if rows.ids is not None:
         row = tl.load(rows.ids + token).to(tl.int64)
         start = tl.load(rows.starts + row).to(tl.int64)
@@ -100,13 +101,13 @@ def _bounds(token, row_length, rows):
 
 @triton.jit
 def _at_least(a, b, columns):
-    """`a >= b` of two numbers as a row `[1, columns]`: the interpreter cannot broadcast a truth value."""
+    """`a >= b` of two numbers as a row `[1, columns]`: the interpreter cannot broadcast a boolean."""
     return (columns * 0 + a >= b)[None, :]
 
 
 @triton.jit
 def _input(x, window, token, back, start, row, at, inside, columns, total, KERNEL: tl.constexpr):
-    """What a token's convolution sees `back` tokens before it: an input, one of the window's, or zero."""
+    """The input of a token's convolution `back` tokens before it: a token, one of the conv state, or zero."""
     source = token - back
     value = tl.load(x + source * total + at, mask=inside & _at_least(source, start, columns), other=0.0).to(tl.float32)
     if window is not None:
@@ -389,8 +390,8 @@ def prepare_backward(
 
 
 class Section(NamedTuple):
-    """The gradient of a parameter, `out`: numbers `first` to `end` of all parameters side by side, each the sum of
-    `heads` numbers of each row of sums, from `column` on and `stride` apart.
+    """The gradient of a parameter, `out`, as elements `first` to `end` of all parameters side by side. Each is a sum
+    over the rows of sums, and in each row over `heads` numbers, from `column` on and `stride` apart.
     """
 
     out: Any
@@ -429,15 +430,8 @@ def sum_runs(partial, sections, runs, sums, ROWS: tl.constexpr, BLOCK: tl.conste
 _prepare, _prepare_backward, _sum_runs = prepare, prepare_backward, sum_runs
 
 
-class _Launch(NamedTuple):
-    """Grid, arguments and options that both kernels share."""
-
-    grid: tuple[int, int]
-    shared: tuple  # from `rotation` to `eps`
-    options: dict
-
-
-def _launch(q, v, conv_weight, cos, sin, documents, cu_seqlens, lengths, heads, groups, placement, eps) -> _Launch:
+def _launch(q, v, conv_weight, cos, sin, documents, cu_seqlens, lengths, heads, groups, placement, eps):
+    """Grid, shared arguments (from `rotation` to `eps`) and options of both kernels."""
     batch, length = q.shape[:2]
     tokens, run = batch * length, _RUN if batch * length > 4096 else 16
     feature_dim, value_dim = q.shape[2] // heads, v.shape[2] // groups
@@ -451,58 +445,41 @@ def _launch(q, v, conv_weight, cos, sin, documents, cu_seqlens, lengths, heads, 
     period, rope = (1, Rope("none", 0)) if cos is None else (cos.shape[0] * cos.shape[1], Rope(placement, cos.shape[2]))
     options = {"KEYS": keys, "VALUES": values, "RUN": run, "KERNEL": conv_weight.shape[1], "ROPE": rope}
     blocks = -(-heads // keys.BH) - (-groups // keys.BH) - (-groups // values.BH)
-    shared = (Rotation(cos, sin), rows, tokens, length, period, heads, groups, eps)
-    return _Launch((-(-tokens // run), blocks), shared, options)
+    return (-(-tokens // run), blocks), (Rotation(cos, sin), rows, tokens, length, period, heads, groups, eps), options
 
 
 def _forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    q_conv_weight: torch.Tensor,
-    k_conv_weight: torch.Tensor,
-    k_weight: torch.Tensor | None,
-    v_weight: torch.Tensor | None,
-    k_bias: torch.Tensor | None,
-    v_bias: torch.Tensor | None,
-    q_window: torch.Tensor | None,
-    k_window: torch.Tensor | None,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    documents: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    heads: int,
-    groups: int,
-    placement: str,
-    eps: float,
-    write_conv_state: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_conv_weight: torch.Tensor, k_conv_weight: torch.Tensor,
+    k_weight: torch.Tensor | None, v_weight: torch.Tensor | None, k_bias: torch.Tensor | None,
+    v_bias: torch.Tensor | None, q_window: torch.Tensor | None, k_window: torch.Tensor | None, cos: torch.Tensor | None,
+    sin: torch.Tensor | None, documents: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None, heads: int, groups: int, placement: str, eps: float, write_conv_state: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     outputs = _empty(q, k, v, q_conv_weight, cu_seqlens, heads, groups, write_conv_state)
     query, key, value, *conv_state = outputs
     if write_conv_state and (cu_seqlens is not None or lengths is not None):
-        # Kernels write where there is a token; without one the window stays as it was.
+        # Kernels write where there is a token; rows without tokens keep their conv state.
         for old, new in zip((q_window, k_window), conv_state, strict=True):
             new.zero_() if old is None else new.copy_(old)
-    launch = _launch(q, v, q_conv_weight, cos, sin, documents, cu_seqlens, lengths, heads, groups, placement, eps)
+    grid, shared, options = _launch(
+        q, v, q_conv_weight, cos, sin, documents, cu_seqlens, lengths, heads, groups, placement, eps
+    )
     written = conv_state if write_conv_state else (None, None)
     with on_device(q):
-        _prepare[launch.grid](
+        _prepare[grid](
             Projection(q, query, q_conv_weight, q_window, written[0]),
             Projection(k, key, k_conv_weight, k_window, written[1], k_weight, k_bias),
             Projection(v, value, weight=v_weight, bias=v_bias),
-            *launch.shared,
-            **launch.options,
-        )
+            *shared, **options,
+        )  # fmt: skip
     return outputs
 
 
 def _empty(q, k, v, conv_weight, cu_seqlens, heads, groups, write_conv_state) -> Any:
     """Query, key, value and the new conv states."""
     outputs = (x.new_empty((*x.shape[:2], n, x.shape[2] // n)) for x, n in ((q, heads), (k, groups), (v, groups)))
-    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    shapes = ((rows, x.shape[2], conv_weight.shape[1] - 1) if write_conv_state else (0,) for x in (q, k))
-    return *outputs, *(q.new_empty(shape) for shape in shapes)
+    shapes = ((state_rows(q, cu_seqlens), x.shape[2], conv_weight.shape[1] - 1) for x in (q, k))
+    return *outputs, *(q.new_empty(shape if write_conv_state else 0) for shape in shapes)
 
 
 def _outputs(q, k, v, q_conv_weight, *rest):
@@ -511,25 +488,23 @@ def _outputs(q, k, v, q_conv_weight, *rest):
 
 
 def _backward(inputs, grads, needs):
-    q, k, v, q_conv_weight, k_conv_weight, k_weight, v_weight, _, _, q_window, k_window, *shared, _ = inputs
+    q, k, v, q_conv_weight, k_conv_weight, k_weight, v_weight, _, _, q_window, k_window, *others, _ = inputs
     grad_query, grad_key, grad_value = (
         v.new_zeros(like.shape) if x is None else x for x, like in zip(grads, _outputs(*inputs)[:3])
     )
-    launch = _launch(q, v, q_conv_weight, *shared)
+    grid, shared, options = _launch(q, v, q_conv_weight, *others)
     tokens = grad_q, grad_k, grad_v = [torch.empty_like(x) for x in (q, k, v)]
     sizes = _sizes_of_sums(q, k, v, q_conv_weight)
-    partial = q.new_empty((launch.grid[0], sum(sizes)), dtype=torch.float32)
+    partial = q.new_empty((grid[0], sum(sizes)), dtype=torch.float32)
     partials = partial.split(sizes, dim=1)
     parameters = [None if x is None else torch.empty_like(x) for x in inputs[3:9]]
     with on_device(q):
-        _prepare_backward[launch.grid](
+        _prepare_backward[grid](
             ProjectionBackward(q, grad_query, grad_q, partials[0], q_conv_weight, q_window),
             ProjectionBackward(k, grad_key, grad_k, partials[1], k_conv_weight, k_window, k_weight),
             ProjectionBackward(v, grad_value, grad_v, partials[2], weight=v_weight),
-            *launch.shared,
-            sum(sizes),
-            **launch.options,
-        )
+            *shared, sum(sizes), **options,
+        )  # fmt: skip
         sections = _sections(q, k, v, parameters)
         _sum_runs[(-(-sections[-1].end // 32),)](
             partial, sections, len(partial), sum(sizes), ROWS=64, BLOCK=32, num_warps=4
@@ -558,22 +533,10 @@ _operator = differentiable(__name__, "prepare", _forward, _outputs, _backward, c
 
 
 def triton_prepare(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    conv_weight: tuple[torch.Tensor, torch.Tensor],
-    norms: tuple[torch.Tensor, ...] | None,
-    conv_state: tuple[torch.Tensor, ...] | None,
-    cos_sin: tuple[torch.Tensor, ...] | None,
-    documents: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    heads: int,
-    groups: int,
-    placement: str | None,
-    eps: float,
-    write_conv_state: bool,
-    lengths: torch.Tensor | None = None,
-) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    q, k, v, conv_weight: tuple[torch.Tensor, torch.Tensor], norms: tuple[torch.Tensor, ...] | None,
+    conv_state: tuple[torch.Tensor, ...] | None, cos_sin: tuple[torch.Tensor, ...] | None, documents, cu_seqlens,
+    heads: int, groups: int, placement: str | None, eps: float, write_conv_state: bool, lengths=None,
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:  # fmt: skip
     """Queries, keys and values of the operator from the outputs of the projections.
 
     Args:
@@ -592,12 +555,11 @@ def triton_prepare(
         conv state, empty unless `write_conv_state`: the last K - 1 inputs of each row or document, old ones where it
         has fewer.
     """
-    cos, sin = (None, None) if cos_sin is None else (x.contiguous() for x in cos_sin)
-    q_window, k_window = (None, None) if conv_state is None else (x.contiguous() for x in conv_state)
+    if lengths is not None:
+        lengths = lengths.to(torch.int32)
     *outputs, new_q, new_k = _operator(
-        *(x.to(v.dtype).contiguous() for x in (q, k, v)), *(x.contiguous() for x in conv_weight),
-        *((None,) * 4 if norms is None else (x.contiguous() for x in norms)), q_window, k_window, cos, sin,
-        documents, cu_seqlens, None if lengths is None else lengths.to(torch.int32), heads, groups, placement or "none",
-        eps, write_conv_state,
+        *contiguous(q, k, v, dtype=v.dtype), *contiguous(*conv_weight, *(norms or [None] * 4)),
+        *contiguous(*(conv_state or [None] * 2), *(cos_sin or [None] * 2)), documents, cu_seqlens, lengths, heads,
+        groups, placement or "none", eps, write_conv_state,
     )  # fmt: skip
     return tuple(outputs), (new_q, new_k)

@@ -1,11 +1,12 @@
 """The sequential scan of `ops/interdomain/scan.py` as Triton kernels: one program walks the tokens of a document with
 its state in registers.
 
-Both halves of the operator are one walk. With the state `X_t = lambda X_{t-1} + beta (x) u_t`, the key half contracts
-its columns with the query, `s_t = X_t w_t` (rows from columns), the value half contracts its modes with the pulled
-query, `w_t = Re(s_t^H X_t)` (columns from rows); in both, the gradient of the state receives `s_t (x) w_t`. One state
-is kept every K tokens; backward walks each segment in reverse by the inverse recurrence. Where that would multiply
-rounding errors more than `LARGEST_AMPLIFICATION` times, K shrinks until it does not, at worst to keeping every state.
+Keys and values are the same walk over `X_t = lambda X_{t-1} + beta (x) u_t`. That of the keys contracts columns with
+the query, `s_t = X_t w_t` (rows from columns); that of the values contracts modes with the pulled query, `w_t =
+Re(s_t^H X_t)` (columns from rows); in both, the gradient of X_t receives `s_t (x) w_t`.
+
+One state is kept every K tokens, and backward walks each segment in reverse by the inverse recurrence. Where that would
+multiply rounding errors by more than `LARGEST_AMPLIFICATION`, K shrinks until it does not, if need be to one.
 """
 
 import math
@@ -23,7 +24,7 @@ from .scan import LARGEST_AMPLIFICATION
 class Tokens(NamedTuple):
     """rows `[tokens, G, P, 2, M]`, columns `[tokens, G, P, W]` and the inputs of the state `[tokens, G, W]`.
 
-    Of rows and columns one is written, rows as one such tensor a block of columns, to be summed.
+    One of rows and columns is the output: rows as one such tensor for each block of columns, to be summed.
     """
 
     rows: Any
@@ -173,7 +174,7 @@ def walk_back(
     tl.store(d_transition.beta + at + size, db_im, mask=mode)
 
 
-_walk, _walk_back = walk, walk_back  # what is launched
+_walk, _walk_back = walk, walk_back
 
 
 class _Walk(torch.autograd.Function):
@@ -242,17 +243,9 @@ def _blocks(size: int, width: int) -> tuple[int, dict[str, int]]:
 
 
 def triton_scan_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    coefficient_matrix: torch.Tensor | None,
-    product: str,
-    initial_state: torch.Tensor | None,
-    boundaries: list[int],
+    query, key, value, log_decay, input_matrix, coefficient_matrix, product: str, initial_state, boundaries: list[int],
     every: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """As `scan_attention`, in float32."""
     batch, length, heads, feature_dim = query.shape
     groups, size = key.shape[2], log_decay.shape[1]

@@ -16,20 +16,20 @@ def inverses(x: torch.Tensor) -> torch.Tensor:
         full *= 2
     if full > size:
         x = torch.nn.functional.pad(x, (0, full - size, 0, full - size))
-    found = _of_blocks(_diagonal(x, _BLOCK))
+    found = _invert_blocks(_diagonal(x, _BLOCK))
     while found.shape[-1] < full:
-        found = _joined(found, _diagonal(x, 2 * found.shape[-1]))
+        found = _join_halves(found, _diagonal(x, 2 * found.shape[-1]))
     return found[:, 0, :size, :size].contiguous() if full > size else found[:, 0]
 
 
 def _diagonal(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Its blocks on the diagonal, `[N, C / size, size, size]`, a view."""
+    """The blocks on the diagonal of x, `[N, C / size, size, size]`, a view."""
     count = x.shape[-1] // size
     return x.unflatten(2, (count, size)).unflatten(1, (count, size)).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
 
 
-def _of_blocks(x: torch.Tensor) -> torch.Tensor:
-    """Of blocks `[N, n, size, size]`, the whole batch along the last axis meanwhile."""
+def _invert_blocks(x: torch.Tensor) -> torch.Tensor:
+    """The inverses of blocks `[N, n, size, size]`, computed with the batch as the last axes."""
     size = x.shape[-1]
     x = x.permute(2, 3, 0, 1).contiguous()
     out = torch.zeros_like(x)
@@ -39,8 +39,8 @@ def _of_blocks(x: torch.Tensor) -> torch.Tensor:
     return out.permute(2, 3, 0, 1).contiguous()
 
 
-def _joined(found: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Of blocks twice as large, x `[N, n, 2 size, 2 size]`, from those of their halves, `[N, 2 n, size, size]`."""
+def _join_halves(found: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The inverses of blocks x `[N, n, 2 size, 2 size]` from those of their halves, `[N, 2 n, size, size]`."""
     size = found.shape[-1]
     first, second = found[:, ::2], found[:, 1::2]
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)

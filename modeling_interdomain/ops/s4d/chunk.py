@@ -13,14 +13,15 @@ import torch
 from ..common.chunks import Segment, chunks_of
 from ..common.custom_op import differentiable
 from ..common.decay import as_complex
-from ..common.states import DecayTables, Repeated, StateGradients, States, Workspace, pairs
+from ..common.packing import state_rows
+from ..common.states import DecayTables, Repeated, StateGradients, States, Workspace, final_states, pairs
 
-# Floats of one output of a segment: on a CPU what is worked on should stay in the second-level cache.
+# Numbers of the output of a segment, which on a CPU should stay in the second-level cache.
 _SEGMENT_FLOATS = {"cpu": 1 << 18, "other": 1 << 24}
 
 
 class _S4DCall:
-    """One call: its tables, how its tokens lie among the chunks, and the memory that its segments share."""
+    """One call: its tables, the layout of its chunks, and the memory that its segments share."""
 
     def __init__(self, inputs, log_decay, input_matrix, readout, initial, cu_seqlens, lengths, chunk_size, ends):
         batch, length, self.groups, width = inputs.shape
@@ -84,7 +85,7 @@ class _S4DCall:
         return stream.finish(), decay, beta, readout, stream.initial_states(final)
 
     def _over_chunks(self, name: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """The products of a segment, summed over its chunks: `[G, 1, ...]`."""
+        """Products of a segment, summed over its chunks: `[G, 1, ...]`."""
         found = self.workspace.product(name, a, b)
         return found.unflatten(0, (self.groups, -1)).sum(1, keepdim=True)
 
@@ -124,24 +125,14 @@ def _distances(x: torch.Tensor) -> torch.Tensor:
 
 
 def _forward(
-    inputs: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    readout: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    chunk_size: int,
+    inputs: torch.Tensor, log_decay: torch.Tensor, input_matrix: torch.Tensor, readout: torch.Tensor,
+    initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, lengths: torch.Tensor | None, chunk_size: int,
     output_final_state: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     arguments = inputs, log_decay, input_matrix, readout, initial_state, cu_seqlens, lengths, chunk_size
     call = _S4DCall(*arguments, output_final_state)
-    if not output_final_state:
-        return call.forward(None), inputs.new_empty(0)
-    final = inputs.new_zeros(_state_shape(inputs, log_decay, cu_seqlens))
-    if initial_state is not None:
-        final.copy_(initial_state)
-    return call.forward(final), final
+    final = final_states(inputs, _state_shape(inputs, log_decay, cu_seqlens), output_final_state, initial_state)
+    return call.forward(final if output_final_state else None), final
 
 
 def _outputs(inputs, log_decay, input_matrix, readout, initial_state, cu_seqlens, lengths, chunk_size, want_final):
@@ -150,8 +141,7 @@ def _outputs(inputs, log_decay, input_matrix, readout, initial_state, cu_seqlens
 
 
 def _state_shape(inputs, log_decay, cu_seqlens) -> tuple[int, ...]:
-    rows = inputs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return rows, inputs.shape[2], 2, log_decay.shape[1], inputs.shape[3]
+    return state_rows(inputs, cu_seqlens), inputs.shape[2], 2, log_decay.shape[1], inputs.shape[3]
 
 
 def _backward(inputs, grads, needs):

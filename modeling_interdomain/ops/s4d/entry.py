@@ -5,6 +5,7 @@ import torch
 from ..common.checks import check_documents, check_how, check_state, check_tensors, real_tokens
 from ..common.cpu import without_autocast
 from ..common.launch import check_step_backend, fused, steps_fused
+from ..common.packing import state_rows, step_rows
 from ..diagonal.step import StepParameters, StepTables, advance_state, transition_tables
 from .chunk import chunk_s4d
 
@@ -45,27 +46,26 @@ def s4d_attention(
     _check_inputs(key, value, log_decay, input_matrix, readout)
     cu_seqlens, lengths = check_documents(cu_seqlens, lengths, key)
     if initial_state is not None:
-        documents = key.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        _check_state("initial_state", initial_state, documents, key, value, log_decay)
+        _check_state("initial_state", initial_state, state_rows(key, cu_seqlens), key, value, log_decay)
     check_how(backend, S4D_BACKENDS, chunk_size)
-    exporting = torch.compiler.is_exporting()
+    exporting, found = torch.compiler.is_exporting(), None
     compute = torch.float64 if torch.float64 in (key.dtype, value.dtype) else torch.float32
     with without_autocast(key.device):
         if backend in ("auto", "triton") and not exporting:
             parameters, extent = (log_decay, input_matrix, readout), (initial_state, cu_seqlens, lengths)
             found = _fused(backend, key, value, *parameters, *extent, chunk_size, output_final_state)
-            if found is not None:
-                return found
-        inputs = torch.cat([key.to(compute), value.to(compute)], dim=-1)
-        decay, beta, rows = (x.to(compute) for x in (log_decay, input_matrix, readout))
-        state = None if initial_state is None else initial_state.to(compute)
-        arguments = inputs, decay, beta, rows, state, cu_seqlens, lengths, chunk_size
-        if exporting:
-            from ..diagonal.export import export_s4d
+        if found is None:
+            inputs = torch.cat([key.to(compute), value.to(compute)], dim=-1)
+            decay, beta, rows = (x.to(compute) for x in (log_decay, input_matrix, readout))
+            state = None if initial_state is None else initial_state.to(compute)
+            arguments = inputs, decay, beta, rows, state, cu_seqlens, lengths, chunk_size
+            if exporting:
+                from ..diagonal.export import export_s4d
 
-            output, final = export_s4d(*arguments)
-        else:
-            output, final = chunk_s4d(*arguments, output_final_state)
+                found = export_s4d(*arguments)
+            else:
+                found = chunk_s4d(*arguments, output_final_state)
+    output, final = found
     return output.to(value.dtype), final if output_final_state else None
 
 
@@ -94,11 +94,7 @@ def s4d_step(
 
     Args:
         state: `[B, G, 2, M, R + D]`, overwritten.
-        mask: `[B]` bool or integers, zero for a pad: the row's state stays and its output is zero.
-        backend: "triton" (one kernel on a GPU), "recurrent" (PyTorch) or "auto" (the kernel where it can run). Default:
-            "auto".
-        state_indices: `[B]` int32 or int64: `state` is a pool `[N, ...]`, of which row b moves slot state_indices[b] in
-            place, see `interdomain_step`. Default: None.
+        mask, backend, state_indices: as in `interdomain_step`.
 
     Returns:
         `[B, H, R + D]` in the dtype of `value`.
@@ -107,26 +103,14 @@ def s4d_step(
         ValueError: when an argument has a wrong shape, device or value, before the state is touched.
     """
     _check_inputs(key, value, log_decay, input_matrix, readout, rows="B")
-    rows = key.shape[0]
-    if state_indices is not None:
-        from ..common.slots import check_slots
-
-        rows = check_slots(state_indices, state, rows, key.device)
-    _check_state("state", state, rows, key, value, log_decay)
+    _check_state("state", state, step_rows(key, state, state_indices), key, value, log_decay)
     check_step_backend(backend, state, state_indices)
     parameters, mask = StepParameters(s4d_tables, log_decay, input_matrix, readout), real_tokens(mask, key)
     return take_s4d_step(key, value, parameters, state=state, mask=mask, backend=backend, state_indices=state_indices)
 
 
 def take_s4d_step(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    parameters: StepParameters,
-    *,
-    state: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    backend: str = "auto",
-    state_indices: torch.Tensor | None = None,
+    key, value, parameters: StepParameters, *, state, mask=None, backend: str = "auto", state_indices=None
 ) -> torch.Tensor:
     """`s4d_step` for a caller who may have tables from an earlier step: `s4d_tables` of the `parameters`.
 

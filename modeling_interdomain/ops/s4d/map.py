@@ -1,10 +1,10 @@
-"""Which token answered in an S4D layer: it depends on its age alone."""
+"""The attention map of an S4D layer, whose weights depend on the age of a token alone."""
 
 import torch
 
 from ..common.checks import check_ends
 from ..common.decay import as_complex, decay_powers
-from ..common.packing import document_of_tokens
+from ..common.packing import within_documents
 from .entry import check_parameters
 
 
@@ -41,8 +41,4 @@ def s4d_attention_map(
     rows = as_complex(readout.to(torch.float64)).unflatten(0, (len(log_decay), -1))
     kernel = 2 * torch.einsum("gpm,gtm->gpt", rows, powers).real.flatten(0, 1).to(compute)  # [H, T]
     age = tokens[:, None] - tokens
-    seen = age >= 0
-    if cu_seqlens is not None:
-        document = document_of_tokens(cu_seqlens, length)
-        seen = seen & (document[:, None] == document)
-    return torch.where(seen, kernel[:, age.clamp(min=0)], 0)
+    return within_documents(torch.where(age >= 0, kernel[:, age.clamp(min=0)], 0), cu_seqlens)

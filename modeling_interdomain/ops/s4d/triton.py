@@ -1,15 +1,16 @@
 """The S4D control as fused kernels: the walk along the chunks of `ops/interdomain/triton.py`, read by a convolution.
 
-What depends on the parameters alone, the response of a head to its own chunk and its rows for the state before it, is
-made by PyTorch in float64, which also differentiates it; the kernels take these as inputs. Sums over chunks are taken
-in a fixed order, so that gradients repeat bit for bit, and no length is read by the host.
+PyTorch makes what depends on the parameters alone, in float64, and differentiates it: the response of a head within a
+chunk, and its rows for the state before the chunk. Sums over chunks have a fixed order, so that gradients repeat bit
+for bit, and no length is read by the host.
 """
 
 import torch
 
 from ..common.custom_op import differentiable
 from ..common.decay import as_complex, decay_powers
-from ..common.launch import on_device, power_of_two, tuned
+from ..common.launch import contiguous, on_device, power_of_two, tuned
+from ..common.packing import state_rows
 from ..common.tiles import chunk_tokens
 from ..diagonal.triton_tables import KernelTables, Parameters, Partial, make_tables, table_gradients
 from ..interdomain.triton import Plan, plan_of, states_before, walk_back
@@ -22,16 +23,9 @@ _responses_backward = tuned(responses_backward, _KIND)
 
 
 def triton_s4d(
-    inputs: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    readout: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    chunk_size: int,
+    inputs, log_decay, input_matrix, readout, initial_state, cu_seqlens, lengths, chunk_size: int,
     output_final_state: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """`s4d_attention` of inputs `[B, T, G, W]` in bfloat16, float16 or float32; parameters and states are float32.
 
     Args:
@@ -40,17 +34,16 @@ def triton_s4d(
     """
     size = log_decay.shape[1]
     chunk = chunk_tokens(min(chunk_size, 4096 // power_of_two(size)), inputs.shape[1])
-    log_decay, input_matrix = (x.float().contiguous() for x in (log_decay, input_matrix))
-    output, final = _operator(
+    log_decay, input_matrix = contiguous(log_decay, input_matrix, dtype=torch.float32)
+    return _operator(
         inputs.contiguous(),
         log_decay,
         input_matrix,
         *_responses(log_decay, input_matrix, readout, chunk),
-        None if initial_state is None else initial_state.float().contiguous(),
-        *(None if x is None else x.to(torch.int32).contiguous() for x in (cu_seqlens, lengths)),
+        *contiguous(initial_state, dtype=torch.float32),
+        *contiguous(cu_seqlens, lengths, dtype=torch.int32),
         output_final_state,
     )
-    return output, final if output_final_state else None
 
 
 def _responses(log_decay, input_matrix, readout, chunk: int) -> Responses:
@@ -78,22 +71,16 @@ def _options(plan: Plan) -> dict:
 
 
 def _tables(plan: Plan, log_decay, input_matrix) -> KernelTables:
-    """For the walk along the chunks, which reads nothing of a product or of coefficients."""
+    """The tables of the walk along the chunks, which needs neither product nor coefficients."""
     parameters = Parameters(log_decay, input_matrix, None)
     return make_tables(parameters, "real", plan.chunk, plan.storage, plan.math)
 
 
 def _forward(
-    inputs: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    kernel: torch.Tensor,
-    reads: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    want_final: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs: torch.Tensor, log_decay: torch.Tensor, input_matrix: torch.Tensor, kernel: torch.Tensor,
+    reads: torch.Tensor, initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None, want_final: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     plan = _plan(inputs, log_decay, kernel, initial_state is not None, cu_seqlens, lengths)
     heads, options = plan.shape[2], _options(plan)
     output = (inputs.new_zeros if plan.packed else inputs.new_empty)(plan.shape)
@@ -108,8 +95,7 @@ def _forward(
 
 def _outputs(inputs, log_decay, input_matrix, kernel, reads, initial_state, cu_seqlens, lengths, want_final):
     batch, length, groups, width = inputs.shape
-    rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    final = (rows, groups, 2, log_decay.shape[1], width) if want_final else (0,)
+    final = (state_rows(inputs, cu_seqlens), groups, 2, log_decay.shape[1], width) if want_final else (0,)
     return inputs.new_empty(batch, length, kernel.shape[0], width), inputs.new_empty(final, dtype=torch.float32)
 
 

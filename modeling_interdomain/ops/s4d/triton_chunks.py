@@ -1,7 +1,7 @@
 """The S4D control in chunks of C tokens on the chip: a convolution within the chunk, the state before it for the rest.
 
-What a head makes of a chunk is the same for all: `kernel[d]`, what a token gives d tokens later, and `reads`, how a
-token reads the state before the chunk. Both are tables of the parameters, and their gradients sums over the chunks.
+A head treats all chunks alike: `kernel[d]` is the weight of a token d tokens later, and `reads` the rows by which a
+token reads the state before the chunk. Both are tables of the parameters; their gradients are sums over the chunks.
 """
 
 from typing import Any, NamedTuple

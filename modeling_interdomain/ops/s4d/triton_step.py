@@ -18,9 +18,7 @@ def s4d_step(
     """`S <- lambda S + beta x`, `output = rows S`; grid [batch, groups, blocks of columns].
 
     x `[batch, groups, W]`; decay, turn `[groups, M]`; beta `[groups, 2, M]`; rows `[groups, per_group, 2 M]`; state
-    `[batch, groups, 2, M, W]`; mask `[batch]` or None: where it is zero the state stays and the output is zero; output
-    `[batch, groups, per_group, W]`. With slots `[batch]` the states lie in those of a pool, slot_size elements from one
-    to the next.
+    `[batch, groups, 2, M, W]`; output `[batch, groups, per_group, W]`; mask, slots and slot_size: see `state_of`.
     """
     group = tl.program_id(1)
     row = tl.program_id(0).to(tl.int64) * groups + group
@@ -56,20 +54,12 @@ def s4d_step(
 
 _s4d_step = s4d_step
 
-_NAMESPACE = namespace(__name__)
 
-
-@torch.library.custom_op(f"{_NAMESPACE}::step", mutates_args=("state",))
+@torch.library.custom_op(f"{namespace(__name__)}::step", mutates_args=("state",))
 def triton_s4d_step(
-    inputs: torch.Tensor,
-    decay: torch.Tensor,
-    turn: torch.Tensor,
-    beta: torch.Tensor,
-    rows: torch.Tensor,
-    state: torch.Tensor,
-    mask: torch.Tensor | None,
-    slots: torch.Tensor | None = None,
-) -> torch.Tensor:
+    inputs: torch.Tensor, decay: torch.Tensor, turn: torch.Tensor, beta: torch.Tensor, rows: torch.Tensor,
+    state: torch.Tensor, mask: torch.Tensor | None, slots: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """As `take_s4d_step`, for inputs `[B, G, W]` and what `s4d_tables` gives in float32; `[B, H, W]`.
 
     The state, which is contiguous, or with slots `[B]` each slot of it, may be in any floating-point dtype.

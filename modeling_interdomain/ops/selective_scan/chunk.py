@@ -1,15 +1,16 @@
-"""The selective scan with states kept at the ends of chunks alone, as one opaque operator of `torch.library`.
+"""The selective scan, keeping only the states before chunks, as one opaque operator of `torch.library`.
 
     h_t = exp(dt_t A) h_{t-1} + B_t (x) (dt_t x_t),    y_t = C_t . h_t        (Mamba, arXiv 2312.00752, algorithm 2)
 
-Every channel and state number has a decay of its own, so no matrix product joins tokens: a chunk writes its decays and
-inputs down at once and goes through them in order, one operation a token, in memory that all chunks share. Backward
-reads the state before a chunk, makes the others anew, and goes back with g_t = C_t (x) dy_t + exp(dt_{t+1} A) g_{t+1}:
+Every channel and state number has a decay of its own, so no matrix product joins tokens: a chunk computes its decays
+and inputs at once and then goes through them in order, one operation a token, in memory that all chunks share. Backward
+begins a chunk at the state before it, computes the others again, and goes back with
+g_t = C_t (x) dy_t + exp(dt_{t+1} A) g_{t+1}:
 
     dC_t = h_t dy_t,  dB_t = g_t (dt_t x_t),  d(dt_t x_t) = B_t . g_t,  d(dt_t A) = exp(dt_t A) g_t h_{t-1}
 
-Chunks begin at multiples of C, and a packed document where it begins: what is kept has one shape whatever documents
-there are. Channels lie side by side in memory, states are `[N, E]`.
+Chunks begin at multiples of C, and where a packed document begins, so that the kept states have one shape whatever the
+documents are. States are `[N, E]`, channels side by side in memory.
 """
 
 from collections.abc import Iterator
@@ -19,24 +20,17 @@ from typing import NamedTuple
 import torch
 
 from ..common.custom_op import differentiable
-from ..common.states import Workspace
+from ..common.packing import state_rows
+from ..common.states import Workspace, final_states
 
-# Floats of the states that a chunk goes through; rows that do not fit come after one another.
+# Numbers of the states of a chunk; rows that do not fit are worked on one after the other.
 _FLOATS = {"cpu": 1 << 21, "other": 1 << 25}
-# exp of less would come near the smallest numbers of a dtype, with which a CPU computes a hundred times as slowly.
+# Below this, exp comes near the smallest numbers of a dtype, with which a CPU computes a hundred times as slowly.
 _GONE = {torch.float32: -80.0, torch.float64: -690.0}
 
 
 def chunk_scan(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    step: torch.Tensor,
-    rate: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    chunk_size: int,
-    output_final_state: bool,
+    query, key, value, step, rate, initial_state, cu_seqlens, chunk_size: int, output_final_state: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `selective_scan`, all in one real dtype, without a skip; the final states are empty unless wanted."""
     tensors = query, key, value, step, rate, initial_state
@@ -45,7 +39,7 @@ def chunk_scan(
 
 
 class _Document(NamedTuple):
-    """Tokens `start` to `stop` of some `rows`, and where their states are among all."""
+    """Tokens `start` to `stop` of some `rows`, and which of all `states` are theirs."""
 
     rows: slice
     start: int
@@ -57,7 +51,7 @@ class _Document(NamedTuple):
         return list(pairwise(ends))
 
 
-class _Problem:
+class _ScanCall:
     """One call: its tensors, its documents, and the memory that its chunks share."""
 
     def __init__(self, query, key, value, step, rate, initial, cu_seqlens, size: int):
@@ -94,7 +88,7 @@ class _Problem:
         return self.room(name, *tokens.shape).copy_(tokens)
 
     def scan(self, document: _Document, chunk: tuple[int, int], entry: torch.Tensor) -> "_Chunk":
-        """Go through a chunk on from the states `entry` before it."""
+        """Scan a chunk, beginning with the states `entry` before it."""
         key, value, step = (self.read(n, document, chunk, getattr(self, n)) for n in ("key", "value", "step"))
         inputs = torch.mul(value, step, out=self.room("inputs", *value.shape))
         shape = *step.shape[:2], *self.rate.shape
@@ -109,7 +103,7 @@ class _Problem:
         return _Chunk(key, value, step, inputs, decays, states)
 
     def forward(self, final: torch.Tensor | None, kept: torch.Tensor | None) -> torch.Tensor:
-        """The output `[B, T, E]`; the states after the documents and before the chunks are written where asked."""
+        """The output `[B, T, E]`; the final states and those before the chunks are written where there is room."""
         output = _like(self.value)
         for document in self.documents():
             state = self.before(document)
@@ -126,14 +120,9 @@ class _Problem:
         return output
 
     def backward(self, kept: torch.Tensor, grad: torch.Tensor, final: torch.Tensor | None):
-        """Of query, key, value, step, rate and initial states; an empty document hands on that of its final ones."""
-        found = _Gradients(
-            query=_like(self.query),
-            key=_like(self.key),
-            value=_like(self.value),
-            step=_like(self.step),
-            rate=torch.zeros_like(self.rate),
-        )
+        """The gradients of query, key, value, step, rate and initial states; an empty document has its final's."""
+        of_rate = torch.zeros_like(self.rate)
+        found = _Gradients(_like(self.query), _like(self.key), _like(self.value), _like(self.step), of_rate)
         initial = None
         if self.initial is not None:
             initial = torch.zeros_like(self.initial) if final is None else final.clone()
@@ -177,7 +166,7 @@ class _Problem:
 
 
 class _Chunk(NamedTuple):
-    """Key `[c, r, N]`; value, step, their product `[c, r, E]`; decays `[c, r, N, E]`; states, with that before."""
+    """Key `[c, r, N]`; value, step and their product `[c, r, E]`; decays `[c, r, N, E]`; states `[c + 1, r, N, E]`."""
 
     key: torch.Tensor
     value: torch.Tensor
@@ -196,27 +185,19 @@ class _Gradients(NamedTuple):
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:
-    """Room for as much, one row after the other as the compiled graph expects it."""
+    """Contiguous room for as much, as the compiled graph expects it."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    step: torch.Tensor,
-    rate: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    size: int,
-    output_final_state: bool,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: torch.Tensor, rate: torch.Tensor,
+    initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, size: int, output_final_state: bool,
     keep: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    problem = _Problem(query, key, value, step, rate, initial_state, cu_seqlens, size)
-    final, kept = (value.new_zeros(x) for x in _shapes(value, rate, cu_seqlens, size, output_final_state, keep))
-    if output_final_state and initial_state is not None:
-        final.copy_(initial_state)
-    output = problem.forward(final if output_final_state else None, kept if keep else None)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    call = _ScanCall(query, key, value, step, rate, initial_state, cu_seqlens, size)
+    of_documents, of_chunks = _shapes(value, rate, cu_seqlens, size, output_final_state, keep)
+    final, kept = final_states(value, of_documents, output_final_state, initial_state), value.new_zeros(of_chunks)
+    output = call.forward(final if output_final_state else None, kept if keep else None)
     return output, final, kept
 
 
@@ -226,16 +207,15 @@ def _outputs(query, key, value, step, rate, initial_state, *how):
 
 
 def _shapes(value, rate, cu_seqlens, size: int, output_final_state: bool, keep: bool):
-    """Of the states after the documents and of those before the chunks."""
+    """The shapes of the final states and of those before the chunks."""
     batch, length = value.shape[:2]
-    rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    final = (rows, *rate.shape) if output_final_state else (0,)
+    final = (state_rows(value, cu_seqlens), *rate.shape) if output_final_state else (0,)
     return final, (batch, (length + size - 1) // size, *rate.shape) if keep else (0,)
 
 
 def _backward(inputs, grads, needs):
     *arguments, _, _, kept = inputs
-    return _Problem(*arguments).backward(kept, *grads[:2])
+    return _ScanCall(*arguments).backward(kept, *grads[:2])
 
 
 _operator = differentiable(__name__, "scan", _forward, _outputs, _backward, count=6, kept=(2,))

@@ -1,11 +1,11 @@
-"""Mamba's selective scan on tensors: a state a channel whose step, input and readout the tokens choose."""
+"""Mamba's selective scan on tensors: a state for each channel, with step, input and readout chosen by the tokens."""
 
 import torch
 
 from ..common.checks import check_documents, check_how, check_state, check_tensors, real_tokens
 from ..common.cpu import autocasts, without_autocast
 from ..common.launch import check_step_backend, fused, steps_fused
-from ..ssd.naive import without_pads
+from ..common.packing import state_rows, step_rows, zero_pads
 from .chunk import chunk_scan
 from .naive import export_scan, recurrent_scan
 
@@ -39,10 +39,7 @@ def selective_scan(
         rate: `[N, E]`, A of the paper, transposed; at most 0.
         skip: `[E]`, D of the paper. Default: None, which means zero.
         initial_state: `[B, N, E]`; with `cu_seqlens`, one row a document. Default: None, which means zero.
-        output_final_state: return the state after the last token of each row or document. Default: False.
-        cu_seqlens, lengths: documents packed into one row, or the real tokens of every row, as in
-            `interdomain_attention`. Default: None.
-        chunk_size: the largest number of tokens per chunk; changes speed and memory, not the result. Default: 64.
+        output_final_state, cu_seqlens, lengths, chunk_size: as in `interdomain_attention`.
         backend: "recurrent" (the definition, token by token), "chunk" (states are kept at the ends of chunks alone, and
             made anew in backward), "triton" (fused kernels on a GPU, in chunks of 32) or "auto" ("triton" where it can
             run, otherwise "chunk"). Default: "auto".
@@ -67,9 +64,8 @@ def selective_scan(
     """
     _check_inputs(query, key, value, step, rate, skip)
     cu_seqlens, lengths = check_documents(cu_seqlens, lengths, query)
-    rows = query.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if initial_state is not None:
-        _check_state(initial_state, "initial_state", rows, value, rate)
+        _check_state(initial_state, "initial_state", state_rows(query, cu_seqlens), value, rate)
     check_how(backend, SCAN_BACKENDS, chunk_size)
 
     compute = torch.float64 if torch.float64 in (query.dtype, key.dtype, value.dtype) else torch.float32
@@ -79,10 +75,12 @@ def selective_scan(
             extent = initial_state, cu_seqlens, lengths, output_final_state
             found = _fused(backend, query, key, value, step, rate, *extent)
             if found is not None:
-                return _skipped(found[0], value, skip, lengths).to(out_dtype), found[1]
+                output, final = found
+                output = _skipped(output, value, skip, lengths)
+                return output.to(out_dtype), final if output_final_state else None
         tokens = [x.to(compute) for x in (query, key, value, step)]
         if lengths is not None:
-            tokens = without_pads(lengths, *tokens)
+            tokens = zero_pads(lengths, *tokens)
         state = None if initial_state is None else initial_state.to(compute)
         query, key, value, step = tokens
         arguments = query, key, value, step, rate.to(compute), state, cu_seqlens
@@ -101,7 +99,7 @@ def _skipped(output, value, skip, lengths=None) -> torch.Tensor:
     if skip is None:
         return output
     value = value.to(output.dtype)
-    return torch.addcmul(output, value if lengths is None else without_pads(lengths, value)[0], skip.to(output.dtype))
+    return torch.addcmul(output, value if lengths is None else zero_pads(lengths, value)[0], skip.to(output.dtype))
 
 
 def _fused(backend, query, key, value, step, rate, *arguments):
@@ -131,11 +129,7 @@ def selective_scan_step(
     Args:
         query, key: `[B, N]`; value, step: `[B, E]`; rate: `[N, E]`; skip: `[E]`, or None for zero.
         state: `[B, N, E]`, overwritten.
-        mask: `[B]` bool or integers, zero for a pad: the row's state stays and its output is zero. Default: None.
-        backend: "triton" (one kernel on a GPU), "recurrent" (PyTorch) or "auto" (the kernel where it can run). Default:
-            "auto".
-        state_indices: `[B]` int32 or int64: `state` is a pool `[N, ...]`, of which row b moves slot state_indices[b] in
-            place, see `interdomain_step`. Default: None.
+        mask, backend, state_indices: as in `interdomain_step`.
 
     Returns:
         `[B, E]` in the dtype of `value`. Not differentiable: use `selective_scan` for gradients.
@@ -144,28 +138,14 @@ def selective_scan_step(
         ValueError: when an argument has a wrong shape, device or value, before the state is touched.
     """
     _check_inputs(query, key, value, step, rate, skip, rows="B")
-    rows = query.shape[0]
-    if state_indices is not None:
-        from ..common.slots import check_slots
-
-        rows = check_slots(state_indices, state, rows, query.device)
-    _check_state(state, "state", rows, value, rate)
+    _check_state(state, "state", step_rows(query, state, state_indices), value, rate)
     check_step_backend(backend, state, state_indices)
     mask = real_tokens(mask, query)
     return take_scan_step(query, key, value, step, rate, state, skip, mask, backend, state_indices)
 
 
 def take_scan_step(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    step: torch.Tensor,
-    rate: torch.Tensor,
-    state: torch.Tensor,
-    skip: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
-    backend: str = "auto",
-    state_indices: torch.Tensor | None = None,
+    query, key, value, step, rate, state, skip=None, mask=None, backend: str = "auto", state_indices=None
 ) -> torch.Tensor:
     """`selective_scan_step` for a caller whose arguments fit; `mask` `[B]` is bool."""
     if torch.is_grad_enabled() or autocasts(query.device):
@@ -216,7 +196,7 @@ def scan_state_after(
     rate: torch.Tensor,
     mask: torch.Tensor,
 ) -> torch.Tensor:
-    """The state after some tokens without an output: what taking tokens back needs, and passing a state on.
+    """The state after some tokens, without outputs: for rolling a cache back, and for handing a state on.
 
     Args:
         state: `[B, N, E]`, left untouched.

@@ -1,22 +1,16 @@
-"""The selective scan token by token, the definition; and as plain operations whatever the length, to leave PyTorch."""
+"""The selective scan token by token, the definition; and in chunks of plain operations, for exported graphs."""
 
 from itertools import pairwise
 
 import torch
 
+from ..common.packing import export_slots
+
 _EXPORT_CHUNK = 16
-_DOUBLINGS = 17  # a reach of 2^17 chunks: 2 million tokens
+_DOUBLINGS = 17  # 2^17 chunks: 2 million tokens
 
 
-def recurrent_scan(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    step: torch.Tensor,
-    rate: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def recurrent_scan(query, key, value, step, rate, initial_state, cu_seqlens) -> tuple[torch.Tensor, torch.Tensor]:
     """`h_t = exp(dt_t A) h_{t-1} + B_t (x) dt_t x_t`, `y_t = C_t . h_t`; as `selective_scan`, in one dtype."""
     ends = [0, value.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
     batch = value.shape[0]
@@ -33,25 +27,10 @@ def recurrent_scan(
     return torch.cat(outputs, dim=1), torch.cat(finals)
 
 
-def export_scan(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    step: torch.Tensor,
-    rate: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, whatever the batch and the length: all chunks side by side, then their ends by doubling the reach.
-
-    A tracer takes an axis that may have one element for one that has: there is a chunk more than needed, and tokens are
-    gathered rather than viewed.
-    """
-    if cu_seqlens is not None:
-        raise ValueError("cu_seqlens cannot be exported: pass the documents as rows, with lengths.")
+def export_scan(query, key, value, step, rate, initial_state, cu_seqlens) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for any batch and length: all chunks side by side, and their ends by parallel prefix."""
     size, length = _EXPORT_CHUNK, value.shape[1]
-    chunks = (length + size - 1) // size + 1
-    slots = torch.arange(chunks, device=value.device)[:, None] * size + torch.arange(size, device=value.device)
+    slots = export_slots(value, size, cu_seqlens)
     real, places = slots < length, slots.clamp(max=length - 1)  # [n, C]
     query, key, value = (x[:, places] for x in (query, key, value))  # [B, n, C, W]
     step = torch.where(real[..., None], step[:, places], 0)  # of 0: the state stays, and nothing comes in

@@ -1,11 +1,10 @@
 """The selective scan as fused kernels behind one opaque operator of `torch.library`.
 
-Every channel and state number has a decay of its own, so no matrix product joins tokens. A program has the states of
+Every channel and state number has a decay of its own, so no matrix product joins tokens. A program holds the states of
 some channels of a row or document and goes through its chunks; within a chunk of C tokens the states are a parallel
 prefix of the pairs (decay, input). Forward keeps nothing: backward walks once more to keep the states before the chunks
-and goes back from the last one, with the states *before* the tokens as one prefix and their gradients as another, so
-that nothing is divided by a decay. What is summed over channels or rows is written once a program and summed in a fixed
-order. No length is read by the host.
+and goes back from the last one, with the states before the tokens as one prefix and their gradients as another, so that
+nothing is divided by a decay. Sums over channels and rows have a fixed order. No length is read by the host.
 """
 
 from typing import Any, NamedTuple
@@ -13,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ..common.custom_op import differentiable
-from ..common.launch import on_device, power_of_two, tl, triton, tuned
+from ..common.launch import contiguous, on_device, power_of_two, tl, triton, tuned
+from ..common.packing import state_rows
 
-# Tokens of a chunk, and the numbers of a tile: tokens, channels and state numbers. A program of backward has ten such.
+# Tokens of a chunk, and numbers of a tile (tokens x channels x state numbers), of which a backward program holds ten.
 _CHUNK, _TILE = 32, 4096
 
 
@@ -200,29 +200,19 @@ _scan, _scan_backward = (tuned(x, _KIND, _CONFIGURATIONS) for x in (scan, scan_b
 
 
 def triton_scan(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    step: torch.Tensor,
-    rate: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    output_final_state: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    query, key, value, step, rate, initial_state, cu_seqlens, lengths, output_final_state: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """As `chunk_scan`, for tokens in bfloat16, float16 or float32; rates, states and the output are float32.
 
     Args:
         cu_seqlens, lengths: not checked here; an empty document keeps its initial state, and pads are not read.
     """
-    output, final = _operator(
-        *(x.contiguous() for x in (query, key, value, step)),
-        rate.float().contiguous(),
-        None if initial_state is None else initial_state.float().contiguous(),
-        *(None if x is None else x.to(torch.int32).contiguous() for x in (cu_seqlens, lengths)),
+    return _operator(
+        *contiguous(query, key, value, step),
+        *contiguous(rate, initial_state, dtype=torch.float32),
+        *contiguous(cu_seqlens, lengths, dtype=torch.int32),
         output_final_state,
     )
-    return output, final if output_final_state else None
 
 
 def _rows(value: torch.Tensor, cu_seqlens: torch.Tensor | None, lengths: torch.Tensor | None) -> Rows:
@@ -245,16 +235,9 @@ def _extent(rate: torch.Tensor) -> tuple[Extent, int]:
 
 
 def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    step: torch.Tensor,
-    rate: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    want_final: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: torch.Tensor, rate: torch.Tensor,
+    initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, lengths: torch.Tensor | None, want_final: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     (extent, blocks), rows = _extent(rate), _rows(value, cu_seqlens, lengths)
     make = value.new_empty if lengths is None else value.new_zeros
     output = make(value.shape, dtype=torch.float32)
@@ -269,8 +252,7 @@ def _forward(
 
 
 def _outputs(query, key, value, step, rate, initial_state, cu_seqlens, lengths, want_final):
-    rows = value.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    final = rate.new_empty((rows, *rate.shape) if want_final else (0,))
+    final = rate.new_empty((state_rows(value, cu_seqlens), *rate.shape) if want_final else (0,))
     return value.new_empty(value.shape, dtype=torch.float32), final
 
 

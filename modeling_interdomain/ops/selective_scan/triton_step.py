@@ -17,8 +17,7 @@ def scan_step(
     """`h <- exp(step rate) h + step value key`, `output = query . h + skip value`; grid [batch, blocks of channels].
 
     query, key `[batch, N]`; value, step, output `[batch, E]`; rate `[N, E]`; skip `[E]` or None; state `[batch, N, E]`;
-    mask `[batch]` or None: where it is zero the state stays and the output is zero. With slots `[batch]` the
-    states lie in those of a pool, slot_size elements from one to the next.
+    mask, slots and slot_size: see `state_of`.
     """
     row = tl.program_id(0).to(tl.int64)
     e = tl.program_id(1) * BE + tl.arange(0, BE)
@@ -46,21 +45,12 @@ def scan_step(
 
 _scan_step = scan_step
 
-_NAMESPACE = namespace(__name__)
 
-
-@torch.library.custom_op(f"{_NAMESPACE}::step", mutates_args=("state",))
+@torch.library.custom_op(f"{namespace(__name__)}::step", mutates_args=("state",))
 def triton_scan_step(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    step: torch.Tensor,
-    rate: torch.Tensor,
-    state: torch.Tensor,
-    skip: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    slots: torch.Tensor | None = None,
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: torch.Tensor, rate: torch.Tensor,
+    state: torch.Tensor, skip: torch.Tensor | None, mask: torch.Tensor | None, slots: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """As `take_scan_step`; the state, which is contiguous, or with slots `[B]` each slot of it, may be in any
     floating-point dtype.
     """

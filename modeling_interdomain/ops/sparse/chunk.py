@@ -1,8 +1,8 @@
-"""Sparse attention in blocks: nowhere are all pairs of tokens formed, nor a query's keys gathered for it alone.
+"""Sparse attention in blocks of C queries, without all pairs of tokens and without gathering keys for each query.
 
-No key counts in two sets, and the sums of all sets add up. The best keys: a block of C queries sees those before it,
-and its own. The latest of a bin: sorted by bin, the keys of a block lie side by side; there are k of them and as many
-as come in its time, however tokens and bins are mixed.
+Every key counts in one set, so the sums of the sets add up. Of the best keys, a block sees those before it and its own.
+Of the latest of a bin, with queries and keys sorted by bin, it sees a range of keys: k, and those that arrive in its
+time.
 """
 
 import math
@@ -15,10 +15,10 @@ from ..common.cpu import values_at_hand, without_autocast
 from .passes import HIDDEN, Run, ranges, rows_of, runs_of
 from .stream import Stream
 
-# Powers of logits up to this size neither overflow nor vanish, whatever they are summed or multiplied with.
-# It spares looking for the largest logit of every query, to which weights are relative otherwise.
+# Powers of logits up to this size neither overflow nor vanish. Beyond it, weights are relative to the largest logit of
+# each query.
 _SAFE = 40.0
-# Rows that are worked on together where all rows are.
+# Rows that elementwise work takes at a time: new memory is dear on a CPU.
 _PIECE = 1 << 13
 
 
@@ -35,7 +35,7 @@ def blocks(stream: Stream) -> torch.Tensor:
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps the sums, and forms the weights again backwards."""
+    """Keeps the sums; backward forms the weights again."""
 
     @staticmethod
     def forward(ctx, query, key, value, runs):
@@ -50,7 +50,6 @@ class _Attention(torch.autograd.Function):
         query, key, value, output, shares, most = ctx.saved_tensors
         gradients = [torch.zeros_like(x) for x in (query, key, value)]
         with without_autocast(query.device):
-            # In pieces: new memory is dear on a CPU.
             pieces = zip(*(x.split(_PIECE) for x in (grad, output)), strict=True)
             dots = torch.cat([(x * y).sum(1) for x, y in pieces])
             table = ranges(query)
@@ -60,8 +59,8 @@ class _Attention(torch.autograd.Function):
 
 
 def _attend(query, key, value, runs: Iterable[Run]):
-    """Output `[B T S, D]`, what is to be multiplied with the weights to make their sum 1 `[B T S]`, 0 where there are
-    none, and the logits that the weights are relative to, or None."""
+    """Output `[B T S, D]`; the inverse of the sum of weights `[B T S]`, 0 where there are none; and the logits to which
+    the weights are relative, or None."""
     table, most = ranges(query), None
     if not (values_at_hand(query) and _small(query, key)):
         runs = list(runs)
@@ -76,7 +75,7 @@ def _attend(query, key, value, runs: Iterable[Run]):
 
 
 def _small(query, key) -> bool:
-    """Whether no logit can be larger than `_SAFE` or smaller than its opposite."""
+    """Whether no logit can be above `_SAFE` or below `-_SAFE`."""
     query, key = (torch.linalg.vector_norm(x.detach(), dim=1).amax() for x in (query, key))
     return bool(query * key < _SAFE)
 
@@ -90,8 +89,8 @@ def _largest(query, key, runs: Iterable[Run], table) -> torch.Tensor:
 
 
 def _logits(run: Run, table, asked, found) -> torch.Tensor:
-    """`[rows, W, C]` from queries `[rows, C, d]` and keys `[rows, W, d]`, for powers of 2: those of e take many times
-    as long on a CPU where nothing is left of them."""
+    """`[rows, W, C]` from queries `[rows, C, d]` and keys `[rows, W, d]`, for powers of 2: on a CPU, `exp` of
+    very small logits takes many times as long."""
     return run.hidden(table).baddbmm_(found, asked.mT, alpha=math.log2(math.e))
 
 
@@ -103,7 +102,7 @@ def _weights(run: Run, table, asked, found, most) -> torch.Tensor:
 
 
 def _add(run: Run, to: torch.Tensor, x: torch.Tensor) -> None:
-    """To `[B T S, ...]` of the queries `[rows, C, ...]`."""
+    """Add x `[rows, C, ...]` to the rows of its queries in `[B T S, ...]`."""
     to.index_add_(0, run.asking().flatten(), x.flatten(0, 1))
 
 

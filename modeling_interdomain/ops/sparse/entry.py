@@ -13,7 +13,7 @@ import torch
 from ..common.checks import check_documents, check_range, check_tensors, shape_of
 from ..common.cpu import without_autocast
 from ..common.launch import fused
-from ..common.packing import document_of_tokens
+from ..common.packing import document_of_tokens, mask_from_lengths
 from .chunk import blocks
 from .naive import dense
 from .stream import Bins, SparseMemory, Stream, memory_after, stream_of
@@ -68,7 +68,7 @@ def sparse_attention(
         raise ValueError("Packed documents begin and end within T: leave initial_state and output_final_state out.")
     batch, length = key.shape[:2]
     compute = torch.float64 if torch.float64 in (query.dtype, value.dtype) else torch.float32
-    real = None if lengths is None else torch.arange(length, device=key.device) < lengths[:, None]
+    real = None if lengths is None else mask_from_lengths(lengths, key)
     check_values(scores, bins, real)
     ends = None
     if cu_seqlens is not None:
@@ -81,8 +81,7 @@ def sparse_attention(
         scores = None if scores is None else scores.detach()
         others = scores, selected_keys, bins, real, ends, initial_state
         found = None
-        # A graph of any length has no number of chunks.
-        exporting = torch.compiler.is_exporting()
+        exporting = torch.compiler.is_exporting()  # an exported graph serves any number of blocks
         if backend in ("auto", "triton") and not exporting:
             found = _fused(backend, query, key, value, others)
         if found is None:
@@ -100,7 +99,7 @@ def sparse_attention(
 
 
 def _fused(backend: str, query, key, value, others) -> tuple[torch.Tensor, Stream] | None:
-    """The output, and what the kernels worked on: tokens in their own dtype, or in that of the memory before them."""
+    """The output and the stream of the kernels, in the dtype of the tokens or, if it is wider, of the memory."""
     memory = others[-1]
     kept = [] if memory is None else [x.entries for x in (memory, *memory.rings) if x.entries is not None]
 
@@ -126,12 +125,12 @@ def _check(query, key, value, scores, selected_keys, bins, memory, backend) -> N
 
 
 def _is_a(kind: Any, x: Any) -> bool:
-    """Whether x has the fields of a named tuple: what a copy of this code has made is of a class of its own."""
+    """Whether x has the fields of a named tuple; remote code has a copy of the class of its own."""
     return getattr(x, "_fields", None) == kind._fields
 
 
 def check_sets(query, key, value, scores, bins, rows: str = "B, T") -> None:
-    """Shapes, dtypes and devices of tokens with these axes in front, and of what says which keys are seen."""
+    """Check shapes, dtypes and devices of tokens with these axes in front, and of scores and bins."""
     tokens = ("query", query, f"{rows}, S, d"), ("key", key, f"{rows}, S, d"), ("value", value, f"{rows}, S, D")
     if not isinstance(bins, Sequence) or not all(_is_a(Bins, part) for part in bins):
         raise ValueError(f"bins must be a list of Bins, got {type(bins).__name__}.")
@@ -146,7 +145,7 @@ def check_sets(query, key, value, scores, bins, rows: str = "B, T") -> None:
 
 
 def check_memory(name: str, memory, key, value, selected_keys: int, bins: Sequence[Bins]) -> None:
-    """That a memory has the sets of these tokens."""
+    """Refuse a memory that has other sets than these tokens."""
     if not _is_a(SparseMemory, memory):
         raise ValueError(f"{name} must be a SparseMemory, got {type(memory).__name__}.")
     batch, heads, width = key.shape[0], key.shape[-2], key.shape[-1] + value.shape[-1]
@@ -163,7 +162,7 @@ def check_memory(name: str, memory, key, value, selected_keys: int, bins: Sequen
 
 
 def check_values(scores, bins: Sequence[Bins], real: torch.Tensor | None) -> None:
-    """Refuse a real token's score that is NaN, or bin out of range, where looking costs no wait and no graph."""
+    """Refuse real tokens whose score is NaN or whose bin is out of range; on a CPU outside graphs alone."""
     if torch.compiler.is_compiling() or (scores if scores is not None else bins[0].key).device.type != "cpu":
         return
     if scores is not None:

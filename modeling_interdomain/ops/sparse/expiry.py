@@ -1,4 +1,4 @@
-"""The times at which keys leave the sets, without comparing all pairs of keys."""
+"""The times at which keys leave the sets, found without comparing all pairs of keys."""
 
 from typing import NamedTuple
 
@@ -20,11 +20,11 @@ class Selection(NamedTuple):
 
 
 def selection(stream: Stream, size: int) -> Selection:
-    """For chunks of `size` queries.
+    """The best keys before chunks of `size` queries.
 
-    Once there are k keys, every token drives one out: the worst of them and itself. So k cells stand in a row; each
-    holds the best key that came by, and hands on the other one. A cell does all tokens at once, by running minima of
-    ranks, and what the last cell hands on leaves.
+    Once there are k keys, every token drives out the worst of these and itself. Picture k cells in a row: each holds
+    the best key that has come to it and hands on the other. A running minimum of ranks does a cell for all tokens at
+    once; what the last cell hands on leaves the set.
     """
     heads, length = stream.scores.shape
     k, past = stream.selected_keys, stream.past
@@ -56,12 +56,12 @@ def _order(stream: Stream) -> torch.Tensor:
 
 
 class Sorted(NamedTuple):
-    """Queries and keys by head, document, bin and arrival: the keys of a query lie side by side, and so do the
-    queries that see a key.
+    """Queries and keys sorted by head, document, bin and arrival, so that the keys of a query lie side by side, and so
+    do the queries that see a key.
 
     Attributes:
         queries: `[N T]`, the queries in this order.
-        keys: `[N L + 1]`, the keys likewise, and one that nobody sees.
+        keys: `[N L + 1]`, the keys in this order, and one more that no query sees.
         arrives: `[N L]`, the first sorted query of its bin that is not before the sorted key.
         first, last: `[N L + 1]`, the range of sorted queries that see it, without `last`.
         query_groups, key_groups: `[N T]` and `[N L]`, a number for each head, document and bin, unsorted.
@@ -79,7 +79,7 @@ class Sorted(NamedTuple):
 
 
 def by_bins(part: Bins, stream: Stream, best: Selection | None) -> Sorted:
-    """Where a key is among the best, it is left to them."""
+    """The queries and keys of a part; as long as a key is among the best, it counts there and not here."""
     length, asking = part.key.shape[1], part.query.shape[1]
     key_groups, query_groups = _groups(part, stream)
     # Stable: within a bin by arrival.
@@ -102,7 +102,7 @@ def by_bins(part: Bins, stream: Stream, best: Selection | None) -> Sorted:
 
 
 def _groups(part: Bins, stream: Stream) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of keys `[N L]` and queries `[N T]`; those of no bin are alone with themselves."""
+    """The groups of keys `[N L]` and queries `[N T]`; those without a bin have groups that match no other."""
     heads, length = part.key.shape
     scope = torch.arange(heads, device=part.key.device)[:, None]
     if stream.ends is not None:

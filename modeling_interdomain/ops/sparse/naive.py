@@ -1,6 +1,6 @@
 """Sparse attention by its definition: the times at which keys leave the sets, a mask of all pairs, one softmax.
 
-The whole pattern is a few integers a key (HAX, arXiv 2507.00449, eqs. 8, 9, 13 and 19, in another form): key j is
+The pattern needs a few integers for each key (HAX, arXiv 2507.00449, eqs. 8, 9, 13 and 19, in another form): key j is
 among the best until `e_j`, the first query by whose time enough keys beat it, and among the latest of its bin until
 `l_j`, the arrival of the last of enough later ones. Query i sees it when
 
@@ -36,7 +36,7 @@ def visible(stream: Stream) -> torch.Tensor:
 
 
 def selection_expiry(stream: Stream) -> torch.Tensor:
-    """`[N, L]`, e_j; 0 for what cannot be selected, L for what is never beaten."""
+    """`[N, L]`, e_j; 0 for keys that cannot be selected, L for those that are never beaten."""
     scores, length = stream.scores, stream.key.shape[1]
     x, rival = scores[..., None], scores[:, None]
     j = torch.arange(length, device=scores.device)
@@ -49,7 +49,7 @@ def selection_expiry(stream: Stream) -> torch.Tensor:
 
 
 def bin_expiry(part: Bins, stream: Stream) -> torch.Tensor:
-    """`[N, L]`, l_j; L for what never leaves."""
+    """`[N, L]`, l_j; L for keys that never leave."""
     j = torch.arange(stream.key.shape[1], device=part.key.device)
     later = (part.key[..., None] == part.key[:, None]) & (j > j[:, None])
     if stream.ends is not None:

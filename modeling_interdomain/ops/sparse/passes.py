@@ -1,6 +1,6 @@
-"""Which queries and keys sparse attention brings together, block by block, and which of them see each other.
+"""The blocks of queries and keys that sparse attention multiplies, and which of them see each other.
 
-In the order of a block's queries, those that see a key are always a range: from its arrival until it leaves.
+In a block's order of queries, those that see a key are always a range: from its arrival until it leaves.
 """
 
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ from .expiry import Selection, Sorted, by_bins, selection
 from .stream import Stream
 
 BLOCK = 32
-# Logits of one run: on a CPU what is worked on should stay in a cache.
+# Logits of one run, which on a CPU should stay in a cache.
 _LOGITS = {"cpu": 1 << 18, "other": 1 << 26}
-# Tokens of heads that are sorted together, on a CPU, for the same reason.
+# Tokens of the heads that are sorted together on a CPU, for the same reason.
 _TOKENS = 1 << 16
-# No logit of what is seen is so small, and none of what is hidden so large.
+# Below all logits of visible keys, and above those of hidden ones.
 HIDDEN = -1e25
 
 
@@ -25,11 +25,11 @@ class Run(NamedTuple):
     """Blocks of C queries and rows of W keys that are worked on together.
 
     Attributes:
-        queries: `[blocks, C]`, of B T S; where there is none, any, which sees nothing.
-        keys: `[rows, W]`, of B L S; where there is none, any, which nobody sees.
+        queries: `[blocks, C]`, rows of B T S; a missing query is any, and sees nothing.
+        keys: `[rows, W]`, rows of B L S; a missing key is any, and is seen by none.
         seen: `[rows, W]`, the range of queries in the block that see the key, as a row of `ranges`.
         block: `[rows]`, the block of each row; None for one row a block.
-        others: of the parts before, the bin of the query and its time, the bin of the key and when it leaves that.
+        others: for each part before, the bin of the query and its time, the bin of the key and when it leaves that.
     """
 
     queries: torch.Tensor
@@ -39,7 +39,7 @@ class Run(NamedTuple):
     others: tuple[tuple[torch.Tensor, ...], ...] = ()
 
     def of_block(self, x: torch.Tensor) -> torch.Tensor:
-        """`[blocks, C, ...]` or `[rows, C, ...]`, what `x` `[B T S, ...]` says of the queries."""
+        """The queries' rows of x `[B T S, ...]`, `[blocks, C, ...]` or `[rows, C, ...]`."""
         x = rows_of(x, self.queries)
         return x if self.block is None else x.index_select(0, self.block)
 
@@ -69,7 +69,7 @@ def ranges(like: torch.Tensor) -> torch.Tensor:
 
 
 def _range(first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-    """The row of `ranges`, of numbers relative to the block."""
+    """The row of `ranges` for queries `first` to `last` of the block."""
     return first.clamp(0, BLOCK) * (BLOCK + 1) + last.clamp(0, BLOCK)
 
 
@@ -91,7 +91,7 @@ def _runs_of_heads(stream: Stream) -> Iterator[Run]:
 
 
 def _best_runs(stream: Stream, best: Selection) -> Iterator[Run]:
-    """A block sees the best before it, and its own."""
+    """Blocks of queries beside the best keys before each, and its own."""
     heads, chunks, k = best.best.shape
     length, past, device = stream.key.shape[1], stream.past, stream.key.device
     tokens = torch.arange(chunks * BLOCK, device=device).view(chunks, BLOCK)
@@ -112,10 +112,10 @@ def _at_once(width: int, device: torch.device) -> int:
 
 
 def _bin_runs(stream: Stream, parts: list[Sorted], keys: int) -> Iterator[Run]:
-    """Of the last of the parts: a block of sorted queries sees a range of sorted keys."""
+    """Blocks of sorted queries beside ranges of sorted keys, for the last of the parts."""
     this = parts[-1]
     rows = stream.rows(stream.query.shape[1]).flatten(), stream.rows(stream.key.shape[1]).flatten()
-    # Whole blocks; a graph would ask again whether nothing is to be filled.
+    # Always filled up to whole blocks: whether that is needed would be a branch of a graph.
     places = torch.arange(-(-len(this.queries) // BLOCK) * BLOCK, device=this.queries.device)
     queries = this.queries[places.clamp(max=len(this.queries) - 1)].view(-1, BLOCK)
     starts = torch.arange(0, queries.numel(), BLOCK, device=queries.device)
@@ -136,7 +136,7 @@ def _bin_runs(stream: Stream, parts: list[Sorted], keys: int) -> Iterator[Run]:
     ends = tiles.cumsum(0)
     number = torch.arange(len(starts) * (keys // BLOCK + 2) + len(this.keys) // BLOCK + 1, device=queries.device)
     block = torch.searchsorted(ends, number, right=True).clamp(max=len(starts) - 1)
-    # Those beyond the last lie behind all that the last block sees.
+    # Tiles beyond the last lie behind all keys that the last block sees.
     slots = (tile + tiles - ends)[block] + number
     slots = slots[:, None] * BLOCK + torch.arange(BLOCK, device=queries.device)
     yield _bin_run(stream, parts, rows, queries, slots, starts, block)

@@ -1,4 +1,4 @@
-"""One token of sparse attention: its key goes into the memory in place, and its query reads what is kept for it."""
+"""One token of sparse attention: its key enters the memory in place, and its query reads the memory."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -52,15 +52,7 @@ def sparse_step(
 
 
 def take_sparse_step(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    memory: SparseMemory,
-    scores: torch.Tensor | None = None,
-    bins: Sequence[Bins] = (),
-    mask: torch.Tensor | None = None,
-    backend: str = "auto",
+    query, key, value, *, memory: SparseMemory, scores=None, bins: Sequence[Bins] = (), mask=None, backend: str = "auto"
 ) -> torch.Tensor:
     """`sparse_step` for a caller whose arguments fit; `mask` `[B]` is bool."""
     if torch.is_grad_enabled() or autocasts(query.device):
@@ -82,7 +74,7 @@ def take_sparse_step(
     if torch.compiler.is_compiling():
         weights, values = _remember_and_find(query, entry, memory, scores, bins, mask, slots)
     else:
-        with torch.inference_mode():  # calls so small are a tenth shorter where no views are tracked
+        with torch.inference_mode():  # a tenth faster: such small calls without tracking of views
             weights, values = _remember_and_find(query, entry, memory, scores, bins, mask, slots)
     output = torch.bmm(weights[0], values[0])
     for of_set, among in zip(weights[1:], values[1:], strict=True):
@@ -109,7 +101,7 @@ def _fused(backend, query, entry, memory: SparseMemory, scores, bins: Sequence[B
 
 
 class _Slots(NamedTuple):
-    """Numbers that depend on sizes alone, which every layer needs at every token.
+    """Index tensors that depend on sizes alone, which every layer needs at every token.
 
     Attributes:
         none: minus infinity, less than all scores.
@@ -147,7 +139,7 @@ def _slots(rows: int, keys: int, *bins: int, device: torch.device) -> _Slots:
 
 
 def _remember_and_find(query, entry, memory: SparseMemory, scores, bins: Sequence[Bins], mask, slots: _Slots):
-    """Weights `[N, 1, keys]` of queries `[N, 1, d]` for every set, and the values `[N, keys, D]` that they are of."""
+    """For every set the weights `[N, 1, keys]` of queries `[N, 1, d]`, and the values `[N, keys, D]` they weigh."""
     seen = memory.seen.add_(1 if mask is None else mask.long())
     batch, rows = seen.shape[0], entry.shape[0]
     heads = rows // batch
@@ -160,7 +152,7 @@ def _remember_and_find(query, entry, memory: SparseMemory, scores, bins: Sequenc
     for i, (ring, part, starts) in enumerate(zip(memory.rings, bins, slots.starts, strict=True), start=1):
         own = _push_and_ask(ring, part, entry, place, starts, real)
         hide = own.places == 0
-        for earlier in known:  # a key in both counts once
+        for earlier in known:  # a key that is in two sets counts once
             hide.logical_or_(_among(earlier, own.places))
         if i < len(memory.rings):
             known.append(own.places.sort(1).values)
@@ -170,9 +162,10 @@ def _remember_and_find(query, entry, memory: SparseMemory, scores, bins: Sequenc
 
 
 def _push_and_ask(ring: Ring, part: Bins, entry, place, starts, real) -> Ring:
-    """The oldest key of a bin makes room, an empty slot before all.
+    """Write the key over the oldest one of its bin, or to an empty slot.
 
-    Returns the bin that each of N queries asks for, entries `[N, keys, d + D]` and places `[N, keys]`.
+    Returns:
+        Entries `[N, keys, d + D]` and places `[N, keys]` of the bin that each query asks for.
     """
     number, keys, width = ring.entries.shape[2:]
     places, own = ring.places.view(-1, keys), part.key.flatten()
@@ -192,9 +185,10 @@ def _push_and_ask(ring: Ring, part: Bins, entry, place, starts, real) -> Ring:
 
 
 def _compete(memory: SparseMemory, entry, score, place, real, slots: _Slots) -> Ring:
-    """The worst of all makes room, of equals the latest, which may be the new one; the others stay in their order.
+    """Drop the worst of the best keys and the new one, of equals the latest; the others stay in their order.
 
-    Returns views `[N, keys, d + D]` and `[N, keys]` of the entries and places then.
+    Returns:
+        Views `[N, keys, d + D]` and `[N, keys]` of the entries and places after that.
     """
     rows, width = entry.shape
     keys = memory.scores.shape[2]

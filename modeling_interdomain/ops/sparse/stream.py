@@ -1,8 +1,8 @@
-"""What sparse attention works on: queries, the keys that they may see in the order of their arrival, and a bounded
-memory of the keys before them.
+"""The inputs of sparse attention: queries, the keys that they may see in the order of arrival, and a bounded memory of
+the keys before.
 
-A key that has left a set never returns: scores are fixed, and rivals are only added. So the best keys, and of every bin
-the latest, are all that later queries can ask for.
+Scores are fixed and rivals are only added, so a key that has left a set never returns. The best keys, and the latest of
+every bin, are therefore all that later queries can see.
 """
 
 from typing import NamedTuple
@@ -38,7 +38,7 @@ class Ring(NamedTuple):
 
 
 class SparseMemory(NamedTuple):
-    """What later queries may ask for. All zeros is an empty memory.
+    """The keys that later queries may see, beside their values. All zeros is an empty memory.
 
     Attributes:
         seen: `[B]`, the tokens so far without pads. Places are counted from 1; place 0 is an empty slot, and holds
@@ -65,7 +65,7 @@ class Stream(NamedTuple):
     """Queries `[N, T]` and keys `[N, L]` of N = B S heads; key `past + i` arrives with query i.
 
     Attributes:
-        query, key, value: `[B, T, S, d]`, `[B, L, S, d]`, `[B, L, S, D]`, as they came: new memory is dear on a CPU.
+        query, key, value: `[B, T, S, d]`, `[B, L, S, d]`, `[B, L, S, D]`, not copied: new memory is dear on a CPU.
         scores: `[N, L]`, -inf for what no query may select; None without selection.
         selected_keys: how many of the best a query sees.
         bins: query `[N, T]` and key `[N, L]`.
@@ -96,14 +96,14 @@ class Stream(NamedTuple):
         )
 
     def rows(self, length: int) -> torch.Tensor:
-        """`[N, length]`, where each token of each head is in a flattened `[B, length, S]`."""
+        """`[N, length]`, the index of each token of each head in a flattened `[B, length, S]`."""
         heads = self.key.shape[2]
         first = self.heads // heads * (length * heads) + self.heads % heads
         return first[:, None] + heads * torch.arange(length, device=self.key.device)
 
 
 def stream_of(query, key, value, scores, selected_keys, bins, real, ends, memory) -> Stream:
-    """Pads (`real` `[B, T]` is False) hold zeros and are in no set; the keys of the memory go first."""
+    """The stream of new tokens, behind the keys of the memory; pads (`real` `[B, T]` is False) are zero, in no set."""
     batch, length, heads = key.shape[:3]
     if real is not None:
         query, key, value = (torch.where(real[..., None, None], x, 0) for x in (query, key, value))
@@ -130,7 +130,7 @@ def heads_first(x: torch.Tensor) -> torch.Tensor:
 
 
 def _after_memory(new: Stream, memory: SparseMemory) -> Stream:
-    """The kept keys before the new ones, each of them once, whatever sets it is in."""
+    """The stream with the keys of the memory in front, each once even if it is in several sets."""
     entries, places, scores, bins = _kept(memory, new)
     places, order = places.sort(dim=1, stable=True)
     entries = entries.gather(1, order[..., None].expand_as(entries)).to(new.key.dtype)
@@ -139,9 +139,9 @@ def _after_memory(new: Stream, memory: SparseMemory) -> Stream:
     gone = copies | (places == 0)
 
     def merged(x: torch.Tensor, nothing: float) -> torch.Tensor:
-        """What the copies of a key say of it, said by the first of them."""
+        """The largest of what the copies of a key hold, at the first of them."""
         x = x.gather(1, order)
-        for _ in bins:  # a key is in as many places as there are rings, and one more
+        for _ in bins:  # a key has at most one copy in each ring, and one among the best
             later = torch.where(copies[:, 1:], x[:, 1:], nothing)
             x = torch.cat([torch.maximum(x[:, :-1], later), x[:, -1:]], dim=1)
         return x.masked_fill(gone, nothing)
@@ -160,7 +160,7 @@ def _after_memory(new: Stream, memory: SparseMemory) -> Stream:
 
 
 def _kept(memory: SparseMemory, new: Stream):
-    """All slots of the memory side by side: entries, places, scores, and the bin in every part."""
+    """All slots of the memory side by side: entries, places, scores, and for every part the bins."""
     rings = [Ring(ring.entries.flatten(0, 1).flatten(1, 2), ring.places.flatten(0, 1)) for ring in memory.rings]
     entries, places = [ring.entries for ring in rings], [ring.places.flatten(1) for ring in rings]
     scores = [torch.full_like(x, -torch.inf, dtype=torch.float32) for x in places]
@@ -178,7 +178,7 @@ def _kept(memory: SparseMemory, new: Stream):
 
 
 def memory_after(stream: Stream, batch: int, counts: torch.Tensor, before: SparseMemory | None) -> SparseMemory:
-    """The memory after `counts` `[B]` more tokens: the best keys of the stream, and of every bin the latest."""
+    """The memory after `counts` `[B]` more tokens: the best keys of the stream, and the latest of every bin."""
     seen = counts if before is None else before.seen + counts
     entries = scores = places = None
     if stream.scores is not None:
@@ -197,7 +197,7 @@ def memory_after(stream: Stream, batch: int, counts: torch.Tensor, before: Spars
 
 
 def memory_of(key, value, scores, selected_keys, bins, real: torch.Tensor, before: SparseMemory) -> SparseMemory:
-    """The memory after more tokens (`real` `[B, T]` is False for pads, wherever they stand), without any output."""
+    """The memory after more tokens, without outputs; `real` `[B, T]` is False for pads, which may stand anywhere."""
     stream = stream_of(key, key, value, scores, selected_keys, bins, real, None, before)
     return memory_after(stream, real.shape[0], real.sum(1), before)
 
@@ -231,7 +231,7 @@ def _rows(x: torch.Tensor, fill: int, batch: int) -> torch.Tensor:
 
 
 def empty_memory(batch, heads, key_width, value_width, selected_keys, bins, like: torch.Tensor) -> SparseMemory:
-    """Of no tokens; `bins` are (number, keys) of every part."""
+    """The memory before any token; `bins` are (number, keys) of every part."""
 
     def zeros(*shape: int, dtype=None) -> torch.Tensor:
         return like.new_zeros(batch, *shape, dtype=dtype)

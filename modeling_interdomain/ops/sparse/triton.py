@@ -1,8 +1,7 @@
 """Sparse attention as fused kernels behind one opaque operator of `torch.library` (`ops/sparse/triton_passes.py`).
 
-Which slots lie beside which queries is sorted out by PyTorch (`ops/sparse/expiry.py`), with sizes that do not depend on
-values, so that the host waits for nothing. Backward keeps the output and the logs of the sums, and forms the weights
-again.
+PyTorch finds which slots lie beside which queries (`ops/sparse/expiry.py`), with sizes that do not depend on values, so
+that the host waits for nothing. Backward keeps the output and the logs of the sums, and forms the weights again.
 """
 
 from collections.abc import Sequence
@@ -88,7 +87,7 @@ def _narrowed(tables: Sequence[torch.Tensor], largest: int) -> list[torch.Tensor
 
 
 class _Set(NamedTuple):
-    """One set of keys, and those whose keys it leaves to them; `rows` of `length` queries each in whole blocks."""
+    """One set of keys, and the earlier sets, whose keys do not count here; `rows` of `length` queries each."""
 
     of: Slots
     earlier: tuple[Earlier, ...]
@@ -112,7 +111,7 @@ class _Plan(NamedTuple):
     options: dict
 
     def options_of(self, queries: int, slots: int) -> dict:
-        """With smaller tiles where operands are float32, of which fewer fit into the registers."""
+        """With smaller tiles where operands are float32, so that they fit into the registers."""
         if self.options["MATH"].terms == 1:
             return self.options
         return self.options | {"EXTENT": self.extent._replace(C=queries, W=slots, BLOCK=32)}
@@ -142,14 +141,9 @@ def _plan(query, key, value, tables: Sequence[torch.Tensor], selects: bool, past
 
 
 def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    tables: Sequence[torch.Tensor],
-    selects: bool,
-    past: int,
-    chunk: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tables: Sequence[torch.Tensor], selects: bool,
+    past: int, chunk: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The output, and of every query the log (of 2) of its sum of powers `[N T]`.
 
     tables: `Slots` of every set, the best keys first if it `selects`; those of bins are followed by `Earlier`.

@@ -1,15 +1,15 @@
 """Sparse attention as kernels: blocks of queries beside the slots that they may see, one set of keys after the other.
 
-A slot is a key together with the range of queries, in the order of its set, that see it. A query goes on from the sums
-that it has of the sets before, and the gradient of a key from what they gave it, so that no two programs ever write to
-one place: gradients repeat bit for bit. Products are in MATH.DTYPE, sums and weights in float32.
+A slot is a key together with the range of queries, in the order of its set, that see it. Queries go on from their sums
+over the sets before, and gradients of keys from what those sets gave, so that no two programs write to one place and
+gradients repeat bit for bit. Products are in MATH.DTYPE, sums and weights in float32.
 
     attend      o_i = sum_j p_ij v_j,  p_ij = exp(q_i . k_j - level_i),  level_i the log of the sum of the powers
     of_queries  dq_i = sum_j s_ij k_j,  s_ij = p_ij (g_i . v_j - g_i . o_i) with g the gradient of the output
     of_slots    dk_j = sum_i s_ij q_i,  dv_j = sum_i p_ij g_i
     of_keys     sums over the slots of a key, where it may have several
 
-Numbers of queries and keys count the tokens of one head after those of another; tensors have heads within tokens.
+Queries and keys are numbered head by head; in memory, heads lie within tokens.
 """
 
 from typing import Any, NamedTuple
@@ -55,8 +55,8 @@ class Earlier(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What a query has of the sets so far, by its number, in float32: the largest logit and the sum of powers `[N T]`
-    (of 2, relative to it), and that of values `[N T, D]`.
+    """The sums of a query over the sets so far, in float32: the largest logit and the sum of powers of 2 relative to it
+    `[N T]`, and the weighted sum of values `[N T, D]`.
     """
 
     most: Any
@@ -103,7 +103,7 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _row(number, heads, length):
-    """Where a numbered token is in a flattened `[B, length, S]`."""
+    """The row of a numbered token in a flattened `[B, length, S]`."""
     head = number // length
     return (head // heads * length + number % length) * heads + head % heads
 
@@ -128,7 +128,7 @@ def _products(
     A: tl.constexpr, B: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, LARGEST: tl.constexpr,
     MATH: tl.constexpr,
 ):  # fmt: skip
-    """Of every row of a with every row of b, `[A, B]`; some columns at a time, so that registers hold few of them."""
+    """Products of all rows of a with all rows of b, `[A, B]`, some columns at a time to spare registers."""
     BLOCK: tl.constexpr = min(PADDED, LARGEST)
     found = tl.zeros([A, B], tl.float32)
     for first in tl.range(0, PADDED, BLOCK, num_stages=1, loop_unroll_factor=1):
@@ -163,7 +163,7 @@ def _seen(place, asking, first, last, number, earlier, sizes):
 
 
 @triton.jit
-def _asking(tokens, of, per_row, row_length, sizes, EXTENT: tl.constexpr):
+def _query_block(tokens, of, per_row, row_length, sizes, EXTENT: tl.constexpr):
     """A block of queries: their places in the set, which of them are there, numbers, rows and vectors; and the slots
     from `begin` to `end` beside them.
     """
@@ -179,7 +179,7 @@ def _asking(tokens, of, per_row, row_length, sizes, EXTENT: tl.constexpr):
 
 
 @triton.jit
-def _beside(tokens, of, slot, end, place, asking, query, earlier, sizes, EXTENT: tl.constexpr, MATH: tl.constexpr):
+def _key_tile(tokens, of, slot, end, place, asking, query, earlier, sizes, EXTENT: tl.constexpr, MATH: tl.constexpr):
     """A tile of slots: which of them anyone sees, where their keys are, these, and the logits `[C, W]` (for powers of
     2), -inf where a query does not see the slot.
     """
@@ -209,7 +209,7 @@ def attend(
     """
     VALUE_PADDED: tl.constexpr = EXTENT.VALUE_PADDED
     C: tl.constexpr = EXTENT.C
-    place, used, asking, rows, query, begin, end = _asking(tokens, of, per_row, row_length, sizes, EXTENT)
+    place, used, asking, rows, query, begin, end = _query_block(tokens, of, per_row, row_length, sizes, EXTENT)
     if before is None:
         most = tl.full([C], -float("inf"), tl.float32)
         total = tl.zeros([C], tl.float32)
@@ -219,11 +219,11 @@ def attend(
         total = tl.load(before.total + asking, mask=used, other=0.0)
         read = _load_rows(before.read, asking, used, EXTENT.VALUE, EXTENT.VALUE_PADDED)
     for slot in range(begin, end, EXTENT.W):
-        held, rows_of_keys, _, logits = _beside(
+        held, rows_of_keys, _, logits = _key_tile(
             tokens, of, slot, end, place, asking, query, earlier, sizes, EXTENT, MATH
         )
         larger = tl.maximum(most, tl.max(logits, 1))
-        base = tl.where(larger == -float("inf"), 0.0, larger)  # as long as nothing is seen
+        base = tl.where(larger == -float("inf"), 0.0, larger)  # until something is seen
         scale = tl.exp2(most - base)
         powers = tl.exp2(logits - base[:, None])
         total = total * scale + tl.sum(powers, 1)
@@ -253,7 +253,7 @@ def of_queries(
     KEY_PADDED: tl.constexpr = EXTENT.KEY_PADDED
     W: tl.constexpr = EXTENT.W
     C: tl.constexpr = EXTENT.C
-    place, used, asking, rows, query, begin, end = _asking(tokens, of, per_row, row_length, sizes, EXTENT)
+    place, used, asking, rows, query, begin, end = _query_block(tokens, of, per_row, row_length, sizes, EXTENT)
     level = tl.load(ahead.level + asking, mask=used, other=float("inf"))
     if before is None:
         grad = _load_rows(ahead.grad, rows, used, EXTENT.VALUE, EXTENT.VALUE_PADDED)
@@ -265,7 +265,7 @@ def of_queries(
         product = tl.load(ahead.product + asking, mask=used, other=0.0)
         found = _load_rows(before, rows, used, EXTENT.KEY, EXTENT.KEY_PADDED)
     for slot in range(begin, end, EXTENT.W):
-        held, rows_of_keys, key, logits = _beside(
+        held, rows_of_keys, key, logits = _key_tile(
             tokens, of, slot, end, place, asking, query, earlier, sizes, EXTENT, MATH
         )
         weights = tl.exp2(logits - level[:, None])

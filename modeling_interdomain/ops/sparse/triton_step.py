@@ -1,7 +1,7 @@
 """One token of sparse attention in one launch for each set of keys: the set takes the token in, and its query reads it.
 
-A program has one head. What the sets of a head have in common is read once: a later set leaves out the places that an
-earlier one has shown, and the softmax goes on from its sums. Nothing is read back by the host, so that a CUDA graph can
+A program has one head. A later set leaves out the places that an earlier one has shown, so that every key counts once,
+and the softmax goes on from the sums of the sets before. Nothing is read back by the host, so that a CUDA graph can
 hold the step.
 """
 
@@ -36,8 +36,8 @@ class KeptEntries(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What sets hand on: known places `[N, all keys]`; the largest logit, the sum of powers and that of values `[N, 2 +
-    D]` in float32.
+    """What a set hands on to the next: the places seen so far, `known` `[N, all keys]`; and in float32 `softmax`
+    `[N, 2 + D]`, the largest logit, the sum of powers and that of the values.
     """
 
     known: Any
@@ -46,8 +46,8 @@ class Sums(NamedTuple):
 
 @triton.jit
 def _remember(token, kept, n, bin, drop, place, keys, width, K: tl.constexpr, BW: tl.constexpr):
-    """The slot `drop` of a bin goes: of the best keys those behind it move up and the token is the last, elsewhere it
-    takes the slot.
+    """Drop the slot `drop` of a bin: among the best keys those behind it move up and the token becomes the last; in a
+    ring the token takes the slot.
     """
     k = tl.arange(0, K)
     used = k < keys
@@ -164,28 +164,16 @@ def step_set(
 
 _step_set = step_set
 
-_NAMESPACE = namespace(__name__)
-
 
 @torch.library.custom_op(
-    f"{_NAMESPACE}::step_set", mutates_args=("entries", "places", "scores", "known", "softmax", "out")
+    f"{namespace(__name__)}::step_set", mutates_args=("entries", "places", "scores", "known", "softmax", "out")
 )
 def _set(
-    query: torch.Tensor,
-    entry: torch.Tensor,
-    score: torch.Tensor | None,
-    own: torch.Tensor | None,
-    asked: torch.Tensor | None,
-    place: torch.Tensor,
-    mask: torch.Tensor | None,
-    entries: torch.Tensor,
-    places: torch.Tensor,
-    scores: torch.Tensor | None,
-    known: torch.Tensor,
-    softmax: torch.Tensor,
-    out: torch.Tensor | None,
-    before: int,
-) -> None:
+    query: torch.Tensor, entry: torch.Tensor, score: torch.Tensor | None, own: torch.Tensor | None,
+    asked: torch.Tensor | None, place: torch.Tensor, mask: torch.Tensor | None, entries: torch.Tensor,
+    places: torch.Tensor, scores: torch.Tensor | None, known: torch.Tensor, softmax: torch.Tensor,
+    out: torch.Tensor | None, before: int,
+) -> None:  # fmt: skip
     (rows, width), value_width = query.shape, entry.shape[1] - query.shape[1]
     keys = places.shape[-1]
     with on_device(query):
@@ -197,14 +185,7 @@ def _set(
         )  # fmt: skip
 
 
-def triton_sparse_step(
-    query: torch.Tensor,
-    entry: torch.Tensor,
-    memory: SparseMemory,
-    scores: torch.Tensor | None,
-    bins: tuple[Bins, ...],
-    mask: torch.Tensor | None,
-) -> torch.Tensor:
+def triton_sparse_step(query, entry, memory: SparseMemory, scores, bins: tuple[Bins, ...], mask) -> torch.Tensor:
     """As `sparse_step` for queries `[N, d]` and entries `[N, d + D]`, with a contiguous memory; `[N, D]` in float32.
 
     Raises:
@@ -222,20 +203,10 @@ def triton_sparse_step(
     for number, (entries, places, kept_scores, part) in enumerate(sets, start=1):
         try:
             _set(
-                query.contiguous(),
-                entry.contiguous(),
-                None if kept_scores is None else scores.flatten(),
-                *((None, None) if part is None else (part.key.flatten(), part.query.flatten())),
-                place,
-                mask,
-                entries,
-                places,
-                kept_scores,
-                known,
-                softmax,
-                out if number == len(sets) else None,
-                before,
-            )
+                query.contiguous(), entry.contiguous(), None if kept_scores is None else scores.flatten(),
+                *((None, None) if part is None else (part.key.flatten(), part.query.flatten())), place, mask, entries,
+                places, kept_scores, known, softmax, out if number == len(sets) else None, before,
+            )  # fmt: skip
         except Exception as error:
             if number == 1:
                 raise

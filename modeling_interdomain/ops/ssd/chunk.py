@@ -7,10 +7,10 @@ Inside a chunk, with s the running sum of the log decays, L_ij = exp(s_i - s_j) 
 (Mamba-2, arXiv 2405.21060, section 6). No exponent is positive where no decay is above 1, so nothing overflows. The
 sums are float64: after a single decay of -1e4, sums in float32 leave the later ones without their digits.
 
-Backward keeps the inputs alone. The log decay of token t receives all that crosses from before it to it and beyond:
-of the pairs (i, j) within a chunk those with j < t <= i, what the state before the chunk gives to t and later, and what
-the tokens before t give to the state after it. Only these are summed, never more of which the rest would have to be
-taken away again: where t forgets nearly all they are as good as nothing, and rounding would be all that is left.
+Backward keeps the inputs alone. The gradient of the log decay of token t is the sum of all that crosses it: of the
+pairs (i, j) within a chunk those with j < t <= i, what the state before the chunk gives to t and later, and what the
+tokens before t give to the state after it. Only these terms are summed, not a larger sum minus the rest: where t
+forgets nearly everything the difference would be nothing but rounding.
 
 Documents, pads and the order of the chunks are those of `ops/common/chunks.py`; slots without a token have decay 1 and
 input 0, so a state passes through them. Layout in a segment: chunks n, groups G, heads of a group P, then tokens.
@@ -24,12 +24,13 @@ import torch
 from ..common.chunks import Segment, chunks_of
 from ..common.custom_op import differentiable
 from ..common.decay import finite
-from ..common.states import Workspace
+from ..common.packing import state_rows
+from ..common.states import Workspace, final_states
 
 # Floats of what a segment works on, a token having W + N a head.
 _SEGMENT_FLOATS = {"cpu": 1 << 22, "other": 1 << 24}
-# Weights below are zero. What is multiplied with them would come near the smallest numbers that a dtype holds, with
-# which a CPU computes a hundred times as slowly; beside the weight 1 of a token's own input none of it would show.
+# Weights below this are zero. Their products would come near the smallest numbers of a dtype, with which a CPU computes
+# a hundred times as slowly, and would not show beside the weight 1 of a token's own input.
 _NOTHING = {torch.float32: 1e-30, torch.float64: 1e-290}
 
 
@@ -54,7 +55,7 @@ class _Tokens(NamedTuple):
     added: torch.Tensor
 
 
-class _Problem:
+class _SSDCall:
     """One call: how its tokens lie among the chunks, the memory that its segments share, and its states.
 
     Attributes:
@@ -74,7 +75,7 @@ class _Problem:
         self.documents = None if initial is None else initial.shape[0]
         self.initial = None if initial is None else self.by_rank(initial)
         self.ends = value.new_zeros(self._shape(self.chunks.documents)) if ends else None
-        self.left: torch.Tensor | None = None  # what the next segment begins with
+        self.next_entry: torch.Tensor | None = None  # the states with which the next segment begins
 
     def _shape(self, count: int) -> tuple[int, ...]:
         return count, self.groups, self.heads, self.head_dim, self.width
@@ -86,7 +87,7 @@ class _Problem:
         return states.unflatten(1, (self.groups, -1)).contiguous()
 
     def by_document(self, states: torch.Tensor, into: torch.Tensor) -> None:
-        """The way back; documents without a token keep what `into` says."""
+        """The inverse, written over `into`; documents without a token keep what is there."""
         if self.chunks.order is None:
             into.copy_(states.flatten(1, 2))
         else:
@@ -107,17 +108,17 @@ class _Problem:
         self.chunks.write(x.unflatten(0, (-1, self.groups)).transpose(0, 1), segment, into)
 
     def by_token(self, name: str, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        """`x * factor`, `[n G, P, C, W]`, as the rows `[n G, C, P W]` that go into a state or come from one."""
+        """`x * factor`, `[n G, P, C, W]`, as rows `[n G, C, P W]`, which products with states take."""
         target = self.room(name, x.shape[0], self.size, self.heads, self.head_dim)
         torch.mul(x, factor, out=target.transpose(1, 2))
         return target.flatten(2)
 
     def by_head(self, x: torch.Tensor) -> torch.Tensor:
-        """The other way round, no copy."""
+        """Rows `[n G, C, P W]` as `[n G, P, C, W]`, a view."""
         return x.unflatten(2, (self.heads, -1)).transpose(1, 2)
 
     def tokens(self, segment: Segment, within: bool = True) -> _Tokens:
-        """Read a segment; without `within`, what moves the states alone."""
+        """Read a segment; without `within`, only what the walk over the states needs."""
         key, value = self.read("key", self.key, segment)[:, 0], self.read("value", self.value, segment)
         query = self.read("query", self.query, segment)[:, 0] if within else key
         sums = self.read("decay", self.log_decay, segment).cumsum(2)  # [n G, P, C, 1]
@@ -138,7 +139,7 @@ class _Problem:
     def entry(self, segment: Segment) -> torch.Tensor | None:
         """The states with which a segment begins, `[lanes, G, P, W, N]`; None for zeros."""
         if segment.step:
-            return self.left
+            return self.next_entry
         return None if self.initial is None else self.initial[segment.block : segment.block + segment.lanes[0]]
 
     def walk(self, segment: Segment, tokens: _Tokens, keep: bool = False) -> torch.Tensor | None:
@@ -149,11 +150,11 @@ class _Problem:
             before = self.value.new_empty(shape) if keep else self.room("before", *shape)
             first = before[: segment.lanes[0]]
             first.zero_() if entry is None else first.copy_(entry)
-        self.left = self.value.new_empty(self._shape(segment.following)) if segment.following else None
+        self.next_entry = self.value.new_empty(self._shape(segment.following)) if segment.following else None
         for index, (start, lanes, following) in enumerate(segment.moves()):
             if following:
                 last = index + 1 == len(segment.lanes)
-                after = self.left if last else before[start + lanes : start + lanes + following]
+                after = self.next_entry if last else before[start + lanes : start + lanes + following]
                 self._advance(before, tokens, slice(start, start + following), after)
             if following < lanes and self.ends is not None:
                 after = self.ends[segment.block + following : segment.block + lanes]
@@ -194,33 +195,33 @@ class _Problem:
 
 
 class _Gradients:
-    """The backward pass of a `_Problem`, segment by segment from the last to the first.
+    """The backward pass of a `_SSDCall`, segment by segment from the last to the first.
 
     Args:
         final: the gradient of the final states, `[documents, H, W, N]`, None for zeros.
     """
 
-    def __init__(self, problem: _Problem, grad_output: torch.Tensor, final: torch.Tensor | None):
-        self.problem, self.grad_output, self.final = problem, grad_output, final
-        chunks = problem.chunks
+    def __init__(self, call: _SSDCall, grad_output: torch.Tensor, final: torch.Tensor | None):
+        self.call, self.grad_output, self.final = call, grad_output, final
+        chunks = call.chunks
         self.query, self.key, self.value, self.log_decay = (
-            chunks.empty(x, *x.shape[2:]) for x in (problem.query, problem.key, problem.value, problem.log_decay)
+            chunks.empty(x, *x.shape[2:]) for x in (call.query, call.key, call.value, call.log_decay)
         )
-        self.ends = None if final is None else problem.by_rank(final)
-        self.initial = None if problem.initial is None else torch.zeros_like(problem.initial)
-        self.left: torch.Tensor | None = None
+        self.ends = None if final is None else call.by_rank(final)
+        self.initial = None if call.initial is None else torch.zeros_like(call.initial)
+        self.next_entry: torch.Tensor | None = None
         self.before, self.tokens = [], None
         for segment in chunks.segments:
-            last = segment is chunks.segments[-1]  # `run` begins with it, and need not read it again
-            self.tokens = problem.tokens(segment, within=last)
-            self.before.append(problem.walk(segment, self.tokens, keep=True))
+            last = segment is chunks.segments[-1]  # `run` begins with it and uses what is read here
+            self.tokens = call.tokens(segment, within=last)
+            self.before.append(call.walk(segment, self.tokens, keep=True))
 
     def run(self):
         """Of query, key, value, log decays and initial states."""
-        for segment in reversed(self.problem.chunks.segments):
-            tokens, self.tokens = self.tokens or self.problem.tokens(segment), None
+        for segment in reversed(self.call.chunks.segments):
+            tokens, self.tokens = self.tokens or self.call.tokens(segment), None
             self._segment(segment, tokens, self.before.pop())
-        found = (self.problem.chunks.finish(x) for x in (self.query, self.key, self.value, self.log_decay))
+        found = (self.call.chunks.finish(x) for x in (self.query, self.key, self.value, self.log_decay))
         query, key, value, log_decay = found
         return query, key, value, log_decay[..., 0], self._initial_states()
 
@@ -228,62 +229,62 @@ class _Gradients:
         """An empty document hands on the gradient of its final state."""
         if self.initial is None:
             return None
-        shape = self.problem.documents, *self.initial.flatten(1, 2).shape[1:]
+        shape = self.call.documents, *self.initial.flatten(1, 2).shape[1:]
         found = self.initial.new_zeros(shape) if self.final is None else self.final.clone()
-        self.problem.by_document(self.initial, found)
+        self.call.by_document(self.initial, found)
         return found
 
     def _segment(self, segment: Segment, tokens: _Tokens, before: torch.Tensor | None) -> None:
-        problem, product = self.problem, self.problem.workspace.product
-        grad = problem.read("grad", self.grad_output, segment)
-        pulled = problem.by_token("pulled", grad, tokens.since)
+        call, product = self.call, self.call.workspace.product
+        grad = call.read("grad", self.grad_output, segment)
+        pulled = call.by_token("pulled", grad, tokens.since)
         after = self._walk(segment, tokens, pulled)
 
-        scores, within = problem.scores(tokens), tokens.within
+        scores, within = call.scores(tokens), tokens.within
         shape, flat = tokens.value.shape, (0, 1)
         of_weights = product("grad weights", grad.flatten(*flat), tokens.value.flatten(*flat).mT).view(within.shape)
         of_weights.mul_(within)
-        of_scores = torch.sum(of_weights, 1, out=problem.room("grad scores", *scores.shape)).tril_()
+        of_scores = torch.sum(of_weights, 1, out=call.room("grad scores", *scores.shape)).tril_()
         weights = within.mul_(scores[:, None])
         of_value = product("grad value", weights.flatten(*flat).mT, grad.flatten(*flat)).view(shape)
         of_query, of_key = product("grad query", of_scores, tokens.key), product("grad key", of_scores.mT, tokens.query)
 
-        # To the log decay of t: of pairs within the chunk, those of the tokens up to j in column j before they are
-        # summed over the readers behind j; of what comes in, read by t and later; of what goes out, written before t.
+        # The gradient of the log decays: pairs within the chunk, summed over writers up to j and then over the readers
+        # behind j; what t and later tokens read of the state before; what tokens before t write to the state after.
         passed = of_weights.mul_(scores[:, None]).cumsum_(3).tril_(-1).sum(2).double()
         of_decay = torch.zeros_like(passed)
         if before is not None:
             of_query.baddbmm_(pulled, _rows(before))
             read = product("read", tokens.query, _rows(before).mT).mul_(pulled)
-            of_decay = problem.by_head(read).sum(3).double().flip(2).cumsum(2).flip(2)
+            of_decay = call.by_head(read).sum(3).double().flip(2).cumsum(2).flip(2)
         if after is not None:
             of_key.baddbmm_(tokens.added, _rows(after))
             handed = product("handed", tokens.key, _rows(after).mT)
-            of_value.addcmul_(problem.by_head(handed), tokens.until)
-            passed += problem.by_head(handed.mul_(tokens.added)).sum(3).double().cumsum(2)
+            of_value.addcmul_(call.by_head(handed), tokens.until)
+            passed += call.by_head(handed.mul_(tokens.added)).sum(3).double().cumsum(2)
         of_decay[:, :, 1:] += passed[:, :, :-1]
         if before is not None and after is not None:
             through = torch.mul(before, after, out=before).mul_(tokens.across).sum(4).sum(3, dtype=torch.float64)
             of_decay += through.flatten(0, 1)[:, :, None]
-        problem.write(of_query[:, None], segment, self.query)
-        problem.write(of_key[:, None], segment, self.key)
-        problem.write(of_value, segment, self.value)
-        problem.write(of_decay[..., None], segment, self.log_decay)
+        call.write(of_query[:, None], segment, self.query)
+        call.write(of_key[:, None], segment, self.key)
+        call.write(of_value, segment, self.value)
+        call.write(of_decay[..., None], segment, self.log_decay)
 
     def _walk(self, segment: Segment, tokens: _Tokens, pulled: torch.Tensor) -> torch.Tensor | None:
         """The gradient of the states after the chunks of a segment, `[n, G, P, W, N]`, None for zeros."""
-        problem, moves = self.problem, list(segment.moves())
+        call, moves = self.call, list(segment.moves())
         after = None
         if segment.following or len(moves) > 1 or self.ends is not None:
-            after = problem.room("after", *problem._shape(segment.chunks))
+            after = call.room("after", *call._shape(segment.chunks))
         entry = None
         if segment.step or self.initial is not None:
-            entry = problem.value.new_empty(problem._shape(segment.lanes[0]))
+            entry = call.value.new_empty(call._shape(segment.lanes[0]))
         for index in reversed(range(len(moves))):
             start, lanes, following = moves[index]
             if after is not None:
                 if index + 1 == len(moves) and following:
-                    after[start : start + following] = self.left
+                    after[start : start + following] = self.next_entry
                 ranks = slice(segment.block + following, segment.block + lanes)
                 after[start + following : start + lanes] = 0 if self.ends is None else self.ends[ranks]
             into = entry
@@ -291,11 +292,11 @@ class _Gradients:
                 previous = moves[index - 1][0]
                 into = after[previous : previous + lanes]
             if into is not None:
-                rows = slice(start * problem.groups, (start + lanes) * problem.groups)
+                rows = slice(start * call.groups, (start + lanes) * call.groups)
                 here = slice(start, start + lanes)
-                problem.move(after, tokens.across, here, pulled[rows], tokens.query[rows], into)
+                call.move(after, tokens.across, here, pulled[rows], tokens.query[rows], into)
         if segment.step:
-            self.left = entry
+            self.next_entry = entry
         elif self.initial is not None:
             self.initial[segment.block : segment.block + segment.lanes[0]] = entry
         return after
@@ -309,46 +310,32 @@ def _rows(states: torch.Tensor) -> torch.Tensor:
 def _power_(exponents: torch.Tensor) -> torch.Tensor:
     """`exp` in place, and zero below `_NOTHING`."""
     nothing = _NOTHING[exponents.dtype]
-    powers = exponents.clamp_(min=math.log(nothing) - 1).exp_()  # its own smallest numbers, and exp(-inf), take long
+    powers = exponents.clamp_(min=math.log(nothing) - 1).exp_()  # subnormal numbers and exp(-inf) are slow
     return torch.threshold_(powers, nothing, 0.0)
 
 
 def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    chunk_size: int,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor,
+    initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, lengths: torch.Tensor | None, chunk_size: int,
     output_final_state: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """As `ssd_attention`, all but the log decays in one real dtype; the final states are empty unless wanted."""
     inputs = query, key, value, log_decay, initial_state, cu_seqlens, lengths, chunk_size, output_final_state
-    problem = _Problem(*inputs)
-    if not output_final_state:
-        return problem.forward(None), value.new_empty(0)
-    final = value.new_zeros(_final_shape(*inputs))
-    if initial_state is not None:
-        final.copy_(initial_state)
-    return problem.forward(final), final
+    final = final_states(value, _state_shape(*inputs), output_final_state, initial_state)
+    return _SSDCall(*inputs).forward(final if output_final_state else None), final
 
 
 def _outputs(*inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    value = inputs[2]
-    return value.new_empty(value.shape), value.new_empty(_final_shape(*inputs))
+    value, wanted = inputs[2], inputs[-1]
+    return value.new_empty(value.shape), value.new_empty(_state_shape(*inputs) if wanted else 0)
 
 
-def _final_shape(query, key, value, log_decay, initial_state, cu_seqlens, *rest) -> tuple[int, ...]:
-    if not rest[-1]:
-        return (0,)
-    rows = value.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return rows, value.shape[2], value.shape[3], key.shape[3]
+def _state_shape(query, key, value, log_decay, initial_state, cu_seqlens, *_) -> tuple[int, ...]:
+    return state_rows(value, cu_seqlens), *value.shape[2:], key.shape[3]
 
 
 def _backward(inputs, grads, needs):
-    query, key, value, decay, initial = _Gradients(_Problem(*inputs[:-1]), *grads).run()
+    query, key, value, decay, initial = _Gradients(_SSDCall(*inputs[:-1]), *grads).run()
     return query, key, value, decay.to(inputs[3].dtype), initial
 
 

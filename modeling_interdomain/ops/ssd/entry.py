@@ -1,4 +1,4 @@
-"""State space duality on tensors: attention without softmax, its weights decayed by factors of token and head."""
+"""State space duality (Mamba-2) on tensors: linear attention with a decay of its own for each token and head."""
 
 import torch
 
@@ -6,11 +6,12 @@ from ..common.checks import check_documents, check_how, check_state, check_tenso
 from ..common.cpu import autocasts, without_autocast
 from ..common.decay import finite
 from ..common.launch import STEP_BACKENDS, check_step_backend, fused, steps_fused
+from ..common.packing import state_rows, step_rows
 from .chunk import chunk_ssd
 from .naive import export_ssd, recurrent_ssd
 
 SSD_BACKENDS = ("auto", "recurrent", "chunk", "triton")
-_GRAIN = 32768  # numbers for which PyTorch takes one thread more on a CPU
+_GRAIN = 32768  # PyTorch takes one CPU thread more for as many elements
 
 
 def ssd_attention(
@@ -36,10 +37,7 @@ def ssd_attention(
         value: `[B, T, H, P]`, the input times its step dt, with H a multiple of G; head h reads group h // (H / G).
         log_decay: `[B, T, H]`, dt times the (negative) rate of the head; at most 0.
         initial_state: `[B, H, P, N]`; with `cu_seqlens`, one row a document. Default: None, which means zero.
-        output_final_state: return the state after the last token of each row or document. Default: False.
-        cu_seqlens, lengths: documents packed into one row, or the real tokens of every row, as in
-            `interdomain_attention`. Default: None.
-        chunk_size: the largest number of tokens per chunk; changes speed and memory, not the result. Default: 64.
+        output_final_state, cu_seqlens, lengths, chunk_size: as in `interdomain_attention`.
         backend: "recurrent" (the definition, token by token), "chunk" (matrix products), "triton" (fused kernels on a
             GPU) or "auto" ("triton" where it can run, otherwise "chunk"). Default: "auto".
 
@@ -64,30 +62,28 @@ def ssd_attention(
     """
     check_inputs((query, key, value), log_decay)
     cu_seqlens, lengths = check_documents(cu_seqlens, lengths, query)
-    rows = query.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if initial_state is not None:
-        _check_state(initial_state, "initial_state", rows, key, value)
+        _check_state(initial_state, "initial_state", state_rows(query, cu_seqlens), key, value)
     check_how(backend, SSD_BACKENDS, chunk_size)
 
     compute = torch.float64 if torch.float64 in (query.dtype, key.dtype, value.dtype) else torch.float32
-    out_dtype = value.dtype
-    exporting = torch.compiler.is_exporting()
+    out_dtype, exporting, found = value.dtype, torch.compiler.is_exporting(), None
     with without_autocast(query.device):
         if backend in ("auto", "triton") and not exporting:
             arguments = query, key, value, log_decay, initial_state, cu_seqlens, lengths
             found = _fused(backend, *arguments, chunk_size, output_final_state)
-            if found is not None:
-                return found
-        query, key, value = (x.to(compute) for x in (query, key, value))
-        log_decay = log_decay.to(torch.promote_types(log_decay.dtype, torch.float32))
-        state = None if initial_state is None else initial_state.to(compute)
-        arguments = query, key, value, log_decay, state, cu_seqlens, lengths
-        if exporting:
-            output, final = export_ssd(*arguments, chunk_size)
-        elif backend == "recurrent":
-            output, final = recurrent_ssd(*arguments)
-        else:
-            output, final = chunk_ssd(*arguments, chunk_size, output_final_state)
+        if found is None:
+            query, key, value = (x.to(compute) for x in (query, key, value))
+            log_decay = log_decay.to(torch.promote_types(log_decay.dtype, torch.float32))
+            state = None if initial_state is None else initial_state.to(compute)
+            arguments = query, key, value, log_decay, state, cu_seqlens, lengths
+            if exporting:
+                found = export_ssd(*arguments, chunk_size)
+            elif backend == "recurrent":
+                found = recurrent_ssd(*arguments)
+            else:
+                found = chunk_ssd(*arguments, chunk_size, output_final_state)
+    output, final = found
     return output.to(out_dtype), final if output_final_state else None
 
 
@@ -117,11 +113,7 @@ def ssd_step(
     Args:
         query, key: `[B, G, N]`; value: `[B, H, P]`; log_decay: `[B, H]`.
         state: `[B, H, P, N]`, overwritten.
-        mask: `[B]` bool or integers, zero for a pad: the row's state stays and its output is zero. Default: None.
-        backend: "triton" (one kernel on a GPU), "recurrent" (PyTorch) or "auto" (the kernel where it can run). Default:
-            "auto".
-        state_indices: `[B]` int32 or int64: `state` is a pool `[N, ...]`, of which row b moves slot state_indices[b] in
-            place, see `interdomain_step`. Default: None.
+        mask, backend, state_indices: as in `interdomain_step`.
 
     Returns:
         `[B, H, P]` in the dtype of `value`. Not differentiable: use `ssd_attention` for gradients.
@@ -133,23 +125,16 @@ def ssd_step(
     if plain and _is_plain_step(query, key, value, log_decay, state, backend):
         return _advance_and_read(query, key, value, log_decay, state)
     check_inputs((query, key, value), log_decay, rows="B")
-    rows = query.shape[0]
-    if state_indices is not None:
-        from ..common.slots import check_slots
-
-        rows = check_slots(state_indices, state, rows, query.device)
-    _check_state(state, "state", rows, key, value)
+    _check_state(state, "state", step_rows(query, state, state_indices), key, value)
     check_step_backend(backend, state, state_indices)
     return take_ssd_step(query, key, value, log_decay, state, real_tokens(mask, query), backend, state_indices)
 
 
 def _is_plain_step(query, key, value, log_decay, state, backend: str) -> bool:
-    """Whether nothing is wrong with a step on a CPU, and nothing is to be converted: seen in half of the time that the
-    checks take, which find words for what is wrong.
-    """
+    """Whether a CPU step is right and needs no conversion: in half the time of the checks that say what is wrong."""
     if torch.is_grad_enabled() or backend not in STEP_BACKENDS:
         return False
-    for x in (state, query, key, value, log_decay):  # the first is asked of by the others
+    for x in (state, query, key, value, log_decay):
         if type(x) is not torch.Tensor or not x.is_cpu or x.dtype is not state.dtype:
             return False
     shape, heads, groups = state.shape, log_decay.shape, query.shape
@@ -162,14 +147,7 @@ def _is_plain_step(query, key, value, log_decay, state, backend: str) -> bool:
 
 
 def take_ssd_step(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    state: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    backend: str = "auto",
-    state_indices: torch.Tensor | None = None,
+    query, key, value, log_decay, state, mask=None, backend: str = "auto", state_indices=None
 ) -> torch.Tensor:
     """`ssd_step` for a caller whose arguments fit; `mask` `[B]` is bool."""
     if torch.is_grad_enabled() or autocasts(query.device):
@@ -204,9 +182,9 @@ def take_ssd_step(
 
 
 def _advance_and_read(query, key, value, log_decay, state) -> torch.Tensor:
-    """The step itself, of tensors in one dtype and a contiguous state. A call takes as long as what it computes."""
+    """The step itself, of tensors in one dtype and a contiguous state, in few calls: each costs as much as its work."""
     batch, groups, size = key.shape
-    products = batch * groups  # the heads of a group one below the other
+    products = batch * groups  # one for all heads of a group
     state.mul_(log_decay.exp().view(batch, -1, 1, 1))
     if groups == 1:
         state.addcmul_(value.unsqueeze(3), key.unsqueeze(2))
@@ -219,10 +197,10 @@ def _advance_and_read(query, key, value, log_decay, state) -> torch.Tensor:
 
 
 def _parts(state: torch.Tensor) -> int:
-    """In how many products a single group's heads are read: as many as the threads that wrote the state.
+    """The number of products that read the heads of a single group: as many as the threads that wrote the state.
 
-    Each of them then finds in its own cache what it wrote. One product is made by a single thread, or by some that
-    share it out in another way, and fetching the state from one another takes longer than all the rest.
+    So each thread reads from its own cache what it wrote. A single product is made by one thread, or is shared out in
+    another way, and fetching the state from other caches takes longer than all the rest.
     """
     if state.numel() <= _GRAIN or not state.is_cpu or torch.compiler.is_compiling():
         return 1
@@ -243,7 +221,7 @@ def _fused_step(backend, query, key, value, log_decay, state, mask, state_indice
 def ssd_state_after(
     state: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
-    """The state after some tokens without an output: what taking tokens back needs, and passing a state on.
+    """The state after some tokens, without outputs: for rolling a cache back, and for handing a state on.
 
     Args:
         state: `[B, H, P, N]`, left untouched.

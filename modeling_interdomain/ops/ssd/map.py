@@ -1,11 +1,11 @@
-"""Which token answered: the weights with which an output of state space duality adds up what tokens wrote."""
+"""The attention map: the weights with which an output of state space duality adds up the values."""
 
 import torch
 
 from ..common.checks import check_documents
 from ..common.cpu import without_autocast
 from ..common.decay import finite
-from ..common.packing import document_of_tokens
+from ..common.packing import within_documents
 from .entry import check_inputs
 
 
@@ -30,13 +30,9 @@ def ssd_attention_map(
     check_inputs((query, key), log_decay)
     cu_seqlens, _ = check_documents(cu_seqlens, None, query)
     compute = torch.promote_types(torch.promote_types(query.dtype, key.dtype), torch.float32)
-    length, groups = query.shape[1:3]
     with without_autocast(query.device):
         scores = torch.einsum("btgn,bjgn->bgtj", query.to(compute), key.to(compute))
         sums = finite(log_decay).cumsum(1).transpose(1, 2)  # [B, H, T]
         decays = (sums[..., :, None] - sums[..., None, :]).clamp(max=0).exp().to(compute).tril()
-        weights = scores.repeat_interleave(log_decay.shape[2] // groups, dim=1) * decays
-    if cu_seqlens is None:
-        return weights
-    document = document_of_tokens(cu_seqlens, length)
-    return torch.where(document[:, None] == document, weights, 0)
+        weights = scores.repeat_interleave(log_decay.shape[2] // query.shape[2], dim=1) * decays
+    return within_documents(weights, cu_seqlens)

@@ -1,24 +1,19 @@
-"""State space duality token by token, the definition; and in chunks of plain operations, to leave PyTorch with."""
+"""State space duality token by token, the definition; and in chunks of plain operations, for exported graphs."""
 
 from itertools import pairwise
 
 import torch
 
 from ..common.decay import finite
+from ..common.packing import export_slots, zero_pads
 
 
 def recurrent_ssd(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
+    query, key, value, log_decay, initial_state, cu_seqlens, lengths
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`S_t = exp(log_decay_t) S_{t-1} + value_t key_t^T`, `o_t = S_t query_t`; as `ssd_attention`, in one dtype."""
-    if lengths is not None:
-        query, key, value, log_decay = without_pads(lengths, query, key, value, log_decay)
+    if lengths is not None:  # a log decay of 0 keeps the state
+        query, key, value, log_decay = zero_pads(lengths, query, key, value, log_decay)
     ends = [0, query.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
     batch, heads, groups = query.shape[0], value.shape[2], key.shape[2]
     query, key = (x.repeat_interleave(heads // groups, dim=2) for x in (query, key))
@@ -37,29 +32,14 @@ def recurrent_ssd(
 
 
 def export_ssd(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    chunk_size: int,
+    query, key, value, log_decay, initial_state, cu_seqlens, lengths, chunk_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `ssd_attention`, whatever the batch and the length; the states take one product over all pairs of chunks.
-
-    A tracer takes an axis that may have one element for one that has: there is a chunk more than needed, and tokens are
-    gathered rather than viewed.
-    """
-    if cu_seqlens is not None:
-        raise ValueError("cu_seqlens cannot be exported: pass the documents as rows, with lengths.")
+    """As `ssd_attention`, for any batch and length; one product over all pairs of chunks gives the states."""
+    slots = export_slots(query, chunk_size, cu_seqlens)
     if lengths is not None:
-        query, key, value, log_decay = without_pads(lengths, query, key, value, log_decay)
+        query, key, value, log_decay = zero_pads(lengths, query, key, value, log_decay)
     length, groups = query.shape[1], key.shape[2]
-    chunks = (length + chunk_size - 1) // chunk_size + 1
-    slots = torch.arange(chunks, device=query.device)[:, None] * chunk_size
-    slots = slots + torch.arange(chunk_size, device=query.device)  # [n, C]
-    real, places = slots < length, slots.clamp(max=length - 1)
+    real, places = slots < length, slots.clamp(max=length - 1)  # [n, C]
     query, key = (x[:, places].permute(3, 0, 1, 2, 4) for x in (query, key))  # [G, B, n, C, N]
     value = torch.where(real[..., None, None], value[:, places], 0)
     value = value.unflatten(3, (groups, -1)).permute(3, 4, 0, 1, 2, 5)  # [G, P, B, n, C, W]
@@ -75,12 +55,12 @@ def export_ssd(
     states = torch.cat([first, added], dim=3)
     whole = torch.cat([torch.zeros_like(sums[..., :1, 0]), sums[..., -1]], dim=-1).cumsum(-1)
     states = (_pairs(whole, value.dtype) @ states.flatten(4)).unflatten(4, (value.shape[5], -1))
-    # Of these the first is the initial one, and each of the others that after a chunk.
+    # The initial states, and those after each chunk.
     output = weights @ value + sums.exp().to(value.dtype)[..., None] * (query[:, None] @ states[:, :, :, :-1].mT)
     tokens = torch.arange(length, device=query.device)
     output = output.permute(2, 3, 4, 0, 1, 5)[:, tokens // chunk_size, tokens % chunk_size].flatten(2, 3)
     if lengths is not None:
-        output = torch.where(_real(lengths, output)[..., None, None], output, 0)
+        (output,) = zero_pads(lengths, output)
     return output, states[:, :, :, -1].permute(2, 0, 1, 3, 4).flatten(1, 2)
 
 
@@ -89,13 +69,3 @@ def _pairs(sums: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     places = torch.cumsum(torch.ones_like(sums[(0,) * (sums.ndim - 1)]), 0)
     difference = sums[..., :, None] - sums[..., None, :]
     return torch.where(places[:, None] >= places, difference.clamp(max=0).exp().to(dtype), 0)
-
-
-def without_pads(lengths: torch.Tensor, *tokens: torch.Tensor) -> list[torch.Tensor]:
-    """Zeros at the pads of tokens `[B, T, ...]`: a log decay of 0 keeps the state."""
-    real = _real(lengths, tokens[0])
-    return [torch.where(real.view(*real.shape, *[1] * (x.ndim - 2)), x, 0) for x in tokens]
-
-
-def _real(lengths: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return torch.arange(x.shape[1], device=x.device) < lengths[:, None]

@@ -1,10 +1,10 @@
 """State space duality as fused kernels behind one opaque operator of `torch.library`.
 
-Forward: one program for each row, head and slice of the state walks the chunks and leaves the state before each; then
-all chunks give their outputs at once. Backward stores nothing but its inputs: it walks forwards and backwards, and the
-same kernels read in reverse give the gradients of the values and, with one more, those of queries, keys and decays
-(`ops/ssd/triton_chunks.py`). Sums over heads and chunks are taken in a fixed order, so that gradients repeat bit for
-bit. Which tokens are real is read by the kernels alone, never by the host.
+Forward walks the chunks, one program for each row, head and slice of the state, and leaves the state before each; then
+all chunks compute their outputs at once. Backward keeps the inputs alone: it walks forwards and backwards, and the same
+kernels in reverse give the gradients of the values and, with one more, those of queries, keys and decays
+(`ops/ssd/triton_chunks.py`). Sums over heads and chunks have a fixed order, so that gradients repeat bit for bit.
+Lengths are read by the kernels alone, never by the host.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 
 from ..common.custom_op import differentiable
-from ..common.launch import multiprocessors, on_device, power_of_two, tuned
+from ..common.launch import contiguous, multiprocessors, on_device, power_of_two, tuned
+from ..common.packing import state_rows
 from ..common.tiles import Arithmetic, Layout, arithmetic, chunk_tokens, layout_of
 from .triton_chunks import Extent, Heads, Operands, attend, contract, walk
 
@@ -23,16 +24,8 @@ _contract = tuned(contract, _KIND)
 
 
 def triton_ssd(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    chunk_size: int,
-    output_final_state: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    query, key, value, log_decay, initial_state, cu_seqlens, lengths, chunk_size: int, output_final_state: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """As `chunk_ssd`, for tokens in bfloat16, float16 or float32; log decays and states are float32.
 
     Products are in the dtype of query and key, which is one; the output in that of value, which may be wider.
@@ -41,20 +34,15 @@ def triton_ssd(
         cu_seqlens, lengths: not checked here; an empty document keeps its initial state, and pads are not read.
         chunk_size: rounded down to a power of two from 16 to 64, less where N is above 128, in float32 above 64.
     """
-    output, final = _operator(
-        *(x.contiguous() for x in (query, key, value)),
-        log_decay.float().contiguous(),
-        None if initial_state is None else initial_state.float().contiguous(),
-        *(None if x is None else x.to(torch.int32).contiguous() for x in (cu_seqlens, lengths)),
-        chunk_tokens(min(chunk_size, 64, _tile(key.dtype) // power_of_two(key.shape[3])), query.shape[1]),
+    # Numbers of a tile `[C, N]`, of which a program holds two beside the operands of products.
+    tile = 8192 if key.dtype == torch.bfloat16 else 4096
+    return _operator(
+        *contiguous(query, key, value),
+        *contiguous(log_decay, initial_state, dtype=torch.float32),
+        *contiguous(cu_seqlens, lengths, dtype=torch.int32),
+        chunk_tokens(min(chunk_size, 64, tile // power_of_two(key.shape[3])), query.shape[1]),
         output_final_state,
     )
-    return output, final if output_final_state else None
-
-
-def _tile(dtype: torch.dtype) -> int:
-    """Numbers of a tile `[C, N]` of which a program holds two, beside the operands of products."""
-    return 8192 if dtype == torch.bfloat16 else 4096
 
 
 class _Plan(NamedTuple):
@@ -144,16 +132,10 @@ def _contracted(plan: _Plan, tokens: Operands, states, others, crossing, reverse
 
 
 def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    chunk: int,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor,
+    initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, lengths: torch.Tensor | None, chunk: int,
     want_final: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     plan = _plan(key, value, chunk, initial_state is not None, cu_seqlens, lengths)
     tokens = Operands(query, key, value, None, log_decay)
     with on_device(query):
@@ -163,8 +145,7 @@ def _forward(
 
 
 def _outputs(query, key, value, log_decay, initial_state, cu_seqlens, lengths, chunk, want_final):
-    rows = query.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    shape = (rows, *value.shape[2:], key.shape[3]) if want_final else (0,)
+    shape = (state_rows(query, cu_seqlens), *value.shape[2:], key.shape[3]) if want_final else (0,)
     return torch.empty_like(value), query.new_empty(shape, dtype=torch.float32)
 
 

@@ -17,8 +17,7 @@ def ssd_step(
     """`S <- exp(log_decay) S + value key^T`, `output = S query`; grid [batch, heads, blocks of P].
 
     query, key `[batch, groups, N]`; value, output `[batch, heads, P]`; log_decay `[batch, heads]`; state `[batch,
-    heads, P, N]`; mask `[batch]` or None: where it is zero the state stays and the output is zero. With
-    slots `[batch]` the states lie in those of a pool, slot_size elements from one to the next.
+    heads, P, N]`; mask, slots and slot_size: see `state_of`.
     """
     heads = tl.num_programs(1)
     row = tl.program_id(0).to(tl.int64)
@@ -44,19 +43,12 @@ def ssd_step(
 
 _ssd_step = ssd_step
 
-_NAMESPACE = namespace(__name__)
 
-
-@torch.library.custom_op(f"{_NAMESPACE}::step", mutates_args=("state",))
+@torch.library.custom_op(f"{namespace(__name__)}::step", mutates_args=("state",))
 def triton_ssd_step(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    state: torch.Tensor,
-    mask: torch.Tensor | None,
-    slots: torch.Tensor | None = None,
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, state: torch.Tensor,
+    mask: torch.Tensor | None, slots: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """As `take_ssd_step`; the state, which is contiguous, or with slots `[B]` each slot of it, may be in any
     floating-point dtype.
     """
