@@ -1,6 +1,8 @@
-"""Serving with vLLM on a CPU: our 125M shape, a Llama of that shape in the same engine, and our own `generate_batch`.
+"""Serving with vLLM on a CPU: our 125M shape, a Llama of that shape in the same engine, and our own `generate_batch`;
+and SmolLM2-135M's shape, as it is and converted (`from-llama --window 64 --sinks 4`).
 
 python -m benchmarks.vllm_cpu                       every case that the result file lacks; goes on where it was stopped
+python -m benchmarks.vllm_cpu --minutes 60          as many of these as fit, those that tell the most first
 python -m benchmarks.vllm_cpu --only "8 x 2048"     the cases that match this regular expression
 python -m benchmarks.vllm_cpu --again --only ours   these again
 python -m benchmarks.vllm_cpu --quick               tiny sizes, nothing written
@@ -10,6 +12,7 @@ writes `NEW` tokens. An engine stands in this process and has written a few toke
 """
 
 import argparse
+import math
 import os
 import re
 import statistics
@@ -22,7 +25,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from benchmarks import harness
 from benchmarks.harness import footnote, markdown
+from conversion.carry import Window, interdomain_config
 
+SMOLLM2 = {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": True,
+}
+MODES = 64  # of the state of a converted layer, the default of `from-llama`
 NAME, NEW, SHARED = "vllm_cpu", 32, 7 / 8
 KINDS = {
     "ours in vLLM": {},
@@ -30,24 +44,52 @@ KINDS = {
     "ours by generate_batch": {},
     "ours in vLLM, 7/8 shared and kept": {"enable_prefix_caching": True},
     "Llama in vLLM, 7/8 shared and kept": {"enable_prefix_caching": True},
+    "SmolLM2 converted in vLLM": {},
+    "SmolLM2 in vLLM": {},
 }
 REQUESTS, LENGTHS = (1, 8, 32), (256, 2048, 4096, 8192)
 CASES = [(kind, requests, length) for length in LENGTHS for requests in REQUESTS for kind in KINDS]
+# What is measured first: whether it is ahead, from where on, and then one request and many.
+TELLING = [(8, 2048), (8, 4096), (1, 4096), (8, 256), (1, 8192), (8, 8192), (1, 256), (1, 2048), (32, 256), (32, 2048)]
+# Tokens a second that a case is taken to have before its kind has any: few, so that a budget is kept.
+SLOW = 100
+
+
+def in_order() -> list[tuple[str, int, int]]:
+    """The cases, those that tell the most first."""
+
+    def place(case: tuple[str, int, int]) -> int:
+        return TELLING.index(case[1:]) if case[1:] in TELLING else len(TELLING)
+
+    return sorted(CASES, key=place)
+
+
+def expected(record: dict, kind: str, requests: int, length: int) -> float:
+    """Seconds that a case will take, by the slowest that its kind was."""
+    rates = [
+        case[1] * (case[2] + NEW) / record["cases"][named(*case)]["seconds"]
+        for case in CASES
+        if case[0] == kind and named(*case) in record["cases"]
+    ]
+    return requests * (length + NEW) / min(rates, default=SLOW)
 
 
 def named(kind: str, requests: int, length: int) -> str:
     return f"{kind}, {requests} x {length}"
 
 
-def run(quick: bool, only: str, again: bool) -> dict:
-    """Every case is written as soon as it is measured."""
+def run(quick: bool, only: str, again: bool, minutes: float) -> dict:
+    """Every case is written as soon as it is measured; one that will not end within the minutes is left out."""
+    end = time.monotonic() + 60 * minutes
     path = harness.RESULTS / f"{NAME}.json"
     record = {"cases": {}} if quick or not path.exists() else harness.read(NAME)
-    cases = [(kind, 2, 40) for kind in KINDS] if quick else CASES
+    cases = [(kind, 2, 40) for kind in KINDS] if quick else in_order()
     wanted = [case for case in cases if re.search(only, named(*case))]
     for case in wanted:
         name = named(*case)
         if name in record["cases"] and not again:
+            continue
+        if not quick and time.monotonic() + expected(record, *case) > end:
             continue
         record["cases"][name] = measured(*case, quick)
         record["vllm"] = version("vllm-cpu")
@@ -59,7 +101,13 @@ def run(quick: bool, only: str, again: bool) -> dict:
 
 def configuration(kind: str, length: int, quick: bool):
     small = {"vocab_size": 500, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-    small |= {"num_key_value_heads": 2, "head_dim": 64, "feature_dim": 64, "intermediate_size": 256}
+    small |= {"num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 256}
+    if kind.startswith("SmolLM2"):
+        llama = LlamaConfig(**SMOLLM2 | (small if quick else {}), max_position_embeddings=length + NEW)
+        if "converted" not in kind:
+            return llama
+        return interdomain_config(llama, range(llama.num_hidden_layers), MODES, Window(64, 4))
+    small |= {"feature_dim": 64}
     ours = AutoConfig.from_pretrained("configuration/interdomain-125m", **small if quick else {})
     if kind.startswith("ours"):
         ours.max_position_embeddings = length + NEW
@@ -132,7 +180,7 @@ def _bytes(config, length: int) -> int:
     """What is kept of one request in float32 when it has been read."""
     if hasattr(config, "state_sizes"):
         return 4 * sum(config.state_sizes(length).values())
-    return 4 * 2 * config.num_hidden_layers * config.hidden_size * length
+    return 4 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * length
 
 
 def table(record: dict) -> str:
@@ -146,7 +194,8 @@ def table(record: dict) -> str:
             rows.append([f"{requests} x {length:,}", kind, *cells])
     header = ["requests x tokens", "", "tokens a second, read and written", "seconds to a first token", "MB a request"]
     about = (
-        f"The 125M shape and a Llama of its sizes, random weights, float32, vLLM {record['vllm']}, nothing compiled. "
+        "The 125M shape and a Llama of its sizes (SmolLM2-135M's where it is named), random weights, "
+        f"float32, vLLM {record['vllm']}, nothing compiled. "
         f"{NEW} tokens are written to each request, once, on a machine that others used at the same time."
     )
     return "\n\n".join([markdown(header, rows), f"{about} {footnote(record)}"])
@@ -157,6 +206,7 @@ def main() -> None:
         "python -m benchmarks.vllm_cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="the cases that match this regular expression")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="measure what fits (default: all)")
     parser.add_argument("--again", action="store_true", help="measure them although the file has them")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, nothing written")
     arguments = parser.parse_args()
@@ -164,7 +214,7 @@ def main() -> None:
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-    record = run(arguments.quick, arguments.only, arguments.again)
+    record = run(arguments.quick, arguments.only, arguments.again, arguments.minutes)
     if not arguments.quick:
         from benchmarks import readme
 

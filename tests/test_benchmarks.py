@@ -352,3 +352,25 @@ def test_one_run_of_the_study():
     training = {"steps": 2, "batch_size": 1, "sequence_length": 16, "learning_rate": 1e-3}
     row = start_study.run_condition("1M", 0, "zero-order hold, c 0.25", training, held_out_bytes=500)
     assert row["failed"] is None and 0 < row["bits_per_byte"] < 12 and row["parameters"] > 900_000
+
+
+def test_a_budget_of_serving_measures_what_tells_the_most(monkeypatch, tmp_path):
+    """In that order, and what would not end in time is left out for what does."""
+    from benchmarks import vllm_cpu
+
+    monkeypatch.setattr(vllm_cpu.harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(vllm_cpu, "version", lambda name: "0")
+    asked = []
+
+    def measured(kind, requests, length, quick):
+        asked.append((requests, length))
+        return {"bytes": 1, "seconds": 100.0}
+
+    monkeypatch.setattr(vllm_cpu, "measured", measured)
+    # At first 100 tokens a second are expected, 8 x 2,048 take 166 seconds.
+    record = vllm_cpu.run(False, r"^ours in vLLM, \d+ x", False, minutes=165 / 60)
+    assert asked[:2] == [(1, 4096), (8, 256)] and (8, 2048) not in asked
+    assert vllm_cpu.expected(record, "ours in vLLM", 1, 256) == pytest.approx(100)
+    asked.clear()
+    vllm_cpu.run(False, "^ours in vLLM, 8 x", False, minutes=10**6)
+    assert asked == [(8, 2048), (8, 4096), (8, 8192)]
