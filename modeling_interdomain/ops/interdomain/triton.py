@@ -1,11 +1,10 @@
 """The fused backend: `chunk_attention` as a few kernels behind one opaque operator of `torch.library`.
 
-Forward: one launch makes the tables of the parameters, two passes over the tokens leave the state before every chunk
-(keys, values), then one program a chunk and head computes its outputs. Backward stores nothing but its inputs: it makes
-tables and chunk states again, finds what each chunk contributes on its own
-(`ops/interdomain/triton_attend_backward.py`), walks the chunks back, and sums what is the parameters' in a last launch.
-Sums over chunks are taken in a fixed order, so that gradients repeat bit for bit. Which tokens are real is read by the
-kernels alone, never by the host.
+Forward makes the tables of the parameters, walks keys and values for the state before every chunk, and then computes
+the outputs, one program for each chunk and head. Backward keeps the inputs alone: it makes tables and states again,
+finds what each chunk contributes on its own (`ops/interdomain/triton_attend_backward.py`), walks the chunks back, and
+sums the gradients of the parameters in a last launch. Sums over chunks have a fixed order, so that gradients repeat bit
+for bit. Lengths are read by the kernels alone, never by the host.
 """
 
 import itertools
@@ -38,12 +37,12 @@ from .triton_attend_backward import (
     push_both,
 )
 
-# Up to here a program holds all modes of what it has pulled, as a diagonal coefficient matrix takes them.
+# Up to here a program holds all modes of y, as a diagonal coefficient matrix needs them.
 _LARGEST_DIAGONAL = 64
 
 _KIND = ("SIZES", "MATH")
 _attend = tuned(attend, (*_KIND, "MIXING"))
-# Three blocks of small tiles fit on a multiprocessor of an H100, and two of large ones: which are faster, it says.
+# Three blocks of small tiles fit on a multiprocessor of an H100, or two of large ones: timing chooses.
 _attend_few = tuned(attend, (*_KIND, "MIXING"), [(4, 1, {"EDGE": 16}), *CONFIGURATIONS])
 _pull_both = tuned(pull_both, _KIND)
 _mix = tuned(mix, (*_KIND, "MIXING"))
@@ -51,7 +50,7 @@ _mixing_backward = tuned(mixing_backward, (*_KIND, "FULL"))
 _push_both = tuned(push_both, _KIND)
 _chunk_states = tuned(chunk_states, ("C", "M", "BM", "BW", "TWO_TERMS", "MATH"))
 _chunk_states_backward = tuned(chunk_states_backward, ("C", "M", "BW", "EMIT", "MATH"))
-# Hardly ever at work, so not worth the compilations of a choice: each with the warps that spill no register.
+# Hardly ever used, so not worth several compilations: each has the number of warps that spills no register.
 _attend_skewed = tuned(attend, _KIND, [(8, 1, {"EDGE": 16})])
 _pull_both_skewed, _push_both_skewed = tuned(pull_both, _KIND, [(4, 1)]), tuned(push_both, _KIND, [(8, 1)])
 
@@ -59,7 +58,7 @@ _pull_both_skewed, _push_both_skewed = tuned(pull_both, _KIND, [(4, 1)]), tuned(
 def triton_attention(
     query, key, value, log_decay, input_matrix, coefficient_matrix, product: str, initial_state, cu_seqlens,
     chunk_size: int, wide: bool = False, lengths=None, output_final_state: bool = True, log_gate=None, write_gate=None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """As `chunk_attention`, for tokens in bfloat16, float16 or float32; parameters and states are float32.
 
     Args:
@@ -74,13 +73,14 @@ def triton_attention(
     """
     if log_decay.shape[1] > _LARGEST_DIAGONAL:
         coefficient_matrix = _in_full(coefficient_matrix, log_decay)
-    wide_tensors, operator = [log_decay, input_matrix, coefficient_matrix, initial_state], _operator
+    operator: Any = _operator
+    wide_tensors: tuple = (log_decay, input_matrix, coefficient_matrix, initial_state)
     if log_gate is not None or write_gate is not None:
         from .triton_gates import gated_operator
 
         log_gate = torch.zeros_like(write_gate) if log_gate is None else log_gate
-        wide_tensors, operator = [*wide_tensors, log_gate, write_gate], gated_operator
-    return operator(
+        wide_tensors, operator = (*wide_tensors, log_gate, write_gate), gated_operator
+    output, final = operator(
         *contiguous(query, key, value),
         *contiguous(*wide_tensors, dtype=torch.float32),
         *contiguous(cu_seqlens, lengths, dtype=torch.int32),
@@ -89,6 +89,7 @@ def triton_attention(
         wide,
         output_final_state,
     )
+    return output, final if output_final_state else None
 
 
 def _largest_chunk(dtype: torch.dtype, size: int) -> int:
@@ -97,7 +98,7 @@ def _largest_chunk(dtype: torch.dtype, size: int) -> int:
 
 
 def _in_full(coefficients: torch.Tensor | None, log_decay: torch.Tensor) -> torch.Tensor:
-    """`[G, M, M, 2]`: a full matrix is applied in blocks of modes, with more products but hardly a spilled register."""
+    """`[G, M, M, 2]`: a full matrix is applied in blocks of modes, with more products but hardly a register spill."""
     if coefficients is None:
         groups, size = log_decay.shape[:2]
         identity = torch.eye(size, dtype=torch.complex64, device=log_decay.device)
@@ -144,7 +145,7 @@ class Plan(NamedTuple):
 
     @property
     def places(self) -> tuple:
-        """What says a kernel which tokens a chunk has."""
+        """The arguments from which a kernel finds the tokens of a chunk."""
         return self.documents, self.rows, *self.row
 
     @property
@@ -155,7 +156,7 @@ class Plan(NamedTuple):
 
     @property
     def sizes_of_stored(self) -> dict:
-        """The same for a kernel that reads again what it needs."""
+        """The same for a kernel that loads its operands again for each product."""
         return self._sizes(64 // self.math.terms, 64 if self.few else 32)
 
     def _sizes(self, modes: int, columns: int) -> dict:
@@ -177,7 +178,7 @@ class Plan(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Columns that a program has of the state: few, so that it may have all modes in its registers."""
+        """Columns of the state that one program holds, with all modes, in its registers."""
         return min(*self.padded, 16)
 
     def segment_ends(self, device: torch.device) -> torch.Tensor:
@@ -188,7 +189,7 @@ class Plan(NamedTuple):
         return segment_ends(lengths, self.chunk, self.segments)
 
     def lanes(self, device: torch.device, blocks: int = 1) -> int:
-        """How many programs share the chunks of a head: enough to fill the device a few times."""
+        """The number of programs that share the chunks of a head: enough to fill the device a few times."""
         wanted = 2 if interpreted() else -(-4 * multiprocessors(device) // (self.shape[2] * blocks))
         return min(max(wanted, 1), self.chunks)
 
@@ -213,7 +214,7 @@ def plan_of(
     shape: torch.Size, x: torch.Tensor, widths: tuple[int, ...], size: int, chunk: int, has_initial: bool, cu_seqlens,
     lengths, mixing: Mixing | None = None,
 ) -> Plan:  # fmt: skip
-    """Of tokens `shape`, by head, that read a state of `widths`, and of those that move it, `x` `[B, T, G, W]`."""
+    """For outputs of `shape`, by head, that read a state of `widths`, and inputs x `[B, T, G, W]` that enter it."""
     groups = x.shape[2]
     rows, chunks, slots, documents = layout_of(shape[0], shape[1], chunk, has_initial, cu_seqlens, lengths)
     padded = tuple(power_of_two(w) for w in widths)
@@ -224,27 +225,27 @@ def plan_of(
 
 
 def _segments(lanes: int, chunks: int, device: torch.device) -> int:
-    """Into how many segments to cut a row: as many as fill the device, where a segment keeps at least 8 chunks.
+    """The number of segments of a row: as many as fill the device, of at least 8 chunks each.
 
-    A lane, one row and group, is walked by about 8 programs. Two passes cost twice, so cut in no fewer than 3.
+    A lane, one row and group, is walked by about 8 programs. Segments are walked twice, so fewer than 3 do not pay.
     """
     wanted = min(2 * multiprocessors(device) // (8 * lanes), chunks // 8)
     return wanted if wanted > 2 else 1
 
 
 def _walkers(segments: int, programs: int, device: torch.device) -> int:
-    """How many lanes walk the segments back: all at once, up to what fills the device several times over."""
+    """The number of lanes that walk the segments back: one a segment, up to what fills the device several times."""
     return min(segments, max(128, 8 * multiprocessors(device) // programs))
 
 
 def states_before(plan: Plan, sides: tuple, tables: KernelTables, initial_state, want_final: bool):
     """The states before every chunk, `[slots, G, 2, M, padded width]` of each side, and the last ones.
 
-    sides: keys and values, or what else moves the state, `[B, T, G, width]`.
+    The last states are as accurate as float32; those before chunks are rounded to the operands of products. Rows that
+    are cut into segments are walked twice: once for what each segment adds, once from the state where it begins.
 
-    What is kept as a state is as accurate as float32; what the chunks read is rounded to their operands anyway.
-
-    Rows that are cut into segments are walked twice: once for what each segment leaves, once from where it begins.
+    Args:
+        sides: keys and values, or what else enters the state, `[B, T, G, width]`.
     """
     segments = plan.segments
     shape = (plan.rows * segments, plan.groups, 2, plan.size, sum(plan.widths))
@@ -266,7 +267,7 @@ def states_before(plan: Plan, sides: tuple, tables: KernelTables, initial_state,
 
 
 def _walk(plan: Plan, sides: tuple, tables: KernelTables, initial_state, states: tuple, final, exact: bool) -> None:
-    """All sides; where their `states` are None, only what is left at the end."""
+    """Walk all sides; where their `states` are None, for the last states alone."""
     # 64 rows are what the matrix instructions of a Hopper or Blackwell GPU multiply at a time.
     block_modes, block_width = min(plan.modes, 64 // plan.math.terms), plan.block
     slices = sum((plan.modes // block_modes) * (padded // block_width) for padded in plan.padded)
@@ -385,9 +386,10 @@ def _of_chunks(plan: Plan, tokens: Operands, states: ChunkStates, tables: Kernel
 def walk_back(
     plan: Plan, sides: tuple, states: tuple, tables, direct: tuple, grads: tuple, grad_initial, grad_final
 ) -> torch.Tensor:
-    """What enters each side through later chunks, written to `grads` with what came before; gives `Partial.walked`.
+    """Write the gradients of the sides to `grads`, those of their own chunks and of later ones; the `Partial.walked`.
 
-    sides: as in `states_before`; states, direct, grads: the states, `ChunkGradients` and gradients of each.
+    Args:
+        sides: as in `states_before`; states, direct, grads: the states, `ChunkGradients` and gradients of each.
     """
     x, block, segments = grads[0], plan.block, plan.rows * plan.segments
     blocks = sum(padded // block for padded in plan.padded)
