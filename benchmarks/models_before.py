@@ -23,7 +23,7 @@ from benchmarks.harness import REPOSITORY, footnote, markdown, summary
 COMMITS = ("555a879", "7c2e777")
 NOW = "now"
 SLOWER = 1.03  # what a row may take of the time before
-ROUNDS = {"prefill": 40, "decode": 40, "training": 30}
+ROUNDS = {"prefill": 24, "decode": 24, "training": 16}
 
 
 def run(quick: bool = False) -> dict:
