@@ -98,7 +98,7 @@ def flat_code(config, whole: bool = False) -> dict[str, str]:
         add(entry)
     code[ENTRIES[1]] += _NAMED
     if config is not None:
-        code[FIELDS] = _without_unnamed(FIELDS, code)
+        code[FIELDS] = _without_unnamed(code[FIELDS], "".join(x for name, x in code.items() if name != FIELDS))
     return code
 
 
@@ -132,12 +132,13 @@ def _relative_imports(source: str) -> tuple[Any, ...]:
     return tuple(node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.level)
 
 
-def _without_unnamed(name: str, code: dict[str, str]) -> str:
-    """A file of some code without the classes that none of it names, as those of other token mixers."""
-    text, others = code[name], "".join(source for each, source in code.items() if each != name)
-    for node in reversed(ast.parse(text).body):  # from the last, which builds on others
+@functools.lru_cache(maxsize=8)  # of the last few kinds of models
+def _without_unnamed(whole: str, others: str) -> str:
+    """A file without the classes that neither it nor the others name, as those of other token mixers."""
+    text = whole
+    for node in reversed(ast.parse(whole).body):  # from the last, which builds on others
         if isinstance(node, ast.ClassDef):
-            rest = text.replace(f"\n\n\n{ast.get_source_segment(code[name], node)}", "")
+            rest = text.replace(f"\n\n\n{ast.get_source_segment(whole, node)}", "")
             if not re.search(rf"\b{node.name}\b", rest + others):
                 text = rest
     return text
