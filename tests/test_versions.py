@@ -45,6 +45,7 @@ UNPINNED = {
 # What each folder may import: the dependencies and these extras.
 EXTRAS = {
     "modeling_interdomain": ["triton", "kernels"],
+    "vllm_interdomain": ["triton"],
     "conversion": ["examples"],
     "docs": ["examples"],
     "model_cards": ["examples"],
