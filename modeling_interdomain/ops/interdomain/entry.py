@@ -214,11 +214,14 @@ def _on_documents(
 
 def _fused(backend, gates, query, key, value, log_decay, *arguments, **options):
     def run():
-        from .triton import triton_attention
+        given = *(x.to(value.dtype) for x in (query, key, value)), log_decay, *arguments
+        if gates is None:
+            from .triton import triton_attention
 
-        tokens = (x.to(value.dtype) for x in (query, key, value))
-        own = {} if gates is None else {"log_gate": gates.log_gate, "write_gate": gates.write_gate}
-        return triton_attention(*tokens, log_decay, *arguments, **options, **own)
+            return triton_attention(*given, **options)
+        from .triton_gates import gated_triton_attention
+
+        return gated_triton_attention(*given, **options, log_gate=gates.log_gate, write_gate=gates.write_gate)
 
     widths = query.shape[3], value.shape[3], log_decay.shape[1]
     return fused(backend, (query, key, value), widths, run, "gated attention" if gates else "attention")

@@ -57,7 +57,7 @@ _pull_both_skewed, _push_both_skewed = tuned(pull_both, _KIND, [(4, 1)]), tuned(
 
 def triton_attention(
     query, key, value, log_decay, input_matrix, coefficient_matrix, product: str, initial_state, cu_seqlens,
-    chunk_size: int, wide: bool = False, lengths=None, output_final_state: bool = True, log_gate=None, write_gate=None,
+    chunk_size: int, wide: bool = False, lengths=None, output_final_state: bool = True, operator=None, gates=(),
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """As `chunk_attention`, for tokens in bfloat16, float16 or float32; parameters and states are float32.
 
@@ -69,20 +69,13 @@ def triton_attention(
         lengths: `[B]` integers from 0 to T, not checked here: the real tokens of a row, in front of its pads, which
             are not read; outputs and gradients at pads are zero.
         output_final_state: without it, no memory is taken for states of documents (many of which may be empty).
-        log_gate, write_gate: `[B, T, G]`, see `Gates`.
+        operator: with arguments of its own behind `initial_state`, `gates`.
     """
     if log_decay.shape[1] > _LARGEST_DIAGONAL:
         coefficient_matrix = _in_full(coefficient_matrix, log_decay)
-    operator: Any = _operator
-    wide_tensors: tuple = (log_decay, input_matrix, coefficient_matrix, initial_state)
-    if log_gate is not None or write_gate is not None:
-        from .triton_gates import gated_operator
-
-        log_gate = torch.zeros_like(write_gate) if log_gate is None else log_gate
-        wide_tensors, operator = (*wide_tensors, log_gate, write_gate), gated_operator
-    output, final = operator(
+    output, final = (operator or _operator)(
         *contiguous(query, key, value),
-        *contiguous(*wide_tensors, dtype=torch.float32),
+        *contiguous(log_decay, input_matrix, coefficient_matrix, initial_state, *gates, dtype=torch.float32),
         *contiguous(cu_seqlens, lengths, dtype=torch.int32),
         product,
         chunk_tokens(min(chunk_size, _largest_chunk(value.dtype, log_decay.shape[1])), query.shape[1]),

@@ -24,7 +24,7 @@ from ..common.decay import LEAST, finite
 from ..common.launch import on_device, tl, triton
 from ..common.tiles import locate
 from ..diagonal.triton_tables import Parameters
-from .triton import Plan, attention_plan, output_shapes, run_backward, run_forward
+from .triton import Plan, attention_plan, output_shapes, run_backward, run_forward, triton_attention
 
 
 class GateSums(NamedTuple):
@@ -178,3 +178,10 @@ gated_operator = differentiable(
     count=9,
     grad_dtype=lambda query, key, value, *_: value.dtype,  # the output may be wider
 )
+
+
+def gated_triton_attention(*arguments, log_gate: torch.Tensor | None, write_gate: torch.Tensor | None, **options):
+    """`triton_attention` with the first two `Gates`, of which one is there."""
+    if log_gate is None:
+        log_gate = torch.zeros_like(write_gate)  # type: ignore[arg-type]
+    return triton_attention(*arguments, **options | {"operator": gated_operator, "gates": (log_gate, write_gate)})
