@@ -153,10 +153,10 @@ def test_steps(last_program):
     tokens = [torch.empty(row + 1, WIDTH).index_copy_(0, torch.tensor([row]), x) for x in (query, key, value)]
     pulled, output = torch.empty(row + 1, 1, 1, 2, WIDTH), torch.empty(row + 1, WIDTH)
     last_program(row)
-    sizes = 1, 1, WIDTH, WIDTH, 2 * WIDTH
-    step.step_keys[1, 1, 1](*tokens[:2], decay, beta, state, None, pulled, *sizes, BM=WIDTH, BR=WIDTH)
+    sizes, gates = (1, 1, WIDTH, WIDTH, 2 * WIDTH), step.StepGates(None, None, None)
+    step.step_keys[1, 1, 1](*tokens[:2], decay, beta, gates, state, None, pulled, *sizes, BM=WIDTH, BR=WIDTH)
     step.step_values[1, 1, 1](
-        tokens[2], decay, beta, None, state, None, pulled, output, *sizes, WIDTH,
+        tokens[2], decay, beta, None, gates, state, None, pulled, output, *sizes, WIDTH,
         M=WIDTH, BK=4, BD=WIDTH, C="identity", PRODUCT="bilinear",
     )  # fmt: skip
     wide = [x[:, None].double() for x in (query, key, value)]
