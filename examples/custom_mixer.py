@@ -51,7 +51,10 @@ class MovingAverage(TokenMixer):
         return {"recurrent": config.hidden_size}
 
     def forward(self, hidden_states, attention_mask=None, cache=None, packing=None, **kwargs):
-        """Mix `[B, T, W]`; pads leave the state alone, and a packed document does not see the one before it."""
+        """Mix `[B, T, W]`; pads leave the state alone, and a packed document does not see the one before it.
+
+        A decode step has its pads in `attention_mask` `[B, 1]`, anything longer in `packing`.
+        """
         layer = None if cache is None else cache.layers[self.layer_idx]
         batch, length, width = hidden_states.shape
         a = self.decay.to(self.state_dtype).sigmoid()

@@ -49,9 +49,10 @@ def register_token_mixer(name: str, mixer_class: type[TokenMixer]) -> None:
     """Let `token_mixers` of a configuration name a mixer of one's own; `examples/custom_mixer.py` shows one.
 
     Args:
-        name: what the configuration calls it. A folder with such a model loads after this call alone.
+        name: what the configuration calls it. A folder with such a model loads after this call alone: the code of the
+            class is not written into it, so that `trust_remote_code` cannot load it.
         mixer_class: a subclass of `TokenMixer`, which says what a mixer must say of itself. It is made as
-            `mixer_class(config, layer_idx)` and called like `InterdomainMixer`; it returns the mixed tokens and None,
+            `mixer_class(config, layer_idx)` and called like `RecurrentMixer`; it returns the mixed tokens and None,
             or attention weights. Its last projection is `o_proj`.
 
     Raises:

@@ -14,6 +14,12 @@ from .configuration import MixerSpecification
 class TokenMixer(MixerSpecification, nn.Module):
     """The base of all token mixers; what their configuration asks, and more attributes, are in `MixerSpecification`.
 
+    A subclass has its last projection in `o_proj`, and `forward(hidden_states, attention_mask=None, cache=None,
+    packing=None, **kwargs)` that returns mixed tokens `[B, T, hidden_size]` and None or attention weights. A layer of
+    type "linear_attention" finds real tokens in `packing.mask` `[B, T]`, and in a decode step, which has no packing, in
+    `attention_mask` `[B, 1]`. With a cache it calls `thaw()` of `cache.layers[layer_idx]`, reads `state` (None before
+    the first tokens), and ends with `write(conv_states, {"state": state}, T)`.
+
     Attributes:
         passes_state: it goes on from what other processes hold of a row, see `sequence_group` of the model.
         reads_forks: it goes on from any earlier token of a row that a `Packing` names, where texts fork.

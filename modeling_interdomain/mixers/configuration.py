@@ -14,9 +14,9 @@ class MixerSpecification:
 
     Attributes:
         layer_type: what Transformers calls such a layer: "linear_attention" (it keeps a state in `layers[layer_idx]` of
-            the cache, and gets pads and packed documents as a `Packing`), "full_attention" (it updates keys and values
-            there, and gets a mask), or "hybrid" (both). Its `forward` may call the cache `past_key_values`, `cache` or
-            `cache_params`.
+            the cache, and gets pads and packed documents as a `Packing`, in a decode step as a mask), "full_attention"
+            (it updates keys and values there, and gets a mask), or "hybrid" (both). Its `forward` may call the cache
+            `past_key_values`, `cache` or `cache_params`.
         takes_dynamic_mask: whether it heeds `dynamic_mask` of the configuration.
         can_branch: a sparse branch can stand beside it; its class then has `written_shape(config)`.
         can_start_to_recall: `start="recall"` of the configuration has something to start in it.
