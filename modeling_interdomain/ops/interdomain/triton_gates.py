@@ -28,11 +28,11 @@ from .triton import Plan, attention_plan, output_shapes, run_backward, run_forwa
 
 
 class GateSums(NamedTuple):
-    """What kernels know of the gates of time; float32.
+    """What kernels know of the gates of time; float32, and none of them None: Triton 3.6 cannot compare such a tuple.
 
     Attributes:
         high, low: `[tokens, groups]`, the running sums within the chunks, each the sum of two numbers.
-        write: `[tokens, groups]`, the gates of the write, none of them 0; or None.
+        write: `[tokens, groups]`, the gates of the write, none of them 0.
         read: `[tokens, heads]`, written in the backward pass: `<q_t, dq_t>`.
         written, last: `[tokens, blocks, groups]`, written there too, of each block of columns that walks the states
             back: `<x_t, dx_t>` of its keys or values; and, at the last token of a chunk alone, `<S, dS>`.
@@ -41,9 +41,9 @@ class GateSums(NamedTuple):
     high: Any
     low: Any
     write: Any
-    read: Any = None
-    written: Any = None
-    last: Any = None
+    read: Any
+    written: Any
+    last: Any
 
 
 @triton.jit(do_not_specialize=["count", "per_row", "row_length"])
@@ -97,8 +97,10 @@ _LEAST_WRITTEN = 1e-20
 
 def _with_gates(plan: Plan, log_gate: torch.Tensor, write_gate: torch.Tensor | None) -> Plan:
     """The plan of a call with gates `[B, T, G]`, contiguous and in float32."""
-    write = None if write_gate is None else torch.where(write_gate.abs() < _LEAST_WRITTEN, _LEAST_WRITTEN, write_gate)
-    gates = GateSums(torch.empty_like(log_gate), torch.empty_like(log_gate), write)
+    write = torch.ones_like(log_gate) if write_gate is None else write_gate
+    write = torch.where(write.abs() < _LEAST_WRITTEN, _LEAST_WRITTEN, write)
+    high = torch.empty_like(log_gate)
+    gates = GateSums(high, torch.empty_like(log_gate), write, high, high, high)
     _gate_sums[(plan.chunks, plan.groups)](
         log_gate, gates, *plan.places, plan.groups, C=plan.chunk, LOWEST=LEAST, PACKED=plan.packed
     )
