@@ -46,10 +46,7 @@ def _left_after(gates, start, inside, count, group, groups):
     high = tl.load(gates.high + last)
     apart = high - tl.load(gates.high + at, mask=inside >= 0, other=0.0)
     apart += tl.load(gates.low + last) - tl.load(gates.low + at, mask=inside >= 0, other=0.0)
-    after = tl.exp(tl.minimum(apart, 0.0))
-    if gates.write is not None:
-        after *= tl.load(gates.write + at, mask=inside >= 0, other=0.0)
-    return tl.exp(high), after
+    return tl.exp(high), tl.exp(tl.minimum(apart, 0.0)) * tl.load(gates.write + at, mask=inside >= 0, other=0.0)
 
 
 @triton.jit

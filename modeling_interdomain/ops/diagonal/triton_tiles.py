@@ -97,10 +97,8 @@ def load_left(gates, start, length, group, groups, C: tl.constexpr):
     rows = tl.arange(0, C)
     at = (start + rows) * groups + group
     inside = rows < length
-    left = tl.load(gates.high + at, mask=inside, other=0.0), tl.load(gates.low + at, mask=inside, other=0.0)
-    if gates.write is not None:
-        left += (tl.load(gates.write + at, mask=inside, other=0.0),)
-    return left
+    high, low = tl.load(gates.high + at, mask=inside, other=0.0), tl.load(gates.low + at, mask=inside, other=0.0)
+    return high, low, tl.load(gates.write + at, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -108,9 +106,7 @@ def left_within(x, left):
     """Scores or weights by (t, i), of which those of later tokens count for nothing."""
     if left is not None:
         apart = (left[0][:, None] - left[0][None, :]) + (left[1][:, None] - left[1][None, :])
-        x *= tl.exp(tl.minimum(apart, 0.0))
-        if len(left) > 2:
-            x *= left[2][None, :]
+        x *= tl.exp(tl.minimum(apart, 0.0)) * left[2][None, :]
     return x
 
 
