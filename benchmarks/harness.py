@@ -8,9 +8,11 @@ import shlex
 import statistics
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from io import BytesIO
 from pathlib import Path
 
 import torch
@@ -64,6 +66,17 @@ def as_typed(argument: str) -> str:
     if path.is_relative_to(home) and not REPOSITORY.is_relative_to(home):
         return f"{option}{equals}~/{shlex.quote(str(path.relative_to(home)))}"
     return shlex.quote(option + equals + os.path.relpath(path, REPOSITORY))
+
+
+def unpack(commit: str, folder: Path) -> Path:
+    """The package as it was at a commit, into a folder that can stand in `PYTHONPATH`."""
+    command = ["git", "archive", commit, "modeling_interdomain"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True)
+    if done.returncode:
+        raise SystemExit(f"Commit {commit} is not here: run this in a clone with its whole history.")
+    with tarfile.open(fileobj=BytesIO(done.stdout)) as files:
+        files.extractall(folder, filter="data")
+    return folder
 
 
 def _cpu_name() -> str:

@@ -8,16 +8,14 @@ import os
 import statistics
 import subprocess
 import sys
-import tarfile
 import tempfile
 from contextlib import ExitStack
-from io import BytesIO
 from pathlib import Path
 
 import torch
 
 from benchmarks.before_worker import MIXERS, WORK
-from benchmarks.harness import REPOSITORY, footnote, markdown, summary
+from benchmarks.harness import REPOSITORY, footnote, markdown, summary, unpack
 
 # Before the package had rooms, and half way.
 COMMITS = ("555a879", "7c2e777")
@@ -33,17 +31,6 @@ def run(quick: bool = False) -> dict:
     return {"allowed": SLOWER, "rows": rows}
 
 
-def unpack(commit: str, folder: Path) -> Path:
-    """The package at a commit, in a folder for `PYTHONPATH`."""
-    command = ["git", "archive", commit, "modeling_interdomain"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True)
-    if done.returncode:
-        raise SystemExit(f"Commit {commit} is not here: run this in a clone with its whole history.")
-    with tarfile.open(fileobj=BytesIO(done.stdout)) as files:
-        files.extractall(folder, filter="data")
-    return folder
-
-
 def measure(mixer: str, sides: dict[str, Path], quick: bool) -> list[dict]:
     """Times of each side by kind of work, the first call of each left out."""
     with ExitStack() as stack:
@@ -54,7 +41,7 @@ def measure(mixer: str, sides: dict[str, Path], quick: bool) -> list[dict]:
             for _ in range(3 if quick else ROUNDS[work]):
                 for side, worker in workers.items():
                     times[side].append(ask(worker, work))
-            found = {side: summary(taken[1:]) | {"fastest": min(taken[1:])} for side, taken in times.items()}
+            found = {side: summary(taken[1:]) for side, taken in times.items()}
             ratios = {
                 commit: statistics.median(now / then for now, then in zip(times[NOW][1:], times[commit][1:]))
                 for commit in COMMITS

@@ -1,17 +1,14 @@
 """The operator and its gradients against themselves at an earlier commit, in turns in one process."""
 
 import importlib
-import subprocess
 import sys
-import tarfile
 import tempfile
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 
 import torch
 
-from benchmarks.harness import footnote, markdown, time_in_turns, verify_operator
+from benchmarks.harness import footnote, markdown, time_in_turns, unpack, verify_operator
 from benchmarks.operator_cpu import CHUNK, _inputs
 from modeling_interdomain import interdomain_attention
 
@@ -49,15 +46,7 @@ def _forward_and_backward(attention, arguments: list[torch.Tensor], places: dict
 
 def _at(commit: str):
     """`interdomain_attention` of the package at a commit, imported under another name."""
-    archive = subprocess.run(
-        ["git", "archive", commit, "modeling_interdomain"],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        check=True,
-    )
-    folder = Path(tempfile.mkdtemp())
-    with tarfile.open(fileobj=BytesIO(archive.stdout)) as files:
-        files.extractall(folder, filter="data")
+    folder = unpack(commit, Path(tempfile.mkdtemp()))
     package = folder / "modeling_interdomain_before"
     (folder / "modeling_interdomain").rename(package)
     (package / "__init__.py").write_text("")  # the operator alone: a model is registered once

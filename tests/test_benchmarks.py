@@ -109,7 +109,7 @@ def test_a_commit_that_is_not_here_is_said(tmp_path):
     with pytest.raises(
         SystemExit, match=r"^Commit ffffffffff is not here: run this in a clone with its whole history\.$"
     ):
-        models_before.unpack("ffffffffff", tmp_path)
+        harness.unpack("ffffffffff", tmp_path)
 
 
 def test_a_side_that_has_ended_is_said():
