@@ -26,14 +26,13 @@ from conversion.gguf_files import SMOLLM2, gguf_file, smollm2_of_package, unpack
 from conversion.reading import read_config, read_weights, tensor_bytes, weight_files
 from conversion.writing import (
     DTYPES,
-    carry_generation_config,
+    add_folders,
     check_space,
     check_target,
+    finish,
     gigabytes,
     open_working_folder,
-    save_model,
 )
-from conversion.writing import add_arguments as add_writing_arguments
 from examples.text_data import InputError, encode, gather_documents, random_batches, split_documents
 
 POSITIVE = ("state_size", "batch_size", "sequence_length", "learning_rate", "max_bytes", "held_out_bytes", "save_steps")
@@ -43,8 +42,7 @@ DISTILLED, FINETUNED = "distilled", "fine-tuned"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="folder or GGUF file of the Llama, or its name on the Hub")
-    parser.add_argument("target", type=lambda text: Path(text).resolve(), help="folder to write")
+    add_folders(parser, "folder or GGUF file of the Llama, or its name on the Hub")
     parser.add_argument(
         "--layers",
         default="all",
@@ -81,7 +79,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--held-out-bytes", type=int, default=100_000, help="to measure on (default: %(default)s)")
     parser.add_argument("--save-steps", type=int, default=100, help="between saved states (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
-    add_writing_arguments(parser)
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -222,7 +219,6 @@ def run(options: argparse.Namespace) -> None:
         perplexities = teach(model, folder, tokenizer, texts, layers, options, working / "training.pt")
         model = model.to("cpu", dtype)
         print(table(perplexities))
-    carry_generation_config(model, [folder])
     report = {
         "source": options.source,
         "layers": layers,
@@ -235,8 +231,7 @@ def run(options: argparse.Namespace) -> None:
         report["window"] = {"tokens": window.size, "sinks": window.sinks, "modes": options.state_size}
     if costs:
         report["cost_of_layers"] = costs
-    save_model(model, [folder], options.target, report)
-    print(f"Saved {options.target}.")
+    finish(model, [folder], options.target, report)
 
 
 class Texts(NamedTuple):

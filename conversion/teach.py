@@ -31,13 +31,12 @@ from conversion.measure import between, nats_by_position, octaves
 from conversion.reading import read_config
 from conversion.writing import (
     DTYPES,
-    carry_generation_config,
+    add_folders,
     check_space,
     check_target,
+    finish,
     open_working_folder,
-    save_model,
 )
-from conversion.writing import add_arguments as add_writing_arguments
 from examples.quickstart import smoothed
 from examples.report import markdown_table, write_report
 from examples.saved_model import load_model
@@ -59,8 +58,7 @@ SHARE = -2.0  # of what a memory answers when teaching starts, before its sigmoi
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="folder that `from-llama` wrote, or an earlier target")
-    parser.add_argument("target", type=lambda text: Path(text).resolve(), help="folder to write")
+    add_folders(parser, "folder that `from-llama` wrote, or an earlier target")
     parser.add_argument("--teacher", required=True, help="the Llama: folder, GGUF file, or its name on the Hub")
     parser.add_argument("--data", nargs="+", required=True, help="files or folders with text, to learn and measure on")
     parser.add_argument("--layers-steps", type=int, default=500, help="each layer alone (default: %(default)s)")
@@ -82,7 +80,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--held-out-bytes", type=int, default=40_000, help="to measure on (default: %(default)s)")
     parser.add_argument("--save-steps", type=int, default=50, help="between saved states (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the batches (default: %(default)s)")
-    add_writing_arguments(parser)
 
 
 def lengths(text: str) -> list[int]:
@@ -157,12 +154,9 @@ def run(options: argparse.Namespace) -> None:
     teacher = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model = teach(model, teacher, texts, options, progress)
     print(table(progress.perplexity))
-    carry_generation_config(model, [source, folder])
     report = report_of(source, config, options, progress)
-    save_model(
-        model.to("cpu", dtype), [source, folder], options.target, report, lambda x: write_beside(x, report, options)
-    )
-    print(f"Saved {options.target}.")
+    beside = [source, folder]
+    finish(model.to("cpu", dtype), beside, options.target, report, lambda x: write_beside(x, report, options))
 
 
 class Texts(NamedTuple):

@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -168,11 +169,11 @@ def carry_generation_config(model: PreTrainedModel, folders: Sequence[Path]) -> 
             return
 
 
-def finish(model: PreTrainedModel, beside: Sequence[Path], target: Path, report: dict | None = None) -> None:
+def finish(model: PreTrainedModel, beside: Sequence[Path], target: Path, *more: Any) -> None:
     """Save a model as `save_model` does, with the settings for generation of the first folder `beside` that has any."""
     if model.can_generate():
         carry_generation_config(model, beside)
-    save_model(model, beside, target, report)
+    save_model(model, beside, target, *more)
     print(f"Saved {target}.")
 
 
