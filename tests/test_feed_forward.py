@@ -91,7 +91,7 @@ def test_pieces_of_a_text_are_the_whole(dtype, monkeypatch):
     mlp, x = mlp.to(dtype), torch.randn(2, 5, 16).to(dtype)
     given, expected = x.clone(), mlp(x).detach()
     opened = torch.relu(mlp.gate_proj(x)) * mlp.up_proj(x)
-    for name in ("_NUMBERS", "_NUMBERS_IN_TILES"):
+    for name in ("NUMBERS_AT_ONCE", "_NUMBERS_IN_TILES"):
         monkeypatch.setattr(feed_forward_mlp, name, 3 * 24)
     monkeypatch.setattr(feed_forward_mlp, "_FEW", 0)
     pieces, products = [], torch.mm

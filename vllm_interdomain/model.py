@@ -15,7 +15,7 @@ from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, Suppo
 from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix
 from vllm.platforms import current_platform
 
-from modeling_interdomain.feed_forwards.mlp import InterdomainMLP
+from modeling_interdomain.feed_forwards.mlp import NUMBERS_AT_ONCE, InterdomainMLP
 from modeling_interdomain.layers.common import DecodeTables, ParameterCache
 from modeling_interdomain.layers.rotary import InterdomainRotaryEmbedding
 from modeling_interdomain.modeling_interdomain import InterdomainDecoderLayer
@@ -25,9 +25,6 @@ from .adapters import spare_tokens_without_adapter
 from .mixers import MIXERS, Paged, batch_of, largest_page
 from .pages import copied_page, page_dtypes
 from .parallel import DIVIDED_FEED_FORWARD, made
-
-# Numbers between the projections of a feed-forward layer that a CPU keeps near.
-_BETWEEN = 1 << 21
 
 
 class LoadedTables(ParameterCache):
@@ -73,7 +70,7 @@ class ServedLayer(InterdomainDecoderLayer):
             self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
             # What LoRA adds is that of a whole batch.
             if isinstance(self.mlp, ServedMLP) and current_platform.is_cpu() and vllm_config.lora_config is None:
-                self.mlp.at_once = max(1, _BETWEEN // config.intermediate_size)
+                self.mlp.at_once = max(1, NUMBERS_AT_ONCE // config.intermediate_size)
         self.residual_in_fp32 = config.residual_in_fp32
 
 

@@ -10,7 +10,7 @@ from ..ops.common.cpu import multiplies_in_tiles
 
 # Numbers of the hidden layer that are made at a time: few enough to stay in a cache that cores share, many enough that
 # packing the weights for each product does not count.
-_NUMBERS = 1 << 21
+NUMBERS_AT_ONCE = 1 << 21
 # With tiles more: some products in bfloat16 take twice as long a row with 640 to 1,280 rows as with 2,048.
 _NUMBERS_IN_TILES = 1 << 22
 # Numbers of tokens for which calls count more than memory.
@@ -50,7 +50,7 @@ class InterdomainMLP(nn.Module):
     def _by_pieces(self, x: torch.Tensor) -> torch.Tensor:
         """`[N, hidden_size]`, some tokens at a time in the same memory: fresh memory costs as much as an activation."""
         gate, up, down = (p.weight.mT for p in (self.gate_proj, self.up_proj, self.down_proj))
-        numbers = _NUMBERS_IN_TILES if multiplies_in_tiles(x) else _NUMBERS
+        numbers = _NUMBERS_IN_TILES if multiplies_in_tiles(x) else NUMBERS_AT_ONCE
         size = min(max(1, numbers // gate.shape[1]), x.shape[0])
         between, output = x.new_empty(2, size, gate.shape[1]), torch.empty_like(x)
         for piece, into in zip(x.split(size), output.split(size), strict=True):

@@ -99,7 +99,7 @@ def test_feed_forwards_take_some_tokens_at_a_time(made, random_ids, monkeypatch)
     """A long batch in pieces, of which the last is shorter."""
     from vllm_interdomain import model as served_model
 
-    monkeypatch.setattr(served_model, "_BETWEEN", 48 * 7)
+    monkeypatch.setattr(served_model, "NUMBERS_AT_ONCE", 48 * 7)
     model, folder = made("interdomain")
     asked = texts(random_ids, 23, 40)
     with engine(folder) as served:
