@@ -24,7 +24,7 @@ KINDS = {  # name: model, cache of generate()
 GATES = {"gates": {"gates": "forget"}, "delta": {"gates": "forget", "delta_rule": True}}
 
 
-def run(quick: bool = False, choice: gpu.Choice = gpu.Choice()) -> dict:
+def run(quick: bool = False, choice: gpu.Choice = gpu.EVERYTHING) -> dict:
     where = gpu.device(quick)
     sizes, batches, prefixes = (("tiny",), (2,), (16, 32)) if quick else (SIZES, BATCHES, PREFIXES)
     record = {"relative_error": gpu.verify(where), "ceilings": gpu.ceilings(where)}
@@ -57,7 +57,7 @@ class _Clock(LogitsProcessor):
 
 
 def model(name: str, size: str, where: torch.device) -> torch.nn.Module:
-    """Random weights in bfloat16, of the shape of `configuration/interdomain-SIZE`; "gates" and "delta" have `GATES`."""
+    """Random weights in bfloat16, of the shape of `configuration/interdomain-SIZE`; some with `GATES`."""
     torch.manual_seed(0)
     shape = AutoConfig.from_pretrained(f"configuration/interdomain-{size}", **GATES.get(name, {}))
     shape.dtype = torch.bfloat16

@@ -33,6 +33,8 @@ class Choice(NamedTuple):
     after: Path | None = None
 
 
+EVERYTHING = Choice()
+
 # The longest that `measure` takes; it always takes a few samples.
 _longest = math.inf
 
@@ -139,7 +141,7 @@ def peak_bytes(function: Callable[[], object], where: torch.device) -> int | Non
 
 
 def run_cases(
-    name: str, cases: dict[str, Callable[[], dict]], record: dict, choice: Choice = Choice(), keep: bool = True
+    name: str, cases: dict[str, Callable[[], dict]], record: dict, choice: Choice = EVERYTHING, keep: bool = True
 ) -> dict:
     """Measure the chosen cases; with `keep`, write after each and leave the others in the file.
 

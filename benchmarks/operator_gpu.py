@@ -23,7 +23,7 @@ OURS = ("interdomain", "gates", "delta")
 PEERS = ("flash", "gla", "gsa", "retention", "mamba2", "gated_deltanet")
 
 
-def run(quick: bool = False, choice: gpu.Choice = gpu.Choice()) -> dict:
+def run(quick: bool = False, choice: gpu.Choice = gpu.EVERYTHING) -> dict:
     where = gpu.device(quick)
     tokens, lengths = (64, (32, 64)) if quick else (TOKENS, LENGTHS)
     record = {
@@ -101,8 +101,7 @@ def _attention(name: str, query, key, value, normal) -> tuple[Callable, list[tor
         parameters = [decay, normal(heads, STATE, 2, dtype=torch.float32)]
         parameters.append(normal(heads, STATE, STATE, 2, dtype=torch.float32))
         gates = _gates(query, name)
-        # The delta rule has no kernels yet where "auto" takes PyTorch's operators.
-        options = {"chunk_size": CHUNK, "backend": "auto" if name == "delta" else gpu.backend(query.device)}
+        options = {"chunk_size": CHUNK, "backend": gpu.backend(query.device)}
         inputs = [*tokens, *parameters, *gates.values()]
         return lambda: interdomain_attention(*tokens, *parameters, **options, **gates)[0], inputs
     if name == "flash":

@@ -11,7 +11,7 @@ from modeling_interdomain import InterdomainCache
 SIZE, LENGTHS, CHUNK = "1.3b", (4096, 16384, 65536), 4096
 
 
-def run(quick: bool = False, choice: gpu.Choice = gpu.Choice()) -> dict:
+def run(quick: bool = False, choice: gpu.Choice = gpu.EVERYTHING) -> dict:
     where = gpu.device(quick)
     size, lengths, chunk = ("tiny", (32, 64), 16) if quick else (SIZE, LENGTHS, CHUNK)
     record = {"relative_error": gpu.verify(where), "size": size, "chunk": chunk}

@@ -14,7 +14,7 @@ KINDS = ("interdomain", "llama", "gates", "delta")
 REQUIRED = {"1.3b": 1.0}
 
 
-def run(quick: bool = False, choice: gpu.Choice = gpu.Choice()) -> dict:
+def run(quick: bool = False, choice: gpu.Choice = gpu.EVERYTHING) -> dict:
     where = gpu.device(quick)
     sizes, length = ({"tiny": 1}, 32) if quick else (SIZES, LENGTH)
     record = {"relative_error": gpu.verify(where), "ceilings": gpu.ceilings(where), "required": REQUIRED}

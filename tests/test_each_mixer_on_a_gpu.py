@@ -1,4 +1,4 @@
-"""Every mixer in float32 where its kernels run, on a GPU if there is one, against the same model in float64 on the CPU."""
+"""Every mixer in float32 on a GPU, where there is one, against the same model in float64 on the CPU."""
 
 import pytest
 import torch
@@ -61,9 +61,7 @@ def test_what_is_generated(name, cache, make_model, left_padded):
     expected = make_model(name).generate(**batch, **options)
     model = make_model(name, **LOW).to(DEVICE)
     torch.compiler.reset()
-    found = model.generate(
-        **{key: x.to(DEVICE) for key, x in batch.items()}, **options, cache_implementation=cache
-    )
+    found = model.generate(**{key: x.to(DEVICE) for key, x in batch.items()}, **options, cache_implementation=cache)
     for a, b in zip(found.logits, expected.logits, strict=True):
         assert a.device.type == DEVICE and relative_error(a.cpu(), b) < 1e-4
     assert found.sequences.tolist() == expected.sequences.tolist()
