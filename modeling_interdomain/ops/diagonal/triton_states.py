@@ -58,8 +58,8 @@ def _load_readers(readers, token, inside, group, groups, m, M: tl.constexpr):
 
 @triton.jit
 def _walk(
-    x, tables, gates, readers, written, initial, states, final, segment, part, start, length, slot, next_slot, groups, columns,
-    C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr, PACKED: tl.constexpr,
+    x, tables, gates, readers, written, initial, states, final, segment, part, start, length, slot, next_slot, groups,
+    columns, C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr, PACKED: tl.constexpr,
     TWO_TERMS: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """One part of what one side moves; see `chunk_states`."""
@@ -162,8 +162,8 @@ def chunk_states(
         slices = (M // BM) * (columns[side].padded // BW)
         if wanted & (part >= 0) & (part < slices):
             _walk(
-                x[side], tables, gates, readers, written, initial, states[side], final, segment, part, start, length, slot, next_slot,
-                groups, columns[side], C, M, BM, BW, PACKED, TWO_TERMS, MATH,
+                x[side], tables, gates, readers, written, initial, states[side], final, segment, part, start, length,
+                slot, next_slot, groups, columns[side], C, M, BM, BW, PACKED, TWO_TERMS, MATH,
             )  # fmt: skip
         part -= slices
 
@@ -171,8 +171,8 @@ def chunk_states(
 @triton.jit
 def _walk_back(
     x, tables, gates, readers, others, states, grad_final, grads, later_x, later_initial, sums, documents, segments,
-    per_row, row_length, heads, groups, columns, block, C: tl.constexpr, M: tl.constexpr, BW: tl.constexpr, EMIT: tl.constexpr,
-    SEGMENTS: tl.constexpr, PACKED: tl.constexpr, MATH: tl.constexpr,
+    per_row, row_length, heads, groups, columns, block, C: tl.constexpr, M: tl.constexpr, BW: tl.constexpr,
+    EMIT: tl.constexpr, SEGMENTS: tl.constexpr, PACKED: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """One block of the columns of one side; see `chunk_states_backward`."""
     group = tl.program_id(1)
