@@ -271,11 +271,6 @@ def _walk_back(
                         tl.store(gates.written + at_token, tl.sum(dx * x_tile, 1), mask=inside >= 0)
                     tl.store(gates.last + at_token, of_last + tl.zeros([C], tl.float32), mask=tokens == C - 1)
             g_re, g_im = times_conj(g_re, g_im, d_re[:, None], d_im[:, None])
-            if readers is not None:
-                real = (inside >= 0)[None, :] & (modes >= 0)[:, None]
-                r_re, r_im = _load_readers(readers, token[None, :], real, group, groups, modes[:, None], M)
-                g_re = dot(r_re, -dx, g_re, MATH)
-                g_im = dot(r_im, -dx, g_im, MATH)
             for head in range(group * per_group, (group + 1) * per_group):
                 local = grads.states + (here * heads + head) * 2 * M * columns.padded + tile
                 g_re += tl.load(local).to(tl.float32)
@@ -284,6 +279,11 @@ def _walk_back(
                 local = others.states + (here * groups + group) * 2 * M * columns.padded + tile
                 g_re += tl.load(local).to(tl.float32)
                 g_im += tl.load(local + M * columns.padded).to(tl.float32)
+            if readers is not None:
+                real = (inside >= 0)[:, None] & (modes >= 0)[None, :]
+                r_re, r_im = _load_readers(readers, token[:, None], real, group, groups, modes[None, :], M)
+                g_re -= dot(tl.trans(r_re), dx, tl.zeros([M, BW], tl.float32), MATH)
+                g_im -= dot(tl.trans(r_im), dx, tl.zeros([M, BW], tl.float32), MATH)
         if later_initial is not None:
             tl.store(later_initial + at, g_re, mask=used)
             tl.store(later_initial + plane + at, g_im, mask=used)
