@@ -58,8 +58,8 @@ def _load_readers(readers, token, inside, group, groups, m, M: tl.constexpr):
 
 @triton.jit
 def _walk(
-    x, tables, gates, readers, written, initial, states, final, segment, part, start, length, slot, next_slot, groups, columns,
-    C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr, PACKED: tl.constexpr,
+    x, tables, gates, readers, written, initial, states, final, segment, part, start, length, slot, next_slot, groups,
+    columns, C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr, PACKED: tl.constexpr,
     TWO_TERMS: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """One part of what one side moves; see `chunk_states`."""
@@ -162,8 +162,8 @@ def chunk_states(
         slices = (M // BM) * (columns[side].padded // BW)
         if wanted & (part >= 0) & (part < slices):
             _walk(
-                x[side], tables, gates, readers, written, initial, states[side], final, segment, part, start, length, slot, next_slot,
-                groups, columns[side], C, M, BM, BW, PACKED, TWO_TERMS, MATH,
+                x[side], tables, gates, readers, written, initial, states[side], final, segment, part, start, length,
+                slot, next_slot, groups, columns[side], C, M, BM, BW, PACKED, TWO_TERMS, MATH,
             )  # fmt: skip
         part -= slices
 
@@ -171,8 +171,8 @@ def chunk_states(
 @triton.jit
 def _walk_back(
     x, tables, gates, readers, others, states, grad_final, grads, later_x, later_initial, sums, documents, segments,
-    per_row, row_length, heads, groups, columns, block, C: tl.constexpr, M: tl.constexpr, BW: tl.constexpr, EMIT: tl.constexpr,
-    SEGMENTS: tl.constexpr, PACKED: tl.constexpr, MATH: tl.constexpr,
+    per_row, row_length, heads, groups, columns, block, C: tl.constexpr, M: tl.constexpr, BW: tl.constexpr,
+    EMIT: tl.constexpr, SEGMENTS: tl.constexpr, PACKED: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """One block of the columns of one side; see `chunk_states_backward`."""
     group = tl.program_id(1)
@@ -271,11 +271,6 @@ def _walk_back(
                         tl.store(gates.written + at_token, tl.sum(dx * x_tile, 1), mask=inside >= 0)
                     tl.store(gates.last + at_token, of_last + tl.zeros([C], tl.float32), mask=tokens == C - 1)
             g_re, g_im = times_conj(g_re, g_im, d_re[:, None], d_im[:, None])
-            if readers is not None:
-                real = (inside >= 0)[None, :] & (modes >= 0)[:, None]
-                r_re, r_im = _load_readers(readers, token[None, :], real, group, groups, modes[:, None], M)
-                g_re = dot(r_re, -dx, g_re, MATH)
-                g_im = dot(r_im, -dx, g_im, MATH)
             for head in range(group * per_group, (group + 1) * per_group):
                 local = grads.states + (here * heads + head) * 2 * M * columns.padded + tile
                 g_re += tl.load(local).to(tl.float32)
@@ -284,6 +279,11 @@ def _walk_back(
                 local = others.states + (here * groups + group) * 2 * M * columns.padded + tile
                 g_re += tl.load(local).to(tl.float32)
                 g_im += tl.load(local + M * columns.padded).to(tl.float32)
+            if readers is not None:
+                real = (inside >= 0)[:, None] & (modes >= 0)[None, :]
+                r_re, r_im = _load_readers(readers, token[:, None], real, group, groups, modes[None, :], M)
+                g_re -= dot(tl.trans(r_re), dx, tl.zeros([M, BW], tl.float32), MATH)
+                g_im -= dot(tl.trans(r_im), dx, tl.zeros([M, BW], tl.float32), MATH)
         if later_initial is not None:
             tl.store(later_initial + at, g_re, mask=used)
             tl.store(later_initial + plane + at, g_im, mask=used)

@@ -147,8 +147,8 @@ def mix(
     pulled, mixed, chunk_sums, tables, documents, count, per_row, row_length, heads, groups,
     SIZES: tl.constexpr, MIXING: tl.constexpr, PACKED: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
-    """`p = mix(y)` for what either side has pulled, kept as what reads the chunk (`readers`); grid [chunks, heads, 2], or
-    1 for the first side alone.
+    """`p = mix(y)` for what either side has pulled, kept as what reads the chunk (`readers`); grid [chunks, heads, 2],
+    or 1 for the first side alone.
 
     Unless a group is skewed, the gradient of log(lambda) through the powers comes with it: `sum_t (t + 1) p_t
     conj(x_t)` with x what the other side has pulled. pulled: a pair of `Pulled`; mixed: of `[tokens, heads, 2, M]`;
@@ -180,8 +180,9 @@ def mix(
                 heads * 2 * M, skewed, SIZES, MIXING, MATH,
             )  # fmt: skip
     elif skewed == 0:
+        zero = tl.zeros([M], tl.float32)
         if sums is not None:
-            _store_sums(sums, tl.zeros([M], tl.float32), tl.zeros([M], tl.float32), M)
+            _store_sums(sums, zero, zero, M)
 
 
 @triton.jit(do_not_specialize=["count", "per_row", "row_length", "chunks"])

@@ -21,7 +21,7 @@ from ..common.custom_op import differentiable
 from ..common.launch import interpreted, on_device, tl, triton, tuned
 from ..common.tiles import dot, load_tokens, locate, narrow, store_tokens
 from ..diagonal.triton_tables import KernelTables, Parameters, Partial, table_gradients
-from ..diagonal.triton_tiles import earlier, left_before, load_left
+from ..diagonal.triton_tiles import left_before, load_left
 from .triton import (
     Plan,
     attention_plan,
@@ -39,20 +39,23 @@ from .triton_gates import find_gate_gradients, not_zero, with_gates, with_produc
 
 
 @triton.jit
-def unit_inverse(x, C: tl.constexpr, PRECISION: tl.constexpr):
-    """`(I + x)^-1` of a strictly lower triangular x `[C, C]` in float32.
+def unit_inverse(x, d, start, length, stride, C: tl.constexpr, PRECISION: tl.constexpr):
+    """`(I + diag(d) x)^-1` for what is below the diagonal of x, `[C, C]` in float32.
 
     Blocks on the diagonal are joined two by two, with [[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]]: what
     substitution computes, and as exact. Of all pairs at once this is `T - T B T`, T the inverse so far. The highest bit
-    in which row and column differ says at which size they come together.
+    in which row and column differ says at which size they come together. x lies in memory: beside the operands of the
+    products there are no registers for it.
     """
     rows = tl.arange(0, C)
     apart = rows[:, None] ^ rows[None, :]
-    found = tl.where(apart == 0, 1.0, tl.where(apart == 1, -x, 0.0))
+    below = (rows < length)[:, None] & (rows[:, None] > rows[None, :])
+    x += (start + rows)[:, None].to(tl.int64) * stride + rows[None, :]
+    found = tl.where(apart == 0, 1.0, 0.0) - d[:, None] * tl.load(x, mask=below & (apart == 1), other=0.0)
     size = 2
     while size < C:
-        between = tl.where((apart >= size) & (apart < 2 * size), -x, 0.0)
-        moved = tl.dot(found, between, input_precision=PRECISION)
+        between = tl.load(x, mask=below & (apart >= size) & (apart < 2 * size), other=0.0).to(tl.float32)
+        moved = tl.dot(found, -d[:, None] * between, input_precision=PRECISION)
         found = tl.dot(moved, found, found, input_precision=PRECISION)
         size *= 2
     return found
@@ -60,17 +63,19 @@ def unit_inverse(x, C: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "per_row", "row_length"])
 def solve(
-    mixed, delta, value, readers, solved, inverse, tables, gates, documents, count, per_row, row_length, groups,
+    mixed, delta, value, readers, inverse, solved, tables, gates, documents, count, per_row, row_length, groups,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, SIZES: tl.constexpr, SKEWED: tl.constexpr, PRECISION: tl.constexpr,
     PACKED: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
-    """W of every chunk, and `T V` of `value` `[tokens, groups, WIDTH]` or else T; grid [chunks, groups].
+    """W and T of every chunk, and `T V` of a value `[tokens, groups, WIDTH]`, or None; grid [chunks, groups].
 
     mixed: of the keys, `[tokens, groups, 2, M]`, see `mix`; delta: `[tokens, groups]`; written: readers like `mixed`,
-    solved like `value`, inverse `[tokens, groups, C]`, of the last two the one that is not None.
+    inverse `[tokens, groups, C]`, and `solved` like `value`.
     """
     C: tl.constexpr = SIZES.C
     M: tl.constexpr = SIZES.M
+    BM: tl.constexpr = SIZES.BM
+    BD: tl.constexpr = SIZES.BD
     group = tl.program_id(1)
     if tl.load(tables.skewed + group) != SKEWED:
         return
@@ -81,27 +86,28 @@ def solve(
         powers = tables.powers + group * C * 2 * M
         left = load_left(gates, start, length, group, groups, C)
         mixed += group * 2 * M
-        w = stored_weights(
-            mixed, tables.intra + group * C * 2 * M, left, start, length, stride, C, M, SIZES.BM, SKEWED, MATH
-        )
+        inverse += group * C
+        w = stored_weights(mixed, tables.intra + group * C * 2 * M, left, start, length, stride, C, M, BM, SKEWED, MATH)
+        store_tokens(inverse, w, start, length, 0, groups * C, C, C, C, MATH)
+        tl.debug_barrier()  # other threads read what these wrote
         d = tl.load(delta + (start + rows) * groups + group, mask=rows < length, other=0.0)
-        t = unit_inverse(earlier(w, C, False).to(tl.float32) * d[:, None], C, PRECISION)
+        t = unit_inverse(inverse, d, start, length, groups * C, C, PRECISION)
+        tl.debug_barrier()
         t = narrow(t, MATH.DTYPE, MATH)
-        for m in tl.range(0, M, SIZES.BM, num_stages=1, loop_unroll_factor=1):
-            e_re, e_im = load_readers(mixed, powers, start, length, stride, m, C, M, SIZES.BM, SKEWED, MATH)
+        store_tokens(inverse, t, start, length, 0, groups * C, C, C, C, MATH)
+        for m in tl.range(0, M, BM, num_stages=1, loop_unroll_factor=1):
+            e_re, e_im = load_readers(mixed, powers, start, length, stride, m, C, M, BM, SKEWED, MATH)
             e_re = left_before(e_re.to(tl.float32) * d[:, None], left)
             e_im = left_before(e_im.to(tl.float32) * d[:, None], left)
-            e_re = dot(t, e_re, tl.zeros([C, SIZES.BM], tl.float32), MATH)
-            e_im = dot(t, e_im, tl.zeros([C, SIZES.BM], tl.float32), MATH)
-            store_modes(readers + group * 2 * M, e_re, e_im, start, length, stride, m, C, M, SIZES.BM, MATH)
-        if inverse is not None:
-            store_tokens(inverse + group * C, t, start, length, 0, groups * C, C, C, C, MATH)
-        else:
-            for column in tl.range(0, PADDED, SIZES.BD, num_stages=1, loop_unroll_factor=1):
-                x = load_tokens(value + group * WIDTH, start, length, column, groups * WIDTH, WIDTH, C, SIZES.BD)
-                x = dot(t, x, tl.zeros([C, SIZES.BD], tl.float32), MATH)
+            e_re = dot(t, e_re, tl.zeros([C, BM], tl.float32), MATH)
+            e_im = dot(t, e_im, tl.zeros([C, BM], tl.float32), MATH)
+            store_modes(readers + group * 2 * M, e_re, e_im, start, length, stride, m, C, M, BM, MATH)
+        if solved is not None:
+            for column in tl.range(0, PADDED, BD, num_stages=1, loop_unroll_factor=1):
+                x = load_tokens(value + group * WIDTH, start, length, column, groups * WIDTH, WIDTH, C, BD)
+                x = dot(t, x, tl.zeros([C, BD], tl.float32), MATH)
                 store_tokens(
-                    solved + group * WIDTH, x, start, length, column, groups * WIDTH, WIDTH, C, SIZES.BD, MATH
+                    solved + group * WIDTH, x, start, length, column, groups * WIDTH, WIDTH, C, BD, MATH
                 )  # fmt: skip
 
 
@@ -135,12 +141,12 @@ def solve_backward(
             tl.store(gates.written + at_block, tl.sum(u * x, 1), mask=rows < length)
 
 
-_solve = tuned(solve, ("SIZES", "MATH"), [(4, 1), (8, 1)])
+_solve = tuned(solve, ("SIZES", "MATH"), [(8, 1)])  # with fewer warps it spills registers
 _solve_backward = tuned(solve_backward, ("C", "PADDED", "MATH"), [(4, 1), (8, 1)])
 
 
 def _solved(plan: Plan, key, delta, before: torch.Tensor, tables: KernelTables, value=None):
-    """W `[B, T, G, 2, M]`, and `T V` of a value or else T, `[B, T, G, C]`.
+    """W `[B, T, G, 2, M]`, T `[B, T, G, C]`, and `T V` of a value or None.
 
     Args:
         plan: of the keys as readers.
@@ -152,15 +158,15 @@ def _solved(plan: Plan, key, delta, before: torch.Tensor, tables: KernelTables, 
     _, (mixed, _) = pull_and_mix(plan, tokens, states, tables, sides=1, strict=True)
     readers = torch.empty_like(mixed)
     solved = None if value is None else torch.empty_like(value, dtype=dtype)
-    inverse = key.new_empty((*key.shape[:3], plan.chunk), dtype=dtype) if value is None else None
+    inverse = key.new_empty((*key.shape[:3], plan.chunk), dtype=dtype)
     sizes = plan.sizes_of_stored
     for skewed in range(2):
         _solve[(plan.chunks, plan.groups)](
-            mixed, delta, value, readers, solved, inverse, tables, plan.gates, *plan.places, plan.groups,
+            mixed, delta, value, readers, inverse, solved, tables, plan.gates, *plan.places, plan.groups,
             WIDTH=plan.widths[1], PADDED=plan.padded[1], SIZES=sizes["SIZES"], SKEWED=skewed, PRECISION=_precision(),
             **plan.options,
         )  # fmt: skip
-    return readers, inverse if value is None else solved
+    return readers, inverse, solved
 
 
 def _precision() -> str:
@@ -204,9 +210,8 @@ def _forward(
         tables = tables_of(plan, parameters, product)
         before = plan.room_for_states(key)
         walk_states(plan, (key,), tables, initial_state, before[:1], into, want_final, plan.columns[:1])
-        readers, solved = _solved(
-            plan._replace(shape=key.shape), key, not_zero(delta), before[0], tables, value
-        )  # fmt: skip
+        own = plan._replace(shape=key.shape)
+        readers, _, solved = _solved(own, key, not_zero(delta), before[0], tables, value)
         written = torch.empty_like(solved)
         walk_states(
             plan, (solved,), tables, initial_state, before[1:], into, want_final, plan.columns[1:], readers, written
@@ -215,7 +220,9 @@ def _forward(
     return output, final, written
 
 
-def _outputs(query, key, value, log_decay, input_matrix, coefficients, initial_state, log_gate, write_gate, delta, *rest):
+def _outputs(
+    query, key, value, log_decay, input_matrix, coefficients, initial_state, log_gate, write_gate, delta, *rest
+):
     shapes = output_shapes(query, key, value, log_decay, input_matrix, coefficients, initial_state, *rest)
     storage = value.dtype if value.dtype == torch.bfloat16 else torch.float32
     return *shapes, value.new_empty(value.shape, dtype=storage)
@@ -242,7 +249,7 @@ def _backward(inputs, grads, needs):
         tables = tables_of(plan, parameters, product)
         states, _ = states_before(plan, (key, written), tables, initial_state, want_final=False)
         before = ChunkStates(*states)
-        readers, inverse = _solved(own, key, delta, before.b, tables)
+        readers, inverse, _ = _solved(own, key, delta, before.b, tables)
 
         tokens = Operands(query, key, written, grads[0])
         mixing, chunk_sums, direct = of_chunks(plan, tokens, before, tables, of_query, needs[5])
@@ -258,9 +265,7 @@ def _backward(inputs, grads, needs):
         tokens = Operands(key, key, written, of_read)
         more, sums, others = of_chunks(own, tokens, before, tables, of_reader, needs[5], strict=True)
         walked = [walked, sums.sum((0, 2))[None]]
-        walked.append(
-            walk_back(plan, (key,), states[:1], tables, direct[:1], (of_key,), *ends, keys, others=others[0])
-        )
+        walked.append(walk_back(plan, (key,), states[:1], tables, direct[:1], (of_key,), *ends, keys, others=others[0]))
         mixing = mixing + more if needs[5] else None
         found = table_gradients(parameters, Partial(chunk_sums, torch.cat(walked), mixing), product, plan.shape[2])
         own_gates = {"own": own.gates, "own_blocks": blocks[1], "delta": delta, "grad_delta": of_delta}
