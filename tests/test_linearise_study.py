@@ -65,16 +65,14 @@ def study(tmp_path, monkeypatch):
         "TEXTS": {48: 2},
         "LENGTH": 48,
         "MODES": 6,
-        "TOKENS_A_STEP": dict.fromkeys(linearise_study.TEACHING, 48),
         "HELD_OUT_BYTES": 2000,
     }
-    changes |= {
-        "TEACHING": {"layers": 96, "whole": 192, "long": 96},
-        "LENGTHS": {"layers": "24,48", "whole": "24,48", "long": "48"},
-    }
-    changes |= {"HOW": ("--bf16", "--save-steps", 1)}
     for name, value in changes.items():
         monkeypatch.setattr(linearise_study, name, value)
+    how = ("--bf16", "--save-steps", 1)
+    stages = {"layers": (96, 48, "24,48", how), "whole": (192, 48, "24,48", how), "long": (96, 48, "48", how)}
+    stages = {name: linearise_study.Teaching(*stage) for name, stage in stages.items()}
+    monkeypatch.setattr(linearise_study.Study, "teaching", stages)
     return linearise_study.Study(tmp_path, tmp_path / "runs", str(tmp_path / "llama"))
 
 
