@@ -6,8 +6,8 @@ named after; three learning rates with the first seed, more where the best lies 
 
 - 1.4M, `condition_study`, whose runs of Interdomain and S4D-only are read from there;
 - 3M, `larger_study`: bfloat16 products (autocast), 8M tokens;
-- 12M: 60M tokens of a vocabulary of 8,192, the better of two rates in a tenth of the steps, a second seed of the two
-  conditions that are closest.
+- 12M: 60M tokens, drawn from 27M of a vocabulary of 8,192, the better of two rates in a tenth of the steps, a second
+  seed of the two conditions that are closest.
 
 Recall is that of `recall_study` (`mqar`), and two tasks beside it; as there, more than 128 tokens begin with shorter:
 
@@ -92,7 +92,7 @@ LARGE_CONDITIONS = (
     "Interdomain, gates and delta rule",
 )
 LARGE_RATES = (1.5e-3, 3e-3)
-LARGE_SHARDS = {"wiki": 4, "books": 2}  # of ../shared/data/corpus, 120 MB of text, of which windows are drawn
+LARGE_SHARDS = {"wiki": 3, "books": 2}  # of ../shared/data/corpus: 100 MB of text, of which windows are drawn
 LARGE_CACHE = Path("runs/core_study/large.pt")
 FIRST = ("Interdomain", "Interdomain, gates", "Interdomain, gates and delta rule", "Gated DeltaNet")
 MORE_SEEDS = (2, 3, 4, 5)  # of those at 1.4M, since Gated DeltaNet depends much on how its decays are drawn
