@@ -182,6 +182,8 @@ def test_the_tables_say_where_interdomain_stands():
     assert (
         "9.1% below that of Gated DeltaNet" in table and "| copying | Mamba-2 | 1,024 | 50.0%, 50.0% (0.003) |" in table
     )
+    sentence = core_study.short_sentence(records)
+    assert "0.0% less at 1.4M, 0.0% less at 3M, 10.0% more at 12M" in sentence
     assert table.count("0.0015: 4.693, 0.003: 4.000") > 3 and "Not run: language (" in table
     assert core_study.table(records | {"condition_study": {"runs": SHORTER}}).count("Not run: language, a second") == 1
 
@@ -262,6 +264,28 @@ def test_side_by_side_is_what_training_alone_is():
         expected = [x.loss for x in train(alone, random_batches(tokens, 2, 8, seed), steps=10, learning_rate=rate)]
         assert losses[:, k].tolist() == expected
         assert all(map(torch.equal, alone.parameters(), models[k].parameters()))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="There is no GPU to capture a step on.")
+@pytest.mark.parametrize("name", core_study.CONDITIONS)
+def test_a_captured_step_is_a_step(name, monkeypatch):
+    """Of two models, on a GPU: for batches of two shapes, from the same weights, and what is kept of them is new."""
+    tiny(monkeypatch)
+    job = [core_study.language_item(name, rate, seed) for rate, seed in ((3e-3, 0), (1e-3, 1))]
+    fleets = [core_study.make_fleet(job, "cuda", graph=graph) for graph in (True, False)]
+    generator = torch.Generator().manual_seed(0)
+    for length in (9, 9, 17, 9):
+        batches = [(torch.randint(48, (2, length), generator=generator),) for _ in job]
+        captured, single = (fleet.step(batches, 0.5).clone() for fleet in fleets)
+        torch.testing.assert_close(captured, single, rtol=1e-3, atol=1e-3)
+        fleets[0].counted()
+        ids = batches[0][0].cuda()
+        with torch.no_grad():
+            logits = [fleet.models[0].eval()(ids, use_cache=False).logits for fleet in fleets]
+        for fleet in fleets:
+            fleet.models[0].train()
+        torch.testing.assert_close(*logits, rtol=1e-2, atol=1e-2)
+    assert fleets[0].graph and len(fleets[0]._captured) == 2
 
 
 def test_what_is_asked_costs_what_recall_says():
