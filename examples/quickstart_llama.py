@@ -144,5 +144,7 @@ def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question:
         messages = [{"role": "user", "content": question}]
         options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
         inputs = tokenizer.apply_chat_template(messages, **options)
-    written = model.generate(**inputs, max_new_tokens=tokens, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    written = model.generate(**inputs.to(model.device), max_new_tokens=tokens, do_sample=False)[
+        0, inputs["input_ids"].shape[1] :
+    ]
     return tokenizer.decode(written, skip_special_tokens=True).strip()
