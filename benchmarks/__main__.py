@@ -35,6 +35,7 @@ GPU = ("operator_gpu", "decode_gpu", "prefill_memory_gpu", "training_gpu")
 TABLES = (
     *CPU,
     *GPU,
+    "linearise_speed",
     "prompt_reuse_cpu",
     "operator_before",
     "models_before",

@@ -135,7 +135,7 @@ class Study:
         target = self._place(stage, window, **shape)
         if (target / "config.json").is_file():
             return target
-        before = _stage_before(stage, shape["modes"])
+        before = stage_before(stage, shape["modes"])
         if before is None:
             source = self._place("untaught", window, **shape)
             if not (source / "config.json").is_file():
@@ -155,7 +155,7 @@ class Study:
             return 0
         report = json.loads((self._place(stage, window, **shape) / "conversion_report.json").read_text())
         own = report["steps"][stage] * report["tokens_per_step"]
-        return own + self._tokens(_stage_before(stage, shape["modes"]), window, **shape)
+        return own + self._tokens(stage_before(stage, shape["modes"]), window, **shape)
 
     def so_far(self, length: int, window: int, taught: str, **shape) -> dict | None:
         """The measures of a stage that was stopped; None where none was."""
@@ -163,7 +163,7 @@ class Study:
         if not file.is_file():
             return None
         state = torch.load(file, weights_only=True)
-        before = _stage_before(taught, shape["modes"])
+        before = stage_before(taught, shape["modes"])
         model = _load(self._place(before or "untaught", window, **shape))
         model.load_state_dict(state["model"], strict=False)
         tokens = self._tokens(before, window, **shape) + state["step"] * self.teaching[taught].tokens_a_step
@@ -179,7 +179,7 @@ def _load(folder: Path) -> PreTrainedModel:
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _stage_before(stage: str, modes: int | str) -> str | None:
+def stage_before(stage: str, modes: int | str) -> str | None:
     """The stage whose folder a stage begins with; windows without a memory have nothing to learn layer by layer."""
     stages = list(TEACHING) if modes else list(TEACHING)[1:]
     place = stages.index(stage)
@@ -223,14 +223,14 @@ def _table(record: dict, length: int) -> str:
     parts = list(runs[0]["perplexity"])
     source = next((run["perplexity"]["all"] for run in runs if run["window"] is None), None)
     rows = []
-    for run in sorted(runs, key=_order):
+    for run in sorted(runs, key=order):
         ratio = "" if source is None else f"{run['perplexity']['all'] / source:.2f}"
-        rows.append([_label(run), *(f"{run['perplexity'][part]:.1f}" for part in parts), ratio])
+        rows.append([label(run), *(f"{run['perplexity'][part]:.1f}" for part in parts), ratio])
     header = [f"{TEXTS[length]} texts of {length:,} tokens", *(f"{part}" for part in parts), "of the Llama's"]
     return markdown(header, rows)
 
 
-def _order(run: dict) -> tuple:
+def order(run: dict) -> tuple:
     if run["window"] is None:
         return (0,)
     return (
@@ -244,7 +244,7 @@ def _order(run: dict) -> tuple:
     )
 
 
-def _label(run: dict) -> str:
+def label(run: dict) -> str:
     if run["window"] is None:
         return "everything (the Llama)"
     sinks = f"and the first {run['sinks']}" if run["sinks"] else "alone"

@@ -1,9 +1,12 @@
 """What the studies share: runs that are added to a result file one by one, by one process or by several."""
 
 import argparse
+import contextlib
+import fcntl
 import functools
 import itertools
 import json
+import tempfile
 import time
 import zlib
 from collections.abc import Callable, Hashable, Iterator
@@ -14,6 +17,7 @@ import torch
 from benchmarks import readme
 from benchmarks.harness import machine, time_in_turns
 from benchmarks.pool import Job, MakeRun, run_jobs
+from examples.saved_model import replace_text
 
 
 def load(file: Path, fresh: dict) -> dict:
@@ -99,10 +103,11 @@ def run_missing(
             return
         started = time.perf_counter()
         row = chosen | run(**chosen) | {"seconds": time.perf_counter() - started}
-        record = load(file, fresh)  # another process may have added its runs
-        record["runs"].append(row)
-        record["machine"] = {**machine(), "command": command}
-        _save(file, record)
+        with _alone(file):
+            record = load(file, fresh)  # another process may have added its runs
+            record["runs"].append(row)
+            record["machine"] = {**machine(), "command": command}
+            _save(file, record)
         print(f"{chosen}: {row['seconds']:.0f} s", flush=True)
 
 
@@ -221,6 +226,14 @@ def write_speed(file: Path, fresh: dict, runs: dict[str, Iterator], amount: int,
     _save(file, load(file, fresh) | {"speed": speed | {"machine": machine()}})
 
 
+@contextlib.contextmanager
+def _alone(file: Path) -> Iterator[None]:
+    """While one process adds to a file, the others of this machine wait."""
+    with Path(tempfile.gettempdir(), f"{file.stem}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def _save(file: Path, record: dict) -> None:
     file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps(record, indent=1) + "\n")
+    replace_text(file, json.dumps(record, indent=1) + "\n")
