@@ -55,6 +55,7 @@ CONDITIONS = {
     "Mamba-2": MAMBA2,
     "S4D-only": {"token_mixers": "s4d", "start": "recall"},
     "softmax, convolution": peers.SOFTMAX_CONVOLUTION,
+    "Interdomain, warp": PLAIN | {"gates": "warp"},
 }
 # What `condition_study` has run of them, with as many parameters and the same texts.
 KNOWN = {"Interdomain": "interdomain-norope, recall", "S4D-only": "s4d, recall"}

@@ -170,6 +170,7 @@ VARIANTS = {
     "value-mask": {"token_mixers": ["interdomain", "softmax"], "dynamic_mask": "value", "num_key_value_heads": 2},
     "forget-gates": {"gates": "forget", "num_key_value_heads": 2},
     "delta-rule": {"token_mixers": ["interdomain", "softmax"], "gates": "forget", "delta_rule": True},
+    "warped-time": {"gates": "warp", "num_key_value_heads": 2},
 }
 # Every token mixer with every feed-forward layer, and every mask; tests of models take each of them, all exhaustive.
 _PARTS = {
