@@ -43,6 +43,7 @@ _OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "mixers.interdomain.gated": _is_gated,
     "mixers.interdomain.gates": _is_gated,
     "ops.interdomain.gates": _is_gated,
+    "ops.interdomain.triton_delta": lambda config: config.delta_rule,
     "ops.interdomain.triton_gates": _is_gated,
     "ops.interdomain.naive": lambda config: config.backend == "recurrent" or _is_gated(config),
     "ops.interdomain.prefix": lambda config: config.backend in ("fft", "associative_scan"),

@@ -269,11 +269,10 @@ class InterdomainSpecification(KeyValueSpecification):
         field = "delta_rule" if config.gates == "none" else f'gates = "{config.gates}"'
         if config.normalize:
             raise ValueError(f"{field} needs the plain readout: set normalize to False, or leave {field} out.")
-        backends = GATED_BACKENDS[:-1] if config.delta_rule else GATED_BACKENDS  # whose kernels are those of a step
-        if config.backend not in backends:
+        if config.backend not in GATED_BACKENDS:
             raise ValueError(
                 f'{field} lets every token move the state in its own way, and backend = "{config.backend}" needs one '
-                f"way for all: choose one of {', '.join(backends)}."
+                f"way for all: choose one of {', '.join(GATED_BACKENDS)}."
             )
         if config.delta_rule and not config.input_norm:
             raise ValueError("delta_rule is measured by the size that input_norm gives keys: set input_norm=True.")
