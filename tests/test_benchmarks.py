@@ -305,6 +305,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_here():
     ("problem", "warps", "matrix_units"),
     [
         ("gates, 1.3B head, bf16", 8, {"gate_sums": False, "push_both": True, "chunk_states_backward": True}),
+        ("delta rule, 1.3B head, bf16", 8, {"solve": True, "solve_backward": True}),
         ("SSD, P = 64, N = 128, bf16", 8, {"walk": True, "attend": True, "contract": True}),
         ("S4D, 1.3B head, bf16", 8, {"read": True, "read_backward": True, "s4d_step": False}),
         ("selective scan, N = 16, bf16", 8, {"scan_backward": False}),
