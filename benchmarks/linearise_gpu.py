@@ -164,12 +164,63 @@ def needle(words: list[str], distance: int, draw: random.Random) -> Question:
 
 
 def table(record: dict) -> str:
-    """Perplexities by length, the tasks, the needle, and what is answered."""
+    """What was found in sentences; perplexities by length, the tasks, the needle, and what is answered."""
     runs = record["runs"]
     read = record | {"runs": [run for run in runs if "perplexity" in run]}
-    parts = [linearise_study.table(read)] if read["runs"] else []
-    parts += [_scores_table(runs), _needle_table(runs), _answers(runs)]
-    return "\n\n".join(filter(None, parts)) or footnote(record)
+    parts = ["\n".join(f"- {sentence}" for sentence in findings(runs))]
+    parts += [linearise_study.table(read) if read["runs"] else footnote(record)]
+    return "\n\n".join(filter(None, [*parts, _scores_table(runs), _needle_table(runs), _answers(runs)]))
+
+
+def findings(runs: list[dict]) -> Iterator[str]:
+    """In a sentence each, as far as it was measured."""
+    found = {name: _first(runs, condition) for name, condition in CONDITIONS.items()}
+    ratios = {
+        name: run["perplexity"]["all"] / found["llama"]["perplexity"]["all"]
+        for name, run in found.items()
+        if run and found["llama"]
+    }
+    if {"state", "window"} <= ratios.keys():
+        won = (ratios["window"] - ratios["state"]) / (ratios["window"] - 1)
+        yield (
+            f"Windows of {WINDOW} tokens stand at {ratios['window']:.2f} times the Llama's perplexity; with a memory, "
+            f"taught on {found['state']['tokens']:,} tokens, at {ratios['state']:.3f}: {won:.0%} of what they lose is "
+            "won back."
+        )
+    others = {
+        "taught window": "without a memory",
+        "linear": "with linear attention of equal state",
+        "kept": f"with {KEPT} layers of 30 left softmax",
+    }
+    if told := [f"{said} at {ratios[name]:.3f}" for name, said in others.items() if name in ratios]:
+        yield f"Taught alike they stand {', '.join(told)}."
+    for length in list(linearise_study.TEXTS)[1:]:
+        read = {name: _first(runs, CONDITIONS[name] | {"length": length}) for name in ("llama", "window", "state")}
+        if all(read.values()):
+            part = [part for part in read["state"]["perplexity"] if part != "all"][-1]
+            llama, window, state = (read[name]["perplexity"][part] for name in read)
+            yield (
+                f"Tokens {part} of a text: perplexity {state:.1f} with a memory, {window:.1f} of the untaught windows, "
+                f"{llama:.1f} of the Llama."
+            )
+    means = {
+        name: _mean(_first(runs, condition | {"measure": "commonsense"})) for name, condition in CONDITIONS.items()
+    }
+    if told := [
+        f"{linearise_study.label(found[name])} {100 * x:.1f}" for name, x in means.items() if x and found[name]
+    ]:
+        yield f"Mean of the eight commonsense tasks, in %: {'; '.join(told)}."
+
+
+def _first(runs: list[dict], item: dict) -> dict | None:
+    """The run of a plan's item: of perplexity where it names no measure."""
+    return next(
+        (run for run in runs if (item.items() <= run.items()) and run.get("measure") == item.get("measure")), None
+    )
+
+
+def _mean(run: dict | None) -> float | None:
+    return None if run is None else sum(run["scores"][task]["acc"] for task in COMMONSENSE) / len(COMMONSENSE)
 
 
 def _rows(runs: list[dict], *measures: str) -> dict[str, dict]:
@@ -184,10 +235,11 @@ def _rows(runs: list[dict], *measures: str) -> dict[str, dict]:
 def _scores_table(runs: list[dict]) -> str:
     rows = []
     for name, measured in _rows(runs, "commonsense", "passages").items():
-        scores = [measured.get("commonsense", {}).get("scores", {}).get(task, {}).get("acc") for task in COMMONSENSE]
-        mean = sum(scores) / len(scores) if None not in scores else None
-        contained = [measured.get("passages", {}).get("scores", {}).get(task, {}).get("contains") for task in PASSAGES]
-        rows.append([name, *("" if x is None else f"{100 * x:.1f}" for x in (mean, *scores, *contained))])
+        tasks, passages = (measured.get(kind, {}).get("scores", {}) for kind in ("commonsense", "passages"))
+        scores = [tasks.get(task, {}).get("acc") for task in COMMONSENSE]
+        scores += [passages.get(task, {}).get("contains") for task in PASSAGES]
+        shown = [_mean(measured.get("commonsense")), *scores]
+        rows.append([name, *("" if x is None else f"{100 * x:.1f}" for x in shown)])
     limit = max((run["limit"] for run in runs if "limit" in run), default=0)
     header = [f"the first {limit:,} items of each, %", "mean of eight", *COMMONSENSE, *PASSAGES]
     return markdown(header, rows) if rows else ""

@@ -166,6 +166,20 @@ def test_what_each_condition_reaches_stands_in_tables():
     )
     assert "taught (long, 5 tokens) | 55.0 | 90.0 | 50.0 |" in said and "the first 2 items of each, %" in said
     assert "| everything (the Llama) | 100 |" in said
+    assert (
+        list(linearise_gpu.findings(runs[:2])) == [] and "- Mean of the eight commonsense tasks, in %: the last" in said
+    )
+    window = linearise_gpu.CONDITIONS["window"] | {"perplexity": {"0-256": 9.0, "all": 10.8}}
+    alone = linearise_gpu.CONDITIONS["taught window"] | {"perplexity": {"0-256": 9.0, "all": 10.35}, "tokens": 4}
+    assert list(linearise_gpu.findings([*runs[:2], window, alone])) == [
+        "Windows of 64 tokens stand at 1.20 times the Llama's perplexity; with a memory, taught on 5 tokens, at 1.100: "
+        "50% of what they lose is won back.",
+        "Taught alike they stand without a memory at 1.150.",
+    ]
+    long = [run | {"length": 8192, "perplexity": {"0-256": 1.0, "1024-2047": 2.5}} for run in (runs[0], state, window)]
+    assert list(linearise_gpu.findings(long)) == [
+        "Tokens 1024-2047 of a text: perplexity 2.5 with a memory, 2.5 of the untaught windows, 2.5 of the Llama."
+    ]
     assert "| What is the capital of France? | Paris / or so. |" in said
 
 
