@@ -94,7 +94,8 @@ class GpuStudy(Study):
 
     def run(self, length: int, measure: str = "perplexity", **condition) -> dict:
         if self.kept[0] != condition:
-            self.kept = {}, None  # two would not always find room
+            self.kept = {}, None  # two would not always find room, nor others what teaching has left
+            torch.cuda.empty_cache()
             self.kept = condition, self._model(**condition)
         model, tokens = self.kept[1]
         measures = {
