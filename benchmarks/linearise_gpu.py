@@ -32,21 +32,22 @@ FILE = RESULTS / "linearise_gpu.json"
 FRESH = linearise_study.FRESH
 WINDOW, KEPT = 64, 8
 HOW = ("--bf16", "--max-bytes", 16_000_000, "--save-steps", 100_000)
-WHOLE = (*HOW, "--whole-learning-rate", 3e-4)
+WHOLE = (*HOW, "--whole-learning-rate", 2e-4)
 STAGES = {
-    "layers": Teaching(1_048_576, 8192, "1024,2048", (*HOW, "--minutes", 1)),
-    "whole": Teaching(3_145_728, 8192, "2048", (*WHOLE, "--minutes", 3)),
-    "long": Teaching(1_048_576, 8192, "8192", (*WHOLE, "--minutes", 1.5)),
+    "layers": Teaching(524_288, 4096, "1024,2048", (*HOW, "--minutes", 0.75)),
+    "whole": Teaching(1_572_864, 4096, "2048", (*WHOLE, "--minutes", 2.5)),
+    "long": Teaching(2_097_152, 8192, "8192", (*WHOLE, "--minutes", 1.75)),
 }
 CONDITIONS = {
     "llama": kind(),
     "window": kind(WINDOW),
     "untaught": kind(WINDOW, modes=MODES),
     "state": kind(WINDOW, modes=MODES, taught="long"),
-    "taught window": kind(WINDOW, taught="long"),
-    "linear": kind(WINDOW, modes=LINEAR, taught="long"),
+    "taught window": kind(WINDOW, taught="whole"),
+    "linear": kind(WINDOW, modes=LINEAR, taught="whole"),
     "kept": kind(WINDOW, modes=MODES, kept=KEPT, taught="long"),
 }
+ASKED_ALL = ("llama", "window", "state", "kept")
 COMMONSENSE = ["piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "social_iqa", "boolq", "lambada_openai"]
 PASSAGES = ("squad", "drop")
 LIMIT = 1000  # items of a task
@@ -69,17 +70,24 @@ ASKED = (
 
 def plan(runs: list[dict], conditions: list[str], deadline: float = float("inf")) -> Iterator[dict]:
     """What each condition is asked, the perplexities first; nothing more after the deadline."""
-    items = (item for name in conditions for item in _asked(CONDITIONS[name]))
+    items = (item for name in conditions for item in _asked(name))
     yield from (item for item in items if time.monotonic() < deadline)
 
 
-def _asked(condition: dict) -> Iterator[dict]:
-    if condition.get("taught", "no") != "no":
-        before = ("layers", "whole") if condition["modes"] else ("whole",)
+def _asked(name: str) -> Iterator[dict]:
+    condition = CONDITIONS[name]
+    stages = list(STAGES) if condition.get("modes") else list(STAGES)[1:]
+    if condition.get("taught") in stages:
+        before = stages[: stages.index(condition["taught"])]
         yield from (condition | {"taught": stage} for stage in before)
-    yield from (condition | {"length": length} for length in linearise_study.TEXTS)
-    names = ("answers", "commonsense", "needle", "passages")
-    yield from (condition | {"measure": name} for name in names)
+    *lengths, longest = (condition | {"length": length} for length in linearise_study.TEXTS)
+    yield from lengths
+    if name != "llama":
+        yield longest
+    if name in ASKED_ALL:
+        yield from (condition | {"measure": measure} for measure in ("commonsense", "answers", "needle", "passages"))
+    if name == "llama":  # which reads it with the square of its length
+        yield longest
 
 
 class GpuStudy(Study):
@@ -189,12 +197,18 @@ def findings(runs: list[dict]) -> Iterator[str]:
             "won back."
         )
     others = {
-        "taught window": "without a memory",
-        "linear": "with linear attention of equal state",
-        "kept": f"with {KEPT} layers of 30 left softmax",
+        "with it": CONDITIONS["state"] | {"taught": "whole"},
+        "without a memory": CONDITIONS["taught window"],
+        "with linear attention of equal state": CONDITIONS["linear"],
+        f"with {KEPT} layers of 30 left softmax": CONDITIONS["kept"],
     }
-    if told := [f"{said} at {ratios[name]:.3f}" for name, said in others.items() if name in ratios]:
-        yield f"Taught alike they stand {', '.join(told)}."
+    told = [
+        f"{said} {run['perplexity']['all'] / found['llama']['perplexity']['all']:.3f} ({run['tokens']:,} tokens)"
+        for said, condition in others.items()
+        if found["llama"] and (run := _first(runs, condition))
+    ]
+    if told:
+        yield f"Taught as much or longer: {', '.join(told)}."
     for length in list(linearise_study.TEXTS)[1:]:
         read = {name: _first(runs, CONDITIONS[name] | {"length": length}) for name in ("llama", "window", "state")}
         if all(read.values()):
