@@ -205,6 +205,8 @@ def _sinks_after(
     found = places[:, None] == wanted[:, None]
     if real is not None:
         found = found & real[:, None]
-    at, found = (found * tokens).sum(dim=2)[..., None], found.any(dim=2)[:, None]
-    first = (x.gather(1, at.expand(-1, -1, x.shape[2])).mT for x in inputs)
+    if places.shape[1] > 1:
+        at, found = (found * tokens).sum(dim=2)[..., None], found.any(dim=2, keepdim=True)
+        inputs = [x.gather(1, at.expand(-1, -1, x.shape[2])) for x in inputs]
+    first, found = (x.mT for x in inputs), found.mT
     return [torch.where(found, new, old.to(new.dtype)) for new, old in zip(first, held, strict=True)]
