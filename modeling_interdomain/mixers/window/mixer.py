@@ -13,7 +13,7 @@ from ...layers.feature_maps import silu_l2
 from ...layers.operators import Operators
 from ...ops.common.cpu import values_at_hand
 from ...ops.interdomain.replay import state_after
-from ..recurrent import RecurrentMixer
+from ..recurrent import RecurrentMixer, placed_map
 from .attention import Seen, WindowAttention
 from .configuration import WindowSpecification
 from .recurrence import NoRecurrence, WindowRecurrence
@@ -84,14 +84,8 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
         """Query, key and value of the state, where there is one; then the query of the softmax, what it sees, and the
         share. Beside them what a cache holds next."""
         query, key, value, *share = projected
-        length = key.shape[1]
-        if packing is not None and packing.cu_seqlens is not None:
-            seen, after = self._seen_in_documents(key, value, packing), list[torch.Tensor]()
-        else:
-            lengths = None if packing is None else packing.lengths
-            seen, after = self._seen_in_rows(key, value, conv_state, lengths, keep)
-        query, *held = (x.unflatten(-1, (-1, self.head_dim)) for x in (query, *seen[:4]))
-        seen = Seen(*[*held, seen.places])
+        length, query = key.shape[1], query.unflatten(-1, (-1, self.head_dim))
+        seen, after = self._seen(key, value, conv_state, packing, keep)
         if not self.memory:
             return (query, *seen), after
         # What leaves the window now, and was no sink.
@@ -100,6 +94,16 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
         key = torch.where(enters, silu_l2(_mapped(key, self.k_map)), 0)
         value = torch.where(enters, _mapped(value, self.v_map), 0)
         return (silu_l2(_mapped(query, self.q_map)), key, value, query, *seen, *share), after
+
+    def _seen(self, key, value, conv_state, packing, keep: bool) -> tuple[Seen, list[torch.Tensor]]:
+        """What the tokens of keys `[B, T, G D]` and values see, after what a cache has held; and what it holds next."""
+        if packing is not None and packing.cu_seqlens is not None:
+            seen, after = self._seen_in_documents(key, value, packing), list[torch.Tensor]()
+        else:
+            lengths = None if packing is None else packing.lengths
+            seen, after = self._seen_in_rows(key, value, conv_state, lengths, keep)
+        groups = key.shape[-1] // self.head_dim
+        return Seen(*[*(x.unflatten(-1, (groups, -1)) for x in seen[:4]), seen.places]), after
 
     def _is_filled(self, places: torch.Tensor) -> torch.Tensor:
         """Whether a token has entered the state by the one that is at this place of the text."""
@@ -165,6 +169,20 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
         read = read.to(wide)
         normed = plain_rms_norm(read, self.eps) if is_plain(read) else F.rms_norm(read, read.shape[-1:], eps=self.eps)
         return torch.lerp(attended.to(wide), (self.memory_gate * normed).to(wide), share[..., None])
+
+    def attention_map(self, tokens, packing):
+        """Of the softmax; none with a memory, whose gate weighs every channel of a value in its own way."""
+        if self.memory:
+            return None
+        query, values = tokens[0], self._written(tokens)
+        (batch, length, groups, _), names = values.shape, torch.eye(values.shape[1]).to(values)
+        names = names.repeat(1, groups).expand(batch, -1, -1)  # a value that says which token it is of
+        key = tokens[1][:, self.window :].flatten(2)
+        weights = self.attention(query, self._seen(key, names, None, packing, keep=False)[0])
+        return placed_map(weights.transpose(1, 2), packing)
+
+    def _written(self, tokens):
+        return tokens[2][:, self.window :]
 
     def _recorded(self, tokens):
         return tokens[1:3] if self.memory else ()
