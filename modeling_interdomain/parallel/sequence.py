@@ -3,8 +3,8 @@
 All that a recurrence needs of the tokens before a piece is the state. So each process computes the state that its own
 tokens leave, beginning with zeros, all gather these, and each sums up what arrives at its piece, `sum_j decay(j + 1 ..
 r - 1) S_j`, from which its operator goes on as from a cache. A head passes on 2 M (R + D) numbers whatever the length,
-where ring attention passes on every key and value. Convolutions get the last inputs before a piece in the same way, a window
-the last keys and values, and the first of a text.
+where ring attention passes on every key and value. Convolutions get the last inputs before a piece in the same way, and
+a window the last keys and values, and the first of a text.
 
 Gradients return the same way, so all processes of a group call forward and backward alike.
 """
