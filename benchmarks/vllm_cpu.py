@@ -24,7 +24,6 @@ import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
-from urllib.error import URLError
 from urllib.request import urlopen
 
 import torch
@@ -147,7 +146,7 @@ def measured(kind: str, requests: int, length: int, quick: bool, servers: "Serve
     """Seconds until all is written, median seconds until a first token, and the bytes that a request keeps."""
     found = {"bytes": _bytes(configuration(kind, quick), length)}
     if not kind.endswith("generate_batch"):
-        return found | servers.of(kind).bench(requests, length, "shared" in kind)
+        return found | bench(servers.of(kind), requests, length, "shared" in kind)
     model = made(kind, quick)
     prompts = torch.randint(model.config.vocab_size, (requests, length)).tolist()
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_batch_size": requests}
@@ -167,75 +166,87 @@ class Servers:
     def of(self, kind: str) -> "Server":
         if kind not in self.running:
             folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
-            self.running[kind] = Server(kind, folder, self.quick)
-            self.stack.callback(self.running[kind].end)
-            self.running[kind].wait()
+            model = made(kind, self.quick)
+            model.save_pretrained(folder)
+            words(model.config.vocab_size).save_pretrained(folder)
+            caching = "--enable-prefix-caching" if "shared" in kind else "--no-enable-prefix-caching"
+            # Nothing of ours is compiled; vLLM would compile the Llama for minutes.
+            options = ["--enforce-eager", caching, "--max-num-seqs", f"{max(REQUESTS)}"]
+            options += ["--max-model-len", f"{longest(self.quick)}"]
+            server = Server(folder, *options, space=1 if self.quick else KINDS[kind])
+            self.running[kind] = self.stack.enter_context(server)
+            bench(server, 2, 16, False)
         return self.running[kind]
 
 
 class Server:
-    """A process of vLLM's OpenAI server with a model of random weights, saved in a folder, and its address."""
+    """A process of vLLM's OpenAI server with the model and the tokenizer of a folder, in float32; a context.
 
-    def __init__(self, kind: str, folder: Path, quick: bool):
-        model = made(kind, quick)
-        model.save_pretrained(folder)
-        words(model.config.vocab_size).save_pretrained(folder)
+    Args:
+        options: of its command line.
+        space: GiB of the cache.
+
+    Attributes:
+        port: of 127.0.0.1.
+        log: the file with all that it says.
+    """
+
+    def __init__(self, folder: Path, *options: str, space: int = 1):
+        self.folder, self.log = folder, folder / "server.log"
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        self.folder, self.log = folder, folder / "server.log"
-        caching = "--enable-prefix-caching" if "shared" in kind else "--no-enable-prefix-caching"
-        # Nothing of ours is compiled; vLLM would compile the Llama for minutes.
-        options = ["--dtype", "float32", "--enforce-eager", caching, "--max-num-seqs", f"{max(REQUESTS)}"]
-        options += ["--max-model-len", f"{longest(quick)}", "--host", "127.0.0.1", "--port", f"{self.port}"]
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), *options]
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+        command += ["--dtype", "float32", "--host", "127.0.0.1", "--port", f"{self.port}", *options]
         with self.log.open("w") as log:
-            space = {"VLLM_CPU_KVCACHE_SPACE": "1" if quick else f"{KINDS[kind]}"}
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | space)
+            changes = {"VLLM_CPU_KVCACHE_SPACE": f"{space}", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | changes)
 
-    def wait(self, seconds: int = 600) -> None:
-        end = time.monotonic() + seconds
+    def __enter__(self) -> "Server":
+        end = time.monotonic() + 600
         while time.monotonic() < end and self.process.poll() is None:
-            with contextlib.suppress(URLError, ConnectionError, TimeoutError):
+            with contextlib.suppress(OSError):  # as long as nobody answers
                 urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
-                self.bench(2, 16, False)
-                return
+                return self
             time.sleep(0.5)
+        self.__exit__()
         raise SystemExit(f"The server did not start: {self.log.read_text()[-3000:]}")
 
-    def bench(self, requests: int, length: int, shared: bool) -> dict:
-        """What `vllm bench serve` says; shared beginnings are those of a request that it has sent before."""
-        from vllm.benchmarks.serve import add_cli_args, main
-
-        parser = argparse.ArgumentParser()
-        add_cli_args(parser)
-        common = int(SHARED * length) if shared else 0
-        options = {
-            "model": self.folder,
-            "port": self.port,
-            "dataset-name": "random",
-            "num-prompts": requests,
-            "random-prefix-len": common,
-            "random-input-len": length - common,
-            "random-output-len": NEW,
-            "seed": length,
-            "temperature": 0,
-            "num-warmups": int(shared),
-        }
-        given = [part for name, value in options.items() for part in (f"--{name}", f"{value}")]
-        with self.log.open("a") as log, contextlib.redirect_stdout(log):
-            found = main(parser.parse_args([*given, "--ignore-eos", "--disable-tqdm"]))
-        tokens = found["completed"], found["total_input_tokens"], found["total_output_tokens"]
-        if tokens != (requests, requests * length, requests * NEW):
-            raise SystemExit(f"{requests} requests of {length} tokens were wanted, found {tokens}.")
-        return {"seconds": found["duration"], "first_token": found["median_ttft_ms"] / 1000}
-
-    def end(self) -> None:
+    def __exit__(self, *_) -> None:
         self.process.terminate()
         try:
             self.process.wait(30)
         except subprocess.TimeoutExpired:
             self.process.kill()
+
+
+def bench(server: Server, requests: int, length: int, shared: bool) -> dict:
+    """What `vllm bench serve` says of requests that arrive together; shared beginnings are those of a request that it
+    has sent before."""
+    from vllm.benchmarks.serve import add_cli_args, main
+
+    parser = argparse.ArgumentParser()
+    add_cli_args(parser)
+    common = int(SHARED * length) if shared else 0
+    options = {
+        "model": server.folder,
+        "port": server.port,
+        "dataset-name": "random",
+        "num-prompts": requests,
+        "random-prefix-len": common,
+        "random-input-len": length - common,
+        "random-output-len": NEW,
+        "seed": length,
+        "temperature": 0,
+        "num-warmups": int(shared),
+    }
+    given = [part for name, value in options.items() for part in (f"--{name}", f"{value}")]
+    with server.log.open("a") as log, contextlib.redirect_stdout(log):
+        found = main(parser.parse_args([*given, "--ignore-eos", "--disable-tqdm"]))
+    tokens = found["completed"], found["total_input_tokens"], found["total_output_tokens"]
+    if tokens != (requests, requests * length, requests * NEW):
+        raise SystemExit(f"{requests} requests of {length} tokens were wanted, found {tokens}.")
+    return {"seconds": found["duration"], "first_token": found["median_ttft_ms"] / 1000}
 
 
 def words(size: int) -> PreTrainedTokenizerFast:
