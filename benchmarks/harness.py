@@ -92,7 +92,10 @@ def _cpu_name() -> str:
 
 
 def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parent)
+    try:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parent)
+    except FileNotFoundError:  # a copy of the files on a machine without it
+        return "unknown"
     return done.stdout.strip() or ("unknown" if arguments[0] == "rev-parse" else "")
 
 

@@ -146,9 +146,9 @@ def test_some_cases_of_a_table_are_measured_again_and_the_others_kept(monkeypatc
         raise torch.OutOfMemoryError("no room")
 
     cases = {"a 1": lambda: {"x": 1}, "b 1": fails}
-    gpu.run_cases("table", cases, {}, None, keep=True)
+    gpu.run_cases("table", cases, {})
     cases = {"a 1": lambda: {"x": 2}, "b 1": lambda: {"x": 3}}
-    rows = gpu.run_cases("table", cases, {}, "^b", keep=True)["rows"]
+    rows = gpu.run_cases("table", cases, {}, gpu.Choice(only="^b"))["rows"]
     assert rows == harness.read("table")["rows"]
     assert [(case, row["x"]) for case, row in rows.items()] == [("a 1", 1), ("b 1", 3)]
 
@@ -170,13 +170,13 @@ def test_a_stopped_table_goes_on_where_it_stopped(monkeypatch, tmp_path):
         return measure
 
     with pytest.raises(KeyboardInterrupt):
-        gpu.run_cases("table", {"a": case("a"), "b": case("b", stop=True)}, {}, None, keep=True, resume=True)
+        gpu.run_cases("table", {"a": case("a"), "b": case("b", stop=True)}, {}, gpu.Choice(resume=True))
     assert list(harness.read("table")["rows"]) == ["a"]
     cases = {"a": case("a"), "b": case("b")}
-    assert list(gpu.run_cases("table", cases, {}, None, keep=True, resume=True)["rows"]) == ["a", "b"]
+    assert list(gpu.run_cases("table", cases, {}, gpu.Choice(resume=True))["rows"]) == ["a", "b"]
     assert measured == ["a", "b"]
     place["commit"] = "def"
-    gpu.run_cases("table", cases, {}, None, keep=True, resume=True)
+    gpu.run_cases("table", cases, {}, gpu.Choice(resume=True))
     assert measured == ["a", "b", "a", "b"]
 
 

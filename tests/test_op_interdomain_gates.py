@@ -56,13 +56,13 @@ def gated(shape, names, coefficients="full", strength=0.1, dtype=torch.float64, 
 
 def as_the_formulas_say(
     query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state, output_final_state,
-    product="bilinear", log_gate=None, write_gate=None, delta=None,
+    product="bilinear", log_gate=None, write_gate=None, delta=None, time_step=None,
 ):  # fmt: skip
     """One head, one mode and one column after the other; slow, and without a helper of the package."""
     batch, length, heads, _ = query.shape
     groups, width = key.shape[2], key.shape[3]
     size = log_decay.shape[1]
-    decay = torch.exp(torch.complex(log_decay[..., 0], log_decay[..., 1]))
+    rate = torch.complex(log_decay[..., 0], log_decay[..., 1])
     beta = torch.complex(input_matrix[..., 0], input_matrix[..., 1])
     outputs = [[[None] * heads for _ in range(length)] for _ in range(batch)]
     states = []
@@ -89,7 +89,8 @@ def as_the_formulas_say(
 
             for t in range(length):
                 f = 1 if log_gate is None else log_gate[b, t, g].exp()
-                state = torch.stack([f * decay[g, m] * state[m] for m in range(size)])
+                step = 1 if time_step is None else time_step[b, t, g]
+                state = torch.stack([f * torch.exp(step * rate[g, m]) * state[m] for m in range(size)])
                 written = value[b, t, g]
                 if delta is not None:
                     written = written - delta[b, t, g] * answer(key[b, t, g], state)

@@ -43,6 +43,7 @@ RECURRENT = {
     "no-convolution": "positions",
     "ssd": "positions",
     "forget-gates": "pads",
+    "warped-time": "positions",
 }
 FAST = ("interdomain", "mamba2", "selective-scan", "s4d-rope")
 # In processes.

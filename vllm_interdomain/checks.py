@@ -54,6 +54,8 @@ def why_not_served(config) -> str | None:
             return f"its {field} name {', '.join(others)}, and it serves {', '.join(known)}"
     if any(branch is not None for branch in config.sparse_per_layer):
         return "its sparse_attention keeps a memory of its own, for which a page of vLLM's cache has no place"
+    if config.gates == "warp":
+        return 'gates = "warp" is a control for studies, without the steps on slots that vLLM takes'
     if config.learned_state:
         return "learned_state begins each text with a state, and vLLM's cache begins with zeros"
     if config.dynamic_mask is not None:

@@ -14,6 +14,7 @@ PARTS = {
     "hax": ("its sparse_attention keeps a memory of its own", {}),
     "value-mask": ("dynamic_mask weighs keys", {}),
     "interdomain": ("learned_state begins each text", {"learned_state": True}),
+    "warped-time": ('gates = "warp" is a control for studies', {}),
     "softmax": ("rope_type 'dynamic' turns keys again", {"rope_parameters": LENGTHENED["dynamic"]}),
 }
 

@@ -88,7 +88,8 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
         if packing is not None and packing.cu_seqlens is not None:
             seen, after = self._seen_in_documents(key, value, packing), list[torch.Tensor]()
         else:
-            seen, after = self._seen_in_rows(key, value, conv_state, None if packing is None else packing.lengths)
+            lengths = None if packing is None else packing.lengths
+            seen, after = self._seen_in_rows(key, value, conv_state, lengths, keep)
         query, *held = (x.unflatten(-1, (-1, self.head_dim)) for x in (query, *seen[:4]))
         seen = Seen(*[*held, seen.places])
         if not self.memory:
@@ -104,9 +105,14 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
         """Whether a token has entered the state by the one that is at this place of the text."""
         return places >= self.window + self.sinks
 
-    def _seen_in_rows(self, key, value, held, lengths: torch.Tensor | None) -> tuple[Seen, list[torch.Tensor]]:
+    def _seen_in_rows(self, key, value, held, lengths: torch.Tensor | None, keep: bool):
         """What the tokens `[B, T, G D]` see, after what a cache has held or nothing; and what it holds next."""
         batch, length, width = key.shape
+        if not keep:
+            places = torch.arange(length, device=key.device)
+            first = torch.arange(self.sinks, device=key.device).clamp(max=length - 1)
+            both = [F.pad(x, (0, 0, self.window, 0)) for x in (key, value)]
+            return Seen(*[*both, *(x.index_select(1, first) for x in (key, value)), places[None]]), []
         if held is None:
             none = key.new_zeros(batch, width, self.window), key.new_zeros(batch, width, self.sinks)
             held = [none[0], none[0], key.new_zeros(batch, 1, 1, dtype=torch.long), none[1], none[1]]
@@ -126,10 +132,11 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
 
     def _seen_in_documents(self, key, value, packing) -> Seen:
         """What the tokens `[1, T, G D]` of packed documents see, each of its own."""
-        tokens = torch.arange(key.shape[1], device=key.device)
+        length = key.shape[1]
+        tokens = torch.arange(length, device=key.device)
         starts = packing.cu_seqlens[packing.documents]
-        sinks = starts[:, None] + torch.arange(self.sinks, device=key.device)
-        sinks = sinks.clamp(max=key.shape[1] - 1)  # one that its document does not reach is not seen
+        sinks = starts[:: self.attention.block(length), None] + torch.arange(self.sinks, device=key.device)
+        sinks = sinks.clamp(max=length - 1)  # one that its document does not reach is not seen
         both = [F.pad(x, (0, 0, self.window, 0)) for x in (key, value)]
         return Seen(*[*both, key[:, sinks], value[:, sinks], (tokens - starts)[None]])
 

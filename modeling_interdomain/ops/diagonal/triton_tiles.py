@@ -126,6 +126,14 @@ def ordered(scores, C: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr):
 
 
 @triton.jit
+def earlier(x, C: tl.constexpr, SKEWED: tl.constexpr):
+    """Scores or weights, `ordered`, of earlier tokens alone: with the delta rule no key meets its own token."""
+    rows = tl.arange(0, C)
+    apart = rows[None, :] if SKEWED else rows[:, None] - rows[None, :]
+    return tl.where(apart > 0, x, tl.zeros_like(x))
+
+
+@triton.jit
 def intra_scores(
     a, b, start, length, a_stride, b_stride, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
     left, C: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr,
