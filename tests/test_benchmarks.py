@@ -400,7 +400,7 @@ def test_a_budget_of_serving_measures_what_tells_the_most(monkeypatch, tmp_path)
     monkeypatch.setattr(vllm_cpu, "version", lambda name: "0")
     asked = []
 
-    def measured(kind, requests, length, quick):
+    def measured(kind, requests, length, quick, servers):
         asked.append((requests, length))
         return {"bytes": 1, "seconds": 100.0}
 
