@@ -1,8 +1,10 @@
 """Kernels and the version of Triton that is installed; `make test-oldest` runs this with the oldest one."""
 
+import ast
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -57,3 +59,33 @@ def test_without_a_sound_assembler_no_kernel_runs(assemblers, newer):
     tools = assemblers("12.8", newer)
     assert "ptxas 12.8, gives matrix products" in launch._no_sound_assembler()
     assert tools.ptxas.path == "usual"
+
+
+def _moved_on(function: ast.FunctionDef) -> list[str]:
+    """Names that a loop gives the value of another name which began as the same thing: Triton takes it for no change."""
+    begins, found = {}, []
+
+    def plain(node):
+        simple = isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)
+        return (node.targets[0].id, node.value.id) if simple and isinstance(node.value, ast.Name) else None
+
+    for statement in function.body:
+        if isinstance(statement, (ast.For, ast.While)):
+            pairs = filter(None, map(plain, ast.walk(statement)))
+            found += [f"{a} = {b}" for a, b in pairs if begins.get(a) and begins.get(a) == begins.get(b)]
+        elif pair := plain(statement):
+            begins[pair[0]] = begins.get(pair[1], pair[1])
+    return found
+
+
+def test_a_loop_carries_what_moves_on_from_name_to_name():
+    """The interpreter runs kernels as Python, where `b = a` in a loop is an assignment whatever a and b began as."""
+    example = "def f():\n    x = zero\n    y = zero\n    for i in range(3):\n        y = x\n        x = i\n"
+    assert _moved_on(ast.parse(example).body[0]) == ["y = x"]
+    assert _moved_on(ast.parse(example.replace("y = zero", "y = zeros()")).body[0]) == []
+    files = [x for x in Path(launch.__file__).parents[1].rglob("*.py") if "triton" in x.read_text()]
+    assert len(files) > 15
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                assert _moved_on(node) == [], f"{file.name}: {node.name}"
