@@ -1,6 +1,7 @@
 """Kernels and the version of Triton that is installed; `make test-oldest` runs this with the oldest one."""
 
 import ast
+import json
 import os
 import subprocess
 import sys
@@ -8,8 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from modeling_interdomain.ops.common import launch
+from modeling_interdomain.ops.common.tiles import arithmetic
 
 # The newest compiler makes kernels whole in test_benchmarks; the oldest reads them here.
 _oldest = (lambda test: test) if os.environ.get("VERSIONS") == "oldest" else pytest.mark.slow
@@ -62,7 +65,7 @@ def test_without_a_sound_assembler_no_kernel_runs(assemblers, newer):
 
 
 def _moved_on(function: ast.FunctionDef) -> list[str]:
-    """Names that a loop gives the value of another name which began as the same thing: Triton takes it for no change."""
+    """Names that a loop gives the value of another that began as the same thing, which Triton takes for no change."""
     begins, found = {}, []
 
     def plain(node):
@@ -89,3 +92,11 @@ def test_a_loop_carries_what_moves_on_from_name_to_name():
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.FunctionDef):
                 assert _moved_on(node) == [], f"{file.name}: {node.name}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_triton_can_write_down_how_products_are_made(dtype):
+    """As JSON, which it does of a kernel's constants when it has a hook or keeps what it has timed."""
+    pytest.importorskip("triton", reason="Triton is not installed on this machine.")
+    assert json.loads(json.dumps(arithmetic(dtype))) == list(arithmetic(dtype))
+    assert arithmetic(dtype).storage == dtype
