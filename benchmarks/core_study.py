@@ -127,7 +127,7 @@ def kind(item: dict) -> tuple:
 
 
 def plan(runs: list[dict], shorter: list[dict]) -> Iterator[dict]:
-    """Language at 1.4M, then at 3M what the question is about, recall, the others at 3M, 12M, and longer recall.
+    """Language at 1.4M, what the question is about at 3M, 12M, recall, the others at 3M, and longer recall.
 
     `shorter` are the runs of `condition_study`.
     """
@@ -135,6 +135,7 @@ def plan(runs: list[dict], shorter: list[dict]) -> Iterator[dict]:
     best = {name: condition_study.best_rate(small, name) for name in CONDITIONS}
     yield from language_plan(runs, LANGUAGE, [name for name in CONDITIONS if name not in KNOWN])
     yield from language_plan(runs, LARGER, FIRST)
+    yield from large_plan(runs, best)
     for name in FIRST:
         if best[name] is not None:
             yield from (language_item(name, best[name], seed) for seed in MORE_SEEDS)
@@ -142,7 +143,6 @@ def plan(runs: list[dict], shorter: list[dict]) -> Iterator[dict]:
     for name in REST:
         if best[name] is not None:
             yield from (language_item(name, best[name], seed, LARGER) for seed in condition_study.SEEDS)
-    yield from large_plan(runs, best)
     yield from recall_plan(runs, SETTINGS[1:])
     yield from language_plan(runs, LARGER, REST)
 
@@ -602,8 +602,8 @@ def main() -> None:
 
 
 def large_at_once(item: dict) -> int | None:
-    """Runs of the largest size fill a GPU: two of them at once."""
-    return 2 if item["task"] == LARGE else None
+    """A run of the largest size fills a GPU: one at a time."""
+    return 1 if item["task"] == LARGE else None
 
 
 if __name__ == "__main__":
