@@ -560,7 +560,21 @@ def sentences(records: dict[str, dict]) -> list[str]:
             best = next(iter(ours))
             beside = ", ".join(f"{_percent(ours[best], loss)} that of {name}" for name, loss in others.items())
             found.append(f"At {size} the best form is {best}: its perplexity is {beside}.")
+    for task, setting in itertools.product(RECALL, SETTINGS):
+        right = right_answers(records["core_study"]["runs"], task, setting)
+        if len(right) > 1:
+            pairs, length = setting
+            order = ", ".join(f"{name} {share:.0%}" for name, share in right.items())
+            found.append(f"{task.capitalize()}, {pairs} in {length} tokens, mean of the seeds: {order}.")
     return found
+
+
+def right_answers(runs: list[dict], task: str, setting: tuple[int, int]) -> dict[str, float]:
+    """The mean over the seeds of each condition at its best rate, the most first."""
+    rates = {name: recall_rates(runs, name, task, setting) for name in CONDITIONS}
+    best = {name: next(iter(found.values())) for name, found in rates.items() if found}
+    share = {name: statistics.mean(row["accuracy"] for row in rows) for name, rows in best.items()}
+    return dict(sorted(share.items(), key=lambda pair: -pair[1]))
 
 
 def short_sentence(records: dict[str, dict]) -> str:

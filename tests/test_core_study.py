@@ -184,6 +184,7 @@ def test_the_tables_say_where_interdomain_stands():
     assert (
         "9.1% below that of Gated DeltaNet" in table and "| copying | Mamba-2 | 1,024 | 50.0%, 50.0% (0.003) |" in table
     )
+    assert "Overwritten, 8 in 64 tokens, mean of the seeds: Interdomain 50%, Interdomain, gates 50%" in table
     sentence = core_study.short_sentence(records)
     assert "0.0% less at 1.4M, 0.0% less at 3M, 10.0% more at 12M" in sentence
     assert table.count("0.0015: 4.693, 0.003: 4.000") > 3 and "Not run: language (" in table
