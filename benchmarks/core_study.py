@@ -246,7 +246,7 @@ def texts_of(task: str, data: Path) -> dict:
     return prepare(data)
 
 
-def make_run(data: Path, device: str = "cpu", backend: str | None = None, graph: bool = True):
+def make_run(data: Path, device: str = "cpu", backend: list[str] | None = None, graph: bool = True):
     """What makes the rows of runs of a kind, in full precision where nothing else is said, by one thread."""
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
@@ -254,10 +254,15 @@ def make_run(data: Path, device: str = "cpu", backend: str | None = None, graph:
 
 
 def run_job(
-    job: list[dict], data: Path | dict, device: str = "cpu", backend: str | None = None, **options
+    job: list[dict], data: Path | dict, device: str = "cpu", backend: list[str] | None = None, **options
 ) -> list[dict]:
-    """Train and measure runs of a kind side by side; `data` are the texts, or the folder of them."""
+    """Train and measure runs of a kind side by side; `data` are the texts, or the folder of them.
+
+    `backend` is one of the operators, and the conditions that take it, all where none is named.
+    """
     task = job[0]["task"]
+    chosen, *names = backend or [None]
+    backend = None if names and job[0]["condition"] not in names else chosen
     fleet = make_fleet(job, device, backend, options.pop("graph", True))
     if task in SIZES:
         texts = texts_of(task, data) if isinstance(data, Path) else data
@@ -603,7 +608,12 @@ def _percent(nats: float, others: float) -> str:
 def main() -> None:
     parser = studies.parser(__doc__, "../shared/data", pool=True)
     parser.add_argument("--only", nargs="+", choices=(*SIZES, *RECALL), help="tasks to run (default: all)")
-    parser.add_argument("--backend", help="of the operators, instead of the one that is chosen by itself")
+    parser.add_argument(
+        "--backend",
+        nargs="+",
+        metavar=("BACKEND", "CONDITION"),
+        help="of the operators of these conditions, or of all (default: chosen by itself)",
+    )
     arguments = parser.parse_args()
     fresh = {"training": condition_study.TRAINING, "shape": condition_study.SHAPE}
     make = functools.partial(make_run, arguments.data, arguments.device, arguments.backend)

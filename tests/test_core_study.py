@@ -214,7 +214,10 @@ def test_runs_have_what_the_tables_read(monkeypatch):
     (row,) = core_study.run_job([item], data, steps=4)
     runs.append(item | row | {"pairs": 8, "length": 64})
     assert list(row["curve"]) == ["2", "4"] and row["state_bytes"] == 4 * 2 * 2 * (16 * 64 + 3 * (16 + 16 + 64))
-    assert row["machine"].endswith(torch.__version__)
+    assert row["machine"].endswith(torch.__version__) and "backend" not in row
+    other = core_study.language_item("Interdomain")
+    for wanted, backend in ((None, ["chunk", name]), ("chunk", ["chunk", name, "Interdomain"]), ("chunk", ["chunk"])):
+        assert core_study.run_job([other], data, backend=backend)[0].get("backend") == wanted
     table = core_study.table({"core_study": {"runs": runs, "machine": MACHINE}, "condition_study": {"runs": []}})
     assert f"| {name} | {runs[0]['parameters']:,} |" in table and "0.003, not bracketed" in table
     assert "language, rates (Gated DeltaNet)" in table and "copying (all)" in table and "not run" in table
