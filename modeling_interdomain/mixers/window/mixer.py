@@ -198,8 +198,9 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
         return self.attention(query.reshape(rows, -1, *query.shape[2:]), seen).reshape(query.shape)
 
     def _before_piece(self, piece, projected):
-        tails, count, heads = piece.text_before(self._convolved(projected), self.window, self.sinks)
-        return [*tails, count[:, None, None], *heads]
+        from .pieces import held_before
+
+        return held_before(piece, self._convolved(projected), self.window, self.sinks)
 
     @staticmethod
     def replay_state(operators, *arguments):
