@@ -1,6 +1,7 @@
 """What the tables of a GPU share: where they run, correctness first, times by events, ceilings and floors, cases."""
 
 import functools
+import gc
 import math
 import re
 import statistics
@@ -55,6 +56,15 @@ def _tune_quickly() -> None:
     import triton
 
     triton.testing.do_bench = functools.partial(triton.testing.do_bench, warmup=5, rep=20)
+
+
+def _forget_tuning() -> None:
+    """Kernels choose their configurations again, which beside other work they may have chosen badly."""
+    import triton
+
+    for thing in gc.get_objects():
+        if issubclass(type(thing), triton.runtime.Autotuner):  # asks nothing of what is no tuner
+            thing.cache.clear()
 
 
 def backend(where: torch.device) -> str:
@@ -159,6 +169,7 @@ def run_cases(
         print(f"{name}: compiled, waits for {choice.after}", flush=True)
         while not choice.after.exists():
             time.sleep(0.05)
+        _forget_tuning()
         if "ceilings" in record:
             record["ceilings"] = ceilings(device(quick=True))
     _longest = choice.seconds

@@ -32,21 +32,22 @@ FILE = RESULTS / "linearise_gpu.json"
 FRESH = linearise_study.FRESH
 WINDOW, KEPT = 64, 8
 HOW = ("--bf16", "--max-bytes", 16_000_000, "--save-steps", 100_000)
-WHOLE = (*HOW, "--whole-learning-rate", 3e-4)
+WHOLE = (*HOW, "--whole-learning-rate", 2e-4)
 STAGES = {
-    "layers": Teaching(1_048_576, 8192, "1024,2048", (*HOW, "--minutes", 1)),
-    "whole": Teaching(3_145_728, 8192, "2048", (*WHOLE, "--minutes", 3)),
-    "long": Teaching(1_048_576, 8192, "8192", (*WHOLE, "--minutes", 1.5)),
+    "layers": Teaching(524_288, 4096, "1024,2048", (*HOW, "--minutes", 0.75)),
+    "whole": Teaching(1_572_864, 4096, "2048", (*WHOLE, "--minutes", 2.5)),
+    "long": Teaching(2_097_152, 8192, "8192", (*WHOLE, "--minutes", 1.75)),
 }
 CONDITIONS = {
     "llama": kind(),
     "window": kind(WINDOW),
     "untaught": kind(WINDOW, modes=MODES),
     "state": kind(WINDOW, modes=MODES, taught="long"),
-    "taught window": kind(WINDOW, taught="long"),
-    "linear": kind(WINDOW, modes=LINEAR, taught="long"),
+    "taught window": kind(WINDOW, taught="whole"),
+    "linear": kind(WINDOW, modes=LINEAR, taught="whole"),
     "kept": kind(WINDOW, modes=MODES, kept=KEPT, taught="long"),
 }
+ASKED_ALL = ("llama", "window", "state", "kept")
 COMMONSENSE = ["piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "social_iqa", "boolq", "lambada_openai"]
 PASSAGES = ("squad", "drop")
 LIMIT = 1000  # items of a task
@@ -69,17 +70,24 @@ ASKED = (
 
 def plan(runs: list[dict], conditions: list[str], deadline: float = float("inf")) -> Iterator[dict]:
     """What each condition is asked, the perplexities first; nothing more after the deadline."""
-    items = (item for name in conditions for item in _asked(CONDITIONS[name]))
+    items = (item for name in conditions for item in _asked(name))
     yield from (item for item in items if time.monotonic() < deadline)
 
 
-def _asked(condition: dict) -> Iterator[dict]:
-    if condition.get("taught", "no") != "no":
-        before = ("layers", "whole") if condition["modes"] else ("whole",)
+def _asked(name: str) -> Iterator[dict]:
+    condition = CONDITIONS[name]
+    stages = list(STAGES) if condition.get("modes") else list(STAGES)[1:]
+    if condition.get("taught") in stages:
+        before = stages[: stages.index(condition["taught"])]
         yield from (condition | {"taught": stage} for stage in before)
-    yield from (condition | {"length": length} for length in linearise_study.TEXTS)
-    names = ("answers", "commonsense", "needle", "passages")
-    yield from (condition | {"measure": name} for name in names)
+    *lengths, longest = (condition | {"length": length} for length in linearise_study.TEXTS)
+    yield from lengths
+    if name != "llama":
+        yield longest
+    if name in ASKED_ALL:
+        yield from (condition | {"measure": measure} for measure in ("commonsense", "answers", "needle", "passages"))
+    if name == "llama":  # which reads it with the square of its length
+        yield longest
 
 
 class GpuStudy(Study):
@@ -94,7 +102,8 @@ class GpuStudy(Study):
 
     def run(self, length: int, measure: str = "perplexity", **condition) -> dict:
         if self.kept[0] != condition:
-            self.kept = {}, None  # two would not always find room
+            self.kept = {}, None  # two would not always find room, nor others what teaching has left
+            torch.cuda.empty_cache()
             self.kept = condition, self._model(**condition)
         model, tokens = self.kept[1]
         measures = {
@@ -164,12 +173,69 @@ def needle(words: list[str], distance: int, draw: random.Random) -> Question:
 
 
 def table(record: dict) -> str:
-    """Perplexities by length, the tasks, the needle, and what is answered."""
+    """What was found in sentences; perplexities by length, the tasks, the needle, and what is answered."""
     runs = record["runs"]
     read = record | {"runs": [run for run in runs if "perplexity" in run]}
-    parts = [linearise_study.table(read)] if read["runs"] else []
-    parts += [_scores_table(runs), _needle_table(runs), _answers(runs)]
-    return "\n\n".join(filter(None, parts)) or footnote(record)
+    parts = ["\n".join(f"- {sentence}" for sentence in findings(runs))]
+    parts += [linearise_study.table(read) if read["runs"] else footnote(record)]
+    return "\n\n".join(filter(None, [*parts, _scores_table(runs), _needle_table(runs), _answers(runs)]))
+
+
+def findings(runs: list[dict]) -> Iterator[str]:
+    """In a sentence each, as far as it was measured."""
+    found = {name: _first(runs, condition) for name, condition in CONDITIONS.items()}
+    ratios = {
+        name: run["perplexity"]["all"] / found["llama"]["perplexity"]["all"]
+        for name, run in found.items()
+        if run and found["llama"]
+    }
+    if {"state", "window"} <= ratios.keys():
+        won = (ratios["window"] - ratios["state"]) / (ratios["window"] - 1)
+        yield (
+            f"Windows of {WINDOW} tokens stand at {ratios['window']:.2f} times the Llama's perplexity; with a memory, "
+            f"taught on {found['state']['tokens']:,} tokens, at {ratios['state']:.3f}: {won:.0%} of what they lose is "
+            "won back."
+        )
+    others = {
+        "with it": CONDITIONS["state"] | {"taught": "whole"},
+        "without a memory": CONDITIONS["taught window"],
+        "with linear attention of equal state": CONDITIONS["linear"],
+        f"with {KEPT} layers of 30 left softmax": CONDITIONS["kept"],
+    }
+    told = [
+        f"{said} {run['perplexity']['all'] / found['llama']['perplexity']['all']:.3f} ({run['tokens']:,} tokens)"
+        for said, condition in others.items()
+        if found["llama"] and (run := _first(runs, condition))
+    ]
+    if told:
+        yield f"Taught as much or longer: {', '.join(told)}."
+    for length in list(linearise_study.TEXTS)[1:]:
+        read = {name: _first(runs, CONDITIONS[name] | {"length": length}) for name in ("llama", "window", "state")}
+        if all(read.values()):
+            part = [part for part in read["state"]["perplexity"] if part != "all"][-1]
+            llama, window, state = (read[name]["perplexity"][part] for name in read)
+            yield (
+                f"Tokens {part} of a text: perplexity {state:.1f} with a memory, {window:.1f} of the untaught windows, "
+                f"{llama:.1f} of the Llama."
+            )
+    means = {
+        name: _mean(_first(runs, condition | {"measure": "commonsense"})) for name, condition in CONDITIONS.items()
+    }
+    if told := [
+        f"{linearise_study.label(found[name])} {100 * x:.1f}" for name, x in means.items() if x and found[name]
+    ]:
+        yield f"Mean of the eight commonsense tasks, in %: {'; '.join(told)}."
+
+
+def _first(runs: list[dict], item: dict) -> dict | None:
+    """The run of a plan's item: of perplexity where it names no measure."""
+    return next(
+        (run for run in runs if (item.items() <= run.items()) and run.get("measure") == item.get("measure")), None
+    )
+
+
+def _mean(run: dict | None) -> float | None:
+    return None if run is None else sum(run["scores"][task]["acc"] for task in COMMONSENSE) / len(COMMONSENSE)
 
 
 def _rows(runs: list[dict], *measures: str) -> dict[str, dict]:
@@ -184,10 +250,11 @@ def _rows(runs: list[dict], *measures: str) -> dict[str, dict]:
 def _scores_table(runs: list[dict]) -> str:
     rows = []
     for name, measured in _rows(runs, "commonsense", "passages").items():
-        scores = [measured.get("commonsense", {}).get("scores", {}).get(task, {}).get("acc") for task in COMMONSENSE]
-        mean = sum(scores) / len(scores) if None not in scores else None
-        contained = [measured.get("passages", {}).get("scores", {}).get(task, {}).get("contains") for task in PASSAGES]
-        rows.append([name, *("" if x is None else f"{100 * x:.1f}" for x in (mean, *scores, *contained))])
+        tasks, passages = (measured.get(kind, {}).get("scores", {}) for kind in ("commonsense", "passages"))
+        scores = [tasks.get(task, {}).get("acc") for task in COMMONSENSE]
+        scores += [passages.get(task, {}).get("contains") for task in PASSAGES]
+        shown = [_mean(measured.get("commonsense")), *scores]
+        rows.append([name, *("" if x is None else f"{100 * x:.1f}" for x in shown)])
     limit = max((run["limit"] for run in runs if "limit" in run), default=0)
     header = [f"the first {limit:,} items of each, %", "mean of eight", *COMMONSENSE, *PASSAGES]
     return markdown(header, rows) if rows else ""

@@ -239,17 +239,18 @@ class _Divergence(torch.autograd.Function):
     def forward(ctx, found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         size, gradients = PIECE.get(found.device.type, PIECE["cpu"]), torch.empty_like(found)
         total = torch.zeros((), device=found.device)
-        for ours, theirs, gradient in zip(found.split(size), wanted.split(size), gradients.split(size)):
-            ours, theirs = ours.float().log_softmax(-1), theirs.float().log_softmax(-1)
+        for *logits, gradient in zip(found.split(size), wanted.split(size), gradients.split(size)):
+            ours, theirs = (x.log_softmax(-1, dtype=torch.float32) for x in logits)
             weights = theirs.exp()
-            total += torch.linalg.vecdot(weights, theirs - ours).sum()
-            gradient.copy_(ours.exp_().sub_(weights).div_(len(found)))
+            total += torch.dot(weights.flatten(), theirs.sub_(ours).flatten())
+            gradient.copy_(ours.exp_().sub_(weights))
         ctx.save_for_backward(gradients)
         return total / len(found)
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.saved_tensors[0] * gradient, None
+        (gradients,) = ctx.saved_tensors
+        return gradients * (gradient / len(gradients)), None
 
 
 def in_bfloat16(loss_of: Loss) -> Loss:

@@ -56,7 +56,7 @@ def everything(arguments, attention=interdomain_attention, **options):
     output, state = attention(**arguments, output_final_state=True, **options)
     weights = torch.Generator().manual_seed(99)
     loss = sum(
-        (x * torch.randn(x.shape, generator=weights, dtype=torch.float64).to(x.dtype)).sum() for x in (output, state)
+        (x * torch.randn(x.shape, generator=weights, dtype=torch.float64).to(x)).sum() for x in (output, state)
     )
     leaves = {name: x for name, x in arguments.items() if x is not None}
     grads = torch.autograd.grad(loss, list(leaves.values()))

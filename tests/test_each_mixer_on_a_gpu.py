@@ -9,8 +9,8 @@ from tests.test_devices import uses
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LOW = {"dtype": torch.float32, "state_dtype": "float32"}
 NAMES = (
-    "interdomain", "grouped", "forget-gates", "delta-rule", "s4d", "s4d-grouped", "mamba2", "ssd", "selective-scan",
-    "cheems", "inner-function", "hax", "value-mask", "windowed", "window", "window-alone",
+    "interdomain", "grouped", "forget-gates", "delta-rule", "warped-time", "s4d", "s4d-grouped", "mamba2", "ssd",
+    "selective-scan", "cheems", "inner-function", "hax", "value-mask", "windowed", "window", "window-alone",
 )  # fmt: skip
 pytestmark = pytest.mark.parametrize("name", NAMES)
 

@@ -139,7 +139,7 @@ def test_a_stage_that_was_stopped_is_measured_as_far_as_it_came_and_goes_on(tmp_
 def test_the_plan_of_a_gpu_measures_each_stage_and_ends_with_the_clock():
     plan = list(linearise_gpu.plan([], ["llama", "state"]))
     llama, state = ([x for x in plan if x["window"] == window] for window in (None, 64))
-    assert [x["length"] for x in llama[:3]] == list(linearise_study.TEXTS) and len(llama) == 7
+    assert [x["length"] for x in (*llama[:2], llama[-1])] == list(linearise_study.TEXTS) and len(llama) == 7
     assert [(x["taught"], x["length"]) for x in state[:5]] == [
         ("layers", 2048),
         ("whole", 2048),
@@ -147,6 +147,8 @@ def test_the_plan_of_a_gpu_measures_each_stage_and_ends_with_the_clock():
     ]
     assert {x.get("measure") for x in plan} == {None, "answers", "commonsense", "needle", "passages"}
     assert not list(linearise_gpu.plan([], ["llama"], deadline=0.0))
+    alone = list(linearise_gpu.plan([], ["taught window"]))
+    assert [(x["taught"], x["length"]) for x in alone] == [("whole", length) for length in linearise_study.TEXTS]
     assert list(linearise_gpu.STAGES) == list(linearise_study.TEACHING)
 
 
@@ -166,6 +168,20 @@ def test_what_each_condition_reaches_stands_in_tables():
     )
     assert "taught (long, 5 tokens) | 55.0 | 90.0 | 50.0 |" in said and "the first 2 items of each, %" in said
     assert "| everything (the Llama) | 100 |" in said
+    assert (
+        list(linearise_gpu.findings(runs[:2])) == [] and "- Mean of the eight commonsense tasks, in %: the last" in said
+    )
+    window = linearise_gpu.CONDITIONS["window"] | {"perplexity": {"0-256": 9.0, "all": 10.8}}
+    alone = linearise_gpu.CONDITIONS["taught window"] | {"perplexity": {"0-256": 9.0, "all": 10.35}, "tokens": 4}
+    assert list(linearise_gpu.findings([*runs[:2], window, alone])) == [
+        "Windows of 64 tokens stand at 1.20 times the Llama's perplexity; with a memory, taught on 5 tokens, at 1.100: "
+        "50% of what they lose is won back.",
+        "Taught as much or longer: without a memory 1.150 (4 tokens).",
+    ]
+    long = [run | {"length": 8192, "perplexity": {"0-256": 1.0, "1024-2047": 2.5}} for run in (runs[0], state, window)]
+    assert list(linearise_gpu.findings(long)) == [
+        "Tokens 1024-2047 of a text: perplexity 2.5 with a memory, 2.5 of the untaught windows, 2.5 of the Llama."
+    ]
     assert "| What is the capital of France? | Paris / or so. |" in said
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from modeling_interdomain import interdomain_attention, interdomain_step
-from modeling_interdomain.ops.common import launch
 from modeling_interdomain.ops.diagonal.step import StepParameters, step_tables
 from modeling_interdomain.ops.interdomain.entry import take_step
 from modeling_interdomain.ops.interdomain.gates import (
@@ -437,11 +436,6 @@ REFUSED = {
     backend: ({"write_gate": 0.5}, {"backend": backend}, f"backend {backend!r} has no gates and no delta rule: with ")
     for backend in ("fft", "scan", "associative_scan")
 }
-REFUSED["kernels"] = (
-    {"delta": 0.5},
-    {"backend": "triton"},
-    "backend 'triton' has the delta rule in a step alone: with ",
-)
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -463,17 +457,10 @@ def test_what_cannot_be_is_said(what):
     assert str(raised.value).startswith(sentence) and bool((state == 1).all())
 
 
-def test_where_kernels_run_it_is_said_once_that_the_delta_rule_has_none(monkeypatch, caplog):
-    """And models that are counted on "meta" have gates."""
-    monkeypatch.setattr(launch, "_WITHOUT_KERNELS", ("cpu",))
-    launch._say_once.cache_clear()
+def test_models_that_are_counted_on_meta_have_gates():
     arguments = {k: v.detach().to("meta") for k, v in gated("short", KINDS["all"]).items()}
-    for _ in range(2):
-        output, state = interdomain_attention(**arguments, output_final_state=True)
-        assert output.shape == arguments["query"].shape and state.shape == arguments["initial_state"].shape
-    assert [record.message for record in caplog.records] == [
-        "Interdomain attention runs without its fused kernels: the delta rule has them in decoding steps alone."
-    ]
+    output, state = interdomain_attention(**arguments, output_final_state=True)
+    assert output.shape == arguments["query"].shape and state.shape == arguments["initial_state"].shape
 
 
 def test_exported_graphs_have_no_gates():

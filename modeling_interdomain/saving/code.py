@@ -48,6 +48,7 @@ _OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "mixers.interdomain.gates": _is_gated,
     "mixers.interdomain.warped": _is_warped,
     "ops.interdomain.gates": _is_gated,
+    "ops.interdomain.triton_delta": lambda config: config.delta_rule,
     "ops.interdomain.warp": _is_warped,
     "ops.interdomain.triton_gates": _is_gated,
     "ops.interdomain.naive": lambda config: config.backend == "recurrent" or _is_gated(config),

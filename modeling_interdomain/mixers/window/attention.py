@@ -55,7 +55,7 @@ class WindowAttention(nn.Module):
         self.window, self.sinks = config.attention_window, config.attention_sinks
         self.scaling, self.dropout = config.head_dim**-0.5, config.attention_dropout
         self.rotary = None if config.rope_parameters is None else InterdomainRotaryEmbedding(config)
-        self._kept: dict[str, tuple[tuple, Any]] = {}
+        self._kept: dict[tuple, Any] = {}
 
     def block(self, length: int) -> int:
         """How many of so many queries attend together."""
@@ -126,14 +126,15 @@ class WindowAttention(nn.Module):
         count = query.shape[1] // size
         key, value = (torch.cat([sinks.expand(-1, count, -1, -1, -1), *x], dim=2) for sinks, *x in parts)
         if self.rotary is not None:
-            cos, sin, of_keys = self._kept_or("both angles", self._both_angles, query, size)
+            angles, of_keys = self._kept_or("both angles", self._both_angles, query, size)
             at = torch.stack(torch.broadcast_tensors(*self._turns(places, size)), dim=-1)
             at = at if self.sinks else at[..., :1]
-            query = self._turned_for_both(query, cos[at][:, :, None], sin[at][:, :, None])
+            query = self._turned_for_both(query, *angles[at][:, :, None].unbind(-2))
             key = self._turned_for_both(key, *of_keys)
-        hidden = self._kept_or("reach", self._reach, query, size, 8) > places.unflatten(1, (-1, 1, size, 1))
+        reach, lowest, zero = self._kept_or("mask", self._mask, query, size)
+        hidden = reach > places.unflatten(1, (-1, 1, size, 1))
         hidden = hidden.expand(batch, -1, heads // groups, -1, -1).flatten(2, 3).flatten(0, 1)[:, None]
-        mask = query.new_zeros(()).masked_fill(hidden, -torch.inf)[..., : key.shape[2]]
+        mask = torch.where(hidden, lowest, zero)[..., : key.shape[2]]
         query = query.unflatten(1, (count, size)).unflatten(3, (groups, -1)).permute(0, 1, 3, 4, 2, 5)
         output = F.scaled_dot_product_attention(
             query.flatten(3, 4).flatten(0, 1),
@@ -168,19 +169,20 @@ class WindowAttention(nn.Module):
     def _turns(self, places: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Where queries stand to keys of the window, `[1, T]`, and to sinks, `[B or 1, T]`."""
         own = torch.arange(self.window, self.window + size, device=places.device)
-        return own.repeat(places.shape[1] // size)[None], places.clamp(max=self.window + self.sinks - 1)
+        return own.expand(places.shape[1] // size, -1).reshape(1, -1), places.clamp(max=self.window + self.sinks - 1)
 
-    def _reach(self, query: torch.Tensor, size: int, multiple: int = 1) -> torch.Tensor:
-        """`[size, S + W + size]`: a query sees a key from this place of its own text on, `_NEVER` some.
-
-        With a last axis that is filled up to a `multiple`.
-        """
+    def _reach(self, query: torch.Tensor, size: int) -> torch.Tensor:
+        """`[size, S + W + size]`: a query sees a key from this place of its own text on, `_NEVER` some."""
         ends = torch.arange(self.window, self.window + size, device=query.device)[:, None]
         apart = ends - torch.arange(self.window + size, device=query.device)
         apart = apart.masked_fill((apart < 0) | (apart >= self.window), _NEVER)
         sinks = torch.arange(self.window, self.window + self.sinks, device=query.device).expand(size, -1)
-        reach = torch.cat([sinks, apart], dim=1)
-        return F.pad(reach, (0, -reach.shape[1] % multiple), value=_NEVER)
+        return torch.cat([sinks, apart], dim=1)
+
+    def _mask(self, query: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`_reach`, in rows of multiples of 8, which kernels ask of a mask; and what stands in a mask."""
+        reach = self._reach(query, size)
+        return F.pad(reach, (0, -reach.shape[1] % 8), value=_NEVER), query.new_full((), -torch.inf), query.new_zeros(())
 
     def _angles(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of the first places, `[count, dim]` each, in the dtype of x."""
@@ -191,7 +193,7 @@ class WindowAttention(nn.Module):
         return cos[0], sin[0]
 
     def _both_angles(self, x: torch.Tensor, size: int):
-        """Cosines and sines of the first places, `[count, D]`, and of the keys of a block, `[S + W + size, 1, 2, D]`.
+        """Cosines, sines of the first places, `[count, 2, D]`, and of a block's keys, each `[S + W + size, 1, 2, D]`.
 
         The sines have the sign of the number that they multiply, see `_turned_for_both`.
         """
@@ -202,7 +204,7 @@ class WindowAttention(nn.Module):
         of_keys = [F.pad(x[: self.window + size], (0, dim if self.sinks else 0)) for x in (cos, sin)]
         if self.sinks:
             of_keys = [torch.cat([F.pad(x[: self.sinks], (dim, 0)), y]) for x, y in zip((cos, sin), of_keys)]
-        return cos, sin, [x.unflatten(1, (-1, dim))[:, None] for x in of_keys]
+        return torch.stack([cos, sin], dim=1), [x.unflatten(1, (-1, dim))[:, None] for x in of_keys]
 
     def _turned_for_both(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """`[..., D]` by angles `[..., 1 or 2, D]`, each behind the other: `[..., D or 2 D]`."""
@@ -213,19 +215,23 @@ class WindowAttention(nn.Module):
         return torch.addcmul(x.unsqueeze(-2) * cos, other.unsqueeze(-2), sin).flatten(-2)
 
     def _kept_or(self, name: str, make: Callable, x: torch.Tensor, *sizes: int) -> Any:
-        """What `make(x, *sizes)` gives, which depends on the dtype and device of x alone, kept until these change."""
-        # What a graph uses it computes itself: what is kept here may be gone when it is replayed.
-        if in_graph() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        """What `make(x, *sizes)` gives, which depends on the dtype and device of x alone, kept until others are asked.
+
+        What is kept for single tokens stays, so that a captured graph of a step finds it whenever it is replayed.
+        """
+        asked = name, x.dtype, x.device, *sizes
+        single = sizes[0] == 1
+        captured = x.is_cuda and torch.cuda.is_current_stream_capturing() and not (single and asked in self._kept)
+        if captured or in_graph():
             return make(x, *sizes)
-        asked = x.dtype, x.device, sizes
-        known, found = self._kept.get(name, (None, None))
-        if known != asked:
+        if asked not in self._kept:
             with torch.inference_mode(False):
                 found = make(x, *sizes)
             first = found if isinstance(found, torch.Tensor) else found[0]
-            if type(first) is torch.Tensor:  # it has more than a shape
-                self._kept[name] = asked, found
-        return found
+            if type(first) is not torch.Tensor:  # it has a shape alone
+                return found
+            self._kept = {key: y for key, y in self._kept.items() if key[0] != name or key[3] == 1} | {asked: found}
+        return self._kept[asked]
 
 
 def _longer(x: torch.Tensor, count: int) -> torch.Tensor:

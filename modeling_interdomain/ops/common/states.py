@@ -102,7 +102,12 @@ class States:
         x: `[B, T, G, W]`, in the dtype of the tables but for `Bf16States`.
         initial: `[documents, G, 2, M, W]`, or None for zeros.
         ends: whether the final states are wanted.
+
+    Attributes:
+        at_once: whether the inputs of a single document, too, are summed up before its chunks are walked through.
     """
+
+    at_once = False
 
     def __init__(
         self,
@@ -176,19 +181,20 @@ class States:
             before = self.workspace.tensor(f"{self.name} before", self._shape(segment.chunks), inputs)
             first = before[:, : segment.lanes[0]]
             first.zero_() if entry is None else first.copy_(entry)
-        if moving and segment.lanes[0] > 1:
+        if moving and (self.at_once or segment.lanes[0] > 1):
             repeated = self.tables.repeated(segment.chunks)
             added = self.workspace.product("added", inputs.flatten(0, 1).mT, repeated)
             added = added.view(self._shape(segment.chunks))
         self.next_entry = inputs.new_empty(self._shape(segment.following)) if segment.following else None
+        terms, known = (None if x is None else pairs(x) for x in (added, before))
         for index, (start, lanes, following) in enumerate(segment.moves()):
             if not following:
                 break
             last, here = index + 1 == len(segment.lanes), slice(start, start + following)
             after = self.next_entry if last else before[:, start + lanes : start + lanes + following]
             if added is not None and before is not None:
-                across = self.across(segment, here)
-                torch.addcmul(pairs(added[:, here]), across, pairs(before[:, here]), out=pairs(after))
+                into = pairs(after) if last else known[:, start + lanes :][:, :following]
+                torch.addcmul(terms[:, here], self.across(segment, here), known[:, here], out=into)
             elif added is not None:
                 after.copy_(added[:, here])
             elif before is not None:  # a single document, chunk by chunk
@@ -310,19 +316,21 @@ class StateGradients:
     def _walk(self, segment: Segment, grad: torch.Tensor | None, after: torch.Tensor) -> torch.Tensor | None:
         """Fill `after`; returns the gradient of the states with which the segment begins."""
         moves = list(segment.moves())
-        entry = None if grad is None else torch.empty_like(grad[:, : segment.lanes[0]].contiguous())
+        entry = None
+        if grad is not None:
+            entry = torch.empty_like(grad[:, : segment.lanes[0]].contiguous())
+            earlier, later = pairs(grad), pairs(after)
         for index in reversed(range(len(moves))):
             start, lanes, following = moves[index]
             if index + 1 == len(moves) and following:
                 after[:, start : start + following] = self.next_entry
-            after[:, start + following : start + lanes] = 0
+            if following < lanes:
+                after[:, start + following : start + lanes] = 0
             if grad is None:
                 break
             here = slice(start, start + lanes)
-            previous = moves[index - 1][0]
-            into = after[:, previous : previous + lanes] if index else entry
-            across = self.states.across_back(segment, here)
-            torch.addcmul(pairs(grad[:, here]), across, pairs(after[:, here]), out=pairs(into))
+            into = later[:, moves[index - 1][0] :][:, :lanes] if index else pairs(entry)
+            torch.addcmul(earlier[:, here], self.states.across_back(segment, here), later[:, here], out=into)
         return entry
 
     def _sums(self, segment: Segment, inputs: torch.Tensor, before: torch.Tensor | None, after: torch.Tensor) -> None:

@@ -38,6 +38,16 @@ class LaterGradients(NamedTuple):
     sums: Any
 
 
+class KeyGradients(NamedTuple):
+    """What keys that read like one more head of their group give: `tokens` and `states` like `ChunkGradients`, and what
+    they receive as such, `rows` `[tokens, groups, width]`.
+    """
+
+    tokens: Any
+    states: Any
+    rows: Any
+
+
 @triton.jit
 def _left_after(gates, start, inside, count, group, groups):
     """After a chunk of `count` tokens, what gates leave of the state before it and of those that are `inside`."""
@@ -264,7 +274,10 @@ def _walk_back(
                     dx += tl.load(grads.tokens + direct, mask=valid, other=0.0).to(tl.float32)
                 if others is not None:
                     dx += tl.load(others.tokens + address, mask=valid, other=0.0).to(tl.float32)
-                tl.store(later_x + address, narrow(dx, later_x.dtype.element_ty, MATH), mask=valid)
+                    of_rows = tl.load(others.rows + address, mask=valid, other=0.0).to(tl.float32)
+                    tl.store(later_x + address, narrow(dx + of_rows, later_x.dtype.element_ty, MATH), mask=valid)
+                else:
+                    tl.store(later_x + address, narrow(dx, later_x.dtype.element_ty, MATH), mask=valid)
                 if gates is not None:
                     at_token = (token * tl.num_programs(2) + tl.program_id(2)) * groups + group
                     if readers is None:
@@ -307,7 +320,7 @@ def chunk_states_backward(
     Lane l works on segments l, l + lanes, ... grads: `ChunkGradients` of each side, summed over the heads of the group.
     Written, `later`: x `[tokens, groups, width]` of each side; initial like `initial` of `chunk_states` (or None); and
     what each program leaves to be summed, `[lanes, blocks, groups, 3, 2, M]`, see `Partial`; with gates, `written` and
-    `last` of `GateSums`. Without EMIT, initial alone. others: what one more head gives, `[., groups, .]` each, or None.
+    `last` of `GateSums`. Without EMIT, initial alone. others: `KeyGradients` or None.
 
     With readers, as in `chunk_states`, x is what enters the state, and the gradient that is written is that of what the
     readers were multiplied for; `written` is left to others.

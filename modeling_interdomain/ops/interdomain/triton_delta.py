@@ -20,6 +20,7 @@ import torch
 from ..common.custom_op import differentiable
 from ..common.launch import interpreted, on_device, tl, triton, tuned
 from ..common.tiles import dot, load_tokens, locate, narrow, store_tokens
+from ..diagonal.triton_states import KeyGradients
 from ..diagonal.triton_tables import KernelTables, Parameters, Partial, table_gradients
 from ..diagonal.triton_tiles import left_before, load_left
 from .triton import (
@@ -265,12 +266,13 @@ def _backward(inputs, grads, needs):
         tokens = Operands(key, key, written, of_read)
         more, sums, others = of_chunks(own, tokens, before, tables, of_reader, needs[5], strict=True)
         walked = [walked, sums.sum((0, 2))[None]]
-        walked.append(walk_back(plan, (key,), states[:1], tables, direct[:1], (of_key,), *ends, keys, others=others[0]))
+        others = KeyGradients(*others[0], of_reader)
+        walked.append(walk_back(plan, (key,), states[:1], tables, direct[:1], (of_key,), *ends, keys, others=others))
         mixing = mixing + more if needs[5] else None
         found = table_gradients(parameters, Partial(chunk_sums, torch.cat(walked), mixing), product, plan.shape[2])
         own_gates = {"own": own.gates, "own_blocks": blocks[1], "delta": delta, "grad_delta": of_delta}
         find_gate_gradients(plan, log_gate, of_gates, blocks[0], **own_gates)
-    return [of_query, of_key.add_(of_reader), of_value, *found, of_initial, *of_gates, of_delta]
+    return [of_query, of_key, of_value, *found, of_initial, *of_gates, of_delta]
 
 
 delta_operator = differentiable(
