@@ -259,3 +259,12 @@ def test_gates_are_computed_in_float32(make_model, random_ids):
     mixer = model.model.layers[0].token_mixer
     for name in ("forget", "write", "delta"):
         assert getattr(mixer, f"{name}_proj").bias.grad.isfinite().all()
+
+
+@torch.no_grad()
+def test_the_delta_rule_in_bfloat16_without_gradients(make_model, random_ids):
+    """The norm of tokens in bfloat16, which goes over them in pieces, is asked here for its weight."""
+    model, ids = make_model(gates="forget", delta_rule=True), random_ids(1, 9)
+    expected = model(ids).logits
+    found = model.to(torch.bfloat16)(ids).logits
+    assert (found - expected).norm() < 0.1 * expected.norm()

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from modeling_interdomain import interdomain_attention, interdomain_step
-from modeling_interdomain.ops.common import launch
 from modeling_interdomain.ops.diagonal.step import StepParameters, step_tables
+from modeling_interdomain.ops.interdomain import chunk_call
 from modeling_interdomain.ops.interdomain.entry import take_step
 from modeling_interdomain.ops.interdomain.gates import (
     decay_gated_state,
@@ -244,6 +244,26 @@ def test_a_thousand_tokens():
     assert_close(everything(arguments), everything(arguments, backend="recurrent"), 1e-8)
 
 
+@pytest.mark.parametrize("kind", ["gates", "all"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("initial", [True, False], ids=["goes-on", "begins"])
+def test_many_segments(monkeypatch, rows, kind, initial):
+    """A segment begins with the state that the forward pass has kept; where the last one has a gradient, too, all are
+    walked through again."""
+    monkeypatch.setitem(chunk_call._SEGMENT_FLOATS, "cpu", 40 * 2 * 4 * 2)  # 40 tokens: five chunks of a row, or one of each
+    arguments = gated((rows, 85, 2, 1, 4, 3, 4), KINDS[kind])
+    if not initial:
+        arguments["initial_state"] = None
+
+    def outputs_alone(**options):
+        output, state = interdomain_attention(**options)
+        return output, state.detach()
+
+    for attend in (outputs_alone, interdomain_attention):
+        expected = everything(arguments, attend, backend="recurrent")
+        assert_close(everything(arguments, attend, backend="chunk", chunk_size=8), expected, 1e-9)
+
+
 @pytest.mark.parametrize("shape", ["odd_length", "odd_sizes"])
 @pytest.mark.parametrize("initial", [True, False], ids=["goes-on", "begins"])
 def test_neutral_gates_are_none(shape, initial):
@@ -437,11 +457,6 @@ REFUSED = {
     backend: ({"write_gate": 0.5}, {"backend": backend}, f"backend {backend!r} has no gates and no delta rule: with ")
     for backend in ("fft", "scan", "associative_scan")
 }
-REFUSED["kernels"] = (
-    {"delta": 0.5},
-    {"backend": "triton"},
-    "backend 'triton' has the delta rule in a step alone: with ",
-)
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -463,17 +478,10 @@ def test_what_cannot_be_is_said(what):
     assert str(raised.value).startswith(sentence) and bool((state == 1).all())
 
 
-def test_where_kernels_run_it_is_said_once_that_the_delta_rule_has_none(monkeypatch, caplog):
-    """And models that are counted on "meta" have gates."""
-    monkeypatch.setattr(launch, "_WITHOUT_KERNELS", ("cpu",))
-    launch._say_once.cache_clear()
+def test_models_that_are_counted_on_meta_have_gates():
     arguments = {k: v.detach().to("meta") for k, v in gated("short", KINDS["all"]).items()}
-    for _ in range(2):
-        output, state = interdomain_attention(**arguments, output_final_state=True)
-        assert output.shape == arguments["query"].shape and state.shape == arguments["initial_state"].shape
-    assert [record.message for record in caplog.records] == [
-        "Interdomain attention runs without its fused kernels: the delta rule has them in decoding steps alone."
-    ]
+    output, state = interdomain_attention(**arguments, output_final_state=True)
+    assert output.shape == arguments["query"].shape and state.shape == arguments["initial_state"].shape
 
 
 def test_exported_graphs_have_no_gates():

@@ -48,6 +48,7 @@ _OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "mixers.interdomain.gates": _is_gated,
     "mixers.interdomain.warped": _is_warped,
     "ops.interdomain.gates": _is_gated,
+    "ops.interdomain.triton_delta": lambda config: config.delta_rule,
     "ops.interdomain.warp": _is_warped,
     "ops.interdomain.triton_gates": _is_gated,
     "ops.interdomain.naive": lambda config: config.backend == "recurrent" or _is_gated(config),
@@ -62,6 +63,7 @@ _OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "ops.common.slots": lambda config: False,
     "ops.common.spans": lambda config: False,
     "ops.diagonal.export": lambda config: False,
+    "mixers.window.pieces": lambda config: False,
     "parallel.sequence": lambda config: False,
 }
 _ABSENT = (

@@ -273,8 +273,7 @@ class InterdomainSpecification(KeyValueSpecification):
         warped = config.gates == "warp"
         if warped and config.delta_rule:
             raise ValueError('gates = "warp" has no delta rule: set delta_rule=False, or gates="forget".')
-        # The delta rule has kernels for a step, and warped time none.
-        backends = GATED_BACKENDS[:-1] if warped or config.delta_rule else GATED_BACKENDS
+        backends = GATED_BACKENDS[:-1] if warped else GATED_BACKENDS  # warped time has no kernels
         if config.backend not in backends:
             raise ValueError(
                 f'{field} lets every token move the state in its own way, and backend = "{config.backend}" needs one '

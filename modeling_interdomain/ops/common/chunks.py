@@ -52,6 +52,7 @@ class Chunks(NamedTuple):
         partial: for each chunk, whether it has fewer than C tokens; empty without `tokens`.
         tails: `[S']`, the tokens in the last chunk of each document.
         last_tokens: `[S', C]`, as `tokens`, the last chunk of each document with its tokens moved to the right end.
+        full: every token of the batch is in a chunk.
     """
 
     shape: tuple[int, int]
@@ -63,6 +64,7 @@ class Chunks(NamedTuple):
     partial: list[bool]
     tails: torch.Tensor
     last_tokens: torch.Tensor | None
+    full: bool
 
     @property
     def documents(self) -> int:
@@ -108,7 +110,7 @@ class Chunks(NamedTuple):
         count = self.shape[0] * self.shape[1]
         if self.tokens is None:
             return x.new_empty(count, heads, width)
-        return x.new_zeros(count + 1, heads, width)
+        return (x.new_empty if self.full else x.new_zeros)(count + 1, heads, width)
 
     def finish(self, x: torch.Tensor) -> torch.Tensor:
         """What `empty` made, as `[B, T, heads, width]`."""
@@ -173,11 +175,23 @@ def chunks_of(
     return _of_documents(shape, starts, sizes, largest, tokens_per_segment, device)
 
 
+def later_lanes(shape: tuple[int, int], largest: int, tokens_per_segment: int) -> int:
+    """Of a batch whose rows are documents, the sum of `lanes[0]` over the segments that do not begin a block."""
+    _, steps, total = _share_out(shape, min(largest, shape[1]), tokens_per_segment)
+    return shape[0] * (-(-total // steps) - 1)
+
+
+def _share_out(shape, size: int, tokens_per_segment: int) -> tuple[int, int, int]:
+    """Documents of a block, steps of a segment, and steps of a block."""
+    per_segment = max(1, tokens_per_segment // size)
+    lanes, total = min(shape[0], per_segment), -(-shape[1] // size)
+    # As many in each: batched products share out evenly.
+    return lanes, -(-total // -(-total // (per_segment // lanes))), total
+
+
 def _of_rows(shape, size: int, tokens_per_segment: int, device) -> Chunks:
     batch, length = shape
-    per_segment = max(1, tokens_per_segment // size)
-    lanes, total = min(batch, per_segment), -(-length // size)
-    steps = -(-total // -(-total // (per_segment // lanes)))  # as many in each: batched products share out evenly
+    lanes, steps, total = _share_out(shape, size, tokens_per_segment)
     segments = []
     for block in range(0, batch, lanes):
         side_by_side = min(lanes, batch - block)
@@ -186,7 +200,7 @@ def _of_rows(shape, size: int, tokens_per_segment: int, device) -> Chunks:
             following = side_by_side if step + taken < total else 0
             segments.append(Segment(block, step, 0, (side_by_side,) * taken, following))
     tails = torch.full((batch,), _tail(length, size), device=device)
-    return Chunks(shape, size, lanes, segments, None, None, [], tails, None)
+    return Chunks(shape, size, lanes, segments, None, None, [], tails, None, True)
 
 
 def _of_documents(shape, starts, sizes, largest: int, tokens_per_segment: int, device) -> Chunks:
@@ -219,6 +233,7 @@ def _of_documents(shape, starts, sizes, largest: int, tokens_per_segment: int, d
         beyond[:, -1].tolist(),
         tails.to(device),
         last.to(device),
+        int(sizes.sum()) == none,
     )
 
 

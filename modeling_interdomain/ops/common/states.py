@@ -4,6 +4,7 @@ Shared by the operators that work on chunks. Complex numbers are interleaved pai
 gradients are written out.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -13,16 +14,19 @@ from .decay import as_complex, decay_powers
 
 
 class Workspace(dict):
-    """Named buffers that the segments of one call use in turn."""
+    """Named buffers that the segments of one call use in turn: of each its views by their shapes, the whole by ()."""
 
     def tensor(self, name: str, shape: tuple[int, ...], like: torch.Tensor, zero: bool = False) -> torch.Tensor:
         """Uninitialised; with `zero` it is zeros at first, and then what its last user left in it."""
-        count = 1
-        for n in shape:
-            count *= n
-        if name not in self or self[name].numel() < count:
-            self[name] = like.new_zeros(count) if zero else like.new_empty(count)
-        return self[name][:count].view(shape)
+        views = self.setdefault(name, {})
+        if shape not in views:
+            count = math.prod(shape)
+            whole = views.get(())
+            if whole is None or whole.numel() < count:
+                views.clear()
+                views[()] = whole = like.new_zeros(count) if zero else like.new_empty(count)
+            views[shape] = whole[:count].view(shape)
+        return views[shape]
 
     def product(self, name: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """`a @ b` over a batch."""
@@ -102,7 +106,12 @@ class States:
         x: `[B, T, G, W]`, in the dtype of the tables but for `Bf16States`.
         initial: `[documents, G, 2, M, W]`, or None for zeros.
         ends: whether the final states are wanted.
+
+    Attributes:
+        at_once: whether the inputs of a single document, too, are summed up before its chunks are walked through.
     """
+
+    at_once = False
 
     def __init__(
         self,
@@ -176,19 +185,20 @@ class States:
             before = self.workspace.tensor(f"{self.name} before", self._shape(segment.chunks), inputs)
             first = before[:, : segment.lanes[0]]
             first.zero_() if entry is None else first.copy_(entry)
-        if moving and segment.lanes[0] > 1:
+        if moving and (self.at_once or segment.lanes[0] > 1):
             repeated = self.tables.repeated(segment.chunks)
             added = self.workspace.product("added", inputs.flatten(0, 1).mT, repeated)
             added = added.view(self._shape(segment.chunks))
         self.next_entry = inputs.new_empty(self._shape(segment.following)) if segment.following else None
+        terms, known = (None if x is None else pairs(x) for x in (added, before))
         for index, (start, lanes, following) in enumerate(segment.moves()):
             if not following:
                 break
             last, here = index + 1 == len(segment.lanes), slice(start, start + following)
             after = self.next_entry if last else before[:, start + lanes : start + lanes + following]
             if added is not None and before is not None:
-                across = self.across(segment, here)
-                torch.addcmul(pairs(added[:, here]), across, pairs(before[:, here]), out=pairs(after))
+                into = pairs(after) if last else known[:, start + lanes :][:, :following]
+                torch.addcmul(terms[:, here], self.across(segment, here), known[:, here], out=into)
             elif added is not None:
                 after.copy_(added[:, here])
             elif before is not None:  # a single document, chunk by chunk
@@ -253,15 +263,20 @@ class StateGradients:
         self.initial = None if states.initial is None else torch.zeros_like(states.initial)
         self.next_entry: torch.Tensor | None = None  # the gradient of those with which the segment behind begins
         self.ends = None if final is None else states._by_rank(final)
-        self.starts: list[torch.Tensor | None] = []
-        for segment in chunks.segments:
-            self.starts.append(states.entry(segment))
-            if segment.following or states.ends is not None:
-                states.forward(segment, states.inputs(segment), self.starts[-1])
-            else:
-                states.next_entry = None
+        self.starts = self._entries()
         self._last_inputs = [] if final is None else [self._from_ends(ranks) for ranks in states._ranks()]
         states.ends = None
+
+    def _entries(self) -> list[torch.Tensor | None]:
+        """The states with which segments begin, from a walk that leaves what final states need, too."""
+        states, starts = self.states, []
+        for segment in states.chunks.segments:
+            starts.append(states.entry(segment))
+            if segment.following or states.ends is not None:
+                states.forward(segment, states.inputs(segment), starts[-1])
+            else:
+                states.next_entry = None
+        return starts
 
     def _from_ends(self, ranks: slice) -> torch.Tensor:
         """Take the gradients of final states to the states before the last chunks; returns that of the last inputs."""
@@ -310,19 +325,21 @@ class StateGradients:
     def _walk(self, segment: Segment, grad: torch.Tensor | None, after: torch.Tensor) -> torch.Tensor | None:
         """Fill `after`; returns the gradient of the states with which the segment begins."""
         moves = list(segment.moves())
-        entry = None if grad is None else torch.empty_like(grad[:, : segment.lanes[0]].contiguous())
+        entry = None
+        if grad is not None:
+            entry = torch.empty_like(grad[:, : segment.lanes[0]].contiguous())
+            earlier, later = pairs(grad), pairs(after)
         for index in reversed(range(len(moves))):
             start, lanes, following = moves[index]
             if index + 1 == len(moves) and following:
                 after[:, start : start + following] = self.next_entry
-            after[:, start + following : start + lanes] = 0
+            if following < lanes:
+                after[:, start + following : start + lanes] = 0
             if grad is None:
                 break
             here = slice(start, start + lanes)
-            previous = moves[index - 1][0]
-            into = after[:, previous : previous + lanes] if index else entry
-            across = self.states.across_back(segment, here)
-            torch.addcmul(pairs(grad[:, here]), across, pairs(after[:, here]), out=pairs(into))
+            into = later[:, moves[index - 1][0] :][:, :lanes] if index else pairs(entry)
+            torch.addcmul(earlier[:, here], self.states.across_back(segment, here), later[:, here], out=into)
         return entry
 
     def _sums(self, segment: Segment, inputs: torch.Tensor, before: torch.Tensor | None, after: torch.Tensor) -> None:

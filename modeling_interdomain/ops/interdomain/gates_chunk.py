@@ -8,28 +8,38 @@ read the state before it by exp(c_t).
 The delta rule: the key of token t reads like one more query of its group, before its own token is there. With A the
 weights of its chunk's earlier tokens and r_t what the state S^v before the chunk answers,
 
-    u_t = v_t - delta_t (sum_{j<t} A[t, j] u_j + r_t),   (I + diag(delta) A) U = V - diag(delta) R S^v
+    a_t = sum_{j<t} A[t, j] u_j + r_t,   u_t = v_t - delta_t a_t,   (I + A diag(delta)) a = A V + R S^v
 
-in which A and the readers R need keys and gates alone. The inverses are made for many chunks at once, and applied where
-the walk over the states comes to a chunk. U is kept for the backward pass beside the inputs: there the states are those
-of known values.
+in which A and the readers R need keys and gates alone: the inverses, and what they make of A V and R, are computed for
+many chunks at once, and the walk over the states has one product for the answers a and one for the state. The answers
+are kept for the backward pass beside the inputs: there the states are those of known values.
 """
 
 from typing import Any
 
 import torch
 
-from ..common.chunks import Segment
+from ..common.chunks import Segment, later_lanes
 from ..common.custom_op import differentiable
 from ..common.decay import LEAST
 from ..common.states import final_states
 from ..diagonal.mixing import mixing_gradient
 from .chunk import state_shape
-from .chunk_call import AttentionCall, Gradients, Walked, margins, walk
-from .gates_states import DeltaStateGradients, DeltaStates, GatedStateGradients, GatedStates, TokenGates
+from .chunk_call import AttentionCall, Gradients, Walked, margins, tokens_per_segment, walk
+from .gates_states import (
+    Answering,
+    DeltaStateGradients,
+    DeltaStates,
+    GatedStateGradients,
+    GatedStates,
+    TokenGates,
+    by_group,
+    by_step,
+)
 from .unit_triangular import inverses
 
-# The largest chunk with the delta rule: each token costs a row of queries more, and half of that grows with the chunk.
+# The largest chunk with the delta rule on a CPU: each token costs a row of queries more, and half of that grows with
+# the chunk. On an accelerator launches count instead, some for each chunk.
 _DELTA_CHUNK = 32
 
 
@@ -43,7 +53,7 @@ def gated_chunk_attention(
         log_gate: `[B, T, G]`, None for zeros.
         delta: `[B, T, G]`, None without the delta rule.
     """
-    if delta is not None:
+    if delta is not None and key.device.type == "cpu":
         chunk_size = min(chunk_size, _DELTA_CHUNK)
     if log_gate is None:
         log_gate = key.new_zeros(key.shape[:3])
@@ -60,12 +70,29 @@ class GatedCall(AttentionCall):
     keys: GatedStates
     values: DeltaStates
 
-    def __init__(self, query, key, value, *arguments, log_gate: torch.Tensor, delta: torch.Tensor | None):
+    def __init__(
+        self, query, key, value, *arguments, log_gate: torch.Tensor, delta: torch.Tensor | None, kept: torch.Tensor,
+        answers=None,
+    ):  # fmt: skip
+        self.kept = kept  # for the backward pass, `entries`
+        self.answers: torch.Tensor | None = answers  # `[B, T, G, D]`; where they are known, values are what they write
+        if answers is not None:
+            value = written_values(value, delta, answers)
         super().__init__(query, key, value, *arguments)
         self.gates = self.keys.gates = self.values.gates = TokenGates(log_gate, self.chunks, key.dtype)
         self.queries, self.delta = self.heads * self.size, delta
         if delta is not None:
             self.heads += 1
+
+    def entries(self, kept: torch.Tensor) -> dict[Segment, tuple[torch.Tensor, ...]]:
+        """Where in what is kept, `[n, G, R + D, 2M]`, the states of keys and of values are with which segments begin.
+
+        Each `[G, lanes, W, 2M]`, of the segments that go on from others.
+        """
+        later = [segment for segment in self.chunks.segments if segment.step and kept.numel()]
+        parts = kept.split([segment.lanes[0] for segment in later]) if later else ()
+        widths = [self.keys.x.shape[3], self.values.x.shape[3]]
+        return {segment: part.transpose(0, 1).split(widths, dim=2) for segment, part in zip(later, parts)}
 
     def rows(self, name: str, x: torch.Tensor, segment: Segment) -> torch.Tensor:
         """As before, and with the delta rule room for one head more, `[G N, P C, W]`."""
@@ -133,17 +160,21 @@ class GatedCall(AttentionCall):
         torch.mul(self.by_token(p), self.back, out=self.by_token(out))
         return out.view(-1, self.heads * self.size, p.shape[-1])
 
-    def of_tokens(self, x: torch.Tensor, segment: Segment) -> torch.Tensor:
-        """`[B, T, G]` as `[G N, C, 1]`."""
-        target = self.query.new_empty(self.groups, segment.chunks, 1, self.size, 1)
-        self.chunks.read(x[..., None], segment, target)
-        return target.view(-1, self.size, 1)
+    def of_group(self, x: torch.Tensor, segment: Segment) -> torch.Tensor:
+        """`[B, T, G, W]` as `[G, N, C, W]`."""
+        target = self.workspace.tensor("of group", (self.groups, segment.chunks, 1, self.size, x.shape[3]), self.query)
+        self.chunks.read(x, segment, target)
+        return target[:, :, 0]
 
     def forward(self, final: torch.Tensor | None) -> torch.Tensor:
         """As before; with the delta rule the values are then what was written."""
         output = self.chunks.empty(self.query, self.query.shape[2], self.values.x.shape[3])
-        written = None if self.delta is None else self.chunks.empty(self.values.x, *self.values.x.shape[2:])
+        if self.delta is not None:
+            self.answers = self.chunks.empty(self.values.x, *self.values.x.shape[2:])
+        kept = self.entries(self.kept)
         for segment in self.chunks.segments:
+            for stream, entry in zip((self.keys, self.values), kept.get(segment, ())):
+                entry.copy_(stream.entry(segment))
             keys = walk(self.keys, segment, self.keys.entry(segment))
             rows = self.begin(segment, keys.inputs)
             *_, p = self.pull(rows, *keys, keep=False)
@@ -154,10 +185,10 @@ class GatedCall(AttentionCall):
             if values.before is not None:
                 self.add_left(found, self.workspace.product("output left", reader[:, here], values.before.mT))
             self.write(found, segment, output)
-            if written is not None:
-                self.write(values.inputs, segment, written)
         if self.delta is not None:
-            self.values.x = self.chunks.finish(written)
+            self.answers = self.chunks.finish(self.answers)
+            if final is not None:
+                self.values.x = written_values(self.values.x, self.delta, self.answers)
         self.write_final(final)
         return self.chunks.finish(output)
 
@@ -167,6 +198,9 @@ class GatedCall(AttentionCall):
         return *found, *self.found.finish_gates()
 
     def gradients(self, *arguments) -> Gradients:
+        kept = self.entries(self.kept)
+        for index, stream in enumerate((self.keys, self.values) if kept else ()):
+            stream.entries = [kept[s][index] if s.step else stream.entry(s) for s in self.chunks.segments]
         self.found = GatedGradients(self, *arguments)
         return self.found
 
@@ -176,19 +210,27 @@ class GatedCall(AttentionCall):
         if self.delta is None:
             return walk(self.values, segment, entry)
         values = self.values.inputs(segment)
-        before = self.values.answer(segment, values, entry, *self.answering(segment, weights, reader))
+        answers, before = self.values.answer(segment, values, entry, self.answering(segment, weights, reader))
+        self.chunks.write(answers[:, :, None], segment, self.answers)
         return Walked(values.flatten(0, 1), None if before is None else before.flatten(0, 1))
 
-    def answering(
-        self, segment: Segment, weights: torch.Tensor, reader: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`(I + diag(delta) A)^-1`, `[G, N, C, C]`, and the readers of the states before times delta, `[..., 2M]`."""
-        delta, keys = self.of_tokens(self.delta, segment), slice(self.queries, None)
-        inverse = inverses(weights[:, keys] * delta)
-        if reader is not None:
-            reader = reader[:, keys] * delta.mul_(self.now.before.flatten(0, 1))
-            reader = reader.view(self.groups, -1, *reader.shape[1:])
-        return inverse.unflatten(0, (self.groups, -1)), reader
+    def answering(self, segment: Segment, weights: torch.Tensor, reader: torch.Tensor | None) -> Answering:
+        """From the weights `[G N, P C, C]` and readers `[G N, P C, 2M]` of a segment, of which keys have the last."""
+        delta = by_step(self.of_group(self.delta[..., None], segment))
+        own, readers = (self._of_keys(x) for x in (weights, reader))
+        inverse = inverses(own * delta.mT)
+        if readers is not None:
+            readers = torch.bmm(inverse * by_step(self.now.before).mT, readers)
+        return Answering(delta, own, inverse, readers)
+
+    def _of_keys(self, rows: torch.Tensor | None) -> torch.Tensor | None:
+        """The rows of keys by step, `[N G, C, W]`."""
+        return None if rows is None else by_step(rows[:, self.queries :].unflatten(0, (self.groups, -1)))
+
+
+def written_values(value: torch.Tensor, delta: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
+    """What is written of values `[B, T, G, D]`."""
+    return torch.addcmul(value, delta.to(value.dtype)[..., None], answers, value=-1)
 
 
 class GatedGradients(Gradients):
@@ -253,16 +295,18 @@ class GatedGradients(Gradients):
     def _answers(self, segment: Segment, values: Walked, weights, reader, of_values, of_states, grad) -> None:
         """From the gradient of what was written, so far as outputs tell, to that of the values, in its place."""
         call, own = self.call, slice(self.call.queries, None)
-        written = of_values.unflatten(0, (call.groups, segment.chunks))
-        self.values.of_written(segment, written)
-        self.values.answered = written, *call.answering(segment, weights, reader)
+        shape = call.groups, segment.chunks
+        of_values = of_values.unflatten(0, shape)
+        self.values.of_written(segment, of_values)
+        how, written = call.answering(segment, weights, reader), by_step(of_values)
+        self.values.answered = written, None if how.readers is None else how.readers * how.delta
         self._walked(self.values, segment, *values, of_states)
-        answers = self.workspace.product("output", weights[:, own], values.inputs)
-        if reader is not None:
-            call.add_left(answers, self.workspace.product("output left", reader[:, own], values.before.mT))
-        of_delta = -self._dot(of_values, answers)[:, :, None, :, None]
-        call.chunks.write(of_delta.to(self.delta.dtype), segment, self.delta)
-        torch.mul(of_values, -call.of_tokens(call.delta, segment), out=grad[:, own])
+        of_answers = torch.bmm(how.inverse.mT, written * how.delta)  # what they receive, but for the sign
+        written.baddbmm_(how.weights.mT, of_answers, alpha=-1)
+        of_values.copy_(by_group(written, call.groups))
+        of_delta = -(of_values * call.of_group(call.answers, segment)).sum(-1)
+        call.chunks.write(of_delta[:, :, None, :, None].to(self.delta.dtype), segment, self.delta)
+        torch.neg(by_group(of_answers, call.groups), out=grad[:, own].unflatten(0, shape))
         if reader is not None:
             call.left(grad[:, own], self.grad_left[:, own])
 
@@ -332,31 +376,41 @@ def _forward(
     coefficient_matrix: torch.Tensor | None, initial_state: torch.Tensor | None, log_gate: torch.Tensor,
     delta: torch.Tensor | None, cu_seqlens: torch.Tensor | None, lengths: torch.Tensor | None, product: str,
     chunk_size: int, output_final_state: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    kept = _room_for_entries(query, key, value, log_decay, cu_seqlens, lengths, chunk_size)
     inputs = query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state
     call = GatedCall(
-        *inputs, cu_seqlens, lengths, product, chunk_size, output_final_state, log_gate=log_gate, delta=delta
+        *inputs, cu_seqlens, lengths, product, chunk_size, output_final_state, log_gate=log_gate, delta=delta, kept=kept
     )
     shape = state_shape(query, key, value, log_decay, cu_seqlens)
     final = final_states(log_decay, shape, output_final_state, initial_state)
     output = call.forward(final if output_final_state else None)
-    return output, final, value.new_empty(0) if delta is None else call.values.x
+    return output, final, value.new_empty(0) if delta is None else call.answers, kept
 
 
 def _outputs(query, key, value, log_decay, input_matrix, coefficients, initial_state, log_gate, delta, *rest):
-    cu_seqlens, *_, wanted = rest
+    cu_seqlens, lengths, _, chunk_size, wanted = rest
     output = query.new_empty((*query.shape[:3], value.shape[3]))
     shape = state_shape(query, key, value, log_decay, cu_seqlens) if wanted else (0,)
-    return output, log_decay.new_empty(shape), value.new_empty(0 if delta is None else value.shape)
+    kept = _room_for_entries(query, key, value, log_decay, cu_seqlens, lengths, chunk_size)
+    return output, log_decay.new_empty(shape), value.new_empty(0 if delta is None else value.shape), kept
+
+
+def _room_for_entries(query, key, value, log_decay, cu_seqlens, lengths, chunk_size: int) -> torch.Tensor:
+    """What `GatedCall.entries` takes; empty for documents, which cut segments as they come: they are walked again."""
+    later = 0
+    if cu_seqlens is None and lengths is None:
+        later = later_lanes(query.shape[:2], chunk_size, tokens_per_segment(query, log_decay))
+    return key.new_empty(later, key.shape[2], key.shape[3] + value.shape[3], 2 * log_decay.shape[1])
 
 
 def _backward(inputs, grads, needs):
     query, key, value, *parameters, initial_state, log_gate, delta = inputs[:9]
-    *options, written = inputs[9:]
-    tokens = query, key, value if delta is None else written
+    *options, answers, kept = inputs[9:]
     call = GatedCall(
-        *tokens, *parameters, initial_state, *options[:-1], grads[1] is not None, log_gate=log_gate, delta=delta
-    )
+        query, key, value, *parameters, initial_state, *options[:-1], grads[1] is not None, log_gate=log_gate,
+        delta=delta, kept=kept, answers=None if delta is None else answers,
+    )  # fmt: skip
     *found, mixing, initial, of_gate, of_delta = call.backward(*grads[:2], needs[5])
     of_gate = of_gate.masked_fill_(log_gate < LEAST, 0).to(log_gate.dtype)
     of_delta = None if delta is None else of_delta.to(delta.dtype)
@@ -364,4 +418,4 @@ def _backward(inputs, grads, needs):
     return *found, of_coefficients, initial, of_gate, of_delta
 
 
-_operator = differentiable(__name__, "gated_attention", _forward, _outputs, _backward, count=9, kept=(2,))
+_operator = differentiable(__name__, "gated_attention", _forward, _outputs, _backward, count=9, kept=(2, 3))

@@ -10,11 +10,13 @@ query reads through both passes), and what the last sum of a chunk receives besi
 it. Both are summed chunk by chunk: over a whole sequence they would cancel.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from ..common.chunks import Chunks, Segment
 from ..common.decay import finite
-from ..common.states import Repeated, StateGradients, States, dot, pairs
+from ..common.states import DecayTables, StateGradients, States, dot, pairs
 
 
 class ChunkGates:
@@ -33,6 +35,13 @@ class ChunkGates:
         self.before = self.sums.exp().to(dtype)[..., None]
         self.after = (last - self.sums).exp().to(dtype)[..., None]
         self.across = last.exp().to(dtype)[..., None]
+        self._of_states: dict[bool, torch.Tensor] = {}
+
+    def of_states(self, tables: DecayTables, back: bool = False) -> torch.Tensor:
+        """Complex `[G, N, 1, M]`, the factor of a state across each chunk, with `back` its conjugate."""
+        if back not in self._of_states:
+            self._of_states[back] = (tables.across_back if back else tables.across) * self.across
+        return self._of_states[back]
 
     def within(self) -> torch.Tensor:
         """`[G N, 1, C, C]`: at token t of what token i has written, zero for i > t."""
@@ -68,7 +77,9 @@ class TokenGates:
 class GatedStates(States):
     """`States` of a call with gates, set before anything is asked for."""
 
+    at_once = True
     gates: TokenGates
+    entries: list[torch.Tensor | None] | None = None  # the states with which segments begin, where they are known
     _written: tuple[tuple[int, ...], torch.Tensor] | None = None
 
     def written(self, segment: Segment, inputs: torch.Tensor) -> torch.Tensor:
@@ -79,10 +90,10 @@ class GatedStates(States):
         return self._written[1]
 
     def across(self, segment: Segment, chunks: slice) -> torch.Tensor:
-        return self.tables.across * self.gates.of(segment).across[:, chunks]
+        return self.gates.of(segment).of_states(self.tables)[:, chunks]
 
     def across_back(self, segment: Segment, chunks: slice) -> torch.Tensor:
-        return self.tables.across_back * self.gates.of(segment).across[:, chunks]
+        return self.gates.of(segment).of_states(self.tables, back=True)[:, chunks]
 
     def _last(self, ranks: slice) -> tuple[torch.Tensor, torch.Tensor]:
         last, decay = super()._last(ranks)
@@ -90,65 +101,94 @@ class GatedStates(States):
         return last * gates.after, decay * gates.across
 
 
-class DeltaStates(GatedStates):
-    """Those of values from which what the state answers to their keys is taken before they are written."""
+class Answering(NamedTuple):
+    """What the chunks of a segment need for the delta rule, by step.
 
-    stepped: Repeated | None = None
+    Attributes:
+        delta: `[N G, C, 1]`.
+        weights: `[N G, C, C]`, A: what each earlier token of the chunk has written, in the answer to a key.
+        inverse: `[N G, C, C]`, of I + A diag(delta).
+        readers: `[N G, C, 2M]`, `inverse` times those of the states before the chunks; None where these are zero.
+    """
+
+    delta: torch.Tensor
+    weights: torch.Tensor
+    inverse: torch.Tensor
+    readers: torch.Tensor | None
+
+
+class DeltaStates(GatedStates):
+    """Those of values from which what the state answers to their keys is taken before they are written.
+
+    A walk holds its chunks by step, `[N G, ...]`, so that those of a step lie side by side and few calls take them on.
+    """
 
     def answer(
-        self,
-        segment: Segment,
-        values: torch.Tensor,
-        entry: torch.Tensor | None,
-        inverse: torch.Tensor,
-        readers: torch.Tensor | None,
-    ) -> torch.Tensor | None:
+        self, segment: Segment, values: torch.Tensor, entry: torch.Tensor | None, how: Answering
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`forward` of what values write, each chunk when the state before it is known.
 
         Args:
             values: `[G, N, C, W]`, overwritten with what they write.
-            inverse: `[G, N, C, C]`, of I + diag(delta) A.
-            readers: `[G, N, C, 2M]`, times delta, of the states before the chunks; None where all are zero.
 
         Returns:
-            The states before the chunks, as `forward`.
+            What the state answers to the keys, `[G, N, C, W]`, and the states before the chunks, as `forward`.
         """
-        before = None
-        if entry is not None or len(segment.lanes) > 1:
-            before = self.workspace.tensor(f"{self.name} before", self._shape(segment.chunks), values)
-            first = before[:, : segment.lanes[0]]
-            first.zero_() if entry is None else first.copy_(entry)
-        self.next_entry = values.new_empty(self._shape(segment.following)) if segment.following else None
-        for index, (start, lanes, following) in enumerate(segment.moves()):
-            here = slice(start, start + lanes)
-            lacking = rows_of(values, here)
-            if before is not None and readers is not None and (index or entry is not None):
-                lacking = lacking - torch.bmm(rows_of(readers, here), rows_of(before, here).mT)
-            values[:, here] = torch.bmm(rows_of(inverse, here), lacking).view(values[:, here].shape)
-            if not following:
-                break
-            here = slice(start, start + following)
-            after = self.next_entry if index + 1 == len(segment.lanes) else before[:, start + lanes :][:, :following]
-            written = values[:, here] * self.gates.of(segment).after[:, here]
-            added = torch.bmm(written.flatten(0, 1).mT, self._table(following)).view(after.shape)
-            if before is None:
-                after.copy_(added)
-            else:
-                torch.addcmul(pairs(added), self.across(segment, here), pairs(before[:, here]), out=pairs(after))
-        if before is not None:
-            self.keep_ends(segment, before)
-        return before
+        groups, count = self.x.shape[2], self.x.shape[2] * segment.chunks
+        written, states = by_step(values), self._steps(segment, entry)
+        answers = torch.bmm(how.inverse, torch.bmm(how.weights, written))
+        writes, replies, delta, table, across, before = (
+            steps_of(x, segment)
+            for x in (
+                written, answers, how.delta, self.table_left(segment),
+                by_step(self.across(segment, slice(None))), states[:count],
+            )
+        )  # fmt: skip
+        readers = None if how.readers is None else steps_of(how.readers, segment)
+        for step, after in enumerate((*before[1:], states[count:])):
+            if readers is not None:
+                replies[step].baddbmm_(readers[step], before[step].mT)
+            writes[step].addcmul_(delta[step], replies[step], value=-1)
+            going = after.shape[0]
+            if going:
+                torch.mul(pairs(before[step][:going]), across[step][:going], out=pairs(after))
+                after.baddbmm_(writes[step][:going].mT, table[step][:going])
+        values.copy_(by_group(written, groups))
+        self.next_entry = by_group(states[count:], groups).contiguous() if segment.following else None
+        if readers is None:
+            return by_group(answers, groups), None
+        found = self.workspace.tensor(f"{self.name} before", self._shape(segment.chunks), values)
+        self.keep_ends(segment, found.copy_(by_group(states[:count], groups)))
+        return by_group(answers, groups), found
 
-    def _table(self, count: int) -> torch.Tensor:
-        if self.stepped is None:
-            self.stepped = Repeated(self.tables.table)
-        return self.stepped(count)
+    def _steps(self, segment: Segment, entry: torch.Tensor | None) -> torch.Tensor:
+        """Room for the states before the chunks of a segment, by step, and behind it; the first ones are there."""
+        groups, _, width, modes = self._shape(0)
+        shape = groups * (segment.chunks + segment.following), width, modes
+        states = self.workspace.tensor(f"{self.name} by step", shape, self.x)
+        first = states[: groups * segment.lanes[0]]
+        first.zero_() if entry is None else by_group(first, groups).copy_(entry)
+        return states
+
+    def table_left(self, segment: Segment) -> torch.Tensor:
+        """The table of each chunk of a segment with what gates leave of its tokens after it, `[N G, C, 2M]`."""
+        after = by_step(self.gates.of(segment).after).view(segment.chunks, -1, self.chunks.size, 1)
+        return (after * self.tables.table).flatten(0, 1)
 
 
-def rows_of(x: torch.Tensor, chunks: slice) -> torch.Tensor:
-    """Some chunks of `[G, N, ...]` as `[G n, ...]`; a copy where there are several."""
-    x = x[:, chunks]
-    return x[:, 0] if x.shape[1] == 1 else x.flatten(0, 1)
+def by_step(x: torch.Tensor) -> torch.Tensor:
+    """A copy `[N G, ...]` of `[G, N, ...]`."""
+    return x.transpose(0, 1).clone(memory_format=torch.contiguous_format).flatten(0, 1)
+
+
+def by_group(x: torch.Tensor, groups: int) -> torch.Tensor:
+    """The inverse, a view."""
+    return x.unflatten(0, (-1, groups)).transpose(0, 1)
+
+
+def steps_of(x: torch.Tensor, segment: Segment) -> tuple[torch.Tensor, ...]:
+    """The steps of `[N G, ...]`, views."""
+    return x.split([x.shape[0] // segment.chunks * lanes for lanes in segment.lanes])
 
 
 class GatedStateGradients(StateGradients):
@@ -164,6 +204,10 @@ class GatedStateGradients(StateGradients):
         self.of_across: torch.Tensor | None = None
         self._last_gates: list[torch.Tensor] = []
         super().__init__(states, final)
+
+    def _entries(self) -> list[torch.Tensor | None]:
+        known = self.states.entries
+        return super()._entries() if known is None or self.states.ends is not None else known
 
     def _from_ends(self, ranks: slice) -> torch.Tensor:
         last, decay = self.states._last(ranks)
@@ -215,8 +259,8 @@ class DeltaStateGradients(GatedStateGradients):
     """The same of `DeltaStates`, whose inputs are what has been written."""
 
     states: DeltaStates
-    # Gradients of what was written, `inverse` and `readers` of the segment that is walked.
-    answered: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+    # Of the segment that is walked, by step: gradients of what was written, and delta times `readers`.
+    answered: tuple[torch.Tensor, torch.Tensor | None]
 
     def __init__(self, states: DeltaStates, final: torch.Tensor | None):
         super().__init__(states, final)
@@ -240,36 +284,33 @@ class DeltaStateGradients(GatedStateGradients):
     def backward(
         self, segment: Segment, inputs: torch.Tensor, before: torch.Tensor | None, grad: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """As that of `StateGradients`; the gradients of what was written, in `answered`, become those of the values."""
-        if not segment.following and len(segment.lanes) == 1:
-            self._solve(slice(0, segment.chunks), grad)
+        """As that of `StateGradients`; adds to the gradients of what was written those through the states."""
+        if grad is not None and not segment.following and len(segment.lanes) == 1:
+            written, readers = self.answered
+            grad -= by_group(torch.bmm(written.mT, readers), grad.shape[0])
         return super().backward(segment, inputs, before, grad)
 
-    def _solve(self, here: slice, of_before: torch.Tensor | None) -> None:
-        """Take the gradients of some chunks back through the solve, and to the states that they have read."""
-        written, inverse, readers = self.answered
-        found = torch.bmm(rows_of(inverse, here).mT, rows_of(written, here))
-        written[:, here] = found.view(written[:, here].shape)
-        if of_before is not None and readers is not None:
-            of_before -= torch.bmm(found.mT, rows_of(readers, here)).view(of_before.shape)
-
     def _walk(self, segment: Segment, grad: torch.Tensor | None, after: torch.Tensor) -> torch.Tensor | None:
-        written, gates = self.answered[0], self.states.gates.of(segment)
-        moves = list(segment.moves())
-        entry = None if grad is None else torch.empty_like(grad[:, : segment.lanes[0]].contiguous())
-        for index in reversed(range(len(moves))):
-            start, lanes, following = moves[index]
-            here = slice(start, start + lanes)
-            if index + 1 == len(moves) and following:
-                after[:, start : start + following] = self.next_entry
-            after[:, start + following : start + lanes] = 0
-            if following:
-                through = torch.bmm(self.states._table(lanes), rows_of(after, here).mT)
-                written[:, here].addcmul_(through.view(written[:, here].shape), gates.after[:, here])
-            into = None
-            if grad is not None:
-                into = after[:, moves[index - 1][0] :][:, :lanes] if index else entry
-                across = self.states.across_back(segment, here)
-                torch.addcmul(pairs(grad[:, here]), across, pairs(after[:, here]), out=pairs(into))
-            self._solve(here, into)
-        return entry
+        written, readers = self.answered
+        groups = after.shape[0]
+        found = self.workspace.tensor("grad after by step", (written.shape[0], *after.shape[2:]), after)
+        writes, later, table = (steps_of(x, segment) for x in (written, found, self.states.table_left(segment)))
+        reads = entry = None
+        if grad is not None:
+            entry = grad.new_empty(groups * segment.lanes[0], *grad.shape[2:])
+            across = steps_of(by_step(self.states.across_back(segment, slice(None))), segment)
+            earlier, reads = steps_of(by_step(grad), segment), steps_of(readers, segment)
+        for step in reversed(range(len(later))):
+            last = step + 1 == len(later)
+            going = groups * (segment.following if last else segment.lanes[step + 1])
+            later[step][going:] = 0
+            if going:
+                if last:
+                    by_group(later[step][:going], groups).copy_(self.next_entry)
+                writes[step][:going].baddbmm_(table[step][:going], later[step][:going].mT)
+            if reads is not None:
+                into = later[step - 1][: later[step].shape[0]] if step else entry
+                torch.addcmul(pairs(earlier[step]), across[step], pairs(later[step]), out=pairs(into))
+                into.baddbmm_(writes[step].mT, reads[step], alpha=-1)
+        after.copy_(by_group(found, groups))
+        return None if entry is None else by_group(entry, groups)

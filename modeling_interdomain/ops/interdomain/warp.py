@@ -22,9 +22,9 @@ from ..common.packing import mask_from_lengths, zero_pads
 from ..diagonal.step import StepTables, grouped_coefficients, transition_tables
 from .chunk import state_shape
 from .entry import check_inputs
-from .gates import DELTA_BACKENDS
 from .readout import pull_back
 
+_BACKENDS = ("auto", "recurrent", "chunk")
 _CHUNK, _LEAST = 16, -40.0
 
 
@@ -44,7 +44,7 @@ def warped_attention(
     """
     check_inputs((query, key, value), log_decay, input_matrix, coefficient_matrix, product)
     cu_seqlens, lengths = check_documents(cu_seqlens, lengths, query)
-    check_how(backend, DELTA_BACKENDS, chunk_size)
+    check_how(backend, _BACKENDS, chunk_size)
     check_tensors(("key", key, "B, T, G, R"), ("time_step", time_step, "B, T, G"))
     if values_at_hand(time_step) and not bool(((time_step >= 0) & time_step.isfinite()).all()):
         raise ValueError("time_step must be finite and at least 0: time stands still or moves on.")
