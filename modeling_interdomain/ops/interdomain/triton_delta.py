@@ -15,12 +15,13 @@ of any head. That of delta is a product that the kernels leave for the gates of 
 over d: for what is read is linear in the reader. A delta of 0 counts as 1e-20.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 
 from ..common.custom_op import differentiable
 from ..common.launch import interpreted, on_device, tl, triton, tuned
 from ..common.tiles import dot, load_tokens, locate, narrow, store_tokens
-from ..diagonal.triton_states import KeyGradients
 from ..diagonal.triton_tables import KernelTables, Parameters, Partial, table_gradients
 from ..diagonal.triton_tiles import left_before, load_left
 from .triton import (
@@ -37,6 +38,16 @@ from .triton import (
 )
 from .triton_attend import ChunkStates, Operands, load_readers, store_modes, stored_weights
 from .triton_gates import find_gate_gradients, not_zero, with_gates, with_products
+
+
+class KeyGradients(NamedTuple):
+    """What keys that read like one more head of their group give: `tokens` and `states` like `ChunkGradients`, and what
+    they receive as such, `rows` `[tokens, groups, width]`.
+    """
+
+    tokens: Any
+    states: Any
+    rows: Any
 
 
 @triton.jit
