@@ -268,6 +268,27 @@ def test_larger_heads(shape, kind):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("worker", range(4))
+@pytest.mark.parametrize("kind", ["plain", "gates", "all"])
+def test_the_heads_of_the_large_models_in_bfloat16(kind, worker):
+    """On a GPU each worker of pytest compiles another configuration of a kernel, see conftest.py."""
+    if worker and not on_gpu:
+        pytest.skip("The interpreter has one configuration.")
+    names = KINDS.get(kind, ())
+    arguments = gated((1, 150, 2, 1, 64, 64, 64), names, decay=0.05)
+    low = {
+        k: x.detach().to(torch.bfloat16 if k in ("query", "key", "value") else torch.float32)
+        for k, x in arguments.items()
+    }
+    expected = everything(cast(low, torch.float64), product="hermitian", backend="recurrent")
+    low = {k: x.to(DEVICE).requires_grad_() for k, x in low.items()}
+    found = {k: x.cpu() for k, x in everything(low, product="hermitian", backend="triton").items()}
+    of_sums = {name for name in expected if name.endswith(("log_decay", "log_gate", "delta"))}
+    assert_close(found, {name: x for name, x in expected.items() if name not in of_sums}, 2e-2)
+    assert_close(found, {name: expected[name] for name in of_sums}, 4e-2)
+
+
+@pytest.mark.slow
 def test_gates_go_with_the_normalised_readout():
     arguments = gated((1, 20, 4, 2, 5, 7, 6), KINDS["gates"], normalize=True, seed=3)
     # Where a denominator comes near zero the quotient is steep: 1e-3 is what float32 leaves of it.
