@@ -75,13 +75,13 @@ def unit_inverse(x, d, start, length, stride, C: tl.constexpr, PRECISION: tl.con
 
 @triton.jit(do_not_specialize=["count", "per_row", "row_length"])
 def solve(
-    mixed, delta, value, readers, inverse, solved, tables, gates, documents, count, per_row, row_length, groups,
+    mixed, delta, value, reads, inverse, solved, tables, gates, documents, count, per_row, row_length, groups,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, SIZES: tl.constexpr, SKEWED: tl.constexpr, PRECISION: tl.constexpr,
     PACKED: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """W and T of every chunk, and `T V` of a value `[tokens, groups, WIDTH]`, or None; grid [chunks, groups].
 
-    mixed: of the keys, `[tokens, groups, 2, M]`, see `mix`; delta: `[tokens, groups]`; written: readers like `mixed`,
+    mixed: of the keys, `[tokens, groups, 2, M]`, see `mix`; delta: `[tokens, groups]`; written: reads like `mixed`,
     inverse `[tokens, groups, C]`, and `solved` like `value`.
     """
     C: tl.constexpr = SIZES.C
@@ -113,7 +113,7 @@ def solve(
             e_im = left_before(e_im.to(tl.float32) * d[:, None], left)
             e_re = dot(t, e_re, tl.zeros([C, BM], tl.float32), MATH)
             e_im = dot(t, e_im, tl.zeros([C, BM], tl.float32), MATH)
-            store_modes(readers + group * 2 * M, e_re, e_im, start, length, stride, m, C, M, BM, MATH)
+            store_modes(reads + group * 2 * M, e_re, e_im, start, length, stride, m, C, M, BM, MATH)
         if solved is not None:
             for column in tl.range(0, PADDED, BD, num_stages=1, loop_unroll_factor=1):
                 x = load_tokens(value + group * WIDTH, start, length, column, groups * WIDTH, WIDTH, C, BD)
