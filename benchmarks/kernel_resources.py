@@ -333,7 +333,7 @@ def compiled(problem: str, index: int, target_name: str, warps: int, stages: int
     for name in ("SKEWED", "REVERSE", "STRICT"):
         if arguments.get(name):
             row["kernel"] += f", {name.lower()}"
-    for name in ("slots", "readers", "others"):
+    for name in ("slots", "readers"):
         if arguments.get(name) is not None:
             row["kernel"] += f", {name}"
     if "EDGE" in arguments and arguments["SIZES"].FEW and not arguments["SKEWED"]:
