@@ -333,11 +333,12 @@ def compiled(problem: str, index: int, target_name: str, warps: int, stages: int
     if target.backend == "hip" and "MATH" in arguments:
         arguments = arguments | {"MATH": arguments["MATH"]._replace(PRECISION="ieee")}
     row = {"problem": problem, "kernel": kernel.__name__, "target": target_name, "warps": warps, "stages": stages}
-    for name in ("SKEWED", "REVERSE"):
+    for name in ("SKEWED", "REVERSE", "STRICT"):
         if arguments.get(name):
             row["kernel"] += f", {name.lower()}"
-    if arguments.get("slots") is not None:
-        row["kernel"] += ", slots"
+    for name in ("slots", "readers"):
+        if arguments.get(name) is not None:
+            row["kernel"] += f", {name}"
     if "EDGE" in arguments and arguments["SIZES"].FEW and not arguments["SKEWED"]:
         row["kernel"] += f", tiles of {arguments['EDGE']}"
     built = triton.compile(source(kernel, arguments), target=target, options={"num_warps": warps, "num_stages": stages})
