@@ -9,10 +9,12 @@ python -m benchmarks --readme           write the tables of the pages from the r
 
 import argparse
 import importlib
+import math
+from pathlib import Path
 
 import torch
 
-from benchmarks import harness, readme
+from benchmarks import gpu, harness, readme
 
 CPU = (
     "operator_cpu",
@@ -33,6 +35,7 @@ GPU = ("operator_gpu", "decode_gpu", "prefill_memory_gpu", "training_gpu")
 TABLES = (
     *CPU,
     *GPU,
+    "linearise_speed",
     "prompt_reuse_cpu",
     "operator_before",
     "models_before",
@@ -50,6 +53,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny sizes, nothing written")
     parser.add_argument("--only", help="of a GPU table, the cases that match this regular expression")
     parser.add_argument("--resume", action="store_true", help="of a GPU table, only what this GPU and commit lack")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of a GPU table, the longest for one case")
+    parser.add_argument(
+        "--after", type=Path, help="of a GPU table, compile all and measure as soon as this file is there"
+    )
     parser.add_argument("--readme", action="store_true", help="write the tables of the pages and stop")
     arguments = parser.parse_args()
     unknown = sorted(set(arguments.tables) - set(TABLES))
@@ -58,10 +65,10 @@ def main() -> None:
     if arguments.readme:
         readme.update()
         return
-    some = {"only": arguments.only, "resume": arguments.resume}
+    choice = gpu.Choice(arguments.only, arguments.resume, arguments.seconds, arguments.after)
     for name in arguments.tables or (GPU if torch.cuda.is_available() else CPU):
         module = importlib.import_module(f"benchmarks.{name}")
-        record = module.run(arguments.quick, **(some if name in GPU else {}))
+        record = module.run(arguments.quick, *([choice] if name in GPU else []))
         if arguments.quick:
             record["machine"] = harness.machine()
         else:

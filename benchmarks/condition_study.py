@@ -140,11 +140,14 @@ def train_and_measure(
     return row | measure(model, data, training["sequence_length"])
 
 
-def measure(model: InterdomainForCausalLM, data: dict, length: int) -> dict:
-    """Numbers of the state, nats a token and bits a byte on the held-out texts, nats at longer lengths."""
+def measure(model: InterdomainForCausalLM, data: dict, length: int, at_once: int = 2048) -> dict:
+    """Numbers of the state, nats a token and bits a byte on the held-out texts, nats at longer lengths.
+
+    `at_once` tokens are read in a forward, or a window where that is longer.
+    """
 
     def loss(tokens: torch.Tensor, length: int) -> float:
-        return mean_nll(model, tokens, length, max(1, 2048 // length))
+        return mean_nll(model, tokens, length, max(1, at_once // length))
 
     row: dict = {"state": sum(model.config.state_sizes(length).values())}
     row["validation"] = {key: loss(tokens, length) for key, tokens in data["validation"].items()}

@@ -1,30 +1,45 @@
 """How strong is the recurrence? Interdomain and its gates beside what others would choose, in language and in recall.
 
 Every model has as many parameters as Interdomain without gates, by the width of its feed-forward layers, and every
-fixed state as many numbers. Language is that of `condition_study`: the same texts, tokens, batches and optimiser, three
-learning rates with the first seed, more where the best lies at an end, and the other seed at the best. Its runs of
-Interdomain and S4D-only are read from there. Recall is that of `recall_study` (`mqar`), and two tasks beside it:
+fixed state as many numbers. Language is asked at three sizes, each with the texts and the optimiser of the study it is
+named after; three learning rates with the first seed, more where the best lies at an end, and the other seed:
+
+- 1.4M, `condition_study`, whose runs of Interdomain and S4D-only are read from there;
+- 3M, `larger_study`: bfloat16 products (autocast), 8M tokens;
+- 12M: 30M tokens of a vocabulary of 8,192, 32,768 of them a step, at the rate that was best at 1.4M, and a second seed
+  of the two conditions that are closest.
+
+Recall is that of `recall_study` (`mqar`), and two tasks beside it; as there, more than 128 tokens begin with shorter:
 
 - overwritten: every key is written twice, among the others, and the last value is right;
 - copying: tokens stand at any places among empty ones, and are to be repeated in their order (selective copying,
   arXiv 2312.00752).
 
+Runs that differ in rate and seed alone are trained side by side (`side_by_side`), by several processes at once.
+
     python -m benchmarks.core_study --data ../shared/data    # all runs that results/core_study.json does not hold yet
+    python -m benchmarks.core_study --data ../shared/data --device cuda --processes 8 --minutes 7
     python -m benchmarks.core_study --table                  # the tables as markdown
 """
 
 import functools
 import itertools
+import lzma
 import math
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch.nn import functional as F
 
-from benchmarks import condition_study, peers, recall_study, studies
-from benchmarks.harness import RESULTS, footnote, markdown
+from benchmarks import condition_study, larger_study, peers, recall_study, studies
+from benchmarks.harness import RESULTS, footnote, machine, markdown
+from benchmarks.side_by_side import SideBySide, run_steps
 from examples.recall import Pairs
+from examples.text_data import encode, gather_documents, num_bytes, random_batches, train_tokenizer
+from examples.training import next_token_loss, with_layer_loss
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
 
 FILE = RESULTS / "core_study.json"
@@ -40,13 +55,51 @@ CONDITIONS = {
     "Mamba-2": MAMBA2,
     "S4D-only": {"token_mixers": "s4d", "start": "recall"},
     "softmax, convolution": peers.SOFTMAX_CONVOLUTION,
+    "Interdomain, warp": PLAIN | {"gates": "warp"},
 }
 # What `condition_study` has run of them, with as many parameters and the same texts.
 KNOWN = {"Interdomain": "interdomain-norope, recall", "S4D-only": "s4d, recall"}
-LANGUAGE = "language"
+REFERENCE = "Interdomain"
+
+
+class Size(NamedTuple):
+    """Models of a size, and how they are trained."""
+
+    shape: dict
+    training: dict
+
+
+LANGUAGE, LARGER, LARGE = "language", "language, 3M", "language, 12M"
+WORDS = {LANGUAGE: "1.4M", LARGER: "3M", LARGE: "12M"}
+LARGE_SHAPE = condition_study.SHAPE | {
+    "vocab_size": 8192,
+    "hidden_size": 320,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 10,
+}
+LARGE_TRAINING = {"steps": 915, "batch_size": 64, "sequence_length": 512, "autocast": "bfloat16"}
+SIZES = {
+    LANGUAGE: Size(condition_study.SHAPE, condition_study.TRAINING),
+    LARGER: Size(larger_study.SHAPE, {k: v for k, v in larger_study.TRAINING.items() if k != "compiled"}),
+    LARGE: Size(LARGE_SHAPE, LARGE_TRAINING),
+}
+# At the largest size; that which takes longest first.
+LARGE_CONDITIONS = (
+    "Gated DeltaNet",
+    "Interdomain, gates and delta rule",
+    "softmax, convolution",
+    "Interdomain, gates",
+    "Interdomain",
+)
+LARGE_SHARDS = {"wiki": 3, "books": 2}  # of ../shared/data/corpus: 100 MB of text, of which windows are drawn
+LARGE_CACHE = Path("runs/core_study/large.pt")
+FIRST = ("Interdomain", "Interdomain, gates", "Interdomain, gates and delta rule", "Gated DeltaNet")
+REST = ("Gated DeltaNet, steps as Mamba-2's", "Mamba-2", "S4D-only", "softmax, convolution")
+MORE_SEEDS = (2, 3, 4, 5)  # of those at 1.4M, since Gated DeltaNet depends much on how its decays are drawn
+
 RECALL = ("recall", "overwritten", "copying")
 SETTINGS = ((8, 64), (16, 128), (32, 256), (64, 512))  # pairs or copied tokens, and tokens
-REFERENCE = "Interdomain"
+AT_ONCE = 32_768  # tokens read in a forward on a GPU where nothing is learned
 
 
 def fields_of(condition: str, shape: dict) -> dict:
@@ -56,9 +109,11 @@ def fields_of(condition: str, shape: dict) -> dict:
     return fields | {"intermediate_size": peers.equal_width(fields, wanted)}
 
 
-def language_item(condition: str, learning_rate: float = condition_study.LEARNING_RATES[0], seed: int = 0) -> dict:
+def language_item(
+    condition: str, learning_rate: float = condition_study.LEARNING_RATES[0], seed: int = 0, task: str = LANGUAGE
+) -> dict:
     """What tells a run of the language study from the others."""
-    return {"task": LANGUAGE, "condition": condition, "learning_rate": learning_rate, "seed": seed}
+    return {"task": task, "condition": condition, "learning_rate": learning_rate, "seed": seed}
 
 
 def recall_item(
@@ -69,68 +124,282 @@ def recall_item(
     seed: int = 0,
 ) -> dict:
     """What tells a run of a recall task from the others."""
-    return language_item(condition, learning_rate, seed) | {"task": task, "pairs": setting[0], "length": setting[1]}
+    return language_item(condition, learning_rate, seed, task) | {"pairs": setting[0], "length": setting[1]}
 
 
-def plan(runs: list[dict]) -> Iterator[dict]:
-    """Language first: Gated DeltaNet and gates, one rate of all, the others, then the second seed at the best.
+def kind(item: dict) -> tuple:
+    """What runs must have in common to be trained side by side."""
+    return tuple(item.get(name) for name in ("task", "condition", "pairs", "length"))
 
-    Then recall, the shortest first.
+
+def plan(runs: list[dict], shorter: list[dict]) -> Iterator[dict]:
+    """Language at 1.4M, what the question is about at 3M, 12M, recall, the others at 3M, and longer recall.
+
+    `shorter` are the runs of `condition_study`.
     """
-    known = [name for name in CONDITIONS if name not in KNOWN]
-    yield from (language_item("Gated DeltaNet", rate) for rate in condition_study.LEARNING_RATES)
-    yield from (language_item("Interdomain, gates", seed=seed) for seed in condition_study.SEEDS)
-    for rate in condition_study.LEARNING_RATES:
-        yield from (language_item(name, rate) for name in known)
-    language = [row for row in runs if row["task"] == LANGUAGE]
-    for name in known:
-        if (rate := condition_study.rate_beyond(condition_study.tried_rates(language, name))) is not None:
-            yield language_item(name, rate)
-    for name in known:
-        if (rate := condition_study.best_rate(language, name)) is not None:
-            yield from (language_item(name, rate, seed) for seed in condition_study.SEEDS)
-    for task, rate in itertools.product(RECALL, recall_study.LEARNING_RATES):
-        yield from (recall_item(name, task, learning_rate=rate) for name in CONDITIONS)
-    for task, setting in itertools.product(RECALL, SETTINGS):
-        for name in CONDITIONS:
-            if (rate := best_recall_rate(runs, name, task)) is not None:
-                yield from (recall_item(name, task, setting, rate, seed) for seed in condition_study.SEEDS)
+    small = [row for row in runs if row["task"] == LANGUAGE] + known_runs(shorter)
+    best = {name: condition_study.best_rate(small, name) for name in CONDITIONS}
+    yield from language_plan(runs, LANGUAGE, [name for name in CONDITIONS if name not in KNOWN])
+    yield from language_plan(runs, LARGER, FIRST)
+    yield from large_plan(runs, best)
+    for name in FIRST:
+        if best[name] is not None:
+            yield from (language_item(name, best[name], seed) for seed in MORE_SEEDS)
+    yield from recall_plan(runs, SETTINGS[:1])
+    for name in REST:
+        if best[name] is not None:
+            yield from (language_item(name, best[name], seed, LARGER) for seed in condition_study.SEEDS)
+    yield from recall_plan(runs, SETTINGS[1:])
+    yield from language_plan(runs, LARGER, REST)
 
 
-def best_recall_rate(runs: list[dict], name: str, task: str) -> float | None:
-    """That with the fewest errors at the shortest length, once all rates are tried."""
-    tried = {rate: rows for rate in recall_study.LEARNING_RATES if (rows := _recall_rows(runs, name, task, rate))}
-    if len(tried) < len(recall_study.LEARNING_RATES):
+def language_plan(runs: list[dict], task: str, names: list[str] | tuple[str, ...]) -> Iterator[dict]:
+    """All rates with the first seed, more where the best lies at an end, then the other seeds at the best."""
+    found = [row for row in runs if row["task"] == task]
+    for name, rate in itertools.product(names, condition_study.LEARNING_RATES):
+        yield language_item(name, rate, task=task)
+    for name in names:
+        if (rate := condition_study.rate_beyond(condition_study.tried_rates(found, name))) is not None:
+            yield language_item(name, rate, task=task)
+    for name in names:
+        if (rate := condition_study.best_rate(found, name)) is not None:
+            yield from (language_item(name, rate, seed, task) for seed in condition_study.SEEDS)
+
+
+def large_plan(runs: list[dict], best: dict[str, float | None]) -> Iterator[dict]:
+    """Each condition at the rate that was best at 1.4M, then another seed of the two that are closest."""
+    rates = {name: best[name] for name in LARGE_CONDITIONS if best[name] is not None}
+    for name, rate in rates.items():
+        yield language_item(name, rate, task=LARGE)
+    first = {row["condition"]: condition_study.score(row) for row in runs if row["task"] == LARGE and row["seed"] == 0}
+    if len(first) == len(LARGE_CONDITIONS):
+        order = sorted(first, key=lambda name: first[name])
+        closest = min(zip(order, order[1:]), key=lambda pair: first[pair[1]] - first[pair[0]])
+        yield from (language_item(name, rates[name], condition_study.SEEDS[1], LARGE) for name in closest)
+
+
+def recall_plan(runs: list[dict], settings: tuple[tuple[int, int], ...]) -> Iterator[dict]:
+    """At the shortest setting all rates and seeds, at the others those rates that are the best of the one before."""
+    for setting, task, name in itertools.product(settings, RECALL, (*FIRST, *REST)):
+        rates = recall_study.LEARNING_RATES
+        if setting != SETTINGS[0]:
+            before = SETTINGS[SETTINGS.index(setting) - 1]
+            rate = best_recall_rate(runs, name, task, before)
+            rates = () if rate is None else (rate,)
+        for seed, rate in itertools.product(condition_study.SEEDS, rates):
+            yield recall_item(name, task, setting, rate, seed)
+
+
+def best_recall_rate(runs: list[dict], name: str, task: str, setting: tuple[int, int] = SETTINGS[0]) -> float | None:
+    """That with the fewest errors in the mean of its seeds; at the shortest length once all rates are tried."""
+    tried = recall_rates(runs, name, task, setting)
+    if not tried or (setting == SETTINGS[0] and len(tried) < len(recall_study.LEARNING_RATES)):
         return None
-    return min(tried, key=lambda rate: (1 - tried[rate][0]["accuracy"], tried[rate][0]["loss"]))
+    return next(iter(tried))
 
 
-def _recall_rows(runs: list[dict], name: str, task: str, rate: float, setting=SETTINGS[0]) -> list[dict]:
-    wanted = recall_item(name, task, setting, rate)
-    del wanted["seed"]
-    return sorted((row for row in runs if wanted.items() <= row.items()), key=lambda row: row["seed"])
+def recall_rates(runs: list[dict], name: str, task: str, setting: tuple[int, int]) -> dict[float, list[dict]]:
+    """The runs of all seeds by learning rate, the rate with the fewest errors first."""
+    wanted = recall_item(name, task, setting)
+    del wanted["seed"], wanted["learning_rate"]
+    found = sorted((row for row in runs if wanted.items() <= row.items()), key=lambda row: row["seed"])
+    rates = {rate: [row for row in found if row["learning_rate"] == rate] for rate in recall_study.LEARNING_RATES}
+
+    def errors(rate: float) -> tuple[float, float]:
+        rows = rates[rate]
+        return 1 - statistics.mean(row["accuracy"] for row in rows), statistics.mean(row["loss"] for row in rows)
+
+    return {rate: rates[rate] for rate in sorted(filter(rates.__getitem__, rates), key=errors)}
 
 
-def run_condition(task: str, data: Path | dict, training: dict = condition_study.TRAINING, **item) -> dict:
-    """Train one condition on a task and measure it; `data` are the texts, or the folder of them."""
-    if task != LANGUAGE:
-        return run_recall(task, **item)
-    texts = condition_study.prepare(data) if isinstance(data, Path) else data
-    config = InterdomainConfig(**fields_of(item.pop("condition"), condition_study.SHAPE))
-    return condition_study.train_and_measure(config, **item, data=texts, training=training)
+def prepare_large(data: Path) -> dict:
+    """The tokens of the largest size, as `condition_study.prepare` has them; kept in `runs/`."""
+    if LARGE_CACHE.exists():
+        return torch.load(LARGE_CACHE)
+    tokenizer = train_tokenizer(condition_study.training_documents(data), LARGE_SHAPE["vocab_size"])
+    texts = {
+        folder.name: gather_documents([str(folder / "validation.parquet")], max_bytes=400_000)
+        for folder in condition_study.corpora_of(data)
+    }
+    with lzma.open(data / "wikitext-2" / "wiki.test.raw.xz", "rt", encoding="utf-8") as file:
+        texts["wikitext-2"] = [file.read(400_000)]
+    long = gather_documents([str(data / "longdocs" / "test.parquet")], max_bytes=2_000_000)
+    files = [data / "corpus" / name / f"train-{i:03}.parquet" for name, n in LARGE_SHARDS.items() for i in range(n)]
+    parts = [
+        encode(tokenizer, gather_documents([str(file)], max_bytes=21_000_000))[i > 0 :] for i, file in enumerate(files)
+    ]
+    prepared = {
+        "train": torch.cat(parts).int(),
+        "validation": {name: encode(tokenizer, text) for name, text in texts.items()},
+        "bytes": {name: sum(map(num_bytes, text)) for name, text in texts.items()},
+        "long": encode(tokenizer, long),
+    }
+    LARGE_CACHE.parent.mkdir(exist_ok=True, parents=True)
+    torch.save(prepared, LARGE_CACHE)
+    return prepared
 
 
-def run_recall(
-    task: str, condition: str, pairs: int, length: int, learning_rate: float, seed: int, steps: int | None = None
-) -> dict:
-    torch.manual_seed(seed)
-    shape = recall_study.SHAPE | {"state_size": recall_study.STATE_SIZE, "bos_token_id": None, "eos_token_id": None}
-    model = InterdomainForCausalLM(InterdomainConfig(**fields_of(condition, shape)))
-    batches, asked = (make_batches(task, pairs, length, first) for first in (seed, seed + 1000))
+@functools.cache
+def texts_of(task: str, data: Path) -> dict:
+    """The tokens of a language task."""
+    prepare = {LANGUAGE: condition_study.prepare, LARGER: larger_study.prepare}.get(task, prepare_large)
+    return prepare(data)
+
+
+def make_run(data: Path, device: str = "cpu", backend: list[str] | None = None, graph: bool = True):
+    """What makes the rows of runs of a kind, in full precision where nothing else is said, by one thread."""
+    torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    return functools.partial(run_job, data=data, device=device, backend=backend, graph=graph)
+
+
+def run_job(
+    job: list[dict], data: Path | dict, device: str = "cpu", backend: list[str] | None = None, **options
+) -> list[dict]:
+    """Train and measure runs of a kind side by side; `data` are the texts, or the folder of them.
+
+    `backend` is one of the operators, and the conditions that take it, all where none is named.
+    """
+    task = job[0]["task"]
+    chosen, *names = backend or [None]
+    backend = None if names and job[0]["condition"] not in names else chosen
+    fleet = make_fleet(job, device, backend, options.pop("graph", True))
+    if task in SIZES:
+        texts = texts_of(task, data) if isinstance(data, Path) else data
+        rows = run_language(fleet, job, texts, **options)
+    else:
+        rows = run_recall(fleet, job, **options)
+    about = {"machine": machine_of(device)} | ({"backend": backend} if backend else {})
+    if not fleet.graph and fleet.on_gpu:
+        about["steps"] = "one by one"
+    return [about | row for row in rows]
+
+
+def machine_of(device: str) -> str:
+    """What a run was trained on."""
+    there = torch.cuda.get_device_name() if device == "cuda" else machine()["cpu"]
+    return f"{there}, torch {torch.__version__}"
+
+
+def make_fleet(job: list[dict], device: str = "cpu", backend: str | None = None, graph: bool = True) -> SideBySide:
+    """The models of runs of a kind as they begin: made on the CPU, so that a seed gives the same on any device."""
+    task, condition = job[0]["task"], job[0]["condition"]
+    recall_shape = recall_study.SHAPE | {
+        "state_size": recall_study.STATE_SIZE,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    fields = fields_of(condition, SIZES[task].shape if task in SIZES else recall_shape)
+    if backend is not None:
+        fields["backend"] = backend
+    models = []
+    for item in job:
+        torch.manual_seed(item["seed"])
+        models.append(InterdomainForCausalLM(InterdomainConfig(**fields)).to(device))
+    autocast = SIZES[task].training.get("autocast") if task in SIZES else None
+    return SideBySide(
+        models,
+        [item["learning_rate"] for item in job],
+        next_token_loss if task in SIZES else answers_loss,
+        getattr(torch, autocast) if autocast else None,
+        graph,
+    )
+
+
+def run_language(fleet: SideBySide, job: list[dict], texts: dict, training: dict | None = None) -> list[dict]:
+    """Nats a token on held-out texts, by place, on repeated tokens and beyond the training length."""
+    training = training or SIZES[job[0]["task"]].training
+    length = training["sequence_length"]
+    streams = {
+        item["seed"]: random_batches(texts["train"], training["batch_size"], length, item["seed"]) for item in job
+    }
+
+    def batches():
+        while True:
+            drawn = {seed: (next(stream).long(),) for seed, stream in streams.items()}
+            yield [drawn[item["seed"]] for item in job]
+
+    losses, failures = run_steps(fleet, batches(), training["steps"])
+    rows = []
+    at_once = AT_ONCE if fleet.on_gpu else 2048
+    for k, (model, failure) in enumerate(zip(fleet.models, failures)):
+        row = {"parameters": model.num_parameters()}
+        if failure is not None:
+            rows.append(row | {"failed": failure})
+            continue
+        row["train_loss"] = losses[-50:, k].mean().item()
+        row |= condition_study.measure(model, texts, length, at_once)
+        rows.append(row | larger_study.by_token(model, texts["validation"], length, at_once))
+    return rows
+
+
+def answers_loss(
+    model: InterdomainForCausalLM, ids: torch.Tensor, right: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """That of `examples.recall.Answers`, of all places with weights, so that no shape depends on what is asked."""
+    output = model(input_ids=ids, use_cache=False)
+    nats = F.cross_entropy(output.logits.float().flatten(0, 1), right.flatten(), reduction="none")
+    return with_layer_loss(nats @ weights.flatten(), output)
+
+
+def asked_tensors(batch: Pairs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What a model reads, what is right after each token, and how much each place counts."""
+    asked = batch.asked[:, 1:]
+    right = batch.ids if batch.labels is None else batch.labels
+    return batch.ids[:, :-1], right[:, 1:], asked / asked.sum(1, keepdim=True).clamp(min=1) / len(asked)
+
+
+def run_recall(fleet: SideBySide, job: list[dict], steps: int | None = None) -> list[dict]:
+    """Right answers to new sequences, on the way and at the end; a run ends once two looks in a row find it SOLVED."""
+    task, pairs, length = (job[0][name] for name in ("task", "pairs", "length"))
     steps = steps or recall_study.TRAINING["steps"][str(pairs)]
-    found = recall_study.train_and_ask(model, batches, asked, steps, learning_rate, recall_study.SOLVED)
-    state_bytes = 4 * sum(model.config.state_sizes(length).values())
-    return found | {"parameters": model.num_parameters(), "state_bytes": state_bytes}
+    streams = {item["seed"]: training_batches(task, pairs, length, item["seed"]) for item in job}
+    held_out = {seed: joined(make_batches(task, pairs, length, seed + 1000)) for seed in streams}
+    few = {seed: Pairs(*(None if x is None else x[: len(x) // 2] for x in batch)) for seed, batch in held_out.items()}
+    curves: list[dict[str, float]] = [{} for _ in job]
+    found: list[dict | None] = [None] * len(job)
+
+    def batches():
+        while True:
+            drawn = {seed: asked_tensors(next(stream)) for seed, stream in streams.items()}
+            yield [drawn[item["seed"]] for item in job]
+
+    def measure(k: int) -> dict:
+        accuracy, loss = recall_study.evaluate(fleet.models[k], [held_out[job[k]["seed"]]])
+        return {"accuracy": accuracy, "loss": loss, "curve": curves[k], "failed": None}
+
+    def look(step: int) -> bool:
+        if step % recall_study.EVERY:
+            return False
+        fleet.counted()
+        for k, curve in enumerate(curves):
+            if found[k] is None:
+                curve[str(step)] = recall_study.evaluate(fleet.models[k], [few[job[k]["seed"]]])[0]
+                if len(curve) > 1 and min(list(curve.values())[-2:]) >= recall_study.SOLVED:
+                    found[k] = measure(k)
+        return None not in found
+
+    _, failures = run_steps(fleet, batches(), steps, look)
+    for k, failure in enumerate(failures):
+        if found[k] is None:
+            row = {"accuracy": 0.0, "loss": math.inf, "curve": curves[k], "failed": failure}
+            found[k] = row if failure else measure(k)
+    sizes = fleet.models[0].config.state_sizes(length)
+    about = {"parameters": fleet.models[0].num_parameters(), "state_bytes": 4 * sum(sizes.values())}
+    return [row | about for row in found if row is not None]
+
+
+def joined(batches: Iterator[Pairs]) -> Pairs:
+    """The held-out sequences of a recall task."""
+    drawn = [batch for _, batch in zip(range(recall_study.TRAINING["held_out_batches"]), batches)]
+    return Pairs(*(None if x[0] is None else torch.cat(x) for x in zip(*drawn)))
+
+
+def training_batches(task: str, pairs: int, length: int, seed: int) -> Iterator[Pairs]:
+    """Those of a setting; of more than 128 tokens after some of each shorter one, as in `recall_study`."""
+    shorter = (setting for setting in SETTINGS if setting[1] < length) if length > SETTINGS[1][1] else ()
+    first = (itertools.islice(make_batches(task, *setting, seed), recall_study.SHORT_STEPS) for setting in shorter)
+    return itertools.chain(*first, make_batches(task, pairs, length, seed))
 
 
 def make_batches(task: str, pairs: int, length: int, seed: int) -> Iterator[Pairs]:
@@ -171,33 +440,62 @@ def copying_batch(count: int, length: int, generator: torch.Generator) -> Pairs:
     return Pairs(ids, asked, labels)
 
 
-def language_rows(records: dict[str, dict]) -> dict[str, list[dict]]:
-    """The runs of the language study by condition, with what `condition_study` has run of them."""
-    found = {name: [] for name in CONDITIONS}
-    for row in records["core_study"]["runs"]:
-        if row["task"] == LANGUAGE and row["condition"] in found:
-            found[row["condition"]].append(row)
-    for name, there in KNOWN.items():
-        found[name] += [
-            row | {"condition": name} for row in records["condition_study"]["runs"] if row["condition"] == there
-        ]
-    return found
+def language_rows(records: dict[str, dict], task: str = LANGUAGE) -> dict[str, list[dict]]:
+    """The runs of a size by condition, at 1.4M with what `condition_study` has run of them."""
+    runs = [row for row in records["core_study"]["runs"] if row["task"] == task]
+    if task == LANGUAGE:
+        runs += known_runs(records["condition_study"]["runs"])
+    return {name: [row for row in runs if row["condition"] == name] for name in CONDITIONS}
+
+
+def known_runs(runs: list[dict]) -> list[dict]:
+    """What `condition_study` has run of the conditions here."""
+    names = {there: name for name, there in KNOWN.items()}
+    return [row | {"condition": names[row["condition"]]} for row in runs if row["condition"] in names]
+
+
+def best_language(records: dict[str, dict], task: str) -> dict[str, list[dict]]:
+    """All seeds of each condition at its best rate so far, where there are any."""
+    found = {name: condition_study.best_runs(rows, name) for name, rows in language_rows(records, task).items()}
+    return {name: sorted(rows, key=lambda row: row["seed"]) for name, rows in found.items() if rows}
 
 
 def table(records: dict[str, dict]) -> str:
-    """Language by condition, then right answers by task and length, then what has not been run."""
-    record, rows = records["core_study"], []
+    """Language by size, where in a text it differs, right answers by task and setting, and what has not been run."""
+    record = records["core_study"]
     missing: dict[str, list[str]] = {}
-    for name, found in language_rows(records).items():
-        best = condition_study.best_runs(found, name)
+    tables = [language_table(records, task, missing) for task in WORDS]
+    tables += [text_table(records, task) for task in (LARGER, LARGE)]
+    tables.append(recall_table(record["runs"], missing))
+    machines = sorted({row["machine"] for row in record["runs"]})
+    tokens = {task: math.prod(list(size.training.values())[:3]) for task, size in SIZES.items()}
+    tables.append(
+        f"Language: {tokens[LANGUAGE]:,}, {tokens[LARGER]:,} and {tokens[LARGE]:,} tokens a run, the last at the best "
+        "rate of 1.4M; losses in nats a token, the mean over held-out Wikipedia, books and WikiText-2. Seen in the "
+        "context: a token that stood after the same token before, in the second half of a window. Right answers: one "
+        f"number a seed at the rate with the most. Runs on {'; '.join(machines)}. {footnote(record)}"
+    )
+    if missing:
+        named = (f"{what} ({'all' if len(x) == len((*FIRST, *REST)) else '; '.join(x)})" for what, x in missing.items())
+        tables.append(f"Not run: {', '.join(named)}.")
+    return "\n\n".join(filter(None, [*tables, *sentences(records)]))
+
+
+def language_table(records: dict[str, dict], task: str, missing: dict[str, list[str]]) -> str:
+    """Loss by rate and seed; `missing` is told what has not been run."""
+    rows = []
+    asked = {LANGUAGE: tuple(CONDITIONS), LARGER: (*FIRST, *REST), LARGE: LARGE_CONDITIONS}[task]
+    for name, found in language_rows(records, task).items():
+        best = best_language(records, task).get(name, [])
         if not best:
-            missing.setdefault(LANGUAGE, []).append(name)
+            if name in asked:
+                missing.setdefault(task, []).append(name)
             continue
         losses = [condition_study.score(row) for row in best]
         tried = condition_study.tried_rates(found, name)
-        known = "" if condition_study.best_rate(found, name) else ", not bracketed"
-        if known or len(losses) < len(condition_study.SEEDS):
-            missing.setdefault("language, rates" if known else "language, a second seed", []).append(name)
+        known = "" if task == LARGE or condition_study.best_rate(found, name) else ", not bracketed"
+        if known or (task != LARGE and len(losses) < len(condition_study.SEEDS)):
+            missing.setdefault(f"{task}, rates" if known else f"{task}, a second seed", []).append(name)
         rows.append(
             [
                 name,
@@ -209,53 +507,133 @@ def table(records: dict[str, dict]) -> str:
                 f"{math.exp(statistics.mean(losses)):.1f}",
             ]
         )
-    header = ["language", "parameters", "state, numbers", "loss by rate, first seed", "best rate", "loss by seed"]
-    tables = [markdown([*header, "perplexity"], rows)]
-    recall = []
-    for name, task in itertools.product(CONDITIONS, RECALL):
-        cells = [_recall_cell(record["runs"], name, task, setting) for setting in SETTINGS]
-        if any(cells):
-            recall.append([name, task, *(cell or "not run" for cell in cells)])
-        else:
+    header = [
+        task,
+        "parameters",
+        "state, numbers",
+        "loss by rate, first seed",
+        "best rate",
+        "loss by seed",
+        "perplexity",
+    ]
+    return markdown(header, rows) if rows else ""
+
+
+def text_table(records: dict[str, dict], task: str) -> str:
+    """Nats by place, on what the context has shown and on the rest, and perplexity beyond the training length."""
+    length = SIZES[task].training["sequence_length"]
+    starts = [low for low in larger_study.PLACES if low < length]
+    rows = []
+    for name, found in best_language(records, task).items():
+        nats = [("places", str(low)) for low in starts] + [("repeats", kind) for kind in ("repeated", "other")]
+        cells = [f"{statistics.mean(row[what][which] for row in found):.3f}" for what, which in nats]
+        far = [statistics.mean(row["lengths"][str(factor)] for row in found) for factor in condition_study.LENGTHS]
+        rows.append([name, *cells, *(f"{math.exp(x):.1f}" for x in far)])
+    header = [f"{task}: nats", *(f"from token {low}" for low in starts), "seen in the context", "others"]
+    header += [f"perplexity of long documents at {factor:g}x" for factor in condition_study.LENGTHS]
+    return markdown(header, rows) if rows else ""
+
+
+def recall_table(runs: list[dict], missing: dict[str, list[str]]) -> str:
+    """Right answers by seed at the best rate of each setting."""
+    rows = []
+    for task, name in itertools.product(RECALL, (*FIRST, *REST)):
+        found = [recall_rates(runs, name, task, setting) for setting in SETTINGS]
+        if not any(found):
             missing.setdefault(task, []).append(name)
-    if recall:
-        tables.append(
-            markdown(["right answers", "task", *(f"{n} in {length} tokens" for n, length in SETTINGS)], recall)
-        )
-    training = condition_study.TRAINING
-    tokens = training["steps"] * training["batch_size"] * training["sequence_length"]
-    about = (
-        f"Language: {tokens:,} tokens a run, losses in nats a token, the mean over held-out Wikipedia, books and "
-        f"WikiText-2. Right answers: one number a seed at the best rate so far. {footnote(record)}"
-    )
-    tables.append(about)
-    if missing:
-        named = (f"{what} ({'all' if len(x) == len(CONDITIONS) else '; '.join(x)})" for what, x in missing.items())
-        tables.append(f"Not run: {', '.join(named)}.")
-    return "\n\n".join(tables)
+            continue
+        cells = []
+        for rates in found:
+            rate, best = next(iter(rates.items()), (None, []))
+            right = ", ".join(f"{row['accuracy']:.1%}" for row in best)
+            cells.append(f"{right} ({rate:g})" if best else "not run")
+        size = next(iter(next(filter(None, found)).values()))[0]["state_bytes"]
+        rows.append([task, name, f"{size:,}", *cells])
+    header = ["right answers", "condition", "bytes of state", *(f"{n} in {length} tokens" for n, length in SETTINGS)]
+    return markdown(header, rows) if rows else ""
 
 
-def _recall_cell(runs: list[dict], name: str, task: str, setting: tuple[int, int]) -> str:
-    """Right answers by seed, of the rate with the most."""
-    tried = {rate: _recall_rows(runs, name, task, rate, setting) for rate in recall_study.LEARNING_RATES}
-    tried = {rate: rows for rate, rows in tried.items() if rows}
-    if not tried:
-        return ""
-    rate = max(tried, key=lambda rate: tried[rate][0]["accuracy"])
-    return ", ".join(f"{row['accuracy']:.1%}" for row in tried[rate]) + f" ({rate:g})"
+def mean_losses(records: dict[str, dict], task: str) -> tuple[dict[str, float], dict[str, float]]:
+    """The mean over the seeds of the forms of Interdomain, and of the others, the lowest first."""
+    rows = best_language(records, task)
+    loss = {name: statistics.mean(map(condition_study.score, found)) for name, found in rows.items()}
+    order = sorted(loss, key=lambda name: loss[name])
+    ours, others = ([name for name in order if name.startswith("Interdomain") == own] for own in (True, False))
+    return {name: loss[name] for name in ours}, {name: loss[name] for name in others}
+
+
+def sentences(records: dict[str, dict]) -> list[str]:
+    """Where the best form of Interdomain stands beside all others, as far as they have been run."""
+    found = []
+    for task, size in WORDS.items():
+        ours, others = mean_losses(records, task)
+        if ours and others:
+            best = next(iter(ours))
+            beside = ", ".join(f"{_percent(ours[best], loss)} that of {name}" for name, loss in others.items())
+            found.append(f"At {size} the best form is {best}: its perplexity is {beside}.")
+    for task, setting in itertools.product(RECALL, SETTINGS):
+        right = right_answers(records["core_study"]["runs"], task, setting)
+        if len(right) > 1:
+            pairs, length = setting
+            order = ", ".join(f"{name} {share:.0%}" for name, share in right.items())
+            found.append(f"{task.capitalize()}, {pairs} in {length} tokens, mean of the seeds: {order}.")
+    return found
+
+
+def right_answers(runs: list[dict], task: str, setting: tuple[int, int]) -> dict[str, float]:
+    """The mean over the seeds of each condition at its best rate, the most first."""
+    rates = {name: recall_rates(runs, name, task, setting) for name in CONDITIONS}
+    best = {name: next(iter(found.values())) for name, found in rates.items() if found}
+    share = {name: statistics.mean(row["accuracy"] for row in rows) for name, rows in best.items()}
+    return dict(sorted(share.items(), key=lambda pair: -pair[1]))
+
+
+def short_sentence(records: dict[str, dict]) -> str:
+    """The better start of Gated DeltaNet beside the best form of Interdomain, by size; for the README."""
+    found = []
+    for task, size in WORDS.items():
+        ours, others = mean_losses(records, task)
+        peers = [loss for name, loss in others.items() if name.startswith("Gated DeltaNet")]
+        if ours and peers:
+            ratio = math.exp(peers[0] - next(iter(ours.values()))) - 1
+            found.append(f"{abs(ratio):.1%} {'more' if ratio > 0 else 'less'} at {size}")
+    return f"Gated DeltaNet's perplexity, [as much state](benchmarks/results/core_study.md): {', '.join(found)}."
+
+
+def _percent(nats: float, others: float) -> str:
+    ratio = math.exp(nats - others) - 1
+    return f"{abs(ratio):.1%} {'below' if ratio < 0 else 'above'}"
 
 
 def main() -> None:
-    arguments = studies.parser(__doc__, "../shared/data").parse_args()
+    parser = studies.parser(__doc__, "../shared/data", pool=True)
+    parser.add_argument("--only", nargs="+", choices=(*SIZES, *RECALL), help="tasks to run (default: all)")
+    parser.add_argument(
+        "--backend",
+        nargs="+",
+        metavar=("BACKEND", "CONDITION"),
+        help="of the operators of these conditions, or of all (default: chosen by itself)",
+    )
+    arguments = parser.parse_args()
     fresh = {"training": condition_study.TRAINING, "shape": condition_study.SHAPE}
+    make = functools.partial(make_run, arguments.data, arguments.device, arguments.backend)
 
-    def make_run():
-        return functools.partial(run_condition, data=arguments.data)
+    shorter = studies.load(condition_study.FILE, {"runs": []})
+
+    def chosen(runs: list[dict]) -> Iterator[dict]:
+        return (
+            item for item in plan(runs, shorter["runs"]) if arguments.only is None or item["task"] in arguments.only
+        )
 
     def show(record: dict) -> str:
-        return table({"core_study": record, "condition_study": studies.load(condition_study.FILE, {})})
+        return table({"core_study": record, "condition_study": shorter})
 
-    studies.show_or_run(arguments, FILE, fresh, plan, make_run, show)
+    studies.show_or_run(arguments, FILE, fresh, chosen, make, show, pooled=(kind, large_at_once))
+
+
+def large_at_once(item: dict) -> int | None:
+    """A run of the largest size fills a GPU: two at a time."""
+    return 2 if item["task"] == LARGE else None
 
 
 if __name__ == "__main__":

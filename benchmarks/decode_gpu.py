@@ -11,18 +11,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from benchmarks import gpu
 from benchmarks.harness import footnote, markdown
 
-SIZES, BATCHES = ("125m", "350m", "760m", "1.3b"), (1, 8, 16, 32, 64)
-PREFIXES, STEPS = (512, 1024, 4096, 16384), 48
+SIZES, BATCHES = ("125m", "1.3b", "350m", "760m"), (1, 32, 8, 64, 16)
+PREFIXES, STEPS = (1024, 16384, 512, 4096), 48
 KINDS = {  # name: model, cache of generate()
-    "interdomain eager": ("interdomain", None),
     "interdomain captured": ("interdomain", "static"),
     "gates captured": ("gates", "static"),
-    "llama dynamic": ("llama", None),
+    "delta captured": ("delta", "static"),
     "llama captured": ("llama", "static"),
+    "interdomain eager": ("interdomain", None),
+    "llama dynamic": ("llama", None),
 }
+GATES = {"gates": {"gates": "forget"}, "delta": {"gates": "forget", "delta_rule": True}}
 
 
-def run(quick: bool = False, only: str | None = None, resume: bool = False) -> dict:
+def run(quick: bool = False, choice: gpu.Choice = gpu.EVERYTHING) -> dict:
     where = gpu.device(quick)
     sizes, batches, prefixes = (("tiny",), (2,), (16, 32)) if quick else (SIZES, BATCHES, PREFIXES)
     record = {"relative_error": gpu.verify(where), "ceilings": gpu.ceilings(where)}
@@ -36,7 +38,7 @@ def run(quick: bool = False, only: str | None = None, resume: bool = False) -> d
         for batch in batches
         for prefix in prefixes
     }
-    return gpu.run_cases("decode_gpu", cases, record, only, keep=not quick, resume=resume)
+    return gpu.run_cases("decode_gpu", cases, record, choice, keep=not quick)
 
 
 class _Clock(LogitsProcessor):
@@ -55,10 +57,9 @@ class _Clock(LogitsProcessor):
 
 
 def model(name: str, size: str, where: torch.device) -> torch.nn.Module:
-    """Random weights in bfloat16, of the shape of `configuration/interdomain-SIZE`; "gates" has tokens with gates."""
+    """Random weights in bfloat16, of the shape of `configuration/interdomain-SIZE`; some with `GATES`."""
     torch.manual_seed(0)
-    gates = {"gates": "forget"} if name == "gates" else {}
-    shape = AutoConfig.from_pretrained(f"configuration/interdomain-{size}", **gates)
+    shape = AutoConfig.from_pretrained(f"configuration/interdomain-{size}", **GATES.get(name, {}))
     shape.dtype = torch.bfloat16
     if name != "llama":
         with where:

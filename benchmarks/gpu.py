@@ -1,9 +1,15 @@
 """What the tables of a GPU share: where they run, correctness first, times by events, ceilings and floors, cases."""
 
+import functools
+import gc
+import math
 import re
 import statistics
 import time
+import traceback
 from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -11,13 +17,54 @@ from benchmarks import harness
 from modeling_interdomain import interdomain_attention
 
 
+class Choice(NamedTuple):
+    """What of a table is measured, and how long.
+
+    Attributes:
+        only: a regular expression that the names of its cases match.
+        resume: leave out what this GPU and commit have measured already.
+        seconds: the longest for one case.
+        after: a file. All cases run once, so that everything is compiled, and are measured when it is there: what
+            compiles for minutes may do so while the GPU has other work.
+    """
+
+    only: str | None = None
+    resume: bool = False
+    seconds: float = math.inf
+    after: Path | None = None
+
+
+EVERYTHING = Choice()
+
+# The longest that `measure` takes; it always takes a few samples.
+_longest = math.inf
+
+
 def device(quick: bool) -> torch.device:
     """The GPU; a smoke run takes the CPU where there is none."""
     if torch.cuda.is_available():
+        _tune_quickly()
         return torch.device("cuda")
     if quick:
         return torch.device("cpu")
     raise SystemExit("This table needs a GPU and this machine has none: run the same command on one that has.")
+
+
+@functools.cache
+def _tune_quickly() -> None:
+    """Time the configurations of a kernel for a fifth of Triton's time: other operators have dozens of them."""
+    import triton
+
+    triton.testing.do_bench = functools.partial(triton.testing.do_bench, warmup=5, rep=20)
+
+
+def _forget_tuning() -> None:
+    """Kernels choose their configurations again, which beside other work they may have chosen badly."""
+    import triton
+
+    for thing in gc.get_objects():
+        if issubclass(type(thing), triton.runtime.Autotuner):  # asks nothing of what is no tuner
+            thing.cache.clear()
 
 
 def backend(where: torch.device) -> str:
@@ -50,6 +97,7 @@ def verify(where: torch.device) -> float:
 
 def measure(functions: dict[str, Callable[[], object]], where: torch.device, seconds: float = 1.0) -> dict[str, dict]:
     """Seconds of each function, in turns; on a GPU by events, with the second-level cache written over before each."""
+    seconds = min(seconds, _longest)
     if where.type != "cuda":
         return harness.time_in_turns(functions, seconds, at_least=2)
     for _ in range(3):  # compiles, and times the configurations of kernels
@@ -103,32 +151,61 @@ def peak_bytes(function: Callable[[], object], where: torch.device) -> int | Non
 
 
 def run_cases(
-    name: str, cases: dict[str, Callable[[], dict]], record: dict, only: str | None, keep: bool, resume: bool = False
+    name: str, cases: dict[str, Callable[[], dict]], record: dict, choice: Choice = EVERYTHING, keep: bool = True
 ) -> dict:
-    """Measure the cases whose name matches `only`; with `keep`, write after each and leave older ones in the file.
+    """Measure the chosen cases; with `keep`, write after each and leave the others in the file.
 
-    A case that does not fit in memory becomes a row that says so. With `resume`, a case that this GPU and commit have
-    measured already is not measured again.
+    A case that does not fit in memory, or fails, becomes a row that says so.
+
+    Raises:
+        SystemExit: when all have run and one has failed.
     """
-    here = _place()
-    rows: dict[str, dict] = {}
-    if keep and (only or resume) and (harness.RESULTS / f"{name}.json").exists():
-        rows = harness.read(name)["rows"]
-    for case, function in cases.items():
-        if only and not re.search(only, case):
+    global _longest
+    chosen = {case: x for case, x in cases.items() if not choice.only or re.search(choice.only, case)}
+    if choice.after is not None:
+        _longest = 0.0
+        for function in chosen.values():
+            _row(function)
+        print(f"{name}: compiled, waits for {choice.after}", flush=True)
+        while not choice.after.exists():
+            time.sleep(0.05)
+        _forget_tuning()
+        if "ceilings" in record:
+            record["ceilings"] = ceilings(device(quick=True))
+    _longest = choice.seconds
+    here, rows = _place(), _rows(name) if keep and (choice.only or choice.resume) else {}
+    failed = []
+    for case, function in chosen.items():
+        if choice.resume and rows.get(case, {}).get("place") == here:
             continue
-        if resume and rows.get(case, {}).get("place") == here:
-            continue
-        try:
-            rows[case] = function() | {"place": here}
-        except torch.OutOfMemoryError:
-            rows[case] = {"missing": "does not fit in memory", "place": here}
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        print(f"{name}: {case}: {rows[case]}", flush=True)
+        row = _row(function) | {"place": here}
+        print(f"{name}: {case}: {row}", flush=True)
+        failed += [case] if "failed" in row else []
+        # Another process may have measured other cases meanwhile.
+        rows = (_rows(name) if keep and (choice.only or choice.resume) else rows) | {case: row}
         if keep:
             harness.write(name, {**record, "rows": rows})
+    if failed:
+        raise SystemExit(f"{name}: failed: {'; '.join(failed)}.")
     return {**record, "rows": rows}
+
+
+def _rows(name: str) -> dict[str, dict]:
+    """What the file of a table has."""
+    return harness.read(name)["rows"] if (harness.RESULTS / f"{name}.json").exists() else {}
+
+
+def _row(function: Callable[[], dict]) -> dict:
+    try:
+        return function()
+    except torch.OutOfMemoryError:
+        return {"missing": "does not fit in memory"}
+    except Exception as error:
+        traceback.print_exc()
+        return {"missing": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", "failed": True}
+    finally:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def _place() -> str:

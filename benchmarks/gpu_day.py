@@ -1,12 +1,14 @@
 """Everything that is asked of a machine with a GPU, in the order in which it is worth knowing: `make gpu`.
 
 First the kernels are checked on the device, and nothing is measured where they are wrong. Then come the tables, each
-for its share of the time that is left. A table keeps every case as soon as it is measured, so that a run may be stopped
-at any time; the next one goes on with the cases that this GPU and this commit do not have yet. Last, the pages are
-written.
+for its share of the time that is left; in a few minutes, the cases that say most. A table keeps every case as soon as
+it is measured, so that a run may be stopped at any time; the next one goes on with the cases that this GPU and this
+commit do not have yet. Last, the pages are written.
 """
 
 import argparse
+import importlib.util
+import os
 import subprocess
 import sys
 import time
@@ -17,7 +19,17 @@ from benchmarks import gpu, readme
 
 MINUTES = 25.0
 _OPERATORS = ("op_interdomain", "op_interdomain_gates", "op_ssd", "op_s4d", "op_selective_scan", "op_sparse", "experts")
-_TESTS = (*(f"{name}_triton" for name in _OPERATORS), "fused_layers", "fused_inputs", "compiled_decode", "padding")
+_TESTS = ("each_mixer_on_a_gpu", *(f"{name}_triton" for name in _OPERATORS), "op_sparse_triton_passes", "fused_layers")
+
+# Of less time than this only what is most worth knowing is asked.
+SHORT = 10.0
+_ABOVE_ALL = {
+    "correctness": "test_logits or test_a_step_of_training",
+    "operator_gpu": "^(4096|32768) training",
+    "decode_gpu": "^125m, .* captured, batch (1|32), prefix 1024",
+    "training_gpu": "^125m, eager",
+    "prefill_memory_gpu": ", 16384",
+}
 
 
 class Stage(NamedTuple):
@@ -29,12 +41,25 @@ class Stage(NamedTuple):
     required: bool = False
 
 
-def stages() -> list[Stage]:
-    tests = (f"tests/test_{name}.py" for name in _TESTS)
-    correctness = Stage("correctness", ("-m", "pytest", "-q", "-x", "-m", "not slow", *tests), 6, required=True)
+def stages(short: bool = False) -> list[Stage]:
+    """All of them, or with `short` the tests of whole models and the cases of each table that say most."""
+    of_tests = ["-m", "pytest", "-q", "-m", "not slow", *(f"tests/test_{name}.py" for name in _TESTS), *_in_parallel()]
+    of_tests += ["-k", _ABOVE_ALL["correctness"]] if short else []
+    correctness = Stage("correctness", tuple(of_tests), 16 if short else 6, required=True)
     weights = {"operator_gpu": 6, "decode_gpu": 6, "training_gpu": 5, "prefill_memory_gpu": 2}
-    tables = (Stage(name, ("-m", "benchmarks", name, "--resume"), weight) for name, weight in weights.items())
+    tables = []
+    for name, weight in weights.items():
+        some = ("--only", _ABOVE_ALL[name]) if short else ()
+        tables.append(Stage(name, ("-m", "benchmarks", name, "--resume", *some), weight))
     return [correctness, *tables]
+
+
+def _in_parallel() -> tuple[str, ...]:
+    """A worker for each of half the cores: kernels take their time to compile, and little of the GPU to run."""
+    workers = min(16, (os.cpu_count() or 1) // 2)
+    if workers < 2 or importlib.util.find_spec("xdist") is None:
+        return ("-x",)
+    return "-n", str(workers), "--dist", "worksteal", "--maxfail", "1"
 
 
 def go(
@@ -77,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     gpu.device(quick=False)
     try:
-        go(stages(), 60 * options.minutes, run_stage)
+        go(stages(options.minutes < SHORT), 60 * options.minutes, run_stage)
     finally:
         readme.add_tables([stage.name for stage in stages()])
         readme.update()

@@ -1,17 +1,17 @@
-"""Six figures for the README, each from the result file of a table in benchmarks/results/."""
+"""Six figures for the README, each from the result file of a table in benchmarks/results/, and where it stands."""
 
 import math
 import statistics
 
-from benchmarks import condition_study, recall_study
+from benchmarks import condition_study, core_study, recall_study
 from benchmarks.harness import footnote, markdown
 
-SOURCES = ("decode_cpu", "operator_cpu", "model_cpu", "larger_study", "recall_study")
+SOURCES = ("decode_cpu", "operator_cpu", "model_cpu", "larger_study", "recall_study", *core_study.SOURCES)
 
 
 def table(records: dict[str, dict]) -> str:
     """The figures, each linked to its page, and under them which were measured where and with which command."""
-    figures = [
+    sources = [
         ("decode_cpu", "speed.md#decoding", decoding),
         ("operator_cpu", "speed.md#one-layer", one_layer),
         ("model_cpu", "speed.md#whole-models", whole_model),
@@ -20,11 +20,12 @@ def table(records: dict[str, dict]) -> str:
         ("recall_study", "recall_study.md", recall),
     ]
     rows, measured = [], {}
-    for number, (source, page, cells) in enumerate(figures, start=1):
+    for number, (source, page, cells) in enumerate(sources, start=1):
         rows.append([f"[{number}](benchmarks/results/{page})", *cells(records[source])])
         measured.setdefault(footnote(records[source]), []).append(f"{number}")
     notes = [f"{', '.join(numbers)}: {note}" for note, numbers in measured.items()]
-    return "\n\n".join([markdown(["", "figure", "Interdomain", "beside it"], rows), *notes])
+    figures = markdown(["", "figure", "Interdomain", "beside it"], rows)
+    return "\n\n".join([figures, core_study.short_sentence(records), *notes])
 
 
 def decoding(record: dict) -> list[str]:
@@ -88,7 +89,7 @@ def recall(record: dict) -> list[str]:
     pairs, length = recall_study.SETTINGS[0]
     steps = record["training"]["steps"][str(pairs)]
     return [
-        f"values recalled right of {pairs} pairs in {length} tokens, after {steps:,} steps, median of the seeds",
+        f"values recalled right of {pairs} pairs in {length} tokens after {steps:,} steps, median seed",
         median("recall"),
         f"a random start: {median('Interdomain')}; S4D-only: {median('S4D-only')}; softmax: {median('softmax')}",
     ]
@@ -106,7 +107,7 @@ def length(record: dict) -> list[str]:
 
     found = {name: change(rows) for name, rows in _by(record["runs"]).items()}
     return [
-        f"perplexity of the same models on long documents, {factor:g} times the training length against that length",
+        f"their perplexity on long documents at {factor:g} times the training length against that length",
         found["interdomain"],
         f"S4D-only: {found['s4d']}; softmax: {found['softmax']}",
     ]

@@ -26,7 +26,7 @@ from benchmarks.chips import CHIPS, blocks_a_multiprocessor
 from benchmarks.harness import footnote, markdown
 
 MODULES = (
-    *(f"ops.interdomain.triton{part}" for part in ("", "_gates", "_step", "_prepare", "_scan")),
+    *(f"ops.interdomain.triton{part}" for part in ("", "_gates", "_delta", "_step", "_prepare", "_scan")),
     "ops.diagonal.triton_tables",
     *(f"ops.{name}.triton{part}" for name in ("ssd", "s4d", "selective_scan") for part in ("", "_step")),
     "ops.experts.triton",
@@ -174,8 +174,9 @@ def _interdomain(
     return launches
 
 
-def _gated(dtype: torch.dtype, heads: int, groups: int, width: int, size: int) -> list[Launch]:
+def _gated(dtype: torch.dtype, heads: int, groups: int, width: int, size: int, delta: bool) -> list[Launch]:
     """The operator with gates, its gradients, and a decoding step that has the delta rule as well."""
+    from modeling_interdomain.ops.interdomain.gates import Gates
     from modeling_interdomain.ops.interdomain.triton_gates import gated_triton_attention
     from modeling_interdomain.ops.interdomain.triton_step import triton_step
 
@@ -184,7 +185,7 @@ def _gated(dtype: torch.dtype, heads: int, groups: int, width: int, size: int) -
     gate = torch.zeros(2, 256, groups, requires_grad=True)
     with recorded() as launches:
         output, state = gated_triton_attention(
-            *tokens, *parameters, "hermitian", None, None, 64, log_gate=gate, write_gate=gate
+            *tokens, *parameters, "hermitian", None, None, 64, gates=Gates(gate, gate, gate if delta else None)
         )
         output.sum().backward()
         with torch.no_grad():
@@ -240,7 +241,9 @@ PROBLEMS: dict[str, tuple[Callable[..., list[Launch]], tuple]] = {
     "M = R = D = 128, bf16": (_interdomain, (_16, 4, 4, 128, 128, 128, "full")),
     "M = R = D = 256, bf16": (_interdomain, (_16, 4, 1, 256, 256, 256, "full")),
     "M = 96, R = 80, D = 65, bf16": (_interdomain, (_16, 4, 2, 80, 65, 96, "diagonal")),
-    "gates, 1.3B head, bf16": (_gated, (_16, 4, 4, 64, 64)),
+    "gates, 1.3B head, bf16": (_gated, (_16, 4, 4, 64, 64, False)),
+    "delta rule, 1.3B head, bf16": (_gated, (_16, 4, 4, 64, 64, True)),
+    "delta rule, 1.3B head, fp32": (_gated, (_32, 4, 4, 64, 64, True)),
     "SSD, P = 64, N = 128, bf16": (_ssd, (_16, 8, 1, 64, 128)),
     "SSD, P = 64, N = 128, fp32": (_ssd, (_32, 8, 1, 64, 128)),
     "SSD, P = N = 256, bf16": (_ssd, (_16, 4, 2, 256, 256)),

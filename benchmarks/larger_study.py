@@ -82,18 +82,20 @@ def keep_best(runs: list[dict], folder: Path = DEFAULTS[0]) -> None:
 
 
 @torch.no_grad()
-def by_token(model, texts: dict[str, torch.Tensor], length: int) -> dict:
+def by_token(model, texts: dict[str, torch.Tensor], length: int, at_once: int = 2048) -> dict:
     """Nats a token by its place in the window ("places"), and of tokens that `repeat` and of the others ("repeats").
 
-    Whole windows of all texts together; what repeats is counted from the middle of the window on, so that there is a
-    context to repeat.
+    Whole windows of all texts together, `at_once` tokens in a forward; what repeats is counted from the middle of the
+    window on, so that there is a context to repeat.
     """
     model.eval()
     windows = torch.cat([tokens.unfold(0, length + 1, length) for tokens in texts.values()])
-    nats = torch.cat([next_token_nll(model, batch) for batch in windows.split(8)]).double()
+    batches = windows.split(max(1, at_once // length))
+    nats = torch.cat([next_token_nll(model, batch).double().cpu() for batch in batches])
     found = repeated(windows)
     late, early = nats[:, length // 2 :], found[:, length // 2 :]
-    places = {str(low): nats[:, low:high].mean().item() for low, high in zip(PLACES, PLACES[1:])}
+    ends = [low for low in PLACES if low < length] + [length]
+    places = {str(low): nats[:, low:high].mean().item() for low, high in zip(ends, ends[1:])}
     repeats = {"share": early.double().mean().item(), "repeated": late[early].mean().item()}
     return {"places": places, "repeats": repeats | {"other": late[~early].mean().item()}}
 

@@ -15,6 +15,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -35,11 +36,23 @@ LENGTH = 2048
 MODES = 64
 LINEAR = "linear"  # in place of the modes: linear attention whose state is as large
 WINDOWS = (256, 128, 64, 32)
-# Tokens of teaching: of each layer alone, of the whole model, of the whole model on longer texts.
-TEACHING = {"layers": 81_920, "whole": 614_400, "long": 204_800}
-TOKENS_A_STEP = {"layers": 2048, "whole": 1024, "long": 2048}  # 7 GB for 1,024 of the whole model
-LENGTHS = {"layers": "1024,2048", "whole": "1024", "long": "2048"}
+
+
+class Teaching(NamedTuple):
+    """A stage of teaching: of each layer alone, of the whole model, of the whole model on longer texts."""
+
+    tokens: int
+    tokens_a_step: int
+    lengths: str  # of the texts, in tokens
+    options: tuple = ()  # more of `conversion teach`
+
+
 HOW = ("--bf16", "--max-bytes", 16_000_000, "--save-steps", 10)
+TEACHING = {
+    "layers": Teaching(81_920, 2048, "1024,2048", HOW),
+    "whole": Teaching(614_400, 1024, "1024", HOW),  # 7 GB for as many
+    "long": Teaching(204_800, 2048, "2048", HOW),
+}
 SO_FAR = " so far"
 HELD_OUT_BYTES = 16_000  # of the training texts, to measure stages on
 # How many texts of a length are measured.
@@ -74,6 +87,8 @@ def plan(runs: list[dict]) -> Iterator[dict]:
 class Study:
     """The runs; models are made in `folder` and stay there, results go into the file."""
 
+    teaching = TEACHING
+
     def __init__(self, data: Path, folder: Path = Path("runs/linearise_study"), source: str = SMOLLM2):
         self.data, self.folder, self.source = data, folder, source_folder(source)
         self.tokenizer = AutoTokenizer.from_pretrained(self.source)
@@ -85,7 +100,7 @@ class Study:
     def _measured(self, model: PreTrainedModel, length: int) -> dict:
         novels = list(read_documents([str(self.data / "longdocs" / "test.parquet")]))
         rows = beginnings(self.tokenizer, novels, TEXTS[length], length)
-        nats = nats_by_position(model.eval(), rows)
+        nats = nats_by_position(model, rows)
         return {"perplexity": between(nats, FRESH["edges"]), "parameters": model.num_parameters()}
 
     def _model(self, window: int | None, taught: str = "no", **shape) -> tuple[PreTrainedModel, int | None]:
@@ -111,6 +126,7 @@ class Study:
         options = ["--window", window, "--sinks", sinks, "--state-size", modes]
         if kept:
             options += ["--layers", f"auto:{kept}", *self._text(), "--sequence-length", 1024]
+            options += ["--max-bytes", 1_000_000]  # a few thousand tokens are measured on
         _done(["from-llama", self.source, target, *options])
         return target
 
@@ -119,17 +135,17 @@ class Study:
         target = self._place(stage, window, **shape)
         if (target / "config.json").is_file():
             return target
-        before = _stage_before(stage, shape["modes"])
+        before = stage_before(stage, shape["modes"])
         if before is None:
             source = self._place("untaught", window, **shape)
             if not (source / "config.json").is_file():
                 self._converted(source, window, **shape)
         else:
             source = self._taught(before, window, **shape)
-        options = [f"--{stage}-steps", TEACHING[stage] // TOKENS_A_STEP[stage], *self._text()]
+        tokens, a_step, lengths, more = self.teaching[stage]
+        options = [f"--{stage}-steps", tokens // a_step, *self._text()]
         options += [x for other in TEACHING if other != stage for x in (f"--{other}-steps", 0)]
-        options += ["--lengths", LENGTHS[stage], "--long-lengths", LENGTHS[stage]]
-        options += ["--tokens-a-step", TOKENS_A_STEP[stage], *HOW]
+        options += ["--lengths", lengths, "--long-lengths", lengths, "--tokens-a-step", a_step, *more]
         _done(["teach", source, target, "--teacher", self.source, *options])
         return target
 
@@ -139,7 +155,7 @@ class Study:
             return 0
         report = json.loads((self._place(stage, window, **shape) / "conversion_report.json").read_text())
         own = report["steps"][stage] * report["tokens_per_step"]
-        return own + self._tokens(_stage_before(stage, shape["modes"]), window, **shape)
+        return own + self._tokens(stage_before(stage, shape["modes"]), window, **shape)
 
     def so_far(self, length: int, window: int, taught: str, **shape) -> dict | None:
         """The measures of a stage that was stopped; None where none was."""
@@ -147,10 +163,10 @@ class Study:
         if not file.is_file():
             return None
         state = torch.load(file, weights_only=True)
-        before = _stage_before(taught, shape["modes"])
+        before = stage_before(taught, shape["modes"])
         model = _load(self._place(before or "untaught", window, **shape))
         model.load_state_dict(state["model"], strict=False)
-        tokens = self._tokens(before, window, **shape) + state["step"] * TOKENS_A_STEP[taught]
+        tokens = self._tokens(before, window, **shape) + state["step"] * self.teaching[taught].tokens_a_step
         return self._measured(model, length) | {"tokens": tokens}
 
     def _text(self) -> list:
@@ -159,10 +175,11 @@ class Study:
 
 
 def _load(folder: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _stage_before(stage: str, modes: int | str) -> str | None:
+def stage_before(stage: str, modes: int | str) -> str | None:
     """The stage whose folder a stage begins with; windows without a memory have nothing to learn layer by layer."""
     stages = list(TEACHING) if modes else list(TEACHING)[1:]
     place = stages.index(stage)
@@ -206,14 +223,14 @@ def _table(record: dict, length: int) -> str:
     parts = list(runs[0]["perplexity"])
     source = next((run["perplexity"]["all"] for run in runs if run["window"] is None), None)
     rows = []
-    for run in sorted(runs, key=_order):
+    for run in sorted(runs, key=order):
         ratio = "" if source is None else f"{run['perplexity']['all'] / source:.2f}"
-        rows.append([_label(run), *(f"{run['perplexity'][part]:.1f}" for part in parts), ratio])
+        rows.append([label(run), *(f"{run['perplexity'][part]:.1f}" for part in parts), ratio])
     header = [f"{TEXTS[length]} texts of {length:,} tokens", *(f"{part}" for part in parts), "of the Llama's"]
     return markdown(header, rows)
 
 
-def _order(run: dict) -> tuple:
+def order(run: dict) -> tuple:
     if run["window"] is None:
         return (0,)
     return (
@@ -227,7 +244,7 @@ def _order(run: dict) -> tuple:
     )
 
 
-def _label(run: dict) -> str:
+def label(run: dict) -> str:
     if run["window"] is None:
         return "everything (the Llama)"
     sinks = f"and the first {run['sinks']}" if run["sinks"] else "alone"

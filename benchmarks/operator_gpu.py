@@ -1,5 +1,5 @@
-"""One layer's operator on a GPU at the 1.3B head shape, bfloat16, plain and with gates of time and of the write; tokens
-are held constant while the length grows.
+"""One layer's operator on a GPU at the 1.3B head shape, bfloat16: plain, with gates of time and of the write, and with
+the delta rule besides; tokens are held constant while the length grows. What is most worth knowing comes first.
 
 Beside it FlashAttention through SDPA, and from flash-linear-attention GLA, GSA, retention, Mamba-2 (its operator is the
 gated linear attention with one decay a head) and Gated DeltaNet, where that package can be imported.
@@ -16,14 +16,14 @@ from benchmarks.harness import footnote, markdown
 from modeling_interdomain import interdomain_attention
 
 HEADS, DIM, STATE, CHUNK = 32, 64, 64, 64
-TOKENS, LENGTHS = 65536, (1024, 4096, 16384, 32768, 65536)
+TOKENS, LENGTHS = 65536, (4096, 32768, 1024, 16384, 65536)
 # Forward and backward, FlashAttention over ours, on an H200.
 REQUIRED = {4096: 1.0, 32768: 3.0}
-OURS = ("interdomain", "gates")
+OURS = ("interdomain", "gates", "delta")
 PEERS = ("flash", "gla", "gsa", "retention", "mamba2", "gated_deltanet")
 
 
-def run(quick: bool = False, only: str | None = None, resume: bool = False) -> dict:
+def run(quick: bool = False, choice: gpu.Choice = gpu.EVERYTHING) -> dict:
     where = gpu.device(quick)
     tokens, lengths = (64, (32, 64)) if quick else (TOKENS, LENGTHS)
     record = {
@@ -43,9 +43,9 @@ def run(quick: bool = False, only: str | None = None, resume: bool = False) -> d
             gpu.largest_that_fits(lambda batch: case(length, batch, training), tokens // length)
         )
         for length in lengths
-        for training in (False, True)
+        for training in (True, False)
     }
-    return gpu.run_cases("operator_gpu", cases, record, only, keep=not quick, resume=resume)
+    return gpu.run_cases("operator_gpu", cases, record, choice, keep=not quick)
 
 
 def _case(where, length: int, batch: int, heads: int, training: bool, ceiling: dict, seconds: float) -> dict:
@@ -64,7 +64,7 @@ def _case(where, length: int, batch: int, heads: int, training: bool, ceiling: d
             function = _training(attention, inputs, weights) if training else attention
             function()
         except (ImportError, RuntimeError, AttributeError, ValueError) as error:
-            if name in OURS or isinstance(error, torch.OutOfMemoryError):
+            if name in OURS[:2] or (name in PEERS and isinstance(error, torch.OutOfMemoryError)):
                 raise
             row["missing_peers"][name] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
             continue
@@ -100,7 +100,7 @@ def _attention(name: str, query, key, value, normal) -> tuple[Callable, list[tor
         decay.requires_grad_(query.requires_grad)
         parameters = [decay, normal(heads, STATE, 2, dtype=torch.float32)]
         parameters.append(normal(heads, STATE, STATE, 2, dtype=torch.float32))
-        gates = _gates(query) if name == "gates" else {}
+        gates = _gates(query, name)
         options = {"chunk_size": CHUNK, "backend": gpu.backend(query.device)}
         inputs = [*tokens, *parameters, *gates.values()]
         return lambda: interdomain_attention(*tokens, *parameters, **options, **gates)[0], inputs
@@ -116,11 +116,15 @@ def _attention(name: str, query, key, value, normal) -> tuple[Callable, list[tor
     return _linear(name, tokens, normal)
 
 
-def _gates(query: torch.Tensor) -> dict[str, torch.Tensor]:
-    """As they start: near 0 and 1, a number a token and head."""
+def _gates(query: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
+    """As they start: near 0, 1 and, with the delta rule, 0 again; a number a token and head."""
+    if name == "interdomain":
+        return {}
     generator = torch.Generator(query.device).manual_seed(1)
-    uniform = torch.rand(2, *query.shape[:3], generator=generator, device=query.device)
+    uniform = torch.rand(3, *query.shape[:3], generator=generator, device=query.device)
     gates = {"log_gate": -0.014 * uniform[0], "write_gate": 0.9 + 0.2 * uniform[1]}
+    if name == "delta":
+        gates["delta"] = 0.01 * uniform[2]
     return {name: x.requires_grad_(query.requires_grad) for name, x in gates.items()}
 
 
@@ -158,13 +162,15 @@ def _linear(name: str, tokens, normal):
     return gated_deltanet, [*tokens, gate, beta]
 
 
+def _measured(record: dict) -> list[dict]:
+    return [row for row in record["rows"].values() if "times" in row]
+
+
 def table(record: dict) -> str:
     rows = []
-    for row in record["rows"].values():
-        if "missing" in row:
-            continue
+    for row in sorted(_measured(record), key=lambda row: (row["training"], row["length"])):
         times, required = row["times"], record["required"].get(str(row["length"])) if row["training"] else None
-        others = [f"{times[name]['median'] * 1e3:.2f}" if name in times else "" for name in ("gates", *PEERS)]
+        others = [f"{times[name]['median'] * 1e3:.2f}" if name in times else "" for name in (*OURS[1:], *PEERS)]
         rows.append(
             [
                 "forward + backward" if row["training"] else "forward", f"{row['length']:,}", str(row["batch"]),
@@ -178,13 +184,14 @@ def table(record: dict) -> str:
         "tokens",
         "batch",
         "ours, ms",
-        "ours with gates, ms",
+        "with gates, ms",
+        "with the delta rule, ms",
         *(f"{name}, ms" for name in PEERS),
         "against flash",
         "required",
     ]
     ceiling = record["ceilings"]
-    missing = {name: why for row in record["rows"].values() for name, why in row.get("missing_peers", {}).items()}
+    missing = {name: why for row in _measured(record) for name, why in row["missing_peers"].items()}
     notes = [
         f"Floor: bytes at {ceiling['bytes_per_second'] / 1e12:.2f} TB/s (copy), operations at "
         f"{ceiling['operations_per_second'] / 1e12:.0f} TFLOP/s (bfloat16 matrix product), both measured."
@@ -201,7 +208,7 @@ def plot(record: dict, path) -> None:
 
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4))
     for axis, training in zip(axes, (False, True)):
-        rows = [row for row in record["rows"].values() if "times" in row and row["training"] == training]
+        rows = sorted((x for x in _measured(record) if x["training"] == training), key=lambda row: row["length"])
         for name in (*OURS, *PEERS):
             points = [(row["length"], row["times"][name]["median"] * 1e3) for row in rows if name in row["times"]]
             if points:

@@ -11,7 +11,7 @@ from modeling_interdomain import InterdomainCache
 SIZE, LENGTHS, CHUNK = "1.3b", (4096, 16384, 65536), 4096
 
 
-def run(quick: bool = False, only: str | None = None, resume: bool = False) -> dict:
+def run(quick: bool = False, choice: gpu.Choice = gpu.EVERYTHING) -> dict:
     where = gpu.device(quick)
     size, lengths, chunk = ("tiny", (32, 64), 16) if quick else (SIZE, LENGTHS, CHUNK)
     record = {"relative_error": gpu.verify(where), "size": size, "chunk": chunk}
@@ -24,7 +24,7 @@ def run(quick: bool = False, only: str | None = None, resume: bool = False) -> d
         for length in lengths
         for chunked in (False, True)
     }
-    return gpu.run_cases("prefill_memory_gpu", cases, record, only, keep=not quick, resume=resume)
+    return gpu.run_cases("prefill_memory_gpu", cases, record, choice, keep=not quick)
 
 
 def _case(models, where, name: str, size: str, length: int, chunk: int) -> dict:

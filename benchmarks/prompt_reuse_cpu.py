@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import torch
-from datasets import load_dataset
 from transformers import AutoTokenizer
 
 from benchmarks import harness
@@ -42,6 +41,8 @@ def _text(turns: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
     if not DATA.is_dir():
         raise SystemExit(f"{DATA} is not a folder: this table needs the text and the questions in it.")
     tokenizer = AutoTokenizer.from_pretrained(DATA / "tokenizers" / "mistral-v1-32k")
+    from datasets import load_dataset  # the page of this table is written without it
+
     rows = load_dataset("parquet", data_files=str(DATA / "recall" / "xquad_en_1190.parquet"), split="train")
     title = rows[0]["title"]
     rows = [row for row in rows if row["title"] == title]

@@ -1,18 +1,23 @@
 """What the studies share: runs that are added to a result file one by one, by one process or by several."""
 
 import argparse
+import contextlib
+import fcntl
 import functools
 import itertools
 import json
+import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 
 import torch
 
 from benchmarks import readme
 from benchmarks.harness import machine, time_in_turns
+from benchmarks.pool import Job, MakeRun, run_jobs
+from examples.saved_model import replace_text
 
 
 def load(file: Path, fresh: dict) -> dict:
@@ -21,9 +26,9 @@ def load(file: Path, fresh: dict) -> dict:
 
 
 def parser(
-    description: str, data: str | None = None, speed: bool = False, plot: bool = False
+    description: str, data: str | None = None, speed: bool = False, plot: bool = False, pool: bool = False
 ) -> argparse.ArgumentParser:
-    """The options of every study; `speed` adds the measuring of speed, `plot` the drawing."""
+    """The options of every study; `speed` adds the measuring of speed, `plot` the drawing, `pool` several processes."""
     found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     if data is not None:
         found.add_argument("--data", type=Path, default=Path(data), help="folder (default: %(default)s)")
@@ -35,6 +40,10 @@ def parser(
     found.add_argument(
         "--threads", type=int, default=torch.get_num_threads(), help="of PyTorch (default: as it has them)"
     )
+    if pool:
+        found.add_argument("--device", default="cpu", help="where models are trained (default: %(default)s)")
+        found.add_argument("--processes", type=int, default=1, help="that train at once (default: %(default)s)")
+        found.add_argument("--minutes", type=float, help="stop after so many (default: when all are done)")
     found.add_argument("--runs", type=int, metavar="N", help="stop after N runs (default: when all are done)")
     found.add_argument(
         "--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="those runs that fall to part I < N"
@@ -50,17 +59,22 @@ def show_or_run(
     make_run: Callable[[], Callable[..., dict]],
     table: Callable[[dict], str],
     plot: Callable[[dict], Path] | None = None,
+    pooled: tuple[Callable[[dict], Hashable], Callable[[dict], int | None]] | None = None,
 ) -> None:
     """What `parser` was asked for: the table or the plot of the runs so far, or the runs that are missing.
 
-    `make_run()`, called where there is something to run, gives the `run` of `run_missing`; the pages are updated.
+    `make_run()`, called where there is something to run, gives the `run` of `run_missing`, or with `pooled`, its `kind`
+    and `most`, that of `run_in_pool`; the pages are updated.
     """
     if arguments.table or getattr(arguments, "plot", False):
         print((table if arguments.table else plot)(load(file, fresh)))
         return
     torch.set_num_threads(arguments.threads)
     command = f"python -m benchmarks.{file.stem}"
-    run_missing(file, fresh, plan, make_run(), command, arguments.part, arguments.runs)
+    if pooled is None:
+        run_missing(file, fresh, plan, make_run(), command, arguments.part, arguments.runs)
+    else:
+        run_in_pool(file, fresh, plan, make_run, command, *pooled, arguments.processes, arguments.minutes)
     readme.update()
 
 
@@ -89,11 +103,74 @@ def run_missing(
             return
         started = time.perf_counter()
         row = chosen | run(**chosen) | {"seconds": time.perf_counter() - started}
-        record = load(file, fresh)  # another process may have added its runs
-        record["runs"].append(row)
+        with _alone(file):
+            record = load(file, fresh)  # another process may have added its runs
+            record["runs"].append(row)
+            record["machine"] = {**machine(), "command": command}
+            _save(file, record)
+        print(f"{chosen}: {row['seconds']:.0f} s", flush=True)
+
+
+def run_in_pool(
+    file: Path,
+    fresh: dict,
+    plan: Callable[[list[dict]], Iterator[dict]],
+    make_run: MakeRun,
+    command: str,
+    kind: Callable[[dict], Hashable],
+    most: Callable[[dict], int | None],
+    processes: int = 1,
+    minutes: float | None = None,
+) -> None:
+    """As `run_missing`, by several processes; this one alone writes the file, after each job.
+
+    A job are all the missing items of the plan that are of one kind. What waits for results of others is not in the
+    plan yet, and the others go on. A job that fails is said, and not tried again.
+
+    Args:
+        make_run: called in each process, gives what makes the rows of a job.
+        kind: of an item; those of a kind are given to one process together.
+        most: how many jobs of items with this number may run at once, None for any number.
+        minutes: after which what still runs is stopped and lost.
+    """
+    failed: list[dict] = []
+
+    def next_job(busy: list[Job]) -> Job:
+        runs = load(file, fresh)["runs"]
+        return _next_job(plan(runs), runs, busy, failed, kind, most)
+
+    def finished(job: Job, rows: list[dict], error: str | None) -> None:
+        if error is not None:
+            failed.extend(job)
+            return
+        record = load(file, fresh)
+        record["runs"] += rows
         record["machine"] = {**machine(), "command": command}
         _save(file, record)
-        print(f"{chosen}: {row['seconds']:.0f} s", flush=True)
+
+    run_jobs(next_job, finished, make_run, processes, minutes)
+
+
+def _next_job(
+    planned: Iterator[dict],
+    runs: list[dict],
+    busy: list[Job],
+    failed: list[dict],
+    kind: Callable[[dict], Hashable],
+    most: Callable[[dict], int | None],
+) -> Job:
+    """The first missing item that may begin, with all others of its kind; empty where there is none."""
+    taken = [*failed, *itertools.chain(*busy)]
+    limits = [most(job[0]) for job in busy]
+    job: Job = []
+    for item in planned:
+        if holds(runs, item) or item in taken or item in job:
+            continue
+        limit = most(item)
+        may_begin = limit is None or limits.count(limit) < limit
+        if kind(item) == kind(job[0]) if job else may_begin:
+            job.append(item)
+    return job
 
 
 def _part_of(item: dict, count: int) -> int:
@@ -149,6 +226,14 @@ def write_speed(file: Path, fresh: dict, runs: dict[str, Iterator], amount: int,
     _save(file, load(file, fresh) | {"speed": speed | {"machine": machine()}})
 
 
+@contextlib.contextmanager
+def _alone(file: Path) -> Iterator[None]:
+    """While one process adds to a file, the others of this machine wait."""
+    with Path(tempfile.gettempdir(), f"{file.stem}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def _save(file: Path, record: dict) -> None:
     file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps(record, indent=1) + "\n")
+    replace_text(file, json.dumps(record, indent=1) + "\n")

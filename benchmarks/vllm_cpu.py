@@ -1,5 +1,5 @@
-"""Serving with vLLM on a CPU: our 125M shape, a Llama of that shape in the same engine, and our own `generate_batch`;
-and SmolLM2-135M's shape, as it is and converted (`from-llama --window 64 --sinks 4`).
+"""Serving with vLLM on a CPU, as its own `vllm bench serve` measures it: our 125M shape, a Llama of that shape in the
+same engine, and our own `generate_batch`; and SmolLM2-135M's shape, as it is and converted (`from-llama --window 64`).
 
 python -m benchmarks.vllm_cpu                       every case that the result file lacks; goes on where it was stopped
 python -m benchmarks.vllm_cpu --minutes 60          as many of these as fit, those that tell the most first
@@ -8,20 +8,27 @@ python -m benchmarks.vllm_cpu --again --only ours   these again
 python -m benchmarks.vllm_cpu --quick               tiny sizes, nothing written
 
 It runs in the environment of `make test-vllm`: .venv/vllm/bin/python. Requests of random tokens arrive together; each
-writes `NEW` tokens. An engine stands in this process and has written a few tokens before it is timed.
+writes `NEW` tokens. A server of each kind is a process of its own, with `OMP_NUM_THREADS` threads; it stays to the end
+and has answered a few short requests before it is timed.
 """
 
 import argparse
+import contextlib
 import math
 import os
 import re
-import statistics
+import socket
+import subprocess
+import sys
 import tempfile
 import time
 from importlib.metadata import version
+from pathlib import Path
+from urllib.request import urlopen
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from benchmarks import harness
 from benchmarks.harness import footnote, markdown
@@ -38,19 +45,20 @@ SMOLLM2 = {
 }
 MODES = 64  # of the state of a converted layer, the default of `from-llama`
 NAME, NEW, SHARED = "vllm_cpu", 32, 7 / 8
+# With GiB of vLLM's cache: what 8 requests of 8k tokens need, or 32 of which 7/8 are shared.
 KINDS = {
-    "ours in vLLM": {},
-    "Llama in vLLM": {},
-    "ours by generate_batch": {},
-    "ours in vLLM, 7/8 shared and kept": {"enable_prefix_caching": True},
-    "Llama in vLLM, 7/8 shared and kept": {"enable_prefix_caching": True},
-    "SmolLM2 converted in vLLM": {},
-    "SmolLM2 in vLLM": {},
+    "ours in vLLM": 5,
+    "Llama in vLLM": 5,
+    "ours by generate_batch": None,
+    "ours in vLLM, 7/8 shared and kept": 3,
+    "Llama in vLLM, 7/8 shared and kept": 3,
+    "SmolLM2 converted in vLLM": 5,
+    "SmolLM2 in vLLM": 5,
 }
 REQUESTS, LENGTHS = (1, 8, 32), (256, 2048, 4096, 8192)
 CASES = [(kind, requests, length) for length in LENGTHS for requests in REQUESTS for kind in KINDS]
 # What is measured first: whether it is ahead, from where on, and then one request and many.
-TELLING = [(8, 2048), (8, 4096), (1, 4096), (8, 256), (1, 8192), (8, 8192), (1, 256), (1, 2048), (32, 256), (32, 2048)]
+TELLING = [(8, 2048), (8, 4096), (1, 4096), (8, 256), (1, 8192), (1, 256), (1, 2048), (32, 256), (8, 8192), (32, 2048)]
 # Tokens a second that a case is taken to have before its kind has any: few, so that a budget is kept.
 SLOW = 100
 
@@ -85,32 +93,40 @@ def run(quick: bool, only: str, again: bool, minutes: float) -> dict:
     record = {"cases": {}} if quick or not path.exists() else harness.read(NAME)
     cases = [(kind, 2, 40) for kind in KINDS] if quick else in_order()
     wanted = [case for case in cases if re.search(only, named(*case))]
-    for case in wanted:
-        name = named(*case)
-        if name in record["cases"] and not again:
-            continue
-        if not quick and time.monotonic() + expected(record, *case) > end:
-            continue
-        record["cases"][name] = measured(*case, quick)
-        record["vllm"] = version("vllm-cpu")
-        print(name, record["cases"][name], flush=True)
-        if not quick:
-            harness.write(NAME, record)
+    known = {"cases": {}} if again else record  # what other hours were like says nothing of this one
+    with contextlib.ExitStack() as stack:
+        servers = Servers(quick, stack)
+        for case in wanted:
+            name = named(*case)
+            if name in known["cases"]:
+                continue
+            if not quick and time.monotonic() + expected(known, *case) > end:
+                continue
+            known["cases"][name] = record["cases"][name] = measured(*case, quick, servers)
+            record["vllm"] = version("vllm-cpu")
+            print(name, record["cases"][name], flush=True)
+            if not quick:
+                harness.write(NAME, record)
     return record
 
 
-def configuration(kind: str, length: int, quick: bool):
+def longest(quick: bool) -> int:
+    """The tokens that a model has room for."""
+    return (40 if quick else max(LENGTHS)) + NEW
+
+
+def configuration(kind: str, quick: bool):
     small = {"vocab_size": 500, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     small |= {"num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 256}
     if kind.startswith("SmolLM2"):
-        llama = LlamaConfig(**SMOLLM2 | (small if quick else {}), max_position_embeddings=length + NEW)
+        llama = LlamaConfig(**SMOLLM2 | (small if quick else {}), max_position_embeddings=longest(quick))
         if "converted" not in kind:
             return llama
         return interdomain_config(llama, range(llama.num_hidden_layers), MODES, Window(64, 4))
     small |= {"feature_dim": 64}
     ours = AutoConfig.from_pretrained("configuration/interdomain-125m", **small if quick else {})
     if kind.startswith("ours"):
-        ours.max_position_embeddings = length + NEW
+        ours.max_position_embeddings = longest(quick)
         return ours
     return LlamaConfig(
         vocab_size=ours.vocab_size,
@@ -118,62 +134,128 @@ def configuration(kind: str, length: int, quick: bool):
         intermediate_size=ours.intermediate_size,
         num_hidden_layers=ours.num_hidden_layers,
         num_attention_heads=ours.num_attention_heads,
-        max_position_embeddings=length + NEW,
+        max_position_embeddings=longest(quick),
     )
 
 
-def measured(kind: str, requests: int, length: int, quick: bool) -> dict:
-    """Seconds until all is written, median seconds until a first token, and the bytes that a request keeps."""
+def made(kind: str, quick: bool):
     torch.manual_seed(0)
-    config = configuration(kind, length, quick)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    shared = int(SHARED * length) if "shared" in kind else 0
-    begin = torch.randint(config.vocab_size, (shared,)).tolist()
-    prompts = [begin + torch.randint(config.vocab_size, (length - shared,)).tolist() for _ in range(requests)]
-    found = {"bytes": _bytes(config, length)}
-    if kind.endswith("generate_batch"):
-        options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_batch_size": requests}
-        model.generate_batch([prompts[0][:16]], max_new_tokens=2, **options)
-        started = time.perf_counter()
-        model.generate_batch(prompts, max_new_tokens=NEW, **options)
-        return found | {"seconds": time.perf_counter() - started}
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        del model
-        return found | _in_vllm(folder, prompts, begin, length, {"enable_prefix_caching": False} | KINDS[kind])
+    return AutoModelForCausalLM.from_config(configuration(kind, quick)).eval()
 
 
-def _in_vllm(folder: str, prompts: list[list[int]], begin: list[int], length: int, options: dict) -> dict:
-    from vllm import LLM, SamplingParams
-    from vllm.distributed import cleanup_dist_env_and_memory
+def measured(kind: str, requests: int, length: int, quick: bool, servers: "Servers") -> dict:
+    """Seconds until all is written, median seconds until a first token, and the bytes that a request keeps."""
+    found = {"bytes": _bytes(configuration(kind, quick), length)}
+    if not kind.endswith("generate_batch"):
+        return found | bench(servers.of(kind), requests, length, "shared" in kind)
+    model = made(kind, quick)
+    prompts = torch.randint(model.config.vocab_size, (requests, length)).tolist()
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_batch_size": requests}
+    model.generate_batch([prompts[0][:16]], max_new_tokens=2, **options)
+    started = time.perf_counter()
+    model.generate_batch(prompts, max_new_tokens=NEW, **options)
+    return found | {"seconds": time.perf_counter() - started}
 
-    room = {"max_model_len": length + NEW, "max_num_seqs": max(2, len(prompts)), "dtype": "float32"}
-    room["enforce_eager"] = True  # ours always is; vLLM would compile the Llama for minutes
-    engine = LLM(folder, skip_tokenizer_init=True, **room, **options).llm_engine
 
-    def ask(name: str, prompt: list[int], count: int) -> None:
-        sampling = SamplingParams(max_tokens=count, temperature=0, detokenize=False, ignore_eos=True)
-        engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+class Servers:
+    """vLLM's servers, one a kind, each started when it is first asked for; the stack ends them."""
 
-    def finish() -> dict[str, float]:
-        first: dict[str, float] = {}
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                first.setdefault(output.request_id, time.perf_counter())
-        return first
+    def __init__(self, quick: bool, stack: contextlib.ExitStack):
+        self.quick, self.stack = quick, stack
+        self.running: dict[str, Server] = {}
 
-    try:
-        ask("warm", begin + prompts[0][:16] if begin else prompts[0][:16], 2)
-        finish()
-        started = time.perf_counter()
-        for i, prompt in enumerate(prompts):
-            ask(f"{i}", prompt, NEW)
-        first = finish()
-        seconds = time.perf_counter() - started
-        return {"seconds": seconds, "first_token": statistics.median(first.values()) - started}
-    finally:
-        engine.engine_core.shutdown()
-        cleanup_dist_env_and_memory()
+    def of(self, kind: str) -> "Server":
+        if kind not in self.running:
+            folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
+            model = made(kind, self.quick)
+            model.save_pretrained(folder)
+            words(model.config.vocab_size).save_pretrained(folder)
+            caching = "--enable-prefix-caching" if "shared" in kind else "--no-enable-prefix-caching"
+            # Nothing of ours is compiled; vLLM would compile the Llama for minutes.
+            options = ["--enforce-eager", caching, "--max-num-seqs", f"{max(REQUESTS)}"]
+            options += ["--max-model-len", f"{longest(self.quick)}"]
+            server = Server(folder, *options, space=1 if self.quick else KINDS[kind])
+            self.running[kind] = self.stack.enter_context(server)
+            bench(server, 2, 16, False)
+        return self.running[kind]
+
+
+class Server:
+    """A process of vLLM's OpenAI server with the model and the tokenizer of a folder, in float32; a context.
+
+    Args:
+        options: of its command line.
+        space: GiB of the cache.
+
+    Attributes:
+        port: of 127.0.0.1.
+        log: the file with all that it says.
+    """
+
+    def __init__(self, folder: Path, *options: str, space: int = 1):
+        self.folder, self.log = folder, folder / "server.log"
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+        command += ["--dtype", "float32", "--host", "127.0.0.1", "--port", f"{self.port}", *options]
+        with self.log.open("w") as log:
+            changes = {"VLLM_CPU_KVCACHE_SPACE": f"{space}", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | changes)
+
+    def __enter__(self) -> "Server":
+        end = time.monotonic() + 600
+        while time.monotonic() < end and self.process.poll() is None:
+            with contextlib.suppress(OSError):  # as long as nobody answers
+                urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
+                return self
+            time.sleep(0.5)
+        self.__exit__()
+        raise SystemExit(f"The server did not start: {self.log.read_text()[-3000:]}")
+
+    def __exit__(self, *_) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+def bench(server: Server, requests: int, length: int, shared: bool) -> dict:
+    """What `vllm bench serve` says of requests that arrive together; shared beginnings are those of a request that it
+    has sent before."""
+    from vllm.benchmarks.serve import add_cli_args, main
+
+    parser = argparse.ArgumentParser()
+    add_cli_args(parser)
+    common = int(SHARED * length) if shared else 0
+    options = {
+        "model": server.folder,
+        "port": server.port,
+        "dataset-name": "random",
+        "num-prompts": requests,
+        "random-prefix-len": common,
+        "random-input-len": length - common,
+        "random-output-len": NEW,
+        "seed": length,
+        "temperature": 0,
+        "num-warmups": int(shared),
+    }
+    given = [part for name, value in options.items() for part in (f"--{name}", f"{value}")]
+    with server.log.open("a") as log, contextlib.redirect_stdout(log):
+        found = main(parser.parse_args([*given, "--ignore-eos", "--disable-tqdm"]))
+    tokens = found["completed"], found["total_input_tokens"], found["total_output_tokens"]
+    if tokens != (requests, requests * length, requests * NEW):
+        raise SystemExit(f"{requests} requests of {length} tokens were wanted, found {tokens}.")
+    return {"seconds": found["duration"], "first_token": found["median_ttft_ms"] / 1000}
+
+
+def words(size: int) -> PreTrainedTokenizerFast:
+    """A word for each token, so that a prompt has as many tokens as its benchmark says."""
+    model = models.WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0")
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def _bytes(config, length: int) -> int:
@@ -196,7 +278,7 @@ def table(record: dict) -> str:
     about = (
         "The 125M shape and a Llama of its sizes (SmolLM2-135M's where it is named), random weights, "
         f"float32, vLLM {record['vllm']}, nothing compiled. "
-        f"{NEW} tokens are written to each request, once, on a machine that others used at the same time."
+        f"{NEW} tokens are written to each request, measured once by `vllm bench serve`, or beside it `generate_batch`."
     )
     return "\n\n".join([markdown(header, rows), f"{about} {footnote(record)}"])
 
@@ -210,10 +292,8 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure them although the file has them")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, nothing written")
     arguments = parser.parse_args()
-    # Read when vLLM is imported: an engine in this process, whose threads the machine places.
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+    # Read when vLLM is imported: the machine places its threads.
+    os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     record = run(arguments.quick, arguments.only, arguments.again, arguments.minutes)
     if not arguments.quick:
         from benchmarks import readme

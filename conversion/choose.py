@@ -28,15 +28,15 @@ def conversion_costs(config: InterdomainConfig, carried: dict[str, torch.Tensor]
         carried: the source's weights under our names.
         rows: `[N, T]`, what is read.
     """
-    number = config.num_hidden_layers
-    expected = [x.cpu() for x in _predictions(_model(config, carried, None), rows)]
-    costs = []
-    for layer in tqdm(range(number), desc="Measuring layers", unit="layer", dynamic_ncols=True):
-        found = _predictions(_model(config, carried, layer), rows)
+    model, windows = (_model(config, carried, name) for name in ("softmax", "window"))
+    expected, layers, costs = list(_predictions(model, rows)), model.model.layers, []
+    for layer in tqdm(range(len(layers)), desc="Measuring layers", unit="layer", dynamic_ncols=True):
+        kept, layers[layer] = layers[layer], windows.model.layers[layer]
         divergence = sum(
-            F.kl_div(ours.cpu(), theirs, log_target=True, reduction="sum").item()
-            for ours, theirs in zip(found, expected)
+            F.kl_div(ours, theirs, log_target=True, reduction="sum").item()
+            for ours, theirs in zip(_predictions(model, rows), expected)
         )
+        layers[layer] = kept
         costs.append(divergence / rows.numel())
     return costs
 
@@ -47,10 +47,10 @@ def costliest(costs: list[float], number: int) -> list[int]:
     return sorted(ranked[:number])
 
 
-def _model(config: InterdomainConfig, carried: dict[str, torch.Tensor], converted: int | None):
-    mixers = ["window" if layer == converted else "softmax" for layer in range(config.num_hidden_layers)]
-    alone = InterdomainConfig(**config.to_dict() | {"token_mixers": mixers})
-    return convert(alone, carried, torch.float32).to("cuda" if torch.cuda.is_available() else "cpu")
+def _model(config: InterdomainConfig, carried: dict[str, torch.Tensor], mixer: str):
+    """With one mixer in all layers."""
+    alike = InterdomainConfig(**config.to_dict() | {"token_mixers": [mixer] * config.num_hidden_layers})
+    return convert(alike, carried, torch.float32).to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _predictions(model, rows: torch.Tensor):

@@ -23,7 +23,7 @@ from examples.training import clip_gradients, cosine_with_warmup, parameter_grou
 
 Loss = Callable[[torch.Tensor], torch.Tensor]
 Groups = list[dict[str, Any]]
-PIECE = 64  # tokens whose predictions are compared at once
+PIECE = {"cpu": 64, "cuda": 2048}  # tokens whose predictions are compared at once: as caches hold, or kernels fill
 EVERYTHING = ("",)  # the parameters whose names have it in them
 
 
@@ -54,6 +54,7 @@ class Progress:
         self.state = torch.load(file, weights_only=True) if file.is_file() else fresh
         self.perplexity: dict[str, Any] = self.state["perplexity"]
         self.losses: dict[str, list[float]] = self.state["losses"]
+        self.seconds: dict[str, float] = self.state.get("took", {})  # of the stages that have ended
 
     def measured(self, name: str, measure: Callable[[], Any]) -> None:
         """Measure once, whatever the number of interruptions."""
@@ -74,7 +75,7 @@ class Progress:
         """The parameters that learn in this stage: those that learned in earlier ones are among them."""
         learned = {name: x.detach() for name, x in model.named_parameters() if x.requires_grad}
         state = {"stage": stage.name, "step": step, "seconds": seconds}
-        state |= {"perplexity": self.perplexity, "losses": self.losses}
+        state |= {"perplexity": self.perplexity, "losses": self.losses, "took": self.seconds}
         save_state(state | {"model": learned, "optimizer": optimizer.state_dict()}, self.file)
 
 
@@ -106,6 +107,7 @@ def train_stage(model: PreTrainedModel, stage: Stage, batches: Iterator[torch.Te
     done, spent = progress.restore(stage, model, optimizer)
     losses = progress.losses.setdefault(stage.name, [])
     del losses[done:]
+    pending: list[tuple[int, torch.Tensor]] = []
     model.train()
     started = time.perf_counter() - spent
     total = None if stage.seconds else stage.steps  # where the clock ends it, nobody knows how many there will be
@@ -115,23 +117,41 @@ def train_stage(model: PreTrainedModel, stage: Stage, batches: Iterator[torch.Te
             for group, peak in zip(optimizer.param_groups, peaks):
                 group["lr"] = peak * cosine_with_warmup(max(step / stage.steps, passed))
             optimizer.zero_grad()
-            loss = loss_of(batch.to(model.device))
-            value = loss.item()
-            if not math.isfinite(value):
-                raise FloatingPointError(f"The loss is {value} at step {step}: try a smaller learning rate.")
+            loss = loss_of(_on(model.device, batch))
             if loss.requires_grad:
                 loss.backward()
+            losses += _values(pending)  # that of the step before: a GPU has this one to do while it is waited for
+            pending = [(step, loss.detach())]
             clip_gradients(optimizer, 1.0)
             optimizer.step()
-            losses.append(value)
-            bar.set_postfix_str(f"loss {value:.4f}, {batch.shape[1] - 1} tokens a text", refresh=False)
+            if losses:
+                bar.set_postfix_str(f"loss {losses[-1]:.4f}, {batch.shape[1] - 1} tokens a text", refresh=False)
             bar.update()
             is_last = step == stage.steps or passed >= 1
             if step % progress.save_steps == 0 or is_last:
+                losses += _values(pending)
                 progress.save(stage, step, time.perf_counter() - started, model, optimizer)
             if is_last:
                 break
+    progress.seconds[stage.name] = time.perf_counter() - started
     model.eval()
+
+
+def _values(pending: list[tuple[int, torch.Tensor]]) -> list[float]:
+    """The losses of these steps, which are then no longer pending; refuses what is no number."""
+    found = [(step, loss.item()) for step, loss in pending]
+    pending.clear()
+    for step, value in found:
+        if not math.isfinite(value):
+            raise FloatingPointError(f"The loss is {value} at step {step}: try a smaller learning rate.")
+    return [value for _, value in found]
+
+
+def _on(device: torch.device, batch: torch.Tensor) -> torch.Tensor:
+    """A batch where the model is, without waiting for what a GPU does before."""
+    if device.type != "cuda":
+        return batch.to(device)
+    return batch.pin_memory().to(device, non_blocking=True)
 
 
 def distillation_loss(
@@ -208,12 +228,29 @@ def finetuning_loss(
 
 
 def divergence(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Of predictions from others, both logits `[N, vocab_size]`, in nats a token: in pieces that caches hold."""
-    parts = [
-        F.kl_div(ours.float().log_softmax(-1), theirs.float().log_softmax(-1), log_target=True, reduction="sum")
-        for ours, theirs in zip(found.split(PIECE), wanted.split(PIECE))
-    ]
-    return torch.stack(parts).sum() / len(found)
+    """Of predictions from others, both logits `[N, vocab_size]`, in nats a token; `wanted` is given no gradient."""
+    return _Divergence.apply(found, wanted)
+
+
+class _Divergence(torch.autograd.Function):
+    """In pieces, of which nothing is kept but the gradient: in float32 all of them would fill a GPU."""
+
+    @staticmethod
+    def forward(ctx, found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        size, gradients = PIECE.get(found.device.type, PIECE["cpu"]), torch.empty_like(found)
+        total = torch.zeros((), device=found.device)
+        for *logits, gradient in zip(found.split(size), wanted.split(size), gradients.split(size)):
+            ours, theirs = (x.log_softmax(-1, dtype=torch.float32) for x in logits)
+            weights = theirs.exp()
+            total += torch.dot(weights.flatten(), theirs.sub_(ours).flatten())
+            gradient.copy_(ours.exp_().sub_(weights))
+        ctx.save_for_backward(gradients)
+        return total / len(found)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gradients,) = ctx.saved_tensors
+        return gradients * (gradient / len(gradients)), None
 
 
 def in_bfloat16(loss_of: Loss) -> Loss:

@@ -105,12 +105,12 @@ def decode(model: PreTrainedModel) -> dict[str, dict[str, float]]:
 def cache_after(model: PreTrainedModel, length: int) -> DynamicCache | InterdomainCache:
     """Keys and values of so many tokens, or a cache whose size hangs on none: after the first 512."""
     if model.config.model_type == "interdomain":
-        ids = torch.ones(1, min(length, LONG[0]), dtype=torch.long)
+        ids = torch.ones(1, min(length, LONG[0]), dtype=torch.long, device=model.device)
         return model(ids, use_cache=True, logits_to_keep=1).past_key_values
     config, cache = model.config, DynamicCache()
     shape = 1, config.num_key_value_heads, length, config.head_dim or config.hidden_size // config.num_attention_heads
     for layer in range(config.num_hidden_layers):
-        cache.update(torch.randn(shape), torch.randn(shape), layer)
+        cache.update(*(torch.randn(shape, device=model.device, dtype=model.dtype) for _ in range(2)), layer)
     return cache
 
 
@@ -144,5 +144,7 @@ def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question:
         messages = [{"role": "user", "content": question}]
         options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
         inputs = tokenizer.apply_chat_template(messages, **options)
-    written = model.generate(**inputs, max_new_tokens=tokens, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    written = model.generate(**inputs.to(model.device), max_new_tokens=tokens, do_sample=False)[
+        0, inputs["input_ids"].shape[1] :
+    ]
     return tokenizer.decode(written, skip_special_tokens=True).strip()

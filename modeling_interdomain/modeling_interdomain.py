@@ -226,11 +226,11 @@ class InterdomainModel(InterdomainPreTrainedModel):
                 the order of the processes; `sequence_piece` cuts them. Masks and positions are those of the piece,
                 `cu_seq_lens_q` are the ends along the whole row. A new cache then holds what has been read so far.
             output_attentions: add `attentions`, `[B, H, T, T]` a layer: weights of softmax and inner-function layers
-                (with the "eager" implementation), and of Interdomain, S4D and SSD layers the exact map of which value
-                made which output, in O(T^2). Only tokens without a past have one. Layers without a map are left out:
-                selective scan, where every channel has decays of its own, and so a map of its own; recurrent layers
-                with a sparse branch, whose output adds two maps of different values; and those that begin with a
-                learned state, which is no token.
+                (with the "eager" implementation), and of Interdomain, S4D and SSD layers, and of windows without a
+                memory, the exact map of which value made which output, in O(T^2). Only tokens without a past have one.
+                Layers without a map are left out: selective scan and windows with a memory, where every channel has
+                decays, or a gate, of its own, and so a map of its own; recurrent layers with a sparse branch, whose
+                output adds two maps of different values; and those that begin with a learned state, which is no token.
 
         Raises:
             ValueError, TypeError: before the cache is touched, when the inputs do not fit the model or each other, or a

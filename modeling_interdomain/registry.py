@@ -38,6 +38,10 @@ LAYER_TYPES = ("linear_attention", "full_attention", "hybrid")
 def token_mixer_class(config, layer_idx: int) -> type[TokenMixer]:
     """The class of a layer's token mixer: with gates a subclass, which only models that have some carry."""
     name = config.mixers_per_layer[layer_idx]
+    if name == "interdomain" and config.gates == "warp":
+        from .mixers.interdomain.warped import WarpedInterdomainMixer
+
+        return WarpedInterdomainMixer
     if name == "interdomain" and config.gate_names:
         from .mixers.interdomain.gated import GatedInterdomainMixer
 

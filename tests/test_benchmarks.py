@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -146,11 +147,35 @@ def test_some_cases_of_a_table_are_measured_again_and_the_others_kept(monkeypatc
         raise torch.OutOfMemoryError("no room")
 
     cases = {"a 1": lambda: {"x": 1}, "b 1": fails}
-    gpu.run_cases("table", cases, {}, None, keep=True)
+    gpu.run_cases("table", cases, {})
     cases = {"a 1": lambda: {"x": 2}, "b 1": lambda: {"x": 3}}
-    rows = gpu.run_cases("table", cases, {}, "^b", keep=True)["rows"]
+    rows = gpu.run_cases("table", cases, {}, gpu.Choice(only="^b"))["rows"]
     assert rows == harness.read("table")["rows"]
     assert [(case, row["x"]) for case, row in rows.items()] == [("a 1", 1), ("b 1", 3)]
+
+
+def test_cases_are_compiled_before_they_may_be_measured(monkeypatch, tmp_path):
+    """Others in the file stay, and one that fails is said when all are done."""
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(gpu, "_longest", gpu.EVERYTHING.seconds)  # and back
+    go, ran = tmp_path / "go", []
+
+    def measured():
+        ran.append(gpu.measure({"x": lambda: None}, torch.device("cpu"), 0.05)["x"]["samples"])
+        go.touch()
+        return {"x": len(ran)}
+
+    def fails():
+        raise RuntimeError("no such\nkernel")
+
+    harness.write("table", {"rows": {"c": {"x": 0}}})
+    with pytest.raises(SystemExit, match=r"^table: failed: b\.$"):
+        gpu.run_cases("table", {"a": measured, "b": fails}, {}, gpu.Choice(only="a|b", after=go))
+    rows = harness.read("table")["rows"]
+    assert rows["c"] == {"x": 0} and rows["a"]["x"] == 2 and ran[0] == 2 < ran[1]
+    assert rows["b"]["missing"] == "RuntimeError: no such kernel"
+    gpu.run_cases("table", {"a": measured}, {}, gpu.Choice(seconds=0))
+    assert ran[2] == 2
 
 
 def test_a_stopped_table_goes_on_where_it_stopped(monkeypatch, tmp_path):
@@ -170,13 +195,13 @@ def test_a_stopped_table_goes_on_where_it_stopped(monkeypatch, tmp_path):
         return measure
 
     with pytest.raises(KeyboardInterrupt):
-        gpu.run_cases("table", {"a": case("a"), "b": case("b", stop=True)}, {}, None, keep=True, resume=True)
+        gpu.run_cases("table", {"a": case("a"), "b": case("b", stop=True)}, {}, gpu.Choice(resume=True))
     assert list(harness.read("table")["rows"]) == ["a"]
     cases = {"a": case("a"), "b": case("b")}
-    assert list(gpu.run_cases("table", cases, {}, None, keep=True, resume=True)["rows"]) == ["a", "b"]
+    assert list(gpu.run_cases("table", cases, {}, gpu.Choice(resume=True))["rows"]) == ["a", "b"]
     assert measured == ["a", "b"]
     place["commit"] = "def"
-    gpu.run_cases("table", cases, {}, None, keep=True, resume=True)
+    gpu.run_cases("table", cases, {}, gpu.Choice(resume=True))
     assert measured == ["a", "b", "a", "b"]
 
 
@@ -216,6 +241,18 @@ def test_a_day_on_a_gpu_ends_in_time_and_measures_nothing_wrong():
     with pytest.raises(SystemExit, match="Nothing is measured: correctness"):
         gpu_day.go(todo, 1500, wrong.run, lambda: wrong.now)
     assert list(wrong.given) == ["correctness"]
+
+
+def test_a_few_minutes_on_a_gpu_go_to_what_says_most():
+    """Every case that is asked for is there, and each program still runs everything when it has time."""
+    short, whole = ({stage.name: stage.command for stage in gpu_day.stages(short)} for short in (True, False))
+    assert all(short[name][: len(whole[name])] == whole[name] for name in whole) and short != whole
+    operators = [f"{length} {kind}" for length in operator_gpu.LENGTHS for kind in ("training", "forward")]
+    chosen = [case for case in operators if re.search(short["operator_gpu"][-1], case)]
+    assert chosen == ["4096 training", "32768 training"]
+    decoded = [f"125m, {kind}, batch {n}, prefix 1024" for kind in decode_gpu.KINDS for n in decode_gpu.BATCHES]
+    found = {case.split(", ")[1] for case in decoded if re.search(short["decode_gpu"][-1], case)}
+    assert found == {kind for kind in decode_gpu.KINDS if "captured" in kind}
 
 
 def todo_names(todo):
@@ -268,6 +305,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_here():
     ("problem", "warps", "matrix_units"),
     [
         ("gates, 1.3B head, bf16", 8, {"gate_sums": False, "push_both": True, "chunk_states_backward": True}),
+        ("delta rule, 1.3B head, bf16", 8, {"solve": True, "solve_backward": True}),
         ("SSD, P = 64, N = 128, bf16", 8, {"walk": True, "attend": True, "contract": True}),
         ("S4D, 1.3B head, bf16", 8, {"read": True, "read_backward": True, "s4d_step": False}),
         ("selective scan, N = 16, bf16", 8, {"scan_backward": False}),
@@ -362,7 +400,7 @@ def test_a_budget_of_serving_measures_what_tells_the_most(monkeypatch, tmp_path)
     monkeypatch.setattr(vllm_cpu, "version", lambda name: "0")
     asked = []
 
-    def measured(kind, requests, length, quick):
+    def measured(kind, requests, length, quick, servers):
         asked.append((requests, length))
         return {"bytes": 1, "seconds": 100.0}
 

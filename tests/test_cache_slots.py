@@ -8,7 +8,7 @@ from modeling_interdomain.generation.slots import Slots
 
 # Which rows stay, and how long the prompts are that come: rows that grow, shrink, change places and end.
 EVENTS = [([], [5, 2]), ([0, 1], [9]), ([1, 0, 2], []), ([2, 0], []), ([1], [1, 3]), ([0, 1, 2], [])]
-MODELS = ["softmax-interdomain", "softmax", "windowed", "hax", "value-mask", "mamba2"]
+MODELS = ["softmax-interdomain", "softmax", "windowed", "hax", "value-mask", "mamba2", "window"]
 
 
 class Alone:

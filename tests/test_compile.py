@@ -85,6 +85,7 @@ THOROUGH = [
     ("hax", "prefill masked", "aot_eager"),
     ("delta-rule", "training masked", "aot_eager"),
     ("forget-gates", "prefill masked", "aot_eager"),
+    ("warped-time", "training with ends", "aot_eager"),
     ("interdomain-softmax", "training masked", "inductor"),
     ("interdomain-softmax", "prefill masked", "inductor"),
 ]

@@ -1,7 +1,9 @@
 """Windows with a memory are taught by the Llama that they came from: stages, what goes on after a stop, the report."""
 
 import csv
+import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -93,6 +95,37 @@ def test_the_gradients_of_all_layers_are_those_of_their_mean_error(place):
     torch.testing.assert_close(value, torch.stack(errors).mean().detach())
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, student.get_parameter(name).grad, msg=name)
+
+
+def test_the_divergence_in_pieces_is_that_of_all_with_its_gradient(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    found, wanted = (torch.randn(150, 40, generator=generator) for _ in range(2))
+    found.requires_grad_()
+    expected = torch.nn.functional.kl_div(
+        found.log_softmax(-1), wanted.log_softmax(-1), log_target=True, reduction="batchmean"
+    )
+    (gradient,) = torch.autograd.grad(3 * expected, found)
+    value = distill.divergence(found, wanted)  # 64 at once, and the rest
+    torch.testing.assert_close(value, expected)
+    torch.testing.assert_close(torch.autograd.grad(3 * value, found)[0], gradient)
+
+
+@pytest.mark.parametrize("at", [1, 3, 4])
+def test_a_loss_that_is_no_number_ends_it_before_anything_is_saved(place, tmp_path, at):
+    model, steps = AutoModelForCausalLM.from_pretrained(place / "windows"), []
+
+    def loss(batch):
+        steps.append(batch)
+        return model.lm_head.weight.mean() * (math.nan if len(steps) == at else 1.0)
+
+    progress = distill.Progress(tmp_path / "training.pt", 2)
+    stage = distill.Stage("whole", lambda: loss, 4, 1e-3)
+    with pytest.raises(FloatingPointError, match=f"The loss is nan at step {at}: try a smaller learning rate."):
+        distill.train_stage(model, stage, itertools.repeat(ids(8)), progress)
+    saved = (at - 1) // 2 * 2
+    assert (tmp_path / "training.pt").exists() == bool(saved)
+    if saved:
+        assert torch.load(tmp_path / "training.pt", weights_only=True)["step"] == saved
 
 
 def test_memories_start_at_the_size_of_the_softmax_and_learned_ones_stay(place):

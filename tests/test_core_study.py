@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from benchmarks import condition_study, core_study, peers, recall_study
+from benchmarks.side_by_side import SideBySide, run_steps
 from examples.recall import answers
-from examples.training import train
+from examples.text_data import random_batches
+from examples.training import next_token_loss, train
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
 
 TINY = {"vocab_size": 48, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "state_size": 4}
@@ -124,57 +126,182 @@ def test_copying_asks_for_the_tokens_in_their_order():
     assert batch.ids[:, :26].bool().sum(0).min() < 32, "at places of its own in every row"
 
 
+def done(item: dict) -> dict:
+    """A row as if 0.003 were the best rate of everything."""
+    error = abs(math.log(item["learning_rate"] / 3e-3))
+    item = item | {"machine": "x"}
+    if item["task"] in core_study.RECALL:
+        return item | {"accuracy": 0.5, "loss": error, "state_bytes": 1024}
+    lengths = {str(factor): 4.0 for factor in condition_study.LENGTHS}
+    places = dict.fromkeys(map(str, (0, 16, 64, 128, 256)), 4.0)
+    repeats = {"share": 0.5, "repeated": 3.0, "other": 5.0}
+    texts = {"validation": {"a": 4 + error}, "lengths": lengths, "places": places, "repeats": repeats}
+    return item | texts | {"parameters": 10, "state": 20}
+
+
+SHORTER = [
+    {"condition": there, "learning_rate": rate, "seed": 0, "parameters": 10, "state": 20}
+    | {"validation": {"a": 4 + abs(math.log(rate / 3e-3))}}
+    for there in core_study.KNOWN.values()
+    for rate in (1.5e-3, 3e-3, 6e-3)
+]
+MACHINE = dict.fromkeys(("cpu", "threads", "torch", "transformers", "commit", "date", "command"), "x")
+
+
 def test_the_plan_brackets_the_rates_of_what_is_not_known():
-    """Gated DeltaNet first; what `condition_study` has run of language is not run again; then recall."""
-    planned = list(core_study.plan([]))
-    assert [item["condition"] for item in planned[:5]] == ["Gated DeltaNet"] * 3 + ["Interdomain, gates"] * 2
-    language = [item for item in planned if item["task"] == core_study.LANGUAGE]
+    """Gated DeltaNet first; what `condition_study` has run of language is not run again; then more."""
+    language = [item for item in core_study.plan([], []) if item["task"] == core_study.LANGUAGE]
     assert {item["condition"] for item in language} == set(core_study.CONDITIONS) - set(core_study.KNOWN)
     assert {item["learning_rate"] for item in language} == set(condition_study.LEARNING_RATES)
-
-    def run(item):
-        error = abs(math.log(item["learning_rate"] / 3e-3))
-        return item | ({"validation": {"a": error}} if item["task"] == core_study.LANGUAGE else RIGHT | {"loss": error})
-
     runs = []
-    while missing := [item for item in core_study.plan(runs) if run(item) not in runs]:
-        runs += [run(item) for item in missing]
-    for name in {item["condition"] for item in language}:
-        found = [row for row in runs if row["task"] == core_study.LANGUAGE and row["condition"] == name]
+    while missing := [item for item in core_study.plan(runs, SHORTER) if done(item) not in runs]:
+        runs += [done(item) for item in missing]
+    for task, name in itertools.product((core_study.LANGUAGE, core_study.LARGER), core_study.FIRST[1:]):
+        found = [row for row in runs if (row["task"], row["condition"]) == (task, name)]
         assert {(row["learning_rate"], row["seed"]) for row in found} >= {(3e-3, 0), (3e-3, 1), (6e-3, 0)}
+    rest = [row for row in runs if row["task"] == core_study.LARGER and row["condition"] == "Mamba-2"]
+    assert {(row["learning_rate"], row["seed"]) for row in rest} == {(6e-3, 0), (3e-3, 0), (3e-3, 1), (1.5e-3, 0)}
+    seeds = {row["seed"] for row in runs if row["task"] == core_study.LANGUAGE and row["condition"] == "Gated DeltaNet"}
+    assert seeds == {0, 1, *core_study.MORE_SEEDS}
+    largest = [row for row in runs if row["task"] == core_study.LARGE]
+    assert {row["condition"] for row in largest} == set(core_study.LARGE_CONDITIONS)
+    assert {row["learning_rate"] for row in largest} == {3e-3} and len([row for row in largest if row["seed"]]) == 2
     longest = [row for row in runs if row.get("length") == 512]
     assert {(row["task"], row["seed"]) for row in longest} == set(itertools.product(core_study.RECALL, (0, 1)))
     assert {row["learning_rate"] for row in longest} == {3e-3}
 
 
-RIGHT = {"accuracy": 0.5}
+def test_the_tables_say_where_interdomain_stands():
+    runs = []
+    while missing := [item for item in core_study.plan(runs, SHORTER) if done(item) not in runs]:
+        runs += [done(item) for item in missing]
+    for row in runs:
+        if row["condition"] == "Gated DeltaNet" and "validation" in row:
+            row["validation"] = {"a": row["validation"]["a"] + math.log(1.1)}
+    records = {"core_study": {"runs": runs, "machine": MACHINE}, "condition_study": {"runs": []}}
+    table = core_study.table(records)
+    assert "At 3M the best form is Interdomain: its perplexity is 0.0% above that of" in table
+    assert (
+        "9.1% below that of Gated DeltaNet" in table and "| copying | Mamba-2 | 1,024 | 50.0%, 50.0% (0.003) |" in table
+    )
+    assert "Overwritten, 8 in 64 tokens, mean of the seeds: Interdomain 50%, Interdomain, gates 50%" in table
+    sentence = core_study.short_sentence(records)
+    assert "0.0% less at 1.4M, 0.0% less at 3M, 10.0% more at 12M" in sentence
+    assert table.count("0.0015: 4.693, 0.003: 4.000") > 3 and "Not run: language (" in table
+    assert core_study.table(records | {"condition_study": {"runs": SHORTER}}).count("Not run: language, a second") == 1
+
+
+def tiny(monkeypatch) -> dict:
+    """Sizes of a second, and texts for them."""
+    training = {"steps": 2, "batch_size": 2, "sequence_length": 8}
+    monkeypatch.setattr(core_study, "SIZES", dict.fromkeys(core_study.SIZES, core_study.Size(TINY, training)))
+    monkeypatch.setattr(recall_study, "SHAPE", TINY)
+    monkeypatch.setattr(recall_study, "EVERY", 2)
+    monkeypatch.setattr(condition_study, "WINDOWS", 4)
+    tokens = torch.randint(48, (200,), generator=torch.Generator().manual_seed(0))
+    texts = ("wiki", "books", "wikitext-2")
+    data = {"train": tokens, "validation": dict.fromkeys(texts, tokens[:50]), "bytes": dict.fromkeys(texts, 150)}
+    return data | {"long": tokens}
 
 
 def test_runs_have_what_the_tables_read(monkeypatch):
     """Of language and of a recall task; what has no run, or one rate, is named below."""
-    monkeypatch.setattr(condition_study, "SHAPE", TINY)
-    monkeypatch.setattr(recall_study, "SHAPE", TINY)
-    monkeypatch.setattr(recall_study, "EVERY", 2)
-    monkeypatch.setattr(condition_study, "WINDOWS", 4)
-    training = {"steps": 2, "batch_size": 2, "sequence_length": 8}
-    tokens = torch.randint(48, (200,), generator=torch.Generator().manual_seed(0))
-    texts = ("wiki", "books", "wikitext-2")
-    data = {"train": tokens, "validation": dict.fromkeys(texts, tokens[:50]), "bytes": dict.fromkeys(texts, 150)}
-    data["long"] = tokens
-    name = "Gated DeltaNet"
-    items = [core_study.language_item(name), core_study.recall_item(name, "overwritten", (3, 24))]
-    runs = [
-        items[0] | core_study.run_condition(**items[0], data=data, training=training),
-        items[1] | core_study.run_recall(**items[1], steps=4) | {"pairs": 8, "length": 64},
-    ]
-    assert list(runs[1]["curve"]) == ["2", "4"] and runs[1]["state_bytes"] == 4 * 2 * 2 * (16 * 64 + 3 * (16 + 16 + 64))
-    machine = dict.fromkeys(("cpu", "threads", "torch", "transformers", "commit", "date", "command"), "x")
-    empty = {"runs": []}
-    table = core_study.table({"core_study": {"runs": runs, "machine": machine}, "condition_study": empty})
+    data, name = tiny(monkeypatch), "Gated DeltaNet"
+    items = [core_study.language_item(name, seed=seed) for seed in (0, 1)]
+    runs = [item | row for item, row in zip(items, core_study.run_job(items, data))]
+    assert runs[0]["validation"] != runs[1]["validation"] and list(runs[0]["places"]) == ["0"]
+    item = core_study.recall_item(name, "overwritten", (3, 24))
+    (row,) = core_study.run_job([item], data, steps=4)
+    runs.append(item | row | {"pairs": 8, "length": 64})
+    assert list(row["curve"]) == ["2", "4"] and row["state_bytes"] == 4 * 2 * 2 * (16 * 64 + 3 * (16 + 16 + 64))
+    assert row["machine"].endswith(torch.__version__) and "backend" not in row
+    other = core_study.language_item("Interdomain")
+    for wanted, backend in ((None, ["chunk", name]), ("chunk", ["chunk", name, "Interdomain"]), ("chunk", ["chunk"])):
+        assert core_study.run_job([other], data, backend=backend)[0].get("backend") == wanted
+    table = core_study.table({"core_study": {"runs": runs, "machine": MACHINE}, "condition_study": {"runs": []}})
     assert f"| {name} | {runs[0]['parameters']:,} |" in table and "0.003, not bracketed" in table
     assert "language, rates (Gated DeltaNet)" in table and "copying (all)" in table and "not run" in table
     (others,) = re.findall(r"overwritten \((.*?)\)", table)
     assert "Mamba-2" in others and "Gated DeltaNet;" not in others
+
+
+def test_a_run_of_recall_ends_when_it_is_solved_and_others_go_on(monkeypatch):
+    data = tiny(monkeypatch)
+    monkeypatch.setattr(recall_study, "SOLVED", 0.5)
+    right = iter([1.0, 0.0, 1.0, 0.5, 0.0, 0.25, 0.25])  # at two looks, the end of the first, at two more, the other's
+    monkeypatch.setattr(recall_study, "evaluate", lambda model, batches: (next(right), 1.0))
+    items = [core_study.recall_item("Interdomain", setting=(3, 24), seed=seed) for seed in (0, 1)]
+    rows = core_study.run_job(items, data, steps=6)
+    assert rows[0]["accuracy"] == 0.5 and rows[0]["curve"] == {"2": 1.0, "4": 1.0}
+    assert rows[1]["accuracy"] == 0.25 and list(rows[1]["curve"]) == ["2", "4", "6"]
+
+
+def test_a_run_that_diverges_is_told_beside_one_that_does_not(monkeypatch):
+    data = tiny(monkeypatch)
+    items = [core_study.language_item("Interdomain", rate) for rate in (3e-3, math.inf)]
+    good, bad = core_study.run_job(items, data)
+    assert "validation" in good and bad["failed"] == "The loss is nan at step 2: try a smaller learning rate."
+
+
+def test_longer_recall_begins_with_shorter():
+    lengths = [
+        batch.ids.shape[1] for batch in itertools.islice(core_study.training_batches("copying", 32, 256, 0), 251)
+    ]
+    assert lengths == [64] * 125 + [128] * 125 + [256]
+    assert next(core_study.training_batches("copying", 16, 128, 0)).ids.shape[1] == 128
+
+
+def test_side_by_side_is_what_training_alone_is():
+    """Models with other seeds and rates, step for step."""
+    tokens = torch.randint(48, (500,), generator=torch.Generator().manual_seed(0))
+    rates = {0: 3e-3, 1: 1e-3}
+
+    def made(seed):
+        torch.manual_seed(seed)
+        return InterdomainForCausalLM(InterdomainConfig(**TINY, **core_study.CONDITIONS["Interdomain, gates"]))
+
+    models = [made(seed) for seed in rates]
+    streams = [random_batches(tokens, 2, 8, seed) for seed in rates]
+    batches = ([(next(stream),) for stream in streams] for _ in itertools.count())
+    losses, failures = run_steps(SideBySide(models, list(rates.values()), next_token_loss), batches, 10)
+    assert failures == [None, None]
+    for k, (seed, rate) in enumerate(rates.items()):
+        alone = made(seed)
+        expected = [x.loss for x in train(alone, random_batches(tokens, 2, 8, seed), steps=10, learning_rate=rate)]
+        assert losses[:, k].tolist() == expected
+        assert all(map(torch.equal, alone.parameters(), models[k].parameters()))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="There is no GPU to capture a step on.")
+@pytest.mark.parametrize("name", core_study.CONDITIONS)
+def test_a_captured_step_is_a_step(name, monkeypatch):
+    """Of two models, on a GPU: for batches of two shapes, from the same weights, and what is kept of them is new."""
+    tiny(monkeypatch)
+    job = [core_study.language_item(name, rate, seed) for rate, seed in ((3e-3, 0), (1e-3, 1))]
+    fleets = [core_study.make_fleet(job, "cuda", graph=graph) for graph in (True, False)]
+    generator = torch.Generator().manual_seed(0)
+    for length in (9, 9, 17, 9):
+        batches = [(torch.randint(48, (2, length), generator=generator),) for _ in job]
+        captured, single = (fleet.step(batches, 0.5).clone() for fleet in fleets)
+        torch.testing.assert_close(captured, single, rtol=1e-3, atol=1e-3)
+        fleets[0].counted()
+        ids = batches[0][0].cuda()
+        with torch.no_grad():
+            logits = [fleet.models[0].eval()(ids, use_cache=False).logits for fleet in fleets]
+        for fleet in fleets:
+            fleet.models[0].train()
+        torch.testing.assert_close(*logits, rtol=1e-2, atol=1e-2)
+    assert fleets[0].graph and len(fleets[0]._captured) == 2
+
+
+def test_what_is_asked_costs_what_recall_says():
+    torch.manual_seed(0)
+    model = peer("softmax, convolution")
+    for task in core_study.RECALL:
+        batch = next(core_study.make_batches(task, 3, 24, 0))
+        batch = batch._replace(ids=batch.ids % 48, labels=None if batch.labels is None else batch.labels % 48)
+        found = core_study.answers_loss(model, *core_study.asked_tensors(batch))
+        torch.testing.assert_close(found, answers(model, batch).loss())
 
 
 @pytest.mark.slow

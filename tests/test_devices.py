@@ -11,12 +11,12 @@ def each_operator(request, make_model):
     return make_model(request.param)
 
 
-def _uses(model, ids) -> dict[str, torch.Tensor]:
+def uses(model, ids) -> dict[str, torch.Tensor]:
     """Logits of whole rows, padded and packed ones, and of tokens after a cache, some of which are taken back."""
     mask = torch.ones_like(ids)
     mask[0, :3] = mask[1, -2:] = 0
     found = {"whole": model(ids).logits, "padded": model(ids, attention_mask=mask).logits}
-    found["packed"] = model(ids[:1], cu_seq_lens_q=torch.tensor([0, 4, 7, 9], device="cpu")).logits
+    found["packed"] = model(ids[:1], cu_seq_lens_q=torch.tensor([0, 4, 7, 9], device=ids.device)).logits
     cache = InterdomainCache(model.config)
     cache.activate_past_recording()
     for name, start, stop in (("prompt", 0, 4), ("token", 4, 5), ("guesses", 5, 9)):
@@ -34,10 +34,10 @@ def _uses(model, ids) -> dict[str, torch.Tensor]:
 def test_the_default_device_of_a_program_changes_nothing(each_operator, random_ids):
     """Where it is a GPU, tensors made on the way for the host's own use must not follow it."""
     ids = random_ids(2, 9)
-    expected = _uses(each_operator, ids)
+    expected = uses(each_operator, ids)
     torch.set_default_device("meta")
     try:
-        found = _uses(each_operator, ids)
+        found = uses(each_operator, ids)
     finally:
         torch.set_default_device(None)
     for name, logits in expected.items():

@@ -13,6 +13,7 @@ from modeling_interdomain import interdomain_attention, interdomain_step
 from modeling_interdomain.ops.s4d.entry import s4d_attention
 from modeling_interdomain.ops.selective_scan.entry import selective_scan
 from tests.operator_checks import inputs, relative_error
+from tests.test_op_interdomain_gates import KINDS, gated
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this machine.")
 pytestmark = [
@@ -48,6 +49,7 @@ def untouched(monkeypatch):
     def begin() -> None:
         for name in ("new_empty", "new_zeros"):
             monkeypatch.setattr(torch.Tensor, name, torch._C.TensorBase.new_empty)
+        monkeypatch.setattr(torch, "empty_like", torch._C._VariableFunctions.empty_like)
         monkeypatch.setattr(operator.Plan, "like_tokens", lambda self, x: torch.Tensor.new_empty(x, x.shape))
         for one in (operator, other):
             monkeypatch.setattr(one, "plan_of", last_chunks)
@@ -79,6 +81,26 @@ def test_interdomain_attention(untouched):
     check(operator._forward(*given), (expected, state))
     found = operator._backward(given, (far(weights[0]), weights[1].float()), [True] * 7)
     check(found[:6], grads)
+
+
+def test_gates_and_the_delta_rule(untouched):
+    operator = module("ops.interdomain.triton_delta")
+    leaves = gated((1, FEW, 1, 1, WIDTH, WIDTH, WIDTH), KINDS["all"])
+    del leaves["initial_state"]
+    tokens = [x.detach().bfloat16() for x in list(leaves.values())[:3]]
+    leaves |= {n: x.double().requires_grad_() for n, x in zip(("query", "key", "value"), tokens, strict=True)}
+    expected, state = interdomain_attention(**leaves, output_final_state=True, backend="recurrent")
+    weights = [torch.randn_like(x).bfloat16() for x in (expected, state)]
+    grads = torch.autograd.grad((expected, state), list(leaves.values()), [x.double() for x in weights])
+    parameters, gates = ([x.detach().float() for x in list(leaves.values())[i]] for i in (slice(3, 6), slice(6, 9)))
+    gates = [torch.empty(1, LONG, 1).index_copy_(1, torch.arange(LONG - FEW, LONG), x) for x in gates]
+    given = *(far(x) for x in tokens), *parameters, None, *gates
+    given += last_document(), None, "bilinear", WIDTH, False, True
+    untouched()
+    output, final, written = operator._forward(*given)
+    check((output, final), (expected, state))
+    found = operator._backward((*given, written), (far(weights[0]), weights[1].float()), [True] * 10)
+    check([*found[:6], *(x[:, -FEW:] for x in found[7:])], grads)
 
 
 def test_s4d_attention(untouched):

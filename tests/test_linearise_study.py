@@ -1,6 +1,7 @@
 """The study of a real Llama in windows: its measure, its plan, and one run of each kind with a small Llama."""
 
 import math
+import random
 
 import pyarrow as pa
 import pytest
@@ -8,7 +9,7 @@ import torch
 from pyarrow import parquet
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from benchmarks import harness, linear_window, linearise_study
+from benchmarks import harness, linear_window, linearise_gpu, linearise_study
 from conversion import measure
 from conversion.__main__ import main
 from examples import text_data
@@ -65,16 +66,14 @@ def study(tmp_path, monkeypatch):
         "TEXTS": {48: 2},
         "LENGTH": 48,
         "MODES": 6,
-        "TOKENS_A_STEP": dict.fromkeys(linearise_study.TEACHING, 48),
         "HELD_OUT_BYTES": 2000,
     }
-    changes |= {
-        "TEACHING": {"layers": 96, "whole": 192, "long": 96},
-        "LENGTHS": {"layers": "24,48", "whole": "24,48", "long": "48"},
-    }
-    changes |= {"HOW": ("--bf16", "--save-steps", 1)}
     for name, value in changes.items():
         monkeypatch.setattr(linearise_study, name, value)
+    how = ("--bf16", "--save-steps", 1)
+    stages = {"layers": (96, 48, "24,48", how), "whole": (192, 48, "24,48", how), "long": (96, 48, "48", how)}
+    stages = {name: linearise_study.Teaching(*stage) for name, stage in stages.items()}
+    monkeypatch.setattr(linearise_study.Study, "teaching", stages)
     return linearise_study.Study(tmp_path, tmp_path / "runs", str(tmp_path / "llama"))
 
 
@@ -137,6 +136,64 @@ def test_a_stage_that_was_stopped_is_measured_as_far_as_it_came_and_goes_on(tmp_
     assert whole["perplexity"] == record["runs"][2]["perplexity"]
 
 
+def test_the_plan_of_a_gpu_measures_each_stage_and_ends_with_the_clock():
+    plan = list(linearise_gpu.plan([], ["llama", "state"]))
+    llama, state = ([x for x in plan if x["window"] == window] for window in (None, 64))
+    assert [x["length"] for x in (*llama[:2], llama[-1])] == list(linearise_study.TEXTS) and len(llama) == 7
+    assert [(x["taught"], x["length"]) for x in state[:5]] == [
+        ("layers", 2048),
+        ("whole", 2048),
+        *(("long", length) for length in linearise_study.TEXTS),
+    ]
+    assert {x.get("measure") for x in plan} == {None, "answers", "commonsense", "needle", "passages"}
+    assert not list(linearise_gpu.plan([], ["llama"], deadline=0.0))
+    alone = list(linearise_gpu.plan([], ["taught window"]))
+    assert [(x["taught"], x["length"]) for x in alone] == [("whole", length) for length in linearise_study.TEXTS]
+    assert list(linearise_gpu.STAGES) == list(linearise_study.TEACHING)
+
+
+def test_what_each_condition_reaches_stands_in_tables():
+    state, llama = linearise_gpu.CONDITIONS["state"] | {"tokens": 5}, linearise_gpu.CONDITIONS["llama"]
+    tasks = {name: {"acc": 0.5} for name in linearise_gpu.COMMONSENSE}
+    runs = [
+        llama | {"perplexity": {"0-256": 9.0, "all": 9.0}},
+        state | {"perplexity": {"0-256": 9.9, "all": 9.9}},
+        state | {"measure": "commonsense", "limit": 2, "scores": tasks | {"piqa": {"acc": 0.9}}},
+        llama | {"measure": "needle", "right": {"50": 1.0}},
+        llama | {"measure": "answers", "answers": ["Paris | or\nso."]},
+    ]
+    said = linearise_gpu.table({"runs": runs, "machine": harness.machine() | {"command": "x"}})
+    assert (
+        "| the last 64 tokens and the first 4, state of 64 modes, taught (long, 5 tokens) | 9.9 | 9.9 | 1.10 |" in said
+    )
+    assert "taught (long, 5 tokens) | 55.0 | 90.0 | 50.0 |" in said and "the first 2 items of each, %" in said
+    assert "| everything (the Llama) | 100 |" in said
+    assert (
+        list(linearise_gpu.findings(runs[:2])) == [] and "- Mean of the eight commonsense tasks, in %: the last" in said
+    )
+    window = linearise_gpu.CONDITIONS["window"] | {"perplexity": {"0-256": 9.0, "all": 10.8}}
+    alone = linearise_gpu.CONDITIONS["taught window"] | {"perplexity": {"0-256": 9.0, "all": 10.35}, "tokens": 4}
+    assert list(linearise_gpu.findings([*runs[:2], window, alone])) == [
+        "Windows of 64 tokens stand at 1.20 times the Llama's perplexity; with a memory, taught on 5 tokens, at 1.100: "
+        "50% of what they lose is won back.",
+        "Taught as much or longer: without a memory 1.150 (4 tokens).",
+    ]
+    long = [run | {"length": 8192, "perplexity": {"0-256": 1.0, "1024-2047": 2.5}} for run in (runs[0], state, window)]
+    assert list(linearise_gpu.findings(long)) == [
+        "Tokens 1024-2047 of a text: perplexity 2.5 with a memory, 2.5 of the untaught windows, 2.5 of the Llama."
+    ]
+    assert "| What is the capital of France? | Paris / or so. |" in said
+
+
+def test_a_needle_lies_so_many_words_before_its_question():
+    question = linearise_gpu.needle([f"w{i}" for i in range(100)], 20, random.Random(0))
+    before, _, after = question.prompt.partition(".")
+    assert before == f"The secret number is{question.answers[0]}" and len(set(question.answers)) == 4
+    words = after.split()
+    assert len(words) == 24 and words[-4:] == ["The", "secret", "number", "is"]
+    assert [int(word[1:]) for word in words[:20]] == list(range(int(words[0][1:]), int(words[0][1:]) + 20))
+
+
 def test_linear_attention_has_a_state_as_large_and_is_its_definition(tmp_path):
     llama = save_llama(tmp_path / "llama", num_key_value_heads=2)
     assert main(["from-llama", str(tmp_path / "llama"), str(tmp_path / "w"), "--window", "8", "--state-size", "6"]) == 0
@@ -180,10 +237,24 @@ def test_what_is_said_of_a_real_llama_in_windows():
             without = found[window, sinks, 0]
             assert all(0.98 * without[place] < x <= without[place] for place, x in with_state.items())
     page = (harness.RESULTS / "linearise_study.md").read_text()
-    taught = [run for run in runs if run.get("taught", "no") != "no"]
+    on_gpu = harness.read("linearise_gpu")["runs"] if linearise_gpu.FILE.exists() else []
+    taught = [run for run in (*runs, *on_gpu) if run.get("taught", "no") != "no"]
     assert ("Nothing here is taught yet" in page) == (not taught)
-    for run in taught:  # a state is never worse than the window alone
+    assert ("<!-- table: linearise_gpu -->" in page) == linearise_gpu.FILE.exists()
+    for run in taught:
         assert run["tokens"] > 0 and (f"{run['tokens']:,} tokens" in page or run["taught"].endswith("so far"))
-        alone = found.get((run["window"], 4, 0))
-        if alone is not None and run["length"] == 2048 and run["modes"]:
-            assert all(x <= 1.001 * alone[place] for place, x in run["perplexity"].items())
+
+
+def test_a_state_that_was_taught_is_nowhere_worse_than_the_window_alone():
+    runs = [*harness.read("linearise_study")["runs"]]
+    runs += harness.read("linearise_gpu")["runs"] if linearise_gpu.FILE.exists() else []
+    read = [run for run in runs if "perplexity" in run]
+    alone = {
+        (run["window"], run["length"]): run["perplexity"]
+        for run in read
+        if run.get("modes") == 0 and run["taught"] == "no" and run["sinks"]
+    }
+    for run in read:
+        window = alone.get((run["window"], run["length"]))
+        if run.get("taught", "no") != "no" and run["modes"] and window is not None:
+            assert all(x <= 1.001 * window[place] for place, x in run["perplexity"].items())

@@ -458,7 +458,7 @@ def test_attentions_of_recurrent_layers(name, make_model, random_ids, assert_sam
         assert packed[..., 4:, :4].eq(0).all()
 
 
-@pytest.mark.parametrize("name", [*MAPPED, "softmax-interdomain", "cheems"])
+@pytest.mark.parametrize("name", [*MAPPED, "softmax-interdomain", "cheems", "window-alone"])
 def test_attentions_take_part_in_the_output(name, make_model, random_ids, assert_same):
     """A loss gives them gradients, and the parameters those it gives without maps; with pads and documents, too."""
     model, ids = make_model(name, attn_implementation="eager"), random_ids(2, 7)
@@ -499,7 +499,7 @@ def test_attentions_are_those_of_tokens_without_a_past(make_model, random_ids):
     with torch.no_grad():
         assert len(model(random_ids(1, 5), past_key_values=cache, output_attentions=True).attentions) == 2
         assert model(random_ids(1, 5), past_key_values=cache, output_attentions=True).attentions == ()
-        for name, maps in (("selective-scan", 0), ("hax", 1), ("cheems", 2)):
+        for name, maps in (("selective-scan", 0), ("hax", 1), ("cheems", 2), ("window", 0)):
             other = make_model(name, attn_implementation="eager")
             assert len(other(random_ids(1, 5), output_attentions=True).attentions) == maps
     model.config.output_attentions = True

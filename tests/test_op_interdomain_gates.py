@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from modeling_interdomain import interdomain_attention, interdomain_step
-from modeling_interdomain.ops.common import launch
 from modeling_interdomain.ops.diagonal.step import StepParameters, step_tables
 from modeling_interdomain.ops.interdomain import chunk_call
 from modeling_interdomain.ops.interdomain.entry import take_step
@@ -57,13 +56,13 @@ def gated(shape, names, coefficients="full", strength=0.1, dtype=torch.float64, 
 
 def as_the_formulas_say(
     query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state, output_final_state,
-    product="bilinear", log_gate=None, write_gate=None, delta=None,
+    product="bilinear", log_gate=None, write_gate=None, delta=None, time_step=None,
 ):  # fmt: skip
     """One head, one mode and one column after the other; slow, and without a helper of the package."""
     batch, length, heads, _ = query.shape
     groups, width = key.shape[2], key.shape[3]
     size = log_decay.shape[1]
-    decay = torch.exp(torch.complex(log_decay[..., 0], log_decay[..., 1]))
+    rate = torch.complex(log_decay[..., 0], log_decay[..., 1])
     beta = torch.complex(input_matrix[..., 0], input_matrix[..., 1])
     outputs = [[[None] * heads for _ in range(length)] for _ in range(batch)]
     states = []
@@ -90,7 +89,8 @@ def as_the_formulas_say(
 
             for t in range(length):
                 f = 1 if log_gate is None else log_gate[b, t, g].exp()
-                state = torch.stack([f * decay[g, m] * state[m] for m in range(size)])
+                step = 1 if time_step is None else time_step[b, t, g]
+                state = torch.stack([f * torch.exp(step * rate[g, m]) * state[m] for m in range(size)])
                 written = value[b, t, g]
                 if delta is not None:
                     written = written - delta[b, t, g] * answer(key[b, t, g], state)
@@ -458,11 +458,6 @@ REFUSED = {
     backend: ({"write_gate": 0.5}, {"backend": backend}, f"backend {backend!r} has no gates and no delta rule: with ")
     for backend in ("fft", "scan", "associative_scan")
 }
-REFUSED["kernels"] = (
-    {"delta": 0.5},
-    {"backend": "triton"},
-    "backend 'triton' has the delta rule in a step alone: with ",
-)
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -484,17 +479,10 @@ def test_what_cannot_be_is_said(what):
     assert str(raised.value).startswith(sentence) and bool((state == 1).all())
 
 
-def test_where_kernels_run_it_is_said_once_that_the_delta_rule_has_none(monkeypatch, caplog):
-    """And models that are counted on "meta" have gates."""
-    monkeypatch.setattr(launch, "_WITHOUT_KERNELS", ("cpu",))
-    launch._say_once.cache_clear()
+def test_models_that_are_counted_on_meta_have_gates():
     arguments = {k: v.detach().to("meta") for k, v in gated("short", KINDS["all"]).items()}
-    for _ in range(2):
-        output, state = interdomain_attention(**arguments, output_final_state=True)
-        assert output.shape == arguments["query"].shape and state.shape == arguments["initial_state"].shape
-    assert [record.message for record in caplog.records] == [
-        "Interdomain attention runs without its fused kernels: the delta rule has them in decoding steps alone."
-    ]
+    output, state = interdomain_attention(**arguments, output_final_state=True)
+    assert output.shape == arguments["query"].shape and state.shape == arguments["initial_state"].shape
 
 
 def test_exported_graphs_have_no_gates():

@@ -20,6 +20,10 @@ from tests.operator_checks import (
 from tests.test_op_interdomain_gates import KINDS, gated, one_by_one
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this machine.")
+tl = pytest.importorskip("triton.language")
+
+from modeling_interdomain.ops.interdomain import triton_delta  # noqa: E402
+
 on_gpu = torch.cuda.is_available()
 pytestmark = pytest.mark.usefixtures("kernels")
 DEVICE = "cuda" if on_gpu else "cpu"
@@ -96,6 +100,15 @@ def test_the_step_is_sound():
     torch.library.opcheck(step.triton_step, given, **tests)
 
 
+@triton.jit
+def invert(x, delta, out, length, C: tl.constexpr, PRECISION: tl.constexpr):
+    """One matrix a program."""
+    start, rows = tl.program_id(0) * C, tl.arange(0, C)
+    d = tl.load(delta + start + rows, mask=rows < length, other=0.0)
+    found = triton_delta.unit_inverse(x, d, start, length, C, C, PRECISION)
+    tl.store(out + (start + rows)[:, None] * C + rows[None, :], found)
+
+
 def triton_module():
     return importlib.import_module("modeling_interdomain.ops.interdomain.triton")
 
@@ -103,7 +116,7 @@ def triton_module():
 def check(arguments, dtype=torch.float32, bound=FLOAT32, places=None, **options):
     """Against the definition in float64 on the same, already rounded, inputs; with `places` on these documents alone.
 
-    Gradients of what decays are sums of what cancels: in bfloat16 their bound is that of test_bfloat16.py.
+    Gradients of what decays and of delta are sums of what cancels: in bfloat16 their bound is that of test_bfloat16.py.
     """
     tokens = ("query", "key", "value")
     low = cast(arguments, torch.float32) | cast({k: arguments[k] for k in tokens}, dtype)
@@ -117,7 +130,8 @@ def check(arguments, dtype=torch.float32, bound=FLOAT32, places=None, **options)
     found = {k: v.cpu() for k, v in everything(low, **options, backend="triton").items()}
     assert all(found[f"grad of {name}"].dtype == dtype for name in tokens)
     assert found["state"].dtype == torch.float32 and found["output"].dtype == dtype
-    cancels = {"grad of log_decay", "grad of log_gate"} & set(expected) if dtype == torch.bfloat16 else ()
+    low_precision = {"grad of log_decay", "grad of log_gate", "grad of delta"} & set(expected)
+    cancels = low_precision if dtype == torch.bfloat16 else set()
     assert_close(found, {name: x for name, x in expected.items() if name not in cancels}, bound)
     assert_close(found, {name: expected[name] for name in cancels}, 4 * 2**-8)
     return found
@@ -127,17 +141,19 @@ def check(arguments, dtype=torch.float32, bound=FLOAT32, places=None, **options)
 SHAPES = {"one_token": (2, 1, 2, 2, 4, 4, 3), "odd_sizes": (2, 21, 4, 2, 5, 7, 6), "one_group": (1, 33, 3, 1, 3, 10, 7)}
 
 
+@pytest.mark.parametrize("kind", ["gates", "all"])
 @pytest.mark.parametrize("shape", [pytest.param(x, marks=[pytest.mark.slow] * (x == "odd_sizes")) for x in SHAPES])
-def test_fused_is_the_definition(shape):
-    check(gated(SHAPES[shape], KINDS["gates"]), chunk_size=16)
+def test_fused_is_the_definition(shape, kind):
+    check(gated(SHAPES[shape], KINDS[kind]), chunk_size=16)
 
 
+@pytest.mark.parametrize("kind", ["forget", "delta"])
 @pytest.mark.parametrize(
     ("product", "coefficients"), [("hermitian", "full"), *(pytest.param(*x, marks=pytest.mark.slow) for x in READOUTS)]
 )
-def test_every_readout_is_the_definition(product, coefficients):
+def test_every_readout_is_the_definition(product, coefficients, kind):
     """In one group the way of slow decays, in the other that of fast ones."""
-    arguments = gated((1, 20, 2, 2, 3, 10, 7), KINDS["forget"], coefficients)
+    arguments = gated((1, 20, 2, 2, 3, 10, 7), KINDS[kind], coefficients)
     with torch.no_grad():
         arguments["log_decay"][0, 0, 0] = -5.0
     check(arguments, product=product, chunk_size=16)
@@ -152,17 +168,19 @@ PLACES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("segments", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kind", "segments"), [("gates", 1), pytest.param("gates", 3, marks=pytest.mark.slow), ("all", 3)]
+)
 @pytest.mark.parametrize("name", PLACES)
-def test_documents_and_rows_are_as_if_alone(name, segments, monkeypatch):
+def test_documents_and_rows_are_as_if_alone(name, kind, segments, monkeypatch):
     """Outputs and gradients at pads are zero, whatever stands there; what has no token keeps its initial state."""
     monkeypatch.setattr(triton_module(), "_segments", lambda *_: segments)
     batch, length, options, places = PLACES[name]
-    arguments = gated((batch, length, 2, 1, 3, 6, 5), KINDS["gates"], rows=len(places))  # two heads: see one_by_one
+    arguments = gated((batch, length, 2, 1, 3, 6, 5), KINDS[kind], rows=len(places))  # two heads: see one_by_one
     pads = torch.ones(batch, length, dtype=torch.bool)
     for row, start, end in places:
         pads[row, start:end] = False
-    tokens = ("query", "key", "value", *KINDS["gates"])
+    tokens = ("query", "key", "value", *KINDS[kind])
     with torch.no_grad():
         for x in tokens:
             arguments[x][pads] = -1e30 if x == "log_gate" else 1e30
@@ -181,10 +199,11 @@ def test_rows_cut_into_segments(segments, monkeypatch):
     check(arguments, chunk_size=16)
 
 
+@pytest.mark.parametrize("kind", ["gates", "all"])
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
-def test_strong_and_zero_gates(dtype):
+def test_strong_and_zero_gates(dtype, kind):
     """States are forgotten in the middle of chunks and at their edges; what went before gets no gradient."""
-    arguments = gated((2, 36, 1, 1, 4, 3, 3), KINDS["gates"])
+    arguments = gated((2, 36, 1, 1, 4, 3, 3), KINDS[kind])
     strong = torch.tensor([-30.0, -1e4, -torch.inf])
     with torch.no_grad():
         arguments["log_gate"][0, [0, 5, 15, 16, 20, 21, 35], 0] = strong.repeat(3)[:7].double()
@@ -195,9 +214,32 @@ def test_strong_and_zero_gates(dtype):
     assert not found["grad of log_gate"][1].any() and not found["grad of initial_state"][1].any()
 
 
+@pytest.mark.parametrize("delta", [*(pytest.param(x, marks=pytest.mark.slow) for x in (0.0, 1.0)), None], ids=str)
+def test_no_correction_and_all_of_it(delta):
+    """And both in turn."""
+    arguments = gated((1, 36, 2, 1, 4, 3, 3), KINDS["all"])
+    with torch.no_grad():
+        arguments["delta"].copy_(torch.arange(36)[:, None] % 2 if delta is None else torch.tensor(delta))
+    found = check(arguments, chunk_size=32)
+    assert found["grad of delta"].any()
+
+
+def test_the_inverse_is_exact():
+    """In float32 against float64, where powers of the matrix would take all digits: its entries are near 1."""
+    generator = torch.Generator().manual_seed(0)
+    for size in (16, 64):
+        x = 0.9 + 0.2 * torch.rand(2, size, size, generator=generator)
+        delta = torch.rand(2, size, generator=generator).sqrt()
+        delta[:, -3:] = 0  # pads
+        on_device, found = [y.to(DEVICE) for y in (x, delta)], torch.empty_like(x, device=DEVICE)
+        invert[(2,)](*on_device, found, size - 3, C=size, PRECISION=triton_delta._precision(), num_warps=8)
+        system = torch.eye(size) + (delta[..., None] * x).double().tril(-1)
+        assert relative_error(found.cpu(), system.inverse()) < FLOAT32
+
+
 @pytest.mark.parametrize(
     ("kind", "coefficients"),
-    [("gates", "full"), ("forget", "full"), ("forget", "diagonal")],
+    [("gates", "full"), ("forget", "full"), ("forget", "diagonal"), ("all", "full"), ("delta", "diagonal")],
 )
 @pytest.mark.slow
 def test_bfloat16(kind, coefficients):
@@ -205,10 +247,11 @@ def test_bfloat16(kind, coefficients):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gates", "all"])
 @pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_packed_documents_and_both_kinds_of_groups(product, dtype):
-    arguments = gated((1, 53, 4, 2, 5, 10, 7), KINDS["gates"], decay=0.1, rows=3)
+def test_packed_documents_and_both_kinds_of_groups(product, dtype, kind):
+    arguments = gated((1, 53, 4, 2, 5, 10, 7), KINDS[kind], decay=0.1, rows=3)
     with torch.no_grad():
         arguments["log_decay"][0, 0, 0] = -5.0
     bound = FLOAT32 if dtype == torch.float32 else 1e-2
@@ -216,11 +259,33 @@ def test_packed_documents_and_both_kinds_of_groups(product, dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gates", "all"])
 @pytest.mark.parametrize(
     "shape", [(1, 20, 2, 2, 64, 64, 64), (1, 20, 2, 1, 60, 100, 48), (1, 20, 2, 1, 8, 8, 70)], ids=str
 )
-def test_larger_heads(shape):
-    check(gated(shape, KINDS["gates"], decay=0.05))
+def test_larger_heads(shape, kind):
+    check(gated(shape, KINDS[kind], decay=0.05))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("worker", range(4))
+@pytest.mark.parametrize("kind", ["plain", "gates", "all"])
+def test_the_heads_of_the_large_models_in_bfloat16(kind, worker):
+    """On a GPU each worker of pytest compiles another configuration of a kernel, see conftest.py."""
+    if worker and not on_gpu:
+        pytest.skip("The interpreter has one configuration.")
+    names = KINDS.get(kind, ())
+    arguments = gated((1, 150, 2, 1, 64, 64, 64), names, decay=0.05)
+    low = {
+        k: x.detach().to(torch.bfloat16 if k in ("query", "key", "value") else torch.float32)
+        for k, x in arguments.items()
+    }
+    expected = everything(cast(low, torch.float64), product="hermitian", backend="recurrent")
+    low = {k: x.to(DEVICE).requires_grad_() for k, x in low.items()}
+    found = {k: x.cpu() for k, x in everything(low, product="hermitian", backend="triton").items()}
+    of_sums = {name for name in expected if name.endswith(("log_decay", "log_gate", "delta"))}
+    assert_close(found, {name: x for name, x in expected.items() if name not in of_sums}, 2e-2)
+    assert_close(found, {name: expected[name] for name in of_sums}, 4e-2)
 
 
 @pytest.mark.slow
@@ -231,15 +296,17 @@ def test_gates_go_with_the_normalised_readout():
 
 
 @pytest.mark.slow
-def test_a_thousand_tokens():
+@pytest.mark.parametrize("kind", ["gates", "all"])
+def test_a_thousand_tokens(kind):
     """Gates as they start, that leave a third after 150 tokens: errors of their gradients do not add up."""
-    check(gated((1, 1000, 1, 1, 4, 3, 4), KINDS["gates"], strength=0.014, decay=0.02))
+    check(gated((1, 1000, 1, 1, 4, 3, 4), KINDS[kind], strength=0.014, decay=0.02))
 
 
 @pytest.mark.slow
-def test_only_what_is_asked_for():
+@pytest.mark.parametrize("kind", ["gates", "all"])
+def test_only_what_is_asked_for(kind):
     """Without a final state, an initial state, or gradients of most arguments; the same twice, bit for bit."""
-    arguments = {k: v.detach().float().to(DEVICE) for k, v in gated((1, 18, 2, 1, 4, 4, 4), KINDS["gates"]).items()}
+    arguments = {k: v.detach().float().to(DEVICE) for k, v in gated((1, 18, 2, 1, 4, 4, 4), KINDS[kind]).items()}
     arguments["initial_state"] = None
     wide = {k: v if v is None else v.cpu().double() for k, v in arguments.items()}
     grads = []
@@ -251,13 +318,16 @@ def test_only_what_is_asked_for():
     assert relative_error(grads[1], grads[0]) < 10 * FLOAT32 and torch.equal(grads[1], grads[2])
 
 
-def test_the_operator_is_sound():
-    operator = importlib.import_module("modeling_interdomain.ops.interdomain.triton_gates").gated_operator
-    arguments = {k: v.detach().float().to(DEVICE) for k, v in gated((1, 20, 2, 1, 4, 4, 4), KINDS["forget"]).items()}
+@pytest.mark.parametrize("delta", [False, True])
+def test_the_operator_is_sound(delta):
+    part = "delta" if delta else "gated"
+    module = importlib.import_module(f"modeling_interdomain.ops.interdomain.triton_{'delta' if delta else 'gates'}")
+    arguments = {k: v.detach().float().to(DEVICE) for k, v in gated((1, 20, 2, 1, 4, 4, 4), KINDS["all"]).items()}
     names = ("query", "key", "value", "log_decay", "input_matrix", "coefficient_matrix", "initial_state", "log_gate")
     tensors = [arguments[name].requires_grad_(name == "log_gate") for name in names]
+    more = [arguments["write_gate"], arguments["delta"]] if delta else [None]
     torch.library.opcheck(
-        operator, (*tensors, None, None, None, "bilinear", 16, False, True),
+        getattr(module, f"{part}_operator"), (*tensors, *more, None, None, "bilinear", 16, False, True),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )  # fmt: skip
 
@@ -281,9 +351,8 @@ DELTA = {"gates": "forget", "delta_rule": True, "product": "hermitian"}
 def test_a_model_with_gates_on_fused_kernels(make_model, random_ids, gates):
     """Logits, gradients, a prefill in pieces and decoding, against the same model in float64 without kernels."""
     reference = make_model("interdomain", num_hidden_layers=1, token_mixers="interdomain", **gates)
-    backend = "auto" if "delta_rule" in gates else "triton"
     model = make_model(
-        "interdomain", num_hidden_layers=1, token_mixers="interdomain", dtype=torch.float32, backend=backend,
+        "interdomain", num_hidden_layers=1, token_mixers="interdomain", dtype=torch.float32, backend="triton",
         state_dtype="float32", chunk_size=16, **gates,
     ).to(DEVICE)  # fmt: skip
     ids = random_ids(1, 9)

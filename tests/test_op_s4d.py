@@ -46,7 +46,7 @@ def definition(key, value, log_decay, input_matrix, readout, initial_state, boun
 
 def with_gradients(found, leaves):
     weights = torch.Generator().manual_seed(1)
-    loss = sum((x * torch.randn(x.shape, generator=weights, dtype=torch.float64).to(x.dtype)).sum() for x in found)
+    loss = sum((x * torch.randn(x.shape, generator=weights, dtype=torch.float64).to(x)).sum() for x in found)
     return [*found, *torch.autograd.grad(loss, list(leaves.values()))]
 
 

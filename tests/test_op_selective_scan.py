@@ -51,7 +51,7 @@ def everything(leaves, **options):
 
 def gradients(found, leaves):
     weights = torch.Generator().manual_seed(1)
-    loss = sum((x * torch.randn(x.shape, generator=weights, dtype=torch.float64).to(x.dtype)).sum() for x in found)
+    loss = sum((x * torch.randn(x.shape, generator=weights, dtype=torch.float64).to(x)).sum() for x in found)
     return torch.autograd.grad(loss, list(leaves.values()))
 
 

@@ -47,6 +47,7 @@ NAMES = dict.fromkeys([*MIXERS, *VARIANTS], PLAIN) | {
     "gated": BARE | {"g_proj.weight", "o_norm.weight"},
     "forget-gates": PLAIN | linear("forget_proj", "write_proj"),
     "delta-rule": PLAIN | linear("forget_proj", "write_proj", "delta_proj"),
+    "warped-time": PLAIN | linear("warp_proj", "write_proj"),
 }
 NORMS_OF_A_LAYER = {"input_layernorm.weight", "post_attention_layernorm.weight"}
 EXPERTS = {f"expert_{name}" for name in ("keys", "down", "up")}

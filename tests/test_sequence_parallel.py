@@ -43,6 +43,7 @@ RECURRENT = {
     "no-convolution": "positions",
     "ssd": "positions",
     "forget-gates": "pads",
+    "warped-time": "positions",
 }
 FAST = ("interdomain", "mamba2", "selective-scan", "s4d-rope")
 # In processes.
@@ -165,6 +166,37 @@ def test_pieces_in_threads(name, models, in_threads, assert_same):
     model, batch = models[name], batch_of(RECURRENT[name])
     pieces = in_threads(4, lambda group: run_piece(model, batch, group))
     assert_pieces_are(run(model, batch, weights_of(batch)), pieces, assert_same)
+
+
+WINDOWS = {
+    "memory": {},
+    "alone": {"window_memory": False},
+    "sinks in several pieces": {"attention_window": 2, "attention_sinks": 9},
+    "no sinks": {"attention_sinks": 0},
+}
+
+
+@pytest.mark.parametrize("kind", ["rows", "pads", "positions", "ends"])
+@pytest.mark.parametrize("fields", WINDOWS.values(), ids=WINDOWS)
+def test_windows_in_threads(fields, kind, make_model, in_threads, assert_same):
+    """Keys and values of the window and the sinks come from the processes that have read them, as the state does."""
+    model, batch = make_model("window", num_hidden_layers=2, feed_forwards="mlp", **fields), batch_of(kind)
+    pieces = in_threads(4, lambda group: run_piece(model, batch, group))
+    assert_pieces_are(run(model, batch, weights_of(batch)), pieces, assert_same)
+
+
+@pytest.mark.parametrize("fields", WINDOWS.values(), ids=WINDOWS)
+def test_the_last_piece_of_a_window_goes_on_alone(fields, make_model, in_threads, assert_same):
+    model, batch = make_model("window", num_hidden_layers=2, feed_forwards="mlp", **fields), batch_of("rows")
+    cache = InterdomainCache(model.config)
+    with torch.no_grad():
+        model(**batch, past_key_values=cache)
+        expected = {name: x.clone() for name, x in cache.named_tensors().items()}
+        *_, (tensors, seen, logits) = in_threads(4, lambda group: prefill(model, batch, group))
+        assert seen == LENGTH
+        for name, x in expected.items():
+            assert_same(tensors[name], x)
+        assert_same(logits, model(batch["input_ids"][:, -1:], past_key_values=cache).logits)
 
 
 def work(rank: int, folder: str) -> None:

@@ -90,7 +90,7 @@ def one_sentence(error) -> str:
 # ------------------------------------------------------------------------------------------ there and back
 
 
-KINDS = ["interdomain-softmax", "s4d-rope", "mamba2", "selective-scan", "hax", "softmax", "local", "windowed"]
+KINDS = ["interdomain-softmax", "s4d-rope", "mamba2", "selective-scan", "hax", "softmax", "local", "windowed", "window"]
 
 
 @pytest.mark.parametrize("name", KINDS)

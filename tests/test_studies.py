@@ -34,6 +34,7 @@ from examples.classify_images import Images
 from examples.recall import shift_rows
 from examples.text_data import mean_nll
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
+from tests import pool_checks
 from tests.test_examples import some_documents
 
 
@@ -67,6 +68,45 @@ def test_runs_are_added_until_the_plan_is_done(tmp_path, capsys):
     assert record["machine"]["command"] == "python study" and all(row["seconds"] >= 0 for row in record["runs"])
 
 
+def test_processes_share_the_runs_of_a_plan(tmp_path, capsys):
+    """Items of a kind are one job; what waits for others is run after them; a job that fails is said, the rest goes on.
+
+    Each job calls `str.format` with its items, which knows no third one.
+    """
+    file = tmp_path / "study.json"
+
+    def plan(runs):
+        yield from ({"kind": kind, "x": x} for kind in ("a", "b") for x in range(2))
+        yield from ({"kind": "c", "x": x} for x in range(3))
+        if len(runs) >= 4:
+            yield {"kind": "d", "x": 7}
+
+    make = functools.partial(functools.partial, pool_checks.rows_of)
+    studies.run_in_pool(
+        file, {"about": "x"}, plan, make, "python study", lambda item: item["kind"], lambda item: None, 2
+    )
+    runs = studies.load(file, {})["runs"]
+    assert sorted((row["kind"], row["x"], row["together"]) for row in runs) == [
+        *(("a", 0, 2), ("a", 1, 2), ("b", 0, 2), ("b", 1, 2), ("d", 7, 1))
+    ]
+    assert all(row["seconds"] > 0 for row in runs)
+    said = capsys.readouterr().out
+    assert "three are too many" in said and said.count("done") == 3
+
+
+def test_a_process_that_dies_is_replaced_and_the_time_ends_what_runs(tmp_path, capsys):
+    file = tmp_path / "study.json"
+
+    def plan(runs):
+        yield from ({"kind": kind, "x": 0} for kind in ("exit", "a", "sleep"))
+
+    make = functools.partial(functools.partial, pool_checks.rows_of)
+    options = "python study", lambda item: item["kind"], lambda item: 1, 2
+    studies.run_in_pool(file, {}, plan, make, *options, minutes=0.05)
+    assert [row["kind"] for row in studies.load(file, {})["runs"]] == ["a"]
+    assert "the process has ended" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "study",
     [
@@ -88,7 +128,12 @@ def test_a_study_that_ends_writes_its_table(monkeypatch, tmp_path, study):
     name = study.__name__.rpartition(".")[2]
     record = json.loads((RESULTS / f"{name}.json").read_text())
     prepared = ((condition_study, "prepare"), (larger_study, "prepare"), (image_study, "load_images"))
-    for module, function in (*prepared, (larger_study, "keep_best"), (studies, "run_missing")):
+    for module, function in (
+        *prepared,
+        (larger_study, "keep_best"),
+        (studies, "run_missing"),
+        (studies, "run_in_pool"),
+    ):
         monkeypatch.setattr(module, function, lambda *arguments: None)
     monkeypatch.setattr(start_study, "RUNS", [])
     monkeypatch.setattr(conversion_study, "run", lambda data: record)

@@ -360,3 +360,29 @@ def test_a_static_cache_of_a_window_has_no_limit(make_model, random_ids, advance
     cache = InterdomainStaticCache(model.config, max_cache_len=8)
     found = torch.cat([advance(model, cache, x) for x in ids.split([9, *[1] * 21], dim=1)], dim=1)
     torch.testing.assert_close(found, model(ids).logits)
+
+
+@torch.no_grad()
+def test_a_window_alone_has_the_map_of_its_softmax(make_model, random_ids, assert_same):
+    """Times the values it is what a layer projects back: rows, pads, and packed documents; a memory has none."""
+    model, ids = make_model("window-alone", attn_implementation="eager", attention_sinks=2), random_ids(2, 13)
+    mixer, read = _mixer(model), []
+    mixer.o_proj.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
+    mixer.v_proj.register_forward_hook(lambda _, inputs, output: read.append(output))
+    weights = model(ids, output_attentions=True).attentions[0]
+    value, output = (x.unflatten(-1, (-1, 8)) for x in read)
+    heads = weights.shape[1] // value.shape[2]
+    assert_same(torch.einsum("bhtj,bjhd->bthd", weights, value.repeat_interleave(heads, dim=2)), output)
+    assert_same(weights.sum(-1), torch.ones_like(weights[..., 0]))
+    assert (weights[:, :, 12] > 0).sum(-1).eq(3 + 2).all()
+    mask = torch.ones_like(ids)
+    mask[0, :3] = mask[0, 5] = 0
+    real, ends = mask[0].bool(), torch.tensor([0, 4, 13])
+    padded = model(ids, attention_mask=mask, output_attentions=True).attentions[0]
+    assert_same(padded[:1, :, real][..., real], model(ids[:1, real], output_attentions=True).attentions[0])
+    assert padded[0, :, ~real].eq(0).all() and padded[0, ..., ~real].eq(0).all()
+    packed = model(ids[:1], cu_seq_lens_q=ends, output_attentions=True).attentions[0]
+    for start, stop in ((0, 4), (4, 13)):
+        alone = model(ids[:1, start:stop], output_attentions=True).attentions[0]
+        assert_same(packed[..., start:stop, start:stop], alone)
+    assert packed[..., 4:, :4].eq(0).all()

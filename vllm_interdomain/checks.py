@@ -22,7 +22,8 @@ class ServedConfig(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:
-        """Nothing here has been seen in a captured graph, so none is captured."""
+        """Nothing is compiled or captured: vLLM would trace a model once, in a forward without a cache, and answers
+        were wrong, since layers go other ways where there is one."""
         model_config.enforce_eager = True
 
     @staticmethod
@@ -54,6 +55,8 @@ def why_not_served(config) -> str | None:
             return f"its {field} name {', '.join(others)}, and it serves {', '.join(known)}"
     if any(branch is not None for branch in config.sparse_per_layer):
         return "its sparse_attention keeps a memory of its own, for which a page of vLLM's cache has no place"
+    if config.gates == "warp":
+        return 'gates = "warp" is a control for studies, without the steps on slots that vLLM takes'
     if config.learned_state:
         return "learned_state begins each text with a state, and vLLM's cache begins with zeros"
     if config.dynamic_mask is not None:

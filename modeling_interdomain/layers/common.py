@@ -38,10 +38,15 @@ def plain_rms_norm(x: torch.Tensor, eps: float, into: torch.Tensor | None = None
 _PIECE = 1 << 17
 
 
+def tokens_at_once(x: torch.Tensor) -> int:
+    """So many of the tokens `[B, T, ...]` have as many numbers as a piece, at least one."""
+    return max(1, _PIECE * x.shape[1] // max(1, x.numel()))
+
+
 def by_pieces(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """`function(x)` of tokens `[B, T, W]` in the dtype of x, a few tokens at a time, so that intermediate results stay
     in the CPU's cache; without gradients."""
-    size = max(1, _PIECE * x.shape[1] // max(1, x.numel()))
+    size = tokens_at_once(x)
     if x.shape[1] <= size:
         return function(x).to(x.dtype)
     joined = torch.empty_like(x)

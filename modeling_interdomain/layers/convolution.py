@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from ..ops.common.cpu import all_real, multiplies_bf16, without_autocast
+from ..ops.common.cpu import all_real, in_graph, multiplies_bf16, without_autocast
 from ..ops.common.packing import Packing
-from .common import is_plain, is_untouched
+from .common import is_plain, is_untouched, tokens_at_once
 
 # How the weights of keys start: the token before, and a little of the own one. Otherwise the key of the first token,
 # which has none before it, would be zero, and a key without a direction gets no gradient.
@@ -55,10 +55,25 @@ class CausalConv1d(nn.Conv1d):
         # tokens around a buffer for one of them (PyTorch 2.13 on a CPU, its issue 185702), and gradients were wrong.
         tokens = x.mT
         first, *later = self.weight[:, 0].unbind(-1)
+        if is_plain(x, self.weight.dtype) and not in_graph():
+            return self._by_pieces(tokens, length).mT
         y = tokens[..., :length, :] * first
         for shift, tap in enumerate(later, start=1):
             y = torch.addcmul(y, tokens[..., shift : shift + length, :], tap)
         return (y if self.bias is None else y + self.bias).mT
+
+    def _by_pieces(self, tokens: torch.Tensor, length: int) -> torch.Tensor:
+        """The same products of tokens `[B, L, W]`, a few at a time, so that sums stay in a CPU's cache."""
+        y = tokens.new_empty(tokens.shape[0], length, tokens.shape[2])
+        first, *later = self.weight[:, 0].unbind(-1)
+        size = tokens_at_once(y)
+        for start, into in zip(range(0, length, size), y.split(size, dim=1)):
+            torch.mul(tokens[:, start : start + into.shape[1]], first, out=into)
+            for shift, tap in enumerate(later, start=start + 1):
+                into.addcmul_(tokens[:, shift : shift + into.shape[1]], tap)
+            if self.bias is not None:
+                into.add_(self.bias)
+        return y
 
     def _as_image(self, x: torch.Tensor, padding: int = 0) -> torch.Tensor:
         """In two dimensions the library's convolution reads tokens in the layout that they have."""

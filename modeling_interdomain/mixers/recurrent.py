@@ -167,8 +167,8 @@ class RecurrentMixer(RecurrentSpecification, TokenMixer):
         elif layer is not None:
             conv_state, states = layer.committed()
         own = conv_state if self.sparse is None or conv_state is None else conv_state[: self.own_conv_state]
-        if piece is not None and self.own_conv_state and self.kernel > 1:
-            own = piece.conv_state(self._convolved(projected), self.kernel - 1)
+        if piece is not None:
+            own = self._before_piece(piece, projected)
         tokens, after = self._inputs(projected, own, cos_sin, packing, keep=layer is not None)
         companion = None
         if self.sparse is not None:
@@ -252,6 +252,12 @@ class RecurrentMixer(RecurrentSpecification, TokenMixer):
             seen = tokens[0].shape[1] + (0 if piece is None else piece.offset)
             layer.write(conv_state, {"state": state, **(states or {})}, seen)
         return output if beside is None else output + beside
+
+    def _before_piece(self, piece: Any, projected: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        """What a cache would hold of the projections before a piece, from other processes."""
+        if not self.own_conv_state or self.kernel == 1:
+            return None
+        return piece.conv_state(self._convolved(projected), self.kernel - 1)
 
     def _arriving(self, piece: Any, tokens: tuple[torch.Tensor, ...], *transition: Any) -> torch.Tensor:
         """The state with which a piece begins; the recurrence calls this while its parameters are at hand."""

@@ -3,7 +3,8 @@
 All that a recurrence needs of the tokens before a piece is the state. So each process computes the state that its own
 tokens leave, beginning with zeros, all gather these, and each sums up what arrives at its piece, `sum_j decay(j + 1 ..
 r - 1) S_j`, from which its operator goes on as from a cache. A head passes on 2 M (R + D) numbers whatever the length,
-where ring attention passes on every key and value. Convolutions get the last inputs before a piece in the same way.
+where ring attention passes on every key and value. Convolutions get the last inputs before a piece in the same way, and
+a window the last keys and values, and the first of a text.
 
 Gradients return the same way, so all processes of a group call forward and backward alike.
 """
@@ -125,13 +126,18 @@ class SequencePiece:
 
     def conv_state(self, projections: Sequence[torch.Tensor], size: int) -> list[torch.Tensor]:
         """The last `size` inputs before this piece, `[B, W, size]` or a row a document, of projections `[B, T, W]`."""
-        tails = _Gathered.apply(torch.cat([self._tail(self.rows(x), size) for x in projections], dim=1), self.group)
+        tails = torch.cat([self._tail(self.rows(x), size) for x in projections], dim=1)
         real = torch.arange(size, 0, -1, device=tails.device) <= self.tokens[..., None]  # [processes, B, size]
 
-        def after(window: torch.Tensor, process: int) -> torch.Tensor:
-            return last_inputs(window, tails[process].mT, real[process])
+        def after(window: torch.Tensor, tail: torch.Tensor, process: int) -> torch.Tensor:
+            return last_inputs(window, tail.mT, real[process])
 
-        return list(self._arriving(tails, after).split([x.shape[-1] for x in projections], dim=1))
+        return list(self.handed_on(tails, after).split([x.shape[-1] for x in projections], dim=1))
+
+    def handed_on(self, own: torch.Tensor, after: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]):
+        """What arrives at this piece: `after(found, part, process)` moves it over a piece whose `own` is this part."""
+        parts = _Gathered.apply(own, self.group)
+        return self._arriving(parts, lambda found, process: after(found, parts[process], process))
 
     def _tail(self, x: torch.Tensor, size: int) -> torch.Tensor:
         """The last `size` of the last document's real tokens of rows `[B, T, W]`, `[B, W, size]`, after zeros."""

@@ -34,6 +34,10 @@ def _is_gated(config) -> bool:
     return bool(config.gate_names)
 
 
+def _is_warped(config) -> bool:
+    return config.gates == "warp"
+
+
 # What is imported where it is first needed, and when a model of a configuration needs it.
 _OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "mixers.sparse.branch": lambda config: any(config.sparse_per_layer),
@@ -42,7 +46,10 @@ _OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "ops.common.window": lambda config: not _ATTENTION.isdisjoint(config.mixers_per_layer),
     "mixers.interdomain.gated": _is_gated,
     "mixers.interdomain.gates": _is_gated,
+    "mixers.interdomain.warped": _is_warped,
     "ops.interdomain.gates": _is_gated,
+    "ops.interdomain.triton_delta": lambda config: config.delta_rule,
+    "ops.interdomain.warp": _is_warped,
     "ops.interdomain.triton_gates": _is_gated,
     "ops.interdomain.naive": lambda config: config.backend == "recurrent" or _is_gated(config),
     "ops.interdomain.prefix": lambda config: config.backend in ("fft", "associative_scan"),
@@ -56,6 +63,7 @@ _OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "ops.common.slots": lambda config: False,
     "ops.common.spans": lambda config: False,
     "ops.diagonal.export": lambda config: False,
+    "mixers.window.pieces": lambda config: False,
     "parallel.sequence": lambda config: False,
 }
 _ABSENT = (

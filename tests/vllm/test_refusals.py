@@ -14,6 +14,7 @@ PARTS = {
     "hax": ("its sparse_attention keeps a memory of its own", {}),
     "value-mask": ("dynamic_mask weighs keys", {}),
     "interdomain": ("learned_state begins each text", {"learned_state": True}),
+    "warped-time": ('gates = "warp" is a control for studies', {}),
     "softmax": ("rope_type 'dynamic' turns keys again", {"rope_parameters": LENGTHENED["dynamic"]}),
 }
 
@@ -75,6 +76,17 @@ def test_adapters_of_maps_that_see_a_part_of_a_batch(make_folder):
     _, folder = make_folder("selective-scan")
     with pytest.raises(ValueError, match="selective_scan layers have maps of a part of a batch"):
         start(folder, enable_lora=True)
+
+
+def test_nothing_is_compiled_or_captured(make_folder):
+    """Whatever an engine asks for: its tokens go through Python that looks at their number."""
+    from vllm.config import CompilationMode, CUDAGraphMode
+
+    _, folder = make_folder("interdomain")
+    config = start(folder, enforce_eager=False, compilation_config={"mode": 3, "cudagraph_mode": "FULL"})
+    assert config.model_config.enforce_eager
+    assert config.compilation_config.mode == CompilationMode.NONE
+    assert config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
 
 
 def test_another_architecture_is_left_to_vllm(tmp_path):

@@ -196,7 +196,7 @@ def test_heads_over_two_processes(made, make_folder, random_ids, name):
         assert_all(model, asked, served.finish())
 
 
-@pytest.mark.parametrize("name, beside", [("interdomain", 2), ("window", 4)])
+@pytest.mark.parametrize("name, beside", [("interdomain", 2), ("window", 1)])
 def test_states_stay_in_float32(make_folder, random_ids, name, beside):
     """In a model of bfloat16 what is kept beside them (inputs of convolutions, windows, sinks) is as it makes it."""
     model, folder = make_folder(name, model_dtype=torch.bfloat16)
@@ -214,10 +214,11 @@ def test_states_stay_in_float32(make_folder, random_ids, name, beside):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", [HYBRID, "window"])
 @pytest.mark.parametrize("prefix", [False, True], ids=["no prefix", "prefix"])
-def test_a_thousand_requests_in_random_order(made, random_ids, prefix):
+def test_a_thousand_requests_in_random_order(made, random_ids, name, prefix):
     """Each answer is the one that its text has alone, a fifth is aborted, and memory and pages stay as they are."""
-    model, folder = made(HYBRID)
+    model, folder = made(name)
     asked = texts(random_ids, *(1 + 7 * i % 90 for i in range(40)))
     asked |= {f"{text} on": asked["text 39"] + prompt for text, prompt in list(asked.items())[:10]}
     draw, longest, left = random.Random(0), 12, {}

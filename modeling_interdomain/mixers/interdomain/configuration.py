@@ -84,7 +84,8 @@ class InterdomainFields(ModelFields):
             where there is nothing to shift or the projections differ in size, "independent".
         gates: what each token of an "interdomain" layer says of the state itself. "forget": a factor of what the state
             holds and one of what is written, a group each, from linear maps of the token; they start near 1. "none":
-            neither. Default: "none".
+            neither. "warp": in the place of the first factor, by how much time moves, lambda^step: a control for
+            studies. Default: "none".
         delta_rule: let "interdomain" layers write a value without what the state already answers to its key, in a share
             that each token chooses for each group, so that a key that comes again is corrected instead of added up.
             Default: False.
@@ -107,7 +108,7 @@ class InterdomainFields(ModelFields):
         "time_step_spacing": ("random", "even"),
         "coefficient_init": ("normal", "identity", "posterior"),
         "query_init": ("independent", "induction"),
-        "gates": ("none", "forget"),
+        "gates": ("none", "forget", "warp"),
     }
 
     feature_dim: int | None = None
@@ -140,7 +141,7 @@ class InterdomainFields(ModelFields):
     @property
     def gate_names(self) -> list[str]:
         """What each token of an "interdomain" layer says beside query, key and value, in this order."""
-        return ["forget", "write"] * (self.gates == "forget") + ["delta"] * self.delta_rule
+        return [self.gates, "write"] * (self.gates != "none") + ["delta"] * self.delta_rule
 
     def check_gates(self) -> None:
         """Gates stand where some layer has them; whether it can have them, that says itself."""
@@ -269,7 +270,10 @@ class InterdomainSpecification(KeyValueSpecification):
         field = "delta_rule" if config.gates == "none" else f'gates = "{config.gates}"'
         if config.normalize:
             raise ValueError(f"{field} needs the plain readout: set normalize to False, or leave {field} out.")
-        backends = GATED_BACKENDS[:-1] if config.delta_rule else GATED_BACKENDS  # whose kernels are those of a step
+        warped = config.gates == "warp"
+        if warped and config.delta_rule:
+            raise ValueError('gates = "warp" has no delta rule: set delta_rule=False, or gates="forget".')
+        backends = GATED_BACKENDS[:-1] if warped else GATED_BACKENDS  # warped time has no kernels
         if config.backend not in backends:
             raise ValueError(
                 f'{field} lets every token move the state in its own way, and backend = "{config.backend}" needs one '

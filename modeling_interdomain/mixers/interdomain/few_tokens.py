@@ -1,14 +1,15 @@
 """Query, key and value of the operator in few calls: of one token, or a few, a call costs more than what it computes,
-and of a long text in bfloat16 every pass over the memory counts.
+and of a long text every pass over the memory counts.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
 
-from ...layers.common import is_plain, plain_rms_norm
+from ...layers.common import is_plain, plain_rms_norm, tokens_at_once
 from ...layers.convolution import convolve_few, joined_weights
 from ...layers.feature_maps import silu_l2, silu_l2_
 from ...layers.rotary import rotate_around
@@ -87,7 +88,7 @@ def _rms_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
     return F.rms_norm(x, x.shape[-1:], eps=eps)
 
 
-def bf16_inputs(
+def plain_inputs(
     projections: Sequence[torch.Tensor],
     norms: Sequence[torch.Tensor],
     eps: float,
@@ -95,7 +96,9 @@ def bf16_inputs(
     cos_sin: tuple[torch.Tensor, torch.Tensor] | None,
     rope_placement: str | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Query, key and value of an operator that rounds them, `[B, T, heads, width]`, without widening what lies between.
+    """Query, key and value of an operator, `[B, T, heads, width]`, of plain tokens and in their dtype.
+
+    A few tokens at a time, so that what lies between stays in a CPU's cache; bfloat16 is not widened.
 
     Args:
         projections: query `[B, T, H R]`, key `[B, T, G R]` and value `[B, T, G D]` after the convolutions; nothing is
@@ -106,6 +109,19 @@ def bf16_inputs(
     query, key, value = (
         x.unflatten(-1, (n, -1)) for x, n in zip(projections, (heads[0], heads[1], heads[1]), strict=True)
     )
+    found = query, key, torch.empty_like(value) if norms else value
+    size = tokens_at_once(query)
+    turns = zip(*(x.split(size, dim=1) for x in cos_sin)) if cos_sin else repeat(None)
+    pieces = (zip(*(x.split(size, dim=1) for x in tokens)) for tokens in ((query, key, value), found))
+    for tokens, into, turn in zip(*pieces, turns):
+        for x, y in zip(into, _plain_piece(tokens, norms, eps, turn, rope_placement)):
+            if x is not y:
+                x.copy_(y)
+    return found
+
+
+def _plain_piece(tokens: tuple, norms, eps: float, cos_sin, rope_placement) -> tuple[torch.Tensor, ...]:
+    query, key, value = tokens
     query, key = (rotate_around(silu_l2_, x, cos_sin, rope_placement) for x in (query, key))
     if not norms:
         return query, key, value

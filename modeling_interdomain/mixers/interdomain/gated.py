@@ -70,7 +70,7 @@ class GatedInterdomainMixer(InterdomainMixer):
         tokens, after = super()._inputs(projected[:3], conv_state, cos_sin, packing, keep)
         size = None
         if "delta" in self.gate_names:  # what the norm makes of ones is its weight, wherever that is kept
-            size = mean_key_size(self.k_norm(torch.ones_like(self.k_bias[0])), self.k_bias)
+            size = mean_key_size(self.k_norm(torch.ones_like(self.k_bias[None, :1])), self.k_bias)
         return (*tokens, *gate_tokens(self.gate_names, projected[3:], size)), after
 
     def _recorded(self, tokens):

@@ -29,7 +29,7 @@ def gate_tokens(
     """`[B, T, G]` each, in at least float32: log f, w, and d over the size of keys, of linear maps of the tokens.
 
     Args:
-        names: of the maps: "forget", "write", "delta".
+        names: of the maps: "forget" or "warp" (which gives the step of time, 1 at the start), "write", "delta".
         projected: the maps, `[B, T, G]` each.
         key_size: `[G]`, the mean squared length of a key, see `mean_key_size`; for "delta" alone.
     """
@@ -38,7 +38,7 @@ def gate_tokens(
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         if name == "forget":
             found.append(-F.softplus(x + FORGET_START))
-        elif name == "write":
+        elif name in ("write", "warp"):
             found.append(F.softplus(x + WRITE_START))
         else:
             found.append(torch.sigmoid(x + DELTA_START) / key_size)

@@ -9,14 +9,14 @@ from ...layers.convolution import TOKEN_BEFORE, CausalConv1d, convolve_all
 from ...layers.feature_maps import SiluL2, feature_map
 from ...layers.operators import Operators
 from ...layers.rotary import rotate, rotate_around
-from ...ops.common.cpu import multiplies_bf16
+from ...ops.common.cpu import in_graph, multiplies_bf16
 from ...ops.interdomain.entry import append_one
 from ...ops.interdomain.few import MAX_DRAFT, MAX_PENDING
 from ...ops.interdomain.prepare import fused_inputs
 from ...ops.interdomain.replay import state_after
 from ..recurrent import RecurrentMixer, placed_map
 from .configuration import InterdomainSpecification, KeyValueSpecification
-from .few_tokens import bf16_inputs, token_inputs, token_tables
+from .few_tokens import plain_inputs, token_inputs, token_tables
 from .recurrence import InterdomainRecurrence
 
 
@@ -136,10 +136,11 @@ class InterdomainMixer(InterdomainSpecification, DecodeTables, KeyValueMixer):
     def _tokens(self, projections, cos_sin):
         query, *rest = projections
         narrow = multiplies_bf16(query) and backend_of(self.config) in ("auto", "chunk") and not self.normalize
-        if narrow and query.shape[1] > 1 and is_plain(query, query.dtype):
+        here = query.shape[1] > 1 and is_plain(query, query.dtype) and not in_graph()
+        if here and (narrow or query.dtype == torch.float32):
             weights = self._weights(query.device)
             if weights is not None and all(w.dtype == query.dtype for w in weights):
-                return bf16_inputs(projections, weights[2:], self.eps, self.heads, cos_sin, self.rope_placement)
+                return plain_inputs(projections, weights[2:], self.eps, self.heads, cos_sin, self.rope_placement)
         query = query.unflatten(-1, (-1, self.widths[0]))
         return self._features(query, cos_sin, is_query=True), *super()._tokens(rest, cos_sin)
 

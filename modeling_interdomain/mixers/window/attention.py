@@ -5,18 +5,20 @@ within a window, so that angles are as exact after a million tokens as after ten
 until it is just before the window, and then stays there. Up to W + S tokens that is causal attention.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ...layers.common import is_plain
 from ...layers.rotary import InterdomainRotaryEmbedding, rotate
 from ...ops.common.cpu import in_graph
 
-# Tokens of all rows that attend together, or a window of each: the scores of more would fill the memory.
-_PIECE = 8192
+# Tokens of all rows that attend together, or a window of each: the scores of more would fill the memory. Kernels that
+# keep no scores take more; they have room for 65,535 blocks.
+_PIECE, _FUSED_PIECE = 8192, 32768
+_NEVER = torch.iinfo(torch.long).max
 
 
 class Seen(NamedTuple):
@@ -24,47 +26,25 @@ class Seen(NamedTuple):
 
     Attributes:
         key, value: `[B, W + T, G, D]`, of the W tokens before and of the tokens.
-        sink_key, sink_value: of the first S tokens of a text, `[B, S, G, D]`, or `[1, T, S, G, D]`, of each token's
-            where a row holds several texts. Those that have not been read are anything.
-        places: `[B or 1, T]`, of each token in its text, from 0.
+        sink_key, sink_value: of the first S tokens of a text, `[B, S, G, D]`, or `[1, N, S, G, D]` where a row holds
+            several: of the text that each block of queries begins in, the one of which it may have left a window.
+            Those that have not been read are anything.
+        places: `[B or 1, T]`, of each token in its text, from 0; None for a token far into each text, to which all of
+            these are visible but the first, and whose state is filled.
     """
 
     key: torch.Tensor
     value: torch.Tensor
     sink_key: torch.Tensor
     sink_value: torch.Tensor
-    places: torch.Tensor
+    places: torch.Tensor | None
 
-    def between(self, start: int, stop: int) -> "Seen":
-        """What the queries of these tokens see."""
+    def between(self, start: int, stop: int, size: int) -> "Seen":
+        """What the queries of these tokens see, in blocks of `size`."""
         before = self.key.shape[1] - self.places.shape[1]
         held = [x[:, start : before + stop] for x in self[:2]]
-        held += [x if x.ndim == 4 else x[:, start:stop] for x in self[2:4]]
+        held += [x if x.ndim == 4 else x[:, start // size : -(-stop // size)] for x in self[2:4]]
         return Seen(*[*held, self.places[:, start:stop]])
-
-
-class WindowRotary(InterdomainRotaryEmbedding):
-    """Cosines and sines of the positions within a window."""
-
-    _kept: tuple = None, None
-
-    def table(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the first positions, `[count, dim]` each, in the dtype of x."""
-        # What a graph uses it computes itself: what is kept here may be gone when it is replayed.
-        if in_graph() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return self._table(x, count)
-        asked = x.dtype, x.device, count
-        if self._kept[0] != asked:
-            with torch.inference_mode(False):
-                found = self._table(x, count)
-            if type(found[0]) is not torch.Tensor:  # it has a shape alone
-                return found
-            self._kept = asked, found
-        return self._kept[1]
-
-    def _table(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = self(x, torch.arange(count, device=x.device)[None])
-        return cos[0], sin[0]
 
 
 class WindowAttention(nn.Module):
@@ -74,90 +54,204 @@ class WindowAttention(nn.Module):
         super().__init__()
         self.window, self.sinks = config.attention_window, config.attention_sinks
         self.scaling, self.dropout = config.head_dim**-0.5, config.attention_dropout
-        self.rotary = None if config.rope_parameters is None else WindowRotary(config)
+        self.rotary = None if config.rope_parameters is None else InterdomainRotaryEmbedding(config)
+        self._kept: dict[tuple, Any] = {}
+
+    def block(self, length: int) -> int:
+        """How many of so many queries attend together."""
+        if length == 1 or torch.compiler.is_exporting():  # a graph for every length, which is no number of blocks
+            return 1
+        return self.window if in_graph() else min(length, self.window)
 
     def forward(self, query: torch.Tensor, seen: Seen) -> torch.Tensor:
         """`[B, T, H, D]`, before rotation, to the same."""
         batch, length = query.shape[:2]
-        if length == 1 and is_plain(query, query.dtype) and bool((seen.places >= self.window + self.sinks).all()):
+        if seen.places is None:
             return self._one(query, seen)
-        if torch.compiler.is_exporting():  # a graph for every length, which is no number of blocks
-            return self._blocks(query, seen, 1)
-        if length == 1 or (not in_graph() and length <= self.window):
-            return self._blocks(query, seen, length)
-        room = self.window * max(1, _PIECE // (batch * self.window))
+        fused, size = query.is_cuda and not torch.compiler.is_exporting(), self.block(length)
+        attend = self._fused if fused else self._blocks
+        room = self.window * max(1, (_FUSED_PIECE if fused else _PIECE) // (batch * self.window))
         if in_graph() or length <= room:
-            return self._blocks(query, seen, self.window)
+            return attend(query, seen, size)
         pieces = [(start, min(start + room, length)) for start in range(0, length, room)]
-        outputs = [self._blocks(query[:, a:b], seen.between(a, b), self.window) for a, b in pieces]
-        return torch.cat(outputs, dim=1)
+        return torch.cat([attend(query[:, a:b], seen.between(a, b, size), size) for a, b in pieces], dim=1)
 
     def _one(self, query: torch.Tensor, seen: Seen) -> torch.Tensor:
-        """Of a token far into each text, in few calls: it sees the sinks and the window behind them as one text."""
-        key, value = (torch.cat([first, x[:, 1:]], dim=1) for first, x in zip(seen[2:4], seen[:2], strict=True))
+        """Of a token far into each text, in few calls: it sees the sinks and the window behind them as one text.
+
+        Keys are turned by how far they are behind it; it is not turned. A head's numbers come before tokens, as in a
+        cache.
+        """
+        key, value = (
+            torch.cat([first.permute(0, 2, 3, 1), x.permute(0, 2, 3, 1)[..., 1:]], dim=3)
+            for first, x in zip(seen[2:4], seen[:2], strict=True)
+        )
+        scaling = self.scaling
         if self.rotary is not None:
-            cos, sin = (x[None] for x in self.rotary.table(query, self.window + max(1, self.sinks)))
-            key = rotate(key, cos[:, : key.shape[1]], sin[:, : key.shape[1]])
-            query = rotate(query, cos[:, key.shape[1] - 1 : key.shape[1]], sin[:, key.shape[1] - 1 : key.shape[1]])
-        grouped = (query[:, 0] * self.scaling).unflatten(1, (key.shape[2], -1))
-        scores = grouped @ key.permute(0, 2, 3, 1)
+            cos, sin = self._kept_or("distances", self._distances, query, key.shape[3])
+            turned, half = key * cos, len(sin) // 2
+            turned[:, :, :half].addcmul_(key[:, :, half : 2 * half], sin[:half], value=-1)
+            turned[:, :, half : 2 * half].addcmul_(key[:, :, :half], sin[half:])
+            key, scaling = turned, scaling * self.rotary.attention_scaling
+        scores = (query[:, 0] * scaling).unflatten(1, (key.shape[1], -1)) @ key
         weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
-        return (weights @ value.transpose(1, 2)).flatten(1, 2)[:, None]
+        return (weights @ value.mT).flatten(1, 2)[:, None]
+
+    def _distances(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines `[D, count]` and sines `[dim, count]` of the last places up to 0, in the dtype of x."""
+        cos, sin = (y[0].T for y in self.rotary(x, torch.arange(1 - count, 1, device=x.device)[None]))
+        return F.pad(cos, (0, 0, 0, x.shape[-1] - len(cos)), value=1).contiguous(), sin.contiguous()
 
     def _blocks(self, query: torch.Tensor, seen: Seen, size: int) -> torch.Tensor:
-        """Blocks of `size` queries, the last of which is filled up; each sees W + `size` keys and the sinks."""
+        """Blocks of `size` queries, the last of which is filled up; each sees the sinks and W + `size` keys."""
         (length, heads), groups = query.shape[1:3], seen.key.shape[2]
-        count = (length + size - 1) // size
-        missing = count * size - length
-        query, key, value = (_longer(x, missing) for x in (query * self.scaling, *seen[:2]))
-        places = F.pad(seen.places, (0, missing))
-        key, value = (self._overlapping(x, size) for x in (key, value))
-
+        query, places, *parts = self._in_blocks(query * self.scaling, seen, size)
+        (sink_key, key), (sink_value, value) = ((sinks, torch.cat(keys, dim=2)) for sinks, *keys in parts)
         own = toward = query
-        sink_key, sink_value = (
-            x if x.ndim == 4 else _longer(x, missing).unflatten(1, (count, size)) for x in seen[2:4]
-        )
-        within = torch.arange(self.window + size, device=query.device)
         if self.rotary is not None:
-            cos_sin = self.rotary.table(query, self.window + max(size, self.sinks))
+            cos_sin = self._angles(query, self.window + max(size, self.sinks))
             key = _turned(key, *(x[: self.window + size] for x in cos_sin))
             sink_key = _turned(sink_key, *(x[: self.sinks] for x in cos_sin))
-            here, farthest = within[self.window :].repeat(count)[None], self.window + self.sinks - 1
-            own, toward = (rotate(query, *(x[at] for x in cos_sin)) for at in (here, places.clamp(max=farthest)))
+            own, toward = (rotate(query, *(x[at] for x in cos_sin)) for at in self._turns(places, size))
 
         # By block, and by the groups whose keys heads share.
-        own, toward = (x.unflatten(2, (groups, heads // groups)).unflatten(1, (count, size)) for x in (own, toward))
-        places = places.unflatten(1, (count, size))[:, :, None, None, :, None]
-        distance = within[self.window :, None] - within
-        visible = (distance >= 0) & (distance < self.window) & (distance <= places)
-        scores = torch.einsum("bnlgrd,bnkgd->bngrlk", own, key).masked_fill(~visible, -torch.inf)
+        own, toward = (x.unflatten(2, (groups, heads // groups)).unflatten(1, (-1, size)) for x in (own, toward))
+        scores = torch.einsum("bnlgrd,bnkgd->bngrlk", own, key)
         if self.sinks:
-            visible = places - torch.arange(self.sinks, device=places.device) >= self.window
-            each = "bsgd" if sink_key.ndim == 4 else "bnlsgd"
-            beside = torch.einsum(f"bnlgrd,{each}->bngrls", toward, sink_key).masked_fill(~visible, -torch.inf)
-            scores = torch.cat([scores, beside], dim=-1)
-
-        wide = torch.promote_types(scores.dtype, torch.float32)
-        weights = scores.softmax(dim=-1, dtype=wide).to(value.dtype)
+            scores = torch.cat([torch.einsum("bnlgrd,bnsgd->bngrls", toward, sink_key), scores], dim=-1)
+        hidden = self._kept_or("reach", self._reach, query, size) > places.unflatten(1, (-1, 1, 1, size, 1))
+        weights = scores.masked_fill(hidden, -torch.inf)
+        weights = weights.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
         if self.dropout and self.training:
             weights = F.dropout(weights, p=self.dropout)
-        output = torch.einsum("bngrlk,bnkgd->bnlgrd", weights[..., : key.shape[2]], value)
+        output = torch.einsum("bngrlk,bnkgd->bnlgrd", weights[..., self.sinks :], value)
         if self.sinks:
-            output = output + torch.einsum(f"bngrls,{each}->bnlgrd", weights[..., key.shape[2] :], sink_value)
+            output = output + torch.einsum("bngrls,bnsgd->bnlgrd", weights[..., : self.sinks], sink_value)
         return output.flatten(3, 4).flatten(1, 2)[:, :length]
 
-    def _overlapping(self, x: torch.Tensor, size: int) -> torch.Tensor:
-        """`[B, W + n size, G, D]` to what each block sees, `[B, n, W + size, G, D]`."""
+    def _fused(self, query: torch.Tensor, seen: Seen, size: int) -> torch.Tensor:
+        """What `_blocks` gives, by the library's kernels, which keep no scores: a block is a row of their batch.
+
+        Heads that share keys are more queries of a block. To a sink a query stands elsewhere than to a key of the
+        window, so it is turned for both, one behind the other, and a key has zeros where it meets the other of them.
+        """
+        (batch, length, heads), groups = query.shape[:3], seen.key.shape[2]
+        query, places, *parts = self._in_blocks(query, seen, size)
+        count = query.shape[1] // size
+        key, value = (torch.cat([sinks.expand(-1, count, -1, -1, -1), *x], dim=2) for sinks, *x in parts)
+        if self.rotary is not None:
+            angles, of_keys = self._kept_or("both angles", self._both_angles, query, size)
+            at = torch.stack(torch.broadcast_tensors(*self._turns(places, size)), dim=-1)
+            at = at if self.sinks else at[..., :1]
+            query = self._turned_for_both(query, *angles[at][:, :, None].unbind(-2))
+            key = self._turned_for_both(key, *of_keys)
+        reach, lowest, zero = self._kept_or("mask", self._mask, query, size)
+        hidden = reach > places.unflatten(1, (-1, 1, size, 1))
+        hidden = hidden.expand(batch, -1, heads // groups, -1, -1).flatten(2, 3).flatten(0, 1)[:, None]
+        mask = torch.where(hidden, lowest, zero)[..., : key.shape[2]]
+        query = query.unflatten(1, (count, size)).unflatten(3, (groups, -1)).permute(0, 1, 3, 4, 2, 5)
+        output = F.scaled_dot_product_attention(
+            query.flatten(3, 4).flatten(0, 1),
+            key.flatten(0, 1).transpose(1, 2),
+            value.flatten(0, 1).transpose(1, 2),
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            scale=self.scaling,
+        )
+        output = output.unflatten(0, (batch, count)).unflatten(3, (-1, size)).permute(0, 1, 4, 2, 3, 5)
+        return output.flatten(3, 4).flatten(1, 2)[:, :length]
+
+    def _in_blocks(self, query: torch.Tensor, seen: Seen, size: int):
+        """Queries and places of n blocks, and what each sees of keys and of values, in parts: sinks `[B, 1 or n, S, G,
+        D]` and one or two `[B, n, K, G, D]`, together W + `size`."""
+        length = query.shape[1]
+        missing = (length + size - 1) // size * size - length
+        query, key, value = (_longer(x, missing) for x in (query, *seen[:2]))
+        sinks = (x if x.ndim == 5 else x[:, None] for x in seen[2:4])
+        parts = ([first, *self._overlapping(x, size)] for first, x in zip(sinks, (key, value), strict=True))
+        return query, F.pad(seen.places, (0, missing)), *parts
+
+    def _overlapping(self, x: torch.Tensor, size: int) -> list[torch.Tensor]:
+        """`[B, W + n size, G, D]` to what each block sees, `[B, n, W + size, G, D]`, or halves of this."""
         if size == 1:
-            return x.unfold(1, self.window + 1, 1).movedim(-1, 2)
+            return [x.unfold(1, self.window + 1, 1).movedim(-1, 2)]
         if size < self.window:  # one block
-            return x.unsqueeze(1)
+            return [x.unsqueeze(1)]
         blocks = x.unflatten(1, (-1, size))
-        return torch.cat([blocks[:, :-1], blocks[:, 1:]], dim=2)
+        return [blocks[:, :-1], blocks[:, 1:]]
+
+    def _turns(self, places: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where queries stand to keys of the window, `[1, T]`, and to sinks, `[B or 1, T]`."""
+        own = torch.arange(self.window, self.window + size, device=places.device)
+        return own.expand(places.shape[1] // size, -1).reshape(1, -1), places.clamp(max=self.window + self.sinks - 1)
+
+    def _reach(self, query: torch.Tensor, size: int) -> torch.Tensor:
+        """`[size, S + W + size]`: a query sees a key from this place of its own text on, `_NEVER` some."""
+        ends = torch.arange(self.window, self.window + size, device=query.device)[:, None]
+        apart = ends - torch.arange(self.window + size, device=query.device)
+        apart = apart.masked_fill((apart < 0) | (apart >= self.window), _NEVER)
+        sinks = torch.arange(self.window, self.window + self.sinks, device=query.device).expand(size, -1)
+        return torch.cat([sinks, apart], dim=1)
+
+    def _mask(self, query: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`_reach`, in rows of multiples of 8, which kernels ask of a mask; and what stands in a mask."""
+        reach = self._reach(query, size)
+        return F.pad(reach, (0, -reach.shape[1] % 8), value=_NEVER), query.new_full((), -torch.inf), query.new_zeros(())
+
+    def _angles(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of the first places, `[count, dim]` each, in the dtype of x."""
+        return self._kept_or("angles", self._new_angles, x, count)
+
+    def _new_angles(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = self.rotary(x, torch.arange(count, device=x.device)[None])
+        return cos[0], sin[0]
+
+    def _both_angles(self, x: torch.Tensor, size: int):
+        """Cosines, sines of the first places, `[count, 2, D]`, and of a block's keys, each `[S + W + size, 1, 2, D]`.
+
+        The sines have the sign of the number that they multiply, see `_turned_for_both`.
+        """
+        cos, sin = self._new_angles(x, self.window + max(size, self.sinks))
+        turned, dim = cos.shape[1], x.shape[-1]
+        sin = torch.cat([-sin[:, : turned // 2], sin[:, turned // 2 :]], dim=1)
+        cos, sin = F.pad(cos, (0, dim - turned), value=1), F.pad(sin, (0, dim - turned))
+        of_keys = [F.pad(x[: self.window + size], (0, dim if self.sinks else 0)) for x in (cos, sin)]
+        if self.sinks:
+            of_keys = [torch.cat([F.pad(x[: self.sinks], (dim, 0)), y]) for x, y in zip((cos, sin), of_keys)]
+        return torch.stack([cos, sin], dim=1), [x.unflatten(1, (-1, dim))[:, None] for x in of_keys]
+
+    def _turned_for_both(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """`[..., D]` by angles `[..., 1 or 2, D]`, each behind the other: `[..., D or 2 D]`."""
+        turned = 2 * self.rotary.inv_freq.shape[0]
+        other = x[..., :turned].roll(turned // 2, -1)
+        if turned < x.shape[-1]:
+            other = torch.cat([other, x[..., turned:]], dim=-1)
+        return torch.addcmul(x.unsqueeze(-2) * cos, other.unsqueeze(-2), sin).flatten(-2)
+
+    def _kept_or(self, name: str, make: Callable, x: torch.Tensor, *sizes: int) -> Any:
+        """What `make(x, *sizes)` gives, which depends on the dtype and device of x alone, kept until others are asked.
+
+        What is kept for single tokens stays, so that a captured graph of a step finds it whenever it is replayed.
+        """
+        asked = name, x.dtype, x.device, *sizes
+        single = sizes[0] == 1
+        captured = x.is_cuda and torch.cuda.is_current_stream_capturing() and not (single and asked in self._kept)
+        if captured or in_graph():
+            return make(x, *sizes)
+        if asked not in self._kept:
+            with torch.inference_mode(False):
+                found = make(x, *sizes)
+            first = found if isinstance(found, torch.Tensor) else found[0]
+            if type(first) is not torch.Tensor:  # it has a shape alone
+                return found
+            self._kept = {key: y for key, y in self._kept.items() if key[0] != name or key[3] == 1} | {asked: found}
+        return self._kept[asked]
 
 
 def _longer(x: torch.Tensor, count: int) -> torch.Tensor:
     """Zeros for so many more tokens."""
+    if not count and not in_graph():
+        return x
     return F.pad(x, (*[0] * (2 * x.ndim - 3), count))
 
 

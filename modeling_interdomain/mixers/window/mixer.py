@@ -13,7 +13,7 @@ from ...layers.feature_maps import silu_l2
 from ...layers.operators import Operators
 from ...ops.common.cpu import values_at_hand
 from ...ops.interdomain.replay import state_after
-from ..recurrent import RecurrentMixer
+from ..recurrent import RecurrentMixer, placed_map
 from .attention import Seen, WindowAttention
 from .configuration import WindowSpecification
 from .recurrence import NoRecurrence, WindowRecurrence
@@ -37,6 +37,7 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
     """
 
     operators = Operators.of(state_after)
+    passes_state = True
     share_proj: nn.Linear
 
     def __init__(self, config, layer_idx: int):
@@ -84,37 +85,55 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
         """Query, key and value of the state, where there is one; then the query of the softmax, what it sees, and the
         share. Beside them what a cache holds next."""
         query, key, value, *share = projected
-        length = key.shape[1]
-        if packing is not None and packing.cu_seqlens is not None:
-            seen, after = self._seen_in_documents(key, value, packing), list[torch.Tensor]()
-        else:
-            seen, after = self._seen_in_rows(key, value, conv_state, None if packing is None else packing.lengths)
-        query, *held = (x.unflatten(-1, (-1, self.head_dim)) for x in (query, *seen[:4]))
-        seen = Seen(*[*held, seen.places])
+        query = query.unflatten(-1, (-1, self.head_dim))
+        seen, after = self._seen(key, value, conv_state, packing, keep)
         if not self.memory:
             return (query, *seen), after
         # What leaves the window now, and was no sink.
-        enters = self._is_filled(seen.places)[..., None, None]
-        key, value = seen.key[:, :length], seen.value[:, :length]
-        key = torch.where(enters, silu_l2(_mapped(key, self.k_map)), 0)
-        value = torch.where(enters, _mapped(value, self.v_map), 0)
+        key, value = (x[:, : x.shape[1] - self.window] for x in seen[:2])
+        key, value = silu_l2(_mapped(key, self.k_map)), _mapped(value, self.v_map)
+        if seen.places is not None:
+            enters = self._is_filled(seen.places)[..., None, None]
+            key, value = (torch.where(enters, x, 0).reshape(*query.shape[:2], *x.shape[2:]) for x in (key, value))
         return (silu_l2(_mapped(query, self.q_map)), key, value, query, *seen, *share), after
+
+    def _seen(self, key, value, conv_state, packing, keep: bool) -> tuple[Seen, list[torch.Tensor]]:
+        """What the tokens of keys `[B, T, G D]` and values see, after what a cache has held; and what it holds next."""
+        if packing is not None and packing.cu_seqlens is not None:
+            seen, after = self._seen_in_documents(key, value, conv_state, packing), list[torch.Tensor]()
+        else:
+            lengths = None if packing is None else packing.lengths
+            seen, after = self._seen_in_rows(key, value, conv_state, lengths, keep)
+        groups = key.shape[-1] // self.head_dim
+        return Seen(*[*(x.unflatten(-1, (groups, -1)) for x in seen[:4]), seen.places]), after
 
     def _is_filled(self, places: torch.Tensor) -> torch.Tensor:
         """Whether a token has entered the state by the one that is at this place of the text."""
         return places >= self.window + self.sinks
 
-    def _seen_in_rows(self, key, value, held, lengths: torch.Tensor | None) -> tuple[Seen, list[torch.Tensor]]:
+    def _seen_in_rows(self, key, value, held, lengths: torch.Tensor | None, keep: bool):
         """What the tokens `[B, T, G D]` see, after what a cache has held or nothing; and what it holds next."""
         batch, length, width = key.shape
+        if held is None and not keep:
+            places = torch.arange(length, device=key.device)
+            first = torch.arange(self.sinks, device=key.device).clamp(max=length - 1)
+            both = [F.pad(x, (0, 0, self.window, 0)) for x in (key, value)]
+            return Seen(*[*both, *(x.index_select(1, first) for x in (key, value)), places[None]]), []
         if held is None:
             none = key.new_zeros(batch, width, self.window), key.new_zeros(batch, width, self.sinks)
             held = [none[0], none[0], key.new_zeros(batch, 1, 1, dtype=torch.long), none[1], none[1]]
         *before, count = held[:3]
+        before = [x.to(key.dtype) for x in before]
+        if length == 1:  # in the layout of a cache
+            both = [torch.cat([x, new.mT], dim=2).mT for x, new in zip(before, (key, value), strict=True)]
+            if lengths is None and is_plain(key, key.dtype) and bool(self._is_filled(count).all()):
+                after = [*(x[:, 1:].mT for x in both), count + 1, *held[3:]]
+                return Seen(*[*both, *(x.mT for x in held[3:]), None]), after
+        else:
+            both = [torch.cat([x.mT, new], dim=1) for x, new in zip(before, (key, value), strict=True)]
         tokens = torch.arange(length, device=key.device)
         places = count[:, 0] + tokens  # a new tensor, since the count will be written in place
         real = None if lengths is None else tokens < lengths[:, None]
-        both = [torch.cat([x.to(new.dtype).mT, new], dim=1) for x, new in zip(before, (key, value), strict=True)]
         if lengths is None:
             last, added = [x[:, length:] for x in both], length
         else:
@@ -124,17 +143,36 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
         seen = Seen(*[*both, *(x.mT for x in sinks), places])
         return seen, [*(x.mT for x in last), count + added, *sinks]
 
-    def _seen_in_documents(self, key, value, packing) -> Seen:
-        """What the tokens `[1, T, G D]` of packed documents see, each of its own."""
-        tokens = torch.arange(key.shape[1], device=key.device)
-        starts = packing.cu_seqlens[packing.documents]
-        sinks = starts[:, None] + torch.arange(self.sinks, device=key.device)
-        sinks = sinks.clamp(max=key.shape[1] - 1)  # one that its document does not reach is not seen
-        both = [F.pad(x, (0, 0, self.window, 0)) for x in (key, value)]
-        return Seen(*[*both, key[:, sinks], value[:, sinks], (tokens - starts)[None]])
+    def _seen_in_documents(self, key, value, held, packing) -> Seen:
+        """What the tokens `[1, B T, G D]` of packed documents see, each of its own.
+
+        They are of one row; or of B, whose first documents began in other processes, with what is `held` of these.
+        """
+        rows = 1 if held is None else held[0].shape[0]
+        key, value = (x[0].unflatten(0, (rows, -1)) for x in (key, value))
+        length = key.shape[1]
+        tokens = torch.arange(rows * length, device=key.device).view(rows, length)
+        starts = packing.cu_seqlens[packing.documents].view(rows, length)
+        begun = torch.zeros_like(starts)  # tokens elsewhere
+        if held is None:
+            both = [F.pad(x, (0, 0, self.window, 0)) for x in (key, value)]
+        else:
+            both = [torch.cat([x.mT, new], dim=1) for x, new in zip(held, (key, value))]
+            begun = torch.where(starts % length == 0, held[2][:, 0], begun)
+        places = tokens - starts + begun
+        # Of the document that a block begins in.
+        starts, begun = (x[:, :: self.attention.block(length), None] for x in (starts % length, begun))
+        wanted = torch.arange(self.sinks, device=key.device)
+        at = (starts + wanted - begun).clamp(min=0, max=length - 1)  # one that its document does not reach is not seen
+        found = at.flatten(1)[..., None]
+        sinks = [x.gather(1, found.expand(-1, -1, x.shape[2])).unflatten(1, at.shape[1:]) for x in (key, value)]
+        if held is not None:
+            here = (wanted >= begun)[..., None]
+            sinks = [torch.where(here, new, x.mT[:, None]) for x, new in zip(held[3:], sinks, strict=True)]
+        return Seen(*[*both, *sinks, places])
 
     def _all_at_once(self, layer, tokens, before, conv_state, packing, companion=None, piece=None):
-        return self._joined(tokens, super()._all_at_once(layer, tokens[:3], before, conv_state, packing))
+        return self._joined(tokens, super()._all_at_once(layer, tokens[:3], before, conv_state, packing, piece=piece))
 
     def _step(self, layer, tokens, before, conv_state, attention_mask, companion=None):
         return self._joined(tokens, super()._step(layer, tokens[:3], before, conv_state, attention_mask))
@@ -145,19 +183,56 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
     def _joined(self, tokens, read: torch.Tensor) -> torch.Tensor:
         """The output of the softmax, and its share of what the state is `read` as, `[B, T, H, D]`."""
         if not self.memory:
-            return self.attention(tokens[0], Seen(*tokens[1:]))
+            return self._attended(tokens[0], Seen(*tokens[1:]))
         query, *held, share = tokens[3:]
         seen = Seen(*held)
-        attended = self.attention(query, seen)
+        attended = self._attended(query, seen)
         wide = torch.promote_types(attended.dtype, torch.float32)
-        filled = self._is_filled(seen.places)[..., None]
-        if self.first_state is not None:  # a group that begins with something has it to read at once
-            begun = self.first_state(filled[:1]).flatten(2).any(dim=-1)
-            filled = filled | begun.repeat_interleave(share.shape[-1] // begun.shape[-1], dim=-1)
-        share = torch.where(filled, share.to(wide).sigmoid(), 0)
+        share = share.to(wide).sigmoid()
+        if seen.places is not None:
+            filled = self._is_filled(seen.places.reshape(-1, query.shape[1]))[..., None]
+            if self.first_state is not None:  # a group that begins with something has it to read at once
+                begun = self.first_state(filled[:1]).flatten(2).any(dim=-1)
+                filled = filled | begun.repeat_interleave(share.shape[-1] // begun.shape[-1], dim=-1)
+            share = torch.where(filled, share, 0)
         read = read.to(wide)
         normed = plain_rms_norm(read, self.eps) if is_plain(read) else F.rms_norm(read, read.shape[-1:], eps=self.eps)
         return torch.lerp(attended.to(wide), (self.memory_gate * normed).to(wide), share[..., None])
+
+    def _attended(self, query: torch.Tensor, seen: Seen) -> torch.Tensor:
+        """The output of the softmax; what one row of documents sees may be that of several."""
+        rows = seen.key.shape[0]
+        if rows == query.shape[0]:
+            return self.attention(query, seen)
+        return self.attention(query.reshape(rows, -1, *query.shape[2:]), seen).reshape(query.shape)
+
+    def _before_piece(self, piece, projected):
+        from .pieces import held_before
+
+        return held_before(piece, self._convolved(projected), self.window, self.sinks)
+
+    @staticmethod
+    def replay_state(operators, *arguments):
+        return operators.state_after(*arguments)
+
+    def decay_state(self, state, total_decay, log_decay, input_matrix):
+        from ...ops.common.spans import decay_state
+
+        return decay_state(state, total_decay, log_decay)
+
+    def attention_map(self, tokens, packing):
+        """Of the softmax; none with a memory, whose gate weighs every channel of a value in its own way."""
+        if self.memory:
+            return None
+        query, values = tokens[0], self._written(tokens)
+        batch, length, groups = values.shape[:3]  # values that say which token they are of
+        names = torch.eye(length).to(values).repeat(1, groups).expand(batch, -1, -1)
+        key = tokens[1][:, self.window :].flatten(2)
+        weights = self._attended(query, self._seen(key, names, None, packing, keep=False)[0])
+        return placed_map(weights.transpose(1, 2), packing)
+
+    def _written(self, tokens):
+        return tokens[2][:, self.window :]
 
     def _recorded(self, tokens):
         return tokens[1:3] if self.memory else ()
@@ -173,7 +248,7 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
         if states is None:
             return after, None
         state = states["state"]
-        return after, {"state": operators.state_after(state, *tokens, mask, *constants) if tokens else state}
+        return after, {"state": cls.replay_state(operators, state, *tokens, mask, *constants) if tokens else state}
 
 
 def _mapped(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -198,6 +273,8 @@ def _sinks_after(
     found = places[:, None] == wanted[:, None]
     if real is not None:
         found = found & real[:, None]
-    at, found = (found * tokens).sum(dim=2)[..., None], found.any(dim=2)[:, None]
-    first = (x.gather(1, at.expand(-1, -1, x.shape[2])).mT for x in inputs)
+    if places.shape[1] > 1:
+        at, found = (found * tokens).sum(dim=2)[..., None], found.any(dim=2, keepdim=True)
+        inputs = [x.gather(1, at.expand(-1, -1, x.shape[2])) for x in inputs]
+    first, found = (x.mT for x in inputs), found.mT
     return [torch.where(found, new, old.to(new.dtype)) for new, old in zip(first, held, strict=True)]

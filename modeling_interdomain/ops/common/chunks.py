@@ -52,6 +52,7 @@ class Chunks(NamedTuple):
         partial: for each chunk, whether it has fewer than C tokens; empty without `tokens`.
         tails: `[S']`, the tokens in the last chunk of each document.
         last_tokens: `[S', C]`, as `tokens`, the last chunk of each document with its tokens moved to the right end.
+        full: every token of the batch is in a chunk.
     """
 
     shape: tuple[int, int]
@@ -63,6 +64,7 @@ class Chunks(NamedTuple):
     partial: list[bool]
     tails: torch.Tensor
     last_tokens: torch.Tensor | None
+    full: bool
 
     @property
     def documents(self) -> int:
@@ -108,7 +110,7 @@ class Chunks(NamedTuple):
         count = self.shape[0] * self.shape[1]
         if self.tokens is None:
             return x.new_empty(count, heads, width)
-        return x.new_zeros(count + 1, heads, width)
+        return (x.new_empty if self.full else x.new_zeros)(count + 1, heads, width)
 
     def finish(self, x: torch.Tensor) -> torch.Tensor:
         """What `empty` made, as `[B, T, heads, width]`."""
@@ -198,7 +200,7 @@ def _of_rows(shape, size: int, tokens_per_segment: int, device) -> Chunks:
             following = side_by_side if step + taken < total else 0
             segments.append(Segment(block, step, 0, (side_by_side,) * taken, following))
     tails = torch.full((batch,), _tail(length, size), device=device)
-    return Chunks(shape, size, lanes, segments, None, None, [], tails, None)
+    return Chunks(shape, size, lanes, segments, None, None, [], tails, None, True)
 
 
 def _of_documents(shape, starts, sizes, largest: int, tokens_per_segment: int, device) -> Chunks:
@@ -231,6 +233,7 @@ def _of_documents(shape, starts, sizes, largest: int, tokens_per_segment: int, d
         beyond[:, -1].tolist(),
         tails.to(device),
         last.to(device),
+        int(sizes.sum()) == none,
     )
 
 

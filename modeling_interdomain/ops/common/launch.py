@@ -33,6 +33,10 @@ _WIDEST = 256
 CONFIGURATIONS = ((4, 1), (4, 2), (8, 1))
 
 
+# CUDA 12.8 takes arguments of a kernel for addresses in shared memory, in some matrix products of compute capability 9.
+_SOUND_ASSEMBLER = (12, 9)
+
+
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on the CPU (`TRITON_INTERPRET=1`)."""
     return triton is not None and triton.knobs.runtime.interpret
@@ -57,7 +61,29 @@ def why_not(device: torch.device) -> str | None:
         return f"its kernels need tensors on a GPU, these are on {device}"
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return f"its kernels need compute capability 8.0, {torch.cuda.get_device_name(device)} has less"
+    if torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9:
+        return _no_sound_assembler()
     return None
+
+
+@functools.cache
+def _no_sound_assembler() -> str | None:
+    """Have Triton take the newer of its two assemblers where the one it takes is not sound; why there is none."""
+    tools = triton.knobs.nvidia
+    if _is_sound(tools.ptxas):
+        return None
+    newer = getattr(tools, "ptxas_blackwell", None)
+    if newer is None or not _is_sound(newer):
+        return (
+            f"CUDA's assembler, ptxas {tools.ptxas.version}, gives matrix products on this GPU wrong addresses "
+            "(set TRITON_PTXAS_PATH to the ptxas of CUDA 12.9 or later)"
+        )
+    tools.ptxas = newer.path
+    return None
+
+
+def _is_sound(assembler) -> bool:
+    return tuple(int(number) for number in assembler.version.split(".")[:2]) >= _SOUND_ASSEMBLER
 
 
 def fused(

@@ -68,7 +68,8 @@ def real_form(coefficients: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(product: str, like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(SIGNS[product], dtype=like.dtype, device=like.device)
+    # Filled on the device: a copy from the host could not be captured in a CUDA graph.
+    return torch.stack([like.new_full((), sign) for sign in SIGNS[product]])
 
 
 def _weighted(matrix: torch.Tensor, product: str) -> torch.Tensor:

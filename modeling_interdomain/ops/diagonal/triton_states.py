@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..common.launch import tl, triton
-from ..common.tiles import dot, left_over, narrow, segment_of
+from ..common.tiles import as_operand, dot, left_over, narrow, segment_of
 from .triton_tiles import load_pair, times, times_conj
 
 
@@ -38,6 +38,16 @@ class LaterGradients(NamedTuple):
     sums: Any
 
 
+class KeyGradients(NamedTuple):
+    """What keys that read like one more head of their group give: `tokens` and `states` like `ChunkGradients`, and what
+    they receive as such, `rows` `[tokens, groups, width]`.
+    """
+
+    tokens: Any
+    states: Any
+    rows: Any
+
+
 @triton.jit
 def _left_after(gates, start, inside, count, group, groups):
     """After a chunk of `count` tokens, what gates leave of the state before it and of those that are `inside`."""
@@ -50,9 +60,16 @@ def _left_after(gates, start, inside, count, group, groups):
 
 
 @triton.jit
+def _load_readers(readers, token, inside, group, groups, m, M: tl.constexpr):
+    """The readers of tokens for the modes m, both of which are aranges with one more axis; zero unless inside."""
+    at = (token * groups + group) * 2 * M + m
+    return tl.load(readers + at, mask=inside, other=0.0), tl.load(readers + M + at, mask=inside, other=0.0)
+
+
+@triton.jit
 def _walk(
-    x, tables, gates, initial, states, final, segment, part, start, length, slot, next_slot, groups, columns,
-    C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr, PACKED: tl.constexpr,
+    x, tables, gates, readers, written, initial, states, final, segment, part, start, length, slot, next_slot, groups,
+    columns, C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr, PACKED: tl.constexpr,
     TWO_TERMS: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """One part of what one side moves; see `chunk_states`."""
@@ -64,6 +81,8 @@ def _walk(
     tokens = tl.arange(0, C)
     powers = tables.powers + group * C * 2 * M
     x += group * columns.width
+    if written is not None:
+        written += group * columns.width
     t_re, t_im = load_pair(tables.inputs + group * C * 2 * M, C - 1 - tokens, modes, 2 * M, M)
     t_re = tl.trans(t_re)
     t_im = tl.trans(t_im)
@@ -96,7 +115,16 @@ def _walk(
         count = tl.minimum(length - done, C)
         inside = tokens - (C - count)
         address = (start + done + inside)[:, None] * (groups * columns.width) + column[None, :]
-        x_tile = tl.load(x + address, mask=(inside >= 0)[:, None] & (column < columns.width)[None, :], other=0.0)
+        valid = (inside >= 0)[:, None] & (column < columns.width)[None, :]
+        x_tile = tl.load(x + address, mask=valid, other=0.0)
+        if written is not None:
+            real = (inside >= 0)[:, None] & (modes >= 0)[None, :]
+            r_re, r_im = _load_readers(
+                readers, (start + done + inside)[:, None], real, group, groups, modes[None, :], M
+            )  # fmt: skip
+            found = dot(r_im, s_im, dot(r_re, s_re, tl.zeros([C, BW], tl.float32), MATH), MATH)
+            x_tile = narrow(x_tile.to(tl.float32) - found, written.dtype.element_ty, MATH)
+            tl.store(written + address, x_tile, mask=valid)
         d_re = tl.load(powers + (count - 1) * 2 * M + modes)[:, None]
         d_im = tl.load(powers + (count - 1) * 2 * M + M + modes)[:, None]
         if gates is not None:
@@ -123,6 +151,7 @@ def chunk_states(
     x, tables, initial, states, final, documents, per_row, row_length, groups, columns,
     C: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr,
     SEGMENTS: tl.constexpr, PACKED: tl.constexpr, TWO_TERMS: tl.constexpr, MATH: tl.constexpr, gates=None,
+    readers=None, written=None,
 ):  # fmt: skip
     """`S <- lambda^C S + sum_i lambda^(C-1-i) beta x_i`; grid [segments, groups, slices of all sides].
 
@@ -131,6 +160,9 @@ def chunk_states(
     before each chunk, `[slots, groups, 2, M, padded]` of each side, or None of each. TWO_TERMS: the table of inputs is
     rounded to two numbers of MATH.DTYPE instead of one, so that the state keeps the accuracy of float32 when x is exact
     in MATH.DTYPE. gates: `GateSums` or None.
+
+    With readers `[tokens, groups, 2, M]`, of one segment a row and BM = M, tokens enter without what these read of the
+    state before their chunk, the real parts of the products alone; this is also `written`, `[tokens, groups, width]`.
     """
     segment = tl.program_id(0)
     part = tl.program_id(2)
@@ -140,17 +172,17 @@ def chunk_states(
         slices = (M // BM) * (columns[side].padded // BW)
         if wanted & (part >= 0) & (part < slices):
             _walk(
-                x[side], tables, gates, initial, states[side], final, segment, part, start, length, slot, next_slot,
-                groups, columns[side], C, M, BM, BW, PACKED, TWO_TERMS, MATH,
+                x[side], tables, gates, readers, written, initial, states[side], final, segment, part, start, length,
+                slot, next_slot, groups, columns[side], C, M, BM, BW, PACKED, TWO_TERMS, MATH,
             )  # fmt: skip
         part -= slices
 
 
 @triton.jit
 def _walk_back(
-    x, tables, gates, states, grad_final, grads, later_x, later_initial, sums, documents, segments, per_row, row_length,
-    heads, groups, columns, block, C: tl.constexpr, M: tl.constexpr, BW: tl.constexpr, EMIT: tl.constexpr,
-    SEGMENTS: tl.constexpr, PACKED: tl.constexpr, MATH: tl.constexpr,
+    x, tables, gates, readers, others, states, grad_final, grads, later_x, later_initial, sums, documents, segments,
+    per_row, row_length, heads, groups, columns, block, C: tl.constexpr, M: tl.constexpr, BW: tl.constexpr,
+    EMIT: tl.constexpr, SEGMENTS: tl.constexpr, PACKED: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """One block of the columns of one side; see `chunk_states_backward`."""
     group = tl.program_id(1)
@@ -159,8 +191,8 @@ def _walk_back(
     tokens = tl.arange(0, C)
     powers = tables.powers + group * C * 2 * M
     t_re, t_im = load_pair(tables.inputs + group * C * 2 * M, C - 1 - tokens, modes, 2 * M, M)
-    t_re = narrow(t_re, MATH.DTYPE, MATH)
-    t_im = narrow(t_im, MATH.DTYPE, MATH)
+    t_re = as_operand(t_re, MATH)
+    t_im = as_operand(t_im, MATH)
     plane = columns.modes * columns.state_width
     used = (modes < columns.modes)[:, None] & (column < columns.width)[None, :]
     FEW: tl.constexpr = 16  # the products of all tokens at once would not fit on the chip
@@ -240,16 +272,31 @@ def _walk_back(
                 for head in range(group * per_group, (group + 1) * per_group):
                     direct = token[:, None] * (heads * columns.width) + head * columns.width + column[None, :]
                     dx += tl.load(grads.tokens + direct, mask=valid, other=0.0).to(tl.float32)
-                tl.store(later_x + address, narrow(dx, later_x.dtype.element_ty, MATH), mask=valid)
+                if others is not None:
+                    dx += tl.load(others.tokens + address, mask=valid, other=0.0).to(tl.float32)
+                    of_rows = tl.load(others.rows + address, mask=valid, other=0.0).to(tl.float32)
+                    tl.store(later_x + address, narrow(dx + of_rows, later_x.dtype.element_ty, MATH), mask=valid)
+                else:
+                    tl.store(later_x + address, narrow(dx, later_x.dtype.element_ty, MATH), mask=valid)
                 if gates is not None:
                     at_token = (token * tl.num_programs(2) + tl.program_id(2)) * groups + group
-                    tl.store(gates.written + at_token, tl.sum(dx * x_tile, 1), mask=inside >= 0)
+                    if readers is None:
+                        tl.store(gates.written + at_token, tl.sum(dx * x_tile, 1), mask=inside >= 0)
                     tl.store(gates.last + at_token, of_last + tl.zeros([C], tl.float32), mask=tokens == C - 1)
             g_re, g_im = times_conj(g_re, g_im, d_re[:, None], d_im[:, None])
             for head in range(group * per_group, (group + 1) * per_group):
                 local = grads.states + (here * heads + head) * 2 * M * columns.padded + tile
                 g_re += tl.load(local).to(tl.float32)
                 g_im += tl.load(local + M * columns.padded).to(tl.float32)
+            if others is not None:
+                local = others.states + (here * groups + group) * 2 * M * columns.padded + tile
+                g_re += tl.load(local).to(tl.float32)
+                g_im += tl.load(local + M * columns.padded).to(tl.float32)
+            if readers is not None:
+                real = (inside >= 0)[:, None] & (modes >= 0)[None, :]
+                r_re, r_im = _load_readers(readers, token[:, None], real, group, groups, modes[None, :], M)
+                g_re -= dot(tl.trans(r_re), dx, tl.zeros([M, BW], tl.float32), MATH)
+                g_im -= dot(tl.trans(r_im), dx, tl.zeros([M, BW], tl.float32), MATH)
         if later_initial is not None:
             tl.store(later_initial + at, g_re, mask=used)
             tl.store(later_initial + plane + at, g_im, mask=used)
@@ -266,14 +313,17 @@ def _walk_back(
 def chunk_states_backward(
     x, tables, states, grad_final, grads, later, documents, segments, per_row, row_length, heads, groups, columns,
     C: tl.constexpr, M: tl.constexpr, BW: tl.constexpr, EMIT: tl.constexpr, SEGMENTS: tl.constexpr,
-    PACKED: tl.constexpr, MATH: tl.constexpr, gates=None,
+    PACKED: tl.constexpr, MATH: tl.constexpr, gates=None, readers=None, others=None,
 ):  # fmt: skip
     """The adjoint of `chunk_states`, last chunk first; grid [lanes, groups, column blocks of all sides].
 
     Lane l works on segments l, l + lanes, ... grads: `ChunkGradients` of each side, summed over the heads of the group.
     Written, `later`: x `[tokens, groups, width]` of each side; initial like `initial` of `chunk_states` (or None); and
     what each program leaves to be summed, `[lanes, blocks, groups, 3, 2, M]`, see `Partial`; with gates, `written` and
-    `last` of `GateSums`. Without EMIT, initial alone.
+    `last` of `GateSums`. Without EMIT, initial alone. others: `KeyGradients` or None.
+
+    With readers, as in `chunk_states`, x is what enters the state, and the gradient that is written is that of what the
+    readers were multiplied for; `written` is left to others.
     """
     program = tl.program_id(0).to(tl.int64) * tl.num_programs(2) + tl.program_id(2)
     sums = later.sums + (program * groups + tl.program_id(1)) * 6 * M
@@ -282,9 +332,9 @@ def chunk_states_backward(
         blocks = columns[side].padded // BW
         if (block >= 0) & (block < blocks):
             _walk_back(
-                x[side], tables, gates, states[side], grad_final, grads[side], later.x[side], later.initial, sums,
-                documents, segments, per_row, row_length, heads, groups, columns[side], block, C, M, BW, EMIT, SEGMENTS,
-                PACKED, MATH,
+                x[side], tables, gates, readers, others, states[side], grad_final, grads[side], later.x[side],
+                later.initial, sums, documents, segments, per_row, row_length, heads, groups, columns[side], block, C,
+                M, BW, EMIT, SEGMENTS, PACKED, MATH,
             )  # fmt: skip
         block -= blocks
 

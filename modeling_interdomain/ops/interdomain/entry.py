@@ -132,7 +132,7 @@ def interdomain_attention(
     single = backend == "auto" and query.shape[1] == 1 and whole and not needs_grad and not exporting
     with without_autocast(query.device):
         found = None
-        if backend in ("auto", "triton") and not (single or exporting or (gates and gates.delta is not None)):
+        if backend in ("auto", "triton") and not (single or exporting):
             arguments = (*tokens, *parameters, product, initial_state, cu_seqlens, chunk_size, normalize)
             found = _fused(backend, gates, *arguments, lengths=lengths, output_final_state=output_final_state)
         if found is None:
@@ -221,10 +221,11 @@ def _fused(backend, gates, query, key, value, log_decay, *arguments, **options):
             return triton_attention(*given, **options)
         from .triton_gates import gated_triton_attention
 
-        return gated_triton_attention(*given, **options, log_gate=gates.log_gate, write_gate=gates.write_gate)
+        return gated_triton_attention(*given, **options, gates=gates)
 
     widths = query.shape[3], value.shape[3], log_decay.shape[1]
-    return fused(backend, (query, key, value), widths, run, "gated attention" if gates else "attention")
+    kind = "attention" if gates is None else "gated attention" if gates.delta is None else "the delta rule"
+    return fused(backend, (query, key, value), widths, run, kind)
 
 
 def _scan(query, key, value, log_decay, *arguments):

@@ -12,13 +12,10 @@ import torch
 from ..common.checks import check_tensors
 from ..common.cpu import values_at_hand
 from ..common.decay import finite
-from ..common.launch import say_without_kernels
 from ..diagonal.step import StepTables, read_state, turn_state
 from .chunk import chunk_attention
 
 GATED_BACKENDS = ("auto", "recurrent", "chunk", "triton")
-# Those that have the delta rule in more than a step.
-DELTA_BACKENDS = GATED_BACKENDS[:-1]
 
 
 class Gates(NamedTuple):
@@ -53,23 +50,18 @@ def checked_gates(
     if found.delta is not None and normalize:
         raise ValueError("delta needs the plain readout: use normalize=False, or leave delta away.")
     if rows != "B":
-        check_gated_backend(backend, found.delta is not None)
+        check_gated_backend(backend)
     if torch.compiler.is_exporting():
         raise ValueError("Exported graphs have no gates and no delta rule: export a model without them.")
     return found
 
 
-def check_gated_backend(backend: str, delta: bool) -> None:
-    """Refuse a backend of the operator that has no gates or, where that is asked for, no delta rule."""
+def check_gated_backend(backend: str) -> None:
+    """Refuse a backend of the operator that has no gates and no delta rule."""
     if backend not in GATED_BACKENDS:
         raise ValueError(
             f"backend {backend!r} has no gates and no delta rule: with log_gate, write_gate or delta it must be one of "
             f"{', '.join(GATED_BACKENDS)}."
-        )
-    if delta and backend not in DELTA_BACKENDS:
-        raise ValueError(
-            f"backend {backend!r} has the delta rule in a step alone: with delta it must be one of "
-            f"{', '.join(DELTA_BACKENDS)}."
         )
 
 
@@ -95,8 +87,6 @@ def gated_attention(
 
         alike = (None if x is None else x.to(key.dtype) for x in gates)
         return recurrent_attention(query, key, value, *parameters, *alike)
-    if backend == "auto" and delta is not None:
-        say_without_kernels(query.device, "the delta rule has them in decoding steps alone")
     if write_gate is not None:
         write_gate = write_gate.to(key.dtype)[..., None]
         key, value = key * write_gate, value * write_gate

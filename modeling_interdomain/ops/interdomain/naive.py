@@ -10,7 +10,7 @@ from .readout import combine
 
 def recurrent_attention(
     query, key, value, log_decay, input_matrix, coefficient_matrix, product: str, initial_state, cu_seqlens, lengths,
-    log_gate=None, write_gate=None, delta=None,
+    log_gate=None, write_gate=None, delta=None, time_step=None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     r"""At every token the state decays, then answers the token's key, and then takes in what that answer lacked:
 
@@ -20,7 +20,7 @@ def recurrent_attention(
         o_t  = Re( query_t^T U_t^T Gamma_t ),                     (U_t, Gamma_t) = C X_t
 
     A gate that is None is neutral; without gates these are eqs. 11 and 13 of the paper. With delta the key is read like
-    a query of its group, before its own token is written.
+    a query of its group, before its own token is written. With `time_step` the decay is exp(time_step_t log_decay).
 
     Shapes as in `interdomain_attention`, all floating-point tensors of one dtype.
 
@@ -31,6 +31,7 @@ def recurrent_attention(
     groups, value_dim = key.shape[2], value.shape[-1]
     query = query.unflatten(2, (groups, heads // groups))
     decay = as_complex(log_decay).exp()[..., None]
+    rate = torch.cat([log_decay[..., 0].clamp(min=-1e30), log_decay[..., 1]], dim=-1)  # 0 times -inf is NaN
     beta = as_complex(input_matrix)[..., None]
     coefficients = None if coefficient_matrix is None else as_complex(coefficient_matrix)
 
@@ -50,6 +51,9 @@ def recurrent_attention(
         found = []
         for t in range(start, end):
             k, u = key[rows, t, :, None], value[rows, t, :, None]
+            if time_step is not None:
+                steps = time_step[rows, t, :, None] * rate  # [B, G, 2 M]
+                decay = torch.complex(*steps.chunk(2, dim=-1)).exp()[..., None]
             state = decay * state
             if log_gate is not None:
                 state = log_gate[rows, t, :, None, None].exp() * state

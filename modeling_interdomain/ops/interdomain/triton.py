@@ -50,6 +50,9 @@ _mixing_backward = tuned(mixing_backward, (*_KIND, "FULL"))
 _push_both = tuned(push_both, _KIND)
 _chunk_states = tuned(chunk_states, ("C", "M", "BM", "BW", "TWO_TERMS", "MATH"))
 _chunk_states_backward = tuned(chunk_states_backward, ("C", "M", "BW", "EMIT", "MATH"))
+# With the delta rule all modes are in one program.
+_delta_states = tuned(chunk_states, ("C", "M", "BW", "TWO_TERMS", "MATH"))
+_delta_states_backward = tuned(chunk_states_backward, ("C", "M", "BW", "MATH"))
 # Hardly ever used, so not worth several compilations: each has the number of warps that spills no register.
 _attend_skewed = tuned(attend, _KIND, [(8, 1, {"EDGE": 16})])
 _pull_both_skewed, _push_both_skewed = tuned(pull_both, _KIND, [(4, 1)]), tuned(push_both, _KIND, [(8, 1)])
@@ -69,11 +72,11 @@ def triton_attention(
         lengths: `[B]` integers from 0 to T, not checked here: the real tokens of a row, in front of its pads, which
             are not read; outputs and gradients at pads are zero.
         output_final_state: without it, no memory is taken for states of documents (many of which may be empty).
-        operator: with arguments of its own behind `initial_state`, `gates`.
+        operator: with arguments of its own behind `initial_state`, `gates`, and maybe with more outputs.
     """
     if log_decay.shape[1] > _LARGEST_DIAGONAL:
         coefficient_matrix = _in_full(coefficient_matrix, log_decay)
-    output, final = (operator or _operator)(
+    output, final, *_ = (operator or _operator)(
         *contiguous(query, key, value),
         *contiguous(log_decay, input_matrix, coefficient_matrix, initial_state, *gates, dtype=torch.float32),
         *contiguous(cu_seqlens, lengths, dtype=torch.int32),
@@ -190,6 +193,11 @@ class Plan(NamedTuple):
         """Room for what the chunks pull or mix, on the device of x."""
         return x.new_empty((*self.shape[:3], 2, self.modes), dtype=self.storage)
 
+    def room_for_states(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Before every chunk, `[slots, G, 2, M, padded width]` of each side."""
+        shape = self.slots, self.groups, 2, self.modes
+        return tuple(x.new_empty((*shape, padded), dtype=self.storage) for padded in self.padded)
+
     def like_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """Room for what kernels write at real tokens; where there may be pads, zeros."""
         return torch.zeros_like(x) if self.packed else torch.empty_like(x)
@@ -244,34 +252,41 @@ def states_before(plan: Plan, sides: tuple, tables: KernelTables, initial_state,
     shape = (plan.rows * segments, plan.groups, 2, plan.size, sum(plan.widths))
     if segments > 1:
         alone = sides[0].new_empty(shape, dtype=torch.float32)
-        _walk(plan, sides, tables, None, (None,) * len(sides), alone, want_final)
+        walk_states(plan, sides, tables, None, (None,) * len(sides), alone, want_final)
         first = torch.zeros_like(alone[: plan.rows]) if initial_state is None else initial_state
         sources = torch.cat([first[:, None], alone.unflatten(0, (-1, segments))[:, :-1]], dim=1)
         begins = plan.segment_ends(sides[0].device)[:, :-1]
         gates = None if plan.gate_ends is None else plan.gate_ends[:, :-1]
         initial_state = carry(tables.powers[..., : plan.size], sources, begins, begins, gates).flatten(0, 1)
     final = sides[0].new_empty(shape, dtype=torch.float32) if want_final else None
-    states = tuple(
-        x.new_empty((plan.slots, plan.groups, 2, plan.modes, padded), dtype=plan.storage)
-        for x, padded in zip(sides, plan.padded, strict=True)
-    )
-    _walk(plan, sides, tables, initial_state, states, final, want_final)
+    states = plan.room_for_states(sides[0])
+    walk_states(plan, sides, tables, initial_state, states, final, want_final)
     return states, final.unflatten(0, (-1, segments))[:, -1].contiguous() if want_final else None
 
 
-def _walk(plan: Plan, sides: tuple, tables: KernelTables, initial_state, states: tuple, final, exact: bool) -> None:
-    """Walk all sides; where their `states` are None, for the last states alone."""
+def walk_states(
+    plan: Plan, sides: tuple, tables: KernelTables, initial_state, states: tuple, final, exact: bool, columns=None,
+    readers=None, written=None,
+) -> None:  # fmt: skip
+    """Walk all sides, or those of some `columns`; where their `states` are None, for the last states alone.
+
+    Args:
+        readers, written: with the delta rule, see `chunk_states`.
+    """
+    columns, block_width = columns or plan.columns, plan.block
     # 64 rows are what the matrix instructions of a Hopper or Blackwell GPU multiply at a time.
-    block_modes, block_width = min(plan.modes, 64 // plan.math.terms), plan.block
-    slices = sum((plan.modes // block_modes) * (padded // block_width) for padded in plan.padded)
-    _chunk_states[(plan.rows * plan.segments, plan.groups, slices)](
-        sides, tables, initial_state, states, final, plan.documents, *plan.row, plan.groups, plan.columns,
+    block_modes = min(plan.modes, 64 // plan.math.terms) if readers is None else plan.modes
+    slices = sum((plan.modes // block_modes) * (side.padded // block_width) for side in columns)
+    kernel = _chunk_states if readers is None else _delta_states
+    kernel[(plan.rows * plan.segments, plan.groups, slices)](
+        sides, tables, initial_state, states, final, plan.documents, *plan.row, plan.groups, columns,
         C=plan.chunk, M=plan.modes, BM=block_modes, BW=block_width, SEGMENTS=plan.segments, PACKED=plan.packed,
-        TWO_TERMS=exact and plan.storage == torch.bfloat16, MATH=plan.math, gates=plan.gates,
+        TWO_TERMS=exact and plan.storage == torch.bfloat16, MATH=plan.math, gates=plan.gates, readers=readers,
+        written=written,
     )  # fmt: skip
 
 
-def _tables(plan: Plan, parameters: Parameters, product: str) -> KernelTables:
+def tables_of(plan: Plan, parameters: Parameters, product: str) -> KernelTables:
     return make_tables(parameters, product, plan.chunk, plan.storage, plan.math)
 
 
@@ -293,16 +308,20 @@ def run_forward(
     shape, dtype = (*query.shape[:3], plan.widths[1]), torch.float32 if wide else value.dtype
     output = value.new_zeros(shape, dtype=dtype) if plan.packed else value.new_empty(shape, dtype=dtype)
     with on_device(query):
-        tables = _tables(plan, parameters, product)
+        tables = tables_of(plan, parameters, product)
         states, final = states_before(plan, (key, value), tables, initial_state, want_final)
-        mixed = None if plan.math.terms == 1 else plan.of_modes(value)
-        for skewed, kernel in enumerate((_attend_few if plan.few else _attend, _attend_skewed)):
-            kernel[(plan.chunks, plan.shape[2])](
-                Operands(query, key, value), output, mixed, ChunkStates(*states), tables, *plan.places,
-                plan.shape[2], plan.groups, **plan.sizes, MIXING=plan.mixing, SKEWED=skewed, gates=plan.gates,
-                **plan.options,
-            )  # fmt: skip
+        read_chunks(plan, Operands(query, key, value), ChunkStates(*states), tables, output)
     return output, query.new_empty(0, dtype=torch.float32) if final is None else final
+
+
+def read_chunks(plan: Plan, tokens: Operands, states: ChunkStates, tables: KernelTables, output) -> None:
+    """Write the output, when the states before all chunks are known."""
+    mixed = None if plan.math.terms == 1 else plan.of_modes(tokens.c)
+    for skewed, kernel in enumerate((_attend_few if plan.few else _attend, _attend_skewed)):
+        kernel[(plan.chunks, plan.shape[2])](
+            tokens, output, mixed, states, tables, *plan.places, plan.shape[2], plan.groups, **plan.sizes,
+            MIXING=plan.mixing, SKEWED=skewed, gates=plan.gates, **plan.options,
+        )  # fmt: skip
 
 
 def output_shapes(
@@ -329,23 +348,49 @@ def run_backward(
     found: list[torch.Tensor | None] = [plan.like_tokens(x) for x in (query, key, value)]
     grad_initial = None if initial_state is None else torch.empty_like(initial_state)
     with on_device(query):
-        tables = _tables(plan, parameters, product)
+        tables = tables_of(plan, parameters, product)
         states, _ = states_before(plan, (key, value), tables, initial_state, want_final=False)
         operands = Operands(query, key, value, grad_output)
-        mixing, chunk_sums, direct = _of_chunks(plan, operands, ChunkStates(*states), tables, found[0], want_mixing)
+        mixing, chunk_sums, direct = of_chunks(plan, operands, ChunkStates(*states), tables, found[0], want_mixing)
         walked = walk_back(plan, (key, value), states, tables, direct, tuple(found[1:]), grad_initial, grad_final)
         found += table_gradients(parameters, Partial(chunk_sums, walked, mixing), product, plan.shape[2])
     return [*found, grad_initial]
 
 
-def _of_chunks(plan: Plan, tokens: Operands, states: ChunkStates, tables: KernelTables, grad_query, want_mixing: bool):
+def pull_and_mix(
+    plan: Plan, tokens: Operands, states: ChunkStates, tables: KernelTables, sides: int = 2, chunk_sums=None,
+    strict: bool = False,
+) -> tuple[tuple[Pulled, ...], tuple[torch.Tensor, ...]]:  # fmt: skip
+    """What both sides pull, and what is mixed of it; see the kernels. Of one side, that of the keys stands for both."""
+    modes = [plan.of_modes(tokens.a) for _ in range(2 * sides)]
+    scores = [tokens.a.new_empty((*plan.shape[:3], plan.chunk), dtype=plan.storage) for _ in range(sides)]
+    pulled, mixed = tuple(map(Pulled, modes[:sides], scores)) * (2 // sides), tuple(modes[sides:]) * (2 // sides)
+    shared, sizes, grid = (*plan.places, plan.shape[2], plan.groups), plan.sizes, (plan.chunks, plan.shape[2], sides)
+    for skewed, kernel in enumerate((_pull_both, _pull_both_skewed)):
+        kernel[grid](
+            tokens, pulled, states, tables, *shared, **sizes, SKEWED=skewed, gates=plan.gates, STRICT=strict,
+            **plan.options,
+        )  # fmt: skip
+    _mix[grid](
+        pulled, mixed, chunk_sums, tables, *shared, SIZES=sizes["SIZES"], MIXING=plan.mixing,
+        **plan.options,
+    )  # fmt: skip
+    return pulled, mixed
+
+
+def of_chunks(
+    plan: Plan, tokens: Operands, states: ChunkStates, tables: KernelTables, grad_query, want_mixing: bool,
+    strict: bool = False,
+):  # fmt: skip
     """What the chunks contribute on their own.
 
     Args:
         tokens: query, key, value and the gradient of the output.
+        strict: see `push_both`.
 
     Returns:
-        The gradient of the mixing matrix or None, `Partial.chunks`, and `ChunkGradients` of keys and of values.
+        The gradient of the mixing matrix or None, `Partial.chunks`, and `ChunkGradients` of keys and of values; with
+        `strict` of keys alone.
     """
     heads = plan.shape[2]
     grid = plan.chunks, heads, 2
@@ -353,48 +398,44 @@ def _of_chunks(plan: Plan, tokens: Operands, states: ChunkStates, tables: Kernel
     def empty(*shape, dtype=plan.storage):
         return grad_query.new_empty(shape, dtype=dtype)
 
-    modes = [plan.of_modes(grad_query) for _ in range(4)]
-    pulled, mixed = tuple(Pulled(x, empty(*plan.shape[:3], plan.chunk)) for x in modes[:2]), tuple(modes[2:])
     chunk_sums = empty(plan.chunks, heads, 2, 3, 2, plan.modes, dtype=torch.float32)
+    given = 1 if strict else 2
     direct = tuple(
         ChunkGradients(empty(*plan.shape[:3], width), empty(plan.slots, heads, 2, plan.modes, padded))
-        for width, padded in zip(plan.widths, plan.padded, strict=True)
-    )
-    sizes, shared = plan.sizes, (*plan.places, heads, plan.groups)
-    for skewed, kernel in enumerate((_pull_both, _pull_both_skewed)):
-        kernel[grid](tokens, pulled, states, tables, *shared, **sizes, SKEWED=skewed, gates=plan.gates, **plan.options)
-    _mix[grid](
-        pulled, mixed, chunk_sums, tables, *shared, SIZES=sizes["SIZES"], MIXING=plan.mixing,
-        **plan.options,
-    )  # fmt: skip
+        for width, padded in zip(plan.widths[:given], plan.padded[:given], strict=True)
+    ) * (2 // given)
+    pulled, mixed = pull_and_mix(plan, tokens, states, tables, 2, chunk_sums, strict)
     mixing = _mixing_gradient(plan, pulled) if want_mixing else None
     for skewed, kernel in enumerate((_push_both, _push_both_skewed)):
         kernel[grid](
-            tokens, pulled, mixed, grad_query, direct, chunk_sums, states, tables, *shared, **plan.sizes_of_stored,
-            SKEWED=skewed, gates=plan.gates, **plan.options,
+            tokens, pulled, mixed, grad_query, direct, chunk_sums, states, tables, *plan.places, heads, plan.groups,
+            **plan.sizes_of_stored, SKEWED=skewed, gates=plan.gates, STRICT=strict, **plan.options,
         )  # fmt: skip
     return mixing, chunk_sums, direct
 
 
 def walk_back(
-    plan: Plan, sides: tuple, states: tuple, tables, direct: tuple, grads: tuple, grad_initial, grad_final
-) -> torch.Tensor:
+    plan: Plan, sides: tuple, states: tuple, tables, direct: tuple, grads: tuple, grad_initial, grad_final,
+    columns=None, readers=None, others=None,
+) -> torch.Tensor:  # fmt: skip
     """Write the gradients of the sides to `grads`, those of their own chunks and of later ones; the `Partial.walked`.
 
     Args:
         sides: as in `states_before`; states, direct, grads: the states, `ChunkGradients` and gradients of each.
+        columns, readers: as in `walk_states`; others: see `chunk_states_backward`.
     """
-    x, block, segments = grads[0], plan.block, plan.rows * plan.segments
-    blocks = sum(padded // block for padded in plan.padded)
+    x, block, segments, columns = grads[0], plan.block, plan.rows * plan.segments, columns or plan.columns
+    blocks = sum(side.padded // block for side in columns)
+    kernel = _chunk_states_backward if readers is None else _delta_states_backward
     walkers = _walkers(segments, plan.groups * blocks, x.device)
     sums = x.new_empty((walkers, blocks, plan.groups, 3, 2, plan.modes), dtype=torch.float32)
 
     def walk(entering, leaving, emit: bool) -> None:
-        _chunk_states_backward[(walkers, plan.groups, blocks)](
+        kernel[(walkers, plan.groups, blocks)](
             sides, tables, states, entering, direct, LaterGradients(grads, leaving, sums),
-            plan.documents, segments, *plan.row, plan.shape[2], plan.groups, plan.columns, C=plan.chunk,
+            plan.documents, segments, *plan.row, plan.shape[2], plan.groups, columns, C=plan.chunk,
             M=plan.modes, BW=block, EMIT=emit, SEGMENTS=plan.segments, PACKED=plan.packed, MATH=plan.math,
-            gates=plan.gates,
+            gates=plan.gates, readers=readers, others=others,
         )  # fmt: skip
 
     if plan.segments > 1:

@@ -15,6 +15,7 @@ from ..common.launch import tl, triton
 from ..common.tiles import dot, load_tokens, locate, narrow, store_tokens
 from ..diagonal.triton_tiles import (
     collect,
+    earlier,
     intra_scores,
     left_before,
     load_left,
@@ -55,12 +56,15 @@ def _store_sums(x, re, im, M: tl.constexpr):
 @triton.jit
 def _pull_side(
     a, b, state, pulled, intra, powers, left, start, length, head, heads, a_stride, b_stride, WIDTH: tl.constexpr,
-    PADDED: tl.constexpr, BLOCK: tl.constexpr, SIZES: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr,
+    PADDED: tl.constexpr, BLOCK: tl.constexpr, SIZES: tl.constexpr, SKEWED: tl.constexpr, STRICT: tl.constexpr,
+    MATH: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = SIZES.C
     M: tl.constexpr = SIZES.M
     BM: tl.constexpr = SIZES.BM
     scores = intra_scores(a, b, start, length, a_stride, b_stride, WIDTH, PADDED, BLOCK, left, C, SKEWED, MATH)
+    if STRICT:
+        scores = earlier(scores, C, SKEWED)
     store_tokens(pulled.scores + head * C, scores, start, length, 0, heads * C, C, C, C, MATH)
     for m in tl.range(0, M, BM, num_stages=1, loop_unroll_factor=M // BM if SIZES.FEW else 1):
         y_re, y_im = pull(
@@ -74,11 +78,13 @@ def _pull_side(
 def pull_both(
     tokens, pulled, states, tables, documents, count, per_row, row_length, heads, groups,
     WIDTHS: tl.constexpr, SIZES: tl.constexpr, SKEWED: tl.constexpr, PACKED: tl.constexpr, MATH: tl.constexpr,
-    gates=None,
+    gates=None, STRICT: tl.constexpr = False,
 ):  # fmt: skip
-    """The query pulled through the keys and the gradient of the output through the values; grid [chunks, heads, 2].
+    """The query pulled through the keys and the gradient of the output through the values; grid [chunks, heads, 2], or
+    1 for the first alone.
 
-    tokens: `Operands` (query, key, value, gradient of the output); pulled: a pair of `Pulled`.
+    tokens: `Operands` (query, key, value, gradient of the output); pulled: a pair of `Pulled`. STRICT: through earlier
+    tokens only.
     """
     C: tl.constexpr = SIZES.C
     M: tl.constexpr = SIZES.M
@@ -96,13 +102,13 @@ def pull_both(
             _pull_side(
                 tokens.a + head * WIDTHS.A, tokens.b + group * WIDTHS.A, states.b + at * WIDTHS.A_PADDED,
                 pulled[0], intra, powers, left, start, length, head, heads, heads * WIDTHS.A, groups * WIDTHS.A,
-                WIDTHS.A, WIDTHS.A_PADDED, SIZES.BR, SIZES, SKEWED, MATH,
+                WIDTHS.A, WIDTHS.A_PADDED, SIZES.BR, SIZES, SKEWED, STRICT, MATH,
             )  # fmt: skip
         else:
             _pull_side(
                 tokens.f + head * WIDTHS.C, tokens.c + group * WIDTHS.C, states.c + at * WIDTHS.C_PADDED,
                 pulled[1], intra, powers, left, start, length, head, heads, heads * WIDTHS.C, groups * WIDTHS.C,
-                WIDTHS.C, WIDTHS.C_PADDED, SIZES.BD, SIZES, SKEWED, MATH,
+                WIDTHS.C, WIDTHS.C_PADDED, SIZES.BD, SIZES, SKEWED, STRICT, MATH,
             )  # fmt: skip
 
 
@@ -128,9 +134,10 @@ def _mix_side(
             a_re, a_im = load_modes(a, start, length, stride, n, C, M, BN)
             p_re, p_im = mix_alone(a_re.to(tl.float32), a_im.to(tl.float32), mixing, n, M, BN)
         if skewed == 0:
-            b_re, b_im = load_modes(b, start, length, stride, n, C, M, BN)
-            z_re, z_im = times_conj(p_re, p_im, b_re.to(tl.float32), b_im.to(tl.float32))
-            _store_sums(sums + n, tl.sum(ages * z_re, 0), tl.sum(ages * z_im, 0), M)
+            if sums is not None:
+                b_re, b_im = load_modes(b, start, length, stride, n, C, M, BN)
+                z_re, z_im = times_conj(p_re, p_im, b_re.to(tl.float32), b_im.to(tl.float32))
+                _store_sums(sums + n, tl.sum(ages * z_re, 0), tl.sum(ages * z_im, 0), M)
             p_re, p_im = times_conj_powers(p_re, p_im, powers, n, C, M, BN)
         store_modes(out, p_re, p_im, start, length, stride, n, C, M, BN, MATH)
 
@@ -140,11 +147,12 @@ def mix(
     pulled, mixed, chunk_sums, tables, documents, count, per_row, row_length, heads, groups,
     SIZES: tl.constexpr, MIXING: tl.constexpr, PACKED: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
-    """`p = mix(y)` for what either side has pulled, kept as what reads the chunk (`readers`); grid [chunks, heads, 2].
+    """`p = mix(y)` for what either side has pulled, kept as what reads the chunk (`readers`); grid [chunks, heads, 2],
+    or 1 for the first side alone.
 
     Unless a group is skewed, the gradient of log(lambda) through the powers comes with it: `sum_t (t + 1) p_t
     conj(x_t)` with x what the other side has pulled. pulled: a pair of `Pulled`; mixed: of `[tokens, heads, 2, M]`;
-    chunk_sums: see `Partial.chunks`.
+    chunk_sums: see `Partial.chunks`; None where no gradient is asked for.
     """
     C: tl.constexpr = SIZES.C
     M: tl.constexpr = SIZES.M
@@ -154,7 +162,9 @@ def mix(
     group = head // (heads // groups)
     skewed = tl.load(tables.skewed + group)
     start, length, _ = locate(chunk, documents, count, per_row, row_length, C, PACKED)
-    sums = chunk_sums + ((tl.cast(chunk, tl.int64) * heads + head) * 2 + side) * 6 * M
+    sums = None
+    if chunk_sums is not None:
+        sums = chunk_sums + ((tl.cast(chunk, tl.int64) * heads + head) * 2 + side) * 6 * M
     powers = tables.powers + group * C * 2 * M
     mixing = mixing_of_group(tables.mixing, group, M, MIXING)
     if length > 0:
@@ -170,7 +180,9 @@ def mix(
                 heads * 2 * M, skewed, SIZES, MIXING, MATH,
             )  # fmt: skip
     elif skewed == 0:
-        _store_sums(sums, tl.zeros([M], tl.float32), tl.zeros([M], tl.float32), M)
+        zero = tl.zeros([M], tl.float32)
+        if sums is not None:
+            _store_sums(sums, zero, zero, M)
 
 
 @triton.jit(do_not_specialize=["count", "per_row", "row_length", "chunks"])
@@ -272,7 +284,7 @@ def _sum_table_gradient(
 def _push_side(
     c, f, pulled, mixed, grad_f, grads, sums, state, tables, gates, start, length, slot, head, heads, group, groups,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, BD: tl.constexpr, SIZES: tl.constexpr, SKEWED: tl.constexpr,
-    MATH: tl.constexpr,
+    STRICT: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """Tokens c `[tokens, groups, WIDTH]` and f, by which they were pulled; see `push_both`.
 
@@ -291,6 +303,8 @@ def _push_side(
         mixed += head * 2 * M
         left = load_left(gates, start, length, group, groups, C) if gates is not None else None
         w = stored_weights(mixed, intra, left, start, length, stride, C, M, BM, SKEWED, MATH)
+        if STRICT:
+            w = earlier(w, C, False)
         if grad_f is not None:
             products = push_stored(
                 w, mixed, c + group * WIDTH, state, powers, grad_f + head * WIDTH, left, start, length, stride,
@@ -300,10 +314,11 @@ def _push_side(
             if gates is not None:
                 rows = tl.arange(0, C)
                 tl.store(gates.read + (start + rows) * heads + head, products, mask=rows < length)
-        _give(
-            w, mixed, f, grads.tokens + head * WIDTH, grads.states + (slot * heads + head) * 2 * M * PADDED, powers,
-            left, start, length, stride, heads * WIDTH, WIDTH, PADDED, BD, C, M, BM, SKEWED, MATH,
-        )  # fmt: skip
+        if grad_f is not None or not STRICT:
+            _give(
+                w, mixed, f, grads.tokens + head * WIDTH, grads.states + (slot * heads + head) * 2 * M * PADDED, powers,
+                left, start, length, stride, heads * WIDTH, WIDTH, PADDED, BD, C, M, BM, SKEWED, MATH,
+            )  # fmt: skip
         scores = load_tokens(pulled.scores + head * C, start, length, 0, heads * C, C, C, C)
         units = tables.units + group * C * 2 * M
         _sum_table_gradient(mixed, scores, units, sums, start, length, stride, C, M, BM, SKEWED, MATH)
@@ -329,13 +344,14 @@ def _push_side(
 def push_both(
     tokens, pulled, mixed, grad_query, grads, chunk_sums, states, tables, documents, count, per_row, row_length, heads,
     groups, WIDTHS: tl.constexpr, SIZES: tl.constexpr, SKEWED: tl.constexpr, PACKED: tl.constexpr, MATH: tl.constexpr,
-    gates=None,
+    gates=None, STRICT: tl.constexpr = False,
 ):  # fmt: skip
     """What a chunk contributes to the gradients of its keys and values and of the states before it, and the gradient of
     its queries; grid [chunks, heads, 2].
 
     Keys are pushed with the query and what side 1 has mixed, values with the gradient of the output and side 0. pulled:
-    a pair of `Pulled`; grads: of `ChunkGradients`; states: `ChunkStates`; chunk_sums: see `Partial.chunks`.
+    a pair of `Pulled`; grads: of `ChunkGradients`; states: `ChunkStates`; chunk_sums: see `Partial.chunks`. STRICT:
+    what was pulled is of earlier tokens only, and values get nothing here (`ops/interdomain/triton_delta.py`).
     """
     M: tl.constexpr = SIZES.M
     chunk = tl.program_id(0)
@@ -348,10 +364,10 @@ def push_both(
     if tl.program_id(2) == 0:
         _push_side(
             tokens.b, tokens.a, pulled[0], mixed[1], grad_query, grads[0], sums + 6 * M, states.b, tables, gates, start,
-            length, slot, head, heads, group, groups, WIDTHS.A, WIDTHS.A_PADDED, SIZES.BR, SIZES, SKEWED, MATH,
+            length, slot, head, heads, group, groups, WIDTHS.A, WIDTHS.A_PADDED, SIZES.BR, SIZES, SKEWED, STRICT, MATH,
         )  # fmt: skip
     else:
         _push_side(
             tokens.c, tokens.f, pulled[1], mixed[0], None, grads[1], sums, states.c, tables, gates, start,
-            length, slot, head, heads, group, groups, WIDTHS.C, WIDTHS.C_PADDED, SIZES.BD, SIZES, SKEWED, MATH,
+            length, slot, head, heads, group, groups, WIDTHS.C, WIDTHS.C_PADDED, SIZES.BD, SIZES, SKEWED, STRICT, MATH,
         )  # fmt: skip

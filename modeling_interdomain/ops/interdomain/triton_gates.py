@@ -24,6 +24,7 @@ from ..common.decay import LEAST, finite
 from ..common.launch import on_device, tl, triton
 from ..common.tiles import locate
 from ..diagonal.triton_tables import Parameters
+from .gates import Gates
 from .triton import Plan, attention_plan, output_shapes, run_backward, run_forward, triton_attention
 
 
@@ -62,28 +63,41 @@ def gate_sums(
     tl.store(gates.low + at, (sums - high.to(tl.float64)).to(tl.float32), mask=rows < length)
 
 
+@triton.jit
+def _of_blocks(gates, start, rows, length, group, groups, blocks, of_tokens, of_sums):
+    """Add what the walks left to what the gates of tokens and the sums receive."""
+    for block in range(blocks):
+        at = ((start + rows) * blocks + block) * groups + group
+        of_tokens += tl.load(gates.written + at, mask=rows < length, other=0.0)
+        of_sums += tl.load(gates.last + at, mask=rows == length - 1, other=0.0)
+    return of_tokens, of_sums
+
+
 @triton.jit(do_not_specialize=["count", "per_row", "row_length"])
 def gate_gradients(
     log_gate, gates, grad, grad_write, documents, count, per_row, row_length, heads, groups, blocks,
-    C: tl.constexpr, LOWEST: tl.constexpr, PACKED: tl.constexpr,
+    C: tl.constexpr, LOWEST: tl.constexpr, PACKED: tl.constexpr, own=None, own_blocks=0, delta=None, grad_delta=None,
 ):  # fmt: skip
-    """The gradients of `log_gate`, and of the gates of the write or None; grid [chunks, groups]."""
+    """The gradients of `log_gate`, of the gates of the write or None, and of delta, `[tokens, groups]`; grid [chunks,
+    groups]. own: None, or `GateSums` with what keys read and what `own_blocks` of values left.
+    """
     group = tl.program_id(1)
     start, length, _ = locate(tl.program_id(0), documents, count, per_row, row_length, C, PACKED)
     rows = tl.arange(0, C)
     inside = rows < length
-    at_last = rows == length - 1
     of_sums = tl.zeros([C], tl.float32)
     of_tokens = tl.zeros([C], tl.float32)
     per_group = heads // groups
     for head in range(group * per_group, (group + 1) * per_group):
         of_sums += 2 * tl.load(gates.read + (start + rows) * heads + head, mask=inside, other=0.0)
-    for block in range(blocks):
-        at = ((start + rows) * blocks + block) * groups + group
-        of_tokens += tl.load(gates.written + at, mask=inside, other=0.0)
-        of_sums += tl.load(gates.last + at, mask=at_last, other=0.0)
-    found = tl.cumsum(of_sums - of_tokens, 0, reverse=True)
+    of_tokens, of_sums = _of_blocks(gates, start, rows, length, group, groups, blocks, of_tokens, of_sums)
     at = (start + rows) * groups + group
+    if own is not None:
+        read = tl.load(own.read + at, mask=inside, other=0.0)
+        of_tokens, of_sums = _of_blocks(own, start, rows, length, group, groups, own_blocks, of_tokens, of_sums)
+        of_sums += 2 * read
+        tl.store(grad_delta + at, read / tl.load(delta + at, mask=inside, other=1.0), mask=inside)
+    found = tl.cumsum(of_sums - of_tokens, 0, reverse=True)
     if grad_write is not None:
         tl.store(grad_write + at, of_tokens / tl.load(gates.write + at, mask=inside, other=1.0), mask=inside)
     x = tl.load(log_gate + at, mask=inside, other=0.0)
@@ -92,19 +106,29 @@ def gate_gradients(
 
 _gate_sums, _gate_gradients = gate_sums, gate_gradients
 
-_LEAST_WRITTEN = 1e-20
+_LEAST = 1e-20
 
 
-def _with_gates(plan: Plan, log_gate: torch.Tensor, write_gate: torch.Tensor | None) -> Plan:
+def not_zero(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x.abs() < _LEAST, _LEAST, x)
+
+
+def with_gates(plan: Plan, log_gate: torch.Tensor, write_gate: torch.Tensor | None) -> Plan:
     """The plan of a call with gates `[B, T, G]`, contiguous and in float32."""
-    write = torch.ones_like(log_gate) if write_gate is None else write_gate
-    write = torch.where(write.abs() < _LEAST_WRITTEN, _LEAST_WRITTEN, write)
+    write = not_zero(torch.ones_like(log_gate) if write_gate is None else write_gate)
     high = torch.empty_like(log_gate)
     gates = GateSums(high, torch.empty_like(log_gate), write, high, high, high)
     _gate_sums[(plan.chunks, plan.groups)](
         log_gate, gates, *plan.places, plan.groups, C=plan.chunk, LOWEST=LEAST, PACKED=plan.packed
     )
     return plan._replace(gates=gates, gate_ends=_ends(plan, log_gate) if plan.segments > 1 else None)
+
+
+def with_products(gates: GateSums, heads: int, blocks: int) -> GateSums:
+    """The same with room for what the backward pass leaves."""
+    batch, length, groups = gates.high.shape
+    shapes = (batch, length, heads), (batch, length, blocks, groups), (batch, length, blocks, groups)
+    return GateSums(*gates[:3], *map(gates.high.new_empty, shapes))
 
 
 def _ends(plan: Plan, log_gate: torch.Tensor) -> torch.Tensor:
@@ -142,7 +166,7 @@ def _forward(
     tokens, parameters = (query, key, value), Parameters(log_decay, input_matrix, coefficients)
     plan = attention_plan(*tokens, parameters, product, chunk, initial_state is not None, cu_seqlens, lengths)
     with on_device(query):
-        plan = _with_gates(plan, log_gate, write_gate)
+        plan = with_gates(plan, log_gate, write_gate)
         return run_forward(plan, tokens, parameters, initial_state, product, wide, want_final)
 
 
@@ -156,19 +180,21 @@ def _backward(inputs, grads, needs):
     parameters = Parameters(log_decay, input_matrix, coefficients)
     plan = attention_plan(*tokens, parameters, product, chunk, initial_state is not None, cu_seqlens, lengths)
     of_gates = [None if x is None else plan.like_tokens(x) for x in (log_gate, write_gate)]
-    batch, length, groups = log_gate.shape
     blocks = sum(padded // plan.block for padded in plan.padded)
     with on_device(log_gate):
-        plan = _with_gates(plan, log_gate, write_gate)
-        room = (log_gate.new_empty(batch, length, blocks, groups) for _ in range(2))
-        gates = GateSums(*plan.gates[:3], log_gate.new_empty(batch, length, plan.shape[2]), *room)
-        plan = plan._replace(gates=gates)
+        plan = with_gates(plan, log_gate, write_gate)
+        plan = plan._replace(gates=with_products(plan.gates, plan.shape[2], blocks))
         found = run_backward(plan, tokens, parameters, initial_state, product, grads, needs[5])
-        _gate_gradients[(plan.chunks, groups)](
-            log_gate, gates, *of_gates, *plan.places, plan.shape[2], groups, blocks, C=plan.chunk, LOWEST=LEAST,
-            PACKED=plan.packed,
-        )  # fmt: skip
+        find_gate_gradients(plan, log_gate, of_gates, blocks)
     return [*found, *of_gates]
+
+
+def find_gate_gradients(plan: Plan, log_gate: torch.Tensor, of_gates: list, blocks: int, **of_delta) -> None:
+    """Write the gradients of both gates from what the other kernels left; of_delta: see `gate_gradients`."""
+    _gate_gradients[(plan.chunks, plan.groups)](
+        log_gate, plan.gates, *of_gates, *plan.places, plan.shape[2], plan.groups, blocks, C=plan.chunk, LOWEST=LEAST,
+        PACKED=plan.packed, **of_delta,
+    )  # fmt: skip
 
 
 gated_operator = differentiable(
@@ -182,8 +208,13 @@ gated_operator = differentiable(
 )
 
 
-def gated_triton_attention(*arguments, log_gate: torch.Tensor | None, write_gate: torch.Tensor | None, **options):
-    """`triton_attention` with the first two `Gates`, of which one is there."""
-    if log_gate is None:
-        log_gate = torch.zeros_like(write_gate)  # type: ignore[arg-type]
-    return triton_attention(*arguments, **options | {"operator": gated_operator, "gates": (log_gate, write_gate)})
+def gated_triton_attention(*arguments, gates: Gates, **options):
+    """`triton_attention` with `Gates`, of which one is there."""
+    if gates.log_gate is None:
+        there = gates.write_gate if gates.delta is None else gates.delta
+        gates = gates._replace(log_gate=torch.zeros_like(there))  # type: ignore[arg-type]
+    if gates.delta is None:
+        return triton_attention(*arguments, **options | {"operator": gated_operator, "gates": gates[:2]})
+    from .triton_delta import delta_operator
+
+    return triton_attention(*arguments, **options | {"operator": delta_operator, "gates": gates})
