@@ -38,11 +38,19 @@ def generate_text(
     temperature: float = 0.7,
     seed: int = 0,
 ) -> str:
-    """The prompt and its continuation, sampled."""
+    """The prompt and its continuation, sampled; small models would say the same again and again."""
     torch.manual_seed(seed)
     ids = encode_beginning(tokenizer, prompt).to(model.device)
-    settings = {"do_sample": True, "temperature": temperature, "top_p": 0.95, "pad_token_id": tokenizer.pad_token_id}
-    written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, **settings)
+    written = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new_tokens,
+        do_sample=True,
+        temperature=temperature,
+        top_p=0.9,
+        repetition_penalty=1.1,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     return tokenizer.decode(written[0], skip_special_tokens=True)
 
 

@@ -5,6 +5,7 @@ import copy
 import csv
 import json
 import math
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -514,6 +515,24 @@ def test_quickstart_from_data_to_a_fresh_process(tmp_path, tiny_config, some_tex
     documents = text_data.gather_documents([str(output / "held_out.jsonl")])
     score = text_data.bits_per_byte(model, tokenizer, documents, sequence_length=32)
     assert score == pytest.approx(results["bits_per_byte"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_what_is_written_from_scratch_reads_like_text(tmp_path, capfd):
+    """After a fifth of the quickstart's tokens, of what Python says of itself: words that stand there, few twice."""
+    arguments = ["--from-scratch", "--steps", "160", "--batch-size", "4", "--vocab-size", "2048"]
+    assert quickstart.main([*arguments, "--output", str(tmp_path / "out")]) == 0
+    written = capfd.readouterr().out.partition("writes:\n\n")[2].partition("\n\nHeld-out text")[0]
+    held_out = set(text_data.gather_documents([str(tmp_path / "out" / "held_out.jsonl")]))
+    read = " ".join(text for text in text_data.standard_library_prose() if text not in held_out)
+    word = re.compile(r"[A-Za-z]+")
+    words, known = word.findall(written), set(word.findall(read))
+    letters = sum(character.isalpha() or character.isspace() for character in written)
+    assert written.startswith("This function") and len(words) > 40, written
+    assert letters > 0.85 * len(written), written
+    assert sum(x in known for x in words) > 0.85 * len(words), written
+    threes = list(zip(words, words[1:], words[2:]))
+    assert len(set(threes)) > 0.8 * len(threes), written
 
 
 def test_a_model_that_nobody_named_is_the_best_there_is(tmp_path, monkeypatch):

@@ -22,7 +22,8 @@ class ServedConfig(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:
-        """Nothing here has been seen in a captured graph, so none is captured."""
+        """Nothing is compiled or captured: vLLM would trace a model once, in a forward without a cache, and answers
+        were wrong, since layers go other ways where there is one."""
         model_config.enforce_eager = True
 
     @staticmethod

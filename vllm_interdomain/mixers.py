@@ -1,6 +1,6 @@
 """Our token mixers over the pages of vLLM's cache."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -43,6 +43,7 @@ class Batch:
     packing: Packing | None
     begun: torch.Tensor | None
     positions: torch.Tensor
+    _pages: dict = field(default_factory=dict)
 
     @cached_property
     def ends(self) -> list[int]:
@@ -52,6 +53,16 @@ class Batch:
     @cached_property
     def lengths(self) -> list[int]:
         return [end - start for start, end in zip(self.ends, self.ends[1:])]
+
+    def pages(self, metadata: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Those of the decodes and of the others, as indices; the layers of a pool share them, and `metadata`."""
+        if metadata is None:
+            return None, None
+        if id(metadata) not in self._pages:
+            decodes = metadata.state_indices_tensor_d[: self.decodes].flatten().long() if self.decodes else None
+            others = None if self.packing is None else metadata.state_indices_tensor_p.long()
+            self._pages[id(metadata)] = decodes, others
+        return self._pages[id(metadata)]
 
 
 def batch_of(metadata: Any, positions: torch.Tensor) -> Batch:
@@ -106,18 +117,17 @@ class Paged(MambaBase):
         cos_sin = position_embeddings[self.rotated_width] if rotated else None
         metadata = (get_forward_context().attn_metadata or {}).get(self.prefix)
         count, outputs = batch.decodes, []
+        decodes, others = batch.pages(metadata)
         if count:
-            rows = metadata.state_indices_tensor_d[:count].flatten().long()
             tokens = [x[0, :count, None] for x in projected]
             turn = None if cos_sin is None else tuple(x[0, :count, None] for x in cos_sin)
-            outputs.append(self._take_steps(tokens, turn, rows, batch))
+            outputs.append(self._take_steps(tokens, turn, decodes, batch))
         if batch.packing is not None:
             end = count + batch.packing.shape[1]
-            rows = None if metadata is None else metadata.state_indices_tensor_p.long()
             tokens = [x[:, count:end] for x in projected]
             turn = None if cos_sin is None else tuple(x[:, count:end] for x in cos_sin)
-            outputs.append(self._read_texts(tokens, turn, rows, batch))
-        output = torch.cat(outputs)
+            outputs.append(self._read_texts(tokens, turn, others, batch))
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if output.shape[0] < hidden_states.shape[1]:  # what fills a batch up to a size
             output = torch.cat([output, output.new_zeros(hidden_states.shape[1] - output.shape[0], *output.shape[1:])])
         if self.o_norm is not None:
@@ -184,7 +194,7 @@ class PagedSelectiveScan(Paged, SelectiveScanMixer):  # type: ignore[misc]
 
 
 class PagedWindow(Paged, WindowMixer):  # type: ignore[misc]
-    """Its pages have the state, where there is one, and the keys and values of the window and of the sinks.
+    """Its pages have the state, where there is one, and the keys and values of the window and of the sinks, together.
 
     How many tokens were read their positions say. A step copies the windows of its sequences together and back: the
     mixer has no slots for them.
@@ -196,7 +206,7 @@ class PagedWindow(Paged, WindowMixer):  # type: ignore[misc]
 
     def page_shapes(self) -> Shapes:
         key, value, _, *sinks, state = self.kept_shapes
-        return shapes_of(state, [key, value, *sinks])
+        return shapes_of(state, [(key[0], sum(count for _, count in (key, value, *sinks)))])
 
     def _take_steps(self, projected: list[torch.Tensor], cos_sin, rows: torch.Tensor, batch: Batch) -> torch.Tensor:
         held = self._held(rows, batch.positions[: batch.decodes])
@@ -235,15 +245,13 @@ class PagedWindow(Paged, WindowMixer):  # type: ignore[misc]
         self, rows: torch.Tensor, read_before: torch.Tensor, begun: torch.Tensor | None = None
     ) -> list[torch.Tensor]:
         """What the mixer keeps in a cache beside the state, of sequences with so many tokens `[B]` before."""
-        pools = self.kv_cache[int(self.memory) :]
-        key, value, *sinks = [read_slots(pool, rows, begun).mT for pool in pools]
-        sinks = sinks or 2 * [key[..., :0]]
+        counts = 2 * [self.window] + 2 * [self.sinks]
+        key, value, *sinks = read_slots(self.kv_cache[-1], rows, begun).mT.split(counts, dim=2)
         return [key, value, read_before[:, None, None], *sinks]
 
     def _hold(self, rows: torch.Tensor, after: list[torch.Tensor]) -> None:
         key, value, _, *sinks = after
-        for pool, x in zip(self.kv_cache[int(self.memory) :], [key, value, *sinks]):
-            write_slots(pool, rows, x.mT)
+        write_slots(self.kv_cache[-1], rows, torch.cat([x.mT for x in (key, value, *sinks)], dim=1))
 
 
 class PagedSoftmax(SoftmaxMixer):

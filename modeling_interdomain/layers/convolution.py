@@ -175,17 +175,18 @@ def joined_weights(*weights: torch.Tensor) -> torch.Tensor:
 
 
 def _conv_documents(conv: nn.Module, x, conv_state, before: int, packing: Packing) -> torch.Tensor:
-    """Convolve all as one text, and the first tokens of every document again, behind its conv state or zeros."""
-    ends: Any = packing.cu_seqlens
-    length, first = x.shape[1], torch.arange(before, device=x.device)
-    y = conv(nn.functional.pad(x, (0, 0, before, 1)).mT).mT  # with a place for what belongs to no document
-    places = ends[:-1, None] + first
-    tokens = x[0, places.clamp(max=length - 1)]
-    past = tokens.new_zeros(tokens.shape) if conv_state is None else conv_state.to(x.dtype).mT
-    again = conv(torch.cat([past, tokens], dim=1).mT).mT
-    places = torch.where(places < ends[1:, None], places, length).flatten()
-    write = y.index_copy if torch.is_grad_enabled() else y.index_copy_
-    return write(1, places, again.flatten(0, 1)[None])[:, :length]
+    """Convolve with the conv state, or zeros, put before every document, whose outputs there are cut out again."""
+    documents: Any = packing.documents
+    number = packing.cu_seqlens.shape[0] - 1
+    tokens = torch.arange(x.shape[1], device=x.device)
+    slots = tokens + before * (documents + 1)
+    spread = x.new_zeros(x.shape[1] + before * number, x.shape[2]).index_copy(0, slots, x[0])
+    if conv_state is not None:
+        numbers = torch.arange(number, device=x.device)
+        begins = torch.searchsorted(documents, numbers) + before * numbers
+        margins = (begins[:, None] + torch.arange(before, device=x.device)).flatten()
+        spread = spread.index_copy(0, margins, conv_state.to(x.dtype).mT.flatten(0, 1))
+    return conv(spread.T[None]).mT.index_select(1, slots - before)
 
 
 def last_inputs(conv_state: torch.Tensor, inputs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -78,6 +78,17 @@ def test_adapters_of_maps_that_see_a_part_of_a_batch(make_folder):
         start(folder, enable_lora=True)
 
 
+def test_nothing_is_compiled_or_captured(make_folder):
+    """Whatever an engine asks for: its tokens go through Python that looks at their number."""
+    from vllm.config import CompilationMode, CUDAGraphMode
+
+    _, folder = make_folder("interdomain")
+    config = start(folder, enforce_eager=False, compilation_config={"mode": 3, "cudagraph_mode": "FULL"})
+    assert config.model_config.enforce_eager
+    assert config.compilation_config.mode == CompilationMode.NONE
+    assert config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
+
+
 def test_another_architecture_is_left_to_vllm(tmp_path):
     """A Llama is read as ever; one that calls itself ours is refused."""
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}

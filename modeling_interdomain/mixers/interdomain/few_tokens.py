@@ -114,13 +114,14 @@ def plain_inputs(
     turns = zip(*(x.split(size, dim=1) for x in cos_sin)) if cos_sin else repeat(None)
     pieces = (zip(*(x.split(size, dim=1) for x in tokens)) for tokens in ((query, key, value), found))
     for tokens, into, turn in zip(*pieces, turns):
-        for x, y in zip(into, _plain_piece(*tokens, norms, eps, turn, rope_placement)):
+        for x, y in zip(into, _plain_piece(tokens, norms, eps, turn, rope_placement)):
             if x is not y:
                 x.copy_(y)
     return found
 
 
-def _plain_piece(query, key, value, norms, eps: float, cos_sin, rope_placement) -> tuple[torch.Tensor, ...]:
+def _plain_piece(tokens: tuple, norms, eps: float, cos_sin, rope_placement) -> tuple[torch.Tensor, ...]:
+    query, key, value = tokens
     query, key = (rotate_around(silu_l2_, x, cos_sin, rope_placement) for x in (query, key))
     if not norms:
         return query, key, value
