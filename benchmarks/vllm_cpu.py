@@ -247,7 +247,7 @@ def bench(server: Server, requests: int, length: int, shared: bool) -> dict:
     tokens = found["completed"], found["total_input_tokens"], found["total_output_tokens"]
     if tokens != (requests, requests * length, requests * NEW):
         raise SystemExit(f"{requests} requests of {length} tokens were wanted, found {tokens}.")
-    return {"seconds": found["duration"], "first_token": found["median_ttft_ms"] / 1000}
+    return {"seconds": found["duration"], "first_token": float(found["median_ttft_ms"]) / 1000}
 
 
 def words(size: int) -> PreTrainedTokenizerFast:
