@@ -6,8 +6,8 @@ named after; three learning rates with the first seed, more where the best lies 
 
 - 1.4M, `condition_study`, whose runs of Interdomain and S4D-only are read from there;
 - 3M, `larger_study`: bfloat16 products (autocast), 8M tokens;
-- 12M: 60M tokens, drawn from 27M of a vocabulary of 8,192, the better of two rates in a tenth of the steps, a second
-  seed of the two conditions that are closest.
+- 12M: 30M tokens of a vocabulary of 8,192, 32,768 of them a step, at the rate that was best at 1.4M, and a second seed
+  of the two conditions that are closest.
 
 Recall is that of `recall_study` (`mqar`), and two tasks beside it; as there, more than 128 tokens begin with shorter:
 
@@ -69,7 +69,7 @@ class Size(NamedTuple):
     training: dict
 
 
-LANGUAGE, LARGER, LARGE, PILOT = "language", "language, 3M", "language, 12M", "language, 12M, first tenth"
+LANGUAGE, LARGER, LARGE = "language", "language, 3M", "language, 12M"
 WORDS = {LANGUAGE: "1.4M", LARGER: "3M", LARGE: "12M"}
 LARGE_SHAPE = condition_study.SHAPE | {
     "vocab_size": 8192,
@@ -77,25 +77,24 @@ LARGE_SHAPE = condition_study.SHAPE | {
     "num_hidden_layers": 6,
     "num_attention_heads": 10,
 }
-LARGE_TRAINING = {"steps": 1830, "batch_size": 64, "sequence_length": 512, "autocast": "bfloat16"}
+LARGE_TRAINING = {"steps": 915, "batch_size": 64, "sequence_length": 512, "autocast": "bfloat16"}
 SIZES = {
     LANGUAGE: Size(condition_study.SHAPE, condition_study.TRAINING),
     LARGER: Size(larger_study.SHAPE, {k: v for k, v in larger_study.TRAINING.items() if k != "compiled"}),
     LARGE: Size(LARGE_SHAPE, LARGE_TRAINING),
-    PILOT: Size(LARGE_SHAPE, LARGE_TRAINING | {"steps": LARGE_TRAINING["steps"] // 10}),
 }
-# At the largest size, in this order.
+# At the largest size; that which takes longest first.
 LARGE_CONDITIONS = (
-    "Interdomain, gates",
     "Gated DeltaNet",
-    "softmax, convolution",
-    "Interdomain",
     "Interdomain, gates and delta rule",
+    "softmax, convolution",
+    "Interdomain, gates",
+    "Interdomain",
 )
-LARGE_RATES = (1.5e-3, 3e-3)
 LARGE_SHARDS = {"wiki": 3, "books": 2}  # of ../shared/data/corpus: 100 MB of text, of which windows are drawn
 LARGE_CACHE = Path("runs/core_study/large.pt")
 FIRST = ("Interdomain", "Interdomain, gates", "Interdomain, gates and delta rule", "Gated DeltaNet")
+REST = ("Gated DeltaNet, steps as Mamba-2's", "Mamba-2", "S4D-only", "softmax, convolution")
 MORE_SEEDS = (2, 3, 4, 5)  # of those at 1.4M, since Gated DeltaNet depends much on how its decays are drawn
 
 RECALL = ("recall", "overwritten", "copying")
@@ -134,57 +133,54 @@ def kind(item: dict) -> tuple:
 
 
 def plan(runs: list[dict], shorter: list[dict]) -> Iterator[dict]:
-    """Language at 1.4M; 12M, which takes longest; at 3M what the question is about; recall; the others at 3M.
+    """Language at 1.4M, what the question is about at 3M, 12M, recall, the others at 3M, and longer recall.
 
     `shorter` are the runs of `condition_study`.
     """
-    yield from language_plan(runs, LANGUAGE, [name for name in CONDITIONS if name not in KNOWN])
     small = [row for row in runs if row["task"] == LANGUAGE] + known_runs(shorter)
+    best = {name: condition_study.best_rate(small, name) for name in CONDITIONS}
+    yield from language_plan(runs, LANGUAGE, [name for name in CONDITIONS if name not in KNOWN])
+    yield from language_plan(runs, LARGER, FIRST)
+    yield from large_plan(runs, best)
     for name in FIRST:
-        if (rate := condition_study.best_rate(small, name)) is not None:
-            yield from (language_item(name, rate, seed) for seed in MORE_SEEDS)
-    yield from large_plan(runs)
-    yield from language_plan(runs, LARGER, FIRST, condition_study.SEEDS)
+        if best[name] is not None:
+            yield from (language_item(name, best[name], seed) for seed in MORE_SEEDS)
     yield from recall_plan(runs, SETTINGS[:1])
-    yield from language_plan(runs, LARGER, [name for name in CONDITIONS if name not in FIRST], condition_study.SEEDS)
+    for name in REST:
+        if best[name] is not None:
+            yield from (language_item(name, best[name], seed, LARGER) for seed in condition_study.SEEDS)
     yield from recall_plan(runs, SETTINGS[1:])
+    yield from language_plan(runs, LARGER, REST)
 
 
-def language_plan(
-    runs: list[dict], task: str, names: list[str] | tuple[str, ...], seeds: tuple[int, ...] = condition_study.SEEDS[:1]
-) -> Iterator[dict]:
-    """All rates with these seeds, more where the best lies at an end, then the other seeds at the best."""
+def language_plan(runs: list[dict], task: str, names: list[str] | tuple[str, ...]) -> Iterator[dict]:
+    """All rates with the first seed, more where the best lies at an end, then the other seeds at the best."""
     found = [row for row in runs if row["task"] == task]
-    for name in names:
-        for seed, rate in itertools.product(seeds, condition_study.LEARNING_RATES):
-            yield language_item(name, rate, seed, task)
+    for name, rate in itertools.product(names, condition_study.LEARNING_RATES):
+        yield language_item(name, rate, task=task)
     for name in names:
         if (rate := condition_study.rate_beyond(condition_study.tried_rates(found, name))) is not None:
-            yield from (language_item(name, rate, seed, task) for seed in seeds)
+            yield language_item(name, rate, task=task)
     for name in names:
         if (rate := condition_study.best_rate(found, name)) is not None:
             yield from (language_item(name, rate, seed, task) for seed in condition_study.SEEDS)
 
 
-def large_plan(runs: list[dict]) -> Iterator[dict]:
-    """Two rates for a tenth of the steps, the better for all of them, then another seed of the two that are closest."""
-    short, whole = ([row for row in runs if row["task"] == task] for task in (PILOT, LARGE))
-    for name in LARGE_CONDITIONS:
-        yield from (language_item(name, rate, task=PILOT) for rate in LARGE_RATES)
-    rates = {name: condition_study.tried_rates(short, name) for name in LARGE_CONDITIONS}
-    best = {name: min(tried, key=lambda rate: tried[rate]) for name, tried in rates.items() if len(tried) > 1}
-    for name, rate in best.items():
+def large_plan(runs: list[dict], best: dict[str, float | None]) -> Iterator[dict]:
+    """Each condition at the rate that was best at 1.4M, then another seed of the two that are closest."""
+    rates = {name: best[name] for name in LARGE_CONDITIONS if best[name] is not None}
+    for name, rate in rates.items():
         yield language_item(name, rate, task=LARGE)
-    first = {row["condition"]: condition_study.score(row) for row in whole if row["seed"] == 0}
+    first = {row["condition"]: condition_study.score(row) for row in runs if row["task"] == LARGE and row["seed"] == 0}
     if len(first) == len(LARGE_CONDITIONS):
         order = sorted(first, key=lambda name: first[name])
         closest = min(zip(order, order[1:]), key=lambda pair: first[pair[1]] - first[pair[0]])
-        yield from (language_item(name, best[name], condition_study.SEEDS[1], LARGE) for name in closest)
+        yield from (language_item(name, rates[name], condition_study.SEEDS[1], LARGE) for name in closest)
 
 
 def recall_plan(runs: list[dict], settings: tuple[tuple[int, int], ...]) -> Iterator[dict]:
     """At the shortest setting all rates and seeds, at the others those rates that are the best of the one before."""
-    for setting, task, name in itertools.product(settings, RECALL, CONDITIONS):
+    for setting, task, name in itertools.product(settings, RECALL, (*FIRST, *REST)):
         rates = recall_study.LEARNING_RATES
         if setting != SETTINGS[0]:
             before = SETTINGS[SETTINGS.index(setting) - 1]
@@ -250,7 +246,7 @@ def texts_of(task: str, data: Path) -> dict:
     return prepare(data)
 
 
-def make_run(data: Path, device: str = "cpu", backend: str | None = None, graph: bool = True):
+def make_run(data: Path, device: str = "cpu", backend: list[str] | None = None, graph: bool = True):
     """What makes the rows of runs of a kind, in full precision where nothing else is said, by one thread."""
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
@@ -258,10 +254,15 @@ def make_run(data: Path, device: str = "cpu", backend: str | None = None, graph:
 
 
 def run_job(
-    job: list[dict], data: Path | dict, device: str = "cpu", backend: str | None = None, **options
+    job: list[dict], data: Path | dict, device: str = "cpu", backend: list[str] | None = None, **options
 ) -> list[dict]:
-    """Train and measure runs of a kind side by side; `data` are the texts, or the folder of them."""
+    """Train and measure runs of a kind side by side; `data` are the texts, or the folder of them.
+
+    `backend` is one of the operators, and the conditions that take it, all where none is named.
+    """
     task = job[0]["task"]
+    chosen, *names = backend or [None]
+    backend = None if names and job[0]["condition"] not in names else chosen
     fleet = make_fleet(job, device, backend, options.pop("graph", True))
     if task in SIZES:
         texts = texts_of(task, data) if isinstance(data, Path) else data
@@ -469,13 +470,13 @@ def table(records: dict[str, dict]) -> str:
     machines = sorted({row["machine"] for row in record["runs"]})
     tokens = {task: math.prod(list(size.training.values())[:3]) for task, size in SIZES.items()}
     tables.append(
-        f"Language: {tokens[LANGUAGE]:,}, {tokens[LARGER]:,} and {tokens[LARGE]:,} tokens a run; losses in nats a "
-        "token, the mean over held-out Wikipedia, books and WikiText-2. Seen in the context: a token that stood after "
-        "the same token before, in the second half of a window. Right answers: one number a seed at the rate with the "
-        f"most. Runs on {'; '.join(machines)}. {footnote(record)}"
+        f"Language: {tokens[LANGUAGE]:,}, {tokens[LARGER]:,} and {tokens[LARGE]:,} tokens a run, the last at the best "
+        "rate of 1.4M; losses in nats a token, the mean over held-out Wikipedia, books and WikiText-2. Seen in the "
+        "context: a token that stood after the same token before, in the second half of a window. Right answers: one "
+        f"number a seed at the rate with the most. Runs on {'; '.join(machines)}. {footnote(record)}"
     )
     if missing:
-        named = (f"{what} ({'all' if len(x) == len(CONDITIONS) else '; '.join(x)})" for what, x in missing.items())
+        named = (f"{what} ({'all' if len(x) == len((*FIRST, *REST)) else '; '.join(x)})" for what, x in missing.items())
         tables.append(f"Not run: {', '.join(named)}.")
     return "\n\n".join(filter(None, [*tables, *sentences(records)]))
 
@@ -483,7 +484,7 @@ def table(records: dict[str, dict]) -> str:
 def language_table(records: dict[str, dict], task: str, missing: dict[str, list[str]]) -> str:
     """Loss by rate and seed; `missing` is told what has not been run."""
     rows = []
-    asked = LARGE_CONDITIONS if task == LARGE else tuple(CONDITIONS)
+    asked = {LANGUAGE: tuple(CONDITIONS), LARGER: (*FIRST, *REST), LARGE: LARGE_CONDITIONS}[task]
     for name, found in language_rows(records, task).items():
         best = best_language(records, task).get(name, [])
         if not best:
@@ -491,8 +492,7 @@ def language_table(records: dict[str, dict], task: str, missing: dict[str, list[
                 missing.setdefault(task, []).append(name)
             continue
         losses = [condition_study.score(row) for row in best]
-        rates = language_rows(records, PILOT)[name] if task == LARGE else found
-        tried = condition_study.tried_rates(rates, name)
+        tried = condition_study.tried_rates(found, name)
         known = "" if task == LARGE or condition_study.best_rate(found, name) else ", not bracketed"
         if known or (task != LARGE and len(losses) < len(condition_study.SEEDS)):
             missing.setdefault(f"{task}, rates" if known else f"{task}, a second seed", []).append(name)
@@ -507,8 +507,15 @@ def language_table(records: dict[str, dict], task: str, missing: dict[str, list[
                 f"{math.exp(statistics.mean(losses)):.1f}",
             ]
         )
-    rate = "loss by rate, first tenth" if task == LARGE else "loss by rate, first seed"
-    header = [task, "parameters", "state, numbers", rate, "best rate", "loss by seed", "perplexity"]
+    header = [
+        task,
+        "parameters",
+        "state, numbers",
+        "loss by rate, first seed",
+        "best rate",
+        "loss by seed",
+        "perplexity",
+    ]
     return markdown(header, rows) if rows else ""
 
 
@@ -530,7 +537,7 @@ def text_table(records: dict[str, dict], task: str) -> str:
 def recall_table(runs: list[dict], missing: dict[str, list[str]]) -> str:
     """Right answers by seed at the best rate of each setting."""
     rows = []
-    for task, name in itertools.product(RECALL, CONDITIONS):
+    for task, name in itertools.product(RECALL, (*FIRST, *REST)):
         found = [recall_rates(runs, name, task, setting) for setting in SETTINGS]
         if not any(found):
             missing.setdefault(task, []).append(name)
@@ -564,7 +571,21 @@ def sentences(records: dict[str, dict]) -> list[str]:
             best = next(iter(ours))
             beside = ", ".join(f"{_percent(ours[best], loss)} that of {name}" for name, loss in others.items())
             found.append(f"At {size} the best form is {best}: its perplexity is {beside}.")
+    for task, setting in itertools.product(RECALL, SETTINGS):
+        right = right_answers(records["core_study"]["runs"], task, setting)
+        if len(right) > 1:
+            pairs, length = setting
+            order = ", ".join(f"{name} {share:.0%}" for name, share in right.items())
+            found.append(f"{task.capitalize()}, {pairs} in {length} tokens, mean of the seeds: {order}.")
     return found
+
+
+def right_answers(runs: list[dict], task: str, setting: tuple[int, int]) -> dict[str, float]:
+    """The mean over the seeds of each condition at its best rate, the most first."""
+    rates = {name: recall_rates(runs, name, task, setting) for name in CONDITIONS}
+    best = {name: next(iter(found.values())) for name, found in rates.items() if found}
+    share = {name: statistics.mean(row["accuracy"] for row in rows) for name, rows in best.items()}
+    return dict(sorted(share.items(), key=lambda pair: -pair[1]))
 
 
 def short_sentence(records: dict[str, dict]) -> str:
@@ -587,7 +608,12 @@ def _percent(nats: float, others: float) -> str:
 def main() -> None:
     parser = studies.parser(__doc__, "../shared/data", pool=True)
     parser.add_argument("--only", nargs="+", choices=(*SIZES, *RECALL), help="tasks to run (default: all)")
-    parser.add_argument("--backend", help="of the operators, instead of the one that is chosen by itself")
+    parser.add_argument(
+        "--backend",
+        nargs="+",
+        metavar=("BACKEND", "CONDITION"),
+        help="of the operators of these conditions, or of all (default: chosen by itself)",
+    )
     arguments = parser.parse_args()
     fresh = {"training": condition_study.TRAINING, "shape": condition_study.SHAPE}
     make = functools.partial(make_run, arguments.data, arguments.device, arguments.backend)
@@ -606,8 +632,8 @@ def main() -> None:
 
 
 def large_at_once(item: dict) -> int | None:
-    """Runs of the largest size fill a GPU: two of them at once."""
-    return 2 if item["task"] in (LARGE, PILOT) else None
+    """A run of the largest size fills a GPU: two at a time."""
+    return 2 if item["task"] == LARGE else None
 
 
 if __name__ == "__main__":

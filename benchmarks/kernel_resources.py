@@ -244,7 +244,6 @@ PROBLEMS: dict[str, tuple[Callable[..., list[Launch]], tuple]] = {
     "gates, 1.3B head, bf16": (_gated, (_16, 4, 4, 64, 64, False)),
     "delta rule, 1.3B head, bf16": (_gated, (_16, 4, 4, 64, 64, True)),
     "delta rule, 1.3B head, fp32": (_gated, (_32, 4, 4, 64, 64, True)),
-    "delta rule, M = R = D = 256, bf16": (_gated, (_16, 4, 1, 256, 256, True)),
     "SSD, P = 64, N = 128, bf16": (_ssd, (_16, 8, 1, 64, 128)),
     "SSD, P = 64, N = 128, fp32": (_ssd, (_32, 8, 1, 64, 128)),
     "SSD, P = N = 256, bf16": (_ssd, (_16, 4, 2, 256, 256)),

@@ -38,7 +38,8 @@ class Worker:
 
     def stop(self) -> None:
         self.process.terminate()
-        self.process.join()
+        self.process.join(5)
+        self.process.kill()
         self.channel.close()
 
 

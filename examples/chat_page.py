@@ -82,7 +82,8 @@ def answer(
             errors.append(error)
             streamer.end()
 
-    Thread(target=generate, daemon=True).start()
+    thread = Thread(target=generate, daemon=True)
+    thread.start()
     text, started, first = "", 0.0, 0
     try:
         for piece in streamer:
@@ -92,6 +93,7 @@ def answer(
                 started, first = time.perf_counter(), seen
             speed = (seen - first) / max(time.perf_counter() - started, 1e-9)
             yield text, figures(model, cache, speed)
+        thread.join()  # the states are kept that the next prompt may begin with
     finally:
         stopped.set()
     if errors:

@@ -55,9 +55,7 @@ def everything(arguments, attention=interdomain_attention, **options):
     """Output, final state and the gradient of every argument, for a loss on both."""
     output, state = attention(**arguments, output_final_state=True, **options)
     weights = torch.Generator().manual_seed(99)
-    loss = sum(
-        (x * torch.randn(x.shape, generator=weights, dtype=torch.float64).to(x)).sum() for x in (output, state)
-    )
+    loss = sum((x * torch.randn(x.shape, generator=weights, dtype=torch.float64).to(x)).sum() for x in (output, state))
     leaves = {name: x for name, x in arguments.items() if x is not None}
     grads = torch.autograd.grad(loss, list(leaves.values()))
     return {"output": output, "state": state, **{f"grad of {k}": g for k, g in zip(leaves, grads)}}

@@ -22,6 +22,7 @@ from transformers import CompileConfig
         ("windowed", "auto"),
         ("hax", "auto"),
         ("delta-rule", "auto"),
+        ("warped-time", "auto"),
     ],
 )
 def test_static_decode_compiles_once_and_agrees(name, backend, make_model, random_ids):

@@ -154,11 +154,13 @@ def test_the_plan_brackets_the_rates_of_what_is_not_known():
     assert {item["condition"] for item in language} == set(core_study.CONDITIONS) - set(core_study.KNOWN)
     assert {item["learning_rate"] for item in language} == set(condition_study.LEARNING_RATES)
     runs = []
-    while missing := [item for item in core_study.plan(runs, []) if done(item) not in runs]:
+    while missing := [item for item in core_study.plan(runs, SHORTER) if done(item) not in runs]:
         runs += [done(item) for item in missing]
     for task, name in itertools.product((core_study.LANGUAGE, core_study.LARGER), core_study.FIRST[1:]):
         found = [row for row in runs if (row["task"], row["condition"]) == (task, name)]
         assert {(row["learning_rate"], row["seed"]) for row in found} >= {(3e-3, 0), (3e-3, 1), (6e-3, 0)}
+    rest = [row for row in runs if row["task"] == core_study.LARGER and row["condition"] == "Mamba-2"]
+    assert {(row["learning_rate"], row["seed"]) for row in rest} == {(6e-3, 0), (3e-3, 0), (3e-3, 1), (1.5e-3, 0)}
     seeds = {row["seed"] for row in runs if row["task"] == core_study.LANGUAGE and row["condition"] == "Gated DeltaNet"}
     assert seeds == {0, 1, *core_study.MORE_SEEDS}
     largest = [row for row in runs if row["task"] == core_study.LARGE]
@@ -182,6 +184,7 @@ def test_the_tables_say_where_interdomain_stands():
     assert (
         "9.1% below that of Gated DeltaNet" in table and "| copying | Mamba-2 | 1,024 | 50.0%, 50.0% (0.003) |" in table
     )
+    assert "Overwritten, 8 in 64 tokens, mean of the seeds: Interdomain 50%, Interdomain, gates 50%" in table
     sentence = core_study.short_sentence(records)
     assert "0.0% less at 1.4M, 0.0% less at 3M, 10.0% more at 12M" in sentence
     assert table.count("0.0015: 4.693, 0.003: 4.000") > 3 and "Not run: language (" in table
@@ -211,7 +214,10 @@ def test_runs_have_what_the_tables_read(monkeypatch):
     (row,) = core_study.run_job([item], data, steps=4)
     runs.append(item | row | {"pairs": 8, "length": 64})
     assert list(row["curve"]) == ["2", "4"] and row["state_bytes"] == 4 * 2 * 2 * (16 * 64 + 3 * (16 + 16 + 64))
-    assert row["machine"].endswith(torch.__version__)
+    assert row["machine"].endswith(torch.__version__) and "backend" not in row
+    other = core_study.language_item("Interdomain")
+    for wanted, backend in ((None, ["chunk", name]), ("chunk", ["chunk", name, "Interdomain"]), ("chunk", ["chunk"])):
+        assert core_study.run_job([other], data, backend=backend)[0].get("backend") == wanted
     table = core_study.table({"core_study": {"runs": runs, "machine": MACHINE}, "condition_study": {"runs": []}})
     assert f"| {name} | {runs[0]['parameters']:,} |" in table and "0.003, not bracketed" in table
     assert "language, rates (Gated DeltaNet)" in table and "copying (all)" in table and "not run" in table

@@ -56,4 +56,4 @@ def test_kernels_are_gathered_rows(ids, width, dtype, bound):
 def test_where_the_kernels_cannot_run():
     x, table = torch.randn(1, 1, 4, dtype=torch.float64), torch.randn(11, 4, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"backend 'triton' cannot run: .*float64"):
-        read_experts(x, table, IDS["a_token"], "triton")
+        read_experts(*(tensor.to(DEVICE) for tensor in (x, table, IDS["a_token"])), "triton")

@@ -7,6 +7,7 @@ import torch
 
 from modeling_interdomain import interdomain_attention, interdomain_step
 from modeling_interdomain.ops.diagonal.step import StepParameters, step_tables
+from modeling_interdomain.ops.interdomain import chunk_call
 from modeling_interdomain.ops.interdomain.entry import take_step
 from modeling_interdomain.ops.interdomain.gates import (
     decay_gated_state,
@@ -241,6 +242,26 @@ def test_a_thousand_tokens():
     """Gates as they start, that leave a third after 150 tokens: errors of their gradients do not add up."""
     arguments = gated((1, 1000, 1, 1, 4, 3, 4), KINDS["all"], strength=0.014, decay=0.02)
     assert_close(everything(arguments), everything(arguments, backend="recurrent"), 1e-8)
+
+
+@pytest.mark.parametrize("kind", ["gates", "all"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("initial", [True, False], ids=["goes-on", "begins"])
+def test_many_segments(monkeypatch, rows, kind, initial):
+    """A segment begins with the state that the forward pass has kept; where the last one has a gradient, too, all are
+    walked through again."""
+    monkeypatch.setitem(chunk_call._SEGMENT_FLOATS, "cpu", 40 * 2 * 4 * 2)  # 40 tokens: five chunks of a row, or one of each
+    arguments = gated((rows, 85, 2, 1, 4, 3, 4), KINDS[kind])
+    if not initial:
+        arguments["initial_state"] = None
+
+    def outputs_alone(**options):
+        output, state = interdomain_attention(**options)
+        return output, state.detach()
+
+    for attend in (outputs_alone, interdomain_attention):
+        expected = everything(arguments, attend, backend="recurrent")
+        assert_close(everything(arguments, attend, backend="chunk", chunk_size=8), expected, 1e-9)
 
 
 @pytest.mark.parametrize("shape", ["odd_length", "odd_sizes"])

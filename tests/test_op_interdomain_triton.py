@@ -193,7 +193,7 @@ def test_tables_and_their_gradients_are_those_of_the_formulas():
     tables, mixing = (
         importlib.import_module(f"modeling_interdomain.ops.diagonal.{x}") for x in ("triton_tables", "mixing")
     )
-    math = importlib.import_module("modeling_interdomain.ops.common.tiles").Arithmetic(triton.language.float32, "ieee")
+    math = importlib.import_module("modeling_interdomain.ops.common.tiles").Arithmetic("float32", "ieee")
     rate = torch.tensor([[-0.9, -0.1, -1e-6], [-1.0, -40.0, 0.0]], device=DEVICE)
     log_decay = torch.stack([rate, 128 * torch.randn(2, 3, device=DEVICE)], dim=-1)
     beta, coefficients = torch.randn(2, 3, 2, device=DEVICE), torch.randn(2, 3, 3, 2, device=DEVICE)
@@ -752,7 +752,7 @@ def test_a_wrapped_convolution_is_not_bypassed(make_model, random_ids):
 
 def test_triton_in_float64_is_refused():
     with pytest.raises(ValueError, match=r"backend 'triton' cannot run: .*float64"):
-        interdomain_attention(**inputs(SHAPES["short"]), backend="triton")
+        interdomain_attention(**{k: v.to(DEVICE) for k, v in inputs(SHAPES["short"]).items()}, backend="triton")
 
 
 def test_heads_too_wide_are_refused():

@@ -144,6 +144,6 @@ def test_the_operators_are_sound():
 
 def test_where_the_kernels_cannot_run():
     with pytest.raises(ValueError, match=r"backend 'triton' cannot run: .*float64"):
-        s4d_attention(**arguments((1, 2, 2, 1, 3, 4, 5)), backend="triton")
+        s4d_attention(**{k: v.to(DEVICE) for k, v in arguments((1, 2, 2, 1, 3, 4, 5)).items()}, backend="triton")
     with pytest.raises(ValueError, match="backend must be one of auto, chunk, triton, got 'fft'"):
         s4d_attention(**arguments((1, 2, 2, 1, 3, 4, 5)), backend="fft")

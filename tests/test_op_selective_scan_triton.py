@@ -129,4 +129,4 @@ def test_the_operators_are_sound():
 
 def test_where_the_kernels_cannot_run():
     with pytest.raises(ValueError, match=r"backend 'triton' cannot run: .*float64"):
-        selective_scan(**arguments((1, 2, 2, 3)), backend="triton")
+        selective_scan(**{k: v.to(DEVICE) for k, v in arguments((1, 2, 2, 3)).items()}, backend="triton")

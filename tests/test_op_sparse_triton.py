@@ -66,9 +66,9 @@ def test_a_step_is_that_of_pytorch(name, dtype):
 
 
 def test_a_step_in_float64_is_refused_before_the_memory_is_touched():
-    like = torch.zeros(1, 1, HEADS, DIM, dtype=torch.float64)
+    like = torch.zeros(1, 1, HEADS, DIM, dtype=torch.float64, device=DEVICE)
     memory = empty_memory(1, HEADS, DIM, WIDTH, 2, [], like)
-    token = [torch.randn(1, HEADS, n, dtype=torch.float64) for n in (DIM, DIM, WIDTH)]
+    token = [torch.randn(1, HEADS, n, dtype=torch.float64, device=DEVICE) for n in (DIM, DIM, WIDTH)]
     with pytest.raises(ValueError, match=r"backend 'triton' cannot run: .*float64"):
-        sparse_step(*token, memory=memory, scores=torch.ones(1, HEADS).double(), backend="triton")
+        sparse_step(*token, memory=memory, scores=torch.ones(1, HEADS).to(like), backend="triton")
     assert not any(x.any() for x in flattened(memory))

@@ -216,4 +216,4 @@ def test_offsets_of_slots_beyond_32_bits():
 def test_where_the_kernels_cannot_run():
     tokens, options = _arguments("hax")
     with pytest.raises(ValueError, match=r"backend 'triton' cannot run: .*float64"):
-        sparse_attention(*tokens, **options, backend="triton")
+        sparse_attention(*(x.to(DEVICE) for x in tokens), **placed(options), backend="triton")

@@ -167,7 +167,7 @@ def test_offsets_beyond_32_bits():
 
 def test_where_the_kernels_cannot_run():
     with pytest.raises(ValueError, match=r"backend 'triton' cannot run: .*float64"):
-        ssd_attention(**arguments((1, 2, 2, 1, 3, 4)), backend="triton")
+        ssd_attention(**{k: v.to(DEVICE) for k, v in arguments((1, 2, 2, 1, 3, 4)).items()}, backend="triton")
     leaves = {name: x.detach().float() for name, x in arguments((1, 1, 2, 1, 3, 4)).items()}
     state = leaves.pop("initial_state").mT.contiguous().mT
     kept, token = state.clone(), [x[:, 0] for x in leaves.values()]

@@ -64,6 +64,18 @@ def test_the_page_answers_and_reads_what_is_new_alone(folder):
     assert read[1] > 1024 and max(read[2:]) < 30
 
 
+def test_questions_of_a_chat_share_the_novel_before_them(folder):
+    """The second finds where it parts from the first; from there on each costs its question."""
+    model, tokenizer = long_context.load_interdomain(str(folder))
+    model.generation_config.max_length = None
+    model.prompt_store, read = StateStore(), []
+    for question in (*QUESTIONS, "And gamma 2? ", "Which line is last?"):
+        before = model.prompt_store.tokens_read
+        list(chat_page.answer(model, tokenizer, NOVEL + question, 2, temperature=0))
+        read.append(model.prompt_store.tokens_read - before)
+    assert min(read[:2]) > 1024 and max(read[2:]) < model.prompt_store.block + 40
+
+
 def test_what_states_make_possible_is_shown_or_refused_in_a_sentence(folder, capsys):
     assert states.main([str(folder), "--tokens", "3"]) == 0
     said = capsys.readouterr().out

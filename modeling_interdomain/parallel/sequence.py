@@ -126,43 +126,18 @@ class SequencePiece:
 
     def conv_state(self, projections: Sequence[torch.Tensor], size: int) -> list[torch.Tensor]:
         """The last `size` inputs before this piece, `[B, W, size]` or a row a document, of projections `[B, T, W]`."""
-        tails = _Gathered.apply(torch.cat([self._tail(self.rows(x), size) for x in projections], dim=1), self.group)
+        tails = torch.cat([self._tail(self.rows(x), size) for x in projections], dim=1)
         real = torch.arange(size, 0, -1, device=tails.device) <= self.tokens[..., None]  # [processes, B, size]
 
-        def after(window: torch.Tensor, process: int) -> torch.Tensor:
-            return last_inputs(window, tails[process].mT, real[process])
+        def after(window: torch.Tensor, tail: torch.Tensor, process: int) -> torch.Tensor:
+            return last_inputs(window, tail.mT, real[process])
 
-        return list(self._arriving(tails, after).split([x.shape[-1] for x in projections], dim=1))
+        return list(self.handed_on(tails, after).split([x.shape[-1] for x in projections], dim=1))
 
-    def text_before(
-        self, projections: Sequence[torch.Tensor], last: int, first: int
-    ) -> tuple[list[torch.Tensor], torch.Tensor, list[torch.Tensor]]:
-        """Of the document that each row begins in: its `last` inputs before this piece, `[B, W, last]`, how many there
-        are, `[B]`, and its `first` inputs, `[B, W, first]`, of projections `[B, T, W]`.
-        """
-        rows = replace(self, first=None)  # a row of a batch, not a row a document
-        tails = rows.conv_state([self.rows(x) for x in projections], last)
-        heads = torch.cat([self._head(self.rows(x), first) for x in projections], dim=1)
-        heads = _Gathered.apply(heads, self.group) if first else heads.expand(self.group.size(), -1, -1, -1)
-        count, wanted = torch.zeros_like(self.tokens[0]), torch.arange(first, device=self.tokens.device)
-
-        def after(found: torch.Tensor, process: int) -> torch.Tensor:
-            nonlocal count
-            count = _forgotten(count, self.forgets[process])
-            at = (wanted - count[:, None])[:, None]
-            new = heads[process].gather(2, at.clamp(min=0).expand(-1, heads.shape[2], -1))
-            found = torch.where((at >= 0) & (at < self.tokens[process][:, None, None]), new, found)
-            count = count + self.tokens[process]
-            return found
-
-        found = rows._arriving(heads, after).split([x.shape[-1] for x in projections], dim=1)
-        return tails, _forgotten(count, self.begins), list(found)
-
-    def _head(self, x: torch.Tensor, size: int) -> torch.Tensor:
-        """The first `size` of the last document's real tokens of rows `[B, T, W]`, `[B, W, size]`, before anything."""
-        start = self.last.long().argmax(dim=1, keepdim=True)
-        places = (start + torch.arange(size, device=x.device)).clamp(max=x.shape[1] - 1)
-        return x.gather(1, places[..., None].expand(-1, -1, x.shape[2])).mT
+    def handed_on(self, own: torch.Tensor, after: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]):
+        """What arrives at this piece: `after(found, part, process)` moves it over a piece whose `own` is this part."""
+        parts = _Gathered.apply(own, self.group)
+        return self._arriving(parts, lambda found, process: after(found, parts[process], process))
 
     def _tail(self, x: torch.Tensor, size: int) -> torch.Tensor:
         """The last `size` of the last document's real tokens of rows `[B, T, W]`, `[B, W, size]`, after zeros."""

@@ -63,6 +63,7 @@ _OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "ops.common.slots": lambda config: False,
     "ops.common.spans": lambda config: False,
     "ops.diagonal.export": lambda config: False,
+    "mixers.window.pieces": lambda config: False,
     "parallel.sequence": lambda config: False,
 }
 _ABSENT = (

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ...layers.common import is_plain
 from ...layers.rotary import InterdomainRotaryEmbedding, rotate
 from ...ops.common.cpu import in_graph
 
@@ -30,14 +29,15 @@ class Seen(NamedTuple):
         sink_key, sink_value: of the first S tokens of a text, `[B, S, G, D]`, or `[1, N, S, G, D]` where a row holds
             several: of the text that each block of queries begins in, the one of which it may have left a window.
             Those that have not been read are anything.
-        places: `[B or 1, T]`, of each token in its text, from 0.
+        places: `[B or 1, T]`, of each token in its text, from 0; None for a token far into each text, to which all of
+            these are visible but the first, and whose state is filled.
     """
 
     key: torch.Tensor
     value: torch.Tensor
     sink_key: torch.Tensor
     sink_value: torch.Tensor
-    places: torch.Tensor
+    places: torch.Tensor | None
 
     def between(self, start: int, stop: int, size: int) -> "Seen":
         """What the queries of these tokens see, in blocks of `size`."""
@@ -66,7 +66,7 @@ class WindowAttention(nn.Module):
     def forward(self, query: torch.Tensor, seen: Seen) -> torch.Tensor:
         """`[B, T, H, D]`, before rotation, to the same."""
         batch, length = query.shape[:2]
-        if length == 1 and is_plain(query, query.dtype) and bool((seen.places >= self.window + self.sinks).all()):
+        if seen.places is None:
             return self._one(query, seen)
         fused, size = query.is_cuda and not torch.compiler.is_exporting(), self.block(length)
         attend = self._fused if fused else self._blocks
@@ -77,16 +77,30 @@ class WindowAttention(nn.Module):
         return torch.cat([attend(query[:, a:b], seen.between(a, b, size), size) for a, b in pieces], dim=1)
 
     def _one(self, query: torch.Tensor, seen: Seen) -> torch.Tensor:
-        """Of a token far into each text, in few calls: it sees the sinks and the window behind them as one text."""
-        key, value = (torch.cat([first, x[:, 1:]], dim=1) for first, x in zip(seen[2:4], seen[:2], strict=True))
+        """Of a token far into each text, in few calls: it sees the sinks and the window behind them as one text.
+
+        Keys are turned by how far they are behind it; it is not turned. A head's numbers come before tokens, as in a
+        cache.
+        """
+        key, value = (
+            torch.cat([first.permute(0, 2, 3, 1), x.permute(0, 2, 3, 1)[..., 1:]], dim=3)
+            for first, x in zip(seen[2:4], seen[:2], strict=True)
+        )
+        scaling = self.scaling
         if self.rotary is not None:
-            cos, sin = (x[None] for x in self._angles(query, self.window + max(1, self.sinks)))
-            key = rotate(key, cos[:, : key.shape[1]], sin[:, : key.shape[1]])
-            query = rotate(query, cos[:, key.shape[1] - 1 : key.shape[1]], sin[:, key.shape[1] - 1 : key.shape[1]])
-        grouped = (query[:, 0] * self.scaling).unflatten(1, (key.shape[2], -1))
-        scores = grouped @ key.permute(0, 2, 3, 1)
+            cos, sin = self._kept_or("distances", self._distances, query, key.shape[3])
+            turned, half = key * cos, len(sin) // 2
+            turned[:, :, :half].addcmul_(key[:, :, half : 2 * half], sin[:half], value=-1)
+            turned[:, :, half : 2 * half].addcmul_(key[:, :, :half], sin[half:])
+            key, scaling = turned, scaling * self.rotary.attention_scaling
+        scores = (query[:, 0] * scaling).unflatten(1, (key.shape[1], -1)) @ key
         weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
-        return (weights @ value.transpose(1, 2)).flatten(1, 2)[:, None]
+        return (weights @ value.mT).flatten(1, 2)[:, None]
+
+    def _distances(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines `[D, count]` and sines `[dim, count]` of the last places up to 0, in the dtype of x."""
+        cos, sin = (y[0].T for y in self.rotary(x, torch.arange(1 - count, 1, device=x.device)[None]))
+        return F.pad(cos, (0, 0, 0, x.shape[-1] - len(cos)), value=1).contiguous(), sin.contiguous()
 
     def _blocks(self, query: torch.Tensor, seen: Seen, size: int) -> torch.Tensor:
         """Blocks of `size` queries, the last of which is filled up; each sees the sinks and W + `size` keys."""

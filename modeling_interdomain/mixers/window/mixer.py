@@ -90,11 +90,11 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
         if not self.memory:
             return (query, *seen), after
         # What leaves the window now, and was no sink.
-        enters = self._is_filled(seen.places)[..., None, None]
-        key, value = (x[:, : seen.places.shape[1]] for x in seen[:2])
-        key = torch.where(enters, silu_l2(_mapped(key, self.k_map)), 0)
-        value = torch.where(enters, _mapped(value, self.v_map), 0)
-        key, value = (x.reshape(*query.shape[:2], *x.shape[2:]) for x in (key, value))
+        key, value = (x[:, : x.shape[1] - self.window] for x in seen[:2])
+        key, value = silu_l2(_mapped(key, self.k_map)), _mapped(value, self.v_map)
+        if seen.places is not None:
+            enters = self._is_filled(seen.places)[..., None, None]
+            key, value = (torch.where(enters, x, 0).reshape(*query.shape[:2], *x.shape[2:]) for x in (key, value))
         return (silu_l2(_mapped(query, self.q_map)), key, value, query, *seen, *share), after
 
     def _seen(self, key, value, conv_state, packing, keep: bool) -> tuple[Seen, list[torch.Tensor]]:
@@ -123,10 +123,17 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
             none = key.new_zeros(batch, width, self.window), key.new_zeros(batch, width, self.sinks)
             held = [none[0], none[0], key.new_zeros(batch, 1, 1, dtype=torch.long), none[1], none[1]]
         *before, count = held[:3]
+        before = [x.to(key.dtype) for x in before]
+        if length == 1:  # in the layout of a cache
+            both = [torch.cat([x, new.mT], dim=2).mT for x, new in zip(before, (key, value), strict=True)]
+            if lengths is None and is_plain(key, key.dtype) and bool(self._is_filled(count).all()):
+                after = [*(x[:, 1:].mT for x in both), count + 1, *held[3:]]
+                return Seen(*[*both, *(x.mT for x in held[3:]), None]), after
+        else:
+            both = [torch.cat([x.mT, new], dim=1) for x, new in zip(before, (key, value), strict=True)]
         tokens = torch.arange(length, device=key.device)
         places = count[:, 0] + tokens  # a new tensor, since the count will be written in place
         real = None if lengths is None else tokens < lengths[:, None]
-        both = [torch.cat([x.to(new.dtype).mT, new], dim=1) for x, new in zip(before, (key, value), strict=True)]
         if lengths is None:
             last, added = [x[:, length:] for x in both], length
         else:
@@ -181,11 +188,13 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
         seen = Seen(*held)
         attended = self._attended(query, seen)
         wide = torch.promote_types(attended.dtype, torch.float32)
-        filled = self._is_filled(seen.places.reshape(-1, query.shape[1]))[..., None]
-        if self.first_state is not None:  # a group that begins with something has it to read at once
-            begun = self.first_state(filled[:1]).flatten(2).any(dim=-1)
-            filled = filled | begun.repeat_interleave(share.shape[-1] // begun.shape[-1], dim=-1)
-        share = torch.where(filled, share.to(wide).sigmoid(), 0)
+        share = share.to(wide).sigmoid()
+        if seen.places is not None:
+            filled = self._is_filled(seen.places.reshape(-1, query.shape[1]))[..., None]
+            if self.first_state is not None:  # a group that begins with something has it to read at once
+                begun = self.first_state(filled[:1]).flatten(2).any(dim=-1)
+                filled = filled | begun.repeat_interleave(share.shape[-1] // begun.shape[-1], dim=-1)
+            share = torch.where(filled, share, 0)
         read = read.to(wide)
         normed = plain_rms_norm(read, self.eps) if is_plain(read) else F.rms_norm(read, read.shape[-1:], eps=self.eps)
         return torch.lerp(attended.to(wide), (self.memory_gate * normed).to(wide), share[..., None])
@@ -198,8 +207,9 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
         return self.attention(query.reshape(rows, -1, *query.shape[2:]), seen).reshape(query.shape)
 
     def _before_piece(self, piece, projected):
-        tails, count, heads = piece.text_before(self._convolved(projected), self.window, self.sinks)
-        return [*tails, count[:, None, None], *heads]
+        from .pieces import held_before
+
+        return held_before(piece, self._convolved(projected), self.window, self.sinks)
 
     @staticmethod
     def replay_state(operators, *arguments):

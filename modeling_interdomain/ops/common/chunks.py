@@ -175,11 +175,23 @@ def chunks_of(
     return _of_documents(shape, starts, sizes, largest, tokens_per_segment, device)
 
 
+def later_lanes(shape: tuple[int, int], largest: int, tokens_per_segment: int) -> int:
+    """Of a batch whose rows are documents, the sum of `lanes[0]` over the segments that do not begin a block."""
+    _, steps, total = _share_out(shape, min(largest, shape[1]), tokens_per_segment)
+    return shape[0] * (-(-total // steps) - 1)
+
+
+def _share_out(shape, size: int, tokens_per_segment: int) -> tuple[int, int, int]:
+    """Documents of a block, steps of a segment, and steps of a block."""
+    per_segment = max(1, tokens_per_segment // size)
+    lanes, total = min(shape[0], per_segment), -(-shape[1] // size)
+    # As many in each: batched products share out evenly.
+    return lanes, -(-total // -(-total // (per_segment // lanes))), total
+
+
 def _of_rows(shape, size: int, tokens_per_segment: int, device) -> Chunks:
     batch, length = shape
-    per_segment = max(1, tokens_per_segment // size)
-    lanes, total = min(batch, per_segment), -(-length // size)
-    steps = -(-total // -(-total // (per_segment // lanes)))  # as many in each: batched products share out evenly
+    lanes, steps, total = _share_out(shape, size, tokens_per_segment)
     segments = []
     for block in range(0, batch, lanes):
         side_by_side = min(lanes, batch - block)

@@ -4,6 +4,7 @@ Shared by the operators that work on chunks. Complex numbers are interleaved pai
 gradients are written out.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -13,16 +14,19 @@ from .decay import as_complex, decay_powers
 
 
 class Workspace(dict):
-    """Named buffers that the segments of one call use in turn."""
+    """Named buffers that the segments of one call use in turn: of each its views by their shapes, the whole by ()."""
 
     def tensor(self, name: str, shape: tuple[int, ...], like: torch.Tensor, zero: bool = False) -> torch.Tensor:
         """Uninitialised; with `zero` it is zeros at first, and then what its last user left in it."""
-        count = 1
-        for n in shape:
-            count *= n
-        if name not in self or self[name].numel() < count:
-            self[name] = like.new_zeros(count) if zero else like.new_empty(count)
-        return self[name][:count].view(shape)
+        views = self.setdefault(name, {})
+        if shape not in views:
+            count = math.prod(shape)
+            whole = views.get(())
+            if whole is None or whole.numel() < count:
+                views.clear()
+                views[()] = whole = like.new_zeros(count) if zero else like.new_empty(count)
+            views[shape] = whole[:count].view(shape)
+        return views[shape]
 
     def product(self, name: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """`a @ b` over a batch."""
@@ -259,15 +263,20 @@ class StateGradients:
         self.initial = None if states.initial is None else torch.zeros_like(states.initial)
         self.next_entry: torch.Tensor | None = None  # the gradient of those with which the segment behind begins
         self.ends = None if final is None else states._by_rank(final)
-        self.starts: list[torch.Tensor | None] = []
-        for segment in chunks.segments:
-            self.starts.append(states.entry(segment))
-            if segment.following or states.ends is not None:
-                states.forward(segment, states.inputs(segment), self.starts[-1])
-            else:
-                states.next_entry = None
+        self.starts = self._entries()
         self._last_inputs = [] if final is None else [self._from_ends(ranks) for ranks in states._ranks()]
         states.ends = None
+
+    def _entries(self) -> list[torch.Tensor | None]:
+        """The states with which segments begin, from a walk that leaves what final states need, too."""
+        states, starts = self.states, []
+        for segment in states.chunks.segments:
+            starts.append(states.entry(segment))
+            if segment.following or states.ends is not None:
+                states.forward(segment, states.inputs(segment), starts[-1])
+            else:
+                states.next_entry = None
+        return starts
 
     def _from_ends(self, ranks: slice) -> torch.Tensor:
         """Take the gradients of final states to the states before the last chunks; returns that of the last inputs."""

@@ -78,17 +78,18 @@ def chunk_tokens(largest: int, length: int) -> int:
 
 
 class Arithmetic(NamedTuple):
-    """DTYPE of the operands of matrix products, and PRECISION as `tl.dot` takes it, or "interpreted" for bfloat16
-    where the interpreter runs.
+    """DTYPE of the operands of matrix products, "bfloat16" or "float32", and PRECISION as `tl.dot` takes it, or
+    "interpreted" for bfloat16 where the interpreter runs. Text, because Triton writes some of a kernel's constants as
+    JSON, for its hooks and when it keeps what it has timed.
     """
 
-    DTYPE: Any
+    DTYPE: str
     PRECISION: str
 
     @property
     def storage(self) -> torch.dtype:
         """The dtype of states between kernels, and of the operands of matrix products."""
-        return torch.bfloat16 if tl.bfloat16 == self.DTYPE else torch.float32
+        return torch.bfloat16 if self.DTYPE == "bfloat16" else torch.float32
 
     @property
     def terms(self) -> int:
@@ -102,11 +103,11 @@ def arithmetic(dtype: torch.dtype) -> Arithmetic:
     float16 would overflow where a state or a readout passes 65,504; tf32 has its precision and the range of float32.
     """
     if dtype == torch.bfloat16:
-        return Arithmetic(tl.bfloat16, "interpreted" if interpreted() else "tf32")
+        return Arithmetic("bfloat16", "interpreted" if interpreted() else "tf32")
     if torch.version.hip is not None or interpreted():
-        return Arithmetic(tl.float32, "ieee")
+        return Arithmetic("float32", "ieee")
     fast = dtype == torch.float16 or torch.get_float32_matmul_precision() != "highest"
-    return Arithmetic(tl.float32, "tf32" if fast else "tf32x3")
+    return Arithmetic("float32", "tf32" if fast else "tf32x3")
 
 
 @triton.jit
@@ -120,10 +121,19 @@ def narrow(x, dtype: tl.constexpr, MATH: tl.constexpr):
 
 
 @triton.jit
+def as_operand(x, MATH: tl.constexpr):
+    """x in MATH.DTYPE."""
+    if MATH.DTYPE == "bfloat16":
+        return narrow(x, tl.bfloat16, MATH)
+    else:
+        return narrow(x, tl.float32, MATH)
+
+
+@triton.jit
 def dot(a, b, acc, MATH: tl.constexpr):
     """A matrix product with operands in MATH.DTYPE, accumulated in float32."""
-    a = narrow(a, MATH.DTYPE, MATH)
-    b = narrow(b, MATH.DTYPE, MATH)
+    a = as_operand(a, MATH)
+    b = as_operand(b, MATH)
     if MATH.PRECISION == "interpreted":  # the interpreter would multiply the bit patterns of bfloat16
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     return tl.dot(a, b, acc, input_precision=MATH.PRECISION)
@@ -132,7 +142,7 @@ def dot(a, b, acc, MATH: tl.constexpr):
 @triton.jit
 def left_over(x, MATH: tl.constexpr):
     """What rounding a float32 x to MATH.DTYPE takes away: the second of two terms that add up to x."""
-    return x - narrow(x, MATH.DTYPE, MATH).to(tl.float32)
+    return x - as_operand(x, MATH).to(tl.float32)
 
 
 @triton.jit

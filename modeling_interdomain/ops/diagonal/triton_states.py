@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..common.launch import tl, triton
-from ..common.tiles import dot, left_over, narrow, segment_of
+from ..common.tiles import as_operand, dot, left_over, narrow, segment_of
 from .triton_tiles import load_pair, times, times_conj
 
 
@@ -191,8 +191,8 @@ def _walk_back(
     tokens = tl.arange(0, C)
     powers = tables.powers + group * C * 2 * M
     t_re, t_im = load_pair(tables.inputs + group * C * 2 * M, C - 1 - tokens, modes, 2 * M, M)
-    t_re = narrow(t_re, MATH.DTYPE, MATH)
-    t_im = narrow(t_im, MATH.DTYPE, MATH)
+    t_re = as_operand(t_re, MATH)
+    t_im = as_operand(t_im, MATH)
     plane = columns.modes * columns.state_width
     used = (modes < columns.modes)[:, None] & (column < columns.width)[None, :]
     FEW: tl.constexpr = 16  # the products of all tokens at once would not fit on the chip

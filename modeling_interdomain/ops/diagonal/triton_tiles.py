@@ -25,7 +25,7 @@ A complex tile is two real ones; pointers are to the first element of what the n
 from typing import NamedTuple
 
 from ..common.launch import tl, triton
-from ..common.tiles import causal, dot, left_over, load_tokens, narrow, store_tokens
+from ..common.tiles import as_operand, causal, dot, left_over, load_tokens, store_tokens
 
 
 class Sizes(NamedTuple):
@@ -121,7 +121,7 @@ def left_before(x, left):
 @triton.jit
 def ordered(scores, C: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.constexpr):
     """Scores or weights by (t, i) without those of later tokens, SKEWED by (t, t - i), `[C, C]` in MATH.DTYPE."""
-    scores = narrow(scores, MATH.DTYPE, MATH)
+    scores = as_operand(scores, MATH)
     return skew(scores, C) if SKEWED else causal(scores, C)
 
 
@@ -278,8 +278,8 @@ def pull_and_mix(
                 scores, a, state, intra, powers, left, start, length, a_stride, m, WIDTH, PADDED,
                 SIZES.BR, BM, C, M, SKEWED, MATH,
             )  # fmt: skip
-            y_re = narrow(y_re, MATH.DTYPE, MATH)
-            y_im = narrow(y_im, MATH.DTYPE, MATH)
+            y_re = as_operand(y_re, MATH)
+            y_im = as_operand(y_im, MATH)
             sum_re = ()
             sum_im = ()
             for n in tl.static_range(0, M, BN):
@@ -314,7 +314,7 @@ def ordered_weights(w, left, C: tl.constexpr, SKEWED: tl.constexpr, MATH: tl.con
     if left is None:
         w = ordered(w, C, SKEWED, MATH)
     else:
-        w = narrow(left_within(skew(w, C) if SKEWED else causal(w, C), left), MATH.DTYPE, MATH)
+        w = as_operand(left_within(skew(w, C) if SKEWED else causal(w, C), left), MATH)
     return w
 
 
@@ -333,13 +333,13 @@ def readers(
     e_im = ()
     for n in tl.static_range(0, M, BN):
         x_re, x_im = times_conj_powers(p_re[n // BN], p_im[n // BN], powers, n, C, M, BN)
-        x_re = narrow(x_re, MATH.DTYPE, MATH)
-        x_im = narrow(x_im, MATH.DTYPE, MATH)
+        x_re = as_operand(x_re, MATH)
+        x_im = as_operand(x_im, MATH)
         e_re += (x_re,)
         e_im += (x_im,)
         if SKEWED:
-            x_re = narrow(p_re[n // BN], MATH.DTYPE, MATH)
-            x_im = narrow(p_im[n // BN], MATH.DTYPE, MATH)
+            x_re = as_operand(p_re[n // BN], MATH)
+            x_im = as_operand(p_im[n // BN], MATH)
         w = add_weights(w, x_re, x_im, intra, n, C, M, BN, MATH)
     return e_re, e_im, ordered_weights(w, left, C, SKEWED, MATH)
 

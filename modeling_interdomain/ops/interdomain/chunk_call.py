@@ -35,6 +35,11 @@ from ..diagonal.mixing import mixing_matrix
 _SEGMENT_FLOATS = {"cpu": 1 << 19, "other": 1 << 24}
 
 
+def tokens_per_segment(query: torch.Tensor, log_decay: torch.Tensor) -> int:
+    floats = _SEGMENT_FLOATS["cpu" if query.device.type == "cpu" else "other"]
+    return floats // (2 * log_decay.shape[1] * query.shape[2])
+
+
 class AttentionTables:
     """The tables that a call makes of the parameters, for chunks of one size.
 
@@ -64,8 +69,7 @@ class AttentionCall:
     ):  # fmt: skip
         batch, length, heads, feature_dim = query.shape
         self.query, self.groups, self.heads = query, key.shape[2], heads // key.shape[2]
-        floats = _SEGMENT_FLOATS["cpu" if query.device.type == "cpu" else "other"]
-        tokens = floats // (2 * log_decay.shape[1] * heads)
+        tokens = tokens_per_segment(query, log_decay)
         self.chunks = chunks_of((batch, length), cu_seqlens, lengths, chunk_size, tokens, query.device)
         self.size = self.chunks.size
         make = partial(self.tables_class, log_decay, input_matrix, coefficients, product, self.size)

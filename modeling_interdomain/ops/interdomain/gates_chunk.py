@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-from ..common.chunks import Segment
+from ..common.chunks import Segment, later_lanes
 from ..common.custom_op import differentiable
 from ..common.decay import LEAST
 from ..common.states import final_states
 from ..diagonal.mixing import mixing_gradient
 from .chunk import state_shape
-from .chunk_call import AttentionCall, Gradients, Walked, margins, walk
+from .chunk_call import AttentionCall, Gradients, Walked, margins, tokens_per_segment, walk
 from .gates_states import (
     Answering,
     DeltaStateGradients,
@@ -71,8 +71,10 @@ class GatedCall(AttentionCall):
     values: DeltaStates
 
     def __init__(
-        self, query, key, value, *arguments, log_gate: torch.Tensor, delta: torch.Tensor | None, answers=None
+        self, query, key, value, *arguments, log_gate: torch.Tensor, delta: torch.Tensor | None, kept: torch.Tensor,
+        answers=None,
     ):  # fmt: skip
+        self.kept = kept  # for the backward pass, `entries`
         self.answers: torch.Tensor | None = answers  # `[B, T, G, D]`; where they are known, values are what they write
         if answers is not None:
             value = written_values(value, delta, answers)
@@ -81,6 +83,16 @@ class GatedCall(AttentionCall):
         self.queries, self.delta = self.heads * self.size, delta
         if delta is not None:
             self.heads += 1
+
+    def entries(self, kept: torch.Tensor) -> dict[Segment, tuple[torch.Tensor, ...]]:
+        """Where in what is kept, `[n, G, R + D, 2M]`, the states of keys and of values are with which segments begin.
+
+        Each `[G, lanes, W, 2M]`, of the segments that go on from others.
+        """
+        later = [segment for segment in self.chunks.segments if segment.step and kept.numel()]
+        parts = kept.split([segment.lanes[0] for segment in later]) if later else ()
+        widths = [self.keys.x.shape[3], self.values.x.shape[3]]
+        return {segment: part.transpose(0, 1).split(widths, dim=2) for segment, part in zip(later, parts)}
 
     def rows(self, name: str, x: torch.Tensor, segment: Segment) -> torch.Tensor:
         """As before, and with the delta rule room for one head more, `[G N, P C, W]`."""
@@ -159,7 +171,10 @@ class GatedCall(AttentionCall):
         output = self.chunks.empty(self.query, self.query.shape[2], self.values.x.shape[3])
         if self.delta is not None:
             self.answers = self.chunks.empty(self.values.x, *self.values.x.shape[2:])
+        kept = self.entries(self.kept)
         for segment in self.chunks.segments:
+            for stream, entry in zip((self.keys, self.values), kept.get(segment, ())):
+                entry.copy_(stream.entry(segment))
             keys = walk(self.keys, segment, self.keys.entry(segment))
             rows = self.begin(segment, keys.inputs)
             *_, p = self.pull(rows, *keys, keep=False)
@@ -183,6 +198,9 @@ class GatedCall(AttentionCall):
         return *found, *self.found.finish_gates()
 
     def gradients(self, *arguments) -> Gradients:
+        kept = self.entries(self.kept)
+        for index, stream in enumerate((self.keys, self.values) if kept else ()):
+            stream.entries = [kept[s][index] if s.step else stream.entry(s) for s in self.chunks.segments]
         self.found = GatedGradients(self, *arguments)
         return self.found
 
@@ -358,30 +376,40 @@ def _forward(
     coefficient_matrix: torch.Tensor | None, initial_state: torch.Tensor | None, log_gate: torch.Tensor,
     delta: torch.Tensor | None, cu_seqlens: torch.Tensor | None, lengths: torch.Tensor | None, product: str,
     chunk_size: int, output_final_state: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    kept = _room_for_entries(query, key, value, log_decay, cu_seqlens, lengths, chunk_size)
     inputs = query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state
     call = GatedCall(
-        *inputs, cu_seqlens, lengths, product, chunk_size, output_final_state, log_gate=log_gate, delta=delta
+        *inputs, cu_seqlens, lengths, product, chunk_size, output_final_state, log_gate=log_gate, delta=delta, kept=kept
     )
     shape = state_shape(query, key, value, log_decay, cu_seqlens)
     final = final_states(log_decay, shape, output_final_state, initial_state)
     output = call.forward(final if output_final_state else None)
-    return output, final, value.new_empty(0) if delta is None else call.answers
+    return output, final, value.new_empty(0) if delta is None else call.answers, kept
 
 
 def _outputs(query, key, value, log_decay, input_matrix, coefficients, initial_state, log_gate, delta, *rest):
-    cu_seqlens, *_, wanted = rest
+    cu_seqlens, lengths, _, chunk_size, wanted = rest
     output = query.new_empty((*query.shape[:3], value.shape[3]))
     shape = state_shape(query, key, value, log_decay, cu_seqlens) if wanted else (0,)
-    return output, log_decay.new_empty(shape), value.new_empty(0 if delta is None else value.shape)
+    kept = _room_for_entries(query, key, value, log_decay, cu_seqlens, lengths, chunk_size)
+    return output, log_decay.new_empty(shape), value.new_empty(0 if delta is None else value.shape), kept
+
+
+def _room_for_entries(query, key, value, log_decay, cu_seqlens, lengths, chunk_size: int) -> torch.Tensor:
+    """What `GatedCall.entries` takes; empty for documents, which cut segments as they come: they are walked again."""
+    later = 0
+    if cu_seqlens is None and lengths is None:
+        later = later_lanes(query.shape[:2], chunk_size, tokens_per_segment(query, log_decay))
+    return key.new_empty(later, key.shape[2], key.shape[3] + value.shape[3], 2 * log_decay.shape[1])
 
 
 def _backward(inputs, grads, needs):
     query, key, value, *parameters, initial_state, log_gate, delta = inputs[:9]
-    *options, answers = inputs[9:]
+    *options, answers, kept = inputs[9:]
     call = GatedCall(
         query, key, value, *parameters, initial_state, *options[:-1], grads[1] is not None, log_gate=log_gate,
-        delta=delta, answers=None if delta is None else answers,
+        delta=delta, kept=kept, answers=None if delta is None else answers,
     )  # fmt: skip
     *found, mixing, initial, of_gate, of_delta = call.backward(*grads[:2], needs[5])
     of_gate = of_gate.masked_fill_(log_gate < LEAST, 0).to(log_gate.dtype)
@@ -390,4 +418,4 @@ def _backward(inputs, grads, needs):
     return *found, of_coefficients, initial, of_gate, of_delta
 
 
-_operator = differentiable(__name__, "gated_attention", _forward, _outputs, _backward, count=9, kept=(2,))
+_operator = differentiable(__name__, "gated_attention", _forward, _outputs, _backward, count=9, kept=(2, 3))

@@ -79,6 +79,7 @@ class GatedStates(States):
 
     at_once = True
     gates: TokenGates
+    entries: list[torch.Tensor | None] | None = None  # the states with which segments begin, where they are known
     _written: tuple[tuple[int, ...], torch.Tensor] | None = None
 
     def written(self, segment: Segment, inputs: torch.Tensor) -> torch.Tensor:
@@ -204,6 +205,10 @@ class GatedStateGradients(StateGradients):
         self._last_gates: list[torch.Tensor] = []
         super().__init__(states, final)
 
+    def _entries(self) -> list[torch.Tensor | None]:
+        known = self.states.entries
+        return super()._entries() if known is None or self.states.ends is not None else known
+
     def _from_ends(self, ranks: slice) -> torch.Tensor:
         last, decay = self.states._last(ranks)
         gates = self.states.gates.last(ranks)
@@ -290,11 +295,11 @@ class DeltaStateGradients(GatedStateGradients):
         groups = after.shape[0]
         found = self.workspace.tensor("grad after by step", (written.shape[0], *after.shape[2:]), after)
         writes, later, table = (steps_of(x, segment) for x in (written, found, self.states.table_left(segment)))
-        entry = None
+        reads = entry = None
         if grad is not None:
             entry = grad.new_empty(groups * segment.lanes[0], *grad.shape[2:])
             across = steps_of(by_step(self.states.across_back(segment, slice(None))), segment)
-            earlier, readers = steps_of(by_step(grad), segment), steps_of(readers, segment)
+            earlier, reads = steps_of(by_step(grad), segment), steps_of(readers, segment)
         for step in reversed(range(len(later))):
             last = step + 1 == len(later)
             going = groups * (segment.following if last else segment.lanes[step + 1])
@@ -303,9 +308,9 @@ class DeltaStateGradients(GatedStateGradients):
                 if last:
                     by_group(later[step][:going], groups).copy_(self.next_entry)
                 writes[step][:going].baddbmm_(table[step][:going], later[step][:going].mT)
-            if grad is not None:
+            if reads is not None:
                 into = later[step - 1][: later[step].shape[0]] if step else entry
                 torch.addcmul(pairs(earlier[step]), across[step], pairs(later[step]), out=pairs(into))
-                into.baddbmm_(writes[step].mT, readers[step], alpha=-1)
+                into.baddbmm_(writes[step].mT, reads[step], alpha=-1)
         after.copy_(by_group(found, groups))
         return None if entry is None else by_group(entry, groups)

@@ -13,7 +13,7 @@ read a chunk: p for a skewed group, otherwise `p conj(lambda^(t+1))`, which read
 from typing import Any, NamedTuple
 
 from ..common.launch import tl, triton
-from ..common.tiles import dot, load_tokens, locate, narrow, store_tokens
+from ..common.tiles import as_operand, dot, load_tokens, locate, narrow, store_tokens
 from ..diagonal.triton_tiles import (
     add_weights,
     left_before,
@@ -97,8 +97,8 @@ def load_readers(
     e_re, e_im = load_modes(mixed, start, length, stride, m, C, M, BM)
     if SKEWED:
         x_re, x_im = times_conj_powers(e_re.to(tl.float32), e_im.to(tl.float32), powers, m, C, M, BM)
-        e_re = narrow(x_re, MATH.DTYPE, MATH)
-        e_im = narrow(x_im, MATH.DTYPE, MATH)
+        e_re = as_operand(x_re, MATH)
+        e_im = as_operand(x_im, MATH)
     return e_re, e_im
 
 

@@ -19,7 +19,7 @@ import torch
 
 from ..common.custom_op import differentiable
 from ..common.launch import interpreted, on_device, tl, triton, tuned
-from ..common.tiles import dot, load_tokens, locate, narrow, store_tokens
+from ..common.tiles import as_operand, dot, load_tokens, locate, store_tokens
 from ..diagonal.triton_states import KeyGradients
 from ..diagonal.triton_tables import KernelTables, Parameters, Partial, table_gradients
 from ..diagonal.triton_tiles import left_before, load_left
@@ -94,7 +94,7 @@ def solve(
         d = tl.load(delta + (start + rows) * groups + group, mask=rows < length, other=0.0)
         t = unit_inverse(inverse, d, start, length, groups * C, C, PRECISION)
         tl.debug_barrier()
-        t = narrow(t, MATH.DTYPE, MATH)
+        t = as_operand(t, MATH)
         store_tokens(inverse, t, start, length, 0, groups * C, C, C, C, MATH)
         for m in tl.range(0, M, BM, num_stages=1, loop_unroll_factor=1):
             e_re, e_im = load_readers(mixed, powers, start, length, stride, m, C, M, BM, SKEWED, MATH)

@@ -257,9 +257,11 @@ def _walk_back(
     d_weight = zero
     d_bias = zero
     # Gradients of the convolution's outputs one, two and three tokens later, and of its weights; unused ones stay zero.
-    g_1 = zero
-    g_2 = zero
-    g_3 = zero
+    # Those that move on to the next name need a beginning of their own: of names for one value Triton takes `g_3 = g_2`
+    # for no change, and the loop would not carry it.
+    g_1 = tl.zeros([BH, BW], tl.float32)
+    g_2 = tl.zeros([BH, BW], tl.float32)
+    g_3 = tl.zeros([BH, BW], tl.float32)
     t_0 = zero
     t_1 = zero
     t_2 = zero

@@ -7,7 +7,7 @@ token reads the state before the chunk. Both are tables of the parameters; their
 from typing import Any, NamedTuple
 
 from ..common.launch import tl, triton
-from ..common.tiles import dot, load_tokens, locate, narrow, store_tokens
+from ..common.tiles import as_operand, dot, load_tokens, locate, narrow, store_tokens
 from ..diagonal.triton_tiles import load_pair
 
 
@@ -37,7 +37,7 @@ def _toeplitz(kernel, C: tl.constexpr, MATH: tl.constexpr):
     """`kernel[t - j]` by (t, j), zero above the diagonal, in MATH.DTYPE."""
     rows = tl.arange(0, C)
     distance = rows[:, None] - rows[None, :]
-    return narrow(tl.load(kernel + distance, mask=distance >= 0, other=0.0), MATH.DTYPE, MATH)
+    return as_operand(tl.load(kernel + distance, mask=distance >= 0, other=0.0), MATH)
 
 
 @triton.jit

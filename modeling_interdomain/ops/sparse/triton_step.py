@@ -192,7 +192,7 @@ def triton_sparse_step(query, entry, memory: SparseMemory, scores, bins: tuple[B
         StateTouched: when a launch fails after another has changed the memory.
     """
     place = memory.seen + (1 if mask is None else mask.long())
-    mask = None if mask is None else mask.contiguous().view(torch.uint8)
+    mask = None if mask is None else mask.to(torch.uint8)  # a view of booleans is more than some graphs can have
     sets: list[tuple] = [] if memory.entries is None else [(memory.entries, memory.places, memory.scores, None)]
     sets += [(ring.entries, ring.places, None, part) for ring, part in zip(memory.rings, bins, strict=True)]
     value_width = entry.shape[1] - query.shape[1]

@@ -21,7 +21,7 @@ heads of a group, or a block of them, one after the other, because their scores 
 from typing import Any, NamedTuple
 
 from ..common.launch import tl, triton
-from ..common.tiles import dot, left_over, load_tokens, locate_between, narrow, segment_of, store_tokens
+from ..common.tiles import as_operand, dot, left_over, load_tokens, locate_between, narrow, segment_of, store_tokens
 
 
 class Operands(NamedTuple):
@@ -172,7 +172,7 @@ def attend(
         for inside in range(tl.program_id(2) * heads.each, tl.minimum((tl.program_id(2) + 1) * heads.each, per_group)):
             head = group * per_group + inside
             sums, end = _running_sums(tokens.log_decay + head, start, length, heads.heads, C)
-            weights = narrow(scores * _within(sums, C, REVERSE), MATH.DTYPE, MATH)
+            weights = as_operand(scores * _within(sums, C, REVERSE), MATH)
             reach = _reach(sums, end, REVERSE)[:, None]
             at = (following if REVERSE else slot) * heads.heads + head
             state = states + at * EXTENT.P_PADDED * EXTENT.N_PADDED
