@@ -56,7 +56,13 @@ KINDS = {
     "SmolLM2 in vLLM": 5,
 }
 REQUESTS, LENGTHS = (1, 8, 32), (256, 2048, 4096, 8192)
-CASES = [(kind, requests, length) for length in LENGTHS for requests in REQUESTS for kind in KINDS]
+CASES = [
+    (kind, requests, length)
+    for length in LENGTHS
+    for requests in REQUESTS
+    for kind in KINDS
+    if requests > 1 or "shared" not in kind  # with nobody
+]
 # What is measured first: whether it is ahead, from where on, and then one request and many.
 TELLING = [(8, 2048), (8, 4096), (1, 4096), (8, 256), (1, 8192), (1, 256), (1, 2048), (32, 256), (8, 8192), (32, 2048)]
 # Tokens a second that a case is taken to have before its kind has any: few, so that a budget is kept.
