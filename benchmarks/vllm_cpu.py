@@ -17,6 +17,7 @@ import contextlib
 import math
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -300,6 +301,7 @@ def main() -> None:
     arguments = parser.parse_args()
     # Read when vLLM is imported: the machine places its threads.
     os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as an interruption does, so that servers end, too
     record = run(arguments.quick, arguments.only, arguments.again, arguments.minutes)
     if not arguments.quick:
         from benchmarks import readme
