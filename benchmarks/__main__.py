@@ -63,7 +63,7 @@ def main() -> None:
     if unknown:
         parser.error(f"no table named {', '.join(unknown)}; choose from {', '.join(TABLES)}")
     if arguments.readme:
-        readme.update()
+        _write_pages()
         return
     choice = gpu.Choice(arguments.only, arguments.resume, arguments.seconds, arguments.after)
     for name in arguments.tables or (GPU if torch.cuda.is_available() else CPU):
@@ -78,7 +78,12 @@ def main() -> None:
                 module.plot(record, path.with_suffix(".png"))
         print(f"\n## {name}\n\n{module.table(record)}", flush=True)
     if not arguments.quick:
-        readme.update()
+        _write_pages()
+
+
+def _write_pages() -> None:
+    readme.add_tables(GPU)
+    readme.update()
 
 
 if __name__ == "__main__":

@@ -91,12 +91,13 @@ def _step(batch: int, seconds: float) -> dict:
     state = torch.zeros(batch, HEADS, 2, STATE, 2 * DIM)
     kept = StepParameters(partial(step_tables, reused=True), *parameters, "bilinear")
 
-    def call(names):
-        chosen = tuple(gates[name] if name in names else None for name in NAMES) if names else None
+    def call(chosen):
         take_step(*tokens, kept, state=state, normalize=False, gates=chosen)
 
+    chosen = {side: tuple(gates[name] if name in names else None for name in NAMES) for side, names in SIDES.items()}
+    chosen["plain"] = None
     with torch.no_grad():
-        times = time_in_turns({side: partial(call, names) for side, names in SIDES.items()}, seconds)
+        times = time_in_turns({side: partial(call, x) for side, x in chosen.items()}, seconds)
     return {"batch": batch, **_beside_plain(times)}
 
 

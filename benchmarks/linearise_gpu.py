@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -97,7 +98,8 @@ class GpuStudy(Study):
 
     def __init__(self, data: Path, folder: Path = Path("runs/linearise_gpu"), limit: int = LIMIT):
         super().__init__(data, folder)
-        self.limit, self.kept = limit, ({}, None)
+        self.limit = limit
+        self.kept: tuple[dict, Any] = {}, None  # a condition, its model and the tokens that this has learned from
         torch.set_float32_matmul_precision("high")
 
     def run(self, length: int, measure: str = "perplexity", **condition) -> dict:

@@ -63,7 +63,7 @@ def _case(where, length: int, batch: int, heads: int, training: bool, ceiling: d
             attention, inputs = _attention(name, query, key, value, normal)
             function = _training(attention, inputs, weights) if training else attention
             function()
-        except (ImportError, RuntimeError, AttributeError, ValueError) as error:
+        except Exception as error:  # a peer's own: it is missing, or its kernels do not compile here
             if name in OURS[:2] or (name in PEERS and isinstance(error, torch.OutOfMemoryError)):
                 raise
             row["missing_peers"][name] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"

@@ -291,8 +291,29 @@ def compiled(jobs: str) -> list[dict]:
 def assert_good(rows: list[dict], matrix_units: dict[str, bool]) -> None:
     assert {row["kernel"] for row in rows} == set(matrix_units)
     for row in rows:
-        assert row["fits"] and row["spills"] == 0, row
+        assert row["fits"] and row["spills"] == 0 and row["mixed_up"] == 0, row
         assert (sum(row["matrix"].values()) > 0) is matrix_units[row["kernel"]], row
+
+
+MIXED_UP = """
+        /*0a30*/                   ULDC.64 UR22, c[0x0][0x258] ;                      /* 0x */
+        /*0f50*/                   USGXT.U32 UR4, UR5, 0xe ;                          /* 0x */
+        /*2420*/                   UMOV UR46, UR4 ;                                   /* 0x */
+        /*2430*/                   UMOV UR47, 0x80000020 ;                            /* 0x */
+        /*2440*/                   UIADD3 UR22, UP0, UR22, 0x40, URZ ;                /* 0x */
+        /*2530*/                   HGMMA.64x32x16.F32.BF16 R40, R64, gdesc[UR44].tnspB, R40 ;  /* 0x */
+        /*2560*/                   HGMMA.64x32x16.F32.BF16 R40, R56, gdesc[UR20].tnspB, R40 ;  /* 0x */
+"""
+
+
+def test_addresses_that_an_assembler_has_mixed_up_are_found():
+    """What ptxas 12.8.93 made of `pull_both`, and what it should have been."""
+    from benchmarks.kernel_resources import mixed_up_descriptors
+
+    assert mixed_up_descriptors(MIXED_UP) == 1
+    assert (
+        mixed_up_descriptors(MIXED_UP.replace("UP0, UR22, 0x40", "UP0, UR4, 0x40").replace("UR22, c[", "UR8, c[")) == 0
+    )
 
 
 def test_kernels_compile_for_a_gpu_that_is_not_here():

@@ -250,7 +250,8 @@ def test_a_thousand_tokens():
 def test_many_segments(monkeypatch, rows, kind, initial):
     """A segment begins with the state that the forward pass has kept; where the last one has a gradient, too, all are
     walked through again."""
-    monkeypatch.setitem(chunk_call._SEGMENT_FLOATS, "cpu", 40 * 2 * 4 * 2)  # 40 tokens: five chunks of a row, or one of each
+    # 40 tokens: five chunks of a row, or one of each.
+    monkeypatch.setitem(chunk_call._SEGMENT_FLOATS, "cpu", 40 * 2 * 4 * 2)
     arguments = gated((rows, 85, 2, 1, 4, 3, 4), KINDS[kind])
     if not initial:
         arguments["initial_state"] = None

@@ -49,7 +49,7 @@ EXTRAS = {
     "conversion": ["examples"],
     "docs": ["examples"],
     "model_cards": ["examples"],
-    "benchmarks": ["examples", "triton"],
+    "benchmarks": ["examples", "triton", "evaluation"],
     "examples": ["examples", "evaluation", "serving"],
     "tests": ["test"],
 }

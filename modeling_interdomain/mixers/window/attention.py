@@ -94,8 +94,7 @@ class WindowAttention(nn.Module):
             turned[:, :, half : 2 * half].addcmul_(key[:, :, :half], sin[half:])
             key, scaling = turned, scaling * self.rotary.attention_scaling
         scores = (query[:, 0] * scaling).unflatten(1, (key.shape[1], -1)) @ key
-        weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
-        return (weights @ value.mT).flatten(1, 2)[:, None]
+        return (scores.softmax(dim=-1) @ value.mT).flatten(1, 2)[:, None]
 
     def _distances(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines `[D, count]` and sines `[dim, count]` of the last places up to 0, in the dtype of x."""
@@ -119,9 +118,8 @@ class WindowAttention(nn.Module):
         scores = torch.einsum("bnlgrd,bnkgd->bngrlk", own, key)
         if self.sinks:
             scores = torch.cat([torch.einsum("bnlgrd,bnsgd->bngrls", toward, sink_key), scores], dim=-1)
-        hidden = self._kept_or("reach", self._reach, query, size) > places.unflatten(1, (-1, 1, 1, size, 1))
-        weights = scores.masked_fill(hidden, -torch.inf)
-        weights = weights.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
+        # Added in place, which costs a backward pass nothing. A softmax sums up in float32, whatever its dtype.
+        weights = scores.add_(self._mask(scores, places.unflatten(1, (-1, 1, 1, size, 1)))).softmax(dim=-1)
         if self.dropout and self.training:
             weights = F.dropout(weights, p=self.dropout)
         output = torch.einsum("bngrlk,bnkgd->bnlgrd", weights[..., self.sinks :], value)
@@ -145,10 +143,8 @@ class WindowAttention(nn.Module):
             at = at if self.sinks else at[..., :1]
             query = self._turned_for_both(query, *angles[at][:, :, None].unbind(-2))
             key = self._turned_for_both(key, *of_keys)
-        reach, lowest, zero = self._kept_or("mask", self._mask, query, size)
-        hidden = reach > places.unflatten(1, (-1, 1, size, 1))
-        hidden = hidden.expand(batch, -1, heads // groups, -1, -1).flatten(2, 3).flatten(0, 1)[:, None]
-        mask = torch.where(hidden, lowest, zero)[..., : key.shape[2]]
+        places = places.unflatten(1, (-1, 1, size, 1)).expand(batch, -1, heads // groups, -1, -1)
+        mask = self._mask(query, places).flatten(2, 3).flatten(0, 1)[:, None]
         query = query.unflatten(1, (count, size)).unflatten(3, (groups, -1)).permute(0, 1, 3, 4, 2, 5)
         output = F.scaled_dot_product_attention(
             query.flatten(3, 4).flatten(0, 1),
@@ -185,18 +181,22 @@ class WindowAttention(nn.Module):
         own = torch.arange(self.window, self.window + size, device=places.device)
         return own.expand(places.shape[1] // size, -1).reshape(1, -1), places.clamp(max=self.window + self.sinks - 1)
 
-    def _reach(self, query: torch.Tensor, size: int) -> torch.Tensor:
-        """`[size, S + W + size]`: a query sees a key from this place of its own text on, `_NEVER` some."""
-        ends = torch.arange(self.window, self.window + size, device=query.device)[:, None]
-        apart = ends - torch.arange(self.window + size, device=query.device)
-        apart = apart.masked_fill((apart < 0) | (apart >= self.window), _NEVER)
-        sinks = torch.arange(self.window, self.window + self.sinks, device=query.device).expand(size, -1)
-        return torch.cat([sinks, apart], dim=1)
+    def _mask(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """`[..., size, S + W + size]` in the dtype of x: 0 where queries at places `[..., size, 1]` see, or -inf."""
+        reach, lowest, zero = self._kept_or("reach", self._reach, x, places.shape[-2])
+        return torch.where(reach > places, lowest, zero)[..., : self.sinks + self.window + places.shape[-2]]
 
-    def _mask(self, query: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`_reach`, in rows of multiples of 8, which kernels ask of a mask; and what stands in a mask."""
-        reach = self._reach(query, size)
-        return F.pad(reach, (0, -reach.shape[1] % 8), value=_NEVER), query.new_full((), -torch.inf), query.new_zeros(())
+    def _reach(self, x: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """From which place of its own text on a query sees a key, and what stands in a mask.
+
+        In rows of multiples of 8, which kernels ask of a mask.
+        """
+        ends = torch.arange(self.window, self.window + size, device=x.device)[:, None]
+        apart = ends - torch.arange(self.window + size, device=x.device)
+        apart = apart.masked_fill((apart < 0) | (apart >= self.window), _NEVER)
+        sinks = torch.arange(self.window, self.window + self.sinks, device=x.device).expand(size, -1)
+        reach = torch.cat([sinks, apart], dim=1)
+        return F.pad(reach, (0, -reach.shape[1] % 8), value=_NEVER), x.new_full((), -torch.inf), x.new_zeros(())
 
     def _angles(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of the first places, `[count, dim]` each, in the dtype of x."""

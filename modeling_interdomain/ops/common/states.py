@@ -35,7 +35,7 @@ class Workspace(dict):
 
 def pairs(x: torch.Tensor) -> torch.Tensor:
     """Interleaved pairs `[..., 2M]` as complex numbers `[..., M]`, the same memory."""
-    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    return x.view(x.dtype.to_complex())
 
 
 def dot(x: torch.Tensor, grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -38,16 +38,6 @@ class LaterGradients(NamedTuple):
     sums: Any
 
 
-class KeyGradients(NamedTuple):
-    """What keys that read like one more head of their group give: `tokens` and `states` like `ChunkGradients`, and what
-    they receive as such, `rows` `[tokens, groups, width]`.
-    """
-
-    tokens: Any
-    states: Any
-    rows: Any
-
-
 @triton.jit
 def _left_after(gates, start, inside, count, group, groups):
     """After a chunk of `count` tokens, what gates leave of the state before it and of those that are `inside`."""
@@ -320,7 +310,7 @@ def chunk_states_backward(
     Lane l works on segments l, l + lanes, ... grads: `ChunkGradients` of each side, summed over the heads of the group.
     Written, `later`: x `[tokens, groups, width]` of each side; initial like `initial` of `chunk_states` (or None); and
     what each program leaves to be summed, `[lanes, blocks, groups, 3, 2, M]`, see `Partial`; with gates, `written` and
-    `last` of `GateSums`. Without EMIT, initial alone. others: `KeyGradients` or None.
+    `last` of `GateSums`. Without EMIT, initial alone. others: `KeyGradients` of triton_delta.py or None.
 
     With readers, as in `chunk_states`, x is what enters the state, and the gradient that is written is that of what the
     readers were multiplied for; `written` is left to others.

@@ -111,7 +111,7 @@ def advance_gated_state(
     log_gate, write_gate, delta = gates
     decay, turn, beta = tables[:3]
     if log_gate is not None:
-        gate = log_gate.to(state.dtype).exp().view(batch, groups, 1, 1)
+        gate = _in(log_gate, state.dtype).exp().view(batch, groups, 1, 1)
         decay, turn = decay * gate, turn * gate  # [B, G, M, 1]
     if mask is not None:  # a pad decays by 1 and puts in 0
         here = mask[:, None, None, None]
@@ -119,14 +119,20 @@ def advance_gated_state(
     turn_state(state, decay, turn)
     if delta is not None:
         answer = read_state(key.view(batch, groups, -1), state, tables)
-        value = value.view(batch, groups, -1) - delta.to(state.dtype).view(batch, groups, 1) * answer
-        key = key.view(batch, groups, -1).to(value.dtype)
-    inputs = torch.cat([key, value], dim=-1).to(state.dtype).view(batch, groups, 1, 1, -1)
+        value, delta = (_in(x.view(batch, groups, -1), state.dtype) for x in (value, delta))
+        value = torch.addcmul(value, delta, answer, value=-1)
+        key = _in(key.view(batch, groups, -1), state.dtype)
+    inputs = _in(torch.cat([key, value], dim=-1), state.dtype).view(batch, groups, 1, 1, -1)
     if write_gate is not None:
-        inputs = inputs * write_gate.to(state.dtype).view(batch, groups, 1, 1, 1)
+        inputs.mul_(_in(write_gate, state.dtype).view(batch, groups, 1, 1, 1))
     if mask is not None:
         inputs = inputs.where(here[..., None], 0)
     state.addcmul_(beta, inputs)
+
+
+def _in(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`x.to(dtype)`, without a call where there is nothing to do: in a step of one row calls are what counts."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def gated_state_after(

@@ -15,12 +15,13 @@ of any head. That of delta is a product that the kernels leave for the gates of 
 over d: for what is read is linear in the reader. A delta of 0 counts as 1e-20.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 
 from ..common.custom_op import differentiable
 from ..common.launch import interpreted, on_device, tl, triton, tuned
 from ..common.tiles import as_operand, dot, load_tokens, locate, store_tokens
-from ..diagonal.triton_states import KeyGradients
 from ..diagonal.triton_tables import KernelTables, Parameters, Partial, table_gradients
 from ..diagonal.triton_tiles import left_before, load_left
 from .triton import (
@@ -37,6 +38,16 @@ from .triton import (
 )
 from .triton_attend import ChunkStates, Operands, load_readers, store_modes, stored_weights
 from .triton_gates import find_gate_gradients, not_zero, with_gates, with_products
+
+
+class KeyGradients(NamedTuple):
+    """What keys that read like one more head of their group give: `tokens` and `states` like `ChunkGradients`, and what
+    they receive as such, `rows` `[tokens, groups, width]`.
+    """
+
+    tokens: Any
+    states: Any
+    rows: Any
 
 
 @triton.jit
@@ -64,13 +75,13 @@ def unit_inverse(x, d, start, length, stride, C: tl.constexpr, PRECISION: tl.con
 
 @triton.jit(do_not_specialize=["count", "per_row", "row_length"])
 def solve(
-    mixed, delta, value, readers, inverse, solved, tables, gates, documents, count, per_row, row_length, groups,
+    mixed, delta, value, reads, inverse, solved, tables, gates, documents, count, per_row, row_length, groups,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, SIZES: tl.constexpr, SKEWED: tl.constexpr, PRECISION: tl.constexpr,
     PACKED: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """W and T of every chunk, and `T V` of a value `[tokens, groups, WIDTH]`, or None; grid [chunks, groups].
 
-    mixed: of the keys, `[tokens, groups, 2, M]`, see `mix`; delta: `[tokens, groups]`; written: readers like `mixed`,
+    mixed: of the keys, `[tokens, groups, 2, M]`, see `mix`; delta: `[tokens, groups]`; written: reads like `mixed`,
     inverse `[tokens, groups, C]`, and `solved` like `value`.
     """
     C: tl.constexpr = SIZES.C
@@ -102,7 +113,7 @@ def solve(
             e_im = left_before(e_im.to(tl.float32) * d[:, None], left)
             e_re = dot(t, e_re, tl.zeros([C, BM], tl.float32), MATH)
             e_im = dot(t, e_im, tl.zeros([C, BM], tl.float32), MATH)
-            store_modes(readers + group * 2 * M, e_re, e_im, start, length, stride, m, C, M, BM, MATH)
+            store_modes(reads + group * 2 * M, e_re, e_im, start, length, stride, m, C, M, BM, MATH)
         if solved is not None:
             for column in tl.range(0, PADDED, BD, num_stages=1, loop_unroll_factor=1):
                 x = load_tokens(value + group * WIDTH, start, length, column, groups * WIDTH, WIDTH, C, BD)
