@@ -133,7 +133,7 @@ def kind(item: dict) -> tuple:
 
 
 def plan(runs: list[dict], shorter: list[dict]) -> Iterator[dict]:
-    """Language at 1.4M, what the question is about at 3M, 12M, recall, the others at 3M, and longer recall.
+    """Language at 1.4M, what the question is about at 3M, recall, the others at 3M, 12M, and longer recall.
 
     `shorter` are the runs of `condition_study`.
     """
@@ -141,7 +141,6 @@ def plan(runs: list[dict], shorter: list[dict]) -> Iterator[dict]:
     best = {name: condition_study.best_rate(small, name) for name in CONDITIONS}
     yield from language_plan(runs, LANGUAGE, [name for name in CONDITIONS if name not in KNOWN])
     yield from language_plan(runs, LARGER, FIRST)
-    yield from large_plan(runs, best)
     for name in FIRST:
         if best[name] is not None:
             yield from (language_item(name, best[name], seed) for seed in MORE_SEEDS)
@@ -149,6 +148,7 @@ def plan(runs: list[dict], shorter: list[dict]) -> Iterator[dict]:
     for name in REST:
         if best[name] is not None:
             yield from (language_item(name, best[name], seed, LARGER) for seed in condition_study.SEEDS)
+    yield from large_plan(runs, best)
     yield from recall_plan(runs, SETTINGS[1:])
     yield from language_plan(runs, LARGER, REST)
 
@@ -246,11 +246,11 @@ def texts_of(task: str, data: Path) -> dict:
     return prepare(data)
 
 
-def make_run(data: Path, device: str = "cpu", backend: list[str] | None = None, graph: bool = True):
+def make_run(data: Path, device: str = "cpu", backend: list[str] | None = None):
     """What makes the rows of runs of a kind, in full precision where nothing else is said, by one thread."""
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    return functools.partial(run_job, data=data, device=device, backend=backend, graph=graph)
+    return functools.partial(run_job, data=data, device=device, backend=backend)
 
 
 def run_job(
@@ -263,7 +263,7 @@ def run_job(
     task = job[0]["task"]
     chosen, *names = backend or [None]
     backend = None if names and job[0]["condition"] not in names else chosen
-    fleet = make_fleet(job, device, backend, options.pop("graph", True))
+    fleet = make_fleet(job, device, backend)
     if task in SIZES:
         texts = texts_of(task, data) if isinstance(data, Path) else data
         rows = run_language(fleet, job, texts, **options)
