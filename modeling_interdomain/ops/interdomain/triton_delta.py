@@ -186,7 +186,15 @@ def _precision() -> str:
     return "ieee" if torch.version.hip is not None or interpreted() else "tf32x3"
 
 
-def _plan(tokens: tuple, parameters: Parameters, product: str, chunk: int, initial_state, cu_seqlens, lengths) -> Plan:
+def _plan(
+    tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    parameters: Parameters,
+    product: str,
+    chunk: int,
+    initial_state,
+    cu_seqlens,
+    lengths,
+) -> Plan:
     """Of one segment a row: what the second writes hangs on the state after the first."""
     plan = attention_plan(*tokens, parameters, product, chunk, initial_state is not None, cu_seqlens, lengths)
     return plan._replace(segments=1)
