@@ -178,14 +178,16 @@ def _interdomain(
 def _gated(dtype: torch.dtype, heads: int, groups: int, width: int, size: int, delta: bool) -> list[Launch]:
     """The operator with gates, its gradients, and a decoding step that has the delta rule as well."""
     from modeling_interdomain.ops.interdomain.gates import Gates
+    from modeling_interdomain.ops.interdomain.triton_delta import delta_triton_attention
     from modeling_interdomain.ops.interdomain.triton_gates import gated_triton_attention
     from modeling_interdomain.ops.interdomain.triton_step import triton_step
 
+    run = delta_triton_attention if delta else gated_triton_attention
     tokens = [torch.zeros(2, 256, n, width, dtype=dtype, requires_grad=True) for n in (heads, groups, groups)]
     parameters = [torch.zeros(groups, size, *more, 2, requires_grad=True) for more in ((), (), (size,))]
     gate = torch.zeros(2, 256, groups, requires_grad=True)
     with recorded() as launches:
-        output, state = gated_triton_attention(
+        output, state = run(
             *tokens, *parameters, "hermitian", None, None, 64, gates=Gates(gate, gate, gate if delta else None)
         )
         output.sum().backward()

@@ -219,9 +219,13 @@ def _fused(backend, gates, query, key, value, log_decay, *arguments, **options):
             from .triton import triton_attention
 
             return triton_attention(*given, **options)
-        from .triton_gates import gated_triton_attention
+        if gates.delta is None:
+            from .triton_gates import gated_triton_attention
 
-        return gated_triton_attention(*given, **options, gates=gates)
+            return gated_triton_attention(*given, **options, gates=gates)
+        from .triton_delta import delta_triton_attention
+
+        return delta_triton_attention(*given, **options, gates=gates)
 
     widths = query.shape[3], value.shape[3], log_decay.shape[1]
     kind = "attention" if gates is None else "gated attention" if gates.delta is None else "the delta rule"

@@ -24,6 +24,7 @@ from ..common.launch import interpreted, on_device, tl, triton, tuned
 from ..common.tiles import as_operand, dot, load_tokens, locate, store_tokens
 from ..diagonal.triton_tables import KernelTables, Parameters, Partial, table_gradients
 from ..diagonal.triton_tiles import left_before, load_left
+from .gates import Gates
 from .triton import (
     Plan,
     attention_plan,
@@ -33,11 +34,12 @@ from .triton import (
     read_chunks,
     states_before,
     tables_of,
+    triton_attention,
     walk_back,
     walk_states,
 )
 from .triton_attend import ChunkStates, Operands, load_readers, store_modes, stored_weights
-from .triton_gates import find_gate_gradients, not_zero, with_gates, with_products
+from .triton_gates import find_gate_gradients, not_zero, with_gates, with_log_gate, with_products
 
 
 class KeyGradients(NamedTuple):
@@ -304,3 +306,8 @@ delta_operator = differentiable(
     kept=(2,),
     grad_dtype=lambda query, key, value, *_: value.dtype,
 )
+
+
+def delta_triton_attention(*arguments, gates: Gates, **options):
+    """`triton_attention` with the delta rule."""
+    return triton_attention(*arguments, **options | {"operator": delta_operator, "gates": with_log_gate(gates)})

@@ -209,12 +209,13 @@ gated_operator = differentiable(
 
 
 def gated_triton_attention(*arguments, gates: Gates, **options):
-    """`triton_attention` with `Gates`, of which one is there."""
-    if gates.log_gate is None:
-        there = gates.write_gate if gates.delta is None else gates.delta
-        gates = gates._replace(log_gate=torch.zeros_like(there))  # type: ignore[arg-type]
-    if gates.delta is None:
-        return triton_attention(*arguments, **options | {"operator": gated_operator, "gates": gates[:2]})
-    from .triton_delta import delta_operator
+    """`triton_attention` with `Gates` of the state or of what is written."""
+    return triton_attention(*arguments, **options | {"operator": gated_operator, "gates": with_log_gate(gates)[:2]})
 
-    return triton_attention(*arguments, **options | {"operator": delta_operator, "gates": gates})
+
+def with_log_gate(gates: Gates) -> Gates:
+    """With one that leaves the state as it is where none is given."""
+    if gates.log_gate is not None:
+        return gates
+    there = gates.write_gate if gates.delta is None else gates.delta
+    return gates._replace(log_gate=torch.zeros_like(there))  # type: ignore[arg-type]
