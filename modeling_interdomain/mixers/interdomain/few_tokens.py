@@ -1,5 +1,5 @@
 """Query, key and value of the operator in few calls: of one token, or a few, a call costs more than what it computes,
-and of a long text every pass over the memory counts.
+and of a long text in bfloat16 every pass over the memory counts.
 """
 
 from collections.abc import Callable, Sequence
@@ -96,9 +96,10 @@ def plain_inputs(
     cos_sin: tuple[torch.Tensor, torch.Tensor] | None,
     rope_placement: str | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Query, key and value of an operator, `[B, T, heads, width]`, of plain tokens and in their dtype.
+    """Query, key and value of an operator that rounds them, `[B, T, heads, width]`, in their dtype.
 
-    A few tokens at a time, so that what lies between stays in a CPU's cache; bfloat16 is not widened.
+    A few tokens at a time, so that what lies between stays in a CPU's cache; bfloat16 is not widened. In float32 it
+    would not be, to the last digit, what norms with hooks or elsewhere compute.
 
     Args:
         projections: query `[B, T, H R]`, key `[B, T, G R]` and value `[B, T, G D]` after the convolutions; nothing is

@@ -136,8 +136,7 @@ class InterdomainMixer(InterdomainSpecification, DecodeTables, KeyValueMixer):
     def _tokens(self, projections, cos_sin):
         query, *rest = projections
         narrow = multiplies_bf16(query) and backend_of(self.config) in ("auto", "chunk") and not self.normalize
-        here = query.shape[1] > 1 and is_plain(query, query.dtype) and not in_graph()
-        if here and (narrow or query.dtype == torch.float32):
+        if narrow and query.shape[1] > 1 and is_plain(query, query.dtype) and not in_graph():
             weights = self._weights(query.device)
             if weights is not None and all(w.dtype == query.dtype for w in weights):
                 return plain_inputs(projections, weights[2:], self.eps, self.heads, cos_sin, self.rope_placement)
