@@ -66,19 +66,28 @@ def check(found, expected):
         assert relative_error(a[:, -b.shape[1] :] if a.numel() > 1 << 31 else a, b) < LOW
 
 
-def test_interdomain_attention(untouched):
-    operator = module("ops.interdomain.triton")
-    leaves = inputs((1, FEW, 1, 1, WIDTH, WIDTH, WIDTH))
+def defined(leaves):
+    """Tokens in bfloat16, weights of a loss, and output, final state and gradients by the definition in float64.
+
+    The tokens among the leaves are made those in bfloat16, and there is no initial state.
+    """
     del leaves["initial_state"]
     tokens = [x.detach().bfloat16() for x in list(leaves.values())[:3]]
     leaves |= {n: x.double().requires_grad_() for n, x in zip(("query", "key", "value"), tokens, strict=True)}
-    expected, state = interdomain_attention(**leaves, output_final_state=True, backend="recurrent")
-    weights = [torch.randn_like(x).bfloat16() for x in (expected, state)]
-    grads = torch.autograd.grad((expected, state), list(leaves.values()), [x.double() for x in weights])
+    expected = interdomain_attention(**leaves, output_final_state=True, backend="recurrent")
+    weights = [torch.randn_like(x).bfloat16() for x in expected]
+    grads = torch.autograd.grad(expected, list(leaves.values()), [x.double() for x in weights])
+    return tokens, weights, expected, grads
+
+
+def test_interdomain_attention(untouched):
+    operator = module("ops.interdomain.triton")
+    leaves = inputs((1, FEW, 1, 1, WIDTH, WIDTH, WIDTH))
+    tokens, weights, expected, grads = defined(leaves)
     given = *(far(x) for x in tokens), *(x.detach().float() for x in list(leaves.values())[3:])
     given += None, last_document(), None, "bilinear", WIDTH, False, True
     untouched()
-    check(operator._forward(*given), (expected, state))
+    check(operator._forward(*given), expected)
     found = operator._backward(given, (far(weights[0]), weights[1].float()), [True] * 7)
     check(found[:6], grads)
 
@@ -86,19 +95,14 @@ def test_interdomain_attention(untouched):
 def test_gates_and_the_delta_rule(untouched):
     operator = module("ops.interdomain.triton_delta")
     leaves = gated((1, FEW, 1, 1, WIDTH, WIDTH, WIDTH), KINDS["all"])
-    del leaves["initial_state"]
-    tokens = [x.detach().bfloat16() for x in list(leaves.values())[:3]]
-    leaves |= {n: x.double().requires_grad_() for n, x in zip(("query", "key", "value"), tokens, strict=True)}
-    expected, state = interdomain_attention(**leaves, output_final_state=True, backend="recurrent")
-    weights = [torch.randn_like(x).bfloat16() for x in (expected, state)]
-    grads = torch.autograd.grad((expected, state), list(leaves.values()), [x.double() for x in weights])
+    tokens, weights, expected, grads = defined(leaves)
     parameters, gates = ([x.detach().float() for x in list(leaves.values())[i]] for i in (slice(3, 6), slice(6, 9)))
     gates = [torch.empty(1, LONG, 1).index_copy_(1, torch.arange(LONG - FEW, LONG), x) for x in gates]
     given = *(far(x) for x in tokens), *parameters, None, *gates
     given += last_document(), None, "bilinear", WIDTH, False, True
     untouched()
     output, final, written = operator._forward(*given)
-    check((output, final), (expected, state))
+    check((output, final), expected)
     found = operator._backward((*given, written), (far(weights[0]), weights[1].float()), [True] * 10)
     check([*found[:6], *(x[:, -FEW:] for x in found[7:])], grads)
 

@@ -138,12 +138,14 @@ def test_chunk_size_changes_nothing(chunk_size, kind):
     assert_close(everything(arguments, backend="chunk", chunk_size=chunk_size), expected, 1e-9)
 
 
-def one_by_one(places, initial_state, log_decay, input_matrix, coefficient_matrix, output_final_state, **tokens):
+def one_by_one(
+    operator, places, initial_state, log_decay, input_matrix, coefficient_matrix, output_final_state, **tokens
+):
     """The definition on `places`, (row, start, end) of documents, each on its own; zeros between them."""
     outputs, states = torch.zeros_like(tokens["query"][..., :1]) * tokens["value"].repeat_interleave(2, 2), []
     for (row, start, end), state in zip(places, initial_state.split(1)):
         if start < end:
-            piece, state = interdomain_attention(
+            piece, state = operator(
                 **{name: x[row : row + 1, start:end] for name, x in tokens.items()}, log_decay=log_decay,
                 input_matrix=input_matrix, coefficient_matrix=coefficient_matrix, initial_state=state,
                 backend="recurrent", output_final_state=True,
@@ -163,7 +165,7 @@ def test_packed_documents_are_documents_alone(ends, backend, kind):
     arguments = gated("odd_sizes", KINDS[kind], COEFFICIENTS[len(ends) % 3], rows=len(ends) - 1)
     places = [(0, start, end) for start, end in zip(ends[:-1], ends[1:])]
     found = everything(arguments, backend=backend, cu_seqlens=torch.tensor(ends), chunk_size=16)
-    assert_close(found, everything(arguments, functools.partial(one_by_one, places)), 1e-9)
+    assert_close(found, everything(arguments, functools.partial(one_by_one, interdomain_attention, places)), 1e-9)
 
 
 @pytest.mark.parametrize("kind", ["gates", "all"])
@@ -179,7 +181,7 @@ def test_a_row_ends_where_its_length_says(lengths, backend, kind):
             arguments[name][pads] = -1e30 if name == "log_gate" else 1e30
     places = [(row, 0, length) for row, length in enumerate(lengths)]
     found = everything(arguments, backend=backend, lengths=torch.tensor(lengths), chunk_size=16)
-    assert_close(found, everything(arguments, functools.partial(one_by_one, places)), 1e-9)
+    assert_close(found, everything(arguments, functools.partial(one_by_one, interdomain_attention, places)), 1e-9)
     assert not any(found[name][pads].any() for name in ("output", *(f"grad of {name}" for name in tokens)))
 
 

@@ -9,7 +9,7 @@ from modeling_interdomain.ops.common import launch
 from modeling_interdomain.ops.interdomain import warp
 from modeling_interdomain.ops.interdomain.warp import decay_warped_state, warped_attention, warped_state_after
 from tests.operator_checks import COEFFICIENTS, EXTREMES, PRODUCTS, SHAPES, assert_close, everything, inputs
-from tests.test_op_interdomain_gates import PROBLEMS, as_the_formulas_say
+from tests.test_op_interdomain_gates import PROBLEMS, as_the_formulas_say, one_by_one
 
 TOKENS = ("query", "key", "value", "time_step")
 
@@ -49,28 +49,13 @@ def test_chunk_size_changes_nothing(chunk_size):
     assert_close(everything(arguments, warped_attention, backend="chunk", chunk_size=chunk_size), expected, 1e-9)
 
 
-def one_by_one(places, initial_state, log_decay, input_matrix, coefficient_matrix, output_final_state, **tokens):
-    """The definition on `places`, (row, start, end) of documents, each on its own; zeros between them."""
-    outputs, states = torch.zeros_like(tokens["query"][..., :1]) * tokens["value"].repeat_interleave(2, 2), []
-    for (row, start, end), state in zip(places, initial_state.split(1)):
-        if start < end:
-            piece, state = warped_attention(
-                **{name: x[row : row + 1, start:end] for name, x in tokens.items()}, log_decay=log_decay,
-                input_matrix=input_matrix, coefficient_matrix=coefficient_matrix, initial_state=state,
-                backend="recurrent", output_final_state=True,
-            )  # fmt: skip
-            outputs = outputs.index_put((torch.tensor([row]), torch.arange(start, end)), piece[0])
-        states.append(state)
-    return outputs, torch.cat(states)
-
-
 @pytest.mark.parametrize("ends", [[0, 1, 33], [0, 0, 5, 5, 31, 33, 33]], ids=lambda ends: "_".join(map(str, ends)))
 @pytest.mark.parametrize("backend", ["recurrent", "chunk"])
 def test_packed_documents_are_documents_alone(ends, backend):
     arguments = warped("odd_sizes", COEFFICIENTS[len(ends) % 3], rows=len(ends) - 1)
     places = [(0, start, end) for start, end in zip(ends[:-1], ends[1:])]
     found = everything(arguments, warped_attention, backend=backend, cu_seqlens=torch.tensor(ends))
-    assert_close(found, everything(arguments, functools.partial(one_by_one, places)), 1e-9)
+    assert_close(found, everything(arguments, functools.partial(one_by_one, warped_attention, places)), 1e-9)
 
 
 @pytest.mark.parametrize("lengths", [[19, 1, 0, 17], [0, 0, 0, 16]], ids=str)
@@ -84,7 +69,7 @@ def test_a_row_ends_where_its_length_says(lengths, backend):
             arguments[name][pads] = 1e30
     places = [(row, 0, length) for row, length in enumerate(lengths)]
     found = everything(arguments, warped_attention, backend=backend, lengths=torch.tensor(lengths))
-    assert_close(found, everything(arguments, functools.partial(one_by_one, places)), 1e-9)
+    assert_close(found, everything(arguments, functools.partial(one_by_one, warped_attention, places)), 1e-9)
     assert not any(found[name][pads].any() for name in ("output", *(f"grad of {name}" for name in TOKENS)))
 
 
