@@ -22,6 +22,17 @@ from modeling_interdomain import interdomain_attention
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results"
 
+# The sizes of SmolLM2-135M, for models with random weights of its shape.
+SMOLLM2_SHAPE = {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": True,
+}
+
 
 def machine() -> dict:
     """The machine, the versions and the command behind a result."""

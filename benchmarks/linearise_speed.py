@@ -6,21 +6,14 @@ On a GPU in bfloat16, on a CPU in float32.
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
 
-from benchmarks.harness import footnote, markdown, time_in_turns, verify_model
+from benchmarks.harness import SMOLLM2_SHAPE, footnote, markdown, time_in_turns, verify_model
 from conversion.carry import Window, interdomain_config
 from examples.quickstart_llama import cache_after, cache_bytes
 from modeling_interdomain import InterdomainCache
 
-SHAPE = {
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
+SHAPE = SMOLLM2_SHAPE | {
     "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
     "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
 }
 TINY = {"vocab_size": 100, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 3}
 WINDOW, SINKS, MODES = 64, 4, 64

@@ -32,18 +32,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from benchmarks import harness
-from benchmarks.harness import footnote, markdown
+from benchmarks.harness import SMOLLM2_SHAPE, footnote, markdown
 from conversion.carry import Window, interdomain_config
 
-SMOLLM2 = {
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "tie_word_embeddings": True,
-}
 MODES = 64  # of the state of a converted layer, the default of `from-llama`
 NAME, NEW, SHARED = "vllm_cpu", 32, 7 / 8
 # With GiB of vLLM's cache: what 8 requests of 8k tokens need, or 32 of which 7/8 are shared.
@@ -126,7 +117,7 @@ def configuration(kind: str, quick: bool):
     small = {"vocab_size": 500, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     small |= {"num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 256}
     if kind.startswith("SmolLM2"):
-        llama = LlamaConfig(**SMOLLM2 | (small if quick else {}), max_position_embeddings=longest(quick))
+        llama = LlamaConfig(**SMOLLM2_SHAPE | (small if quick else {}), max_position_embeddings=longest(quick))
         if "converted" not in kind:
             return llama
         return interdomain_config(llama, range(llama.num_hidden_layers), MODES, Window(64, 4))
