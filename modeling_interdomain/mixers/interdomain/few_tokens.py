@@ -88,7 +88,7 @@ def _rms_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
     return F.rms_norm(x, x.shape[-1:], eps=eps)
 
 
-def plain_inputs(
+def bf16_inputs(
     projections: Sequence[torch.Tensor],
     norms: Sequence[torch.Tensor],
     eps: float,
@@ -115,13 +115,13 @@ def plain_inputs(
     turns = zip(*(x.split(size, dim=1) for x in cos_sin)) if cos_sin else repeat(None)
     pieces = (zip(*(x.split(size, dim=1) for x in tokens)) for tokens in ((query, key, value), found))
     for tokens, into, turn in zip(*pieces, turns):
-        for x, y in zip(into, _plain_piece(tokens, norms, eps, turn, rope_placement)):
+        for x, y in zip(into, _bf16_piece(tokens, norms, eps, turn, rope_placement)):
             if x is not y:
                 x.copy_(y)
     return found
 
 
-def _plain_piece(tokens: tuple, norms, eps: float, cos_sin, rope_placement) -> tuple[torch.Tensor, ...]:
+def _bf16_piece(tokens: tuple, norms, eps: float, cos_sin, rope_placement) -> tuple[torch.Tensor, ...]:
     query, key, value = tokens
     query, key = (rotate_around(silu_l2_, x, cos_sin, rope_placement) for x in (query, key))
     if not norms:

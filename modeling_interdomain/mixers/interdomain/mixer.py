@@ -16,7 +16,7 @@ from ...ops.interdomain.prepare import fused_inputs
 from ...ops.interdomain.replay import state_after
 from ..recurrent import RecurrentMixer, placed_map
 from .configuration import InterdomainSpecification, KeyValueSpecification
-from .few_tokens import plain_inputs, token_inputs, token_tables
+from .few_tokens import bf16_inputs, token_inputs, token_tables
 from .recurrence import InterdomainRecurrence
 
 
@@ -139,7 +139,7 @@ class InterdomainMixer(InterdomainSpecification, DecodeTables, KeyValueMixer):
         if narrow and query.shape[1] > 1 and is_plain(query, query.dtype) and not in_graph():
             weights = self._weights(query.device)
             if weights is not None and all(w.dtype == query.dtype for w in weights):
-                return plain_inputs(projections, weights[2:], self.eps, self.heads, cos_sin, self.rope_placement)
+                return bf16_inputs(projections, weights[2:], self.eps, self.heads, cos_sin, self.rope_placement)
         query = query.unflatten(-1, (-1, self.widths[0]))
         return self._features(query, cos_sin, is_query=True), *super()._tokens(rest, cos_sin)
 

@@ -32,7 +32,6 @@ _WIDEST = 256
 # length).
 CONFIGURATIONS = ((4, 1), (4, 2), (8, 1))
 
-
 # CUDA 12.8 takes arguments of a kernel for addresses in shared memory, in some matrix products of compute capability 9.
 _SOUND_ASSEMBLER = (12, 9)
 
@@ -59,11 +58,12 @@ def why_not(device: torch.device) -> str | None:
         return None
     if device.type != "cuda":
         return f"its kernels need tensors on a GPU, these are on {device}"
-    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+    if torch.version.hip is not None:
+        return None
+    major, _ = torch.cuda.get_device_capability(device)
+    if major < 8:
         return f"its kernels need compute capability 8.0, {torch.cuda.get_device_name(device)} has less"
-    if torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9:
-        return _no_sound_assembler()
-    return None
+    return _no_sound_assembler() if major == 9 else None
 
 
 @functools.cache
