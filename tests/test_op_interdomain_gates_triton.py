@@ -122,7 +122,7 @@ def check(arguments, dtype=torch.float32, bound=FLOAT32, places=None, **options)
     low = cast(arguments, torch.float32) | cast({k: arguments[k] for k in tokens}, dtype)
     expected = everything(
         cast(low, torch.float64),
-        *([] if places is None else [functools.partial(one_by_one, places)]),
+        *([] if places is None else [functools.partial(one_by_one, interdomain_attention, places)]),
         **({"backend": "recurrent"} | options if places is None else {}),
     )
     low = {k: None if v is None else v.detach().to(DEVICE).requires_grad_() for k, v in low.items()}
