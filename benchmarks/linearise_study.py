@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from benchmarks import readme, studies
 from benchmarks.harness import RESULTS, footnote, machine, markdown
 from benchmarks.linear_window import with_linear_attention
+from benchmarks.linearise_asked import MEASURES, Asking, tables
 from conversion.__main__ import main as command
 from conversion.from_llama import source_folder
 from conversion.gguf_files import SMOLLM2
@@ -70,18 +71,19 @@ def plan(runs: list[dict]) -> Iterator[dict]:
     yield from (kind(window) for window in WINDOWS)
     yield kind(256, sinks=0)
     yield from (kind(window, modes=MODES) for window in WINDOWS)
-    for stage in ("layers", "whole"):
-        yield kind(64, modes=MODES, taught=stage)
+    layers, whole, longer = (kind(64, modes=MODES, taught=stage) for stage in TEACHING)
+    yield from (layers, whole)
+    beside = [kind(), kind(64), whole]
+    yield from (one | {"measure": "commonsense"} for one in beside)
+    lengths = list(TEXTS)[1:]
+    yield from (one | {"length": length} for length in lengths for one in beside[1:])
+    yield kind(64, modes=LINEAR, taught="layers")
+    yield from (one | {"measure": name} for name in MEASURES[1:] for one in beside)
     yield kind(64, taught="whole")  # what the weights of the Llama learn without a memory
-    for stage in ("layers", "whole"):
-        yield kind(64, modes=LINEAR, taught=stage)
-    for stage in ("layers", "whole"):
-        yield kind(64, modes=MODES, kept=8, taught=stage)  # of 30 layers
-    taught = [kind(64, modes=MODES, taught="whole"), kind(64, modes=MODES, taught="long")]
-    yield taught[1]
-    for length in list(TEXTS)[1:]:
-        for one in (kind(), kind(64), *taught):
-            yield one | {"length": length}
+    yield kind(64, modes=LINEAR, taught="whole")
+    yield from (kind(64, modes=MODES, kept=8, taught=stage) for stage in ("layers", "whole"))  # of 30 layers
+    yield longer
+    yield from (one | {"length": length} for length in lengths for one in (kind(), longer))
 
 
 class Study:
@@ -92,10 +94,16 @@ class Study:
     def __init__(self, data: Path, folder: Path = Path("runs/linearise_study"), source: str = SMOLLM2):
         self.data, self.folder, self.source = data, folder, source_folder(source)
         self.tokenizer = AutoTokenizer.from_pretrained(self.source)
+        self.asking = Asking(data, 150, 50, 20, (50, 100, 200, 400, 800, 1600), 8)
 
-    def run(self, length: int, **condition) -> dict:
+    def run(self, length: int, measure: str = "perplexity", **condition) -> dict:
         model, tokens = self._model(**condition)
-        return self._measured(model, length) | ({} if tokens is None else {"tokens": tokens})
+        return self._found(measure, model, length) | ({} if tokens is None else {"tokens": tokens})
+
+    def _found(self, measure: str, model: PreTrainedModel, length: int) -> dict:
+        if measure != "perplexity":
+            return self.asking.measure(measure, model, self.tokenizer)
+        return self._measured(model, length)
 
     def _measured(self, model: PreTrainedModel, length: int) -> dict:
         novels = list(read_documents([str(self.data / "longdocs" / "test.parquet")]))
@@ -195,20 +203,21 @@ def measure_so_far(record: dict, study: Study) -> None:
     """Put into a record what stages that were stopped have reached, in place of what was said of them before."""
     record["runs"] = [run for run in record["runs"] if not run.get("taught", "no").endswith(SO_FAR)]
     for item in plan(record["runs"]):
-        if item.get("taught", "no") == "no" or item["length"] != LENGTH:
+        if item.get("taught", "no") == "no" or item["length"] != LENGTH or "measure" in item:
             continue
         if (found := study.so_far(**item)) is not None:
             record["runs"].append(item | {"taught": item["taught"] + SO_FAR} | found)
 
 
 def table(record: dict) -> str:
-    """A table for each length that was measured."""
-    return "\n\n".join([*(_table(record, length) for length in TEXTS if _of(record, length)), footnote(record)])
+    """A table for each length that was measured, and of what was asked."""
+    lengths = [_table(record, length) for length in TEXTS if _of(record, length)]
+    return "\n\n".join([*lengths, *tables(named(record["runs"])), footnote(record)])
 
 
 def _of(record: dict, length: int) -> list[dict]:
     """The runs of a length; of stages that were stopped those that have not ended since."""
-    runs = [run for run in record["runs"] if run["length"] == length]
+    runs = [run for run in record["runs"] if run["length"] == length and "perplexity" in run]
     return [run for run in runs if not _has_ended(run, runs)]
 
 
@@ -223,11 +232,16 @@ def _table(record: dict, length: int) -> str:
     parts = list(runs[0]["perplexity"])
     source = next((run["perplexity"]["all"] for run in runs if run["window"] is None), None)
     rows = []
-    for run in sorted(runs, key=order):
+    for name, run in named(runs):
         ratio = "" if source is None else f"{run['perplexity']['all'] / source:.2f}"
-        rows.append([label(run), *(f"{run['perplexity'][part]:.1f}" for part in parts), ratio])
+        rows.append([name, *(f"{run['perplexity'][part]:.1f}" for part in parts), ratio])
     header = [f"{TEXTS[length]} texts of {length:,} tokens", *(f"{part}" for part in parts), "of the Llama's"]
     return markdown(header, rows)
+
+
+def named(runs: list[dict]) -> list[tuple[str, dict]]:
+    """Runs in the order of a table, each with the name of its condition."""
+    return [(label(run), run) for run in sorted(runs, key=order)]
 
 
 def order(run: dict) -> tuple:

@@ -282,14 +282,17 @@ def needle_question(sentences: Sequence[str], words: int, choices: int, draw: ra
 
 @torch.no_grad()
 def log_likelihoods(model, tokenizer, question: Question) -> list[float]:
-    """Of each answer after the prompt, in nats."""
+    """Of each answer after the prompt, which is read once, in nats."""
     prompt = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []
     prompt += tokenizer(question.prompt, add_special_tokens=False)["input_ids"]
     rows = [tokenizer(answer, add_special_tokens=False)["input_ids"] for answer in question.answers]
     longest = max(map(len, rows))
-    ids = torch.tensor([prompt + row + [0] * (longest - len(row)) for row in rows], device=model.device)
-    logits = model(input_ids=ids, use_cache=False, logits_to_keep=longest + 1).logits[:, :-1].float()
-    found = logits.log_softmax(-1).gather(2, ids[:, len(prompt) :, None])[..., 0]
+    ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=model.device)
+    read = model(input_ids=torch.tensor([prompt], device=model.device), use_cache=True, logits_to_keep=1)
+    read.past_key_values.batch_repeat_interleave(len(rows))
+    after = model(input_ids=ids, past_key_values=read.past_key_values).logits[:, :-1]
+    logits = torch.cat([read.logits.expand(len(rows), -1, -1), after], dim=1).float()
+    found = logits.log_softmax(-1).gather(2, ids[..., None])[..., 0]
     return [found[i, : len(row)].sum().item() for i, row in enumerate(rows)]
 
 

@@ -9,7 +9,7 @@ import torch
 from pyarrow import parquet
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from benchmarks import harness, linear_window, linearise_gpu, linearise_study
+from benchmarks import harness, linear_window, linearise_asked, linearise_gpu, linearise_study
 from conversion import measure
 from conversion.__main__ import main
 from examples import text_data
@@ -48,8 +48,12 @@ def test_the_plan_begins_with_what_needs_no_teaching():
     untaught = [item for item in plan if item.get("taught", "no") == "no"]
     assert plan[0] == {"window": None, "length": 2048} and plan[:10] == untaught[:10]
     assert {item["window"] for item in plan} == {None, *linearise_study.WINDOWS}
-    stages = [item["taught"] for item in plan if item.get("taught", "no") != "no" and item["length"] == 2048]
-    assert stages == ["layers", "whole", "whole", "layers", "whole", "layers", "whole", "long"]
+    read = [item for item in plan if "measure" not in item]
+    stages = [item["taught"] for item in read if item.get("taught", "no") != "no" and item["length"] == 2048]
+    assert stages == ["layers", "whole", "layers", "whole", "whole", "layers", "whole", "long"]
+    asked = [(item["measure"], item["window"], item.get("taught")) for item in plan if "measure" in item]
+    conditions = [(None, None), (64, "no"), (64, "whole")]
+    assert asked == [(name, *condition) for name in linearise_asked.MEASURES for condition in conditions]
     assert len({tuple(sorted(map(str, item.items()))) for item in plan}) == len(plan)
 
 
@@ -154,19 +158,22 @@ def test_the_plan_of_a_gpu_measures_each_stage_and_ends_with_the_clock():
 
 def test_what_each_condition_reaches_stands_in_tables():
     state, llama = linearise_gpu.CONDITIONS["state"] | {"tokens": 5}, linearise_gpu.CONDITIONS["llama"]
-    tasks = {name: {"acc": 0.5} for name in linearise_gpu.COMMONSENSE}
+    tasks = {name: {"acc": 0.5} for name in linearise_asked.COMMONSENSE}
     runs = [
         llama | {"perplexity": {"0-256": 9.0, "all": 9.0}},
         state | {"perplexity": {"0-256": 9.9, "all": 9.9}},
         state | {"measure": "commonsense", "limit": 2, "scores": tasks | {"piqa": {"acc": 0.9}}},
-        llama | {"measure": "needle", "right": {"50": 1.0}},
+        llama | {"measure": "needle", "right": {"50": 1.0}, "questions": 2},
         llama | {"measure": "answers", "answers": ["Paris | or\nso."]},
     ]
     said = linearise_gpu.table({"runs": runs, "machine": harness.machine() | {"command": "x"}})
     assert (
         "| the last 64 tokens and the first 4, state of 64 modes, taught (long, 5 tokens) | 9.9 | 9.9 | 1.10 |" in said
     )
-    assert "taught (long, 5 tokens) | 55.0 | 90.0 | 50.0 |" in said and "the first 2 items of each, %" in said
+    assert (
+        "taught (long, 5 tokens) | 55.0 | 90.0 | 50.0 |" in said
+        and "the first items of each, 2 of commonsense, %" in said
+    )
     assert "| everything (the Llama) | 100 |" in said
     assert (
         list(linearise_gpu.findings(runs[:2])) == [] and "- Mean of the eight commonsense tasks, in %: the last" in said
@@ -185,8 +192,20 @@ def test_what_each_condition_reaches_stands_in_tables():
     assert "| What is the capital of France? | Paris / or so. |" in said
 
 
+def test_tasks_are_compared_item_by_item():
+    one, other = {"a": "1101", "b": "10"}, {"a": "1000", "b": "10"}
+    points, error = linearise_asked.difference(one, other)
+    assert points == pytest.approx(0.25) and error == pytest.approx(math.sqrt(1 / 3 / 4) / 2)
+    runs = [
+        (name, {"measure": "commonsense", "right": right, "scores": {}, "limit": 4})
+        for name, right in (("llama", other), ("state", one))
+    ]
+    said = linearise_asked._differences(runs)
+    assert said == "Mean of the eight beside llama, on the same items: state: +25.0 points (standard error 14.4)."
+
+
 def test_a_needle_lies_so_many_words_before_its_question():
-    question = linearise_gpu.needle([f"w{i}" for i in range(100)], 20, random.Random(0))
+    question = linearise_asked.needle([f"w{i}" for i in range(100)], 20, random.Random(0))
     before, _, after = question.prompt.partition(".")
     assert before == f"The secret number is{question.answers[0]}" and len(set(question.answers)) == 4
     words = after.split()
