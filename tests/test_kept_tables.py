@@ -15,6 +15,7 @@ from torch.nn.utils import prune
 
 from modeling_interdomain import InterdomainCache, interdomain_attention
 from modeling_interdomain.layers.common import DecodeTables, ParameterCache
+from tests.operator_checks import SHAPES, inputs
 
 NAMES = ["interdomain", "rope-after", "diagonal", "s4d", "gated"]
 
@@ -442,3 +443,16 @@ def test_gradients_pass_what_is_kept():
         expected, _ = interdomain_attention(*arguments, *parameters, kept=kept)
     found, _ = interdomain_attention(*arguments, *parameters, kept=kept)
     assert torch.equal(found, expected) and found.requires_grad
+
+
+def test_a_prompt_has_its_own_tables_whatever_another_thread_keeps():
+    """Which writes right behind it."""
+
+    class Contested(dict):
+        def __setitem__(self, name, value):
+            super().__setitem__(name, ("another", None))
+
+    arguments = {name: x if x is None else x.detach() for name, x in inputs(SHAPES["odd_length"]).items()}
+    with torch.no_grad():
+        found, expected = (interdomain_attention(**arguments, kept=kept)[0] for kept in (Contested(), None))
+    torch.testing.assert_close(found, expected)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from modeling_interdomain.ops.common.custom_op import differentiable
@@ -78,6 +79,16 @@ def test_it_is_sound_in_graphs_checkpoints_and_autocast(inputs):
         assert all(map(torch.equal, grads_of(one, inputs), expected))
     with torch.autocast("cpu", torch.bfloat16):
         assert all(map(torch.equal, grads_of(multiply, inputs), expected))
+
+
+@pytest.mark.parametrize("how", ["functional", "dual"])
+def test_a_derivative_in_forward_mode_is_refused(how, inputs):
+    x, _, tables = (y.detach() if isinstance(y, torch.Tensor) else y for y in inputs)
+    with pytest.raises(NotImplementedError, match="multiply has no derivative in forward mode"):
+        if how == "functional":
+            torch.func.jvp(lambda x: multiply(x, None, tables, True)[0], (x,), (torch.ones_like(x),))
+        with forward_ad.dual_level():
+            multiply(forward_ad.make_dual(x, torch.ones_like(x)), None, tables, True)
 
 
 def test_a_second_derivative_is_refused(inputs):

@@ -73,6 +73,18 @@ def test_a_row_ends_where_its_length_says(lengths, backend):
     assert not any(found[name][pads].any() for name in ("output", *(f"grad of {name}" for name in TOKENS)))
 
 
+@pytest.mark.parametrize(("rows", "texts"), [(1, {"cu_seqlens": [0, 4, 19]}), (2, {"lengths": [4, 19]})], ids=str)
+@pytest.mark.parametrize("backend", ["recurrent", "chunk"])
+def test_texts_without_a_state_begin_with_zeros(rows, texts, backend):
+    arguments = {k: v.detach() for k, v in warped((rows, 19, 4, 2, 3, 5, 3), rows=2).items()}
+    arguments |= {name: torch.tensor(x) for name, x in texts.items()}
+    found = []
+    for state in (None, torch.zeros_like(arguments["initial_state"])):
+        options = {"initial_state": state, "output_final_state": True, "backend": backend}
+        found.append(warped_attention(**arguments | options))
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("decay", EXTREMES)
 def test_strong_decays(decay):
     """Where a mode leaves nothing, the gradients of its decay are what float64 cannot add to the others."""

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from torch.func import functional_call
 from torch.nn import functional as F
 from transformers import (
     LlamaConfig,
@@ -16,7 +17,7 @@ from transformers import (
 )
 
 from modeling_interdomain import InterdomainCache, InterdomainConfig, InterdomainForCausalLM, InterdomainStaticCache
-from modeling_interdomain.mixers.window.attention import Seen
+from modeling_interdomain.mixers.window.attention import Seen, WindowAttention
 from modeling_interdomain.mixers.window.mixer import WindowMixer
 from modeling_interdomain.saving.code import flat_code
 from tests.conftest import LENGTHENED, ROPE
@@ -347,6 +348,46 @@ def test_a_count_of_tokens_is_not_rounded(make_model, random_ids, advance, asser
     cache.layers[0].conv_states[2] += 248
     cache.to(dtype=torch.bfloat16)
     assert cache.layers[0].conv_states[2].item() == 257 and cache.layers[0].conv_states[0].dtype == torch.bfloat16
+
+
+def test_what_is_kept_may_go_before_it_is_read(make_model, random_ids):
+    """Several threads that read texts of other lengths replace each other's angles and masks."""
+
+    class Contested(WindowAttention):
+        _kept = property(lambda self: {}, lambda self, kept: None)
+
+    model, ids = make_model("window"), random_ids(1, 9)
+    with torch.no_grad():
+        expected = model(ids).logits
+        for layer in model.model.layers:
+            vars(layer.token_mixer.attention).pop("_kept")
+            layer.token_mixer.attention.__class__ = Contested
+        assert torch.equal(model(ids).logits, expected)
+
+
+def test_what_is_kept_is_of_no_transform(make_model, random_ids):
+    """The gradients of each row (`torch.func`), and nothing of that is left where the model is called again."""
+    model, ids = make_model("window-alone", token_mixers="window"), random_ids(2, 9)
+    parameters = {name: x.detach() for name, x in model.named_parameters()}
+
+    def total(parameters, row):
+        return functional_call(model, parameters, (row[None],), {"use_cache": False}).logits.square().sum()
+
+    each = torch.func.vmap(torch.func.grad(total), in_dims=(None, 0))(parameters, ids)
+    for row, one in enumerate(ids):
+        model.zero_grad()
+        total(dict(model.named_parameters()), one).backward()
+        assert all(torch.allclose(each[name][row], x.grad) for name, x in model.named_parameters())
+
+
+@torch.no_grad()
+def test_dropout_of_a_token_is_that_of_many(make_model, random_ids):
+    """Also of one whose window is full: with all weights dropped nothing is read (Monte Carlo dropout)."""
+    mixer = _mixer(make_model("window-alone", attention_dropout=1.0)).train()
+    cache = InterdomainCache(mixer.config)
+    x = torch.randn(1, 8, 32, dtype=torch.float64)
+    for some in x.split([6, 1, 1], dim=1):
+        assert mixer(some, past_key_values=cache)[0].eq(0).all()
 
 
 def test_it_travels_where_it_is_configured(make_config):

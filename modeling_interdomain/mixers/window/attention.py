@@ -93,8 +93,10 @@ class WindowAttention(nn.Module):
             turned[:, :, :half].addcmul_(key[:, :, half : 2 * half], sin[:half], value=-1)
             turned[:, :, half : 2 * half].addcmul_(key[:, :, :half], sin[half:])
             key, scaling = turned, scaling * self.rotary.attention_scaling
-        scores = (query[:, 0] * scaling).unflatten(1, (key.shape[1], -1)) @ key
-        return (scores.softmax(dim=-1) @ value.mT).flatten(1, 2)[:, None]
+        weights = ((query[:, 0] * scaling).unflatten(1, (key.shape[1], -1)) @ key).softmax(dim=-1)
+        if self.dropout and self.training:
+            weights = F.dropout(weights, p=self.dropout)
+        return (weights @ value.mT).flatten(1, 2)[:, None]
 
     def _distances(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines `[D, count]` and sines `[dim, count]` of the last places up to 0, in the dtype of x."""
@@ -196,7 +198,8 @@ class WindowAttention(nn.Module):
         apart = apart.masked_fill((apart < 0) | (apart >= self.window), _NEVER)
         sinks = torch.arange(self.window, self.window + self.sinks, device=x.device).expand(size, -1)
         reach = torch.cat([sinks, apart], dim=1)
-        return F.pad(reach, (0, -reach.shape[1] % 8), value=_NEVER), x.new_full((), -torch.inf), x.new_zeros(())
+        lowest, zero = (torch.full((), value, dtype=x.dtype, device=x.device) for value in (-torch.inf, 0))
+        return F.pad(reach, (0, -reach.shape[1] % 8), value=_NEVER), lowest, zero
 
     def _angles(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of the first places, `[count, dim]` each, in the dtype of x."""
@@ -238,14 +241,15 @@ class WindowAttention(nn.Module):
         captured = x.is_cuda and torch.cuda.is_current_stream_capturing() and not (single and asked in self._kept)
         if captured or in_graph():
             return make(x, *sizes)
-        if asked not in self._kept:
-            with torch.inference_mode(False):
-                found = make(x, *sizes)
-            first = found if isinstance(found, torch.Tensor) else found[0]
-            if type(first) is not torch.Tensor:  # it has a shape alone
-                return found
-            self._kept = {key: y for key, y in self._kept.items() if key[0] != name or key[3] == 1} | {asked: found}
-        return self._kept[asked]
+        kept = self._kept  # read once: another thread may replace it
+        if asked in kept:
+            return kept[asked]
+        with torch.inference_mode(False):
+            found = make(x, *sizes)
+        first = found if isinstance(found, torch.Tensor) else found[0]
+        if type(first) is torch.Tensor:  # else it has a shape alone
+            self._kept = {key: y for key, y in kept.items() if key[0] != name or key[3] == 1} | {asked: found}
+        return found
 
 
 def _longer(x: torch.Tensor, count: int) -> torch.Tensor:

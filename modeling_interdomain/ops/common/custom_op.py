@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .cpu import without_autocast
@@ -23,7 +24,8 @@ def differentiable(
 ):
     """Register `name` and `name_backward`, both opaque to a graph and both without autocast; the first is returned.
 
-    The gradient of the backward operator is none: asking for it raises PyTorch's own error.
+    The gradient of the backward operator is none: asking for it raises PyTorch's own error. Nor is there a derivative
+    in forward mode, of which PyTorch would say that it is zero.
 
     Args:
         module: `__name__` of the module that asks.
@@ -47,6 +49,8 @@ def differentiable(
     first_grad = arguments.count(",") + 1 + len(kept)
 
     def run(*inputs):
+        if forward_ad._current_level >= 0:
+            raise NotImplementedError(f"{path} has no derivative in forward mode (jvp): use torch.autograd.grad.")
         with without_autocast(inputs[0].device):
             return forward(*inputs)
 

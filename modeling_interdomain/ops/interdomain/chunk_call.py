@@ -75,9 +75,10 @@ class AttentionCall:
         make = partial(self.tables_class, log_decay, input_matrix, coefficients, product, self.size)
         about = self.tables_class, product, self.size, log_decay.dtype
         kept = {} if kept is None else kept
-        if kept.get("chunk", (None,))[0] != about:  # only the last: there may be tables for many sizes
-            kept["chunk"] = about, make()
-        self.own = kept["chunk"][1]
+        found = kept.get("chunk", (None, None))  # read once: another thread may replace it
+        if found[0] != about:  # only the last: there may be tables for many sizes
+            found = kept["chunk"] = about, make()
+        self.own = found[1]
         self.tables, self.mixing = self.own.decay, self.own.mixing
         self.forth, self.back, self.repeated = self.own.forth, self.own.back, self.tables.repeated
         self.workspace = Workspace()

@@ -44,7 +44,7 @@ def recurrent_attention(
     for number, (rows, start, end) in enumerate(_documents(batch, length, cu_seqlens, lengths)):
         if initial_state is None:
             count = query[rows].shape[0]
-            state = decay.new_zeros(count, groups, decay.shape[1], feature_dim + value_dim)
+            state = decay.new_zeros(count, groups, log_decay.shape[1], feature_dim + value_dim)
         else:
             pair = initial_state if rows == slice(None) else initial_state[number : number + 1]
             state = torch.complex(pair[:, :, 0], pair[:, :, 1])
