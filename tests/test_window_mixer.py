@@ -390,6 +390,19 @@ def test_dropout_of_a_token_is_that_of_many(make_model, random_ids):
         assert mixer(some, past_key_values=cache)[0].eq(0).all()
 
 
+@torch.no_grad()
+def test_a_cache_goes_on_in_another_dtype(make_model, random_ids):
+    """What was read under autocast, or in a narrower model: sinks that no token changes are widened, too."""
+    model, ids = make_model("window", feed_forwards="mlp", dtype=torch.float32), random_ids(1, 16)
+    expected = model(ids).logits[:, 10:]
+    for before, after in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
+        cache = InterdomainCache(model.config)
+        model.to(before)(ids[:, :10], past_key_values=cache)
+        model.to(after)
+        found = [model(some, past_key_values=cache).logits for some in ids[:, 10:].split([3, 1, 1, 1], dim=1)]
+        assert (torch.cat(found, dim=1) - expected).norm() < 0.1 * expected.norm()
+
+
 def test_it_travels_where_it_is_configured(make_config):
     own = {"mixers_window_mixer", "mixers_window_attention", "mixers_window_recurrence"}
     assert own <= set(flat_code(make_config("window")))
