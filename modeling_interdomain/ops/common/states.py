@@ -106,12 +106,7 @@ class States:
         x: `[B, T, G, W]`, in the dtype of the tables but for `Bf16States`.
         initial: `[documents, G, 2, M, W]`, or None for zeros.
         ends: whether the final states are wanted.
-
-    Attributes:
-        at_once: whether the inputs of a single document, too, are summed up before its chunks are walked through.
     """
-
-    at_once = False
 
     def __init__(
         self,
@@ -185,7 +180,7 @@ class States:
             before = self.workspace.tensor(f"{self.name} before", self._shape(segment.chunks), inputs)
             first = before[:, : segment.lanes[0]]
             first.zero_() if entry is None else first.copy_(entry)
-        if moving and (self.at_once or segment.lanes[0] > 1):
+        if moving and segment.lanes[0] > 1:
             repeated = self.tables.repeated(segment.chunks)
             added = self.workspace.product("added", inputs.flatten(0, 1).mT, repeated)
             added = added.view(self._shape(segment.chunks))

@@ -77,7 +77,6 @@ class TokenGates:
 class GatedStates(States):
     """`States` of a call with gates, set before anything is asked for."""
 
-    at_once = True
     gates: TokenGates
     entries: list[torch.Tensor | None] | None = None  # the states with which segments begin, where they are known
     _written: tuple[tuple[int, ...], torch.Tensor] | None = None
