@@ -123,12 +123,12 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
             none = key.new_zeros(batch, width, self.window), key.new_zeros(batch, width, self.sinks)
             held = [none[0], none[0], key.new_zeros(batch, 1, 1, dtype=torch.long), none[1], none[1]]
         count = held[2]  # the others may have been read in another dtype
-        before, first = ([x.to(key.dtype) for x in some] for some in (held[:2], held[3:]))
+        before, sinks = ([x.to(key.dtype) for x in some] for some in (held[:2], held[3:]))
         if length == 1:  # in the layout of a cache
             both = [torch.cat([x, new.mT], dim=2).mT for x, new in zip(before, (key, value), strict=True)]
             if lengths is None and is_plain(key, key.dtype) and bool(self._is_filled(count).all()):
-                after = [*(x[:, 1:].mT for x in both), count + 1, *first]
-                return Seen(*[*both, *(x.mT for x in first), None]), after
+                after = [*(x[:, 1:].mT for x in both), count + 1, *sinks]
+                return Seen(*[*both, *(x.mT for x in sinks), None]), after
         else:
             both = [torch.cat([x.mT, new], dim=1) for x, new in zip(before, (key, value), strict=True)]
         tokens = torch.arange(length, device=key.device)
@@ -139,7 +139,7 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
         else:
             end = lengths[:, None] + torch.arange(self.window, device=key.device)
             last, added = [x.gather(1, end[..., None].expand(-1, -1, width)) for x in both], lengths[:, None, None]
-        sinks = _sinks_after(first, (key, value), places, real)
+        sinks = _sinks_after(sinks, (key, value), places, real)
         seen = Seen(*[*both, *(x.mT for x in sinks), places])
         return seen, [*(x.mT for x in last), count + added, *sinks]
 
