@@ -22,6 +22,7 @@ from modeling_interdomain.modeling_interdomain import InterdomainDecoderLayer
 from modeling_interdomain.registry import FEED_FORWARDS, token_mixer_class
 
 from .adapters import spare_tokens_without_adapter
+from .memory import keep_freed_memory
 from .mixers import MIXERS, Paged, batch_of, largest_page
 from .pages import copied_page, page_dtypes
 from .parallel import DIVIDED_FEED_FORWARD, made
@@ -108,8 +109,10 @@ class InterdomainForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsLoRA, S
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
         self.config = config = vllm_config.model_config.hf_config
-        if vllm_config.lora_config is not None and current_platform.is_cpu():
-            spare_tokens_without_adapter()
+        if current_platform.is_cpu():
+            keep_freed_memory()
+            if vllm_config.lora_config is not None:
+                spare_tokens_without_adapter()
         self.model = ServedModel(config, vllm_config, maybe_prefix(prefix, "model"))
         quant, name = vllm_config.quant_config, maybe_prefix(prefix, "lm_head")
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, quant_config=quant, prefix=name)

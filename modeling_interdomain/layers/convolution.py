@@ -65,7 +65,7 @@ class CausalConv1d(nn.Conv1d):
     def _by_pieces(self, tokens: torch.Tensor, length: int) -> torch.Tensor:
         """The same products of tokens `[B, L, W]`, a few at a time, so that sums stay in a CPU's cache."""
         y = tokens.new_empty(tokens.shape[0], length, tokens.shape[2])
-        first, *later = self.weight[:, 0].unbind(-1)
+        first, *later = self.weight[:, 0].T.contiguous()  # a tap whose numbers lie apart takes three times as long
         size = tokens_at_once(y)
         for start, into in zip(range(0, length, size), y.split(size, dim=1)):
             torch.mul(tokens[:, start : start + into.shape[1]], first, out=into)

@@ -112,6 +112,19 @@ def test_feed_forwards_take_some_tokens_at_a_time(made, random_ids, monkeypatch)
         assert_all(model, asked, served.finish())
 
 
+def test_freed_memory_is_used_again():
+    """As large as the hidden layer of a batch, a tensor touches few new pages where another one has been."""
+    from vllm_interdomain.memory import keep_freed_memory
+
+    keep_freed_memory()
+    pages = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(1 << 22)
+        pages.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    assert max(pages[1:]) < 2**24 // resource.getpagesize() // 10
+
+
 MIXED = [3, 31, 17, 1, 64, 5, 22, 48, 2, 33, 9, 27, 80, 12, 6, 41]
 
 
