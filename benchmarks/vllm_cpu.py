@@ -34,6 +34,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 from benchmarks import harness
 from benchmarks.harness import SMOLLM2_SHAPE, footnote, markdown
 from conversion.carry import Window, interdomain_config
+from vllm_interdomain.memory import KEPT, LARGEST_BLOCK, keep_freed_memory
 
 MODES = 64  # of the state of a converted layer, the default of `from-llama`
 NAME, NEW, SHARED = "vllm_cpu", 32, 7 / 8
@@ -279,7 +280,7 @@ def table(record: dict) -> str:
     header = ["requests x tokens", "", "tokens a second, read and written", "seconds to a first token", "MB a request"]
     about = (
         "The 125M shape and a Llama of its sizes (SmolLM2-135M's where it is named), random weights, "
-        f"float32, vLLM {record['vllm']}, nothing compiled. "
+        f"float32, vLLM {record['vllm']}, nothing compiled, each process keeps the memory that it frees. "
         f"{NEW} tokens are written to each request, measured once by `vllm bench serve`, or beside it `generate_batch`."
     )
     return "\n\n".join([markdown(header, rows), f"{about} {footnote(record)}"])
@@ -296,6 +297,8 @@ def main() -> None:
     arguments = parser.parse_args()
     # Read when vLLM is imported: the machine places its threads.
     os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    keep_freed_memory()  # as the plugin does, and so all others as well
+    os.environ |= {"MALLOC_MMAP_THRESHOLD_": f"{LARGEST_BLOCK}", "MALLOC_TRIM_THRESHOLD_": f"{KEPT}"}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as an interruption does, so that servers end, too
     record = run(arguments.quick, arguments.only, arguments.again, arguments.minutes)
     if not arguments.quick:

@@ -4,8 +4,8 @@ import ctypes
 
 # Names in glibc's malloc.h, and bytes: the largest block that its heap gives, of which no version takes more, and how
 # much may be free at the heap's end.
-_MMAP_THRESHOLD, _LARGEST_BLOCK = -3, 1 << 25
-_TRIM_THRESHOLD, _KEPT = -1, 1 << 30
+_MMAP_THRESHOLD, LARGEST_BLOCK = -3, 1 << 25
+_TRIM_THRESHOLD, KEPT = -1, 1 << 30
 
 
 def keep_freed_memory() -> None:
@@ -17,5 +17,5 @@ def keep_freed_memory() -> None:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, _LARGEST_BLOCK)
-        mallopt(_TRIM_THRESHOLD, _KEPT)
+        mallopt(_MMAP_THRESHOLD, LARGEST_BLOCK)
+        mallopt(_TRIM_THRESHOLD, KEPT)
