@@ -49,8 +49,8 @@ KINDS = {
     "SmolLM2 in vLLM": 5,
 }
 REQUESTS, LENGTHS = (1, 8, 32), (256, 2048, 4096, 8192)
-# Tokens of a pass where beginnings are kept: vLLM keeps a state where a pass ends, a Llama's blocks everywhere.
-PASS = 256
+# Tokens between the kept states of beginnings: where a pass ends, if vLLM is told to. A Llama's blocks are kept anyway.
+APART = 256
 CASES = [
     (kind, requests, length)
     for length in LENGTHS
@@ -112,8 +112,8 @@ def run(quick: bool, only: str, again: bool, minutes: float) -> dict:
 
 
 def longest(quick: bool) -> int:
-    """The tokens that a model has room for."""
-    return (40 if quick else max(LENGTHS)) + NEW
+    """The tokens that a model has room for, some more than are sent and written."""
+    return (40 if quick else max(LENGTHS)) + 2 * NEW
 
 
 def configuration(kind: str, quick: bool):
@@ -176,7 +176,7 @@ class Servers:
             options = ["--enforce-eager", caching, "--max-num-seqs", f"{max(REQUESTS)}"]
             options += ["--max-model-len", f"{longest(self.quick)}"]
             if "shared" in kind and kind.startswith("ours"):
-                options += ["--max-num-batched-tokens", f"{PASS}"]
+                options += ["--max-num-batched-tokens", f"{APART}", "--prefix-cache-retention-interval", f"{APART}"]
             server = Server(folder, *options, space=1 if self.quick else KINDS[kind])
             self.running[kind] = self.stack.enter_context(server)
             bench(server, 2, 16, False)
@@ -249,13 +249,18 @@ def bench(server: Server, requests: int, length: int, shared: bool) -> dict:
         found = main(parser.parse_args([*given, "--ignore-eos", "--disable-tqdm"]))
     tokens = found["completed"], found["total_input_tokens"], found["total_output_tokens"]
     if tokens != (requests, requests * length, requests * NEW):
-        raise SystemExit(f"{requests} requests of {length} tokens were wanted, found {tokens}.")
+        why = next(filter(None, found.get("errors", ())), "")
+        raise SystemExit(f"{requests} requests of {length} tokens were wanted, found {tokens}. {why}")
     return {"seconds": found["duration"], "first_token": float(found["median_ttft_ms"]) / 1000}
 
 
 def words(size: int) -> PreTrainedTokenizerFast:
-    """A word for each token, so that a prompt has as many tokens as its benchmark says."""
-    model = models.WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0")
+    """A word for each token, so that a prompt has as many tokens as its benchmark says.
+
+    By the longest token vLLM judges how long a text may be: one is longer than any other and its space.
+    """
+    first = "<anything else>"
+    model = models.WordLevel({first if i == 0 else f"w{i}": i for i in range(size)}, unk_token=first)
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)

@@ -182,6 +182,20 @@ def test_shared_beginnings_are_read_once(made, random_ids, name):
         assert [read_before[text] for text in ("text 0", "text 1", "text 1 again")] == [0, 128, 160]
 
 
+def test_beginnings_stay_where_passes_have_ended(made, random_ids):
+    """As examples/vllm.md says: of prompts that go on differently for longer than a block."""
+    model, folder = made("interdomain")
+    shared = random_ids(1, 70, seed=99)[0].tolist()
+    asked = {text: shared + end for text, end in texts(random_ids, 100, 90).items()}
+    options = {"max_num_batched_tokens": 32, "prefix_cache_retention_interval": 32}
+    with engine(folder, block_size=32, enable_prefix_caching=True, **options) as served:
+        for text, prompt in asked.items():
+            served.ask(text, prompt, 5)
+            served.finish()
+        assert_all(model, asked, served.answers)
+        assert list(served.cached.values()) == [0, 64]
+
+
 @pytest.mark.parametrize("name", ["s4d", HYBRID])
 def test_aborted_requests_leave_nothing(made, random_ids, name):
     model, folder = made(name)
