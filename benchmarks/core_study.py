@@ -247,8 +247,8 @@ def prepare_large(data: Path) -> dict:
 @functools.cache
 def texts_of(task: str, data: Path) -> dict:
     """The tokens of a language task."""
-    larger = dict.fromkeys((FEWER, LARGER), larger_study.prepare)
-    return ({LANGUAGE: condition_study.prepare} | larger).get(task, prepare_large)(data)
+    own = {LANGUAGE: condition_study.prepare, FEWER: larger_study.prepare, LARGER: larger_study.prepare}
+    return own.get(task, prepare_large)(data)
 
 
 def make_run(data: Path, device: str = "cpu", backend: list[str] | None = None):

@@ -153,13 +153,12 @@ class Paged(MambaBase):
             return self.recurrence(*tokens, cu_seqlens=packing.cu_seqlens)[0][0]
         states, inputs = self.kv_cache[0], self.kv_cache[1:]
         conv_states = self._conv_states(projected, rows, begun)
-        ends = packing.cu_seqlens
-        if rows.shape[0] == 1:  # alone it is a row of a batch, in which nothing must be looked up
-            packing, ends = None, None
-        tokens, _ = self._inputs(projected, conv_states, cos_sin, packing, keep=False)
+        alone = rows.shape[0] == 1  # it is a row of a batch then, in which nothing must be looked up
+        tokens, _ = self._inputs(projected, conv_states, cos_sin, None if alone else packing, keep=False)
         for pool, x, conv_state in zip(inputs, self._convolved(projected), conv_states):
-            write_slots(pool, rows, inputs_after(x[0], conv_state.mT, batch.packing.cu_seqlens))
+            write_slots(pool, rows, inputs_after(x[0], conv_state.mT, packing.cu_seqlens))
         state = read_slots(states, rows, begun)
+        ends = None if alone else packing.cu_seqlens
         output, after = self.recurrence(*tokens, cu_seqlens=ends, initial_state=state, output_final_state=True)
         write_slots(states, rows, after)
         return output[0]
