@@ -19,6 +19,7 @@ from benchmarks import gpu, harness, readme
 CPU = (
     "operator_cpu",
     "gates_cpu",
+    "core_cpu",
     "ssd_cpu",
     "selective_scan_cpu",
     "sparse_cpu",

@@ -257,9 +257,10 @@ def bench(server: Server, requests: int, length: int, shared: bool) -> dict:
 def words(size: int) -> PreTrainedTokenizerFast:
     """A word for each token, so that a prompt has as many tokens as its benchmark says.
 
-    By the longest token vLLM judges how long a text may be: one is longer than any other and its space.
+    By the longest token vLLM judges how long a text may be: one is longer than any other and its space. None has a
+    space of its own, at which a text of it would be two words.
     """
-    first = "<anything else>"
+    first = "<anything-else>"
     model = models.WordLevel({first if i == 0 else f"w{i}": i for i in range(size)}, unk_token=first)
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -15,6 +15,7 @@ from benchmarks import __main__ as command
 from benchmarks import (
     batch_cpu,
     bf16_cpu,
+    core_cpu,
     decode_cpu,
     decode_gpu,
     denominators,
@@ -77,6 +78,7 @@ def test_a_command_is_recorded_as_one_types_it(monkeypatch, repository, typed, w
 
 CPU_TABLES = [
     batch_cpu,
+    core_cpu,
     gates_cpu,
     model_cpu,
     bf16_cpu,
