@@ -286,12 +286,12 @@ def groups_of(model: PreTrainedModel, options: argparse.Namespace, stage: str) -
 def start_memories(model: PreTrainedModel, batch: torch.Tensor) -> None:
     """Let what a memory answers begin as large as what the softmax of its head answers to a batch, with a share of 12%.
 
-    Converted, it is small and has a share of 2%, so that it changes little; what has learned is left as it is.
+    Converted, it is small and has a share of 2% or less, so that it changes little; what has learned is left as it is.
     """
-    sizes: dict[int, torch.Tensor] = {}
+    answers: dict[int, torch.Tensor] = {}
 
     def note(layer: int):
-        return lambda module, inputs, output: sizes.update({layer: output.float().square().mean((0, 1, 3)).sqrt()})
+        return lambda module, inputs, output: answers.update({layer: output.float()})
 
     mixers = {i: model.model.layers[i].token_mixer for i in memories(model.config)}
     hooks = [mixer.attention.register_forward_hook(note(layer)) for layer, mixer in mixers.items()]
@@ -299,10 +299,19 @@ def start_memories(model: PreTrainedModel, batch: torch.Tensor) -> None:
     for hook in hooks:
         hook.remove()
     for layer, mixer in mixers.items():
-        gate = mixer.memory_gate
+        gate, bias = mixer.memory_gate, mixer.share_proj.bias
         if (gate == gate.flatten()[0]).all():
-            gate.copy_(sizes[layer][:, None].expand_as(gate))
-            mixer.share_proj.bias.fill_(SHARE)
+            answer, *weight = answers[layer].split([gate.shape[1], 1][: 1 + mixer.in_softmax], dim=-1)
+            gate.copy_(answer.square().mean((0, 1, 3)).sqrt()[:, None].expand_as(gate))
+            bias.copy_(SHARE + (_sum_of_scores(bias, *weight) if weight else torch.zeros_like(bias)))
+
+
+def _sum_of_scores(bias: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """What a memory of score `bias` `[H]` shares the softmax with, the logarithm of the sum over all other keys, in the
+    mean of the tokens for which it has a weight, of `[B, T, H, 1]`."""
+    score = bias - weight.squeeze(-1).double().logit().flatten(0, 1)
+    known = score.isfinite()
+    return (torch.where(known, score, 0).sum(0) / known.sum(0).clamp(min=1)).to(bias)
 
 
 def add_adapters(model: PreTrainedModel, rank: int) -> None:

@@ -156,6 +156,7 @@ VARIANTS = {
         "num_key_value_heads": 2,
         "attention_window": 4,
         "attention_sinks": 2,
+        "window_share": "softmax",
         "attention_bias": True,
         "rope_parameters": ROPE,
         **EXPERTS,

@@ -18,6 +18,8 @@ CASES = {
     "no rotation": {"rope_parameters": None},
     "half rotated": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
     "without a state": {"window_memory": False},
+    "share of the softmax": {"window_share": "softmax"},
+    "share of the softmax, no sinks": {"window_share": "softmax", "attention_sinks": 0, "rope_parameters": None},
 }
 
 
@@ -66,7 +68,8 @@ def fused(monkeypatch):
     return start
 
 
-READS = [*itertools.product(CASES, [whole, documents]), *itertools.product(["sinks", "one token"], [padded, in_pieces])]
+IN_PIECES = ["sinks", "one token", "share of the softmax"]
+READS = [*itertools.product(CASES, [whole, documents]), *itertools.product(IN_PIECES, [padded, in_pieces])]
 
 
 @pytest.mark.parametrize(("name", "read"), READS)

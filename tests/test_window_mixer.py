@@ -82,7 +82,10 @@ def _by_loops(mixer: WindowMixer, x: torch.Tensor) -> torch.Tensor:
                     features = F.silu(query[b, t, h] @ mixer.q_map[h])
                     read = (features / features.norm()) @ (u.mT @ gamma.conj()).real
                     read = mixer.memory_gate[h] * read / (read.square().mean() + config.rms_norm_eps).sqrt()
-                    share = (mixer.share_proj.weight[h] @ x[b, t] + mixer.share_proj.bias[h]).sigmoid()
+                    score = mixer.share_proj.weight[h] @ x[b, t] + mixer.share_proj.bias[h]
+                    if config.window_share == "softmax":
+                        score = score - torch.stack(scores).logsumexp(0)
+                    share = score.sigmoid()
                     output = (1 - share) * output + share * read
                 outputs.append(output)
             rows.append(mixer.o_proj(torch.cat(outputs)))
@@ -98,6 +101,8 @@ CASES = {
     "llama3": {"rope_parameters": LLAMA3},
     "features of another size": {"feature_dim": 6},
     "without a state": {"window_memory": False},
+    "share of the softmax": {"window_share": "softmax"},
+    "share of the softmax, no sinks": {"window_share": "softmax", "attention_sinks": 0},
 }
 
 

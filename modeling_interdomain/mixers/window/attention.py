@@ -1,6 +1,7 @@
 """Softmax attention to the last tokens and the first of a text, in blocks: time and memory are linear in its length.
 
-Token t sees those from t - W + 1 to t, and of the first S tokens those that have left this window. Positions are those
+Token t sees those from t - W + 1 to t, and of the first S tokens those that have left this window; and, where there is
+a memory in the softmax, as one key more, with a score of its own, what stands for all between. Positions are those
 within a window, so that angles are as exact after a million tokens as after ten: a sink keeps its distance to the query
 until it is just before the window, and then stays there. Up to W + S tokens that is causal attention.
 """
@@ -19,6 +20,9 @@ from ...ops.common.cpu import in_graph
 # keep no scores take more; they have room for 65,535 blocks.
 _PIECE, _FUSED_PIECE = 8192, 32768
 _NEVER = torch.iinfo(torch.long).max
+# The score of a memory that is empty, whose weight is then 0; finite, since kernels multiply it.
+EMPTY = -1000.0
+_ALIGNED = 8  # numbers that kernels ask rows of a mask and widths of heads to be multiples of
 
 
 class Seen(NamedTuple):
@@ -63,20 +67,31 @@ class WindowAttention(nn.Module):
             return 1
         return self.window if in_graph() else min(length, self.window)
 
-    def forward(self, query: torch.Tensor, seen: Seen) -> torch.Tensor:
-        """`[B, T, H, D]`, before rotation, to the same."""
+    def forward(self, query: torch.Tensor, seen: Seen, memory: torch.Tensor | None = None) -> torch.Tensor:
+        """Queries `[B, T, H, D]`, before rotation, to the same.
+
+        Args:
+            memory: `[B, T, H]`, the scores of one key more, which answers zeros; `EMPTY` where there is none.
+
+        Returns:
+            The output; with `memory` `[B, T, H, D + 1]`, at the end the weight of this key.
+        """
         batch, length = query.shape[:2]
         if seen.places is None:
-            return self._one(query, seen)
+            return self._one(query, seen, memory)
         fused, size = query.is_cuda and not torch.compiler.is_exporting(), self.block(length)
         attend = self._fused if fused else self._blocks
         room = self.window * max(1, (_FUSED_PIECE if fused else _PIECE) // (batch * self.window))
         if in_graph() or length <= room:
-            return attend(query, seen, size)
-        pieces = [(start, min(start + room, length)) for start in range(0, length, room)]
-        return torch.cat([attend(query[:, a:b], seen.between(a, b, size), size) for a, b in pieces], dim=1)
+            return attend(query, seen, size, memory)
+        found = []
+        for start in range(0, length, room):
+            here = slice(start, min(start + room, length))
+            own = None if memory is None else memory[:, here]
+            found.append(attend(query[:, here], seen.between(here.start, here.stop, size), size, own))
+        return torch.cat(found, dim=1)
 
-    def _one(self, query: torch.Tensor, seen: Seen) -> torch.Tensor:
+    def _one(self, query: torch.Tensor, seen: Seen, memory: torch.Tensor | None) -> torch.Tensor:
         """Of a token far into each text, in few calls: it sees the sinks and the window behind them as one text.
 
         Keys are turned by how far they are behind it; it is not turned. A head's numbers come before tokens, as in a
@@ -93,17 +108,23 @@ class WindowAttention(nn.Module):
             turned[:, :, :half].addcmul_(key[:, :, half : 2 * half], sin[:half], value=-1)
             turned[:, :, half : 2 * half].addcmul_(key[:, :, :half], sin[half:])
             key, scaling = turned, scaling * self.rotary.attention_scaling
-        weights = ((query[:, 0] * scaling).unflatten(1, (key.shape[1], -1)) @ key).softmax(dim=-1)
+        scores = (query[:, 0] * scaling).unflatten(1, (key.shape[1], -1)) @ key
+        if memory is not None:
+            scores = torch.cat([scores, memory[:, 0].to(scores.dtype).view(*scores.shape[:3], 1)], dim=-1)
+        weights = scores.softmax(dim=-1)
         if self.dropout and self.training:
             weights = F.dropout(weights, p=self.dropout)
-        return (weights @ value.mT).flatten(1, 2)[:, None]
+        output = weights[..., : key.shape[3]] @ value.mT
+        if memory is not None:
+            output = torch.cat([output, weights[..., key.shape[3] :]], dim=-1)
+        return output.flatten(1, 2)[:, None]
 
     def _distances(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines `[D, count]` and sines `[dim, count]` of the last places up to 0, in the dtype of x."""
         cos, sin = (y[0].T for y in self.rotary(x, torch.arange(1 - count, 1, device=x.device)[None]))
         return F.pad(cos, (0, 0, 0, x.shape[-1] - len(cos)), value=1).contiguous(), sin.contiguous()
 
-    def _blocks(self, query: torch.Tensor, seen: Seen, size: int) -> torch.Tensor:
+    def _blocks(self, query: torch.Tensor, seen: Seen, size: int, memory: torch.Tensor | None) -> torch.Tensor:
         """Blocks of `size` queries, the last of which is filled up; each sees the sinks and W + `size` keys."""
         (length, heads), groups = query.shape[1:3], seen.key.shape[2]
         query, places, *parts = self._in_blocks(query * self.scaling, seen, size)
@@ -117,23 +138,32 @@ class WindowAttention(nn.Module):
 
         # By block, and by the groups whose keys heads share.
         own, toward = (x.unflatten(2, (groups, heads // groups)).unflatten(1, (-1, size)) for x in (own, toward))
-        scores = torch.einsum("bnlgrd,bnkgd->bngrlk", own, key)
+        scores = [torch.einsum("bnlgrd,bnkgd->bngrlk", own, key)]
         if self.sinks:
-            scores = torch.cat([torch.einsum("bnlgrd,bnsgd->bngrls", toward, sink_key), scores], dim=-1)
+            scores.insert(0, torch.einsum("bnlgrd,bnsgd->bngrls", toward, sink_key))
+        if memory is not None:
+            memory = _longer(memory, query.shape[1] - length).unflatten(2, (groups, -1)).unflatten(1, (-1, size))
+            scores.append(memory.permute(0, 1, 3, 4, 2)[..., None].to(key.dtype))
+        joined = torch.cat(scores, dim=-1) if len(scores) > 1 else scores[0]
         # Added in place, which costs a backward pass nothing. A softmax sums up in float32, whatever its dtype.
-        weights = scores.add_(self._mask(scores, places.unflatten(1, (-1, 1, 1, size, 1)))).softmax(dim=-1)
+        mask = self._mask(joined, places.unflatten(1, (-1, 1, 1, size, 1)), joined.shape[-1])
+        weights = joined.add_(mask).softmax(dim=-1)
         if self.dropout and self.training:
             weights = F.dropout(weights, p=self.dropout)
-        output = torch.einsum("bngrlk,bnkgd->bnlgrd", weights[..., self.sinks :], value)
+        sinks, own, rest = weights.split([self.sinks, key.shape[2], weights.shape[-1] - self.sinks - key.shape[2]], -1)
+        output = torch.einsum("bngrlk,bnkgd->bnlgrd", own, value)
         if self.sinks:
-            output = output + torch.einsum("bngrls,bnsgd->bnlgrd", weights[..., : self.sinks], sink_value)
+            output = output + torch.einsum("bngrls,bnsgd->bnlgrd", sinks, sink_value)
+        if memory is not None:
+            output = torch.cat([output, rest.permute(0, 1, 4, 2, 3, 5)], dim=-1)
         return output.flatten(3, 4).flatten(1, 2)[:, :length]
 
-    def _fused(self, query: torch.Tensor, seen: Seen, size: int) -> torch.Tensor:
+    def _fused(self, query: torch.Tensor, seen: Seen, size: int, memory: torch.Tensor | None) -> torch.Tensor:
         """What `_blocks` gives, by the library's kernels, which keep no scores: a block is a row of their batch.
 
         Heads that share keys are more queries of a block. To a sink a query stands elsewhere than to a key of the
         window, so it is turned for both, one behind the other, and a key has zeros where it meets the other of them.
+        What a memory scores is one number more of a query, where its key alone has a one, as its value has at the end.
         """
         (batch, length, heads), groups = query.shape[:3], seen.key.shape[2]
         query, places, *parts = self._in_blocks(query, seen, size)
@@ -145,8 +175,13 @@ class WindowAttention(nn.Module):
             at = at if self.sinks else at[..., :1]
             query = self._turned_for_both(query, *angles[at][:, :, None].unbind(-2))
             key = self._turned_for_both(key, *of_keys)
+        dim = value.shape[-1]
+        if memory is not None:
+            score = _longer(memory / self.scaling, query.shape[1] - length)[..., None].to(query.dtype)
+            query = torch.cat([query, F.pad(score, (0, _ALIGNED - 1))], dim=-1)
+            key, value = (_with_one_more(x) for x in (key, value))
         places = places.unflatten(1, (-1, 1, size, 1)).expand(batch, -1, heads // groups, -1, -1)
-        mask = self._mask(query, places).flatten(2, 3).flatten(0, 1)[:, None]
+        mask = self._mask(query, places, key.shape[2]).flatten(2, 3).flatten(0, 1)[:, None]
         query = query.unflatten(1, (count, size)).unflatten(3, (groups, -1)).permute(0, 1, 3, 4, 2, 5)
         output = F.scaled_dot_product_attention(
             query.flatten(3, 4).flatten(0, 1),
@@ -156,6 +191,7 @@ class WindowAttention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             scale=self.scaling,
         )
+        output = output[..., : dim + (memory is not None)]
         output = output.unflatten(0, (batch, count)).unflatten(3, (-1, size)).permute(0, 1, 4, 2, 3, 5)
         return output.flatten(3, 4).flatten(1, 2)[:, :length]
 
@@ -183,10 +219,13 @@ class WindowAttention(nn.Module):
         own = torch.arange(self.window, self.window + size, device=places.device)
         return own.expand(places.shape[1] // size, -1).reshape(1, -1), places.clamp(max=self.window + self.sinks - 1)
 
-    def _mask(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """`[..., size, S + W + size]` in the dtype of x: 0 where queries at places `[..., size, 1]` see, or -inf."""
+    def _mask(self, x: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tensor:
+        """`[..., size, count]` in the dtype of x: 0 where queries at places `[..., size, 1]` see, or -inf.
+
+        Of `count` keys S are sinks, W + `size` those of the window, and there may be one of a memory.
+        """
         reach, lowest, zero = self._kept_or("reach", self._reach, x, places.shape[-2])
-        return torch.where(reach > places, lowest, zero)[..., : self.sinks + self.window + places.shape[-2]]
+        return torch.where(reach > places, lowest, zero)[..., :count]
 
     def _reach(self, x: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """From which place of its own text on a query sees a key, and what stands in a mask.
@@ -197,9 +236,9 @@ class WindowAttention(nn.Module):
         apart = ends - torch.arange(self.window + size, device=x.device)
         apart = apart.masked_fill((apart < 0) | (apart >= self.window), _NEVER)
         sinks = torch.arange(self.window, self.window + self.sinks, device=x.device).expand(size, -1)
-        reach = torch.cat([sinks, apart], dim=1)
+        reach = torch.cat([sinks, apart, torch.zeros_like(ends)], dim=1)
         lowest, zero = (torch.full((), value, dtype=x.dtype, device=x.device) for value in (-torch.inf, 0))
-        return F.pad(reach, (0, -reach.shape[1] % 8), value=_NEVER), lowest, zero
+        return F.pad(reach, (0, -reach.shape[1] % _ALIGNED), value=_NEVER), lowest, zero
 
     def _angles(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of the first places, `[count, dim]` each, in the dtype of x."""
@@ -257,6 +296,13 @@ def _longer(x: torch.Tensor, count: int) -> torch.Tensor:
     if not count and not in_graph():
         return x
     return F.pad(x, (*[0] * (2 * x.ndim - 3), count))
+
+
+def _with_one_more(x: torch.Tensor) -> torch.Tensor:
+    """Keys or values `[B, n, K, G, D]` and one more, `[B, n, K + 1, G, D + 8]`: its one, where the others are zero."""
+    x = F.pad(x, (0, _ALIGNED, 0, 0, 0, 1))
+    one = F.one_hot(torch.tensor(x.shape[-1] - _ALIGNED, device=x.device), x.shape[-1]).to(x.dtype)
+    return torch.cat([x[:, :, :-1], one.expand_as(x[:, :, -1:])], dim=2)
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -16,13 +16,18 @@ class WindowFields(ModelFields):
         attention_sinks: "window": the first tokens of a text, which it always sees, S; with 0 none. Default: 4.
         window_memory: "window": keep a state of the tokens that have left the window. False is plain window attention.
             Default: True.
+        window_share: "window": what the state has of a head's output: "sigmoid" says a map of the token alone, as in
+            older checkpoints; with "softmax" the state is one more key of the softmax, with this map as its score.
+            Default: "sigmoid".
     """
 
     _positive = ["attention_window"]
+    _choices = {"window_share": ("sigmoid", "softmax")}
 
     attention_window: int = 64
     attention_sinks: int = 4
     window_memory: bool = True
+    window_share: str = "sigmoid"
 
 
 class WindowSpecification(RecurrentSpecification):

@@ -14,7 +14,7 @@ from ...layers.operators import Operators
 from ...ops.common.cpu import values_at_hand
 from ...ops.interdomain.replay import state_after
 from ..recurrent import RecurrentMixer, placed_map
-from .attention import Seen, WindowAttention
+from .attention import EMPTY, Seen, WindowAttention
 from .configuration import WindowSpecification
 from .recurrence import NoRecurrence, WindowRecurrence
 
@@ -26,7 +26,9 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
 
     Each token that came before is in one of three: the last W are in the window, and the first S are sinks; a token
     enters the state when it leaves the window, unless it is a sink. The share, one a head, is a sigmoid of a linear map
-    of the token, and 0 as long as the state is empty. The norm bounds what is read: it would grow with the text.
+    of the token, and 0 as long as the state is empty. With `window_share="softmax"` the state is one more key of the
+    softmax, and that map its score: a query that finds its like in the window leaves the state less. The norm bounds
+    what is read: it would grow with the text.
 
     The state reads and writes what the softmax does, before rotation, each head through a map of its own that starts as
     the identity: `q_map` `[H, D, R]` and `k_map` `[G, D, R]`, before the feature map, and `v_map` `[G, D, D]`. The gate
@@ -42,7 +44,7 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx, config.head_dim)
-        self.memory = config.window_memory
+        self.memory, self.in_softmax = config.window_memory, config.window_share == "softmax"
         dim, features = config.head_dim, config.feature_dim
         heads, groups = config.num_attention_heads, config.num_key_value_heads
         self.o_norm = self.rope_placement = None  # what it rotates it places itself
@@ -186,25 +188,30 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
             return self._attended(tokens[0], Seen(*tokens[1:]))
         query, *held, share = tokens[3:]
         seen = Seen(*held)
-        attended = self._attended(query, seen)
-        wide = torch.promote_types(attended.dtype, torch.float32)
-        share = share.to(wide).sigmoid()
+        wide = torch.promote_types(query.dtype, torch.float32)
+        share = share.to(wide)
         if seen.places is not None:
             filled = self._is_filled(seen.places.reshape(-1, query.shape[1]))[..., None]
             if self.first_state is not None:  # a group that begins with something has it to read at once
                 begun = self.first_state(filled[:1]).flatten(2).any(dim=-1)
                 filled = filled | begun.repeat_interleave(share.shape[-1] // begun.shape[-1], dim=-1)
-            share = torch.where(filled, share, 0)
+            share = torch.where(filled, share, EMPTY)
         read = read.to(wide)
         normed = plain_rms_norm(read, self.eps) if is_plain(read) else F.rms_norm(read, read.shape[-1:], eps=self.eps)
-        return torch.lerp(attended.to(wide), (self.memory_gate * normed).to(wide), share[..., None])
+        remembered = (self.memory_gate * normed).to(wide)
+        if self.in_softmax:
+            attended, share = self._attended(query, seen, share).to(wide).split([self.head_dim, 1], dim=-1)
+            return torch.addcmul(attended, share, remembered)
+        return torch.lerp(self._attended(query, seen).to(wide), remembered, share.sigmoid()[..., None])
 
-    def _attended(self, query: torch.Tensor, seen: Seen) -> torch.Tensor:
+    def _attended(self, query: torch.Tensor, seen: Seen, memory: torch.Tensor | None = None) -> torch.Tensor:
         """The output of the softmax; what one row of documents sees may be that of several."""
         rows = seen.key.shape[0]
         if rows == query.shape[0]:
-            return self.attention(query, seen)
-        return self.attention(query.reshape(rows, -1, *query.shape[2:]), seen).reshape(query.shape)
+            return self.attention(query, seen, memory)
+        shape = query.shape[:3]
+        query, *score = (x.reshape(rows, -1, *x.shape[2:]) for x in (query, memory) if x is not None)
+        return self.attention(query, seen, *score).reshape(*shape, -1)
 
     def _before_piece(self, piece, projected):
         from .pieces import held_before
