@@ -63,6 +63,7 @@ TEXTS = {2048: 6, 8192: 6, 65536: 2}
 def kind(window: int | None = None, sinks: int = 4, modes: int | str = 0, **rest) -> dict:
     """One condition; without a window it is the Llama."""
     shape = {} if window is None else {"sinks": sinks, "modes": modes, "kept": 0, "taught": "no"}
+    shape |= {"share": "softmax"} if modes else {}  # as `from-llama` makes it; "sigmoid" in earlier runs
     return {"window": window, **shape, "length": LENGTH} | rest
 
 
@@ -111,7 +112,9 @@ class Study:
         nats = nats_by_position(model, rows)
         return {"perplexity": between(nats, FRESH["edges"]), "parameters": model.num_parameters()}
 
-    def _model(self, window: int | None, taught: str = "no", **shape) -> tuple[PreTrainedModel, int | None]:
+    def _model(
+        self, window: int | None, taught: str = "no", share: str | None = None, **shape
+    ) -> tuple[PreTrainedModel, int | None]:
         """A model, and the tokens that it was taught on."""
         if window is None:
             return _load(self.source), None
@@ -165,7 +168,7 @@ class Study:
         own = report["steps"][stage] * report["tokens_per_step"]
         return own + self._tokens(stage_before(stage, shape["modes"]), window, **shape)
 
-    def so_far(self, length: int, window: int, taught: str, **shape) -> dict | None:
+    def so_far(self, length: int, window: int, taught: str, share: str | None = None, **shape) -> dict | None:
         """The measures of a stage that was stopped; None where none was."""
         file = working_folder(self._place(taught, window, **shape)) / "training.pt"
         if not file.is_file():
@@ -223,7 +226,7 @@ def _of(record: dict, length: int) -> list[dict]:
 
 def _has_ended(run: dict, runs: list[dict]) -> bool:
     taught = run.get("taught", "no")
-    told = {name: run[name] for name in kind(0) if name in run} | {"taught": taught.removesuffix(SO_FAR)}
+    told = {name: run[name] for name in kind(0, modes=1) if name in run} | {"taught": taught.removesuffix(SO_FAR)}
     return taught.endswith(SO_FAR) and studies.holds(runs, told)
 
 
@@ -254,6 +257,7 @@ def order(run: dict) -> tuple:
         -run["sinks"],
         run["kept"],
         str(run["modes"]),
+        run.get("share", ""),
         run.get("tokens", 0),
     )
 
@@ -264,6 +268,7 @@ def label(run: dict) -> str:
     sinks = f"and the first {run['sinks']}" if run["sinks"] else "alone"
     state = f", state of {run['modes']} modes" if run["modes"] else ""
     state = ", linear attention of equal state" if run["modes"] == LINEAR else state
+    state += ", share of its own" if run.get("share") == "sigmoid" else ""
     kept = f", {run['kept']} layers softmax" if run["kept"] else ""
     taught = ", untaught" if run["modes"] else ""
     if run["taught"] != "no":
