@@ -300,9 +300,9 @@ def _longer(x: torch.Tensor, count: int) -> torch.Tensor:
 
 def _with_one_more(x: torch.Tensor) -> torch.Tensor:
     """Keys or values `[B, n, K, G, D]` and one more, `[B, n, K + 1, G, D + 8]`: its one, where the others are zero."""
-    x = F.pad(x, (0, _ALIGNED, 0, 0, 0, 1))
-    one = F.one_hot(torch.tensor(x.shape[-1] - _ALIGNED, device=x.device), x.shape[-1]).to(x.dtype)
-    return torch.cat([x[:, :, :-1], one.expand_as(x[:, :, -1:])], dim=2)
+    one = torch.arange(x.shape[-1] + _ALIGNED, device=x.device) == x.shape[-1]
+    x = F.pad(x, (0, _ALIGNED))
+    return torch.cat([x, one.to(x.dtype).expand_as(x[:, :, :1])], dim=2)
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
