@@ -34,7 +34,6 @@ from .gates_states import (
     GatedStates,
     TokenGates,
     by_group,
-    by_step,
 )
 from .unit_triangular import inverses
 
@@ -120,8 +119,8 @@ class GatedCall(AttentionCall):
         self._by_chunk(rows).addcmul_(self._by_chunk(x), self.now.before[:, :, None])
 
     def _by_chunk(self, rows: torch.Tensor) -> torch.Tensor:
-        """`[G, N, P, C, W]`."""
-        return rows.view(self.groups, -1, rows.shape[1] // self.size, self.size, rows.shape[2])
+        """`[G N, P C, W]`, or with two axes of its chunks, as `[G, N, P, C, W]`."""
+        return rows.view(self.groups, -1, rows.shape[-2] // self.size, self.size, rows.shape[-1])
 
     def skewed(self, scores: torch.Tensor, name: str) -> torch.Tensor:
         """`skew` of scores `[G N, P C, C]` times what the gates leave, `[G, N P C, C]`; no key meets its own token."""
@@ -160,9 +159,9 @@ class GatedCall(AttentionCall):
         torch.mul(self.by_token(p), self.back, out=self.by_token(out))
         return out.view(-1, self.heads * self.size, p.shape[-1])
 
-    def of_group(self, x: torch.Tensor, segment: Segment) -> torch.Tensor:
+    def of_group(self, name: str, x: torch.Tensor, segment: Segment) -> torch.Tensor:
         """`[B, T, G, W]` as `[G, N, C, W]`."""
-        target = self.workspace.tensor("of group", (self.groups, segment.chunks, 1, self.size, x.shape[3]), self.query)
+        target = self.workspace.tensor(name, (self.groups, segment.chunks, 1, self.size, x.shape[3]), self.query)
         self.chunks.read(x, segment, target)
         return target[:, :, 0]
 
@@ -179,12 +178,11 @@ class GatedCall(AttentionCall):
             rows = self.begin(segment, keys.inputs)
             *_, p = self.pull(rows, *keys, keep=False)
             weights, reader = self.weights(p), None if keys.before is None else self.reader(p)
-            values = self.written(segment, weights, reader)
-            here = slice(0, self.queries)
-            found = self.workspace.product("output", weights[:, here], values.inputs)
-            if values.before is not None:
-                self.add_left(found, self.workspace.product("output left", reader[:, here], values.before.mT))
-            self.write(found, segment, output)
+            values, found = self.written(segment, weights, reader)
+            outputs = self.workspace.product("output", weights[:, : self.queries], values)
+            if found is not None:
+                self.add_left(outputs, found[..., : self.queries, :])
+            self.write(outputs, segment, output)
         if self.delta is not None:
             self.answers = self.chunks.finish(self.answers)
             if final is not None:
@@ -204,28 +202,23 @@ class GatedCall(AttentionCall):
         self.found = GatedGradients(self, *arguments)
         return self.found
 
-    def written(self, segment: Segment, weights: torch.Tensor, reader: torch.Tensor | None) -> Walked:
-        """The values of a segment: as they are, or with the delta rule what is written of them."""
+    def written(self, segment: Segment, weights: torch.Tensor, reader: torch.Tensor | None):
+        """The values of a segment `[G N, C, W]`, with the delta rule what is written of them, and what all rows read
+        from the states before their chunk, None for zeros."""
         entry = self.values.entry(segment)
         if self.delta is None:
-            return walk(self.values, segment, entry)
+            values, before = walk(self.values, segment, entry)
+            return values, None if before is None else self.workspace.product("output left", reader, before.mT)
         values = self.values.inputs(segment)
-        answers, before = self.values.answer(segment, values, entry, self.answering(segment, weights, reader))
+        answers, found = self.values.answer(segment, values, entry, self.answering(segment, weights, reader))
         self.chunks.write(answers[:, :, None], segment, self.answers)
-        return Walked(values.flatten(0, 1), None if before is None else before.flatten(0, 1))
+        return values.flatten(0, 1), found
 
     def answering(self, segment: Segment, weights: torch.Tensor, reader: torch.Tensor | None) -> Answering:
         """From the weights `[G N, P C, C]` and readers `[G N, P C, 2M]` of a segment, of which keys have the last."""
-        delta = by_step(self.of_group(self.delta[..., None], segment))
-        own, readers = (self._of_keys(x) for x in (weights, reader))
-        inverse = inverses(own * delta.mT)
-        if readers is not None:
-            readers = torch.bmm(inverse * by_step(self.now.before).mT, readers)
-        return Answering(delta, own, inverse, readers)
-
-    def _of_keys(self, rows: torch.Tensor | None) -> torch.Tensor | None:
-        """The rows of keys by step, `[N G, C, W]`."""
-        return None if rows is None else by_step(rows[:, self.queries :].unflatten(0, (self.groups, -1)))
+        delta = self.of_group("delta", self.delta[..., None], segment)
+        weights = weights[:, self.queries :]
+        return Answering(delta, weights, inverses(weights * delta.flatten(0, 1).mT), reader)
 
 
 def written_values(value: torch.Tensor, delta: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
@@ -298,15 +291,14 @@ class GatedGradients(Gradients):
         shape = call.groups, segment.chunks
         of_values = of_values.unflatten(0, shape)
         self.values.of_written(segment, of_values)
-        how, written = call.answering(segment, weights, reader), by_step(of_values)
-        self.values.answered = written, None if how.readers is None else how.readers * how.delta
+        how = call.answering(segment, weights, reader)
+        self.values.answered = how, of_values
         self._walked(self.values, segment, *values, of_states)
-        of_answers = torch.bmm(how.inverse.mT, written * how.delta)  # what they receive, but for the sign
-        written.baddbmm_(how.weights.mT, of_answers, alpha=-1)
-        of_values.copy_(by_group(written, call.groups))
-        of_delta = -(of_values * call.of_group(call.answers, segment)).sum(-1)
+        torch.neg(self.values.of_answers, out=grad[:, own].unflatten(0, shape))
+        of_values.addcmul_(self.values.through, call.now.after)
+        of_values.flatten(0, 1).baddbmm_(how.weights.mT, grad[:, own])
+        of_delta = -(of_values * call.of_group("answers", call.answers, segment)).sum(-1)
         call.chunks.write(of_delta[:, :, None, :, None].to(self.delta.dtype), segment, self.delta)
-        torch.neg(by_group(of_answers, call.groups), out=grad[:, own].unflatten(0, shape))
         if reader is not None:
             call.left(grad[:, own], self.grad_left[:, own])
 
@@ -348,9 +340,7 @@ class GatedGradients(Gradients):
         """Add to the gradient of keys or values within the chunk, `[G N, C, W]`, that through the states."""
         after = self._walked(stream, segment, inputs, before, of_before)
         if after is not None:
-            table = self.call.repeated(segment.chunks)
-            through = self.workspace.product("through", table, after.flatten(0, 1).mT)
-            grad.addcmul_(through, self.call.now.after.flatten(0, 1))
+            grad.addcmul_(stream.through.flatten(0, 1), self.call.now.after.flatten(0, 1))
 
     def _walked(self, stream: GatedStateGradients, segment: Segment, inputs, before, of_before) -> torch.Tensor | None:
         shape = (self.call.groups, segment.chunks)
