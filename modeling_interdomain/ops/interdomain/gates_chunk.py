@@ -193,7 +193,8 @@ class GatedCall(AttentionCall):
     def backward(self, *arguments):
         """And the gradients of `log_gate` and `delta`."""
         found = super().backward(*arguments)
-        return *found, *self.found.finish_gates()
+        gradients = self.__dict__.pop("found")  # these hold the call: with a cycle its memory would wait for a collector
+        return *found, *gradients.finish_gates()
 
     def gradients(self, *arguments) -> Gradients:
         kept = self.entries(self.kept)
