@@ -288,8 +288,11 @@ class Gradients:
         self.call.chunks.write(grad.view(groups, chunks, 1, *grad.shape[1:]), segment, stream.x)
 
     def _decay(self, x: torch.Tensor, grad: torch.Tensor) -> None:
-        """Add the gradient of lambda^(t+1), the factor of x, or of its conjugate, with x and grad exchanged."""
-        product = dot(x, grad, self.workspace.tensor("decay product", tuple(x.shape), x))
+        """Add the gradient of lambda^(t+1), the factor of x, or of its conjugate, with x and grad exchanged.
+
+        Overwrites x.
+        """
+        product = dot(x, grad, out=x)
         self.of_powers += product.unflatten(1, (-1, self.call.size)).sum(1)
 
 

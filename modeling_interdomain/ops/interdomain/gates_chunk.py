@@ -177,7 +177,7 @@ class GatedCall(AttentionCall):
             keys = walk(self.keys, segment, self.keys.entry(segment))
             rows = self.begin(segment, keys.inputs)
             *_, p = self.pull(rows, *keys, keep=False)
-            weights, reader = self.weights(p), None if keys.before is None else self.reader(p)
+            weights, reader = self.weights(p), None if keys.before is None else super().reader(p)
             values, found = self.written(segment, weights, reader)
             outputs = self.workspace.product("output", weights[:, : self.queries], values)
             if found is not None:
@@ -260,7 +260,7 @@ class GatedGradients(Gradients):
         of_p = self._second_pass(segment, grad, *values, p)
         if self.of_mixing is not None:
             self.of_mixing.baddbmm_(y.mT, of_p)
-        of_y = self.workspace.product("grad y", of_p, call.mixing)  # a symmetric matrix
+        of_y = self.workspace.product("p", of_p, call.mixing)  # a symmetric matrix
         self._first_pass(segment, rows, *keys, pulled, raw, of_y)
         for stream in (self.keys, self.values):
             if stream.of_across is not None:
@@ -308,9 +308,9 @@ class GatedGradients(Gradients):
         call, product = self.call, self.workspace.product
         of_weights = call.skewed(product("scores", grad, values.mT), "grad skew")
         self.of_table.baddbmm_(of_weights.mT, p)
-        of_p = product("grad p", of_weights, call.tables.table)
+        of_p = product("reader", of_weights, call.tables.table)
         if states is not None:
-            of_reader = call.by_group(product("grad reader", self.grad_left, states))
+            of_reader = call.by_group(product("grad before", self.grad_left, states))
             call.by_token(of_p).addcmul_(call.by_token(of_reader), call.forth)
             self._decay(of_reader, p)
         return of_p

@@ -48,7 +48,7 @@ class ChunkGates:
         size = self.sums.shape[-1]
         apart = self.before.new_empty(*self.sums.shape, size)
         torch.sub(self.sums[..., :, None], self.sums[..., None, :], out=apart)
-        return apart.clamp_(max=0).exp_().tril_().view(-1, 1, size, size)
+        return apart.exp_().tril_().view(-1, 1, size, size)
 
 
 class TokenGates:
@@ -146,7 +146,7 @@ class DeltaStates(GatedStates):
                 self.written(segment, values), how.delta * gates.after, self.across(segment, slice(None)),
             )
         )  # fmt: skip
-        answers, table = values.new_empty(count, *values.shape[2:]), self.tables.table.repeat(segment.lanes[0], 1, 1)
+        answers, table = values.new_empty(count, *values.shape[2:]), self.table(segment)
         before, answer = split_steps(states[:count], segment), split_steps(answers, segment)
         found = None
         if how.reader is not None:
@@ -170,6 +170,10 @@ class DeltaStates(GatedStates):
             return answers, None
         self.keep_ends(segment, by_group(states[:count], groups))
         return answers, by_group(found, groups)
+
+    def table(self, segment: Segment) -> torch.Tensor:
+        """The table for each chunk of the first step of a segment, `[n G, C, 2M]`."""
+        return self.tables.table.expand(segment.lanes[0], -1, -1, -1).flatten(0, 1)
 
     def _steps(self, segment: Segment, entry: torch.Tensor | None) -> torch.Tensor:
         """Room for the states before the chunks of a segment, by step, and behind it; the first ones are there."""
@@ -301,13 +305,13 @@ class DeltaStateGradients(GatedStateGradients):
         (how, given), states, gates = self.answered, self.states, self.states.gates.of(segment)
         groups, shape = after.shape[0], given.shape[:2]
         found, through, answers = (
-            self.workspace.tensor(f"{name} by step", (groups * segment.chunks, *x.shape[2:]), x)
-            for name, x in (("grad after", after), ("through", given), ("grad answers", given))
+            self.workspace.tensor(name, (groups * segment.chunks, *x.shape[2:]), x)
+            for name, x in (("decay product", after), ("through by step", given), ("grad answers", given))
         )
         inverse = (how.inverse.unflatten(0, shape) * how.delta).mT
         given, left, inverse, before = (steps_of(x, segment) for x in (given, gates.after, inverse, gates.before))
         later, reads, of_answers = (split_steps(x, segment) for x in (found, through, answers))
-        table, entry = self.tables.table.repeat(segment.lanes[0], 1, 1), None
+        table, entry = states.table(segment), None
         if grad is not None:
             entry = grad.new_empty(groups * segment.lanes[0], *grad.shape[2:])
             reader = how.reader[:, -self.states.chunks.size :].unflatten(0, shape)
