@@ -252,14 +252,15 @@ class GatedStateGradients(StateGradients):
         self.of_table.baddbmm_(written.transpose(1, 2).flatten(2), after.flatten(1, 2))
         of_decay = None
         if before is not None:
-            product = dot(before, after, self.workspace.tensor("decay product", tuple(before.shape), after))
-            of_decay = product.sum(2) * self.states.gates.of(segment).across[..., 0]
+            product = dot(after, before, out=after)  # its conjugate, in the place of what is read for the last time
+            of_decay = product.sum(2).conj() * self.states.gates.of(segment).across[..., 0]
             self.of_powers[:, -1] += of_decay.sum(1)
         self.of_across = self._of_across(written, self.through, of_decay, self.tables.powers[:, -1:])
 
     def _of_across(self, written, through, of_decay: torch.Tensor | None, powers: torch.Tensor) -> torch.Tensor:
         """`<S, dS>` of the states after chunks, `[G, N]`, from what their inputs and the state before have given."""
-        total = (written * through).sum((-2, -1)).double()
+        product = torch.mul(written, through, out=self.workspace.tensor("dot", tuple(through.shape), through))
+        total = product.sum((-2, -1)).double()
         if of_decay is not None:
             total += (powers.conj() * of_decay).real.sum(-1)
         return total
@@ -306,7 +307,7 @@ class DeltaStateGradients(GatedStateGradients):
         groups, shape = after.shape[0], given.shape[:2]
         found, through, answers = (
             self.workspace.tensor(name, (groups * segment.chunks, *x.shape[2:]), x)
-            for name, x in (("decay product", after), ("through by step", given), ("grad answers", given))
+            for name, x in (("grad after by step", after), ("through by step", given), ("grad answers", given))
         )
         inverse = (how.inverse.unflatten(0, shape) * how.delta).mT
         given, left, inverse, before = (steps_of(x, segment) for x in (given, gates.after, inverse, gates.before))
