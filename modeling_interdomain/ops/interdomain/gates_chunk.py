@@ -273,28 +273,29 @@ class GatedGradients(Gradients):
         call, queries, product = self.call, slice(0, self.call.queries), self.workspace.product
         weights, reader = call.weights(p), None if values.before is None else call.reader(p)
         of_values = product("grad values", weights[:, queries].mT, grad[:, queries])
-        of_states = None
         if reader is not None:
-            of_states = self.values.before(segment)
             self.grad_left = self.workspace.tensor("grad left", tuple(grad.shape), grad)
             left = call.left(grad[:, queries], self.grad_left[:, queries])
-            torch.bmm(left.mT, reader[:, queries], out=of_states.flatten(0, 1))
-        if self.delta is None:
-            self._moved(self.values, segment, *values, of_values, of_states)
+        if self.delta is not None:
+            self._answers(segment, values, weights, reader, of_values, grad)
         else:
-            self._answers(segment, values, weights, reader, of_values, of_states, grad)
+            of_states = None
+            if reader is not None:
+                of_states = self.values.before(segment)
+                torch.bmm(left.mT, reader, out=of_states.flatten(0, 1))
+            self._moved(self.values, segment, *values, of_values, of_states)
         call.write(of_values, segment, self.values.x)
         self.of_sums = -self._dot(values.inputs, of_values)
 
-    def _answers(self, segment: Segment, values: Walked, weights, reader, of_values, of_states, grad) -> None:
+    def _answers(self, segment: Segment, values: Walked, weights, reader, of_values, grad) -> None:
         """From the gradient of what was written, so far as outputs tell, to that of the values, in its place."""
         call, own = self.call, slice(self.call.queries, None)
         shape = call.groups, segment.chunks
         of_values = of_values.unflatten(0, shape)
         self.values.of_written(segment, of_values)
         how = call.answering(segment, weights, reader)
-        self.values.answered = how, of_values
-        self._walked(self.values, segment, *values, of_states)
+        self.values.answered = how, of_values, None if reader is None else self.grad_left[:, : call.queries]
+        self._walked(self.values, segment, *values, None)
         torch.neg(self.values.of_answers, out=grad[:, own].unflatten(0, shape))
         of_values.addcmul_(self.values.through, call.now.after)
         of_values.flatten(0, 1).baddbmm_(how.weights.mT, grad[:, own])

@@ -276,8 +276,9 @@ class DeltaStateGradients(GatedStateGradients):
     """The same of `DeltaStates`, whose inputs are what has been written."""
 
     states: DeltaStates
-    # Of the segment that is walked: how it answered, and what was written receives, `[G, N, C, W]`, but for the states.
-    answered: tuple[Answering, torch.Tensor]
+    # Of the segment that is walked: how it answered; what was written receives but for the states, `[G, N, C, W]`; and
+    # the gradient of the outputs times what gates leave of the state, `[G N, P C, W]`, None where this is zero.
+    answered: tuple[Answering, torch.Tensor, torch.Tensor | None]
     of_answers: torch.Tensor  # what the answers of the segment walked last receive, `[G, N, C, W]`, but for its sign
 
     def __init__(self, states: DeltaStates, final: torch.Tensor | None):
@@ -303,7 +304,7 @@ class DeltaStateGradients(GatedStateGradients):
         return True
 
     def _walk(self, segment: Segment, grad: torch.Tensor | None, after: torch.Tensor) -> torch.Tensor | None:
-        (how, given), states, gates = self.answered, self.states, self.states.gates.of(segment)
+        (how, given, grad), states, gates = self.answered, self.states, self.states.gates.of(segment)
         groups, shape = after.shape[0], given.shape[:2]
         found, through, answers = (
             self.workspace.tensor(name, (groups * segment.chunks, *x.shape[2:]), x)
@@ -314,10 +315,11 @@ class DeltaStateGradients(GatedStateGradients):
         later, reads, of_answers = (split_steps(x, segment) for x in (found, through, answers))
         table, entry = states.table(segment), None
         if grad is not None:
-            entry = grad.new_empty(groups * segment.lanes[0], *grad.shape[2:])
-            reader = how.reader[:, -self.states.chunks.size :].unflatten(0, shape)
+            entry = after.new_empty(groups * segment.lanes[0], *after.shape[2:])
+            reader, outputs = how.reader.unflatten(0, shape), grad.unflatten(0, shape)
             across = states.across_back(segment, slice(None))
-            earlier, across, reader = (steps_of(x, segment) for x in (grad, across, reader))
+            across, reader, outputs = (steps_of(x, segment) for x in (across, reader, outputs))
+            own = slice(grad.shape[1], None)
         for step in reversed(range(len(later))):
             last, count = step + 1 == len(later), later[step].shape[0]
             going = groups * (segment.following if last else segment.lanes[step + 1])
@@ -330,8 +332,12 @@ class DeltaStateGradients(GatedStateGradients):
             torch.bmm(inverse[step], write, out=of_answers[step])
             if grad is not None:
                 into = later[step - 1][:count] if step else entry
-                torch.addcmul(pairs(earlier[step]), across[step], pairs(later[step]), out=pairs(into))
-                into.baddbmm_((of_answers[step] * before[step]).mT, reader[step], alpha=-1)
+                torch.mul(pairs(later[step]), across[step], out=pairs(into))
+                into.baddbmm_(outputs[step].mT, reader[step][:, : own.start])
+                into.baddbmm_((of_answers[step] * before[step]).mT, reader[step][:, own], alpha=-1)
+                if self.ends is not None and going < count:
+                    ending = slice(segment.block + going // groups, segment.block + count // groups)
+                    by_group(into, groups)[:, going // groups :] += self.ends[:, ending]
         after.copy_(by_group(found, groups))
         self.through, self.of_answers = by_group(through, groups), by_group(answers, groups)
         return None if entry is None else by_group(entry, groups)
