@@ -35,9 +35,11 @@ from ..diagonal.mixing import mixing_matrix
 _SEGMENT_FLOATS = {"cpu": 1 << 19, "other": 1 << 24}
 
 
-def tokens_per_segment(query: torch.Tensor, log_decay: torch.Tensor) -> int:
-    floats = _SEGMENT_FLOATS["cpu" if query.device.type == "cpu" else "other"]
-    return floats // (2 * log_decay.shape[1] * query.shape[2])
+def tokens_per_segment(query: torch.Tensor, log_decay: torch.Tensor, more: int = 0) -> int:
+    """For queries `[B, T, H, R]` and, on a CPU, `more` rows beside them a token."""
+    on_cpu = query.device.type == "cpu"
+    rows = query.shape[2] + (more if on_cpu else 0)
+    return _SEGMENT_FLOATS["cpu" if on_cpu else "other"] // (2 * log_decay.shape[1] * rows)
 
 
 class AttentionTables:
@@ -65,11 +67,11 @@ class AttentionCall:
 
     def __init__(
         self, query, key, value, log_decay, input_matrix, coefficients, initial, cu_seqlens, lengths, product: str,
-        chunk_size: int, ends: bool, kept: dict[Hashable, Any] | None = None,
+        chunk_size: int, ends: bool, kept: dict[Hashable, Any] | None = None, more_rows: int = 0,
     ):  # fmt: skip
         batch, length, heads, feature_dim = query.shape
         self.query, self.groups, self.heads = query, key.shape[2], heads // key.shape[2]
-        tokens = tokens_per_segment(query, log_decay)
+        tokens = tokens_per_segment(query, log_decay, more_rows)
         self.chunks = chunks_of((batch, length), cu_seqlens, lengths, chunk_size, tokens, query.device)
         self.size = self.chunks.size
         make = partial(self.tables_class, log_decay, input_matrix, coefficients, product, self.size)

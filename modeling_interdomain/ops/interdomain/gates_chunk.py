@@ -77,7 +77,7 @@ class GatedCall(AttentionCall):
         self.answers: torch.Tensor | None = answers  # `[B, T, G, D]`; where they are known, values are what they write
         if answers is not None:
             value = written_values(value, delta, answers)
-        super().__init__(query, key, value, *arguments)
+        super().__init__(query, key, value, *arguments, more_rows=_more_rows(key, delta))
         self.gates = self.keys.gates = self.values.gates = TokenGates(log_gate, self.chunks, key.dtype)
         self.queries, self.delta = self.heads * self.size, delta
         if delta is not None:
@@ -369,7 +369,7 @@ def _forward(
     delta: torch.Tensor | None, cu_seqlens: torch.Tensor | None, lengths: torch.Tensor | None, product: str,
     chunk_size: int, output_final_state: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    kept = _room_for_entries(query, key, value, log_decay, cu_seqlens, lengths, chunk_size)
+    kept = _room_for_entries(query, key, value, log_decay, delta, cu_seqlens, lengths, chunk_size)
     inputs = query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state
     call = GatedCall(
         *inputs, cu_seqlens, lengths, product, chunk_size, output_final_state, log_gate=log_gate, delta=delta, kept=kept
@@ -384,15 +384,21 @@ def _outputs(query, key, value, log_decay, input_matrix, coefficients, initial_s
     cu_seqlens, lengths, _, chunk_size, wanted = rest
     output = query.new_empty((*query.shape[:3], value.shape[3]))
     shape = state_shape(query, key, value, log_decay, cu_seqlens) if wanted else (0,)
-    kept = _room_for_entries(query, key, value, log_decay, cu_seqlens, lengths, chunk_size)
+    kept = _room_for_entries(query, key, value, log_decay, delta, cu_seqlens, lengths, chunk_size)
     return output, log_decay.new_empty(shape), value.new_empty(0 if delta is None else value.shape), kept
 
 
-def _room_for_entries(query, key, value, log_decay, cu_seqlens, lengths, chunk_size: int) -> torch.Tensor:
+def _more_rows(key: torch.Tensor, delta: torch.Tensor | None) -> int:
+    """With the delta rule keys read, too."""
+    return 0 if delta is None else key.shape[2]
+
+
+def _room_for_entries(query, key, value, log_decay, delta, cu_seqlens, lengths, chunk_size: int) -> torch.Tensor:
     """What `GatedCall.entries` takes; empty for documents, which cut segments as they come: they are walked again."""
     later = 0
     if cu_seqlens is None and lengths is None:
-        later = later_lanes(query.shape[:2], chunk_size, tokens_per_segment(query, log_decay))
+        tokens = tokens_per_segment(query, log_decay, _more_rows(key, delta))
+        later = later_lanes(query.shape[:2], chunk_size, tokens)
     return key.new_empty(later, key.shape[2], key.shape[3] + value.shape[3], 2 * log_decay.shape[1])
 
 
