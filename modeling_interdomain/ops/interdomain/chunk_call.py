@@ -64,14 +64,15 @@ class AttentionCall:
 
     states_class: type[States] = States
     tables_class: type[AttentionTables] = AttentionTables
+    more_rows = 0  # that a token brings beside its queries
 
     def __init__(
         self, query, key, value, log_decay, input_matrix, coefficients, initial, cu_seqlens, lengths, product: str,
-        chunk_size: int, ends: bool, kept: dict[Hashable, Any] | None = None, more_rows: int = 0,
+        chunk_size: int, ends: bool, kept: dict[Hashable, Any] | None = None,
     ):  # fmt: skip
         batch, length, heads, feature_dim = query.shape
         self.query, self.groups, self.heads = query, key.shape[2], heads // key.shape[2]
-        tokens = tokens_per_segment(query, log_decay, more_rows)
+        tokens = tokens_per_segment(query, log_decay, self.more_rows)
         self.chunks = chunks_of((batch, length), cu_seqlens, lengths, chunk_size, tokens, query.device)
         self.size = self.chunks.size
         make = partial(self.tables_class, log_decay, input_matrix, coefficients, product, self.size)

@@ -33,7 +33,6 @@ from .gates_states import (
     GatedStateGradients,
     GatedStates,
     TokenGates,
-    by_group,
 )
 from .unit_triangular import inverses
 
@@ -77,7 +76,8 @@ class GatedCall(AttentionCall):
         self.answers: torch.Tensor | None = answers  # `[B, T, G, D]`; where they are known, values are what they write
         if answers is not None:
             value = written_values(value, delta, answers)
-        super().__init__(query, key, value, *arguments, more_rows=_more_rows(key, delta))
+        self.more_rows = _more_rows(key, delta)
+        super().__init__(query, key, value, *arguments)
         self.gates = self.keys.gates = self.values.gates = TokenGates(log_gate, self.chunks, key.dtype)
         self.queries, self.delta = self.heads * self.size, delta
         if delta is not None:
@@ -193,8 +193,9 @@ class GatedCall(AttentionCall):
     def backward(self, *arguments):
         """And the gradients of `log_gate` and `delta`."""
         found = super().backward(*arguments)
-        gradients = self.__dict__.pop("found")  # these hold the call: with a cycle its memory would wait for a collector
-        return *found, *gradients.finish_gates()
+        of_gates = self.found.finish_gates()
+        del self.found  # it holds the call, whose memory would wait for a collector of cycles
+        return *found, *of_gates
 
     def gradients(self, *arguments) -> Gradients:
         kept = self.entries(self.kept)

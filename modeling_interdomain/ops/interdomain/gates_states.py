@@ -139,7 +139,7 @@ class DeltaStates(GatedStates):
         groups, size, shape = values.shape[0], self.chunks.size, values.shape[:2]
         count, states, gates = groups * segment.chunks, self._steps(segment, entry), self.gates.of(segment)
         within = self.workspace.product("within", how.weights, values.flatten(0, 1))
-        within, inverse, left, writes, delta, across = (
+        inside, inverse, left, writes, delta, across = (
             steps_of(x, segment)
             for x in (
                 within.unflatten(0, shape), how.inverse.unflatten(0, shape), gates.before,
@@ -153,7 +153,7 @@ class DeltaStates(GatedStates):
             found = self.workspace.tensor("found", (count, how.reader.shape[1], values.shape[3]), values)
             reader, read = steps_of(how.reader.unflatten(0, shape), segment), split_steps(found, segment)
         for step, after in enumerate((*before[1:], states[count:])):
-            known = within[step]
+            known = inside[step]
             if found is not None:
                 torch.bmm(reader[step], before[step].mT, out=read[step])
                 known = torch.addcmul(known, left[step], read[step][:, -size:])
@@ -233,7 +233,8 @@ class GatedStateGradients(StateGradients):
         of_last = torch.bmm(self.tables.repeated(last.shape[1]), flat.mT).view(last.shape)
         pairs(grad).mul_(decay.conj())
         of_sums = self._of_last_sums(last, of_last)
-        of_sums[..., -1] += self._of_across(last, of_last, of_decay, self.tables.powers[:, self.states.chunks.tails[ranks]])
+        powers = self.tables.powers[:, self.states.chunks.tails[ranks]]
+        of_sums[..., -1] += self._of_across(last, of_last, of_decay, powers)
         self._last_gates.append(of_sums)
         return of_last * gates.after
 
@@ -304,22 +305,25 @@ class DeltaStateGradients(GatedStateGradients):
         return True
 
     def _walk(self, segment: Segment, grad: torch.Tensor | None, after: torch.Tensor) -> torch.Tensor | None:
-        (how, given, grad), states, gates = self.answered, self.states, self.states.gates.of(segment)
+        (how, given, grad_left), states, gates = self.answered, self.states, self.states.gates.of(segment)
         groups, shape = after.shape[0], given.shape[:2]
         found, through, answers = (
             self.workspace.tensor(name, (groups * segment.chunks, *x.shape[2:]), x)
             for name, x in (("grad after by step", after), ("through by step", given), ("grad answers", given))
         )
         inverse = (how.inverse.unflatten(0, shape) * how.delta).mT
-        given, left, inverse, before = (steps_of(x, segment) for x in (given, gates.after, inverse, gates.before))
+        writes, left, inverses, before = (steps_of(x, segment) for x in (given, gates.after, inverse, gates.before))
         later, reads, of_answers = (split_steps(x, segment) for x in (found, through, answers))
         table, entry = states.table(segment), None
-        if grad is not None:
+        if how.reader is not None and grad_left is not None:
             entry = after.new_empty(groups * segment.lanes[0], *after.shape[2:])
-            reader, outputs = how.reader.unflatten(0, shape), grad.unflatten(0, shape)
-            across = states.across_back(segment, slice(None))
-            across, reader, outputs = (steps_of(x, segment) for x in (across, reader, outputs))
-            own = slice(grad.shape[1], None)
+            across, readers, outputs = (
+                steps_of(x, segment)
+                for x in (
+                    states.across_back(segment, slice(None)), how.reader.unflatten(0, shape),
+                    grad_left.unflatten(0, shape),
+                )
+            )  # fmt: skip
         for step in reversed(range(len(later))):
             last, count = step + 1 == len(later), later[step].shape[0]
             going = groups * (segment.following if last else segment.lanes[step + 1])
@@ -328,16 +332,18 @@ class DeltaStateGradients(GatedStateGradients):
             if last and going:
                 by_group(later[step][:going], groups).copy_(self.next_entry)
             torch.bmm(table[:count], later[step].mT, out=reads[step])
-            write = torch.addcmul(given[step], reads[step], left[step])
-            torch.bmm(inverse[step], write, out=of_answers[step])
-            if grad is not None:
-                into = later[step - 1][:count] if step else entry
+            torch.bmm(inverses[step], torch.addcmul(writes[step], reads[step], left[step]), out=of_answers[step])
+            if entry is not None:
+                into, queries = later[step - 1][:count] if step else entry, outputs[step].shape[1]
                 torch.mul(pairs(later[step]), across[step], out=pairs(into))
-                into.baddbmm_(outputs[step].mT, reader[step][:, : own.start])
-                into.baddbmm_((of_answers[step] * before[step]).mT, reader[step][:, own], alpha=-1)
-                if self.ends is not None and going < count:
-                    ending = slice(segment.block + going // groups, segment.block + count // groups)
-                    by_group(into, groups)[:, going // groups :] += self.ends[:, ending]
+                into.baddbmm_(outputs[step].mT, readers[step][:, :queries])
+                into.baddbmm_((of_answers[step] * before[step]).mT, readers[step][:, queries:], alpha=-1)
+                self._add_ends(segment, by_group(into, groups), going // groups)
         after.copy_(by_group(found, groups))
         self.through, self.of_answers = by_group(through, groups), by_group(answers, groups)
         return None if entry is None else by_group(entry, groups)
+
+    def _add_ends(self, segment: Segment, grad: torch.Tensor, going: int) -> None:
+        """What final states give those before a step, `[G, n, W, 2M]`, of which all but `going` documents end."""
+        if self.ends is not None and going < grad.shape[1]:
+            grad[:, going:] += self.ends[:, segment.block + going : segment.block + grad.shape[1]]
