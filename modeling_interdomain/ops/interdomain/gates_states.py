@@ -48,7 +48,7 @@ class ChunkGates:
         size = self.sums.shape[-1]
         apart = self.before.new_empty(*self.sums.shape, size)
         torch.sub(self.sums[..., :, None], self.sums[..., None, :], out=apart)
-        return apart.exp_().tril_().view(-1, 1, size, size)
+        return apart.clamp_(max=0).exp_().tril_().view(-1, 1, size, size)
 
 
 class TokenGates:
