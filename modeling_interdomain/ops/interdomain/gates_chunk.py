@@ -10,9 +10,9 @@ weights of its chunk's earlier tokens and r_t what the state S^v before the chun
 
     a_t = sum_{j<t} A[t, j] u_j + r_t,   u_t = v_t - delta_t a_t,   (I + A diag(delta)) a = A V + R S^v
 
-in which A and the readers R need keys and gates alone: the inverses, and what they make of A V and R, are computed for
-many chunks at once, and the walk over the states has one product for the answers a and one for the state. The answers
-are kept for the backward pass beside the inputs: there the states are those of known values.
+in which A and the readers R need keys and gates alone: the inverses and A V are computed for many chunks at once. The
+walk over the states has a product for what all rows read from a state, one for the answers a, and one for the state
+after. The answers are kept for the backward pass beside the inputs: there the states are those of known values.
 """
 
 from typing import Any
