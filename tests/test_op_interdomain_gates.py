@@ -1,13 +1,15 @@
 """Gates of time and of the write, and the delta rule: against loops in float64 that form every state."""
 
 import functools
+import gc
+import weakref
 
 import pytest
 import torch
 
 from modeling_interdomain import interdomain_attention, interdomain_step
 from modeling_interdomain.ops.diagonal.step import StepParameters, step_tables
-from modeling_interdomain.ops.interdomain import chunk_call
+from modeling_interdomain.ops.interdomain import chunk_call, gates_chunk
 from modeling_interdomain.ops.interdomain.entry import take_step
 from modeling_interdomain.ops.interdomain.gates import (
     decay_gated_state,
@@ -265,6 +267,25 @@ def test_many_segments(monkeypatch, rows, kind, initial):
     for attend in (outputs_alone, interdomain_attention):
         expected = everything(arguments, attend, backend="recurrent")
         assert_close(everything(arguments, attend, backend="chunk", chunk_size=8), expected, 1e-9)
+
+
+@pytest.mark.parametrize("kind", ["gates", "all"])
+def test_a_call_lets_go_of_its_memory(monkeypatch, kind):
+    """Without a collector of cycles."""
+    calls = []
+
+    class Call(gates_chunk.GatedCall):
+        def __init__(self, *arguments, **options):
+            calls.append(weakref.ref(self))
+            super().__init__(*arguments, **options)
+
+    monkeypatch.setattr(gates_chunk, "GatedCall", Call)
+    gc.disable()
+    try:
+        everything(gated(SHAPES["one_group"], KINDS[kind]))
+        assert len(calls) == 2 and not any(call() for call in calls)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("shape", ["odd_length", "odd_sizes"])

@@ -306,7 +306,7 @@ class StateGradients:
             for (start, lanes, following), ranks in _endings(segment):
                 grad[:, start + following : start + lanes] += self.ends[:, ranks]
         after, entry = None, grad
-        if segment.following or len(segment.lanes) > 1:
+        if self._moves(segment):
             after = self.workspace.tensor("grad after", self.states._shape(segment.chunks), self.tables.table)
             entry = self._walk(segment, grad, after)
             self._sums(segment, inputs, before, after)
@@ -316,6 +316,10 @@ class StateGradients:
         elif self.initial is not None:
             self.initial[:, segment.block : segment.block + segment.lanes[0]] = entry
         return after
+
+    def _moves(self, segment: Segment) -> bool:
+        """Whether there are states after a chunk of a segment."""
+        return segment.following > 0 or len(segment.lanes) > 1
 
     def _walk(self, segment: Segment, grad: torch.Tensor | None, after: torch.Tensor) -> torch.Tensor | None:
         """Fill `after`; returns the gradient of the states with which the segment begins."""

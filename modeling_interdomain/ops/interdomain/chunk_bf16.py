@@ -179,8 +179,8 @@ class Bf16Gradients(Gradients):
         if raw is not None:
             p = call.wide("wide p", call.far(pulled))
             of_reader = call.wide("grad reader", call.by_group(product("narrow grad reader", grad, values.before)))
-            self._decay(of_reader, p)
             of_mixed[..., call.size :] = call.turned(of_reader, call.forth)
+            self._decay(of_reader, p)
             of_states = self._states(self.values, segment, grad, call.reader(call.turned(p, call.back)))
         self._inputs(self.values, segment, *values, of_values, of_states)
 

@@ -35,9 +35,11 @@ from ..diagonal.mixing import mixing_matrix
 _SEGMENT_FLOATS = {"cpu": 1 << 19, "other": 1 << 24}
 
 
-def tokens_per_segment(query: torch.Tensor, log_decay: torch.Tensor) -> int:
-    floats = _SEGMENT_FLOATS["cpu" if query.device.type == "cpu" else "other"]
-    return floats // (2 * log_decay.shape[1] * query.shape[2])
+def tokens_per_segment(query: torch.Tensor, log_decay: torch.Tensor, more: int = 0) -> int:
+    """For queries `[B, T, H, R]` and, on a CPU, `more` rows beside them a token."""
+    on_cpu = query.device.type == "cpu"
+    rows = query.shape[2] + (more if on_cpu else 0)
+    return _SEGMENT_FLOATS["cpu" if on_cpu else "other"] // (2 * log_decay.shape[1] * rows)
 
 
 class AttentionTables:
@@ -62,6 +64,7 @@ class AttentionCall:
 
     states_class: type[States] = States
     tables_class: type[AttentionTables] = AttentionTables
+    more_rows = 0  # that a token brings beside its queries
 
     def __init__(
         self, query, key, value, log_decay, input_matrix, coefficients, initial, cu_seqlens, lengths, product: str,
@@ -69,7 +72,7 @@ class AttentionCall:
     ):  # fmt: skip
         batch, length, heads, feature_dim = query.shape
         self.query, self.groups, self.heads = query, key.shape[2], heads // key.shape[2]
-        tokens = tokens_per_segment(query, log_decay)
+        tokens = tokens_per_segment(query, log_decay, self.more_rows)
         self.chunks = chunks_of((batch, length), cu_seqlens, lengths, chunk_size, tokens, query.device)
         self.size = self.chunks.size
         make = partial(self.tables_class, log_decay, input_matrix, coefficients, product, self.size)
@@ -288,8 +291,11 @@ class Gradients:
         self.call.chunks.write(grad.view(groups, chunks, 1, *grad.shape[1:]), segment, stream.x)
 
     def _decay(self, x: torch.Tensor, grad: torch.Tensor) -> None:
-        """Add the gradient of lambda^(t+1), the factor of x, or of its conjugate, with x and grad exchanged."""
-        product = dot(x, grad, self.workspace.tensor("decay product", tuple(x.shape), x))
+        """Add the gradient of lambda^(t+1), the factor of x, or of its conjugate, with x and grad exchanged.
+
+        Overwrites x.
+        """
+        product = dot(x, grad, out=x)
         self.of_powers += product.unflatten(1, (-1, self.call.size)).sum(1)
 
 

@@ -10,9 +10,9 @@ weights of its chunk's earlier tokens and r_t what the state S^v before the chun
 
     a_t = sum_{j<t} A[t, j] u_j + r_t,   u_t = v_t - delta_t a_t,   (I + A diag(delta)) a = A V + R S^v
 
-in which A and the readers R need keys and gates alone: the inverses, and what they make of A V and R, are computed for
-many chunks at once, and the walk over the states has one product for the answers a and one for the state. The answers
-are kept for the backward pass beside the inputs: there the states are those of known values.
+in which A and the readers R need keys and gates alone: the inverses and A V are computed for many chunks at once. The
+walk over the states has a product for what all rows read from a state, one for the answers a, and one for the state
+after. The answers are kept for the backward pass beside the inputs: there the states are those of known values.
 """
 
 from typing import Any
@@ -33,8 +33,6 @@ from .gates_states import (
     GatedStateGradients,
     GatedStates,
     TokenGates,
-    by_group,
-    by_step,
 )
 from .unit_triangular import inverses
 
@@ -78,6 +76,7 @@ class GatedCall(AttentionCall):
         self.answers: torch.Tensor | None = answers  # `[B, T, G, D]`; where they are known, values are what they write
         if answers is not None:
             value = written_values(value, delta, answers)
+        self.more_rows = _more_rows(key, delta)
         super().__init__(query, key, value, *arguments)
         self.gates = self.keys.gates = self.values.gates = TokenGates(log_gate, self.chunks, key.dtype)
         self.queries, self.delta = self.heads * self.size, delta
@@ -120,8 +119,8 @@ class GatedCall(AttentionCall):
         self._by_chunk(rows).addcmul_(self._by_chunk(x), self.now.before[:, :, None])
 
     def _by_chunk(self, rows: torch.Tensor) -> torch.Tensor:
-        """`[G, N, P, C, W]`."""
-        return rows.view(self.groups, -1, rows.shape[1] // self.size, self.size, rows.shape[2])
+        """`[G N, P C, W]`, or with two axes of its chunks, as `[G, N, P, C, W]`."""
+        return rows.view(self.groups, -1, rows.shape[-2] // self.size, self.size, rows.shape[-1])
 
     def skewed(self, scores: torch.Tensor, name: str) -> torch.Tensor:
         """`skew` of scores `[G N, P C, C]` times what the gates leave, `[G, N P C, C]`; no key meets its own token."""
@@ -160,9 +159,9 @@ class GatedCall(AttentionCall):
         torch.mul(self.by_token(p), self.back, out=self.by_token(out))
         return out.view(-1, self.heads * self.size, p.shape[-1])
 
-    def of_group(self, x: torch.Tensor, segment: Segment) -> torch.Tensor:
+    def of_group(self, name: str, x: torch.Tensor, segment: Segment) -> torch.Tensor:
         """`[B, T, G, W]` as `[G, N, C, W]`."""
-        target = self.workspace.tensor("of group", (self.groups, segment.chunks, 1, self.size, x.shape[3]), self.query)
+        target = self.workspace.tensor(name, (self.groups, segment.chunks, 1, self.size, x.shape[3]), self.query)
         self.chunks.read(x, segment, target)
         return target[:, :, 0]
 
@@ -178,13 +177,12 @@ class GatedCall(AttentionCall):
             keys = walk(self.keys, segment, self.keys.entry(segment))
             rows = self.begin(segment, keys.inputs)
             *_, p = self.pull(rows, *keys, keep=False)
-            weights, reader = self.weights(p), None if keys.before is None else self.reader(p)
-            values = self.written(segment, weights, reader)
-            here = slice(0, self.queries)
-            found = self.workspace.product("output", weights[:, here], values.inputs)
-            if values.before is not None:
-                self.add_left(found, self.workspace.product("output left", reader[:, here], values.before.mT))
-            self.write(found, segment, output)
+            weights, reader = self.weights(p), None if keys.before is None else super().reader(p)
+            values, found = self.written(segment, weights, reader)
+            outputs = self.workspace.product("output", weights[:, : self.queries], values)
+            if found is not None:
+                self.add_left(outputs, found[..., : self.queries, :])
+            self.write(outputs, segment, output)
         if self.delta is not None:
             self.answers = self.chunks.finish(self.answers)
             if final is not None:
@@ -195,7 +193,9 @@ class GatedCall(AttentionCall):
     def backward(self, *arguments):
         """And the gradients of `log_gate` and `delta`."""
         found = super().backward(*arguments)
-        return *found, *self.found.finish_gates()
+        of_gates = self.found.finish_gates()
+        del self.found  # it holds the call, whose memory would wait for a collector of cycles
+        return *found, *of_gates
 
     def gradients(self, *arguments) -> Gradients:
         kept = self.entries(self.kept)
@@ -204,28 +204,23 @@ class GatedCall(AttentionCall):
         self.found = GatedGradients(self, *arguments)
         return self.found
 
-    def written(self, segment: Segment, weights: torch.Tensor, reader: torch.Tensor | None) -> Walked:
-        """The values of a segment: as they are, or with the delta rule what is written of them."""
+    def written(self, segment: Segment, weights: torch.Tensor, reader: torch.Tensor | None):
+        """The values of a segment `[G N, C, W]`, with the delta rule what is written of them, and what all rows read
+        from the states before their chunk, None for zeros."""
         entry = self.values.entry(segment)
         if self.delta is None:
-            return walk(self.values, segment, entry)
+            values, before = walk(self.values, segment, entry)
+            return values, None if before is None else self.workspace.product("output left", reader, before.mT)
         values = self.values.inputs(segment)
-        answers, before = self.values.answer(segment, values, entry, self.answering(segment, weights, reader))
+        answers, found = self.values.answer(segment, values, entry, self.answering(segment, weights, reader))
         self.chunks.write(answers[:, :, None], segment, self.answers)
-        return Walked(values.flatten(0, 1), None if before is None else before.flatten(0, 1))
+        return values.flatten(0, 1), found
 
     def answering(self, segment: Segment, weights: torch.Tensor, reader: torch.Tensor | None) -> Answering:
         """From the weights `[G N, P C, C]` and readers `[G N, P C, 2M]` of a segment, of which keys have the last."""
-        delta = by_step(self.of_group(self.delta[..., None], segment))
-        own, readers = (self._of_keys(x) for x in (weights, reader))
-        inverse = inverses(own * delta.mT)
-        if readers is not None:
-            readers = torch.bmm(inverse * by_step(self.now.before).mT, readers)
-        return Answering(delta, own, inverse, readers)
-
-    def _of_keys(self, rows: torch.Tensor | None) -> torch.Tensor | None:
-        """The rows of keys by step, `[N G, C, W]`."""
-        return None if rows is None else by_step(rows[:, self.queries :].unflatten(0, (self.groups, -1)))
+        delta = self.of_group("delta", self.delta[..., None], segment)
+        weights = weights[:, self.queries :]
+        return Answering(delta, weights, inverses(weights * delta.flatten(0, 1).mT), reader)
 
 
 def written_values(value: torch.Tensor, delta: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
@@ -266,7 +261,7 @@ class GatedGradients(Gradients):
         of_p = self._second_pass(segment, grad, *values, p)
         if self.of_mixing is not None:
             self.of_mixing.baddbmm_(y.mT, of_p)
-        of_y = self.workspace.product("grad y", of_p, call.mixing)  # a symmetric matrix
+        of_y = self.workspace.product("p", of_p, call.mixing)  # a symmetric matrix
         self._first_pass(segment, rows, *keys, pulled, raw, of_y)
         for stream in (self.keys, self.values):
             if stream.of_across is not None:
@@ -279,34 +274,34 @@ class GatedGradients(Gradients):
         call, queries, product = self.call, slice(0, self.call.queries), self.workspace.product
         weights, reader = call.weights(p), None if values.before is None else call.reader(p)
         of_values = product("grad values", weights[:, queries].mT, grad[:, queries])
-        of_states = None
         if reader is not None:
-            of_states = self.values.before(segment)
             self.grad_left = self.workspace.tensor("grad left", tuple(grad.shape), grad)
             left = call.left(grad[:, queries], self.grad_left[:, queries])
-            torch.bmm(left.mT, reader[:, queries], out=of_states.flatten(0, 1))
-        if self.delta is None:
-            self._moved(self.values, segment, *values, of_values, of_states)
+        if self.delta is not None:
+            self._answers(segment, values, weights, reader, of_values, grad)
         else:
-            self._answers(segment, values, weights, reader, of_values, of_states, grad)
+            of_states = None
+            if reader is not None:
+                of_states = self.values.before(segment)
+                torch.bmm(left.mT, reader, out=of_states.flatten(0, 1))
+            self._moved(self.values, segment, *values, of_values, of_states)
         call.write(of_values, segment, self.values.x)
         self.of_sums = -self._dot(values.inputs, of_values)
 
-    def _answers(self, segment: Segment, values: Walked, weights, reader, of_values, of_states, grad) -> None:
+    def _answers(self, segment: Segment, values: Walked, weights, reader, of_values, grad) -> None:
         """From the gradient of what was written, so far as outputs tell, to that of the values, in its place."""
         call, own = self.call, slice(self.call.queries, None)
         shape = call.groups, segment.chunks
         of_values = of_values.unflatten(0, shape)
         self.values.of_written(segment, of_values)
-        how, written = call.answering(segment, weights, reader), by_step(of_values)
-        self.values.answered = written, None if how.readers is None else how.readers * how.delta
-        self._walked(self.values, segment, *values, of_states)
-        of_answers = torch.bmm(how.inverse.mT, written * how.delta)  # what they receive, but for the sign
-        written.baddbmm_(how.weights.mT, of_answers, alpha=-1)
-        of_values.copy_(by_group(written, call.groups))
-        of_delta = -(of_values * call.of_group(call.answers, segment)).sum(-1)
+        how = call.answering(segment, weights, reader)
+        self.values.answered = how, of_values, None if reader is None else self.grad_left[:, : call.queries]
+        self._walked(self.values, segment, *values, None)
+        torch.neg(self.values.of_answers, out=grad[:, own].unflatten(0, shape))
+        of_values.addcmul_(self.values.through, call.now.after)
+        of_values.flatten(0, 1).baddbmm_(how.weights.mT, grad[:, own])
+        of_delta = -(of_values * call.of_group("answers", call.answers, segment)).sum(-1)
         call.chunks.write(of_delta[:, :, None, :, None].to(self.delta.dtype), segment, self.delta)
-        torch.neg(by_group(of_answers, call.groups), out=grad[:, own].unflatten(0, shape))
         if reader is not None:
             call.left(grad[:, own], self.grad_left[:, own])
 
@@ -315,9 +310,9 @@ class GatedGradients(Gradients):
         call, product = self.call, self.workspace.product
         of_weights = call.skewed(product("scores", grad, values.mT), "grad skew")
         self.of_table.baddbmm_(of_weights.mT, p)
-        of_p = product("grad p", of_weights, call.tables.table)
+        of_p = product("reader", of_weights, call.tables.table)
         if states is not None:
-            of_reader = call.by_group(product("grad reader", self.grad_left, states))
+            of_reader = call.by_group(product("grad before", self.grad_left, states))
             call.by_token(of_p).addcmul_(call.by_token(of_reader), call.forth)
             self._decay(of_reader, p)
         return of_p
@@ -348,9 +343,7 @@ class GatedGradients(Gradients):
         """Add to the gradient of keys or values within the chunk, `[G N, C, W]`, that through the states."""
         after = self._walked(stream, segment, inputs, before, of_before)
         if after is not None:
-            table = self.call.repeated(segment.chunks)
-            through = self.workspace.product("through", table, after.flatten(0, 1).mT)
-            grad.addcmul_(through, self.call.now.after.flatten(0, 1))
+            grad.addcmul_(stream.through.flatten(0, 1), self.call.now.after.flatten(0, 1))
 
     def _walked(self, stream: GatedStateGradients, segment: Segment, inputs, before, of_before) -> torch.Tensor | None:
         shape = (self.call.groups, segment.chunks)
@@ -377,7 +370,7 @@ def _forward(
     delta: torch.Tensor | None, cu_seqlens: torch.Tensor | None, lengths: torch.Tensor | None, product: str,
     chunk_size: int, output_final_state: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    kept = _room_for_entries(query, key, value, log_decay, cu_seqlens, lengths, chunk_size)
+    kept = _room_for_entries(query, key, value, log_decay, delta, cu_seqlens, lengths, chunk_size)
     inputs = query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state
     call = GatedCall(
         *inputs, cu_seqlens, lengths, product, chunk_size, output_final_state, log_gate=log_gate, delta=delta, kept=kept
@@ -392,15 +385,21 @@ def _outputs(query, key, value, log_decay, input_matrix, coefficients, initial_s
     cu_seqlens, lengths, _, chunk_size, wanted = rest
     output = query.new_empty((*query.shape[:3], value.shape[3]))
     shape = state_shape(query, key, value, log_decay, cu_seqlens) if wanted else (0,)
-    kept = _room_for_entries(query, key, value, log_decay, cu_seqlens, lengths, chunk_size)
+    kept = _room_for_entries(query, key, value, log_decay, delta, cu_seqlens, lengths, chunk_size)
     return output, log_decay.new_empty(shape), value.new_empty(0 if delta is None else value.shape), kept
 
 
-def _room_for_entries(query, key, value, log_decay, cu_seqlens, lengths, chunk_size: int) -> torch.Tensor:
+def _more_rows(key: torch.Tensor, delta: torch.Tensor | None) -> int:
+    """With the delta rule keys read, too."""
+    return 0 if delta is None else key.shape[2]
+
+
+def _room_for_entries(query, key, value, log_decay, delta, cu_seqlens, lengths, chunk_size: int) -> torch.Tensor:
     """What `GatedCall.entries` takes; empty for documents, which cut segments as they come: they are walked again."""
     later = 0
     if cu_seqlens is None and lengths is None:
-        later = later_lanes(query.shape[:2], chunk_size, tokens_per_segment(query, log_decay))
+        tokens = tokens_per_segment(query, log_decay, _more_rows(key, delta))
+        later = later_lanes(query.shape[:2], chunk_size, tokens)
     return key.new_empty(later, key.shape[2], key.shape[3] + value.shape[3], 2 * log_decay.shape[1])
 
 

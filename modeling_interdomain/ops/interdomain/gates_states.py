@@ -84,7 +84,8 @@ class GatedStates(States):
     def written(self, segment: Segment, inputs: torch.Tensor) -> torch.Tensor:
         name = segment[:3]  # on the way back a segment is asked for twice
         if self._written is None or self._written[0] != name:
-            left = self.workspace.tensor(f"{self.name} written", tuple(inputs.shape), inputs)
+            groups, chunks, size, width = inputs.shape
+            left = self.workspace.tensor(f"{self.name} written", (groups, size, chunks, width), inputs).transpose(1, 2)
             self._written = name, torch.mul(inputs, self.gates.of(segment).after, out=left)
         return self._written[1]
 
@@ -101,25 +102,26 @@ class GatedStates(States):
 
 
 class Answering(NamedTuple):
-    """What the chunks of a segment need for the delta rule, by step.
+    """What the chunks of a segment need for the delta rule.
 
     Attributes:
-        delta: `[N G, C, 1]`.
-        weights: `[N G, C, C]`, A: what each earlier token of the chunk has written, in the answer to a key.
-        inverse: `[N G, C, C]`, of I + A diag(delta).
-        readers: `[N G, C, 2M]`, `inverse` times those of the states before the chunks; None where these are zero.
+        delta: `[G, N, C, 1]`.
+        weights: `[G N, C, C]`, A: what each earlier token of the chunk has written, in the answer to a key.
+        inverse: `[G N, C, C]`, of I + A diag(delta).
+        reader: `[G N, P C, 2M]`, all rows that read the states before the chunks, those of keys last; None where these
+            are zero.
     """
 
     delta: torch.Tensor
     weights: torch.Tensor
     inverse: torch.Tensor
-    readers: torch.Tensor | None
+    reader: torch.Tensor | None
 
 
 class DeltaStates(GatedStates):
     """Those of values from which what the state answers to their keys is taken before they are written.
 
-    A walk holds its chunks by step, `[N G, ...]`, so that those of a step lie side by side and few calls take them on.
+    A walk fills what it finds by step, `[N G, ...]`: those of a step lie side by side, and few calls take them on.
     """
 
     def answer(
@@ -131,34 +133,47 @@ class DeltaStates(GatedStates):
             values: `[G, N, C, W]`, overwritten with what they write.
 
         Returns:
-            What the state answers to the keys, `[G, N, C, W]`, and the states before the chunks, as `forward`.
+            What the states answer to the keys, `[G, N, C, W]`, and what all rows read from those before their chunk,
+            but for what gates leave of them, `[G, N, P C, W]`, None for zeros.
         """
-        groups, count = self.x.shape[2], self.x.shape[2] * segment.chunks
-        written, states = by_step(values), self._steps(segment, entry)
-        answers = torch.bmm(how.inverse, torch.bmm(how.weights, written))
-        writes, replies, delta, table, across, before = (
+        groups, size, shape = values.shape[0], self.chunks.size, values.shape[:2]
+        count, states, gates = groups * segment.chunks, self._steps(segment, entry), self.gates.of(segment)
+        within = self.workspace.product("within", how.weights, values.flatten(0, 1))
+        inside, inverse, left, writes, delta, across = (
             steps_of(x, segment)
             for x in (
-                written, answers, how.delta, self.table_left(segment),
-                by_step(self.across(segment, slice(None))), states[:count],
+                within.unflatten(0, shape), how.inverse.unflatten(0, shape), gates.before,
+                self.written(segment, values), how.delta * gates.after, self.across(segment, slice(None)),
             )
         )  # fmt: skip
-        readers = None if how.readers is None else steps_of(how.readers, segment)
+        answers, table = values.new_empty(count, *values.shape[2:]), self.table(segment)
+        before, answer = split_steps(states[:count], segment), split_steps(answers, segment)
+        found = None
+        if how.reader is not None:
+            found = self.workspace.tensor("found", (count, how.reader.shape[1], values.shape[3]), values)
+            reader, read = steps_of(how.reader.unflatten(0, shape), segment), split_steps(found, segment)
         for step, after in enumerate((*before[1:], states[count:])):
-            if readers is not None:
-                replies[step].baddbmm_(readers[step], before[step].mT)
-            writes[step].addcmul_(delta[step], replies[step], value=-1)
+            known = inside[step]
+            if found is not None:
+                torch.bmm(reader[step], before[step].mT, out=read[step])
+                known = torch.addcmul(known, left[step], read[step][:, -size:])
+            torch.bmm(inverse[step], known, out=answer[step])
             going = after.shape[0]
             if going:
+                write = torch.addcmul(writes[step], delta[step], answer[step], value=-1)
                 torch.mul(pairs(before[step][:going]), across[step][:going], out=pairs(after))
-                after.baddbmm_(writes[step][:going].mT, table[step][:going])
-        values.copy_(by_group(written, groups))
+                after.baddbmm_(write[:going].mT, table[:going])
+        answers = by_group(answers, groups)
+        values.addcmul_(how.delta, answers, value=-1)
         self.next_entry = by_group(states[count:], groups).contiguous() if segment.following else None
-        if readers is None:
-            return by_group(answers, groups), None
-        found = self.workspace.tensor(f"{self.name} before", self._shape(segment.chunks), values)
-        self.keep_ends(segment, found.copy_(by_group(states[:count], groups)))
-        return by_group(answers, groups), found
+        if found is None:
+            return answers, None
+        self.keep_ends(segment, by_group(states[:count], groups))
+        return answers, by_group(found, groups)
+
+    def table(self, segment: Segment) -> torch.Tensor:
+        """The table for each chunk of the first step of a segment, `[n G, C, 2M]`."""
+        return self.tables.table.expand(segment.lanes[0], -1, -1, -1).flatten(0, 1)
 
     def _steps(self, segment: Segment, entry: torch.Tensor | None) -> torch.Tensor:
         """Room for the states before the chunks of a segment, by step, and behind it; the first ones are there."""
@@ -169,25 +184,22 @@ class DeltaStates(GatedStates):
         first.zero_() if entry is None else by_group(first, groups).copy_(entry)
         return states
 
-    def table_left(self, segment: Segment) -> torch.Tensor:
-        """The table of each chunk of a segment with what gates leave of its tokens after it, `[N G, C, 2M]`."""
-        after = by_step(self.gates.of(segment).after).view(segment.chunks, -1, self.chunks.size, 1)
-        return (after * self.tables.table).flatten(0, 1)
-
-
-def by_step(x: torch.Tensor) -> torch.Tensor:
-    """A copy `[N G, ...]` of `[G, N, ...]`."""
-    return x.transpose(0, 1).clone(memory_format=torch.contiguous_format).flatten(0, 1)
-
 
 def by_group(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """The inverse, a view."""
+    """What lies by step, `[N G, ...]`, as `[G, N, ...]`, a view."""
     return x.unflatten(0, (-1, groups)).transpose(0, 1)
 
 
-def steps_of(x: torch.Tensor, segment: Segment) -> tuple[torch.Tensor, ...]:
+def split_steps(x: torch.Tensor, segment: Segment) -> tuple[torch.Tensor, ...]:
     """The steps of `[N G, ...]`, views."""
     return x.split([x.shape[0] // segment.chunks * lanes for lanes in segment.lanes])
+
+
+def steps_of(x: torch.Tensor, segment: Segment) -> tuple[torch.Tensor, ...]:
+    """The steps of `[G, N, ...]`, each `[n G, ...]`: views where each is one chunk, else of a copy."""
+    if segment.lanes[0] == 1:
+        return x.unbind(1)
+    return split_steps(x.transpose(0, 1).flatten(0, 1), segment)
 
 
 class GatedStateGradients(StateGradients):
@@ -195,9 +207,11 @@ class GatedStateGradients(StateGradients):
 
     Attributes:
         of_across: `[G, N]`, what the last sums of the chunks of the segment walked last receive; None for zeros.
+        through: `[G, N, C, W]`, what its inputs receive through the states, but for what gates leave of them.
     """
 
     states: GatedStates
+    through: torch.Tensor
 
     def __init__(self, states: GatedStates, final: torch.Tensor | None):
         self.of_across: torch.Tensor | None = None
@@ -213,14 +227,14 @@ class GatedStateGradients(StateGradients):
         gates = self.states.gates.last(ranks)
         grad, before = self.ends[:, ranks], self.states.ends[:, ranks]
         flat = grad.flatten(0, 1)
-        found = torch.bmm(last.flatten(0, 1), flat).unflatten(0, last.shape[:2])
-        self.of_table += found.sum(1)
+        self.of_table += torch.bmm(last.flatten(0, 1), flat).unflatten(0, last.shape[:2]).sum(1)
         of_decay = dot(before, grad, torch.empty_like(grad)).sum(2) * gates.across[..., 0]  # [G, n, M]
         self.of_powers.index_add_(1, self.states.chunks.tails[ranks], of_decay)
         of_last = torch.bmm(self.tables.repeated(last.shape[1]), flat.mT).view(last.shape)
         pairs(grad).mul_(decay.conj())
         of_sums = self._of_last_sums(last, of_last)
-        of_sums[..., -1] += self._of_across(found, of_decay, self.tables.powers[:, self.states.chunks.tails[ranks]])
+        powers = self.tables.powers[:, self.states.chunks.tails[ranks]]
+        of_sums[..., -1] += self._of_across(last, of_last, of_decay, powers)
         self._last_gates.append(of_sums)
         return of_last * gates.after
 
@@ -228,21 +242,26 @@ class GatedStateGradients(StateGradients):
         """What the sums of last chunks receive as those of their tokens, `[G, n, C]`."""
         return -(last * of_last).sum(-1, dtype=torch.float64)
 
+    def _walk(self, segment: Segment, grad: torch.Tensor | None, after: torch.Tensor) -> torch.Tensor | None:
+        entry = super()._walk(segment, grad, after)
+        table = self.tables.repeated(segment.chunks)
+        self.through = self.workspace.product("through", table, after.flatten(0, 1).mT).unflatten(0, after.shape[:2])
+        return entry
+
     def _sums(self, segment: Segment, inputs: torch.Tensor, before: torch.Tensor | None, after: torch.Tensor) -> None:
         written = self.states.written(segment, inputs)
-        found = self.workspace.product("grad tables", written.flatten(0, 1), after.flatten(0, 1))
-        found = found.view(*after.shape[:2], *found.shape[1:])
-        self.of_table += found.sum(1)
+        self.of_table.baddbmm_(written.transpose(1, 2).flatten(2), after.flatten(1, 2))
         of_decay = None
         if before is not None:
-            product = dot(before, after, self.workspace.tensor("decay product", tuple(before.shape), after))
-            of_decay = product.sum(2) * self.states.gates.of(segment).across[..., 0]
+            product = dot(after, before, out=after)  # its conjugate, in the place of what is read for the last time
+            of_decay = product.sum(2).conj() * self.states.gates.of(segment).across[..., 0]
             self.of_powers[:, -1] += of_decay.sum(1)
-        self.of_across = self._of_across(found, of_decay, self.tables.powers[:, -1:])
+        self.of_across = self._of_across(written, self.through, of_decay, self.tables.powers[:, -1:])
 
-    def _of_across(self, of_table: torch.Tensor, of_decay: torch.Tensor | None, powers: torch.Tensor) -> torch.Tensor:
+    def _of_across(self, written, through, of_decay: torch.Tensor | None, powers: torch.Tensor) -> torch.Tensor:
         """`<S, dS>` of the states after chunks, `[G, N]`, from what their inputs and the state before have given."""
-        total = (of_table * self.tables.table[:, None]).sum((-2, -1)).double()
+        product = torch.mul(written, through, out=self.workspace.tensor("dot", tuple(through.shape), through))
+        total = product.sum((-2, -1)).double()
         if of_decay is not None:
             total += (powers.conj() * of_decay).real.sum(-1)
         return total
@@ -258,8 +277,10 @@ class DeltaStateGradients(GatedStateGradients):
     """The same of `DeltaStates`, whose inputs are what has been written."""
 
     states: DeltaStates
-    # Of the segment that is walked, by step: gradients of what was written, and delta times `readers`.
-    answered: tuple[torch.Tensor, torch.Tensor | None]
+    # Of the segment that is walked: how it answered; what was written receives but for the states, `[G, N, C, W]`; and
+    # the gradient of the outputs times what gates leave of the state, `[G N, P C, W]`, None where this is zero.
+    answered: tuple[Answering, torch.Tensor, torch.Tensor | None]
+    of_answers: torch.Tensor  # what the answers of the segment walked last receive, `[G, N, C, W]`, but for its sign
 
     def __init__(self, states: DeltaStates, final: torch.Tensor | None):
         super().__init__(states, final)
@@ -280,36 +301,49 @@ class DeltaStateGradients(GatedStateGradients):
             self.states.chunks.read(self.given, segment, target)
             grad += target[:, :, 0]
 
-    def backward(
-        self, segment: Segment, inputs: torch.Tensor, before: torch.Tensor | None, grad: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """As that of `StateGradients`; adds to the gradients of what was written those through the states."""
-        if grad is not None and not segment.following and len(segment.lanes) == 1:
-            written, readers = self.answered
-            grad -= by_group(torch.bmm(written.mT, readers), grad.shape[0])
-        return super().backward(segment, inputs, before, grad)
+    def _moves(self, segment: Segment) -> bool:
+        return True
 
     def _walk(self, segment: Segment, grad: torch.Tensor | None, after: torch.Tensor) -> torch.Tensor | None:
-        written, readers = self.answered
-        groups = after.shape[0]
-        found = self.workspace.tensor("grad after by step", (written.shape[0], *after.shape[2:]), after)
-        writes, later, table = (steps_of(x, segment) for x in (written, found, self.states.table_left(segment)))
-        reads = entry = None
-        if grad is not None:
-            entry = grad.new_empty(groups * segment.lanes[0], *grad.shape[2:])
-            across = steps_of(by_step(self.states.across_back(segment, slice(None))), segment)
-            earlier, reads = steps_of(by_step(grad), segment), steps_of(readers, segment)
+        (how, given, grad_left), states, gates = self.answered, self.states, self.states.gates.of(segment)
+        groups, shape = after.shape[0], given.shape[:2]
+        found, through, answers = (
+            self.workspace.tensor(name, (groups * segment.chunks, *x.shape[2:]), x)
+            for name, x in (("grad after by step", after), ("through by step", given), ("grad answers", given))
+        )
+        inverse = (how.inverse.unflatten(0, shape) * how.delta).mT
+        writes, left, inverses, before = (steps_of(x, segment) for x in (given, gates.after, inverse, gates.before))
+        later, reads, of_answers = (split_steps(x, segment) for x in (found, through, answers))
+        table, entry = states.table(segment), None
+        if how.reader is not None and grad_left is not None:
+            entry = after.new_empty(groups * segment.lanes[0], *after.shape[2:])
+            across, readers, outputs = (
+                steps_of(x, segment)
+                for x in (
+                    states.across_back(segment, slice(None)), how.reader.unflatten(0, shape),
+                    grad_left.unflatten(0, shape),
+                )
+            )  # fmt: skip
         for step in reversed(range(len(later))):
-            last = step + 1 == len(later)
+            last, count = step + 1 == len(later), later[step].shape[0]
             going = groups * (segment.following if last else segment.lanes[step + 1])
-            later[step][going:] = 0
-            if going:
-                if last:
-                    by_group(later[step][:going], groups).copy_(self.next_entry)
-                writes[step][:going].baddbmm_(table[step][:going], later[step][:going].mT)
-            if reads is not None:
-                into = later[step - 1][: later[step].shape[0]] if step else entry
-                torch.addcmul(pairs(earlier[step]), across[step], pairs(later[step]), out=pairs(into))
-                into.baddbmm_(writes[step].mT, reads[step], alpha=-1)
+            if going < count:
+                later[step][going:] = 0
+            if last and going:
+                by_group(later[step][:going], groups).copy_(self.next_entry)
+            torch.bmm(table[:count], later[step].mT, out=reads[step])
+            torch.bmm(inverses[step], torch.addcmul(writes[step], reads[step], left[step]), out=of_answers[step])
+            if entry is not None:
+                into, queries = later[step - 1][:count] if step else entry, outputs[step].shape[1]
+                torch.mul(pairs(later[step]), across[step], out=pairs(into))
+                into.baddbmm_(outputs[step].mT, readers[step][:, :queries])
+                into.baddbmm_((of_answers[step] * before[step]).mT, readers[step][:, queries:], alpha=-1)
+                self._add_ends(segment, by_group(into, groups), going // groups)
         after.copy_(by_group(found, groups))
+        self.through, self.of_answers = by_group(through, groups), by_group(answers, groups)
         return None if entry is None else by_group(entry, groups)
+
+    def _add_ends(self, segment: Segment, grad: torch.Tensor, going: int) -> None:
+        """What final states give those before a step, `[G, n, W, 2M]`, of which all but `going` documents end."""
+        if self.ends is not None and going < grad.shape[1]:
+            grad[:, going:] += self.ends[:, segment.block + going : segment.block + grad.shape[1]]

@@ -37,6 +37,6 @@ def _invert_blocks(x: torch.Tensor) -> torch.Tensor:
     x = x.contiguous()
     out = torch.zeros_like(x)
     out.diagonal(dim1=0, dim2=1).fill_(1)
-    for row in range(1, _BLOCK):
-        torch.sum(x[row, :row, None] * out[:row, :row], dim=0, out=out[row, :row]).neg_()
+    for row in range(_BLOCK - 1):
+        out[row + 1 :].addcmul_(x[row + 1 :, row, None], out[row], value=-1)
     return out
