@@ -119,7 +119,10 @@ class Study:
         if window is None:
             return _load(self.source), None
         if taught != "no":
-            return _load(self._taught(taught, window, **shape)), self._tokens(taught, window, **shape)
+            model = _load(self._taught(taught, window, **shape))
+            if share is not None and model.config.window_share != share:
+                raise SystemExit(f"{self._place(taught, window, **shape)} has another share: take it away.")
+            return model, self._tokens(taught, window, **shape)
         self.folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self.folder, prefix="untaught-") as place:
             return _load(self._converted(Path(place, "model"), window, **shape)), None

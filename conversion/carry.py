@@ -11,8 +11,11 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
 from conversion.reading import compare, reason
+from conversion.shares import TOKENS, start_shares
 from examples.text_data import InputError
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
+from modeling_interdomain.mixers.window.mixer import WindowMixer
+from modeling_interdomain.registry import TOKEN_MIXERS
 
 # Models that compute what our softmax layers compute; others with the same names of parameters do not.
 LLAMA_STYLE = ("llama", "mistral")
@@ -201,11 +204,26 @@ def check_weights(config: InterdomainConfig, carried: dict[str, torch.Tensor], w
 
 
 def convert(config: InterdomainConfig, carried: dict[str, torch.Tensor], dtype: torch.dtype) -> InterdomainForCausalLM:
-    """The model with the carried weights; its convolutions start as the identity, the rest as in a new model."""
+    """The model with the carried weights; its convolutions start as the identity, the memories of windows with a share
+    of 2% in the softmax, and the rest as in a new model."""
     model = InterdomainForCausalLM.from_pretrained(None, config=config, state_dict=carried, dtype=dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("_conv.weight"):
                 parameter.zero_()
                 parameter[..., -1] = 1.0
-    return model.eval()
+    model.eval()
+    if config.window_share == "softmax" and (layers := memories(config)):
+        draw = torch.Generator().manual_seed(0)
+        start_shares(model, layers, torch.randint(config.vocab_size, (1, TOKENS), generator=draw))
+    return model
+
+
+def windows(config: InterdomainConfig) -> list[int]:
+    """The layers that see a window."""
+    return [i for i, name in enumerate(config.mixers_per_layer) if issubclass(TOKEN_MIXERS[name], WindowMixer)]
+
+
+def memories(config: InterdomainConfig) -> list[int]:
+    """Those that keep a state of the rest."""
+    return windows(config) if config.window_memory else []

@@ -229,6 +229,7 @@ def run(options: argparse.Namespace) -> None:
     }
     if window is not None:
         report["window"] = {"tokens": window.size, "sinks": window.sinks, "modes": options.state_size}
+        report["window"] |= {"share": config.window_share} if options.state_size else {}
     if costs:
         report["cost_of_layers"] = costs
     finish(model, [folder], options.target, report)

@@ -14,6 +14,7 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 
+from conversion.carry import memories, windows
 from conversion.distill import (
     EVERYTHING,
     Groups,
@@ -29,6 +30,7 @@ from conversion.from_llama import read_tokenizer, source_folder
 from conversion.gguf_files import SMOLLM2
 from conversion.measure import between, nats_by_position, octaves
 from conversion.reading import read_config
+from conversion.shares import attended
 from conversion.writing import (
     DTYPES,
     add_folders,
@@ -44,8 +46,6 @@ from examples.text_data import InputError, check_positive, encode, gather_docume
 from examples.training import RECURRENCE_PARAMETERS
 from model_cards.model_card import render
 from modeling_interdomain import InterdomainConfig
-from modeling_interdomain.mixers.window.mixer import WindowMixer
-from modeling_interdomain.registry import TOKEN_MIXERS
 
 # Parts of the names of what a window with a memory has and a Llama has not; in PEFT's adapters there is "lora_".
 MEMORY = ("share_proj", "q_map", "k_map", "v_map", "memory_gate", "recurrence")
@@ -54,7 +54,7 @@ ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 STAGES = ("layers", "whole", "long")
 CONVERTED = ("source", "layers", "window", "cost_of_layers")  # what a report of `from-llama` says of itself
 RECURRENCE_RATE = 1e-3  # at most: a step too large makes the state forget or explode
-SHARE = -2.0  # of what a memory answers when teaching starts, before its sigmoid: with less it learns slower
+SHARE = -2.0  # the logit of the share with which a memory starts when teaching begins: with less it learns slower
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -123,16 +123,6 @@ def read_source(options: argparse.Namespace) -> tuple[Path, InterdomainConfig, P
                 f"{getattr(config, name)}."
             )
     return source, config, folder
-
-
-def windows(config: InterdomainConfig) -> list[int]:
-    """The layers that see a window."""
-    return [i for i, name in enumerate(config.mixers_per_layer) if issubclass(TOKEN_MIXERS[name], WindowMixer)]
-
-
-def memories(config: InterdomainConfig) -> list[int]:
-    """Those that keep a state of the rest."""
-    return windows(config) if config.window_memory else []
 
 
 def run(options: argparse.Namespace) -> None:
@@ -286,32 +276,14 @@ def groups_of(model: PreTrainedModel, options: argparse.Namespace, stage: str) -
 def start_memories(model: PreTrainedModel, batch: torch.Tensor) -> None:
     """Let what a memory answers begin as large as what the softmax of its head answers to a batch, with a share of 12%.
 
-    Converted, it is small and has a share of 2% or less, so that it changes little; what has learned is left as it is.
+    Converted, it is small and has a share of 2%, so that it changes little; what has learned is left as it is.
     """
-    answers: dict[int, torch.Tensor] = {}
-
-    def note(layer: int):
-        return lambda module, inputs, output: answers.update({layer: output.float()})
-
-    mixers = {i: model.model.layers[i].token_mixer for i in memories(model.config)}
-    hooks = [mixer.attention.register_forward_hook(note(layer)) for layer, mixer in mixers.items()]
-    model.model(input_ids=batch[:1, :-1], use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    for layer, mixer in mixers.items():
-        gate, bias = mixer.memory_gate, mixer.share_proj.bias
+    for layer, found in attended(model, memories(model.config), batch[:1, :-1]).items():
+        mixer = model.model.layers[layer].token_mixer
+        gate = mixer.memory_gate
         if (gate == gate.flatten()[0]).all():
-            answer, *weight = answers[layer].split([gate.shape[1], 1][: 1 + mixer.in_softmax], dim=-1)
-            gate.copy_(answer.square().mean((0, 1, 3)).sqrt()[:, None].expand_as(gate))
-            bias.copy_(SHARE + (_sum_of_scores(bias, *weight) if weight else torch.zeros_like(bias)))
-
-
-def _sum_of_scores(bias: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """What a memory of score `bias` `[H]` shares the softmax with, the logarithm of the sum over all other keys, in the
-    mean of the tokens for which it has a weight, of `[B, T, H, 1]`."""
-    score = bias - weight.squeeze(-1).double().logit().flatten(0, 1)
-    known = score.isfinite()
-    return (torch.where(known, score, 0).sum(0) / known.sum(0).clamp(min=1)).to(bias)
+            gate.copy_(found.size[:, None].expand_as(gate))
+            mixer.share_proj.bias.copy_(SHARE + (found.scores if mixer.in_softmax else 0 * found.scores))
 
 
 def add_adapters(model: PreTrainedModel, rank: int) -> None:
@@ -367,6 +339,7 @@ def report_of(source: Path, config: InterdomainConfig, options: argparse.Namespa
             "tokens": config.attention_window,
             "sinks": config.attention_sinks,
             "modes": config.state_size if config.window_memory else 0,
+            "share": config.window_share if config.window_memory else None,
             "layers": windows(config),
         },
         "steps": {stage: len(progress.losses.get(stage, [])) for stage in steps},

@@ -18,8 +18,8 @@ CASES = {
     "no rotation": {"rope_parameters": None},
     "half rotated": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
     "without a state": {"window_memory": False},
-    "share of the softmax": {"window_share": "softmax"},
-    "share of the softmax, no sinks": {"window_share": "softmax", "attention_sinks": 0, "rope_parameters": None},
+    "share of its own": {"window_share": "sigmoid"},
+    "share of its own, no sinks": {"window_share": "sigmoid", "attention_sinks": 0, "rope_parameters": None},
 }
 
 
@@ -68,7 +68,7 @@ def fused(monkeypatch):
     return start
 
 
-IN_PIECES = ["sinks", "one token", "share of the softmax"]
+IN_PIECES = ["sinks", "one token", "share of its own"]
 READS = [*itertools.product(CASES, [whole, documents]), *itertools.product(IN_PIECES, [padded, in_pieces])]
 
 

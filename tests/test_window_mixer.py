@@ -101,8 +101,8 @@ CASES = {
     "llama3": {"rope_parameters": LLAMA3},
     "features of another size": {"feature_dim": 6},
     "without a state": {"window_memory": False},
-    "share of the softmax": {"window_share": "softmax"},
-    "share of the softmax, no sinks": {"window_share": "softmax", "attention_sinks": 0},
+    "share of its own": {"window_share": "sigmoid"},
+    "share of its own, no sinks": {"window_share": "sigmoid", "attention_sinks": 0},
 }
 
 

@@ -28,15 +28,8 @@ _WITHOUT_EFFECT = {
     "use_cache",
 }
 # Fields that are younger than some state files: they count where they do not have their default.
-_LATER = {
-    "attention_window",
-    "attention_sinks",
-    "window_memory",
-    "window_share",
-    "attention_bias",
-    "gates",
-    "delta_rule",
-}
+_LATER = {"window_memory", "window_share", "attention_bias", "gates", "delta_rule"}
+_LATER |= {"attention_window", "attention_sinks"}
 # What PEFT adds to the names of weights that it wraps.
 _AROUND = ("base_layer", "original_module")
 # Attributes that say which of its adapters act, and how much.

@@ -20,8 +20,7 @@ from ...ops.common.cpu import in_graph
 # keep no scores take more; they have room for 65,535 blocks.
 _PIECE, _FUSED_PIECE = 8192, 32768
 _NEVER = torch.iinfo(torch.long).max
-# The score of a memory that is empty, whose weight is then 0; finite, since kernels multiply it.
-EMPTY = -1000.0
+EMPTY = -torch.inf  # the score of a memory that is empty, whose weight is then 0
 _ALIGNED = 8  # numbers that kernels ask rows of a mask and widths of heads to be multiples of
 
 
@@ -177,7 +176,8 @@ class WindowAttention(nn.Module):
             key = self._turned_for_both(key, *of_keys)
         dim = value.shape[-1]
         if memory is not None:
-            score = _longer(memory / self.scaling, query.shape[1] - length)[..., None].to(query.dtype)
+            least = self.scaling * torch.finfo(query.dtype).min / 2  # of what can be multiplied by 0
+            score = _longer(memory.clamp(min=least) / self.scaling, query.shape[1] - length)[..., None].to(query.dtype)
             query = torch.cat([query, F.pad(score, (0, _ALIGNED - 1))], dim=-1)
             key, value = (_with_one_more(x) for x in (key, value))
         places = places.unflatten(1, (-1, 1, size, 1)).expand(batch, -1, heads // groups, -1, -1)
