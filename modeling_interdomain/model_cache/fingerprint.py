@@ -28,8 +28,7 @@ _WITHOUT_EFFECT = {
     "use_cache",
 }
 # Fields that are younger than some state files: they count where they do not have their default.
-_LATER = {"window_memory", "window_share", "attention_bias", "gates", "delta_rule"}
-_LATER |= {"attention_window", "attention_sinks"}
+_NEW = {"attention_window", "attention_sinks", "window_memory", "window_share", "attention_bias", "gates", "delta_rule"}
 # What PEFT adds to the names of weights that it wraps.
 _AROUND = ("base_layer", "original_module")
 # Attributes that say which of its adapters act, and how much.
@@ -84,7 +83,7 @@ def model_fingerprint(model: nn.Module) -> str:
         field: getattr(decoder.config, field)
         for field in sorted(_fields_of(type(decoder.config)))
         if field not in _WITHOUT_EFFECT and hasattr(decoder.config, field)
-        if field not in _LATER or getattr(decoder.config, field) != getattr(type(decoder.config), field)
+        if field not in _NEW or getattr(decoder.config, field) != getattr(type(decoder.config), field)
     }
     # `active_adapters` of the decoder itself is a method of the library, whose text is the tree of modules.
     switches = [

@@ -16,9 +16,8 @@ class WindowFields(ModelFields):
         attention_sinks: "window": the first tokens of a text, which it always sees, S; with 0 none. Default: 4.
         window_memory: "window": keep a state of the tokens that have left the window. False is plain window attention.
             Default: True.
-        window_share: "window": what the state has of a head's output: "sigmoid" says a map of the token alone, as in
-            older checkpoints; with "softmax" the state is one more key of the softmax, with this map as its score.
-            Default: "sigmoid".
+        window_share: "window": what weighs the state, "softmax" as one more key, whose score is a map of the token, or
+            a "sigmoid" of this map, as in older checkpoints. Default: "sigmoid".
     """
 
     _positive = ["attention_window"]
