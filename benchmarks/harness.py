@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import platform
+import random
 import shlex
 import statistics
 import subprocess
@@ -162,13 +163,16 @@ def verify_model(model, bound: float = 1e-3) -> float:
 
 
 def time_in_turns(functions: dict[str, Callable[[], object]], seconds: float, at_least: int = 5) -> dict[str, dict]:
-    """Median, 20th and 80th percentile in seconds of each function; they take turns, so that drift hits all alike."""
+    """Median, 20th and 80th percentile in seconds of each function; they take turns, so that drift hits all alike.
+
+    In another order each turn: what one leaves in the caches of the processor meets all others.
+    """
     for function in functions.values():
         function()
     samples: dict[str, list[float]] = {name: [] for name in functions}
-    started = time.perf_counter()
+    started, draw = time.perf_counter(), random.Random(0)
     while time.perf_counter() - started < seconds or len(next(iter(samples.values()))) < at_least:
-        for name, function in functions.items():
+        for name, function in draw.sample(list(functions.items()), len(functions)):
             begin = time.perf_counter()
             function()
             samples[name].append(time.perf_counter() - begin)
