@@ -254,8 +254,11 @@ def test_what_is_said_of_a_real_llama_in_windows():
     for (window, sinks, modes), with_state in found.items():
         if modes:
             without = found[window, sinks, 0]
-            assert all(0.98 * without[place] < x <= without[place] for place, x in with_state.items())
+            changes = [round(x / without[place], 3) for place, x in with_state.items()]
+            assert 0.987 <= min(changes) < 1
+            assert [x for x in changes if x > 1] == ([1.001] if window == 256 else [])
     page = (harness.RESULTS / "linearise_study.md").read_text()
+    assert "at most 1.3% for the better, and 0.1% for the worse at one place" in page
     on_gpu = harness.read("linearise_gpu")["runs"] if linearise_gpu.FILE.exists() else []
     taught = [run for run in (*runs, *on_gpu) if run.get("taught", "no") != "no"]
     assert ("Nothing here is taught yet" in page) == (not taught)
