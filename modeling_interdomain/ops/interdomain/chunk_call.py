@@ -192,7 +192,7 @@ class AttentionCall:
         parts = [stream.initial_states(part) for stream, part in zip(streams, self._split(final), strict=True)]
         initial = None if parts[0] is None else torch.cat(parts, dim=-1)
         tokens = self.chunks.finish(grads.query), *(stream.finish() for stream in streams)
-        return *tokens, decay, inputs, grads.of_mixing, initial
+        return *tokens, decay, inputs, grads.of_mixing, initial, *grads.others()
 
     def gradients(self, *arguments) -> "Gradients":
         return Gradients(self, *arguments)
@@ -219,6 +219,10 @@ class Gradients:
 
     def walked_back(self, states: States, final: torch.Tensor | None) -> StateGradients:
         return StateGradients(states, final)
+
+    def others(self) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of what a call has beside, after the last segment."""
+        return ()
 
     def segments(self) -> None:
         for index in reversed(range(len(self.call.chunks.segments))):

@@ -190,19 +190,11 @@ class GatedCall(AttentionCall):
         self.write_final(final)
         return self.chunks.finish(output)
 
-    def backward(self, *arguments):
-        """And the gradients of `log_gate` and `delta`."""
-        found = super().backward(*arguments)
-        of_gates = self.found.finish_gates()
-        del self.found  # it holds the call, whose memory would wait for a collector of cycles
-        return *found, *of_gates
-
     def gradients(self, *arguments) -> Gradients:
         kept = self.entries(self.kept)
         for index, stream in enumerate((self.keys, self.values) if kept else ()):
             stream.entries = [kept[s][index] if s.step else stream.entry(s) for s in self.chunks.segments]
-        self.found = GatedGradients(self, *arguments)
-        return self.found
+        return GatedGradients(self, *arguments)
 
     def written(self, segment: Segment, weights: torch.Tensor, reader: torch.Tensor | None):
         """The values of a segment `[G N, C, W]`, with the delta rule what is written of them, and what all rows read
@@ -356,8 +348,8 @@ class GatedGradients(Gradients):
         product = torch.mul(x, grad, out=self.workspace.tensor("dot", tuple(x.shape), grad))
         return product.sum(-1).view(self.call.groups, -1, x.shape[1] // self.call.size, self.call.size).sum(2).double()
 
-    def finish_gates(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The gradients of `log_gate` and `delta`, `[B, T, G]`, after the last segment."""
+    def others(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Those of `log_gate` and `delta`, `[B, T, G]`."""
         for stream in (self.keys, self.values):
             stream.finish_gates(self.log_gate)
         finish = self.call.chunks.finish
