@@ -11,7 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
 from conversion.reading import compare, reason
-from conversion.shares import TOKENS, start_shares
+from conversion.shares import start_shares
 from examples.text_data import InputError
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
 from modeling_interdomain.mixers.window.mixer import WindowMixer
@@ -21,6 +21,7 @@ from modeling_interdomain.registry import TOKEN_MIXERS
 LLAMA_STYLE = ("llama", "mistral")
 # Its projections of queries, keys and values have biases, that of the output none.
 QWEN2 = "qwen2"
+TOKENS = 256  # any, to see how heads score
 SAME_FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -213,7 +214,7 @@ def convert(config: InterdomainConfig, carried: dict[str, torch.Tensor], dtype: 
                 parameter.zero_()
                 parameter[..., -1] = 1.0
     model.eval()
-    if config.window_share == "softmax" and (layers := memories(config)):
+    if layers := memories(config):
         draw = torch.Generator().manual_seed(0)
         start_shares(model, layers, torch.randint(config.vocab_size, (1, TOKENS), generator=draw))
     return model
@@ -227,3 +228,13 @@ def windows(config: InterdomainConfig) -> list[int]:
 def memories(config: InterdomainConfig) -> list[int]:
     """Those that keep a state of the rest."""
     return windows(config) if config.window_memory else []
+
+
+def window_report(config: InterdomainConfig) -> dict:
+    """What a report says of its windows."""
+    memory = {"modes": config.state_size, "share": config.window_share}
+    return {
+        "tokens": config.attention_window,
+        "sinks": config.attention_sinks,
+        **(memory if config.window_memory else {"modes": 0, "share": None}),
+    }

@@ -19,6 +19,7 @@ from conversion.carry import (
     kept_layers,
     new_names,
     parse_layers,
+    window_report,
 )
 from conversion.choose import conversion_costs, costliest, measured_rows
 from conversion.distill import Progress, Stage, distillation_loss, finetuning_loss, perplexity, train_stages
@@ -228,8 +229,7 @@ def run(options: argparse.Namespace) -> None:
         "perplexity": perplexities,
     }
     if window is not None:
-        report["window"] = {"tokens": window.size, "sinks": window.sinks, "modes": options.state_size}
-        report["window"] |= {"share": config.window_share} if options.state_size else {}
+        report["window"] = window_report(config)
     if costs:
         report["cost_of_layers"] = costs
     finish(model, [folder], options.target, report)

@@ -7,9 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from modeling_interdomain.mixers.window.attention import Seen, WindowAttention
-
-SHARE = -4.0  # the logit of the share of a memory that has learned nothing: 2%
-TOKENS = 256  # any, to see how a head scores
+from modeling_interdomain.mixers.window.mixer import SHARE, WindowMixer
 
 
 class Attended(NamedTuple):
@@ -62,11 +60,18 @@ def _attended(attention: WindowAttention, query: torch.Tensor, seen: Seen) -> At
 
 
 @torch.no_grad()
-def start_shares(model: PreTrainedModel, layers: Collection[int], ids: torch.Tensor, share: float = SHARE) -> None:
-    """Let the memories of these layers begin with a share in the softmax whose logit is `share`, in the mean of tokens.
-
-    The scores of a head may lie anywhere: what all of its keys have in common does not count among themselves.
-    """
+def start_shares(model: PreTrainedModel, layers: Collection[int], ids: torch.Tensor) -> None:
+    """Let the memories of these layers begin with a share of 2%, in the mean of tokens `[1, T]`."""
     for layer, found in attended(model, layers, ids).items():
-        bias = model.model.layers[layer].token_mixer.share_proj.bias
-        bias.copy_(found.scores + share)
+        start_share(model.model.layers[layer].token_mixer, found, SHARE)
+
+
+@torch.no_grad()
+def start_share(mixer: WindowMixer, found: Attended, share: float) -> None:
+    """Let the memory of a layer begin with a share whose logit is `share`.
+
+    In a softmax the scores of a head may lie anywhere: what all of its keys have in common does not count among
+    themselves, but does beside a memory.
+    """
+    bias = mixer.share_proj.bias
+    bias.copy_(found.scores + share if mixer.in_softmax else torch.full_like(bias, share))

@@ -14,7 +14,7 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 
-from conversion.carry import memories, windows
+from conversion.carry import memories, window_report, windows
 from conversion.distill import (
     EVERYTHING,
     Groups,
@@ -30,7 +30,7 @@ from conversion.from_llama import read_tokenizer, source_folder
 from conversion.gguf_files import SMOLLM2
 from conversion.measure import between, nats_by_position, octaves
 from conversion.reading import read_config
-from conversion.shares import attended
+from conversion.shares import attended, start_share
 from conversion.writing import (
     DTYPES,
     add_folders,
@@ -283,7 +283,7 @@ def start_memories(model: PreTrainedModel, batch: torch.Tensor) -> None:
         gate = mixer.memory_gate
         if (gate == gate.flatten()[0]).all():
             gate.copy_(found.size[:, None].expand_as(gate))
-            mixer.share_proj.bias.copy_(SHARE + (found.scores if mixer.in_softmax else 0 * found.scores))
+            start_share(mixer, found, SHARE)
 
 
 def add_adapters(model: PreTrainedModel, rank: int) -> None:
@@ -335,13 +335,7 @@ def report_of(source: Path, config: InterdomainConfig, options: argparse.Namespa
         "source": options.source,
         "teacher": name_of(options.teacher),
         "conversion": origin.get("conversion", {name: origin[name] for name in CONVERTED if name in origin}),
-        "window": {
-            "tokens": config.attention_window,
-            "sinks": config.attention_sinks,
-            "modes": config.state_size if config.window_memory else 0,
-            "share": config.window_share if config.window_memory else None,
-            "layers": windows(config),
-        },
+        "window": window_report(config) | {"layers": windows(config)},
         "steps": {stage: len(progress.losses.get(stage, [])) for stage in steps},
         "tokens_per_step": options.tokens_a_step,
         "learning_rate": options.learning_rate,

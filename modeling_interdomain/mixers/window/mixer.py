@@ -18,7 +18,7 @@ from .attention import EMPTY, Seen, WindowAttention
 from .configuration import WindowSpecification
 from .recurrence import NoRecurrence, WindowRecurrence
 
-_SHARE, _GATE = -4.0, 0.1  # at the start
+SHARE, _GATE = -4.0, 0.1  # at the start: the logit of a share of 2%
 
 
 class WindowMixer(WindowSpecification, RecurrentMixer):
@@ -69,7 +69,7 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
         if not self.memory:
             return
         init.zeros_(self.share_proj.weight)
-        init.constant_(self.share_proj.bias, _SHARE)
+        init.constant_(self.share_proj.bias, SHARE)
         init.constant_(self.memory_gate, _GATE)
         for each in (self.q_map, self.k_map, self.v_map):
             init.copy_(each, torch.eye(*each.shape[1:], dtype=each.dtype, device=each.device).expand_as(each))
