@@ -51,10 +51,11 @@ class Teaching(NamedTuple):
 HOW = ("--bf16", "--max-bytes", 16_000_000, "--save-steps", 10)
 TEACHING = {
     "layers": Teaching(81_920, 2048, "1024,2048", HOW),
-    "whole": Teaching(614_400, 1024, "1024", HOW),  # 7 GB for as many
+    "whole": Teaching(614_400, 1024, "256,1024", HOW),  # 7 GB for as many
     "long": Teaching(204_800, 2048, "2048", HOW),
 }
 SO_FAR = " so far"
+EARLIER_SHARES = {"sigmoid": ", share of its own", "softmax": ", a key whatever it holds"}
 HELD_OUT_BYTES = 16_000  # of the training texts, to measure stages on
 # How many texts of a length are measured.
 TEXTS = {2048: 6, 8192: 6, 65536: 2}
@@ -63,7 +64,7 @@ TEXTS = {2048: 6, 8192: 6, 65536: 2}
 def kind(window: int | None = None, sinks: int = 4, modes: int | str = 0, **rest) -> dict:
     """One condition; without a window it is the Llama."""
     shape = {} if window is None else {"sinks": sinks, "modes": modes, "kept": 0, "taught": "no"}
-    shape |= {"share": "softmax"} if modes else {}  # as `from-llama` makes it; "sigmoid" in earlier runs
+    shape |= {"share": "counted"} if modes else {}  # as `from-llama` makes it; others in earlier runs
     return {"window": window, **shape, "length": LENGTH} | rest
 
 
@@ -271,7 +272,7 @@ def label(run: dict) -> str:
     sinks = f"and the first {run['sinks']}" if run["sinks"] else "alone"
     state = f", state of {run['modes']} modes" if run["modes"] else ""
     state = ", linear attention of equal state" if run["modes"] == LINEAR else state
-    state += ", share of its own" if run.get("share") == "sigmoid" else ""
+    state += EARLIER_SHARES.get(run.get("share"), "")
     kept = f", {run['kept']} layers softmax" if run["kept"] else ""
     taught = ", untaught" if run["modes"] else ""
     if run["taught"] != "no":

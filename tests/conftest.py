@@ -156,7 +156,7 @@ VARIANTS = {
         "num_key_value_heads": 2,
         "attention_window": 4,
         "attention_sinks": 2,
-        "window_share": "softmax",
+        "window_share": "counted",
         "attention_bias": True,
         "rope_parameters": ROPE,
         **EXPERTS,

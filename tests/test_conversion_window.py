@@ -104,7 +104,7 @@ def test_a_memory_that_has_learned_nothing_changes_little(tmp_path, capsys):
     assert difference[:, :10].abs().max() < 1e-4  # W + S: nothing has entered the state
     assert 0 < difference[:, 10:].square().mean() < 0.02 * logits(without).var()
     report = json.loads((tmp_path / "with" / "conversion_report.json").read_text())
-    assert report["window"] == {"tokens": 8, "sinks": 2, "modes": 6, "share": "softmax"}
+    assert report["window"] == {"tokens": 8, "sinks": 2, "modes": 6, "share": "counted"}
     assert report["layers"] == [0, 1, 2]
 
 

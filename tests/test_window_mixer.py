@@ -83,7 +83,9 @@ def _by_loops(mixer: WindowMixer, x: torch.Tensor) -> torch.Tensor:
                     read = (features / features.norm()) @ (u.mT @ gamma.conj()).real
                     read = mixer.memory_gate[h] * read / (read.square().mean() + config.rms_norm_eps).sqrt()
                     score = mixer.share_proj.weight[h] @ x[b, t] + mixer.share_proj.bias[h]
-                    if config.window_share == "softmax":
+                    if config.window_share == "counted":
+                        score = score + math.log(min(len(left), window) / window)
+                    if config.window_share != "sigmoid":
                         score = score - torch.stack(scores).logsumexp(0)
                     share = score.sigmoid()
                     output = (1 - share) * output + share * read
@@ -101,6 +103,7 @@ CASES = {
     "llama3": {"rope_parameters": LLAMA3},
     "features of another size": {"feature_dim": 6},
     "without a state": {"window_memory": False},
+    "counted from the first on": {"window_share": "softmax"},
     "share of its own": {"window_share": "sigmoid"},
     "share of its own, no sinks": {"window_share": "sigmoid", "attention_sinks": 0},
 }

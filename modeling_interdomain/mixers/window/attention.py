@@ -20,7 +20,6 @@ from ...ops.common.cpu import in_graph
 # keep no scores take more; they have room for 65,535 blocks.
 _PIECE, _FUSED_PIECE = 8192, 32768
 _NEVER = torch.iinfo(torch.long).max
-EMPTY = -torch.inf  # the score of a memory that is empty, whose weight is then 0
 _ALIGNED = 8  # numbers that kernels ask rows of a mask and widths of heads to be multiples of
 
 
@@ -33,7 +32,7 @@ class Seen(NamedTuple):
             several: of the text that each block of queries begins in, the one of which it may have left a window.
             Those that have not been read are anything.
         places: `[B or 1, T]`, of each token in its text, from 0; None for a token far into each text, to which all of
-            these are visible but the first, and whose state is filled.
+            these are visible but the first, and whose state holds as much as counts.
     """
 
     key: torch.Tensor
@@ -70,7 +69,7 @@ class WindowAttention(nn.Module):
         """Queries `[B, T, H, D]`, before rotation, to the same.
 
         Args:
-            memory: `[B, T, H]`, the scores of one key more, which answers zeros; `EMPTY` where there is none.
+            memory: `[B, T, H]`, the scores of one key more, which answers zeros; -inf where there is none.
 
         Returns:
             The output; with `memory` `[B, T, H, D + 1]`, at the end the weight of this key.

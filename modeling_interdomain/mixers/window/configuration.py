@@ -16,12 +16,12 @@ class WindowFields(ModelFields):
         attention_sinks: "window": the first tokens of a text, which it always sees, S; with 0 none. Default: 4.
         window_memory: "window": keep a state of the tokens that have left the window. False is plain window attention.
             Default: True.
-        window_share: "window": what weighs the state, "softmax" as one more key, whose score is a map of the token, or
-            a "sigmoid" of this map, as in older checkpoints. Default: "sigmoid".
+        window_share: "window": what the state weighs: as one more key of the softmax, more with each token up to W,
+            "counted"; in older checkpoints always as much, "softmax", or by itself, "sigmoid". Default: "sigmoid".
     """
 
     _positive = ["attention_window"]
-    _choices = {"window_share": ("sigmoid", "softmax")}
+    _choices = {"window_share": ("sigmoid", "softmax", "counted")}
 
     attention_window: int = 64
     attention_sinks: int = 4

@@ -14,7 +14,7 @@ from ...layers.operators import Operators
 from ...ops.common.cpu import values_at_hand
 from ...ops.interdomain.replay import state_after
 from ..recurrent import RecurrentMixer, placed_map
-from .attention import EMPTY, Seen, WindowAttention
+from .attention import Seen, WindowAttention
 from .configuration import WindowSpecification
 from .recurrence import NoRecurrence, WindowRecurrence
 
@@ -27,8 +27,9 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
     Each token that came before is in one of three: the last W are in the window, and the first S are sinks; a token
     enters the state when it leaves the window, unless it is a sink. The share, one a head, is a sigmoid of a linear map
     of the token, and 0 as long as the state is empty. With `window_share="softmax"` the state is one more key of the
-    softmax, and that map its score: a query that finds its like in the window leaves the state less. The norm bounds
-    what is read: it would grow with the text.
+    softmax, and that map its score: a query that finds its like in the window leaves the state less. With "counted" a
+    state of n tokens, fewer than W, scores log(W / n) lower: two tokens weigh no more than two do. The norm bounds what
+    is read: it would grow with the text.
 
     The state reads and writes what the softmax does, before rotation, each head through a map of its own that starts as
     the identity: `q_map` `[H, D, R]` and `k_map` `[G, D, R]`, before the feature map, and `v_map` `[G, D, D]`. The gate
@@ -44,7 +45,7 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx, config.head_dim)
-        self.memory, self.in_softmax = config.window_memory, config.window_share == "softmax"
+        self.memory, self.in_softmax = config.window_memory, config.window_share != "sigmoid"
         dim, features = config.head_dim, config.feature_dim
         heads, groups = config.num_attention_heads, config.num_key_value_heads
         self.o_norm = self.rope_placement = None  # what it rotates it places itself
@@ -52,6 +53,7 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
         held = 2 * [(groups * dim, self.window)] + [(1, 1)] + 2 * [(groups * dim, self.sinks)]
         self.kept_shapes = [*held, *self.kept_shapes]
         self.head_dim = dim
+        self.worth_a_window = self.window if config.window_share == "counted" else 1  # as many tokens in the state
         self.attention = WindowAttention(config)
         if self.memory:
             self.q_map = nn.Parameter(torch.empty(heads, dim, features))
@@ -95,7 +97,7 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
         key, value = (x[:, : x.shape[1] - self.window] for x in seen[:2])
         key, value = silu_l2(_mapped(key, self.k_map)), _mapped(value, self.v_map)
         if seen.places is not None:
-            enters = self._is_filled(seen.places)[..., None, None]
+            enters = (self._entered(seen.places) > 0)[..., None, None]
             key, value = (torch.where(enters, x, 0).reshape(*query.shape[:2], *x.shape[2:]) for x in (key, value))
         return (silu_l2(_mapped(query, self.q_map)), key, value, query, *seen, *share), after
 
@@ -109,9 +111,9 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
         groups = key.shape[-1] // self.head_dim
         return Seen(*[*(x.unflatten(-1, (groups, -1)) for x in seen[:4]), seen.places]), after
 
-    def _is_filled(self, places: torch.Tensor) -> torch.Tensor:
-        """Whether a token has entered the state by the one that is at this place of the text."""
-        return places >= self.window + self.sinks
+    def _entered(self, places: torch.Tensor) -> torch.Tensor:
+        """How many tokens have entered the state by the one that is at this place of the text, or fewer than none."""
+        return places - (self.window + self.sinks - 1)
 
     def _seen_in_rows(self, key, value, held, lengths: torch.Tensor | None, keep: bool):
         """What the tokens `[B, T, G D]` see, after what a cache has held or nothing; and what it holds next."""
@@ -128,7 +130,7 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
         before, sinks = ([x.to(key.dtype) for x in some] for some in (held[:2], held[3:]))
         if length == 1:  # in the layout of a cache
             both = [torch.cat([x, new.mT], dim=2).mT for x, new in zip(before, (key, value), strict=True)]
-            if lengths is None and is_plain(key, key.dtype) and bool(self._is_filled(count).all()):
+            if lengths is None and is_plain(key, key.dtype) and bool((self._entered(count) >= self.worth_a_window).all()):
                 after = [*(x[:, 1:].mT for x in both), count + 1, *sinks]
                 return Seen(*[*both, *(x.mT for x in sinks), None]), after
         else:
@@ -191,11 +193,7 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
         wide = torch.promote_types(query.dtype, torch.float32)
         share = share.to(wide)
         if seen.places is not None:
-            filled = self._is_filled(seen.places.reshape(-1, query.shape[1]))[..., None]
-            if self.first_state is not None:  # a group that begins with something has it to read at once
-                begun = self.first_state(filled[:1]).flatten(2).any(dim=-1)
-                filled = filled | begun.repeat_interleave(share.shape[-1] // begun.shape[-1], dim=-1)
-            share = torch.where(filled, share, EMPTY)
+            share = share + self._worth(seen.places.reshape(-1, query.shape[1], 1), share)
         read = read.to(wide)
         normed = plain_rms_norm(read, self.eps) if is_plain(read) else F.rms_norm(read, read.shape[-1:], eps=self.eps)
         remembered = (self.memory_gate * normed).to(wide)
@@ -203,6 +201,15 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
             attended, share = self._attended(query, seen, share).to(wide).split([self.head_dim, 1], dim=-1)
             return torch.addcmul(attended, share, remembered)
         return torch.lerp(self._attended(query, seen).to(wide), remembered, share.sigmoid()[..., None])
+
+    def _worth(self, places: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+        """What is added to the shares `[B, T, H]` of a state that holds little: of an empty one nothing is left."""
+        most = self.worth_a_window
+        worth = (self._entered(places).clamp(0, most).to(share.dtype) / most).log()
+        if self.first_state is None:
+            return worth
+        begun = self.first_state(share[:1]).flatten(2).any(dim=-1)  # what a group begins with it can read at once
+        return worth.masked_fill(begun.repeat_interleave(share.shape[-1] // begun.shape[-1], dim=-1), 0)
 
     def _attended(self, query: torch.Tensor, seen: Seen, memory: torch.Tensor | None = None) -> torch.Tensor:
         """The output of the softmax; what one row of documents sees may be that of several."""
