@@ -339,7 +339,7 @@ def compiled(problem: str, index: int, target_name: str, warps: int, stages: int
         if arguments.get(name):
             row["kernel"] += f", {name.lower()}"
     for name in ("slots", "readers"):
-        if arguments.get(name) is not None:
+        if arguments.get(name) is not None and name not in row["kernel"]:  # "of_slots" says it already
             row["kernel"] += f", {name}"
     if "EDGE" in arguments and arguments["SIZES"].FEW and not arguments["SKEWED"]:
         row["kernel"] += f", tiles of {arguments['EDGE']}"
