@@ -130,8 +130,8 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
         before, sinks = ([x.to(key.dtype) for x in some] for some in (held[:2], held[3:]))
         if length == 1:  # in the layout of a cache
             both = [torch.cat([x, new.mT], dim=2).mT for x, new in zip(before, (key, value), strict=True)]
-            full = self._entered(count) >= self.worth_a_window
-            if lengths is None and is_plain(key, key.dtype) and bool(full.all()):
+            plain = lengths is None and is_plain(key, key.dtype)
+            if plain and bool((self._entered(count) >= self.worth_a_window).all()):
                 after = [*(x[:, 1:].mT for x in both), count + 1, *sinks]
                 return Seen(*[*both, *(x.mT for x in sinks), None]), after
         else:
