@@ -62,6 +62,7 @@ CASES = [
 TELLING = [(8, 2048), (8, 4096), (1, 4096), (8, 256), (1, 8192), (1, 256), (1, 2048), (32, 256), (8, 8192), (32, 2048)]
 # Tokens a second that a case is taken to have before its kind has any: few, so that a budget is kept.
 SLOW = 100
+MOST_SERVERS = 3  # of 5 GiB for a cache and up to 3 beside it
 
 
 def in_order() -> list[tuple[str, int, int]]:
@@ -159,7 +160,8 @@ def measured(kind: str, requests: int, length: int, quick: bool, servers: "Serve
 
 
 class Servers:
-    """vLLM's servers, one a kind, each started when it is first asked for; the stack ends them."""
+    """vLLM's servers, one a kind, each started when it is asked for; the stack ends them, and who waited longest ends
+    where another one would be too many for a computer's memory."""
 
     def __init__(self, quick: bool, stack: contextlib.ExitStack):
         self.quick, self.stack = quick, stack
@@ -168,6 +170,8 @@ class Servers:
     def of(self, kind: str) -> "Server":
         if kind not in self.running:
             folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
+            if len(self.running) == MOST_SERVERS:
+                self.running.pop(next(iter(self.running))).end()
             model = made(kind, self.quick)
             model.save_pretrained(folder)
             words(model.config.vocab_size).save_pretrained(folder)
@@ -180,6 +184,7 @@ class Servers:
             server = Server(folder, *options, space=1 if self.quick else KINDS[kind])
             self.running[kind] = self.stack.enter_context(server)
             bench(server, 2, 16, False)
+        self.running[kind] = self.running.pop(kind)  # the last that was asked
         return self.running[kind]
 
 
@@ -213,10 +218,13 @@ class Server:
                 urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
                 return self
             time.sleep(0.5)
-        self.__exit__()
+        self.end()
         raise SystemExit(f"The server did not start: {self.log.read_text()[-3000:]}")
 
     def __exit__(self, *_) -> None:
+        self.end()
+
+    def end(self) -> None:
         self.process.terminate()
         try:
             self.process.wait(30)
