@@ -55,7 +55,7 @@ TEACHING = {
     "long": Teaching(204_800, 2048, "2048", HOW),
 }
 SO_FAR = " so far"
-EARLIER_SHARES = {"sigmoid": ", share of its own", "softmax": ", a key whatever it holds"}
+MEMORY = {"share": "counted", "write_gate": True}  # as `from-llama` makes it
 HELD_OUT_BYTES = 16_000  # of the training texts, to measure stages on
 # How many texts of a length are measured.
 TEXTS = {2048: 6, 8192: 6, 65536: 2}
@@ -64,7 +64,7 @@ TEXTS = {2048: 6, 8192: 6, 65536: 2}
 def kind(window: int | None = None, sinks: int = 4, modes: int | str = 0, **rest) -> dict:
     """One condition; without a window it is the Llama."""
     shape = {} if window is None else {"sinks": sinks, "modes": modes, "kept": 0, "taught": "no"}
-    shape |= {"share": "counted"} if modes else {}  # as `from-llama` makes it; others in earlier runs
+    shape |= MEMORY if modes else {}
     return {"window": window, **shape, "length": LENGTH} | rest
 
 
@@ -113,16 +113,15 @@ class Study:
         nats = nats_by_position(model, rows)
         return {"perplexity": between(nats, FRESH["edges"]), "parameters": model.num_parameters()}
 
-    def _model(
-        self, window: int | None, taught: str = "no", share: str | None = None, **shape
-    ) -> tuple[PreTrainedModel, int | None]:
+    def _model(self, window: int | None, taught: str = "no", **shape) -> tuple[PreTrainedModel, int | None]:
         """A model, and the tokens that it was taught on."""
         if window is None:
             return _load(self.source), None
+        memory = {f"window_{name}": shape.pop(name) for name in MEMORY if name in shape}
         if taught != "no":
             model = _load(self._taught(taught, window, **shape))
-            if share is not None and model.config.window_share != share:
-                raise SystemExit(f"{self._place(taught, window, **shape)} has another share: take it away.")
+            if any(getattr(model.config, name) != value for name, value in memory.items()):
+                raise SystemExit(f"{self._place(taught, window, **shape)} has another memory: take it away.")
             return model, self._tokens(taught, window, **shape)
         self.folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self.folder, prefix="untaught-") as place:
@@ -172,8 +171,9 @@ class Study:
         own = report["steps"][stage] * report["tokens_per_step"]
         return own + self._tokens(stage_before(stage, shape["modes"]), window, **shape)
 
-    def so_far(self, length: int, window: int, taught: str, share: str | None = None, **shape) -> dict | None:
+    def so_far(self, length: int, window: int, taught: str, **shape) -> dict | None:
         """The measures of a stage that was stopped; None where none was."""
+        shape = {name: value for name, value in shape.items() if name not in MEMORY}
         file = working_folder(self._place(taught, window, **shape)) / "training.pt"
         if not file.is_file():
             return None
@@ -261,7 +261,7 @@ def order(run: dict) -> tuple:
         -run["sinks"],
         run["kept"],
         str(run["modes"]),
-        run.get("share", ""),
+        run.get("write_gate", False),
         run.get("tokens", 0),
     )
 
@@ -272,7 +272,7 @@ def label(run: dict) -> str:
     sinks = f"and the first {run['sinks']}" if run["sinks"] else "alone"
     state = f", state of {run['modes']} modes" if run["modes"] else ""
     state = ", linear attention of equal state" if run["modes"] == LINEAR else state
-    state += EARLIER_SHARES.get(run.get("share"), "")
+    state += ", written alike" if run["modes"] and "write_gate" not in run else ""
     kept = f", {run['kept']} layers softmax" if run["kept"] else ""
     taught = ", untaught" if run["modes"] else ""
     if run["taught"] != "no":

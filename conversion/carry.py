@@ -99,7 +99,8 @@ def interdomain_config(
     if window is not None:
         replaced = {"attention_window": window.size, "attention_sinks": window.sinks, "window_memory": state_size > 0}
         replaced |= {"attention_bias": has_biases(source)}
-        replaced |= {"state_size": state_size, "window_share": "counted"} if state_size else {}
+        memory = {"state_size": state_size, "window_share": "counted", "window_write_gate": True}
+        replaced |= memory if state_size else {}
     mixer = "interdomain" if window is None else "window"
     try:
         return InterdomainConfig(

@@ -157,6 +157,7 @@ VARIANTS = {
         "attention_window": 4,
         "attention_sinks": 2,
         "window_share": "counted",
+        "window_write_gate": True,
         "attention_bias": True,
         "rope_parameters": ROPE,
         **EXPERTS,

@@ -18,7 +18,7 @@ SSD = SOFTMAX | {"dt_proj.weight", "recurrence.A_log", "recurrence.D", "recurren
 SCAN = {f"{name}_proj.weight" for name in ("v", "x", "dt", "g", "o")} | {"v_conv.weight", "v_conv.bias"}
 BIASES = {f"{name}_proj.bias" for name in "qkvo"}
 WINDOW = SOFTMAX | RECURRENCE | {f"{name}_map" for name in "qkv"}
-WINDOW |= {"share_proj.weight", "share_proj.bias", "memory_gate"}
+WINDOW |= {"share_proj.weight", "share_proj.bias", "memory_gate", "write_gate", "write_bias"}
 
 
 def linear(*names):

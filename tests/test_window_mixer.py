@@ -77,6 +77,11 @@ def _by_loops(mixer: WindowMixer, x: torch.Tensor) -> torch.Tensor:
                     for j in left:
                         features = F.silu(key[b, j, g] @ mixer.k_map[g])
                         inputs = torch.cat([features / features.norm(), value[b, j, g] @ mixer.v_map[g]])
+                        if config.window_write_gate:
+                            said = mixer.write_bias[g]
+                            for y, weight in zip((key[b, j, g], value[b, j, g]), mixer.write_gate[g], strict=True):
+                                said = said + y @ weight / (y.square().mean() + config.rms_norm_eps).sqrt()
+                            inputs = inputs * (1 + said.exp()).log()
                         state = decay[g][:, None] * state + beta[g][:, None] * inputs
                     u, gamma = (coefficients[g] @ state).split([config.feature_dim, dim], dim=-1)
                     features = F.silu(query[b, t, h] @ mixer.q_map[h])
@@ -103,6 +108,7 @@ CASES = {
     "llama3": {"rope_parameters": LLAMA3},
     "features of another size": {"feature_dim": 6},
     "without a state": {"window_memory": False},
+    "written alike": {"window_write_gate": False},
     "counted from the first on": {"window_share": "softmax"},
     "share of its own": {"window_share": "sigmoid"},
     "share of its own, no sinks": {"window_share": "sigmoid", "attention_sinks": 0},
@@ -209,7 +215,7 @@ def _pair(name: str, **fields):
     model = InterdomainForCausalLM(config).eval()
     weights = {name.replace("self_attn", "token_mixer"): x for name, x in source.state_dict().items()}
     missing, unexpected = model.load_state_dict(weights, strict=False)
-    own = ("_map", "memory_gate", "share_proj.weight", "share_proj.bias", "o_proj.bias")
+    own = ("_map", "memory_gate", "write_gate", "write_bias", "share_proj.weight", "share_proj.bias", "o_proj.bias")
     assert not unexpected and all(x.endswith(own) or "recurrence" in x for x in missing)
     return source, model
 
@@ -311,10 +317,10 @@ def test_left_pads_and_a_step_of_pads_change_nothing(make_model, left_padded, ma
 
 
 def test_the_start():
-    """Three groups, a factor of 4 apart; shares and gates as small as they are to be, and maps that are none."""
+    """Three groups, a factor of 4 apart; small shares and gates, tokens written as they are, maps that are none."""
     config = InterdomainConfig(
         hidden_size=72, num_attention_heads=9, num_key_value_heads=3, token_mixers="window", state_size=64,
-        vocab_size=16, num_hidden_layers=1,
+        vocab_size=16, num_hidden_layers=1, window_write_gate=True,
     )  # fmt: skip
     mixer = _mixer(InterdomainForCausalLM(config))
     recurrence = mixer.recurrence
@@ -327,6 +333,8 @@ def test_the_start():
     )
     assert (mixer.share_proj.bias == -4).all() and not mixer.share_proj.weight.any()
     assert (mixer.memory_gate == 0.1).all()
+    assert not mixer.write_gate.any()
+    torch.testing.assert_close(F.softplus(mixer.write_bias), torch.ones(3))
     assert all((x == torch.eye(8)).all() for x in (mixer.q_map, mixer.k_map, mixer.v_map))
     assert recurrence.product == "hermitian" and recurrence.C.shape == (3, 64, 64, 2)
 

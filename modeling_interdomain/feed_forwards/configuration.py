@@ -22,8 +22,7 @@ class ExpertFields(ModelFields):
             Default: None, 4 d.
         expert_heads: retrieval heads, each with keys of its own. Default: None, `hidden_size / 256`, at least 1.
         experts_per_head: experts that a head finds for a token. Default: None, `2 * expert_heads`.
-        expert_key_dim: width of a query; each half is compared with one of the two product keys, so it is even.
-            Default: 256.
+        expert_key_dim: width, even, of a query; each half is compared with one of two product keys. Default: 256.
         expert_input: what the experts read: "cross_domain" (the output of the shared MLP) or "hidden" (its input).
             Default: "cross_domain".
         expert_score: how much of an expert is used: "raw" (the score, inside the activation), or outside of it

@@ -45,8 +45,7 @@ class ModelFields:
             where a key has none), or None, not at all. Default: None.
         bidirectional: softmax layers see later tokens too; for classifiers without recurrent layers. Default: False.
         use_cls_token: classifiers append a learned token and read the class there. Default: False.
-        patch_size: classifiers take `pixel_values` and cut them into squares of so many pixels a side, each one token.
-            Default: None, no images.
+        patch_size: classifiers cut `pixel_values` into squares of so many pixels a side, one token each. Default: None.
         num_channels: channels of those images. Default: 3.
         hidden_act: activation of the feed-forward layer. Default: "silu".
         rms_norm_eps: epsilon of every RMSNorm. Default: 1e-6.

@@ -28,7 +28,8 @@ _WITHOUT_EFFECT = {
     "use_cache",
 }
 # Fields that are younger than some state files: they count where they do not have their default.
-_NEW = {"attention_window", "attention_sinks", "window_memory", "window_share", "attention_bias", "gates", "delta_rule"}
+_NEW = {f"window_{name}" for name in ("memory", "share", "write_gate")}
+_NEW |= {"attention_window", "attention_sinks", "attention_bias", "gates", "delta_rule"}
 # What PEFT adds to the names of weights that it wraps.
 _AROUND = ("base_layer", "original_module")
 # Attributes that say which of its adapters act, and how much.

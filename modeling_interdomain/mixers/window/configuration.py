@@ -14,10 +14,10 @@ class WindowFields(ModelFields):
     Args:
         attention_window: "window": the last tokens that a query sees by softmax, its own included, W. Default: 64.
         attention_sinks: "window": the first tokens of a text, which it always sees, S; with 0 none. Default: 4.
-        window_memory: "window": keep a state of the tokens that have left the window. False is plain window attention.
-            Default: True.
+        window_memory: "window": keep a state of the tokens that have left the window. Default: True.
         window_share: "window": what the state weighs: as one more key of the softmax, more with each token up to W,
             "counted"; in older checkpoints always as much, "softmax", or by itself, "sigmoid". Default: "sigmoid".
+        window_write_gate: "window": a token's key and value say how strongly it enters the state. Default: False.
     """
 
     _positive = ["attention_window"]
@@ -27,6 +27,7 @@ class WindowFields(ModelFields):
     attention_sinks: int = 4
     window_memory: bool = True
     window_share: str = "sigmoid"
+    window_write_gate: bool = False
 
 
 class WindowSpecification(RecurrentSpecification):

@@ -1,5 +1,6 @@
 """A window with a memory: softmax attention to the last tokens and the first, and a state of those between."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +19,8 @@ from .attention import Seen, WindowAttention
 from .configuration import WindowSpecification
 from .recurrence import NoRecurrence, WindowRecurrence
 
-SHARE, _GATE = -4.0, 0.1  # at the start: the logit of a share of 2%
+# At the start: the logit of a share of 2%, the size of what is read, and what softplus makes 1 of.
+SHARE, _GATE, _WRITE = -4.0, 0.1, math.log(math.e - 1)
 
 
 class WindowMixer(WindowSpecification, RecurrentMixer):
@@ -33,7 +35,9 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
 
     The state reads and writes what the softmax does, before rotation, each head through a map of its own that starts as
     the identity: `q_map` `[H, D, R]` and `k_map` `[G, D, R]`, before the feature map, and `v_map` `[G, D, D]`. The gate
-    is `memory_gate` `[H, D]`. Without a memory (`window_memory=False`) there are none of these.
+    is `memory_gate` `[H, D]`. With `window_write_gate` a token enters the state times `softplus(<write_gate, (k, v)> +
+    write_bias)`, `[G, 2, D]` and `[G]`, of its key and value before rotation, normalised; at the start that is 1.
+    Without a memory (`window_memory=False`) there are none of these.
 
     In a cache the keys and values of the last W tokens take the place of a convolution's inputs, `[B, G D, W]` each;
     beside them are how many tokens were read, `[B, 1, 1]`, and the keys and values of the sinks, `[B, G D, S]`.
@@ -53,6 +57,7 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
         held = 2 * [(groups * dim, self.window)] + [(1, 1)] + 2 * [(groups * dim, self.sinks)]
         self.kept_shapes = [*held, *self.kept_shapes]
         self.head_dim = dim
+        self.write_gate: nn.Parameter | None = None
         self.worth_a_window = self.window if config.window_share == "counted" else 1  # as many tokens in the state
         self.attention = WindowAttention(config)
         if self.memory:
@@ -60,6 +65,9 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
             self.k_map = nn.Parameter(torch.empty(groups, dim, features))
             self.v_map = nn.Parameter(torch.empty(groups, dim, dim))
             self.memory_gate = nn.Parameter(torch.empty(heads, dim))
+            if config.window_write_gate:
+                self.write_gate = nn.Parameter(torch.empty(groups, 2, dim))
+                self.write_bias = nn.Parameter(torch.empty(groups))
             self.recurrence = WindowRecurrence(config)
             self.recurrence.start_parameters(config)
             self.start_parameters(config)
@@ -73,6 +81,9 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
         init.zeros_(self.share_proj.weight)
         init.constant_(self.share_proj.bias, SHARE)
         init.constant_(self.memory_gate, _GATE)
+        if self.write_gate is not None:
+            init.zeros_(self.write_gate)
+            init.constant_(self.write_bias, _WRITE)
         for each in (self.q_map, self.k_map, self.v_map):
             init.copy_(each, torch.eye(*each.shape[1:], dtype=each.dtype, device=each.device).expand_as(each))
 
@@ -94,12 +105,22 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
         if not self.memory:
             return (query, *seen), after
         # What leaves the window now, and was no sink.
-        key, value = (x[:, : x.shape[1] - self.window] for x in seen[:2])
-        key, value = silu_l2(_mapped(key, self.k_map)), _mapped(value, self.v_map)
+        left = [x[:, : x.shape[1] - self.window] for x in seen[:2]]
+        key, value = silu_l2(_mapped(left[0], self.k_map)), _mapped(left[1], self.v_map)
+        if self.write_gate is not None:
+            strength = self._strength(left, self.write_gate).to(key.dtype)
+            key, value = key * strength, value * strength
         if seen.places is not None:
             enters = (self._entered(seen.places) > 0)[..., None, None]
             key, value = (torch.where(enters, x, 0).reshape(*query.shape[:2], *x.shape[2:]) for x in (key, value))
         return (silu_l2(_mapped(query, self.q_map)), key, value, query, *seen, *share), after
+
+    def _strength(self, left: Sequence[torch.Tensor], gate: torch.Tensor) -> torch.Tensor:
+        """How strongly tokens whose keys and values `[B, T, G, D]` have left enter the state, `[B, T, G, 1]`."""
+        wide = torch.promote_types(gate.dtype, torch.float32)
+        both = torch.stack([x.to(wide) for x in left], dim=-2)
+        said = (F.rms_norm(both, both.shape[-1:], eps=self.eps) * gate).sum((-2, -1)) + self.write_bias
+        return F.softplus(said)[..., None]
 
     def _seen(self, key, value, conv_state, packing, keep: bool) -> tuple[Seen, list[torch.Tensor]]:
         """What the tokens of keys `[B, T, G D]` and values see, after what a cache has held; and what it holds next."""
