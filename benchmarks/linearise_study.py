@@ -117,10 +117,9 @@ class Study:
         """A model, and the tokens that it was taught on."""
         if window is None:
             return _load(self.source), None
-        memory = {f"window_{name}": shape.pop(name) for name in MEMORY if name in shape}
         if taught != "no":
             model = _load(self._taught(taught, window, **shape))
-            if any(getattr(model.config, name) != value for name, value in memory.items()):
+            if any(getattr(model.config, f"window_{name}") != shape[name] for name in MEMORY if name in shape):
                 raise SystemExit(f"{self._place(taught, window, **shape)} has another memory: take it away.")
             return model, self._tokens(taught, window, **shape)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -130,7 +129,7 @@ class Study:
     def _place(self, taught: str, window: int, kept: int, modes: int | str, **_) -> Path:
         return self.folder / f"window-{window}-kept-{kept}-modes-{modes}-{taught}"
 
-    def _converted(self, target: Path, window: int, sinks: int, modes: int | str, kept: int) -> Path:
+    def _converted(self, target: Path, window: int, sinks: int, modes: int | str, kept: int, **_) -> Path:
         if modes == LINEAR:
             with tempfile.TemporaryDirectory(dir=self.folder, prefix="untaught-") as place:
                 windows = self._converted(Path(place, "model"), window, sinks, MODES, kept)
@@ -173,7 +172,6 @@ class Study:
 
     def so_far(self, length: int, window: int, taught: str, **shape) -> dict | None:
         """The measures of a stage that was stopped; None where none was."""
-        shape = {name: value for name, value in shape.items() if name not in MEMORY}
         file = working_folder(self._place(taught, window, **shape)) / "training.pt"
         if not file.is_file():
             return None
