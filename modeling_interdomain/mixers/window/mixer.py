@@ -119,7 +119,7 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
         """How strongly tokens whose keys and values `[B, T, G, D]` have left enter the state, `[B, T, G, 1]`."""
         wide = torch.promote_types(gate.dtype, torch.float32)
         both = torch.stack([x.to(wide) for x in left], dim=-2)
-        said = (F.rms_norm(both, both.shape[-1:], eps=self.eps) * gate).sum((-2, -1)) + self.write_bias
+        said = (_normed(both, self.eps) * gate).sum((-2, -1)) + self.write_bias
         return F.softplus(said)[..., None]
 
     def _seen(self, key, value, conv_state, packing, keep: bool) -> tuple[Seen, list[torch.Tensor]]:
@@ -217,8 +217,7 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
         if seen.places is not None:
             share = share + self._worth(seen.places.reshape(-1, query.shape[1], 1), share)
         read = read.to(wide)
-        normed = plain_rms_norm(read, self.eps) if is_plain(read) else F.rms_norm(read, read.shape[-1:], eps=self.eps)
-        remembered = (self.memory_gate * normed).to(wide)
+        remembered = (self.memory_gate * _normed(read, self.eps)).to(wide)
         if self.in_softmax:
             attended, share = self._attended(query, seen, share).to(wide).split([self.head_dim, 1], dim=-1)
             return torch.addcmul(attended, share, remembered)
@@ -285,6 +284,10 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
             return after, None
         state = states["state"]
         return after, {"state": cls.replay_state(operators, state, *tokens, mask, *constants) if tokens else state}
+
+
+def _normed(x: torch.Tensor, eps: float) -> torch.Tensor:
+    return plain_rms_norm(x, eps) if is_plain(x) else F.rms_norm(x, x.shape[-1:], eps=eps)
 
 
 def _mapped(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
