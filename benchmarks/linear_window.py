@@ -103,7 +103,7 @@ def with_linear_attention(source: Path, converted: Path, target: Path) -> None:
     """The Llama `source` as `converted` has it, untaught, with linear attention in place of Interdomain states."""
     config, llama = read_config(converted), read_config(source)
     mixers = [NAME if name == "window" else name for name in config.mixers_per_layer]
-    fields = {"token_mixers": mixers, "feature_dim": features(config), "layer_types": None}
+    fields = {"token_mixers": mixers, "feature_dim": features(config), "layer_types": None, "window_points": 0}
     linear = InterdomainConfig(**config.to_dict() | fields)
     model = convert(linear, carried_weights(read_weights(weight_files(source)), llama), torch.float32)
     model.save_pretrained(target)

@@ -55,7 +55,8 @@ TEACHING = {
     "long": Teaching(204_800, 2048, "2048", HOW),
 }
 SO_FAR = " so far"
-MEMORY = {"share": "counted", "write_gate": True}  # as `from-llama` makes it
+MEMORY = {"share": "counted", "write_gate": True}  # as `from-llama` makes it, and of ours
+POINTS = {"points": 2 * MODES}
 HELD_OUT_BYTES = 16_000  # of the training texts, to measure stages on
 # How many texts of a length are measured.
 TEXTS = {2048: 6, 8192: 6, 65536: 2}
@@ -65,6 +66,7 @@ def kind(window: int | None = None, sinks: int = 4, modes: int | str = 0, **rest
     """One condition; without a window it is the Llama."""
     shape = {} if window is None else {"sinks": sinks, "modes": modes, "kept": 0, "taught": "no"}
     shape |= MEMORY if modes else {}
+    shape |= POINTS if modes == MODES else {}
     return {"window": window, **shape, "length": LENGTH} | rest
 
 
@@ -119,7 +121,7 @@ class Study:
             return _load(self.source), None
         if taught != "no":
             model = _load(self._taught(taught, window, **shape))
-            if any(getattr(model.config, f"window_{name}") != shape[name] for name in MEMORY if name in shape):
+            if any(getattr(model.config, f"window_{name}") != shape[name] for name in MEMORY | POINTS if name in shape):
                 raise SystemExit(f"{self._place(taught, window, **shape)} has another memory: take it away.")
             return model, self._tokens(taught, window, **shape)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -260,6 +262,7 @@ def order(run: dict) -> tuple:
         run["kept"],
         str(run["modes"]),
         run.get("write_gate", False),
+        run.get("points", 0),
         run.get("tokens", 0),
     )
 
@@ -269,6 +272,7 @@ def label(run: dict) -> str:
         return "everything (the Llama)"
     sinks = f"and the first {run['sinks']}" if run["sinks"] else "alone"
     state = f", state of {run['modes']} modes" if run["modes"] else ""
+    state += ", read as a sum" if run["modes"] and "points" not in run else ""
     state = ", linear attention of equal state" if run["modes"] == LINEAR else state
     state += ", written alike" if run["modes"] and "write_gate" not in run else ""
     kept = f", {run['kept']} layers softmax" if run["kept"] else ""

@@ -100,7 +100,7 @@ def interdomain_config(
         replaced = {"attention_window": window.size, "attention_sinks": window.sinks, "window_memory": state_size > 0}
         replaced |= {"attention_bias": has_biases(source)}
         memory = {"state_size": state_size, "window_share": "counted", "window_write_gate": True}
-        replaced |= memory if state_size else {}
+        replaced |= memory | {"window_points": 2 * state_size} if state_size else {}
     mixer = "interdomain" if window is None else "window"
     try:
         return InterdomainConfig(

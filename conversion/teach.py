@@ -48,7 +48,7 @@ from model_cards.model_card import render
 from modeling_interdomain import InterdomainConfig
 
 # Parts of the names of what a window with a memory has and a Llama has not; in PEFT's adapters there is "lora_".
-MEMORY = ("share_proj", "q_map", "k_map", "v_map", "memory_gate", "write_gate", "write_bias", "recurrence")
+MEMORY = ("share_proj", "q_map", "k_map", "v_map", "memory_gate", "write_", "point_weight", "recurrence")
 ADAPTER = ("lora_",)
 ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 STAGES = ("layers", "whole", "long")

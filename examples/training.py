@@ -21,7 +21,7 @@ from examples.text_data import InputError, nll_of_logits
 from modeling_interdomain import ChosenExperts
 
 # What sets the time scales and the mixing of the state: a step too large makes it forget or explode.
-RECURRENCE_PARAMETERS = ("log_dt", "log_a_real", "a_imag", "B", "C", "readout")
+RECURRENCE_PARAMETERS = ("log_dt", "log_a_real", "a_imag", "B", "C", "readout", "point_keys", "point_values")
 # Of the Fourier features: a spectral density is not pulled towards zero. Nor is what multiplies a value (the table of a
 # dynamic mask, inner values), nor the keys by which one is chosen, nor the rates of a selective scan, nor the
 # state that a layer begins with.

@@ -28,7 +28,7 @@ _WITHOUT_EFFECT = {
     "use_cache",
 }
 # Fields that are younger than some state files: they count where they do not have their default.
-_NEW = {f"window_{name}" for name in ("memory", "share", "write_gate")}
+_NEW = {f"window_{name}" for name in ("memory", "share", "write_gate", "points")}
 _NEW |= {"attention_window", "attention_sinks", "attention_bias", "gates", "delta_rule"}
 # What PEFT adds to the names of weights that it wraps.
 _AROUND = ("base_layer", "original_module")

@@ -38,6 +38,10 @@ def _is_warped(config) -> bool:
     return config.gates == "warp"
 
 
+def _reads_at_points(config) -> bool:
+    return "window" in config.mixers_per_layer and config.window_memory and config.window_points > 0
+
+
 # What is imported where it is first needed, and when a model of a configuration needs it.
 _OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "mixers.sparse.branch": lambda config: any(config.sparse_per_layer),
@@ -62,7 +66,8 @@ _OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "layers.learned_state": lambda config: config.learned_state,
     "ops.common.slots": lambda config: False,
     "ops.common.spans": lambda config: False,
-    "ops.diagonal.export": lambda config: False,
+    "ops.diagonal.export": _reads_at_points,
+    "mixers.window.points": _reads_at_points,
     "mixers.window.pieces": lambda config: False,
     "parallel.sequence": lambda config: False,
 }

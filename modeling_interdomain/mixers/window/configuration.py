@@ -18,6 +18,7 @@ class WindowFields(ModelFields):
         window_share: "window": what the state weighs: as one more key of the softmax, more with each token up to W,
             "counted"; in older checkpoints always as much, "softmax", or by itself, "sigmoid". Default: "sigmoid".
         window_write_gate: "window": a token's key and value say how strongly it enters the state. Default: False.
+        window_points: "window": read the state by softmax at so many points of the past; 0, as a sum. Default: 0.
     """
 
     _positive = ["attention_window"]
@@ -28,6 +29,7 @@ class WindowFields(ModelFields):
     window_memory: bool = True
     window_share: str = "sigmoid"
     window_write_gate: bool = False
+    window_points: int = 0
 
 
 class WindowSpecification(RecurrentSpecification):
@@ -38,8 +40,9 @@ class WindowSpecification(RecurrentSpecification):
 
     @classmethod
     def check_config(cls, config) -> None:
-        if config.attention_sinks < 0:
-            raise ValueError(f"attention_sinks must not be negative, got {config.attention_sinks}.")
+        for name in ("attention_sinks", "window_points"):
+            if (count := getattr(config, name)) < 0:
+                raise ValueError(f"{name} must not be negative, got {count}.")
         kind = (config.rope_parameters or {}).get("rope_type")
         if kind in LENGTH_DEPENDENT:
             raise ValueError(

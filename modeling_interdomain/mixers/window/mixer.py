@@ -37,6 +37,8 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
     the identity: `q_map` `[H, D, R]` and `k_map` `[G, D, R]`, before the feature map, and `v_map` `[G, D, D]`. The gate
     is `memory_gate` `[H, D]`. With `window_write_gate` a token enters the state times `softplus(<write_gate, (k, v)> +
     write_bias)`, `[G, 2, D]` and `[G]`, of its key and value before rotation, normalised; at the start that is 1.
+    With `window_points` N a query reads the state by softmax, at N points of the past (`points.py`), without feature
+    maps, and the logarithm of what that sums up is added to the share times `point_weight`, `[H]`, at the start 0.
     Without a memory (`window_memory=False`) there are none of these.
 
     In a cache the keys and values of the last W tokens take the place of a convolution's inputs, `[B, G D, W]` each;
@@ -50,6 +52,8 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx, config.head_dim)
         self.memory, self.in_softmax = config.window_memory, config.window_share != "sigmoid"
+        self.at_points = self.memory and config.window_points > 0
+        self.feature_map = nn.Identity() if self.at_points else silu_l2
         dim, features = config.head_dim, config.feature_dim
         heads, groups = config.num_attention_heads, config.num_key_value_heads
         self.o_norm = self.rope_placement = None  # what it rotates it places itself
@@ -68,7 +72,9 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
             if config.window_write_gate:
                 self.write_gate = nn.Parameter(torch.empty(groups, 2, dim))
                 self.write_bias = nn.Parameter(torch.empty(groups))
-            self.recurrence = WindowRecurrence(config)
+            if self.at_points:
+                self.point_weight = nn.Parameter(torch.empty(heads))
+            self.recurrence = _recurrence_of(config)
             self.recurrence.start_parameters(config)
             self.start_parameters(config)
         else:
@@ -81,6 +87,8 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
         init.zeros_(self.share_proj.weight)
         init.constant_(self.share_proj.bias, SHARE)
         init.constant_(self.memory_gate, _GATE)
+        if self.at_points:
+            init.zeros_(self.point_weight)
         if self.write_gate is not None:
             init.zeros_(self.write_gate)
             init.constant_(self.write_bias, _WRITE)
@@ -106,14 +114,14 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
             return (query, *seen), after
         # What leaves the window now, and was no sink.
         left = [x[:, : x.shape[1] - self.window] for x in seen[:2]]
-        key, value = silu_l2(_mapped(left[0], self.k_map)), _mapped(left[1], self.v_map)
+        key, value = self.feature_map(_mapped(left[0], self.k_map)), _mapped(left[1], self.v_map)
         if self.write_gate is not None:
             strength = self._strength(left, self.write_gate).to(key.dtype)
             key, value = key * strength, value * strength
         if seen.places is not None:
             enters = (self._entered(seen.places) > 0)[..., None, None]
             key, value = (torch.where(enters, x, 0).reshape(*query.shape[:2], *x.shape[2:]) for x in (key, value))
-        return (silu_l2(_mapped(query, self.q_map)), key, value, query, *seen, *share), after
+        return (self.feature_map(_mapped(query, self.q_map)), key, value, query, *seen, *share), after
 
     def _strength(self, left: Sequence[torch.Tensor], gate: torch.Tensor) -> torch.Tensor:
         """How strongly tokens whose keys and values `[B, T, G, D]` have left enter the state, `[B, T, G, 1]`."""
@@ -217,6 +225,9 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
         if seen.places is not None:
             share = share + self._worth(seen.places.reshape(-1, query.shape[1], 1), share)
         read = read.to(wide)
+        if self.at_points:
+            read, total = read.split([self.head_dim, 1], dim=-1)
+            share = share + self.point_weight * total[..., 0]
         remembered = (self.memory_gate * _normed(read, self.eps)).to(wide)
         if self.in_softmax:
             attended, share = self._attended(query, seen, share).to(wide).split([self.head_dim, 1], dim=-1)
@@ -284,6 +295,14 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
             return after, None
         state = states["state"]
         return after, {"state": cls.replay_state(operators, state, *tokens, mask, *constants) if tokens else state}
+
+
+def _recurrence_of(config) -> WindowRecurrence:
+    if not config.window_points:
+        return WindowRecurrence(config)
+    from .points import PointRecurrence
+
+    return PointRecurrence(config)
 
 
 def _normed(x: torch.Tensor, eps: float) -> torch.Tensor:

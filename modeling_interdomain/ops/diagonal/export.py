@@ -1,5 +1,5 @@
 """The chunked operators for graphs that leave PyTorch (`torch.export`, ONNX): real arithmetic and plain tensor
-operations alone, whatever the batch and the length.
+operations alone, whatever the batch and the length. What reads at points (`ops/interdomain/points.py`) runs them, too.
 
 The mathematics is that of `ops/interdomain/chunk_call.py` and `ops/s4d/chunk.py`. Lengths are handled with indices, and
 the states before the chunks come without a loop over them: one after the other within blocks of a few chunks, in all
@@ -8,6 +8,7 @@ blocks at once, and across blocks by parallel prefix, with one block more than n
 """
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -24,21 +25,35 @@ def export_attention(
     chunk_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """As `chunk_attention`, with the final states."""
+    mixing = mixing_matrix(coefficient_matrix, product, key.shape[2], log_decay.shape[1], key)
+    extent = initial_state, cu_seqlens, lengths, chunk_size
+    tokens = query, key, value
+    output, final = attention_with(lambda y: [by_group(y, mixing)], *tokens, log_decay, input_matrix, *extent)
+    return output, final
+
+
+def attention_with(
+    between: Callable[[torch.Tensor], Sequence[torch.Tensor]], query, key, value, log_decay, input_matrix,
+    initial_state, cu_seqlens, lengths, chunk_size: int,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """The two passes of the readout `o = Re(sum_m conj(p_m) X^v_m)`, p made of the y = X^k q `between` them.
+
+    `between` is called with `[G, P, B, N, C, 2M]` and gives p of the same shape, and what else is to be returned of
+    every token, between output and final states, `[G, P, B, N, C, W]`.
+    """
     groups, width = key.shape[2], key.shape[3]
     inputs = torch.cat([key, value], dim=-1)
     states = _ChunkStates(inputs, log_decay, input_matrix, initial_state, cu_seqlens, lengths, chunk_size)
     keys, values = states.inputs[:, None, ..., :width], states.inputs[:, None, ..., width:]
     key_states, value_states = states.before[:, None, ..., :width, :], states.before[:, None, ..., width:, :]
     rows = states.cut(query).unflatten(3, (groups, -1)).permute(3, 4, 0, 1, 2, 5)  # [G, P, B, N, C, R]
-    by_token = _powers(log_decay, torch.arange(1, chunk_size + 1, device=key.device), key.dtype)
-    mixing = mixing_matrix(coefficient_matrix, product, groups, log_decay.shape[1], key)
-    table, by_token, mixing = (x[:, None, None, None] for x in (states.table, by_token, mixing))
+    by_token = _powers(log_decay, torch.arange(1, chunk_size + 1, device=key.device), key.dtype)[:, None, None, None]
 
-    y = _times(rows @ key_states, by_token) + _skew(rows @ keys.mT) @ table
-    p = y @ mixing
+    y = _times(rows @ key_states, by_token) + by_group(_skew(rows @ keys.mT), states.table)
+    p, *more = between(y)
     reader = _times(p, by_token * by_token.new_tensor([1.0, -1.0]))
-    output = reader @ value_states.mT + _unskew(p @ table.mT) @ values
-    return states.join(output), states.final()
+    output = reader @ value_states.mT + _unskew(by_group(p, states.table.mT)) @ values
+    return *(states.join(x) for x in (output, *more)), states.final()
 
 
 def export_s4d(
@@ -121,6 +136,8 @@ class _ChunkStates:
         numbers = torch.arange(blocks, device=states.device)
         states = states[:, :, numbers]
         reaches = [2**doubling for doubling in range(_DOUBLINGS)]
+        if not torch.compiler.is_exporting():
+            reaches = [reach for reach in reaches if reach < blocks]
         for reach, decay in zip(reaches, self._across([reach * _BLOCK for reach in reaches]), strict=True):
             source = numbers - reach
             earlier = torch.where((source >= 0)[:, None, None], states[:, :, source.clamp(min=0)], 0)
@@ -158,6 +175,11 @@ def _times(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     return torch.stack(
         [real * other_real - imaginary * other_imaginary, real * other_imaginary + imaginary * other_real], dim=-1
     ).flatten(-2)
+
+
+def by_group(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """`x @ matrix`, `[G, ..., A]` times `[G, A, B]`, without a copy of the matrix for each row of x."""
+    return (x.flatten(1, -2) @ matrix).view(*x.shape[:-1], matrix.shape[-1])
 
 
 def _skew(x: torch.Tensor) -> torch.Tensor:

@@ -39,11 +39,11 @@ class StepParameters:
         make: `step_tables`, or what else makes tables of these parameters and a dtype.
     """
 
-    def __init__(self, make: Callable[..., StepTables], *parameters: Any):
+    def __init__(self, make: Callable[..., Any], *parameters: Any):
         self.parameters, self._make = parameters, make
-        self._tables: dict[torch.dtype, StepTables] = {}
+        self._tables: dict[torch.dtype, Any] = {}
 
-    def tables(self, dtype: torch.dtype) -> StepTables:
+    def tables(self, dtype: torch.dtype) -> Any:
         """In the dtype of the state."""
         if dtype not in self._tables:
             self._tables[dtype] = self._make(*self.parameters, dtype)

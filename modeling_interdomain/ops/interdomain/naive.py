@@ -10,7 +10,7 @@ from .readout import combine
 
 def recurrent_attention(
     query, key, value, log_decay, input_matrix, coefficient_matrix, product: str, initial_state, cu_seqlens, lengths,
-    log_gate=None, write_gate=None, delta=None, time_step=None,
+    log_gate=None, write_gate=None, delta=None, time_step=None, points=None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     r"""At every token the state decays, then answers the token's key, and then takes in what that answer lacked:
 
@@ -21,6 +21,7 @@ def recurrent_attention(
 
     A gate that is None is neutral; without gates these are eqs. 11 and 13 of the paper. With delta the key is read like
     a query of its group, before its own token is written. With `time_step` the decay is exp(time_step_t log_decay).
+    With `points` (`ops/interdomain/points.py`) a query reads the state as these say.
 
     Shapes as in `interdomain_attention`, all floating-point tensors of one dtype.
 
@@ -37,6 +38,8 @@ def recurrent_attention(
 
     def read(rows, state):
         """Answers `[B, G, P, D]` to rows `[B, G, P, R]`."""
+        if points is not None:
+            return _read_at_points(rows, state, points)
         u, gamma = _project(coefficients, state).split([feature_dim, value_dim], dim=-1)
         return rows @ combine(u, gamma, product)
 
@@ -65,11 +68,24 @@ def recurrent_attention(
             state = state + beta * inputs
             found.append(read(query[rows, t], state))
         finals.append(torch.stack([state.real, state.imag], dim=2))
-        output = torch.stack(found, dim=1).flatten(2, 3) if found else value.new_zeros(1, 0, heads, value_dim)
+        width = value_dim if points is None else value_dim + 1
+        output = torch.stack(found, dim=1).flatten(2, 3) if found else value.new_zeros(1, 0, heads, width)
         if lengths is not None:  # pads read nothing
             output = torch.nn.functional.pad(output, (0, 0, 0, 0, 0, length - end))
         outputs.append(output)
     return torch.cat(outputs, dim=0 if cu_seqlens is None else 1), torch.cat(finals)
+
+
+def _read_at_points(rows: torch.Tensor, state: torch.Tensor, points) -> torch.Tensor:
+    """Softmax attention to the key and value that a state `[B, G, M, R + D]` says of each point, and behind it the
+    logarithm of what it sums up."""
+    width = rows.shape[-1]
+    keys, values = (
+        torch.einsum("gnm,bgmw->bgnw", as_complex(table).conj(), part).real
+        for table, part in zip(points[:2], (state[..., :width], state[..., width:]), strict=True)
+    )
+    scores = points.scale[..., None] * (rows @ keys.mT) + points.bias
+    return torch.cat([scores.softmax(-1) @ values, scores.logsumexp(-1, keepdim=True)], dim=-1)
 
 
 def _documents(batch: int, length: int, cu_seqlens: torch.Tensor | None, lengths: torch.Tensor | None):
