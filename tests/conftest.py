@@ -158,6 +158,7 @@ VARIANTS = {
         "attention_sinks": 2,
         "window_share": "counted",
         "window_write_gate": True,
+        "window_points": 6,
         "attention_bias": True,
         "rope_parameters": ROPE,
         **EXPERTS,

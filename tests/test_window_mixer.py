@@ -51,8 +51,13 @@ def _by_loops(mixer: WindowMixer, x: torch.Tensor) -> torch.Tensor:
     theta = _angles(mixer, dim)
     if config.window_memory:
         log_decay, beta, coefficients = mixer.recurrence.parameters_of_operator()
-        decay, beta, coefficients = (torch.view_as_complex(y.contiguous()) for y in (log_decay, beta, coefficients))
+        decay, beta = (torch.view_as_complex(y.contiguous()) for y in (log_decay, beta))
         decay = decay.exp()
+
+    def features(y):
+        y = y if config.window_points else F.silu(y)
+        return y if config.window_points else y / y.norm()
+
     rows = []
     for b in range(batch):
         for t in range(length):
@@ -75,19 +80,23 @@ def _by_loops(mixer: WindowMixer, x: torch.Tensor) -> torch.Tensor:
                 if config.window_memory and len(left):
                     state = 0
                     for j in left:
-                        features = F.silu(key[b, j, g] @ mixer.k_map[g])
-                        inputs = torch.cat([features / features.norm(), value[b, j, g] @ mixer.v_map[g]])
+                        inputs = torch.cat([features(key[b, j, g] @ mixer.k_map[g]), value[b, j, g] @ mixer.v_map[g]])
                         if config.window_write_gate:
                             said = mixer.write_bias[g]
                             for y, weight in zip((key[b, j, g], value[b, j, g]), mixer.write_gate[g], strict=True):
                                 said = said + y @ weight / (y.square().mean() + config.rms_norm_eps).sqrt()
                             inputs = inputs * (1 + said.exp()).log()
                         state = decay[g][:, None] * state + beta[g][:, None] * inputs
-                    u, gamma = (coefficients[g] @ state).split([config.feature_dim, dim], dim=-1)
-                    features = F.silu(query[b, t, h] @ mixer.q_map[h])
-                    read = (features / features.norm()) @ (u.mT @ gamma.conj()).real
+                    asked = features(query[b, t, h] @ mixer.q_map[h])
+                    if config.window_points:
+                        read, found = _at_points(mixer.recurrence, state, asked, g, h % (heads // groups))
+                    else:
+                        u, gamma = (torch.view_as_complex(coefficients[g]) @ state).split([len(asked), dim], dim=-1)
+                        read = asked @ (u.mT @ gamma.conj()).real
                     read = mixer.memory_gate[h] * read / (read.square().mean() + config.rms_norm_eps).sqrt()
                     score = mixer.share_proj.weight[h] @ x[b, t] + mixer.share_proj.bias[h]
+                    if config.window_points:
+                        score = score + mixer.point_weight[h] * found
                     if config.window_share == "counted":
                         score = score + math.log(min(len(left), window) / window)
                     if config.window_share != "sigmoid":
@@ -97,6 +106,24 @@ def _by_loops(mixer: WindowMixer, x: torch.Tensor) -> torch.Tensor:
                 outputs.append(output)
             rows.append(mixer.o_proj(torch.cat(outputs)))
     return torch.stack(rows).view(batch, length, -1)
+
+
+def _at_points(recurrence, state: torch.Tensor, asked: torch.Tensor, group: int, head: int):
+    """Attention to what the state says of each point, and log sum exp of its scores."""
+    scores, values = [], []
+    for n in range(recurrence.config.window_points):
+        of_key, of_value = (
+            torch.view_as_complex(x[group, n]) for x in (recurrence.point_keys, recurrence.point_values)
+        )
+        key, value = (
+            (state[:, : len(asked)].mT @ of_key.conj()).real,
+            (state[:, len(asked) :].mT @ of_value.conj()).real,
+        )
+        scale = recurrence.point_scale[group, head].exp() / len(asked) ** 0.5
+        scores.append(scale * (asked @ key) + recurrence.point_bias[group, head, n])
+        values.append(value)
+    scores = torch.stack(scores)
+    return scores.softmax(0) @ torch.stack(values), scores.logsumexp(0)
 
 
 CASES = {
@@ -109,6 +136,8 @@ CASES = {
     "features of another size": {"feature_dim": 6},
     "without a state": {"window_memory": False},
     "written alike": {"window_write_gate": False},
+    "read as a sum": {"window_points": 0},
+    "read as a sum, features of another size": {"window_points": 0, "feature_dim": 6},
     "counted from the first on": {"window_share": "softmax"},
     "share of its own": {"window_share": "sigmoid"},
     "share of its own, no sinks": {"window_share": "sigmoid", "attention_sinks": 0},

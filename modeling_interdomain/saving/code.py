@@ -66,7 +66,7 @@ _OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "layers.learned_state": lambda config: config.learned_state,
     "ops.common.slots": lambda config: False,
     "ops.common.spans": lambda config: False,
-    "ops.diagonal.export": _reads_at_points,
+    "ops.diagonal.export": lambda config: False,
     "mixers.window.points": _reads_at_points,
     "mixers.window.pieces": lambda config: False,
     "parallel.sequence": lambda config: False,

@@ -69,8 +69,7 @@ class PointRecurrence(WindowRecurrence):
         query, key, value, log_decay, input_matrix, _ = inputs
         arguments |= {"chunk_size": self.config.chunk_size, "backend": self.config.backend}
         parameters = log_decay, input_matrix, self._points()
-        output, total, state = point_attention(query, key, value, *parameters, **arguments)
-        return torch.cat([output.to(total.dtype), total[..., None]], dim=-1), state
+        return point_attention(query, key, value, *parameters, **arguments)
 
     def _step(self, *tokens: Any, **arguments: Any) -> torch.Tensor:
         parameters: StepParameters = self._per_version("step", self._step_parameters)

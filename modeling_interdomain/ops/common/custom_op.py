@@ -98,25 +98,6 @@ def differentiable(
     return operator
 
 
-def gradients_of(
-    compute: Callable[..., tuple[torch.Tensor, ...]], inputs: Sequence[Any], grads: Sequence[Any], needs: Sequence[bool]
-) -> list[torch.Tensor | None]:
-    """A backward by autograd: what `compute` makes of the inputs is made a second time.
-
-    Operators run below autograd, where nothing else records.
-    """
-    wanted = [i for i, need in enumerate(needs) if need]
-
-    def again(*leaves):
-        given = dict(zip(wanted, leaves, strict=True))
-        return compute(*(given.get(i, x) for i, x in enumerate(inputs)))
-
-    found, back, *_ = torch.func.vjp(again, *(inputs[i] for i in wanted))
-    of_found = tuple(torch.zeros_like(x) if grad is None else grad.to(x.dtype) for x, grad in zip(found, grads))
-    made = {i: x.clone() for i, x in zip(wanted, back(of_found), strict=True)}  # some are views of one tensor
-    return [made.get(i) for i in range(len(needs))]
-
-
 def _without_none(like: torch.Tensor, grads: Sequence[Any], needs: Sequence[bool]) -> tuple[torch.Tensor, ...]:
     """An operator gives tensors: an empty one for a gradient that nobody asked for."""
     return tuple(like.new_empty(0) if x is None or not need else x for x, need in zip(grads, needs, strict=True))

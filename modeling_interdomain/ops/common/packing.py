@@ -1,6 +1,5 @@
 """How a batch is laid out for a recurrent layer: pads at the ends of rows, packed documents in one row."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -164,27 +163,6 @@ def zero_pads(lengths: torch.Tensor, *tokens: torch.Tensor) -> list[torch.Tensor
     """Tokens `[B, T, ...]` with zeros at their pads."""
     real = mask_from_lengths(lengths, tokens[0])
     return [torch.where(real.view(*real.shape, *[1] * (x.ndim - 2)), x, 0) for x in tokens]
-
-
-def run_on_rows(
-    run: Callable[..., tuple[torch.Tensor, ...]],
-    tokens: list[torch.Tensor],
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-) -> tuple[torch.Tensor, ...]:
-    """What `run(tokens, initial_state, lengths)` makes of rows, final states last; packed documents are made rows."""
-    if cu_seqlens is None:
-        return run(tokens, initial_state, lengths)
-    sizes = cu_seqlens.diff()
-    filled = sizes.nonzero()[:, 0]
-    lengths = sizes[filled]
-    places = cu_seqlens[filled][:, None] + torch.arange(int(lengths.max()), device=sizes.device)
-    rows = [x[0, places.clamp(max=x.shape[1] - 1)] for x in tokens]
-    *outputs, final = run(rows, None if initial_state is None else initial_state[filled], lengths)
-    real = mask_from_lengths(lengths, rows[0])
-    rest = final.new_zeros(len(sizes), *final.shape[1:]) if initial_state is None else initial_state.to(final.dtype)
-    return *(x[real][None] for x in outputs), rest.index_copy(0, filled, final)
 
 
 def export_slots(x: torch.Tensor, size: int, cu_seqlens: torch.Tensor | None) -> torch.Tensor:

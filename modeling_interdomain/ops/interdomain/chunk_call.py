@@ -65,6 +65,7 @@ class AttentionCall:
     states_class: type[States] = States
     tables_class: type[AttentionTables] = AttentionTables
     more_rows = 0  # that a token brings beside its queries
+    more_outputs = 0  # numbers behind the output of a head
 
     def __init__(
         self, query, key, value, log_decay, input_matrix, coefficients, initial, cu_seqlens, lengths, product: str,
@@ -134,7 +135,11 @@ class AttentionCall:
                 y = self.workspace.tensor("y", tuple(raw.shape), raw)
             torch.mul(self.by_token(raw), self.forth, out=self.by_token(y))
             y.baddbmm_(skewed, self.tables.table)
-        return skewed, raw, y, self.workspace.product("p", y, self.mixing)
+        return skewed, raw, y, self.mixed(y)
+
+    def mixed(self, y: torch.Tensor) -> torch.Tensor:
+        """p of y."""
+        return self.workspace.product("p", y, self.mixing)
 
     def weights(self, p: torch.Tensor) -> torch.Tensor:
         """Of the values in the chunk, `[G N, P C, C]`."""
@@ -148,7 +153,8 @@ class AttentionCall:
     def forward(self, final: torch.Tensor | None) -> torch.Tensor:
         """The output; the final states are written over `final`, `[documents, G, 2, M, R + D]`."""
         streams = self.keys, self.values
-        output = self.chunks.empty(self.query, self.query.shape[2], self.values.x.shape[3])
+        width = self.values.x.shape[3] + self.more_outputs
+        output = self.chunks.empty(self.query, self.query.shape[2], width)
         for segment in self.chunks.segments:
             rows = self.rows("rows", self.query, segment)
             keys, values = (walk(s, segment, s.entry(segment)) for s in streams)

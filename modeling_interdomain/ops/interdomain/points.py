@@ -6,8 +6,7 @@ Of the state X_t = diag(lambda) X_(t-1) + beta (x) [k_t; v_t] of Interdomain att
     o_t = sum_n softmax_n(score_n) value_n,   score_n = scale q_t . key_n + bias_n
 
 The keys of the points are never formed: with y = X^k q the scores are Re(sum_m conj(keys_nm) y_m), so that this is the
-readout in two passes with a softmax between them in the place of C. It is plain PyTorch, forward and backward linear in
-the tokens; the gradients are those of autograd on the same sums made a second time.
+readout in two passes with a softmax between them in the place of C.
 """
 
 from functools import partial
@@ -17,16 +16,13 @@ import torch
 
 from ..common.checks import check_documents, check_how, check_state, check_tensors
 from ..common.cpu import autocasts, without_autocast
-from ..common.custom_op import differentiable, gradients_of
 from ..common.launch import say_without_kernels
-from ..common.packing import run_on_rows
-from ..diagonal.export import attention_with, by_group
 from ..diagonal.step import StepParameters, StepTables, advance_state, transition_tables
 from .chunk import state_shape
 from .entry import check_inputs
+from .points_chunk import point_operator
 
 _BACKENDS = ("auto", "recurrent", "chunk")
-_AT_ONCE = 8192  # tokens of a forward, whose scores are a head's and a token's each
 
 
 class Points(NamedTuple):
@@ -47,7 +43,7 @@ class Points(NamedTuple):
 def point_attention(
     query, key, value, log_decay, input_matrix, points: Points, *, initial_state=None, output_final_state: bool = False,
     cu_seqlens=None, lengths=None, chunk_size: int = 64, backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """`interdomain_attention` that reads its state at points, as ops/interdomain/naive.py defines it.
 
     Args:
@@ -56,8 +52,8 @@ def point_attention(
         backend: "recurrent" (the definition) or "auto" and "chunk" (batched products).
 
     Returns:
-        The output `[B, T, H, D]` in the dtype of `value`; the logarithm of what the softmax sums up, log sum exp of its
-        scores, `[B, T, H]`; and the states `[rows, G, 2, M, R + D]` or None. Both are zero at pads.
+        `[B, T, H, D + 1]` in at least float32, the output and behind it the logarithm of what the softmax sums up, log
+        sum exp of its scores, all zero at pads; and the states `[rows, G, 2, M, R + D]` or None.
 
     Raises:
         ValueError: when an argument has a wrong shape, device or value; the message begins with its name.
@@ -69,25 +65,29 @@ def point_attention(
     if initial_state is not None:
         shape = state_shape(query, key, value, log_decay, cu_seqlens)
         check_state("initial_state", initial_state, shape, "G, 2, M, R + D", query.device)
-    inputs = query, key, value, log_decay, input_matrix, *points, initial_state
-    if backend == "recurrent":
-        from .naive import recurrent_attention
+    dtype = torch.float64 if any(x.dtype == torch.float64 for x in (query, key, value)) else torch.float32
+    with without_autocast(query.device):
+        given = query, key, value, log_decay, input_matrix, *points, initial_state
+        inputs: list[Any] = [None if x is None else x.to(dtype) for x in given]
+        tokens, parameters, state = inputs[:3], inputs[3:5], inputs[-1]
+        same = Points(*inputs[5:-1])
+        documents = state, cu_seqlens, lengths
+        if backend == "recurrent":
+            from .naive import recurrent_attention
 
-        dtype = _compute_dtype(query, key, value)
-        wide = [None if x is None else x.to(dtype) for x in inputs]
-        arguments: Any = *wide[:5], None, "hermitian", wide[-1], cu_seqlens, lengths
-        how: Any = {"points": Points(*wide[5:-1])}
-        found, state = recurrent_attention(*arguments, **how)
-        output, total = found[..., :-1].to(value.dtype), found[..., -1]
-    elif torch.compiler.is_exporting():
-        with without_autocast(query.device):
-            output, total, state = _compute(*inputs, cu_seqlens, lengths, chunk_size)
-        output = output.to(value.dtype)
-    else:
-        if backend == "auto":
-            say_without_kernels(query.device, "reading at points has none")
-        output, total, state = _operator(*inputs, cu_seqlens, lengths, chunk_size)
-    return output, total, state if output_final_state else None
+            arguments: Any = *tokens, *parameters, None, "hermitian", *documents, None, None, None, None, same
+            output, state = recurrent_attention(*arguments)
+        elif torch.compiler.is_exporting():
+            from ..diagonal.export import attention_with
+
+            arguments = partial(_attend, same), *tokens, *parameters, *documents, chunk_size
+            output, total, state = attention_with(*arguments)
+            output = torch.cat([output, total], dim=-1)
+        else:
+            if backend == "auto":
+                say_without_kernels(query.device, "reading at points has none")
+            output, state = point_operator(*inputs, cu_seqlens, lengths, chunk_size, output_final_state)
+    return output, state if output_final_state else None
 
 
 def check_points(points: Points, query: torch.Tensor, key: torch.Tensor, log_decay: torch.Tensor) -> None:
@@ -100,64 +100,13 @@ def check_points(points: Points, query: torch.Tensor, key: torch.Tensor, log_dec
         raise ValueError(f"points.bias is of {sizes['G'] * sizes['P']} heads, and query has {query.shape[-2]}.")
 
 
-def _compute_dtype(*tokens: torch.Tensor) -> torch.dtype:
-    return torch.float64 if any(x.dtype == torch.float64 for x in tokens) else torch.float32
-
-
 def _attend(points: Points, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The p of every y, `[G, P, ..., 2M]`, and the logarithm of the sum, `[G, P, ..., 1]`."""
+    """For graphs that leave PyTorch: the p of every y, `[G, P, ..., 2M]`, and the logarithm of the sum."""
+    from ..diagonal.export import by_group
+
     shape = *points.scale.shape, *[1] * (y.ndim - 3)
     scores = by_group(y, points.keys.flatten(2).mT) * points.scale.view(*shape, 1) + points.bias.view(*shape, -1)
     return by_group(scores.softmax(-1), points.values.flatten(2)), scores.logsumexp(-1, keepdim=True)
-
-
-def _compute(
-    query, key, value, log_decay, input_matrix, keys, values, bias, scale, initial, cu_seqlens, lengths, size,
-    at_once: int | None = None,
-):  # fmt: skip
-    """Outputs and final states of rows or documents; with `at_once`, of so many tokens after each other."""
-    dtype = _compute_dtype(query, key, value)
-    tokens = [x.to(dtype) for x in (query, key, value)]
-    parameters = [x.to(dtype) for x in (log_decay, input_matrix)]
-    between = partial(_attend, Points(*(x.to(dtype) for x in (keys, values, bias, scale))))
-    first = None if initial is None else initial.to(dtype)
-
-    def run(tokens, state, lengths):
-        length = tokens[0].shape[1]
-        part = length if at_once is None else max(1, at_once // (tokens[0].shape[0] * size)) * size
-        parts = []
-        for start in range(0, length, part):
-            here = None if lengths is None else (lengths - start).clamp(0, part)
-            some = [x[:, start : start + part] for x in tokens]
-            *found, state = attention_with(between, *some, *parameters, state, None, here, size)
-            parts.append(found)
-        output, total = parts[0] if len(parts) == 1 else (torch.cat(x, dim=1) for x in zip(*parts))
-        return output, total.squeeze(-1), state
-
-    return run_on_rows(run, tokens, first, cu_seqlens, lengths)
-
-
-def _forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, input_matrix: torch.Tensor,
-    keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor, scale: torch.Tensor,
-    initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, lengths: torch.Tensor | None, chunk_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    inputs = query, key, value, log_decay, input_matrix, keys, values, bias, scale, initial_state
-    output, total, final = _compute(*inputs, cu_seqlens, lengths, chunk_size, at_once=_AT_ONCE)
-    return output.to(value.dtype).contiguous(), total.contiguous(), final.contiguous()
-
-
-def _outputs(query, key, value, log_decay, *others):
-    shape = state_shape(query, key, value, log_decay, others[-3])
-    output, dtype = value.new_empty((*query.shape[:3], value.shape[3])), _compute_dtype(query, key, value)
-    return output, value.new_empty(query.shape[:3], dtype=dtype), value.new_empty(shape, dtype=dtype)
-
-
-def _backward(inputs, grads, needs):
-    return gradients_of(_compute, inputs, grads, needs)
-
-
-_operator = differentiable(__name__, "point_attention", _forward, _outputs, _backward, count=10)
 
 
 class PointTables(NamedTuple):

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 from ..common.checks import check_documents, check_how, check_state, check_tensors
 from ..common.cpu import values_at_hand
-from ..common.custom_op import differentiable, gradients_of
+from ..common.custom_op import differentiable
 from ..common.decay import as_complex, decayed
 from ..common.launch import say_without_kernels
-from ..common.packing import run_on_rows, zero_pads
+from ..common.packing import mask_from_lengths, zero_pads
 from ..diagonal.step import StepTables, grouped_coefficients, transition_tables
 from .chunk import state_shape
 from .entry import check_inputs
@@ -127,14 +127,22 @@ def _compute(
     query, key, value, log_decay, input_matrix, coefficients, initial, time_step, cu_seqlens, lengths, product, size
 ):
     """Output and final states in float64; documents that hold a token are made rows."""
-    tokens = [x.double() for x in (query, key, value, time_step)]
-
-    def run(tokens, first, lengths):
-        if lengths is not None:
-            tokens = zero_pads(lengths, *tokens)
-        return _rows(*tokens, log_decay, input_matrix, coefficients, product, first, size)
-
-    return run_on_rows(run, tokens, initial, cu_seqlens, lengths)
+    tokens, first = [x.double() for x in (query, key, value, time_step)], initial
+    if cu_seqlens is not None:
+        sizes = cu_seqlens.diff()
+        filled = sizes.nonzero()[:, 0]
+        lengths = sizes[filled]
+        places = cu_seqlens[filled][:, None] + torch.arange(int(lengths.max()), device=query.device)
+        tokens = [x[0, places.clamp(max=query.shape[1] - 1)] for x in tokens]
+        first = None if initial is None else initial[filled]
+    if lengths is not None:
+        tokens = zero_pads(lengths, *tokens)
+    output, final = _rows(*tokens, log_decay, input_matrix, coefficients, product, first, size)
+    if cu_seqlens is not None:
+        output = output[mask_from_lengths(lengths, output)][None]
+        rest = final.new_zeros(len(sizes), *final.shape[1:]) if initial is None else initial.double()
+        final = rest.index_copy(0, filled, final)
+    return output, final
 
 
 def _forward(
@@ -154,7 +162,17 @@ def _outputs(query, key, value, log_decay, *others):
 
 
 def _backward(inputs, grads, needs):
-    return gradients_of(_compute, inputs, grads, needs)
+    wanted = [i for i, need in enumerate(needs) if need]
+
+    def again(*leaves):
+        given = dict(zip(wanted, leaves, strict=True))
+        return _compute(*(given.get(i, x) for i, x in enumerate(inputs)))
+
+    # Operators run below autograd, where nothing else records.
+    found, back = torch.func.vjp(again, *(inputs[i] for i in wanted))
+    of_found = tuple(torch.zeros_like(x) if grad is None else grad.to(x.dtype) for x, grad in zip(found, grads))
+    made = dict(zip(wanted, back(of_found), strict=True))
+    return [made.get(i) for i in range(len(needs))]
 
 
 _operator = differentiable(__name__, "warped_attention", _forward, _outputs, _backward, count=8)
