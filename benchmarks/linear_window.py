@@ -64,7 +64,7 @@ class LinearWindowMixer(WindowMixer):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.recurrence = LinearRecurrence(config)
+        self.recurrence, self.at_points = LinearRecurrence(config), False
 
     @torch.no_grad()
     def start_parameters(self, config) -> None:

@@ -25,9 +25,11 @@ from benchmarks.harness import RESULTS, footnote, machine, markdown
 from benchmarks.linear_window import with_linear_attention
 from benchmarks.linearise_asked import MEASURES, Asking, tables
 from conversion.__main__ import main as command
+from conversion.carry import POINTS_A_MODE
 from conversion.from_llama import source_folder
 from conversion.gguf_files import SMOLLM2
 from conversion.measure import beginnings, between, nats_by_position
+from conversion.reading import read_config
 from conversion.writing import working_folder
 from examples.text_data import read_documents
 
@@ -55,8 +57,7 @@ TEACHING = {
     "long": Teaching(204_800, 2048, "2048", HOW),
 }
 SO_FAR = " so far"
-MEMORY = {"share": "counted", "write_gate": True}  # as `from-llama` makes it, and of ours
-POINTS = {"points": 2 * MODES}
+MEMORY = {"share": "counted", "write_gate": True}  # as `from-llama` makes it
 HELD_OUT_BYTES = 16_000  # of the training texts, to measure stages on
 # How many texts of a length are measured.
 TEXTS = {2048: 6, 8192: 6, 65536: 2}
@@ -66,7 +67,7 @@ def kind(window: int | None = None, sinks: int = 4, modes: int | str = 0, **rest
     """One condition; without a window it is the Llama."""
     shape = {} if window is None else {"sinks": sinks, "modes": modes, "kept": 0, "taught": "no"}
     shape |= MEMORY if modes else {}
-    shape |= POINTS if modes == MODES else {}
+    shape |= {"points": POINTS_A_MODE * modes} if modes and modes != LINEAR else {}
     return {"window": window, **shape, "length": LENGTH} | rest
 
 
@@ -120,10 +121,7 @@ class Study:
         if window is None:
             return _load(self.source), None
         if taught != "no":
-            model = _load(self._taught(taught, window, **shape))
-            if any(getattr(model.config, f"window_{name}") != shape[name] for name in MEMORY | POINTS if name in shape):
-                raise SystemExit(f"{self._place(taught, window, **shape)} has another memory: take it away.")
-            return model, self._tokens(taught, window, **shape)
+            return _load(self._taught(taught, window, **shape)), self._tokens(taught, window, **shape)
         self.folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self.folder, prefix="untaught-") as place:
             return _load(self._converted(Path(place, "model"), window, **shape)), None
@@ -145,15 +143,25 @@ class Study:
         _done(["from-llama", self.source, target, *options])
         return target
 
+    def _is_made(self, stage: str, window: int, **shape) -> bool:
+        """Whether there is a folder after a stage; one whose windows have another memory ends the program."""
+        folder = self._place(stage, window, **shape)
+        if not (folder / "config.json").is_file():
+            return False
+        config, memory = read_config(folder), [name for name in (*MEMORY, "points") if name in shape]
+        if any(getattr(config, f"window_{name}") != shape[name] for name in memory):
+            raise SystemExit(f"{folder} has another memory: take it away.")
+        return True
+
     def _taught(self, stage: str, window: int, **shape) -> Path:
         """The folder of a model after a stage, made once, from what the stage before has made."""
         target = self._place(stage, window, **shape)
-        if (target / "config.json").is_file():
+        if self._is_made(stage, window, **shape):
             return target
         before = stage_before(stage, shape["modes"])
         if before is None:
             source = self._place("untaught", window, **shape)
-            if not (source / "config.json").is_file():
+            if not self._is_made("untaught", window, **shape):
                 self._converted(source, window, **shape)
         else:
             source = self._taught(before, window, **shape)
@@ -179,6 +187,8 @@ class Study:
             return None
         state = torch.load(file, weights_only=True)
         before = stage_before(taught, shape["modes"])
+        if not self._is_made(before or "untaught", window, **shape):
+            return None
         model = _load(self._place(before or "untaught", window, **shape))
         model.load_state_dict(state["model"], strict=False)
         tokens = self._tokens(before, window, **shape) + state["step"] * self.teaching[taught].tokens_a_step

@@ -21,6 +21,7 @@ from modeling_interdomain.registry import TOKEN_MIXERS
 LLAMA_STYLE = ("llama", "mistral")
 # Its projections of queries, keys and values have biases, that of the output none.
 QWEN2 = "qwen2"
+POINTS_A_MODE = 2  # as many points of the past as a state has real numbers of each input
 TOKENS = 256  # any, to see how heads score
 SAME_FIELDS = (
     "vocab_size",
@@ -100,7 +101,7 @@ def interdomain_config(
         replaced = {"attention_window": window.size, "attention_sinks": window.sinks, "window_memory": state_size > 0}
         replaced |= {"attention_bias": has_biases(source)}
         memory = {"state_size": state_size, "window_share": "counted", "window_write_gate": True}
-        replaced |= memory | {"window_points": 2 * state_size} if state_size else {}
+        replaced |= memory | {"window_points": POINTS_A_MODE * state_size} if state_size else {}
     mixer = "interdomain" if window is None else "window"
     try:
         return InterdomainConfig(
@@ -233,9 +234,9 @@ def memories(config: InterdomainConfig) -> list[int]:
 
 def window_report(config: InterdomainConfig) -> dict:
     """What a report says of its windows."""
-    memory = {"modes": config.state_size, "share": config.window_share}
+    memory = {"modes": config.state_size, "share": config.window_share, "points": config.window_points}
     return {
         "tokens": config.attention_window,
         "sinks": config.attention_sinks,
-        **(memory if config.window_memory else {"modes": 0, "share": None}),
+        **(memory if config.window_memory else {"modes": 0, "share": None, "points": None}),
     }

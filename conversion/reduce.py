@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from conversion.carry import memories
 from conversion.fewer_modes import check_reducible, kernel_error, kernel_of, reduced_parameters
 from conversion.from_llama import read_tokenizer, source_folder
 from conversion.from_training import class_of, fitting
@@ -79,6 +80,8 @@ def reduced_config(config, size: int) -> InterdomainConfig:
         raise InputError(f"--state-size must be below the {config.state_size} modes of the source, not {size}.")
     if config.learned_state:
         raise InputError("The source has a learned state, which belongs to its modes: reduce the model without it.")
+    if memories(config):
+        raise InputError("The source has windows whose memories have as many modes, and these cannot be reduced.")
     check_reducible(config)
     smaller = copy.deepcopy(config)
     smaller.state_size = size

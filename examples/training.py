@@ -23,7 +23,7 @@ from modeling_interdomain import ChosenExperts
 # What sets the time scales and the mixing of the state: a step too large makes it forget or explode.
 RECURRENCE_PARAMETERS = ("log_dt", "log_a_real", "a_imag", "B", "C", "readout", "point_keys", "point_values")
 # Of the Fourier features: a spectral density is not pulled towards zero. Nor is what multiplies a value (the table of a
-# dynamic mask, inner values), nor the keys by which one is chosen, nor the rates of a selective scan, nor the
+# dynamic mask, inner values) or scores, nor the keys by which one is chosen, nor the rates of a selective scan, nor the
 # state that a layer begins with.
 UNDECAYED = ("frequencies", "phases", "weights", "cls_token", "table", "keys", "values", "A_log", "state")
 # An expert that few tokens choose would have faded when one does.
@@ -87,7 +87,7 @@ def _group_of(name: str, parameter: torch.nn.Parameter) -> str:
     if leaf in RECURRENCE_PARAMETERS:
         return "recurrence"
     gate = name.endswith("sparse.gate.weight")  # multiplies what a branch adds
-    if parameter.ndim < 2 or gate or leaf.endswith("bias") or leaf in UNDECAYED + EXPERTS:
+    if parameter.ndim < 2 or gate or leaf.endswith(("bias", "log_scale")) or leaf in UNDECAYED + EXPERTS:
         return "vectors"
     return "weights"
 

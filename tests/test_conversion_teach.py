@@ -243,7 +243,7 @@ def test_windows_without_a_memory_learn_the_predictions_alone(place, tmp_path, c
     assert "bare have no memory to teach alone: add --layers-steps 0" in capsys.readouterr().err
     assert main(arguments(place, tmp_path / "out", *steps, "--layers-steps", 0, source=tmp_path / "bare")) == 0
     report = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
-    assert report["window"] == {"tokens": 8, "sinks": 2, "modes": 0, "share": None, "layers": [0, 1, 2]}
+    assert report["window"] == {"tokens": 8, "sinks": 2, "modes": 0, "share": None, "points": None, "layers": [0, 1, 2]}
     assert len(report["losses"]["whole"]) == 2
     card = ModelCard.load(tmp_path / "out" / "README.md").text
     assert "the first 2 as before, and keep nothing of the others" in card

@@ -104,7 +104,7 @@ def test_a_memory_that_has_learned_nothing_changes_little(tmp_path, capsys):
     assert difference[:, :10].abs().max() < 1e-4  # W + S: nothing has entered the state
     assert 0 < difference[:, 10:].square().mean() < 0.02 * logits(without).var()
     report = json.loads((tmp_path / "with" / "conversion_report.json").read_text())
-    assert report["window"] == {"tokens": 8, "sinks": 2, "modes": 6, "share": "counted"}
+    assert report["window"] == {"tokens": 8, "sinks": 2, "modes": 6, "share": "counted", "points": 12}
     assert report["layers"] == [0, 1, 2]
 
 
@@ -124,7 +124,7 @@ def test_some_layers_stay_softmax(tmp_path):
     assert convert(tmp_path / "llama", tmp_path / "out", *WINDOWS, "--layers", "0,2", "--dtype", "bfloat16") == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert model.config.token_mixers == ["window", "softmax", "window"] and model.dtype == torch.bfloat16
-    assert model.model.layers[0].token_mixer.recurrence.C.dtype == torch.float32
+    assert model.model.layers[0].token_mixer.recurrence.point_keys.dtype == torch.float32
     assert torch.isfinite(logits(model)).all() and logits(llama).shape == logits(model).shape
 
 

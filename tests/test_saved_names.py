@@ -17,8 +17,9 @@ FOURIER = {"feature_map.frequencies", "feature_map.weights"}
 SSD = SOFTMAX | {"dt_proj.weight", "recurrence.A_log", "recurrence.D", "recurrence.dt_bias"}
 SCAN = {f"{name}_proj.weight" for name in ("v", "x", "dt", "g", "o")} | {"v_conv.weight", "v_conv.bias"}
 BIASES = {f"{name}_proj.bias" for name in "qkvo"}
-WINDOW = SOFTMAX | RECURRENCE | {f"{name}_map" for name in "qkv"}
-WINDOW |= {"share_proj.weight", "share_proj.bias", "memory_gate", "write_gate", "write_bias"}
+POINTS = {f"recurrence.point_{name}" for name in ("keys", "values", "bias", "log_scale")}
+WINDOW = SOFTMAX | RECURRENCE - {"recurrence.C"} | POINTS | {f"{name}_map" for name in "qkv"}
+WINDOW |= {"share_proj.weight", "share_proj.bias", "memory_gate", "write_gate", "write_bias", "point_weight"}
 
 
 def linear(*names):

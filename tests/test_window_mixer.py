@@ -119,7 +119,7 @@ def _at_points(recurrence, state: torch.Tensor, asked: torch.Tensor, group: int,
             (state[:, : len(asked)].mT @ of_key.conj()).real,
             (state[:, len(asked) :].mT @ of_value.conj()).real,
         )
-        scale = recurrence.point_scale[group, head].exp() / len(asked) ** 0.5
+        scale = recurrence.point_log_scale[group, head].exp() / len(asked) ** 0.5
         scores.append(scale * (asked @ key) + recurrence.point_bias[group, head, n])
         values.append(value)
     scores = torch.stack(scores)
@@ -373,6 +373,7 @@ BAD_FIELDS = {
     "negative sinks": ({"attention_sinks": -1}, "attention_sinks must not be negative, got -1"),
     "dynamic": ({"rope_parameters": LENGTHENED["dynamic"]}, 'rope_type "dynamic" changes its angles with the length'),
     "longrope": ({"rope_parameters": LENGTHENED["longrope"]}, 'rope_type "longrope" changes its angles'),
+    "negative points": ({"window_points": -2}, "window_points must not be negative, got -2"),
     "a branch": ({"sparse_attention": "hax"}, "sparse_attention stands beside recurrent layers"),
     "both ways": ({"bidirectional": True}, "bidirectional needs softmax in all layers"),
 }
@@ -485,3 +486,25 @@ def test_a_window_alone_has_the_map_of_its_softmax(make_model, random_ids, asser
         alone = model(ids[:1, start:stop], output_attentions=True).attentions[0]
         assert_same(packed[..., start:stop, start:stop], alone)
     assert packed[..., 4:, :4].eq(0).all()
+
+
+@torch.no_grad()
+def test_points_start_as_what_stood_there():
+    """White noise in the group that resolves tokens, slow noise in that which sees furthest: ages of `age` tokens."""
+    config = InterdomainConfig(
+        hidden_size=72, num_attention_heads=9, num_key_value_heads=3, token_mixers="window", state_size=16,
+        vocab_size=16, num_hidden_layers=1, window_points=32,
+    )  # fmt: skip
+    recurrence = _mixer(InterdomainForCausalLM(config)).recurrence
+    assert torch.equal(recurrence.point_keys, recurrence.point_values) and not recurrence.point_bias.any()
+    decay, beta = recurrence._transition_and_beta()
+    weights = torch.view_as_complex(recurrence.point_keys.double())
+    draw = torch.Generator().manual_seed(0)
+    noise = torch.randn(440, 50, generator=draw, dtype=torch.float64)
+    for group, smooth, age in ((2, 1, 1), (1, 16, 4), (0, 40, 16)):
+        written = noise.unfold(0, smooth, 1).mean(-1)[:400]
+        state = torch.zeros(16, 50, dtype=torch.complex128)
+        for x in written:
+            state = decay[group, :, None] * state + beta[group, :, None] * x
+        found, expected = (weights[group].conj() @ state).real, written.flip(0)[: 32 * age : age][:24]
+        assert F.cosine_similarity(found[: len(expected)].flatten(), expected.flatten(), dim=0) > 0.9

@@ -26,8 +26,7 @@ class ModelFields:
         num_attention_heads: query heads, H. Default: 12.
         num_key_value_heads: key/value groups, G, a divisor of H. Default: None, as many as query heads.
         head_dim: value dimension of a head, D. Default: None, `hidden_size / num_attention_heads`.
-        conv_kernel: width of the causal convolution of queries and keys, in tokens; of "selective_scan" layers that of
-            their input. Default: 4.
+        conv_kernel: tokens of the causal convolutions of queries and keys ("selective_scan": of its input). Default: 4.
         token_mixers: "interdomain", "s4d" (the same state read by a learned vector, no query), "ssd" (state space
             duality, whose fields begin with ssd; Mamba-2 is a case of it), "selective_scan" (the layer of Mamba, whose
             fields begin with scan), "softmax" or "inner_function" (softmax attention whose values are the input times a
@@ -58,8 +57,7 @@ class ModelFields:
         residual_in_fp32: keep the residual stream in float32 in a model of a lower precision. Default: False.
         learned_state: recurrent layers begin every row and document with a learned state instead of zeros (state
             tuning, see `add_learned_state`). Default: False.
-        state_dtype: dtype of the recurrent state in the cache: "float32", "float64", "bfloat16" or "float16". Default:
-            "float32".
+        state_dtype: of the recurrent state in a cache: "float32", "float64", "bfloat16" or "float16". Default: "float32".
         backend: how the operator is computed, see `interdomain_attention`; "s4d" layers know "chunk" and "triton"
             alone, "ssd" and "selective_scan" layers "recurrent" too; for another it is "auto". Default: "auto".
         chunk_size: tokens per chunk of the operator. Default: 64.

@@ -18,7 +18,7 @@ class WindowFields(ModelFields):
         window_share: "window": what the state weighs: as one more key of the softmax, more with each token up to W,
             "counted"; in older checkpoints always as much, "softmax", or by itself, "sigmoid". Default: "sigmoid".
         window_write_gate: "window": a token's key and value say how strongly it enters the state. Default: False.
-        window_points: "window": read the state by softmax at so many points of the past; 0, as a sum. Default: 0.
+        window_points: "window": read the memory by softmax at so many points of the past; 0, as a sum. Default: 0.
     """
 
     _positive = ["attention_window"]
@@ -41,8 +41,8 @@ class WindowSpecification(RecurrentSpecification):
     @classmethod
     def check_config(cls, config) -> None:
         for name in ("attention_sinks", "window_points"):
-            if (count := getattr(config, name)) < 0:
-                raise ValueError(f"{name} must not be negative, got {count}.")
+            if getattr(config, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(config, name)}.")
         kind = (config.rope_parameters or {}).get("rope_type")
         if kind in LENGTH_DEPENDENT:
             raise ValueError(

@@ -38,7 +38,7 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
     is `memory_gate` `[H, D]`. With `window_write_gate` a token enters the state times `softplus(<write_gate, (k, v)> +
     write_bias)`, `[G, 2, D]` and `[G]`, of its key and value before rotation, normalised; at the start that is 1.
     With `window_points` N a query reads the state by softmax, at N points of the past (`points.py`), without feature
-    maps, and the logarithm of what that sums up is added to the share times `point_weight`, `[H]`, at the start 0.
+    maps, and the logarithm of what that sums up, times `point_weight` `[H]`, at the start 0, is added to its score.
     Without a memory (`window_memory=False`) there are none of these.
 
     In a cache the keys and values of the last W tokens take the place of a convolution's inputs, `[B, G D, W]` each;
@@ -226,8 +226,8 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
             share = share + self._worth(seen.places.reshape(-1, query.shape[1], 1), share)
         read = read.to(wide)
         if self.at_points:
-            read, total = read.split([self.head_dim, 1], dim=-1)
-            share = share + self.point_weight * total[..., 0]
+            read, log_total = read.split([self.head_dim, 1], dim=-1)
+            share = share + self.point_weight * log_total[..., 0]
         remembered = (self.memory_gate * _normed(read, self.eps)).to(wide)
         if self.in_softmax:
             attended, share = self._attended(query, seen, share).to(wide).split([self.head_dim, 1], dim=-1)

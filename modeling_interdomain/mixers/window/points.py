@@ -7,8 +7,10 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
+from ...layers.common import backend_of, is_plain
+from ...layers.operators import Operators
 from ...ops.diagonal.step import StepParameters
-from ...ops.interdomain.points import Points, point_attention, point_tables, take_point_step
+from ...ops.interdomain.points import POINT_BACKENDS, Points, point_attention, point_tables, take_point_step
 from ..interdomain.initialization import real_gramian
 from .recurrence import WindowRecurrence
 
@@ -16,15 +18,16 @@ _NOISE = 1e-3  # of the Gramian, relative to the mean of its diagonal
 
 
 class PointRecurrence(WindowRecurrence):
-    """Reads its state at N points: `point_keys` and `point_values` `[G, N, M, 2]` in the place of C; `point_bias`
-    `[G, H / G, N]` and `point_scale` `[G, H / G]`, the logarithm of what scores are multiplied by beside 1 / sqrt(R).
+    """Reads its state at N points: `point_keys` and `point_values` `[G, N, M, 2]` in the place of C; `point_bias` `[G,
+    H / G, N]`; and `point_log_scale` `[G, H / G]`, the logarithm of what scores are multiplied by beside 1 / sqrt(R).
 
     The points start evenly over the past that a group sees, 2 / Delta tokens, and as the posterior mean of keys and
     values there given the state: the point of age a weighs the modes by `(P + noise)^-1 phi(a)`, P the Gramian of the
     2M real functions phi (`initialization.py`).
     """
 
-    tabled = ("log_dt", "log_a_real", "a_imag", "B", "point_keys", "point_values", "point_bias", "point_scale")
+    operators = Operators.of(point_attention, point_tables, take_point_step, beside=WindowRecurrence.operators)
+    tabled = ("log_dt", "log_a_real", "a_imag", "B", "point_keys", "point_values", "point_bias", "point_log_scale")
 
     def __init__(self, config):
         super().__init__(config)
@@ -34,13 +37,13 @@ class PointRecurrence(WindowRecurrence):
         self.point_keys = nn.Parameter(torch.empty(groups, count, size, 2))
         self.point_values = nn.Parameter(torch.empty(groups, count, size, 2))
         self.point_bias = nn.Parameter(torch.empty(groups, heads, count))
-        self.point_scale = nn.Parameter(torch.empty(groups, heads))
+        self.point_log_scale = nn.Parameter(torch.empty(groups, heads))
 
     @torch.no_grad()
     def start_parameters(self, config) -> None:
         super().start_parameters(config)
         init.zeros_(self.point_bias)
-        init.zeros_(self.point_scale)
+        init.zeros_(self.point_log_scale)
         weights = self._posterior()
         init.copy_(self.point_keys, weights)
         init.copy_(self.point_values, weights)
@@ -62,19 +65,23 @@ class PointRecurrence(WindowRecurrence):
     def _points(self) -> Points:
         wide = torch.promote_types(self.point_keys.dtype, torch.float32)
         keys, values, bias = (x.to(wide) for x in (self.point_keys, self.point_values, self.point_bias))
-        return Points(keys, values, bias, self.point_scale.to(wide).exp() / math.sqrt(self.config.feature_dim))
+        return Points(keys, values, bias, self.point_log_scale.to(wide).exp() / math.sqrt(self.config.feature_dim))
 
     def _operate(self, *inputs: Any, **arguments: Any):
         """`[B, T, H, D + 1]`, the last number the logarithm of the sum of the softmax, and the final states."""
         query, key, value, log_decay, input_matrix, _ = inputs
-        arguments |= {"chunk_size": self.config.chunk_size, "backend": self.config.backend}
+        if is_plain(query, query.dtype) and not torch.jit.is_tracing():
+            arguments["kept"] = self._per_version("prompt", lambda _: {})
+        backend = backend_of(self.config, POINT_BACKENDS)
+        arguments |= {"chunk_size": self.config.chunk_size, "backend": backend}
         parameters = log_decay, input_matrix, self._points()
-        return point_attention(query, key, value, *parameters, **arguments)
+        return self.operators.point_attention(query, key, value, *parameters, **arguments)
 
     def _step(self, *tokens: Any, **arguments: Any) -> torch.Tensor:
         parameters: StepParameters = self._per_version("step", self._step_parameters)
         query, key, value = tokens
-        return take_point_step(query, key, value, parameters, **arguments)
+        return self.operators.take_point_step(query, key, value, parameters, **arguments)
 
     def _step_parameters(self, kept: bool) -> StepParameters:
-        return StepParameters(point_tables, *self.parameters_of_operator()[:2], self._points())
+        make = self.operators.point_tables
+        return self.operators.StepParameters(make, *self.parameters_of_operator()[:2], self._points())

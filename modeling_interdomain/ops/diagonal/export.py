@@ -1,5 +1,5 @@
 """The chunked operators for graphs that leave PyTorch (`torch.export`, ONNX): real arithmetic and plain tensor
-operations alone, whatever the batch and the length. What reads at points (`ops/interdomain/points.py`) runs them, too.
+operations alone, whatever the batch and the length.
 
 The mathematics is that of `ops/interdomain/chunk_call.py` and `ops/s4d/chunk.py`. Lengths are handled with indices, and
 the states before the chunks come without a loop over them: one after the other within blocks of a few chunks, in all
@@ -25,14 +25,13 @@ def export_attention(
     chunk_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """As `chunk_attention`, with the final states."""
-    mixing = mixing_matrix(coefficient_matrix, product, key.shape[2], log_decay.shape[1], key)
-    extent = initial_state, cu_seqlens, lengths, chunk_size
-    tokens = query, key, value
-    output, final = attention_with(lambda y: [by_group(y, mixing)], *tokens, log_decay, input_matrix, *extent)
+    mixing = mixing_matrix(coefficient_matrix, product, key.shape[2], log_decay.shape[1], key)[:, None, None, None]
+    parameters, extent = (log_decay, input_matrix), (initial_state, cu_seqlens, lengths, chunk_size)
+    output, final = export_passes(lambda y: [y @ mixing], query, key, value, *parameters, *extent)
     return output, final
 
 
-def attention_with(
+def export_passes(
     between: Callable[[torch.Tensor], Sequence[torch.Tensor]], query, key, value, log_decay, input_matrix,
     initial_state, cu_seqlens, lengths, chunk_size: int,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
@@ -47,12 +46,13 @@ def attention_with(
     keys, values = states.inputs[:, None, ..., :width], states.inputs[:, None, ..., width:]
     key_states, value_states = states.before[:, None, ..., :width, :], states.before[:, None, ..., width:, :]
     rows = states.cut(query).unflatten(3, (groups, -1)).permute(3, 4, 0, 1, 2, 5)  # [G, P, B, N, C, R]
-    by_token = _powers(log_decay, torch.arange(1, chunk_size + 1, device=key.device), key.dtype)[:, None, None, None]
+    by_token = _powers(log_decay, torch.arange(1, chunk_size + 1, device=key.device), key.dtype)
+    table, by_token = (x[:, None, None, None] for x in (states.table, by_token))
 
-    y = _times(rows @ key_states, by_token) + by_group(_skew(rows @ keys.mT), states.table)
+    y = _times(rows @ key_states, by_token) + _skew(rows @ keys.mT) @ table
     p, *more = between(y)
     reader = _times(p, by_token * by_token.new_tensor([1.0, -1.0]))
-    output = reader @ value_states.mT + _unskew(by_group(p, states.table.mT)) @ values
+    output = reader @ value_states.mT + _unskew(p @ table.mT) @ values
     return *(states.join(x) for x in (output, *more)), states.final()
 
 
@@ -136,8 +136,6 @@ class _ChunkStates:
         numbers = torch.arange(blocks, device=states.device)
         states = states[:, :, numbers]
         reaches = [2**doubling for doubling in range(_DOUBLINGS)]
-        if not torch.compiler.is_exporting():
-            reaches = [reach for reach in reaches if reach < blocks]
         for reach, decay in zip(reaches, self._across([reach * _BLOCK for reach in reaches]), strict=True):
             source = numbers - reach
             earlier = torch.where((source >= 0)[:, None, None], states[:, :, source.clamp(min=0)], 0)
@@ -175,11 +173,6 @@ def _times(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     return torch.stack(
         [real * other_real - imaginary * other_imaginary, real * other_imaginary + imaginary * other_real], dim=-1
     ).flatten(-2)
-
-
-def by_group(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """`x @ matrix`, `[G, ..., A]` times `[G, A, B]`, without a copy of the matrix for each row of x."""
-    return (x.flatten(1, -2) @ matrix).view(*x.shape[:-1], matrix.shape[-1])
 
 
 def _skew(x: torch.Tensor) -> torch.Tensor:

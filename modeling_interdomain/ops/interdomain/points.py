@@ -9,6 +9,7 @@ The keys of the points are never formed: with y = X^k q the scores are Re(sum_m 
 readout in two passes with a softmax between them in the place of C.
 """
 
+from collections.abc import Hashable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,9 +21,9 @@ from ..common.launch import say_without_kernels
 from ..diagonal.step import StepParameters, StepTables, advance_state, transition_tables
 from .chunk import state_shape
 from .entry import check_inputs
-from .points_chunk import point_operator
+from .points_chunk import chunked_points
 
-_BACKENDS = ("auto", "recurrent", "chunk")
+POINT_BACKENDS = ("auto", "recurrent", "chunk")
 
 
 class Points(NamedTuple):
@@ -42,7 +43,7 @@ class Points(NamedTuple):
 
 def point_attention(
     query, key, value, log_decay, input_matrix, points: Points, *, initial_state=None, output_final_state: bool = False,
-    cu_seqlens=None, lengths=None, chunk_size: int = 64, backend: str = "auto",
+    cu_seqlens=None, lengths=None, chunk_size: int = 64, backend: str = "auto", kept: dict[Hashable, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """`interdomain_attention` that reads its state at points, as ops/interdomain/naive.py defines it.
 
@@ -50,6 +51,7 @@ def point_attention(
         query: `[B, T, H, R]`, H = G P; key: `[B, T, G, R]`; value: `[B, T, G, D]`.
         log_decay, input_matrix: `[G, M, 2]`.
         backend: "recurrent" (the definition) or "auto" and "chunk" (batched products).
+        kept: tables of earlier calls with these parameters, see `chunk_attention`. Default: None.
 
     Returns:
         `[B, T, H, D + 1]` in at least float32, the output and behind it the logarithm of what the softmax sums up, log
@@ -61,7 +63,7 @@ def point_attention(
     check_inputs((query, key, value), log_decay, input_matrix, None, "hermitian")
     check_points(points, query, key, log_decay)
     cu_seqlens, lengths = check_documents(cu_seqlens, lengths, query)
-    check_how(backend, _BACKENDS, chunk_size)
+    check_how(backend, POINT_BACKENDS, chunk_size)
     if initial_state is not None:
         shape = state_shape(query, key, value, log_decay, cu_seqlens)
         check_state("initial_state", initial_state, shape, "G, 2, M, R + D", query.device)
@@ -72,21 +74,21 @@ def point_attention(
         tokens, parameters, state = inputs[:3], inputs[3:5], inputs[-1]
         same = Points(*inputs[5:-1])
         documents = state, cu_seqlens, lengths
-        if backend == "recurrent":
+        if torch.compiler.is_exporting():
+            from ..diagonal.export import export_passes
+
+            arguments: Any = partial(_attend, same), *tokens, *parameters, *documents, chunk_size
+            output, log_total, state = export_passes(*arguments)
+            output = torch.cat([output, log_total], dim=-1)
+        elif backend == "recurrent":
             from .naive import recurrent_attention
 
-            arguments: Any = *tokens, *parameters, None, "hermitian", *documents, None, None, None, None, same
+            arguments = *tokens, *parameters, None, "hermitian", *documents, None, None, None, None, same
             output, state = recurrent_attention(*arguments)
-        elif torch.compiler.is_exporting():
-            from ..diagonal.export import attention_with
-
-            arguments = partial(_attend, same), *tokens, *parameters, *documents, chunk_size
-            output, total, state = attention_with(*arguments)
-            output = torch.cat([output, total], dim=-1)
         else:
             if backend == "auto":
                 say_without_kernels(query.device, "reading at points has none")
-            output, state = point_operator(*inputs, cu_seqlens, lengths, chunk_size, output_final_state)
+            output, state = chunked_points(*inputs, cu_seqlens, lengths, chunk_size, output_final_state, kept)
     return output, state if output_final_state else None
 
 
@@ -101,12 +103,11 @@ def check_points(points: Points, query: torch.Tensor, key: torch.Tensor, log_dec
 
 
 def _attend(points: Points, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For graphs that leave PyTorch: the p of every y, `[G, P, ..., 2M]`, and the logarithm of the sum."""
-    from ..diagonal.export import by_group
-
-    shape = *points.scale.shape, *[1] * (y.ndim - 3)
-    scores = by_group(y, points.keys.flatten(2).mT) * points.scale.view(*shape, 1) + points.bias.view(*shape, -1)
-    return by_group(scores.softmax(-1), points.values.flatten(2)), scores.logsumexp(-1, keepdim=True)
+    """For graphs that leave PyTorch: the p of every y, `[G, P, B, N, C, 2M]`, and the logarithm of the sum."""
+    keys, values = (x.flatten(2)[:, None, None, None] for x in points[:2])
+    bias, scale = (x[:, :, None, None, None] for x in (points.bias, points.scale[..., None]))
+    scores = (y @ keys.mT) * scale + bias
+    return scores.softmax(-1) @ values, scores.logsumexp(-1, keepdim=True)
 
 
 class PointTables(NamedTuple):
@@ -165,7 +166,8 @@ def take_point_step(
         state.copy_(working)
     batch, groups, _, size, width = state.shape
     rows = query.to(working.dtype).reshape(batch, groups, -1, query.shape[-1])
-    keys, values = working.view(batch, groups, 2 * size, width).split([rows.shape[-1], width - rows.shape[-1]], dim=-1)
+    widths = [rows.shape[-1], width - rows.shape[-1]]
+    keys, values = working.reshape(batch, groups, 2 * size, width).split(widths, dim=-1)
     scores = torch.addcmul(tables.bias, rows @ keys.mT @ tables.keys, tables.scale[..., None])
     read = scores.softmax(-1) @ tables.values @ values
     output = torch.cat([read, scores.logsumexp(-1, keepdim=True)], dim=-1).flatten(1, 2)

@@ -7,6 +7,7 @@ of rows y of 2M real numbers, K and V the weights of the points as `[N, 2M]`. Be
 the logarithm of what the softmax sums up. Nothing is kept for the backward pass but the inputs.
 """
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -19,15 +20,23 @@ from .chunk_call import AttentionCall, Gradients, Walked
 
 
 class PointCall(AttentionCall):
-    """One call in one real dtype."""
+    """One call in one real dtype.
+
+    Attributes:
+        of_keys, of_values: K and V, `[G, N, 2M]`.
+        bias, scale: `[G, 1, P, 1, N]` and `[G, 1, P, 1, 1]`.
+        log_total: of the rows of the last segment, `[G, N, P, C, 1]`, N its chunks.
+    """
 
     more_outputs = 1
 
     def __init__(self, query, key, value, log_decay, input_matrix, keys, values, bias, scale, *others: Any):
-        initial, cu_seqlens, lengths, chunk_size, ends = others
-        extent = initial, cu_seqlens, lengths, "hermitian", chunk_size, ends
-        super().__init__(query, key, value, log_decay, input_matrix, None, *extent)
+        initial, cu_seqlens, lengths, chunk_size, ends, *kept = others
+        extent = initial, cu_seqlens, lengths, "hermitian", chunk_size, ends, *kept
         self.of_keys, self.of_values = keys.flatten(2), values.flatten(2)
+        count, width = self.of_keys.shape[1:]
+        self.more_rows = query.shape[2] * max(0, count - width) // width  # of as many numbers as y, for scores
+        super().__init__(query, key, value, log_decay, input_matrix, None, *extent)
         self.bias, self.scale = bias[:, None, :, None], scale[:, None, :, None, None]
 
     def by_head(self, x: torch.Tensor) -> torch.Tensor:
@@ -37,15 +46,15 @@ class PointCall(AttentionCall):
     def mixed(self, y: torch.Tensor) -> torch.Tensor:
         product = self.workspace.product
         found = self.by_head(product("found", y, self.of_keys.mT))
-        scores = torch.addcmul(self.bias, found, self.scale)
-        self.total = scores.logsumexp(-1, keepdim=True)
-        weights = self.workspace.tensor("point weights", tuple(scores.shape), scores)
-        torch.exp(scores.sub_(self.total), out=weights)
+        weights = self.workspace.tensor("point weights", tuple(found.shape), found)
+        torch.addcmul(self.bias, found, self.scale, out=weights)
+        self.log_total = weights.logsumexp(-1, keepdim=True)
+        weights.sub_(self.log_total).exp_()
         return product("p", weights.view(self.groups, -1, weights.shape[-1]), self.of_values)
 
     def attend(self, rows: torch.Tensor, keys: Walked, values: Walked) -> torch.Tensor:
         output = super().attend(rows, keys, values)
-        return torch.cat([output, self.total.view(*output.shape[:2], 1)], dim=-1)
+        return torch.cat([output, self.log_total.view(*output.shape[:2], 1)], dim=-1)
 
     def gradients(self, *arguments) -> Gradients:
         return PointGradients(self, *arguments)
@@ -71,13 +80,13 @@ class PointGradients(Gradients):
         groups, size = call.groups, call.of_keys.shape[1]
         found = call.by_head(self.workspace.tensor("found", (groups, y.shape[1], size), y))
         weights = call.by_head(self.workspace.tensor("point weights", (groups, y.shape[1], size), y))
-        of_output, of_total = grad.split([grad.shape[-1] - 1, 1], dim=-1)
+        of_output, of_log_total = grad.split([grad.shape[-1] - 1, 1], dim=-1)
         of_p = self._second_pass(segment, of_output.contiguous(), *values, p)
         flat = weights.view(groups, -1, size)
         self.of_values.baddbmm_(flat.mT, of_p)
         of_weights = call.by_head(product("grad weights", of_p, call.of_values.mT))
         # w (g - <w, g>) of the softmax, and w times the gradient of the logarithm of the sum.
-        less = torch.linalg.vecdot(weights, of_weights)[..., None] - of_total.reshape(*weights.shape[:-1], 1)
+        less = torch.linalg.vecdot(weights, of_weights)[..., None] - of_log_total.reshape(*weights.shape[:-1], 1)
         of_scores = of_weights.sub_(less).mul_(weights)
         self.of_bias += of_scores.sum((1, 3), keepdim=True)
         self.of_scale += torch.linalg.vecdot(of_scores, found).sum((1, 3))[:, None, :, None, None]
@@ -92,11 +101,16 @@ def _forward(
     initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, lengths: torch.Tensor | None, chunk_size: int,
     output_final_state: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    shape = state_shape(query, key, value, log_decay, cu_seqlens)
-    final = final_states(log_decay, shape, output_final_state, initial_state)
     tables = log_decay, input_matrix, keys, values, bias, scale
     extent = initial_state, cu_seqlens, lengths, chunk_size, output_final_state
-    call = PointCall(query, key, value, *tables, *extent)
+    return _computed(None, query, key, value, *tables, *extent)
+
+
+def _computed(kept: dict[Hashable, Any] | None, query, key, value, log_decay, *others):
+    initial_state, cu_seqlens, *_, output_final_state = others[5:]
+    shape = state_shape(query, key, value, log_decay, cu_seqlens)
+    final = final_states(log_decay, shape, output_final_state, initial_state)
+    call = PointCall(query, key, value, log_decay, *others, kept)
     return call.forward(final if output_final_state else None), final
 
 
@@ -112,4 +126,14 @@ def _backward(inputs, grads, needs):
 
 
 point_operator = differentiable(__name__, "point_attention", _forward, _outputs, _backward, count=10)
-"""Called with tensors of one real dtype; gives `[B, T, H, D + 1]` and the final states, empty where not wanted."""
+
+
+def chunked_points(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `point_attention`, with tensors of one real dtype; the final states are empty where they are not wanted.
+
+    The last of the inputs are tables of earlier calls, not used where something may be differentiated or is compiled.
+    """
+    *given, kept = inputs
+    if kept is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return point_operator(*given)
+    return _computed(kept, *given)
