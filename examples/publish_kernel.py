@@ -24,6 +24,7 @@ from pathlib import Path, PurePosixPath
 import modeling_interdomain
 from examples.text_data import InputError, exit_code
 from modeling_interdomain.layers.operators import KERNEL_VERSION, Operators
+from modeling_interdomain.mixers.window.points import PointRecurrence  # noqa: F401, imported where a model needs it
 from modeling_interdomain.ops.common.spans import join_states, mask_span, remove_span
 from modeling_interdomain.ops.experts.entry import find_experts, read_experts, sum_experts
 from modeling_interdomain.ops.interdomain.entry import interdomain_attention, interdomain_step

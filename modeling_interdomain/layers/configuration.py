@@ -57,7 +57,7 @@ class ModelFields:
         residual_in_fp32: keep the residual stream in float32 in a model of a lower precision. Default: False.
         learned_state: recurrent layers begin every row and document with a learned state instead of zeros (state
             tuning, see `add_learned_state`). Default: False.
-        state_dtype: of the recurrent state in a cache: "float32", "float64", "bfloat16" or "float16". Default: "float32".
+        state_dtype: of recurrent states in a cache: "float32", "float64", "bfloat16" or "float16". Default: "float32".
         backend: how the operator is computed, see `interdomain_attention`; "s4d" layers know "chunk" and "triton"
             alone, "ssd" and "selective_scan" layers "recurrent" too; for another it is "auto". Default: "auto".
         chunk_size: tokens per chunk of the operator. Default: 64.
