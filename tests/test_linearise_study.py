@@ -255,10 +255,9 @@ def test_what_is_said_of_a_real_llama_in_windows():
         if modes:
             without = found[window, sinks, 0]
             changes = [round(x / without[place], 3) for place, x in with_state.items()]
-            assert 0.987 <= min(changes) < 1
-            assert [x for x in changes if x > 1] == ([1.001] if window == 256 else [])
+            assert 0.985 <= min(changes) < 1 and max(changes) <= 1
     page = (harness.RESULTS / "linearise_study.md").read_text()
-    assert "at most 1.3% for the better, and 0.1% for the worse at one place" in " ".join(page.split())
+    assert "at most 1.5% for the better, and nothing for the worse" in " ".join(page.split())
     on_gpu = harness.read("linearise_gpu")["runs"] if linearise_gpu.FILE.exists() else []
     taught = [run for run in (*runs, *on_gpu) if run.get("taught", "no") != "no"]
     assert ("Nothing here is taught yet" in page) == (not taught)
