@@ -223,6 +223,7 @@ def test_other_dtypes_and_a_dry_run(source, capsys):
         ({"token_mixers": ["selective_scan", "softmax"]}, {}, "The source has selective_scan and softmax layers alone"),
         ({"normalize": True, "product": "real"}, {}, "normalize=True divides by a readout"),
         ({"learned_state": True}, {}, "The source has a learned state, which belongs to its modes"),
+        ({"token_mixers": ["interdomain", "window"]}, {}, "The source has windows whose memories have as many modes"),
         (
             {"token_mixers": "s4d", "num_key_value_heads": 2, "coefficient_matrix": "diagonal"},
             {},

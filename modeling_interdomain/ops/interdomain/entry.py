@@ -136,7 +136,7 @@ def interdomain_attention(
             arguments = (*tokens, *parameters, product, initial_state, cu_seqlens, chunk_size, normalize)
             found = _fused(backend, gates, *arguments, lengths=lengths, output_final_state=output_final_state)
         if found is None:
-            compute = _compute_dtype(*tokens)
+            compute = compute_dtype(*tokens)
             chunks = backend in ("auto", "chunk") and not (single or exporting or normalize or gates)
             narrow = chunks and compute == torch.float32 and multiplies_bf16(value)
             operand = torch.bfloat16 if narrow else compute
@@ -409,10 +409,10 @@ def _state_or_zeros(initial_state, key, value, log_decay, rows: int) -> torch.Te
         return initial_state.clone(memory_format=torch.contiguous_format)
     width = key.shape[-1] + value.shape[-1]
     shape = (rows, key.shape[2], 2, log_decay.shape[1], width)
-    return torch.zeros(shape, dtype=_compute_dtype(key, value), device=key.device)
+    return torch.zeros(shape, dtype=compute_dtype(key, value), device=key.device)
 
 
-def _compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
+def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
     return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
 
 

@@ -20,7 +20,7 @@ from ..common.cpu import autocasts, without_autocast
 from ..common.launch import say_without_kernels
 from ..diagonal.step import StepParameters, StepTables, advance_state, transition_tables
 from .chunk import state_shape
-from .entry import check_inputs
+from .entry import check_inputs, compute_dtype
 from .points_chunk import chunked_points
 
 POINT_BACKENDS = ("auto", "recurrent", "chunk")
@@ -67,7 +67,7 @@ def point_attention(
     if initial_state is not None:
         shape = state_shape(query, key, value, log_decay, cu_seqlens)
         check_state("initial_state", initial_state, shape, "G, 2, M, R + D", query.device)
-    dtype = torch.float64 if any(x.dtype == torch.float64 for x in (query, key, value)) else torch.float32
+    dtype = compute_dtype(query, key, value)
     with without_autocast(query.device):
         given = query, key, value, log_decay, input_matrix, *points, initial_state
         inputs: list[Any] = [None if x is None else x.to(dtype) for x in given]

@@ -21,7 +21,7 @@ from ..common.launch import say_without_kernels
 from ..common.packing import mask_from_lengths, zero_pads
 from ..diagonal.step import StepTables, grouped_coefficients, transition_tables
 from .chunk import state_shape
-from .entry import check_inputs
+from .entry import check_inputs, compute_dtype
 from .readout import pull_back
 
 _BACKENDS = ("auto", "recurrent", "chunk")
@@ -60,16 +60,12 @@ def warped_attention(
         *wide, state, steps = (None if x is None else x.double() for x in inputs)
         arguments: Any = *wide, product, state, cu_seqlens, lengths, None, None, None, steps
         output, state = recurrent_attention(*arguments)
-        output, state = output.to(value.dtype), state.to(_state_dtype(query, key, value))
+        output, state = output.to(value.dtype), state.to(compute_dtype(query, key, value))
     else:
         if backend == "auto":
             say_without_kernels(query.device, "warped time has none")
         output, state = _operator(*inputs, cu_seqlens, lengths, product, min(chunk_size, _CHUNK))
     return output, state if output_final_state else None
-
-
-def _state_dtype(*tokens: torch.Tensor) -> torch.dtype:
-    return torch.float64 if any(x.dtype == torch.float64 for x in tokens) else torch.float32
 
 
 def _logs(time_step: torch.Tensor, log_decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,13 +148,13 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     inputs = query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state, time_step
     output, final = _compute(*inputs, cu_seqlens, lengths, product, chunk_size)
-    return output.to(value.dtype).contiguous(), final.to(_state_dtype(query, key, value)).contiguous()
+    return output.to(value.dtype).contiguous(), final.to(compute_dtype(query, key, value)).contiguous()
 
 
 def _outputs(query, key, value, log_decay, *others):
     shape = state_shape(query, key, value, log_decay, others[4])
     output = value.new_empty((*query.shape[:3], value.shape[3]))
-    return output, value.new_empty(shape, dtype=_state_dtype(query, key, value))
+    return output, value.new_empty(shape, dtype=compute_dtype(query, key, value))
 
 
 def _backward(inputs, grads, needs):
