@@ -46,10 +46,12 @@ FILE = RESULTS / "core_study.json"
 SOURCES = ("core_study", "condition_study")
 MAMBA2 = recall_study.MAMBA2 | {"ssd_conv_bias": True, "ssd_norm": "after_gate", "use_output_gate": True}
 PLAIN = {"token_mixers": "interdomain", "start": "recall"}
+DELTA = PLAIN | {"gates": "forget", "delta_rule": True}
 CONDITIONS = {
     "Interdomain": PLAIN,
     "Interdomain, gates": PLAIN | {"gates": "forget"},
-    "Interdomain, gates and delta rule": PLAIN | {"gates": "forget", "delta_rule": True},
+    "Interdomain, gates and delta rule": DELTA,
+    "Interdomain, gates and delta rule, many heads": DELTA | {"head_dim": 16, "state_size": 16},
     "Gated DeltaNet": peers.GATED_DELTANET,
     "Gated DeltaNet, steps as Mamba-2's": peers.GATED_DELTANET_SPREAD,
     "Mamba-2": MAMBA2,
@@ -57,6 +59,11 @@ CONDITIONS = {
     "softmax, convolution": peers.SOFTMAX_CONVOLUTION,
     "Interdomain, warp": PLAIN | {"gates": "warp"},
 }
+# Of heads half as wide with half as many modes a state holds four times as many.
+HEADS = {"Interdomain, gates and delta rule, many heads": 4}
+# Interdomain and S4D-only start with outputs of this size, as `start` "recall" makes them. Mamba-2, whose norm makes
+# outputs of size 1, has an `o_proj` as much smaller: else its layers hide the embeddings, and it learns slowly.
+FIRST_OUTPUT = {"Mamba-2": 0.02}
 # What `condition_study` has run of them, with as many parameters and the same texts.
 KNOWN = {"Interdomain": "interdomain-norope, recall", "S4D-only": "s4d, recall"}
 REFERENCE = "Interdomain"
@@ -87,17 +94,18 @@ SIZES = {
 }
 # At the largest size; that which takes longest first.
 LARGE_CONDITIONS = (
-    "Gated DeltaNet",
-    "Interdomain, gates and delta rule",
+    "Gated DeltaNet, steps as Mamba-2's",
+    "Interdomain, gates and delta rule, many heads",
     "softmax, convolution",
     "Interdomain, gates",
     "Interdomain",
 )
 LARGE_SHARDS = {"wiki": 3, "books": 2}  # of ../shared/data/corpus: 100 MB of text, of which windows are drawn
 LARGE_CACHE = Path("runs/core_study/large.pt")
-FIRST = ("Interdomain", "Interdomain, gates", "Interdomain, gates and delta rule", "Gated DeltaNet")
-REST = ("Gated DeltaNet, steps as Mamba-2's", "Mamba-2", "S4D-only", "softmax, convolution")
-MORE_SEEDS = (2, 3, 4, 5)  # of those at 1.4M, since Gated DeltaNet depends much on how its decays are drawn
+CLOSEST = ("Interdomain, gates and delta rule, many heads", "Gated DeltaNet, steps as Mamba-2's")
+FIRST = ("Interdomain", "Interdomain, gates", "Interdomain, gates and delta rule", *CLOSEST)
+REST = ("Gated DeltaNet", "Mamba-2", "S4D-only", "softmax, convolution")
+MORE_SEEDS = (2, 3, 4, 5)  # of those at 1.4M, to tell what lies within a percent
 
 RECALL = ("recall", "overwritten", "copying")
 SETTINGS = ((8, 64), (16, 128), (32, 256), (64, 512))  # pairs or copied tokens, and tokens
@@ -106,7 +114,8 @@ AT_ONCE = 32_768  # tokens read in a forward on a GPU where nothing is learned
 
 def fields_of(condition: str, shape: dict) -> dict:
     """A configuration of a condition with the parameters of Interdomain, as near as whole widths come."""
-    fields = shape | CONDITIONS[condition]
+    heads = HEADS.get(condition, 1) * shape["num_attention_heads"]
+    fields = shape | {"num_attention_heads": heads} | CONDITIONS[condition]
     wanted = peers.count(shape | CONDITIONS[REFERENCE])
     return fields | {"intermediate_size": peers.equal_width(fields, wanted)}
 
@@ -143,7 +152,7 @@ def plan(runs: list[dict], shorter: list[dict]) -> Iterator[dict]:
     small = [row for row in runs if row["task"] == LANGUAGE] + known_runs(shorter)
     best = {name: condition_study.best_rate(small, name) for name in CONDITIONS}
     yield from language_plan(runs, LANGUAGE, [name for name in CONDITIONS if name not in KNOWN])
-    for names in (FIRST[2:], FIRST[:2]):
+    for names in (CLOSEST, FIRST[:3], REST[:1]):
         yield from language_plan(runs, FEWER, names)
     yield from language_plan(runs, LARGER, FIRST)
     for name in FIRST:
@@ -300,7 +309,9 @@ def make_fleet(job: list[dict], device: str = "cpu", backend: str | None = None,
     models = []
     for item in job:
         torch.manual_seed(item["seed"])
-        models.append(InterdomainForCausalLM(InterdomainConfig(**fields)).to(device))
+        models.append(InterdomainForCausalLM(InterdomainConfig(**fields)))
+        start_smaller(models[-1], FIRST_OUTPUT.get(condition, 1.0))
+        models[-1].to(device)
     autocast = SIZES[task].training.get("autocast") if task in SIZES else None
     return SideBySide(
         models,
@@ -309,6 +320,13 @@ def make_fleet(job: list[dict], device: str = "cpu", backend: str | None = None,
         getattr(torch, autocast) if autocast else None,
         graph,
     )
+
+
+@torch.no_grad()
+def start_smaller(model: InterdomainForCausalLM, factor: float) -> None:
+    """Let what the token mixers add to the embeddings start at `factor` of what it is."""
+    for layer in model.model.layers:
+        layer.token_mixer.o_proj.weight.mul_(factor)
 
 
 def run_language(fleet: SideBySide, job: list[dict], texts: dict, training: dict | None = None) -> list[dict]:

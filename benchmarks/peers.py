@@ -65,6 +65,10 @@ class GatedDeltaNet(TokenMixer):
     def o_proj(self) -> nn.Module:
         return self.layer.out_proj
 
+    @torch.no_grad()
+    def start_parameters(self, config) -> None:
+        init.normal_(self.layer.conv1d.weight, std=config.initializer_range)
+
     @classmethod
     def state_sizes(cls, config, context_length: int) -> dict[str, int]:
         heads, key, value = cls._sizes(config)
@@ -84,6 +88,7 @@ class GatedDeltaNetSpread(GatedDeltaNet):
 
     @torch.no_grad()
     def start_parameters(self, config) -> None:
+        super().start_parameters(config)
         low, high = math.log(config.time_step_min), math.log(config.time_step_max)
         step = torch.empty_like(self.layer.dt_bias).uniform_(low, high).exp()
         init.copy_(self.layer.dt_bias, step + torch.log(-torch.expm1(-step)))  # its softplus is the step
@@ -95,6 +100,9 @@ class ShortConvolution(CausalConv1d):
     def __init__(self, width: int, kernel: int):
         super().__init__(width, width, kernel, groups=width, bias=False)
 
+    def start_parameters(self, config) -> None:
+        init.normal_(self.weight, std=config.initializer_range)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return causal_conv(super().forward, x, None, self.kernel_size[0])[0]
 
@@ -102,7 +110,8 @@ class ShortConvolution(CausalConv1d):
 class SoftmaxConvolution(SoftmaxMixer):
     """Softmax attention whose queries, keys and values pass through a short convolution: the fair softmax.
 
-    Without one it must form over two layers what others have in one, a key that knows the token before.
+    Without one it must form over two layers what others have in one, a key that knows the token before. The
+    convolutions start as Transformers starts one.
     """
 
     def __init__(self, config, layer_idx: int):
