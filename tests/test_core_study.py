@@ -99,7 +99,7 @@ def test_convolutions_of_peers_start_as_transformers_starts_one(name):
         assert conv.weight.std().item() == pytest.approx(model.config.initializer_range, rel=0.1)
 
 
-def test_what_the_page_says_of_the_smallest_size():
+def test_what_the_page_says_of_language():
     """By seed and by size; a run more may change it, and then the page is to say something else."""
     records = {name: read(name) for name in core_study.SOURCES}
     best = core_study.best_language(records, core_study.LANGUAGE)
@@ -115,6 +115,12 @@ def test_what_the_page_says_of_the_smallest_size():
     assert ahead(many, deltanet) == 2 and [round(b - a, 3) for a, b in zip(many, deltanet)] == [0.001, 0.045]
     assert round(deltanet[1] - deltanet[0], 3) == 0.055
     assert min(map(statistics.mean, loss.values())) == statistics.mean(many)
+    larger = {
+        name: statistics.mean(map(condition_study.score, rows))
+        for name, rows in core_study.best_language(records, core_study.FEWER).items()
+    }
+    behind = [round(100 * math.expm1(larger[name] - larger[core_study.FIRST[4]]), 1) for name in core_study.FIRST[2:4]]
+    assert behind == [2.5, 0.3]
     recall = [row["accuracy"] for row in records["core_study"]["runs"] if row["task"] == "recall"]
     assert len(recall) >= 12 and min(recall) > 0.999
 
