@@ -47,20 +47,22 @@ SOURCES = ("core_study", "condition_study")
 MAMBA2 = recall_study.MAMBA2 | {"ssd_conv_bias": True, "ssd_norm": "after_gate", "use_output_gate": True}
 PLAIN = {"token_mixers": "interdomain", "start": "recall"}
 DELTA = PLAIN | {"gates": "forget", "delta_rule": True}
+# The two that are closest: our strongest form and the better start of Gated DeltaNet.
+CLOSEST = MANY_HEADS, SPREAD = "Interdomain, gates and delta rule, many heads", "Gated DeltaNet, steps as Mamba-2's"
 CONDITIONS = {
     "Interdomain": PLAIN,
     "Interdomain, gates": PLAIN | {"gates": "forget"},
     "Interdomain, gates and delta rule": DELTA,
-    "Interdomain, gates and delta rule, many heads": DELTA | {"head_dim": 16, "state_size": 16},
+    MANY_HEADS: DELTA | {"head_dim": 16, "state_size": 16},
     "Gated DeltaNet": peers.GATED_DELTANET,
-    "Gated DeltaNet, steps as Mamba-2's": peers.GATED_DELTANET_SPREAD,
+    SPREAD: peers.GATED_DELTANET_SPREAD,
     "Mamba-2": MAMBA2,
     "S4D-only": {"token_mixers": "s4d", "start": "recall"},
     "softmax, convolution": peers.SOFTMAX_CONVOLUTION,
     "Interdomain, warp": PLAIN | {"gates": "warp"},
 }
 # Of heads half as wide with half as many modes a state holds four times as many.
-HEADS = {"Interdomain, gates and delta rule, many heads": 4}
+HEADS = {MANY_HEADS: 4}
 # Interdomain and S4D-only start with outputs of this size, as `start` "recall" makes them. Mamba-2, whose norm makes
 # outputs of size 1, has an `o_proj` as much smaller: else its layers hide the embeddings, and it learns slowly.
 FIRST_OUTPUT = {"Mamba-2": 0.02}
@@ -93,16 +95,9 @@ SIZES = {
     LARGE: Size(LARGE_SHAPE, LARGE_TRAINING),
 }
 # At the largest size; that which takes longest first.
-LARGE_CONDITIONS = (
-    "Gated DeltaNet, steps as Mamba-2's",
-    "Interdomain, gates and delta rule, many heads",
-    "softmax, convolution",
-    "Interdomain, gates",
-    "Interdomain",
-)
+LARGE_CONDITIONS = (*CLOSEST, "softmax, convolution", "Interdomain, gates", "Interdomain")
 LARGE_SHARDS = {"wiki": 3, "books": 2}  # of ../shared/data/corpus: 100 MB of text, of which windows are drawn
 LARGE_CACHE = Path("runs/core_study/large.pt")
-CLOSEST = ("Interdomain, gates and delta rule, many heads", "Gated DeltaNet, steps as Mamba-2's")
 FIRST = ("Interdomain", "Interdomain, gates", "Interdomain, gates and delta rule", *CLOSEST)
 REST = ("Gated DeltaNet", "Mamba-2", "S4D-only", "softmax, convolution")
 MORE_SEEDS = (2, 3, 4, 5)  # of those at 1.4M, to tell what lies within a percent
@@ -309,9 +304,9 @@ def make_fleet(job: list[dict], device: str = "cpu", backend: str | None = None,
     models = []
     for item in job:
         torch.manual_seed(item["seed"])
-        models.append(InterdomainForCausalLM(InterdomainConfig(**fields)))
-        start_smaller(models[-1], FIRST_OUTPUT.get(condition, 1.0))
-        models[-1].to(device)
+        model = InterdomainForCausalLM(InterdomainConfig(**fields))
+        start_smaller(model, FIRST_OUTPUT.get(condition, 1.0))
+        models.append(model.to(device))
     autocast = SIZES[task].training.get("autocast") if task in SIZES else None
     return SideBySide(
         models,

@@ -31,8 +31,8 @@ class GatedDeltaNet(TokenMixer):
     """The layer of Qwen3-Next (arXiv 2412.06464) as it stands in Transformers, with a head for each of ours.
 
     Keys have R + D numbers and values 2 M, so that a head's state has as many numbers as that of an Interdomain head
-    with as many modes: 64 x 64 for M = R = D = 32. Its linear maps start as those of all models here, the rest as it is
-    made.
+    with as many modes: 64 x 64 for M = R = D = 32. Its linear maps start as those of all models here, its convolution
+    as Transformers starts one, small, and the rest as it is made.
     """
 
     layer_type = "linear_attention"

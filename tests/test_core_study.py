@@ -86,7 +86,7 @@ def test_no_mixer_starts_larger_than_the_embeddings_it_is_added_to(name):
     assert 0 < added.square().mean() < 0.25 * embedded.square().mean()
 
 
-@pytest.mark.parametrize("name", [*PEERS, "Gated DeltaNet, steps as Mamba-2's"])
+@pytest.mark.parametrize("name", [*PEERS, core_study.SPREAD])
 def test_convolutions_of_peers_start_as_transformers_starts_one(name):
     """Small: PyTorch's own start is fourteen times as large, and Gated DeltaNet then learns slowly."""
     model = core_study.make_fleet([core_study.language_item(name)]).models[0]
@@ -119,7 +119,7 @@ def test_what_the_page_says_of_language():
         name: statistics.mean(map(condition_study.score, rows))
         for name, rows in core_study.best_language(records, core_study.FEWER).items()
     }
-    behind = [round(100 * math.expm1(larger[name] - larger[core_study.FIRST[4]]), 1) for name in core_study.FIRST[2:4]]
+    behind = [round(100 * math.expm1(larger[name] - larger[core_study.SPREAD]), 1) for name in core_study.FIRST[2:4]]
     assert behind == [2.5, 0.3]
     recall = [row["accuracy"] for row in records["core_study"]["runs"] if row["task"] == "recall"]
     assert len(recall) >= 12 and min(recall) > 0.999
@@ -202,7 +202,7 @@ def test_the_plan_brackets_the_rates_of_what_is_not_known():
     rest = [row for row in runs if row["task"] == core_study.LARGER and row["condition"] == "Mamba-2"]
     assert {(row["learning_rate"], row["seed"]) for row in rest} == {(6e-3, 0), (3e-3, 0), (3e-3, 1), (1.5e-3, 0)}
     small = [row for row in runs if row["task"] == core_study.LANGUAGE]
-    seeds = {row["seed"] for row in small if row["condition"] == core_study.CLOSEST[1]}
+    seeds = {row["seed"] for row in small if row["condition"] == core_study.SPREAD}
     assert seeds == {0, 1, *core_study.MORE_SEEDS}
     largest = [row for row in runs if row["task"] == core_study.LARGE]
     assert {row["condition"] for row in largest} == set(core_study.LARGE_CONDITIONS)
