@@ -49,23 +49,31 @@ PLAIN = {"token_mixers": "interdomain", "start": "recall"}
 DELTA = PLAIN | {"gates": "forget", "delta_rule": True}
 # The two that are closest: our strongest form and the better start of Gated DeltaNet.
 CLOSEST = MANY_HEADS, SPREAD = "Interdomain, gates and delta rule, many heads", "Gated DeltaNet, steps as Mamba-2's"
+
+
+class Condition(NamedTuple):
+    """Fields of a configuration, how many times as many heads, and the factor of the first outputs of its mixers."""
+
+    fields: dict
+    heads: int = 1
+    first_output: float = 1.0
+
+
 CONDITIONS = {
-    "Interdomain": PLAIN,
-    "Interdomain, gates": PLAIN | {"gates": "forget"},
-    "Interdomain, gates and delta rule": DELTA,
-    MANY_HEADS: DELTA | {"head_dim": 16, "state_size": 16},
-    "Gated DeltaNet": peers.GATED_DELTANET,
-    SPREAD: peers.GATED_DELTANET_SPREAD,
-    "Mamba-2": MAMBA2,
-    "S4D-only": {"token_mixers": "s4d", "start": "recall"},
-    "softmax, convolution": peers.SOFTMAX_CONVOLUTION,
-    "Interdomain, warp": PLAIN | {"gates": "warp"},
+    "Interdomain": Condition(PLAIN),
+    "Interdomain, gates": Condition(PLAIN | {"gates": "forget"}),
+    "Interdomain, gates and delta rule": Condition(DELTA),
+    # Of heads half as wide with half as many modes a state holds four times as many.
+    MANY_HEADS: Condition(DELTA | {"head_dim": 16, "state_size": 16}, heads=4),
+    "Gated DeltaNet": Condition(peers.GATED_DELTANET),
+    SPREAD: Condition(peers.GATED_DELTANET_SPREAD),
+    # Its norm makes outputs of size 1, where Interdomain and S4D-only start with small ones, as `start` "recall" makes
+    # them: without the factor its layers hide the embeddings, and it learns slowly.
+    "Mamba-2": Condition(MAMBA2, first_output=0.02),
+    "S4D-only": Condition({"token_mixers": "s4d", "start": "recall"}),
+    "softmax, convolution": Condition(peers.SOFTMAX_CONVOLUTION),
+    "Interdomain, warp": Condition(PLAIN | {"gates": "warp"}),
 }
-# Of heads half as wide with half as many modes a state holds four times as many.
-HEADS = {MANY_HEADS: 4}
-# Interdomain and S4D-only start with outputs of this size, as `start` "recall" makes them. Mamba-2, whose norm makes
-# outputs of size 1, has an `o_proj` as much smaller: else its layers hide the embeddings, and it learns slowly.
-FIRST_OUTPUT = {"Mamba-2": 0.02}
 # What `condition_study` has run of them, with as many parameters and the same texts.
 KNOWN = {"Interdomain": "interdomain-norope, recall", "S4D-only": "s4d, recall"}
 REFERENCE = "Interdomain"
@@ -109,9 +117,9 @@ AT_ONCE = 32_768  # tokens read in a forward on a GPU where nothing is learned
 
 def fields_of(condition: str, shape: dict) -> dict:
     """A configuration of a condition with the parameters of Interdomain, as near as whole widths come."""
-    heads = HEADS.get(condition, 1) * shape["num_attention_heads"]
-    fields = shape | {"num_attention_heads": heads} | CONDITIONS[condition]
-    wanted = peers.count(shape | CONDITIONS[REFERENCE])
+    own = CONDITIONS[condition]
+    fields = shape | {"num_attention_heads": own.heads * shape["num_attention_heads"]} | own.fields
+    wanted = peers.count(shape | CONDITIONS[REFERENCE].fields)
     return fields | {"intermediate_size": peers.equal_width(fields, wanted)}
 
 
@@ -188,23 +196,32 @@ def large_plan(runs: list[dict], best: dict[str, float | None]) -> Iterator[dict
 
 
 def recall_plan(runs: list[dict], settings: tuple[tuple[int, int], ...]) -> Iterator[dict]:
-    """At the shortest setting all rates and seeds, at the others those rates that are the best of the one before."""
+    """At the shortest setting rates as in language, at the others the best of the one before; then the other seed."""
     for setting, task, name in itertools.product(settings, RECALL, (*FIRST, *REST)):
-        rates = recall_study.LEARNING_RATES
-        if setting != SETTINGS[0]:
-            before = SETTINGS[SETTINGS.index(setting) - 1]
-            rate = best_recall_rate(runs, name, task, before)
-            rates = () if rate is None else (rate,)
-        for seed, rate in itertools.product(condition_study.SEEDS, rates):
-            yield recall_item(name, task, setting, rate, seed)
+        shortest = setting == SETTINGS[0]
+        if shortest:
+            yield from (recall_item(name, task, setting, rate) for rate in recall_study.LEARNING_RATES)
+            if (rate := recall_rate_beyond(runs, name, task)) is not None:
+                yield recall_item(name, task, setting, rate)
+        before = setting if shortest else SETTINGS[SETTINGS.index(setting) - 1]
+        if (rate := best_recall_rate(runs, name, task, before)) is not None:
+            yield from (recall_item(name, task, setting, rate, seed) for seed in condition_study.SEEDS)
 
 
 def best_recall_rate(runs: list[dict], name: str, task: str, setting: tuple[int, int] = SETTINGS[0]) -> float | None:
-    """That with the fewest errors in the mean of its seeds; at the shortest length once all rates are tried."""
+    """That with the fewest errors, once the shortest length has worse ones on both sides of it, or has been learned."""
     tried = recall_rates(runs, name, task, setting)
-    if not tried or (setting == SETTINGS[0] and len(tried) < len(recall_study.LEARNING_RATES)):
+    whole = setting != SETTINGS[0] or set(recall_study.LEARNING_RATES) <= set(tried)
+    if not tried or not whole or (setting == SETTINGS[0] and recall_rate_beyond(runs, name, task) is not None):
         return None
     return next(iter(tried))
+
+
+def recall_rate_beyond(runs: list[dict], name: str, task: str) -> float | None:
+    """The next rate at the shortest setting, where the best lies at an end and has not learned all."""
+    tried = {rate: recall_errors(rows) for rate, rows in sorted(recall_rates(runs, name, task, SETTINGS[0]).items())}
+    learned = any(errors <= 1 - recall_study.SOLVED for errors, _ in tried.values())
+    return None if learned else recall_study.rate_beyond(tried)
 
 
 def recall_rates(runs: list[dict], name: str, task: str, setting: tuple[int, int]) -> dict[float, list[dict]]:
@@ -212,13 +229,15 @@ def recall_rates(runs: list[dict], name: str, task: str, setting: tuple[int, int
     wanted = recall_item(name, task, setting)
     del wanted["seed"], wanted["learning_rate"]
     found = sorted((row for row in runs if wanted.items() <= row.items()), key=lambda row: row["seed"])
-    rates = {rate: [row for row in found if row["learning_rate"] == rate] for rate in recall_study.LEARNING_RATES}
+    rates = {row["learning_rate"]: [] for row in found}
+    for row in found:
+        rates[row["learning_rate"]].append(row)
+    return dict(sorted(rates.items(), key=lambda pair: recall_errors(pair[1])))
 
-    def errors(rate: float) -> tuple[float, float]:
-        rows = rates[rate]
-        return 1 - statistics.mean(row["accuracy"] for row in rows), statistics.mean(row["loss"] for row in rows)
 
-    return {rate: rates[rate] for rate in sorted(filter(rates.__getitem__, rates), key=errors)}
+def recall_errors(rows: list[dict]) -> tuple[float, float]:
+    """The share of wrong answers, and nats, in the mean of the seeds."""
+    return 1 - statistics.mean(row["accuracy"] for row in rows), statistics.mean(row["loss"] for row in rows)
 
 
 def prepare_large(data: Path) -> dict:
@@ -305,7 +324,7 @@ def make_fleet(job: list[dict], device: str = "cpu", backend: str | None = None,
     for item in job:
         torch.manual_seed(item["seed"])
         model = InterdomainForCausalLM(InterdomainConfig(**fields))
-        start_smaller(model, FIRST_OUTPUT.get(condition, 1.0))
+        start_smaller(model, CONDITIONS[condition].first_output)
         models.append(model.to(device))
     autocast = SIZES[task].training.get("autocast") if task in SIZES else None
     return SideBySide(

@@ -212,6 +212,24 @@ def test_the_plan_brackets_the_rates_of_what_is_not_known():
     assert {row["learning_rate"] for row in longest} == {3e-3}
 
 
+def test_recall_brackets_rates_of_what_has_not_learned():
+    """With the first seed; the other seed, and a longer setting, at the best."""
+    rates = {3e-3: 0.4, 1e-3: 0.6, 1e-2: 0.1}
+    runs = [done(core_study.recall_item("Mamba-2", learning_rate=x)) | {"accuracy": y} for x, y in rates.items()]
+
+    def asked(settings: int = 1) -> list[tuple]:
+        plan = core_study.recall_plan(runs, core_study.SETTINGS[:settings])
+        own = (item for item in plan if item["condition"] == "Mamba-2" and item["task"] == "recall")
+        names = ("pairs", "learning_rate", "seed")
+        return [tuple(map(item.get, names)) for item in own if done(item) not in [done(row) for row in runs]]
+
+    assert {row[1:] for row in asked(2)} >= {(3e-4, 0)} and all(row[2] == 0 for row in asked(2))
+    runs.append(done(core_study.recall_item("Mamba-2", learning_rate=3e-4)) | {"accuracy": 0.5})
+    assert (8, 1e-3, 1) in asked(2) and (16, 1e-3, 0) in asked(2) and (16, 1e-3, 1) in asked(2)
+    runs = [row | {"accuracy": 1.0} if row["learning_rate"] == 1e-3 else row for row in runs[:3]]
+    assert 3e-4 not in {row[1] for row in asked()}
+
+
 def test_the_tables_say_where_interdomain_stands():
     runs = []
     while missing := [item for item in core_study.plan(runs, SHORTER) if done(item) not in runs]:
@@ -299,7 +317,7 @@ def test_side_by_side_is_what_training_alone_is():
 
     def made(seed):
         torch.manual_seed(seed)
-        return InterdomainForCausalLM(InterdomainConfig(**TINY, **core_study.CONDITIONS["Interdomain, gates"]))
+        return InterdomainForCausalLM(InterdomainConfig(**TINY, **core_study.CONDITIONS["Interdomain, gates"].fields))
 
     models = [made(seed) for seed in rates]
     streams = [random_batches(tokens, 2, 8, seed) for seed in rates]
