@@ -41,6 +41,7 @@ TABLES = (
     "operator_before",
     "models_before",
     "denominators",
+    "overwritten",
     "kernel_costs",
     "kernel_resources",
 )

@@ -29,6 +29,7 @@ from benchmarks import (
     models_before,
     operator_cpu,
     operator_gpu,
+    overwritten,
     prefill_memory_gpu,
     prompt_reuse_cpu,
     readme,
@@ -88,6 +89,7 @@ CPU_TABLES = [
     sparse_cpu,
     dynamic_mask_cpu,
     denominators,
+    overwritten,
     prompt_reuse_cpu,
 ]
 

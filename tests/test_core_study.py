@@ -212,6 +212,19 @@ def test_the_plan_brackets_the_rates_of_what_is_not_known():
     assert {row["learning_rate"] for row in longest} == {3e-3}
 
 
+def test_peers_start_recall_with_larger_maps():
+    """Those without a start of their own: with maps of 0.02 Gated DeltaNet learned a third of what it can."""
+    ranges = {name: core_study.recall_fields(name).get("initializer_range") for name in core_study.CONDITIONS}
+    assert {name for name, found in ranges.items() if found == core_study.RECALL_RANGE} == {
+        *core_study.REST[:2],
+        core_study.SPREAD,
+        "softmax, convolution",
+    }
+    item = core_study.recall_item(core_study.SPREAD)
+    mixer = core_study.make_fleet([item]).models[0].model.layers[0].token_mixer
+    assert mixer.layer.in_proj_qkvz.weight.std().item() == pytest.approx(core_study.RECALL_RANGE, rel=0.05)
+
+
 def test_recall_brackets_rates_of_what_has_not_learned():
     """With the first seed; the other seed, and a longer setting, at the best."""
     rates = {3e-3: 0.4, 1e-3: 0.6, 1e-2: 0.1}

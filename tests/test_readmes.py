@@ -282,6 +282,15 @@ def test_what_is_said_of_denominators():
     assert small["hermitian, posterior, uniform modes, even steps"] < 0.03 < min(small["hermitian, C random"], 1)
 
 
+def test_what_is_said_of_keys_written_twice():
+    found = {(row["keys"], row["share"]): row for row in read("overwritten")["rows"]}
+    sums, whole = ({n: found[n, d]["nearer"][0] for n in (4, 8, 16, 32)} for d in (0.0, 1.0))
+    assert (round(min(sums.values()), 2), round(max(sums.values()), 2)) == (0.53, 0.6)
+    assert round(whole[32], 2) == 0.96 and min(whole[n] for n in (4, 8, 16)) > 0.98
+    assert all(sums[n] < found[n, 0.5]["nearer"][0] < whole[n] for n in whole)
+    assert all(abs(found[n, 0.0]["last"][0] - found[n, 0.0]["first"][0]) < 0.05 for n in whole)
+
+
 DENSE = ("recall", 16, 64)
 
 
