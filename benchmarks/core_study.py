@@ -206,16 +206,15 @@ def large_plan(runs: list[dict], best: dict[str, float | None]) -> Iterator[dict
 
 
 def recall_plan(runs: list[dict], settings: tuple[tuple[int, int], ...]) -> Iterator[dict]:
-    """At the shortest setting rates as in language, at the others the best of the one before; then the other seed."""
+    """All seeds, on which recall hangs, at all rates; of longer settings at the best rate of the one before."""
     for setting, task, name in itertools.product(settings, RECALL, (*FIRST, *REST)):
-        shortest = setting == SETTINGS[0]
-        if shortest:
-            yield from (recall_item(name, task, setting, rate) for rate in recall_study.LEARNING_RATES)
-            if (rate := recall_rate_beyond(runs, name, task)) is not None:
-                yield recall_item(name, task, setting, rate)
-        before = setting if shortest else SETTINGS[SETTINGS.index(setting) - 1]
-        if (rate := best_recall_rate(runs, name, task, before)) is not None:
-            yield from (recall_item(name, task, setting, rate, seed) for seed in condition_study.SEEDS)
+        if setting == SETTINGS[0]:
+            rates = (*recall_study.LEARNING_RATES, recall_rate_beyond(runs, name, task))
+        else:
+            rates = (best_recall_rate(runs, name, task, SETTINGS[SETTINGS.index(setting) - 1]),)
+        for rate, seed in itertools.product(rates, condition_study.SEEDS):
+            if rate is not None:
+                yield recall_item(name, task, setting, rate, seed)
 
 
 def best_recall_rate(runs: list[dict], name: str, task: str, setting: tuple[int, int] = SETTINGS[0]) -> float | None:
