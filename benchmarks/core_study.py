@@ -9,7 +9,8 @@ named after; three learning rates with the first seed, more where the best lies 
 - 12M: 30M tokens of a vocabulary of 8,192, 32,768 of them a step, at the rate that was best at 1.4M, and a second seed
   of the two conditions that are closest.
 
-Recall is that of `recall_study` (`mqar`), and two tasks beside it; as there, more than 128 tokens begin with shorter:
+Recall is that of `recall_study` (`mqar`), and two tasks beside it, with both seeds at every rate, for seeds differ more
+there; as in that study, more than 128 tokens begin with shorter:
 
 - overwritten: every key is written twice, among the others, and the last value is right;
 - copying: tokens stand at any places among empty ones, and are to be repeated in their order (selective copying,
