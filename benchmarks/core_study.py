@@ -128,7 +128,7 @@ def fields_of(condition: str, shape: dict) -> dict:
 
 
 def recall_fields(condition: str) -> dict:
-    """Those of the recall tasks, where peers start with larger maps."""
+    """A configuration of a condition in the recall tasks; peers, which have no `start`, begin with larger maps."""
     tokens = {"bos_token_id": None, "eos_token_id": None}
     fields = fields_of(condition, recall_study.SHAPE | {"state_size": recall_study.STATE_SIZE} | tokens)
     return fields if "start" in fields else fields | {"initializer_range": RECALL_RANGE}
@@ -210,7 +210,9 @@ def recall_plan(runs: list[dict], settings: tuple[tuple[int, int], ...]) -> Iter
     """All seeds, on which recall hangs, at all rates; of longer settings at the best rate of the one before."""
     for setting, task, name in itertools.product(settings, RECALL, (*FIRST, *REST)):
         if setting == SETTINGS[0]:
-            rates = (*recall_study.LEARNING_RATES, recall_rate_beyond(runs, name, task))
+            tried = recall_rates(runs, name, task, setting)
+            beyond = recall_rate_beyond(runs, name, task)
+            rates = tuple(dict.fromkeys((*recall_study.LEARNING_RATES, *tried, beyond)))
         else:
             rates = (best_recall_rate(runs, name, task, SETTINGS[SETTINGS.index(setting) - 1]),)
         for rate, seed in itertools.product(rates, condition_study.SEEDS):
@@ -221,10 +223,8 @@ def recall_plan(runs: list[dict], settings: tuple[tuple[int, int], ...]) -> Iter
 def best_recall_rate(runs: list[dict], name: str, task: str, setting: tuple[int, int] = SETTINGS[0]) -> float | None:
     """That with the fewest errors, once the shortest length has worse ones on both sides of it, or has been learned."""
     tried = recall_rates(runs, name, task, setting)
-    whole = setting != SETTINGS[0] or set(recall_study.LEARNING_RATES) <= set(tried)
-    if not tried or not whole or (setting == SETTINGS[0] and recall_rate_beyond(runs, name, task) is not None):
-        return None
-    return next(iter(tried))
+    whole = set(recall_study.LEARNING_RATES) <= set(tried) and recall_rate_beyond(runs, name, task) is None
+    return next(iter(tried), None) if whole or setting != SETTINGS[0] else None
 
 
 def recall_rate_beyond(runs: list[dict], name: str, task: str) -> float | None:

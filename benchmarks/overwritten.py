@@ -20,14 +20,13 @@ TEXTS, SEED = 200, 0
 
 def run(quick: bool = False) -> dict:
     texts = 4 if quick else TEXTS
-    return {"texts": texts, "rows": [_row(keys, share, texts) for keys in KEYS for share in SHARES]}
+    layer = _layer()
+    return {"texts": texts, "rows": [_row(keys, share, texts, *layer) for keys in KEYS for share in SHARES]}
 
 
-@torch.no_grad()
-def _row(keys: int, share: float, texts: int) -> dict:
+def _row(keys: int, share: float, texts: int, config: InterdomainConfig, parameters: list[torch.Tensor]) -> dict:
     """Cosines of what is answered with the last and the first value of a key, and how often the last is nearer."""
     generator = torch.Generator().manual_seed(SEED)
-    config, parameters = _layer()
     key, value, asked, places = written_twice(keys, texts, config, generator)
     silent = torch.zeros_like(asked), value.new_zeros(*asked.shape[:3], value.shape[-1])
     query, key, given = (torch.cat(x, dim=1) for x in ((key, asked), (key, silent[0]), (value, silent[1])))
@@ -47,7 +46,7 @@ def _layer() -> tuple[InterdomainConfig, list[torch.Tensor]]:
     config = InterdomainConfig(**SHAPE, **core_study.PLAIN)
     torch.manual_seed(SEED)
     recurrence = InterdomainForCausalLM(config).model.layers[0].token_mixer.recurrence
-    return config, [x.double() for x in recurrence.parameters_of_operator() if x is not None]
+    return config, [x.double().detach() for x in recurrence.parameters_of_operator() if x is not None]
 
 
 def written_twice(
