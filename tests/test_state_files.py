@@ -379,6 +379,38 @@ def test_a_file_that_goes_while_it_is_read(saved, tmp_path, monkeypatch, removed
     assert removed or isinstance(error.value.__cause__, OSError)
 
 
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_file_that_is_replaced_while_it_is_read(tmp_path, monkeypatch, times):
+    """The header of one file and the tensors of the next are no altered file: what is there is read again."""
+    path, following, opened = tmp_path / "state.safetensors", [], []
+    for k in range(times + 1):
+        following.append(tmp_path / f"next-{k}")
+        write_state_file(following[k], {"x": torch.full((5,), float(k))}, {"k": str(k)}, durable=False)
+    following.pop(0).replace(path)
+
+    class OpenedTwice:
+        """Metadata of the file that was there first, tensors of the one that is there now, as of a memory map."""
+
+        def __init__(self, name, framework):
+            self.before = safe_open(name, framework)
+            if following:
+                following.pop(0).replace(path)
+            self.now = safe_open(name, framework)
+            self.metadata, self.keys, self.get_tensor = self.before.metadata, self.now.keys, self.now.get_tensor
+            opened.append(self)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+    monkeypatch.setattr(cache_file, "safe_open", OpenedTwice)
+    tensors, about = read_state_file(path)
+    assert about["k"] == str(times) and tensors["x"].equal(torch.full((5,), float(times)))
+    assert len(opened) == times + 1
+
+
 def test_other_files_and_newer_ones_are_refused(saved, make_model, tmp_path):
     model, _, path = saved
     model.save_pretrained(tmp_path / "model")

@@ -64,6 +64,26 @@ def read_state_file(path: str | os.PathLike) -> tuple[dict[str, torch.Tensor], d
         FileNotFoundError: when there is no such file.
         StateFileError: when it is no state file, of a newer version, torn or altered.
     """
+    while True:
+        before = _identity(path)
+        try:
+            return _read(path)
+        except StateFileError:
+            # safetensors opens a file twice: if it was replaced in between, the old header stands over new tensors.
+            if _identity(path) == before:
+                raise
+
+
+def _identity(path: str | os.PathLike) -> tuple[int, int, int] | None:
+    """What is another once a file has been replaced."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _read(path: str | os.PathLike) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     if not Path(path).is_file():
         raise FileNotFoundError(f"There is no state file {path}.")
     try:
