@@ -42,6 +42,7 @@ TABLES = (
     "models_before",
     "denominators",
     "overwritten",
+    "capacity",
     "kernel_costs",
     "kernel_resources",
 )

@@ -20,7 +20,7 @@ TEXTS, SEED = 200, 0
 
 def run(quick: bool = False) -> dict:
     texts = 4 if quick else TEXTS
-    layer = _layer()
+    layer = untrained(SHAPE)
     return {"texts": texts, "rows": [_row(keys, share, texts, *layer) for keys in KEYS for share in SHARES]}
 
 
@@ -41,12 +41,12 @@ def _row(keys: int, share: float, texts: int, config: InterdomainConfig, paramet
     }
 
 
-def _layer() -> tuple[InterdomainConfig, list[torch.Tensor]]:
-    """A configuration, and log_decay, beta and C of its layer in float64."""
-    config = InterdomainConfig(**SHAPE, **core_study.PLAIN)
+def untrained(shape: dict, dtype: torch.dtype = torch.float64) -> tuple[InterdomainConfig, list[torch.Tensor]]:
+    """A configuration, and log_decay, beta and C of its layer, which starts to remember."""
+    config = InterdomainConfig(**shape, **core_study.PLAIN)
     torch.manual_seed(SEED)
     recurrence = InterdomainForCausalLM(config).model.layers[0].token_mixer.recurrence
-    return config, [x.double().detach() for x in recurrence.parameters_of_operator() if x is not None]
+    return config, [x.to(dtype).detach() for x in recurrence.parameters_of_operator() if x is not None]
 
 
 def written_twice(

@@ -15,6 +15,7 @@ from benchmarks import __main__ as command
 from benchmarks import (
     batch_cpu,
     bf16_cpu,
+    capacity,
     core_cpu,
     decode_cpu,
     decode_gpu,
@@ -90,6 +91,7 @@ CPU_TABLES = [
     dynamic_mask_cpu,
     denominators,
     overwritten,
+    capacity,
     prompt_reuse_cpu,
 ]
 

@@ -291,6 +291,27 @@ def test_what_is_said_of_keys_written_twice():
     assert all(abs(found[n, 0.0]["last"][0] - found[n, 0.0]["first"][0]) < 0.05 for n in whole)
 
 
+def test_what_is_said_of_what_fits_into_a_state():
+    rows = read("capacity")["rows"]
+    found = {(row["layout"], row["share"], row["pairs"], row["apart"]): row for row in rows}
+    assert len({row["numbers"] for row in rows}) == 1
+    usual, many, outer = "4 heads of 32, M = 32", "16 heads of 16, M = 16", "4 heads of 64 x 64, no modes"
+    of_128 = {name: found[name, 0.0, 128, 1] for name in (usual, many, outer)}
+    assert [round(of_128[usual][part], 2) for part in ("latest", "earlier")] == [0.95, 0.02]
+    assert of_128[many]["latest"] > 0.95 and of_128[many]["earlier"] < 0.05
+    assert round(of_128[outer]["all"], 2) == 0.99
+    longer = found["4 heads of 16, M = 64", 0.0, 32, 4]["all"]
+    assert longer > found[usual, 0.0, 32, 4]["all"] + 0.3 and found[usual, 0.0, 64, 1]["all"] > 0.95
+    assert found[usual, 0.0, 32, 4]["all"] > found[many, 0.0, 32, 4]["all"] + 0.1
+    shares = {name: [found[name, share, 128, 1]["all"] for share in (0.0, 1.0)] for name in (usual, many, outer)}
+    assert all(with_rule < without for without, with_rule in shares.values())
+    trained = {row["state_size"]: [] for row in read("recall_study")["runs"]}
+    for row in read("recall_study")["runs"]:
+        if (row["condition"], row["pairs"], row["length"]) == ("recall, short first", 64, 512):
+            trained[row["state_size"]].append(row["accuracy"])
+    assert round(statistics.mean(trained[32]), 2) == 0.92 and max(trained[16]) < 0.5
+
+
 DENSE = ("recall", 16, 64)
 
 
