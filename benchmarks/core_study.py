@@ -6,8 +6,8 @@ named after; three learning rates with the first seed, more where the best lies 
 
 - 1.4M, `condition_study`, whose runs of Interdomain and S4D-only are read from there;
 - 3M, `larger_study`: bfloat16 products (autocast), 8M tokens, or, which two cores train in an evening, the first 2M;
-- 12M: 30M tokens of a vocabulary of 8,192, 32,768 of them a step, at the rate that was best at 1.4M, and a second seed
-  of the two conditions that are closest.
+- 12M: 20M tokens of a vocabulary of 8,192, at half the rate that was best at 1.4M, as the two closest have it best at
+  3M on 2M tokens, and a second seed of the two conditions that are closest.
 
 Recall is that of `recall_study` (`mqar`), and two tasks beside it, with both seeds at every rate, for seeds differ more
 there; as in that study, more than 128 tokens begin with shorter:
@@ -16,10 +16,11 @@ there; as in that study, more than 128 tokens begin with shorter:
 - copying: tokens stand at any places among empty ones, and are to be repeated in their order (selective copying,
   arXiv 2312.00752).
 
-Runs that differ in rate and seed alone are trained side by side (`side_by_side`), by several processes at once.
+Runs that differ in rate and seed alone are trained side by side (`side_by_side`), by several processes at once: on a
+GPU two, of which one compiles while the other trains. More would share its time, and end all at the last.
 
     python -m benchmarks.core_study --data ../shared/data    # all runs that results/core_study.json does not hold yet
-    python -m benchmarks.core_study --data ../shared/data --device cuda --processes 8 --minutes 7
+    python -m benchmarks.core_study --data ../shared/data --device cuda --processes 2 --minutes 7
     python -m benchmarks.core_study --table                  # the tables as markdown
 """
 
@@ -35,7 +36,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from benchmarks import condition_study, larger_study, peers, recall_study, studies
+from benchmarks import condition_study, gpu, larger_study, peers, recall_study, studies
 from benchmarks.harness import RESULTS, footnote, machine, markdown
 from benchmarks.side_by_side import SideBySide, run_steps
 from examples.recall import Pairs
@@ -50,6 +51,7 @@ PLAIN = {"token_mixers": "interdomain", "start": "recall"}
 DELTA = PLAIN | {"gates": "forget", "delta_rule": True}
 # The two that are closest: our strongest form and the better start of Gated DeltaNet.
 CLOSEST = MANY_HEADS, SPREAD = "Interdomain, gates and delta rule, many heads", "Gated DeltaNet, steps as Mamba-2's"
+TWICE = "Interdomain, gates and delta rule, twice the heads"
 
 
 class Condition(NamedTuple):
@@ -73,6 +75,8 @@ CONDITIONS = {
     "Mamba-2": Condition(MAMBA2, first_output=0.02),
     "S4D-only": Condition({"token_mixers": "s4d", "start": "recall"}),
     "softmax, convolution": Condition(peers.SOFTMAX_CONVOLUTION),
+    # Half as wide, with all modes: between the usual heads and many, and a memory as long as that of the usual.
+    TWICE: Condition(DELTA | {"head_dim": 16}, heads=2),
     "Interdomain, warp": Condition(PLAIN | {"gates": "warp"}),
 }
 # What `condition_study` has run of them, with as many parameters and the same texts.
@@ -96,7 +100,7 @@ LARGE_SHAPE = condition_study.SHAPE | {
     "num_hidden_layers": 6,
     "num_attention_heads": 10,
 }
-LARGE_TRAINING = {"steps": 915, "batch_size": 64, "sequence_length": 512, "autocast": "bfloat16"}
+LARGE_TRAINING = {"steps": 2441, "batch_size": 16, "sequence_length": 512, "autocast": "bfloat16"}
 SIZES = {
     LANGUAGE: Size(condition_study.SHAPE, condition_study.TRAINING),
     FEWER: Size(larger_study.SHAPE, LARGER_TRAINING | {"steps": 1000}),
@@ -104,7 +108,7 @@ SIZES = {
     LARGE: Size(LARGE_SHAPE, LARGE_TRAINING),
 }
 # At the largest size; that which takes longest first.
-LARGE_CONDITIONS = (*CLOSEST, "softmax, convolution", "Interdomain, gates", "Interdomain")
+LARGE_CONDITIONS = (*CLOSEST, TWICE, "softmax, convolution", "Interdomain, gates", "Interdomain")
 LARGE_SHARDS = {"wiki": 3, "books": 2}  # of ../shared/data/corpus: 100 MB of text, of which windows are drawn
 LARGE_CACHE = Path("runs/core_study/large.pt")
 FIRST = ("Interdomain", "Interdomain, gates", "Interdomain, gates and delta rule", *CLOSEST)
@@ -166,9 +170,9 @@ def plan(runs: list[dict], shorter: list[dict]) -> Iterator[dict]:
     small = [row for row in runs if row["task"] == LANGUAGE] + known_runs(shorter)
     best = {name: condition_study.best_rate(small, name) for name in CONDITIONS}
     yield from language_plan(runs, LANGUAGE, [name for name in CONDITIONS if name not in KNOWN])
-    for names in (CLOSEST, FIRST[:3], REST[:1]):
+    for names in (CLOSEST, FIRST[:3], REST[:1], (TWICE,)):
         yield from language_plan(runs, FEWER, names)
-    yield from language_plan(runs, LARGER, FIRST)
+    yield from language_plan(runs, LARGER, (*FIRST, TWICE))
     for name in FIRST:
         if best[name] is not None:
             yield from (language_item(name, best[name], seed) for seed in MORE_SEEDS)
@@ -195,8 +199,8 @@ def language_plan(runs: list[dict], task: str, names: list[str] | tuple[str, ...
 
 
 def large_plan(runs: list[dict], best: dict[str, float | None]) -> Iterator[dict]:
-    """Each condition at the rate that was best at 1.4M, then another seed of the two that are closest."""
-    rates = {name: best[name] for name in LARGE_CONDITIONS if best[name] is not None}
+    """Each condition at half the rate that was best at 1.4M, then another seed of the two that are closest."""
+    rates = {name: rate / 2 for name in LARGE_CONDITIONS if (rate := best[name]) is not None}
     for name, rate in rates.items():
         yield language_item(name, rate, task=LARGE)
     first = {row["condition"]: condition_study.score(row) for row in runs if row["task"] == LARGE and row["seed"] == 0}
@@ -288,6 +292,8 @@ def make_run(data: Path, device: str = "cpu", backend: list[str] | None = None):
     """What makes the rows of runs of a kind, in full precision where nothing else is said, by one thread."""
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    if device == "cuda":
+        gpu.device(quick=False)  # kernels choose a configuration in a fifth of the time
     return functools.partial(run_job, data=data, device=device, backend=backend)
 
 
@@ -512,10 +518,10 @@ def table(records: dict[str, dict]) -> str:
     machines = sorted({row["machine"] for row in record["runs"]})
     tokens = {task: math.prod(list(size.training.values())[:3]) for task, size in SIZES.items()}
     tables.append(
-        f"Language: {', '.join(f'{n:,}' for n in tokens.values())} tokens a run, the last at the best "
-        "rate of 1.4M; losses in nats a token, the mean over held-out Wikipedia, books and WikiText-2. Seen in the "
-        "context: a token that stood after the same token before, in the second half of a window. Right answers: one "
-        f"number a seed at the rate with the most. Runs on {'; '.join(machines)}. {footnote(record)}"
+        f"Language: {', '.join(f'{n:,}' for n in tokens.values())} tokens a run, the last at half the "
+        "best rate of 1.4M; losses in nats a token, the mean over held-out Wikipedia, books and WikiText-2. Seen in "
+        "the context: a token that stood after the same token before, in the second half of a window. Right answers: "
+        f"one number a seed at the rate with the most. Runs on {'; '.join(machines)}. {footnote(record)}"
     )
     if missing:
         named = (f"{what} ({'all' if len(x) == len((*FIRST, *REST)) else '; '.join(x)})" for what, x in missing.items())
@@ -526,7 +532,12 @@ def table(records: dict[str, dict]) -> str:
 def language_table(records: dict[str, dict], task: str, missing: dict[str, list[str]]) -> str:
     """Loss by rate and seed; `missing` is told what has not been run."""
     rows = []
-    asked = {LANGUAGE: tuple(CONDITIONS), FEWER: FIRST, LARGER: (*FIRST, *REST), LARGE: LARGE_CONDITIONS}[task]
+    asked = {
+        LANGUAGE: tuple(CONDITIONS),
+        FEWER: (*FIRST, TWICE, REST[0]),
+        LARGER: (*FIRST, TWICE, *REST),
+        LARGE: LARGE_CONDITIONS,
+    }[task]
     for name, found in language_rows(records, task).items():
         best = best_language(records, task).get(name, [])
         if not best:
