@@ -64,28 +64,19 @@ def read_state_file(path: str | os.PathLike) -> tuple[dict[str, torch.Tensor], d
         FileNotFoundError: when there is no such file.
         StateFileError: when it is no state file, of a newer version, torn or altered.
     """
-    while True:
-        before = _identity(path)
+    path = Path(path)
+    while path.is_file():
+        before = path.stat()
         try:
             return _read(path)
-        except StateFileError:
-            # safetensors opens a file twice: if it was replaced in between, the old header stands over new tensors.
-            if _identity(path) == before:
+        except StateFileError:  # safetensors opens a file twice: of one replaced in between it has an old header
+            now = path.stat() if path.is_file() else None
+            if now is not None and (now.st_ino, now.st_mtime_ns) == (before.st_ino, before.st_mtime_ns):
                 raise
+    raise FileNotFoundError(f"There is no state file {path}.")
 
 
-def _identity(path: str | os.PathLike) -> tuple[int, int, int] | None:
-    """What is another once a file has been replaced."""
-    try:
-        found = os.stat(path)
-    except FileNotFoundError:
-        return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
-
-
-def _read(path: str | os.PathLike) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"There is no state file {path}.")
+def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     try:
         with safe_open(path, framework="pt") as file:
             about = file.metadata() or {}
@@ -97,11 +88,7 @@ def _read(path: str | os.PathLike) -> tuple[dict[str, torch.Tensor], dict[str, s
                     f"{VERSION}: update modeling_interdomain."
                 )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dictionary
-    except FileNotFoundError:
-        raise
     except RuntimeError as error:  # of the memory map, for which safetensors opens the file once more
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"The state file {path} was removed while it was read.") from error
         raise StateFileError(f"{path} cannot be read now: {error}.") from OSError(str(error))
     except (SafetensorError, OSError, UnicodeDecodeError) as error:
         raise StateFileError(f"{path} is torn, or no state file ({error}): save it again.") from error

@@ -14,19 +14,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from ..layers.common import ParameterCache
 
 # Fields of a configuration on which a state does not depend, except by rounding.
-_WITHOUT_EFFECT = {
-    "aux_loss_coef",
-    "attention_dropout",
-    "backend",
-    "bos_token_id",
-    "chunk_size",
-    "eos_token_id",
-    "initializer_range",
-    "max_rollback",
-    "pad_token_id",
-    "tie_word_embeddings",
-    "use_cache",
-}
+_WITHOUT_EFFECT = {"aux_loss_coef", "attention_dropout", "backend", "bos_token_id", "chunk_size", "eos_token_id"}
+_WITHOUT_EFFECT |= {"initializer_range", "max_rollback", "pad_token_id", "tie_word_embeddings", "use_cache"}
 # Fields that are younger than some state files: they count where they do not have their default.
 _NEW = {f"window_{name}" for name in ("memory", "share", "write_gate", "points")}
 _NEW |= {"attention_window", "attention_sinks", "attention_bias", "gates", "delta_rule"}
