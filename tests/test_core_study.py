@@ -139,13 +139,18 @@ def test_what_the_page_says_of_more_tokens_and_of_12m():
     assert round(100 * -math.expm1(ours[core_study.MANY_HEADS] - others[core_study.SPREAD]), 1) == 1.5
     rows = {name: core_study.language_rows(records, core_study.LARGER)[name] for name in core_study.CLOSEST}
     assert {row["learning_rate"] for row in rows[core_study.MANY_HEADS]} == {1.5e-3}
+    best = core_study.best_language(records, core_study.LARGER)
+    many, deltanet = ([condition_study.score(row) for row in best[name]] for name in core_study.CLOSEST)
+    assert [a < b for a, b in zip(many, deltanet, strict=True)] == [True, True]
     assert condition_study.best_rate(rows[core_study.SPREAD], core_study.SPREAD) == 3e-3
     ours, others = core_study.mean_losses(records, core_study.LARGE)
     assert round(100 * math.expm1(ours[core_study.MANY_HEADS] - others[core_study.SPREAD]), 1) == 4.8
-    (many,), (deltanet,) = (core_study.best_language(records, core_study.LARGE)[name] for name in core_study.CLOSEST)
-    behind = {kind: round(many["repeats"][kind] - deltanet["repeats"][kind], 3) for kind in ("repeated", "other")}
+    (larger,), (peer,) = (core_study.best_language(records, core_study.LARGE)[name] for name in core_study.CLOSEST)
+    behind = {kind: round(larger["repeats"][kind] - peer["repeats"][kind], 3) for kind in ("repeated", "other")}
     assert behind == {"repeated": 0.345, "other": 0.006}
-    by_place = [many["places"][low] - deltanet["places"][low] for low in many["places"]]
+    by_place = [larger["places"][low] - peer["places"][low] for low in larger["places"]]
+    fewer, _ = core_study.mean_losses(records, core_study.FEWER)
+    assert fewer[core_study.MANY_HEADS] < fewer[core_study.TWICE] < fewer[core_study.FIRST[2]]
     assert by_place == sorted(by_place) and by_place[1] < 0 < by_place[2]
 
 
