@@ -8,6 +8,7 @@ its gates open.
 """
 
 import functools
+import math
 
 import torch
 from torch.nn import functional as F
@@ -58,7 +59,7 @@ def right_answers(
     likeness = F.normalize(found.flatten(2), dim=-1) @ F.normalize(value.flatten(2), dim=-1).transpose(1, 2)
     right = (likeness.argmax(-1) == torch.arange(pairs)).double().mean(0)
     age = apart * torch.arange(pairs, 0, -1)
-    late = age <= 2 * modes if modes is not None else torch.ones_like(age, dtype=torch.bool)
+    late = age <= (math.inf if modes is None else 2 * modes)
     parts = {"all": right, "latest": right[late], "earlier": right[~late]}
     return {"numbers": numbers} | {name: x.mean().item() if len(x) else None for name, x in parts.items()}
 

@@ -149,9 +149,9 @@ def test_what_the_page_says_of_more_tokens_and_of_12m():
     behind = {kind: round(larger["repeats"][kind] - peer["repeats"][kind], 3) for kind in ("repeated", "other")}
     assert behind == {"repeated": 0.345, "other": 0.006}
     by_place = [larger["places"][low] - peer["places"][low] for low in larger["places"]]
+    assert by_place == sorted(by_place) and by_place[1] < 0 < by_place[2]
     fewer, _ = core_study.mean_losses(records, core_study.FEWER)
     assert fewer[core_study.MANY_HEADS] < fewer[core_study.TWICE] < fewer[core_study.FIRST[2]]
-    assert by_place == sorted(by_place) and by_place[1] < 0 < by_place[2]
 
 
 def test_what_is_said_of_the_speed_of_training():

@@ -369,7 +369,9 @@ def test_a_file_that_goes_while_it_is_read(saved, tmp_path, monkeypatch, removed
         raise RuntimeError(f"unable to open file <{name}> in read-only mode")
 
     monkeypatch.setattr(cache_file, "safe_open", cannot_map)
-    kind, message = (FileNotFoundError, "^There is no state file") if removed else (StateFileError, "cannot be read")
+    kind, message = (
+        (FileNotFoundError, "was removed while it was read") if removed else (StateFileError, "cannot be read")
+    )
     with pytest.raises(kind, match=message) as error:
         read_state_file(path)
     one_sentence(error)

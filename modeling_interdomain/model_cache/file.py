@@ -69,7 +69,7 @@ def read_state_file(path: str | os.PathLike) -> tuple[dict[str, torch.Tensor], d
         before = path.stat()
         try:
             return _read(path)
-        except StateFileError:  # safetensors opens a file twice: of one replaced in between it has an old header
+        except StateFileError:  # safetensors opens a file twice, and one that was replaced is another by then
             now = path.stat() if path.is_file() else None
             if now is not None and (now.st_ino, now.st_mtime_ns) == (before.st_ino, before.st_mtime_ns):
                 raise
@@ -89,6 +89,8 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
                 )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dictionary
     except RuntimeError as error:  # of the memory map, for which safetensors opens the file once more
+        if not path.is_file():
+            raise FileNotFoundError(f"The state file {path} was removed while it was read.") from error
         raise StateFileError(f"{path} cannot be read now: {error}.") from OSError(str(error))
     except (SafetensorError, OSError, UnicodeDecodeError) as error:
         raise StateFileError(f"{path} is torn, or no state file ({error}): save it again.") from error
