@@ -513,7 +513,7 @@ def table(records: dict[str, dict]) -> str:
     record = records["core_study"]
     missing: dict[str, list[str]] = {}
     tables = [language_table(records, task, missing) for task in WORDS]
-    tables += [text_table(records, task) for task in list(SIZES)[1:]]
+    tables += [of_text(records, task) for of_text in (text_table, age_table) for task in list(SIZES)[1:]]
     tables.append(recall_table(record["runs"], missing))
     machines = sorted({row["machine"] for row in record["runs"]})
     tokens = {task: math.prod(list(size.training.values())[:3]) for task, size in SIZES.items()}
@@ -584,6 +584,18 @@ def text_table(records: dict[str, dict], task: str) -> str:
         rows.append([name, *cells, *(f"{math.exp(x):.1f}" for x in far)])
     header = [f"{task}: nats", *(f"from token {low}" for low in starts), "seen in the context", "others"]
     header += [f"perplexity of long documents at {factor:g}x" for factor in condition_study.LENGTHS]
+    return markdown(header, rows) if rows else ""
+
+
+def age_table(records: dict[str, dict], task: str) -> str:
+    """Nats on what the context has shown, by how long ago, of the seeds that have been asked for it."""
+    ages = [str(low) for low in larger_study.AGES if low < SIZES[task].training["sequence_length"]]
+    rows = []
+    for name, found in best_language(records, task).items():
+        if asked := [row for row in found if "ages" in row]:
+            seeds = ", ".join(str(row["seed"]) for row in asked)
+            rows.append([name, seeds, *(f"{statistics.mean(row['ages'][low] for row in asked):.3f}" for low in ages)])
+    header = [f"{task}: nats on what the context has shown", "seeds", *(f"from {low} tokens ago" for low in ages)]
     return markdown(header, rows) if rows else ""
 
 

@@ -33,6 +33,7 @@ TRAINING = {"steps": 4000, "batch_size": 8, "sequence_length": 256, "autocast": 
 CONDITIONS = {"interdomain": "interdomain, recall", "s4d": "s4d, recall", "softmax": "softmax"}  # names there
 SEEDS = {"interdomain": (0, 1), "s4d": (0, 1), "softmax": (0,)}
 PLACES = (0, 16, 64, 128, 256)  # of a token in its window, to the next
+AGES = (1, 16, 32, 64, 128, 256)  # of what repeats, in tokens, to the next
 
 
 def plan(runs: list[dict], shorter: list[dict]) -> Iterator[dict]:
@@ -83,28 +84,42 @@ def keep_best(runs: list[dict], folder: Path = DEFAULTS[0]) -> None:
 
 @torch.no_grad()
 def by_token(model, texts: dict[str, torch.Tensor], length: int, at_once: int = 2048) -> dict:
-    """Nats a token by its place in the window ("places"), and of tokens that `repeat` and of the others ("repeats").
+    """Nats a token by its place in the window ("places"), of tokens that repeat and of the others ("repeats"), and of
+    those that repeat by their `age` ("ages").
 
     Whole windows of all texts together, `at_once` tokens in a forward; what repeats is counted from the middle of the
-    window on, so that there is a context to repeat.
+    window on, so that there is a context to repeat, but for its age, which says so itself.
     """
     model.eval()
     windows = torch.cat([tokens.unfold(0, length + 1, length) for tokens in texts.values()])
     batches = windows.split(max(1, at_once // length))
     nats = torch.cat([next_token_nll(model, batch).double().cpu() for batch in batches])
-    found = repeated(windows)
-    late, early = nats[:, length // 2 :], found[:, length // 2 :]
-    ends = [low for low in PLACES if low < length] + [length]
-    places = {str(low): nats[:, low:high].mean().item() for low, high in zip(ends, ends[1:])}
+    ages = age(windows)
+    late, early = nats[:, length // 2 :], ages[:, length // 2 :] > 0
+    places = {str(low): nats[:, low:high].mean().item() for low, high in _parts(PLACES, length)}
     repeats = {"share": early.double().mean().item(), "repeated": late[early].mean().item()}
-    return {"places": places, "repeats": repeats | {"other": late[~early].mean().item()}}
+    repeats["other"] = late[~early].mean().item()
+    by_age = {str(low): nats[(ages >= low) & (ages < high)] for low, high in _parts(AGES, length)}
+    return {
+        "places": places,
+        "repeats": repeats,
+        "ages": {low: found.mean().item() for low, found in by_age.items() if len(found)},
+    }
 
 
-def repeated(windows: torch.Tensor) -> torch.Tensor:
-    """Of windows [W, T + 1]: whether the context already had this token after the same one [W, T], for the last T."""
+def _parts(starts: tuple[int, ...], length: int) -> list[tuple[int, int]]:
+    ends = [low for low in starts if low < length] + [length]
+    return list(zip(ends, ends[1:]))
+
+
+def age(windows: torch.Tensor) -> torch.Tensor:
+    """Of windows [W, T + 1]: how many tokens ago the context last had this token after the same one [W, T], for the
+    last T; 0 where it has not had it."""
     pairs = torch.stack((windows[:, :-1], windows[:, 1:]), -1)
-    same = (pairs[:, :, None] == pairs[:, None]).all(-1)
-    return same.tril(-1).any(-1)
+    same = (pairs[:, :, None] == pairs[:, None]).all(-1).tril(-1)
+    number = torch.arange(1, same.shape[-1] + 1, dtype=torch.int16)
+    last = (same * number).amax(-1)
+    return torch.where(last > 0, number - last, 0)
 
 
 def table(record: dict) -> str:

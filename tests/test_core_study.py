@@ -8,7 +8,7 @@ import statistics
 import pytest
 import torch
 
-from benchmarks import condition_study, core_study, peers, recall_study, studies
+from benchmarks import condition_study, core_study, larger_study, peers, recall_study, studies
 from benchmarks.harness import read
 from benchmarks.side_by_side import SideBySide, run_steps
 from examples.recall import answers
@@ -233,7 +233,8 @@ def done(item: dict) -> dict:
     lengths = {str(factor): 4.0 for factor in condition_study.LENGTHS}
     places = dict.fromkeys(map(str, (0, 16, 64, 128, 256)), 4.0)
     repeats = {"share": 0.5, "repeated": 3.0, "other": 5.0}
-    texts = {"validation": {"a": 4 + error}, "lengths": lengths, "places": places, "repeats": repeats}
+    ages = dict.fromkeys(map(str, larger_study.AGES), 3.0)
+    texts = {"validation": {"a": 4 + error}, "lengths": lengths, "places": places, "repeats": repeats, "ages": ages}
     return item | texts | {"parameters": 10, "state": 20}
 
 

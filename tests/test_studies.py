@@ -564,9 +564,9 @@ def test_a_run_of_the_larger_study_says_where_the_loss_lies(data, monkeypatch, t
 
 
 def test_a_token_repeats_where_the_context_had_it_after_the_same_one():
-    windows = torch.tensor([[1, 2, 3, 1, 2, 3, 2], [1, 1, 1, 2, 1, 2, 1]])
-    expected = [[False, False, False, True, True, False], [False, True, False, False, True, True]]
-    assert larger_study.repeated(windows).tolist() == expected
+    windows = torch.tensor([[1, 2, 3, 1, 2, 3, 2], [1, 1, 1, 2, 1, 2, 1], [1, 2, 1, 2, 3, 1, 2]])
+    expected = [[0, 0, 0, 3, 3, 0], [0, 1, 0, 0, 2, 2], [0, 0, 2, 0, 0, 3]]
+    assert larger_study.age(windows).tolist() == expected
 
 
 def test_a_run_of_the_spans_study_has_what_its_table_reads(data, monkeypatch, tmp_path):
