@@ -152,6 +152,25 @@ def test_what_the_page_says_of_more_tokens_and_of_12m():
     assert by_place == sorted(by_place) and by_place[1] < 0 < by_place[2]
     fewer, _ = core_study.mean_losses(records, core_study.FEWER)
     assert fewer[core_study.MANY_HEADS] < fewer[core_study.TWICE] < fewer[core_study.FIRST[2]]
+    smallest, _ = core_study.mean_losses(records, core_study.LANGUAGE)
+    assert smallest[core_study.MANY_HEADS] < smallest[core_study.TWICE]
+    best = core_study.best_language(records, core_study.FEWER)
+    (ours, theirs) = (next(row["ages"] for row in best[name] if row["seed"] == 0) for name in core_study.CLOSEST)
+    ahead = {low: round(theirs[low] - ours[low], 2) for low in ours}
+    assert ahead == {"1": 0.07, "16": 0.1, "32": 0.1, "64": 0.08, "128": 0.02}
+
+
+def test_what_the_page_says_of_longer_recall():
+    """Where many heads have been asked, with one seed."""
+    runs = read("core_study")["runs"]
+    many, deltanet = (
+        [
+            f"{core_study.right_answers(runs, 'recall', setting).get(name, math.nan):.0%}"
+            for setting in core_study.SETTINGS
+        ]
+        for name in core_study.CLOSEST
+    )
+    assert many[1::2] == ["98%", "82%"] and deltanet[1] == "100%"
 
 
 def test_what_is_said_of_the_speed_of_training():
