@@ -595,7 +595,7 @@ def age_table(records: dict[str, dict], task: str) -> str:
         if asked := [row for row in found if "ages" in row]:
             seeds = ", ".join(str(row["seed"]) for row in asked)
             rows.append([name, seeds, *(f"{statistics.mean(row['ages'][low] for row in asked):.3f}" for low in ages)])
-    header = [f"{task}: nats on what the context has shown", "seeds", *(f"from {low} tokens ago" for low in ages)]
+    header = [f"{task}: nats on what the context has shown, by tokens since", "seeds", *(f"from {low}" for low in ages)]
     return markdown(header, rows) if rows else ""
 
 

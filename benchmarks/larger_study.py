@@ -87,8 +87,8 @@ def by_token(model, texts: dict[str, torch.Tensor], length: int, at_once: int = 
     """Nats a token by its place in the window ("places"), of tokens that repeat and of the others ("repeats"), and of
     those that repeat by their `age` ("ages").
 
-    Whole windows of all texts together, `at_once` tokens in a forward; what repeats is counted from the middle of the
-    window on, so that there is a context to repeat, but for its age, which says so itself.
+    Whole windows of all texts together, `at_once` tokens in a forward. "repeats" counts the second half of a window,
+    so that there is a context to repeat; "ages" counts all of it.
     """
     model.eval()
     windows = torch.cat([tokens.unfold(0, length + 1, length) for tokens in texts.values()])
