@@ -17,7 +17,8 @@ there; as in that study, more than 128 tokens begin with shorter:
   arXiv 2312.00752).
 
 Runs that differ in rate and seed alone are trained side by side (`side_by_side`), by several processes at once: on a
-GPU two, of which one compiles while the other trains. More would share its time, and end all at the last.
+GPU two, of which one compiles while the other trains. More would share its time, and end all at the last. A run of
+language on a CPU that is stopped goes on where it was, from `runs/`.
 
     python -m benchmarks.core_study --data ../shared/data    # all runs that results/core_study.json does not hold yet
     python -m benchmarks.core_study --data ../shared/data --device cuda --processes 2 --minutes 7
@@ -26,9 +27,11 @@ GPU two, of which one compiles while the other trains. More would share its time
 
 import functools
 import itertools
+import json
 import lzma
 import math
 import statistics
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -111,6 +114,7 @@ SIZES = {
 LARGE_CONDITIONS = (*CLOSEST, TWICE, "softmax, convolution", "Interdomain, gates", "Interdomain")
 LARGE_SHARDS = {"wiki": 3, "books": 2}  # of ../shared/data/corpus: 100 MB of text, of which windows are drawn
 LARGE_CACHE = Path("runs/core_study/large.pt")
+UNDER_WAY = Path("runs/core_study/under_way")  # what a CPU has trained so far of runs that take hours
 FIRST = ("Interdomain", "Interdomain, gates", "Interdomain, gates and delta rule", *CLOSEST)
 REST = ("Gated DeltaNet", "Mamba-2", "S4D-only", "softmax, convolution")
 MORE_SEEDS = (2, 3, 4, 5)  # of those at 1.4M, to tell what lies within a percent
@@ -367,7 +371,8 @@ def run_language(fleet: SideBySide, job: list[dict], texts: dict, training: dict
             drawn = {seed: (next(stream).long(),) for seed, stream in streams.items()}
             yield [drawn[item["seed"]] for item in job]
 
-    losses, failures = run_steps(fleet, batches(), training["steps"])
+    kept = None if fleet.on_gpu else UNDER_WAY / _digest(job, training, fleet.models[0].config)
+    losses, failures = run_steps(fleet, batches(), training["steps"], kept=kept)
     rows = []
     at_once = AT_ONCE if fleet.on_gpu else 2048
     for k, (model, failure) in enumerate(zip(fleet.models, failures)):
@@ -379,6 +384,12 @@ def run_language(fleet: SideBySide, job: list[dict], texts: dict, training: dict
         row |= condition_study.measure(model, texts, length, at_once)
         rows.append(row | larger_study.by_token(model, texts["validation"], length, at_once))
     return rows
+
+
+def _digest(job: list[dict], training: dict, config: InterdomainConfig) -> str:
+    """A name that only the same runs of the same models have."""
+    told = json.dumps([job, training, config.to_dict()], sort_keys=True)
+    return f"{zlib.crc32(told.encode()):08x}.pt"
 
 
 def answers_loss(

@@ -7,8 +7,11 @@ cost little more than one of them. What is computed is what `examples.training.t
 
 import itertools
 import math
+import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -16,6 +19,7 @@ from examples.training import cosine_with_warmup, parameter_groups
 
 LOOK = 50  # steps after which losses are looked at, for which the GPU has to be waited for
 WARM_UP = 2  # steps before a capture, in which kernels are compiled and tuned
+KEEP = 300.0  # seconds after which what has been trained so far is kept
 
 Batch = tuple[torch.Tensor, ...]
 Loss = Callable[..., torch.Tensor]
@@ -47,7 +51,7 @@ class SideBySide:
         groups = [parameter_groups(model, rate) for model, rate in zip(models, learning_rates, strict=True)]
         options = {"fused": True, "capturable": True} if self.on_gpu else {}
         self.optimizers = [torch.optim.AdamW(each, betas=(0.9, 0.95), **options) for each in groups]
-        self.groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        self.groups = self._groups()
         self.peaks = torch.tensor([group["lr"] for group in self.groups], dtype=torch.float64).to(self.device)
         self.rates = self.peaks.float()
         if self.on_gpu:
@@ -73,6 +77,20 @@ class SideBySide:
         """Say that parameters have changed, which a replay does not: layers keep tables of them where none has."""
         for model in self.models:
             torch.autograd.graph.increment_version(list(model.parameters()))
+
+    def state(self) -> list[tuple[dict, dict]]:
+        """What later steps depend on, of each model and its optimiser."""
+        return [(model.state_dict(), own.state_dict()) for model, own in zip(self.models, self.optimizers, strict=True)]
+
+    def take_up(self, state: list[tuple[dict, dict]]) -> None:
+        """Go on from `state()` of the same models, on a CPU: a GPU's steps keep learning rates of their own."""
+        for model, optimizer, (weights, moments) in zip(self.models, self.optimizers, state, strict=True):
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(moments)
+        self.groups = self._groups()  # an optimiser makes new ones when it loads
+
+    def _groups(self) -> list[dict]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def _set_rates(self, factor: float) -> None:
         if self.on_gpu:
@@ -157,21 +175,50 @@ def run_steps(
     batches: Iterable[Sequence[Batch]],
     steps: int,
     look: Callable[[int], bool] = lambda step: False,
+    kept: Path | None = None,
 ) -> tuple[torch.Tensor, list[str | None]]:
     """Train until `steps` or until `look`, called after each step with its number, says that all is done.
+
+    A run on a CPU that takes hours is kept in the file `kept` every KEEP seconds; one that was stopped goes on from
+    there, with the same batches, and ends as it would have without. The file is gone once all is done.
 
     Returns:
         The losses `[steps, K]`, and for each model None or at which step it had none.
     """
     history = torch.zeros(steps, len(fleet.models), device=fleet.device)
-    done = 0
-    for done, batch in zip(range(1, steps + 1), batches):
+    done = before = 0 if kept is None else _taken_up(fleet, history, kept)
+    last = time.monotonic()
+    for done, batch in zip(range(before + 1, steps + 1), itertools.islice(batches, before, None)):
         history[done - 1].copy_(fleet.step(batch, cosine_with_warmup(done / steps)))
         if look(done) or (done % LOOK == 0 and not history[done - 1].isfinite().any()):
             break
+        if kept is not None and time.monotonic() - last >= KEEP:
+            _keep(fleet, history[:done], kept)
+            last = time.monotonic()
+    if kept is not None:
+        kept.unlink(missing_ok=True)
     fleet.counted()
     history = history[:done].cpu()
     return history, [_failure(history[:, k].tolist()) for k in range(history.shape[1])]
+
+
+def _keep(fleet: SideBySide, history: torch.Tensor, kept: Path) -> None:
+    """Write what later steps depend on; the file before stays until the new one is whole."""
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    new = kept.with_name(f"{kept.name}.new")
+    torch.save({"history": history, "trained": fleet.state()}, new)
+    os.replace(new, kept)
+
+
+def _taken_up(fleet: SideBySide, history: torch.Tensor, kept: Path) -> int:
+    """The steps that `kept` holds, whose losses go into `history`, and 0 where there is none."""
+    if not kept.exists():
+        return 0
+    found = torch.load(kept)
+    fleet.take_up(found["trained"])
+    done = len(found["history"])
+    history[:done] = found["history"]
+    return done
 
 
 def _failure(losses: Sequence[float]) -> str | None:

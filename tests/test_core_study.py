@@ -8,7 +8,7 @@ import statistics
 import pytest
 import torch
 
-from benchmarks import condition_study, core_study, larger_study, peers, recall_study, studies
+from benchmarks import condition_study, core_study, larger_study, peers, recall_study, side_by_side, studies
 from benchmarks.harness import read
 from benchmarks.side_by_side import SideBySide, run_steps
 from examples.recall import answers
@@ -423,6 +423,36 @@ def test_side_by_side_is_what_training_alone_is():
         expected = [x.loss for x in train(alone, random_batches(tokens, 2, 8, seed), steps=10, learning_rate=rate)]
         assert losses[:, k].tolist() == expected
         assert all(map(torch.equal, alone.parameters(), models[k].parameters()))
+
+
+def test_a_run_that_is_stopped_goes_on_where_it_was(monkeypatch, tmp_path):
+    """It ends with the numbers of one that was not, and leaves no file; runs of other settings do not take it up."""
+    data, items = tiny(monkeypatch), [core_study.language_item("Interdomain, gates", seed=seed) for seed in (0, 1)]
+    size = core_study.SIZES[core_study.LANGUAGE]
+    longer = dict.fromkeys(core_study.SIZES, size._replace(training=size.training | {"steps": 6}))
+    monkeypatch.setattr(core_study, "SIZES", longer)
+    monkeypatch.setattr(core_study, "UNDER_WAY", tmp_path / "under" / "way")
+    monkeypatch.setattr(side_by_side, "KEEP", 0.0)
+    whole = core_study.run_job(items, data)
+    assert not list(tmp_path.rglob("*.*"))
+
+    step, taken, stop_at = SideBySide.step, [], 4
+
+    def counted(fleet, batches, factor):
+        if len(taken) == stop_at:
+            raise KeyboardInterrupt
+        taken.append(factor)
+        return step(fleet, batches, factor)
+
+    monkeypatch.setattr(SideBySide, "step", counted)
+    with pytest.raises(KeyboardInterrupt):
+        core_study.run_job(items, data)
+    assert len(list(tmp_path.rglob("*.*"))) == 1
+    stop_at = None
+    core_study.run_job([items[0] | {"learning_rate": 1e-3}], data)
+    assert len(taken) == 10
+    assert str(core_study.run_job(items, data)) == str(whole) and len(taken) == 12  # a mean of nothing is no number
+    assert not list(tmp_path.rglob("*.*"))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="There is no GPU to capture a step on.")
