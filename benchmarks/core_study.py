@@ -43,7 +43,7 @@ from benchmarks import condition_study, gpu, larger_study, peers, recall_study, 
 from benchmarks.harness import RESULTS, footnote, machine, markdown
 from benchmarks.side_by_side import SideBySide, run_steps
 from examples.recall import Pairs
-from examples.text_data import encode, gather_documents, num_bytes, random_batches, train_tokenizer
+from examples.text_data import encode, gather_documents, next_token_nll, num_bytes, random_batches, train_tokenizer
 from examples.training import next_token_loss, with_layer_loss
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
 
@@ -52,9 +52,11 @@ SOURCES = ("core_study", "condition_study")
 MAMBA2 = recall_study.MAMBA2 | {"ssd_conv_bias": True, "ssd_norm": "after_gate", "use_output_gate": True}
 PLAIN = {"token_mixers": "interdomain", "start": "recall"}
 DELTA = PLAIN | {"gates": "forget", "delta_rule": True}
+MANY = DELTA | {"head_dim": 16, "state_size": 16}
 # The two that are closest: our strongest form and the better start of Gated DeltaNet.
 CLOSEST = MANY_HEADS, SPREAD = "Interdomain, gates and delta rule, many heads", "Gated DeltaNet, steps as Mamba-2's"
 TWICE = "Interdomain, gates and delta rule, twice the heads"
+OUTPUT_GATE = "Interdomain, gates and delta rule, many heads, output gate"
 
 
 class Condition(NamedTuple):
@@ -70,7 +72,7 @@ CONDITIONS = {
     "Interdomain, gates": Condition(PLAIN | {"gates": "forget"}),
     "Interdomain, gates and delta rule": Condition(DELTA),
     # Of heads half as wide with half as many modes a state holds four times as many.
-    MANY_HEADS: Condition(DELTA | {"head_dim": 16, "state_size": 16}, heads=4),
+    MANY_HEADS: Condition(MANY, heads=4),
     "Gated DeltaNet": Condition(peers.GATED_DELTANET),
     SPREAD: Condition(peers.GATED_DELTANET_SPREAD),
     # Its norm makes outputs of size 1, where Interdomain and S4D-only start with small ones, as `start` "recall" makes
@@ -78,6 +80,7 @@ CONDITIONS = {
     "Mamba-2": Condition(MAMBA2, first_output=0.02),
     "S4D-only": Condition({"token_mixers": "s4d", "start": "recall"}),
     "softmax, convolution": Condition(peers.SOFTMAX_CONVOLUTION),
+    OUTPUT_GATE: Condition(MANY | {"use_output_gate": True}, heads=4),
     # Half as wide, with all modes: between the usual heads and many, and a memory as long as that of the usual.
     TWICE: Condition(DELTA | {"head_dim": 16}, heads=2),
     "Interdomain, warp": Condition(PLAIN | {"gates": "warp"}),
@@ -111,12 +114,14 @@ SIZES = {
     LARGE: Size(LARGE_SHAPE, LARGE_TRAINING),
 }
 # At the largest size; that which takes longest first.
-LARGE_CONDITIONS = (*CLOSEST, TWICE, "softmax, convolution", "Interdomain, gates", "Interdomain")
+LARGE_CONDITIONS = (*CLOSEST, OUTPUT_GATE, TWICE, "softmax, convolution", "Interdomain, gates", "Interdomain")
+TEXTS = {"wiki": "Wikipedia", "books": "books", "wikitext-2": "WikiText-2"}  # held out
 LARGE_SHARDS = {"wiki": 3, "books": 2}  # of ../shared/data/corpus: 100 MB of text, of which windows are drawn
 LARGE_CACHE = Path("runs/core_study/large.pt")
 UNDER_WAY = Path("runs/core_study/under_way")  # what a CPU has trained so far of runs that take hours
 FIRST = ("Interdomain", "Interdomain, gates", "Interdomain, gates and delta rule", *CLOSEST)
 REST = ("Gated DeltaNet", "Mamba-2", "S4D-only", "softmax, convolution")
+IN_RECALL = (*FIRST, OUTPUT_GATE, *REST)
 MORE_SEEDS = (2, 3, 4, 5)  # of those at 1.4M, to tell what lies within a percent
 
 RECALL = ("recall", "overwritten", "copying")
@@ -124,6 +129,7 @@ SETTINGS = ((8, 64), (16, 128), (32, 256), (64, 512))  # pairs or copied tokens,
 # Of maps of recall's narrow layers where no `start` makes them: of 0.02, 0.05 and 0.1, that with which Gated DeltaNet
 # (steps as Mamba-2's) learned most in trials.
 RECALL_RANGE = 0.05
+FEW = 8  # windows of a text that are measured in more ways than one
 AT_ONCE = 32_768  # tokens read in a forward on a GPU where nothing is learned
 
 
@@ -174,10 +180,10 @@ def plan(runs: list[dict], shorter: list[dict]) -> Iterator[dict]:
     small = [row for row in runs if row["task"] == LANGUAGE] + known_runs(shorter)
     best = {name: condition_study.best_rate(small, name) for name in CONDITIONS}
     yield from language_plan(runs, LANGUAGE, [name for name in CONDITIONS if name not in KNOWN])
-    for names in (CLOSEST, FIRST[:3], REST[:1], (TWICE,)):
+    for names in (CLOSEST, FIRST[:3], REST[:1], (TWICE, OUTPUT_GATE)):
         yield from language_plan(runs, FEWER, names)
-    yield from language_plan(runs, LARGER, (*FIRST, TWICE))
-    for name in FIRST:
+    yield from language_plan(runs, LARGER, (*FIRST, TWICE, OUTPUT_GATE))
+    for name in (*FIRST, OUTPUT_GATE):
         if best[name] is not None:
             yield from (language_item(name, best[name], seed) for seed in MORE_SEEDS)
     yield from recall_plan(runs, SETTINGS[:1])
@@ -216,7 +222,7 @@ def large_plan(runs: list[dict], best: dict[str, float | None]) -> Iterator[dict
 
 def recall_plan(runs: list[dict], settings: tuple[tuple[int, int], ...]) -> Iterator[dict]:
     """All seeds, on which recall hangs, at all rates; of longer settings at the best rate of the one before."""
-    for setting, task, name in itertools.product(settings, RECALL, (*FIRST, *REST)):
+    for setting, task, name in itertools.product(settings, RECALL, IN_RECALL):
         if setting == SETTINGS[0]:
             tried = recall_rates(runs, name, task, setting)
             beyond = recall_rate_beyond(runs, name, task)
@@ -382,8 +388,28 @@ def run_language(fleet: SideBySide, job: list[dict], texts: dict, training: dict
             continue
         row["train_loss"] = losses[-50:, k].mean().item()
         row |= condition_study.measure(model, texts, length, at_once)
+        row["ways"] = ways(model, texts, length, fleet.autocast)
         rows.append(row | larger_study.by_token(model, texts["validation"], length, at_once))
     return rows
+
+
+@torch.no_grad()
+def ways(model: InterdomainForCausalLM, texts: dict, length: int, autocast: torch.dtype | None) -> dict[str, float]:
+    """Mean nats of a few windows as all is "measured", as all was "trained", with `autocast`, and of Interdomain by
+    operators of PyTorch alone, "chunk": a kernel that is wrong, or one in training, shows in what differs.
+    """
+    windows = torch.cat([tokens.unfold(0, length + 1, length)[:FEW] for tokens in texts["validation"].values()])
+
+    def nats(dtype: torch.dtype | None = None) -> float:
+        with torch.autocast(model.device.type, dtype, enabled=dtype is not None):
+            return torch.cat([next_token_nll(model, batch) for batch in windows.split(4)]).double().mean().item()
+
+    found, backend = {"measured": nats(), "trained": nats(autocast)}, model.config.backend
+    if set(model.config.mixers_per_layer) == {"interdomain"}:
+        model.config.backend = "chunk"
+        found["chunk"] = nats()
+        model.config.backend = backend
+    return found
 
 
 def _digest(job: list[dict], training: dict, config: InterdomainConfig) -> str:
@@ -535,7 +561,7 @@ def table(records: dict[str, dict]) -> str:
         f"one number a seed at the rate with the most. Runs on {'; '.join(machines)}. {footnote(record)}"
     )
     if missing:
-        named = (f"{what} ({'all' if len(x) == len((*FIRST, *REST)) else '; '.join(x)})" for what, x in missing.items())
+        named = (f"{what} ({'all' if len(x) == len(IN_RECALL) else '; '.join(x)})" for what, x in missing.items())
         tables.append(f"Not run: {', '.join(named)}.")
     return "\n\n".join(filter(None, [*tables, *sentences(records)]))
 
@@ -545,8 +571,8 @@ def language_table(records: dict[str, dict], task: str, missing: dict[str, list[
     rows = []
     asked = {
         LANGUAGE: tuple(CONDITIONS),
-        FEWER: (*FIRST, TWICE, REST[0]),
-        LARGER: (*FIRST, TWICE, *REST),
+        FEWER: (*FIRST, TWICE, OUTPUT_GATE, REST[0]),
+        LARGER: (*FIRST, TWICE, OUTPUT_GATE, *REST),
         LARGE: LARGE_CONDITIONS,
     }[task]
     for name, found in language_rows(records, task).items():
@@ -584,16 +610,21 @@ def language_table(records: dict[str, dict], task: str, missing: dict[str, list[
 
 
 def text_table(records: dict[str, dict], task: str) -> str:
-    """Nats by place, on what the context has shown and on the rest, and perplexity beyond the training length."""
+    """Nats in training and by text, by place, on what the context has shown and on the rest, and perplexity beyond the
+    training length.
+    """
     length = SIZES[task].training["sequence_length"]
     starts = [low for low in larger_study.PLACES if low < length]
     rows = []
     for name, found in best_language(records, task).items():
-        nats = [("places", str(low)) for low in starts] + [("repeats", kind) for kind in ("repeated", "other")]
-        cells = [f"{statistics.mean(row[what][which] for row in found):.3f}" for what, which in nats]
+        nats = [("validation", text) for text in TEXTS]
+        nats += [("places", str(low)) for low in starts] + [("repeats", kind) for kind in ("repeated", "other")]
+        cells = [f"{statistics.mean(row['train_loss'] for row in found):.3f}"]
+        cells += [f"{statistics.mean(row[what][which] for row in found):.3f}" for what, which in nats]
         far = [statistics.mean(row["lengths"][str(factor)] for row in found) for factor in condition_study.LENGTHS]
         rows.append([name, *cells, *(f"{math.exp(x):.1f}" for x in far)])
-    header = [f"{task}: nats", *(f"from token {low}" for low in starts), "seen in the context", "others"]
+    header = [f"{task}: nats", "at the end of training", *TEXTS.values()]
+    header += [*(f"from token {low}" for low in starts), "seen in the context", "others"]
     header += [f"perplexity of long documents at {factor:g}x" for factor in condition_study.LENGTHS]
     return markdown(header, rows) if rows else ""
 
@@ -613,7 +644,7 @@ def age_table(records: dict[str, dict], task: str) -> str:
 def recall_table(runs: list[dict], missing: dict[str, list[str]]) -> str:
     """Right answers by seed at the best rate of each setting."""
     rows = []
-    for task, name in itertools.product(RECALL, (*FIRST, *REST)):
+    for task, name in itertools.product(RECALL, IN_RECALL):
         found = [recall_rates(runs, name, task, setting) for setting in SETTINGS]
         if not any(found):
             missing.setdefault(task, []).append(name)

@@ -1,9 +1,11 @@
 """The study of the recurrence: peers of one size that train, tasks with an answer, tables that say what is missing."""
 
+import functools
 import itertools
 import math
 import re
 import statistics
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from benchmarks.side_by_side import SideBySide, run_steps
 from examples.recall import answers
 from examples.text_data import random_batches
 from examples.training import next_token_loss, train
-from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
+from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM, interdomain_attention
 
 TINY = {"vocab_size": 48, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "state_size": 4}
 RECALL_SHAPE = recall_study.SHAPE | {"state_size": 32}
@@ -115,7 +117,8 @@ def test_what_the_page_says_of_language():
     between = [round(b - a, 3) for a, b in zip(many, deltanet, strict=True)]
     assert ahead(many, deltanet) == 4 and (len(between), min(between), max(between)) == (6, 0.001, 0.09)
     assert ahead(many, loss["Gated DeltaNet"]) == 3 and len(loss["Gated DeltaNet"]) == 2
-    assert min(map(statistics.mean, loss.values())) == statistics.mean(many)
+    order = sorted(loss, key=lambda name: statistics.mean(loss[name]))
+    assert order[:2] == [core_study.OUTPUT_GATE, core_study.MANY_HEADS]
     best = core_study.best_language(records, core_study.FEWER)
     larger = {name: [condition_study.score(row) for row in rows] for name, rows in best.items()}
     mean = {name: statistics.mean(loss) for name, loss in larger.items()}
@@ -130,6 +133,25 @@ def test_what_the_page_says_of_language():
     assert all(min(rates) < min(rates, key=rates.get) < max(rates) for rates in tried)
     both = zip(*(larger[name] for name in core_study.CLOSEST), strict=True)
     assert [a < b for a, b in both] == [True, True]
+
+
+def test_what_the_page_says_of_the_output_gate():
+    """Ahead on the batches of training, on which all are asked alike, with every seed; hardly on what is held out."""
+    records = {name: read(name) for name in core_study.SOURCES}
+    by_training, held_out = {}, {}
+    for task in (core_study.LANGUAGE, core_study.FEWER):
+        best = core_study.best_language(records, task)
+        gated = {row["seed"]: row for row in best[core_study.OUTPUT_GATE]}
+        pairs = [(gated[row["seed"]], row) for row in best[core_study.MANY_HEADS] if row["seed"] in gated]
+        assert len(pairs) == len(gated) and {a["learning_rate"] for a, _ in pairs} == {pairs[0][1]["learning_rate"]}
+        by_training[task] = [b["train_loss"] - a["train_loss"] for a, b in pairs]
+        held_out[task] = statistics.mean(condition_study.score(b) - condition_study.score(a) for a, b in pairs)
+    assert min(itertools.chain(*by_training.values())) > 0
+    assert round(100 * statistics.mean(itertools.chain(*by_training.values()))) == 2
+    assert all(0 < ahead < 0.01 for ahead in held_out.values()), held_out
+    rows = core_study.best_language(records, core_study.LANGUAGE)[core_study.OUTPUT_GATE]
+    formats = [row["validation"]["wikitext-2"] for row in rows]
+    assert round(max(formats) - min(formats), 1) == 0.1
 
 
 def test_what_the_page_says_of_more_tokens_and_of_12m():
@@ -148,6 +170,13 @@ def test_what_the_page_says_of_more_tokens_and_of_12m():
     (larger,), (peer,) = (core_study.best_language(records, core_study.LARGE)[name] for name in core_study.CLOSEST)
     behind = {kind: round(larger["repeats"][kind] - peer["repeats"][kind], 3) for kind in ("repeated", "other")}
     assert behind == {"repeated": 0.345, "other": 0.006}
+
+    def percent(*names):
+        a, b = (functools.reduce(lambda found, name: found[name], names, row) for row in (larger, peer))
+        return round(100 * math.expm1(a - b), 1)
+
+    assert (percent("train_loss"), percent("lengths", "1.0")) == (0.6, 0.7)
+    assert [percent("validation", text) for text in core_study.TEXTS] == [2.3, 4.4, 7.9]
     by_place = [larger["places"][low] - peer["places"][low] for low in larger["places"]]
     assert by_place == sorted(by_place) and by_place[1] < 0 < by_place[2]
     fewer, _ = core_study.mean_losses(records, core_study.FEWER)
@@ -248,7 +277,8 @@ def done(item: dict) -> dict:
     places = dict.fromkeys(map(str, (0, 16, 64, 128, 256)), 4.0)
     repeats = {"share": 0.5, "repeated": 3.0, "other": 5.0}
     ages = dict.fromkeys(map(str, larger_study.AGES), 3.0)
-    texts = {"validation": {"a": 4 + error}, "lengths": lengths, "places": places, "repeats": repeats, "ages": ages}
+    nats = {"train_loss": 3.5, "validation": dict.fromkeys(core_study.TEXTS, 4 + error)}
+    texts = nats | {"lengths": lengths, "places": places, "repeats": repeats, "ages": ages}
     return item | texts | {"parameters": 10, "state": 20}
 
 
@@ -330,7 +360,7 @@ def test_the_tables_say_where_interdomain_stands():
         runs += [done(item) for item in missing]
     for row in runs:
         if row["condition"].startswith("Gated DeltaNet") and row["task"] in list(core_study.SIZES)[1:]:
-            row["validation"] = {"a": row["validation"]["a"] + math.log(1.1)}
+            row["validation"] = {text: nats + math.log(1.1) for text, nats in row["validation"].items()}
     records = {"core_study": {"runs": runs, "machine": MACHINE}, "condition_study": {"runs": []}}
     table = core_study.table(records)
     assert "At 3M the best form is Interdomain: its perplexity is 0.0% above that of" in table
@@ -376,6 +406,29 @@ def test_runs_have_what_the_tables_read(monkeypatch):
     assert "language, rates (Gated DeltaNet)" in table and "copying (all)" in table and "not run" in table
     (others,) = re.findall(r"overwritten \((.*?)\)", table)
     assert "Mamba-2" in others and "Gated DeltaNet;" not in others
+
+
+def test_a_run_is_measured_in_the_ways_that_kernels_know(monkeypatch):
+    """In the dtype of training, and of Interdomain by PyTorch alone, whatever backend it was trained with."""
+    data = tiny(monkeypatch)
+    size = core_study.SIZES[core_study.LANGUAGE]
+    half = size._replace(training=size.training | {"autocast": "bfloat16"})
+    monkeypatch.setattr(core_study, "SIZES", dict.fromkeys(core_study.SIZES, half))
+    backends = []
+
+    def noted(*arguments, backend, **options):
+        backends.append(backend)
+        return interdomain_attention(*arguments, backend=backend, **options)
+
+    fleet = core_study.make_fleet([core_study.language_item("Interdomain, gates")], backend="recurrent")
+    for layer in fleet.models[0].model.layers:
+        monkeypatch.setattr(layer.token_mixer.recurrence, "operators", SimpleNamespace(interdomain_attention=noted))
+    found = core_study.ways(fleet.models[0].eval(), data, 8, fleet.autocast)
+    assert set(backends) == {"recurrent", "chunk"} and fleet.models[0].config.backend == "recurrent"
+    assert found["measured"] == pytest.approx(found["chunk"], abs=1e-6)
+    assert 1e-6 < abs(found["trained"] - found["measured"]) < 0.01
+    (row,) = core_study.run_job([core_study.language_item("Gated DeltaNet")], data)
+    assert list(row["ways"]) == ["measured", "trained"]
 
 
 def test_a_run_of_recall_ends_when_it_is_solved_and_others_go_on(monkeypatch):
