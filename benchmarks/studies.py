@@ -131,7 +131,7 @@ def run_in_pool(
         make_run: called in each process, gives what makes the rows of a job.
         kind: of an item; those of a kind are given to one process together.
         most: how many jobs of items with this number may run at once, None for any number.
-        minutes: after which what still runs is stopped and lost.
+        minutes: after which what still runs is stopped; what a run does not keep itself is lost.
     """
     failed: list[dict] = []
 
