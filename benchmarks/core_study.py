@@ -27,11 +27,9 @@ language on a CPU that is stopped goes on where it was, from `runs/`.
 
 import functools
 import itertools
-import json
 import lzma
 import math
 import statistics
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -43,7 +41,7 @@ from benchmarks import condition_study, gpu, larger_study, peers, recall_study, 
 from benchmarks.harness import RESULTS, footnote, machine, markdown
 from benchmarks.side_by_side import SideBySide, run_steps
 from examples.recall import Pairs
-from examples.text_data import encode, gather_documents, next_token_nll, num_bytes, random_batches, train_tokenizer
+from examples.text_data import encode, gather_documents, mean_nll, num_bytes, random_batches, train_tokenizer
 from examples.training import next_token_loss, with_layer_loss
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
 
@@ -53,7 +51,7 @@ MAMBA2 = recall_study.MAMBA2 | {"ssd_conv_bias": True, "ssd_norm": "after_gate",
 PLAIN = {"token_mixers": "interdomain", "start": "recall"}
 DELTA = PLAIN | {"gates": "forget", "delta_rule": True}
 MANY = DELTA | {"head_dim": 16, "state_size": 16}
-# The two that are closest: our strongest form and the better start of Gated DeltaNet.
+# The two that are asked first and most: our many heads and the better start of Gated DeltaNet.
 CLOSEST = MANY_HEADS, SPREAD = "Interdomain, gates and delta rule, many heads", "Gated DeltaNet, steps as Mamba-2's"
 TWICE = "Interdomain, gates and delta rule, twice the heads"
 OUTPUT_GATE = "Interdomain, gates and delta rule, many heads, output gate"
@@ -80,6 +78,7 @@ CONDITIONS = {
     "Mamba-2": Condition(MAMBA2, first_output=0.02),
     "S4D-only": Condition({"token_mixers": "s4d", "start": "recall"}),
     "softmax, convolution": Condition(peers.SOFTMAX_CONVOLUTION),
+    # SiLU of a linear map of the input, times what the heads answer: the gate of Gated DeltaNet, without its norm.
     OUTPUT_GATE: Condition(MANY | {"use_output_gate": True}, heads=4),
     # Half as wide, with all modes: between the usual heads and many, and a memory as long as that of the usual.
     TWICE: Condition(DELTA | {"head_dim": 16}, heads=2),
@@ -121,6 +120,7 @@ LARGE_CACHE = Path("runs/core_study/large.pt")
 UNDER_WAY = Path("runs/core_study/under_way")  # what a CPU has trained so far of runs that take hours
 FIRST = ("Interdomain", "Interdomain, gates", "Interdomain, gates and delta rule", *CLOSEST)
 REST = ("Gated DeltaNet", "Mamba-2", "S4D-only", "softmax, convolution")
+FORMS = (*FIRST, TWICE, OUTPUT_GATE)  # at 3M
 IN_RECALL = (*FIRST, OUTPUT_GATE, *REST)
 MORE_SEEDS = (2, 3, 4, 5)  # of those at 1.4M, to tell what lies within a percent
 
@@ -182,7 +182,7 @@ def plan(runs: list[dict], shorter: list[dict]) -> Iterator[dict]:
     yield from language_plan(runs, LANGUAGE, [name for name in CONDITIONS if name not in KNOWN])
     for names in (CLOSEST, FIRST[:3], REST[:1], (TWICE, OUTPUT_GATE)):
         yield from language_plan(runs, FEWER, names)
-    yield from language_plan(runs, LARGER, (*FIRST, TWICE, OUTPUT_GATE))
+    yield from language_plan(runs, LARGER, FORMS)
     for name in (*FIRST, OUTPUT_GATE):
         if best[name] is not None:
             yield from (language_item(name, best[name], seed) for seed in MORE_SEEDS)
@@ -377,7 +377,8 @@ def run_language(fleet: SideBySide, job: list[dict], texts: dict, training: dict
             drawn = {seed: (next(stream).long(),) for seed, stream in streams.items()}
             yield [drawn[item["seed"]] for item in job]
 
-    kept = None if fleet.on_gpu else UNDER_WAY / _digest(job, training, fleet.models[0].config)
+    same = studies.checksum([job, training, fleet.models[0].config.to_dict()])
+    kept = None if fleet.on_gpu else UNDER_WAY / f"{same:08x}.pt"
     losses, failures = run_steps(fleet, batches(), training["steps"], kept=kept)
     rows = []
     at_once = AT_ONCE if fleet.on_gpu else 2048
@@ -393,16 +394,15 @@ def run_language(fleet: SideBySide, job: list[dict], texts: dict, training: dict
     return rows
 
 
-@torch.no_grad()
 def ways(model: InterdomainForCausalLM, texts: dict, length: int, autocast: torch.dtype | None) -> dict[str, float]:
     """Mean nats of a few windows as all is "measured", as all was "trained", with `autocast`, and of Interdomain by
     operators of PyTorch alone, "chunk": a kernel that is wrong, or one in training, shows in what differs.
     """
-    windows = torch.cat([tokens.unfold(0, length + 1, length)[:FEW] for tokens in texts["validation"].values()])
+    parts = [tokens[: FEW * length + 1] for tokens in texts["validation"].values()]
 
     def nats(dtype: torch.dtype | None = None) -> float:
         with torch.autocast(model.device.type, dtype, enabled=dtype is not None):
-            return torch.cat([next_token_nll(model, batch) for batch in windows.split(4)]).double().mean().item()
+            return statistics.mean(mean_nll(model, part, length, FEW) for part in parts)
 
     found, backend = {"measured": nats(), "trained": nats(autocast)}, model.config.backend
     if set(model.config.mixers_per_layer) == {"interdomain"}:
@@ -410,12 +410,6 @@ def ways(model: InterdomainForCausalLM, texts: dict, length: int, autocast: torc
         found["chunk"] = nats()
         model.config.backend = backend
     return found
-
-
-def _digest(job: list[dict], training: dict, config: InterdomainConfig) -> str:
-    """A name that only the same runs of the same models have."""
-    told = json.dumps([job, training, config.to_dict()], sort_keys=True)
-    return f"{zlib.crc32(told.encode()):08x}.pt"
 
 
 def answers_loss(
@@ -571,8 +565,8 @@ def language_table(records: dict[str, dict], task: str, missing: dict[str, list[
     rows = []
     asked = {
         LANGUAGE: tuple(CONDITIONS),
-        FEWER: (*FIRST, TWICE, OUTPUT_GATE, REST[0]),
-        LARGER: (*FIRST, TWICE, OUTPUT_GATE, *REST),
+        FEWER: (*FORMS, REST[0]),
+        LARGER: (*FORMS, *REST),
         LARGE: LARGE_CONDITIONS,
     }[task]
     for name, found in language_rows(records, task).items():

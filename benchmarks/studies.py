@@ -177,7 +177,12 @@ def _part_of(item: dict, count: int) -> int:
     """Which of the parts does a run, told by the run alone: its place in the plan moves with what is known, and a plan
     may ask twice.
     """
-    return zlib.crc32(json.dumps(item, sort_keys=True).encode()) % count
+    return checksum(item) % count
+
+
+def checksum(told: object) -> int:
+    """A number of what JSON can hold, the same in every process."""
+    return zlib.crc32(json.dumps(told, sort_keys=True).encode())
 
 
 def holds(runs: list[dict], item: dict) -> bool:

@@ -150,8 +150,8 @@ def test_what_the_page_says_of_the_output_gate():
     assert round(100 * statistics.mean(itertools.chain(*by_training.values()))) == 2
     assert round(100 * held_out[core_study.LANGUAGE]) == 1 and 0 < held_out[core_study.FEWER] < 0.005
     best = core_study.best_language(records, core_study.LANGUAGE)
-    rows, peers = best[core_study.OUTPUT_GATE], best[core_study.SPREAD]
-    ahead = [condition_study.score(b) - condition_study.score(a) for a, b in zip(rows, peers, strict=True)]
+    rows, others = best[core_study.OUTPUT_GATE], best[core_study.SPREAD]
+    ahead = [condition_study.score(b) - condition_study.score(a) for a, b in zip(rows, others, strict=True)]
     assert round(-100 * math.expm1(-statistics.mean(ahead))) == 5
     assert [round(x, 3) for x in (min(ahead), max(ahead))] == [0.022, 0.109] and len(ahead) == 6
     formats = [row["validation"]["wikitext-2"] for row in rows]
@@ -181,6 +181,8 @@ def test_what_the_page_says_of_more_tokens_and_of_12m():
 
     assert (percent("train_loss"), percent("lengths", "1.0")) == (0.6, 0.7)
     assert [percent("validation", text) for text in core_study.TEXTS] == [2.3, 4.4, 7.9]
+    nats = {text: larger["validation"][text] - peer["validation"][text] for text in core_study.TEXTS}
+    assert round(nats["wikitext-2"] / sum(nats.values()), 1) == 0.5
     by_place = [larger["places"][low] - peer["places"][low] for low in larger["places"]]
     assert by_place == sorted(by_place) and by_place[1] < 0 < by_place[2]
     fewer, _ = core_study.mean_losses(records, core_study.FEWER)
