@@ -49,10 +49,13 @@ FILE = RESULTS / "core_study.json"
 SOURCES = ("core_study", "condition_study")
 MAMBA2 = recall_study.MAMBA2 | {"ssd_conv_bias": True, "ssd_norm": "after_gate", "use_output_gate": True}
 PLAIN = {"token_mixers": "interdomain", "start": "recall"}
-DELTA = PLAIN | {"gates": "forget", "delta_rule": True}
-MANY = DELTA | {"head_dim": 16, "state_size": 16}
+GATES = PLAIN | {"gates": "forget"}
+DELTA = GATES | {"delta_rule": True}
+SMALL_HEADS = {"head_dim": 16, "state_size": 16}
+MANY = DELTA | SMALL_HEADS
 # The two that are asked first and most: our many heads and the better start of Gated DeltaNet.
 CLOSEST = MANY_HEADS, SPREAD = "Interdomain, gates and delta rule, many heads", "Gated DeltaNet, steps as Mamba-2's"
+GATES_MANY = "Interdomain, gates, many heads"
 TWICE = "Interdomain, gates and delta rule, twice the heads"
 OUTPUT_GATE = "Interdomain, gates and delta rule, many heads, output gate"
 
@@ -67,7 +70,8 @@ class Condition(NamedTuple):
 
 CONDITIONS = {
     "Interdomain": Condition(PLAIN),
-    "Interdomain, gates": Condition(PLAIN | {"gates": "forget"}),
+    "Interdomain, gates": Condition(GATES),
+    GATES_MANY: Condition(GATES | SMALL_HEADS, heads=4),
     "Interdomain, gates and delta rule": Condition(DELTA),
     # Of heads half as wide with half as many modes a state holds four times as many.
     MANY_HEADS: Condition(MANY, heads=4),
@@ -113,15 +117,18 @@ SIZES = {
     LARGE: Size(LARGE_SHAPE, LARGE_TRAINING),
 }
 # At the largest size; that which takes longest first.
-LARGE_CONDITIONS = (*CLOSEST, OUTPUT_GATE, TWICE, "softmax, convolution", "Interdomain, gates", "Interdomain")
+LARGE_CONDITIONS = (
+    *(*CLOSEST, OUTPUT_GATE, TWICE, GATES_MANY),
+    *("softmax, convolution", "Interdomain, gates", "Interdomain"),
+)
 TEXTS = {"wiki": "Wikipedia", "books": "books", "wikitext-2": "WikiText-2"}  # held out
 LARGE_SHARDS = {"wiki": 3, "books": 2}  # of ../shared/data/corpus: 100 MB of text, of which windows are drawn
 LARGE_CACHE = Path("runs/core_study/large.pt")
 UNDER_WAY = Path("runs/core_study/under_way")  # what a CPU has trained so far of runs that take hours
 FIRST = ("Interdomain", "Interdomain, gates", "Interdomain, gates and delta rule", *CLOSEST)
 REST = ("Gated DeltaNet", "Mamba-2", "S4D-only", "softmax, convolution")
-FORMS = (*FIRST, TWICE, OUTPUT_GATE)  # at 3M
-IN_RECALL = (*FIRST, OUTPUT_GATE, *REST)
+FORMS = (*FIRST, GATES_MANY, TWICE, OUTPUT_GATE)  # at 3M
+IN_RECALL = (*FIRST, GATES_MANY, OUTPUT_GATE, *REST)
 MORE_SEEDS = (2, 3, 4, 5)  # of those at 1.4M, to tell what lies within a percent
 
 RECALL = ("recall", "overwritten", "copying")
@@ -180,10 +187,10 @@ def plan(runs: list[dict], shorter: list[dict]) -> Iterator[dict]:
     small = [row for row in runs if row["task"] == LANGUAGE] + known_runs(shorter)
     best = {name: condition_study.best_rate(small, name) for name in CONDITIONS}
     yield from language_plan(runs, LANGUAGE, [name for name in CONDITIONS if name not in KNOWN])
-    for names in (CLOSEST, FIRST[:3], REST[:1], (TWICE, OUTPUT_GATE)):
+    for names in (CLOSEST, FIRST[:3], REST[:1], (GATES_MANY, TWICE, OUTPUT_GATE)):
         yield from language_plan(runs, FEWER, names)
     yield from language_plan(runs, LARGER, FORMS)
-    for name in (*FIRST, OUTPUT_GATE):
+    for name in (*FIRST, GATES_MANY, OUTPUT_GATE):
         if best[name] is not None:
             yield from (language_item(name, best[name], seed) for seed in MORE_SEEDS)
     yield from recall_plan(runs, SETTINGS[:1])
@@ -545,7 +552,7 @@ def table(records: dict[str, dict]) -> str:
     missing: dict[str, list[str]] = {}
     tables = [language_table(records, task, missing) for task in WORDS]
     tables += [of_text(records, task) for of_text in (text_table, age_table) for task in list(SIZES)[1:]]
-    tables.append(recall_table(record["runs"], missing))
+    tables += [again_table(record), recall_table(record["runs"], missing)]
     machines = sorted({row["machine"] for row in record["runs"]})
     tokens = {task: math.prod(list(size.training.values())[:3]) for task, size in SIZES.items()}
     tables.append(
@@ -635,6 +642,20 @@ def age_table(records: dict[str, dict], task: str) -> str:
     return markdown(header, rows) if rows else ""
 
 
+def again_table(record: dict) -> str:
+    """Runs that another machine has done again: they differ by rounding alone, which training magnifies."""
+    rows = []
+    for row in record.get("again", []):
+        item = language_item(row["condition"], row["learning_rate"], row["seed"], row["task"])
+        (first,) = (other for other in record["runs"] if item.items() <= other.items())
+        nats = [f"{row['train_loss']:.3f} ({first['train_loss']:.3f})"]
+        nats += [f"{row['validation'][text]:.3f} ({first['validation'][text]:.3f})" for text in TEXTS]
+        nats.append(f"{condition_study.score(row):.3f} ({condition_study.score(first):.3f})")
+        rows.append([f"{WORDS[row['task']]}, {row['condition']}", f"{row['learning_rate']:g}", str(row["seed"]), *nats])
+    header = ["on a GPU (on a CPU): nats", "rate", "seed", "at the end of training", *TEXTS.values(), "mean"]
+    return markdown(header, rows) if rows else ""
+
+
 def recall_table(runs: list[dict], missing: dict[str, list[str]]) -> str:
     """Right answers by seed at the best rate of each setting."""
     rows = []
@@ -697,8 +718,9 @@ def short_sentence(records: dict[str, dict]) -> str:
         peers = [loss for name, loss in others.items() if name.startswith("Gated DeltaNet")]
         if ours and peers:
             ratio = math.exp(peers[0] - next(iter(ours.values()))) - 1
-            found.append(f"{abs(ratio):.1%} {'more' if ratio > 0 else 'less'} at {size}")
-    return f"Gated DeltaNet's perplexity, [as much state](benchmarks/results/core_study.md): {', '.join(found)}."
+            found.append(f"{size} {ratio:+.1%}")
+    beside = "Gated DeltaNet's perplexity against Interdomain's best form of each size"
+    return f"{beside}, [as much state](benchmarks/results/core_study.md): {', '.join(found)}."
 
 
 def _percent(nats: float, others: float) -> str:

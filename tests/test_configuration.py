@@ -38,6 +38,7 @@ PARAMETERS = {
     "interdomain-norope-125m": 135_416_208,
     "interdomain-paper-125m": 135_416_208,
     "interdomain-delta-125m": 135_748_416,
+    "interdomain-gates-125m": 135_637_680,
     "single-input-125m": 135_453_072,
     "linear-readout-125m": 135_388_560,
     "s4d-125m": 135_425_424,
