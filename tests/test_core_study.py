@@ -112,12 +112,11 @@ def test_what_the_page_says_of_language():
     def ahead(a, b):
         return round(100 * (1 - math.exp(statistics.mean(a) - statistics.mean(b))))
 
-    assert (ahead(gates, plain), ahead(delta, plain), ahead(many, plain), ahead(many, delta)) == (6, 7, 12, 6)
+    assert (ahead(gates, plain), ahead(delta, gates[:2]), ahead(many, plain)) == (6, 1, 12) and len(delta) == 2
     assert ahead(loss[core_study.GATES_MANY], plain) == 10 and len(loss[core_study.GATES_MANY]) == 6
     assert ahead(loss["Interdomain, warp"], plain) < 0
     between = [round(b - a, 3) for a, b in zip(many, deltanet, strict=True)]
     assert ahead(many, deltanet) == 4 and (len(between), min(between), max(between)) == (6, 0.001, 0.09)
-    assert ahead(many, loss["Gated DeltaNet"]) == 3 and len(loss["Gated DeltaNet"]) == 2
     order = sorted(loss, key=lambda name: statistics.mean(loss[name]))
     assert order[:2] == [core_study.OUTPUT_GATE, core_study.MANY_HEADS]
     best = core_study.best_language(records, core_study.FEWER)
@@ -125,6 +124,8 @@ def test_what_the_page_says_of_language():
     mean = {name: statistics.mean(loss) for name, loss in larger.items()}
     behind = [round(100 * math.expm1(mean[name] - mean[core_study.SPREAD]), 1) for name in core_study.FIRST[2:4]]
     assert behind == [2.5, -3.0] and ahead(larger[core_study.GATES_MANY], larger[core_study.SPREAD]) == 1
+    without = zip(*(larger[name] for name in (core_study.GATES_MANY, core_study.SPREAD)), strict=True)
+    assert [a < b for a, b in without] == [True, False]
     tried = [
         {row["learning_rate"]: condition_study.score(row) for row in runs if row["seed"] == 0}
         for name, runs in core_study.language_rows(records, core_study.FEWER).items()
@@ -137,26 +138,20 @@ def test_what_the_page_says_of_language():
 
 
 def test_what_the_page_says_of_the_output_gate():
-    """Ahead on the batches of training, on which all are asked alike, with every seed; hardly on what is held out."""
+    """Ahead of many heads without it with four of six seeds, of Gated DeltaNet with each; hardly at 3M."""
     records = {name: read(name) for name in core_study.SOURCES}
-    by_training, held_out = {}, {}
+    held_out = {}
     for task in (core_study.LANGUAGE, core_study.FEWER):
         best = core_study.best_language(records, task)
-        gated = {row["seed"]: row for row in best[core_study.OUTPUT_GATE]}
-        pairs = [(gated[row["seed"]], row) for row in best[core_study.MANY_HEADS] if row["seed"] in gated]
-        assert len(pairs) == len(gated) and {a["learning_rate"] for a, _ in pairs} == {pairs[0][1]["learning_rate"]}
-        by_training[task] = [b["train_loss"] - a["train_loss"] for a, b in pairs]
-        held_out[task] = statistics.mean(condition_study.score(b) - condition_study.score(a) for a, b in pairs)
-    assert min(itertools.chain(*by_training.values())) > 0
-    assert round(100 * statistics.mean(itertools.chain(*by_training.values()))) == 2
-    assert round(100 * held_out[core_study.LANGUAGE]) == 1 and 0 < held_out[core_study.FEWER] < 0.005
+        rows, others = ([*map(condition_study.score, best[x])] for x in (core_study.OUTPUT_GATE, core_study.MANY_HEADS))
+        held_out[task] = [b - a for a, b in zip(rows, others, strict=True)]
+    assert [x > 0 for x in held_out[core_study.LANGUAGE]].count(True) == 4 and len(held_out[core_study.LANGUAGE]) == 6
+    assert round(100 * statistics.mean(held_out[core_study.LANGUAGE])) == 1
+    assert 0 < statistics.mean(held_out[core_study.FEWER]) < 0.005
     best = core_study.best_language(records, core_study.LANGUAGE)
     rows, others = best[core_study.OUTPUT_GATE], best[core_study.SPREAD]
     ahead = [condition_study.score(b) - condition_study.score(a) for a, b in zip(rows, others, strict=True)]
-    assert round(-100 * math.expm1(-statistics.mean(ahead))) == 5
     assert [round(x, 3) for x in (min(ahead), max(ahead))] == [0.022, 0.109] and len(ahead) == 6
-    formats = [row["validation"]["wikitext-2"] for row in rows]
-    assert round(max(formats) - min(formats), 1) == 0.1
 
 
 def test_what_the_page_says_of_more_tokens():
@@ -177,7 +172,7 @@ def test_what_the_page_says_of_more_tokens():
 
 
 def test_what_the_page_says_of_12m():
-    """Gates alone are ahead there, and behind at the other sizes; what the context has shown tells models apart."""
+    """Gates alone are ahead by the mean of two seeds, behind at 1.4M and at 3M on 2M tokens."""
     records = {name: read(name) for name in core_study.SOURCES}
     beside = {}
     for task in core_study.WORDS:
@@ -193,13 +188,20 @@ def test_what_the_page_says_of_12m():
         6.0,
     ]
     assert [round(beside[task][gates], 1) for task in (core_study.LANGUAGE, core_study.FEWER)] == [3.5, 2.4]
-    ahead_everywhere = set.intersection(*({name for name, x in found.items() if x < 0} for found in beside.values()))
-    assert not ahead_everywhere
+    three = [beside[task] for task in (core_study.LANGUAGE, core_study.FEWER, core_study.LARGE)]
+    everywhere = set.intersection(*map(set, three))
+    assert len(everywhere) == 5 and not [name for name in everywhere if max(found[name] for found in three) < 0]
+    assert core_study.GATES_MANY not in large
 
     best = core_study.best_language(records, core_study.LARGE)
     found, peer = best[gates], best[core_study.SPREAD]
     lead = [condition_study.score(b) - condition_study.score(a) for a, b in zip(found, peer, strict=True)]
     assert [round(x, 3) for x in lead] == [0.003, 0.057]
+    texts = {x: [b["validation"][x] - a["validation"][x] for a, b in zip(found, peer)] for x in core_study.TEXTS}
+    assert [round((a + b) / 2, 3) for a, b in zip(texts["wiki"], texts["books"])] == [-0.004, 0.035]
+    assert round(sum(texts["wikitext-2"]) / sum(itertools.chain(*texts.values())), 2) == 0.66
+    lead = [condition_study.score(b) - condition_study.score(a) for a, b in zip(best[many], peer, strict=True)]
+    assert [round(x, 3) for x in lead] == [-0.047, 0.014]
     seen = {name: [round(row["repeats"]["repeated"], 2) for row in rows] for name, rows in best.items()}
     assert (seen[gates], seen["Interdomain"], seen[core_study.SPREAD]) == ([3.42, 3.42], [3.51, 3.47], [3.41, 3.68])
     assert (seen[many], seen[core_study.OUTPUT_GATE]) == ([3.75, 3.7], [3.93, 3.94])
@@ -212,13 +214,11 @@ def test_what_the_page_says_of_12m():
         return a - b
 
     assert round(behind("repeats", "other"), 3) == 0.014
-    assert [round(100 * math.expm1(behind(*x))) for x in (("train_loss",), ("lengths", "1.0"))] == [-1, 1]
-    ages = {low: round(found[1]["ages"][low] - peer[1]["ages"][low], 2) for low in found[1]["ages"]}
-    assert ages == {"1": -0.76, "16": -0.83, "32": -0.73, "64": -0.03, "128": 0.17, "256": 0.13}
+    assert [round(100 * math.expm1(behind("lengths", x)), 1) for x in ("1.0", "3.5")] == [1.1, 2.4]
 
 
 def test_what_the_page_says_of_runs_on_another_machine():
-    """The same runs end as far apart as rounding brings them; a kernel that was wrong would show here or in `ways`."""
+    """How far runs done again end from the first; fused and plain operators give the same nats, forward."""
     record = read("core_study")
     apart = {"train": [], "wikitext-2": [], "mean": []}
     for row in record["again"]:
@@ -228,6 +228,10 @@ def test_what_the_page_says_of_runs_on_another_machine():
         apart["train"].append(abs(row["train_loss"] - first["train_loss"]))
         apart["wikitext-2"].append(abs(row["validation"]["wikitext-2"] - first["validation"]["wikitext-2"]))
         apart["mean"].append(abs(condition_study.score(row) - condition_study.score(first)))
+    again = ([row for row in record["again"] if row["condition"] == name] for name in core_study.CLOSEST)
+    many, deltanet = ([*map(condition_study.score, rows)] for rows in again)
+    assert [round(b - a, 3) for a, b in zip(many, deltanet, strict=True)] == [0.037, 0.002]
+    assert round(-100 * math.expm1(statistics.mean(many) - statistics.mean(deltanet))) == 2
     found = {name: round(max(nats), 3) for name, nats in apart.items()}
     assert found == {"train": 0.005, "wikitext-2": 0.061, "mean": 0.022} and len(record["again"]) == 6
     ways = [row["ways"] for row in (*record["runs"], *record["again"]) if "NVIDIA" in row["machine"] and "ways" in row]
@@ -250,9 +254,7 @@ def test_what_is_said_of_the_speed_of_training():
     plain, gates, delta, many, deltanet = (speed[name] for name in core_study.FIRST)
     assert len(plain) == 2 and min(gates) > 0.92
     assert [round(statistics.mean(x), 1) for x in (delta, many, deltanet)] == [0.8, 0.5, 0.6]
-    assert (
-        round(statistics.mean(speed[core_study.GATES_MANY]), 1) == 0.7 and round(statistics.mean(deltanet), 2) == 0.62
-    )
+    assert round(statistics.mean(speed[core_study.GATES_MANY]), 2) == 0.66
     assert all(a < b for a, b in zip(many, deltanet, strict=True))
     fewer = [x for name in ("S4D-only", "Mamba-2", "softmax, convolution") for x in speed[name]]
     assert min(fewer) > 1.1 and max(fewer) < 1.4
@@ -363,7 +365,7 @@ def test_the_plan_brackets_the_rates_of_what_is_not_known():
     largest = [row for row in runs if row["task"] == core_study.LARGE]
     assert {row["condition"] for row in largest} == set(core_study.LARGE_CONDITIONS)
     assert {row["learning_rate"] for row in largest} == {1.5e-3}, "half of the best at 1.4M"
-    assert len([row for row in largest if row["seed"]]) == 2
+    assert len([row for row in largest if row["seed"]]) == len(core_study.LARGE_CONDITIONS)
     longest = [row for row in runs if row.get("length") == 512]
     assert {(row["task"], row["seed"]) for row in longest} == set(itertools.product(core_study.RECALL, (0, 1)))
     assert {row["learning_rate"] for row in longest} == {3e-3}
