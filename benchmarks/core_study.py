@@ -125,8 +125,9 @@ LARGE_CACHE = Path("runs/core_study/large.pt")
 UNDER_WAY = Path("runs/core_study/under_way")  # what a CPU has trained so far of runs that take hours
 FIRST = ("Interdomain", "Interdomain, gates", "Interdomain, gates and delta rule", *CLOSEST)
 REST = ("Gated DeltaNet", "Mamba-2", "S4D-only", "softmax, convolution")
-FORMS = (*FIRST, GATES_MANY, TWICE, OUTPUT_GATE)  # at 3M
-IN_RECALL = (*FIRST, GATES_MANY, OUTPUT_GATE, *REST)
+MOST_ASKED = (*FIRST, GATES_MANY, OUTPUT_GATE)  # with more seeds at 1.4M, and in recall
+FORMS = (*MOST_ASKED, TWICE)  # at 3M
+IN_RECALL = (*MOST_ASKED, *REST)
 MORE_SEEDS = (2, 3, 4, 5)  # of those at 1.4M, to tell what lies within a percent
 
 RECALL = ("recall", "overwritten", "copying")
@@ -185,10 +186,10 @@ def plan(runs: list[dict], shorter: list[dict]) -> Iterator[dict]:
     small = [row for row in runs if row["task"] == LANGUAGE] + known_runs(shorter)
     best = {name: condition_study.best_rate(small, name) for name in CONDITIONS}
     yield from language_plan(runs, LANGUAGE, [name for name in CONDITIONS if name not in KNOWN])
-    for names in (CLOSEST, FIRST[:3], REST[:1], (GATES_MANY, TWICE, OUTPUT_GATE)):
+    for names in (CLOSEST, FIRST[:3], REST[:1], FORMS[len(FIRST) :]):
         yield from language_plan(runs, FEWER, names)
     yield from language_plan(runs, LARGER, FORMS)
-    for name in (*FIRST, GATES_MANY, OUTPUT_GATE):
+    for name in MOST_ASKED:
         if best[name] is not None:
             yield from (language_item(name, best[name], seed) for seed in MORE_SEEDS)
     yield from recall_plan(runs, SETTINGS[:1])
@@ -578,7 +579,7 @@ def language_table(records: dict[str, dict], task: str, missing: dict[str, list[
         losses = [condition_study.score(row) for row in best]
         tried = condition_study.tried_rates(found, name)
         known = "" if task == LARGE or condition_study.best_rate(found, name) else ", not bracketed"
-        if known or (task != LARGE and len(losses) < len(condition_study.SEEDS)):
+        if known or len(losses) < len(condition_study.SEEDS):
             missing.setdefault(f"{task}, rates" if known else f"{task}, a second seed", []).append(name)
         rows.append(
             [
@@ -635,6 +636,14 @@ def age_table(records: dict[str, dict], task: str) -> str:
     return markdown(header, rows) if rows else ""
 
 
+def done_again(record: dict) -> Iterator[tuple[dict, dict]]:
+    """The runs that a GPU has done again, each with that of a CPU."""
+    for row in record.get("again", []):
+        item = {name: row[name] for name in language_item("")}
+        (first,) = (other for other in record["runs"] if item.items() <= other.items())
+        yield row, first
+
+
 def again_table(record: dict) -> str:
     """Runs of a CPU that a GPU has done again, from the same start on the same batches."""
 
@@ -642,9 +651,7 @@ def again_table(record: dict) -> str:
         return [row["train_loss"], *(row["validation"][text] for text in TEXTS), condition_study.score(row)]
 
     rows = []
-    for row in record.get("again", []):
-        item = language_item(row["condition"], row["learning_rate"], row["seed"], row["task"])
-        (first,) = (other for other in record["runs"] if item.items() <= other.items())
+    for row, first in done_again(record):
         both = [f"{there:.3f} ({here:.3f})" for there, here in zip(nats(row), nats(first))]
         rows.append([f"{WORDS[row['task']]}, {row['condition']}", f"{row['learning_rate']:g}", str(row["seed"]), *both])
     header = ["on a GPU (on a CPU): nats", "rate", "seed", "at the end of training", *TEXTS.values(), "mean"]

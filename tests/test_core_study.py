@@ -183,12 +183,8 @@ def test_what_the_page_says_of_12m():
     large = {name: round(x, 1) for name, x in beside[core_study.LARGE].items()}
     gates, many = "Interdomain, gates", core_study.MANY_HEADS
     assert min(large, key=large.get) == gates and large[gates] == -3.0
-    assert [large[name] for name in ("Interdomain", core_study.TWICE, many, core_study.OUTPUT_GATE)] == [
-        1.6,
-        0.4,
-        1.7,
-        6.0,
-    ]
+    others = ("Interdomain", core_study.TWICE, many, core_study.OUTPUT_GATE)
+    assert [large[name] for name in others] == [1.6, 0.4, 1.7, 6.0]
     assert [round(beside[task][gates], 1) for task in (core_study.LANGUAGE, core_study.FEWER)] == [3.5, 2.4]
     three = [beside[task] for task in (core_study.LANGUAGE, core_study.FEWER, core_study.LARGE)]
     everywhere = set.intersection(*map(set, three))
@@ -223,9 +219,7 @@ def test_what_the_page_says_of_runs_on_another_machine():
     """How far runs done again end from the first; fused and plain operators give the same nats, forward."""
     record = read("core_study")
     apart = {"train": [], "wikitext-2": [], "mean": []}
-    for row in record["again"]:
-        item = {name: row[name] for name in core_study.language_item("x")}
-        (first,) = (other for other in record["runs"] if item.items() <= other.items())
+    for row, first in core_study.done_again(record):
         assert first["machine"] != row["machine"]
         apart["train"].append(abs(row["train_loss"] - first["train_loss"]))
         apart["wikitext-2"].append(abs(row["validation"]["wikitext-2"] - first["validation"]["wikitext-2"]))
