@@ -7,6 +7,7 @@ from .configuration_interdomain import InterdomainConfig
 from .generation.prompt_store import StateStore
 from .layers.common import AuxiliaryLoss, ChosenExperts
 from .mixers.base import TokenMixer
+from .mixers.unread import name_unread_fields
 from .model_cache.cache import InterdomainCache, InterdomainStaticCache
 from .model_cache.methods import cut_cache, join_caches
 from .model_cache.state_tuning import add_learned_state, load_learned_state, save_learned_state
@@ -66,5 +67,7 @@ AutoModelForSequenceClassification.register(InterdomainConfig, InterdomainForSeq
 
 # Saved checkpoints carry the code that they need, so that they load where the package is not installed.
 InterdomainConfig.write_code = staticmethod(write_code)
+# Whoever makes a configuration has the package; what loads from a folder without it was made before.
+InterdomainConfig.name_unread_fields = staticmethod(name_unread_fields)
 
 let_old_pickles_load(__name__)

@@ -66,8 +66,9 @@ class InterdomainConfig(
         >>> model = InterdomainForCausalLM(config)
     """
 
-    # What writes the code of a model into a folder: the package sets it, and code from a folder is copied as it is.
+    # The package sets both. What writes the code of a model into a folder: code from a folder is copied as it is.
     write_code: ClassVar[Callable[..., Any] | None] = None
+    name_unread_fields: ClassVar[Callable[..., None]] = staticmethod(lambda config: None)
     model_type = "interdomain"
     keys_to_ignore_at_inference = [CACHE_NAME]
     base_model_pp_plan = {
@@ -98,6 +99,7 @@ class InterdomainConfig(
         self._ask_parts("complete_config")
         super().__post_init__(**kwargs)
         self._name_unknown_fields(kwargs)
+        self.name_unread_fields(self)
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
