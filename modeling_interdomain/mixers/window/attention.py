@@ -237,7 +237,7 @@ class WindowAttention(nn.Module):
         sinks = torch.arange(self.window, self.window + self.sinks, device=x.device).expand(size, -1)
         reach = torch.cat([sinks, apart, torch.zeros_like(ends)], dim=1)
         lowest, zero = (torch.full((), value, dtype=x.dtype, device=x.device) for value in (-torch.inf, 0))
-        return F.pad(reach, (0, -reach.shape[1] % _ALIGNED), value=_NEVER), lowest, zero
+        return F.pad(reach, (0, -reach.shape[1] % _ALIGNED)), lowest, zero
 
     def _angles(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of the first places, `[count, dim]` each, in the dtype of x."""
