@@ -86,6 +86,7 @@ THOROUGH = [
     ("delta-rule", "training masked", "aot_eager"),
     ("forget-gates", "prefill masked", "aot_eager"),
     ("warped-time", "training with ends", "aot_eager"),
+    ("warped-time", "training", "aot_eager"),
     ("interdomain-softmax", "training masked", "inductor"),
     ("interdomain-softmax", "prefill masked", "inductor"),
 ]

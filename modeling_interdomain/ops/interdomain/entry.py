@@ -79,8 +79,8 @@ def interdomain_attention(
                 X' = exp(log_gate_t + log_decay) X_{t-1},   u_t = value_t - delta_t (answer of X' to key_t)
                 X_t = X' + write_gate_t input_matrix (x) [key_t ; u_t]
 
-            as ops/interdomain/naive.py defines; for "auto", "recurrent", "chunk" and, without delta, "triton",
-            in graphs that are not exported, and delta without `normalize`. Default: None, which means 0, 1 and 0.
+            as ops/interdomain/naive.py defines; for "auto", "recurrent", "chunk" and "triton", in graphs that are
+            not exported, and delta without `normalize`. Default: None, which means 0, 1 and 0.
 
     Returns:
         output `[B, T, H, D]` in the dtype of `value`, and the final state `[B or S, G, 2, M, R + D]` in float32

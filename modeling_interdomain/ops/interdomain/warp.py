@@ -168,7 +168,7 @@ def _backward(inputs, grads, needs):
     found, back = torch.func.vjp(again, *(inputs[i] for i in wanted))
     of_found = tuple(torch.zeros_like(x) if grad is None else grad.to(x.dtype) for x, grad in zip(found, grads))
     made = dict(zip(wanted, back(of_found), strict=True))
-    return [made.get(i) for i in range(len(needs))]
+    return [made[i].contiguous() if i in made else None for i in range(len(needs))]
 
 
 _operator = differentiable(__name__, "warped_attention", _forward, _outputs, _backward, count=8)
