@@ -86,10 +86,15 @@ def test_it_is_the_formula(form, make_model, random_ids):
         lam, row, c_ = (torch.view_as_complex(x.detach().double()) for x in (log_decay, beta, c))
         found = []
         for _ in range(256):
-            found.append((c_ @ row[..., None]).abs().square().sum((1, 2)))
+            found.append((c_ @ row[..., None])[..., 0])
             row = row * lam.exp()
+        found = torch.stack(found, dim=1)
+        own = found.abs().square().sum(2).amax(1)
+        every = torch.einsum("gam,gbm->gab", found, found.conj()).real.abs().sum(1)[:, ::8].amax(1)
         length = mixer.k_norm.weight.square().sum() + mixer.k_bias.square().sum(-1)
-        delta = torch.sigmoid(mixer.delta_proj(seen["x"]) - 4) / (torch.stack(found).amax(0) * length)
+        share = torch.sigmoid(mixer.delta_proj(seen["x"]) - 4)
+        assert (share > own / every).any() and (share < own / every).any()
+        delta = share.minimum(own / every) / (own * length)
     expected = recurrent_attention(
         query, key, value, log_decay, beta, c, "hermitian", None, None, None, log_gate, write, delta, time_step
     )[0]
@@ -156,6 +161,61 @@ def test_a_share_is_of_the_most_that_a_key_finds_at_any_age():
 
     plain = size(None)
     assert size(0.1 / most) < 1.1 * plain and size(0.1 / at_once) > 1e9 * plain
+
+
+@torch.no_grad()
+def largest_output(text: str, bias: float, **fields) -> float:
+    """Of an untrained layer in 1,500 tokens of one word, or of any, that all ask for a share by `bias`."""
+    torch.manual_seed(0)
+    sizes = {"num_attention_heads": 4, "hidden_size": 32, "vocab_size": 32, "num_hidden_layers": 1}
+    model = InterdomainForCausalLM(InterdomainConfig(**sizes, delta_rule=True, **fields)).double().eval()
+    ids = torch.full((1, 1500), 7) if text == "one word" else torch.randint(32, (1, 1500))
+    mixer, seen = model.model.layers[0].token_mixer, []
+    mixer.delta_proj.bias.fill_(bias)
+    mixer.recurrence.register_forward_hook(lambda *call: seen.append(call[2]))
+    mixer(model.model.layers[0].input_layernorm(model.model.embed_tokens(ids)))
+    return seen[-1][0].abs().max().item()
+
+
+@pytest.mark.parametrize("size", [4, 8, 16, 64])
+@pytest.mark.parametrize("text", ["one word", "random words"])
+def test_a_state_stays_bounded_whatever_share_a_token_asks_for(size, text, monkeypatch):
+    """Of as many modes as numbers a head; of few modes it grows where a whole share is taken."""
+    sizes = {"head_dim": size, "state_size": size}
+    plain = largest_output(text, -1e4, **sizes)
+    assert all(largest_output(text, bias, **sizes) <= plain for bias in (0.0, 3.0, 4.0, 12.0))
+    place = "modeling_interdomain.mixers.interdomain.gated.largest_share"
+    monkeypatch.setattr(place, lambda log_decay, *_: log_decay.new_ones(4))
+    if size < 16:
+        assert not largest_output(text, 12.0, **sizes) < 1000 * plain
+
+
+def test_a_state_from_a_random_start_grows_at_the_share_of_the_start():
+    """As docs/delta-rule.md says of a text of one word."""
+    fields = {"start": "random", "product": "hermitian", "state_size": 64, "head_dim": 16}
+    assert largest_output("one word", 0.0, **fields) > 100 * largest_output("one word", -1e4, **fields)
+    gated = fields | {"gates": "forget"}
+    assert largest_output("one word", 0.0, **gated) < largest_output("one word", -1e4, **gated)
+
+
+def test_shares_at_the_start_are_as_they_are_asked_for(make_config):
+    """The largest is four times as much and more."""
+    for size in (4, 6, 16, 64):
+        model = InterdomainForCausalLM(make_config(delta_rule=True, state_size=size))
+        recurrence = model.model.layers[0].token_mixer.recurrence
+        assert recurrence(torch.zeros(1), share=True).min() > 4 * torch.tensor(-4.0).sigmoid()
+
+
+def test_a_group_that_answers_nothing_takes_nothing_back(make_model, random_ids):
+    """Nor does one whose keys are nothing: both stand below the share."""
+    ids = random_ids(2, 9)
+    for name in ("recurrence.C", "k_norm.weight"):
+        model = make_model(gates="forget", delta_rule=True).train()
+        with torch.no_grad():
+            model.model.layers[0].token_mixer.get_parameter(name).zero_()
+        found = model(ids, labels=ids)
+        found.loss.backward()
+        assert found.logits.isfinite().all() and all(p.grad.isfinite().all() for p in model.parameters())
 
 
 @pytest.mark.parametrize("form", ["forget", "delta", "both"])
@@ -252,7 +312,8 @@ def test_gates_are_computed_in_float32(make_model, random_ids):
     """Of a model in bfloat16, whose layers learn."""
     model = make_model(gates="forget", delta_rule=True, dtype=torch.bfloat16, state_dtype="float32").train()
     seen = []
-    model.model.layers[0].token_mixer.recurrence.register_forward_hook(lambda module, inputs, _: seen.extend(inputs))
+    recurrence = model.model.layers[0].token_mixer.recurrence
+    recurrence.register_forward_hook(lambda module, inputs, _: seen.extend(inputs if len(inputs) > 3 else ()))
     ids = random_ids(2, 9)
     model(ids, labels=ids).loss.backward()
     assert [x.dtype for x in seen[3:]] == [torch.float32] * 3

@@ -87,8 +87,8 @@ class InterdomainFields(ModelFields):
             neither. "warp": in the place of the first factor, by how much time moves, lambda^step: a control for
             studies. Default: "none".
         delta_rule: let "interdomain" layers write a value without what the state already answers to its key, in a share
-            that each token chooses for each group, so that a key that comes again is corrected instead of added up.
-            Default: False.
+            that each token chooses for each group, so that a key that comes again is corrected instead of added up. For
+            `start` "recall": from "random", without gates, such a state can grow without bound. Default: False.
         time_step_min: smallest step Delta at the start. Default: None, 0.02 or, with `start` "random", 1e-3.
         time_step_max: largest step Delta at the start. Default: None, 0.1.
         time_step_spacing: how the steps of the groups of a layer lie between the two, in the logarithm: "random"

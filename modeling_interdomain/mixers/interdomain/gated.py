@@ -8,19 +8,21 @@ import torch
 from ...ops.interdomain.gates import Gates, decay_gated_state, total_gated_decay
 from ...ops.interdomain.gates_map import gated_attention_map
 from ..recurrent import RecurrentMixer
-from .gates import gate_tokens, mean_key_size, operator_gates, own_answer, replay_gated
+from .gates import gate_tokens, largest_share, mean_key_size, operator_gates, own_answer, replay_gated
 from .mixer import InterdomainMixer
 from .recurrence import InterdomainRecurrence
 
 
 class GatedRecurrence(InterdomainRecurrence):
-    """Called with query, key, value and the gates of `gate_tokens`."""
+    """Called with query, key, value and the gates of `gate_tokens`; with `share=True` it says `largest_share`."""
 
     def __init__(self, config):
         super().__init__(config)
         self.gate_names = config.gate_names
 
-    def forward(self, *tokens: torch.Tensor, **arguments: Any):
+    def forward(self, *tokens: torch.Tensor, share: bool = False, **arguments: Any):
+        if share:
+            return self._per_version("share", lambda _: largest_share(*self.parameters_of_operator()))
         if len(tokens) > 3:
             own = self._own_answer() if "delta" in self.gate_names else None
             arguments |= operator_gates(self.gate_names, tokens[3:], own)._asdict()
@@ -68,10 +70,11 @@ class GatedInterdomainMixer(InterdomainMixer):
 
     def _inputs(self, projected, conv_state, cos_sin, packing, keep: bool):
         tokens, after = super()._inputs(projected[:3], conv_state, cos_sin, packing, keep)
-        size = None
+        size = most = None
         if "delta" in self.gate_names:  # what the norm makes of ones is its weight, wherever that is kept
             size = mean_key_size(self.k_norm(torch.ones_like(self.k_bias[None, :1])), self.k_bias)
-        return (*tokens, *gate_tokens(self.gate_names, projected[3:], size)), after
+            most = self.recurrence(projected[0], share=True)
+        return (*tokens, *gate_tokens(self.gate_names, projected[3:], size, most)), after
 
     def _recorded(self, tokens):
         return tokens[1:]

@@ -21,17 +21,18 @@ from ...ops.interdomain.gates import Gates, gated_state_after
 # what is answered a fiftieth is taken back.
 FORGET_START, WRITE_START, DELTA_START = -5.0, 0.54, -4.0
 _AGES = 256  # in tokens, at which `own_answer` looks for the largest
+_LEAST = 1e-16  # of what is divided by: where nothing is answered, nothing is taken back
 
 
 def gate_tokens(
-    names: Sequence[str], projected: Sequence[torch.Tensor], key_size: torch.Tensor | None
+    names: Sequence[str], projected: Sequence[torch.Tensor], key_size: torch.Tensor | None, most: torch.Tensor | None
 ) -> list[torch.Tensor]:
     """`[B, T, G]` each, in at least float32: log f, w, and d over the size of keys, of linear maps of the tokens.
 
     Args:
         names: of the maps: "forget" or "warp" (which gives the step of time, 1 at the start), "write", "delta".
         projected: the maps, `[B, T, G]` each.
-        key_size: `[G]`, the mean squared length of a key, see `mean_key_size`; for "delta" alone.
+        key_size, most: `[G]`, the mean squared length of a key and `largest_share`; for "delta" alone.
     """
     found = []
     for name, x in zip(names, projected, strict=True):
@@ -41,7 +42,7 @@ def gate_tokens(
         elif name in ("write", "warp"):
             found.append(F.softplus(x + WRITE_START))
         else:
-            found.append(torch.sigmoid(x + DELTA_START) / key_size)
+            found.append(torch.sigmoid(x + DELTA_START).minimum(most) / key_size.clamp(min=_LEAST))
     return found
 
 
@@ -59,18 +60,39 @@ def own_answer(log_decay: torch.Tensor, input_matrix: torch.Tensor, coefficients
     soon as it is written, a = 0. Training may turn C so that it finds more later; a share of what was found at first
     would then take back more than was written, token after token, and the state would grow without bound.
     """
+    return _answers(log_decay, input_matrix, coefficients).abs().square().sum(-1).amax(1).to(input_matrix.dtype)
+
+
+@torch.no_grad()
+def largest_share(
+    log_decay: torch.Tensor, input_matrix: torch.Tensor, coefficients: torch.Tensor | None
+) -> torch.Tensor:
+    """The share `[G]` up to which a key that every token writes finds no more of a value than was written, or 1.
+
+    Of the same value it finds K(a, b) for each age a of the key, K(b, b) for one alone. Modes that tell ages apart have
+    little beside that; of few modes the rest comes to ten times as much, and a state that takes back a whole share of
+    its own alone answers more and more. b is every eighth age, between which K hardly changes.
+    """
+    found = _answers(log_decay, input_matrix, coefficients)
+    every = (found @ found[:, ::8].mH).real.abs().sum(1).amax(1)
+    own = found.abs().square().sum(-1).amax(1)
+    return (own / every.clamp(min=_LEAST)).clamp(max=1).to(input_matrix.dtype)
+
+
+def _answers(log_decay: torch.Tensor, input_matrix: torch.Tensor, coefficients: torch.Tensor | None) -> torch.Tensor:
+    """C lambda^a beta, complex `[G, ages, M]`."""
     beta = decay_powers(log_decay, torch.arange(_AGES, device=log_decay.device)) * as_complex(input_matrix)[:, None]
-    if coefficients is not None:
-        c = as_complex(coefficients).to(beta.dtype)
-        beta = c[:, None] * beta if c.ndim == 2 else beta @ c.mT
-    return torch.view_as_real(beta).square().sum((-2, -1)).amax(1).to(input_matrix.dtype)
+    if coefficients is None:
+        return beta
+    c = as_complex(coefficients).to(beta.dtype)
+    return c[:, None] * beta if c.ndim == 2 else beta @ c.mT
 
 
 def operator_gates(names: Sequence[str], gates: Sequence[torch.Tensor], own: torch.Tensor | None) -> Gates:
     """Gates as the operators take them, of those of `gate_tokens`; `own` is `own_answer`, for "delta" alone."""
     found = dict(zip(names, gates, strict=True))
     delta = found.get("delta")
-    return Gates(found.get("forget"), found.get("write"), None if delta is None else delta / own)
+    return Gates(found.get("forget"), found.get("write"), None if delta is None else delta / own.clamp(min=_LEAST))
 
 
 def replay_gated(state: torch.Tensor, *arguments: torch.Tensor) -> torch.Tensor:
