@@ -1,5 +1,6 @@
 """Gates and the delta rule in Interdomain layers: what they are at the start and after it, and what refuses them."""
 
+import copy
 import re
 from functools import partial
 
@@ -90,11 +91,14 @@ def test_it_is_the_formula(form, make_model, random_ids):
             row = row * lam.exp()
         found = torch.stack(found, dim=1)
         own = found.abs().square().sum(2).amax(1)
-        every = torch.einsum("gam,gbm->gab", found, found.conj()).real.abs().sum(1)[:, ::8].amax(1)
-        length = mixer.k_norm.weight.square().sum() + mixer.k_bias.square().sum(-1)
-        share = torch.sigmoid(mixer.delta_proj(seen["x"]) - 4)
-        assert (share > own / every).any() and (share < own / every).any()
-        delta = share.minimum(own / every) / (own * length)
+        every = torch.einsum("gam,gbm->gab", found, found.conj()).real.abs().sum(1)[:, ::7].amax(1)
+        size = mixer.k_norm.weight.square().sum() + mixer.k_bias.square().sum(-1)
+        share = torch.sigmoid(mixer.delta_proj(seen["x"]) - 4) / size
+        written = key.square().sum(-1) * (1 if write is None else write**2)
+        assert (written > size).any() and (written < size).any()
+        most = own / every / written.maximum(size)
+        assert (share > most).any() and (share < most).any()
+        delta = share.minimum(most) / own
     expected = recurrent_attention(
         query, key, value, log_decay, beta, c, "hermitian", None, None, None, log_gate, write, delta, time_step
     )[0]
@@ -164,30 +168,42 @@ def test_a_share_is_of_the_most_that_a_key_finds_at_any_age():
 
 
 @torch.no_grad()
-def largest_output(text: str, bias: float, **fields) -> float:
-    """Of an untrained layer in 1,500 tokens of one word, or of any, that all ask for a share by `bias`."""
+def largest_output(text: str, bias: float, write: float = 0.0, key: float = 1.0, **fields) -> float:
+    """Of an untrained layer in 1,500 tokens of one word, or of any, that all ask for a share by `bias`.
+
+    Args:
+        write: the bias of the gate of the write, where there is one.
+        key: weights of the norm of keys, but for the first, which is 1.
+    """
     torch.manual_seed(0)
     sizes = {"num_attention_heads": 4, "hidden_size": 32, "vocab_size": 32, "num_hidden_layers": 1}
     model = InterdomainForCausalLM(InterdomainConfig(**sizes, delta_rule=True, **fields)).double().eval()
     ids = torch.full((1, 1500), 7) if text == "one word" else torch.randint(32, (1, 1500))
     mixer, seen = model.model.layers[0].token_mixer, []
     mixer.delta_proj.bias.fill_(bias)
+    mixer.k_norm.weight[1:] *= key
+    if "gates" in fields:
+        mixer.write_proj.bias.fill_(write)
     mixer.recurrence.register_forward_hook(lambda *call: seen.append(call[2]))
     mixer(model.model.layers[0].input_layernorm(model.model.embed_tokens(ids)))
     return seen[-1][0].abs().max().item()
 
 
+BOUNDED = {"plain": {}, "strong writes": {"gates": "forget", "write": 2.0}, "keys of any length": {"key": 0.1}}
+
+
 @pytest.mark.parametrize("size", [4, 8, 16, 64])
 @pytest.mark.parametrize("text", ["one word", "random words"])
-def test_a_state_stays_bounded_whatever_share_a_token_asks_for(size, text, monkeypatch):
+@pytest.mark.parametrize("case", BOUNDED)
+def test_a_state_stays_bounded_whatever_share_a_token_asks_for(size, text, case, monkeypatch):
     """Of as many modes as numbers a head; of few modes it grows where a whole share is taken."""
-    sizes = {"head_dim": size, "state_size": size}
-    plain = largest_output(text, -1e4, **sizes)
-    assert all(largest_output(text, bias, **sizes) <= plain for bias in (0.0, 3.0, 4.0, 12.0))
+    fields = BOUNDED[case] | {"head_dim": size, "state_size": size}
+    plain = largest_output(text, -1e4, **fields)
+    assert all(largest_output(text, bias, **fields) <= plain for bias in (0.0, 3.0, 4.0, 12.0))
     place = "modeling_interdomain.mixers.interdomain.gated.largest_share"
-    monkeypatch.setattr(place, lambda log_decay, *_: log_decay.new_ones(4))
+    monkeypatch.setattr(place, lambda log_decay, *_: log_decay.new_full((4,), torch.inf))
     if size < 16:
-        assert not largest_output(text, 12.0, **sizes) < 1000 * plain
+        assert not largest_output(text, 12.0, **fields) < 1000 * plain
 
 
 def test_a_state_from_a_random_start_grows_at_the_share_of_the_start():
@@ -198,12 +214,28 @@ def test_a_state_from_a_random_start_grows_at_the_share_of_the_start():
     assert largest_output("one word", 0.0, **gated) < largest_output("one word", -1e4, **gated)
 
 
+def test_shares_are_of_the_weights_as_they_are(make_model, random_ids):
+    """Also where `.data` was written, which is noticed at the next tokens that are more than a draft."""
+    model, ids = make_model(gates="forget", delta_rule=True).eval(), random_ids(1, 41)
+    cache = InterdomainCache(model.config)
+    with torch.no_grad():
+        model(ids[:, :10], past_key_values=cache)
+        model(ids[:, 10:11], past_key_values=cache)
+        for layer in model.model.layers:
+            c = layer.token_mixer.recurrence.C
+            c.data.copy_(torch.randn(c.shape, generator=torch.Generator().manual_seed(1)))
+        state = copy.deepcopy(cache)
+        found = model(ids[:, 11:], past_key_values=cache).logits
+        again = model(ids[:, 11:], past_key_values=state).logits
+    assert torch.equal(found, again)
+
+
 def test_shares_at_the_start_are_as_they_are_asked_for(make_config):
     """The largest is four times as much and more."""
     for size in (4, 6, 16, 64):
         model = InterdomainForCausalLM(make_config(delta_rule=True, state_size=size))
         recurrence = model.model.layers[0].token_mixer.recurrence
-        assert recurrence(torch.zeros(1), share=True).min() > 4 * torch.tensor(-4.0).sigmoid()
+        assert recurrence(torch.zeros(1, 1), share=True).min() > 4 * torch.tensor(-4.0).sigmoid()
 
 
 def test_a_group_that_answers_nothing_takes_nothing_back(make_model, random_ids):

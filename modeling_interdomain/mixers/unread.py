@@ -61,7 +61,8 @@ def _unread(config) -> Iterator[str]:
     present = {*config.mixers_per_layer, *config.feed_forwards_per_layer}
     if not present <= _OWN:
         return
-    present |= {name for name in ("sparse_attention", "rope_placement") if getattr(config, name) is not None}
+    present |= {"sparse_attention"} if any(config.sparse_per_layer) else set()
+    present |= {"rope_placement"} if config.rope_placement is not None else set()
     for field in fields(config):
         readers = _READERS.get(field.name)
         if readers is not None and getattr(config, field.name) != field.default and present.isdisjoint(readers):

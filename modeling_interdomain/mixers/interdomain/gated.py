@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from ...ops.interdomain.few import MAX_DRAFT
 from ...ops.interdomain.gates import Gates, decay_gated_state, total_gated_decay
 from ...ops.interdomain.gates_map import gated_attention_map
 from ..recurrent import RecurrentMixer
@@ -22,6 +23,8 @@ class GatedRecurrence(InterdomainRecurrence):
 
     def forward(self, *tokens: torch.Tensor, share: bool = False, **arguments: Any):
         if share:
+            if not torch.compiler.is_compiling() and tokens[0].shape[1] > MAX_DRAFT:
+                self.doubt_tables()  # as the operator will, but before the shares are those of it
             return self._per_version("share", lambda _: largest_share(*self.parameters_of_operator()))
         if len(tokens) > 3:
             own = self._own_answer() if "delta" in self.gate_names else None
@@ -74,7 +77,7 @@ class GatedInterdomainMixer(InterdomainMixer):
         if "delta" in self.gate_names:  # what the norm makes of ones is its weight, wherever that is kept
             size = mean_key_size(self.k_norm(torch.ones_like(self.k_bias[None, :1])), self.k_bias)
             most = self.recurrence(projected[0], share=True)
-        return (*tokens, *gate_tokens(self.gate_names, projected[3:], size, most)), after
+        return (*tokens, *gate_tokens(self.gate_names, projected[3:], tokens[1], size, most)), after
 
     def _recorded(self, tokens):
         return tokens[1:]

@@ -25,25 +25,35 @@ _LEAST = 1e-16  # of what is divided by: where nothing is answered, nothing is t
 
 
 def gate_tokens(
-    names: Sequence[str], projected: Sequence[torch.Tensor], key_size: torch.Tensor | None, most: torch.Tensor | None
+    names: Sequence[str],
+    projected: Sequence[torch.Tensor],
+    key: torch.Tensor,
+    key_size: torch.Tensor | None,
+    most: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     """`[B, T, G]` each, in at least float32: log f, w, and d over the size of keys, of linear maps of the tokens.
 
     Args:
         names: of the maps: "forget" or "warp" (which gives the step of time, 1 at the start), "write", "delta".
         projected: the maps, `[B, T, G]` each.
-        key_size, most: `[G]`, the mean squared length of a key and `largest_share`; for "delta" alone.
+        key: `[B, T, G, R]`.
+        key_size, most: `[G]`, the mean squared length of a key and `largest_share`; for "delta" alone, which is cut at
+            `most` for a key as long as it is written, or as a mean key where that is longer.
     """
-    found = []
+    found: dict[str, torch.Tensor] = {}
     for name, x in zip(names, projected, strict=True):
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         if name == "forget":
-            found.append(-F.softplus(x + FORGET_START))
+            found[name] = -F.softplus(x + FORGET_START)
         elif name in ("write", "warp"):
-            found.append(F.softplus(x + WRITE_START))
+            found[name] = F.softplus(x + WRITE_START)
         else:
-            found.append(torch.sigmoid(x + DELTA_START).minimum(most) / key_size.clamp(min=_LEAST))
-    return found
+            size = key_size.clamp(min=_LEAST)
+            written = key.detach().to(x.dtype).square().sum(-1)
+            if "write" in found:
+                written = written * found["write"].detach().square()
+            found[name] = (torch.sigmoid(x + DELTA_START) / size).minimum(most / written.maximum(size.detach()))
+    return list(found.values())
 
 
 def mean_key_size(weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -67,14 +77,15 @@ def own_answer(log_decay: torch.Tensor, input_matrix: torch.Tensor, coefficients
 def largest_share(
     log_decay: torch.Tensor, input_matrix: torch.Tensor, coefficients: torch.Tensor | None
 ) -> torch.Tensor:
-    """The share `[G]` up to which a key that every token writes finds no more of a value than was written, or 1.
+    """The share `[G]` up to which a key of length 1 that every token writes finds no more of a value than was written.
 
     Of the same value it finds K(a, b) for each age a of the key, K(b, b) for one alone. Modes that tell ages apart have
-    little beside that; of few modes the rest comes to ten times as much, and a state that takes back a whole share of
-    its own alone answers more and more. b is every eighth age, between which K hardly changes.
+    little beside that; of few modes the rest comes to several times as much, and a state that takes back a whole share
+    of its own alone answers more and more. Each value is counted for itself, of 256 ages: from the start that remembers
+    states stay bounded so; of modes and C that training has moved anywhere nothing is proved.
     """
     found = _answers(log_decay, input_matrix, coefficients)
-    every = (found @ found[:, ::8].mH).real.abs().sum(1).amax(1)
+    every = (found @ found[:, ::7].mH).real.abs().sum(1).amax(1)
     own = found.abs().square().sum(-1).amax(1)
     return (own / every.clamp(min=_LEAST)).clamp(max=1).to(input_matrix.dtype)
 
