@@ -67,9 +67,9 @@ def _another(name: str):
     for choices in declared:
         if name in choices:
             return next(x for x in choices[name] if x not in (None, default))
-    return (
-        not default if isinstance(default, bool) else default / 2 + 0.25 if isinstance(default, float) else default + 1
-    )
+    if isinstance(default, bool):
+        return not default
+    return default / 2 + 0.25 if isinstance(default, float) else default + 1
 
 
 def _made(caplog, **options) -> tuple[dict, list[str]]:

@@ -70,7 +70,8 @@ def own_answer(log_decay: torch.Tensor, input_matrix: torch.Tensor, coefficients
     soon as it is written, a = 0. Training may turn C so that it finds more later; a share of what was found at first
     would then take back more than was written, token after token, and the state would grow without bound.
     """
-    return _answers(log_decay, input_matrix, coefficients).abs().square().sum(-1).amax(1).to(input_matrix.dtype)
+    found = _answers(log_decay, input_matrix, coefficients)
+    return torch.view_as_real(found).square().sum((-2, -1)).amax(1).to(input_matrix.dtype)
 
 
 @torch.no_grad()
@@ -86,7 +87,7 @@ def largest_share(
     """
     found = _answers(log_decay, input_matrix, coefficients)
     every = (found @ found[:, ::7].mH).real.abs().sum(1).amax(1)
-    own = found.abs().square().sum(-1).amax(1)
+    own = torch.view_as_real(found).square().sum((-2, -1)).amax(1)
     return (own / every.clamp(min=_LEAST)).clamp(max=1).to(input_matrix.dtype)
 
 
