@@ -263,10 +263,10 @@ def test_what_is_said_of_the_speed_of_training():
     plain, gates, delta, many, deltanet = (speed[name] for name in core_study.FIRST)
     assert len(plain) == 2 and min(gates) > 0.92
     assert [round(statistics.mean(x), 1) for x in (delta, many, deltanet)] == [0.8, 0.5, 0.6]
-    assert round(statistics.mean(speed[core_study.GATES_MANY]), 2) == 0.66
+    assert round(statistics.mean(speed[core_study.GATES_MANY]), 2) == 0.64
     assert all(a < b for a, b in zip(many, deltanet, strict=True))
     fewer = [x for name in ("S4D-only", "Mamba-2", "softmax, convolution") for x in speed[name]]
-    assert min(fewer) > 1.1 and max(fewer) < 1.4
+    assert [round(x, 1) for x in (min(fewer), max(fewer))] == [1.2, 1.3]
 
 
 def test_what_the_page_says_of_recall():
