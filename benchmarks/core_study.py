@@ -19,7 +19,7 @@ there; as in that study, more than 128 tokens begin with shorter:
 Runs that differ in rate and seed alone are trained side by side (`side_by_side`), by several processes at once: on a
 GPU two, of which one compiles while the other trains. More would share its time, and end all at the last. A run of
 language on a CPU that is stopped goes on where it was, from `runs/`. What a GPU has done again of a CPU's runs was put
-into the result file by hand, as "again", and a run that was done again since shares of the delta rule are cut as "cut".
+into the result file by hand, as "again", and as "cut" what a CPU has done again since shares of the delta rule are cut.
 
     python -m benchmarks.core_study --data ../shared/data    # all runs that results/core_study.json does not hold yet
     python -m benchmarks.core_study --data ../shared/data --device cuda --processes 2 --minutes 7
@@ -636,9 +636,9 @@ def age_table(records: dict[str, dict], task: str) -> str:
     return markdown(header, rows) if rows else ""
 
 
-def done_again(record: dict) -> Iterator[tuple[dict, dict]]:
-    """The runs that a GPU has done again, each with that of a CPU."""
-    for row in record.get("again", []):
+def done_again(record: dict, kept_as: str = "again") -> Iterator[tuple[dict, dict]]:
+    """The runs that were done again, each with the first."""
+    for row in record.get(kept_as, []):
         item = {name: row[name] for name in language_item("")}
         (first,) = (other for other in record["runs"] if item.items() <= other.items())
         yield row, first

@@ -35,7 +35,7 @@ class ModelFields:
         feed_forwards: "mlp" (SwiGLU), "cdmoe" (an MLP without a gate and thousands of one-neuron experts, of which each
             token uses a few) or "none" (the layer ends with its token mixer) for all layers, or a list with one name a
             layer. Default: "mlp".
-        use_output_gate: recurrent layers multiply their output by SiLU of a linear map of the input. Default: False.
+        use_output_gate: recurrent layers but windows multiply outputs by SiLU of a map of the input. Default: False.
         use_output_norm: they norm the output of each head, before the gate (RMSNorm). Default: False.
         rope_parameters: rotary embeddings as in Transformers, `{"rope_type": "default", "rope_theta": 10000.0}`;
             softmax layers rotate queries and keys. "dynamic" and "longrope", whose angles depend on the length (here of
