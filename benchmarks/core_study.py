@@ -7,7 +7,7 @@ named after; three learning rates with the first seed, more where the best lies 
 - 1.4M, `condition_study`, whose runs of Interdomain and S4D-only are read from there;
 - 3M, `larger_study`: bfloat16 products (autocast), 8M tokens, or, which two cores train in an evening, the first 2M;
 - 12M: 20M tokens of a vocabulary of 8,192, at half the rate that was best at 1.4M, as the two closest have it best at
-  3M on 2M tokens, with both seeds.
+  3M on 2M tokens, with both seeds; or 60M tokens, of twice the text.
 
 Recall is that of `recall_study` (`mqar`), and two tasks beside it, with both seeds at every rate, for seeds differ more
 there; as in that study, more than 128 tokens begin with shorter:
@@ -102,7 +102,8 @@ class Size(NamedTuple):
 
 
 LANGUAGE, FEWER, LARGER, LARGE = "language", "language, 3M on 2M tokens", "language, 3M", "language, 12M"
-WORDS = {LANGUAGE: "1.4M", FEWER: "3M on 2M tokens", LARGER: "3M", LARGE: "12M"}
+MORE = "language, 12M on 60M tokens"
+WORDS = {LANGUAGE: "1.4M", FEWER: "3M on 2M tokens", LARGER: "3M", LARGE: "12M", MORE: "12M on 60M tokens"}
 LARGER_TRAINING = {name: x for name, x in larger_study.TRAINING.items() if name != "compiled"}
 LARGE_SHAPE = condition_study.SHAPE | {
     "vocab_size": 8192,
@@ -116,12 +117,16 @@ SIZES = {
     FEWER: Size(larger_study.SHAPE, LARGER_TRAINING | {"steps": 1000}),
     LARGER: Size(larger_study.SHAPE, LARGER_TRAINING),
     LARGE: Size(LARGE_SHAPE, LARGE_TRAINING),
+    MORE: Size(LARGE_SHAPE, LARGE_TRAINING | {"steps": 7324}),
 }
 # At the largest size; that which takes longest first.
 LARGE_CONDITIONS = (*CLOSEST, OUTPUT_GATE, TWICE, GATES_MANY, "softmax, convolution", "Interdomain, gates", REFERENCE)
+MORE_CONDITIONS = (SPREAD, "softmax, convolution", "Interdomain, gates", GATES_MANY, REFERENCE)
 TEXTS = {"wiki": "Wikipedia", "books": "books", "wikitext-2": "WikiText-2"}  # held out
-LARGE_SHARDS = {"wiki": 3, "books": 2}  # of ../shared/data/corpus: 100 MB of text, of which windows are drawn
+# Of ../shared/data/corpus and, beyond it, corpus_extra, 20 MB of text each, of which windows are drawn.
+SHARDS = {LARGE: {"wiki": 3, "books": 2}, MORE: {"wiki": 7, "books": 5}}
 LARGE_CACHE = Path("runs/core_study/large.pt")
+MORE_CACHE = Path("runs/core_study/more.pt")
 UNDER_WAY = Path("runs/core_study/under_way")  # what a CPU has trained so far of runs that take hours
 FIRST = ("Interdomain", "Interdomain, gates", "Interdomain, gates and delta rule", *CLOSEST)
 REST = ("Gated DeltaNet", "Mamba-2", "S4D-only", "softmax, convolution")
@@ -197,6 +202,7 @@ def plan(runs: list[dict], shorter: list[dict]) -> Iterator[dict]:
         if best[name] is not None:
             yield from (language_item(name, best[name], seed, LARGER) for seed in condition_study.SEEDS)
     yield from large_plan(best)
+    yield from large_plan(best, MORE, MORE_CONDITIONS)
     yield from recall_plan(runs, SETTINGS[1:])
     yield from language_plan(runs, LARGER, REST)
 
@@ -214,11 +220,13 @@ def language_plan(runs: list[dict], task: str, names: list[str] | tuple[str, ...
             yield from (language_item(name, rate, seed, task) for seed in condition_study.SEEDS)
 
 
-def large_plan(best: dict[str, float | None]) -> Iterator[dict]:
+def large_plan(
+    best: dict[str, float | None], task: str = LARGE, names: tuple[str, ...] = LARGE_CONDITIONS
+) -> Iterator[dict]:
     """Each condition at half the rate that was best at 1.4M, then all with the other seed."""
-    rates = {name: rate / 2 for name in LARGE_CONDITIONS if (rate := best[name]) is not None}
+    rates = {name: rate / 2 for name in names if (rate := best[name]) is not None}
     for seed in condition_study.SEEDS:
-        yield from (language_item(name, rate, seed, LARGE) for name, rate in rates.items())
+        yield from (language_item(name, rate, seed, task) for name, rate in rates.items())
 
 
 def recall_plan(runs: list[dict], settings: tuple[tuple[int, int], ...]) -> Iterator[dict]:
@@ -265,10 +273,11 @@ def recall_errors(rows: list[dict]) -> tuple[float, float]:
     return 1 - statistics.mean(row["accuracy"] for row in rows), statistics.mean(row["loss"] for row in rows)
 
 
-def prepare_large(data: Path) -> dict:
+def prepare_large(data: Path, task: str = LARGE) -> dict:
     """The tokens of the largest size, as `condition_study.prepare` has them; kept in `runs/`."""
-    if LARGE_CACHE.exists():
-        return torch.load(LARGE_CACHE)
+    cache = {LARGE: LARGE_CACHE, MORE: MORE_CACHE}[task]
+    if cache.exists():
+        return torch.load(cache)
     tokenizer = train_tokenizer(condition_study.training_documents(data), LARGE_SHAPE["vocab_size"])
     texts = {
         folder.name: gather_documents([str(folder / "validation.parquet")], max_bytes=400_000)
@@ -277,7 +286,7 @@ def prepare_large(data: Path) -> dict:
     with lzma.open(data / "wikitext-2" / "wiki.test.raw.xz", "rt", encoding="utf-8") as file:
         texts["wikitext-2"] = [file.read(400_000)]
     long = gather_documents([str(data / "longdocs" / "test.parquet")], max_bytes=2_000_000)
-    files = [data / "corpus" / name / f"train-{i:03}.parquet" for name, n in LARGE_SHARDS.items() for i in range(n)]
+    files = [shard(data, name, i) for name, n in SHARDS[task].items() for i in range(n)]
     parts = [
         encode(tokenizer, gather_documents([str(file)], max_bytes=21_000_000))[i > 0 :] for i, file in enumerate(files)
     ]
@@ -287,16 +296,22 @@ def prepare_large(data: Path) -> dict:
         "bytes": {name: sum(map(num_bytes, text)) for name, text in texts.items()},
         "long": encode(tokenizer, long),
     }
-    LARGE_CACHE.parent.mkdir(exist_ok=True, parents=True)
-    torch.save(prepared, LARGE_CACHE)
+    cache.parent.mkdir(exist_ok=True, parents=True)
+    torch.save(prepared, cache)
     return prepared
+
+
+def shard(data: Path, name: str, number: int) -> Path:
+    """A file of training text, of `corpus` or of `corpus_extra`, which goes on from it."""
+    files = [data / corpus / name / f"train-{number:03}.parquet" for corpus in ("corpus", "corpus_extra")]
+    return next((file for file in files if file.exists()), files[0])
 
 
 @functools.cache
 def texts_of(task: str, data: Path) -> dict:
     """The tokens of a language task."""
     own = {LANGUAGE: condition_study.prepare, FEWER: larger_study.prepare, LARGER: larger_study.prepare}
-    return own.get(task, prepare_large)(data)
+    return own.get(task, functools.partial(prepare_large, task=task))(data)
 
 
 def make_run(data: Path, device: str = "cpu", backend: list[str] | None = None):
@@ -305,6 +320,7 @@ def make_run(data: Path, device: str = "cpu", backend: list[str] | None = None):
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     if device == "cuda":
         gpu.device(quick=False)  # kernels choose a configuration in a fifth of the time
+        peers.quicken()
     return functools.partial(run_job, data=data, device=device, backend=backend)
 
 
@@ -550,7 +566,7 @@ def table(records: dict[str, dict]) -> str:
     machines = sorted({row["machine"] for row in record["runs"]})
     tokens = {task: math.prod(list(size.training.values())[:3]) for task, size in SIZES.items()}
     tables.append(
-        f"Language: {', '.join(f'{n:,}' for n in tokens.values())} tokens a run, the last at half the "
+        f"Language: {', '.join(f'{n:,}' for n in tokens.values())} tokens a run, those of 12M at half the "
         "best rate of 1.4M; losses in nats a token, the mean over held-out Wikipedia, books and WikiText-2. Seen in "
         "the context: a token that stood after the same token before, in the second half of a window. Right answers: "
         f"one number a seed at the rate with the most. Runs on {'; '.join(machines)}. {footnote(record)}"
@@ -569,6 +585,7 @@ def language_table(records: dict[str, dict], task: str, missing: dict[str, list[
         FEWER: (*FORMS, REST[0]),
         LARGER: (*FORMS, *REST),
         LARGE: LARGE_CONDITIONS,
+        MORE: MORE_CONDITIONS,
     }[task]
     for name, found in language_rows(records, task).items():
         best = best_language(records, task).get(name, [])
@@ -578,7 +595,7 @@ def language_table(records: dict[str, dict], task: str, missing: dict[str, list[
             continue
         losses = [condition_study.score(row) for row in best]
         tried = condition_study.tried_rates(found, name)
-        known = "" if task == LARGE or condition_study.best_rate(found, name) else ", not bracketed"
+        known = "" if task in SHARDS or condition_study.best_rate(found, name) else ", not bracketed"
         if known or len(losses) < len(condition_study.SEEDS):
             missing.setdefault(f"{task}, rates" if known else f"{task}, a second seed", []).append(name)
         rows.append(
@@ -758,7 +775,7 @@ def main() -> None:
 
 def large_at_once(item: dict) -> int | None:
     """A run of the largest size fills a GPU: two at a time."""
-    return 2 if item["task"] == LARGE else None
+    return 2 if item["task"] in SHARDS else None
 
 
 if __name__ == "__main__":
