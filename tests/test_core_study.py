@@ -471,6 +471,29 @@ def test_runs_have_what_the_tables_read(monkeypatch):
     assert "Mamba-2" in others and "Gated DeltaNet;" not in others
 
 
+def test_a_gpu_computes_the_delta_rule_of_transformers():
+    """Outputs and gradients, at lengths that no chunk divides, as it is and under autocast; states are refused."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape):
+        return torch.rand(*shape, generator=generator)
+
+    for length, autocast, bound in ((150, False, 1e-5), (7, False, 1e-5), (150, True, 1e-3)):
+        query, key, value = (drawn(2, length, 3, width) - 0.5 for width in (16, 16, 8))
+        inputs = [query, key, value, -0.1 * drawn(2, length, 3), drawn(2, length, 3)]
+        weights, found = drawn(2, length, 3, 8) - 0.5, []
+        for rule in (peers.qwen3_next.torch_chunk_gated_delta_rule, peers.gated_delta_rule):
+            given = [x.clone().requires_grad_() for x in inputs]
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                output, state = rule(*given, use_qk_l2norm_in_kernel=True)
+            assert state is None
+            found.append([output, *torch.autograd.grad((output * weights).sum(), given)])
+        for theirs, ours in zip(*found):
+            assert ours.shape == theirs.shape and (ours - theirs).norm() <= bound * theirs.norm()
+    with pytest.raises(ValueError, match="pass no state and ask for none"):
+        peers.gated_delta_rule(*inputs, output_final_state=True)
+
+
 def test_a_run_is_measured_in_the_ways_that_kernels_know(monkeypatch):
     """In the dtype of training, and of Interdomain by PyTorch alone, whatever backend it was trained with."""
     data = tiny(monkeypatch)
