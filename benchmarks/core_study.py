@@ -16,6 +16,8 @@ there; as in that study, more than 128 tokens begin with shorter:
 - copying: tokens stand at any places among empty ones, and are to be repeated in their order (selective copying,
   arXiv 2312.00752).
 
+Longer settings are asked in recall, of what has learned half of the one before.
+
 Runs that differ in rate and seed alone are trained side by side (`side_by_side`), by several processes at once: on a
 GPU two, of which one compiles while the other trains. More would share its time, and end all at the last. A run of
 language on a CPU that is stopped goes on where it was, from `runs/`. What a GPU has done again of a CPU's runs was put
@@ -230,8 +232,11 @@ def large_plan(
 
 
 def recall_plan(runs: list[dict], settings: tuple[tuple[int, int], ...]) -> Iterator[dict]:
-    """All seeds, on which recall hangs, at all rates; of longer settings at the best rate of the one before."""
+    """All seeds, on which recall hangs, at all rates; longer settings, where asked, at the best rate of the one
+    before."""
     for setting, task, name in itertools.product(settings, RECALL, IN_RECALL):
+        if not is_asked(runs, name, task, setting):
+            continue
         if setting == SETTINGS[0]:
             tried = recall_rates(runs, name, task, setting)
             beyond = recall_rate_beyond(runs, name, task)
@@ -241,6 +246,14 @@ def recall_plan(runs: list[dict], settings: tuple[tuple[int, int], ...]) -> Iter
         for rate, seed in itertools.product(rates, condition_study.SEEDS):
             if rate is not None:
                 yield recall_item(name, task, setting, rate, seed)
+
+
+def is_asked(runs: list[dict], name: str, task: str, setting: tuple[int, int]) -> bool:
+    """Longer settings are asked in recall, of what has learned half of the one before with some seed."""
+    if setting == SETTINGS[0]:
+        return True
+    best = next(iter(recall_rates(runs, name, task, SETTINGS[SETTINGS.index(setting) - 1]).values()), [])
+    return task == RECALL[0] and any(row["accuracy"] >= 0.5 for row in best)
 
 
 def best_recall_rate(runs: list[dict], name: str, task: str, setting: tuple[int, int] = SETTINGS[0]) -> float | None:
@@ -561,7 +574,7 @@ def table(records: dict[str, dict]) -> str:
     record = records["core_study"]
     missing: dict[str, list[str]] = {}
     tables = [language_table(records, task, missing) for task in WORDS]
-    tables += [of_text(records, task) for of_text in (text_table, age_table) for task in list(SIZES)[1:]]
+    tables += [text_table(records, task) for task in list(SIZES)[1:]] + [age_table(records, task) for task in SHARDS]
     tables += [again_table(record), recall_table(record["runs"], missing)]
     machines = sorted({row["machine"] for row in record["runs"]})
     tokens = {task: math.prod(list(size.training.values())[:3]) for task, size in SIZES.items()}
@@ -684,10 +697,10 @@ def recall_table(runs: list[dict], missing: dict[str, list[str]]) -> str:
             missing.setdefault(task, []).append(name)
             continue
         cells = []
-        for rates in found:
+        for setting, rates in zip(SETTINGS, found):
             rate, best = next(iter(rates.items()), (None, []))
             right = ", ".join(f"{row['accuracy']:.1%}" for row in best)
-            cells.append(f"{right} ({rate:g})" if best else "not run")
+            cells.append(f"{right} ({rate:g})" if best else "not run" if is_asked(runs, name, task, setting) else "-")
         size = next(iter(next(filter(None, found)).values()))[0]["state_bytes"]
         rows.append([task, name, f"{size:,}", *cells])
     header = ["right answers", "condition", "bytes of state", *(f"{n} in {length} tokens" for n, length in SETTINGS)]
@@ -712,10 +725,10 @@ def sentences(records: dict[str, dict]) -> list[str]:
             best = next(iter(ours))
             beside = ", ".join(f"{_percent(ours[best], loss)} that of {name}" for name, loss in others.items())
             found.append(f"At {size} the best form is {best}: its perplexity is {beside}.")
-    for task, setting in itertools.product(RECALL, SETTINGS):
-        right = right_answers(records["core_study"]["runs"], task, setting)
+    pairs, length = SETTINGS[0]
+    for task in RECALL:
+        right = right_answers(records["core_study"]["runs"], task, SETTINGS[0])
         if len(right) > 1:
-            pairs, length = setting
             order = ", ".join(f"{name} {share:.0%}" for name, share in right.items())
             found.append(f"{task.capitalize()}, {pairs} in {length} tokens, mean of the seeds: {order}.")
     return found
