@@ -310,6 +310,8 @@ def test_what_the_page_says_of_recall():
         ]
         assert any(map(any, learned)) and not any(map(all, learned)), (task, learned)
         assert {len(rows) for rows in learned} == {2}
+    copied = next(iter(core_study.recall_rates(runs, core_study.SPREAD, "copying", core_study.SETTINGS[0]).values()))
+    assert [round(row["accuracy"], 2) for row in copied] == [0.94, 0.33]
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -517,8 +519,9 @@ def test_runs_have_what_the_tables_read(monkeypatch):
     assert "Mamba-2" in others and "Gated DeltaNet;" not in others
 
 
-def test_a_gpu_computes_the_delta_rule_of_transformers():
-    """Outputs and gradients, at lengths that no chunk divides, as it is and under autocast; states are refused."""
+def test_a_gpu_computes_the_delta_rule_of_transformers(monkeypatch):
+    """Outputs and gradients, at lengths that no chunk divides, as it is and under autocast; states are refused; and
+    layers take it."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape):
@@ -538,6 +541,13 @@ def test_a_gpu_computes_the_delta_rule_of_transformers():
             assert ours.shape == theirs.shape and (ours - theirs).norm() <= bound * theirs.norm()
     with pytest.raises(ValueError, match="pass no state and ask for none"):
         peers.gated_delta_rule(*inputs, output_final_state=True)
+
+    ids = torch.randint(48, (2, 70), generator=generator)
+    theirs = peer("Gated DeltaNet")(ids, use_cache=False).logits
+    monkeypatch.setattr(peers.qwen3_next, "torch_chunk_gated_delta_rule", None)  # is put back afterwards
+    peers.quicken()
+    ours = peer("Gated DeltaNet")(ids, use_cache=False).logits
+    assert 0 < (ours - theirs).norm() < 1e-5 * theirs.norm()
 
 
 def test_a_run_is_measured_in_the_ways_that_kernels_know(monkeypatch):
