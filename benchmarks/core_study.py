@@ -7,7 +7,7 @@ named after; three learning rates with the first seed, more where the best lies 
 - 1.4M, `condition_study`, whose runs of Interdomain and S4D-only are read from there;
 - 3M, `larger_study`: bfloat16 products (autocast), 8M tokens, or, which two cores train in an evening, the first 2M;
 - 12M: 20M tokens of a vocabulary of 8,192, at half the rate that was best at 1.4M, as the two closest have it best at
-  3M on 2M tokens, with both seeds; or 60M tokens, of twice the text.
+  3M on 2M tokens, with both seeds; or 60M tokens, drawn from 2.4 times the text.
 
 Recall is that of `recall_study` (`mqar`), and two tasks beside it, with both seeds at every rate, for seeds differ more
 there; as in that study, more than 128 tokens begin with shorter:
@@ -16,7 +16,8 @@ there; as in that study, more than 128 tokens begin with shorter:
 - copying: tokens stand at any places among empty ones, and are to be repeated in their order (selective copying,
   arXiv 2312.00752).
 
-Longer settings are asked in recall, of what has learned half of the one before.
+Longer settings are asked in recall, of what has learned half of the one before. On a GPU Gated DeltaNet is computed in
+fewer kernels (`peers.quicken`), as its runs of 60M tokens were; those of before by Transformers' own.
 
 Runs that differ in rate and seed alone are trained side by side (`side_by_side`), by several processes at once: on a
 GPU two, of which one compiles while the other trains. More would share its time, and end all at the last. A run of
@@ -582,7 +583,8 @@ def table(records: dict[str, dict]) -> str:
         f"Language: {', '.join(f'{n:,}' for n in tokens.values())} tokens a run, those of 12M at half the "
         "best rate of 1.4M; losses in nats a token, the mean over held-out Wikipedia, books and WikiText-2. Seen in "
         "the context: a token that stood after the same token before, in the second half of a window. Right answers: "
-        f"one number a seed at the rate with the most. Runs on {'; '.join(machines)}. {footnote(record)}"
+        "one number a seed at the rate with the most; -: not asked, for the setting before was not learned or not run. "
+        f"Runs on {'; '.join(machines)}. {footnote(record)}"
     )
     if missing:
         named = (f"{what} ({'all' if len(x) == len(IN_RECALL) else '; '.join(x)})" for what, x in missing.items())

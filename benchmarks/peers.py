@@ -121,6 +121,8 @@ def gated_delta_rule(query, key, value, g, beta, chunk_size: int = 64, **options
     """
     if options.get("initial_state") is not None or options.get("output_final_state"):
         raise ValueError("Whole rows from an empty state alone are computed here: pass no state and ask for none.")
+    if key.shape[2] != value.shape[2] or not options.get("use_qk_l2norm_in_kernel"):
+        raise ValueError("Keys of length 1, a head of them for each head of values, are computed here: pass such.")
     dtype, (batch, length, heads, width) = query.dtype, value.shape
     query, key = (qwen3_next.l2norm(x.float(), dim=-1, eps=1e-6) for x in (query, key))
     tokens = [query * query.shape[-1] ** -0.5, key, value.float(), g.float()[..., None], beta.float()[..., None]]

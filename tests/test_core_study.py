@@ -231,9 +231,14 @@ def test_what_the_page_says_of_60m_tokens():
     behind = [round(100 * math.expm1(ours[gates[0]["condition"]] - loss), 1) for loss in others.values()]
     assert (list(others), behind) == ([core_study.SPREAD, "softmax, convolution"], [4.9, 0.8])
     assert round(100 * math.expm1(ours[core_study.GATES_MANY] - others[core_study.SPREAD])) == 9
+    texts = {name: apart(gates, softmax, "validation", name) for name in core_study.TEXTS}
+    assert [name for name, nats in texts.items() if nats > 0] == ["wikitext-2"]
+    texts = {name: apart(gates, peer, "validation", name) for name in core_study.TEXTS}
+    assert round(texts["wikitext-2"] / sum(texts.values()), 2) == 0.65
 
     ages = [apart(gates, peer, "ages", str(low)) for low in larger_study.AGES]
-    assert [round(x, 2) for x in (min(ages[:3]), max(ages[:3]), min(ages[3:]), max(ages[3:]))] == [0.02, 0.11, 0.32, 0.41]
+    assert [round(x, 2) for x in (min(ages[:3]), max(ages[:3]))] == [0.02, 0.11], "up to 63 tokens ago"
+    assert [round(x, 2) for x in (min(ages[3:]), max(ages[3:]))] == [0.32, 0.41]
     assert round(apart(gates, peer, "repeats", "other"), 2) == 0.03
     assert [round(100 * math.expm1(apart(gates, peer, "lengths", x))) for x in ("1.0", "3.5")] == [2, 4]
 
@@ -268,7 +273,7 @@ def test_what_the_page_says_of_longer_recall():
         if (rate := core_study.best_recall_rate(runs, name, "recall", (16, 128))) is not None:
             rows = core_study.recall_rates(runs, name, "recall", (16, 128))[rate]
             found[name] = [row["accuracy"] for row in sorted(rows, key=lambda row: row["seed"])]
-    assert found.pop("Mamba-2") == pytest.approx([0.0066, 0.0061], abs=1e-4), "which was asked before"
+    found.pop("Mamba-2")  # was asked before longer settings were of what has learned the shorter
     assert len(found) == 7 and all(len(answers) == 2 for answers in found.values())
     assert [f"{x:.0%}" for x in found.pop(core_study.SPREAD)] == ["100%", "14%"]
     assert f"{min(min(answers) for answers in found.values()):.0%}" == "98%"
@@ -514,7 +519,7 @@ def test_runs_have_what_the_tables_read(monkeypatch):
     table = core_study.table({"core_study": {"runs": runs, "machine": MACHINE}, "condition_study": {"runs": []}})
     assert f"| {name} | {runs[0]['parameters']:,} |" in table and "0.003, not bracketed" in table
     assert "language, rates (Gated DeltaNet)" in table and "copying (all)" in table
-    assert "50.0% (0.003) | - | - | - |" in table.replace(f"{row['accuracy']:.1%}", "50.0%"), "longer ones of recall alone"
+    assert f"{row['accuracy']:.1%} (0.003) | - | - | - |" in table, "longer ones of recall alone"
     (others,) = re.findall(r"overwritten \((.*?)\)", table)
     assert "Mamba-2" in others and "Gated DeltaNet;" not in others
 
@@ -541,6 +546,10 @@ def test_a_gpu_computes_the_delta_rule_of_transformers(monkeypatch):
             assert ours.shape == theirs.shape and (ours - theirs).norm() <= bound * theirs.norm()
     with pytest.raises(ValueError, match="pass no state and ask for none"):
         peers.gated_delta_rule(*inputs, output_final_state=True)
+    grouped = [inputs[0][:, :, :1], inputs[1][:, :, :1], *inputs[2:]]
+    for given, normed in ((inputs, False), (grouped, True)):
+        with pytest.raises(ValueError, match="a head of them for each head of values"):
+            peers.gated_delta_rule(*given, use_qk_l2norm_in_kernel=normed)
 
     ids = torch.randint(48, (2, 70), generator=generator)
     theirs = peer("Gated DeltaNet")(ids, use_cache=False).logits
