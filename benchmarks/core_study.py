@@ -128,8 +128,7 @@ MORE_CONDITIONS = (SPREAD, "softmax, convolution", "Interdomain, gates", GATES_M
 TEXTS = {"wiki": "Wikipedia", "books": "books", "wikitext-2": "WikiText-2"}  # held out
 # Of ../shared/data/corpus and, beyond it, corpus_extra, 20 MB of text each, of which windows are drawn.
 SHARDS = {LARGE: {"wiki": 3, "books": 2}, MORE: {"wiki": 7, "books": 5}}
-LARGE_CACHE = Path("runs/core_study/large.pt")
-MORE_CACHE = Path("runs/core_study/more.pt")
+CACHES = {LARGE: Path("runs/core_study/large.pt"), MORE: Path("runs/core_study/more.pt")}
 UNDER_WAY = Path("runs/core_study/under_way")  # what a CPU has trained so far of runs that take hours
 FIRST = ("Interdomain", "Interdomain, gates", "Interdomain, gates and delta rule", *CLOSEST)
 REST = ("Gated DeltaNet", "Mamba-2", "S4D-only", "softmax, convolution")
@@ -289,7 +288,7 @@ def recall_errors(rows: list[dict]) -> tuple[float, float]:
 
 def prepare_large(data: Path, task: str = LARGE) -> dict:
     """The tokens of the largest size, as `condition_study.prepare` has them; kept in `runs/`."""
-    cache = {LARGE: LARGE_CACHE, MORE: MORE_CACHE}[task]
+    cache = CACHES[task]
     if cache.exists():
         return torch.load(cache)
     tokenizer = train_tokenizer(condition_study.training_documents(data), LARGE_SHAPE["vocab_size"])

@@ -77,10 +77,8 @@ def run_condition(condition: str, learning_rate: float, seed: int, steps: int | 
     item = core_study.recall_item(condition, learning_rate=learning_rate, seed=seed)
     (model,) = core_study.make_fleet([item]).models
     steps = TRAINING["steps"] if steps is None else steps
-    found = recall_study.train_and_ask(
-        model, batches(seed), batches(seed + 1000), steps, learning_rate, TRAINING["solved"]
-    )
     held_out = [batch for _, batch in zip(range(recall_study.TRAINING["held_out_batches"]), batches(seed + 1000))]
+    found = recall_study.train_and_ask(model, batches(seed), iter(held_out), steps, learning_rate, TRAINING["solved"])
     sizes = {"parameters": model.num_parameters(), "state_bytes": 4 * sum(model.config.state_sizes(LENGTH).values())}
     return sizes | found | {"ages": right_by_age(model, held_out)}
 

@@ -138,7 +138,7 @@ def gated_delta_rule(query, key, value, g, beta, chunk_size: int = 64, **options
     written, reads = solved.split([width, key.shape[-1]], -1)
     left = (log_decay[:, :, -1:] - log_decay).exp() * key
     after = log_decay[:, :, -1:].exp()
-    state = torch.zeros_like(key[:, 0].mT @ value[:, 0], dtype=torch.float32)
+    state = key.new_zeros(batch * heads, key.shape[-1], width)
     states, updates = [], []
     for new, read, late, decay in zip(written.unbind(1), reads.unbind(1), left.mT.unbind(1), after.unbind(1)):
         states.append(state)

@@ -176,7 +176,7 @@ def test_what_the_page_says_of_more_tokens():
     assert smallest[core_study.MANY_HEADS] < smallest[core_study.TWICE]
 
 
-def apart(rows, others, *names) -> float:
+def lag(rows, others, *names) -> float:
     """By how much a number is larger in the mean of `rows` than in that of `others`."""
     a, b = (
         statistics.mean(functools.reduce(lambda x, name: x[name], names, row) for row in found)
@@ -215,8 +215,8 @@ def test_what_the_page_says_of_12m():
     assert (seen[gates], seen["Interdomain"], seen[core_study.SPREAD]) == ([3.42, 3.42], [3.51, 3.47], [3.41, 3.68])
     assert (seen[many], seen[core_study.OUTPUT_GATE]) == ([3.75, 3.7], [3.93, 3.94])
 
-    assert round(apart(found, peer, "repeats", "other"), 3) == 0.014
-    assert [round(100 * math.expm1(apart(found, peer, "lengths", x)), 1) for x in ("1.0", "3.5")] == [1.1, 2.4]
+    assert round(lag(found, peer, "repeats", "other"), 3) == 0.014
+    assert [round(100 * math.expm1(lag(found, peer, "lengths", x)), 1) for x in ("1.0", "3.5")] == [1.1, 2.4]
 
 
 def test_what_the_page_says_of_60m_tokens():
@@ -231,16 +231,16 @@ def test_what_the_page_says_of_60m_tokens():
     behind = [round(100 * math.expm1(ours[gates[0]["condition"]] - loss), 1) for loss in others.values()]
     assert (list(others), behind) == ([core_study.SPREAD, "softmax, convolution"], [4.9, 0.8])
     assert round(100 * math.expm1(ours[core_study.GATES_MANY] - others[core_study.SPREAD])) == 9
-    texts = {name: apart(gates, softmax, "validation", name) for name in core_study.TEXTS}
+    texts = {name: lag(gates, softmax, "validation", name) for name in core_study.TEXTS}
     assert [name for name, nats in texts.items() if nats > 0] == ["wikitext-2"]
-    texts = {name: apart(gates, peer, "validation", name) for name in core_study.TEXTS}
+    texts = {name: lag(gates, peer, "validation", name) for name in core_study.TEXTS}
     assert round(texts["wikitext-2"] / sum(texts.values()), 2) == 0.65
 
-    ages = [apart(gates, peer, "ages", str(low)) for low in larger_study.AGES]
+    ages = [lag(gates, peer, "ages", str(low)) for low in larger_study.AGES]
     assert [round(x, 2) for x in (min(ages[:3]), max(ages[:3]))] == [0.02, 0.11], "up to 63 tokens ago"
     assert [round(x, 2) for x in (min(ages[3:]), max(ages[3:]))] == [0.32, 0.41]
-    assert round(apart(gates, peer, "repeats", "other"), 2) == 0.03
-    assert [round(100 * math.expm1(apart(gates, peer, "lengths", x))) for x in ("1.0", "3.5")] == [2, 4]
+    assert round(lag(gates, peer, "repeats", "other"), 2) == 0.03
+    assert [round(100 * math.expm1(lag(gates, peer, "lengths", x))) for x in ("1.0", "3.5")] == [2, 4]
 
 
 def test_what_the_page_says_of_runs_on_another_machine():

@@ -1,7 +1,5 @@
 """The study of pairs among other tokens: what is told, what is asked, and what its page says."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -27,16 +25,6 @@ def test_each_pair_is_told_once_and_asked_once_among_tokens_that_are_neither():
     assert torch.equal(again, batch.ids) and not torch.equal(other, batch.ids)
 
 
-def test_all_run_at_each_rate_and_then_the_other_seed_at_the_best():
-    first = list(distant_study.plan([]))
-    kinds = [(row["condition"], row["learning_rate"], row["seed"]) for row in first]
-    rates = distant_study.LEARNING_RATES
-    assert kinds == [(name, rate, 0) for rate, name in itertools.product(rates, distant_study.CONDITIONS)]
-    runs = [row | {"accuracy": row["learning_rate"]} for row in first]
-    then = list(distant_study.plan(runs))[len(first) :]
-    assert [(row["learning_rate"], row["seed"]) for row in then] == [(max(rates), 1)] * len(distant_study.CONDITIONS)
-
-
 @pytest.mark.parametrize("name", ["Interdomain, warp", "softmax, convolution"])
 def test_a_run_has_what_the_table_reads(monkeypatch, name):
     monkeypatch.setitem(recall_study.TRAINING, "held_out_batches", 1)
@@ -56,6 +44,8 @@ def test_what_the_page_says():
     """All runs of the plan are there; who finds what, and from how far."""
     runs = read("distant_study")["runs"]
     assert len(runs) == 18 and all(studies.holds(runs, item) for item in distant_study.plan(runs))
+    first = [row["condition"] for row in distant_study.plan([])]
+    assert first == [*distant_study.CONDITIONS] * len(distant_study.LEARNING_RATES)
     best = {name: studies.best_runs(runs, {"condition": name}, 0) for name in distant_study.CONDITIONS}
     right = {name: [row["accuracy"] for row in rows] for name, rows in best.items()}
     plain, gates, warp, delta, deltanet, softmax = right.values()

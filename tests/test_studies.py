@@ -16,6 +16,7 @@ from benchmarks import (
     condition_study,
     conversion_study,
     core_study,
+    distant_study,
     image_study,
     joint_study,
     larger_study,
@@ -206,7 +207,11 @@ def test_the_longer_study_takes_the_best_rates_of_the_shorter(monkeypatch):
     assert "| s4d | 2.0 | 2.0 | 3.0 | +50.0% |" in table
 
 
-@pytest.mark.parametrize(("study", "kinds"), [(joint_study, 33), (lookup_study, 24)], ids=["joint", "lookup"])
+@pytest.mark.parametrize(
+    ("study", "kinds"),
+    [(joint_study, 33), (lookup_study, 24), (distant_study, 6)],
+    ids=["joint", "lookup", "distant"],
+)
 def test_a_study_runs_all_at_each_rate_and_then_the_other_seeds_at_the_better(study, kinds):
     first, rates = list(study.plan([])), study.LEARNING_RATES
     assert len(first) == 2 * kinds and {row["seed"] for row in first} == {0}
