@@ -5,6 +5,7 @@ All conditions of a size take turns in one process, so that what else the machin
 
 import torch
 
+from benchmarks import peers
 from benchmarks.core_study import CONDITIONS, FEWER, LANGUAGE, REFERENCE, SIZES, WORDS, fields_of
 from benchmarks.harness import footnote, markdown, time_in_turns, verify_operator
 from examples.training import next_token_loss
@@ -12,6 +13,7 @@ from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
 
 
 def run(quick: bool = False) -> dict:
+    peers.quicken(on_gpu=False)
     sizes, seconds = ((LANGUAGE,), 0.1) if quick else ((LANGUAGE, FEWER), 60.0)
     return {"relative_error": verify_operator(), "rows": [_step(size, seconds, quick) for size in sizes]}
 

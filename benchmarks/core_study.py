@@ -63,14 +63,18 @@ CLOSEST = MANY_HEADS, SPREAD = "Interdomain, gates and delta rule, many heads", 
 GATES_MANY = "Interdomain, gates, many heads"
 TWICE = "Interdomain, gates and delta rule, twice the heads"
 OUTPUT_GATE = "Interdomain, gates and delta rule, many heads, output gate"
+KIMI = "Kimi Delta Attention"
+NARROW = "Interdomain, gates, narrow heads"
 
 
 class Condition(NamedTuple):
-    """Fields of a configuration, how many times as many heads, and the factor of the first outputs of its mixers."""
+    """Fields of a configuration, how many times as many heads, the factor of the first outputs of its mixers, and how
+    many heads ask one state."""
 
     fields: dict
     heads: int = 1
     first_output: float = 1.0
+    shared: int = 1
 
 
 CONDITIONS = {
@@ -81,6 +85,7 @@ CONDITIONS = {
     MANY_HEADS: Condition(MANY, heads=4),
     "Gated DeltaNet": Condition(peers.GATED_DELTANET),
     SPREAD: Condition(peers.GATED_DELTANET_SPREAD),
+    KIMI: Condition(peers.KIMI_DELTA),
     # Its norm makes outputs of size 1, where Interdomain and S4D-only start with small ones, as `start` "recall" makes
     # them: without the factor its layers hide the embeddings, and it learns slowly.
     "Mamba-2": Condition(MAMBA2, first_output=0.02),
@@ -91,6 +96,8 @@ CONDITIONS = {
     # Half as wide, with all modes: between the usual heads and many, and a memory as long as that of the usual.
     TWICE: Condition(DELTA | {"head_dim": 16}, heads=2),
     "Interdomain, warp": Condition(PLAIN | {"gates": "warp"}),
+    # Keys and values half as wide of twice as many tokens, and four heads that ask for them.
+    NARROW: Condition(GATES | {"head_dim": 16, "state_size": 64}, heads=4, shared=4),
 }
 # What `condition_study` has run of them, with as many parameters and the same texts.
 KNOWN = {"Interdomain": "interdomain-norope, recall", "S4D-only": "s4d, recall"}
@@ -124,14 +131,14 @@ SIZES = {
 }
 # At the largest size; that which takes longest first.
 LARGE_CONDITIONS = (*CLOSEST, OUTPUT_GATE, TWICE, GATES_MANY, "softmax, convolution", "Interdomain, gates", REFERENCE)
-MORE_CONDITIONS = (SPREAD, "softmax, convolution", "Interdomain, gates", GATES_MANY, REFERENCE)
+MORE_CONDITIONS = (SPREAD, "softmax, convolution", "Interdomain, gates", GATES_MANY, REFERENCE, NARROW)
 TEXTS = {"wiki": "Wikipedia", "books": "books", "wikitext-2": "WikiText-2"}  # held out
 # Of ../shared/data/corpus and, beyond it, corpus_extra, 20 MB of text each, of which windows are drawn.
 SHARDS = {LARGE: {"wiki": 3, "books": 2}, MORE: {"wiki": 7, "books": 5}}
 CACHES = {LARGE: Path("runs/core_study/large.pt"), MORE: Path("runs/core_study/more.pt")}
 UNDER_WAY = Path("runs/core_study/under_way")  # what a CPU has trained so far of runs that take hours
 FIRST = ("Interdomain", "Interdomain, gates", "Interdomain, gates and delta rule", *CLOSEST)
-REST = ("Gated DeltaNet", "Mamba-2", "S4D-only", "softmax, convolution")
+REST = ("Gated DeltaNet", KIMI, "Mamba-2", "S4D-only", "softmax, convolution")
 MOST_ASKED = (*FIRST, GATES_MANY, OUTPUT_GATE)  # with more seeds at 1.4M, and in recall
 FORMS = (*MOST_ASKED, TWICE)  # at 3M
 IN_RECALL = (*MOST_ASKED, *REST)
@@ -149,7 +156,10 @@ AT_ONCE = 32_768  # tokens read in a forward on a GPU where nothing is learned
 def fields_of(condition: str, shape: dict) -> dict:
     """A configuration of a condition with the parameters of Interdomain, as near as whole widths come."""
     own = CONDITIONS[condition]
-    fields = shape | {"num_attention_heads": own.heads * shape["num_attention_heads"]} | own.fields
+    heads = own.heads * shape["num_attention_heads"]
+    fields = shape | {"num_attention_heads": heads} | own.fields
+    if own.shared > 1:
+        fields["num_key_value_heads"] = heads // own.shared
     wanted = peers.count(shape | CONDITIONS[REFERENCE].fields)
     return fields | {"intermediate_size": peers.equal_width(fields, wanted)}
 
@@ -193,7 +203,7 @@ def plan(runs: list[dict], shorter: list[dict]) -> Iterator[dict]:
     small = [row for row in runs if row["task"] == LANGUAGE] + known_runs(shorter)
     best = {name: condition_study.best_rate(small, name) for name in CONDITIONS}
     yield from language_plan(runs, LANGUAGE, [name for name in CONDITIONS if name not in KNOWN])
-    for names in (CLOSEST, FIRST[:3], REST[:1], FORMS[len(FIRST) :]):
+    for names in (CLOSEST, FIRST[:3], REST[:2], FORMS[len(FIRST) :]):
         yield from language_plan(runs, FEWER, names)
     yield from language_plan(runs, LARGER, FORMS)
     for name in MOST_ASKED:
@@ -331,9 +341,9 @@ def make_run(data: Path, device: str = "cpu", backend: list[str] | None = None):
     """What makes the rows of runs of a kind, in full precision where nothing else is said, by one thread."""
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    peers.quicken(device == "cuda")
     if device == "cuda":
         gpu.device(quick=False)  # kernels choose a configuration in a fifth of the time
-        peers.quicken()
     return functools.partial(run_job, data=data, device=device, backend=backend)
 
 
@@ -575,7 +585,7 @@ def table(records: dict[str, dict]) -> str:
     missing: dict[str, list[str]] = {}
     tables = [language_table(records, task, missing) for task in WORDS]
     tables += [text_table(records, task) for task in list(SIZES)[1:]] + [age_table(records, task) for task in SHARDS]
-    tables += [again_table(record), recall_table(record["runs"], missing)]
+    tables.append(recall_table(record["runs"], missing))
     machines = sorted({row["machine"] for row in record["runs"]})
     tokens = {task: math.prod(list(size.training.values())[:3]) for task, size in SIZES.items()}
     tables.append(
@@ -596,7 +606,7 @@ def language_table(records: dict[str, dict], task: str, missing: dict[str, list[
     rows = []
     asked = {
         LANGUAGE: tuple(CONDITIONS),
-        FEWER: (*FORMS, REST[0]),
+        FEWER: (*FORMS, *REST[:2]),
         LARGER: (*FORMS, *REST),
         LARGE: LARGE_CONDITIONS,
         MORE: MORE_CONDITIONS,
@@ -664,28 +674,6 @@ def age_table(records: dict[str, dict], task: str) -> str:
             seeds = ", ".join(str(row["seed"]) for row in asked)
             rows.append([name, seeds, *(f"{statistics.mean(row['ages'][low] for row in asked):.3f}" for low in ages)])
     header = [f"{task}: nats on what the context has shown, by tokens since", "seeds", *(f"from {low}" for low in ages)]
-    return markdown(header, rows) if rows else ""
-
-
-def done_again(record: dict, kept_as: str = "again") -> Iterator[tuple[dict, dict]]:
-    """The runs that were done again, each with the first."""
-    for row in record.get(kept_as, []):
-        item = {name: row[name] for name in language_item("")}
-        (first,) = (other for other in record["runs"] if item.items() <= other.items())
-        yield row, first
-
-
-def again_table(record: dict) -> str:
-    """Runs of a CPU that a GPU has done again, from the same start on the same batches."""
-
-    def nats(row: dict) -> list[float]:
-        return [row["train_loss"], *(row["validation"][text] for text in TEXTS), condition_study.score(row)]
-
-    rows = []
-    for row, first in done_again(record):
-        both = [f"{there:.3f} ({here:.3f})" for there, here in zip(nats(row), nats(first))]
-        rows.append([f"{WORDS[row['task']]}, {row['condition']}", f"{row['learning_rate']:g}", str(row["seed"]), *both])
-    header = ["on a GPU (on a CPU): nats", "rate", "seed", "at the end of training", *TEXTS.values(), "mean"]
     return markdown(header, rows) if rows else ""
 
 

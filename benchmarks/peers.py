@@ -1,4 +1,5 @@
-"""What others would choose, as token mixers of the studies: Gated DeltaNet, and softmax with a short convolution.
+"""What others would choose, as token mixers of the studies: Gated DeltaNet, Kimi Delta Attention, and softmax with a
+short convolution.
 
 They read whole rows without pads and without a cache, which is what the studies train and measure; anything else they
 refuse. `equal_width` gives the width of the feed-forward layers with which a model has as many parameters as another.
@@ -9,24 +10,31 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
-from transformers import Qwen3NextConfig
+from transformers import KimiLinearConfig, Qwen3NextConfig
 from transformers import initialization as init
+from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
+from benchmarks.delta_rules import gated_delta_rule, kimi_delta_rule
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM, TokenMixer, register_token_mixer
 from modeling_interdomain.layers.convolution import CausalConv1d, causal_conv
 from modeling_interdomain.mixers.softmax.mixer import SoftmaxMixer
-from modeling_interdomain.ops.interdomain.unit_triangular import inverses
 
 GATED_DELTANET = {"token_mixers": "gated_deltanet"}
 GATED_DELTANET_SPREAD = {"token_mixers": "gated_deltanet_spread"}
+KIMI_DELTA = {"token_mixers": "kimi_delta"}
 SOFTMAX_CONVOLUTION = {"token_mixers": "softmax_convolution"}
 
 
 def _whole_rows_only(name: str, cache: Any, masked: Any) -> None:
     if cache is not None or masked is not None:
         raise ValueError(f'"{name}" is a peer in studies and reads whole rows: pass neither a cache nor pads.')
+
+
+def _spread_steps(like: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """Numbers whose softplus, the step, is spread over a range in the logarithm."""
+    step = torch.empty_like(like).uniform_(math.log(low), math.log(high)).exp()
+    return step + torch.log(-torch.expm1(-step))
 
 
 class GatedDeltaNet(TokenMixer):
@@ -91,67 +99,66 @@ class GatedDeltaNetSpread(GatedDeltaNet):
     @torch.no_grad()
     def start_parameters(self, config) -> None:
         super().start_parameters(config)
-        low, high = math.log(config.time_step_min), math.log(config.time_step_max)
-        step = torch.empty_like(self.layer.dt_bias).uniform_(low, high).exp()
-        init.copy_(self.layer.dt_bias, step + torch.log(-torch.expm1(-step)))  # its softplus is the step
+        init.copy_(self.layer.dt_bias, _spread_steps(self.layer.dt_bias, config.time_step_min, config.time_step_max))
 
 
-class UnitSolve(torch.autograd.Function):
-    """`(I + system)^-1 right` for the strictly lower part of system `[N, C, C]` and right `[N, C, W]`, float32."""
+class KimiDelta(TokenMixer):
+    """The layer of Kimi Linear (arXiv 2510.26692) as it stands in Transformers: each number of a key has a decay.
 
-    @staticmethod
-    def forward(ctx, system, right):
-        inverse = inverses(system)
-        found = torch.bmm(inverse, right)
-        ctx.save_for_backward(inverse, found)
-        return found
-
-    @staticmethod
-    def backward(ctx, of_found):
-        inverse, found = ctx.saved_tensors
-        of_right = torch.bmm(inverse.mT, of_found)
-        return -torch.bmm(of_right, found.mT).tril(-1), of_right
-
-
-def gated_delta_rule(query, key, value, g, beta, chunk_size: int = 64, **options):
-    """What Transformers computes of whole rows from an empty state, in fewer and faster kernels for a GPU.
-
-    Its triangular systems are solved by products of matrices, where a batched solver takes most of a step, and only
-    the state goes from chunk to chunk. Shapes and names are those of Transformers; the last state is not returned.
+    A head's keys and values have R + D numbers each, 64 for M = R = D = 32, so that its state has as many as that of an
+    Interdomain head. Its steps start as Transformers starts them, spread as those of Mamba-2; the rest as in
+    `GatedDeltaNet`.
     """
-    if options.get("initial_state") is not None or options.get("output_final_state"):
-        raise ValueError("Whole rows from an empty state alone are computed here: pass no state and ask for none.")
-    if key.shape[2] != value.shape[2] or not options.get("use_qk_l2norm_in_kernel"):
-        raise ValueError("Keys of length 1, a head of them for each head of values, are computed here: pass such.")
-    dtype, (batch, length, heads, width) = query.dtype, value.shape
-    query, key = (qwen3_next.l2norm(x.float(), dim=-1, eps=1e-6) for x in (query, key))
-    tokens = [query * query.shape[-1] ** -0.5, key, value.float(), g.float()[..., None], beta.float()[..., None]]
-    tokens = [F.pad(x, (0, 0, 0, 0, 0, -length % chunk_size)).transpose(1, 2) for x in tokens]
-    query, key, value, g, beta = (x.reshape(batch * heads, -1, chunk_size, x.shape[-1]) for x in tokens)
-    log_decay = g.cumsum(2)
-    later = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=g.device).triu(1)
-    between = (log_decay - log_decay.mT).masked_fill(later, -torch.inf).exp()
-    system = ((beta * key) @ key.mT * between).float()
-    with torch.autocast(g.device.type, enabled=False):
-        right = torch.cat([beta * value, beta * log_decay.exp() * key], -1)
-        solved = UnitSolve.apply(system.flatten(0, 1), right.flatten(0, 1)).view_as(right)
-    written, reads = solved.split([width, key.shape[-1]], -1)
-    left = (log_decay[:, :, -1:] - log_decay).exp() * key
-    after = log_decay[:, :, -1:].exp()
-    state = key.new_zeros(batch * heads, key.shape[-1], width)
-    states, updates = [], []
-    for new, read, late, decay in zip(written.unbind(1), reads.unbind(1), left.mT.unbind(1), after.unbind(1)):
-        states.append(state)
-        updates.append(new - read @ state)
-        state = decay * state + late @ updates[-1]
-    inside = (query @ key.mT * between) @ torch.stack(updates, 1)
-    output = inside + (query * log_decay.exp()) @ torch.stack(states, 1)
-    return output.view(batch, heads, -1, width)[:, :, :length].transpose(1, 2).to(dtype), None
+
+    layer_type = "linear_attention"
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        width = config.feature_dim + config.head_dim
+        if width != 2 * config.state_size:
+            raise ValueError(
+                f'"kimi_delta" has keys and values of one width: R + D = {width} must be 2 M, and M is '
+                f"{config.state_size}."
+            )
+        own = KimiLinearConfig(
+            hidden_size=config.hidden_size,
+            num_hidden_layers=config.num_hidden_layers,
+            layer_types=["linear_attention"] * config.num_hidden_layers,
+            linear_num_heads=config.num_attention_heads,
+            linear_head_dim=width,
+            linear_conv_kernel_dim=config.conv_kernel,
+            rms_norm_eps=config.rms_norm_eps,
+        )
+        self.layer = kimi_linear.KimiLinearDeltaAttention(own, layer_idx)
+        setattr(self.layer.o_proj, "adds_to_residual", True)  # noqa: B010, a module takes only such names
+
+    @property
+    def o_proj(self) -> nn.Module:
+        return self.layer.o_proj
+
+    @torch.no_grad()
+    def start_parameters(self, config) -> None:
+        init.normal_(self.layer.conv1d.weight, std=config.initializer_range)
+        gate = self.layer.forget_gate
+        init.copy_(gate.A_log, torch.empty_like(gate.A_log).uniform_(1, 16).log())
+        init.copy_(gate.dt_bias, _spread_steps(gate.dt_bias, 1e-3, 1e-1))
+
+    @classmethod
+    def state_sizes(cls, config, context_length: int) -> dict[str, int]:
+        heads, width = config.num_attention_heads, config.feature_dim + config.head_dim
+        return {"recurrent": heads * width**2, "convolution": 3 * heads * width * (config.conv_kernel - 1)}
+
+    def forward(self, hidden_states, attention_mask=None, past_key_values=None, packing=None, **kwargs):
+        _whole_rows_only("kimi_delta", past_key_values, attention_mask if packing is None else packing)
+        return self.layer(hidden_states), None
 
 
-def quicken() -> None:
-    """Let the layers of Transformers take `gated_delta_rule`."""
-    qwen3_next.torch_chunk_gated_delta_rule = gated_delta_rule
+def quicken(on_gpu: bool) -> None:
+    """Let the layers of Transformers take the rules of `delta_rules`: that of Kimi anywhere, the other on a GPU, where
+    its own takes most of a step."""
+    kimi_linear.chunk_kimi_delta_attention = kimi_delta_rule
+    if on_gpu:
+        qwen3_next.torch_chunk_gated_delta_rule = gated_delta_rule
 
 
 class ShortConvolution(CausalConv1d):
@@ -194,6 +201,7 @@ class SoftmaxConvolution(SoftmaxMixer):
 
 register_token_mixer("gated_deltanet", GatedDeltaNet)
 register_token_mixer("gated_deltanet_spread", GatedDeltaNetSpread)
+register_token_mixer("kimi_delta", KimiDelta)
 register_token_mixer("softmax_convolution", SoftmaxConvolution)
 
 

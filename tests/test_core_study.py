@@ -10,7 +10,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import condition_study, core_study, larger_study, peers, recall_study, side_by_side, studies
+from benchmarks import (
+    condition_study,
+    core_study,
+    delta_rules,
+    larger_study,
+    peers,
+    recall_study,
+    side_by_side,
+    studies,
+)
 from benchmarks.harness import read
 from benchmarks.side_by_side import SideBySide, run_steps
 from examples.recall import answers
@@ -20,7 +29,11 @@ from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM, inte
 
 TINY = {"vocab_size": 48, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "state_size": 4}
 RECALL_SHAPE = recall_study.SHAPE | {"state_size": 32}
-PEERS = {"Gated DeltaNet": peers.GATED_DELTANET, "softmax, convolution": peers.SOFTMAX_CONVOLUTION}
+PEERS = {
+    "Gated DeltaNet": peers.GATED_DELTANET,
+    core_study.KIMI: peers.KIMI_DELTA | {"state_size": 8},
+    "softmax, convolution": peers.SOFTMAX_CONVOLUTION,
+}
 
 
 @pytest.mark.parametrize(
@@ -45,7 +58,7 @@ def test_a_width_is_found_for_any_number_of_parameters():
 
 def peer(name: str) -> InterdomainForCausalLM:
     torch.manual_seed(0)
-    return InterdomainForCausalLM(InterdomainConfig(**TINY, **PEERS[name]))
+    return InterdomainForCausalLM(InterdomainConfig(**TINY | PEERS[name]))
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -99,6 +112,14 @@ def test_convolutions_of_peers_start_as_transformers_starts_one(name):
         convolutions = [mixer.layer.conv1d]
     for conv in convolutions:
         assert conv.weight.std().item() == pytest.approx(model.config.initializer_range, rel=0.1)
+
+
+def done_again(record: dict, kept_as: str = "again"):
+    """The runs that were done again, each with the first."""
+    for row in record.get(kept_as, []):
+        item = {name: row[name] for name in core_study.language_item("")}
+        (first,) = (other for other in record["runs"] if item.items() <= other.items())
+        yield row, first
 
 
 def test_what_the_page_says_of_language():
@@ -247,7 +268,7 @@ def test_what_the_page_says_of_runs_on_another_machine():
     """How far runs done again end from the first; fused and plain operators give the same nats, forward."""
     record = read("core_study")
     apart = {"train": [], "wikitext-2": [], "mean": []}
-    for row, first in core_study.done_again(record):
+    for row, first in done_again(record):
         assert first["machine"] != row["machine"]
         apart["train"].append(abs(row["train_loss"] - first["train_loss"]))
         apart["wikitext-2"].append(abs(row["validation"]["wikitext-2"] - first["validation"]["wikitext-2"]))
@@ -256,7 +277,7 @@ def test_what_the_page_says_of_runs_on_another_machine():
     many, deltanet = ([*map(condition_study.score, rows)] for rows in again)
     assert [round(b - a, 3) for a, b in zip(many, deltanet, strict=True)] == [0.037, 0.002]
     assert round(-100 * math.expm1(statistics.mean(many) - statistics.mean(deltanet))) == 2
-    (both,) = core_study.done_again(record, "cut")
+    (both,) = done_again(record, "cut")
     assert [f"{condition_study.score(row):.3f}" for row in both] == ["4.230", "4.218"]
     found = {name: round(max(nats), 3) for name, nats in apart.items()}
     assert found == {"train": 0.005, "wikitext-2": 0.061, "mean": 0.022} and len(record["again"]) == 6
@@ -414,7 +435,7 @@ def test_peers_start_recall_with_larger_maps():
     """Those without a start of their own: with smaller maps Gated DeltaNet recalled less in trials."""
     ranges = {name: core_study.recall_fields(name).get("initializer_range") for name in core_study.CONDITIONS}
     assert {name for name, found in ranges.items() if found == core_study.RECALL_RANGE} == {
-        *core_study.REST[:2],
+        *core_study.REST[:3],
         core_study.SPREAD,
         "softmax, convolution",
     }
@@ -524,39 +545,61 @@ def test_runs_have_what_the_tables_read(monkeypatch):
     assert "Mamba-2" in others and "Gated DeltaNet;" not in others
 
 
-def test_a_gpu_computes_the_delta_rule_of_transformers(monkeypatch):
-    """Outputs and gradients, at lengths that no chunk divides, as it is and under autocast; states are refused; and
-    layers take it."""
+RULES = {
+    "gated": (peers.qwen3_next.torch_chunk_gated_delta_rule, delta_rules.gated_delta_rule),
+    "kimi": (peers.kimi_linear.chunk_kimi_delta_attention, delta_rules.kimi_delta_rule),
+}
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_the_delta_rules_are_those_of_transformers(kind):
+    """Outputs and gradients, at lengths that no chunk divides, from weak decays to those that leave nothing, and
+    under autocast no further from float32 than theirs; states are refused."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape):
         return torch.rand(*shape, generator=generator)
 
-    for length, autocast, bound in ((150, False, 1e-5), (7, False, 1e-5), (150, True, 1e-3)):
+    for length, most in ((150, 0.1), (7, 0.1), (70, 8)):
         query, key, value = (drawn(2, length, 3, width) - 0.5 for width in (16, 16, 8))
-        inputs = [query, key, value, -0.1 * drawn(2, length, 3), drawn(2, length, 3)]
-        weights, found = drawn(2, length, 3, 8) - 0.5, []
-        for rule in (peers.qwen3_next.torch_chunk_gated_delta_rule, peers.gated_delta_rule):
-            given = [x.clone().requires_grad_() for x in inputs]
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        decays = -most * drawn(2, length, 3, *([16] if kind == "kimi" else []))
+        inputs = [query, key, value, decays, drawn(2, length, 3)]
+        weights = drawn(2, length, 3, 8) - 0.5
+
+        def computed(rule, half: bool = False):
+            given = [x.clone().requires_grad_() for x in inputs]  # noqa: B023, used at once
+            with torch.autocast("cpu", torch.bfloat16, enabled=half):
                 output, state = rule(*given, use_qk_l2norm_in_kernel=True)
             assert state is None
-            found.append([output, *torch.autograd.grad((output * weights).sum(), given)])
-        for theirs, ours in zip(*found):
-            assert ours.shape == theirs.shape and (ours - theirs).norm() <= bound * theirs.norm()
+            return [output, *torch.autograd.grad((output * weights).sum(), given)]  # noqa: B023
+
+        theirs, rule = RULES[kind]
+        for exact, found, rounded, own in zip(
+            computed(theirs), computed(rule), computed(theirs, half=True), computed(rule, half=True)
+        ):
+            assert found.shape == exact.shape and (found - exact).norm() <= 1e-5 * exact.norm()
+            assert (own - exact).norm() <= 1.05 * (rounded - exact).norm()
     with pytest.raises(ValueError, match="pass no state and ask for none"):
-        peers.gated_delta_rule(*inputs, output_final_state=True)
+        rule(*inputs, output_final_state=True)
     grouped = [inputs[0][:, :, :1], inputs[1][:, :, :1], *inputs[2:]]
     for given, normed in ((inputs, False), (grouped, True)):
         with pytest.raises(ValueError, match="a head of them for each head of values"):
-            peers.gated_delta_rule(*given, use_qk_l2norm_in_kernel=normed)
+            rule(*given, use_qk_l2norm_in_kernel=normed)
 
-    ids = torch.randint(48, (2, 70), generator=generator)
-    theirs = peer("Gated DeltaNet")(ids, use_cache=False).logits
-    monkeypatch.setattr(peers.qwen3_next, "torch_chunk_gated_delta_rule", None)  # is put back afterwards
-    peers.quicken()
-    ours = peer("Gated DeltaNet")(ids, use_cache=False).logits
-    assert 0 < (ours - theirs).norm() < 1e-5 * theirs.norm()
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_layers_take_the_quicker_rules(monkeypatch, on_gpu):
+    """That of Kimi anywhere, that of Gated DeltaNet on a GPU, and compute the same."""
+    ids = torch.randint(48, (2, 70), generator=torch.Generator().manual_seed(0))
+    rules = {"Gated DeltaNet": (peers.qwen3_next, "torch_chunk_gated_delta_rule")}
+    rules[core_study.KIMI] = peers.kimi_linear, "chunk_kimi_delta_attention"
+    theirs = {name: peer(name)(ids, use_cache=False).logits for name in rules}
+    for place in rules.values():
+        monkeypatch.setattr(*place, getattr(*place))  # is put back afterwards
+    peers.quicken(on_gpu)
+    for name, expected in theirs.items():
+        found = (peer(name)(ids, use_cache=False).logits - expected).norm() / expected.norm()
+        assert (found > 0) == (on_gpu or name == core_study.KIMI) and found < 1e-5
 
 
 def test_a_run_is_measured_in_the_ways_that_kernels_know(monkeypatch):
