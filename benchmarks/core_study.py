@@ -203,7 +203,7 @@ def plan(runs: list[dict], shorter: list[dict]) -> Iterator[dict]:
     small = [row for row in runs if row["task"] == LANGUAGE] + known_runs(shorter)
     best = {name: condition_study.best_rate(small, name) for name in CONDITIONS}
     yield from language_plan(runs, LANGUAGE, [name for name in CONDITIONS if name not in KNOWN])
-    for names in (CLOSEST, FIRST[:3], REST[:2], FORMS[len(FIRST) :]):
+    for names in (CLOSEST, FIRST[:3], REST, FORMS[len(FIRST) :]):
         yield from language_plan(runs, FEWER, names)
     yield from language_plan(runs, LARGER, FORMS)
     for name in MOST_ASKED:
@@ -606,7 +606,7 @@ def language_table(records: dict[str, dict], task: str, missing: dict[str, list[
     rows = []
     asked = {
         LANGUAGE: tuple(CONDITIONS),
-        FEWER: (*FORMS, *REST[:2]),
+        FEWER: (*FORMS, *REST),
         LARGER: (*FORMS, *REST),
         LARGE: LARGE_CONDITIONS,
         MORE: MORE_CONDITIONS,
@@ -678,22 +678,23 @@ def age_table(records: dict[str, dict], task: str) -> str:
 
 
 def recall_table(runs: list[dict], missing: dict[str, list[str]]) -> str:
-    """Right answers by seed at the best rate of each setting."""
+    """Right answers by seed at the best rate of each task and setting; `missing` is told what has not been run."""
     rows = []
-    for task, name in itertools.product(RECALL, IN_RECALL):
-        found = [recall_rates(runs, name, task, setting) for setting in SETTINGS]
-        if not any(found):
-            missing.setdefault(task, []).append(name)
-            continue
+    asked = [(RECALL[0], setting) for setting in SETTINGS] + [(task, SETTINGS[0]) for task in RECALL[1:]]
+    for name in IN_RECALL:
+        found = [recall_rates(runs, name, *one) for one in asked]
         cells = []
-        for setting, rates in zip(SETTINGS, found):
+        for one, rates in zip(asked, found):
+            if not rates and one[1] == SETTINGS[0]:
+                missing.setdefault(one[0], []).append(name)
             rate, best = next(iter(rates.items()), (None, []))
             right = ", ".join(f"{row['accuracy']:.1%}" for row in best)
-            cells.append(f"{right} ({rate:g})" if best else "not run" if is_asked(runs, name, task, setting) else "-")
-        size = next(iter(next(filter(None, found)).values()))[0]["state_bytes"]
-        rows.append([task, name, f"{size:,}", *cells])
-    header = ["right answers", "condition", "bytes of state", *(f"{n} in {length} tokens" for n, length in SETTINGS)]
-    return markdown(header, rows) if rows else ""
+            cells.append(f"{right} ({rate:g})" if best else "not run" if is_asked(runs, name, *one) else "-")
+        if any(found):
+            size = next(iter(next(filter(None, found)).values()))[0]["state_bytes"]
+            rows.append([name, f"{size:,}", *cells])
+    header = [f"{task}: {n} in {length} tokens" for task, (n, length) in asked]
+    return markdown(["right answers", "bytes of state", *header], rows) if rows else ""
 
 
 def mean_losses(records: dict[str, dict], task: str) -> tuple[dict[str, float], dict[str, float]]:
