@@ -17,7 +17,8 @@ there; as in that study, more than 128 tokens begin with shorter:
   arXiv 2312.00752).
 
 Longer settings are asked in recall, of what has learned half of the one before. On a GPU Gated DeltaNet is computed in
-fewer kernels (`peers.quicken`), as its runs of 60M tokens were; those of before by Transformers' own.
+fewer kernels (`peers.quicken`), as its runs of 60M tokens were; those of before by Transformers' own;
+Kimi Delta Attention is so everywhere.
 
 Runs that differ in rate and seed alone are trained side by side (`side_by_side`), by several processes at once: on a
 GPU two, of which one compiles while the other trains. More would share its time, and end all at the last. A run of

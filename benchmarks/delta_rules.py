@@ -42,6 +42,8 @@ def gated_delta_rule(query, key, value, g, beta, chunk_size: int = 64, **options
 
 def kimi_delta_rule(query, key, value, g, beta, chunk_size: int = 32, **options):
     """That of Kimi Delta Attention (arXiv 2510.26692): a decay of each number of a key, g `[B, T, H, K]`."""
+    if chunk_size % _BLOCK:
+        raise ValueError(f"chunk_size must be a multiple of {_BLOCK}, the tokens of a block; got {chunk_size}.")
     return _delta_rule(query, key, value, g, beta, chunk_size, _products_by_number, **options)
 
 

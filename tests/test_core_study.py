@@ -155,6 +155,8 @@ def test_what_the_page_says_of_language():
     assert (ahead(without, plain), ahead(without, deltanet)) == (11, 3)
     assert [a < b for a, b in zip(without, deltanet, strict=True)].count(True) == 5
     assert ahead(loss["Interdomain, warp"], plain) < 0
+    kimi, pair = statistics.mean(loss[core_study.KIMI]), [deltanet[:2], plain[:2]]
+    assert [round(100 * math.expm1(kimi - statistics.mean(x))) for x in pair] == [7, -2]
     between = [round(b - a, 3) for a, b in zip(many, deltanet, strict=True)]
     assert ahead(many, deltanet) == 4 and (len(between), min(between), max(between)) == (6, 0.001, 0.09)
     order = sorted(loss, key=lambda name: statistics.mean(loss[name]))
@@ -618,6 +620,9 @@ def test_the_delta_rules_are_those_of_transformers(kind):
             assert (own - exact).norm() <= 1.05 * (rounded - exact).norm()
     with pytest.raises(ValueError, match="pass no state and ask for none"):
         rule(*inputs, output_final_state=True)
+    if kind == "kimi":
+        with pytest.raises(ValueError, match="chunk_size must be a multiple of 8, the tokens of a block; got 12"):
+            rule(*inputs, chunk_size=12, use_qk_l2norm_in_kernel=True)
     grouped = [inputs[0][:, :, :1], inputs[1][:, :, :1], *inputs[2:]]
     for given, normed in ((inputs, False), (grouped, True)):
         with pytest.raises(ValueError, match="a head of them for each head of values"):
