@@ -16,9 +16,9 @@ there; as in that study, more than 128 tokens begin with shorter:
 - copying: tokens stand at any places among empty ones, and are to be repeated in their order (selective copying,
   arXiv 2312.00752).
 
-Longer settings are asked in recall, of what has learned half of the one before. On a GPU Gated DeltaNet is computed in
-fewer kernels (`peers.quicken`), as its runs of 60M tokens were; those of before by Transformers' own;
-Kimi Delta Attention is so everywhere.
+Longer settings are asked in recall, of what has learned half of the one before. `delta_rules` computes Kimi Delta
+Attention everywhere and Gated DeltaNet on a GPU (`peers.quicken`); runs of the latter before those of 60M tokens are by
+Transformers' own rule.
 
 Runs that differ in rate and seed alone are trained side by side (`side_by_side`), by several processes at once: on a
 GPU two, of which one compiles while the other trains. More would share its time, and end all at the last. A run of
