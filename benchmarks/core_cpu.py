@@ -12,8 +12,8 @@ from examples.training import next_token_loss
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
 
 
+@peers.quickened(on_gpu=False)
 def run(quick: bool = False) -> dict:
-    peers.quicken(on_gpu=False)
     sizes, seconds = ((LANGUAGE,), 0.1) if quick else ((LANGUAGE, FEWER), 60.0)
     return {"relative_error": verify_operator(), "rows": [_step(size, seconds, quick) for size in sizes]}
 

@@ -17,7 +17,7 @@ there; as in that study, more than 128 tokens begin with shorter:
   arXiv 2312.00752).
 
 Longer settings are asked in recall, of what has learned half of the one before. `delta_rules` computes Kimi Delta
-Attention everywhere and Gated DeltaNet on a GPU (`peers.quicken`); runs of the latter before those of 60M tokens are by
+Attention everywhere and Gated DeltaNet on a GPU (`peers.quickened`); runs of the latter before those of 60M tokens are by
 Transformers' own rule.
 
 Runs that differ in rate and seed alone are trained side by side (`side_by_side`), by several processes at once: on a
@@ -342,7 +342,6 @@ def make_run(data: Path, device: str = "cpu", backend: list[str] | None = None):
     """What makes the rows of runs of a kind, in full precision where nothing else is said, by one thread."""
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    peers.quicken(device == "cuda")
     if device == "cuda":
         gpu.device(quick=False)  # kernels choose a configuration in a fifth of the time
     return functools.partial(run_job, data=data, device=device, backend=backend)
@@ -359,11 +358,12 @@ def run_job(
     chosen, *names = backend or [None]
     backend = None if names and job[0]["condition"] not in names else chosen
     fleet = make_fleet(job, device, backend)
-    if task in SIZES:
-        texts = texts_of(task, data) if isinstance(data, Path) else data
-        rows = run_language(fleet, job, texts, **options)
-    else:
-        rows = run_recall(fleet, job, **options)
+    with peers.quickened(fleet.on_gpu):
+        if task in SIZES:
+            texts = texts_of(task, data) if isinstance(data, Path) else data
+            rows = run_language(fleet, job, texts, **options)
+        else:
+            rows = run_recall(fleet, job, **options)
     about = {"machine": machine_of(device)} | ({"backend": backend} if backend else {})
     if not fleet.graph and fleet.on_gpu:
         about["steps"] = "one by one"

@@ -5,8 +5,11 @@ They read whole rows without pads and without a cache, which is what the studies
 refuse. `equal_width` gives the width of the feed-forward layers with which a model has as many parameters as another.
 """
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -153,12 +156,15 @@ class KimiDelta(TokenMixer):
         return self.layer(hidden_states), None
 
 
-def quicken(on_gpu: bool) -> None:
-    """Let the layers of Transformers take the rules of `delta_rules`: that of Kimi anywhere, the other on a GPU, where
-    its own takes most of a step."""
-    kimi_linear.chunk_kimi_delta_attention = kimi_delta_rule
-    if on_gpu:
-        qwen3_next.torch_chunk_gated_delta_rule = gated_delta_rule
+@contextlib.contextmanager
+def quickened(on_gpu: bool) -> Iterator[None]:
+    """Within, the layers of Transformers take the rules of `delta_rules`: that of Kimi anywhere, the other on a GPU,
+    where its own takes most of a step. Afterwards they take their own again."""
+    with contextlib.ExitStack() as taken:
+        taken.enter_context(patch.object(kimi_linear, "chunk_kimi_delta_attention", kimi_delta_rule))
+        if on_gpu:
+            taken.enter_context(patch.object(qwen3_next, "torch_chunk_gated_delta_rule", gated_delta_rule))
+        yield
 
 
 class ShortConvolution(CausalConv1d):
