@@ -17,8 +17,8 @@ there; as in that study, more than 128 tokens begin with shorter:
   arXiv 2312.00752).
 
 Longer settings are asked in recall, of what has learned half of the one before. `delta_rules` computes Kimi Delta
-Attention everywhere and Gated DeltaNet on a GPU (`peers.quickened`); runs of the latter before those of 60M tokens are by
-Transformers' own rule.
+Attention everywhere and Gated DeltaNet on a GPU (`peers.quickened`); runs of the latter before those of 60M tokens are
+by Transformers' own rule.
 
 Runs that differ in rate and seed alone are trained side by side (`side_by_side`), by several processes at once: on a
 GPU two, of which one compiles while the other trains. More would share its time, and end all at the last. A run of
