@@ -196,8 +196,8 @@ def kind(item: dict) -> tuple:
 
 
 def plan(runs: list[dict], shorter: list[dict]) -> Iterator[dict]:
-    """Language at 1.4M, what the question is about at 3M, the closest two first, recall, the others at 3M, 12M, and
-    longer recall.
+    """Language at 1.4M, at 3M on 2M tokens, the closest two first, and our forms on 8M, recall, the others on 8M, 12M,
+    and longer recall.
 
     `shorter` are the runs of `condition_study`.
     """

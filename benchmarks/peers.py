@@ -8,7 +8,7 @@ refuse. `equal_width` gives the width of the feed-forward layers with which a mo
 import contextlib
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
@@ -40,15 +40,34 @@ def _spread_steps(like: torch.Tensor, low: float, high: float) -> torch.Tensor:
     return step + torch.log(-torch.expm1(-step))
 
 
-class GatedDeltaNet(TokenMixer):
-    """The layer of Qwen3-Next (arXiv 2412.06464) as it stands in Transformers, with a head for each of ours.
+class DeltaMixer(TokenMixer):
+    """A layer of Transformers by the delta rule, in `layer`; `named` is what configurations call the mixer.
 
-    Keys have R + D numbers and values 2 M, so that a head's state has as many numbers as that of an Interdomain head
-    with as many modes: 64 x 64 for M = R = D = 32. Its linear maps start as those of all models here, its convolution
-    as Transformers starts one, small, and the rest as it is made.
+    Its linear maps start as those of all models here, its convolution as Transformers starts one, small, and the rest
+    as it is made.
     """
 
     layer_type = "linear_attention"
+    named: ClassVar[str]
+    layer: nn.Module
+
+    @torch.no_grad()
+    def start_parameters(self, config) -> None:
+        init.normal_(self.layer.conv1d.weight, std=config.initializer_range)
+
+    def forward(self, hidden_states, attention_mask=None, past_key_values=None, packing=None, **kwargs):
+        _whole_rows_only(self.named, past_key_values, attention_mask if packing is None else packing)
+        return self.layer(hidden_states), None
+
+
+class GatedDeltaNet(DeltaMixer):
+    """The layer of Qwen3-Next (arXiv 2412.06464) as it stands in Transformers, with a head for each of ours.
+
+    Keys have R + D numbers and values 2 M, so that a head's state has as many numbers as that of an Interdomain head
+    with as many modes: 64 x 64 for M = R = D = 32.
+    """
+
+    named = "gated_deltanet"
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -78,18 +97,10 @@ class GatedDeltaNet(TokenMixer):
     def o_proj(self) -> nn.Module:
         return self.layer.out_proj
 
-    @torch.no_grad()
-    def start_parameters(self, config) -> None:
-        init.normal_(self.layer.conv1d.weight, std=config.initializer_range)
-
     @classmethod
     def state_sizes(cls, config, context_length: int) -> dict[str, int]:
         heads, key, value = cls._sizes(config)
         return {"recurrent": heads * key * value, "convolution": heads * (2 * key + value) * (config.conv_kernel - 1)}
-
-    def forward(self, hidden_states, attention_mask=None, past_key_values=None, packing=None, **kwargs):
-        _whole_rows_only("gated_deltanet", past_key_values, attention_mask if packing is None else packing)
-        return self.layer(hidden_states), None
 
 
 class GatedDeltaNetSpread(GatedDeltaNet):
@@ -99,21 +110,22 @@ class GatedDeltaNetSpread(GatedDeltaNet):
     of their state after one token.
     """
 
+    named = "gated_deltanet_spread"
+
     @torch.no_grad()
     def start_parameters(self, config) -> None:
         super().start_parameters(config)
         init.copy_(self.layer.dt_bias, _spread_steps(self.layer.dt_bias, config.time_step_min, config.time_step_max))
 
 
-class KimiDelta(TokenMixer):
+class KimiDelta(DeltaMixer):
     """The layer of Kimi Linear (arXiv 2510.26692) as it stands in Transformers: each number of a key has a decay.
 
     A head's keys and values have R + D numbers each, 64 for M = R = D = 32, so that its state has as many as that of an
-    Interdomain head. Its steps start as Transformers starts them, spread as those of Mamba-2; the rest as in
-    `GatedDeltaNet`.
+    Interdomain head. Its steps start as Transformers starts them, spread as those of Mamba-2.
     """
 
-    layer_type = "linear_attention"
+    named = "kimi_delta"
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -141,7 +153,7 @@ class KimiDelta(TokenMixer):
 
     @torch.no_grad()
     def start_parameters(self, config) -> None:
-        init.normal_(self.layer.conv1d.weight, std=config.initializer_range)
+        super().start_parameters(config)
         gate = self.layer.forget_gate
         init.copy_(gate.A_log, torch.empty_like(gate.A_log).uniform_(1, 16).log())
         init.copy_(gate.dt_bias, _spread_steps(gate.dt_bias, 1e-3, 1e-1))
@@ -150,10 +162,6 @@ class KimiDelta(TokenMixer):
     def state_sizes(cls, config, context_length: int) -> dict[str, int]:
         heads, width = config.num_attention_heads, config.feature_dim + config.head_dim
         return {"recurrent": heads * width**2, "convolution": 3 * heads * width * (config.conv_kernel - 1)}
-
-    def forward(self, hidden_states, attention_mask=None, past_key_values=None, packing=None, **kwargs):
-        _whole_rows_only("kimi_delta", past_key_values, attention_mask if packing is None else packing)
-        return self.layer(hidden_states), None
 
 
 @contextlib.contextmanager
@@ -205,9 +213,8 @@ class SoftmaxConvolution(SoftmaxMixer):
         return super().forward(hidden_states, **kwargs)
 
 
-register_token_mixer("gated_deltanet", GatedDeltaNet)
-register_token_mixer("gated_deltanet_spread", GatedDeltaNetSpread)
-register_token_mixer("kimi_delta", KimiDelta)
+for mixer in (GatedDeltaNet, GatedDeltaNetSpread, KimiDelta):
+    register_token_mixer(mixer.named, mixer)
 register_token_mixer("softmax_convolution", SoftmaxConvolution)
 
 

@@ -23,7 +23,7 @@ latter, more than 128 tokens are asked only of what has begun with fewer.
 import itertools
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -285,16 +285,23 @@ def run_condition(
 
 
 def train_and_ask(
-    model, batches: Iterator[Pairs], asked: Iterator[Pairs], steps: int, learning_rate: float, solved: float = math.inf
+    model,
+    batches: Iterator[Pairs],
+    asked: Iterator[Pairs],
+    steps: int,
+    learning_rate: float,
+    solved: float = math.inf,
+    look: Callable[..., dict] | None = None,
 ) -> dict:
     """Train a model, and ask it about other sequences, on the way (`curve`, by step) and at the end.
 
-    It ends before `steps` where two looks in a row find `solved` of the answers right.
+    It ends before `steps` where two looks in a row find `solved` of the answers right, and where `batches` end. What
+    `look(model, step)` finds is kept, too (`looks`, by step).
     """
     optimizer = torch.optim.AdamW(parameter_groups(model, learning_rate), betas=(0.9, 0.95))
     peaks = [group["lr"] for group in optimizer.param_groups]
     held_out = [batch for _, batch in zip(range(TRAINING["held_out_batches"]), asked)]
-    curve = {}
+    curve, looks = {}, {}
     for step, batch in zip(range(1, steps + 1), batches):
         for group, peak in zip(optimizer.param_groups, peaks):
             group["lr"] = peak * cosine_with_warmup(step / steps)
@@ -307,10 +314,13 @@ def train_and_ask(
         optimizer.step()
         if step % EVERY == 0:
             curve[str(step)] = evaluate(model, held_out[:4])[0]
+            if look is not None:
+                looks[str(step)] = look(model, step)
             if len(curve) > 1 and min(list(curve.values())[-2:]) >= solved:
                 break
     accuracy, loss = evaluate(model, held_out)
-    return {"accuracy": accuracy, "loss": loss, "curve": curve, "failed": None}
+    found = {"accuracy": accuracy, "loss": loss, "curve": curve, "failed": None}
+    return found if look is None else found | {"looks": looks}
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ from benchmarks import (
     longer_study,
     lookup_study,
     readme,
+    recall_layers,
     recall_study,
     reduce_study,
     spans_study,
@@ -623,3 +624,43 @@ def test_models_are_reduced_and_adapted_from_one_training(monkeypatch, tmp_path)
     assert runs[1]["parameters"] == 4 * 2 * 32 * 64 and runs[2]["parameters"] == 4 * 16 * 2 * 128
     assert "| prompt | 512 |" in adapter_study.table({"training": training, "runs": runs, "machine": machine})
     reduce_study.documents.cache_clear(), adapter_study.texts.cache_clear()
+
+
+def test_layers_answer_alone_or_not(monkeypatch):
+    """What a layer adds is left out of an answer as if its last map were zero, and is back afterwards."""
+    batch = next(recall_study.make_batches(4, 24, False, 0))
+    ages = []
+    for row, asked in zip(batch.ids.tolist(), batch.asked.tolist()):
+        ages += [place - 1 - row.index(row[place - 1]) for place in range(24) if asked[place]]
+    assert recall_layers.ages_of(batch).tolist() == ages and min(ages) >= 2
+    model = recall_study.make_model("recall")
+    core_study.start_smaller(model, 100.0)  # loud, so that answers hang on both layers
+    whole = recall_layers.by_age(model, [batch])
+    found = recall_layers.by_layer(model, [batch])
+    assert found["whole"] == whole == recall_layers.by_age(model, [batch]) and len(whole) == 5
+    torch.nn.init.zeros_(model.model.layers[1].token_mixer.o_proj.weight)
+    assert recall_layers.by_age(model, [batch]) == found["without 1"] != found["without 0"]
+
+
+def test_a_run_that_looks_at_layers_has_what_its_table_reads(monkeypatch):
+    """It ends with the shorter lengths but for a quiet first layer, which starts with a tenth of its C."""
+    monkeypatch.setattr(recall_study, "SHAPE", recall_study.SHAPE | {"hidden_size": 16})
+    monkeypatch.setitem(recall_study.TRAINING, "held_out_batches", 1)
+    for study, values in {
+        recall_study: {"EVERY": 1, "SHORT_STEPS": 1, "SETTINGS": ((2, 8), (3, 12), (4, 16))},
+        recall_layers: {"EVERY": 1, "BEGUN": 2, "SETTINGS": ((2, 8), (3, 12), (4, 16))},
+    }.items():
+        for name, value in values.items():
+            monkeypatch.setattr(study, name, value)
+    conditions = (recall_layers.PLAIN, recall_layers.FIRST_QUIET, recall_layers.SECOND_QUIET)
+    items = [{"condition": name, "state_size": 16, "seed": 0} for name in conditions]
+    rows = [item | recall_layers.run_condition(**item, steps=4) for item in items]
+    assert [list(row["looks"]) for row in rows] == [["1", "2"], ["1", "2", "3", "4"], ["1", "2"]]
+    assert [list(look) for look in rows[1]["looks"].values()] == [["2", "3"], *[["2", "3", "4"]] * 3]
+    layer = recall_study.make_model("recall").model.layers[0]
+    before = layer.token_mixer.recurrence.C.clone()
+    recall_layers.start_quiet(layer)
+    torch.testing.assert_close(layer.token_mixer.recurrence.C, before / 10)
+    machine = dict.fromkeys(("cpu", "threads", "torch", "transformers", "commit", "date", "command"), "x")
+    table = recall_layers.table({"runs": rows, "machine": machine, "training": recall_layers.TRAINING})
+    assert table.count("\n| ") == 3 and table.count("not run") == 2
