@@ -241,10 +241,11 @@ def best_rate(runs: list[dict], name: str, setting: tuple[int, int]) -> float | 
     return min(tried, key=lambda rate: tried[rate])
 
 
-def make_model(condition: str, state_size: int = STATE_SIZE, seed: int = 0):
+def make_model(condition: str, state_size: int = STATE_SIZE, seed: int = 0, **others):
+    """A model as it begins; `others` are fields beside those of the condition."""
     torch.manual_seed(seed)
     tokens = {"bos_token_id": None, "eos_token_id": None}
-    fields = SHAPE | RANDOM | {"state_size": state_size} | tokens | (CONDITIONS | SHORT_FIRST)[condition]
+    fields = SHAPE | RANDOM | {"state_size": state_size} | tokens | (CONDITIONS | SHORT_FIRST)[condition] | others
     return InterdomainForCausalLM(InterdomainConfig(**fields))
 
 

@@ -33,7 +33,7 @@ from benchmarks import (
 from benchmarks.harness import RESULTS
 from conversion import fewer_modes
 from examples.classify_images import Images
-from examples.recall import shift_rows
+from examples.recall import answers, shift_rows
 from examples.text_data import mean_nll
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
 from tests import pool_checks
@@ -637,6 +637,9 @@ def test_layers_answer_alone_or_not(monkeypatch):
     core_study.start_smaller(model, 100.0)  # loud, so that answers hang on both layers
     whole = recall_layers.by_age(model, [batch])
     found = recall_layers.by_layer(model, [batch])
+    hidden = recall_layers.hide(batch)
+    assert not hidden.ids[batch.asked].any() and hidden.ids.count_nonzero() == batch.ids.count_nonzero() - len(ages)
+    assert answers(model, hidden).tokens.equal(answers(model, batch).tokens)
     assert found["whole"] == whole == recall_layers.by_age(model, [batch]) and len(whole) == 5
     torch.nn.init.zeros_(model.model.layers[1].token_mixer.o_proj.weight)
     assert recall_layers.by_age(model, [batch]) == found["without 1"] != found["without 0"]
@@ -652,7 +655,7 @@ def test_a_run_that_looks_at_layers_has_what_its_table_reads(monkeypatch):
     }.items():
         for name, value in values.items():
             monkeypatch.setattr(study, name, value)
-    conditions = (recall_layers.PLAIN, recall_layers.FIRST_QUIET, recall_layers.SECOND_QUIET)
+    conditions = (recall_layers.PLAIN, recall_layers.FIRST_QUIET, recall_layers.DELTA)
     items = [{"condition": name, "state_size": 16, "seed": 0} for name in conditions]
     rows = [item | recall_layers.run_condition(**item, steps=4) for item in items]
     assert [list(row["looks"]) for row in rows] == [["1", "2"], ["1", "2", "3", "4"], ["1", "2"]]
