@@ -1,13 +1,14 @@
-"""Which layer looks up? Why recall of 64 pairs in 512 tokens is lost with some seeds, and with more modes.
+"""Which layer looks up? What tells seeds apart with which recall of 64 pairs in 512 tokens falls behind.
 
 The models, sequences and optimiser are those of `recall_study`, "recall, short first": 125 steps of 8 pairs in 64
 tokens, 125 of 16 in 128, 125 of 32 in 256, then 64 in 512, 2,000 in all. At each look the model answers once whole and
-once without what the mixer of a layer adds, at every length so far and the next, by quarters of the age of the pair
-that is asked for; and all of that where answers are hidden, so that no pair is read a second time. Runs stop after 375
-steps, where it is plain which of them are lost; how they end `recall_study` has.
+once without what the mixer of a layer adds, at every length so far and the next, by how long ago the pair was told; and
+all of that where answers are hidden, so that no pair is read a second time. Runs stop after 375 steps; how they end
+`recall_study` has.
 
-Then the question the other way round: a layer starts quiet, with a tenth of its C, the first one in runs that go on to
-their end. And with gates and the delta rule, which takes from a value what the state answers already.
+Then the question the other way round: layers start quiet, with a tenth of their C, and the seeds that fell behind as
+they are (LOST) go on to their end with a quiet first layer. Beside them models of one layer, models with gates and the
+delta rule, which takes from a value what the state answers already, and training with hidden answers.
 
     python -m benchmarks.recall_layers             # all runs that results/recall_layers.json does not hold yet
     python -m benchmarks.recall_layers --table     # the table as markdown
@@ -20,66 +21,80 @@ import torch
 
 from benchmarks import recall_study, studies
 from benchmarks.harness import RESULTS, footnote, markdown
-from benchmarks.recall_study import EVERY, SEEDS, SETTINGS, STATE_SIZES
+from benchmarks.recall_study import SEEDS, SETTINGS, SHORT_STEPS, STATE_SIZES
 from examples.recall import Pairs, answers
 
 FILE = RESULTS / "recall_layers.json"
-PLAIN, FIRST_QUIET, SECOND_QUIET = "as it is", "first layer quiet", "second layer quiet"
-GATES, DELTA = "gates", "gates and delta rule"
-FIELDS = {GATES: {"gates": "forget"}, DELTA: {"gates": "forget", "delta_rule": True}}
-QUIET = {FIRST_QUIET: 0, SECOND_QUIET: 1}  # the layer that starts with FACTOR times its C
+PLAIN, TO_THE_END, ONE_LAYER = "as it is", "as it is, to the end", "one layer"
+FIRST_QUIET, SECOND_QUIET, BOTH_QUIET = "first layer quiet", "second layer quiet", "both layers quiet"
+GATES, DELTA, HIDDEN_TRAINING = "gates", "gates and delta rule", "trained with hidden answers"
+FIELDS = {
+    ONE_LAYER: {"num_hidden_layers": 1},
+    GATES: {"gates": "forget"},
+    DELTA: {"gates": "forget", "delta_rule": True},
+}
+QUIET = {FIRST_QUIET: (0,), SECOND_QUIET: (1,), BOTH_QUIET: (0, 1)}  # the layers that start with FACTOR times their C
 FACTOR = 0.1
-BEGUN = EVERY * (len(SETTINGS) - 1)  # steps, of all lengths but the last
+ORDER = (PLAIN, TO_THE_END, *QUIET, GATES, DELTA, HIDDEN_TRAINING, ONE_LAYER)
+LOST = {(64, 0), (64, 2), (128, 2)}  # modes and seeds that fall behind as they are
+BEGUN = SHORT_STEPS * (len(SETTINGS) - 1)  # steps, of all lengths but the last
 TRAINING = recall_study.TRAINING | {"learning_rate": 3e-3, "looked_at_batches": 2, "factor": FACTOR, "begun": BEGUN}
 QUARTERS = 4
 SEEN, HIDDEN = "as trained", "answers hidden"
 
 
 def plan(runs: list[dict]) -> Iterator[dict]:
-    """Each number of modes as it is; then of what is lost with some seeds, the other starts and layers."""
-    short = [(PLAIN, size) for size in STATE_SIZES] + [(name, 64) for name in (SECOND_QUIET, *FIELDS)]
-    for name, size in (*short, (FIRST_QUIET, 64), (FIRST_QUIET, 128)):
-        for seed in SEEDS:
-            yield {"condition": name, "state_size": size, "seed": seed}
+    """Each number of modes as it is; then, of those with which some seeds fall behind, the other starts and layers."""
+    asked = [(PLAIN, size) for size in STATE_SIZES]
+    asked += [(name, 64) for name in (FIRST_QUIET, SECOND_QUIET, GATES, DELTA)]
+    asked += [(FIRST_QUIET, 128), (HIDDEN_TRAINING, 64), (BOTH_QUIET, 64), (ONE_LAYER, 64), (ONE_LAYER, 32)]
+    for (name, size), seed in itertools.product(asked, SEEDS):
+        yield {"condition": name, "state_size": size, "seed": seed}
+    yield {"condition": TO_THE_END, "state_size": 64, "seed": 0}
 
 
 def run_condition(condition: str, state_size: int, seed: int, steps: int | None = None) -> dict:
     """Train a model and look which of its layers answer."""
     model = recall_study.make_model("recall, short first", state_size, seed, **FIELDS.get(condition, {}))
-    if condition in QUIET:
-        start_quiet(model.model.layers[QUIET[condition]])
+    for index in QUIET.get(condition, ()):
+        start_quiet(model.model.layers[index])
     pairs, length = SETTINGS[-1]
-    batches = recall_study.make_batches(pairs, length, False, seed)
-    batches = recall_study.with_short_first(batches, length, False, seed)
-    asked = {setting: recall_study.make_batches(*setting, False, seed + 1000) for setting in SETTINGS}
+    hidden = condition == HIDDEN_TRAINING
+    batches = recall_study.make_batches(pairs, length, False, seed, hidden)
+    batches = recall_study.with_short_first(batches, length, False, seed, hidden)
+
+    def held_out(setting: tuple[int, int], kind: str) -> Iterator[Pairs]:
+        return recall_study.make_batches(*setting, False, seed + 1000, kind == HIDDEN)
+
     looked_at = {
-        setting: list(itertools.islice(found, TRAINING["looked_at_batches"])) for setting, found in asked.items()
+        (setting, kind): list(itertools.islice(held_out(setting, kind), TRAINING["looked_at_batches"]))
+        for setting in SETTINGS
+        for kind in (SEEN, HIDDEN)
     }
 
     def look(model, step: int) -> dict:
-        begun = [setting for setting in SETTINGS if EVERY * SETTINGS.index(setting) <= step]
-        kinds = {SEEN: lambda batch: batch, HIDDEN: hide}
+        begun = [setting for setting in SETTINGS if SHORT_STEPS * SETTINGS.index(setting) <= step]
         return {
-            str(setting[0]): {kind: by_layer(model, list(map(kinds[kind], looked_at[setting]))) for kind in kinds}
+            str(setting[0]): {kind: by_layer(model, looked_at[setting, kind]) for kind in (SEEN, HIDDEN)}
             for setting in begun
         }
 
-    if condition != FIRST_QUIET:
+    if not goes_on(condition, state_size, seed):
         batches = itertools.islice(batches, BEGUN)
-    held_out = recall_study.make_batches(pairs, length, False, seed + 1000)
     steps = steps or TRAINING["steps"][str(pairs)]
-    return recall_study.train_and_ask(model, batches, held_out, steps, TRAINING["learning_rate"], look=look)
+    asked = held_out(SETTINGS[-1], HIDDEN if hidden else SEEN)
+    return recall_study.train_and_ask(model, batches, asked, steps, TRAINING["learning_rate"], look=look)
+
+
+def goes_on(condition: str, state_size: int, seed: int) -> bool:
+    """Whether a run goes on to its end."""
+    return condition == TO_THE_END or (condition == FIRST_QUIET and (state_size, seed) in LOST)
 
 
 @torch.no_grad()
 def start_quiet(layer) -> None:
     """Let what the mixer of a layer reads out of its state start at FACTOR of what it is."""
     layer.token_mixer.recurrence.C.mul_(FACTOR)
-
-
-def hide(batch: Pairs) -> Pairs:
-    """With gaps where answers stand, which are asked all the same."""
-    return Pairs(torch.where(batch.asked, 0, batch.ids), batch.asked, batch.ids)
 
 
 def by_layer(model, batches: list[Pairs]) -> dict[str, list[float]]:
@@ -96,7 +111,7 @@ def by_layer(model, batches: list[Pairs]) -> dict[str, list[float]]:
 
 @torch.no_grad()
 def by_age(model, batches: list[Pairs]) -> list[float]:
-    """The share of right answers: of all, then of pairs that stood up to a quarter of the length ago, and so on."""
+    """The share of right answers: of all, then of pairs told up to a quarter of the length ago, and so on."""
     model.eval()
     right, ages = [], []
     for batch in batches:
@@ -126,22 +141,22 @@ def table(record: dict) -> str:
     }
     header = ["start", "modes M", "seed"]
     for index, (pairs, length) in enumerate(SETTINGS[:-1], 1):
-        header.append(f"step {EVERY * index}, {pairs} pairs in {length} tokens")
+        header.append(f"step {SHORT_STEPS * index}, {pairs} pairs in {length} tokens")
     header.append(f"{HIDDEN}, {SETTINGS[-2][0]} pairs")
     rows = []
-    order = [PLAIN, *QUIET, *FIELDS]
-    for row in sorted(record["runs"], key=lambda row: (order.index(row["condition"]), row["state_size"], row["seed"])):
+    for row in sorted(record["runs"], key=lambda row: (ORDER.index(row["condition"]), row["state_size"], row["seed"])):
         cells = [row["condition"], str(row["state_size"]), str(row["seed"])]
         for index, (pairs, _) in enumerate(SETTINGS[:-1], 1):
-            found = row["looks"][str(EVERY * index)][str(pairs)]
+            found = row["looks"][str(SHORT_STEPS * index)][str(pairs)]
             cells.append(_shares(found[SEEN]))
         cells.append(_shares(found[HIDDEN]))
-        own = {PLAIN: ends.get((row["state_size"], row["seed"])), FIRST_QUIET: row["accuracy"]}
-        end = own.get(row["condition"])
+        which = row["state_size"], row["seed"]
+        end = row["accuracy"] if goes_on(row["condition"], *which) else None
+        end = ends.get(which) if row["condition"] == PLAIN else end
         rows.append([*cells, "not run" if end is None else f"{end:.1%}"])
     training = record["training"]
     about = (
-        "Right answers of the whole model, without the mixer of the first layer, and without that of the second, in "
+        "Right answers of the whole model, without the mixer of the first layer, and without that of the second, of "
         f"{training['looked_at_batches']} batches of {training['batch_size']} sequences; at the end those of "
         "recall_study for the start as it is. Learning rate "
         f"{training['learning_rate']:g}; quiet: {training['factor']:g} times C at the start. {footnote(record)}"

@@ -249,15 +249,18 @@ def make_model(condition: str, state_size: int = STATE_SIZE, seed: int = 0, **ot
     return InterdomainForCausalLM(InterdomainConfig(**fields))
 
 
-def make_batches(pairs: int, length: int, shifted: bool, seed: int) -> Iterator[Pairs]:
+def make_batches(pairs: int, length: int, shifted: bool, seed: int, hidden_answers: bool = False) -> Iterator[Pairs]:
     generator = torch.Generator().manual_seed(seed)
     most = SHIFT if shifted else 0
-    return mqar_batches(pairs, length, SHAPE["vocab_size"], TRAINING["batch_size"], generator, shift=most)
+    options = {"shift": most, "hidden_answers": hidden_answers}
+    return mqar_batches(pairs, length, SHAPE["vocab_size"], TRAINING["batch_size"], generator, **options)
 
 
-def with_short_first(batches: Iterator[Pairs], length: int, shifted: bool, seed: int) -> Iterator[Pairs]:
+def with_short_first(
+    batches: Iterator[Pairs], length: int, shifted: bool, seed: int, hidden_answers: bool = False
+) -> Iterator[Pairs]:
     """SHORT_STEPS batches of each setting of fewer tokens, then these."""
-    shorter = (make_batches(*setting, shifted, seed) for setting in SETTINGS if setting[1] < length)
+    shorter = (make_batches(*setting, shifted, seed, hidden_answers) for setting in SETTINGS if setting[1] < length)
     return itertools.chain(*(itertools.islice(short, SHORT_STEPS) for short in shorter), batches)
 
 

@@ -637,8 +637,9 @@ def test_layers_answer_alone_or_not(monkeypatch):
     core_study.start_smaller(model, 100.0)  # loud, so that answers hang on both layers
     whole = recall_layers.by_age(model, [batch])
     found = recall_layers.by_layer(model, [batch])
-    hidden = recall_layers.hide(batch)
-    assert not hidden.ids[batch.asked].any() and hidden.ids.count_nonzero() == batch.ids.count_nonzero() - len(ages)
+    hidden = next(recall_study.make_batches(4, 24, False, 0, hidden_answers=True))
+    assert hidden.ids.equal(batch.ids.masked_fill(batch.asked, 0)) and hidden.asked.equal(batch.asked)
+    assert recall_layers.ages_of(hidden).tolist() == ages
     assert answers(model, hidden).tokens.equal(answers(model, batch).tokens)
     assert found["whole"] == whole == recall_layers.by_age(model, [batch]) and len(whole) == 5
     torch.nn.init.zeros_(model.model.layers[1].token_mixer.o_proj.weight)
@@ -651,14 +652,19 @@ def test_a_run_that_looks_at_layers_has_what_its_table_reads(monkeypatch):
     monkeypatch.setitem(recall_study.TRAINING, "held_out_batches", 1)
     for study, values in {
         recall_study: {"EVERY": 1, "SHORT_STEPS": 1, "SETTINGS": ((2, 8), (3, 12), (4, 16))},
-        recall_layers: {"EVERY": 1, "BEGUN": 2, "SETTINGS": ((2, 8), (3, 12), (4, 16))},
+        recall_layers: {"SHORT_STEPS": 1, "BEGUN": 2, "SETTINGS": ((2, 8), (3, 12), (4, 16)), "LOST": {(16, 0)}},
     }.items():
         for name, value in values.items():
             monkeypatch.setattr(study, name, value)
-    conditions = (recall_layers.PLAIN, recall_layers.FIRST_QUIET, recall_layers.DELTA)
+    conditions = (
+        recall_layers.PLAIN,
+        recall_layers.FIRST_QUIET,
+        recall_layers.HIDDEN_TRAINING,
+        recall_layers.ONE_LAYER,
+    )
     items = [{"condition": name, "state_size": 16, "seed": 0} for name in conditions]
     rows = [item | recall_layers.run_condition(**item, steps=4) for item in items]
-    assert [list(row["looks"]) for row in rows] == [["1", "2"], ["1", "2", "3", "4"], ["1", "2"]]
+    assert [list(row["looks"]) for row in rows] == [["1", "2"], ["1", "2", "3", "4"], ["1", "2"], ["1", "2"]]
     assert [list(look) for look in rows[1]["looks"].values()] == [["2", "3"], *[["2", "3", "4"]] * 3]
     layer = recall_study.make_model("recall").model.layers[0]
     before = layer.token_mixer.recurrence.C.clone()
@@ -666,4 +672,4 @@ def test_a_run_that_looks_at_layers_has_what_its_table_reads(monkeypatch):
     torch.testing.assert_close(layer.token_mixer.recurrence.C, before / 10)
     machine = dict.fromkeys(("cpu", "threads", "torch", "transformers", "commit", "date", "command"), "x")
     table = recall_layers.table({"runs": rows, "machine": machine, "training": recall_layers.TRAINING})
-    assert table.count("\n| ") == 3 and table.count("not run") == 2
+    assert table.count("\n| ") == 4 and table.count("not run") == 3
