@@ -25,7 +25,7 @@ from benchmarks.recall_study import SEEDS, SETTINGS, SHORT_STEPS, STATE_SIZES
 from examples.recall import Pairs, answers
 
 FILE = RESULTS / "recall_layers.json"
-PLAIN, TO_THE_END, ONE_LAYER = "as it is", "as it is, to the end", "one layer"
+PLAIN, ONE_LAYER = "as it is", "one layer"
 FIRST_QUIET, SECOND_QUIET, BOTH_QUIET = "first layer quiet", "second layer quiet", "both layers quiet"
 GATES, DELTA, HIDDEN_TRAINING = "gates", "gates and delta rule", "trained with hidden answers"
 FIELDS = {
@@ -35,7 +35,7 @@ FIELDS = {
 }
 QUIET = {FIRST_QUIET: (0,), SECOND_QUIET: (1,), BOTH_QUIET: (0, 1)}  # the layers that start with FACTOR times their C
 FACTOR = 0.1
-ORDER = (PLAIN, TO_THE_END, *QUIET, GATES, DELTA, HIDDEN_TRAINING, ONE_LAYER)
+ORDER = (PLAIN, *QUIET, GATES, DELTA, HIDDEN_TRAINING, ONE_LAYER)
 LOST = {(64, 0), (64, 2), (128, 2)}  # modes and seeds that fall behind as they are
 BEGUN = SHORT_STEPS * (len(SETTINGS) - 1)  # steps, of all lengths but the last
 TRAINING = recall_study.TRAINING | {"learning_rate": 3e-3, "looked_at_batches": 2, "factor": FACTOR, "begun": BEGUN}
@@ -50,7 +50,6 @@ def plan(runs: list[dict]) -> Iterator[dict]:
     asked += [(FIRST_QUIET, 128), (HIDDEN_TRAINING, 64), (BOTH_QUIET, 64), (ONE_LAYER, 64), (ONE_LAYER, 32)]
     for (name, size), seed in itertools.product(asked, SEEDS):
         yield {"condition": name, "state_size": size, "seed": seed}
-    yield {"condition": TO_THE_END, "state_size": 64, "seed": 0}
 
 
 def run_condition(condition: str, state_size: int, seed: int, steps: int | None = None) -> dict:
@@ -88,7 +87,7 @@ def run_condition(condition: str, state_size: int, seed: int, steps: int | None 
 
 def goes_on(condition: str, state_size: int, seed: int) -> bool:
     """Whether a run goes on to its end."""
-    return condition == TO_THE_END or (condition == FIRST_QUIET and (state_size, seed) in LOST)
+    return condition == FIRST_QUIET and (state_size, seed) in LOST
 
 
 @torch.no_grad()

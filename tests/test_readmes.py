@@ -358,6 +358,74 @@ def test_what_is_said_of_recall():
     assert max(row["accuracy"] for row in by_name["induction alone"]) < 0.2
 
 
+def test_what_is_said_of_the_layer_that_looks_up():
+    runs = read("recall_layers")["runs"]
+
+    def shares(row, step, pairs, kind="as trained", age=0):
+        """Right answers whole, without the first layer's mixer and without the second's; `age` 0: of any."""
+        return [found[age] for found in row["looks"][str(step)][str(pairs)][kind].values()]
+
+    def kept(row):
+        """What is right of 32 pairs without each of the two layers, of what is right."""
+        whole, *others = shares(row, 375, 32)
+        return [share / whole for share in others]
+
+    plain = [row for row in runs if row["condition"] == "as it is"]
+    lost = [row for row in plain if kept(row)[0] < 0.05]
+    found = [row for row in plain if kept(row)[1] < 0.05]
+    assert len(lost) == 4 and len(found) == 8 and all(kept(row)[1] > 0.8 for row in lost)
+    assert sorted((row["state_size"], row["seed"]) for row in lost) == [(16, 1), (64, 0), (64, 2), (128, 2)]
+    ends = {
+        (row["state_size"], row["seed"]): row["accuracy"]
+        for row in read("recall_study")["runs"]
+        if (row["condition"], row["length"]) == ("recall, short first", 512)
+    }
+    for size, least, most in ((16, 0.47, 0.18), (64, 0.94, 0.52), (128, 0.95, 0.791)):
+        rows = [[ends[size, row["seed"]] for row in group if row["state_size"] == size] for group in (found, lost)]
+        assert min(rows[0]) > least and max(rows[1]) < most
+    costs = [[whole - first for whole, _, first in (shares(row, 125, 8) for row in rows)] for rows in (lost, found)]
+    assert max(costs[0]) < 0.02 and min(costs[1]) > 0.04
+    for kind, age, range_ in (
+        ("as trained", 1, (0.81, 0.96)),
+        ("as trained", 4, (0.02, 0.15)),
+        ("answers hidden", 0, (0.69, 0.92)),
+        ("as trained", 0, (0.28, 0.56)),
+    ):
+        without = [shares(row, 375, 32, kind, age)[1] for row in found]
+        assert tuple(round(end, 2) for end in (min(without), max(without))) == range_
+    of_32 = [row for row in plain if row["state_size"] == 32]
+    alone = [
+        [(round(first, 2), round(second, 2)) for _, second, first in (shares(row, *at) for row in of_32)]
+        for at in ((125, 8), (250, 16))
+    ]
+    assert [pair for pair in alone[0] if pair[0] > pair[1]] == [(0.93, 0.77), (0.94, 0.8)]
+    assert all(first < second for first, second in alone[1])
+    assert {round(shares(row, 250, 16)[2], 2) for row in lost if row["state_size"] == 64} == {0.96}
+    by_name = {name: [row for row in runs if row["condition"] == name] for name in {row["condition"] for row in runs}}
+    second = by_name["second layer quiet"]
+    assert len(second) == 3 and all(kept(row)[0] < 0.05 for row in second)
+    whole = [round(shares(row, 375, 32)[0], 2) for row in second]
+    assert [min(whole), max(whole)] == [0.56, 0.63]
+    assert {round(shares(row, 375, 32)[0], 2) for row in found if row["state_size"] >= 64} == {0.95}
+    assert [sum(kept(row)[0] < 0.05 for row in by_name[name]) for name in ("gates", "gates and delta rule")] == [0, 2]
+    assert len(by_name["gates"]) == len(by_name["gates and delta rule"]) == 3
+    one = {size: [row for row in by_name["one layer"] if row["state_size"] == size] for size in (32, 64)}
+    assert [len(rows) for rows in one.values()] == [3, 3]
+    at_256 = sorted(round(shares(row, 375, 32)[0], 2) for row in one[64])
+    assert (at_256[0], at_256[-1]) == (0.53, 0.62)
+    assert {round(shares(row, 375, 32)[0], 2) for row in lost if row["state_size"] == 64} == {0.6, 0.61}
+    at_128 = {size: sorted(round(shares(row, 250, 16)[0], 2) for row in rows) for size, rows in one.items()}
+    assert (at_128[32][0], at_128[32][-1], set(at_128[64])) == (0.81, 0.84, {0.96})
+    hidden = by_name["trained with hidden answers"]
+    assert len(hidden) == 3 and all(kept(row)[0] < 0.05 < 0.9 < kept(row)[1] for row in hidden)
+    quiet = {(row["state_size"], row["seed"]): row for row in by_name["first layer quiet"]}
+    assert quiet.keys() == set(itertools.product((64, 128), range(3)))
+    assert all(kept(row)[1] < 0.05 for row in quiet.values())
+    went_on = {which: round(row["accuracy"], 2) for which, row in quiet.items() if len(row["looks"]) == 16}
+    assert went_on == {(64, 0): 0.94, (64, 2): 0.94, (128, 2): 0.98}
+    assert [kept(row)[0] < 0.05 for row in by_name["both layers quiet"]] == [False, True, True]
+
+
 def test_what_is_said_of_the_parts_of_the_start_that_remembers():
     runs = read("recall_study")["runs"]
 
