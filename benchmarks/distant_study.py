@@ -63,12 +63,17 @@ def ages(batch: Pairs) -> torch.Tensor:
 
 
 @torch.no_grad()
-def right_by_age(model, held_out: list[Pairs]) -> dict[str, float]:
-    """The share of right answers by age."""
+def right_and_ages(model, held_out: list[Pairs]) -> tuple[torch.Tensor, torch.Tensor]:
+    """1 for each right answer and 0 for others, `[n]`, and `ages`."""
     model.eval()
     found = [answers(model, batch) for batch in held_out]
     right = torch.cat([answer.logits.argmax(-1) == answer.tokens for answer in found]).double()
-    age = torch.cat([ages(batch) for batch in held_out])
+    return right, torch.cat([ages(batch) for batch in held_out])
+
+
+def right_by_age(model, held_out: list[Pairs]) -> dict[str, float]:
+    """The share of right answers by age."""
+    right, age = right_and_ages(model, held_out)
     return {str(low): right[(age >= low) & (age < high)].mean().item() for low, high in zip(AGES, AGES[1:])}
 
 

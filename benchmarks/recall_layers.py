@@ -20,9 +20,10 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks import recall_study, studies
+from benchmarks.distant_study import right_and_ages
 from benchmarks.harness import RESULTS, footnote, markdown
 from benchmarks.recall_study import SEEDS, SETTINGS, SHORT_STEPS, STATE_SIZES
-from examples.recall import Pairs, answers
+from examples.recall import Pairs
 
 FILE = RESULTS / "recall_layers.json"
 PLAIN, ONE_LAYER = "as it is", "one layer"
@@ -108,27 +109,12 @@ def by_layer(model, batches: list[Pairs]) -> dict[str, list[float]]:
     return found
 
 
-@torch.no_grad()
 def by_age(model, batches: list[Pairs]) -> list[float]:
     """The share of right answers: of all, then of pairs told up to a quarter of the length ago, and so on."""
-    model.eval()
-    right, ages = [], []
-    for batch in batches:
-        found = answers(model, batch)
-        right.append((found.logits.argmax(-1) == found.tokens).float())
-        ages.append(ages_of(batch))
+    right, ages = right_and_ages(model, batches)
     model.train()
-    right, ages = torch.cat(right), torch.cat(ages)
     quarter = (ages * QUARTERS) // batches[0].ids.shape[1]
     return [right.mean().item(), *(right[quarter == i].mean().item() for i in range(QUARTERS))]
-
-
-def ages_of(batch: Pairs) -> torch.Tensor:
-    """Tokens between a key that is asked and the same key in its pair, in the order of the answers."""
-    rows, places = batch.asked.nonzero(as_tuple=True)
-    keys = batch.ids[rows, places - 1]
-    first = (batch.ids[rows] == keys[:, None]).float().argmax(1)
-    return places - 1 - first
 
 
 def table(record: dict) -> str:
@@ -150,8 +136,8 @@ def table(record: dict) -> str:
             cells.append(_shares(found[SEEN]))
         cells.append(_shares(found[HIDDEN]))
         which = row["state_size"], row["seed"]
-        end = row["accuracy"] if goes_on(row["condition"], *which) else None
-        end = ends.get(which) if row["condition"] == PLAIN else end
+        own = {which: row["accuracy"]} if goes_on(row["condition"], *which) else {}
+        end = (ends if row["condition"] == PLAIN else own).get(which)
         rows.append([*cells, "not run" if end is None else f"{end:.1%}"])
     training = record["training"]
     about = (

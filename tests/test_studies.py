@@ -626,20 +626,20 @@ def test_models_are_reduced_and_adapted_from_one_training(monkeypatch, tmp_path)
     reduce_study.documents.cache_clear(), adapter_study.texts.cache_clear()
 
 
-def test_layers_answer_alone_or_not(monkeypatch):
+def test_layers_answer_alone_or_not():
     """What a layer adds is left out of an answer as if its last map were zero, and is back afterwards."""
     batch = next(recall_study.make_batches(4, 24, False, 0))
     ages = []
     for row, asked in zip(batch.ids.tolist(), batch.asked.tolist()):
         ages += [place - 1 - row.index(row[place - 1]) for place in range(24) if asked[place]]
-    assert recall_layers.ages_of(batch).tolist() == ages and min(ages) >= 2
+    assert distant_study.ages(batch).tolist() == ages and min(ages) >= 2
     model = recall_study.make_model("recall")
     core_study.start_smaller(model, 100.0)  # loud, so that answers hang on both layers
     whole = recall_layers.by_age(model, [batch])
     found = recall_layers.by_layer(model, [batch])
     hidden = next(recall_study.make_batches(4, 24, False, 0, hidden_answers=True))
     assert hidden.ids.equal(batch.ids.masked_fill(batch.asked, 0)) and hidden.asked.equal(batch.asked)
-    assert recall_layers.ages_of(hidden).tolist() == ages
+    assert distant_study.ages(hidden).tolist() == ages
     assert answers(model, hidden).tokens.equal(answers(model, batch).tokens)
     assert found["whole"] == whole == recall_layers.by_age(model, [batch]) and len(whole) == 5
     torch.nn.init.zeros_(model.model.layers[1].token_mixer.o_proj.weight)
