@@ -1,4 +1,5 @@
-"""What gates and the delta rule cost beside the plain operator on a CPU, at the head shape of the 125M model, float32.
+"""What gates and the delta rule cost beside the plain operator on a CPU, at the head shape of the 125M model, and in
+decoding with it; float32.
 
 All sides of a row take turns in one process, so that what else the machine does hits them alike.
 """
@@ -8,8 +9,9 @@ from functools import partial
 import torch
 
 from benchmarks.harness import footnote, largest_error, markdown, time_in_turns, verify_operator
+from benchmarks.model_cpu import interdomain
 from benchmarks.operator_cpu import CHUNK, DIM, HEADS, STATE, _inputs
-from modeling_interdomain import interdomain_attention
+from modeling_interdomain import InterdomainCache, interdomain_attention
 from modeling_interdomain.ops.diagonal.step import StepParameters, step_tables
 from modeling_interdomain.ops.interdomain.entry import take_step
 
@@ -17,8 +19,9 @@ NAMES = ("log_gate", "write_gate", "delta")
 # What each side is called with, and the speed beside the plain operator that it must keep, forward and backward.
 SIDES = {"plain": (), "gates": NAMES[:2], "delta": NAMES}
 REQUIRED = {"gates": 0.8, "delta": 0.6}
-# A step with gates may take so much of a plain one.
+# A token, or its step alone, may take so much of a plain one.
 REQUIRED_STEP = 1.1
+MODELS = {"plain": {}, "gates": {"gates": "forget"}, "delta": {"gates": "forget", "delta_rule": True}}
 
 
 def run(quick: bool = False) -> dict:
@@ -27,11 +30,13 @@ def run(quick: bool = False) -> dict:
         for name, names in SIDES.items()
     }
     seconds, lengths, batches = (0.1, [64], [1]) if quick else (10.0, [1024, 4096], [1, 32])
+    models = {side: interdomain(quick, **changes) for side, changes in MODELS.items()}
     return {
         "relative_errors": errors,
         "training": [_many(length, seconds, training=True) for length in lengths],
         "forward": [_many(length, seconds, training=False) for length in lengths],
         "step": [_step(batch, seconds) for batch in batches],
+        "decode": [_decode(models, batch, 2 * seconds) for batch in ([1] if quick else [1, 8])],
         "required": REQUIRED,
         "required_step": REQUIRED_STEP,
     }
@@ -101,22 +106,36 @@ def _step(batch: int, seconds: float) -> dict:
     return {"batch": batch, **_beside_plain(times)}
 
 
+@torch.no_grad()
+def _decode(models: dict, batch: int, seconds: float) -> dict:
+    """A token of whole models, each with a cache after 32 of them."""
+    ids = torch.randint(100, (batch, 32), generator=torch.Generator().manual_seed(1))
+    caches = {side: InterdomainCache(model.config) for side, model in models.items()}
+    for side, model in models.items():
+        model(ids, past_key_values=caches[side])
+
+    def call(side):
+        models[side](ids[:, :1], past_key_values=caches[side])
+
+    return {"batch": batch, **_beside_plain(time_in_turns({side: partial(call, side) for side in models}, seconds))}
+
+
 def _beside_plain(times: dict) -> dict:
     ratios = {side: times["plain"]["median"] / times[side]["median"] for side in SIDES if side != "plain"}
     return {**times, "ratios": ratios}
 
 
 def table(record: dict) -> str:
-    """A row a size, a column a side: what fits on a page. Forward alone, times and their spread are in the file."""
+    """A row a size, a column a side: what fits on a page. Times and their spread are in the file."""
     rows = []
-    for key, title in (("training", "forward + backward"), ("step", "a step")):
+    chunks, steps = [f"{x}x" for x in record["required"].values()], [f"{1 / record['required_step']:.2f}x"] * 2
+    titles = {"training": "forward + backward", "forward": "forward", "step": "a step", "decode": "a token"}
+    for key, title in titles.items():
         for row in record[key]:
             size = f"{row['length']:,} tokens" if "length" in row else f"batch {row['batch']}"
-            required = [f"{record['required'][side]}x" for side in REQUIRED] if key == "training" else ["", ""]
-            if key == "step":
-                required[0] = f"{1 / record['required_step']:.2f}x"
+            required = {"training": chunks, "forward": ["", ""]}.get(key, steps)
             cells = [cell for side, most in zip(REQUIRED, required) for cell in (f"{row['ratios'][side]:.2f}x", most)]
             rows.append([f"{title}, {size}", f"{row['plain']['median'] * 1e3:,.2f}", *cells])
     header = ["", "plain, ms", "gates", "required", "gates and delta rule", "required"]
-    about = "Speed beside the plain operator, of medians; 12 heads of 64, 64 modes, float32."
+    about = "Speed beside the plain operator; 12 heads of 64, 64 modes. A token: of the 125M model."
     return "\n\n".join([markdown(header, rows), f"{about} {footnote(record)}"])

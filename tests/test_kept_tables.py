@@ -17,7 +17,7 @@ from modeling_interdomain import InterdomainCache, interdomain_attention
 from modeling_interdomain.layers.common import DecodeTables, ParameterCache
 from tests.operator_checks import SHAPES, inputs
 
-NAMES = ["interdomain", "rope-after", "diagonal", "s4d", "gated"]
+NAMES = ["interdomain", "rope-after", "diagonal", "s4d", "gated", "delta-rule"]
 
 
 @torch.no_grad()

@@ -218,6 +218,19 @@ def test_strong_and_zero_gates(what, kind):
         assert not found["grad of log_gate"][1].any() and not found["grad of initial_state"].any()
 
 
+@pytest.mark.parametrize("kind", ["write", "all"])
+def test_tokens_that_write_nothing(kind):
+    """Zeros in the middle of chunks and at their edges, a row of them, and a token that is written many times over."""
+    arguments = gated((2, 65, 2, 1, 4, 3, 3), KINDS[kind])
+    with torch.no_grad():
+        arguments["write_gate"][0, [0, 5, 15, 16, 40, 41, 64]] = 0
+        arguments["write_gate"][0, 20] = 30
+        arguments["write_gate"][1] = 0
+    found = everything(arguments, chunk_size=16)
+    assert_close(found, everything(arguments, backend="recurrent"), 1e-9)
+    assert found["grad of write_gate"].all() and not found["grad of value"][1].any()
+
+
 @pytest.mark.parametrize("decay", EXTREMES)
 def test_strong_decays_beside_gates(decay):
     """Where decays leave nothing for a gate to take away, its gradient is the rounding of what it is made of."""

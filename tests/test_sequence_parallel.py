@@ -45,7 +45,7 @@ RECURRENT = {
     "forget-gates": "pads",
     "warped-time": "positions",
 }
-FAST = ("interdomain", "mamba2", "selective-scan", "s4d-rope")
+FAST = ("interdomain", "mamba2", "selective-scan", "s4d-rope", "forget-gates")
 # In processes.
 CASES = [("interdomain", kind) for kind in ("rows", "pads", "positions", "ends")]
 CASES += [("ssd", "pads"), ("selective-scan", "positions"), ("s4d-rope", "ends")]
@@ -365,6 +365,10 @@ def test_what_is_exchanged(name, models, in_threads):
 
 LAYERS = {
     "softmax": ({"token_mixers": ["interdomain", "softmax"]}, 'Layer 1 is "softmax", which passes no state on'),
+    "delta rule": (
+        {"delta_rule": True, "product": "hermitian"},
+        'Layer 0 is "interdomain" with the delta rule, which passes no state on',
+    ),
     "inner function": ({"token_mixers": "inner_function", "inner_value_dim": 8}, 'Layer 0 is "inner_function"'),
     "sparse branch": (
         {"sparse_attention": [None, "hax"], "sparse_keys": 8, "sparse_key_dim": 4, "sparse_hash_size": 4},

@@ -91,6 +91,7 @@ def one_sentence(error) -> str:
 
 
 KINDS = ["interdomain-softmax", "s4d-rope", "mamba2", "selective-scan", "hax", "softmax", "local", "windowed", "window"]
+KINDS += ["forget-gates", "delta-rule"]
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -74,10 +74,15 @@ class GatedInterdomainMixer(InterdomainMixer):
     def _inputs(self, projected, conv_state, cos_sin, packing, keep: bool):
         tokens, after = super()._inputs(projected[:3], conv_state, cos_sin, packing, keep)
         size = most = None
-        if "delta" in self.gate_names:  # what the norm makes of ones is its weight, wherever that is kept
-            size = mean_key_size(self.k_norm(torch.ones_like(self.k_bias[None, :1])), self.k_bias)
+        if "delta" in self.gate_names:
+            weights = self._weights(projected[0].device)
+            size = self._key_size() if weights is None else self._tables.get("key size", weights, self._key_size)
             most = self.recurrence(projected[0], share=True)
         return (*tokens, *gate_tokens(self.gate_names, projected[3:], tokens[1], size, most)), after
+
+    def _key_size(self, kept: bool = False) -> torch.Tensor:
+        """`mean_key_size`; what the norm makes of ones is its weight, wherever that is kept."""
+        return mean_key_size(self.k_norm(torch.ones_like(self.k_bias[None, :1])), self.k_bias)
 
     def _recorded(self, tokens):
         return tokens[1:]

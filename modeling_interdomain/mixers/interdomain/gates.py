@@ -48,18 +48,18 @@ def gate_tokens(
         elif name in ("write", "warp"):
             found[name] = F.softplus(x + WRITE_START)
         else:
-            size = key_size.clamp(min=_LEAST)
             written = key.detach().to(x.dtype).square().sum(-1)
             if "write" in found:
                 written = written * found["write"].detach().square()
-            found[name] = (torch.sigmoid(x + DELTA_START) / size).minimum(most / written.maximum(size.detach()))
+            share = torch.sigmoid(x + DELTA_START) / key_size
+            found[name] = share.minimum(most / written.maximum(key_size.detach()))
     return list(found.values())
 
 
 def mean_key_size(weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """The mean squared length `[G]` of keys `weight * x + bias`, `[R]` and `[G, R]`, of normalised x."""
     wide = torch.promote_types(weight.dtype, torch.float32)
-    return weight.to(wide).square().sum() + bias.to(wide).square().sum(-1)
+    return (weight.to(wide).square().sum() + bias.to(wide).square().sum(-1)).clamp(min=_LEAST)
 
 
 def own_answer(log_decay: torch.Tensor, input_matrix: torch.Tensor, coefficients: torch.Tensor | None) -> torch.Tensor:
@@ -71,7 +71,7 @@ def own_answer(log_decay: torch.Tensor, input_matrix: torch.Tensor, coefficients
     would then take back more than was written, token after token, and the state would grow without bound.
     """
     found = _answers(log_decay, input_matrix, coefficients)
-    return torch.view_as_real(found).square().sum((-2, -1)).amax(1).to(input_matrix.dtype)
+    return torch.view_as_real(found).square().sum((-2, -1)).amax(1).to(input_matrix.dtype).clamp(min=_LEAST)
 
 
 @torch.no_grad()
@@ -104,7 +104,7 @@ def operator_gates(names: Sequence[str], gates: Sequence[torch.Tensor], own: tor
     """Gates as the operators take them, of those of `gate_tokens`; `own` is `own_answer`, for "delta" alone."""
     found = dict(zip(names, gates, strict=True))
     delta = found.get("delta")
-    return Gates(found.get("forget"), found.get("write"), None if delta is None else delta / own.clamp(min=_LEAST))
+    return Gates(found.get("forget"), found.get("write"), None if delta is None else delta / own)
 
 
 def replay_gated(state: torch.Tensor, *arguments: torch.Tensor) -> torch.Tensor:

@@ -78,7 +78,7 @@ def transition_tables(log_decay: torch.Tensor, input_matrix: torch.Tensor, dtype
     wide = log_decay.to(torch.promote_types(log_decay.dtype, torch.float32))
     magnitude, phase = wide[..., 0].exp(), wide[..., 1]
     decay, turn = (x.to(dtype)[..., None] for x in (magnitude * phase.cos(), magnitude * phase.sin()))
-    return StepTables(decay, turn, input_matrix.to(dtype).mT[..., None])
+    return StepTables(decay, turn, input_matrix.to(dtype).mT.contiguous()[..., None])
 
 
 def _without_mixing(coefficients: torch.Tensor | None, product: str, like: torch.Tensor) -> dict:

@@ -376,13 +376,13 @@ def _step(
     moves = parameters.tables(working.dtype)
     if gates is None:
         advance_state(working, key, value, moves, mask)
+        output = read_state(query, working, moves)
     else:
-        from .gates import advance_gated_state
+        from .gates import gated_step
 
-        advance_gated_state(working, key, value, moves, gates, mask)
+        output = gated_step(working, query, key, value, moves, gates, mask)
     if working is not state:
         state.copy_(working)
-    output = read_state(query, working, moves)
     return output if mask is None else output.where(mask[:, None, None], 0)
 
 

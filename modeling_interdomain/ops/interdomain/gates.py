@@ -12,7 +12,7 @@ import torch
 from ..common.checks import check_tensors
 from ..common.cpu import values_at_hand
 from ..common.decay import finite
-from ..diagonal.step import StepTables, read_state, turn_state
+from ..diagonal.step import StepTables, mix_rows, read_state, turn_state
 from .chunk import chunk_attention
 
 GATED_BACKENDS = ("auto", "recurrent", "chunk", "triton")
@@ -98,16 +98,17 @@ def gated_attention(
     return gated_chunk_attention(*(query, key, value, *parameters, *options, log_gate, delta))
 
 
-def advance_gated_state(
+def gated_step(
     state: torch.Tensor,
+    query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     tables: StepTables,
     gates: tuple[torch.Tensor | None, ...],
     mask: torch.Tensor | None = None,
-) -> None:
-    """`advance_state` with `Gates` `[B, G]`, or with an axis of the one token; with delta the tables read, too."""
-    batch, groups = state.shape[:2]
+) -> torch.Tensor:
+    """`advance_state`, then `read_state`, with `Gates` `[B, G]`, or with an axis of the one token."""
+    batch, groups, *_, width = state.shape
     log_gate, write_gate, delta = gates
     decay, turn, beta = tables[:3]
     if log_gate is not None:
@@ -117,17 +118,38 @@ def advance_gated_state(
         here = mask[:, None, None, None]
         decay, turn = decay.where(here, 1), turn.where(here, 0)
     turn_state(state, decay, turn)
-    if delta is not None:
-        answer = read_state(key.view(batch, groups, -1), state, tables)
-        value, delta = (_in(x.view(batch, groups, -1), state.dtype) for x in (value, delta))
-        value = torch.addcmul(value, delta, answer, value=-1)
-        key = _in(key.view(batch, groups, -1), state.dtype)
-    inputs = _in(torch.cat([key, value], dim=-1), state.dtype).view(batch, groups, 1, 1, -1)
+    inputs = _in(torch.cat([key, value], dim=-1), state.dtype).view(batch, groups, 1, 1, width)
     if write_gate is not None:
         inputs.mul_(_in(write_gate, state.dtype).view(batch, groups, 1, 1, 1))
+    output = None if delta is None else _correct(inputs, _in(delta, state.dtype), query, state, tables)
     if mask is not None:
         inputs = inputs.where(here[..., None], 0)
     state.addcmul_(beta, inputs)
+    return read_state(query, state, tables) if output is None else output
+
+
+def _correct(
+    inputs: torch.Tensor, delta: torch.Tensor, query: torch.Tensor, state: torch.Tensor, tables: StepTables
+) -> torch.Tensor:
+    """What queries read once inputs `[B, G, 1, 1, R + D]` are written, less what a state answers to them, in place.
+
+    Key and queries read the state in one product, before the token is there: it adds (query . key) beta to what the
+    keys say to a query, and p beta times what it writes to the output.
+    """
+    (batch, groups, _, size, width), feature_dim = state.shape, query.shape[-1]
+    widths = [feature_dim, width - feature_dim]
+    keys, values = state.reshape(-1, 2 * size, width).split_with_sizes(widths, dim=-1)
+    key, value = inputs.view(-1, 1, width).split_with_sizes(widths, dim=-1)
+    query = _in(query, state.dtype).reshape(batch * groups, -1, feature_dim)
+    beta = tables.beta.view(groups, 1, 2 * size)
+    if batch > 1:
+        beta = beta.repeat(batch, 1, 1)
+    y = torch.bmm(torch.cat([key, query], dim=1), keys.mT)
+    y[:, 1:].baddbmm_(torch.bmm(query, key.mT), beta)
+    p = mix_rows(y, batch, tables)
+    found = torch.bmm(p, values)
+    value.addcmul_(found[:, :1], delta.reshape(-1, 1, 1), value=-1)
+    return torch.baddbmm(found[:, 1:], torch.bmm(p[:, 1:], beta.mT), value).view(batch, -1, widths[1])
 
 
 def _in(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
