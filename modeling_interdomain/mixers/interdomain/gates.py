@@ -48,12 +48,18 @@ def gate_tokens(
         elif name in ("write", "warp"):
             found[name] = F.softplus(x + WRITE_START)
         else:
-            written = key.detach().to(x.dtype).square().sum(-1)
-            if "write" in found:
-                written = written * found["write"].detach().square()
             share = torch.sigmoid(x + DELTA_START) / key_size
-            found[name] = share.minimum(most / written.maximum(key_size.detach()))
+            found[name] = share.minimum(_most_of(key, found.get("write"), key_size, most))
     return list(found.values())
+
+
+@torch.no_grad()
+def _most_of(key: torch.Tensor, write: torch.Tensor | None, key_size: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
+    """Where shares `[B, T, G]` are cut, which is no matter of gradients."""
+    length = torch.linalg.vector_norm(key.to(key_size.dtype), dim=-1)
+    if write is not None:
+        length = length * write
+    return most / length.square().maximum(key_size)
 
 
 def mean_key_size(weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

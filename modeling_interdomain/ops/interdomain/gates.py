@@ -149,7 +149,8 @@ def _correct(
     p = mix_rows(y, batch, tables)
     found = torch.bmm(p, values)
     value.addcmul_(found[:, :1], delta.reshape(-1, 1, 1), value=-1)
-    return torch.baddbmm(found[:, 1:], torch.bmm(p[:, 1:], beta.mT), value).view(batch, -1, widths[1])
+    output = torch.baddbmm(found, torch.bmm(p, beta.mT), value)  # that of the key is of no use
+    return output[:, 1:].reshape(batch, -1, widths[1])
 
 
 def _in(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
