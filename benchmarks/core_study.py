@@ -727,8 +727,9 @@ def sentences(records: dict[str, dict]) -> list[str]:
     found = []
     for task, size in WORDS.items():
         loss = losses(records, task)
-        others = [name for name in loss if not name.startswith("Interdomain")]
-        if (best := best_form(loss)) and others:
+        best = best_form(loss)
+        others = [x for x in loss if best and not x.startswith("Interdomain") and loss[x].keys() & loss[best].keys()]
+        if others:
             beside = ", ".join(f"{_percent(behind(loss, best, name))} that of {name}" for name in others)
             found.append(f"At {size} the best form is {best}: its perplexity is {beside}.")
     pairs, length = SETTINGS[0]

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.harness import footnote, largest_error, markdown, time_in_turns, verify_operator
+from benchmarks.harness import footnote, largest_error, markdown, time_in_turns, verify_model, verify_operator
 from benchmarks.model_cpu import interdomain
 from benchmarks.operator_cpu import CHUNK, DIM, HEADS, STATE, _inputs
 from modeling_interdomain import InterdomainCache, interdomain_attention
@@ -32,7 +32,7 @@ def run(quick: bool = False) -> dict:
     seconds, lengths, batches = (0.1, [64], [1]) if quick else (10.0, [1024, 4096], [1, 32])
     models = {side: interdomain(quick, **changes) for side, changes in MODELS.items()}
     return {
-        "relative_errors": errors,
+        "relative_errors": errors | {f"{side}, a model": verify_model(model) for side, model in models.items()},
         "training": [_many(length, seconds, training=True) for length in lengths],
         "forward": [_many(length, seconds, training=False) for length in lengths],
         "step": [_step(batch, seconds) for batch in batches],

@@ -27,7 +27,7 @@ def table(records: dict[str, dict]) -> str:
         measured.setdefault(footnote(records[source]), []).append(f"{number}")
     answers = core_study.right_answers(records["core_study"]["runs"], "recall", recall_study.SETTINGS[0])
     if FAIR in answers:
-        rows[-1][-1] += f", with one {answers[FAIR]:.0%}"
+        rows[-1][-1] += f", [with one](benchmarks/results/core_study.md) {answers[FAIR]:.0%}"
     notes = [f"{', '.join(numbers)}: {note}" for note, numbers in measured.items()]
     figures = markdown(["", "figure", "Interdomain", "beside it"], rows)
     return "\n\n".join([figures, core_study.short_sentence(records), *notes])

@@ -76,11 +76,13 @@ class GatedInterdomainMixer(InterdomainMixer):
         size = most = None
         if "delta" in self.gate_names:
             weights = self._weights(projected[0].device)
-            size = self._key_size() if weights is None else self._tables.get("key size", weights, self._key_size)
+            size = (
+                self._key_size() if weights is None else self._tables.get("size", weights, lambda _: self._key_size())
+            )
             most = self.recurrence(projected[0], share=True)
         return (*tokens, *gate_tokens(self.gate_names, projected[3:], tokens[1], size, most)), after
 
-    def _key_size(self, kept: bool = False) -> torch.Tensor:
+    def _key_size(self) -> torch.Tensor:
         """`mean_key_size`; what the norm makes of ones is its weight, wherever that is kept."""
         return mean_key_size(self.k_norm(torch.ones_like(self.k_bias[None, :1])), self.k_bias)
 

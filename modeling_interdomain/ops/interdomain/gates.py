@@ -121,17 +121,17 @@ def gated_step(
     inputs = _in(torch.cat([key, value], dim=-1), state.dtype).view(batch, groups, 1, 1, width)
     if write_gate is not None:
         inputs.mul_(_in(write_gate, state.dtype).view(batch, groups, 1, 1, 1))
-    output = None if delta is None else _correct(inputs, _in(delta, state.dtype), query, state, tables)
+    output = None if delta is None else _read_and_correct(state, query, inputs, _in(delta, state.dtype), tables)
     if mask is not None:
         inputs = inputs.where(here[..., None], 0)
     state.addcmul_(beta, inputs)
     return read_state(query, state, tables) if output is None else output
 
 
-def _correct(
-    inputs: torch.Tensor, delta: torch.Tensor, query: torch.Tensor, state: torch.Tensor, tables: StepTables
+def _read_and_correct(
+    state: torch.Tensor, query: torch.Tensor, inputs: torch.Tensor, delta: torch.Tensor, tables: StepTables
 ) -> torch.Tensor:
-    """What queries read once inputs `[B, G, 1, 1, R + D]` are written, less what a state answers to them, in place.
+    """Take from the values of inputs `[B, G, 1, 1, R + D]` what the state answers, and say what queries will read.
 
     Key and queries read the state in one product, before the token is there: it adds (query . key) beta to what the
     keys say to a query, and p beta times what it writes to the output.
@@ -145,11 +145,11 @@ def _correct(
     if batch > 1:
         beta = beta.repeat(batch, 1, 1)
     y = torch.bmm(torch.cat([key, query], dim=1), keys.mT)
-    y[:, 1:].baddbmm_(torch.bmm(query, key.mT), beta)
+    y[:, 1:].addcmul_(torch.bmm(query, key.mT), beta)
     p = mix_rows(y, batch, tables)
     found = torch.bmm(p, values)
     value.addcmul_(found[:, :1], delta.reshape(-1, 1, 1), value=-1)
-    output = torch.baddbmm(found, torch.bmm(p, beta.mT), value)  # that of the key is of no use
+    output = found.addcmul_(torch.bmm(p, beta.mT), value)  # that of the key is of no use
     return output[:, 1:].reshape(batch, -1, widths[1])
 
 
