@@ -361,6 +361,22 @@ def test_what_is_said_of_recall():
     assert max(row["accuracy"] for row in by_name["induction alone"]) < 0.2
 
 
+def test_what_is_said_of_the_speed_of_gates():
+    """Which rows are below what is required, to two digits, as the table has them."""
+    record = read("gates_cpu")
+    step = dict.fromkeys(record["required"], 1 / record["required_step"])
+    required = {"training": record["required"], "step": step, "decode": step}
+    below = {
+        (key, row.get("length", row.get("batch")), side)
+        for key, least in required.items()
+        for row in record[key]
+        for side, share in least.items()
+        if round(row["ratios"][side], 2) < round(share, 2)
+    }
+    assert below == {("step", 1, "gates"), ("step", 1, "delta"), ("training", 4096, "delta")}
+    assert round(1 / record["required_step"] - record["step"][0]["ratios"]["gates"], 2) == 0.01, "a hair"
+
+
 def test_what_is_said_of_the_layer_that_looks_up():
     runs = read("recall_layers")["runs"]
 
