@@ -80,7 +80,12 @@ class SelectiveScanRecurrence(Float32Module, DecodeTables):
 
     def _transition(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Rates `[N, E]` and biases `[E]`."""
-        return self._tables.get("rates", (self.A_log, self.dt_bias), lambda _: self._rates())
+        kept = self._tables.of((self.A_log, self.dt_bias))
+        if kept is None:
+            return self._rates()
+        if not kept:
+            kept["rates"] = self._rates()
+        return kept["rates"]
 
     def _rates(self) -> tuple[torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(self.A_log.dtype, torch.float32)
