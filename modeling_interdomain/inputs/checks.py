@@ -406,10 +406,8 @@ def check_sequence_group(
         raise ValueError("A sequence_group passes states between processes, which no graph holds: do not compile.")
     for i, mixer in enumerate(mixers):
         if not mixer.passes_state:
-            name = f'"{model.config.mixers_per_layer[i]}"'
-            if "delta" in getattr(mixer, "gate_names", ()):
-                name += " with the delta rule"
-            raise ValueError(f"Layer {i} is {name}, which passes no state on: leave sequence_group out.")
+            name, rule = model.config.mixers_per_layer[i], " with the delta rule" * hasattr(mixer, "delta_proj")
+            raise ValueError(f'Layer {i} is "{name}"{rule}, which passes no state on: leave sequence_group out.')
         if getattr(mixer, "sparse", None) is not None:
             raise ValueError(f"Layer {i} has a sparse branch, which reads all tokens: leave sequence_group out.")
         if getattr(mixer, "first_state", None) is not None:

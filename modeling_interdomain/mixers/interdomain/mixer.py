@@ -187,9 +187,12 @@ class InterdomainMixer(InterdomainSpecification, DecodeTables, KeyValueMixer):
         widened = dtype == torch.bfloat16 and is_plain(projected[0], dtype)
         if projected[0].dtype != dtype or not (widened or dtype in FULL_PRECISION):
             return None
-        tables = self._tables.get(
-            "token", weights, lambda _: token_tables(*(w.float() if widened else w for w in weights))
-        )
+        kept = self._tables.of(weights)
+        tables = None if kept is None else kept.get("token")
+        if tables is None:
+            tables = token_tables(*(w.float() if widened else w for w in weights))
+            if kept is not None:
+                kept["token"] = tables
         return token_inputs(projected, conv_state, tables, self.eps, self.heads, cos_sin, self.rope_placement)
 
     def _fused_inputs(self, projected, conv_state, cos_sin, packing, keep: bool):

@@ -208,11 +208,16 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
 
     def _per_version(self, name: Any, compute: Any) -> Any:
         """A value that `compute` makes of the parameters as they are; it is told whether the value will be kept."""
+        own = self._parameters
         try:
-            parameters = [self._parameters[own] for own in self.tabled]
+            kept = self._tables.of([own[name] for name in self.tabled])
         except KeyError:  # adapted or replicated: these tensors are others each time
+            kept = None
+        if kept is None:
             return compute(False)
-        return self._tables.get(name, parameters, compute)
+        if name not in kept:
+            kept[name] = compute(True)
+        return kept[name]
 
 
 def log_decays(
