@@ -9,9 +9,9 @@ from functools import partial
 import torch
 
 from benchmarks.harness import footnote, largest_error, markdown, time_in_turns, verify_model, verify_operator
-from benchmarks.model_cpu import interdomain
+from benchmarks.model_cpu import _cache_after, interdomain
 from benchmarks.operator_cpu import CHUNK, DIM, HEADS, STATE, _inputs
-from modeling_interdomain import InterdomainCache, interdomain_attention
+from modeling_interdomain import interdomain_attention
 from modeling_interdomain.ops.diagonal.step import StepParameters, step_tables
 from modeling_interdomain.ops.interdomain.entry import take_step
 
@@ -110,9 +110,7 @@ def _step(batch: int, seconds: float) -> dict:
 def _decode(models: dict, batch: int, seconds: float) -> dict:
     """A token of whole models, each with a cache after 32 of them."""
     ids = torch.randint(100, (batch, 32), generator=torch.Generator().manual_seed(1))
-    caches = {side: InterdomainCache(model.config) for side, model in models.items()}
-    for side, model in models.items():
-        model(ids, past_key_values=caches[side])
+    caches = {side: _cache_after(model, ids) for side, model in models.items()}
 
     def call(side):
         models[side](ids[:, :1], past_key_values=caches[side])
