@@ -6,7 +6,7 @@ All conditions of a size take turns in one process, so that what else the machin
 import torch
 
 from benchmarks import peers
-from benchmarks.core_study import CONDITIONS, FEWER, LANGUAGE, REFERENCE, SIZES, WORDS, fields_of
+from benchmarks.core_conditions import CONDITIONS, FEWER, LANGUAGE, REFERENCE, SIZES, WORDS, fields_of
 from benchmarks.harness import footnote, markdown, time_in_turns, verify_operator
 from examples.training import next_token_loss
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks import core_study, recall_study, studies
+from benchmarks import core_conditions, core_plan, core_runs, recall_study, studies
 from benchmarks.harness import RESULTS, footnote, markdown
 from examples.recall import Pairs, answers
 
@@ -28,7 +28,7 @@ CONDITIONS = (
     "Interdomain, gates",
     "Interdomain, warp",
     "Interdomain, gates and delta rule",
-    core_study.SPREAD,
+    core_conditions.SPREAD,
     "softmax, convolution",
 )
 AGES = (1, 64, 128, 192, 256)  # in tokens, to the next
@@ -79,8 +79,8 @@ def right_by_age(model, held_out: list[Pairs]) -> dict[str, float]:
 
 def run_condition(condition: str, learning_rate: float, seed: int, steps: int | None = None) -> dict:
     """Train one condition and ask it about new sequences."""
-    item = core_study.recall_item(condition, learning_rate=learning_rate, seed=seed)
-    (model,) = core_study.make_fleet([item]).models
+    item = core_plan.recall_item(condition, learning_rate=learning_rate, seed=seed)
+    (model,) = core_runs.make_fleet([item]).models
     steps = TRAINING["steps"] if steps is None else steps
     held_out = [batch for _, batch in zip(range(recall_study.TRAINING["held_out_batches"]), batches(seed + 1000))]
     found = recall_study.train_and_ask(model, batches(seed), iter(held_out), steps, learning_rate, TRAINING["solved"])

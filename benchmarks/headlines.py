@@ -4,7 +4,7 @@ import functools
 import math
 import statistics
 
-from benchmarks import condition_study, core_study, recall_study
+from benchmarks import condition_study, core_study, core_table, recall_study
 from benchmarks.harness import footnote, markdown
 
 # Attention whose queries, keys and values pass through convolutions, as those of the others do.
@@ -28,7 +28,7 @@ def table(records: dict[str, dict]) -> str:
         measured.setdefault(footnote(records[source]), []).append(f"{number}")
     notes = [f"{', '.join(numbers)}: {note}" for note, numbers in measured.items()]
     figures = markdown(["", "figure", "Interdomain", "beside it"], rows)
-    return "\n\n".join([figures, core_study.short_sentence(records), *notes])
+    return "\n\n".join([figures, core_table.short_sentence(records), *notes])
 
 
 def decoding(record: dict) -> list[str]:
@@ -94,7 +94,7 @@ def recall(record: dict, others: list[dict]) -> list[str]:
 
     pairs, length = recall_study.SETTINGS[0]
     steps = record["training"]["steps"][str(pairs)]
-    answers = core_study.right_answers(others, "recall", recall_study.SETTINGS[0])
+    answers = core_table.right_answers(others, "recall", recall_study.SETTINGS[0])
     fair = f", [with one](benchmarks/results/core_study.md) {answers[FAIR]:.0%}" if FAIR in answers else ""
     return [
         f"values recalled right of {pairs} pairs in {length} tokens after {steps:,} steps, median seed",

@@ -8,7 +8,7 @@ import statistics
 
 import torch
 
-from benchmarks import core_study
+from benchmarks import core_conditions
 from benchmarks.harness import footnote, markdown
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM, interdomain_attention
 from modeling_interdomain.mixers.interdomain.gates import own_answer
@@ -43,7 +43,7 @@ def _row(keys: int, share: float, texts: int, config: InterdomainConfig, paramet
 
 def untrained(shape: dict, dtype: torch.dtype = torch.float64) -> tuple[InterdomainConfig, list[torch.Tensor]]:
     """A configuration, and log_decay, beta and C of its layer, which starts to remember."""
-    config = InterdomainConfig(**shape, **core_study.PLAIN)
+    config = InterdomainConfig(**shape, **core_conditions.PLAIN)
     torch.manual_seed(SEED)
     recurrence = InterdomainForCausalLM(config).model.layers[0].token_mixer.recurrence
     return config, [x.to(dtype).detach() for x in recurrence.parameters_of_operator() if x is not None]

@@ -13,13 +13,40 @@ from transformers import KimiLinearConfig, KimiLinearForCausalLM
 
 from benchmarks import (
     condition_study,
+    core_conditions,
+    core_plan,
+    core_runs,
     core_study,
+    core_table,
+    core_tasks,
     delta_rules,
     larger_study,
     peers,
     recall_study,
     side_by_side,
     studies,
+)
+from benchmarks.core_conditions import (
+    CLOSEST,
+    CONDITIONS,
+    FEWER,
+    GATES_MANY,
+    KIMI,
+    LANGUAGE,
+    LARGE,
+    LARGER,
+    MANY_HEADS,
+    MORE,
+    NARROW,
+    OUTPUT_GATE,
+    RECALL,
+    RECALL_RANGE,
+    REFERENCE,
+    SETTINGS,
+    SIZES,
+    SPREAD,
+    TWICE,
+    WORDS,
 )
 from benchmarks.harness import read
 from benchmarks.side_by_side import SideBySide, run_steps
@@ -32,7 +59,7 @@ TINY = {"vocab_size": 48, "hidden_size": 16, "num_hidden_layers": 2, "num_attent
 RECALL_SHAPE = recall_study.SHAPE | {"state_size": 32}
 PEERS = {
     "Gated DeltaNet": peers.GATED_DELTANET,
-    core_study.KIMI: peers.KIMI_DELTA | {"state_size": 8},
+    KIMI: peers.KIMI_DELTA | {"state_size": 8},
     "softmax, convolution": peers.SOFTMAX_CONVOLUTION,
 }
 
@@ -42,8 +69,8 @@ PEERS = {
 )
 def test_conditions_are_of_one_size(shape):
     """Parameters within 1%, and as many numbers of state in all that keep one of fixed size."""
-    configs = {name: InterdomainConfig(**core_study.fields_of(name, shape)) for name in core_study.CONDITIONS}
-    counts = {name: peers.count(core_study.fields_of(name, shape)) for name in configs}
+    configs = {name: InterdomainConfig(**core_conditions.fields_of(name, shape)) for name in CONDITIONS}
+    counts = {name: peers.count(core_conditions.fields_of(name, shape)) for name in configs}
     assert max(counts.values()) < 1.01 * min(counts.values()), counts
     states = {name: config.state_sizes(64)["recurrent"] for name, config in configs.items()}
     heads = shape["num_hidden_layers"] * shape["num_attention_heads"]
@@ -92,7 +119,7 @@ def test_gated_deltanet_can_start_with_the_steps_of_mamba2():
 
 def test_kimi_delta_attention_starts_as_transformers_starts_it():
     """Decays a token from `KimiLinearForCausalLM` of the same layer, and keys and values of one width alone."""
-    gates = [layer.token_mixer.layer.forget_gate for layer in peer(core_study.KIMI).model.layers]
+    gates = [layer.token_mixer.layer.forget_gate for layer in peer(KIMI).model.layers]
     sizes = {"hidden_size": 16, "vocab_size": 8, "intermediate_size": 8, "linear_num_heads": 2, "linear_head_dim": 16}
     kinds = {"layer_types": ["linear_attention"] * 2, "mlp_layer_types": ["dense"] * 2, "num_hidden_layers": 2}
     config = KimiLinearConfig(**sizes, **kinds, pad_token_id=0)
@@ -106,10 +133,10 @@ def test_kimi_delta_attention_starts_as_transformers_starts_it():
         InterdomainForCausalLM(InterdomainConfig(**TINY | peers.KIMI_DELTA))
 
 
-@pytest.mark.parametrize("name", core_study.CONDITIONS)
+@pytest.mark.parametrize("name", CONDITIONS)
 def test_no_mixer_starts_larger_than_the_embeddings_it_is_added_to(name):
     """Else a model learns slowly for its first weights alone, as a comparison of layers must not."""
-    model = core_study.make_fleet([core_study.language_item(name)]).models[0].eval()
+    model = core_runs.make_fleet([core_plan.language_item(name)]).models[0].eval()
     ids = torch.randint(2048, (2, 64), generator=torch.Generator().manual_seed(0))
     embedded = model.model.embed_tokens(ids)
     first = model.model.layers[0]
@@ -118,10 +145,10 @@ def test_no_mixer_starts_larger_than_the_embeddings_it_is_added_to(name):
     assert 0 < added.square().mean() < 0.25 * embedded.square().mean()
 
 
-@pytest.mark.parametrize("name", [*PEERS, core_study.SPREAD])
+@pytest.mark.parametrize("name", [*PEERS, SPREAD])
 def test_convolutions_of_peers_start_as_transformers_starts_one(name):
     """Small: PyTorch's own start is fourteen times as large, and Gated DeltaNet then learns slowly."""
-    model = core_study.make_fleet([core_study.language_item(name)]).models[0]
+    model = core_runs.make_fleet([core_plan.language_item(name)]).models[0]
     mixer = model.model.layers[0].token_mixer
     if name.startswith("softmax"):
         convolutions = [mixer.q_proj[1], mixer.k_proj[1], mixer.v_proj[1]]
@@ -134,7 +161,7 @@ def test_convolutions_of_peers_start_as_transformers_starts_one(name):
 def done_again(record: dict, kept_as: str = "again"):
     """The runs that were done again, each with the first."""
     for row in record.get(kept_as, []):
-        item = {name: row[name] for name in core_study.language_item("")}
+        item = {name: row[name] for name in core_plan.language_item("")}
         (first,) = (other for other in record["runs"] if item.items() <= other.items())
         yield row, first
 
@@ -142,40 +169,40 @@ def done_again(record: dict, kept_as: str = "again"):
 def test_what_the_page_says_of_language():
     """By seed and by size; a run more may change it, and then the page is to say something else."""
     records = {name: read(name) for name in core_study.SOURCES}
-    best = core_study.best_language(records, core_study.LANGUAGE)
+    best = core_table.best_language(records, LANGUAGE)
     loss = {name: [condition_study.score(row) for row in rows] for name, rows in best.items()}
-    plain, gates, delta, many, deltanet = (loss[name] for name in core_study.FIRST)
+    plain, gates, delta, many, deltanet = (loss[name] for name in core_plan.FIRST)
     assert len(plain) == len(gates) == 6 and max(gates) < min(plain)
 
     def ahead(a, b):
         return round(100 * (1 - math.exp(statistics.mean(a) - statistics.mean(b))))
 
     assert (ahead(gates, plain), ahead(delta, gates[:2]), ahead(many, plain)) == (6, 1, 12) and len(delta) == 2
-    without = loss[core_study.GATES_MANY]
+    without = loss[GATES_MANY]
     assert (ahead(without, plain), ahead(without, deltanet)) == (11, 3)
     assert [a < b for a, b in zip(without, deltanet, strict=True)].count(True) == 5
     assert ahead(loss["Interdomain, warp"], plain) < 0
-    kimi, pair = statistics.mean(loss[core_study.KIMI]), [deltanet[:2], plain[:2]]
+    kimi, pair = statistics.mean(loss[KIMI]), [deltanet[:2], plain[:2]]
     assert [round(100 * math.expm1(kimi - statistics.mean(x))) for x in pair] == [7, -2]
     between = [round(b - a, 3) for a, b in zip(many, deltanet, strict=True)]
     assert ahead(many, deltanet) == 4 and (len(between), min(between), max(between)) == (6, 0.001, 0.09)
     order = sorted(loss, key=lambda name: statistics.mean(loss[name]))
-    assert order[:2] == [core_study.OUTPUT_GATE, core_study.MANY_HEADS]
-    best = core_study.best_language(records, core_study.FEWER)
+    assert order[:2] == [OUTPUT_GATE, MANY_HEADS]
+    best = core_table.best_language(records, FEWER)
     larger = {name: [condition_study.score(row) for row in rows] for name, rows in best.items()}
     mean = {name: statistics.mean(loss) for name, loss in larger.items()}
-    behind = [round(100 * math.expm1(mean[name] - mean[core_study.SPREAD]), 1) for name in core_study.FIRST[2:4]]
-    assert behind == [2.5, -3.0] and ahead(larger[core_study.GATES_MANY], larger[core_study.SPREAD]) == 1
-    without = zip(*(larger[name] for name in (core_study.GATES_MANY, core_study.SPREAD)), strict=True)
+    behind = [round(100 * math.expm1(mean[name] - mean[SPREAD]), 1) for name in core_plan.FIRST[2:4]]
+    assert behind == [2.5, -3.0] and ahead(larger[GATES_MANY], larger[SPREAD]) == 1
+    without = zip(*(larger[name] for name in (GATES_MANY, SPREAD)), strict=True)
     assert [a < b for a, b in without] == [True, False]
     tried = [
         {row["learning_rate"]: condition_study.score(row) for row in runs if row["seed"] == 0}
-        for name, runs in core_study.language_rows(records, core_study.FEWER).items()
-        if name in core_study.CLOSEST
+        for name, runs in core_table.language_rows(records, FEWER).items()
+        if name in CLOSEST
     ]
     assert [len(rates) for rates in tried] == [4, 4]
     assert all(min(rates) < min(rates, key=rates.get) < max(rates) for rates in tried)
-    both = zip(*(larger[name] for name in core_study.CLOSEST), strict=True)
+    both = zip(*(larger[name] for name in CLOSEST), strict=True)
     assert [a < b for a, b in both] == [True, True]
 
 
@@ -183,15 +210,15 @@ def test_what_the_page_says_of_the_output_gate():
     """Ahead of many heads without it with four of six seeds, of Gated DeltaNet with each; hardly at 3M."""
     records = {name: read(name) for name in core_study.SOURCES}
     held_out = {}
-    for task in (core_study.LANGUAGE, core_study.FEWER):
-        best = core_study.best_language(records, task)
-        rows, others = ([*map(condition_study.score, best[x])] for x in (core_study.OUTPUT_GATE, core_study.MANY_HEADS))
+    for task in (LANGUAGE, FEWER):
+        best = core_table.best_language(records, task)
+        rows, others = ([*map(condition_study.score, best[x])] for x in (OUTPUT_GATE, MANY_HEADS))
         held_out[task] = [b - a for a, b in zip(rows, others, strict=True)]
-    assert [x > 0 for x in held_out[core_study.LANGUAGE]].count(True) == 4 and len(held_out[core_study.LANGUAGE]) == 6
-    assert round(100 * statistics.mean(held_out[core_study.LANGUAGE])) == 1
-    assert 0 < statistics.mean(held_out[core_study.FEWER]) < 0.005
-    best = core_study.best_language(records, core_study.LANGUAGE)
-    rows, others = best[core_study.OUTPUT_GATE], best[core_study.SPREAD]
+    assert [x > 0 for x in held_out[LANGUAGE]].count(True) == 4 and len(held_out[LANGUAGE]) == 6
+    assert round(100 * statistics.mean(held_out[LANGUAGE])) == 1
+    assert 0 < statistics.mean(held_out[FEWER]) < 0.005
+    best = core_table.best_language(records, LANGUAGE)
+    rows, others = best[OUTPUT_GATE], best[SPREAD]
     ahead = [condition_study.score(b) - condition_study.score(a) for a, b in zip(rows, others, strict=True)]
     assert [round(x, 3) for x in (min(ahead), max(ahead))] == [0.022, 0.109] and len(ahead) == 6
 
@@ -199,30 +226,30 @@ def test_what_the_page_says_of_the_output_gate():
 def test_what_the_page_says_of_more_tokens():
     """Many heads have one rate there, and lead with both seeds; twice the heads lie between them and the usual."""
     records = {name: read(name) for name in core_study.SOURCES}
-    lead = beside(records, core_study.LARGER)
-    assert lead == {core_study.MANY_HEADS: -1.5, core_study.GATES_MANY: -1.1}
-    rows = {name: core_study.language_rows(records, core_study.LARGER)[name] for name in core_study.CLOSEST}
-    assert {row["learning_rate"] for row in rows[core_study.MANY_HEADS]} == {1.5e-3}
-    best = core_study.best_language(records, core_study.LARGER)
-    many, deltanet = ([condition_study.score(row) for row in best[name]] for name in core_study.CLOSEST)
+    lead = beside(records, LARGER)
+    assert lead == {MANY_HEADS: -1.5, GATES_MANY: -1.1}
+    rows = {name: core_table.language_rows(records, LARGER)[name] for name in CLOSEST}
+    assert {row["learning_rate"] for row in rows[MANY_HEADS]} == {1.5e-3}
+    best = core_table.best_language(records, LARGER)
+    many, deltanet = ([condition_study.score(row) for row in best[name]] for name in CLOSEST)
     assert [a < b for a, b in zip(many, deltanet, strict=True)] == [True, True]
-    assert condition_study.best_rate(rows[core_study.SPREAD], core_study.SPREAD) == 3e-3
-    without = [condition_study.score(row) for row in best[core_study.GATES_MANY]]
+    assert condition_study.best_rate(rows[SPREAD], SPREAD) == 3e-3
+    without = [condition_study.score(row) for row in best[GATES_MANY]]
     assert [a < b for a, b in zip(without, deltanet, strict=True)] == [True, True]
-    order = list(core_study.losses(records, core_study.FEWER))
-    assert [x for x in order if x in (core_study.TWICE, core_study.MANY_HEADS, core_study.FIRST[2])] == [
-        core_study.MANY_HEADS,
-        core_study.TWICE,
-        core_study.FIRST[2],
+    order = list(core_table.losses(records, FEWER))
+    assert [x for x in order if x in (TWICE, MANY_HEADS, core_plan.FIRST[2])] == [
+        MANY_HEADS,
+        TWICE,
+        core_plan.FIRST[2],
     ]
-    assert beside(records, core_study.LANGUAGE, core_study.TWICE)[core_study.MANY_HEADS] < 0
+    assert beside(records, LANGUAGE, TWICE)[MANY_HEADS] < 0
 
 
-def beside(records, task, other=core_study.SPREAD) -> dict[str, float]:
+def beside(records, task, other=SPREAD) -> dict[str, float]:
     """By how many percent the perplexity of each form of Interdomain is above that of Gated DeltaNet, or another."""
-    loss = core_study.losses(records, task)
+    loss = core_table.losses(records, task)
     forms = (name for name in loss if name.startswith("Interdomain"))
-    return {name: round(100 * core_study.behind(loss, name, [other])[other], 1) for name in forms}
+    return {name: round(100 * core_table.behind(loss, name, [other])[other], 1) for name in forms}
 
 
 def test_conditions_are_compared_over_the_seeds_of_both():
@@ -233,10 +260,10 @@ def test_conditions_are_compared_over_the_seeds_of_both():
         "Interdomain, gates": {0: 5.0},
         "Interdomain": {0: 6.0},
     }
-    found = core_study.behind(loss, "b", ["a", "Interdomain, gates"])
+    found = core_table.behind(loss, "b", ["a", "Interdomain, gates"])
     assert found == pytest.approx({"a": 0, "Interdomain, gates": math.expm1(-0.9)})
-    assert core_study.behind(loss | {"c": {3: 4.0}}, "a", ["b", "c"]) == pytest.approx({"b": 0})
-    assert core_study.best_form(loss) == "Interdomain, gates" and core_study.best_form({"a": {0: 4.0}}) is None
+    assert core_table.behind(loss | {"c": {3: 4.0}}, "a", ["b", "c"]) == pytest.approx({"b": 0})
+    assert core_table.best_form(loss) == "Interdomain, gates" and core_table.best_form({"a": {0: 4.0}}) is None
 
 
 def lag(rows, others, *names) -> float:
@@ -251,29 +278,33 @@ def lag(rows, others, *names) -> float:
 def test_what_the_page_says_of_12m():
     """After 20M tokens gates alone are ahead by the mean of two seeds, behind at 1.4M and at 3M on 2M tokens."""
     records = {name: read(name) for name in core_study.SOURCES}
-    lags = {task: beside(records, task) for task in core_study.WORDS}
-    large = lags[core_study.LARGE]
-    gates, many = "Interdomain, gates", core_study.MANY_HEADS
+    lags = {task: beside(records, task) for task in WORDS}
+    large = lags[LARGE]
+    gates, many = "Interdomain, gates", MANY_HEADS
     assert min(large, key=large.get) == gates and large[gates] == -3.0
-    others = ("Interdomain", core_study.TWICE, many, core_study.OUTPUT_GATE, core_study.GATES_MANY)
+    others = ("Interdomain", TWICE, many, OUTPUT_GATE, GATES_MANY)
     assert [large[name] for name in others] == [1.6, 3.1, 1.7, 6.0, 2.5]
-    assert [lags[task][gates] for task in (core_study.LANGUAGE, core_study.FEWER)] == [3.5, 2.4]
-    three = [lags[task] for task in (core_study.LANGUAGE, core_study.FEWER, core_study.LARGE)]
+    assert [lags[task][gates] for task in (LANGUAGE, FEWER)] == [3.5, 2.4]
+    three = [lags[task] for task in (LANGUAGE, FEWER, LARGE)]
     everywhere = set.intersection(*map(set, three))
     assert len(everywhere) == 6 and not [name for name in everywhere if max(found[name] for found in three) < 0]
 
-    best = core_study.best_language(records, core_study.LARGE)
-    found, peer = best[gates], best[core_study.SPREAD]
+    best = core_table.best_language(records, LARGE)
+    found, peer = best[gates], best[SPREAD]
     lead = [condition_study.score(b) - condition_study.score(a) for a, b in zip(found, peer, strict=True)]
     assert [round(x, 3) for x in lead] == [0.003, 0.057]
-    texts = {x: [b["validation"][x] - a["validation"][x] for a, b in zip(found, peer)] for x in core_study.TEXTS}
+    texts = {x: [b["validation"][x] - a["validation"][x] for a, b in zip(found, peer)] for x in core_table.TEXTS}
     assert [round((a + b) / 2, 3) for a, b in zip(texts["wiki"], texts["books"])] == [-0.004, 0.035]
     assert round(sum(texts["wikitext-2"]) / sum(itertools.chain(*texts.values())), 2) == 0.66
     lead = [condition_study.score(b) - condition_study.score(a) for a, b in zip(best[many], peer, strict=True)]
     assert [round(x, 3) for x in lead] == [-0.047, 0.014]
     seen = {name: [round(row["repeats"]["repeated"], 2) for row in rows] for name, rows in best.items()}
-    assert (seen[gates], seen["Interdomain"], seen[core_study.SPREAD]) == ([3.42, 3.42], [3.51, 3.47], [3.41, 3.68])
-    assert (seen[many], seen[core_study.OUTPUT_GATE]) == ([3.75, 3.7], [3.93, 3.94])
+    assert (seen[gates], seen["Interdomain"], seen[SPREAD]) == (
+        [3.42, 3.42],
+        [3.51, 3.47],
+        [3.41, 3.68],
+    )
+    assert (seen[many], seen[OUTPUT_GATE]) == ([3.75, 3.7], [3.93, 3.94])
 
     assert round(lag(found, peer, "repeats", "other"), 3) == 0.014
     assert [round(100 * math.expm1(lag(found, peer, "lengths", x)), 1) for x in ("1.0", "3.5")] == [1.1, 2.4]
@@ -282,19 +313,19 @@ def test_what_the_page_says_of_12m():
 def test_what_the_page_says_of_60m_tokens():
     """Interdomain is behind, by what the context has shown more than 64 tokens ago."""
     records = {name: read(name) for name in core_study.SOURCES}
-    best = core_study.best_language(records, core_study.MORE)
-    gates, peer, softmax = (best[x] for x in ("Interdomain, gates", core_study.SPREAD, "softmax, convolution"))
+    best = core_table.best_language(records, MORE)
+    gates, peer, softmax = (best[x] for x in ("Interdomain, gates", SPREAD, "softmax, convolution"))
     seeds = [condition_study.score(row) for row in gates]
     assert len(seeds) == 2 and round(abs(seeds[0] - seeds[1]), 3) == 0.001 and len(peer) == len(softmax) == 2
-    lag_of = beside(records, core_study.MORE)
-    assert list(lag_of) == ["Interdomain, gates", "Interdomain", core_study.GATES_MANY, core_study.NARROW]
+    lag_of = beside(records, MORE)
+    assert list(lag_of) == ["Interdomain, gates", "Interdomain", GATES_MANY, NARROW]
     assert [lag_of.pop("Interdomain, gates"), *map(round, lag_of.values())] == [6.4, 8, 9, 12]
-    assert beside(records, core_study.MORE, "softmax, convolution")["Interdomain, gates"] == 0.1
-    texts = {name: lag(gates, softmax, "validation", name) for name in core_study.TEXTS}
+    assert beside(records, MORE, "softmax, convolution")["Interdomain, gates"] == 0.1
+    texts = {name: lag(gates, softmax, "validation", name) for name in core_table.TEXTS}
     assert [name for name, nats in texts.items() if nats > 0] == ["wikitext-2"]
-    texts = {name: lag(gates, peer, "validation", name) for name in core_study.TEXTS}
+    texts = {name: lag(gates, peer, "validation", name) for name in core_table.TEXTS}
     assert round(texts["wikitext-2"] / sum(texts.values()), 2) == 0.63
-    for name in (core_study.NARROW, core_study.GATES_MANY):
+    for name in (NARROW, GATES_MANY):
         assert min(lag(best[name], gates, "ages", str(low)) for low in larger_study.AGES) > 0
 
     ages = [lag(gates, peer, "ages", str(low)) for low in larger_study.AGES]
@@ -313,7 +344,7 @@ def test_what_the_page_says_of_runs_on_another_machine():
         apart["train"].append(abs(row["train_loss"] - first["train_loss"]))
         apart["wikitext-2"].append(abs(row["validation"]["wikitext-2"] - first["validation"]["wikitext-2"]))
         apart["mean"].append(abs(condition_study.score(row) - condition_study.score(first)))
-    again = ([row for row in record["again"] if row["condition"] == name] for name in core_study.CLOSEST)
+    again = ([row for row in record["again"] if row["condition"] == name] for name in CLOSEST)
     many, deltanet = ([*map(condition_study.score, rows)] for rows in again)
     assert [round(b - a, 3) for a, b in zip(many, deltanet, strict=True)] == [0.037, 0.002]
     assert round(-100 * math.expm1(statistics.mean(many) - statistics.mean(deltanet))) == 2
@@ -330,13 +361,13 @@ def test_what_the_page_says_of_longer_recall():
     """Of 16 pairs all that were asked with both seeds learned, but for one seed of Gated DeltaNet and of Mamba-2."""
     runs = read("core_study")["runs"]
     found = {}
-    for name in core_study.CONDITIONS:
-        if (rate := core_study.best_recall_rate(runs, name, "recall", (16, 128))) is not None:
-            rows = core_study.recall_rates(runs, name, "recall", (16, 128))[rate]
+    for name in CONDITIONS:
+        if (rate := core_plan.best_recall_rate(runs, name, "recall", (16, 128))) is not None:
+            rows = core_plan.recall_rates(runs, name, "recall", (16, 128))[rate]
             found[name] = [row["accuracy"] for row in sorted(rows, key=lambda row: row["seed"])]
     assert [f"{x:.0%}" for x in found.pop("Mamba-2")] == ["100%", "1%"]
     assert len(found) == 7 and all(len(answers) == 2 for answers in found.values())
-    assert [f"{x:.0%}" for x in found.pop(core_study.SPREAD)] == ["100%", "14%"]
+    assert [f"{x:.0%}" for x in found.pop(SPREAD)] == ["100%", "14%"]
     assert f"{min(min(answers) for answers in found.values()):.0%}" == "98%"
     found = {}
     for name in (
@@ -344,26 +375,29 @@ def test_what_the_page_says_of_longer_recall():
         "Interdomain, gates",
         "Interdomain",
         "Interdomain, gates and delta rule",
-        core_study.GATES_MANY,
-        core_study.MANY_HEADS,
+        GATES_MANY,
+        MANY_HEADS,
     ):
-        ((_, rows),) = core_study.recall_rates(runs, name, "recall", (64, 512)).items()
+        ((_, rows),) = core_plan.recall_rates(runs, name, "recall", (64, 512)).items()
         found[name] = [f"{row['accuracy']:.0%}" for row in rows]
     softmax, gates, plain, delta, *many = found.values()
     assert (softmax, gates, plain, delta) == (["100%", "100%"], ["94%", "96%"], ["92%", "93%"], ["96%", "96%"])
     assert sorted(itertools.chain(*many)) == ["76%", "82%", "84%", "88%"]
-    assert len(core_study.right_answers(runs, "recall", (64, 512))) == len(found)
+    assert len(core_table.right_answers(runs, "recall", (64, 512))) == len(found)
 
 
 def test_what_is_said_of_the_speed_of_training():
     """Beside the plain layer, at both sizes."""
     medians = [{name: x["median"] for name, x in row["times"].items()} for row in read("core_cpu")["rows"]]
-    speed = {name: [row[core_study.REFERENCE] / row[name] for row in medians] for name in core_study.CONDITIONS}
-    plain, gates, delta, many, deltanet = (speed[name] for name in core_study.FIRST)
+    speed = {name: [row[REFERENCE] / row[name] for row in medians] for name in CONDITIONS}
+    plain, gates, delta, many, deltanet = (speed[name] for name in core_plan.FIRST)
     assert len(plain) == 2 and min(gates) > 0.92
     assert [round(statistics.mean(x), 1) for x in (delta, many, deltanet)] == [0.8, 0.5, 0.6]
-    assert round(statistics.mean(speed[core_study.GATES_MANY]), 2) == 0.65
-    assert [round(statistics.mean(speed[name]), 1) for name in (core_study.KIMI, core_study.NARROW)] == [0.4, 0.4]
+    assert round(statistics.mean(speed[GATES_MANY]), 2) == 0.65
+    assert [round(statistics.mean(speed[name]), 1) for name in (KIMI, NARROW)] == [
+        0.4,
+        0.4,
+    ]
     assert all(a < b for a, b in zip(many, deltanet, strict=True))
     fewer = [x for name in ("S4D-only", "Mamba-2", "softmax, convolution") for x in speed[name]]
     assert [round(x, 1) for x in (min(fewer), max(fewer))] == [1.2, 1.3]
@@ -373,20 +407,20 @@ def test_what_the_page_says_of_recall():
     """Forms of Interdomain learned with both seeds, but for the output gate; Gated DeltaNet at no rate with both."""
     runs = read("core_study")["runs"]
     for task in ("recall", "overwritten"):
-        for name in core_study.CONDITIONS:
-            rates = core_study.recall_rates(runs, name, task, core_study.SETTINGS[0])
+        for name in CONDITIONS:
+            rates = core_plan.recall_rates(runs, name, task, SETTINGS[0])
             if name.startswith("Interdomain") and rates:
                 best = next(iter(rates.values()))
                 right = [row["accuracy"] for row in best]
-                if name == core_study.OUTPUT_GATE:
+                if name == OUTPUT_GATE:
                     assert (task, [round(x, 2) for x in right]) == ("recall", [0.97, 0.95])
-                elif (task, name) == ("overwritten", core_study.GATES_MANY):
+                elif (task, name) == ("overwritten", GATES_MANY):
                     assert [round(x, 2) for x in right] == [0.99, 1.0]
                 else:
                     assert len(right) == 2 and min(right) > 0.999, (task, name)
         learned = [
             [row["accuracy"] > 0.99 for row in rows]
-            for rows in core_study.recall_rates(runs, core_study.SPREAD, task, core_study.SETTINGS[0]).values()
+            for rows in core_plan.recall_rates(runs, SPREAD, task, SETTINGS[0]).values()
         ]
         assert any(map(any, learned)) and not any(map(all, learned)), (task, learned)
         assert {len(rows) for rows in learned} == {2}
@@ -394,7 +428,7 @@ def test_what_the_page_says_of_recall():
         "Interdomain, gates and delta rule": [0.99, 1.0],
         "Interdomain, gates": [0.97, 0.97],
         "Mamba-2": [0.99, 0.96],
-        core_study.SPREAD: [0.94, 0.4],
+        SPREAD: [0.94, 0.4],
         "softmax, convolution": [0.65, 1.0],
     }
     for name, right in copied.items():
@@ -403,7 +437,7 @@ def test_what_the_page_says_of_recall():
 
 def answers_at_best(runs, name, task) -> list[float]:
     """By seed, at the shortest setting."""
-    rows = next(iter(core_study.recall_rates(runs, name, task, core_study.SETTINGS[0]).values()))
+    rows = next(iter(core_plan.recall_rates(runs, name, task, SETTINGS[0]).values()))
     return [round(row["accuracy"], 2) for row in rows]
 
 
@@ -414,10 +448,10 @@ def test_what_the_page_says_of_mamba2_in_recall():
     assert answers_at_best(record["runs"], "Mamba-2", "overwritten") == [0.9, 0.89]
     pairs = [row["accuracy"] for row in record["gated"] if row["task"] != "copying"]
     assert len(pairs) == 16 and max(pairs) < 0.021 and {row["condition"] for row in record["gated"]} == {"Mamba-2"}
-    fields = core_study.recall_fields("Mamba-2")
+    fields = core_conditions.recall_fields("Mamba-2")
     assert recall_study.MAMBA2.items() <= fields.items() and "use_output_gate" not in fields
-    assert core_study.fields_of("Mamba-2", TINY)["use_output_gate"]
-    (model,) = core_study.make_fleet([core_study.recall_item("Mamba-2")]).models
+    assert core_conditions.fields_of("Mamba-2", TINY)["use_output_gate"]
+    (model,) = core_runs.make_fleet([core_plan.recall_item("Mamba-2")]).models
     assert all(layer.token_mixer.o_proj.weight.std() > 0.005 for layer in model.model.layers), "not made small"
 
 
@@ -442,7 +476,7 @@ def test_the_softmax_with_a_convolution_has_one_a_projection():
 
 
 def test_overwritten_keys_ask_for_the_last_value():
-    batch = next(core_study.make_batches("overwritten", 5, 64, 0))
+    batch = next(core_tasks.make_batches("overwritten", 5, 64, 0))
     for ids, asked in zip(batch.ids.tolist(), batch.asked.tolist()):
         memory, changed = {}, 0
         for place in range(0, 20, 2):
@@ -454,7 +488,7 @@ def test_overwritten_keys_ask_for_the_last_value():
 
 
 def test_copying_asks_for_the_tokens_in_their_order():
-    batch = next(core_study.make_batches("copying", 5, 32, 0))
+    batch = next(core_tasks.make_batches("copying", 5, 32, 0))
     for ids, asked, labels in zip(batch.ids, batch.asked, batch.labels):
         told = ids[:26]
         assert torch.equal(labels[asked], told[told > 1]) and asked.sum() == 5
@@ -466,13 +500,13 @@ def done(item: dict) -> dict:
     """A row as if 0.003 were the best rate of everything."""
     error = abs(math.log(item["learning_rate"] / 3e-3))
     item = item | {"machine": "x"}
-    if item["task"] in core_study.RECALL:
+    if item["task"] in RECALL:
         return item | {"accuracy": 0.5, "loss": error, "state_bytes": 1024}
     lengths = {str(factor): 4.0 for factor in condition_study.LENGTHS}
     places = dict.fromkeys(map(str, (0, 16, 64, 128, 256)), 4.0)
     repeats = {"share": 0.5, "repeated": 3.0, "other": 5.0}
     ages = dict.fromkeys(map(str, larger_study.AGES), 3.0)
-    nats = {"train_loss": 3.5, "validation": dict.fromkeys(core_study.TEXTS, 4 + error)}
+    nats = {"train_loss": 3.5, "validation": dict.fromkeys(core_table.TEXTS, 4 + error)}
     texts = nats | {"lengths": lengths, "places": places, "repeats": repeats, "ages": ages}
     return item | texts | {"parameters": 10, "state": 20}
 
@@ -480,7 +514,7 @@ def done(item: dict) -> dict:
 SHORTER = [
     {"condition": there, "learning_rate": rate, "seed": 0, "parameters": 10, "state": 20}
     | {"validation": {"a": 4 + abs(math.log(rate / 3e-3))}}
-    for there in core_study.KNOWN.values()
+    for there in core_plan.KNOWN[LANGUAGE].values()
     for rate in (1.5e-3, 3e-3, 6e-3)
 ]
 MACHINE = dict.fromkeys(("cpu", "threads", "torch", "transformers", "commit", "date", "command"), "x")
@@ -488,60 +522,61 @@ MACHINE = dict.fromkeys(("cpu", "threads", "torch", "transformers", "commit", "d
 
 def test_the_plan_brackets_the_rates_of_what_is_not_known():
     """Gated DeltaNet first; what `condition_study` has run of language is not run again; then more."""
-    language = [item for item in core_study.plan([], []) if item["task"] == core_study.LANGUAGE]
-    assert {item["condition"] for item in language} == set(core_study.CONDITIONS) - set(core_study.KNOWN)
+    language = [item for item in core_plan.plan([], []) if item["task"] == LANGUAGE]
+    assert {item["condition"] for item in language} == set(CONDITIONS) - set(core_plan.KNOWN[LANGUAGE])
     assert {item["learning_rate"] for item in language} == set(condition_study.LEARNING_RATES)
     runs = []
-    while missing := [item for item in core_study.plan(runs, SHORTER) if done(item) not in runs]:
+    while missing := [item for item in core_plan.plan(runs, SHORTER) if done(item) not in runs]:
         runs += [done(item) for item in missing]
-    for task, name in itertools.product(list(core_study.SIZES)[:3], core_study.FIRST[1:]):
+    for task, name in itertools.product(list(SIZES)[:3], core_plan.FIRST[1:]):
         found = [row for row in runs if (row["task"], row["condition"]) == (task, name)]
         assert {(row["learning_rate"], row["seed"]) for row in found} >= {(3e-3, 0), (3e-3, 1), (6e-3, 0)}
-    rest = [row for row in runs if row["task"] == core_study.LARGER and row["condition"] == "Mamba-2"]
+    rest = [row for row in runs if row["task"] == LARGER and row["condition"] == "Mamba-2"]
+    assert not any(row["condition"] == "S4D-only" for row in runs if row["task"] == LARGER), "`larger_study` has"
     assert {(row["learning_rate"], row["seed"]) for row in rest} == {(6e-3, 0), (3e-3, 0), (3e-3, 1), (1.5e-3, 0)}
-    small = [row for row in runs if row["task"] == core_study.LANGUAGE]
-    seeds = {row["seed"] for row in small if row["condition"] == core_study.SPREAD}
-    assert seeds == {0, 1, *core_study.MORE_SEEDS}
-    largest = [row for row in runs if row["task"] == core_study.LARGE]
-    assert {row["condition"] for row in largest} == set(core_study.LARGE_CONDITIONS)
+    small = [row for row in runs if row["task"] == LANGUAGE]
+    seeds = {row["seed"] for row in small if row["condition"] == SPREAD}
+    assert seeds == {0, 1, *core_plan.MORE_SEEDS}
+    largest = [row for row in runs if row["task"] == LARGE]
+    assert {row["condition"] for row in largest} == set(core_plan.LARGE_CONDITIONS)
     assert {row["learning_rate"] for row in largest} == {1.5e-3}, "half of the best at 1.4M"
-    assert len([row for row in largest if row["seed"]]) == len(core_study.LARGE_CONDITIONS)
+    assert len([row for row in largest if row["seed"]]) == len(core_plan.LARGE_CONDITIONS)
     longest = [row for row in runs if row.get("length") == 512]
     assert {(row["task"], row["seed"]) for row in longest} == {("recall", 0), ("recall", 1)}
-    assert {row["condition"] for row in longest} == set(core_study.IN_RECALL)
+    assert {row["condition"] for row in longest} == set(core_plan.IN_RECALL)
     assert {row["learning_rate"] for row in longest} == {3e-3}
 
 
 def test_peers_start_recall_with_larger_maps():
     """Those without a start of their own: with smaller maps Gated DeltaNet recalled less in trials."""
-    ranges = {name: core_study.recall_fields(name).get("initializer_range") for name in core_study.CONDITIONS}
-    assert {name for name, found in ranges.items() if found == core_study.RECALL_RANGE} == {
-        *core_study.REST[:2],
-        core_study.SPREAD,
+    ranges = {name: core_conditions.recall_fields(name).get("initializer_range") for name in CONDITIONS}
+    assert {name for name, found in ranges.items() if found == RECALL_RANGE} == {
+        *core_plan.REST[:2],
+        SPREAD,
         "softmax, convolution",
     }
-    item = core_study.recall_item(core_study.SPREAD)
-    mixer = core_study.make_fleet([item]).models[0].model.layers[0].token_mixer
-    assert mixer.layer.in_proj_qkvz.weight.std().item() == pytest.approx(core_study.RECALL_RANGE, rel=0.05)
+    item = core_plan.recall_item(SPREAD)
+    mixer = core_runs.make_fleet([item]).models[0].model.layers[0].token_mixer
+    assert mixer.layer.in_proj_qkvz.weight.std().item() == pytest.approx(RECALL_RANGE, rel=0.05)
 
 
 def test_recall_brackets_rates_of_what_has_not_learned():
     """With both seeds, and a longer setting at the best rate of the shorter."""
     rates = {3e-3: 0.4, 1e-3: 0.6, 1e-2: 0.1}
     runs = [
-        done(core_study.recall_item("Mamba-2", learning_rate=x, seed=seed)) | {"accuracy": y}
+        done(core_plan.recall_item("Mamba-2", learning_rate=x, seed=seed)) | {"accuracy": y}
         for x, y in rates.items()
         for seed in (0, 1)
     ]
 
     def asked() -> list[tuple]:
-        plan = core_study.recall_plan(runs, core_study.SETTINGS[:2])
+        plan = core_plan.recall_plan(runs, SETTINGS[:2])
         own = (item for item in plan if item["condition"] == "Mamba-2" and item["task"] == "recall")
         names = ("pairs", "learning_rate", "seed")
         return [tuple(map(item.get, names)) for item in own if not studies.holds(runs, item)]
 
     assert asked() == [(8, 3e-4, 0), (8, 3e-4, 1)]
-    more = [done(core_study.recall_item("Mamba-2", learning_rate=3e-4, seed=seed)) for seed in (0, 1)]
+    more = [done(core_plan.recall_item("Mamba-2", learning_rate=3e-4, seed=seed)) for seed in (0, 1)]
     runs.append(more[0])
     assert (8, 3e-4, 1) in asked(), "a rate beyond is tried with both seeds, too"
     runs.append(more[1])
@@ -554,19 +589,19 @@ def test_longer_recall_is_asked_of_what_has_learned_the_shorter():
     """Half of it, with some seed at the best rate; other tasks have the shortest setting alone."""
     right = {"Interdomain": (0.1, 0.5), "Mamba-2": (0.49, 0.4), "S4D-only": (1.0, 1.0)}
     runs = [
-        done(core_study.recall_item(name, task, seed=seed)) | {"accuracy": accuracy}
+        done(core_plan.recall_item(name, task, seed=seed)) | {"accuracy": accuracy}
         for name, both in right.items()
         for seed, accuracy in enumerate(both)
-        for task in core_study.RECALL
+        for task in RECALL
     ]
     asked = {
         (task, name)
-        for task, name in itertools.product(core_study.RECALL, core_study.CONDITIONS)
-        if core_study.is_asked(runs, name, task, core_study.SETTINGS[1])
+        for task, name in itertools.product(RECALL, CONDITIONS)
+        if core_plan.is_asked(runs, name, task, SETTINGS[1])
     }
     assert asked == {("recall", "Interdomain"), ("recall", "S4D-only")}
-    assert core_study.is_asked([], "Mamba-2", "copying", core_study.SETTINGS[0])
-    table = core_study.recall_table(runs, {})
+    assert core_plan.is_asked([], "Mamba-2", "copying", SETTINGS[0])
+    table = core_table.recall_table(runs, {})
     assert f"| Mamba-2 | 1,024 | {(found := '49.0%, 40.0% (0.003)')} | - | - | - | {found} | {found} |" in table
     assert (
         f"| Interdomain | 1,024 | {(found := '10.0%, 50.0% (0.003)')} | not run | - | - | {found} | {found} |" in table
@@ -575,29 +610,38 @@ def test_longer_recall_is_asked_of_what_has_learned_the_shorter():
 
 def test_the_tables_say_where_interdomain_stands():
     runs = []
-    while missing := [item for item in core_study.plan(runs, SHORTER) if done(item) not in runs]:
+    while missing := [item for item in core_plan.plan(runs, SHORTER) if done(item) not in runs]:
         runs += [done(item) for item in missing]
     for row in runs:
-        if row["condition"].startswith("Gated DeltaNet") and row["task"] in list(core_study.SIZES)[1:]:
+        if row["condition"].startswith("Gated DeltaNet") and row["task"] in list(SIZES)[1:]:
             row["validation"] = {text: nats + math.log(1.1) for text, nats in row["validation"].items()}
-    records = {"core_study": {"runs": runs, "machine": MACHINE}, "condition_study": {"runs": []}}
-    table = core_study.table(records)
+    records = {
+        "core_study": {"runs": runs, "machine": MACHINE},
+        "condition_study": {"runs": []},
+        "larger_study": {"runs": []},
+    }
+    table = core_table.table(records)
     assert "At 3M the best form is Interdomain: its perplexity is 0.0% above that of" in table
     assert "9.1% below that of Gated DeltaNet" in table
     assert f"| Mamba-2 | 1,024 |{6 * ' 50.0%, 50.0% (0.003) |'}\n" in table, (
         "four settings, then two tasks at the first"
     )
     assert "Overwritten, 8 in 64 tokens, mean of the seeds: Interdomain 50%, Interdomain, gates 50%" in table
-    sentence = core_study.short_sentence(records)
+    sentence = core_table.short_sentence(records)
     assert "1.4M +0.0%, 3M on 2M tokens -9.1%, 3M -9.1%, 12M -9.1%" in sentence and "(behind)" not in sentence
     assert table.count("0.0015: 4.693, 0.003: 4.000") > 3 and "Not run: language (" in table
-    assert core_study.table(records | {"condition_study": {"runs": SHORTER}}).count("Not run: language, a second") == 1
+    assert core_table.table(records | {"condition_study": {"runs": SHORTER}}).count("Not run: language, a second") == 1
+
+
+def each_of_size(monkeypatch, size: core_conditions.Size) -> None:
+    for task in SIZES:
+        monkeypatch.setitem(SIZES, task, size)
 
 
 def tiny(monkeypatch) -> dict:
     """Sizes of a second, and texts for them."""
     training = {"steps": 2, "batch_size": 2, "sequence_length": 8}
-    monkeypatch.setattr(core_study, "SIZES", dict.fromkeys(core_study.SIZES, core_study.Size(TINY, training)))
+    each_of_size(monkeypatch, core_conditions.Size(TINY, training))
     monkeypatch.setattr(recall_study, "SHAPE", TINY)
     monkeypatch.setattr(recall_study, "EVERY", 2)
     monkeypatch.setattr(condition_study, "WINDOWS", 4)
@@ -610,18 +654,24 @@ def tiny(monkeypatch) -> dict:
 def test_runs_have_what_the_tables_read(monkeypatch):
     """Of language and of a recall task; what has no run, or one rate, is named below."""
     data, name = tiny(monkeypatch), "Gated DeltaNet"
-    items = [core_study.language_item(name, seed=seed) for seed in (0, 1)]
-    runs = [item | row for item, row in zip(items, core_study.run_job(items, data))]
+    items = [core_plan.language_item(name, seed=seed) for seed in (0, 1)]
+    runs = [item | row for item, row in zip(items, core_runs.run_job(items, data))]
     assert runs[0]["validation"] != runs[1]["validation"] and list(runs[0]["places"]) == ["0"]
-    item = core_study.recall_item(name, "overwritten", (3, 24))
-    (row,) = core_study.run_job([item], data, steps=4)
+    item = core_plan.recall_item(name, "overwritten", (3, 24))
+    (row,) = core_runs.run_job([item], data, steps=4)
     runs.append(item | row | {"pairs": 8, "length": 64})
     assert list(row["curve"]) == ["2", "4"] and row["state_bytes"] == 4 * 2 * 2 * (16 * 64 + 3 * (16 + 16 + 64))
     assert row["machine"].endswith(torch.__version__) and "backend" not in row
-    other = core_study.language_item("Interdomain")
+    other = core_plan.language_item("Interdomain")
     for wanted, backend in ((None, ["chunk", name]), ("chunk", ["chunk", name, "Interdomain"]), ("chunk", ["chunk"])):
-        assert core_study.run_job([other], data, backend=backend)[0].get("backend") == wanted
-    table = core_study.table({"core_study": {"runs": runs, "machine": MACHINE}, "condition_study": {"runs": []}})
+        assert core_runs.run_job([other], data, backend=backend)[0].get("backend") == wanted
+    table = core_table.table(
+        {
+            "core_study": {"runs": runs, "machine": MACHINE},
+            "condition_study": {"runs": []},
+            "larger_study": {"runs": []},
+        }
+    )
     assert f"| {name} | {runs[0]['parameters']:,} |" in table and "0.003, not bracketed" in table
     assert "language, rates (Gated DeltaNet)" in table and "copying (all)" in table
     found = f"not run | - | - | - | {row['accuracy']:.1%} (0.003) | not run |"
@@ -681,37 +731,37 @@ def test_layers_take_the_quicker_rules(on_gpu):
     ids = torch.randint(48, (2, 70), generator=torch.Generator().manual_seed(0))
 
     def answers():
-        return {name: peer(name)(ids, use_cache=False).logits for name in ("Gated DeltaNet", core_study.KIMI)}
+        return {name: peer(name)(ids, use_cache=False).logits for name in ("Gated DeltaNet", KIMI)}
 
     theirs = answers()
     with peers.quickened(on_gpu):
         found = answers()
     for name, expected in theirs.items():
         error = (found[name] - expected).norm() / expected.norm()
-        assert (error > 0) == (on_gpu or name == core_study.KIMI) and error < 1e-5
+        assert (error > 0) == (on_gpu or name == KIMI) and error < 1e-5
     assert all(torch.equal(found, theirs[name]) for name, found in answers().items())
 
 
 def test_a_run_is_measured_in_the_ways_that_kernels_know(monkeypatch):
     """In the dtype of training, and of Interdomain by PyTorch alone, whatever backend it was trained with."""
     data = tiny(monkeypatch)
-    size = core_study.SIZES[core_study.LANGUAGE]
+    size = SIZES[LANGUAGE]
     half = size._replace(training=size.training | {"autocast": "bfloat16"})
-    monkeypatch.setattr(core_study, "SIZES", dict.fromkeys(core_study.SIZES, half))
+    each_of_size(monkeypatch, half)
     backends = []
 
     def noted(*arguments, backend, **options):
         backends.append(backend)
         return interdomain_attention(*arguments, backend=backend, **options)
 
-    fleet = core_study.make_fleet([core_study.language_item("Interdomain, gates")], backend="recurrent")
+    fleet = core_runs.make_fleet([core_plan.language_item("Interdomain, gates")], backend="recurrent")
     for layer in fleet.models[0].model.layers:
         monkeypatch.setattr(layer.token_mixer.recurrence, "operators", SimpleNamespace(interdomain_attention=noted))
-    found = core_study.ways(fleet.models[0].eval(), data, 8, fleet.autocast)
+    found = core_runs.ways(fleet.models[0].eval(), data, 8, fleet.autocast)
     assert set(backends) == {"recurrent", "chunk"} and fleet.models[0].config.backend == "recurrent"
     assert found["measured"] == pytest.approx(found["chunk"], abs=1e-6)
     assert 1e-6 < abs(found["trained"] - found["measured"]) < 0.01
-    (row,) = core_study.run_job([core_study.language_item("Gated DeltaNet")], data)
+    (row,) = core_runs.run_job([core_plan.language_item("Gated DeltaNet")], data)
     assert list(row["ways"]) == ["measured", "trained"]
 
 
@@ -720,25 +770,25 @@ def test_a_run_of_recall_ends_when_it_is_solved_and_others_go_on(monkeypatch):
     monkeypatch.setattr(recall_study, "SOLVED", 0.5)
     right = iter([1.0, 0.0, 1.0, 0.5, 0.0, 0.25, 0.25])  # at two looks, the end of the first, at two more, the other's
     monkeypatch.setattr(recall_study, "evaluate", lambda model, batches: (next(right), 1.0))
-    items = [core_study.recall_item("Interdomain", setting=(3, 24), seed=seed) for seed in (0, 1)]
-    rows = core_study.run_job(items, data, steps=6)
+    items = [core_plan.recall_item("Interdomain", setting=(3, 24), seed=seed) for seed in (0, 1)]
+    rows = core_runs.run_job(items, data, steps=6)
     assert rows[0]["accuracy"] == 0.5 and rows[0]["curve"] == {"2": 1.0, "4": 1.0}
     assert rows[1]["accuracy"] == 0.25 and list(rows[1]["curve"]) == ["2", "4", "6"]
 
 
 def test_a_run_that_diverges_is_told_beside_one_that_does_not(monkeypatch):
     data = tiny(monkeypatch)
-    items = [core_study.language_item("Interdomain", rate) for rate in (3e-3, math.inf)]
-    good, bad = core_study.run_job(items, data)
+    items = [core_plan.language_item("Interdomain", rate) for rate in (3e-3, math.inf)]
+    good, bad = core_runs.run_job(items, data)
     assert "validation" in good and bad["failed"] == "The loss is nan at step 2: try a smaller learning rate."
 
 
 def test_longer_recall_begins_with_shorter():
     lengths = [
-        batch.ids.shape[1] for batch in itertools.islice(core_study.training_batches("copying", 32, 256, 0), 251)
+        batch.ids.shape[1] for batch in itertools.islice(core_tasks.training_batches("copying", 32, 256, 0), 251)
     ]
     assert lengths == [64] * 125 + [128] * 125 + [256]
-    assert next(core_study.training_batches("copying", 16, 128, 0)).ids.shape[1] == 128
+    assert next(core_tasks.training_batches("copying", 16, 128, 0)).ids.shape[1] == 128
 
 
 def test_side_by_side_is_what_training_alone_is():
@@ -748,7 +798,7 @@ def test_side_by_side_is_what_training_alone_is():
 
     def made(seed):
         torch.manual_seed(seed)
-        return InterdomainForCausalLM(InterdomainConfig(**TINY, **core_study.CONDITIONS["Interdomain, gates"].fields))
+        return InterdomainForCausalLM(InterdomainConfig(**TINY, **CONDITIONS["Interdomain, gates"].fields))
 
     models = [made(seed) for seed in rates]
     streams = [random_batches(tokens, 2, 8, seed) for seed in rates]
@@ -764,13 +814,13 @@ def test_side_by_side_is_what_training_alone_is():
 
 def test_a_run_that_is_stopped_goes_on_where_it_was(monkeypatch, tmp_path):
     """It ends with the numbers of one that was not, and leaves no file; runs of other settings do not take it up."""
-    data, items = tiny(monkeypatch), [core_study.language_item("Interdomain, gates", seed=seed) for seed in (0, 1)]
-    size = core_study.SIZES[core_study.LANGUAGE]
-    longer = dict.fromkeys(core_study.SIZES, size._replace(training=size.training | {"steps": 6}))
-    monkeypatch.setattr(core_study, "SIZES", longer)
-    monkeypatch.setattr(core_study, "UNDER_WAY", tmp_path / "under" / "way")
+    data, items = tiny(monkeypatch), [core_plan.language_item("Interdomain, gates", seed=seed) for seed in (0, 1)]
+    size = SIZES[LANGUAGE]
+    longer = size._replace(training=size.training | {"steps": 6})
+    each_of_size(monkeypatch, longer)
+    monkeypatch.setattr(core_runs, "UNDER_WAY", tmp_path / "under" / "way")
     monkeypatch.setattr(side_by_side, "KEEP", 0.0)
-    whole = core_study.run_job(items, data)
+    whole = core_runs.run_job(items, data)
     assert not list(tmp_path.rglob("*.*"))
 
     step, taken, stop_at = SideBySide.step, [], 4
@@ -783,22 +833,22 @@ def test_a_run_that_is_stopped_goes_on_where_it_was(monkeypatch, tmp_path):
 
     monkeypatch.setattr(SideBySide, "step", counted)
     with pytest.raises(KeyboardInterrupt):
-        core_study.run_job(items, data)
+        core_runs.run_job(items, data)
     assert len(list(tmp_path.rglob("*.*"))) == 1
     stop_at = None
-    core_study.run_job([items[0] | {"learning_rate": 1e-3}], data)
+    core_runs.run_job([items[0] | {"learning_rate": 1e-3}], data)
     assert len(taken) == 10
-    assert str(core_study.run_job(items, data)) == str(whole) and len(taken) == 12  # a mean of nothing is no number
+    assert str(core_runs.run_job(items, data)) == str(whole) and len(taken) == 12  # a mean of nothing is no number
     assert not list(tmp_path.rglob("*.*"))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="There is no GPU to capture a step on.")
-@pytest.mark.parametrize("name", core_study.CONDITIONS)
+@pytest.mark.parametrize("name", CONDITIONS)
 def test_a_captured_step_is_a_step(name, monkeypatch):
     """Of two models, on a GPU: for batches of two shapes, from the same weights, and what is kept of them is new."""
     tiny(monkeypatch)
-    job = [core_study.language_item(name, rate, seed) for rate, seed in ((3e-3, 0), (1e-3, 1))]
-    fleets = [core_study.make_fleet(job, "cuda", graph=graph) for graph in (True, False)]
+    job = [core_plan.language_item(name, rate, seed) for rate, seed in ((3e-3, 0), (1e-3, 1))]
+    fleets = [core_runs.make_fleet(job, "cuda", graph=graph) for graph in (True, False)]
     generator = torch.Generator().manual_seed(0)
     for length in (9, 9, 17, 9):
         batches = [(torch.randint(48, (2, length), generator=generator),) for _ in job]
@@ -817,21 +867,21 @@ def test_a_captured_step_is_a_step(name, monkeypatch):
 def test_what_is_asked_costs_what_recall_says():
     torch.manual_seed(0)
     model = peer("softmax, convolution")
-    for task in core_study.RECALL:
-        batch = next(core_study.make_batches(task, 3, 24, 0))
+    for task in RECALL:
+        batch = next(core_tasks.make_batches(task, 3, 24, 0))
         batch = batch._replace(ids=batch.ids % 48, labels=None if batch.labels is None else batch.labels % 48)
-        found = core_study.answers_loss(model, *core_study.asked_tensors(batch))
+        found = core_tasks.answers_loss(model, *core_tasks.asked_tensors(batch))
         torch.testing.assert_close(found, answers(model, batch).loss())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", core_study.CONDITIONS)
+@pytest.mark.parametrize("name", CONDITIONS)
 def test_every_condition_learns_the_shortest_task_a_little(name):
     """In a hundred steps each nearly knows that values are asked, which are half of the vocabulary."""
     torch.manual_seed(0)
-    fields = core_study.fields_of(name, RECALL_SHAPE)
+    fields = core_conditions.fields_of(name, RECALL_SHAPE)
     model = InterdomainForCausalLM(InterdomainConfig(**fields | {"bos_token_id": None, "eos_token_id": None}))
-    batches = core_study.make_batches("overwritten", 2, 16, 0)
-    held_out = next(core_study.make_batches("overwritten", 2, 16, 1))
+    batches = core_tasks.make_batches("overwritten", 2, 16, 0)
+    held_out = next(core_tasks.make_batches("overwritten", 2, 16, 1))
     recall_study.train_and_ask(model, batches, iter([held_out]), 100, 3e-3)
     assert answers(model, held_out).nats() < math.log(128) + 0.1

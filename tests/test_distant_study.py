@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks import core_study, distant_study, recall_study, studies
+from benchmarks import core_conditions, distant_study, recall_study, studies
 from benchmarks.harness import read
 
 
@@ -49,7 +49,7 @@ def test_what_the_page_says():
     best = {name: studies.best_runs(runs, {"condition": name}, 0) for name in distant_study.CONDITIONS}
     right = {name: [row["accuracy"] for row in rows] for name, rows in best.items()}
     plain, gates, warp, delta, deltanet, softmax = right.values()
-    assert min(*warp, *softmax) > 0.99 and max(deltanet) < 0.16 and list(best)[4] == core_study.SPREAD
+    assert min(*warp, *softmax) > 0.99 and max(deltanet) < 0.16 and list(best)[4] == core_conditions.SPREAD
     assert all(0.8 < share < 0.86 for share in (*gates, *delta)) and max(plain) < 0.5
     ages = {name: [sum(row["ages"][age] for row in rows) / 2 for age in ("1", "192")] for name, rows in best.items()}
     near, far = ages["Interdomain"]

@@ -15,6 +15,7 @@ from benchmarks import (
     cheems_study,
     condition_study,
     conversion_study,
+    core_runs,
     core_study,
     distant_study,
     image_study,
@@ -634,7 +635,7 @@ def test_layers_answer_alone_or_not():
         ages += [place - 1 - row.index(row[place - 1]) for place in range(24) if asked[place]]
     assert distant_study.ages(batch).tolist() == ages and min(ages) >= 2
     model = recall_study.make_model("recall")
-    core_study.start_smaller(model, 100.0)  # loud, so that answers hang on both layers
+    core_runs.start_smaller(model, 100.0)  # loud, so that answers hang on both layers
     whole = recall_layers.by_age(model, [batch])
     found = recall_layers.by_layer(model, [batch])
     hidden = next(recall_study.make_batches(4, 24, False, 0, hidden_answers=True))
