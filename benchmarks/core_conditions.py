@@ -1,10 +1,11 @@
-"""What `core_study` compares: forms of Interdomain and their peers, at three sizes.
+"""What `core_study` compares: forms of Interdomain and their peers, in language at three sizes and in recall.
 
 Every model has as many parameters as Interdomain without gates, by the width of its feed-forward layers, and every
-fixed state as many numbers. Sizes have the texts and the optimiser of the study they are named after:
+fixed state as many numbers:
 
-- 1.4M, `condition_study`;
-- 3M, `larger_study`: bfloat16 products (autocast), 8M tokens, or, which two cores train in an evening, the first 2M;
+- 1.4M, with the texts and the optimiser of `condition_study`;
+- 3M, with those of `larger_study`: bfloat16 products (autocast), 8M tokens, or, which two cores train in an evening,
+  the first 2M;
 - 12M: 20M tokens of a vocabulary of 8,192, or 60M, drawn from 2.4 times the text.
 """
 

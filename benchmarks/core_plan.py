@@ -1,16 +1,16 @@
 """Which runs `core_study` asks for, in which order.
 
-Of language three learning rates with the first seed, more where the best lies at an end, and the other seed; runs of
-Interdomain and S4D-only at 1.4M are those of `condition_study`. 12M takes half the rate that was best at 1.4M, as the
-two closest have it best at 3M on 2M tokens. Of recall both seeds at every rate, for seeds differ more there, and longer
-settings of what has learned half of the one before.
+Of language three learning rates with the first seed, more where the best lies at an end, and the other seed, but for
+what another study has run. 12M takes half the rate that was best at 1.4M, as the two closest have it best at 3M on 2M
+tokens. Of recall both seeds at every rate, for seeds differ more there, and longer settings of what has learned half of
+the one before.
 """
 
 import itertools
 import statistics
 from collections.abc import Iterator
 
-from benchmarks import condition_study, recall_study
+from benchmarks import condition_study, recall_study, studies
 from benchmarks.core_conditions import (
     CLOSEST,
     CONDITIONS,
@@ -26,18 +26,16 @@ from benchmarks.core_conditions import (
     RECALL,
     REFERENCE,
     SETTINGS,
-    SHARDS,
     SPREAD,
     TWICE,
 )
 
-# What other studies have run of them, with as many parameters and the same texts, and the study of each size.
+# Which study has run conditions of ours, with the same configuration, texts and training, and what it calls them.
 KNOWN = {
-    LANGUAGE: {"Interdomain": "interdomain-norope, recall", "S4D-only": "s4d, recall"},
-    LARGER: {"S4D-only": "s4d"},
+    LANGUAGE: ("condition_study", {"Interdomain": "interdomain-norope, recall", "S4D-only": "s4d, recall"}),
+    LARGER: ("larger_study", {"S4D-only": "s4d"}),
 }
-STUDIES = {LANGUAGE: "condition_study", LARGER: "larger_study"}
-# At the largest size; that which takes longest first.
+# At the largest size, on 20M tokens and on 60M.
 LARGE_CONDITIONS = (
     *CLOSEST,
     OUTPUT_GATE,
@@ -76,20 +74,19 @@ def recall_item(
     return language_item(condition, learning_rate, seed, task) | {"pairs": setting[0], "length": setting[1]}
 
 
-def kind(item: dict) -> tuple:
-    """What runs must have in common to be trained side by side."""
-    return tuple(item.get(name) for name in ("task", "condition", "pairs", "length"))
+def plan(runs: list[dict], others: dict[str, dict]) -> Iterator[dict]:
+    """All runs but what the records of `others` hold, studies by name."""
+    known = known_runs(others)
+    return (item for item in _plan([*runs, *known]) if not studies.holds(known, item))
 
 
-def plan(runs: list[dict], shorter: list[dict]) -> Iterator[dict]:
+def _plan(runs: list[dict]) -> Iterator[dict]:
     """Language at 1.4M, at 3M on 2M tokens, the closest two first, and our forms on 8M, recall, the others on 8M, 12M,
     and longer recall.
-
-    `shorter` are the runs of `condition_study`.
     """
-    small = [row for row in runs if row["task"] == LANGUAGE] + known_runs(shorter, LANGUAGE)
+    small = [row for row in runs if row["task"] == LANGUAGE]
     best = {name: condition_study.best_rate(small, name) for name in CONDITIONS}
-    yield from language_plan(runs, LANGUAGE, [name for name in CONDITIONS if name not in KNOWN[LANGUAGE]])
+    yield from language_plan(runs, LANGUAGE, tuple(CONDITIONS))
     for names in (CLOSEST, FIRST[:3], REST, FORMS[len(FIRST) :]):
         yield from language_plan(runs, FEWER, names)
     yield from language_plan(runs, LARGER, FORMS)
@@ -97,17 +94,16 @@ def plan(runs: list[dict], shorter: list[dict]) -> Iterator[dict]:
         if best[name] is not None:
             yield from (language_item(name, best[name], seed) for seed in MORE_SEEDS)
     yield from recall_plan(runs, SETTINGS[:1])
-    others = [name for name in REST if name not in KNOWN[LARGER]]
-    for name in others:
+    for name in REST:
         if best[name] is not None:
             yield from (language_item(name, best[name], seed, LARGER) for seed in condition_study.SEEDS)
     yield from large_plan(best)
     yield from large_plan(best, MORE, MORE_CONDITIONS)
     yield from recall_plan(runs, SETTINGS[1:])
-    yield from language_plan(runs, LARGER, others)
+    yield from language_plan(runs, LARGER, REST)
 
 
-def language_plan(runs: list[dict], task: str, names: list[str] | tuple[str, ...]) -> Iterator[dict]:
+def language_plan(runs: list[dict], task: str, names: tuple[str, ...]) -> Iterator[dict]:
     """All rates with the first seed, more where the best lies at an end, then the other seeds at the best."""
     found = [row for row in runs if row["task"] == task]
     for name, rate in itertools.product(names, condition_study.LEARNING_RATES):
@@ -184,12 +180,12 @@ def recall_errors(rows: list[dict]) -> tuple[float, float]:
     return 1 - statistics.mean(row["accuracy"] for row in rows), statistics.mean(row["loss"] for row in rows)
 
 
-def known_runs(runs: list[dict], task: str) -> list[dict]:
-    """What the study of a size has run of the conditions here."""
-    names = {there: name for name, there in KNOWN[task].items()}
-    return [row | {"condition": names[row["condition"]]} for row in runs if row["condition"] in names]
-
-
-def large_at_once(item: dict) -> int | None:
-    """A run of the largest size fills a GPU: two at a time."""
-    return 2 if item["task"] in SHARDS else None
+def known_runs(others: dict[str, dict]) -> list[dict]:
+    """What other studies, whose records these are, have run of the conditions here, as rows of ours."""
+    return [
+        row | {"task": task, "condition": name}
+        for task, (study, names) in KNOWN.items()
+        for name, there in names.items()
+        for row in others[study]["runs"]
+        if row["condition"] == there
+    ]

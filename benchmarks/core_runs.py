@@ -1,9 +1,8 @@
-"""How a run of `core_study` is trained and measured.
+"""How a run of `core_study` is trained and measured, and the texts of the largest size.
 
 Runs that differ in rate and seed alone are trained side by side (`side_by_side`), by several processes at once: on a
 GPU two, of which one compiles while the other trains. More would share its time, and end all at the last. A run of
-language on a CPU that is stopped goes on where it was, from `runs/`. What a GPU has done again of a CPU's runs was put
-into the result file by hand, as "again", and as "cut" what a CPU has done again since shares of the delta rule are cut.
+language on a CPU that is stopped goes on where it was, from `runs/`.
 
 `delta_rules` computes Kimi Delta Attention everywhere and Gated DeltaNet on a GPU (`peers.quickened`); runs of the
 latter before those of 60M tokens are by Transformers' own rule.
@@ -85,6 +84,16 @@ def texts_of(task: str, data: Path) -> dict:
     """The tokens of a language task."""
     own = {LANGUAGE: condition_study.prepare, FEWER: larger_study.prepare, LARGER: larger_study.prepare}
     return own.get(task, functools.partial(prepare_large, task=task))(data)
+
+
+def kind(item: dict) -> tuple:
+    """What runs must have in common to be trained side by side."""
+    return tuple(item.get(name) for name in ("task", "condition", "pairs", "length"))
+
+
+def large_at_once(item: dict) -> int | None:
+    """A run of the largest size fills a GPU: two at a time."""
+    return 2 if item["task"] in SHARDS else None
 
 
 def make_run(data: Path, device: str = "cpu", backend: list[str] | None = None):

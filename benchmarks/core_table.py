@@ -22,10 +22,10 @@ from benchmarks.core_conditions import (
 from benchmarks.core_plan import (
     FORMS,
     IN_RECALL,
+    KNOWN,
     LARGE_CONDITIONS,
     MORE_CONDITIONS,
     REST,
-    STUDIES,
     is_asked,
     known_runs,
     recall_rates,
@@ -37,9 +37,7 @@ TEXTS = {"wiki": "Wikipedia", "books": "books", "wikitext-2": "WikiText-2"}  # h
 
 def language_rows(records: dict[str, dict], task: str = LANGUAGE) -> dict[str, list[dict]]:
     """The runs of a size by condition, with what another study has run of them."""
-    runs = [row for row in records["core_study"]["runs"] if row["task"] == task]
-    if task in STUDIES:
-        runs += known_runs(records[STUDIES[task]]["runs"], task)
+    runs = [row for row in records["core_study"]["runs"] + known_runs(records) if row["task"] == task]
     return {name: [row for row in runs if row["condition"] == name] for name in CONDITIONS}
 
 
@@ -57,13 +55,14 @@ def table(records: dict[str, dict]) -> str:
     tables += [text_table(records, task) for task in list(SIZES)[1:]] + [age_table(records, task) for task in SHARDS]
     tables.append(recall_table(record["runs"], missing))
     machines = sorted({row["machine"] for row in record["runs"]})
+    taken = (f"{', '.join(names)} at {WORDS[task]} ({study})" for task, (study, names) in KNOWN.items())
     tokens = {task: math.prod(list(size.training.values())[:3]) for task, size in SIZES.items()}
     tables.append(
         f"Language: {', '.join(f'{n:,}' for n in tokens.values())} tokens a run, those of 12M at half the "
         "best rate of 1.4M; losses in nats a token, the mean over held-out Wikipedia, books and WikiText-2. Seen in "
         "the context: a token that stood after the same token before, in the second half of a window. Right answers: "
         "one number a seed at the rate with the most; -: not asked, for the setting before was not learned or not run. "
-        f"Runs on {'; '.join(machines)}. {footnote(record)}"
+        f"Runs on {'; '.join(machines)}. From other studies: {'; '.join(taken)}. {footnote(record)}"
     )
     if missing:
         named = (f"{what} ({'all' if len(x) == len(IN_RECALL) else '; '.join(x)})" for what, x in missing.items())

@@ -9,7 +9,7 @@ from benchmarks.harness import footnote, markdown
 
 # Attention whose queries, keys and values pass through convolutions, as those of the others do.
 FAIR = "softmax, convolution"
-SOURCES = ("decode_cpu", "operator_cpu", "model_cpu", "larger_study", "recall_study", *core_study.SOURCES)
+SOURCES = ("decode_cpu", "operator_cpu", "model_cpu", "recall_study", *core_study.SOURCES)
 
 
 def table(records: dict[str, dict]) -> str:
