@@ -423,7 +423,9 @@ def test_what_the_page_says_of_recall():
         ]
         assert any(map(any, learned)) and not any(map(all, learned)), (task, learned)
         assert {len(rows) for rows in learned} == {2}
+    assert answers_at_best(runs, KIMI, "recall") == answers_at_best(runs, KIMI, "overwritten") == [1.0, 1.0]
     copied = {
+        KIMI: [1.0, 1.0],
         "Interdomain, gates and delta rule": [0.99, 1.0],
         "Interdomain, gates": [0.97, 0.97],
         "Mamba-2": [0.99, 0.96],
