@@ -35,25 +35,30 @@ KNOWN = {
     LANGUAGE: ("condition_study", {"Interdomain": "interdomain-norope, recall", "S4D-only": "s4d, recall"}),
     LARGER: ("larger_study", {"S4D-only": "s4d"}),
 }
-# At the largest size, on 20M tokens and on 60M.
-LARGE_CONDITIONS = (
-    *CLOSEST,
-    OUTPUT_GATE,
-    TWICE,
-    GATES_MANY,
-    "softmax, convolution",
-    "Interdomain, gates",
-    REFERENCE,
-    "Mamba-2",
-    "S4D-only",
-)
-MORE_CONDITIONS = (SPREAD, "softmax, convolution", "Interdomain, gates", GATES_MANY, REFERENCE, NARROW)
 FIRST = ("Interdomain", "Interdomain, gates", "Interdomain, gates and delta rule", *CLOSEST)
 REST = ("Gated DeltaNet", KIMI, "Mamba-2", "S4D-only", "softmax, convolution")
 MOST_ASKED = (*FIRST, GATES_MANY, OUTPUT_GATE)  # with more seeds at 1.4M, and in recall
 FORMS = (*MOST_ASKED, TWICE)  # at 3M
 IN_RECALL = (*MOST_ASKED, *REST)
 MORE_SEEDS = (2, 3, 4, 5)  # of those at 1.4M, to tell what lies within a percent
+# Conditions in language, by size.
+ASKED = {
+    LANGUAGE: tuple(CONDITIONS),
+    FEWER: (*FORMS, *REST),
+    LARGER: (*FORMS, *REST),
+    LARGE: (
+        *CLOSEST,
+        OUTPUT_GATE,
+        TWICE,
+        GATES_MANY,
+        "softmax, convolution",
+        "Interdomain, gates",
+        REFERENCE,
+        "Mamba-2",
+        "S4D-only",
+    ),
+    MORE: (SPREAD, "softmax, convolution", "Interdomain, gates", GATES_MANY, REFERENCE, NARROW),
+}
 
 
 def language_item(
@@ -86,7 +91,7 @@ def _plan(runs: list[dict]) -> Iterator[dict]:
     """
     small = [row for row in runs if row["task"] == LANGUAGE]
     best = {name: condition_study.best_rate(small, name) for name in CONDITIONS}
-    yield from language_plan(runs, LANGUAGE, tuple(CONDITIONS))
+    yield from language_plan(runs, LANGUAGE, ASKED[LANGUAGE])
     for names in (CLOSEST, FIRST[:3], REST, FORMS[len(FIRST) :]):
         yield from language_plan(runs, FEWER, names)
     yield from language_plan(runs, LARGER, FORMS)
@@ -97,8 +102,8 @@ def _plan(runs: list[dict]) -> Iterator[dict]:
     for name in REST:
         if best[name] is not None:
             yield from (language_item(name, best[name], seed, LARGER) for seed in condition_study.SEEDS)
-    yield from large_plan(best)
-    yield from large_plan(best, MORE, MORE_CONDITIONS)
+    for task in (LARGE, MORE):
+        yield from large_plan(best, task)
     yield from recall_plan(runs, SETTINGS[1:])
     yield from language_plan(runs, LARGER, REST)
 
@@ -116,11 +121,9 @@ def language_plan(runs: list[dict], task: str, names: tuple[str, ...]) -> Iterat
             yield from (language_item(name, rate, seed, task) for seed in condition_study.SEEDS)
 
 
-def large_plan(
-    best: dict[str, float | None], task: str = LARGE, names: tuple[str, ...] = LARGE_CONDITIONS
-) -> Iterator[dict]:
+def large_plan(best: dict[str, float | None], task: str) -> Iterator[dict]:
     """Each condition at half the rate that was best at 1.4M, then all with the other seed."""
-    rates = {name: rate / 2 for name in names if (rate := best[name]) is not None}
+    rates = {name: rate / 2 for name in ASKED[task] if (rate := best[name]) is not None}
     for seed in condition_study.SEEDS:
         yield from (language_item(name, rate, seed, task) for name, rate in rates.items())
 

@@ -7,11 +7,7 @@ from collections.abc import Iterable
 from benchmarks import condition_study, larger_study
 from benchmarks.core_conditions import (
     CONDITIONS,
-    FEWER,
     LANGUAGE,
-    LARGE,
-    LARGER,
-    MORE,
     RECALL,
     REFERENCE,
     SETTINGS,
@@ -20,12 +16,9 @@ from benchmarks.core_conditions import (
     WORDS,
 )
 from benchmarks.core_plan import (
-    FORMS,
+    ASKED,
     IN_RECALL,
     KNOWN,
-    LARGE_CONDITIONS,
-    MORE_CONDITIONS,
-    REST,
     is_asked,
     known_runs,
     recall_rates,
@@ -73,17 +66,10 @@ def table(records: dict[str, dict]) -> str:
 def language_table(records: dict[str, dict], task: str, missing: dict[str, list[str]]) -> str:
     """Loss by rate and seed; `missing` is told what has not been run."""
     rows = []
-    asked = {
-        LANGUAGE: tuple(CONDITIONS),
-        FEWER: (*FORMS, *REST),
-        LARGER: (*FORMS, *REST),
-        LARGE: LARGE_CONDITIONS,
-        MORE: MORE_CONDITIONS,
-    }[task]
     for name, found in language_rows(records, task).items():
         best = best_language(records, task).get(name, [])
         if not best:
-            if name in asked:
+            if name in ASKED[task]:
                 missing.setdefault(task, []).append(name)
             continue
         losses = [condition_study.score(row) for row in best]

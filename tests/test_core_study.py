@@ -549,9 +549,9 @@ def test_the_plan_brackets_the_rates_of_what_is_not_known():
     seeds = {row["seed"] for row in small if row["condition"] == SPREAD}
     assert seeds == {0, 1, *core_plan.MORE_SEEDS}
     largest = [row for row in runs if row["task"] == LARGE]
-    assert {row["condition"] for row in largest} == set(core_plan.LARGE_CONDITIONS)
+    assert {row["condition"] for row in largest} == set(core_plan.ASKED[LARGE])
     assert {row["learning_rate"] for row in largest} == {1.5e-3}, "half of the best at 1.4M"
-    assert len([row for row in largest if row["seed"]]) == len(core_plan.LARGE_CONDITIONS)
+    assert len([row for row in largest if row["seed"]]) == len(core_plan.ASKED[LARGE])
     longest = [row for row in runs if row.get("length") == 512]
     assert {(row["task"], row["seed"]) for row in longest} == {("recall", 0), ("recall", 1)}
     assert {row["condition"] for row in longest} == set(core_plan.IN_RECALL)
@@ -560,16 +560,15 @@ def test_the_plan_brackets_the_rates_of_what_is_not_known():
 
 @pytest.mark.parametrize("task", core_plan.KNOWN)
 def test_what_another_study_has_run_is_what_is_asked_here(task):
-    study, names = core_plan.KNOWN[task]
+    name_of_study, names = core_plan.KNOWN[task]
+    study = {"condition_study": condition_study, "larger_study": larger_study}[name_of_study]
+    assert SIZES[task].training.items() <= study.TRAINING.items()
     for name, there in names.items():
-        theirs = condition_study.CONDITIONS[larger_study.CONDITIONS[there] if study == "larger_study" else there]
-        fields = SIZES[task].shape | theirs
+        if study is larger_study:
+            there = larger_study.CONDITIONS[there]
+        theirs = SIZES[task].shape | condition_study.CONDITIONS[there]
         ours = core_conditions.fields_of(name, SIZES[task].shape)
-        assert InterdomainConfig(**ours).to_dict() == InterdomainConfig(**fields).to_dict()
-        assert (
-            SIZES[task].training.items()
-            <= {"condition_study": condition_study, "larger_study": larger_study}[study].TRAINING.items()
-        )
+        assert InterdomainConfig(**ours).to_dict() == InterdomainConfig(**theirs).to_dict()
 
 
 def test_peers_start_recall_with_larger_maps():
