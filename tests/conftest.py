@@ -175,6 +175,9 @@ VARIANTS = {
     "delta-rule": {"token_mixers": ["interdomain", "softmax"], "gates": "forget", "delta_rule": True},
     "warped-time": {"gates": "warp", "num_key_value_heads": 2},
 }
+EACH_MIXER = (*MIXERS, "s4d", "cheems", "mamba2", "selective-scan", "hax", "window")
+# What the oldest and the newest libraries meet; the other variants differ from these by sizes and operators of our own.
+AT_ENDS = (*EACH_MIXER, "inner-function", "window-alone", "value-mask", "delta-rule")
 # Every token mixer with every feed-forward layer, and every mask; tests of models take each of them, all exhaustive.
 _PARTS = {
     "interdomain": {},
@@ -237,7 +240,7 @@ def pytest_collection_modifyitems(items):
 def _variants_in_turn(items) -> None:
     """Of a test's other parameters an arrangement of mixers meets all, a variant one in turn.
 
-    Its others are exhaustive, and so is all of the pairs.
+    Its others are exhaustive, and so is all of the pairs. At an end of the supported libraries some variants are slow.
     """
     cases = defaultdict(list)
     for item in items:
@@ -249,6 +252,8 @@ def _variants_in_turn(items) -> None:
                     item.add_marker(pytest.mark.skip(reason=reason))
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.exhaustive)
+        if name in VARIANTS and "VERSIONS" in os.environ and name not in AT_ENDS:
+            item.add_marker(pytest.mark.slow)
         if name in VARIANTS:
             cases[item.path, item.originalname, name].append(item)
     turns = {name: turn for turn, name in enumerate(VARIANTS)}
@@ -354,6 +359,37 @@ def _patch_the_interpreter_once(monkeypatch) -> None:
     builder = interpreter.interpreter_builder
     monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
     monkeypatch.setattr(interpreter.ScanOps, "generic_scan", _scan_by_slices)
+    _remember_types(monkeypatch, interpreter)
+
+
+def _remember_types(monkeypatch, interpreter) -> None:
+    """It would make the type and the shape of every result anew, and a table of all types for each: a third as well."""
+    core, known = interpreter.tl.core, {}
+    make_block, make_tensor, in_numpy = core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype
+
+    def block_type(self, element_ty, shape):
+        key = id(element_ty), *(getattr(size, "value", size) for size in shape)
+        if key not in known:  # which keeps the type of elements, and so its id
+            make_block(self, element_ty, shape)
+            known[key] = dict(vars(self))
+        self.__dict__.update(known[key])
+
+    def tensor(self, handle, type):
+        key = "tensor", id(type.scalar), *(type.shape if type.is_block() else ())
+        if key not in known:
+            make_tensor(self, None, type)
+            known[key] = dict(vars(self))
+        self.__dict__.update(known[key], handle=handle)
+
+    def get_np_dtype(kind):
+        key = "numpy", id(kind.scalar)
+        if key not in known:
+            known[key] = in_numpy(kind), kind
+        return known[key][0]
+
+    monkeypatch.setattr(core.block_type, "__init__", block_type)
+    monkeypatch.setattr(core.tensor, "__init__", tensor)
+    monkeypatch.setattr(interpreter, "_get_np_dtype", get_np_dtype)
 
 
 def _scan_by_slices(scan, inputs):
@@ -410,7 +446,7 @@ def model(request, make_model):
     return make_model(request.param)
 
 
-@pytest.fixture(params=[*MIXERS, "s4d", "cheems", "mamba2", "selective-scan", "hax", "window", *PAIRS])
+@pytest.fixture(params=[*EACH_MIXER, *PAIRS])
 def each_mixer(request, make_model):
     """Every arrangement of token mixers, every mixer, and one with a sparse branch, but not all of their variants."""
     return make_model(request.param)

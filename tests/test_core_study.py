@@ -69,10 +69,10 @@ PEERS = {
 )
 def test_conditions_are_of_one_size(shape):
     """Parameters within 1%, and as many numbers of state in all that keep one of fixed size."""
-    configs = {name: InterdomainConfig(**core_conditions.fields_of(name, shape)) for name in CONDITIONS}
-    counts = {name: peers.count(core_conditions.fields_of(name, shape)) for name in configs}
+    fields = {name: core_conditions.fields_of(name, shape) for name in CONDITIONS}
+    counts = {name: peers.count(x) for name, x in fields.items()}
     assert max(counts.values()) < 1.01 * min(counts.values()), counts
-    states = {name: config.state_sizes(64)["recurrent"] for name, config in configs.items()}
+    states = {name: InterdomainConfig(**x).state_sizes(64)["recurrent"] for name, x in fields.items()}
     heads = shape["num_hidden_layers"] * shape["num_attention_heads"]
     assert {size for name, size in states.items() if not name.startswith("softmax")} == {heads * 64 * 64}
 

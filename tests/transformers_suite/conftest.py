@@ -54,9 +54,11 @@ def pytest_configure(config):
         config.addinivalue_line("markers", f"{marker}: set by the tests of Transformers")
 
 
-# One of the five models takes the long tests with the fast ones, the hybrid those of tensor parallelism, which start
-# several processes; those of sharded parameters, likewise, are all slow (tests/test_engines.py has a fast one).
+# One of the five models takes the long tests, by marker or name, with the fast ones, the hybrid those of tensor
+# parallelism, which start several processes; those of sharded parameters, likewise, are all slow (tests/test_engines.py
+# has a fast one).
 FAST_MODEL = {
+    "test_bc_torch_dtype": "InterdomainTest",
     "is_training_test": "InterdomainTest",
     "is_tensor_parallel_test": "HybridTest",
     "is_fsdp_test": None,
@@ -64,8 +66,8 @@ FAST_MODEL = {
 
 
 def pytest_itemcollected(item):
-    for marker, model in FAST_MODEL.items():
-        if item.get_closest_marker(marker) and item.parent.name != model:
+    for name, model in FAST_MODEL.items():
+        if (item.name == name or item.get_closest_marker(name)) and item.parent.name != model:
             item.add_marker(pytest.mark.slow)
 
 
