@@ -252,10 +252,10 @@ def _variants_in_turn(items) -> None:
                     item.add_marker(pytest.mark.skip(reason=reason))
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.exhaustive)
-        if name in VARIANTS and "VERSIONS" in os.environ and name not in AT_ENDS:
-            item.add_marker(pytest.mark.slow)
         if name in VARIANTS:
             cases[item.path, item.originalname, name].append(item)
+            if os.environ.get("VERSIONS") and name not in AT_ENDS:
+                item.add_marker(pytest.mark.slow)
     turns = {name: turn for turn, name in enumerate(VARIANTS)}
     for (_, test, name), same in cases.items():
         # Tests begin at different places, so that a variant does not meet the same pads in all of them.
@@ -363,7 +363,7 @@ def _patch_the_interpreter_once(monkeypatch) -> None:
 
 
 def _remember_types(monkeypatch, interpreter) -> None:
-    """It would make the type and the shape of every result anew, and a table of all types for each: a third as well."""
+    """It would make the type of every result anew, its shape too, and a table of all types: a third of what is left."""
     core, known = interpreter.tl.core, {}
     make_block, make_tensor, in_numpy = core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype
 

@@ -48,7 +48,7 @@ def _on_device(leaves):
 
 
 def _interdomain(kind):
-    leaves = _on_device(gated((1, 20, 2, 1, 4, 5, 6), KINDS.get(kind, ())))
+    leaves = _on_device(gated((2, 20, 2, 1, 4, 5, 6), KINDS.get(kind, ())))
     return lambda: everything(leaves, product="hermitian", chunk_size=16, backend="triton").values()
 
 

@@ -73,13 +73,13 @@ def check(arguments, dtype, bound, **options):
     assert_close(found, expected, bound)
 
 
-def check_output(arguments, dtype, bound, **options):
+def check_output(arguments, dtype, bound, cu_seqlens, **options):
     """Of `check`, the output alone."""
     low = {k: v.detach().to(dtype if k in ("query", "key", "value") else torch.float32) for k, v in arguments.items()}
     wide = {k: v.double() for k, v in low.items()}
-    expected, _ = interdomain_attention(**wide, **options, backend="recurrent")
+    expected, _ = interdomain_attention(**wide, cu_seqlens=cu_seqlens, **options, backend="recurrent")
     low = {k: v.to(DEVICE) for k, v in low.items()}
-    found, _ = interdomain_attention(**low, **options, backend="triton")
+    found, _ = interdomain_attention(**low, cu_seqlens=cu_seqlens.to(DEVICE), **options, backend="triton")
     assert relative_error(found.cpu(), expected) < bound
 
 
@@ -99,7 +99,7 @@ def test_every_readout_is_the_recurrence(product, coefficients):
 @pytest.mark.parametrize("coefficients", ["diagonal", "identity"])
 def test_more_modes_than_a_program_holds_at_once(coefficients):
     """From 65 modes on these matrices go the way of a full one; gradients come back in the shape they have."""
-    check(inputs((1, 20, 1, 1, 8, 8, 70), coefficients, decay=0.05), torch.float32, FLOAT32)
+    check(inputs((1, 20, 2, 1, 8, 8, 70), coefficients, decay=0.05), torch.float32, FLOAT32)
 
 
 # The widest keep an interpreter busy for minutes.
@@ -121,12 +121,20 @@ def test_every_product_with_a_full_matrix(product, dtype, bound):
     check(arguments, dtype, bound, product=product, chunk_size=16, cu_seqlens=torch.tensor([0, 3, 4, 37]))
 
 
-@pytest.mark.parametrize(
-    ("product", "coefficients", "heads"),
-    [("hermitian", "full", 4), ("bilinear", "full", 2), ("real", "full", 2), ("real", "diagonal", 2)],
-)
+MIXED = [("hermitian", "full", 4), ("bilinear", "full", 2), ("real", "full", 2), ("real", "diagonal", 2)]
+
+
+def more_modes_than_fill_the_tiles(product, coefficients, heads):
+    """Two documents, and both kinds of groups: arguments and options."""
+    arguments = inputs((1, 21, heads, 2, 5, 40, 40), coefficients, decay=0.1, rows=2)
+    with torch.no_grad():
+        arguments["log_decay"][0, 0, 0] = -5.0
+    return arguments, {"product": product, "chunk_size": 16, "cu_seqlens": torch.tensor([0, 19, 21])}
+
+
+@pytest.mark.parametrize(("product", "coefficients", "heads"), MIXED)
 def test_the_mixing_matrix_in_small_and_large_tiles(product, coefficients, heads, monkeypatch):
-    """What a GPU may choose for the output, for both kinds of groups: more modes than fill the tiles, two chunks."""
+    """What a GPU may choose for the output."""
     kernel = triton_module("_attend").attend
 
     def choose(edge):
@@ -134,22 +142,19 @@ def test_the_mixing_matrix_in_small_and_large_tiles(product, coefficients, heads
         for name in ("_attend_few", "_attend_skewed"):
             monkeypatch.setattr(triton_module(), name, in_tiles)
 
-    arguments = many_modes(coefficients, heads)
+    arguments, options = more_modes_than_fill_the_tiles(product, coefficients, heads)
     for edge in (32, 16):
         choose(edge)
-        check_output(arguments, torch.bfloat16, 1e-2, product=product, chunk_size=16)
+        check_output(arguments, torch.bfloat16, 1e-2, **options)
 
 
-def test_gradients_with_more_modes_than_fill_the_tiles():
-    check(many_modes("full", heads=2), torch.bfloat16, 1e-2, product="bilinear", chunk_size=16)
-
-
-def many_modes(coefficients, heads):
-    """Two chunks of two groups, of which one has a mode that decays fast."""
-    arguments = inputs((1, 18, heads, 2, 5, 40, 40), coefficients, decay=0.1)
-    with torch.no_grad():
-        arguments["log_decay"][0, 0, 0] = -5.0
-    return arguments
+@pytest.mark.parametrize(
+    ("product", "coefficients", "heads"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] != "bilinear")) for case in MIXED],
+)
+def test_gradients_of_more_modes_than_fill_the_tiles(product, coefficients, heads):
+    arguments, options = more_modes_than_fill_the_tiles(product, coefficients, heads)
+    check(arguments, torch.bfloat16, 1e-2, **options)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 40, 1000])
