@@ -19,6 +19,10 @@ ENDS   := oldest newest
 STOCK  := versions modeling cache generation padding configuration remote_code peft lm_eval hub train engines finetune_lora
 STOCK  += mistakes conversion fused_layers fused_inputs triton_versions hub_kernel
 
+# Python compiles what is imported, and keeps it; pip would compile all that it installs, most of which nobody imports.
+INSTALL := install --quiet --no-compile
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help quickstart test test-slow test-all test-vllm $(ENDS:%=test-%) lint bench gpu clean
 .DEFAULT_GOAL := help
 
@@ -73,11 +77,11 @@ clean:
 # first and alone, so that another build (CUDA, ROCm, nightly) can be chosen with TORCH=..., and is then held in place.
 $(STAMP): pyproject.toml
 	@test -x $(RUN) || { echo "Creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@$(RUN) -c "import torch" 2>/dev/null || { echo "Installing $(TORCH)"; $(RUN) -m pip install --quiet $(TORCH); }
+	@$(RUN) -c "import torch" 2>/dev/null || { echo "Installing $(TORCH)"; $(RUN) -m pip $(INSTALL) $(TORCH); }
 	@echo "Installing modeling-interdomain and its tools into $(VENV)"
-	@$(RUN) -m pip install --quiet "pip>=22.3" "setuptools>=77"
+	@$(RUN) -m pip $(INSTALL) "pip>=22.3" "setuptools>=77"
 	@$(RUN) -c "from importlib.metadata import version; print('torch==' + version('torch'))" > $(VENV)/held.txt
-	@$(RUN) -m pip install --quiet --no-build-isolation --constraint $(VENV)/held.txt --editable ".[test]"
+	@$(RUN) -m pip $(INSTALL) --no-build-isolation --constraint $(VENV)/held.txt --editable ".[test]"
 	@touch $@
 
 # The oldest and the newest versions stand in environments of their own, before everything else from $(VENV). On
@@ -86,7 +90,7 @@ $(STAMP): pyproject.toml
 $(ENDS:%=$(VENV)/%/.ready): $(VENV)/%/.ready: tests/%.txt $(STAMP)
 	@echo "Installing the $* supported versions into $(VENV)/$*"
 	@$(RUN) -m venv --clear --without-pip $(VENV)/$*
-	@$(RUN) -m pip --python $(VENV)/$*/bin/python install --quiet --no-deps --requirement tests/$*.txt
+	@$(RUN) -m pip --python $(VENV)/$*/bin/python $(INSTALL) --no-deps --requirement tests/$*.txt
 	@site() { $$1 -c "import sysconfig; print(sysconfig.get_path('purelib'))"; }; \
 	echo "import site; site.addsitedir('$$(site $(RUN))')" > "$$(site $(VENV)/$*/bin/python)/others.pth"
 	@touch $@

@@ -1,6 +1,8 @@
 """Small models whose outputs depend clearly on their past, and the comparisons that several test files share."""
 
+import copy
 import dataclasses
+import functools
 import importlib
 import os
 import resource
@@ -431,11 +433,20 @@ def make_config():
 def make_model(make_config):
     """`make_model(name, model_class, dtype, seed, **changes)`: float64 and in evaluation mode by default."""
 
-    def make(name="interdomain", model_class=InterdomainForCausalLM, dtype=torch.float64, seed=0, **changes):
+    def build(name, model_class, dtype, seed, **changes):
         torch.manual_seed(seed)
         model = model_class(make_config(name, **changes))
         _strengthen(model, seed)
-        return model.to(dtype).eval()
+        return model.to(dtype).eval(), torch.get_rng_state()
+
+    kept = functools.cache(build)  # a copy takes a quarter of the time
+
+    def make(name="interdomain", model_class=InterdomainForCausalLM, dtype=torch.float64, seed=0, **changes):
+        if changes:
+            return build(name, model_class, dtype, seed, **changes)[0]
+        model, state = kept(name, model_class, dtype, seed)
+        torch.set_rng_state(state)
+        return copy.deepcopy(model)
 
     return make
 

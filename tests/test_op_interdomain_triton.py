@@ -96,7 +96,7 @@ def test_every_readout_is_the_recurrence(product, coefficients):
     check(inputs((1, 20, 4, 2, 3, 10, 7), coefficients), torch.float32, FLOAT32, product=product, chunk_size=16)
 
 
-@pytest.mark.parametrize("coefficients", ["diagonal", "identity"])
+@pytest.mark.parametrize("coefficients", ["diagonal", pytest.param("identity", marks=pytest.mark.slow)])
 def test_more_modes_than_a_program_holds_at_once(coefficients):
     """From 65 modes on these matrices go the way of a full one; gradients come back in the shape they have."""
     check(inputs((1, 20, 2, 1, 8, 8, 70), coefficients, decay=0.05), torch.float32, FLOAT32)
@@ -110,9 +110,12 @@ def test_sizes_up_to_256(name):
     check(inputs(WIDE_SHAPES[name], decay=0.05), torch.float32, FLOAT32)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("product", PRODUCTS)
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, FLOAT32), (torch.bfloat16, 1e-2)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "bound"),
+    [(torch.float32, FLOAT32), pytest.param(torch.bfloat16, 1e-2, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_every_product_with_a_full_matrix(product, dtype, bound):
     """Packed documents of odd lengths, in one group the way of fast decays, in the other that of slow ones."""
     arguments = inputs((1, 37, 4, 2, 5, 10, 7), decay=0.1, rows=3)
@@ -132,7 +135,10 @@ def more_modes_than_fill_the_tiles(product, coefficients, heads):
     return arguments, {"product": product, "chunk_size": 16, "cu_seqlens": torch.tensor([0, 19, 21])}
 
 
-@pytest.mark.parametrize(("product", "coefficients", "heads"), MIXED)
+@pytest.mark.parametrize(
+    ("product", "coefficients", "heads"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] == "hermitian")) for case in MIXED],
+)
 def test_the_mixing_matrix_in_small_and_large_tiles(product, coefficients, heads, monkeypatch):
     """What a GPU may choose for the output."""
     kernel = triton_module("_attend").attend
@@ -171,7 +177,7 @@ def test_low_precision(dtype, bound, coefficients):
     check(inputs((1, 70, 2, 2, 16, 16, 16), coefficients, decay=0.05), dtype, bound)
 
 
-@pytest.mark.parametrize("modes", [None, "s4d_inv"])
+@pytest.mark.parametrize("modes", [None, pytest.param("s4d_inv", marks=pytest.mark.slow)])
 def test_bfloat16_with_the_default_start(modes):
     """Keys that have much in common pull back what C, the inverse of a Gramian, takes away again: with a rounded mixing
     matrix output and gradients were wrong by a third and more. The bound is that of test_bfloat16.py; the parameters'
