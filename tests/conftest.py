@@ -236,10 +236,18 @@ NOT_OF_PAIRS = {
 @pytest.hookimpl(tryfirst=True)  # before -m looks for marks
 def pytest_collection_modifyitems(items):
     _variants_in_turn(items)
-    marked = [item for item in items if item.get_closest_marker("each_value")]
-    if os.environ.get("VERSIONS"):  # all of them meet the pinned libraries
-        marked = [item for item in items if hasattr(item, "callspec") and not item.get_closest_marker("slow")]
-    _each_value_once(marked)
+    if os.environ.get("VERSIONS"):
+        _few_at_ends(items)
+    else:
+        _each_value_once([item for item in items if item.get_closest_marker("each_value")])
+
+
+def _few_at_ends(items) -> None:
+    """At an end of the supported libraries a test meets each value of its parameters, and some are slow."""
+    for item in items:
+        if item.get_closest_marker("once"):
+            item.add_marker(pytest.mark.slow)
+    _each_value_once([item for item in items if hasattr(item, "callspec") and not item.get_closest_marker("slow")])
 
 
 def _variants_in_turn(items) -> None:

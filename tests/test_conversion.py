@@ -248,6 +248,7 @@ def test_divergence_from_the_teacher(llama, tmp_path):
 TAUGHT = ("--distill-steps", 6, "--finetune-steps", 6, "--batch-size", 2, "--sequence-length", 32, "--save-steps", 2)
 
 
+@pytest.mark.once
 def test_perplexities_are_reported_and_training_goes_on_where_it_stopped(convert, texts, tmp_path, monkeypatch, capsys):
     """Stopped in both stages and while it saves, a run gives the weights of a run that was never stopped."""
     options = (*TAUGHT, "--data", texts, "--learning-rate", 1e-2)
@@ -349,6 +350,7 @@ def test_only_a_saved_model_that_is_not_the_source_is_replaced(llama, tmp_path, 
     assert (tmp_path / "papers" / "thesis.txt").read_text() == "mine"
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("size", [10, 5_000, 60_000])
 def test_a_disk_that_fills_up_is_one_sentence_and_the_same_command_goes_on(convert, texts, capsys, full_disk, size):
     """At the request, at the first state of the training, at the weights."""
@@ -830,6 +832,7 @@ def test_a_folder_that_is_not_there(tmp_path, capsys):
 # ------------------------------------------------------------------------------------------ the study
 
 
+@pytest.mark.once
 def test_the_study_from_data_to_table(tmp_path, capsys, monkeypatch):
     """A run of a few steps, its table, and the table in a README."""
     from pyarrow import parquet

@@ -232,6 +232,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.once
 def test_weights_in_one_repository_and_code_in_another(here, fresh, tmp_path):
     for _ in range(2):  # what was there, code beside the weights too, is replaced
         assert publish.main([str(fresh), "user/weights"]) == 0

@@ -232,6 +232,7 @@ def test_a_missing_file_is_named(tmp_path):
         task_manager(tmp_path).load(["local_piqa"])
 
 
+@pytest.mark.once
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the evaluation data is not at ../shared/data")
 def test_the_real_data(folders):
     manager = task_manager(SHARED)
@@ -400,6 +401,7 @@ def test_scores_go_into_record_and_card(checkpoint, data, manager):
     assert found["local_piqa", "acc"].source_name == "lm-evaluation-harness"
 
 
+@pytest.mark.once
 def test_a_card_keeps_its_text_and_a_second_run_replaces_the_first(checkpoint, data):
     (checkpoint / "README.md").write_text(CARD)
     assert run_example(checkpoint, data, "--tasks", "local_wikitext", "local_boolq", "--limit", "2") == 0
@@ -474,6 +476,7 @@ def test_files_that_cannot_be_read_stay_as_they_are(checkpoint, data, capsys, na
     assert (checkpoint / name).read_text() == content
 
 
+@pytest.mark.once
 def test_a_full_disk_leaves_record_and_card(checkpoint, data, capsys, full_disk):
     """At the end of what may have been hours, the scores are at least printed."""
     assert run_example(checkpoint, data, "--tasks", "local_boolq", "--limit", "1") == 0
@@ -487,6 +490,7 @@ def test_a_full_disk_leaves_record_and_card(checkpoint, data, capsys, full_disk)
     assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == kept
 
 
+@pytest.mark.once
 def test_a_card_without_metadata_gets_some(checkpoint, data):
     (checkpoint / "README.md").write_text("# Mine\n\nText.\n")
     assert run_example(checkpoint, data, "--tasks", "local_boolq", "--limit", "1") == 0

@@ -187,6 +187,7 @@ def source_of():
     return {"_".join(parts): path.read_text().splitlines() for path, parts in modules.items()}
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", [*MIXERS, *VARIANTS])
 def test_flat_code_differs_in_imports_alone(name, make_config, source_of):
     config = make_config(name)
@@ -219,6 +220,7 @@ def test_fields_of_all_families_travel_in_one_file():
 MOST = {"interdomain": (60, 13_500), "softmax": (32, 6_600), "ssd": (45, 9_400)}
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", MOST)
 def test_little_code_travels(name, make_config):
     code = flat_code(make_config(name))

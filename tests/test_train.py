@@ -74,6 +74,7 @@ def test_a_run_saves_what_loads_and_logs_its_speed(options, tmp_path, capsys):
     assert len(logged) == 5 and all(row["tokens_per_second"] > 0 and 0 < row["mfu"] < 1 for row in logged)
 
 
+@pytest.mark.once
 def test_a_model_with_experts_logs_how_many_are_in_use(options, tmp_path, capsys):
     fields = json.loads((Path(TINY) / "config.json").read_text())
     fields |= {"feed_forwards": "cdmoe", "num_experts": 64, "experts_per_head": 2, "expert_key_dim": 8}
@@ -170,6 +171,7 @@ def test_other_ways_to_train(options, changes, tmp_path):
     assert history(tmp_path / "out")[-1][1] < math.log(300) + 0.2
 
 
+@pytest.mark.once
 def test_streams_are_read_over_and_over_and_go_on_where_they_stopped(options, tmp_path):
     text_data.train_tokenizer(some_documents(), 300).save_pretrained(tmp_path / "tokenizer")
     stream = {"streaming": "true", "tokenizer": tmp_path / "tokenizer"}
@@ -259,6 +261,7 @@ def test_a_run_goes_on_with_the_model_and_the_tokenizer_it_began_with(options, t
         assert message in said
 
 
+@pytest.mark.once
 def test_a_run_that_holds_nothing_out_is_not_evaluated(options, tmp_path):
     assert train.main(options(held_out_bytes=0, max_steps=2, warmup_tokens=64)) == 0
     assert json.loads((tmp_path / "out" / "results.json").read_text()).keys().isdisjoint({"eval_loss", "perplexity"})
