@@ -21,6 +21,7 @@ logger = logging.get_logger(__name__)
 
 _ATTENTION = ("softmax", "inner_function", "window")
 _READOUT = ("interdomain", "s4d")
+_MEMORY = "window with window_memory"
 # Layers, or another field, without which fields have no effect: those of a family, and single ones.
 _FAMILIES = {
     InnerFunctionFields: ("inner_function",),
@@ -36,14 +37,15 @@ _READERS = {name: readers for kind, readers in _FAMILIES.items() for name in set
     "attention_bias": _ATTENTION,
     "attention_dropout": _ATTENTION,
     "rope_parameters": (*_ATTENTION, "rope_placement"),
-    "learned_state": (*_READOUT, "ssd", "selective_scan", "window"),
+    "learned_state": (*_READOUT, "ssd", "selective_scan", _MEMORY),
     "use_output_gate": (*_READOUT, "ssd"),
     "use_output_norm": (*_READOUT, "ssd", "selective_scan"),
     "feature_map": _READOUT,
     "normalize": _READOUT,
     "input_norm": _READOUT,
     "state_input": _READOUT,
-    "coefficient_matrix": (*_READOUT, "window"),
+    "coefficient_matrix": (*_READOUT, _MEMORY),
+    **dict.fromkeys(("window_share", "window_write_gate", "window_points"), (_MEMORY,)),
 }
 _OWN = {*TOKEN_MIXERS, *FEED_FORWARDS}  # those that users register later may read anything
 
@@ -62,6 +64,7 @@ def _unread(config) -> Iterator[str]:
     if not present <= _OWN:
         return
     present |= {"sparse_attention"} if any(config.sparse_per_layer) else set()
+    present |= {_MEMORY} if "window" in present and config.window_memory else set()
     present |= {"rope_placement"} if config.rope_placement is not None else set()
     for field in fields(config):
         readers = _READERS.get(field.name)
