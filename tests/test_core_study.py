@@ -379,12 +379,14 @@ def test_what_the_page_says_of_longer_recall():
         "Interdomain, gates",
         "Interdomain",
         "Interdomain, gates and delta rule",
+        SPREAD,
         GATES_MANY,
         MANY_HEADS,
     ):
         ((_, rows),) = core_plan.recall_rates(runs, name, "recall", (64, 512)).items()
         found[name] = [f"{row['accuracy']:.0%}" for row in rows]
-    softmax, gates, plain, delta, *many = found.values()
+    softmax, gates, plain, delta, deltanet, *many = found.values()
+    assert deltanet == ["100%"] and round(core_table.right_answers(runs, "recall", (64, 512))[SPREAD], 3) == 0.997
     assert (softmax, gates, plain, delta) == (["100%", "100%"], ["94%", "96%"], ["92%", "93%"], ["96%", "96%"])
     assert sorted(itertools.chain(*many)) == ["76%", "82%", "84%", "88%"]
     assert len(core_table.right_answers(runs, "recall", (64, 512))) == len(found)
@@ -645,9 +647,11 @@ def test_the_tables_say_where_interdomain_stands():
     assert f"| Mamba-2 | 1,024 |{6 * ' 50.0%, 50.0% (0.003) |'}\n" in table, (
         "four settings, then two tasks at the first"
     )
-    assert "Overwritten, 8 in 64 tokens, mean of the seeds: Interdomain 50%, Interdomain, gates 50%" in table
+    right = core_table.right_answers(runs, "overwritten", SETTINGS[0])
+    assert list(right.items())[:2] == [("Interdomain", 0.5), ("Interdomain, gates", 0.5)]
     sentence = core_table.short_sentence(records)
     assert "1.4M +0.0%, 3M on 2M tokens -9.1%, 3M -9.1%, 12M -9.1%" in sentence and "(behind)" not in sentence
+    assert sentence.endswith("; of 64 pairs in 512 tokens it recalls 50%, theirs 50%.")
     assert table.count("0.0015: 4.693, 0.003: 4.000") > 3 and "Not run: language (" in table
     ours = core_plan.KNOWN[LANGUAGE][1]
     runs[:] = [row for row in runs if row["task"] != LANGUAGE or row["condition"] not in ours]
