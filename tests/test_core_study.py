@@ -373,6 +373,8 @@ def test_what_the_page_says_of_longer_recall():
     assert len(found) == 7 and all(len(answers) == 2 for answers in found.values())
     assert [f"{x:.0%}" for x in found.pop(SPREAD)] == ["100%", "14%"]
     assert f"{min(min(answers) for answers in found.values()):.0%}" == "98%"
+    ((_, rows),) = core_plan.recall_rates(runs, SPREAD, "recall", (32, 256)).items()
+    assert [f"{row['accuracy']:.0%}" for row in rows] == ["100%", "8%"], "one seed in two"
     found = {}
     for name in (
         "softmax, convolution",
