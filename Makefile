@@ -101,8 +101,8 @@ $(ENDS:%=$(VENV)/%/.ready): $(VENV)/%/.ready: tests/%.txt $(STAMP)
 $(VENV)/vllm/.ready: tests/vllm.txt
 	@echo "Installing vLLM into $(VENV)/vllm"
 	@test -x $(VENV)/vllm/bin/python || $(PYTHON) -m venv $(VENV)/vllm
-	@$(VENV)/vllm/bin/python -m pip install --quiet $(VLLM_TORCH)
-	@$(VENV)/vllm/bin/python -m pip install --quiet --requirement tests/vllm.txt $(VLLM_TORCH)
+	@$(VENV)/vllm/bin/python -m pip $(INSTALL) $(VLLM_TORCH)
+	@$(VENV)/vllm/bin/python -m pip $(INSTALL) --requirement tests/vllm.txt $(VLLM_TORCH)
 	@$(VENV)/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	@$(VENV)/vllm/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@$(VENV)/vllm/bin/python -m pip $(INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@

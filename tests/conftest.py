@@ -455,7 +455,7 @@ def make_model(make_config):
 
 @pytest.fixture(scope="session")
 def copy_model(make_model):
-    """`copy_model(name)`: what `make_model(name)` gives, and leaves of random numbers, in a quarter of the time."""
+    """`copy_model(name)` is `make_model(name)`, random numbers included, in a quarter of the time."""
     kept = functools.cache(lambda name: (make_model(name), torch.get_rng_state()))
 
     def copied(name: str) -> InterdomainForCausalLM:

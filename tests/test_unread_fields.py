@@ -15,11 +15,11 @@ from tests.conftest import ROPE
 SIZES = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 1, "state_size": 4}
 SIZES |= {"num_attention_heads": 4}
 # With what lets the fields of their own show in 12 tokens.
-MIXERS = {name: {"token_mixers": name} for name in ("interdomain", "selective_scan", "softmax")} | {
-    "s4d": {"token_mixers": "s4d", "state_input": "key_value"},
-    "ssd": {"token_mixers": "ssd", "ssd_conv_kernel": 3},
-    "inner_function": {"token_mixers": "inner_function", "inner_values_per_token": 3},
-    "window": {"token_mixers": "window", "attention_window": 4, "attention_sinks": 1},
+MIXERS = {name: {} for name in ("interdomain", "selective_scan", "softmax")} | {
+    "s4d": {"state_input": "key_value"},
+    "ssd": {"ssd_conv_kernel": 3},
+    "inner_function": {"inner_values_per_token": 3},
+    "window": {"attention_window": 4, "attention_sinks": 1},
     "window alone": {"token_mixers": "window", "attention_window": 4, "window_memory": False},
 }
 # Values where no other follows from the default.
@@ -101,7 +101,7 @@ def heard(monkeypatch):
 
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_what_has_no_effect_is_named(mixer, caplog):
-    own = MIXERS[mixer]
+    own = {"token_mixers": mixer} | MIXERS[mixer]
     plain, said = _made(caplog, **own)
     assert not said
     for name, value in ((name, _another(name)) for name in _READERS):
