@@ -34,7 +34,7 @@ from conversion.writing import (
     gigabytes,
     open_working_folder,
 )
-from examples.text_data import InputError, encode, gather_documents, random_batches, split_documents
+from examples.text_data import InputError, check_seed, encode, gather_documents, random_batches, split_documents
 
 POSITIVE = ("state_size", "batch_size", "sequence_length", "learning_rate", "max_bytes", "held_out_bytes", "save_steps")
 # Not the other formats in which many repositories hold the same weights again.
@@ -90,6 +90,7 @@ def check_options(options: argparse.Namespace) -> None:
         raise InputError("--distill-steps and --finetune-steps must not be negative, --kl-weight lies in 0 to 1.")
     if options.distill_steps + options.finetune_steps and not options.data:
         raise InputError("--distill-steps and --finetune-steps need text to learn from: add --data.")
+    check_seed(options.seed)
     check_window(options)
 
 

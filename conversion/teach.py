@@ -42,7 +42,15 @@ from conversion.writing import (
 from examples.quickstart import smoothed
 from examples.report import markdown_table, write_report
 from examples.saved_model import load_model
-from examples.text_data import InputError, check_positive, encode, gather_documents, random_batches, split_documents
+from examples.text_data import (
+    InputError,
+    check_positive,
+    check_seed,
+    encode,
+    gather_documents,
+    random_batches,
+    split_documents,
+)
 from examples.training import RECURRENCE_PARAMETERS
 from model_cards.model_card import render
 from modeling_interdomain import InterdomainConfig
@@ -96,6 +104,7 @@ def lengths(text: str) -> list[int]:
 def check_options(options: argparse.Namespace) -> None:
     check_positive(options, "tokens_a_step", "learning_rate", "whole_learning_rate", "lora", "max_bytes", "save_steps")
     check_positive(options, "held_out_bytes", "minutes")
+    check_seed(options.seed)
     if min(_steps(options).values()) < 0 or not any(_steps(options).values()):
         raise InputError("There is nothing to teach: steps must not be negative, and one stage must have some.")
 
@@ -116,6 +125,8 @@ def read_source(options: argparse.Namespace) -> tuple[Path, InterdomainConfig, P
         raise InputError(f"The windows of {options.source} have no memory to teach alone: add --layers-steps 0.")
     folder = source_folder(options.teacher)
     teacher = read_config(folder)
+    if isinstance(teacher, InterdomainConfig):
+        raise InputError(f"{options.teacher} cannot teach {options.source}: name the Llama that was converted.")
     for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
         if getattr(teacher, name, None) != getattr(config, name):
             raise InputError(

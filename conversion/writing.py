@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from conversion.reading import tensor_bytes
 from examples.saved_model import replace_text
-from examples.text_data import InputError
+from examples.text_data import InputError, check_folder
 
 # Copied as they are: reading a tokenizer and saving it again may change it.
 TOKENIZER_FILES = (
@@ -62,17 +62,15 @@ def check_target(options: argparse.Namespace) -> None:
     target, folder = options.target, working_folder(options.target)
     if target.resolve() == Path(options.source).resolve():
         raise InputError(f"SOURCE and TARGET are the same folder, {target}: choose another TARGET.")
-    for place in (target, *target.parents):
-        if place.exists() and not place.is_dir():
-            raise InputError(f"The target {target} cannot be written: {place} is a file, not a folder.")
+    check_folder(target, "The target ")
     if (folder / "replaced").is_dir() and not target.exists():
         os.replace(folder / "replaced", target)
     if target.is_dir() and any(target.iterdir()):
         _check_replaceable(target, options)
     if any((folder / name).exists() for name in STARTED) and _request(options) != _stored_request(folder):
         raise InputError(
-            f"{folder} holds an unfinished run with other arguments: repeat that command to go on with it, or remove "
-            "the folder."
+            f"{folder} holds an unfinished run with other arguments, or of folders that have changed since: repeat "
+            "that command to go on with it, or remove the folder."
         )
 
 
@@ -120,7 +118,11 @@ def may_write(options: argparse.Namespace, expected: dict[str, torch.Tensor], dt
 
 
 def _request(options: argparse.Namespace) -> dict:
-    return {name: str(value) for name, value in vars(options).items() if name not in HOW_TO_WRITE}
+    """What was asked for, and when the models it names were written."""
+    asked = {name: str(value) for name, value in vars(options).items() if name not in HOW_TO_WRITE}
+    folders = [Path(asked[name]) for name in ("source", "teacher") if asked.get(name)]
+    files = [file for folder in folders for name in ("config.json", "*.safetensors") for file in folder.glob(name)]
+    return asked | {"written": {str(file): file.stat().st_mtime_ns for file in sorted(files)}}
 
 
 def _stored_request(folder: Path) -> dict | None:

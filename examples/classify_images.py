@@ -26,7 +26,7 @@ from tqdm import tqdm
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel, set_seed
 
 from examples.saved_model import read_config
-from examples.text_data import InputError, exit_code
+from examples.text_data import InputError, check_empty_folder, check_positive, check_seed, exit_code
 from examples.training import clip_gradients, cosine_with_warmup, parameter_groups, read_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -157,8 +157,9 @@ def run(options: argparse.Namespace) -> None:
     for path in (options.config / "config.json", options.recipe):
         if not path.is_file():
             raise InputError(f"{path} does not exist.")
-    if options.steps < 1 or (options.limit is not None and options.limit < 1):
-        raise InputError("--steps and --limit must be positive.")
+    check_positive(options, "steps", "limit", "patch_size")
+    check_seed(options.seed)
+    check_empty_folder(options.output, "choose another --output")
     train_images, test_images = (load_images(options.data, split, options.limit) for split in ("train", "test"))
     config = image_config(options, train_images)
     recipe = read_recipe(options.recipe)

@@ -19,7 +19,16 @@ from transformers.utils import logging
 
 from examples.report import labels, write_report
 from examples.saved_model import load
-from examples.text_data import InputError, encode, exit_code, gather_documents, mean_nll, num_bytes
+from examples.text_data import (
+    InputError,
+    check_folder,
+    check_positive,
+    encode,
+    exit_code,
+    gather_documents,
+    mean_nll,
+    num_bytes,
+)
 
 
 def evaluate(folder: str, documents: Sequence[str], lengths: Sequence[int]) -> dict[float, float]:
@@ -53,6 +62,8 @@ def run(options: argparse.Namespace) -> None:
     lengths = [int(factor * options.trained_length) for factor in options.factors]
     if min(lengths) < 1:
         raise InputError("--trained-length times every factor must be at least one token.")
+    check_positive(options, "max_bytes")
+    check_folder(options.output)
     documents = gather_documents(options.data, options.max_bytes)
     names = labels(options.folders)
     curves = {name: evaluate(folder, documents, lengths) for name, folder in zip(names, options.folders)}

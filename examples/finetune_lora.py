@@ -33,7 +33,16 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments, set_seed
 
 from examples.saved_model import add_folder, load, one_line
-from examples.text_data import InputError, check_positive, encode, exit_code, gather_documents, split_documents
+from examples.text_data import (
+    InputError,
+    check_empty_folder,
+    check_positive,
+    check_seed,
+    encode,
+    exit_code,
+    gather_documents,
+    split_documents,
+)
 from examples.train import Blocks, Collator
 
 RANK = 8
@@ -52,13 +61,11 @@ def check_options(options: argparse.Namespace) -> None:
         raise InputError(f"{options.base} is an adapter: name the model it was made for, and this with --adapter.")
     if options.adapter is not None:
         check_adapter(options.adapter)
-    if options.merge == options.output:
+    check_seed(options.seed)
+    if options.merge is not None and options.merge.resolve() == options.output.resolve():
         raise InputError(f"The adapter and the merged model cannot both be saved in {options.output}.")
     for folder in filter(None, (options.output, options.merge)):
-        if folder.is_file():
-            raise InputError(f"{folder} is a file, not a folder.")
-        if folder.is_dir() and any(folder.iterdir()):
-            raise InputError(f"{folder} is not empty: choose another folder.")
+        check_empty_folder(folder)
 
 
 def check_adapter(folder: Path) -> None:
@@ -80,7 +87,7 @@ def load_base(folder: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 def new_adapter(model: PreTrainedModel, rank: int | None, targets: Sequence[str] | None) -> PeftModel:
     """LoRA for the named modules, by default the projections of the token mixers; it changes nothing yet."""
     rank = rank or RANK
-    modules = "all-linear" if targets == ["all-linear"] else targets
+    modules = "all-linear" if "all-linear" in (targets or ()) else targets
     known = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     if unknown := set(targets or ()) - known - {"all-linear"}:
         raise InputError(f"The model has no modules named {', '.join(sorted(unknown))}.")
@@ -136,7 +143,7 @@ def make_trainer(
         model=model,
         args=arguments,
         train_dataset=Blocks(encode(tokenizer, training_documents), options.sequence_length),
-        eval_dataset=Blocks(encode(tokenizer, held_out_documents), options.sequence_length),
+        eval_dataset=Blocks(encode(tokenizer, held_out_documents), options.sequence_length, "evaluate"),
         data_collator=Collator(tokenizer.eos_token_id),
     )
 

@@ -23,7 +23,9 @@ from examples.finetune_lora import load_base
 from examples.saved_model import add_folder
 from examples.text_data import (
     InputError,
+    check_folder,
     check_positive,
+    check_seed,
     encode,
     exit_code,
     gather_documents,
@@ -40,6 +42,8 @@ def check_options(options: argparse.Namespace) -> None:
     check_positive(options, "steps", "batch_size", "sequence_length", "learning_rate")
     if options.output.exists():
         raise InputError(f"{options.output} is already there: choose another file.")
+    check_folder(options.output.parent)
+    check_seed(options.seed)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -34,7 +34,9 @@ from transformers.utils import logging
 from examples.saved_model import PROMPT, read_config
 from examples.text_data import (
     InputError,
+    check_folder,
     check_positive,
+    check_seed,
     encode,
     exit_code,
     gather_documents,
@@ -49,7 +51,7 @@ from model_cards.model_card import render
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 STEPS, MINUTES = 400, 4.0  # the steps fit two slow cores; on still slower ones the clock ends the training instead
-VOCABULARY = 4096
+VOCABULARY, BATCH_SIZE, SEQUENCE_LENGTH, LEARNING_RATE = 4096, 8, 256, 3e-3
 HELD_OUT_BYTES = 200_000  # measured in seconds, and enough for two digits
 
 
@@ -58,8 +60,8 @@ def check_options(options: argparse.Namespace) -> None:
     check_positive(options, "steps", "minutes", "batch_size", "sequence_length", "learning_rate")
     if not (options.config / "config.json").is_file():
         raise InputError(f"{options.config} has no config.json.")
-    if options.output.exists() and not options.output.is_dir():
-        raise InputError(f"The output {options.output} is a file, not a folder.")
+    check_seed(options.seed)
+    check_folder(options.output, "The output ")
     if options.output.is_dir() and any(options.output.iterdir()) and not options.overwrite:
         raise InputError(f"The output folder {options.output} is not empty: choose another, or add --overwrite.")
 
@@ -137,6 +139,14 @@ def write_learning_curve(history: Sequence[Progress], folder: Path) -> None:
     figure.savefig(folder / "learning_curve.png", dpi=150)
 
 
+def make_room(folder: Path) -> None:
+    """A folder without the files of the model that was in it, or of what was measured of it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / "config.json").is_file():
+        for file in filter(Path.is_file, list(folder.iterdir())):
+            file.unlink()
+
+
 def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -169,22 +179,29 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="files or folders (.txt .md .py .jsonl .parquet) or datasets (default: what Python's own library says)",
     )
     parser.add_argument("--output", type=Path, default=Path("runs/quickstart"), help="folder (default: %(default)s)")
-    parser.add_argument("--overwrite", action="store_true", help="write into the output folder even if it is not empty")
+    parser.add_argument("--overwrite", action="store_true", help="replace a model that is in the output folder")
     parser.add_argument("--minutes", type=float, help=f"train at most this long (default: {MINUTES:g})")
     parser.add_argument("--prompt", help=f"what is asked or, from scratch, continued (default: {PROMPT!r})")
     parser.add_argument("--seed", type=int, default=0, help="of data, weights and sampling (default: %(default)s)")
-    scratch = parser.add_argument_group("from scratch", "The first three, too, mean --from-scratch.")
+    scratch = parser.add_argument_group("from scratch", "Each of these, too, means --from-scratch.")
     scratch.add_argument("--config", type=Path, help="folder with config.json (default: the small one)")
     scratch.add_argument("--steps", type=int, help=f"train this many steps, however long (default: {STEPS})")
     scratch.add_argument("--vocab-size", type=int, help=f"tokens to learn (default: {VOCABULARY:,})")
-    scratch.add_argument("--batch-size", type=int, default=8, help="sequences a step (default: %(default)s)")
-    scratch.add_argument("--sequence-length", type=int, default=256, help="tokens a sequence (default: %(default)s)")
-    scratch.add_argument("--learning-rate", type=float, default=3e-3, help="at its peak (default: %(default)s)")
+    scratch.add_argument("--batch-size", type=int, help=f"sequences a step (default: {BATCH_SIZE})")
+    scratch.add_argument("--sequence-length", type=int, help=f"tokens a sequence (default: {SEQUENCE_LENGTH})")
+    scratch.add_argument("--learning-rate", type=float, help=f"at its peak (default: {LEARNING_RATE})")
     options = parser.parse_args(arguments)
-    of_scratch = (options.config, options.steps, options.vocab_size)
-    options.from_scratch = options.from_scratch or any(x is not None for x in of_scratch)
-    options.config = options.config or REPOSITORY / "configuration" / "interdomain-small"
-    options.vocab_size = VOCABULARY if options.vocab_size is None else options.vocab_size
+    defaults = {
+        "config": REPOSITORY / "configuration" / "interdomain-small",
+        "vocab_size": VOCABULARY,
+        "batch_size": BATCH_SIZE,
+        "sequence_length": SEQUENCE_LENGTH,
+        "learning_rate": LEARNING_RATE,
+    }
+    given = [name for name in ("steps", *defaults) if getattr(options, name) is not None]
+    options.from_scratch = options.from_scratch or bool(given)
+    for name in defaults.keys() - given:
+        setattr(options, name, defaults[name])
     if options.steps is None and options.minutes is None:
         options.steps, options.minutes = STEPS, MINUTES
     return options
@@ -237,7 +254,7 @@ def run_from_scratch(options: argparse.Namespace) -> None:
     training_seconds = time.perf_counter() - started
     print(text_curve(smoothed([progress.loss for progress in history])))
 
-    options.output.mkdir(parents=True, exist_ok=True)
+    make_room(options.output)
     write_learning_curve(history, options.output)
     write_documents(held_out_documents, options.output / "held_out.jsonl")
     save_checkpoint(model, tokenizer, options.output)

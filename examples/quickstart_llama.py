@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Pr
 
 from conversion.__main__ import main
 from conversion.from_llama import source_folder
-from examples.quickstart import smoothed, text_curve, write_documents
+from examples.quickstart import make_room, smoothed, text_curve, write_documents
 from examples.report import markdown_table
 from examples.saved_model import load, replace_text
 from examples.text_data import InputError, standard_library_prose
@@ -43,15 +43,16 @@ def convert_and_teach(options: argparse.Namespace) -> None:
             write_documents(standard_library_prose(seed=options.seed), text)
         data = options.data or [str(text)]
         print(f"1. {options.llama}, all layers: windows of {WINDOW} tokens, {SINKS} sinks, and a state of the rest")
-        _do("from-llama", options.llama, windows, "--window", WINDOW, "--sinks", SINKS)
+        _do("from-llama", options.llama, windows, "--window", WINDOW, "--sinks", SINKS, "--seed", options.seed)
         print(f"\n2. Each layer learns for {options.minutes:g} min what its attention saw beyond the window")
         steps = ["--layers-steps", STEPS, "--whole-steps", 0, "--minutes", options.minutes, "--lengths", LENGTHS]
         shape = ["--tokens-a-step", TOKENS_A_STEP, "--held-out-bytes", 16_000, "--save-steps", STEPS]
+        shape += ["--seed", options.seed]
         shape += ["--bf16"] if is_faster_in_bfloat16() else []
         _do("teach", windows, taught, "--teacher", options.llama, "--data", *data, *steps, *shape)
         report = json.loads((taught / "conversion_report.json").read_text())
         print(f"\nThe error of the layers:\n{text_curve(smoothed(report['losses']['layers']))}")
-        output.mkdir(exist_ok=True)
+        make_room(output)
         for file in taught.iterdir():
             os.replace(file, output / file.name)
     print("\n3. Beside the Llama")

@@ -38,7 +38,7 @@ from transformers.utils import logging
 
 from examples.report import labels, write_report
 from examples.saved_model import load, read_config
-from examples.text_data import InputError, check_positive, exit_code, gather_documents
+from examples.text_data import InputError, check_folder, check_positive, check_seed, exit_code, gather_documents
 from examples.training import cosine_with_warmup, parameter_groups, with_layer_loss
 
 NAMES = ["Alice", "Bruno", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "Irene", "James", "Karen", "Louis"]
@@ -371,7 +371,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def run(options: argparse.Namespace) -> None:
     logging.disable_progress_bar()
     sizes = options.sizes or SIZES[options.task]
-    check_positive(options, "steps", "batch_size", "questions", "smallest", "levels")
+    check_positive(options, "steps", "batch_size", "questions", "smallest", "levels", "learning_rate")
+    check_seed(options.seed)
+    check_folder(options.output)
     if min(sizes) < 1 or options.choices < 2:
         raise InputError("--sizes must be positive and --choices at least 2.")
     if options.shift < 0:

@@ -54,8 +54,36 @@ def check_positive(options: argparse.Namespace, *names: str) -> None:
     """Refuse the first of these options that was given and is not above zero."""
     for name in names:
         value = getattr(options, name)
-        if value is not None and value <= 0:
+        if value is not None and not value > 0:
             raise InputError(f"--{name.replace('_', '-')} must be positive, not {value}.")
+
+
+def check_not_negative(options: argparse.Namespace, *names: str) -> None:
+    """Refuse the first of these options that was given and is below zero."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not value >= 0:
+            raise InputError(f"--{name.replace('_', '-')} must not be negative, got {value}.")
+
+
+def check_seed(seed: int) -> None:
+    """Refuse what the library takes for no seed."""
+    if not 0 <= seed < 2**32:
+        raise InputError(f"--seed must be from 0 to {2**32 - 1:,}, not {seed:,}.")
+
+
+def check_folder(folder: Path, called: str = "") -> None:
+    """Refuse a folder to write that is a file, or lies under one; `called` stands before its name."""
+    for place in (folder, *folder.absolute().parents):
+        if place.exists() and not place.is_dir():
+            raise InputError(f"{called}{folder} cannot be written: {place} is a file, not a folder.")
+
+
+def check_empty_folder(folder: Path, instead: str = "choose another folder") -> None:
+    """`check_folder`, and refuse a folder that holds something."""
+    check_folder(folder)
+    if folder.is_dir() and any(folder.iterdir()):
+        raise InputError(f"{folder} is not empty: {instead}.")
 
 
 def gather_documents(sources: Sequence[str] = (), max_bytes: int = 16_000_000, seed: int = 0) -> list[str]:
@@ -68,9 +96,12 @@ def gather_documents(sources: Sequence[str] = (), max_bytes: int = 16_000_000, s
     if not sources:
         return _take(_read_files(_standard_library_files(), seed), max_bytes)
     share = max_bytes // len(sources)
-    documents = [document for source in sources for document in _take(_read_source(source, seed), share)]
-    if not documents:
-        raise InputError(f"No text was found in {', '.join(sources)}.")
+    documents = []
+    for source in sources:
+        found = _take(_read_source(source, seed), share)
+        if not found:
+            raise InputError(f"No text was found in {source}.")
+        documents += found
     return documents
 
 
@@ -112,7 +143,8 @@ def split_documents(
 ) -> tuple[list[str], list[str]]:
     """Training and held-out documents: a tenth of the text is held out, at most `held_out_bytes`.
 
-    The two never share a document, except that a single document is cut in two. With `held_out_bytes` 0 none is.
+    The two share no document, but for one that is cut in two: a single one, or one of which more than a tenth of all
+    text would be lost. With `held_out_bytes` 0 nothing is held out.
     """
     documents = [document for document in documents if document.strip()]
     total = sum(map(num_bytes, documents))
@@ -126,7 +158,9 @@ def split_documents(
         return [train], [held_out]
     random.Random(seed).shuffle(documents)
     held_out_documents = _take(documents[:-1], wanted)
-    return documents[len(held_out_documents) :], held_out_documents
+    last = len(held_out_documents)
+    rest = documents[last - 1][len(held_out_documents[-1]) :]
+    return [rest] * (num_bytes(rest) > total // 10) + documents[last:], held_out_documents
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int = 4096) -> PreTrainedTokenizerFast:
@@ -283,6 +317,8 @@ def _standard_library_files() -> list[Path]:
 
 
 def _read_source(source: str, seed: int) -> Iterator[str]:
+    if not source:
+        raise InputError("A source of text has no name: an empty one would be the folder in which this runs.")
     path = Path(source).expanduser()
     if path.is_file():
         return _read_file(path)
@@ -307,17 +343,26 @@ def _read_file(path: Path) -> Iterator[str]:
     elif path.suffix == ".parquet":
         yield from _read_parquet(path)
     else:
-        yield path.read_text(encoding="utf-8", errors="replace")
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if "\0" in text:  # a picture, an archive, weights, or text of two bytes a character
+            raise InputError(f"{path} is not text in UTF-8.")
+        yield text
 
 
 def _read_jsonl(path: Path) -> Iterator[str]:
-    with path.open(encoding="utf-8") as lines:
+    """The texts of the lines; those that are null are left out."""
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                yield str(json.loads(line)["text"])
-            except (ValueError, KeyError, TypeError) as error:
+                text = json.loads(line.decode("utf-8-sig"))["text"]
+                if text is not None:
+                    num_bytes(text)  # half a pair of surrogates has none
+                    yield text
+            except UnicodeError as error:
+                raise InputError(f"Line {number} of {path} is not text in UTF-8.") from error
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise InputError(f'Line {number} of {path} is not a JSON object with a field "text".') from error
 
 
@@ -331,7 +376,7 @@ def _read_parquet(path: Path) -> Iterator[str]:
             raise InputError(f'{path} has no column "text".')
         for batch in table.iter_batches(batch_size=256, columns=["text"]):
             yield from (str(text) for text in batch.column(0).to_pylist() if text is not None)
-    except pyarrow.ArrowInvalid as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise InputError(f"{path} is not a readable parquet file.") from error
 
 
@@ -341,8 +386,7 @@ def _read_dataset(source: str) -> Iterator[str]:
     name, _, configuration = source.partition(":")
     try:
         rows = load_dataset(name, configuration or None, split="train", streaming=True)
-        for row in rows:
-            yield str(row["text"])
+        yield from (str(row["text"]) for row in rows if row["text"] is not None)
     except KeyError as error:
         raise InputError(f'The dataset {source} has no column "text".') from error
     except Exception as error:  # the many ways in which a name is unknown, a network absent, a file damaged

@@ -45,7 +45,11 @@ from examples.saved_model import load_model, load_tokenizer, read_config
 from examples.sequence_parallel import SequenceParallelism, SequenceParallelTrainer
 from examples.text_data import (
     InputError,
+    check_empty_folder,
+    check_folder,
+    check_not_negative,
     check_positive,
+    check_seed,
     encode,
     exit_code,
     gather_documents,
@@ -71,6 +75,15 @@ ONLY_HOW = {
     "transformers_version",
     "use_cache",
 }
+
+
+# How files begin in which the Trainer, FSDP and DeepSpeed keep the state of an optimizer.
+OPTIMIZER = ("optimizer", "global_step")
+# In the output folder: the options of a run that decide which numbers follow from a checkpoint.
+RECORD = "run.json"
+OF_RECIPE = ("seed", "learning_rate", "recurrence_learning_rate", "final_learning_rate", "weight_decay")
+OF_RECIPE += ("adam_beta1", "adam_beta2", "sequence_length")
+OF_TEXT = ("streaming", "separate_documents")
 
 
 @dataclass
@@ -130,9 +143,11 @@ class Text:
 class Blocks(Dataset):
     """Consecutive blocks of a stream of tokens `[N]`, each of `length` tokens; what is left over is not used."""
 
-    def __init__(self, tokens: torch.Tensor, length: int):
+    def __init__(self, tokens: torch.Tensor, length: int, purpose: str = "train"):
         if len(tokens) < length:
-            raise InputError(f"The text has {len(tokens):,} tokens, fewer than one sequence of {length:,}.")
+            raise InputError(
+                f"The text to {purpose} on has {len(tokens):,} tokens, fewer than one sequence of {length:,}."
+            )
         self.tokens, self.length = tokens, length
 
     def __len__(self) -> int:
@@ -208,7 +223,14 @@ class InterdomainTrainer(SequenceParallelTrainer):
         return self.lr_scheduler
 
     def log(self, logs: dict[str, float], *arguments, **options) -> None:
-        """Adds tokens/s since the last log line, the model FLOPs utilisation, and how many experts are in use."""
+        """Adds tokens/s since the last log line, the model FLOPs utilisation, and how many experts are in use.
+
+        A loss that is not finite ends the run.
+        """
+        for name in ("loss", "train_loss", "eval_loss"):
+            if not math.isfinite(value := float(logs.get(name, 0.0))):
+                step = self.state.global_step
+                raise FloatingPointError(f"The {name} is {value} at step {step}: try a smaller learning rate.")
         now, step = time.perf_counter(), self.state.global_step
         if "loss" in logs:
             before, first = getattr(self, "_last_log", (None, 0))
@@ -276,6 +298,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[Recipe, Tex
     epilog = f"--recipe FILE: YAML with other defaults of these options (default: {RECIPE}). Refused: {refused}."
     parser = HfArgumentParser((Recipe, Text), description=__doc__.splitlines()[0], epilog=epilog)
     defaults = {"output_dir": "runs/train", "logging_steps": 10, "report_to": "none", "save_total_limit": 2}
+    defaults["logging_nan_inf_filter"] = False  # it would write 0 for a loss that is not a number
     defaults["dataloader_pin_memory"] = torch.accelerator.is_available()  # elsewhere it only warns
     lines = read_recipe(recipe)
     known = {action.dest for action in parser._actions}
@@ -299,8 +322,17 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[Recipe, Tex
 
 def check_options(args: Recipe, text: Text) -> None:
     """Refuse at once what would fail, or lose somebody's files, minutes later."""
-    counts = ("sequence_length", "sequence_parallel", "per_device_train_batch_size", "gradient_accumulation_steps")
-    check_positive(args, *counts)
+    counts = ("sequence_parallel", "per_device_train_batch_size", "gradient_accumulation_steps")
+    check_positive(args, "sequence_length", *counts, "per_device_eval_batch_size")
+    check_positive(text, "max_bytes")
+    check_not_negative(args, "learning_rate", "recurrence_learning_rate", "final_learning_rate", "weight_decay")
+    check_not_negative(args, "warmup_tokens")
+    check_not_negative(text, "held_out_bytes")
+    check_seed(args.seed)
+    if args.sequence_length < 2:
+        raise InputError("--sequence_length must be at least 2, a token and the next, not 1.")
+    if text.model and text.config != Text.config:
+        raise InputError("--config is for a new model, and --model names one that has its own: leave one of them out.")
     source = text.model or text.config
     if not (Path(source) / "config.json").is_file():
         raise InputError(f"{source} has no config.json.")
@@ -331,10 +363,10 @@ def check_options(args: Recipe, text: Text) -> None:
             "--warmup_tokens, for example to a tenth of them."
         )
     output = Path(args.output_dir)
-    if output.is_dir() and any(output.iterdir()) and not args.resume_from_checkpoint:
-        raise InputError(
-            f"{output} is not empty: choose another --output_dir, or --resume_from_checkpoint true to go on there."
-        )
+    if args.resume_from_checkpoint:
+        check_folder(output)
+    else:
+        check_empty_folder(output, "choose another --output_dir, or --resume_from_checkpoint true to go on there")
 
 
 def check_sequence_parallel(args: Recipe, text: Text) -> None:
@@ -369,7 +401,36 @@ def last_checkpoint(args: Recipe) -> str | None:
         raise InputError(f"{args.output_dir} holds no checkpoint to go on from.")
     if not (Path(found) / TRAINER_STATE_NAME).is_file():  # written last
         raise InputError(f"The checkpoint {found} is incomplete: remove it to go on from the one before.")
+    if not any(file.name.startswith(OPTIMIZER) for file in Path(found).iterdir()):
+        raise InputError(
+            f"The checkpoint {found} holds no optimizer, it was saved with --save_only_model true: begin a run of its "
+            f"own from it, --model {found}."
+        )
+    done = json.loads((Path(found) / TRAINER_STATE_NAME).read_text())["global_step"]
+    if done >= args.num_steps():
+        raise InputError(f"The checkpoint {found} has done {done:,} steps, and the run ends at {args.num_steps():,}.")
     return found
+
+
+def recorded(args: Recipe, text: Text) -> dict[str, object]:
+    """What a run that goes on must have in common with the one that began: other numbers would follow, or none."""
+    return {name: getattr(args, name) for name in OF_RECIPE} | {
+        "tokens_per_step": args.tokens_per_step(),
+        **{name: getattr(text, name) for name in OF_TEXT},
+    }
+
+
+def check_same_run(args: Recipe, text: Text, checkpoint: str | None) -> None:
+    """Refuse to go on with other options than the run began with; folders of before have no record of them."""
+    if checkpoint is None or not (file := Path(checkpoint).parent / RECORD).is_file():
+        return
+    kept, ours = json.loads(file.read_text()), recorded(args, text)
+    if differ := [name for name in ours if ours[name] != kept.get(name)]:
+        name = differ[0]
+        raise InputError(
+            f"{checkpoint} is of a run with {name} {kept.get(name)}, not {ours[name]}: go on with what it began with, "
+            f"or begin a run of its own from it, --model {checkpoint}."
+        )
 
 
 def make_tokenizer(
@@ -386,10 +447,7 @@ def make_tokenizer(
         if tokenizer.eos_token_id is None:
             raise InputError(f"The tokenizer {folder} has no eos token to put between documents.")
         return tokenizer
-    tokenizer = train_tokenizer(documents, text.vocab_size)
-    if args.process_index == 0:
-        tokenizer.save_pretrained(Path(args.output_dir) / "tokenizer")
-    return tokenizer
+    return train_tokenizer(documents, text.vocab_size)
 
 
 def kept_tokenizer(checkpoint: Path) -> Path | None:
@@ -433,10 +491,20 @@ def without_state(model: PreTrainedModel) -> str:
     return ", ".join(f'"{kind}"' for kind in dict.fromkeys(kinds))
 
 
+def begin_folder(args: Recipe, text: Text, learned: PreTrainedTokenizerBase | None) -> None:
+    """Write what a checkpoint may need to go on, once nothing is wrong with what was asked for."""
+    output = Path(args.output_dir)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / RECORD).write_text(json.dumps(recorded(args, text), indent=2) + "\n")
+    if learned is not None:
+        learned.save_pretrained(output / "tokenizer")
+
+
 def run(args: Recipe, text: Text) -> dict[str, float]:
     """Train, evaluate, save model and tokenizer; what was measured."""
     check_options(args, text)
     checkpoint = last_checkpoint(args)
+    check_same_run(args, text, checkpoint)
     documents, held_out = [], []
     if not text.streaming:
         documents, held_out = split_documents(
@@ -449,7 +517,7 @@ def run(args: Recipe, text: Text) -> dict[str, float]:
         train_data = StreamedBlocks(text.data, tokenizer, length)
     else:
         train_data = Blocks(encode(tokenizer, documents), length)
-    eval_data = Blocks(encode(tokenizer, held_out), length) if held_out else None
+    eval_data = Blocks(encode(tokenizer, held_out), length, "evaluate") if held_out else None
     args.max_steps = args.num_steps()
     if args.sequence_parallel > 1:
         args.parallelism_config = SequenceParallelism.over(args.world_size, args.sequence_parallel)
@@ -460,6 +528,8 @@ def run(args: Recipe, text: Text) -> dict[str, float]:
     check_same_model(model, checkpoint)
     if args.sequence_parallel > 1 and (names := without_state(model)):
         raise InputError(f"--sequence_parallel needs layers that pass a state on, and the model has {names}.")
+    if args.process_index == 0:
+        begin_folder(args, text, None if checkpoint or text.tokenizer or text.model else tokenizer)
     trainer = InterdomainTrainer(
         model=model,
         args=args,

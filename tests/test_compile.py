@@ -73,6 +73,8 @@ THOROUGH = [
     ("value-mask", "prefill masked", "aot_eager"),
     ("windowed", "training masked", "aot_eager"),
     ("windowed", "prefill masked", "aot_eager"),
+    ("window", "training with ends", "aot_eager"),
+    ("window-alone", "training with positions", "aot_eager"),
     ("s4d", "prefill masked", "aot_eager"),
     ("ssd", "training with positions", "aot_eager"),
     ("mamba2", "training with ends", "aot_eager"),

@@ -212,6 +212,19 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_weights(place, tmp_path, mon
     assert any("embed" in name for name in moved) == (how == ())
 
 
+@pytest.mark.once
+def test_a_run_does_not_go_on_over_another_source(place, tmp_path, monkeypatch, capsys):
+    """Its memories are of the windows that it began with."""
+    source = tmp_path / "windows"
+    shutil.copytree(place / "windows", source)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        stop_at(patched, 4)
+        main(arguments(place, tmp_path / "out", *TAUGHT, source=source))
+    (source / "model.safetensors").touch()
+    assert main(arguments(place, tmp_path / "out", *TAUGHT, source=source)) == 2
+    assert "or of folders that have changed since: repeat that command" in capsys.readouterr().err
+
+
 def test_the_folder_says_what_was_converted_and_measured(place, tmp_path):
     assert main(arguments(place, tmp_path / "out", *TAUGHT, "--whole-steps", 0)) == 0
     report = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
@@ -317,6 +330,7 @@ MISTAKES = {
     "rate": (("--learning-rate", 0), {}, "--learning-rate must be positive, not 0"),
     "rank": (("--lora", 0), {}, "--lora must be positive, not 0"),
     "no windows": ((), {"source": "llama"}, "has no window layers to teach"),
+    "no Llama": ((), {"teacher": "windows"}, "windows: name the Llama that was converted."),
     "another teacher": ((), {"teacher": "wide"}, "cannot teach"),
     "no teacher": ((), {"teacher": "nowhere"}, "is neither a folder nor a model of the Hub"),
     "too long": (("--lengths", 100_000), {}, "fewer than one sequence of 100,000 needs"),

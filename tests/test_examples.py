@@ -153,12 +153,44 @@ def test_budget_is_shared_by_the_sources(tmp_path):
         ("bad.jsonl", "no json\n", "Line 1 of "),
         ("bad.parquet", "no parquet", "is not a readable parquet file"),
         ("empty.txt", "\n \n", "No text was found in "),
+        ("bad.jsonl", '{"text": 1}\n', 'Line 1 of .* is not a JSON object with a field "text"'),
+        ("bad.jsonl", '{"text": "caf\\ud83d"}\n', "Line 1 of .* is not text in UTF-8"),
+        ("weights.bin", "\0\0", "weights.bin is not text in UTF-8"),
     ],
 )
 def test_unusable_files(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(text_data.InputError, match=message):
         text_data.gather_documents([str(tmp_path / name)])
+
+
+def test_lines_of_other_kinds(tmp_path):
+    """A byte order mark is no text, nor is null; bytes of another encoding are named."""
+    (tmp_path / "marked.jsonl").write_text('{"text": "one"}\n{"text": null}\n{"text": "two"}\n', encoding="utf-8-sig")
+    assert text_data.gather_documents([str(tmp_path)]) == ["one", "two"]
+    (tmp_path / "latin.jsonl").write_bytes('{"text": "café"}\n'.encode("latin-1"))
+    with pytest.raises(text_data.InputError, match=r"Line 1 of .*latin.jsonl is not text in UTF-8"):
+        text_data.gather_documents([str(tmp_path)])
+
+
+def test_each_source_has_text_and_a_name(tmp_path):
+    (tmp_path / "one.txt").write_text("text")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(text_data.InputError, match=r"No text was found in .*empty\.$"):
+        text_data.gather_documents([str(tmp_path / "one.txt"), str(tmp_path / "empty")])
+    with pytest.raises(text_data.InputError, match="A source of text has no name"):
+        text_data.gather_documents([str(tmp_path / "one.txt"), ""])
+
+
+def test_a_damaged_parquet_is_named(tmp_path):
+    from pyarrow import parquet, table
+
+    parquet.write_table(table({"text": ["a" * 10_000]}), tmp_path / "bad.parquet", compression="zstd")
+    data = bytearray((tmp_path / "bad.parquet").read_bytes())
+    data[4:40] = bytes(36)
+    (tmp_path / "bad.parquet").write_bytes(data)
+    with pytest.raises(text_data.InputError, match="is not a readable parquet file"):
+        text_data.gather_documents([str(tmp_path)])
 
 
 def test_parquet_without_text(tmp_path):
@@ -208,6 +240,16 @@ def test_split_of_one_document_loses_nothing():
     (train,), (held_out,) = text_data.split_documents([document])
     assert train + held_out == document
     assert len(held_out) == pytest.approx(len(document) / 10, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_split_of_few_large_documents_loses_little(seed):
+    """The rest of a large document that is cut is trained on, whichever it is."""
+    documents = ["a line\n" * 100_000, "another\n" * 90_000, "short\n" * 100]
+    train, held_out = text_data.split_documents(documents, held_out_bytes=50_000, seed=seed)
+    total = sum(map(text_data.num_bytes, documents))
+    assert 49_000 < sum(map(text_data.num_bytes, held_out)) <= 50_000
+    assert sum(map(text_data.num_bytes, train + held_out)) == total
 
 
 def test_too_little_text():
@@ -453,6 +495,8 @@ def test_end_of_the_training(arguments, steps, minutes):
         (["--sequence-length", "-1"], "--sequence-length must be positive, not -1."),
         (["--output", "{tmp}"], "is not empty: choose another, or add --overwrite."),
         (["--output", "{tmp}/short.txt"], "is a file, not a folder."),
+        (["--output", "{tmp}/short.txt/deep"], "short.txt is a file, not a folder."),
+        (["--seed", "-1"], "--seed must be from 0 to 4,294,967,295, not -1."),
     ],
 )
 def test_errors_are_one_sentence(tmp_path, tiny_config, some_text, capsys, arguments, message):
@@ -515,6 +559,19 @@ def test_quickstart_from_data_to_a_fresh_process(tmp_path, tiny_config, some_tex
     documents = text_data.gather_documents([str(output / "held_out.jsonl")])
     score = text_data.bits_per_byte(model, tokenizer, documents, sequence_length=32)
     assert score == pytest.approx(results["bits_per_byte"], rel=1e-3)
+
+
+def test_a_new_model_leaves_nothing_of_the_one_before(tmp_path):
+    """What lies there beside a model, in folders or where none is, stays."""
+    for name in ("notes.txt", "inner/chat_template.jinja"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    quickstart.make_room(tmp_path)
+    assert (tmp_path / "notes.txt").exists()
+    for name in ("config.json", "chat_template.jinja", "conversion_report.json"):
+        (tmp_path / name).write_text("{}")
+    quickstart.make_room(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["inner"] and (tmp_path / "inner").iterdir()
 
 
 @pytest.mark.slow

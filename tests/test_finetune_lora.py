@@ -102,7 +102,7 @@ def test_from_a_model_to_an_adapter_and_a_merged_model(place, start, tmp_path, c
 
 
 def test_an_adapter_is_trained_further_or_only_merged(start, tmp_path):
-    assert start("base", "--targets", "all-linear", "--rank", "2") == 0
+    assert start("base", "--targets", "all-linear", "q_proj", "--rank", "2") == 0  # the second is one of them
     first = json.loads((tmp_path / "out" / "results.json").read_text())
     (tmp_path / "out").rename(tmp_path / "first")
     assert start("base", "--adapter", "{tmp}/first") == 0
@@ -162,6 +162,8 @@ MISTAKES = {
     "one folder": ("base", ["--merge", "{tmp}/out"], "cannot both be saved in {tmp}/out."),
     "output": ("base", ["--output", "{place}/wide"], "wide is not empty: choose another folder."),
     "merge": ("base", ["--merge", "{place}/wide"], "wide is not empty: choose another folder."),
+    "one folder by another name": ("base", ["--merge", "{tmp}/x/../out"], "cannot both be saved in {tmp}/out."),
+    "seed": ("base", ["--seed", "-1"], "--seed must be from 0 to 4,294,967,295, not -1."),
     "file": ("base", ["--merge", "{place}/short.txt"], "short.txt is a file, not a folder."),
     "too little text": ("base", ["--data", "{place}/short.txt"], "too little to learn from: 10,000 are needed."),
     "long sequences": ("base", ["--sequence-length", "100000"], "fewer than one sequence of 100,000."),

@@ -361,3 +361,58 @@ def test_the_delta_rule_in_bfloat16_without_gradients(make_model, random_ids):
     expected = model(ids).logits
     found = model.to(torch.bfloat16)(ids).logits
     assert (found - expected).norm() < 0.1 * expected.norm()
+
+
+def _broken(model, ids) -> torch.Tensor:
+    """Embeddings of which the third token of the first row is not a number."""
+    broken = model.get_input_embeddings()(ids)
+    broken[0, 2] = torch.nan
+    return broken
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_no_number_stays_where_it_is(make_model, random_ids, form):
+    """In its own row or document, whatever reads it, and nowhere where it is a pad."""
+    model, ids = make_model(**FORMS[form], product="hermitian"), random_ids(2, 9)
+    broken, expected = _broken(model, ids), model(ids).logits
+    for found in (model(inputs_embeds=broken).logits, _token_by_token(model, broken)):
+        assert found[0, 2:].isnan().all()
+        assert torch.allclose(found[1], expected[1])
+    ends = torch.tensor([0, 4, 9], dtype=torch.int32)
+    packed = model(inputs_embeds=broken[:1], cu_seq_lens_q=ends).logits
+    assert packed[0, 2:4].isnan().all()
+    assert torch.allclose(packed[0, 4:], model(ids[:1, 4:]).logits[0])
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    behind = model(inputs_embeds=broken, attention_mask=mask).logits
+    assert torch.allclose(behind[0, 3:], model(ids[:1, 3:]).logits[0])
+
+
+def _token_by_token(model, embeddings: torch.Tensor) -> torch.Tensor:
+    cache = InterdomainCache(model.config)
+    return torch.cat([model(inputs_embeds=x, past_key_values=cache).logits for x in embeddings.split(1, 1)], 1)
+
+
+def test_a_loss_that_is_no_number_is_the_trainers_to_judge(make_model, random_ids):
+    model, ids = make_model(gates="forget").train(), random_ids(2, 9)
+    with torch.no_grad():
+        model.model.layers[0].input_layernorm.weight[0] = torch.nan
+    assert model(ids, labels=ids).loss.isnan()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_of_each_row(make_model, random_ids, form):
+    """By `torch.func`, which can look at no value."""
+    model, ids = make_model(**FORMS[form], product="hermitian", backend="recurrent"), random_ids(2, 9)
+    parameters = {name: x.detach() for name, x in model.named_parameters()}
+
+    def total(parameters, row):
+        logits = torch.func.functional_call(model, parameters, (row[None],), {"use_cache": False}).logits
+        return logits.square().sum()
+
+    each = torch.func.vmap(torch.func.grad(total), in_dims=(None, 0))(parameters, ids)
+    for row, one in enumerate(ids):
+        model.zero_grad()
+        total(dict(model.named_parameters()), one).backward()
+        assert all(torch.allclose(each[name][row], x.grad) for name, x in model.named_parameters())

@@ -226,6 +226,22 @@ def test_images_are_decoded(tmp_path):
         classify_images.load_images(tmp_path, "train")
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "is not empty: choose another --output."),
+        (["--output", "{tmp}/train.parquet/deep"], "train.parquet is a file, not a folder."),
+        (["--patch-size", "-8"], "--patch-size must be positive, not -8."),
+        (["--seed", "-1"], "--seed must be from 0 to 4,294,967,295, not -1."),
+    ],
+)
+def test_a_saved_model_is_not_written_over(tmp_path, capsys, given, message):
+    write_images(tmp_path)
+    arguments = ["--data", str(tmp_path), "--output", str(tmp_path), "--steps", "1"]
+    assert classify_images.main([*arguments, *(x.format(tmp=tmp_path) for x in given)]) == 2
+    assert capsys.readouterr().err.rstrip().endswith(message)
+
+
 def test_augmentation_moves_and_mirrors_whole_images():
     images = torch.arange(2 * 3 * 4 * 4).view(2, 3, 4, 4)
     generator = torch.Generator().manual_seed(0)
@@ -266,7 +282,7 @@ def test_the_example_names_mistakes(tmp_path, capsys):
     assert classify_images.main(["--data", str(tmp_path)]) == 2
     assert "has no train*.parquet" in capsys.readouterr().err
     assert classify_images.main(["--data", str(tmp_path), "--steps", "0"]) == 2
-    assert "--steps and --limit must be positive" in capsys.readouterr().err
+    assert "--steps must be positive, not 0." in capsys.readouterr().err
     assert classify_images.main(["--data", str(tmp_path), "--config", "nowhere"]) == 2
     assert "nowhere/config.json does not exist" in capsys.readouterr().err
     write_images(tmp_path)

@@ -488,7 +488,6 @@ def test_a_state_passes_tokens_that_write_nothing(assert_same):
 
 REFUSED = {
     "positive": ({"log_gate": 0.1}, {}, "log_gate must be at most 0, the logarithm of a factor up to 1, got 0.1."),
-    "nan": ({"log_gate": float("nan")}, {}, "log_gate must be at most 0, the logarithm of a factor up to 1, got nan."),
     "normalised": ({"delta": 0.5}, {"normalize": True}, "delta needs the plain readout: use normalize=False, or leave"),
 } | {
     backend: ({"write_gate": 0.5}, {"backend": backend}, f"backend {backend!r} has no gates and no delta rule: with ")

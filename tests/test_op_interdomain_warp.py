@@ -195,7 +195,6 @@ def test_a_state_passes_tokens_that_write_nothing(assert_same):
 
 REFUSED = {
     "negative": ({"time_step": -0.1}, {}, "time_step must be finite and at least 0: time stands still or moves on."),
-    "nan": ({"time_step": float("nan")}, {}, "time_step must be finite and at least 0"),
     "infinite": ({"time_step": float("inf")}, {}, "time_step must be finite and at least 0"),
     "kernels": ({}, {"backend": "triton"}, "backend must be one of auto, recurrent, chunk, got 'triton'."),
     "state": ({}, {"initial_state": torch.zeros(1)}, "initial_state must have shape [rows, G, 2, M, R + D] = "),

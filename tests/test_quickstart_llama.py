@@ -91,7 +91,12 @@ def test_where_no_llama_can_be_reached_it_says_so_and_trains_from_nothing(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--from-scratch"], ["--config", "x"], ["--steps", "3"], ["--vocab-size", "300"]]
+    "arguments",
+    [
+        ["--from-scratch"],
+        ["--config", "x"],
+        *([f"--{name}", "3"] for name in ("steps", "vocab-size", "batch-size", "sequence-length", "learning-rate")),
+    ],
 )
 def test_what_only_training_from_nothing_knows_means_that(arguments):
     assert quickstart.parse_arguments(arguments).from_scratch

@@ -254,6 +254,19 @@ def test_all_code_is_written_where_it_is_asked_for(make_model, tmp_path, monkeyp
     assert set(flat_code(make_model("interdomain").config, whole=True)) == written.keys()
 
 
+def test_code_is_written_into_folders_of_our_models_alone(tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    for folder, sentence in (
+        (tmp_path / "none", "is not a folder with a saved model."),
+        (tmp_path, 'holds a model of type "llama", whose code is not this.'),
+    ):
+        monkeypatch.setattr(sys, "argv", ["whole", str(folder)])
+        with pytest.raises(SystemExit):
+            whole.main()
+        assert capsys.readouterr().err.endswith(f"{folder} {sentence}\n")
+    assert not list(tmp_path.glob("*.py"))
+
+
 def test_a_configuration_alone_carries_its_code(make_config, tmp_path):
     make_config("s4d").save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == AUTO_MAP

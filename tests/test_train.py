@@ -202,6 +202,16 @@ MISTAKES = {
     "nothing to go on from": ({"resume_from_checkpoint": "true"}, "holds no checkpoint to go on from"),
     "recipe": ({"recipe": "nowhere.yaml"}, "The recipe nowhere.yaml does not exist"),
     "length": ({"sequence_length": 0}, "--sequence-length must be positive, not 0."),
+    "one token": ({"sequence_length": 1}, "--sequence_length must be at least 2"),
+    "negative rate": ({"learning_rate": -1}, "--learning-rate must not be negative, got -1.0."),
+    "negative end": ({"final_learning_rate": -1}, "--final-learning-rate must not be negative, got -1.0."),
+    "negative warm-up": ({"warmup_tokens": -512}, "--warmup-tokens must not be negative, got -512."),
+    "negative text": ({"held_out_bytes": -5}, "--held-out-bytes must not be negative, got -5."),
+    "no text": ({"max_bytes": 0}, "--max-bytes must be positive, not 0."),
+    "seed": ({"seed": -1}, "--seed must be from 0 to 4,294,967,295, not -1."),
+    "a source without a name": ({"data": ""}, "A source of text has no name"),
+    "two models": ({"model": "nowhere"}, "--config is for a new model, and --model names one that has its own"),
+    "evaluation": ({"per_device_eval_batch_size": 0}, "--per-device-eval-batch-size must be positive, not 0."),
     "batch": ({"per_device_train_batch_size": 0}, "--per-device-train-batch-size must be positive, not 0."),
     "option": ({"lerning_rate": 1}, "Unknown options: --lerning_rate 1; --help lists those there are."),
     "the Trainer's own": (
@@ -221,9 +231,39 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("changes", "message"), MISTAKES.values(), ids=MISTAKES)
-def test_mistakes_are_named(options, capsys, changes, message):
+def test_mistakes_are_named(options, capsys, tmp_path, changes, message):
+    """And leave nothing in the way of the next try."""
     assert train.main(options(**changes)) == 2
     assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.once
+def test_a_run_whose_loss_is_no_number_ends(options, tmp_path, capsys):
+    assert train.main(options(learning_rate=1e12, warmup_tokens=0, held_out_bytes=5000)) == 2
+    assert "loss is nan at step " in (said := capsys.readouterr().err) and "try a smaller learning rate." in said
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.once
+def test_a_run_goes_on_with_the_options_it_began_with(options, tmp_path, capsys):
+    """Other numbers would follow; and there is nothing to go on from without an optimizer, or at the end."""
+    begun = {"max_steps": 2, "save_steps": 2, "warmup_tokens": 64}
+    assert train.main(options("first", **begun)) == 0
+    assert train.main(options("bare", **begun, save_only_model="true")) == 0
+    checkpoint, bare = tmp_path / "first" / "checkpoint-2", tmp_path / "bare" / "checkpoint-2"
+    capsys.readouterr()
+    for folder, changes, message in (
+        (checkpoint, {"learning_rate": 1e-9}, "is of a run with learning_rate 0.001, not 1e-09: go on with what it"),
+        (checkpoint, {"seed": 1}, "is of a run with seed 42, not 1: go on with what it began with"),
+        (checkpoint, {"sequence_length": 16}, "is of a run with sequence_length 32, not 16"),
+        (checkpoint, {"per_device_train_batch_size": 4}, "is of a run with tokens_per_step 64, not 128"),
+        (checkpoint, {"max_steps": 2}, "has done 2 steps, and the run ends at 2."),
+        (bare, {}, "holds no optimizer, it was saved with --save_only_model true: begin a run of its own from it"),
+    ):
+        given = {"warmup_tokens": 64, "resume_from_checkpoint": folder} | changes
+        assert train.main(options("second", **given)) == 2
+        assert f"{folder} {message}" in capsys.readouterr().err
 
 
 def test_a_checkpoint_that_was_cut_off_is_named_not_read(options, tmp_path, capsys):

@@ -244,8 +244,8 @@ class DecodeTables(nn.Module):
     """A module that keeps tables made of its own parameters.
 
     It notices when parameters are moved, loaded, or changed by PyTorch's optimisers. Writes of which PyTorch counts no
-    version it notices when the next text begins, or goes on with more tokens than a draft has (`doubt_tables`); whoever
-    cannot wait calls `forget_tables`.
+    version (`fused=True`, too) it notices when the next text begins, or goes on with more tokens than a draft has
+    (`doubt_tables`); whoever cannot wait calls `forget_tables`.
     """
 
     compares: ClassVar[bool] = False  # as of `ParameterCache`

@@ -90,15 +90,15 @@ class _InterdomainCacheMixin(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Hold every row `repeats` times, one copy after the other."""
-        self._check_rows("batch_repeat_interleave")
+        self._check_rows("batch_repeat_interleave", torch.zeros(1, dtype=torch.long))
+        if repeats < 1:
+            raise ValueError(f"batch_repeat_interleave takes a number of copies from 1, got {repeats}.")
         super().batch_repeat_interleave(repeats)
 
-    def _check_rows(self, name: str, asked: torch.Tensor | None = None) -> None:
+    def _check_rows(self, name: str, asked: torch.Tensor) -> None:
         """Raise if a method is not possible, before any layer has changed its rows."""
         if not all(hasattr(layer, name) for layer in self.layers):
             raise ValueError(f"A static cache of keys and values has no {name}: use InterdomainCache for that.")
-        if asked is None:
-            return
         if not isinstance(asked, torch.Tensor) or asked.ndim != 1 or asked.is_floating_point():
             raise ValueError(f"{name} takes the numbers of rows as a tensor of one axis, got {asked!r}.")
         count = next((held.shapes[0][0] for held in map(contents_of, self.layers) if held.shapes), None)
@@ -106,8 +106,9 @@ class _InterdomainCacheMixin(Cache):
             return
         least = -count if name == "batch_select_indices" else 0
         masked = asked.dtype == torch.bool and least < 0
-        if len(asked) != count if masked else any(not least <= row < count for row in asked.tolist()):
-            what = f"a mask of {len(asked)}" if masked else f"{asked.tolist()}"
+        wrong = len(asked) != count if masked else any(not least <= row < count for row in asked.tolist())
+        if wrong or not (asked.any() if masked else len(asked)):
+            what = f"a mask of {len(asked)}" if masked and wrong else asked.tolist()
             raise ValueError(f"{name} takes numbers of the {count} rows of this cache, from 0, got {what}.")
 
     def to(self, device=None, dtype: torch.dtype | None = None):

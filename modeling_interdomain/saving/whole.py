@@ -5,6 +5,7 @@ are then there too, where the model is loaded with `trust_remote_code=True`.
 """
 
 import argparse
+from pathlib import Path
 
 from transformers import AutoConfig
 
@@ -14,8 +15,16 @@ from .code import write_code
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="+", help="what save_pretrained has written")
-    for folder in parser.parse_args().folder:
-        write_code(AutoConfig.from_pretrained(folder), folder, whole=True)
+    folders = parser.parse_args().folder
+    for folder in folders:
+        if not (Path(folder) / "config.json").is_file():
+            parser.error(f"{folder} is not a folder with a saved model.")
+    configs = [AutoConfig.from_pretrained(folder) for folder in folders]
+    for folder, config in zip(folders, configs, strict=True):
+        if config.model_type != "interdomain":
+            parser.error(f'{folder} holds a model of type "{config.model_type}", whose code is not this.')
+    for folder, config in zip(folders, configs, strict=True):
+        write_code(config, folder, whole=True)
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ class WindowAttention(nn.Module):
         if self.sinks:
             scores.insert(0, torch.einsum("bnlgrd,bnsgd->bngrls", toward, sink_key))
         if memory is not None:
-            memory = _longer(memory, query.shape[1] - length).unflatten(2, (groups, -1)).unflatten(1, (-1, size))
+            memory = _longer(memory, query.shape[1] - length, size).unflatten(2, (groups, -1)).unflatten(1, (-1, size))
             scores.append(memory.permute(0, 1, 3, 4, 2)[..., None].to(key.dtype))
         joined = torch.cat(scores, dim=-1) if len(scores) > 1 else scores[0]
         # Added in place, which costs a backward pass nothing. A softmax sums up in float32, whatever its dtype.
@@ -154,7 +154,7 @@ class WindowAttention(nn.Module):
             output = output + torch.einsum("bngrls,bnsgd->bnlgrd", sinks, sink_value)
         if memory is not None:
             output = torch.cat([output, rest.permute(0, 1, 4, 2, 3, 5)], dim=-1)
-        return output.flatten(3, 4).flatten(1, 2)[:, :length]
+        return _first(output.flatten(3, 4).flatten(1, 2), length)
 
     def _fused(self, query: torch.Tensor, seen: Seen, size: int, memory: torch.Tensor | None) -> torch.Tensor:
         """What `_blocks` gives, by the library's kernels, which keep no scores: a block is a row of their batch.
@@ -176,7 +176,9 @@ class WindowAttention(nn.Module):
         dim = value.shape[-1]
         if memory is not None:
             least = self.scaling * torch.finfo(query.dtype).min / 2  # of what can be multiplied by 0
-            score = _longer(memory.clamp(min=least) / self.scaling, query.shape[1] - length)[..., None].to(query.dtype)
+            score = _longer(memory.clamp(min=least) / self.scaling, query.shape[1] - length, size)[..., None].to(
+                query.dtype
+            )
             query = torch.cat([query, F.pad(score, (0, _ALIGNED - 1))], dim=-1)
             key, value = (_with_one_more(x) for x in (key, value))
         places = places.unflatten(1, (-1, 1, size, 1)).expand(batch, -1, heads // groups, -1, -1)
@@ -192,14 +194,14 @@ class WindowAttention(nn.Module):
         )
         output = output[..., : dim + (memory is not None)]
         output = output.unflatten(0, (batch, count)).unflatten(3, (-1, size)).permute(0, 1, 4, 2, 3, 5)
-        return output.flatten(3, 4).flatten(1, 2)[:, :length]
+        return _first(output.flatten(3, 4).flatten(1, 2), length)
 
     def _in_blocks(self, query: torch.Tensor, seen: Seen, size: int):
         """Queries and places of n blocks, and what each sees of keys and of values, in parts: sinks `[B, 1 or n, S, G,
         D]` and one or two `[B, n, K, G, D]`, together W + `size`."""
         length = query.shape[1]
         missing = (length + size - 1) // size * size - length
-        query, key, value = (_longer(x, missing) for x in (query, *seen[:2]))
+        query, key, value = (_longer(x, missing, size) for x in (query, *seen[:2]))
         sinks = (x if x.ndim == 5 else x[:, None] for x in seen[2:4])
         parts = ([first, *self._overlapping(x, size)] for first, x in zip(sinks, (key, value), strict=True))
         return query, F.pad(seen.places, (0, missing)), *parts
@@ -290,11 +292,22 @@ class WindowAttention(nn.Module):
         return found
 
 
-def _longer(x: torch.Tensor, count: int) -> torch.Tensor:
-    """Zeros for so many more tokens."""
-    if not count and not in_graph():
-        return x
-    return F.pad(x, (*[0] * (2 * x.ndim - 3), count))
+def _longer(x: torch.Tensor, count: int, size: int) -> torch.Tensor:
+    """Zeros for so many more tokens, fewer than `size`.
+
+    In a graph that many are cut off again, so that it is of all lengths, whole blocks or not. (The gradient of `F.pad`
+    would not lie in memory as a graph foresees.)
+    """
+    if not in_graph():
+        return F.pad(x, (*[0] * (2 * x.ndim - 3), count)) if count else x
+    return torch.cat([x, x.new_zeros(x.shape[0], size, *x.shape[2:])], dim=1)[:, : x.shape[1] + count]
+
+
+def _first(x: torch.Tensor, count: int) -> torch.Tensor:
+    """The first tokens, in a graph copied: of a view it would ask whether these are all, and be made anew."""
+    if not in_graph():
+        return x[:, :count]
+    return x.index_select(1, torch.arange(count, device=x.device))
 
 
 def _with_one_more(x: torch.Tensor) -> torch.Tensor:

@@ -133,7 +133,8 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
     def _seen(self, key, value, conv_state, packing, keep: bool) -> tuple[Seen, list[torch.Tensor]]:
         """What the tokens of keys `[B, T, G D]` and values see, after what a cache has held; and what it holds next."""
         if packing is not None and packing.cu_seqlens is not None:
-            seen, after = self._seen_in_documents(key, value, conv_state, packing), list[torch.Tensor]()
+            after: list[torch.Tensor] = []
+            seen = self._seen_in_documents(key, value, conv_state, packing)
         else:
             lengths = None if packing is None else packing.lengths
             seen, after = self._seen_in_rows(key, value, conv_state, lengths, keep)

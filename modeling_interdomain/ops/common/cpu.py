@@ -41,8 +41,8 @@ def in_graph() -> bool:
 
 
 def values_at_hand(x: torch.Tensor) -> bool:
-    """Whether sizes and branches may depend on the values of x: reading them would wait for a GPU or break a graph."""
-    return x.device.type == "cpu" and not in_graph()
+    """Whether to branch by values of x: not where it waits for a GPU, breaks a graph, or stands for many (vmap)."""
+    return x.device.type == "cpu" and not in_graph() and not torch._C._are_functorch_transforms_active()
 
 
 def all_real(mask: torch.Tensor) -> bool:
@@ -57,6 +57,4 @@ def autocasts(device: torch.device) -> bool:
 
 def without_autocast(device: torch.device):
     """Switch autocast off where it is on; the context manager costs more than a small operation."""
-    if autocasts(device):
-        return torch.autocast(device.type, enabled=False)
-    return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False) if autocasts(device) else contextlib.nullcontext()

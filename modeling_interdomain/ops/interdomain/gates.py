@@ -43,7 +43,7 @@ def checked_gates(
     named = [(name, x, f"{rows}, G") for name, x in zip(Gates._fields, gates) if x is not None]
     check_tensors(("key", key, f"{rows}, G, R"), *named)
     found = Gates(*gates)
-    if found.log_gate is not None and values_at_hand(found.log_gate) and not bool((found.log_gate <= 0).all()):
+    if found.log_gate is not None and values_at_hand(found.log_gate) and bool((found.log_gate > 0).any()):
         raise ValueError(
             f"log_gate must be at most 0, the logarithm of a factor up to 1, got {found.log_gate.max().item():g}."
         )

@@ -46,7 +46,7 @@ def warped_attention(
     cu_seqlens, lengths = check_documents(cu_seqlens, lengths, query)
     check_how(backend, _BACKENDS, chunk_size)
     check_tensors(("key", key, "B, T, G, R"), ("time_step", time_step, "B, T, G"))
-    if values_at_hand(time_step) and not bool(((time_step >= 0) & time_step.isfinite()).all()):
+    if values_at_hand(time_step) and bool(((time_step < 0) | time_step.isinf()).any()):
         raise ValueError("time_step must be finite and at least 0: time stands still or moves on.")
     if torch.compiler.is_exporting():
         raise ValueError("Exported graphs have no warped time: export a model without it.")
