@@ -96,10 +96,11 @@ def run(options: argparse.Namespace) -> None:
     check_options(options)
     logging.disable_progress_bar()
     model, tokenizer = load(options.folder)
+    documents = gather_documents(options.data) if options.data else []  # a wrong name is said at once
     print(generate_text(model, tokenizer, options.prompt, options.tokens, options.temperature, options.seed))
-    if not options.data:
+    if not documents:
         return
-    results = measure(model, tokenizer, gather_documents(options.data), options.sequence_length)
+    results = measure(model, tokenizer, documents, options.sequence_length)
     print(
         f"\nHeld-out text, {results['held_out_bytes']:,} bytes: {results['bits_per_byte']:.3f} bits per byte"
         f" (xz needs {results['xz_bits_per_byte']:.3f}, zlib {results['zlib_bits_per_byte']:.3f})"

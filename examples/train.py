@@ -495,7 +495,11 @@ def begin_folder(args: Recipe, text: Text, learned: PreTrainedTokenizerBase | No
     """Write what a checkpoint may need to go on, once nothing is wrong with what was asked for."""
     output = Path(args.output_dir)
     output.mkdir(parents=True, exist_ok=True)
-    (output / RECORD).write_text(json.dumps(recorded(args, text), indent=2) + "\n")
+    try:
+        with (output / RECORD).open("w" if args.resume_from_checkpoint else "x") as file:
+            file.write(json.dumps(recorded(args, text), indent=2) + "\n")
+    except FileExistsError as error:
+        raise InputError(f"Another run has begun in {output} meanwhile: choose another --output_dir.") from error
     if learned is not None:
         learned.save_pretrained(output / "tokenizer")
 

@@ -315,6 +315,21 @@ def test_nothing_is_overwritten(options, tmp_path, capsys):
         assert "is not empty: choose another --output_dir" in capsys.readouterr().err
 
 
+@pytest.mark.once
+def test_of_two_runs_in_a_folder_one_begins(options, tmp_path, capsys, monkeypatch):
+    made = train.make_model
+
+    def meanwhile(*arguments):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "run.json").write_text("{}")
+        return made(*arguments)
+
+    monkeypatch.setattr(train, "make_model", meanwhile)
+    assert train.main(options()) == 2
+    assert "Another run has begun in " in capsys.readouterr().err
+    assert [x.name for x in (tmp_path / "out").iterdir()] == ["run.json"]
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
