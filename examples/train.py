@@ -119,7 +119,8 @@ class Text:
     """What is learned from, and what kind of model."""
 
     config: str = field(
-        default=str(REPOSITORY / "configuration" / "interdomain-small"), metadata={"help": "Folder with config.json."}
+        default=str(REPOSITORY / "configuration" / "interdomain-small"),
+        metadata={"help": "Folder with config.json; not used with --model."},
     )
     model: str | None = field(
         default=None, metadata={"help": "Checkpoint to go on from, with its tokenizer, instead of a new model."}
@@ -331,8 +332,6 @@ def check_options(args: Recipe, text: Text) -> None:
     check_seed(args.seed)
     if args.sequence_length < 2:
         raise InputError("--sequence_length must be at least 2, a token and the next, not 1.")
-    if text.model and text.config != Text.config:
-        raise InputError("--config is for a new model, and --model names one that has its own: leave one of them out.")
     source = text.model or text.config
     if not (Path(source) / "config.json").is_file():
         raise InputError(f"{source} has no config.json.")

@@ -210,7 +210,6 @@ MISTAKES = {
     "no text": ({"max_bytes": 0}, "--max-bytes must be positive, not 0."),
     "seed": ({"seed": -1}, "--seed must be from 0 to 4,294,967,295, not -1."),
     "a source without a name": ({"data": ""}, "A source of text has no name"),
-    "two models": ({"model": "nowhere"}, "--config is for a new model, and --model names one that has its own"),
     "evaluation": ({"per_device_eval_batch_size": 0}, "--per-device-eval-batch-size must be positive, not 0."),
     "batch": ({"per_device_train_batch_size": 0}, "--per-device-train-batch-size must be positive, not 0."),
     "option": ({"lerning_rate": 1}, "Unknown options: --lerning_rate 1; --help lists those there are."),
