@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from conversion.writing import save_state
 from examples.text_data import encode, mean_nll
-from examples.training import clip_gradients, cosine_with_warmup, parameter_groups, with_layer_loss
+from examples.training import check_finite, clip_gradients, cosine_with_warmup, parameter_groups, with_layer_loss
 
 Loss = Callable[[torch.Tensor], torch.Tensor]
 Groups = list[dict[str, Any]]
@@ -142,8 +142,7 @@ def _values(pending: list[tuple[int, torch.Tensor]]) -> list[float]:
     found = [(step, loss.item()) for step, loss in pending]
     pending.clear()
     for step, value in found:
-        if not math.isfinite(value):
-            raise FloatingPointError(f"The loss is {value} at step {step}: try a smaller learning rate.")
+        check_finite(value, step)
     return [value for _, value in found]
 
 

@@ -27,7 +27,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig, P
 
 from examples.saved_model import read_config
 from examples.text_data import InputError, check_empty_folder, check_positive, check_seed, exit_code
-from examples.training import clip_gradients, cosine_with_warmup, parameter_groups, read_recipe
+from examples.training import check_finite, clip_gradients, cosine_with_warmup, parameter_groups, read_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPE = REPOSITORY / "recipes" / "sequential-cifar10.yaml"
@@ -106,8 +106,8 @@ def train_classifier(model: PreTrainedModel, images: Images, recipe: dict, steps
             group["lr"] = peak * factor
         inputs = normalized(pixels).to(model.device)
         loss = model(pixel_values=inputs, labels=images.labels[rows].to(model.device)).loss
-        if not math.isfinite(value := loss.item()):
-            raise FloatingPointError(f"The loss is {value} at step {step + 1}: try a smaller learning rate.")
+        value = loss.item()
+        check_finite(value, step + 1)
         optimizer.zero_grad()
         loss.backward()
         clip_gradients(optimizer, recipe.get("max_grad_norm"), recipe["recurrence_max_grad_norm"])

@@ -36,6 +36,7 @@ from examples.saved_model import add_folder, load, one_line
 from examples.text_data import (
     InputError,
     check_empty_folder,
+    check_not_negative,
     check_positive,
     check_seed,
     encode,
@@ -51,8 +52,7 @@ RANK = 8
 def check_options(options: argparse.Namespace) -> None:
     """Refuse at once what would fail, or lose somebody's files, minutes later."""
     check_positive(options, "rank", "batch_size", "sequence_length", "learning_rate")
-    if options.steps < 0:
-        raise InputError(f"--steps must not be negative, got {options.steps}.")
+    check_not_negative(options, "steps")
     if options.adapter is None and not options.steps:
         raise InputError("--steps 0 trains nothing: it needs --adapter.")
     if options.adapter is not None and (options.rank or options.targets):

@@ -57,7 +57,7 @@ from examples.text_data import (
     split_documents,
     train_tokenizer,
 )
-from examples.training import ExpertUsage, cosine_with_warmup, parameter_groups, read_recipe
+from examples.training import ExpertUsage, check_finite, cosine_with_warmup, parameter_groups, read_recipe
 from modeling_interdomain import TokenMixer
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -75,14 +75,12 @@ ONLY_HOW = {
     "transformers_version",
     "use_cache",
 }
-
-
-# How files begin in which the Trainer, FSDP and DeepSpeed keep the state of an optimizer.
+# The Trainer, FSDP and DeepSpeed keep the state of an optimizer in files or folders whose names begin so.
 OPTIMIZER = ("optimizer", "global_step")
-# In the output folder: the options of a run that decide which numbers follow from a checkpoint.
+# A file of the output folder keeps the options that decide which numbers follow from a checkpoint.
 RECORD = "run.json"
-OF_RECIPE = ("seed", "learning_rate", "recurrence_learning_rate", "final_learning_rate", "weight_decay")
-OF_RECIPE += ("adam_beta1", "adam_beta2", "sequence_length")
+RATES = ("learning_rate", "recurrence_learning_rate", "final_learning_rate", "weight_decay")
+OF_RECIPE = ("seed", *RATES, "adam_beta1", "adam_beta2", "sequence_length")
 OF_TEXT = ("streaming", "separate_documents")
 
 
@@ -229,9 +227,7 @@ class InterdomainTrainer(SequenceParallelTrainer):
         A loss that is not finite ends the run.
         """
         for name in ("loss", "train_loss", "eval_loss"):
-            if not math.isfinite(value := float(logs.get(name, 0.0))):
-                step = self.state.global_step
-                raise FloatingPointError(f"The {name} is {value} at step {step}: try a smaller learning rate.")
+            check_finite(float(logs.get(name, 0.0)), self.state.global_step, name)
         now, step = time.perf_counter(), self.state.global_step
         if "loss" in logs:
             before, first = getattr(self, "_last_log", (None, 0))
@@ -323,11 +319,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[Recipe, Tex
 
 def check_options(args: Recipe, text: Text) -> None:
     """Refuse at once what would fail, or lose somebody's files, minutes later."""
-    counts = ("sequence_parallel", "per_device_train_batch_size", "gradient_accumulation_steps")
-    check_positive(args, "sequence_length", *counts, "per_device_eval_batch_size")
+    counts = ("sequence_length", "sequence_parallel", "per_device_train_batch_size", "gradient_accumulation_steps")
+    check_positive(args, *counts, "per_device_eval_batch_size")
     check_positive(text, "max_bytes")
-    check_not_negative(args, "learning_rate", "recurrence_learning_rate", "final_learning_rate", "weight_decay")
-    check_not_negative(args, "warmup_tokens")
+    check_not_negative(args, *RATES, "warmup_tokens")
     check_not_negative(text, "held_out_bytes")
     check_seed(args.seed)
     if args.sequence_length < 2:

@@ -145,6 +145,12 @@ def cosine_with_warmup(progress: float, warmup: float = 0.05, final: float = 0.1
     return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * decayed))
 
 
+def check_finite(loss: float, step: int, name: str = "loss") -> None:
+    """End a run whose loss is no number."""
+    if not math.isfinite(loss):
+        raise FloatingPointError(f"The {name} is {loss} at step {step}: try a smaller learning rate.")
+
+
 def with_layer_loss(loss: torch.Tensor, output: Any) -> torch.Tensor:
     """A loss that was made of the logits of `output`, in training with what the layers of the model add to it."""
     added = getattr(output, "layer_loss", None)
@@ -199,8 +205,7 @@ def train(
         with torch.autocast(device_type, autocast_dtype, enabled=autocast_dtype is not None):
             loss = next_token_loss(model, batch)
         value = loss.item()
-        if not math.isfinite(value):
-            raise FloatingPointError(f"The loss is {value} at step {step + 1}: try a smaller learning rate.")
+        check_finite(value, step + 1)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)

@@ -535,6 +535,26 @@ def assert_same():
 
 
 @pytest.fixture(scope="session")
+def assert_gradients_of_each_row():
+    """`torch.func` gives each row of ids the gradients that it has alone."""
+
+    def check(model, ids: torch.Tensor):
+        parameters = {name: x.detach() for name, x in model.named_parameters()}
+
+        def total(parameters, row):
+            logits = torch.func.functional_call(model, parameters, (row[None],), {"use_cache": False}).logits
+            return logits.square().sum()
+
+        each = torch.func.vmap(torch.func.grad(total), in_dims=(None, 0))(parameters, ids)
+        for row, one in enumerate(ids):
+            model.zero_grad()
+            total(dict(model.named_parameters()), one).backward()
+            assert all(torch.allclose(each[name][row], x.grad) for name, x in model.named_parameters())
+
+    return check
+
+
+@pytest.fixture(scope="session")
 def advance():
     """`advance(model, cache, ids)`: logits of a forward without gradients."""
 

@@ -571,7 +571,8 @@ def test_a_new_model_leaves_nothing_of_the_one_before(tmp_path):
     for name in ("config.json", "chat_template.jinja", "conversion_report.json"):
         (tmp_path / name).write_text("{}")
     quickstart.make_room(tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == ["inner"] and (tmp_path / "inner").iterdir()
+    assert [file.name for file in tmp_path.iterdir()] == ["inner"]
+    assert (tmp_path / "inner" / "chat_template.jinja").exists()
 
 
 @pytest.mark.slow

@@ -402,17 +402,7 @@ def test_a_loss_that_is_no_number_is_the_trainers_to_judge(make_model, random_id
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_gradients_of_each_row(make_model, random_ids, form):
+def test_gradients_of_each_row(make_model, random_ids, assert_gradients_of_each_row, form):
     """By `torch.func`, which can look at no value."""
     model, ids = make_model(**FORMS[form], product="hermitian", backend="recurrent"), random_ids(2, 9)
-    parameters = {name: x.detach() for name, x in model.named_parameters()}
-
-    def total(parameters, row):
-        logits = torch.func.functional_call(model, parameters, (row[None],), {"use_cache": False}).logits
-        return logits.square().sum()
-
-    each = torch.func.vmap(torch.func.grad(total), in_dims=(None, 0))(parameters, ids)
-    for row, one in enumerate(ids):
-        model.zero_grad()
-        total(dict(model.named_parameters()), one).backward()
-        assert all(torch.allclose(each[name][row], x.grad) for name, x in model.named_parameters())
+    assert_gradients_of_each_row(model, ids)

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch.func import functional_call
 from torch.nn import functional as F
 from transformers import (
     LlamaConfig,
@@ -411,19 +410,10 @@ def test_what_is_kept_may_go_before_it_is_read(make_model, random_ids):
         assert torch.equal(model(ids).logits, expected)
 
 
-def test_what_is_kept_is_of_no_transform(make_model, random_ids):
+def test_what_is_kept_is_of_no_transform(make_model, random_ids, assert_gradients_of_each_row):
     """The gradients of each row (`torch.func`), and nothing of that is left where the model is called again."""
     model, ids = make_model("window-alone", token_mixers="window"), random_ids(2, 9)
-    parameters = {name: x.detach() for name, x in model.named_parameters()}
-
-    def total(parameters, row):
-        return functional_call(model, parameters, (row[None],), {"use_cache": False}).logits.square().sum()
-
-    each = torch.func.vmap(torch.func.grad(total), in_dims=(None, 0))(parameters, ids)
-    for row, one in enumerate(ids):
-        model.zero_grad()
-        total(dict(model.named_parameters()), one).backward()
-        assert all(torch.allclose(each[name][row], x.grad) for name, x in model.named_parameters())
+    assert_gradients_of_each_row(model, ids)
 
 
 @torch.no_grad()

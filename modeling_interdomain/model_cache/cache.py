@@ -90,19 +90,19 @@ class _InterdomainCacheMixin(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Hold every row `repeats` times, one copy after the other."""
-        self._check_rows("batch_repeat_interleave", torch.zeros(1, dtype=torch.long))
+        self._check_rows("batch_repeat_interleave")
         if repeats < 1:
             raise ValueError(f"batch_repeat_interleave takes a number of copies from 1, got {repeats}.")
         super().batch_repeat_interleave(repeats)
 
-    def _check_rows(self, name: str, asked: torch.Tensor) -> None:
+    def _check_rows(self, name: str, asked: torch.Tensor | None = None) -> None:
         """Raise if a method is not possible, before any layer has changed its rows."""
         if not all(hasattr(layer, name) for layer in self.layers):
             raise ValueError(f"A static cache of keys and values has no {name}: use InterdomainCache for that.")
-        if not isinstance(asked, torch.Tensor) or asked.ndim != 1 or asked.is_floating_point():
+        if asked is not None and (not isinstance(asked, torch.Tensor) or asked.ndim != 1 or asked.is_floating_point()):
             raise ValueError(f"{name} takes the numbers of rows as a tensor of one axis, got {asked!r}.")
         count = next((held.shapes[0][0] for held in map(contents_of, self.layers) if held.shapes), None)
-        if count is None or asked.device.type != "cpu":  # indices on a GPU are not looked at, which would wait for it
+        if asked is None or count is None or asked.device.type != "cpu":  # to look at a GPU's would wait for it
             return
         least = -count if name == "batch_select_indices" else 0
         masked = asked.dtype == torch.bool and least < 0

@@ -7,7 +7,7 @@ are then there too, where the model is loaded with `trust_remote_code=True`.
 import argparse
 from pathlib import Path
 
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from .code import write_code
 
@@ -15,16 +15,18 @@ from .code import write_code
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="+", help="what save_pretrained has written")
-    folders = parser.parse_args().folder
-    for folder in folders:
-        if not (Path(folder) / "config.json").is_file():
-            parser.error(f"{folder} is not a folder with a saved model.")
-    configs = [AutoConfig.from_pretrained(folder) for folder in folders]
-    for folder, config in zip(folders, configs, strict=True):
-        if config.model_type != "interdomain":
-            parser.error(f'{folder} holds a model of type "{config.model_type}", whose code is not this.')
-    for folder, config in zip(folders, configs, strict=True):
+    found = {folder: _config(parser, folder) for folder in parser.parse_args().folder}  # before any is written
+    for folder, config in found.items():
         write_code(config, folder, whole=True)
+
+
+def _config(parser: argparse.ArgumentParser, folder: str) -> PreTrainedConfig:
+    if not (Path(folder) / "config.json").is_file():
+        parser.error(f"{folder} is not a folder with a saved model.")
+    config = AutoConfig.from_pretrained(folder)
+    if config.model_type != "interdomain":
+        parser.error(f'{folder} holds a model of type "{config.model_type}", whose code is not this.')
+    return config
 
 
 if __name__ == "__main__":

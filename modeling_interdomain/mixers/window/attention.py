@@ -176,10 +176,8 @@ class WindowAttention(nn.Module):
         dim = value.shape[-1]
         if memory is not None:
             least = self.scaling * torch.finfo(query.dtype).min / 2  # of what can be multiplied by 0
-            score = _longer(memory.clamp(min=least) / self.scaling, query.shape[1] - length, size)[..., None].to(
-                query.dtype
-            )
-            query = torch.cat([query, F.pad(score, (0, _ALIGNED - 1))], dim=-1)
+            score = _longer(memory.clamp(min=least) / self.scaling, query.shape[1] - length, size)
+            query = torch.cat([query, F.pad(score[..., None].to(query.dtype), (0, _ALIGNED - 1))], dim=-1)
             key, value = (_with_one_more(x) for x in (key, value))
         places = places.unflatten(1, (-1, 1, size, 1)).expand(batch, -1, heads // groups, -1, -1)
         mask = self._mask(query, places, key.shape[2]).flatten(2, 3).flatten(0, 1)[:, None]
@@ -295,8 +293,8 @@ class WindowAttention(nn.Module):
 def _longer(x: torch.Tensor, count: int, size: int) -> torch.Tensor:
     """Zeros for so many more tokens, fewer than `size`.
 
-    In a graph that many are cut off again, so that it is of all lengths, whole blocks or not. (The gradient of `F.pad`
-    would not lie in memory as a graph foresees.)
+    A graph gets `size` of them and cuts off the rest: one that may add none asks whether it does, and is made anew. And
+    there the gradient of `F.pad` would lie in memory otherwise than the graph foresees.
     """
     if not in_graph():
         return F.pad(x, (*[0] * (2 * x.ndim - 3), count)) if count else x
@@ -304,7 +302,7 @@ def _longer(x: torch.Tensor, count: int, size: int) -> torch.Tensor:
 
 
 def _first(x: torch.Tensor, count: int) -> torch.Tensor:
-    """The first tokens, in a graph copied: of a view it would ask whether these are all, and be made anew."""
+    """The first tokens. A graph copies them: of a view it asks whether they are all, and is made anew."""
     if not in_graph():
         return x[:, :count]
     return x.index_select(1, torch.arange(count, device=x.device))
