@@ -10,16 +10,24 @@ Then the question the other way round: layers start quiet, with a tenth of their
 they are (LOST) go on to their end with a quiet first layer. Beside them models of one layer, models with gates and the
 delta rule, which takes from a value what the state answers already, and training with hidden answers.
 
+And what does a quiet first layer do in language? Models of `core_study` (1.4M) start with one, with its seeds and its
+best rate.
+
     python -m benchmarks.recall_layers             # all runs that results/recall_layers.json does not hold yet
     python -m benchmarks.recall_layers --table     # the table as markdown
 """
 
+import functools
 import itertools
+import statistics
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
-from benchmarks import recall_study, studies
+from benchmarks import condition_study, core_runs, core_study, core_table, recall_study, studies
+from benchmarks.core_conditions import LANGUAGE, MANY_HEADS
+from benchmarks.core_plan import language_item
 from benchmarks.distant_study import right_and_ages
 from benchmarks.harness import RESULTS, footnote, markdown
 from benchmarks.recall_study import SEEDS, SETTINGS, SHORT_STEPS, STATE_SIZES
@@ -41,6 +49,7 @@ LOST = {(64, 0), (64, 2), (128, 2)}  # of 64 and 128 modes, seeds that fall behi
 BEGUN = SHORT_STEPS * (len(SETTINGS) - 1)  # steps, of all lengths but the last
 TRAINING = recall_study.TRAINING | {"learning_rate": 3e-3, "looked_at_batches": 2, "factor": FACTOR, "begun": BEGUN}
 QUARTERS = 4
+IN_LANGUAGE = ("Interdomain", "Interdomain, gates", MANY_HEADS)  # conditions of `core_study`
 SEEN, HIDDEN = "as trained", "answers hidden"
 
 
@@ -51,6 +60,25 @@ def plan(runs: list[dict]) -> Iterator[dict]:
     asked += [(FIRST_QUIET, 128), (HIDDEN_TRAINING, 64), (BOTH_QUIET, 64), (ONE_LAYER, 64), (ONE_LAYER, 32)]
     for (name, size), seed in itertools.product(asked, SEEDS):
         yield {"condition": name, "state_size": size, "seed": seed}
+    for seed, name in itertools.product(SEEDS, IN_LANGUAGE):
+        yield {"condition": FIRST_QUIET, "language": name, "seed": seed}
+
+
+def make_run(data: Path):
+    def run(condition: str, seed: int, state_size: int | None = None, language: str | None = None) -> dict:
+        if language is not None:
+            return run_language(language, seed, core_runs.texts_of(LANGUAGE, data))
+        return run_condition(condition, state_size, seed)
+
+    return run
+
+
+def run_language(name: str, seed: int, texts: dict, **options) -> dict:
+    """Train and measure a model of `core_study` whose first layer starts quiet."""
+    item = language_item(name, TRAINING["learning_rate"], seed) | {"start": FIRST_QUIET}
+    fleet = core_runs.make_fleet([item])
+    start_quiet(fleet.models[0].model.layers[0])
+    return core_runs.run_language(fleet, [item], texts, **options)[0]
 
 
 def run_condition(condition: str, state_size: int, seed: int, steps: int | None = None) -> dict:
@@ -118,6 +146,31 @@ def by_age(model, batches: list[Pairs]) -> list[float]:
 
 
 def table(record: dict) -> str:
+    """Answers of each run, and beside them what a quiet first layer does in language."""
+    return "\n\n".join(filter(None, (recall_table(record), language_table(record))))
+
+
+def language_table(record: dict) -> str:
+    """By condition the losses by seed, as `core_study` has them and with a quiet first layer; empty without runs."""
+    names = (core_study.FILE.stem, *core_study.OTHERS)
+    rows = core_table.best_language({name: studies.load(RESULTS / f"{name}.json", {}) for name in names}, LANGUAGE)
+    cells = []
+    for name in IN_LANGUAGE:
+        own = [row for row in record["runs"] if row.get("language") == name]
+        quiet = {row["seed"]: condition_study.score(row) for row in own}
+        plain = {row["seed"]: condition_study.score(row) for row in rows[name] if row["seed"] in quiet}
+        if quiet:
+            means = [statistics.mean(found.values()) for found in (plain, quiet)]
+            losses = (", ".join(f"{found[seed]:.3f}" for seed in sorted(found)) for found in (plain, quiet))
+            cells.append([name, *losses, f"{means[1] - means[0]:+.3f}"])
+    if not cells:
+        return ""
+    header = ["language, 1.4M", "loss by seed as it is", FIRST_QUIET, "difference"]
+    about = "In nats a token, as in [the comparison](core_study.md), which has those as they are."
+    return f"{markdown(header, cells)}\n\n{about}"
+
+
+def recall_table(record: dict) -> str:
     """One row a run: answers whole and without a layer, as lengths grow, and at the end."""
     ends = {
         (row["state_size"], row["seed"]): row["accuracy"]
@@ -129,7 +182,8 @@ def table(record: dict) -> str:
         header.append(f"step {SHORT_STEPS * index}, {pairs} pairs in {length} tokens")
     header.append(f"{HIDDEN}, {SETTINGS[-2][0]} pairs")
     rows = []
-    for row in sorted(record["runs"], key=lambda row: (ORDER.index(row["condition"]), row["state_size"], row["seed"])):
+    runs = [row for row in record["runs"] if "language" not in row]
+    for row in sorted(runs, key=lambda row: (ORDER.index(row["condition"]), row["state_size"], row["seed"])):
         cells = [row["condition"], str(row["state_size"]), str(row["seed"])]
         for index, (pairs, _) in enumerate(SETTINGS[:-1], 1):
             found = row["looks"][str(SHORT_STEPS * index)][str(pairs)]
@@ -155,9 +209,9 @@ def _shares(found: dict[str, list[float]]) -> str:
 
 
 def main() -> None:
-    arguments = studies.parser(__doc__).parse_args()
+    arguments = studies.parser(__doc__, "../shared/data").parse_args()
     fresh = {"training": TRAINING, "shape": recall_study.SHAPE}
-    studies.show_or_run(arguments, FILE, fresh, plan, lambda: run_condition, table)
+    studies.show_or_run(arguments, FILE, fresh, plan, functools.partial(make_run, arguments.data), table)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from benchmarks import (
     delta_rules,
     larger_study,
     peers,
+    recall_layers,
     recall_study,
     side_by_side,
     studies,
@@ -700,6 +701,34 @@ def test_runs_have_what_the_tables_read(monkeypatch):
     assert f"| {name} | {row['state_bytes']:,} | {found}" in table
     (others,) = re.findall(r"overwritten \((.*?)\)", table)
     assert "Mamba-2" in others and "Gated DeltaNet;" not in others
+
+
+def test_a_quiet_first_layer_in_language_stands_beside_the_same_without(monkeypatch, tmp_path):
+    """It begins as `core_study` begins but for the C of that layer, and does not take up a run of that."""
+    data, begun, run_language = tiny(monkeypatch), [], core_runs.run_language
+
+    def noted(fleet, job, texts):
+        weights = {name: x.clone() for name, x in fleet.models[0].state_dict().items()}
+        begun.append((studies.checksum(job), weights))
+        return run_language(fleet, job, texts)
+
+    monkeypatch.setattr(core_runs, "run_language", noted)
+    monkeypatch.setattr(core_runs, "texts_of", lambda task, folder: data)
+    (planned,) = (x for x in recall_layers.plan([]) if (x.get("language"), x["seed"]) == (REFERENCE, 0))
+    item = core_plan.language_item(REFERENCE)
+    quiet = planned | recall_layers.make_run(tmp_path)(**planned)
+    plain = item | core_runs.run_job([item], data)[0]
+    (one, first), (other, second) = begun
+    changed = [name for name, x in first.items() if not x.equal(second[name])]
+    assert changed == ["model.layers.0.token_mixer.recurrence.C"] and one != other
+    torch.testing.assert_close(first[changed[0]], second[changed[0]] / 10)
+
+    known = [plain | {"condition": name} for name in recall_layers.IN_LANGUAGE]
+    monkeypatch.setattr(studies, "load", lambda file, fresh: {"runs": known if file.stem == "core_study" else []})
+    table = recall_layers.language_table({"runs": [quiet]})
+    losses = [condition_study.score(row) for row in (plain, quiet)]
+    assert f"| {REFERENCE} | {losses[0]:.3f} | {losses[1]:.3f} | {losses[1] - losses[0]:+.3f} |" in table
+    assert table.count("\n| ") == 1
 
 
 RULES = {
