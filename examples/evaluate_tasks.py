@@ -48,6 +48,8 @@ class Score(NamedTuple):
 
 def check_options(options: argparse.Namespace) -> None:
     check_positive(options, "limit", "max_length")
+    if options.max_length == 1:
+        raise InputError("--max-length must be at least 2: a token is scored after another one.")
     if options.batch_size != "auto" and not (options.batch_size.isdecimal() and int(options.batch_size)):
         raise InputError(f"--batch-size must be a positive number or auto, not {options.batch_size}.")
     load(options.folder)  # the harness does it again, and would go on with weights that do not fit

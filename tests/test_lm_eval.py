@@ -439,6 +439,7 @@ MISTAKES = {
     "network": pytest.param(*NETWORK, marks=pytest.mark.slow),
     "limit": (["MODEL", "--limit", "0"], "--limit must be positive, not 0."),
     "length": (["MODEL", "--max-length", "0"], "--max-length must be positive, not 0."),
+    "one token": (["MODEL", "--max-length", "1"], "--max-length must be at least 2: a token is scored after another"),
     "batch size": (["MODEL", "--batch-size", "many"], "--batch-size must be a positive number or auto, not many."),
     "no batch": (["MODEL", "--batch-size", "0"], "--batch-size must be a positive number or auto, not 0."),
 }

@@ -960,6 +960,9 @@ def test_labels_of_another_shape_are_refused(model, shape, random_ids, contents)
     torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
     last = model(random_ids(2, 6), labels=random_ids(2, 4), logits_to_keep=4)
     assert last.loss.isfinite()
+    kept = r"labels must have the shape of the 4 last tokens, whose logits are kept, \[2, 4\], got "
+    with pytest.raises(ValueError, match=kept):
+        model(random_ids(2, 6), labels=random_ids(2, 6), logits_to_keep=4)
 
 
 def test_mask_without_the_past_is_refused(model, random_ids, contents):

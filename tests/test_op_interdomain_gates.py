@@ -514,6 +514,14 @@ def test_what_cannot_be_is_said(what):
     assert str(raised.value).startswith(sentence) and bool((state == 1).all())
 
 
+def test_what_is_too_large_is_said_beside_what_is_no_number():
+    arguments = {k: v.detach() for k, v in gated("short", ()).items()}
+    gates = torch.zeros_like(arguments["key"][..., 0])
+    gates[0, 0, 0], gates[0, 1, 0] = torch.nan, 0.25
+    with pytest.raises(ValueError, match=r"log_gate must be at most 0, .*, got 0\.25\."):
+        interdomain_attention(**arguments, log_gate=gates)
+
+
 def test_models_that_are_counted_on_meta_have_gates():
     arguments = {k: v.detach().to("meta") for k, v in gated("short", KINDS["all"]).items()}
     output, state = interdomain_attention(**arguments, output_final_state=True)

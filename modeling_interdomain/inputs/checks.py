@@ -84,7 +84,7 @@ def check_classes(name: str, labels: torch.Tensor, number: int, ignored: int = -
 
 
 def check_labels(labels, shift_labels, input_ids, inputs_embeds, logits_to_keep) -> None:
-    """Every token has a label, unless `logits_to_keep` asks for the logits of a part of them."""
+    """Every token whose logits are kept has a label."""
     check_tensors(labels=labels, shift_labels=shift_labels)
     count = isinstance(logits_to_keep, int | float)
     if isinstance(logits_to_keep, float) or (count and logits_to_keep < 0):
@@ -92,13 +92,17 @@ def check_labels(labels, shift_labels, input_ids, inputs_embeds, logits_to_keep)
             f"logits_to_keep must be a number of tokens, 0 for all, or their places; got {logits_to_keep}."
         )
     tokens = input_ids if inputs_embeds is None else inputs_embeds
-    if not isinstance(tokens, torch.Tensor) or not count or logits_to_keep:
+    if not isinstance(tokens, torch.Tensor) or not count:
         return
+    batch, length = tokens.shape[:2]
+    shape, whose = [batch, length], "the tokens"
+    if 0 < logits_to_keep < length:
+        shape, whose = [batch, logits_to_keep], f"the {logits_to_keep} last tokens, whose logits are kept"
     for name, x in (("labels", labels), ("shift_labels", shift_labels)):
-        if x is not None and x.shape != tokens.shape[:2]:
+        if x is not None and list(x.shape) != shape:
             raise ValueError(
-                f"{name} must have the shape of the tokens, {list(tokens.shape[:2])}, got {list(x.shape)}; labels are "
-                "shifted here, and -100 stands where nothing is asked."
+                f"{name} must have the shape of {whose}, {shape}, got {list(x.shape)}; labels are shifted here, and "
+                "-100 stands where nothing is asked."
             )
 
 

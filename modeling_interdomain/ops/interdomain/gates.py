@@ -45,7 +45,8 @@ def checked_gates(
     found = Gates(*gates)
     if found.log_gate is not None and values_at_hand(found.log_gate) and bool((found.log_gate > 0).any()):
         raise ValueError(
-            f"log_gate must be at most 0, the logarithm of a factor up to 1, got {found.log_gate.max().item():g}."
+            "log_gate must be at most 0, the logarithm of a factor up to 1, got "
+            f"{found.log_gate[found.log_gate > 0].max().item():g}."
         )
     if found.delta is not None and normalize:
         raise ValueError("delta needs the plain readout: use normalize=False, or leave delta away.")
