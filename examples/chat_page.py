@@ -77,7 +77,14 @@ def answer(
     def generate() -> None:
         try:
             stop = StoppingCriteriaList([lambda ids, _: ids.new_full((len(ids),), stopped.is_set(), dtype=torch.bool)])
-            model.generate(ids, past_key_values=cache, streamer=streamer, stopping_criteria=stop, **settings)
+            model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=cache,
+                streamer=streamer,
+                stopping_criteria=stop,
+                **settings,
+            )
         except Exception as error:  # whatever it is, the page shows it
             errors.append(error)
             streamer.end()

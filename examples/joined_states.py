@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from modeling_interdomain import InterdomainCache, join_states, remove_span
+from modeling_interdomain import InterdomainCache, InterdomainStaticCache, join_states, remove_span
+from modeling_interdomain.inputs.checks import check_cache_layers
 from modeling_interdomain.mixers.interdomain.mixer import KeyValueMixer
 from modeling_interdomain.model_cache.cache import check_unbroken
 from modeling_interdomain.model_cache.fingerprint import decoder_of
@@ -131,7 +132,10 @@ def _check(model, **caches) -> Any:
                 f"Layer {i} ({kind}) does not hold one linear state with a decay that is the same for all tokens: only "
                 "those can be joined and cut."
             )
-    for cache in caches.values():
+    for name, cache in caches.items():
+        if not isinstance(cache, InterdomainCache | InterdomainStaticCache):
+            raise ValueError(f"{name} must be an InterdomainCache, got {type(cache).__name__}.")
+        check_cache_layers(cache, decoder.config)
         check_unbroken(cache)
         cache.commit()
     empty = [name for name, cache in caches.items() if not cache.get_seq_length()]

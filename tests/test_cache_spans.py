@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import modeling_interdomain
 from examples.joined_states import cut_cache, join_caches
@@ -103,6 +104,12 @@ def test_what_cannot_be_joined_is_refused_before_anything_is_made(make_model, ra
             join_caches(*caches, model)
     model = make_model("interdomain")
     first, second = (read(model, ids, piece)[0] for piece in DOCUMENTS)
+    for wrong in (DynamicCache(), None):
+        with pytest.raises(ValueError, match=f"second must be an InterdomainCache, got {type(wrong).__name__}"):
+            join_caches(first, wrong, model)
+    deeper = make_model("interdomain", num_hidden_layers=3)
+    with pytest.raises(ValueError, match="of 3 layers. does not fit the 2 layers of this model"):
+        join_caches(first, read(deeper, ids, DOCUMENTS[1])[0], model)
     with pytest.raises(ValueError, match="second has read nothing"):
         join_caches(first, InterdomainCache(model.config), model)
     with pytest.raises(ValueError, match="as many rows, got first 2, second 1"):

@@ -281,6 +281,16 @@ def test_pieces_end_in_the_whole_answer(model, tokenizer):
     assert texts[-1] == alone(model, tokenizer, "delta 4 ", 60)
 
 
+def test_a_prompt_may_hold_the_pad_token(model, tokenizer):
+    """It is a token as others are, not a hole."""
+    prompt = f"delta{tokenizer.pad_token} 4 "
+    ids = chat_page.encode_prompt(tokenizer, prompt)
+    assert tokenizer.pad_token_id in ids
+    written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False)
+    *_, (text, _) = chat_page.answer(model, tokenizer, prompt, 30, temperature=0)
+    assert text == tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
+
+
 def test_what_was_read_is_not_read_again(model, tokenizer, monkeypatch, tmp_path):
     """The next prompt holds the one before and its answer; a new start finds their states in the folder."""
     model = copy.deepcopy(model)

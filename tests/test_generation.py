@@ -241,6 +241,39 @@ def test_only_what_is_new_with_the_whole_mask(any_model, seen, options, random_i
     assert found.sequences[:, 13 - seen :].tolist() == expected.sequences[:, 13:].tolist()
 
 
+WAYS = [{}, {"prefill_chunk_size": 4}, {"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 1}, {"num_beams": 2}]
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize("length", [3, 7, 9])
+@pytest.mark.parametrize("name", ["interdomain", "interdomain-softmax", "softmax", "windowed"])
+def test_a_cache_that_has_read_all_is_refused(name, length, options, make_model, make_cache, random_ids, contents):
+    """Without a mask of both: the library would read tokens again, or leave some out."""
+    model = make_model(name)
+    ids, cache = random_ids(1, 9), make_cache(model.config)
+    model(ids, past_key_values=cache)
+    before = contents(cache)
+    said = rf"past_key_values has read 9 tokens, and {{}} holds {length}.*: give the whole text"
+    rest, mask = ids[:, :length], torch.ones(1, 9 + length, dtype=torch.long)
+    for alone in ({}, {"attention_mask": torch.ones_like(rest)}):
+        with pytest.raises(ValueError, match=said.format("input_ids") + r", or new ids with an attention_mask \["):
+            model.generate(rest, past_key_values=cache, max_new_tokens=4, **alone, **options)
+    embeds = model.get_input_embeddings()(rest)
+    for alone in ({}, {"attention_mask": mask}):
+        with pytest.raises(ValueError, match=said.format("inputs_embeds") + r"\.$"):
+            model.generate(inputs_embeds=embeds, past_key_values=cache, max_new_tokens=4, **alone)
+    torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("size", [0, -2, 1.5])
+def test_pieces_of_a_prompt_hold_tokens(model, random_ids, size):
+    ids, said = random_ids(1, 5), "prefill_chunk_size must be a positive number of tokens, or None for all, got "
+    with pytest.raises(ValueError, match=said):
+        model.generate(ids, prefill_chunk_size=size, max_new_tokens=2)
+    with pytest.raises(ValueError, match=said):
+        model.generate_batch(ids.tolist(), prefill_chunk_size=size, max_new_tokens=2)
+
+
 def test_only_what_is_new_of_padded_rows(any_model, left_padded, generate):
     inputs, cache = left_padded([9, 4]), InterdomainCache(any_model.config)
     ids, mask = inputs["input_ids"], inputs["attention_mask"]

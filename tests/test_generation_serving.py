@@ -1,12 +1,14 @@
 """Requests that come one by one are answered together, each as `generate` answers it alone."""
 
 import asyncio
+import time
 
 import pytest
 import torch
-from transformers import ContinuousBatchingConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from modeling_interdomain import StateStore
+from modeling_interdomain.generation.batch import Request
 from tests.test_generation_batch import alone
 
 LENGTHS = (7, 3, 12, 5, 9)
@@ -117,6 +119,48 @@ def test_a_prompt_that_cannot_be_fails_alone(served, prompts):
     assert "The prompt of req_1 has no tokens" in failed[0].error and failed[0].is_finished()
     assert "a token outside of the vocabulary of 48" in failed[1].error
     assert "The prompt of req_3 must be a list of token ids, got str" in failed[2].error
+
+
+def test_a_request_that_goes_wrong_fails_alone(served, prompts, monkeypatch):
+    """Its options are of a wrong kind, or its first or a later token cannot be drawn."""
+    choose = Request.choose
+
+    def drawn(request, logits):
+        broken = request.name == "first" or (request.name == "later" and len(request.written) == 2)
+        choose(request, logits * torch.nan if broken else logits)
+
+    monkeypatch.setattr(Request, "choose", drawn)
+    config = GenerationConfig(do_sample=True, top_k=1)
+    with served.continuous_batching_context_manager(generation_config=config) as manager:
+        good = manager.add_request(prompts[0], max_new_tokens=6)
+        wrong = manager.add_request(prompts[1], max_new_tokens="4")
+        for name in ("first", "later"):
+            manager.add_request(prompts[2], name, max_new_tokens=6)
+        found = {name: manager.get_result(name, timeout=30) for name in (good, wrong, "first", "later")}
+    assert found[good].error is None and found[good].generated_tokens == alone(served, prompts[0], max_new_tokens=6)
+    assert found[wrong].error.startswith("TypeError: ")
+    assert {name: len(found[name].generated_tokens) for name in ("first", "later")} == {"first": 0, "later": 2}
+    assert all(found[name].error.startswith("RuntimeError: probability") for name in ("first", "later"))
+
+
+def test_a_name_is_of_one_request(served, prompts):
+    """Until the last of its results is taken; automatic names go round those that are given."""
+    manager = served.init_continuous_batching()
+    assert manager.add_request(prompts[0], "req_1", max_new_tokens=2) == "req_1"
+    names = [manager.add_request(prompts[1], max_new_tokens=2) for _ in range(2)]
+    assert names == ["req_0", "req_2"]
+    with pytest.raises(ValueError, match="There is a request 'req_1' already: choose another request_id, or leave it"):
+        manager.add_request(prompts[2], "req_1")
+    manager.start()
+    assert manager.get_result("req_0", timeout=30).prompt_ids == prompts[1]
+    while len(manager._results) < 2:
+        time.sleep(0.01)
+    with pytest.raises(ValueError, match="There is a request 'req_1' already"):
+        manager.add_request(prompts[2], "req_1")
+    assert manager.get_result("req_1").prompt_ids == prompts[0]
+    manager.add_request(prompts[2], "req_1", max_new_tokens=2)
+    assert manager.get_result("req_1", timeout=30).prompt_ids == prompts[2]
+    manager.stop()
 
 
 def test_the_end_of_a_manager_is_told_to_all(served, prompts, monkeypatch):

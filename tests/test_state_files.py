@@ -430,6 +430,10 @@ def test_what_cannot_be_saved(saved, read, tmp_path):
         read(model, ids).save(path, tokens=ids[:, 1:])
     with pytest.raises(ValueError, match="has read nothing"):
         InterdomainCache(model.config).save(path, model)
+    with pytest.raises(ValueError, match=r"tokens must have shape .* got list"):
+        read(model, ids).save(path, tokens=ids.tolist())
+    with pytest.raises(TypeError, match="notes must be strings by name, got 3"):
+        read(model, ids).save(path, notes={"page": 3})
     with pytest.raises(OSError, match="could not be written"):
         read(model, ids).save(tmp_path / "no folder" / "state.safetensors")
     copied = pickle.loads(pickle.dumps(read(model, ids)))
@@ -438,6 +442,45 @@ def test_what_cannot_be_saved(saved, read, tmp_path):
     assert path.read_bytes() == before
     copied.save(path, model)
     assert read_state_file(path)[1]["tokens"] == "9"
+
+
+def test_a_state_is_saved_of_the_weights_that_have_read_it(saved, make_model, read, random_ids, advance, tmp_path):
+    """Not of others, nor of the same after a step of an optimizer, another adapter or a learned state; a text that
+    begins anew is of the new ones."""
+    model, ids, path = saved
+    before, cache = path.read_bytes(), read(model, ids)
+    for other in (make_model("interdomain-softmax", seed=1), make_model("interdomain")):
+        with pytest.raises(ValueError, match="Another model has read what this cache holds: save it with that one"):
+            cache.save(path, other)
+    cache.save(tmp_path / "twin.safetensors", copy.deepcopy(model))
+    model = copy.deepcopy(model)
+    caches = [InterdomainCache(model.config) for _ in range(2)]
+    caches[1].activate_past_recording()
+    caches[1].allow_rollback(ids.shape[1])
+    for held in caches:
+        advance(model, held, ids)
+    cached = InterdomainCache.load(path, model)
+    with torch.no_grad():
+        model.model.layers[0].token_mixer.o_proj.weight.add_(0.1)
+    for changed in (*caches, cached):
+        with pytest.raises(ValueError, match=r"The weights of the model have changed since .* or read the text again"):
+            changed.save(path)
+    assert path.read_bytes() == before
+    caches[0].reset()
+    caches[1].crop(-ids.shape[1])
+    for again in caches:
+        advance(model, again, ids)
+        again.save(tmp_path / "again.safetensors")
+        assert InterdomainCache.load(tmp_path / "again.safetensors", model).get_seq_length() == ids.shape[1]
+    adapted = get_peft_model(model, LoraConfig(target_modules=["o_proj"], init_lora_weights=False)).eval()
+    cache = read(adapted, ids)
+    with adapted.disable_adapter(), pytest.raises(ValueError, match="The weights of the model have changed"):
+        cache.save(path, adapted)
+    cache.save(tmp_path / "adapted.safetensors", adapted)
+    model.add_learned_state()
+    with pytest.raises(ValueError, match="The weights of the model have changed"):
+        cache.save(path, adapted)
+    assert path.read_bytes() == before
 
 
 def test_a_layer_of_the_library_that_keeps_more_is_refused(saved, read):

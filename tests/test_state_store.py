@@ -363,10 +363,10 @@ def test_the_least_recently_used_leave_memory_first():
     store.put("model", [7] * 5, {"x": torch.zeros(100)})
     assert known(store, 8) == [0, 2, 7]
     store.put("model", [9] * 5, {"x": torch.zeros(400)})
-    assert known(store, 10) == [], "one that is larger than the memory leaves at once, the oldest having made room"
+    assert known(store, 10) == [0, 2, 7], "one that is larger than the memory is not kept, and nothing leaves for it"
 
 
-def test_the_disk_holds_what_memory_does_not(tmp_path):
+def test_the_disk_holds_what_memory_does_not(tmp_path, caplog):
     store = StateStore(tmp_path, memory_bytes=0)
     for ids, tensors in states_of(4):
         store.put("model", ids, tensors)
@@ -380,6 +380,18 @@ def test_the_disk_holds_what_memory_does_not(tmp_path):
     assert known(smaller, 2) == [0, 1]  # used again
     smaller.put("model", [7] * 5, {"x": torch.zeros(100)})
     assert known(StateStore(tmp_path), 8) == [0, 1, 7]
+    with caplog.at_level("WARNING"):
+        for n in (8, 9):
+            smaller.put("model", [n] * 5, {"x": torch.zeros(1000)})
+    assert known(StateStore(tmp_path), 10) == [0, 1, 7], "one that is larger than all room drives nothing out"
+    assert known(smaller, 10) == [0, 1, 7, 8, 9], "memory has room"
+    without_memory = StateStore(tmp_path, memory_bytes=100, disk_bytes=3 * size)
+    with caplog.at_level("WARNING"):
+        for n in (8, 9):
+            without_memory.put("model", [n] * 5, {"x": torch.zeros(1000)})
+    said = "The prompt store does not keep a state larger than memory_bytes = 100 and disk_bytes = "
+    assert [line for line in caplog.messages if said in line] == caplog.messages and len(caplog.messages) == 1
+    assert known(without_memory, 10) == [0, 1, 7]
 
 
 def _key(n: int):

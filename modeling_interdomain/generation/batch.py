@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList
 
+from ..inputs.checks import check_prefill
 from ..model_cache.cache import InterdomainCache
 from .prompt_store import begin_reading, on_cpu, put_after, read_on, store_of
 from .slots import Slots
@@ -108,10 +109,13 @@ class Batch:
         model: whose layers keep states, or keys and values.
         rows: how many requests are in flight at once.
         tell: called with a request whenever it has a new token, or has failed.
+        apart: where the token of a request cannot be chosen, that is its error alone, and the others go on.
     """
 
-    def __init__(self, model, rows: int, tell: Callable[[Request], None] = lambda request: None):
-        self.model, self.rows, self.tell = model, rows, tell
+    def __init__(
+        self, model, rows: int, tell: Callable[[Request], None] = lambda request: None, apart: bool = False
+    ) -> None:
+        self.model, self.rows, self.tell, self.apart = model, rows, tell, apart
         self.slots = Slots(model)
         self.waiting: deque[Request] = deque()
         self.active: list[Request] = []
@@ -139,10 +143,18 @@ class Batch:
             return
         logits = self.slots.step([request.written[-1] for request in self.active])
         for row, request in enumerate(self.active):
-            request.choose(logits[row : row + 1])
+            self._choose(request, logits[row : row + 1])
             if request.finished and request.keep is not None:
                 request.keep([([*request.prompt, *request.written[:-1]], on_cpu(self.slots.take(row)))])
             self.tell(request)
+
+    def _choose(self, request: Request, logits: torch.Tensor) -> None:
+        try:
+            request.choose(logits)
+        except Exception as error:
+            if not self.apart:
+                raise
+            request.error = f"{type(error).__name__}: {error}"
 
     def _read(self, request: Request) -> InterdomainCache:
         """Read a prompt and choose its first token; returns the cache."""
@@ -150,7 +162,7 @@ class Batch:
         reading = begin_reading(self.model, cache, prompt, piece)
         if reading is not None:
             reading.begin()
-        request.choose(read_on(self.model, prompt[:, int(cache.get_seq_length()) :], cache, piece))
+        self._choose(request, read_on(self.model, prompt[:, int(cache.get_seq_length()) :], cache, piece))
         if reading is not None:
             reading.finish(prompt)
             request.keep = partial(put_after, self.model, reading.found)
@@ -211,6 +223,7 @@ def why_not_batched(model) -> str | None:
 
 def check_way(config) -> None:
     """Refuse a way to write that is not one token a row and step, and options without effect."""
+    check_prefill(config)
     if asked := [name for name, usual in _SINGLE.items() if getattr(config, name, None) not in (None, usual)]:
         raise ValueError(
             f"Continuous batching writes one token a row and step: leave out {', '.join(asked)}, or use generate."

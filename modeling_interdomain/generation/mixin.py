@@ -14,6 +14,8 @@ from ..inputs.checks import (
     check_cache_layers,
     check_early_exit,
     check_mask,
+    check_prefill,
+    check_rest,
     check_room,
     check_tensors,
     check_tokens,
@@ -51,9 +53,9 @@ class InterdomainGenerationMixin(GenerationMixin):
         """Make the cache `generate()` uses; a user's own cache is left alone."""
         given = model_kwargs.get(CACHE_NAME)
         check_early_exit(self.config, generation_config.assistant_early_exit)
+        check_prefill(generation_config)
         rollback = _rollback(self.config, generation_config)
         if isinstance(given, Cache):
-            check_cache_layers(given, self.config)
             check_room(given, max_cache_length)
         if isinstance(given, _OWN_CACHES):
             given.allow_rollback(rollback)
@@ -87,8 +89,12 @@ class InterdomainGenerationMixin(GenerationMixin):
         tokens, name, model_kwargs = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
         arguments = (tokens, None) if name == "input_ids" else (None, tokens)
         check_tokens(*arguments, self.config.hidden_size)
+        given = model_kwargs.get(CACHE_NAME)
+        if isinstance(given, Cache):
+            check_cache_layers(given, self.config)
+            check_rest(given, tokens.shape[1], name, mask)
         if mask is not None and mask.ndim == 2:
-            seen = 0 if model_kwargs.get(CACHE_NAME) is None else mask.shape[1] - tokens.shape[1]
+            seen = 0 if given is None else mask.shape[1] - tokens.shape[1]
             check_mask(mask, seen, *tokens.shape[:2])
             model_kwargs["attention_mask"] = (mask != 0).long()
         return tokens, name, model_kwargs

@@ -151,7 +151,13 @@ class StateStore:
         (beginning,) = _beginnings(ids, [len(ids)])
         self._keep(model, beginning, tensors)
         self._remember(model, self._blocks(ids))
-        if self.folder is not None and self.disk_bytes:
+        size, on_disk = _bytes(tensors), 0 if self.folder is None else self.disk_bytes
+        if size > max(self.memory_bytes, on_disk):
+            logger.warning_once(
+                f"The prompt store does not keep a state larger than memory_bytes = {self.memory_bytes:,} and "
+                f"disk_bytes = {on_disk:,}: its text will be read again."
+            )
+        if size <= on_disk:
             try:
                 self._write(self._path(model, beginning), model, tensors)
             except OSError as error:
@@ -198,6 +204,8 @@ class StateStore:
         return tensors
 
     def _keep(self, model: str, beginning: Beginning, tensors: dict[str, torch.Tensor]) -> None:
+        if _bytes(tensors) > self.memory_bytes:
+            return
         with self._lock:
             self._states[model, beginning] = tensors
             self._states.move_to_end((model, beginning))

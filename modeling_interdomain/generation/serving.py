@@ -68,11 +68,12 @@ class RequestManager:
         if tokens is not None:
             self.generation_config.prefill_chunk_size = tokens
         self.background_thread_status = SimpleNamespace(fatal_error=None)  # where the server looks for one
-        self._batch = Batch(model, min(limits), self._tell)
+        self._batch = Batch(model, min(limits), self._tell, apart=True)
         self._orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._thread: Thread | None = None
         self._stopping = False
         self._count = 0
+        self._names: set[str] = set()  # of requests that are not finished
         self._changed = Condition()
         self._results: list[Any] = []
         self._handlers: dict[str, tuple[Callable, asyncio.AbstractEventLoop]] = {}
@@ -121,22 +122,35 @@ class RequestManager:
     ) -> str:
         """Queue a prompt, a list of token ids; returns its name.
 
-        A `streaming` request has a result after each token, others one at the end. That of a bad prompt has an `error`.
+        A `streaming` request has a result after each token, others one at the end. A bad one's result has an `error`.
 
         Raises:
             RuntimeError: when the manager has stopped.
+            ValueError: when another request has this name, and is not finished or has results that wait.
         """
         if self.background_thread_status.fatal_error is not None or self._stopping:
             raise RuntimeError("This manager has stopped; make another with init_continuous_batching().")
-        with self._changed:
-            name, self._count = request_id or f"req_{self._count}", self._count + 1
         config = deepcopy(self.generation_config)
         if max_new_tokens is not None:
             config.max_new_tokens = max_new_tokens
         if eos_token_id is not None:
             config.eos_token_id = eos_token_id
         self.model._prepare_special_tokens(config, True, device=self.model.device)
+        name = self._named(request_id)
         self._orders.put(partial(self._add, Request(name, input_ids, config, streaming)))
+        return name
+
+    def _named(self, name: str | None) -> str:
+        """Take a name that is given and free, or a free one."""
+        with self._changed:
+            taken = self._names | {output.request_id for output in self._results}
+            if name in taken:
+                raise ValueError(f"There is a request {name!r} already: choose another request_id, or leave it out.")
+            while name is None:
+                if (free := f"req_{self._count}") not in taken:
+                    name = free
+                self._count += 1
+            self._names.add(name)
         return name
 
     def add_requests(self, inputs: Sequence[Sequence[int]], **options: Any) -> list[str]:
@@ -185,6 +199,8 @@ class RequestManager:
     def _tell(self, request: Request) -> None:
         if request.streaming or request.finished:
             with self._changed:
+                if request.finished:
+                    self._names.discard(request.name)
                 self._hand_on(request.output())
                 self._changed.notify_all()
 
@@ -226,8 +242,8 @@ class RequestManager:
     def _add(self, request: Request) -> None:
         try:
             request.prepare(self.model, f"The prompt of {request.name}", self._unset)
-        except ValueError as error:
-            self._fail(request, str(error))
+        except Exception as error:  # of this request alone; the others go on
+            self._fail(request, str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
             return
         self._batch.waiting.append(request)
 

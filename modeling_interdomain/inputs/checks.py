@@ -275,6 +275,31 @@ def check_cache_layers(cache: Cache, config) -> None:
         )
 
 
+def check_rest(cache: Cache, length: int, name: str, attention_mask: torch.Tensor | None) -> None:
+    """What `generate` is given goes on behind what a cache has read; the library would read some of it again, or leave
+    some out.
+
+    A longer mask says that ids follow what was read. Of embeddings the library takes that to be a part, always.
+    """
+    seen = int(cache.get_seq_length())
+    follows = attention_mask is not None and attention_mask.ndim == 2 and attention_mask.shape[1] > length
+    if not seen or (follows and name == "input_ids"):
+        return
+    if follows or length <= seen:
+        mask = f" beside an attention_mask for {attention_mask.shape[1]}" if follows else ""
+        new = ", or new ids with an attention_mask [B, past + T]" if name == "input_ids" else ""
+        raise ValueError(
+            f"past_key_values has read {seen} tokens, and {name} holds {length}{mask}: give the whole text{new}."
+        )
+
+
+def check_prefill(settings) -> None:
+    """The pieces in which a prompt is read hold tokens."""
+    size = settings.prefill_chunk_size
+    if size is not None and not (isinstance(size, int) and size > 0):
+        raise ValueError(f"prefill_chunk_size must be a positive number of tokens, or None for all, got {size!r}.")
+
+
 def check_early_exit(config, layers: int | None) -> None:
     """The first layers that draft are layers of the model."""
     whole = isinstance(layers, int) and not isinstance(layers, bool)

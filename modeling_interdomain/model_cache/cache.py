@@ -11,7 +11,13 @@ from ..cache.recurrent import RecurrentLayer
 from ..layers.common import doubt_tables, home_of
 from ..registry import token_mixer_class
 from .file import StateFileError, read_state_file, write_state_file
-from .fingerprint import decoder_of, model_fingerprint, tokenizer_fingerprint, tokens_fingerprint
+from .fingerprint import (
+    decoder_of,
+    model_fingerprint,
+    tokenizer_fingerprint,
+    tokens_fingerprint,
+    weights_as_they_are,
+)
 
 
 class _InterdomainCacheMixin(Cache):
@@ -19,11 +25,17 @@ class _InterdomainCacheMixin(Cache):
 
     layers: list
     notes: dict[str, str]
-    # A weak reference to the model that read with it last; pickles leave it out.
+    # A weak reference to the model that read with it last, and its weights as they were then; pickles leave them out.
     _reader: Any = None
+    _weights: Any = None
 
     def __getstate__(self):
-        return {name: value for name, value in vars(self).items() if name != "_reader"}
+        return {name: value for name, value in vars(self).items() if name not in ("_reader", "_weights")}
+
+    def reset(self) -> None:
+        """Hold nothing, as a new cache."""
+        super().reset()
+        self._reader = None
 
     def recurrent_layers(self) -> list[RecurrentLayer]:
         return [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
@@ -162,9 +174,12 @@ class _InterdomainCacheMixin(Cache):
             notes: anything else, as strings; a loaded cache has it as `notes`. Default: None.
 
         Raises:
-            ValueError: when nothing was read, the model is not known, or `tokens` is of another shape.
+            ValueError: when nothing was read, the model is not known, it is not the one that read, or its weights have
+                changed since, or `tokens` is of another shape.
             OSError: when the file cannot be written; one that was there is as it was.
         """
+        if wrong := [name for item in (notes or {}).items() for name in item if not isinstance(name, str)]:
+            raise TypeError(f"notes must be strings by name, got {wrong[0]!r}.")
         decoder = self._reader() if model is None and self._reader is not None else model
         if decoder is None:
             raise ValueError("save does not know whose state this is: give the model, save(path, model).")
@@ -173,13 +188,26 @@ class _InterdomainCacheMixin(Cache):
             raise ValueError("This cache has read nothing that could be saved.")
         tensors = self.named_tensors()
         rows = next(iter(tensors.values())).shape[0]
-        if tokens is not None and tuple(tokens.shape) != (rows, seen):
-            raise ValueError(
-                f"tokens must have shape [B, T] = [{rows}, {seen}], what the cache has read, got {list(tokens.shape)}."
-            )
+        found = list(tokens.shape) if isinstance(tokens, torch.Tensor) else type(tokens).__name__
+        if tokens is not None and found != [rows, seen]:
+            raise ValueError(f"tokens must have shape [B, T] = [{rows}, {seen}], what the cache has read, got {found}.")
         about = {f"note.{name}": text for name, text in (notes or {}).items()}
         about |= {"rows": str(rows), "tokens": str(seen)} | _fingerprints(decoder, tokenizer, tokens)
+        self._check_reader(decoder_of(decoder), about["model"])
         write_state_file(path, tensors, about)
+
+    def _check_reader(self, decoder, fingerprint: str) -> None:
+        """Raise if another model than this one has read, or its weights have changed since, as far as that is known."""
+        reader = None if self._reader is None else self._reader()
+        if reader is None:
+            return
+        if self._weights != weights_as_they_are(reader):
+            raise ValueError(
+                "The weights of the model have changed since it has read what this cache holds, which is the state of "
+                "neither: save it before, or read the text again."
+            )
+        if reader is not decoder and model_fingerprint(reader) != fingerprint:
+            raise ValueError("Another model has read what this cache holds: save it with that one.")
 
     @classmethod
     def load(cls, path: str | os.PathLike, model, *, tokenizer=None, tokens: torch.Tensor | None = None, **arguments):
@@ -303,8 +331,10 @@ def _check_fingerprint(path, name: str, found: str | None, wanted: str) -> None:
 
 
 def remember_model(cache: Any, decoder) -> None:
-    """Let a cache know for which model `save` keeps it."""
+    """Let a cache know for which model `save` keeps it, and when a text begins, or another reads on, its weights."""
     if isinstance(cache, _InterdomainCacheMixin):
+        if cache._reader is None or cache._reader() is not decoder or is_at_start(cache):
+            cache._weights = weights_as_they_are(decoder)
         cache._reader = weakref.ref(decoder)
 
 

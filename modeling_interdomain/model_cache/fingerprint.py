@@ -75,13 +75,24 @@ def model_fingerprint(model: nn.Module) -> str:
         if field not in _WITHOUT_EFFECT and hasattr(decoder.config, field)
         if field not in _NEW or getattr(decoder.config, field) != getattr(type(decoder.config), field)
     }
+    return _sha256([config, weights, _switches(decoder)])
+
+
+def _switches(decoder: nn.Module) -> list[list]:
+    """Which adapters of each module act, and how much."""
     # `active_adapters` of the decoder itself is a method of the library, whose text is the tree of modules.
-    switches = [
+    return [
         [name, *(getattr(module, switch, None) for switch in _SWITCHES)]
         for name, module in decoder.named_modules()
         if hasattr(module, "active_adapters")
     ]
-    return _sha256([config, weights, switches])
+
+
+def weights_as_they_are(decoder: nn.Module) -> tuple:
+    """What tells whether weights have been written or exchanged since, as far as PyTorch counts it, and which adapters
+    act: in no time beside `model_fingerprint`."""
+    weights = [(id(x), x._version) for x in decoder.parameters() if not x.is_inference()]
+    return weights, json.dumps(_switches(decoder), default=str)
 
 
 def _fields_of(config_class: type) -> set[str]:
