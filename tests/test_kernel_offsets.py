@@ -219,20 +219,20 @@ def test_preparation(last_program, monkeypatch):
     grads = torch.autograd.grad(expected, small, weights)
     x, given = [far(y.detach(), total) for y in small], [far(y, total) for y in weights]
     out, of_x = ([torch.empty(y.shape, dtype=y.dtype) for y in x] for _ in range(2))
-    launch = prepare._launch(x[0], x[2], taps, None, None, None, None, None, 1, 1, "none", 1e-6)
-    grid, moved, normed = (1, launch.grid[1]), (taps, None), (weight, bias)
+    (_, blocks), shared, options = prepare._launch(x[0], x[2], taps, None, None, None, None, None, 1, 1, "none", 1e-6)
+    grid, moved, normed = (1, blocks), (taps, None), (weight, bias)
     last_program(total // run - 1)
     prepare.prepare[grid](
         prepare.Projection(x[0], out[0], *moved), prepare.Projection(x[1], out[1], *moved, None, *normed),
-        prepare.Projection(x[2], out[2], None, None, None, *normed), *launch.shared, **launch.options,
+        prepare.Projection(x[2], out[2], None, None, None, *normed), *shared, **options,
     )  # fmt: skip
     sizes = prepare._sizes_of_sums(*x, taps)
     partial = torch.empty(total // run, sum(sizes)).split(sizes, dim=1)
     prepare.prepare_backward[grid](
-        prepare.StreamBackward(x[0], given[0], of_x[0], partial[0], *moved),
-        prepare.StreamBackward(x[1], given[1], of_x[1], partial[1], *moved, weight),
-        prepare.StreamBackward(x[2], given[2], of_x[2], partial[2], None, None, weight),
-        *launch.shared, sum(sizes), **launch.options,
+        prepare.ProjectionBackward(x[0], given[0], of_x[0], partial[0], *moved),
+        prepare.ProjectionBackward(x[1], given[1], of_x[1], partial[1], *moved, weight),
+        prepare.ProjectionBackward(x[2], given[2], of_x[2], partial[2], None, None, weight),
+        *shared, sum(sizes), **options,
     )  # fmt: skip
     for found, right in zip((*out, *of_x), (*expected, *grads), strict=True):
         assert relative_error(found[:, -run:].flatten(), right.flatten()) < 1e-5

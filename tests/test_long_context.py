@@ -258,7 +258,9 @@ def test_states_of_something_else(capsys, folder, model, text, tmp_path):
     cache.save(state)
     assert "is the state of another model" in refusal(capsys, folder, "--state", state)
     loaded, tokenizer = long_context.load_interdomain(folder)
-    cache.save(state, loaded, tokenizer=tokenizer)
+    cache = InterdomainCache(loaded.config)
+    loaded(torch.tensor([[5, 6]]), past_key_values=cache)
+    cache.save(state, tokenizer=tokenizer)
     assert "was not written by examples.long_context" in refusal(capsys, folder, "--state", state)
 
 
