@@ -101,14 +101,15 @@ def check_style(source: PreTrainedConfig, folder: Path) -> None:
 def with_branches(source: InterdomainConfig, options: argparse.Namespace) -> InterdomainConfig:
     """The configuration with a branch beside each recurrent layer."""
     asked = {name: getattr(options, name) for name in (*NUMBERS, "sparse_hash", "ranking_loss_coef")}
-    fields = {name: value for name, value in asked.items() if value is not None}
-    fields |= {"sparse_gate_init": 0.0, "sparse_query_init": "induction" if source.conv_kernel > 1 else "independent"}
+    fields: dict = of_b_and_c(source) | {name: value for name, value in asked.items() if value is not None}
+    kernel = fields.get("conv_kernel", source.conv_kernel)
+    fields |= {"sparse_gate_init": 0.0, "sparse_query_init": "induction" if kernel > 1 else "independent"}
     fields["sparse_attention"] = [
         options.sparse_attention if TOKEN_MIXERS[name].can_branch else None for name in source.mixers_per_layer
     ]
     saved = {name: value for name, value in source.to_dict().items() if name not in ("layer_types", "model_type")}
     try:
-        return InterdomainConfig(**saved | of_b_and_c(source) | fields)
+        return InterdomainConfig(**saved | fields)
     except (ValueError, StrictDataclassError) as error:
         raise InputError(f"Such a branch cannot be: {reason(error)}") from error
 

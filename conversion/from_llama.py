@@ -26,13 +26,13 @@ from conversion.distill import Progress, Stage, distillation_loss, finetuning_lo
 from conversion.gguf_files import SMOLLM2, gguf_file, smollm2_of_package, unpack
 from conversion.reading import read_config, read_weights, tensor_bytes, weight_files
 from conversion.writing import (
-    DTYPES,
     add_folders,
     check_space,
     check_target,
     finish,
     gigabytes,
     open_working_folder,
+    saved_dtype,
 )
 from examples.text_data import InputError, check_seed, encode, gather_documents, random_batches, split_documents
 
@@ -189,7 +189,7 @@ def run(options: argparse.Namespace) -> None:
     config = interdomain_config(source, layers, options.state_size, window)
     weights = carried_weights(read_weights(weight_files(folder)), source)
     check_weights(config, weights, folder)
-    dtype = DTYPES.get(options.dtype, weights["model.embed_tokens.weight"].dtype)
+    dtype = saved_dtype(options, weights)
     tokenizer = read_tokenizer(folder, config.vocab_size) if options.data else None
     if options.data and options.sequence_length > config.max_position_embeddings:
         raise InputError(

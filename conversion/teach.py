@@ -51,9 +51,9 @@ from examples.text_data import (
     random_batches,
     split_documents,
 )
-from examples.training import RECURRENCE_PARAMETERS
 from model_cards.model_card import render
 from modeling_interdomain import InterdomainConfig
+from modeling_interdomain.parameter_groups import RECURRENCE_PARAMETERS
 
 # Parts of the names of what a window with a memory has and a Llama has not; in PEFT's adapters there is "lora_".
 MEMORY = ("share_proj", "q_map", "k_map", "v_map", "memory_gate", "write_", "point_weight", "recurrence")

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ TOKENIZER_FILES = (
 STARTED = ("training.pt", "model", "replaced")
 # Options that say how to write, not what: a rerun may change them.
 HOW_TO_WRITE = ("run", "dry_run", "overwrite")
+# Parts of names of weights that a model keeps in float32 whatever the rest is.
+_IN_FLOAT32 = (".recurrence.", ".first_state.", ".sparse.hash.", ".sparse.scorer.")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -99,8 +102,18 @@ def gigabytes(number: int) -> str:
 
 
 def saved_dtype(options: argparse.Namespace, weights: dict[str, torch.Tensor]) -> torch.dtype:
-    """What was asked for, or that of the weights; recurrences are kept in float32 whatever the rest is."""
-    return DTYPES.get(options.dtype, next(x.dtype for name, x in weights.items() if ".recurrence." not in name))
+    """What was asked for, or that of most of the weights, which is said where they differ."""
+    if options.dtype in DTYPES:
+        return DTYPES[options.dtype]
+    found: Counter[torch.dtype] = Counter()
+    for name, x in weights.items():
+        if not any(part in name for part in _IN_FLOAT32) and x.is_floating_point():
+            found[x.dtype] += x.numel()
+    (dtype, _), *others = found.most_common()
+    if others:
+        named = ", ".join(str(x).removeprefix("torch.") for x, _ in (*others, (dtype, 0)))
+        print(f"The source has weights in {named}, the last most of them: all are saved so, or as --dtype says.")
+    return dtype
 
 
 def may_write(options: argparse.Namespace, expected: dict[str, torch.Tensor], dtype: torch.dtype, about: str) -> bool:

@@ -18,16 +18,7 @@ import torch
 import yaml
 
 from examples.text_data import InputError, nll_of_logits
-from modeling_interdomain import ChosenExperts
-
-# What sets the time scales and the mixing of the state: a step too large makes it forget or explode.
-RECURRENCE_PARAMETERS = ("log_dt", "log_a_real", "a_imag", "B", "C", "readout", "point_keys", "point_values")
-# Of the Fourier features: a spectral density is not pulled towards zero. Nor is what multiplies a value (the table of a
-# dynamic mask, inner values) or scores, nor the keys by which one is chosen, nor the rates of a selective scan, nor the
-# state that a layer begins with.
-UNDECAYED = ("frequencies", "phases", "weights", "cls_token", "table", "keys", "values", "A_log", "state")
-# An expert that few tokens choose would have faded when one does.
-EXPERTS = ("expert_keys", "expert_down", "expert_up")
+from modeling_interdomain import ChosenExperts, parameter_groups
 
 
 class Progress(NamedTuple):
@@ -53,43 +44,6 @@ def read_recipe(path: Path) -> dict[str, object]:
     if not isinstance(lines, dict):
         raise InputError(f"The recipe {path} must have a line `name: value` for each option.")
     return lines
-
-
-def parameter_groups(
-    model: torch.nn.Module,
-    learning_rate: float,
-    weight_decay: float = 0.1,
-    recurrence_learning_rate: float = 1e-3,
-) -> list[dict[str, Any]]:
-    """Groups for AdamW: "weights" decay; "vectors" (norms, biases, all that is one-dimensional, experts) do not.
-
-    Those of the S4D recurrence ("recurrence") do not decay either, and learn no faster than `recurrence_learning_rate`.
-    """
-    groups: dict[str, list[torch.nn.Parameter]] = {"weights": [], "vectors": [], "recurrence": []}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            groups[_group_of(name, parameter)].append(parameter)
-    rates = {"recurrence": min(learning_rate, recurrence_learning_rate)}
-    return [
-        {
-            "name": name,
-            "params": parameters,
-            "lr": rates.get(name, learning_rate),
-            "weight_decay": weight_decay if name == "weights" else 0.0,
-        }
-        for name, parameters in groups.items()
-        if parameters
-    ]
-
-
-def _group_of(name: str, parameter: torch.nn.Parameter) -> str:
-    leaf = name.rpartition(".")[2]
-    if leaf in RECURRENCE_PARAMETERS:
-        return "recurrence"
-    gate = name.endswith("sparse.gate.weight")  # multiplies what a branch adds
-    if parameter.ndim < 2 or gate or leaf.endswith(("bias", "log_scale")) or leaf in UNDECAYED + EXPERTS:
-        return "vectors"
-    return "weights"
 
 
 class ExpertUsage:

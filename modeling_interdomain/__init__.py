@@ -23,6 +23,7 @@ from .ops.selective_scan.entry import selective_scan, selective_scan_step
 from .ops.ssd.entry import ssd_attention, ssd_step
 from .outputs.layer_losses import add_layer_loss
 from .parallel.sequence import sequence_piece
+from .parameter_groups import parameter_groups
 from .registry import register_feed_forward, register_token_mixer
 from .saving.code import write_code
 from .saving.renamed import let_old_pickles_load
@@ -49,6 +50,7 @@ __all__ = [
     "join_states",
     "load_learned_state",
     "mask_span",
+    "parameter_groups",
     "register_feed_forward",
     "register_token_mixer",
     "remove_span",

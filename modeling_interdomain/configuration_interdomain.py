@@ -162,7 +162,9 @@ class InterdomainConfig(
             raise ValueError(
                 f"rope_parameters needs an even head_dim and feature_dim, got {self.head_dim} and {self.feature_dim}."
             )
-        kind = (self.rope_parameters or {}).get("rope_type")
+        kind, theta = (self.rope_parameters or {}).get("rope_type"), (self.rope_parameters or {}).get("rope_theta", 1.0)
+        if not 0 < theta < float("inf"):
+            raise ValueError(f"rope_theta must be positive and finite, got {theta}.")
         if kind in LENGTH_DEPENDENT and self.rotated_dims and set(self.layer_types) != {"full_attention"}:
             raise ValueError(
                 f'rope_type "{kind}" changes its angles with the length, and the state of recurrent layers cannot be '
@@ -182,8 +184,6 @@ class InterdomainConfig(
             raise ValueError(
                 'normalize divides by a readout of the query, and "s4d" layers have none; set it to False.'
             )
-        if self.aux_loss_coef < 0:
-            raise ValueError(f"aux_loss_coef must not be negative, got {self.aux_loss_coef}.")
         self.check_start_values()
         self.check_gates()
         self._ask_parts("check_config")

@@ -16,6 +16,7 @@ from tests.test_train import options, texts  # noqa: F401  the fixtures of the e
 
 # Sources, and the layers that have a branch then and those of them that start with B and C.
 SOURCES = {"interdomain-softmax": ([0], []), "mamba": ([0, 1], [0, 1]), "mamba2": ([0, 1], [0, 1])}
+SOURCES |= {"ssd": ([0, 1], [0, 1])}  # without convolutions
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import ast
 import copy
 import inspect
+import math
 import re
 import sys
 from dataclasses import fields
@@ -240,6 +241,16 @@ BAD_FIELDS = {
     "no patch": ({"patch_size": 0}, "patch_size and num_channels must be positive, got 0 and 3"),
     "steps in the wrong order": ({"time_step_min": 1.0}, "time_step_min = 1.0 must be positive and at most"),
     "negative rollback": ({"max_rollback": -1}, "max_rollback must not be negative"),
+    "steps without an end": ({"time_step_max": math.inf}, "time_step_max = inf, which must be finite"),
+    "a negative epsilon": ({"rms_norm_eps": -1.0}, "rms_norm_eps must be finite and positive, got -1.0"),
+    "no epsilon": ({"rms_norm_eps": 0.0}, "rms_norm_eps must be finite and positive, got 0.0"),
+    "an epsilon that is no number": ({"rms_norm_eps": math.nan}, "rms_norm_eps must be finite and positive, got nan"),
+    "a negative spread": ({"initializer_range": -0.02}, "initializer_range must be finite and not negative, got -0.02"),
+    "all dropped": ({"attention_dropout": 1.0}, "attention_dropout must be finite and not negative and below 1, got 1"),
+    "less than none dropped": ({"attention_dropout": -0.5}, "attention_dropout must be finite and not negative and"),
+    "a loss that is no number": ({"aux_loss_coef": math.nan}, "aux_loss_coef must be finite and not negative, got nan"),
+    "a negative loss": ({"aux_loss_coef": -1.0}, "aux_loss_coef must be finite and not negative, got -1.0"),
+    "angles without a base": ({"rope_parameters": ROPE | {"rope_theta": 0.0}}, "rope_theta must be positive and fin"),
 }
 
 
@@ -247,6 +258,27 @@ BAD_FIELDS = {
 def test_bad_fields_are_named(fields, message):
     with pytest.raises(Exception, match=message):
         InterdomainConfig(**fields)
+
+
+UNKNOWN_NAMES = {
+    "hidden_act": ({"hidden_act": "nope"}, "hidden_act must be an activation of Transformers, .* got 'nope'"),
+    "of experts": (
+        {"hidden_act": "nope", "feed_forwards": "cdmoe", "num_experts": 16},
+        "hidden_act must be an activation of Transformers, .* got 'nope'",
+    ),
+    "rope_type": (
+        {"token_mixers": "softmax", "rope_parameters": ROPE | {"rope_type": "foo"}},
+        "rope_type must be one of default, linear, .*; got 'foo'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("fields", "message"), UNKNOWN_NAMES.values(), ids=UNKNOWN_NAMES)
+def test_names_that_the_library_does_not_know_are_named(fields, message):
+    """When a model is made: a configuration needs no PyTorch, and the library's tables do."""
+    config = InterdomainConfig(**SMALL | fields)
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_config(config)
 
 
 @pytest.mark.parametrize("kind", LENGTHENED)

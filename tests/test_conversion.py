@@ -194,6 +194,24 @@ def test_shards_dtype_tokenizer_and_generation_settings_are_kept(tmp_path, token
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "wide").dtype == torch.float32
 
 
+def test_of_several_dtypes_that_of_most_weights_is_kept_and_said(tmp_path, capsys):
+    folder, out = tmp_path / "llama", tmp_path / "out"
+    llama = save_llama(folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].bfloat16()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert main(["from-llama", str(folder), str(out), "--layers", "none"]) == 0
+    assert "has weights in bfloat16, float32, the last most of them: all are saved so, or as" in capsys.readouterr().out
+    model = AutoModelForCausalLM.from_pretrained(out).eval()
+    assert {x.dtype for x in load_file(out / "model.safetensors").values()} == {torch.float32}
+    with torch.no_grad():
+        llama.model.embed_tokens.weight.copy_(llama.model.embed_tokens.weight.bfloat16())
+        ids = torch.arange(3, 20)[None]
+        torch.testing.assert_close(model(ids).logits, llama(ids).logits, rtol=1e-4, atol=1e-4)
+    assert main(["from-llama", str(folder), str(tmp_path / "asked"), "--dtype", "bfloat16"]) == 0
+    assert "has weights in" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("text", "layers"),
     [

@@ -17,6 +17,7 @@ import torch
 from huggingface_hub import ModelCard
 from tokenizers.processors import TemplateProcessing
 from torch import nn
+from transformers import Trainer, TrainingArguments
 
 from examples import evaluate, quickstart, saved_model, states, text_data, training
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
@@ -390,6 +391,24 @@ def test_parameter_groups_know_the_whole_recurrence():
     (group,) = [group for group in training.parameter_groups(model, 3e-3) if group["name"] == "recurrence"]
     found = {id(parameter) for parameter in group["params"]}
     assert found == {id(parameter) for name, parameter in model.named_parameters() if ".recurrence." in name}
+
+
+def test_the_trainer_leaves_the_recurrence_alone_with_groups(make_model, tmp_path, random_ids):
+    """Without them it lets time scales decay, which its rule of names does not know."""
+    model = make_model("forget-gates", dtype=torch.float32)
+    texts = [{"input_ids": ids, "labels": ids} for ids in random_ids(8, 12)]
+    how = {"use_cpu": True, "report_to": "none", "max_steps": 1, "learning_rate": 0.0, "weight_decay": 0.5}
+    how |= {"disable_tqdm": True, "save_strategy": "no", "max_grad_norm": 0.0}
+    recurrent = {name: x for name, x in model.named_parameters() if ".recurrence." in name}
+    trainer = Trainer(model, TrainingArguments(str(tmp_path), **how), train_dataset=texts)
+    assert set(trainer.get_decay_parameter_names(model)) >= recurrent.keys()
+    before = {name: x.detach().clone() for name, x in model.named_parameters()}
+    groups = [group | {"params": group["params"]} for group in training.parameter_groups(model, 1e-3, weight_decay=0.5)]
+    optimizer = torch.optim.AdamW(groups, betas=(0.0, 0.0), eps=1e30)  # no step but the decay
+    Trainer(model, TrainingArguments(str(tmp_path), **how), train_dataset=texts, optimizers=(optimizer, None)).train()
+    changed = {name for name, x in model.named_parameters() if not x.equal(before[name])}
+    assert changed and not changed & recurrent.keys()
+    assert all(model.get_parameter(name).ndim > 1 for name in changed)
 
 
 def test_cosine_with_warmup():

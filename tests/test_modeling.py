@@ -84,6 +84,21 @@ def test_save_and_load_variants(name, make_model, tmp_path, random_ids):
     torch.testing.assert_close(loaded(random_ids(2, 9)).logits, model(random_ids(2, 9)).logits, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("asked", [torch.float64, "auto"], ids=str)
+def test_a_model_in_float64_stays_in_it(each_mixer, asked, tmp_path, random_ids):
+    """Recurrences and learned states too: they are kept from narrower dtypes alone."""
+    if {"full_attention"} != set(each_mixer.config.layer_types):
+        each_mixer.add_learned_state()
+    ids, parameters = random_ids(2, 9), dict(each_mixer.named_parameters())
+    each_mixer.double().save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=asked)
+    assert all(x.equal(parameters[name]) for name, x in loaded.named_parameters())
+    torch.testing.assert_close(loaded(ids).logits, each_mixer(ids).logits, rtol=0, atol=0)
+    half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    kept = {x.dtype for name, x in half.named_parameters() if ".recurrence." in name or "first_state" in name}
+    assert kept <= {torch.float32}
+
+
 def test_body_of_a_language_model_loads_alone(make_model, tmp_path, random_ids):
     model = make_model(dtype=torch.float32)
     model.save_pretrained(tmp_path)

@@ -341,6 +341,19 @@ def test_every_row_its_own_adapter(two_adapters, left_padded, assert_same):
         assert torch.equal(text[row, -length - 8 :], write(two_adapters, **alone)[0])
 
 
+@pytest.mark.parametrize("name", ["selective-scan", "mamba2", "softmax-interdomain", "hax"])
+def test_every_row_its_own_adapter_of_packed_documents(name, make_model, random_ids, assert_same):
+    """Also where a map reads tokens behind a convolution, as the steps of a selective scan."""
+    model = get_peft_model(make_model(name), METHODS["lora"](), adapter_name="one")
+    model.add_adapter("two", METHODS["lora"]())
+    ids, rows = random_ids(3, 12), ["one", "__base__", "two"]
+    positions = torch.cat([torch.arange(7), torch.arange(5)]).expand(3, -1)
+    together = logits(model.eval(), ids, position_ids=positions, adapter_names=rows)
+    for row, name in enumerate(rows):
+        alone = {"position_ids": positions[:1], "adapter_names": [name]}
+        assert_same(together[row], logits(model, ids[row : row + 1], **alone)[0])
+
+
 def test_classifiers(make_model, left_padded, tmp_path, assert_same):
     base = make_model("interdomain-softmax", InterdomainForSequenceClassification, num_labels=3)
     base.save_pretrained(tmp_path / "base")

@@ -4,9 +4,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import initialization as init
-from transformers.activations import ACT2FN
 
-from ..layers.common import ChosenExperts, DecodeTables, backend_of, is_untouched, residual_projection
+from ..layers.common import ChosenExperts, DecodeTables, activation, backend_of, is_untouched, residual_projection
 from ..layers.operators import Operators
 from ..ops.common.cpu import without_autocast
 from ..ops.experts.entry import (
@@ -42,7 +41,7 @@ class CrossDomainMoE(ExpertSpecification, DecodeTables):
         self.crosses = config.expert_input == "cross_domain"
         self.up_proj = nn.Linear(width, config.intermediate_size, bias=False)
         self.down_proj = residual_projection(config.intermediate_size, width)
-        self.act_fn = ACT2FN[config.hidden_act]
+        self.act_fn = activation(config.hidden_act)
         self.query_proj = nn.Linear(width, heads * key_dim, bias=False)
         self.rows, columns = factor_pair(config.num_experts)
         self.expert_keys = nn.Parameter(torch.empty(heads, self.rows + columns, key_dim // 2))

@@ -5,7 +5,15 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-from ..layers.common import FULL_PRECISION, is_plain, is_untouched, project, project_all, residual_projection
+from ..layers.common import (
+    FULL_PRECISION,
+    activation,
+    is_plain,
+    is_untouched,
+    project,
+    project_all,
+    residual_projection,
+)
 from ..ops.common.cpu import multiplies_in_tiles
 
 # Numbers of the hidden layer that are made at a time: few enough to stay in a cache that cores share, many enough that
@@ -27,7 +35,7 @@ class InterdomainMLP(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = residual_projection(config.intermediate_size, config.hidden_size)
-        self.act_fn = ACT2FN[config.hidden_act]
+        self.act_fn = activation(config.hidden_act)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         x = hidden_states

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 from transformers import initialization as init
+from transformers.activations import ACT2FN
 
 from ..ops.common.cpu import multiplies_in_tiles
 
@@ -25,6 +26,18 @@ def is_plain(x: torch.Tensor, dtype: torch.dtype = torch.float32) -> bool:
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     return type(x) is torch.Tensor and x.device.type == "cpu" and x.dtype == dtype
+
+
+def full_precision() -> torch.dtype:
+    """Of parameters that set time scales: float32, or float64 in a model that is made in it."""
+    return torch.promote_types(torch.get_default_dtype(), torch.float32)
+
+
+def activation(name: str) -> nn.Module:
+    """One of Transformers' by its name."""
+    if name not in ACT2FN:
+        raise ValueError(f"hidden_act must be an activation of Transformers, such as silu or gelu, got {name!r}.")
+    return ACT2FN[name]
 
 
 def plain_rms_norm(x: torch.Tensor, eps: float, into: torch.Tensor | None = None) -> torch.Tensor:

@@ -65,7 +65,8 @@ class ModelFields:
         use_cache, pad_token_id, bos_token_id, eos_token_id: as in Transformers. Default: True, None, 1 and 2.
     """
 
-    # Of each class its own: fields that must be positive, and the values that others may have.
+    # Of each class its own: whole numbers that must be positive, others that must be finite and what else, and the
+    # values that others may have.
     _positive: ClassVar[list[str]] = [
         "vocab_size",
         "hidden_size",
@@ -78,6 +79,11 @@ class ModelFields:
         "chunk_size",
         "max_position_embeddings",
     ]
+    _finite: ClassVar[dict[str, str]] = {
+        "rms_norm_eps": "positive",
+        "initializer_range": "not negative",
+        "attention_dropout": "not negative and below 1",
+    }
     _choices: ClassVar[dict[str, tuple[str | None, ...]]] = {
         "rope_placement": (None, "before", "after"),
         "state_dtype": ("float32", "float64", "bfloat16", "float16"),
@@ -144,6 +150,10 @@ class ModelFields:
             value = getattr(self, name)
             if value is None or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value}.")
+        for name, what in (item for kind in declared for item in kind.get("_finite", {}).items()):
+            value, most = getattr(self, name), 1.0 if what.endswith("below 1") else float("inf")
+            if not 0 <= value < most or (what == "positive" and not value):
+                raise ValueError(f"{name} must be finite and {what}, got {value}.")
         for name, choices in (item for kind in declared for item in kind.get("_choices", {}).items()):
             if getattr(self, name) not in choices:
                 names = ", ".join(str(choice) for choice in choices)

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .common import Float32Module
+from .common import Float32Module, full_precision
 
 
 class FirstState(Float32Module):
@@ -16,7 +16,7 @@ class FirstState(Float32Module):
 
     def __init__(self, shape: tuple[int, ...]):
         super().__init__()
-        self.state = nn.Parameter(torch.zeros(shape, dtype=torch.float32))
+        self.state = nn.Parameter(torch.zeros(shape, dtype=full_precision()))
 
     def start_parameters(self, config) -> None:
         init.zeros_(self.state)

@@ -43,6 +43,9 @@ class InterdomainRotaryEmbedding(Float32Module):
             dim = int(self.config.head_dim * rope.get("partial_rotary_factor", 1.0))
             exponents = torch.arange(0, dim, 2, dtype=torch.float) / dim
             return {"inv_freq": (rope["rope_theta"] ** -exponents, 1.0)}
+        if self.rope_type not in ROPE_INIT_FUNCTIONS:
+            names = ", ".join(("default", *ROPE_INIT_FUNCTIONS))
+            raise ValueError(f"rope_type must be one of {names}; got {self.rope_type!r}.")
         of_length = ROPE_INIT_FUNCTIONS[self.rope_type]
         found = {"inv_freq": of_length(self.config, None)}
         if self.rope_type == "longrope":

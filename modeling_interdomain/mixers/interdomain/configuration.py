@@ -181,10 +181,10 @@ class InterdomainFields(ModelFields):
 
     def check_start_values(self) -> None:
         """Each number of the start is one that can be computed with."""
-        if not 0 < self.time_step_min <= self.time_step_max:
+        if not 0 < self.time_step_min <= self.time_step_max < float("inf"):
             raise ValueError(
                 f"time_step_min = {self.time_step_min} must be positive and at most time_step_max = "
-                f"{self.time_step_max}."
+                f"{self.time_step_max}, which must be finite."
             )
         if not self.coefficient_init_noise >= 1e-10:
             raise ValueError(

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ...layers.convolution import convolve_all
 from ...layers.operators import Operators
 from ...ops.selective_scan.entry import scan_state_after
 from ..recurrent import RecurrentMixer
@@ -36,10 +37,16 @@ class SelectiveScanMixer(SelectiveScanSpecification, RecurrentMixer):
     def _written(self, tokens: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return tokens[2][:, :, None]
 
-    def _tokens(self, projections, cos_sin):
+    def _inputs(self, projected, conv_state, cos_sin, packing, keep: bool):
+        projections, after = convolve_all(self._convolutions(), projected, conv_state, self.kernel, packing)
         value = F.silu(projections[0])
-        dt, key, query = self.x_proj(value).split(self.sizes, dim=-1)
-        return query, key, value, self.dt_proj(dt)
+        # Adapters, which may differ by row, need the rows of the batch here too.
+        by_row = packing is not None and type(self.x_proj) is not nn.Linear
+        low = self.x_proj(packing.unpack(value) if by_row else value)
+        dt, key, query = low.split(self.sizes, dim=-1)
+        found = query, key, self.dt_proj(dt)
+        query, key, dt = (packing.pack(x) for x in found) if by_row else found
+        return (query, key, value, dt), after
 
     def _recorded(self, tokens):
         return tokens[1:]
