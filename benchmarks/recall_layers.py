@@ -13,7 +13,7 @@ delta rule, which takes from a value what the state answers already, and trainin
 And what does a quiet first layer do in language? Models of `core_study` (1.4M) start with one, with its seeds and its
 best rate.
 
-    python -m benchmarks.recall_layers             # all runs that results/recall_layers.json does not hold yet
+    python -m benchmarks.recall_layers --data DIR  # all runs that results/recall_layers.json does not hold yet
     python -m benchmarks.recall_layers --table     # the table as markdown
 """
 
@@ -78,7 +78,7 @@ def run_language(name: str, seed: int, texts: dict, **options) -> dict:
     item = language_item(name, TRAINING["learning_rate"], seed) | {"start": FIRST_QUIET}
     fleet = core_runs.make_fleet([item])
     start_quiet(fleet.models[0].model.layers[0])
-    return core_runs.run_language(fleet, [item], texts, **options)[0]
+    return {"machine": core_runs.machine_of("cpu")} | core_runs.run_language(fleet, [item], texts, **options)[0]
 
 
 def run_condition(condition: str, state_size: int, seed: int, steps: int | None = None) -> dict:
@@ -154,11 +154,12 @@ def language_table(record: dict) -> str:
     """By condition the losses by seed, as `core_study` has them and with a quiet first layer; empty without runs."""
     names = (core_study.FILE.stem, *core_study.OTHERS)
     rows = core_table.best_language({name: studies.load(RESULTS / f"{name}.json", {}) for name in names}, LANGUAGE)
-    cells = []
+    cells, machines = [], set()
     for name in IN_LANGUAGE:
         own = [row for row in record["runs"] if row.get("language") == name]
         quiet = {row["seed"]: condition_study.score(row) for row in own}
         plain = {row["seed"]: condition_study.score(row) for row in rows[name] if row["seed"] in quiet}
+        machines |= {row["machine"] for row in own}
         if quiet:
             means = [statistics.mean(found.values()) for found in (plain, quiet)]
             losses = (", ".join(f"{found[seed]:.3f}" for seed in sorted(found)) for found in (plain, quiet))
@@ -166,7 +167,8 @@ def language_table(record: dict) -> str:
     if not cells:
         return ""
     header = ["language, 1.4M", "loss by seed as it is", FIRST_QUIET, "difference"]
-    about = "In nats a token, as in [the comparison](core_study.md), which has those as they are."
+    about = "In nats a token, as in [the comparison](core_study.md), which has those as they are, of other machines. "
+    about += f"Quiet: {'; '.join(sorted(machines))}: `python -m benchmarks.{FILE.stem}`"
     return f"{markdown(header, cells)}\n\n{about}"
 
 

@@ -111,8 +111,11 @@ def saved_dtype(options: argparse.Namespace, weights: dict[str, torch.Tensor]) -
             found[x.dtype] += x.numel()
     (dtype, _), *others = found.most_common()
     if others:
-        named = ", ".join(str(x).removeprefix("torch.") for x, _ in (*others, (dtype, 0)))
-        print(f"The source has weights in {named}, the last most of them: all are saved so, or as --dtype says.")
+        most, *fewer = (str(x).removeprefix("torch.") for x, _ in found.most_common())
+        print(
+            f"The source has weights in {most} and, fewer, in {' and '.join(fewer)}: all are saved in {most}, or as "
+            "--dtype says."
+        )
     return dtype
 
 

@@ -162,8 +162,9 @@ class InterdomainConfig(
             raise ValueError(
                 f"rope_parameters needs an even head_dim and feature_dim, got {self.head_dim} and {self.feature_dim}."
             )
-        kind, theta = (self.rope_parameters or {}).get("rope_type"), (self.rope_parameters or {}).get("rope_theta", 1.0)
-        if not 0 < theta < float("inf"):
+        rope = self.rope_parameters or {}
+        kind, theta = rope.get("rope_type"), rope.get("rope_theta", 1.0)
+        if theta is None or not 0 < theta < float("inf"):
             raise ValueError(f"rope_theta must be positive and finite, got {theta}.")
         if kind in LENGTH_DEPENDENT and self.rotated_dims and set(self.layer_types) != {"full_attention"}:
             raise ValueError(

@@ -201,7 +201,8 @@ def test_of_several_dtypes_that_of_most_weights_is_kept_and_said(tmp_path, capsy
     weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].bfloat16()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     assert main(["from-llama", str(folder), str(out), "--layers", "none"]) == 0
-    assert "has weights in bfloat16, float32, the last most of them: all are saved so, or as" in capsys.readouterr().out
+    said = "The source has weights in float32 and, fewer, in bfloat16: all are saved in float32, or as --dtype says."
+    assert said in capsys.readouterr().out
     model = AutoModelForCausalLM.from_pretrained(out).eval()
     assert {x.dtype for x in load_file(out / "model.safetensors").values()} == {torch.float32}
     with torch.no_grad():

@@ -11,6 +11,8 @@ import pytest
 from benchmarks import (
     cheems_study,
     condition_study,
+    core_study,
+    core_table,
     headlines,
     joint_study,
     kernel_costs,
@@ -19,6 +21,7 @@ from benchmarks import (
     lookup_study,
     prompt_reuse_cpu,
     readme,
+    recall_layers,
     sparse_cpu,
     speculation_study,
     studies,
@@ -443,6 +446,22 @@ def test_what_is_said_of_the_layer_that_looks_up():
     went_on = {which: round(row["accuracy"], 2) for which, row in quiet.items() if len(row["looks"]) == 16}
     assert went_on == {(64, 0): 0.94, (64, 2): 0.94, (128, 2): 0.98}
     assert [kept(row)[0] < 0.05 for row in by_name["both layers quiet"]] == [False, True, True]
+
+
+def test_what_is_said_of_a_quiet_first_layer_in_language():
+    quiet = [row for row in read("recall_layers")["runs"] if "language" in row]
+    records = {name: read(name) for name in ("core_study", *core_study.OTHERS)}
+    plain = core_table.best_language(records, "language")
+    differences, spreads = [], []
+    for name in recall_layers.IN_LANGUAGE:
+        before = {row["seed"]: condition_study.score(row) for row in plain[name]}
+        after = {row["seed"]: condition_study.score(row) for row in quiet if row["language"] == name}
+        assert after.keys() == {0, 1, 2}
+        differences.append([after[seed] - before[seed] for seed in after])
+        spreads.append(max(before[seed] for seed in after) - min(before[seed] for seed in after))
+    assert [round(statistics.mean(found), 3) for found in differences] == [-0.002, 0.002, 0.012]
+    assert (round(min(spreads), 3), round(max(spreads), 3)) == (0.011, 0.033)
+    assert [all(x > 0 for x in found) for found in differences] == [False, False, True]
 
 
 def test_what_is_said_of_the_parts_of_the_start_that_remembers():

@@ -105,9 +105,10 @@ def lay_out(
     if use_cache and cache is None and cacheable:
         cache = InterdomainCache(config)
     if not torch.compiler.is_compiling():
+        begins = cache is None or is_at_start(cache)
         if cache is not None:
-            remember_model(cache, model)
-        if cache is None or is_at_start(cache):
+            remember_model(cache, model, begins)
+        if begins:
             doubt_tables(model)
 
     documents = None if cu_seqlens is None else document_of_tokens(cu_seqlens, shape.numel()).view(shape)

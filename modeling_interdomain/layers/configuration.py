@@ -65,8 +65,8 @@ class ModelFields:
         use_cache, pad_token_id, bos_token_id, eos_token_id: as in Transformers. Default: True, None, 1 and 2.
     """
 
-    # Of each class its own: whole numbers that must be positive, others that must be finite and what else, and the
-    # values that others may have.
+    # Of each class its own: whole numbers that must be positive, numbers that must be finite and what else, and fields
+    # with a choice of values.
     _positive: ClassVar[list[str]] = [
         "vocab_size",
         "hidden_size",
@@ -80,7 +80,7 @@ class ModelFields:
         "max_position_embeddings",
     ]
     _finite: ClassVar[dict[str, str]] = {
-        "rms_norm_eps": "positive",
+        "rms_norm_eps": "not negative",
         "initializer_range": "not negative",
         "attention_dropout": "not negative and below 1",
     }
@@ -152,7 +152,7 @@ class ModelFields:
                 raise ValueError(f"{name} must be a positive integer, got {value}.")
         for name, what in (item for kind in declared for item in kind.get("_finite", {}).items()):
             value, most = getattr(self, name), 1.0 if what.endswith("below 1") else float("inf")
-            if not 0 <= value < most or (what == "positive" and not value):
+            if value is None or not 0 <= value < most:
                 raise ValueError(f"{name} must be finite and {what}, got {value}.")
         for name, choices in (item for kind in declared for item in kind.get("_choices", {}).items()):
             if getattr(self, name) not in choices:

@@ -8,7 +8,7 @@ from .common import Float32Module, full_precision
 
 
 class FirstState(Float32Module):
-    """`state`, of the shape of one sequence's, in float32; zeros at the start, with which nothing changes.
+    """`state`, of the shape of one sequence's, at least in float32; zeros at the start, with which nothing changes.
 
     It is to a recurrent layer what learned keys and values (prefix tuning) are to attention: what the layer would hold
     after reading some text, found by training instead. It decays like what a text leaves.

@@ -241,7 +241,7 @@ class _InterdomainCacheMixin(Cache):
                     f"{path} holds {seen} tokens, and max_cache_len={layer.max_cache_len} leaves room for fewer."
                 )
         cache.restore(tensors, seen, decoder)
-        remember_model(cache, decoder)
+        remember_model(cache, decoder, begins=True)
         cache.notes = {name[5:]: text for name, text in about.items() if name.startswith("note.")}
         return cache
 
@@ -330,10 +330,10 @@ def _check_fingerprint(path, name: str, found: str | None, wanted: str) -> None:
     )
 
 
-def remember_model(cache: Any, decoder) -> None:
-    """Let a cache know for which model `save` keeps it, and when a text begins, or another reads on, its weights."""
+def remember_model(cache: Any, decoder, begins: bool) -> None:
+    """Let a cache know for which model `save` keeps it, and the weights with which a text begins, or goes on there."""
     if isinstance(cache, _InterdomainCacheMixin):
-        if cache._reader is None or cache._reader() is not decoder or is_at_start(cache):
+        if begins or cache._reader is None or cache._reader() is not decoder:
             cache._weights = weights_as_they_are(decoder)
         cache._reader = weakref.ref(decoder)
 
