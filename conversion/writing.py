@@ -109,7 +109,7 @@ def saved_dtype(options: argparse.Namespace, weights: dict[str, torch.Tensor]) -
     for name, x in weights.items():
         if not any(part in name for part in _IN_FLOAT32) and x.is_floating_point():
             found[x.dtype] += x.numel()
-    (dtype, _), *others = found.most_common()
+    (dtype, _), *others = found.most_common() or [(torch.float32, 0)]
     if others:
         most, *fewer = (str(x).removeprefix("torch.") for x, _ in found.most_common())
         print(

@@ -164,8 +164,8 @@ class InterdomainConfig(
             )
         rope = self.rope_parameters or {}
         kind, theta = rope.get("rope_type"), rope.get("rope_theta", 1.0)
-        if theta is None or not 0 < theta < float("inf"):
-            raise ValueError(f"rope_theta must be positive and finite, got {theta}.")
+        if self.rotated_dims and not (isinstance(theta, int | float) and 0 < theta < float("inf")):
+            raise ValueError(f"rope_theta must be a positive and finite number, got {theta!r}.")
         if kind in LENGTH_DEPENDENT and self.rotated_dims and set(self.layer_types) != {"full_attention"}:
             raise ValueError(
                 f'rope_type "{kind}" changes its angles with the length, and the state of recurrent layers cannot be '

@@ -242,15 +242,33 @@ BAD_FIELDS = {
     "steps in the wrong order": ({"time_step_min": 1.0}, "time_step_min = 1.0 must be positive and at most"),
     "negative rollback": ({"max_rollback": -1}, "max_rollback must not be negative"),
     "steps without an end": ({"time_step_max": math.inf}, "time_step_max = inf, which must be finite"),
-    "a negative epsilon": ({"rms_norm_eps": -1.0}, "rms_norm_eps must be finite and not negative, got -1.0"),
-    "an epsilon that is no number": ({"rms_norm_eps": math.nan}, "rms_norm_eps must be finite and not negative, got"),
-    "a negative spread": ({"initializer_range": -0.02}, "initializer_range must be finite and not negative, got -0.02"),
-    "all dropped": ({"attention_dropout": 1.0}, "attention_dropout must be finite and not negative and below 1, got 1"),
-    "less than none dropped": ({"attention_dropout": -0.5}, "attention_dropout must be finite and not negative and"),
-    "a loss that is no number": ({"aux_loss_coef": math.nan}, "aux_loss_coef must be finite and not negative, got nan"),
-    "a negative loss": ({"aux_loss_coef": -1.0}, "aux_loss_coef must be finite and not negative, got -1.0"),
-    "angles of no base": ({"rope_parameters": ROPE | {"rope_theta": None}}, "rope_theta must be positive and finite"),
-    "angles without a base": ({"rope_parameters": ROPE | {"rope_theta": 0.0}}, "rope_theta must be positive and fin"),
+    "a negative epsilon": ({"rms_norm_eps": -1.0}, "rms_norm_eps must be a finite number from 0, got -1.0"),
+    "an epsilon that is no number": ({"rms_norm_eps": math.nan}, "rms_norm_eps must be a finite number from 0, got"),
+    "a negative spread": (
+        {"initializer_range": -0.02},
+        "initializer_range must be a finite number from 0, got -0.02",
+    ),
+    "more than all dropped": (
+        {"attention_dropout": 1.5},
+        "attention_dropout must be a finite number from 0 to 1, got 1.5",
+    ),
+    "less than none dropped": (
+        {"attention_dropout": -0.5},
+        "attention_dropout must be a finite number from 0 to 1, got -0.5",
+    ),
+    "a loss that is no number": (
+        {"aux_loss_coef": math.nan},
+        "aux_loss_coef must be a finite number from 0, got nan",
+    ),
+    "a negative loss": ({"aux_loss_coef": -1.0}, "aux_loss_coef must be a finite number from 0, got -1.0"),
+    "angles of no base": (
+        {"token_mixers": "softmax", "rope_parameters": ROPE | {"rope_theta": None}},
+        "rope_theta must be a positive and finite number",
+    ),
+    "angles without a base": (
+        {"token_mixers": "softmax", "rope_parameters": ROPE | {"rope_theta": 0.0}},
+        "rope_theta must be a positive and",
+    ),
 }
 
 

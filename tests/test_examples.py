@@ -403,7 +403,7 @@ def test_the_trainer_leaves_the_recurrence_alone_with_groups(make_model, tmp_pat
     trainer = Trainer(model, TrainingArguments(str(tmp_path), **how), train_dataset=texts)
     assert set(trainer.get_decay_parameter_names(model)) >= recurrent.keys()
     before = {name: x.detach().clone() for name, x in model.named_parameters()}
-    groups = [group | {"params": group["params"]} for group in training.parameter_groups(model, 1e-3, weight_decay=0.5)]
+    groups = training.parameter_groups(model, 1e-3, weight_decay=0.5)
     optimizer = torch.optim.AdamW(groups, betas=(0.0, 0.0), eps=1e30)  # no step but the decay
     Trainer(model, TrainingArguments(str(tmp_path), **how), train_dataset=texts, optimizers=(optimizer, None)).train()
     changed = {name for name, x in model.named_parameters() if not x.equal(before[name])}

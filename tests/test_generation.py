@@ -253,7 +253,7 @@ def test_a_cache_that_has_read_all_is_refused(name, length, options, make_model,
     ids, cache = random_ids(1, 9), make_cache(model.config)
     model(ids, past_key_values=cache)
     before = contents(cache)
-    said = rf"past_key_values has read 9 tokens, and {{}} holds {length}.*: give the whole text"
+    said = rf"has read 9 tokens, and {{}} holds {length}.*: give the whole text and at least one token more"
     rest, mask = ids[:, :length], torch.ones(1, 9 + length, dtype=torch.long)
     for alone in ({}, {"attention_mask": torch.ones_like(rest)}):
         with pytest.raises(ValueError, match=said.format("input_ids") + r", or new ids with an attention_mask \["):

@@ -1,7 +1,6 @@
 """Requests that come one by one are answered together, each as `generate` answers it alone."""
 
 import asyncio
-import time
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from modeling_interdomain import StateStore
 from modeling_interdomain.generation.batch import Request
+from modeling_interdomain.generation.prompt_store import store_of
 from tests.test_generation_batch import alone
 
 LENGTHS = (7, 3, 12, 5, 9)
@@ -84,6 +84,9 @@ def test_handlers_get_what_came_before_them(served, prompts):
             if output.is_finished():
                 done.set()
 
+        manager.register_result_handler("first", lambda output: None)
+        with pytest.raises(ValueError, match="Somebody waits for a request 'first' already"):
+            manager.register_result_handler("first", note)
         name = manager.add_request(prompts[0], "ours", max_new_tokens=5, streaming=True)
         other = manager.add_request(prompts[1], max_new_tokens=5)
         while len(manager._results_of(name)) < 2:
@@ -131,6 +134,7 @@ def test_a_request_that_goes_wrong_fails_alone(served, prompts, monkeypatch):
 
     monkeypatch.setattr(Request, "choose", drawn)
     config = GenerationConfig(do_sample=True, top_k=1)
+    served.prompt_store = StateStore(block=4)
     with served.continuous_batching_context_manager(generation_config=config) as manager:
         good = manager.add_request(prompts[0], max_new_tokens=6)
         wrong = manager.add_request(prompts[1], max_new_tokens="4")
@@ -141,6 +145,19 @@ def test_a_request_that_goes_wrong_fails_alone(served, prompts, monkeypatch):
     assert found[wrong].error.startswith("TypeError: ")
     assert {name: len(found[name].generated_tokens) for name in ("first", "later")} == {"first": 0, "later": 2}
     assert all(found[name].error.startswith("RuntimeError: probability") for name in ("first", "later"))
+    monkeypatch.undo()
+    text = found["later"].prompt_ids + found["later"].generated_tokens
+    kept, served.prompt_store = served.prompt_store, None
+    expected = served.generate(
+        torch.tensor([[*text, 5]]), max_new_tokens=4, output_logits=True, return_dict_in_generate=True
+    )
+    served.prompt_store = kept
+    known = kept.longest(store_of(served)[1], [*text, 5])
+    assert known is None or known[0] <= len(found["later"].prompt_ids), "nothing is kept of what was broken off"
+    reused = served.generate(
+        torch.tensor([[*text, 5]]), max_new_tokens=4, output_logits=True, return_dict_in_generate=True
+    )
+    torch.testing.assert_close(torch.stack(reused.logits), torch.stack(expected.logits))
 
 
 def test_a_name_is_of_one_request(served, prompts):
@@ -153,8 +170,8 @@ def test_a_name_is_of_one_request(served, prompts):
         manager.add_request(prompts[2], "req_1")
     manager.start()
     assert manager.get_result("req_0", timeout=30).prompt_ids == prompts[1]
-    while len(manager._results) < 2:
-        time.sleep(0.01)
+    with manager._changed:
+        assert manager._changed.wait_for(lambda: len(manager._results) == 2, timeout=30)
     with pytest.raises(ValueError, match="There is a request 'req_1' already"):
         manager.add_request(prompts[2], "req_1")
     assert manager.get_result("req_1").prompt_ids == prompts[0]

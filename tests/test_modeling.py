@@ -93,6 +93,7 @@ def test_a_model_in_float64_stays_in_it(each_mixer, asked, tmp_path, random_ids)
     each_mixer.double().save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=asked)
     assert all(x.equal(parameters[name]) for name, x in loaded.named_parameters())
+    assert {x.dtype for x in loaded.parameters()} == {torch.float64}
     torch.testing.assert_close(loaded(ids).logits, each_mixer(ids).logits, rtol=0, atol=0)
     half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     kept = {x.dtype for name, x in half.named_parameters() if ".recurrence." in name or "first_state" in name}
@@ -978,6 +979,19 @@ def test_labels_of_another_shape_are_refused(model, shape, random_ids, contents)
     kept = r"labels must have the shape of the 4 last tokens, whose logits are kept, \[2, 4\], got "
     with pytest.raises(ValueError, match=kept):
         model(random_ids(2, 6), labels=random_ids(2, 6), logits_to_keep=4)
+
+
+@pytest.mark.parametrize("labelled", [False, True], ids=["scores", "loss"])
+def test_the_number_of_kept_logits_may_change_in_a_graph(labelled, make_model, random_ids):
+    """The checks of labels make no sentence where there is nothing to say: a graph could not hold it."""
+    model, ids = make_model("no-convolution"), random_ids(2, 9)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for count in (2, 3, 5):
+        inputs = {"labels": ids[:, -count:]} if labelled else {}
+        with torch.no_grad():
+            found, expected = (each(ids, logits_to_keep=count, **inputs) for each in (compiled, model))
+        torch.testing.assert_close(found.logits, expected.logits)
+        assert found.logits.shape[1] == count and (found.loss is None) is not labelled
 
 
 def test_mask_without_the_past_is_refused(model, random_ids, contents):

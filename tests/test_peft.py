@@ -341,11 +341,19 @@ def test_every_row_its_own_adapter(two_adapters, left_padded, assert_same):
         assert torch.equal(text[row, -length - 8 :], write(two_adapters, **alone)[0])
 
 
-@pytest.mark.parametrize("name", ["selective-scan", "mamba2", "softmax-interdomain", "hax"])
-def test_every_row_its_own_adapter_of_packed_documents(name, make_model, random_ids, assert_same):
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        *((name, "all-linear") for name in ("selective-scan", "mamba2", "softmax-interdomain", "hax")),
+        *(("selective-scan", [part]) for part in ("x_proj", "dt_proj")),
+    ],
+    ids=str,
+)
+def test_every_row_its_own_adapter_of_packed_documents(name, targets, make_model, random_ids, assert_same):
     """Also where a map reads tokens behind a convolution, as the steps of a selective scan."""
-    model = get_peft_model(make_model(name), METHODS["lora"](), adapter_name="one")
-    model.add_adapter("two", METHODS["lora"]())
+    how = LoraConfig(**LORA, target_modules=targets)
+    model = get_peft_model(make_model(name), how, adapter_name="one")
+    model.add_adapter("two", how)
     ids, rows = random_ids(3, 12), ["one", "__base__", "two"]
     positions = torch.cat([torch.arange(7), torch.arange(5)]).expand(3, -1)
     together = logits(model.eval(), ids, position_ids=positions, adapter_names=rows)

@@ -31,7 +31,7 @@ class ExpertFields(ModelFields):
             training loss; only registered feed-forward layers have any. Default: 0.001.
     """
 
-    _finite = {"aux_loss_coef": "not negative"}
+    _most = {"aux_loss_coef": float("inf")}
     _choices = {
         "expert_input": ("cross_domain", "hidden"),
         "expert_score": ("raw", "softmax", "sigmoid"),

@@ -154,7 +154,8 @@ class Batch:
         except Exception as error:
             if not self.apart:
                 raise
-            request.error = f"{type(error).__name__}: {error}"
+            # The state has read one token more than a store would be told.
+            request.error, request.keep = f"{type(error).__name__}: {error}", None
 
     def _read(self, request: Request) -> InterdomainCache:
         """Read a prompt and choose its first token; returns the cache."""

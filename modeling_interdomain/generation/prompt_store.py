@@ -155,7 +155,8 @@ class StateStore:
         if size > max(self.memory_bytes, on_disk):
             logger.warning_once(
                 f"The prompt store does not keep a state larger than memory_bytes = {self.memory_bytes:,} and "
-                f"disk_bytes = {on_disk:,}: its text will be read again."
+                f"{'without a folder' if self.folder is None else f'disk_bytes = {on_disk:,}'}: its text will be read "
+                "again."
             )
         if size <= on_disk:
             try:

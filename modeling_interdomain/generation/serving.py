@@ -129,6 +129,7 @@ class RequestManager:
             ValueError: when another request has this name, and is not finished or has results that wait.
         """
         if self.background_thread_status.fatal_error is not None or self._stopping:
+            self._handlers.pop(request_id, None)
             raise RuntimeError("This manager has stopped; make another with init_continuous_batching().")
         config = deepcopy(self.generation_config)
         if max_new_tokens is not None:
@@ -163,8 +164,14 @@ class RequestManager:
     # Results.
 
     def register_result_handler(self, request_id: str, callback: Callable) -> None:
-        """Have the running event loop call `callback` with each result of a request, until it is finished."""
+        """Have the running event loop call `callback` with each result of a request, until it is finished.
+
+        Raises:
+            ValueError: when another is registered for this name.
+        """
         with self._changed:
+            if request_id in self._handlers:
+                raise ValueError(f"Somebody waits for a request {request_id!r} already: choose another request_id.")
             self._handlers[request_id] = (callback, asyncio.get_running_loop())
             # The server adds a request before it registers a handler.
             early = [output for output in self._results if output.request_id == request_id]

@@ -94,12 +94,14 @@ def check_labels(labels, shift_labels, input_ids, inputs_embeds, logits_to_keep)
     tokens = input_ids if inputs_embeds is None else inputs_embeds
     if not isinstance(tokens, torch.Tensor) or not count:
         return
-    batch, length = tokens.shape[:2]
-    shape, whose = [batch, length], "the tokens"
-    if 0 < logits_to_keep < length:
-        shape, whose = [batch, logits_to_keep], f"the {logits_to_keep} last tokens, whose logits are kept"
     for name, x in (("labels", labels), ("shift_labels", shift_labels)):
-        if x is not None and list(x.shape) != shape:
+        if x is None:
+            continue
+        batch, length = tokens.shape[:2]
+        part = 0 < logits_to_keep < length
+        if x.shape != (batch, logits_to_keep if part else length):
+            shape = [batch, logits_to_keep if part else length]
+            whose = f"the {logits_to_keep} last tokens, whose logits are kept" if part else "the tokens"
             raise ValueError(
                 f"{name} must have the shape of {whose}, {shape}, got {list(x.shape)}; labels are shifted here, and "
                 "-100 stands where nothing is asked."
@@ -279,17 +281,20 @@ def check_rest(cache: Cache, length: int, name: str, attention_mask: torch.Tenso
     """What `generate` is given goes on behind what a cache has read; the library would read some of it again, or leave
     some out.
 
-    A longer mask says that ids follow what was read. Of embeddings the library takes that to be a part, always.
+    A longer mask says that ids follow what was read. Embeddings the library takes for the whole text, with any mask.
     """
     seen = int(cache.get_seq_length())
-    follows = attention_mask is not None and attention_mask.ndim == 2 and attention_mask.shape[1] > length
-    if not seen or (follows and name == "input_ids"):
+    if not seen or (attention_mask is not None and attention_mask.ndim != 2):
+        return
+    follows = attention_mask is not None and attention_mask.shape[1] > length
+    if follows and name == "input_ids":
         return
     if follows or length <= seen:
         mask = f" beside an attention_mask for {attention_mask.shape[1]}" if follows else ""
         new = ", or new ids with an attention_mask [B, past + T]" if name == "input_ids" else ""
         raise ValueError(
-            f"past_key_values has read {seen} tokens, and {name} holds {length}{mask}: give the whole text{new}."
+            f"past_key_values has read {seen} tokens, and {name} holds {length}{mask}: give the whole text and at "
+            f"least one token more{new}."
         )
 
 

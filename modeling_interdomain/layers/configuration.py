@@ -65,8 +65,8 @@ class ModelFields:
         use_cache, pad_token_id, bos_token_id, eos_token_id: as in Transformers. Default: True, None, 1 and 2.
     """
 
-    # Of each class its own: whole numbers that must be positive, numbers that must be finite and what else, and fields
-    # with a choice of values.
+    # Of each class its own: whole numbers that must be positive, finite numbers from 0 to another, and fields with a
+    # choice of values.
     _positive: ClassVar[list[str]] = [
         "vocab_size",
         "hidden_size",
@@ -79,10 +79,10 @@ class ModelFields:
         "chunk_size",
         "max_position_embeddings",
     ]
-    _finite: ClassVar[dict[str, str]] = {
-        "rms_norm_eps": "not negative",
-        "initializer_range": "not negative",
-        "attention_dropout": "not negative and below 1",
+    _most: ClassVar[dict[str, float]] = {
+        "rms_norm_eps": float("inf"),
+        "initializer_range": float("inf"),
+        "attention_dropout": 1.0,
     }
     _choices: ClassVar[dict[str, tuple[str | None, ...]]] = {
         "rope_placement": (None, "before", "after"),
@@ -150,10 +150,11 @@ class ModelFields:
             value = getattr(self, name)
             if value is None or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value}.")
-        for name, what in (item for kind in declared for item in kind.get("_finite", {}).items()):
-            value, most = getattr(self, name), 1.0 if what.endswith("below 1") else float("inf")
-            if value is None or not 0 <= value < most:
-                raise ValueError(f"{name} must be finite and {what}, got {value}.")
+        for name, most in (item for kind in declared for item in kind.get("_most", {}).items()):
+            value = getattr(self, name)
+            if value is None or not (0 <= value <= most and value < float("inf")):
+                end = "" if most == float("inf") else f" to {most:g}"
+                raise ValueError(f"{name} must be a finite number from 0{end}, got {value}.")
         for name, choices in (item for kind in declared for item in kind.get("_choices", {}).items()):
             if getattr(self, name) not in choices:
                 names = ", ".join(str(choice) for choice in choices)

@@ -167,7 +167,8 @@ class _InterdomainCacheMixin(Cache):
 
         Args:
             path: of the file, in a folder that exists; a file of that name is replaced when the new one is complete.
-            model: whose state it is. Default: None, the model that read with this cache last.
+            model: whose state it is, also if its weights were written since it has read. Default: None, the model that
+                read with this cache last.
             tokenizer: that made the tokens, to be compared when the file is loaded. Default: None.
             tokens: `[B, T]` ids of all tokens that were read, pads too, of which a hash is kept. `generate()` returns
                 one more, the last, which no forward has read. Default: None.
@@ -193,18 +194,20 @@ class _InterdomainCacheMixin(Cache):
             raise ValueError(f"tokens must have shape [B, T] = [{rows}, {seen}], what the cache has read, got {found}.")
         about = {f"note.{name}": text for name, text in (notes or {}).items()}
         about |= {"rows": str(rows), "tokens": str(seen)} | _fingerprints(decoder, tokenizer, tokens)
-        self._check_reader(decoder_of(decoder), about["model"])
+        self._check_reader(decoder_of(decoder), about["model"], told=model is not None)
         write_state_file(path, tensors, about)
 
-    def _check_reader(self, decoder, fingerprint: str) -> None:
-        """Raise if another model than this one has read, or its weights have changed since, as far as that is known."""
+    def _check_reader(self, decoder, fingerprint: str, told: bool) -> None:
+        """Raise if another model than this one has read, or its weights have changed since, as far as that is known;
+        not where the caller has `told` that it is this one's state."""
         reader = None if self._reader is None else self._reader()
         if reader is None:
             return
-        if self._weights != weights_as_they_are(reader):
+        if not told and self._weights != weights_as_they_are(reader):
             raise ValueError(
-                "The weights of the model have changed since it has read what this cache holds, which is the state of "
-                "neither: save it before, or read the text again."
+                "Weights or adapters of the model were written after this cache had begun to read, and the file would "
+                "name them: save it before, read the text again, or, if they are as they were, give the model, "
+                "save(path, model)."
             )
         if reader is not decoder and model_fingerprint(reader) != fingerprint:
             raise ValueError("Another model has read what this cache holds: save it with that one.")

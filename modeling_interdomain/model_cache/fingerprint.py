@@ -89,8 +89,8 @@ def _switches(decoder: nn.Module) -> list[list]:
 
 
 def weights_as_they_are(decoder: nn.Module) -> tuple:
-    """What tells whether weights have been written or exchanged since, as far as PyTorch counts it, and which adapters
-    act: in no time beside `model_fingerprint`."""
+    """What tells whether parameters have been written or exchanged since, as far as PyTorch counts it, and which
+    adapters act: in a fraction of the time of `model_fingerprint`."""
     weights = [(id(x), x._version) for x in decoder.parameters() if not x.is_inference()]
     return weights, json.dumps(_switches(decoder), default=str)
 

@@ -41,7 +41,7 @@ class SelectiveScanMixer(SelectiveScanSpecification, RecurrentMixer):
         projections, after = convolve_all(self._convolutions(), projected, conv_state, self.kernel, packing)
         value = F.silu(projections[0])
         # Adapters, which may differ by row, need the rows of the batch here too.
-        by_row = packing is not None and type(self.x_proj) is not nn.Linear
+        by_row = packing is not None and any(type(x) is not nn.Linear for x in (self.x_proj, self.dt_proj))
         low = self.x_proj(packing.unpack(value) if by_row else value)
         dt, key, query = low.split(self.sizes, dim=-1)
         found = query, key, self.dt_proj(dt)
