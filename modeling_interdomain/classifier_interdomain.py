@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import can_return_tuple
 
 from .configuration_interdomain import InterdomainConfig
-from .inputs.checks import check_class_labels, check_tokens, embed_ids
+from .inputs.checks import check_class_labels, check_tensors, check_tokens, embed_ids
 from .inputs.keywords import takes_known_keywords
 from .modeling_interdomain import InterdomainModel, InterdomainPreTrainedModel
 from .ops.common.cpu import in_graph
@@ -25,7 +25,12 @@ class PatchEmbedding(nn.Module):
         self.proj = nn.Linear(self.channels * self.patch_size**2, config.hidden_size)
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        if pixel_values.ndim != 4 or pixel_values.shape[1] != self.channels:
+        check_tensors(pixel_values=pixel_values)
+        if not pixel_values.is_floating_point():
+            raise ValueError(
+                f"pixel_values must be of a floating dtype, as an image processor gives them, got {pixel_values.dtype}."
+            )
+        if pixel_values.ndim != 4 or pixel_values.shape[1] != self.channels or not pixel_values.numel():
             raise ValueError(
                 f"pixel_values must have shape [B, {self.channels}, height, width], got {list(pixel_values.shape)}."
             )
@@ -133,7 +138,9 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
         hidden_states = outputs.last_hidden_state
         length = hidden_states.shape[1]
         last = (torch.arange(length, device=real.device) * real).argmax(dim=1).to(hidden_states.device)
-        logits = self.score(hidden_states[torch.arange(len(last), device=last.device), last])
+        # Not by the numbers of the rows, of which a traced or exported graph would keep how many there were.
+        at_last = last[:, None, None].expand(-1, -1, hidden_states.shape[-1])
+        logits = self.score(hidden_states.gather(1, at_last)[:, 0])
         loss = None
         if labels is not None:
             arguments: Any = {"pooled_logits": logits, "config": self.config}

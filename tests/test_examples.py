@@ -619,6 +619,11 @@ def test_what_is_written_from_scratch_reads_like_text(tmp_path, capfd):
     assert len(set(threes)) > 0.8 * len(threes), texts
 
 
+def test_numbers_to_write_need_text_to_measure(capsys, tmp_path):
+    assert evaluate.main([str(tmp_path), "--json", str(tmp_path / "found.json")]) == 2
+    assert capsys.readouterr().err.startswith("--json holds what is measured on held-out text: name that with --data.")
+
+
 def test_a_model_that_nobody_named_is_the_best_there_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 

@@ -285,6 +285,18 @@ def test_a_window_is_not_traced(make_model):
 
 
 @traces
+@pytest.mark.parametrize("cls", [False, True], ids=["last", "cls"])
+@pytest.mark.parametrize("name", ["interdomain", "s4d", "softmax"])
+def test_a_trace_of_a_classifier_reads_other_numbers_of_rows(name, cls, make_model):
+    """Each its own: a trace of one row gave all rows the answer of the first."""
+    model = make_model(name, InterdomainForSequenceClassification, use_cls_token=cls)
+    for rows in (1, 2):
+        ids = _ids(rows, 20)
+        traced = torch.jit.trace(Traced(model), (ids,), check_trace=False)
+        for count in (1, 2, 3):
+            torch.testing.assert_close(traced(_ids(count, 20)), model(_ids(count, 20)).logits)
+
+
 def test_a_trace_of_a_classifier_heeds_later_pads(make_model):
     model = make_model("interdomain", InterdomainForSequenceClassification, use_cls_token=True)
     masks = torch.ones(2, 20, dtype=torch.long), _prompt(2, 20)[1]

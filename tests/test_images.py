@@ -145,6 +145,11 @@ def test_classifiers_save_and_load(make_classifier, tmp_path):
 MISTAKES = {
     "channels": (lambda model: model(pixel_values=torch.zeros(1, 1, 4, 4)), r"must have shape \[B, 3, height, width\]"),
     "odd size": (lambda model: model(pixel_values=torch.zeros(1, 3, 5, 4)), "cannot be cut into patches of 2"),
+    "no size": (lambda model: model(pixel_values=torch.zeros(1, 3, 0, 4)), r"must have shape \[B, 3, height, width\]"),
+    "bytes": (
+        lambda model: model(pixel_values=torch.zeros(1, 3, 4, 4, dtype=torch.uint8)),
+        "pixel_values must be of a floating dtype, .* got torch.uint8",
+    ),
     "two inputs": (
         lambda model: model(input_ids=torch.zeros(1, 2, dtype=torch.long), pixel_values=pixels()),
         "exactly one of input_ids, inputs_embeds and pixel_values",

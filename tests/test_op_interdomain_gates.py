@@ -514,6 +514,21 @@ def test_what_cannot_be_is_said(what):
     assert str(raised.value).startswith(sentence) and bool((state == 1).all())
 
 
+@pytest.mark.parametrize("backend", ["recurrent", "chunk"])
+@pytest.mark.parametrize("spoiled", ["key", "value", "write_gate"])
+@pytest.mark.parametrize("kind", ["write_gate", "all"])
+def test_a_pad_that_is_no_number_gives_no_gradient(kind, spoiled, backend):
+    names = ("write_gate",) if kind == "write_gate" else KINDS[kind]
+    arguments = {k: v.detach() for k, v in gated("short", names).items()}
+    rows, length = arguments["key"].shape[:2]
+    lengths = torch.full((rows,), length - 2)
+    arguments[spoiled][:, -2:] = torch.nan
+    given = {name: arguments[name].requires_grad_() for name in ("key", "value", *names)}
+    output, _ = interdomain_attention(**arguments, lengths=lengths, backend=backend)
+    for name, grad in zip(given, torch.autograd.grad(output.sum(), list(given.values())), strict=True):
+        assert grad.isfinite().all() and grad[:, -2:].eq(0).all(), name
+
+
 def test_what_is_too_large_is_said_beside_what_is_no_number():
     arguments = {k: v.detach() for k, v in gated("short", ()).items()}
     gates = torch.zeros_like(arguments["key"][..., 0])

@@ -116,7 +116,7 @@ def test_states_that_do_not_fit_are_refused(problem):
         join_states(state, state[:1], 3, log_decay)
     with pytest.raises(ValueError, match=r"state must have shape \[B, G, 2, M, R \+ D\] = \[2, 1, 2, 6, "):
         mask_span(state, state, 3, log_decay[:1])
-    for tokens in (-1, torch.tensor([1, 2, 3]), torch.tensor([1, -1])):
+    for tokens in (-1, True, torch.tensor([1, 2, 3]), torch.tensor([1, -1]), torch.tensor([True, False])):
         with pytest.raises(ValueError, match=r"at least 0, one for all or \[B\] = \[2\], got"):
             remove_span(state, state, state, tokens, log_decay)
 

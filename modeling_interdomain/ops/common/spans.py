@@ -94,7 +94,8 @@ def _check(log_decay: torch.Tensor, tokens: int | torch.Tensor, **states: torch.
     rows = check_tensors(("log_decay", log_decay, "G, M, 2"), *named)["B"]
     ages = torch.tensor(-1) if tokens is None else torch.as_tensor(tokens)
     fits = ages.ndim == 0 or ages.shape == (rows,)
-    if not fits or ages.is_floating_point() or ages.is_complex() or bool((ages < 0).any()):
+    odd = ages.dtype == torch.bool or ages.is_floating_point() or ages.is_complex()
+    if not fits or odd or bool((ages < 0).any()):
         raise ValueError(
             f"A number of tokens must be whole and at least 0, one for all or [B] = [{rows}], got {tokens!r}."
         )

@@ -12,6 +12,7 @@ import torch
 from ..common.checks import check_tensors
 from ..common.cpu import values_at_hand
 from ..common.decay import finite
+from ..common.packing import zero_pads
 from ..diagonal.step import StepTables, mix_rows, read_state, turn_state
 from .chunk import chunk_attention
 
@@ -89,7 +90,9 @@ def gated_attention(
         alike = (None if x is None else x.to(key.dtype) for x in gates)
         return recurrent_attention(query, key, value, *parameters, *alike)
     if write_gate is not None:
-        write_gate = write_gate.to(key.dtype)[..., None]
+        write_gate, lengths = write_gate.to(key.dtype)[..., None], parameters[-1]
+        if lengths is not None:  # what stands at a pad may be no number, and gets no gradient
+            key, value, write_gate = zero_pads(lengths, key, value, write_gate)
         key, value = key * write_gate, value * write_gate
     options: list[Any] = [chunk_size, output_final_state]
     if log_gate is None and delta is None:
