@@ -75,10 +75,10 @@ def compressed_bits_per_byte(documents: Sequence[str], compress: Callable[[bytes
 def check_options(options: argparse.Namespace) -> None:
     """Refuse at once what would fail after the model was loaded and measured."""
     check_positive(options, "tokens", "temperature", "sequence_length")
-    if options.json and not options.data:
-        raise InputError("--json holds what is measured on held-out text: name that with --data.")
     if options.json and (options.json.is_dir() or not options.json.parent.is_dir()):
         raise InputError(f"{options.json} cannot be written: --json needs the name of a file in a folder that exists.")
+    if options.json and not options.data:
+        raise InputError("--json holds what is measured on held-out text: name that with --data.")
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
