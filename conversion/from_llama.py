@@ -31,6 +31,7 @@ from conversion.writing import (
     check_target,
     finish,
     gigabytes,
+    in_dtype,
     open_working_folder,
     saved_dtype,
 )
@@ -169,9 +170,7 @@ def _numbers(layers: list[int]) -> str:
 
 def sizes_of(config, dtype: torch.dtype) -> dict[str, int]:
     """Parameters carried and new, and the bytes of the saved weights."""
-    expected = {
-        name: x if ".recurrence." in name else x.to(dtype) for name, x in expected_weights(config).items()
-    }  # the recurrence stays in float32
+    expected = in_dtype(expected_weights(config), dtype)
     new = sum(expected[name].numel() for name in new_names(config))
     total = sum(x.numel() for x in expected.values())
     return {"carried": total - new, "new": new, "bytes": tensor_bytes(list(expected.values()))}

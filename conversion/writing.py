@@ -107,11 +107,11 @@ def saved_dtype(options: argparse.Namespace, weights: dict[str, torch.Tensor]) -
         return DTYPES[options.dtype]
     found: Counter[torch.dtype] = Counter()
     for name, x in weights.items():
-        if not any(part in name for part in _IN_FLOAT32) and x.is_floating_point():
+        if not _stays(name) and x.is_floating_point():
             found[x.dtype] += x.numel()
-    (dtype, _), *others = found.most_common() or [(torch.float32, 0)]
+    dtype, *others = [x for x, _ in found.most_common()] or [torch.float32]
     if others:
-        most, *fewer = (str(x).removeprefix("torch.") for x, _ in found.most_common())
+        most, *fewer = (str(x).removeprefix("torch.") for x in (dtype, *others))
         print(
             f"The source has weights in {most} and, fewer, in {' and '.join(fewer)}: all are saved in {most}, or as "
             "--dtype says."
@@ -119,12 +119,21 @@ def saved_dtype(options: argparse.Namespace, weights: dict[str, torch.Tensor]) -
     return dtype
 
 
+def in_dtype(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The weights as they are saved: in this dtype, but for what a model keeps in float32."""
+    return {name: x if _stays(name) else x.to(dtype) for name, x in weights.items()}
+
+
+def _stays(name: str) -> bool:
+    return any(part in name for part in _IN_FLOAT32)
+
+
 def may_write(options: argparse.Namespace, expected: dict[str, torch.Tensor], dtype: torch.dtype, about: str) -> bool:
     """Say what would be saved, and open the working folder unless that is all that was asked for.
 
-    `expected` are the tensors of the model, of which recurrences stay as they are, and `about` is said before them.
+    `expected` are the tensors of the model, and `about` is said before them.
     """
-    needed = tensor_bytes([x if ".recurrence." in name else x.to(dtype) for name, x in expected.items()])
+    needed = tensor_bytes(list(in_dtype(expected, dtype).values()))
     check_space(options.target, needed)
     print(f"{options.source} -> {options.target}")
     print(f"{about}; {str(dtype).removeprefix('torch.')}, {gigabytes(needed)}")

@@ -71,20 +71,14 @@ def answer(
     cache, stopped, errors = InterdomainCache(model.config), Event(), []
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=600)
     settings = {"do_sample": temperature > 0, "max_new_tokens": tokens, "pad_token_id": tokenizer.pad_token_id}
+    settings["attention_mask"] = torch.ones_like(ids)  # a pad token in the prompt is no hole
     if temperature > 0:
         settings["temperature"] = temperature
 
     def generate() -> None:
         try:
             stop = StoppingCriteriaList([lambda ids, _: ids.new_full((len(ids),), stopped.is_set(), dtype=torch.bool)])
-            model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                past_key_values=cache,
-                streamer=streamer,
-                stopping_criteria=stop,
-                **settings,
-            )
+            model.generate(ids, past_key_values=cache, streamer=streamer, stopping_criteria=stop, **settings)
         except Exception as error:  # whatever it is, the page shows it
             errors.append(error)
             streamer.end()

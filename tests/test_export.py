@@ -297,6 +297,7 @@ def test_a_trace_of_a_classifier_reads_other_numbers_of_rows(name, cls, make_mod
             torch.testing.assert_close(traced(_ids(count, 20)), model(_ids(count, 20)).logits)
 
 
+@traces
 def test_a_trace_of_a_classifier_heeds_later_pads(make_model):
     model = make_model("interdomain", InterdomainForSequenceClassification, use_cls_token=True)
     masks = torch.ones(2, 20, dtype=torch.long), _prompt(2, 20)[1]

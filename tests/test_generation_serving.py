@@ -146,17 +146,13 @@ def test_a_request_that_goes_wrong_fails_alone(served, prompts, monkeypatch):
     assert {name: len(found[name].generated_tokens) for name in ("first", "later")} == {"first": 0, "later": 2}
     assert all(found[name].error.startswith("RuntimeError: probability") for name in ("first", "later"))
     monkeypatch.undo()
-    text = found["later"].prompt_ids + found["later"].generated_tokens
-    kept, served.prompt_store = served.prompt_store, None
-    expected = served.generate(
-        torch.tensor([[*text, 5]]), max_new_tokens=4, output_logits=True, return_dict_in_generate=True
-    )
-    served.prompt_store = kept
-    known = kept.longest(store_of(served)[1], [*text, 5])
+    text = [*found["later"].prompt_ids, *found["later"].generated_tokens, 5]
+    known = served.prompt_store.longest(store_of(served)[1], text)
     assert known is None or known[0] <= len(found["later"].prompt_ids), "nothing is kept of what was broken off"
-    reused = served.generate(
-        torch.tensor([[*text, 5]]), max_new_tokens=4, output_logits=True, return_dict_in_generate=True
-    )
+    how = {"max_new_tokens": 4, "output_logits": True, "return_dict_in_generate": True}
+    reused = served.generate(torch.tensor([text]), **how)
+    served.prompt_store = None
+    expected = served.generate(torch.tensor([text]), **how)
     torch.testing.assert_close(torch.stack(reused.logits), torch.stack(expected.logits))
 
 

@@ -153,10 +153,10 @@ class StateStore:
         self._remember(model, self._blocks(ids))
         size, on_disk = _bytes(tensors), 0 if self.folder is None else self.disk_bytes
         if size > max(self.memory_bytes, on_disk):
+            disk = "no folder" if self.folder is None else f"disk_bytes = {on_disk:,}"
             logger.warning_once(
-                f"The prompt store does not keep a state larger than memory_bytes = {self.memory_bytes:,} and "
-                f"{'without a folder' if self.folder is None else f'disk_bytes = {on_disk:,}'}: its text will be read "
-                "again."
+                f"The prompt store does not keep a state larger than memory_bytes = {self.memory_bytes:,} and {disk}: "
+                "its text will be read again."
             )
         if size <= on_disk:
             try:

@@ -98,13 +98,12 @@ def check_labels(labels, shift_labels, input_ids, inputs_embeds, logits_to_keep)
         if x is None:
             continue
         batch, length = tokens.shape[:2]
-        part = 0 < logits_to_keep < length
-        if x.shape != (batch, logits_to_keep if part else length):
-            shape = [batch, logits_to_keep if part else length]
-            whose = f"the {logits_to_keep} last tokens, whose logits are kept" if part else "the tokens"
+        kept = logits_to_keep if 0 < logits_to_keep < length else length
+        if x.shape != (batch, kept):
+            whose = "the tokens" if kept == length else f"the {kept} last tokens, whose logits are kept"
             raise ValueError(
-                f"{name} must have the shape of {whose}, {shape}, got {list(x.shape)}; labels are shifted here, and "
-                "-100 stands where nothing is asked."
+                f"{name} must have the shape of {whose}, {[batch, kept]}, got {list(x.shape)}; labels are shifted "
+                "here, and -100 stands where nothing is asked."
             )
 
 

@@ -28,8 +28,9 @@ def is_plain(x: torch.Tensor, dtype: torch.dtype = torch.float32) -> bool:
     return type(x) is torch.Tensor and x.device.type == "cpu" and x.dtype == dtype
 
 
-def full_precision() -> torch.dtype:
-    """Of parameters that set time scales: float32, or float64 in a model that is made in it."""
+def at_least_float32() -> torch.dtype:
+    """The dtype of parameters that set time scales: float32, or float64 where that is the default, as in a model that
+    is loaded in it."""
     return torch.promote_types(torch.get_default_dtype(), torch.float32)
 
 

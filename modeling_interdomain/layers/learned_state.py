@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .common import Float32Module, full_precision
+from .common import Float32Module, at_least_float32
 
 
 class FirstState(Float32Module):
@@ -16,7 +16,7 @@ class FirstState(Float32Module):
 
     def __init__(self, shape: tuple[int, ...]):
         super().__init__()
-        self.state = nn.Parameter(torch.zeros(shape, dtype=full_precision()))
+        self.state = nn.Parameter(torch.zeros(shape, dtype=at_least_float32()))
 
     def start_parameters(self, config) -> None:
         init.zeros_(self.state)

@@ -25,12 +25,15 @@ class _InterdomainCacheMixin(Cache):
 
     layers: list
     notes: dict[str, str]
-    # A weak reference to the model that read with it last, and its weights as they were then; pickles leave them out.
-    _reader: Any = None
-    _weights: Any = None
+    # A weak reference to the model that read with it last, and its weights as it began; pickles leave both out.
+    _reader: tuple | None = None
 
     def __getstate__(self):
-        return {name: value for name, value in vars(self).items() if name not in ("_reader", "_weights")}
+        return {name: value for name, value in vars(self).items() if name != "_reader"}
+
+    def reader(self) -> Any:
+        """The model that read with it last, None where that is not known."""
+        return None if self._reader is None else self._reader[0]()
 
     def reset(self) -> None:
         """Hold nothing, as a new cache."""
@@ -175,13 +178,14 @@ class _InterdomainCacheMixin(Cache):
             notes: anything else, as strings; a loaded cache has it as `notes`. Default: None.
 
         Raises:
-            ValueError: when nothing was read, the model is not known, it is not the one that read, or its weights have
-                changed since, or `tokens` is of another shape.
+            ValueError: when nothing was read, the model is not known, another has read, `tokens` is of another shape,
+                or, where `model` is None, weights or adapters were written since.
+            TypeError: when `notes` are not strings.
             OSError: when the file cannot be written; one that was there is as it was.
         """
         if wrong := [name for item in (notes or {}).items() for name in item if not isinstance(name, str)]:
             raise TypeError(f"notes must be strings by name, got {wrong[0]!r}.")
-        decoder = self._reader() if model is None and self._reader is not None else model
+        decoder = self.reader() if model is None else model
         if decoder is None:
             raise ValueError("save does not know whose state this is: give the model, save(path, model).")
         seen = int(self.get_seq_length())
@@ -189,21 +193,21 @@ class _InterdomainCacheMixin(Cache):
             raise ValueError("This cache has read nothing that could be saved.")
         tensors = self.named_tensors()
         rows = next(iter(tensors.values())).shape[0]
-        found = list(tokens.shape) if isinstance(tokens, torch.Tensor) else type(tokens).__name__
-        if tokens is not None and found != [rows, seen]:
-            raise ValueError(f"tokens must have shape [B, T] = [{rows}, {seen}], what the cache has read, got {found}.")
+        given = list(tokens.shape) if isinstance(tokens, torch.Tensor) else type(tokens).__name__
+        if tokens is not None and given != [rows, seen]:
+            raise ValueError(f"tokens must have shape [B, T] = [{rows}, {seen}], what the cache has read, got {given}.")
         about = {f"note.{name}": text for name, text in (notes or {}).items()}
         about |= {"rows": str(rows), "tokens": str(seen)} | _fingerprints(decoder, tokenizer, tokens)
         self._check_reader(decoder_of(decoder), about["model"], told=model is not None)
         write_state_file(path, tensors, about)
 
     def _check_reader(self, decoder, fingerprint: str, told: bool) -> None:
-        """Raise if another model than this one has read, or its weights have changed since, as far as that is known;
-        not where the caller has `told` that it is this one's state."""
-        reader = None if self._reader is None else self._reader()
+        """Raise if another model than this one has read, as far as that is known, or if its weights were written since
+        and nobody has `told` that the state is still its own."""
+        reader = self.reader()
         if reader is None:
             return
-        if not told and self._weights != weights_as_they_are(reader):
+        if not told and self._reader[1] != weights_as_they_are(reader):
             raise ValueError(
                 "Weights or adapters of the model were written after this cache had begun to read, and the file would "
                 "name them: save it before, read the text again, or, if they are as they were, give the model, "
@@ -335,10 +339,8 @@ def _check_fingerprint(path, name: str, found: str | None, wanted: str) -> None:
 
 def remember_model(cache: Any, decoder, begins: bool) -> None:
     """Let a cache know for which model `save` keeps it, and the weights with which a text begins, or goes on there."""
-    if isinstance(cache, _InterdomainCacheMixin):
-        if begins or cache._reader is None or cache._reader() is not decoder:
-            cache._weights = weights_as_they_are(decoder)
-        cache._reader = weakref.ref(decoder)
+    if isinstance(cache, _InterdomainCacheMixin) and (begins or cache.reader() is not decoder):
+        cache._reader = weakref.ref(decoder), weights_as_they_are(decoder)
 
 
 def mark_reading(cache: Cache, since: int | None) -> None:

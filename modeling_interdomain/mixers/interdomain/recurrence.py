@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from ...layers.common import DecodeTables, Float32Module, backend_of, begun_with, full_precision, is_plain
+from ...layers.common import DecodeTables, Float32Module, at_least_float32, backend_of, begun_with, is_plain
 from ...layers.operators import Operators
 from ...ops.common.cpu import autocast_operands
 from ...ops.common.decay import as_complex
@@ -61,12 +61,12 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
         # Asked for at every token: a configuration is slow to look up.
         self.product, self.normalize = config.product, config.normalize
         groups, size = config.num_key_value_heads, config.state_size
-        self.log_dt = nn.Parameter(torch.empty(groups, dtype=full_precision()))
-        self.log_a_real = nn.Parameter(torch.empty(groups, size, dtype=full_precision()))
-        self.a_imag = nn.Parameter(torch.empty(groups, size, dtype=full_precision()))
-        self.B = nn.Parameter(torch.empty(groups, size, 2, dtype=full_precision()))
+        self.log_dt = nn.Parameter(torch.empty(groups, dtype=at_least_float32()))
+        self.log_a_real = nn.Parameter(torch.empty(groups, size, dtype=at_least_float32()))
+        self.a_imag = nn.Parameter(torch.empty(groups, size, dtype=at_least_float32()))
+        self.B = nn.Parameter(torch.empty(groups, size, 2, dtype=at_least_float32()))
         shape = {"full": (groups, size, size, 2), "diagonal": (groups, size, 2)}.get(config.coefficient_matrix)
-        self.C = None if shape is None else nn.Parameter(torch.empty(shape, dtype=full_precision()))
+        self.C = None if shape is None else nn.Parameter(torch.empty(shape, dtype=at_least_float32()))
         if self.C is None:
             self.tabled = tuple(name for name in self.tabled if name != "C")
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from ...layers.common import backend_of, full_precision
+from ...layers.common import at_least_float32, backend_of
 from ...layers.operators import Operators
 from ...ops.common.launch import STEP_BACKENDS
 from ...ops.diagonal.step import StepParameters
@@ -35,7 +35,9 @@ class S4DRecurrence(InterdomainRecurrence):
 
     def __init__(self, config):
         super().__init__(config)
-        self.readout = nn.Parameter(torch.empty(config.num_attention_heads, config.state_size, dtype=full_precision()))
+        self.readout = nn.Parameter(
+            torch.empty(config.num_attention_heads, config.state_size, dtype=at_least_float32())
+        )
 
     @torch.no_grad()
     def start_parameters(self, config) -> None:

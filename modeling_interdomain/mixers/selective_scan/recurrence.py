@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from ...layers.common import DecodeTables, Float32Module, backend_of, begun_with, full_precision
+from ...layers.common import DecodeTables, Float32Module, at_least_float32, backend_of, begun_with
 from ...layers.operators import Operators
 from ...ops.common.launch import STEP_BACKENDS
 from ...ops.selective_scan.entry import SCAN_BACKENDS, selective_scan, take_scan_step
@@ -25,9 +25,9 @@ class SelectiveScanRecurrence(Float32Module, DecodeTables):
     def __init__(self, config, channels: int):
         super().__init__()
         self.config = config
-        self.A_log = nn.Parameter(torch.empty(config.scan_state_size, channels, dtype=full_precision()))
-        self.D = nn.Parameter(torch.empty(channels, dtype=full_precision()))
-        self.dt_bias = nn.Parameter(torch.empty(channels, dtype=full_precision()))
+        self.A_log = nn.Parameter(torch.empty(config.scan_state_size, channels, dtype=at_least_float32()))
+        self.D = nn.Parameter(torch.empty(channels, dtype=at_least_float32()))
+        self.dt_bias = nn.Parameter(torch.empty(channels, dtype=at_least_float32()))
         self.start_parameters(config)
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from ...layers.common import Float32Module, backend_of, begun_with, full_precision
+from ...layers.common import Float32Module, at_least_float32, backend_of, begun_with
 from ...layers.operators import Operators
 from ...ops.common.launch import STEP_BACKENDS
 from ...ops.ssd.entry import SSD_BACKENDS, ssd_attention, take_ssd_step
@@ -27,9 +27,11 @@ class SSDRecurrence(Float32Module):
         super().__init__()
         self.config = config
         self.limit = config.ssd_dt_limit
-        self.A_log = nn.Parameter(torch.empty(heads, dtype=full_precision()))
-        self.D = nn.Parameter(torch.empty(heads, dtype=full_precision())) if config.ssd_skip else None
-        self.dt_bias = None if config.ssd_dt_bias is None else nn.Parameter(torch.empty(heads, dtype=full_precision()))
+        self.A_log = nn.Parameter(torch.empty(heads, dtype=at_least_float32()))
+        self.D = nn.Parameter(torch.empty(heads, dtype=at_least_float32())) if config.ssd_skip else None
+        self.dt_bias = (
+            None if config.ssd_dt_bias is None else nn.Parameter(torch.empty(heads, dtype=at_least_float32()))
+        )
         self.start_parameters(config)
 
     @torch.no_grad()

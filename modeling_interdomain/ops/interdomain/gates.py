@@ -91,7 +91,8 @@ def gated_attention(
         return recurrent_attention(query, key, value, *parameters, *alike)
     if write_gate is not None:
         write_gate, lengths = write_gate.to(key.dtype)[..., None], parameters[-1]
-        if lengths is not None:  # what stands at a pad may be no number, and gets no gradient
+        # What stands at a pad may be no number: its product is not read, but would pass gradients on.
+        if lengths is not None and torch.is_grad_enabled():
             key, value, write_gate = zero_pads(lengths, key, value, write_gate)
         key, value = key * write_gate, value * write_gate
     options: list[Any] = [chunk_size, output_final_state]
