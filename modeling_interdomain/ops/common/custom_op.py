@@ -1,7 +1,7 @@
 """Operators of `torch.library` with a gradient, registered from three functions: forward, fake outputs, backward."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd import forward_ad
@@ -24,8 +24,8 @@ def differentiable(
 ):
     """Register `name` and `name_backward`, both opaque to a graph and both without autocast; the first is returned.
 
-    The gradient of the backward operator is none: asking for it raises PyTorch's own error. Nor is there a derivative
-    in forward mode, of which PyTorch would say that it is zero.
+    The backward operator has no gradient, and says so when asked. Nor is there a derivative in forward mode, of which
+    PyTorch would say that it is zero.
 
     Args:
         module: `__name__` of the module that asks.
@@ -70,6 +70,7 @@ def differentiable(
         f"{path}_backward", run_backward, mutates_args=(), schema=schema_backward
     )
     operator_backward.register_fake(like_inputs)
+    operator_backward.register_autograd(lambda ctx, *grads: refuse_second(f"{path}_backward"))
 
     def save(ctx, inputs, output):
         leaves, ctx.tree = tree_flatten(inputs) if lists else (inputs, None)
@@ -96,6 +97,13 @@ def differentiable(
 
     operator.register_autograd(differentiate, setup_context=save)
     return operator
+
+
+def refuse_second(name: str) -> NoReturn:
+    raise RuntimeError(
+        f"{name} has no gradient of its own (a second derivative): take the operator's definition, which is made of "
+        "PyTorch's operations, backend='recurrent', for sparse attention 'dense'."
+    )
 
 
 def _without_none(like: torch.Tensor, grads: Sequence[Any], needs: Sequence[bool]) -> tuple[torch.Tensor, ...]:

@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 
 from ..common.decay import as_complex
+from ..common.once import differentiable_once
 from ..diagonal.step import grouped_coefficients
 from .readout import pull_back
 
@@ -80,9 +81,9 @@ class _Scan(torch.autograd.Function):
         return torch.cat(outputs, dim=1), state
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_output, grad_state):
-        query, inputs, decay, beta, coefficients, *kept = ctx.saved_tensors
+    @differentiable_once
+    def backward(ctx, saved, grad_output, grad_state):
+        query, inputs, decay, beta, coefficients, *kept = saved
         invertible = decay.abs().amin() ** ctx.every * LARGEST_AMPLIFICATION >= 1
         grads = [torch.empty_like(query), torch.empty_like(inputs), torch.zeros_like(decay), torch.zeros_like(beta)]
         grad_coefficients = None if coefficients is None else torch.zeros_like(coefficients)

@@ -16,6 +16,7 @@ import torch
 
 from ..common.decay import as_complex
 from ..common.launch import on_device, power_of_two, tl, triton
+from ..common.once import differentiable_once
 from ..diagonal.step import grouped_coefficients
 from .readout import pull_back
 from .scan import LARGEST_AMPLIFICATION
@@ -178,13 +179,10 @@ _walk, _walk_back = walk, walk_back
 
 
 class _Walk(torch.autograd.Function):
-    """`walk` with gradients. Of rows and columns, the one that is None is the output."""
+    """`walk` of contiguous tensors with gradients. Of rows and columns, the one that is None is the output."""
 
     @staticmethod
     def forward(ctx, rows, columns, inputs, decay, beta, first, starts, lengths, every):
-        rows, columns, inputs, decay, beta, first = (
-            None if x is None else x.contiguous() for x in (rows, columns, inputs, decay, beta, first)
-        )
         tokens, groups, width = inputs.shape
         size, to_rows = decay.shape[-1], rows is None
         per_group = (columns if to_rows else rows).shape[2]
@@ -209,9 +207,9 @@ class _Walk(torch.autograd.Function):
         return output.sum(0) if to_rows else output, final
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_output, grad_final):
-        rows, columns, inputs, decay, beta, kept, final = ctx.saved_tensors
+    @differentiable_once
+    def backward(ctx, saved, grad_output, grad_final):
+        rows, columns, inputs, decay, beta, kept, final = saved
         tokens, groups, width = inputs.shape
         size, to_rows = decay.shape[-1], rows is None
         blocks, block_sizes = _blocks(size, width)
@@ -264,10 +262,13 @@ def triton_scan_attention(
     first = state.split([feature_dim, value.shape[-1]], dim=-1)
     tokens = query.flatten(0, 1).unflatten(1, (groups, heads // groups))
     walked = starts, lengths, every
-    pulled, key_state = _Walk.apply(None, tokens, key.flatten(0, 1), decay, beta, first[0], *walked)
+    tokens, key, value, decay, beta, *first = (
+        x.contiguous() for x in (tokens, key.flatten(0, 1), value.flatten(0, 1), decay, beta, *first)
+    )
+    pulled, key_state = _Walk.apply(None, tokens, key, decay, beta, first[0], *walked)
     y = torch.complex(pulled[..., 0, :], pulled[..., 1, :]).movedim(1, 0)  # [G, B T, P, M]
     p = pull_back(grouped_coefficients(coefficient_matrix, query.dtype), y, product).movedim(0, 1)
     rows = torch.stack([p.real, p.imag], dim=-2)
-    output, value_state = _Walk.apply(rows, None, value.flatten(0, 1), decay, beta, first[1], *walked)
+    output, value_state = _Walk.apply(rows.contiguous(), None, value, decay, beta, first[1], *walked)
     output = output.flatten(1, 2).unflatten(0, (batch, length))
     return output, torch.cat([key_state, value_state], dim=-1)

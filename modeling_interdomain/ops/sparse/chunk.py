@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..common.cpu import values_at_hand, without_autocast
+from ..common.once import differentiable_once
 from .passes import HIDDEN, Run, ranges, rows_of, runs_of
 from .stream import Stream
 
@@ -45,9 +46,9 @@ class _Attention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        query, key, value, output, shares, most = ctx.saved_tensors
+    @differentiable_once
+    def backward(ctx, saved, grad):
+        query, key, value, output, shares, most = saved
         gradients = [torch.zeros_like(x) for x in (query, key, value)]
         with without_autocast(query.device):
             pieces = zip(*(x.split(_PIECE) for x in (grad, output)), strict=True)
