@@ -48,6 +48,16 @@ NEEDLES = range(10_000, 100_000)
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 
 
+# Which tasks read an option.
+OPTIONS = {
+    ("mqar", "joint"): ("steps", "batch_size", "learning_rate"),
+    ("mqar",): ("length", "vocab_size", "random_filler", "hidden_answers", "shift"),
+    ("joint",): ("smallest", "values", "levels"),
+    ("phonebook", "needle"): ("questions", "choices"),
+    ("needle",): ("data",),
+}
+
+
 class Pairs(NamedTuple):
     """Token ids `[B, T]`, True `[B, T]` where the value of a key seen before is asked, and the values that are right.
 
@@ -365,7 +375,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     asking.add_argument("--questions", type=int, default=100, help="for each size (default: %(default)s)")
     asking.add_argument("--choices", type=int, default=4, help="numbers to choose from (default: %(default)s)")
     asking.add_argument("--data", nargs="+", help="needle: text to hide it in (default: a few plain sentences)")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    for tasks, names in OPTIONS.items():
+        unread = [name for name in names if getattr(options, name) != parser.get_default(name)]
+        if unread and options.task not in tasks:
+            option = f"--{unread[0].replace('_', '-')}"
+            raise InputError(f"{option} is for {' and '.join(tasks)}: {options.task} does not read it, leave it away.")
+    return options
 
 
 def run(options: argparse.Namespace) -> None:

@@ -280,6 +280,10 @@ MISTAKES = {
     "smallest": (["joint", "CONFIG", "--sizes", "4", "6", "--smallest", "5"], "--smallest 5 is more than 4"),
     "values": (["joint", "CONFIG", "--values", "1"], "--values must be at least 2, not 1"),
     "levels": (["joint", "CONFIG", "--levels", "0"], "--levels must be positive, not 0"),
+    "joint": (["mqar", "CONFIG", "--levels", "2"], "--levels is for joint: mqar does not read it, leave it away."),
+    "mqar": (["joint", "CONFIG", "--random-filler"], "--random-filler is for mqar: joint does not read it"),
+    "needle": (["phonebook", "CONFIG", "--data", "x"], "--data is for needle: phonebook does not read it"),
+    "learned": (["needle", "CONFIG", "--steps", "5"], "--steps is for mqar and joint: needle does not read it"),
     "shift": (["mqar", "CONFIG", "--shift", "-1"], "--shift must not be negative, not -1"),
 }
 
