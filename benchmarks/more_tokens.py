@@ -22,6 +22,7 @@ TIMES = 8
 TRAINING = condition_study.TRAINING | {"steps": TIMES * condition_study.TRAINING["steps"], "learning_rate": 1.5e-3}
 ASKED = (SPREAD, MANY_HEADS, "Interdomain, gates", "softmax, convolution", REFERENCE, GATES_MANY)
 TWICE_ASKED = ASKED[:3]
+AGES = {"1": "shown 1 to 15 tokens ago", "16": "16 to 31", "64": "64 to 127"}
 
 
 def plan(runs: list[dict]) -> Iterator[dict]:
@@ -55,15 +56,14 @@ def table(record: dict) -> str:
     for name in sorted(more, key=lambda name: statistics.mean(more[name].values())):
         lags = [core_table.behind(losses, name, [SPREAD])[SPREAD] for losses in (few, more)]
         nats = [("validation", text) for text in core_table.TEXTS]
-        nats += [("repeats", kind) for kind in ("repeated", "other")] + [("ages", low) for low in ("1", "16", "64")]
+        nats += [("repeats", kind) for kind in ("repeated", "other")] + [("ages", low) for low in AGES]
         cells = [f"{statistics.mean(row[what][which] for row in found[name]):.3f}" for what, which in nats]
         by_seed = ", ".join(f"{more[name][seed]:.3f}" for seed in sorted(more[name]))
         perplexity = math.exp(statistics.mean(more[name].values()))
         rows.append([name, by_seed, f"{perplexity:.1f}", *(f"{lag:+.1%}" for lag in lags), *cells])
     tokens = [math.prod(list(training.values())[:3]) for training in (condition_study.TRAINING, TRAINING)]
     header = ["", "loss by seed", "perplexity", *(f"beside Gated DeltaNet after {n:,} tokens" for n in tokens)]
-    header += [*core_table.TEXTS.values(), "seen in the context", "others"]
-    header += ["shown 1 to 15 tokens ago", "16 to 31", "64 to 127"]
+    header += [*core_table.TEXTS.values(), "seen in the context", "others", *AGES.values()]
     about = (
         f"1.4M parameters, {tokens[1]:,} tokens a run, rate {TRAINING['learning_rate']:g}; losses in nats a token, the "
         "mean over held-out Wikipedia, books and WikiText-2; Gated DeltaNet with the steps of Mamba-2, perplexity "

@@ -23,6 +23,7 @@ from benchmarks import (
     larger_study,
     longer_study,
     lookup_study,
+    more_tokens,
     readme,
     recall_layers,
     recall_study,
@@ -316,6 +317,21 @@ def test_one_run_of_a_condition_and_its_tables(data, monkeypatch, tmp_path):
     assert f"| s4d | {row['parameters']:,} |" in table and "32 tokens a run" in table
     monkeypatch.setattr(condition_study, "RESULTS", tmp_path)
     assert condition_study.plot(record).stat().st_size > 1000
+
+
+def test_a_run_on_more_tokens_has_what_its_table_reads(data, monkeypatch):
+    monkeypatch.setattr(condition_study, "WINDOWS", 4)
+    monkeypatch.setattr(larger_study, "AGES", (1, 4))
+    training = more_tokens.TRAINING | {"steps": 2, "batch_size": 2, "sequence_length": 8}
+    texts = data | {"validation": dict.fromkeys(data["validation"], torch.arange(4).repeat(13))}
+    items = [{"condition": name, "seed": 0} for name in more_tokens.ASKED[::2]]
+    runs = [item | more_tokens.run_condition(**item, texts=texts, training=training) for item in items]
+    assert all(1.41e6 < row["parameters"] < 1.42e6 for row in runs)
+    machine = dict.fromkeys(("cpu", "threads", "torch", "transformers", "commit", "date", "command"), "x")
+    for row in runs:
+        row["ages"] = dict.fromkeys(more_tokens.AGES, max(row["ages"].values()))
+    table = more_tokens.table({"training": more_tokens.TRAINING, "runs": runs, "machine": machine})
+    assert table.count("\n| ") == 3 and "8,192,000 tokens a run" in table and "| +0.0% | +0.0% |" in table
 
 
 def test_the_loss_is_that_of_every_token_once():
