@@ -7,7 +7,6 @@ import torch
 
 from modeling_interdomain.ops.common.spans import join_states, mask_span, remove_span
 from modeling_interdomain.ops.experts.entry import (
-    choose_experts,
     find_experts,
     keys_of_inputs,
     read_experts,
@@ -90,7 +89,6 @@ ENTRIES |= {
     "read_experts": _entry(read_experts, {"x": "B, T, d", "table": "experts, d", "ids": "B, T, k"}),
     "sum_experts": _entry(sum_experts, {"weights": "B, T, k", "table": "experts, d", "ids": "B, T, k"}),
     "find_experts": _entry(find_experts, {"query": "B, T, 2, h, r / 2", "keys": "h, n1 + n2, r / 2"}, rows=3, count=2),
-    "choose_experts": _entry(choose_experts, {"first": "B, T, h, n1", "second": "B, T, h, n2"}, count=2),
     "keys_of_inputs": _entry(keys_of_inputs, {"projection": "h r, d", "keys": "h, n1 + n2, r / 2"}, rows=3),
 }
 MAY_BE_MISSING = ("initial_state", "skip", "coefficient_matrix", "scores", "log_gate", "write_gate", "delta")
@@ -205,11 +203,10 @@ def test_experts_outside_of_the_table(read, length):
 
 
 def test_numbers_of_experts():
-    for name, numbers in (("find_experts", {"rows": 7, "count": 4}), ("choose_experts", {"count": 4})):
-        for argument, most in numbers.items():
-            for number in (0, -1, most, 1.5, None):
-                sentence = refused(ENTRIES[name][0], good(name) | {argument: number})
-                assert sentence.startswith(f"{argument} must be an integer from 1 to {most - 1}"), sentence
+    for argument, most in {"rows": 7, "count": 4}.items():
+        for number in (0, -1, most, 1.5, None):
+            sentence = refused(ENTRIES["find_experts"][0], good("find_experts") | {argument: number})
+            assert sentence.startswith(f"{argument} must be an integer from 1 to {most - 1}"), sentence
 
 
 def _sparse(axes: str) -> dict:

@@ -66,7 +66,8 @@ def real_gramian(
 
 def _inner(transition, beta, other_transition, other_beta) -> torch.Tensor:
     """`sum_a beta_n lambda_n^a beta'_m lambda'_m^a`, `[G, M, N]`."""
-    return _outer(beta, other_beta) / (1 - _outer(transition, other_transition))
+    decays = 1 - transition[..., :, None] * other_transition[..., None, :]
+    return beta[..., :, None] * other_beta[..., None, :] / decays
 
 
 def posterior_coefficients(gram: torch.Tensor, noise: float) -> torch.Tensor:
@@ -112,7 +113,3 @@ def readout_rms(coefficients: torch.Tensor, std: float, gram: torch.Tensor) -> t
     """`output_rms` for `2 Re` of a random real contraction of C X, with numbers of standard deviation `std`."""
     rows = torch.view_as_real(coefficients.conj().resolve_conj()).flatten(2)
     return 2 * std * (rows * (rows @ gram)).sum((-2, -1)).sqrt()
-
-
-def _outer(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return x[..., :, None] * y[..., None, :]

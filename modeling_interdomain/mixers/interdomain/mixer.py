@@ -51,6 +51,10 @@ class KeyValueMixer(KeyValueSpecification, RecurrentMixer):
             init.zeros_(self.k_bias)
             init.zeros_(self.v_bias)
 
+    def attention_map(self, tokens, packing):
+        ends = None if packing is None else packing.cu_seqlens
+        return placed_map(self.recurrence(*tokens, mapped=True, cu_seqlens=ends), packing)
+
     @staticmethod
     def replay_state(operators, *arguments):
         return operators.state_after(*arguments)
@@ -163,10 +167,6 @@ class InterdomainMixer(InterdomainSpecification, DecodeTables, KeyValueMixer):
         output = self.recurrence(tokens[0], key, value, few=True, state=layer.resting_state, move=False)
         layer.write(conv_state, {"state": layer.resting_state}, count)
         return output
-
-    def attention_map(self, tokens, packing):
-        ends = None if packing is None else packing.cu_seqlens
-        return placed_map(self.recurrence(*tokens, mapped=True, cu_seqlens=ends), packing)
 
     def _weights(self, device: torch.device) -> list[torch.Tensor] | None:
         """The weights of the convolutions of query and key, then of the norms of key and value, and their biases.

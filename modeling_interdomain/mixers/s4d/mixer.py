@@ -16,7 +16,6 @@ from ..interdomain.configuration import S4DSpecification
 from ..interdomain.initialization import readout_rms, real_gramian
 from ..interdomain.mixer import KeyValueMixer
 from ..interdomain.recurrence import InterdomainRecurrence
-from ..recurrent import placed_map
 
 
 class S4DRecurrence(InterdomainRecurrence):
@@ -59,12 +58,11 @@ class S4DRecurrence(InterdomainRecurrence):
         return self.operators.take_s4d_step(*tokens, parameters, **arguments)
 
     def _map(self, *tokens: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
-        """`s4d_attention_map` of as many tokens."""
+        """`s4d_attention_map` of as many tokens: the kernel of the layer, the same for all texts."""
         log_decay, input_matrix, coefficients = self.parameters_of_operator()
-        rows = self.head_rows(coefficients)
-        return self.operators.s4d_attention_map(
-            log_decay, input_matrix, rows, tokens[0].shape[1], cu_seqlens=cu_seqlens
-        )
+        (batch, length), rows = tokens[0].shape[:2], self.head_rows(coefficients)
+        found = self.operators.s4d_attention_map(log_decay, input_matrix, rows, length, cu_seqlens=cu_seqlens)
+        return found.expand(batch, -1, -1, -1)
 
     def _step_parameters(self, kept: bool) -> StepParameters:
         log_decay, input_matrix, coefficients = self.parameters_of_operator()
@@ -99,9 +97,3 @@ class S4DMixer(S4DSpecification, KeyValueMixer):
 
     def _written(self, tokens):
         return torch.cat(tokens, dim=-1)
-
-    def attention_map(self, tokens, packing):
-        """The map of both inputs: the kernel of the layer, the same for all texts."""
-        ends = None if packing is None else packing.cu_seqlens
-        weights = self.recurrence(*tokens, mapped=True, cu_seqlens=ends)
-        return placed_map(weights.expand(tokens[0].shape[0], -1, -1, -1), packing)

@@ -76,15 +76,10 @@ def keys_of_inputs(projection: torch.Tensor, keys: torch.Tensor, rows: int) -> t
     return torch.cat([keys[:, :rows] @ first, keys[:, rows:] @ second], dim=1)
 
 
-def choose_experts(first: torch.Tensor, second: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `find_experts`, from the scores of both halves of the product keys, `[B, T, h, n1]` and `[B, T, h, n2]`."""
-    sizes = check_tensors(("first", first, "B, T, h, n1"), ("second", second, "B, T, h, n2"))
-    _check_number("count", count, min(sizes["n1"], sizes["n2"]))
-    return best_experts(first, second, count)
-
-
 def best_experts(first: torch.Tensor, second: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`choose_experts` for a caller whose arguments fit."""
+    """As `find_experts`, from the scores of both halves of the product keys, `[B, T, h, n1]` and `[B, T, h, n2]`, for a
+    caller whose arguments fit.
+    """
     with torch.no_grad():
         sums, i, j = _best_pairs(first, second, count)
         ids = i * second.shape[-1] + j

@@ -98,6 +98,10 @@ class AttentionCall:
         self.chunks.read(x, segment, target)
         return target.view(shape[0] * shape[1], shape[2] * shape[3], shape[4])
 
+    def begin(self, segment: Segment, keys: torch.Tensor) -> torch.Tensor:
+        """The rows of a segment, whose keys are `[G N, C, R]`."""
+        return self.rows("rows", self.query, segment)
+
     def write(self, rows: torch.Tensor, segment: Segment, x: torch.Tensor) -> None:
         """The inverse of `rows`, written to x."""
         self.chunks.write(rows.view(self.groups, segment.chunks, -1, self.size, rows.shape[2]), segment, x)
@@ -114,9 +118,9 @@ class AttentionCall:
         """`skew` of scores `[G N, P C, C]`, by group."""
         return self.by_group(skew(scores.view(-1, self.size, self.size), self.workspace, name))
 
-    def unskewed(self, x: torch.Tensor, name: str) -> torch.Tensor:
+    def unskewed(self, x: torch.Tensor) -> torch.Tensor:
         """`unskew`, the adjoint, as `[G N, P C, C]`."""
-        found = unskew(x.view(-1, self.size, self.size), self.workspace, name)
+        found = unskew(x.view(-1, self.size, self.size), self.workspace, "unskew")
         return found.view(-1, self.heads * self.size, self.size)
 
     def reading(self, rows: torch.Tensor) -> torch.Tensor:
@@ -143,7 +147,7 @@ class AttentionCall:
 
     def weights(self, p: torch.Tensor) -> torch.Tensor:
         """Of the values in the chunk, `[G N, P C, C]`."""
-        return self.unskewed(self.workspace.product("weights", p, self.tables.table.mT), "unskew")
+        return self.unskewed(self.workspace.product("weights", p, self.tables.table.mT))
 
     def reader(self, p: torch.Tensor) -> torch.Tensor:
         """Of the states before the chunk, `[G N, P C, 2M]`, in the place of p."""
@@ -156,8 +160,8 @@ class AttentionCall:
         width = self.values.x.shape[3] + self.more_outputs
         output = self.chunks.empty(self.query, self.query.shape[2], width)
         for segment in self.chunks.segments:
-            rows = self.rows("rows", self.query, segment)
             keys, values = (walk(s, segment, s.entry(segment)) for s in streams)
+            rows = self.begin(segment, keys.inputs)
             self.write(self.attend(rows, keys, values), segment, output)
         self.write_final(final)
         return self.chunks.finish(output)
@@ -237,9 +241,9 @@ class Gradients:
     def segment(self, index: int) -> None:
         call, segment = self.call, self.call.chunks.segments[index]
         alone = segment._replace(following=0)  # the states with which the next one begins are known
-        rows = call.rows("rows", call.query, segment)
         keys = walk(call.keys, alone, self.keys.starts[index])
         values = walk(call.values, alone, self.values.starts[index])
+        rows = call.begin(segment, keys.inputs)
         grad = call.rows("grad output", self.grad_output, segment)
         self._through(segment, rows, keys, values, grad)
 
@@ -257,8 +261,7 @@ class Gradients:
         """From the gradient of the output, `[G N, P C, D]`, to those of the values and of p, `[G, N P C, 2M]`."""
         call, product = self.call, self.workspace.product
         of_values = product("grad values", call.weights(p).mT, grad)
-        of_weights = product("scores", grad, values.mT)
-        of_weights = call.by_group(skew(of_weights.view(-1, call.size, call.size), self.workspace, "grad skew"))
+        of_weights = call.skewed(product("scores", grad, values.mT), "grad skew")
         self.of_table.baddbmm_(of_weights.mT, p)
         of_p = product("grad p", of_weights, call.tables.table)
         of_states = None
@@ -275,9 +278,7 @@ class Gradients:
         """From the gradient of y to those of query and keys."""
         call, product = self.call, self.workspace.product
         self.of_table.baddbmm_(pulled.mT, of_y)
-        of_scores = product("weights", of_y, call.tables.table.mT)
-        of_scores = unskew(of_scores.view(-1, call.size, call.size), self.workspace, "unskew")
-        of_scores = of_scores.view(rows.shape[0], rows.shape[1], call.size)
+        of_scores = call.unskewed(product("weights", of_y, call.tables.table.mT))
         of_rows = product("grad rows", of_scores, keys)
         of_keys = product("grad keys", of_scores.mT, rows)
         of_states = None

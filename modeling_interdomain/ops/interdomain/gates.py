@@ -51,20 +51,14 @@ def checked_gates(
         )
     if found.delta is not None and normalize:
         raise ValueError("delta needs the plain readout: use normalize=False, or leave delta away.")
-    if rows != "B":
-        check_gated_backend(backend)
-    if torch.compiler.is_exporting():
-        raise ValueError("Exported graphs have no gates and no delta rule: export a model without them.")
-    return found
-
-
-def check_gated_backend(backend: str) -> None:
-    """Refuse a backend of the operator that has no gates and no delta rule."""
-    if backend not in GATED_BACKENDS:
+    if rows != "B" and backend not in GATED_BACKENDS:
         raise ValueError(
             f"backend {backend!r} has no gates and no delta rule: with log_gate, write_gate or delta it must be one of "
             f"{', '.join(GATED_BACKENDS)}."
         )
+    if torch.compiler.is_exporting():
+        raise ValueError("Exported graphs have no gates and no delta rule: export a model without them.")
+    return found
 
 
 def gated_attention(

@@ -135,14 +135,14 @@ class GatedCall(AttentionCall):
             out[:, -1, :, -1] = 0
         return self.by_group(out.flatten(0, 1))
 
-    def unskewed(self, x: torch.Tensor, name: str) -> torch.Tensor:
+    def unskewed(self, x: torch.Tensor) -> torch.Tensor:
         """The adjoint of `skewed`, `[G N, P C, C]`: rows that are read one element less far apart than they stand.
 
         Behind the diagonal each reads on in the next one, times zero.
         """
         size = self.size
         shape = (self.within.shape[0], self.heads, size, size)
-        out = self.workspace.tensor(name, shape, x)
+        out = self.workspace.tensor("unskew", shape, x)
         strides = (self.heads * size * size, size * size, size - 1, 1)
         torch.mul(x.as_strided(shape, strides, x.storage_offset() + size - 1), self.within, out=out)
         if self.delta is not None:
@@ -237,15 +237,6 @@ class GatedGradients(Gradients):
         answers = self.call.delta is not None and states is self.call.values
         return (DeltaStateGradients if answers else GatedStateGradients)(states, final)
 
-    def segment(self, index: int) -> None:
-        call, segment = self.call, self.call.chunks.segments[index]
-        alone = segment._replace(following=0)
-        keys = walk(call.keys, alone, self.keys.starts[index])
-        values = walk(call.values, alone, self.values.starts[index])
-        rows = call.begin(segment, keys.inputs)
-        grad = call.rows("grad output", self.grad_output, segment)
-        self._through(segment, rows, keys, values, grad)
-
     def _through(self, segment: Segment, rows, keys: Walked, values: Walked, grad) -> None:
         call = self.call
         pulled, raw, y, p = call.pull(rows, *keys, keep=True)
@@ -313,7 +304,7 @@ class GatedGradients(Gradients):
         """From the gradient of y to those of query and keys."""
         call, product = self.call, self.workspace.product
         self.of_table.baddbmm_(pulled.mT, of_y)
-        of_scores = call.unskewed(product("weights", of_y, call.tables.table.mT), "unskew")
+        of_scores = call.unskewed(product("weights", of_y, call.tables.table.mT))
         of_rows = product("grad rows", of_scores, keys)
         of_keys = product("grad keys", of_scores.mT, rows)
         of_states = None

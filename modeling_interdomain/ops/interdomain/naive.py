@@ -28,7 +28,7 @@ def recurrent_attention(
     Returns:
         output `[B, T, H, D]`, states `[B or documents, G, 2, M, R + D]`.
     """
-    batch, length, heads, feature_dim = query.shape
+    length, heads, feature_dim = query.shape[1:]
     groups, value_dim = key.shape[2], value.shape[-1]
     query = query.unflatten(2, (groups, heads // groups))
     decay = as_complex(log_decay).exp()[..., None]
@@ -44,7 +44,7 @@ def recurrent_attention(
         return rows @ combine(u, gamma, product)
 
     outputs, finals = [], []
-    for number, (rows, start, end) in enumerate(_documents(batch, length, cu_seqlens, lengths)):
+    for number, (rows, start, end) in enumerate(_documents(length, cu_seqlens, lengths)):
         if initial_state is None:
             count = query[rows].shape[0]
             state = decay.new_zeros(count, groups, log_decay.shape[1], feature_dim + value_dim)
@@ -88,7 +88,7 @@ def _read_at_points(rows: torch.Tensor, state: torch.Tensor, points) -> torch.Te
     return torch.cat([scores.softmax(-1) @ values, scores.logsumexp(-1, keepdim=True)], dim=-1)
 
 
-def _documents(batch: int, length: int, cu_seqlens: torch.Tensor | None, lengths: torch.Tensor | None):
+def _documents(length: int, cu_seqlens: torch.Tensor | None, lengths: torch.Tensor | None):
     """Rows of the batch with the first and the end of their tokens; rows of equal length go together."""
     if cu_seqlens is not None:
         return [(slice(0, 1), start, end) for start, end in pairwise(cu_seqlens.tolist())]

@@ -61,7 +61,7 @@ def point_attention(
         ValueError: when an argument has a wrong shape, device or value; the message begins with its name.
     """
     check_inputs((query, key, value), log_decay, input_matrix, None, "hermitian")
-    check_points(points, query, key, log_decay)
+    check_points(points, query, log_decay)
     cu_seqlens, lengths = check_documents(cu_seqlens, lengths, query)
     check_how(backend, POINT_BACKENDS, chunk_size)
     if initial_state is not None:
@@ -92,7 +92,7 @@ def point_attention(
     return output, state if output_final_state else None
 
 
-def check_points(points: Points, query: torch.Tensor, key: torch.Tensor, log_decay: torch.Tensor) -> None:
+def check_points(points: Points, query: torch.Tensor, log_decay: torch.Tensor) -> None:
     """Refuse points of other groups, heads or modes."""
     decay = ("log_decay", log_decay, "G, M, 2")
     tables = [(f"points.{name}", x, "G, N, M, 2") for name, x in zip(("keys", "values"), points)]

@@ -189,37 +189,20 @@ def _precision() -> str:
 
 
 def _plan(
-    tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    parameters: Parameters,
-    product: str,
-    chunk: int,
-    initial_state,
-    cu_seqlens,
-    lengths,
-) -> Plan:
+    tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor], parameters: Parameters, product: str, chunk: int,
+    initial_state, cu_seqlens, lengths,
+) -> Plan:  # fmt: skip
     """Of one segment a row: what the second writes hangs on the state after the first."""
     plan = attention_plan(*tokens, parameters, product, chunk, initial_state is not None, cu_seqlens, lengths)
     return plan._replace(segments=1)
 
 
 def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    coefficients: torch.Tensor | None,
-    initial_state: torch.Tensor | None,
-    log_gate: torch.Tensor,
-    write_gate: torch.Tensor | None,
-    delta: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    product: str,
-    chunk: int,
-    wide: bool,
-    want_final: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, input_matrix: torch.Tensor,
+    coefficients: torch.Tensor | None, initial_state: torch.Tensor | None, log_gate: torch.Tensor,
+    write_gate: torch.Tensor | None, delta: torch.Tensor, cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None, product: str, chunk: int, wide: bool, want_final: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The output, the final states, and what was written."""
     parameters = Parameters(log_decay, input_matrix, coefficients)
     plan = _plan((query, key, value), parameters, product, chunk, initial_state, cu_seqlens, lengths)

@@ -147,22 +147,11 @@ def _ends(plan: Plan, log_gate: torch.Tensor) -> torch.Tensor:
 
 
 def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    input_matrix: torch.Tensor,
-    coefficients: torch.Tensor | None,
-    initial_state: torch.Tensor | None,
-    log_gate: torch.Tensor,
-    write_gate: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    product: str,
-    chunk: int,
-    wide: bool,
-    want_final: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, input_matrix: torch.Tensor,
+    coefficients: torch.Tensor | None, initial_state: torch.Tensor | None, log_gate: torch.Tensor,
+    write_gate: torch.Tensor | None, cu_seqlens: torch.Tensor | None, lengths: torch.Tensor | None, product: str,
+    chunk: int, wide: bool, want_final: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     tokens, parameters = (query, key, value), Parameters(log_decay, input_matrix, coefficients)
     plan = attention_plan(*tokens, parameters, product, chunk, initial_state is not None, cu_seqlens, lengths)
     with on_device(query):

@@ -106,15 +106,21 @@ def _at_least(a, b, columns):
 
 
 @triton.jit
-def _input(x, window, token, back, start, row, at, inside, columns, total, KERNEL: tl.constexpr):
+def _input(projection, token, back, start, row, at, inside, columns, total, KERNEL: tl.constexpr):
     """The input of a token's convolution `back` tokens before it: a token, one of the conv state, or zero."""
     source = token - back
-    value = tl.load(x + source * total + at, mask=inside & _at_least(source, start, columns), other=0.0).to(tl.float32)
-    if window is not None:
-        slot = KERNEL - 1 + source - start
-        before = inside & _at_least(start, source + 1, columns)
-        value += tl.load(window + (row * total + at) * (KERNEL - 1) + slot, mask=before, other=0.0).to(tl.float32)
+    read = inside & _at_least(source, start, columns)
+    value = tl.load(projection.x + source * total + at, mask=read, other=0.0).to(tl.float32)
+    if projection.window is not None:
+        slot = projection.window + (row * total + at) * (KERNEL - 1) + KERNEL - 1 + source - start
+        value += tl.load(slot, mask=inside & _at_least(start, source + 1, columns), other=0.0).to(tl.float32)
     return value
+
+
+@triton.jit
+def _tap(projection, at, mask, back, KERNEL: tl.constexpr):
+    """The weight for the input `back` tokens before."""
+    return tl.load(projection.conv_weight + at * KERNEL + KERNEL - 1 - back, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -184,13 +190,8 @@ def _walk(
         else:
             u = tl.zeros([BH, BW], tl.float32)
             for back in tl.static_range(KERNEL):
-                value = _input(
-                    projection.x, projection.window, token, back, start, row, at, here, columns, total, KERNEL
-                )
-                tap = tl.load(projection.conv_weight + at * KERNEL + KERNEL - 1 - back, mask=inside, other=0.0).to(
-                    tl.float32
-                )
-                u += value * tap
+                value = _input(projection, token, back, start, row, at, here, columns, total, KERNEL)
+                u += value * _tap(projection, at, inside, back, KERNEL)
                 if projection.new_window is not None and back < KERNEL - 1:
                     slot = projection.new_window + (row * total + at) * (KERNEL - 1) + KERNEL - 2 - back
                     value = value.to(projection.new_window.dtype.element_ty)
@@ -278,21 +279,17 @@ def _walk_back(
         if KERNEL == 0:
             f = tl.load(projection.x + token * total + at, mask=here, other=0.0).to(tl.float32)
         else:
-            x_0 = _input(projection.x, projection.window, token, 0, start, row, at, here, columns, total, KERNEL)
-            u = x_0 * tl.load(projection.conv_weight + at * KERNEL + KERNEL - 1, mask=inside, other=0.0).to(tl.float32)
+            x_0 = _input(projection, token, 0, start, row, at, here, columns, total, KERNEL)
+            u = x_0 * _tap(projection, at, inside, 0, KERNEL)
             if KERNEL > 1:
-                x_1 = _input(projection.x, projection.window, token, 1, start, row, at, here, columns, total, KERNEL)
-                u += x_1 * tl.load(projection.conv_weight + at * KERNEL + KERNEL - 2, mask=inside, other=0.0).to(
-                    tl.float32
-                )
+                x_1 = _input(projection, token, 1, start, row, at, here, columns, total, KERNEL)
+                u += x_1 * _tap(projection, at, inside, 1, KERNEL)
             if KERNEL > 2:
-                x_2 = _input(projection.x, projection.window, token, 2, start, row, at, here, columns, total, KERNEL)
-                u += x_2 * tl.load(projection.conv_weight + at * KERNEL + KERNEL - 3, mask=inside, other=0.0).to(
-                    tl.float32
-                )
+                x_2 = _input(projection, token, 2, start, row, at, here, columns, total, KERNEL)
+                u += x_2 * _tap(projection, at, inside, 2, KERNEL)
             if KERNEL > 3:
-                x_3 = _input(projection.x, projection.window, token, 3, start, row, at, here, columns, total, KERNEL)
-                u += x_3 * tl.load(projection.conv_weight + at * KERNEL, mask=inside, other=0.0).to(tl.float32)
+                x_3 = _input(projection, token, 3, start, row, at, here, columns, total, KERNEL)
+                u += x_3 * _tap(projection, at, inside, 3, KERNEL)
             if ROPE.WHERE != "none":
                 c, s = _angles(rotation, token, period, columns, ROPE.DIM)
             if ROPE.WHERE == "before":
@@ -318,27 +315,14 @@ def _walk_back(
             if ROPE.WHERE == "before":
                 d = _rotate_back(d, c, s, partners)
             g_0 = tl.where(inside, d, 0.0)
-            d = g_0 * tl.load(projection.conv_weight + at * KERNEL + KERNEL - 1, mask=inside, other=0.0).to(tl.float32)
+            d = g_0 * _tap(projection, at, inside, 0, KERNEL)
             # A later token of the same row or document read this one through an older tap.
             if KERNEL > 1:
-                tap = tl.load(
-                    projection.conv_weight + at * KERNEL + KERNEL - 2,
-                    mask=inside & _at_least(end, token + 2, columns),
-                    other=0.0,
-                ).to(tl.float32)
-                d += g_1 * tap
+                d += g_1 * _tap(projection, at, inside & _at_least(end, token + 2, columns), 1, KERNEL)
             if KERNEL > 2:
-                tap = tl.load(
-                    projection.conv_weight + at * KERNEL + KERNEL - 3,
-                    mask=inside & _at_least(end, token + 3, columns),
-                    other=0.0,
-                ).to(tl.float32)
-                d += g_2 * tap
+                d += g_2 * _tap(projection, at, inside & _at_least(end, token + 3, columns), 2, KERNEL)
             if KERNEL > 3:
-                tap = tl.load(
-                    projection.conv_weight + at * KERNEL, mask=inside & _at_least(end, token + 4, columns), other=0.0
-                ).to(tl.float32)
-                d += g_3 * tap
+                d += g_3 * _tap(projection, at, inside & _at_least(end, token + 4, columns), 3, KERNEL)
             g_3 = g_2
             g_2 = g_1
             g_1 = g_0

@@ -131,7 +131,7 @@ def heads_first(x: torch.Tensor) -> torch.Tensor:
 
 def _after_memory(new: Stream, memory: SparseMemory) -> Stream:
     """The stream with the keys of the memory in front, each once even if it is in several sets."""
-    entries, places, scores, bins = _kept(memory, new)
+    entries, places, scores, bins = _kept(memory)
     places, order = places.sort(dim=1, stable=True)
     entries = entries.gather(1, order[..., None].expand_as(entries)).to(new.key.dtype)
     copies = torch.zeros_like(places, dtype=torch.bool)
@@ -159,7 +159,7 @@ def _after_memory(new: Stream, memory: SparseMemory) -> Stream:
     )
 
 
-def _kept(memory: SparseMemory, new: Stream):
+def _kept(memory: SparseMemory):
     """All slots of the memory side by side: entries, places, scores, and for every part the bins."""
     rings = [Ring(ring.entries.flatten(0, 1).flatten(1, 2), ring.places.flatten(0, 1)) for ring in memory.rings]
     entries, places = [ring.entries for ring in rings], [ring.places.flatten(1) for ring in rings]
