@@ -112,7 +112,7 @@ def _input(projection, token, back, start, row, at, inside, columns, total, KERN
     read = inside & _at_least(source, start, columns)
     value = tl.load(projection.x + source * total + at, mask=read, other=0.0).to(tl.float32)
     if projection.window is not None:
-        slot = projection.window + (row * total + at) * (KERNEL - 1) + KERNEL - 1 + source - start
+        slot = projection.window + (row * total + at) * (KERNEL - 1) + (KERNEL - 1 + source - start)
         value += tl.load(slot, mask=inside & _at_least(start, source + 1, columns), other=0.0).to(tl.float32)
     return value
 
