@@ -36,10 +36,10 @@ from modeling_interdomain.registry import TOKEN_MIXERS
 
 # Fields of the configuration that can be asked for, and what they are.
 NUMBERS = {
-    "sparse_keys": "keys that a query sees",
+    "sparse_keys": "keys that a query sees (default: 64)",
     "sparse_num_heads": "heads of a branch (default: the groups of B and C in Mambas, else those of the values)",
     "sparse_key_dim": "width of queries and keys (default: that of B and C in Mambas, else 16)",
-    "sparse_hash_size": "bins of argmax, or bits of sign",
+    "sparse_hash_size": "bins of argmax, or bits of sign (default: 64)",
 }
 
 

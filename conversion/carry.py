@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from inspect import get_annotations
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from conversion.reading import compare, reason
 from conversion.shares import start_shares
 from examples.text_data import InputError
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
+from modeling_interdomain.mixers.window.configuration import WindowFields
 from modeling_interdomain.mixers.window.mixer import WindowMixer
 from modeling_interdomain.registry import TOKEN_MIXERS
 
@@ -194,7 +196,9 @@ def new_names(config: InterdomainConfig) -> set[str]:
 
 
 def _softmax_weights(config: InterdomainConfig) -> dict[str, torch.Tensor]:
-    fields = config.to_dict() | {"token_mixers": "softmax", "rope_placement": None}
+    unread = get_annotations(WindowFields)  # which would say that no layer reads them
+    fields = {name: x for name, x in config.to_dict().items() if name not in unread}
+    fields |= {"token_mixers": "softmax", "rope_placement": None}
     return expected_weights(InterdomainConfig(**fields))
 
 

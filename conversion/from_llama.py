@@ -66,8 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--state-size", type=int, default=64, help="basis functions, M; of a window 0, none (default: %(default)s)"
     )
     parser.add_argument("--data", nargs="+", default=[], help="files or folders with text, to train and measure on")
-    parser.add_argument("--distill-steps", type=int, default=0, help="steps of the new mixers alone (default: 0)")
-    parser.add_argument("--finetune-steps", type=int, default=0, help="steps of the whole model (default: 0)")
+    parser.add_argument(
+        "--distill-steps", type=int, default=0, help="with --window 0: steps of the new mixers alone (default: 0)"
+    )
+    parser.add_argument(
+        "--finetune-steps", type=int, default=0, help="with --window 0: steps of the whole model (default: 0)"
+    )
     parser.add_argument(
         "--kl-weight",
         type=float,

@@ -167,7 +167,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         default=["local_commonsense", "local_wikitext"],
         help="tasks or groups, of examples/lm_eval_tasks or of the harness itself (default: %(default)s)",
     )
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="their files (default: %(default)s)")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=Path("../shared/data"),
+        help="folder with their files, eval/piqa/... (default: %(default)s)",
+    )
     parser.add_argument("--limit", type=int, help="items of each task (default: all)")
     parser.add_argument("--batch-size", default="1", help="sequences at once, or auto (default: %(default)s)")
     parser.add_argument("--max-length", type=int, help="tokens of context (default: the model's)")

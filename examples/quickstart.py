@@ -181,7 +181,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--output", type=Path, default=Path("runs/quickstart"), help="folder (default: %(default)s)")
     parser.add_argument("--overwrite", action="store_true", help="replace a model that is in the output folder")
     parser.add_argument("--minutes", type=float, help=f"train at most this long (default: {MINUTES:g})")
-    parser.add_argument("--prompt", help=f"what is asked or, from scratch, continued (default: {PROMPT!r})")
+    parser.add_argument(
+        "--prompt", help=f"what is asked (default: about a capital) or, from scratch, continued ({PROMPT!r})"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of data, weights and sampling (default: %(default)s)")
     scratch = parser.add_argument_group("from scratch", "Each of these, too, means --from-scratch.")
     scratch.add_argument("--config", type=Path, help="folder with config.json (default: the small one)")

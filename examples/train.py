@@ -63,7 +63,8 @@ from modeling_interdomain import TokenMixer
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPE = REPOSITORY / "recipes" / "language-model.yaml"
 # What the Trainer would take and this recipe decides itself.
-UNUSED = {"optim", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "num_train_epochs"}
+UNUSED = {"lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "num_train_epochs"}
+UNUSED |= {"optim", "optim_args", "optim_target_modules"}
 # Fields of a configuration in which a run may differ from the checkpoint that it goes on from.
 ONLY_HOW = {
     "_name_or_path",
@@ -80,7 +81,7 @@ OPTIMIZER = ("optimizer", "global_step")
 # A file of the output folder keeps the options that decide which numbers follow from a checkpoint.
 RECORD = "run.json"
 RATES = ("learning_rate", "recurrence_learning_rate", "final_learning_rate", "weight_decay")
-OF_RECIPE = ("seed", *RATES, "adam_beta1", "adam_beta2", "sequence_length")
+OF_RECIPE = ("seed", *RATES, "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "sequence_length")
 OF_TEXT = ("streaming", "separate_documents")
 
 
@@ -346,6 +347,8 @@ def check_options(args: Recipe, text: Text) -> None:
         raise InputError(
             "--streaming with --separate_documents needs one process: documents of two cannot be dealt out."
         )
+    if text.streaming and text.separate_documents:
+        args.accelerator_config.dispatch_batches = False  # it would cut a row of documents like a batch of rows
     if args.sequence_parallel > 1:
         check_sequence_parallel(args, text)
     if args.max_steps <= 0 and args.total_tokens <= 0:
@@ -370,7 +373,8 @@ def check_sequence_parallel(args: Recipe, text: Text) -> None:
         raise InputError("--sequence_parallel needs accelerate 1.12 or newer: pip install -U accelerate.")
     if args.world_size % pieces:
         raise InputError(
-            f"--sequence_parallel {pieces} needs a multiple of as many processes, and there are {args.world_size}."
+            f"--sequence_parallel {pieces} needs a multiple of as many processes, and there are {args.world_size} "
+            "(torchrun --nproc_per_node; on CPUs with --use_cpu true)."
         )
     if pieces > args.sequence_length:
         raise InputError(f"--sequence_parallel {pieces} is more than the {args.sequence_length} tokens of a sequence.")
@@ -415,14 +419,14 @@ def recorded(args: Recipe, text: Text) -> dict[str, object]:
 
 
 def check_same_run(args: Recipe, text: Text, checkpoint: str | None) -> None:
-    """Refuse to go on with other options than the run began with; folders of before have no record of them."""
+    """Refuse to go on with other options than the run began with; folders of before have no record of all."""
     if checkpoint is None or not (file := Path(checkpoint).parent / RECORD).is_file():
         return
     kept, ours = json.loads(file.read_text()), recorded(args, text)
-    if differ := [name for name in ours if ours[name] != kept.get(name)]:
+    if differ := [name for name in ours if ours[name] != kept.get(name, ours[name])]:
         name = differ[0]
         raise InputError(
-            f"{checkpoint} is of a run with {name} {kept.get(name)}, not {ours[name]}: go on with what it began with, "
+            f"{checkpoint} is of a run with {name} {kept[name]}, not {ours[name]}: go on with what it began with, "
             f"or begin a run of its own from it, --model {checkpoint}."
         )
 

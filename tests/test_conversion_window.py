@@ -17,6 +17,7 @@ from conversion import carry, choose, from_llama
 from conversion.__main__ import main
 from examples import text_data
 from modeling_interdomain import InterdomainForCausalLM
+from modeling_interdomain.mixers import unread
 from tests.test_conversion import LLAMAS, edit_config, ids, save_llama, weights_of
 from tests.test_examples import some_documents
 
@@ -117,6 +118,14 @@ def test_a_window_of_64_and_4_sinks_is_what_a_llama_becomes_unasked(tmp_path, ca
     assert convert(tmp_path / "llama", tmp_path / "old", "--window", 0, "--state-size", 6) == 0
     assert "interdomain layers: 0, 1, 2; softmax layers: none" in capsys.readouterr().out
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "old").config.token_mixers == ["interdomain"] * 3
+
+
+@pytest.mark.parametrize("options", [[], ["--state-size", "0"]], ids=["memory", "alone"])
+def test_nothing_is_said_of_fields_that_no_softmax_layer_reads(llama, tmp_path, monkeypatch, options):
+    said = []
+    monkeypatch.setattr(unread.logger, "warning_once", said.append)
+    assert main(["from-llama", str(llama), str(tmp_path / "windows"), *options]) == 0
+    assert said == []
 
 
 def test_some_layers_stay_softmax(tmp_path):

@@ -180,6 +180,9 @@ def test_streams_are_read_over_and_over_and_go_on_where_they_stopped(options, tm
     (tmp_path / "parts" / "checkpoint-6").rename(tmp_path / "gone")
     assert train.main(options("parts", **stream, resume_from_checkpoint="true")) == 0
     assert history(tmp_path / "parts") == history(tmp_path / "whole")
+    assert train.main(options("apart", **stream, separate_documents="true")) == 0
+    both = zip(history(tmp_path / "apart"), history(tmp_path / "whole"), strict=True)
+    assert all(math.isclose(apart[1], whole[1], rel_tol=0.1) for apart, whole in both)
 
 
 def test_a_stream_equals_the_text_in_memory(texts):
@@ -256,6 +259,7 @@ def test_a_run_goes_on_with_the_options_it_began_with(options, tmp_path, capsys)
         (checkpoint, {"learning_rate": 1e-9}, "is of a run with learning_rate 0.001, not 1e-09: go on with what it"),
         (checkpoint, {"seed": 1}, "is of a run with seed 42, not 1: go on with what it began with"),
         (checkpoint, {"sequence_length": 16}, "is of a run with sequence_length 32, not 16"),
+        (checkpoint, {"max_grad_norm": 2.0}, "is of a run with max_grad_norm 1.0, not 2.0"),
         (checkpoint, {"per_device_train_batch_size": 4}, "is of a run with tokens_per_step 64, not 128"),
         (checkpoint, {"max_steps": 2}, "has done 2 steps, and the run ends at 2."),
         (bare, {}, "holds no optimizer, it was saved with --save_only_model true: begin a run of its own from it"),

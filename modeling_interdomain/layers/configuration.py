@@ -61,7 +61,8 @@ class ModelFields:
         backend: how the operator is computed, see `interdomain_attention`; "s4d" layers know "chunk" and "triton"
             alone, "ssd" and "selective_scan" layers "recurrent" too; for another it is "auto". Default: "auto".
         chunk_size: tokens per chunk of the operator. Default: 64.
-        max_rollback: how many of the last tokens a cache that records (assisted decoding) can take back. Default: 64.
+        max_rollback: how many of the last tokens a cache that records (assisted decoding) can take back at least.
+            Default: 64.
         use_cache, pad_token_id, bos_token_id, eos_token_id: as in Transformers. Default: True, None, 1 and 2.
     """
 

@@ -67,8 +67,8 @@ def interdomain_attention(
         backend: "recurrent" (the definition, token by token), "fft" (one convolution over all tokens), "scan" (token by
             token with one state kept every `chunk_size`, and the inverse recurrence in the backward pass),
             "associative_scan" (parallel prefix), "chunk" (batched matrix products), "triton" (fused kernels on a
-            GPU) or "auto" ("triton" where it can run, otherwise "chunk"; one in-place step when T = 1 and no
-            gradient is asked for). Default: "auto".
+            GPU) or "auto" ("triton" where it can run, otherwise "chunk"; one step when T = 1 and no gradient
+            is asked for). Default: "auto".
         kept: a dictionary in which "chunk" keeps the tables that it makes of the parameters, from one call to the next.
             It belongs to parameters of these numbers: the caller gives another one when they change. For calls without
             gradients on a CPU. Default: None.
