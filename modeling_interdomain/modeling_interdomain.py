@@ -29,7 +29,7 @@ from .layers.common import (
 )
 from .layers.rotary import InterdomainRotaryEmbedding
 from .layers.versions import CACHE_NAME, CACHE_NAMES, takes_cache
-from .mixers.base import TokenMixer
+from .mixers.base import TokenMixer, mixers_of
 from .model_cache.cache import mark_reading
 from .model_cache.methods import StateMethods
 from .outputs.layer_losses import (
@@ -241,8 +241,9 @@ class InterdomainModel(InterdomainPreTrainedModel):
             inputs_embeds = embed_ids(self.embed_tokens, input_ids)
         # With `assistant_early_exit` the library lowers the number: the first layers draft.
         layers: Any = list(self.layers)[: self.config.num_hidden_layers]
+        mixers = mixers_of(layers)
         given = attention_mask, position_ids, past_key_values, use_cache, sequence_group, kwargs
-        layout = lay_out(self, layers, inputs_embeds, *given)
+        layout = lay_out(self, mixers, inputs_embeds, *given)
         rotations = {
             int(dim): rotary(layout.inputs_embeds, layout.position_ids, layout.documents)
             for dim, rotary in self.rotary_embs.items()
@@ -250,10 +251,10 @@ class InterdomainModel(InterdomainPreTrainedModel):
         hidden_states = layout.inputs_embeds
         if layout.cache is not None:
             mark_reading(layout.cache, layout.seen)
-        for layer in layers:
+        for layer, mixer in zip(layers, mixers):
             hidden_states = layer(
                 hidden_states,
-                attention_mask=layer.token_mixer.select_mask(layout.masks),
+                attention_mask=mixer.select_mask(layout.masks),
                 position_embeddings=rotations or None,
                 position_ids=layout.position_ids,
                 packing=layout.packing,

@@ -154,6 +154,33 @@ def test_low_rank_changes_of_a_recurrence(make_model, name, random_ids, assert_s
     assert_same(logits(model.merge_and_unload(), ids), expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "parameter"), [("interdomain", "k_bias"), ("interdomain", "v_bias"), ("window", "q_map")]
+)
+def test_low_rank_changes_of_a_mixers_own_parameter(make_model, name, parameter, random_ids, advance, assert_same):
+    """PEFT wraps the mixer for it."""
+    config = LoraConfig(**LORA, target_modules=["o_proj"], target_parameters=[f"token_mixer.{parameter}"])
+    model, ids = get_peft_model(make_model(name), config).eval(), random_ids(2, 9)
+    whole, cache = logits(model, ids), InterdomainCache(model.config)
+    pieces = [advance(model, cache, piece) for piece in (ids[:, :5], ids[:, 5:6], ids[:, 6:])]
+    assert_same(torch.cat(pieces, dim=1), whole)
+    assert_same(logits(model.merge_and_unload(), ids), whole)
+
+
+def test_replicated_layers(make_model, random_ids, advance, assert_same):
+    """PEFT copies layers and leaves the lists of the configuration, of which caches are made."""
+    layers = LoraConfig(**LORA, target_modules=["o_proj"], layer_replication=[(1, 2), (0, 2)])
+    model, ids = get_peft_model(make_model("interdomain-softmax"), layers).eval(), random_ids(2, 9)
+    whole = model(ids, use_cache=False).logits
+    for ask in (lambda: model(ids, use_cache=True), lambda: model.generate(ids, max_new_tokens=2)):
+        with pytest.raises(ValueError, match=r"have \(Softmax, Interdomain, Softmax\): after PEFT's layer_replication"):
+            ask()
+    model.config.token_mixers = ["softmax", "interdomain", "softmax"]
+    cache = InterdomainCache(model.config)
+    assert_same(torch.cat([advance(model, cache, piece) for piece in (ids[:, :5], ids[:, 5:])], dim=1), whole)
+    assert model.generate(ids, max_new_tokens=2).shape == (2, 11)
+
+
 @pytest.mark.parametrize(("parameter", "dimensions"), [("log_dt", 1), ("C", 4)])
 def test_what_peft_cannot_target(make_model, parameter, dimensions):
     if dimensions == 1 and Version(peft.__version__) < Version("0.21"):

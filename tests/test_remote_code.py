@@ -217,8 +217,9 @@ def test_fields_of_all_families_travel_in_one_file():
 
 
 # What a checkpoint may carry, in files and lines: more is argued for where it is added. Last 140 lines, for what was
-# silent in remote code too: a cache that has read all, a state of other weights, configurations that make NaN.
-MOST = {"interdomain": (60, 13_640), "softmax": (32, 6_730), "ssd": (45, 9_500)}
+# silent in remote code too: a cache that has read all, a state of other weights, configurations that make NaN; and 40,
+# for layers that PEFT copies or wraps, ensembles (vmap) and second derivatives.
+MOST = {"interdomain": (60, 13_660), "softmax": (32, 6_770), "ssd": (45, 9_540)}
 
 
 @pytest.mark.once

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 from modeling_interdomain import (
     InterdomainCache,
@@ -109,6 +110,21 @@ def test_a_token_in_few_calls_is_that_of_the_modules(name, make_branch, random_i
         module.register_forward_hook(lambda module, *_: called.append(module))
     assert_same(advance(model, each, ids[:, 11:]), expected)
     assert len(called) == len(model.model.layers)
+
+
+def test_a_scorer_whose_parameters_have_moved(make_branch, random_ids, advance, assert_same):
+    """What is pruned for good goes to the end of its module."""
+    model, ids = make_branch(), random_ids(2, 12)
+    for layer in model.model.layers:
+        scorer = layer.token_mixer.sparse.scorer
+        before = list(scorer._parameters)
+        for name in ("weight_0", "bias_0", "weight_2", "bias_2"):
+            prune.l1_unstructured(scorer, name, amount=0.3)
+            prune.remove(scorer, name)
+        assert list(scorer._parameters) != before
+    cache = InterdomainCache(model.config)
+    pieces = [advance(model, cache, piece) for piece in (ids[:, :10], ids[:, 10:11], ids[:, 11:])]
+    assert_same(torch.cat(pieces, dim=1), model(ids, use_cache=False).logits)
 
 
 def test_generation(make_branch, random_ids, guess_ahead):

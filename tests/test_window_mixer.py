@@ -31,6 +31,32 @@ LLAMA3 = {
 }
 
 
+@pytest.mark.parametrize("name", ["window", "window-alone"])
+def test_other_frequencies_are_seen(name, make_model, random_ids, advance, assert_same):
+    """Angles are kept of the buffers as they are: written in place, or swapped for one call."""
+    ids, (model, changed) = random_ids(2, 9), (make_model(name) for _ in range(2))
+
+    def quarters(model):
+        return {key: x / 4 for key, x in model.named_buffers() if key.endswith("inv_freq")}
+
+    def cached(model):
+        cache = InterdomainCache(model.config)
+        return torch.cat([advance(model, cache, piece) for piece in (ids[:, :8], ids[:, 8:])], dim=1)
+
+    before = cached(model)
+    for key, x in quarters(changed).items():
+        changed.get_buffer(key).copy_(x)
+    expected = cached(changed)
+    assert not torch.allclose(expected, before)
+    with torch.no_grad():
+        swapped = torch.func.functional_call(model, quarters(model), (ids,), {"use_cache": False}).logits
+    assert_same(swapped, expected)
+    assert_same(cached(model), before)
+    for key, x in quarters(model).items():
+        model.get_buffer(key).copy_(x)
+    assert_same(cached(model), expected)
+
+
 def _mixer(model, layer: int = 0) -> WindowMixer:
     return model.model.layers[layer].token_mixer
 

@@ -13,6 +13,7 @@ from ..inputs.checks import (
     check_beside_drafts,
     check_cache_layers,
     check_early_exit,
+    check_layers,
     check_mask,
     check_prefill,
     check_rest,
@@ -21,6 +22,7 @@ from ..inputs.checks import (
     check_tokens,
 )
 from ..layers.versions import CACHE_NAME, takes_cache
+from ..mixers.base import mixers_of
 from ..model_cache.cache import InterdomainCache, InterdomainStaticCache
 from .lookup import DraftGenerator, likely_guesses
 
@@ -64,6 +66,7 @@ class InterdomainGenerationMixin(GenerationMixin):
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
             return
+        check_layers(self.config, mixers_of(self.base_model.layers)[: self.config.num_hidden_layers])
         kind = generation_config.cache_implementation
         if kind in (None, "dynamic", "dynamic_full"):
             cache = InterdomainCache(self.config)

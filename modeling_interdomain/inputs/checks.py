@@ -1,5 +1,6 @@
 """What a forward refuses, with one sentence each, before anything is computed or written."""
 
+import re
 from itertools import pairwise, repeat
 from typing import Any
 
@@ -12,6 +13,7 @@ from ..mixers.base import TokenMixer
 from ..model_cache.cache import check_unbroken, contents_of, kind_of
 from ..ops.common.cpu import in_graph, values_at_hand
 from ..ops.common.packing import Packing, cu_seqlens_from_numbers, packing_from_forks
+from ..registry import token_mixer_class
 
 _NUMBERED = (
     "attention_mask must have one number for the real tokens of a row, and 0 for pads: give the numbers of packed "
@@ -259,6 +261,23 @@ def check_trace(config, cache: Cache | None, length: int, packed: bool) -> None:
         reason = "makes no masks of packed documents: leave position_ids, cu_seq_lens_q and seq_idx out"
     if reason is not None:
         raise ValueError(f"torch.jit.trace {reason}; or use torch.export, which is made for it.")
+
+
+def check_layers(config, mixers: list[TokenMixer]) -> None:
+    """Refuse other layers than the configuration names, of which a cache is made."""
+    names, branches = config.mixers_per_layer, config.sparse_per_layer
+    fit = min(len(names), len(branches)) >= len(mixers) and all(
+        isinstance(getattr(mixer, "original_module", mixer), token_mixer_class(config, i))
+        and (branches[i] is None) == (getattr(mixer, "sparse", None) is None)
+        for i, mixer in enumerate(mixers)
+    )
+    if not fit:
+        found = ", ".join(re.sub("^Parametrized|Mixer$", "", type(mixer).__name__) for mixer in mixers)
+        raise ValueError(
+            f"The configuration names layers ({', '.join(names)}) that the model does not have ({found}): after PEFT's "
+            "layer_replication put lists of its layers as they are now into config.token_mixers and "
+            "config.sparse_attention, or use use_cache=False."
+        )
 
 
 def check_cache_layers(cache: Cache, config) -> None:

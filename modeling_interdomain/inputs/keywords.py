@@ -7,6 +7,7 @@ from typing import Any
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..layers.versions import takes_cache
+from ..mixers.base import mixers_of
 
 # Names that other libraries have for an argument of these models.
 _OTHER_NAMES = {
@@ -45,7 +46,7 @@ def _refuse_unread(model, kwargs: dict[str, Any]) -> None:
     read += [name for name, x in kwargs.items() if x is False and name.startswith("output_")]
     unread = kwargs.keys() - set(read)
     if unread:  # no graph looks into a signature, and few forwards come here
-        functions = [layer.token_mixer.forward for layer in model.base_model.layers]
+        functions = [mixer.forward for mixer in mixers_of(model.base_model.layers)]
         if "full_attention" in model.config.layer_types and model.config._attn_implementation != "eager":
             functions.append(ALL_ATTENTION_FUNCTIONS.get_interface(model.config._attn_implementation, None))
         unread = unread.difference(*(inspect.signature(x).parameters for x in functions))

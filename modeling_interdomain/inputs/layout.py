@@ -13,6 +13,7 @@ from transformers.masking_utils import (
 
 from ..layers.common import doubt_tables
 from ..layers.versions import CACHE_NAME
+from ..mixers.base import TokenMixer
 from ..model_cache.cache import InterdomainCache, is_at_start, ready_to_step, remember_model
 from ..ops.common.cpu import all_real, in_graph, values_at_hand
 from ..ops.common.packing import (
@@ -30,6 +31,7 @@ from .checks import (
     check_cu_seqlens,
     check_dynamic_mask,
     check_forks,
+    check_layers,
     check_mask,
     check_positions,
     check_room,
@@ -66,7 +68,7 @@ class TokenLayout(NamedTuple):
 
 def lay_out(
     model,
-    layers,
+    mixers: list[TokenMixer],
     inputs_embeds: torch.Tensor,
     attention_mask,
     position_ids: torch.Tensor | None,
@@ -80,7 +82,7 @@ def lay_out(
     Raises:
         ValueError: when they do not fit the model or each other, before the cache is touched.
     """
-    config, shape, mixers = model.config, inputs_embeds.shape[:2], [layer.token_mixer for layer in layers]
+    config, shape = model.config, inputs_embeds.shape[:2]
     seen = _check(config, mixers, shape, attention_mask, position_ids, cache, kwargs)
     arguments, piece = dict(kwargs), None
     if sequence_group is not None:
@@ -103,10 +105,13 @@ def lay_out(
     packed = forks is not None or (cu_seqlens is not None if piece is None else piece.packed)
     cacheable = not packed and not (model.training and torch.is_grad_enabled()) and not config.bidirectional
     if use_cache and cache is None and cacheable:
+        check_layers(config, mixers)
         cache = InterdomainCache(config)
     if not torch.compiler.is_compiling():
         begins = cache is None or is_at_start(cache)
         if cache is not None:
+            if begins:
+                check_layers(config, mixers)
             remember_model(cache, model, begins)
         if begins:
             doubt_tables(model)

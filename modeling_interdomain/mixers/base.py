@@ -1,6 +1,7 @@
 """What a token mixer says of itself, so that the model and its caches need not know it."""
 
-from typing import ClassVar
+from collections.abc import Iterable
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -9,6 +10,12 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttent
 from ..cache.recurrent import RecurrentLayer, StaticRecurrentLayer
 from ..layers.versions import takes_cache
 from .configuration import MixerSpecification
+
+
+def mixers_of(layers: Iterable[Any]) -> "list[TokenMixer]":
+    """Those of decoder layers, also where PEFT has wrapped one for a parameter of its own (`target_parameters`)."""
+    found = [layer.token_mixer for layer in layers]
+    return [x if isinstance(x, TokenMixer) or not hasattr(x, "get_base_layer") else x.get_base_layer() for x in found]
 
 
 class TokenMixer(MixerSpecification, nn.Module):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..layers.learned_state import FirstState
+from ..mixers.base import mixers_of
 from ..mixers.recurrent import RecurrentMixer
 from .file import StateFileError, read_state_file, write_state_file
 from .fingerprint import base_fingerprint, decoder_of
@@ -105,7 +106,7 @@ def load_learned_state(model: nn.Module, path: str | os.PathLike) -> list[nn.Par
 
 
 def _recurrent_mixers(decoder: Any) -> dict[int, Any]:
-    mixers = {i: layer.token_mixer for i, layer in enumerate(decoder.layers)}
+    mixers = dict(enumerate(mixers_of(decoder.layers)))
     recurrent = {i: mixer for i, mixer in mixers.items() if isinstance(mixer, RecurrentMixer)}
     return {i: mixer for i, mixer in recurrent.items() if torch.Size(mixer.state_shape(mixer.config)).numel()}
 

@@ -191,9 +191,10 @@ class SparseBranch(DecodeTables):
         if not are_untouched(read, self.read.values(), x.device):
             return None
         weights = [module._parameters["weight"] for module in read[:4]]
-        layers = list(own["scorer"]._parameters.values()) if self.scored else []
+        # By name: what is parametrized and then made permanent has moved to the end.
+        layers = [own["scorer"]._parameters.get(name) for name in KeyScorer.NAMES] if self.scored else []
         projection = own["hash"]._buffers["H"] if self.hashed else None
-        if weights[0].dtype != dtype or (layers and layers[0].dtype != dtype):
+        if weights[0].dtype != dtype or any(x is None or x.dtype != dtype for x in layers):
             return None
         if projection is not None and projection.dtype != dtype:
             projection = projection.to(dtype)

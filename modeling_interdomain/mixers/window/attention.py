@@ -58,6 +58,7 @@ class WindowAttention(nn.Module):
         self.scaling, self.dropout = config.head_dim**-0.5, config.attention_dropout
         self.rotary = None if config.rope_parameters is None else InterdomainRotaryEmbedding(config)
         self._kept: dict[tuple, Any] = {}
+        self._made_of: list[tuple] = []  # the frequencies of which angles are kept, with their versions and addresses
 
     def block(self, length: int) -> int:
         """How many of so many queries attend together."""
@@ -270,15 +271,20 @@ class WindowAttention(nn.Module):
         return torch.addcmul(x.unsqueeze(-2) * cos, other.unsqueeze(-2), sin).flatten(-2)
 
     def _kept_or(self, name: str, make: Callable, x: torch.Tensor, *sizes: int) -> Any:
-        """What `make(x, *sizes)` gives, which depends on the dtype and device of x alone, kept until others are asked.
+        """What `make(x, *sizes)` gives, which depends on the dtype and device of x and on the frequencies alone, kept
+        until others are asked.
 
         What is kept for single tokens stays, so that a captured graph of a step finds it whenever it is replayed.
         """
         asked = name, x.dtype, x.device, *sizes
         single = sizes[0] == 1
         captured = x.is_cuda and torch.cuda.is_current_stream_capturing() and not (single and asked in self._kept)
-        if captured or in_graph():
+        frequencies = [] if self.rotary is None else list(self.rotary._buffers.values())
+        # Inside transforms frequencies may stand for many; of those of inference mode PyTorch counts no versions.
+        if captured or in_graph() or torch._C._are_functorch_transforms_active() or any(map(_uncounted, frequencies)):
             return make(x, *sizes)
+        if not self._are_made_of(frequencies):
+            self._kept, self._made_of = {}, [(y, y._version, y.data_ptr()) for y in frequencies]
         kept = self._kept  # read once: another thread may replace it
         if asked in kept:
             return kept[asked]
@@ -288,6 +294,17 @@ class WindowAttention(nn.Module):
         if type(first) is torch.Tensor:  # else it has a shape alone
             self._kept = {key: y for key, y in kept.items() if key[0] != name or key[3] == 1} | {asked: found}
         return found
+
+    def _are_made_of(self, frequencies: list[torch.Tensor]) -> bool:
+        made_of = self._made_of
+        return len(made_of) == len(frequencies) and all(
+            y is x and version == x._version and address == x.data_ptr()
+            for (y, version, address), x in zip(made_of, frequencies)
+        )
+
+
+def _uncounted(x: torch.Tensor) -> bool:
+    return type(x) is not torch.Tensor or x.is_inference() or x.is_meta
 
 
 def _longer(x: torch.Tensor, count: int, size: int) -> torch.Tensor:
