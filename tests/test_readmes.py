@@ -1,5 +1,6 @@
 """The pages: links lead somewhere, tables and sentences say what the result files say, the map shows every room."""
 
+import functools
 import itertools
 import math
 import re
@@ -11,6 +12,7 @@ import pytest
 from benchmarks import (
     cheems_study,
     condition_study,
+    core_conditions,
     core_study,
     core_table,
     headlines,
@@ -462,6 +464,40 @@ def test_what_is_said_of_a_quiet_first_layer_in_language():
     assert [round(statistics.mean(found), 3) for found in differences] == [-0.002, 0.002, 0.012]
     assert (round(min(spreads), 3), round(max(spreads), 3)) == (0.011, 0.033)
     assert [all(x > 0 for x in found) for found in differences] == [False, False, True]
+
+
+def test_what_is_said_of_more_tokens():
+    ours, peer, softmax = "Interdomain, gates", core_conditions.SPREAD, "softmax, convolution"
+    runs = {row["condition"]: row for row in read("more_tokens")["runs"] if row["seed"] == 0}
+    loss = {name: {0: condition_study.score(row)} for name, row in runs.items()}
+    records = {name: read(name) for name in core_study.SOURCES}
+    few = core_table.losses(records, "language")
+
+    def lag(losses, name, digits=3):
+        return round(core_table.behind(losses, name, [peer])[peer], digits)
+
+    assert len(few[peer]) == len(few[ours]) == 6
+    assert (lag(few, ours), lag(loss, ours)) == (0.035, -0.022)
+    assert (lag(few, softmax, 2), lag(loss, softmax, 2)) == (0.31, 0.17)
+    assert [round(runs[name]["ages"]["1"], 2) for name in (ours, peer)] == [3.34, 4.16]
+    places = ("repeats", "other"), ("validation", "wiki"), ("validation", "books")
+    assert all(0.005 < runs[ours][what][which] - runs[peer][what][which] < 0.045 for what, which in places)
+    assert runs[ours]["validation"]["wikitext-2"] < runs[peer]["validation"]["wikitext-2"]
+    large = {task: core_table.best_language(records, task) for task in core_conditions.SHARDS}
+
+    def mean(task, name, *keys):
+        found = [functools.reduce(dict.get, keys, row) for row in large[task][name] if keys[0] in row]
+        return round(statistics.mean(found), 2)
+
+    seen = [[mean(task, name, "ages", "1") for name in (ours, peer)] for task in core_conditions.SHARDS]
+    assert seen == [[3.01, 3.72], [2.69, 2.51]]
+    assert [mean(core_conditions.LARGE, name, "repeats", "other") for name in (ours, peer)] == [4.79, 4.77]
+    each = [
+        math.prod(list(core_conditions.SIZES[task].training.values())[:3])
+        / core_table.best_language(records, task)[peer][0]["parameters"]
+        for task in ("language", *core_conditions.SHARDS)
+    ]
+    assert [round(x, 1) for x in (*each, 8 * each[0])] == [0.7, 1.5, 4.6, 5.8]
 
 
 def test_what_is_said_of_the_parts_of_the_start_that_remembers():
