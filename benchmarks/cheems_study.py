@@ -177,7 +177,7 @@ def table(record: dict) -> str:
     ]
     if recall:
         tables.append(markdown(["recall", "layout", *(f"width {width}" for width in WIDTHS)], recall))
-    tokens = TRAINING["steps"] * TRAINING["batch_size"] * TRAINING["sequence_length"]
+    tokens = condition_study.tokens_of(TRAINING)
     about = (
         f"{len(runs)} of {len(list(plan(runs)))} runs so far. Texts: {tokens:,} tokens a run, vocabulary "
         f"{TEXT['vocab_size']}, width {TEXT['hidden_size']}; perplexity a token, one number a seed. Recall: "

@@ -76,6 +76,11 @@ CONDITIONS |= {
 }
 
 
+def tokens_of(training: dict) -> int:
+    """That a run learns from."""
+    return training["steps"] * training["batch_size"] * training["sequence_length"]
+
+
 def corpora_of(data: Path) -> list[Path]:
     return [data / "corpus" / name for name in ("wiki", "books")]
 
@@ -245,7 +250,7 @@ def table(record: dict) -> str:
             ]
         )
     training = record["training"]
-    tokens = training["steps"] * training["batch_size"] * training["sequence_length"]
+    tokens = tokens_of(training)
     header = ["condition", "parameters", "state, numbers", "best rate", "loss by rate, first seed", "loss, all seeds"]
     header += ["perplexity", "WikiText-2, bits per byte", "tokens/s"]
     about = (

@@ -49,7 +49,7 @@ def table(records: dict[str, dict]) -> str:
     tables.append(recall_table(record["runs"], missing))
     machines = sorted({row["machine"] for row in record["runs"]})
     taken = (f"{', '.join(names)} at {WORDS[task]} ({study})" for task, (study, names) in KNOWN.items())
-    tokens = {task: math.prod(list(size.training.values())[:3]) for task, size in SIZES.items()}
+    tokens = {task: condition_study.tokens_of(size.training) for task, size in SIZES.items()}
     tables.append(
         f"Language: {', '.join(f'{n:,}' for n in tokens.values())} tokens a run, those of 12M at half the "
         "best rate of 1.4M; losses in nats a token, the mean over held-out Wikipedia, books and WikiText-2. Seen in "

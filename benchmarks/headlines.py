@@ -68,7 +68,7 @@ def whole_model(record: dict) -> list[str]:
 def quality(record: dict) -> list[str]:
     """Perplexity of small models, trained alike."""
     training, runs = record["training"], record["runs"]
-    tokens = training["steps"] * training["batch_size"] * training["sequence_length"]
+    tokens = condition_study.tokens_of(training)
 
     def perplexity(rows: list[dict]) -> str:
         return f"{math.exp(statistics.mean(map(condition_study.score, rows))):.1f}" if rows else "not run"

@@ -140,7 +140,7 @@ def table(record: dict) -> str:
     header = [f"tokens {low} to {high - 1}" for low, high in zip(PLACES, PLACES[1:])]
     tables.append(markdown(["nats a token", *header, "seen in the context", "others"], places))
     training = record["training"]
-    tokens = training["steps"] * training["batch_size"] * training["sequence_length"]
+    tokens = condition_study.tokens_of(training)
     share = record["runs"][0]["repeats"]["share"]
     about = (
         f"{tokens:,} tokens a run ({training['steps']:,} steps of {training['batch_size']} x "

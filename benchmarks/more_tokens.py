@@ -7,10 +7,10 @@ as `core_study` takes it at 12M, where Interdomain is ahead of Gated DeltaNet af
     python -m benchmarks.more_tokens --table                # the table as markdown
 """
 
+import functools
 import math
 import statistics
 from collections.abc import Iterator
-from pathlib import Path
 
 from benchmarks import condition_study, core_runs, core_study, core_table, studies
 from benchmarks.core_conditions import GATES_MANY, LANGUAGE, LARGER, MANY_HEADS, REFERENCE, SPREAD
@@ -31,17 +31,8 @@ def plan(runs: list[dict]) -> Iterator[dict]:
         yield from ({"condition": name, "seed": seed} for name in names)
 
 
-def make_run(data: Path):
-    texts = core_runs.texts_of(LARGER, data)
-
-    def run(condition: str, seed: int) -> dict:
-        """Train and measure a model of `core_study`."""
-        return run_condition(condition, seed, texts, TRAINING)
-
-    return run
-
-
-def run_condition(condition: str, seed: int, texts: dict, training: dict) -> dict:
+def run_condition(condition: str, seed: int, texts: dict, training: dict = TRAINING) -> dict:
+    """Train and measure a model of `core_study`."""
     job = [language_item(condition, training["learning_rate"], seed)]
     return core_runs.run_job(job, texts, training=training)[0]
 
@@ -52,16 +43,16 @@ def table(record: dict) -> str:
     few = core_table.losses(others, LANGUAGE)
     found = {name: [row for row in record["runs"] if row["condition"] == name] for name in ASKED}
     more = {name: {row["seed"]: condition_study.score(row) for row in rows} for name, rows in found.items() if rows}
+    nats = [("validation", text) for text in core_table.TEXTS]
+    nats += [("repeats", kind) for kind in ("repeated", "other")] + [("ages", low) for low in AGES]
     rows = []
     for name in sorted(more, key=lambda name: statistics.mean(more[name].values())):
         lags = [core_table.behind(losses, name, [SPREAD])[SPREAD] for losses in (few, more)]
-        nats = [("validation", text) for text in core_table.TEXTS]
-        nats += [("repeats", kind) for kind in ("repeated", "other")] + [("ages", low) for low in AGES]
         cells = [f"{statistics.mean(row[what][which] for row in found[name]):.3f}" for what, which in nats]
         by_seed = ", ".join(f"{more[name][seed]:.3f}" for seed in sorted(more[name]))
         perplexity = math.exp(statistics.mean(more[name].values()))
         rows.append([name, by_seed, f"{perplexity:.1f}", *(f"{lag:+.1%}" for lag in lags), *cells])
-    tokens = [math.prod(list(training.values())[:3]) for training in (condition_study.TRAINING, TRAINING)]
+    tokens = [condition_study.tokens_of(training) for training in (condition_study.TRAINING, TRAINING)]
     header = ["", "loss by seed", "perplexity", *(f"beside Gated DeltaNet after {n:,} tokens" for n in tokens)]
     header += [*core_table.TEXTS.values(), "seen in the context", "others", *AGES.values()]
     about = (
@@ -75,10 +66,10 @@ def table(record: dict) -> str:
 def main() -> None:
     arguments = studies.parser(__doc__, "../shared/data").parse_args()
 
-    def make():
-        return make_run(arguments.data)
+    def make_run():
+        return functools.partial(run_condition, texts=core_runs.texts_of(LARGER, arguments.data))
 
-    studies.show_or_run(arguments, FILE, {"training": TRAINING}, plan, make, table)
+    studies.show_or_run(arguments, FILE, {"training": TRAINING}, plan, make_run, table)
 
 
 if __name__ == "__main__":

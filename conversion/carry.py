@@ -196,8 +196,8 @@ def new_names(config: InterdomainConfig) -> set[str]:
 
 
 def _softmax_weights(config: InterdomainConfig) -> dict[str, torch.Tensor]:
-    unread = get_annotations(WindowFields)  # which would say that no layer reads them
-    fields = {name: x for name, x in config.to_dict().items() if name not in unread}
+    of_windows = get_annotations(WindowFields)  # a configuration of softmax layers would say that none reads them
+    fields = {name: x for name, x in config.to_dict().items() if name not in of_windows}
     fields |= {"token_mixers": "softmax", "rope_placement": None}
     return expected_weights(InterdomainConfig(**fields))
 

@@ -48,16 +48,6 @@ NEEDLES = range(10_000, 100_000)
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 
 
-# Which tasks read an option.
-OPTIONS = {
-    ("mqar", "joint"): ("steps", "batch_size", "learning_rate"),
-    ("mqar",): ("length", "vocab_size", "random_filler", "hidden_answers", "shift"),
-    ("joint",): ("smallest", "values", "levels"),
-    ("phonebook", "needle"): ("questions", "choices"),
-    ("needle",): ("data",),
-}
-
-
 class Pairs(NamedTuple):
     """Token ids `[B, T]`, True `[B, T]` where the value of a key seen before is asked, and the values that are right.
 
@@ -357,30 +347,35 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--sizes", type=int, nargs="+", help="pairs, contexts, entries or words (default: the task's)")
     parser.add_argument("--output", type=Path, default=Path("runs/recall"), help="folder (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    read_by: dict[str, list[str]] = {}
+
+    def add(group, *names, **how) -> None:
+        read_by[group.add_argument(*names, **how).dest] = group.title.split(" and ")
+
     learning = parser.add_argument_group("mqar and joint")
-    learning.add_argument("--steps", type=int, default=400, help="default: %(default)s")
-    learning.add_argument("--batch-size", type=int, default=32, help="default: %(default)s")
-    learning.add_argument("--learning-rate", type=float, default=3e-3, help="default: %(default)s")
+    add(learning, "--steps", type=int, default=400, help="default: %(default)s")
+    add(learning, "--batch-size", type=int, default=32, help="default: %(default)s")
+    add(learning, "--learning-rate", type=float, default=3e-3, help="default: %(default)s")
     training = parser.add_argument_group("mqar")
-    training.add_argument("--length", type=int, default=128, help="tokens a sequence (default: %(default)s)")
-    training.add_argument("--vocab-size", type=int, default=256, help="default: %(default)s")
-    training.add_argument("--random-filler", action="store_true", help="any tokens in the gaps, not one and the same")
-    training.add_argument("--hidden-answers", action="store_true", help="what is asked stands in the labels alone")
-    training.add_argument("--shift", type=int, default=0, help="up to so many tokens in front (default: %(default)s)")
+    add(training, "--length", type=int, default=128, help="tokens a sequence (default: %(default)s)")
+    add(training, "--vocab-size", type=int, default=256, help="default: %(default)s")
+    add(training, "--random-filler", action="store_true", help="any tokens in the gaps, not one and the same")
+    add(training, "--hidden-answers", action="store_true", help="what is asked stands in the labels alone")
+    add(training, "--shift", type=int, default=0, help="up to so many tokens in front (default: %(default)s)")
     joint = parser.add_argument_group("joint")
-    joint.add_argument("--smallest", type=int, help="contexts and keys, where --sizes are the most (default: as many)")
-    joint.add_argument("--values", type=int, default=16, help="default: %(default)s")
-    joint.add_argument("--levels", type=int, default=1, help="of contexts (default: %(default)s)")
+    add(joint, "--smallest", type=int, help="contexts and keys, where --sizes are the most (default: as many)")
+    add(joint, "--values", type=int, default=16, help="default: %(default)s")
+    add(joint, "--levels", type=int, default=1, help="of contexts (default: %(default)s)")
     asking = parser.add_argument_group("phonebook and needle")
-    asking.add_argument("--questions", type=int, default=100, help="for each size (default: %(default)s)")
-    asking.add_argument("--choices", type=int, default=4, help="numbers to choose from (default: %(default)s)")
-    asking.add_argument("--data", nargs="+", help="needle: text to hide it in (default: a few plain sentences)")
+    add(asking, "--questions", type=int, default=100, help="for each size (default: %(default)s)")
+    add(asking, "--choices", type=int, default=4, help="numbers to choose from (default: %(default)s)")
+    needle = parser.add_argument_group("needle")
+    add(needle, "--data", nargs="+", help="text to hide it in (default: a few plain sentences)")
     options = parser.parse_args(arguments)
-    for tasks, names in OPTIONS.items():
-        unread = [name for name in names if getattr(options, name) != parser.get_default(name)]
-        if unread and options.task not in tasks:
-            option = f"--{unread[0].replace('_', '-')}"
-            raise InputError(f"{option} is for {' and '.join(tasks)}: {options.task} does not read it, leave it away.")
+    for name, tasks in read_by.items():
+        if options.task not in tasks and getattr(options, name) != parser.get_default(name):
+            option, whose = f"--{name.replace('_', '-')}", " and ".join(tasks)
+            raise InputError(f"{option} is for {whose}: {options.task} does not read it, leave it away.")
     return options
 
 

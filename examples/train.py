@@ -347,8 +347,6 @@ def check_options(args: Recipe, text: Text) -> None:
         raise InputError(
             "--streaming with --separate_documents needs one process: documents of two cannot be dealt out."
         )
-    if text.streaming and text.separate_documents:
-        args.accelerator_config.dispatch_batches = False  # it would cut a row of documents like a batch of rows
     if args.sequence_parallel > 1:
         check_sequence_parallel(args, text)
     if args.max_steps <= 0 and args.total_tokens <= 0:
@@ -523,6 +521,8 @@ def run(args: Recipe, text: Text) -> dict[str, float]:
     args.max_steps = args.num_steps()
     if args.sequence_parallel > 1:
         args.parallelism_config = SequenceParallelism.over(args.world_size, args.sequence_parallel)
+    if text.streaming and text.separate_documents:
+        args.accelerator_config.dispatch_batches = False  # it would cut a row of documents like a batch of rows
     if eval_data is None:
         args.eval_strategy = "no"
     set_seed(args.seed)

@@ -493,7 +493,7 @@ def test_what_is_said_of_more_tokens():
     assert seen == [[3.01, 3.72], [2.69, 2.51]]
     assert [mean(core_conditions.LARGE, name, "repeats", "other") for name in (ours, peer)] == [4.78, 4.77]
     each = [
-        math.prod(list(core_conditions.SIZES[task].training.values())[:3])
+        condition_study.tokens_of(core_conditions.SIZES[task].training)
         / core_table.best_language(records, task)[peer][0]["parameters"]
         for task in ("language", *core_conditions.SHARDS)
     ]

@@ -104,14 +104,14 @@ def lay_out(
     forks = check_forks(attention_mask, config, mixers, cache, shape)
     packed = forks is not None or (cu_seqlens is not None if piece is None else piece.packed)
     cacheable = not packed and not (model.training and torch.is_grad_enabled()) and not config.bidirectional
-    if use_cache and cache is None and cacheable:
+    makes, compiling = use_cache and cache is None and cacheable, torch.compiler.is_compiling()
+    begins = not compiling and (cache is None or is_at_start(cache))
+    if makes or (begins and cache is not None):
         check_layers(config, mixers)
+    if makes:
         cache = InterdomainCache(config)
-    if not torch.compiler.is_compiling():
-        begins = cache is None or is_at_start(cache)
+    if not compiling:
         if cache is not None:
-            if begins:
-                check_layers(config, mixers)
             remember_model(cache, model, begins)
         if begins:
             doubt_tables(model)

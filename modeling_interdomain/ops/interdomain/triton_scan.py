@@ -269,6 +269,6 @@ def triton_scan_attention(
     y = torch.complex(pulled[..., 0, :], pulled[..., 1, :]).movedim(1, 0)  # [G, B T, P, M]
     p = pull_back(grouped_coefficients(coefficient_matrix, query.dtype), y, product).movedim(0, 1)
     rows = torch.stack([p.real, p.imag], dim=-2)
-    output, value_state = _Walk.apply(rows.contiguous(), None, value, decay, beta, first[1], *walked)
+    output, value_state = _Walk.apply(rows, None, value, decay, beta, first[1], *walked)
     output = output.flatten(1, 2).unflatten(0, (batch, length))
     return output, torch.cat([key_state, value_state], dim=-1)
