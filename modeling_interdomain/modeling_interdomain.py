@@ -25,6 +25,7 @@ from .layers.common import (
     InterdomainRMSNorm,
     ParameterCache,
     RankingLoss,
+    home_of,
     project,
 )
 from .layers.rotary import InterdomainRotaryEmbedding
@@ -128,6 +129,11 @@ class InterdomainPreTrainedModel(CheckpointFolders, StateMethods, LayerLosses, P
             self._keep_in_fp32_modules_strict = [*self._keep_in_fp32_modules_strict, "token_mixer.first_state"]
         if any(config.sparse_per_layer):
             self._keep_in_fp32_modules_strict = [*self._keep_in_fp32_modules_strict, "sparse.hash", "sparse.scorer"]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tokens are read, also where Accelerate has offloaded all weights."""
+        return home_of(self.get_input_embeddings())
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate import cpu_offload
 
 from modeling_interdomain import StateStore
 from modeling_interdomain.generation.prompt_store import store_of
@@ -210,3 +211,17 @@ def test_a_store_that_cannot_take_part_is_left_alone(stored, random_ids):
     found, read = read_by(stored, lambda: written(stored, prompts))
     hook.remove()
     assert read == 0 and found == expected_of(stored, prompts)
+
+
+@pytest.mark.parametrize("places", [None, 1], ids=["all", "one-layer"])
+def test_offloaded_weights(stored, places, random_ids):
+    """They are on their device only while their module is called; nobody asks them where a state or a token belongs."""
+    prompts = [random_ids(1, 9)[0].tolist()] * 2
+    expected = expected_of(stored, prompts)
+    part = stored if places is None else stored.model.layers[places]
+    cpu_offload(part, execution_device=torch.device("cpu"))
+    assert next(part.parameters()).is_meta and stored.device.type == "cpu"
+    assert written(stored, prompts) == expected
+    found = stored.generate(torch.tensor(prompts[:1]), do_sample=False, prompt_lookup_num_tokens=3, max_new_tokens=6)
+    assert found[0, 9:].tolist() == expected[0]
+    assert store_of(stored) is None  # nobody can take the fingerprint of these weights

@@ -144,12 +144,20 @@ def residual_projection(in_features: int, out_features: int, bias: bool = False)
 
 
 def home_of(module: nn.Module) -> torch.device:
-    """The device of a linear map's weights, which quantized may be buffers, or packed (by PyTorch, on a CPU alone)."""
+    """The device on which a layer computes, that of its weights, or where Accelerate brings those that are offloaded.
+
+    Of a quantized linear map they may be buffers, or packed (by PyTorch, on a CPU alone).
+    """
     weight = getattr(module, "weight", None)
-    if isinstance(weight, torch.Tensor):
-        return weight.device
-    held = next((x for tensors in (module.parameters(), module.buffers()) for x in tensors), None)
-    return torch.device("cpu") if held is None else held.device
+    if not isinstance(weight, torch.Tensor):
+        weight = next((x for tensors in (module.parameters(), module.buffers()) for x in tensors), None)
+    if weight is None:
+        return torch.device("cpu")
+    if weight.is_meta:
+        hook = vars(module).get("_hf_hook")
+        places = (getattr(each, "execution_device", None) for each in getattr(hook, "hooks", [hook]))
+        return next((torch.device(place) for place in places if place is not None), weight.device)
+    return weight.device
 
 
 def is_untouched(module: nn.Module, kind: type[nn.Module], device: torch.device) -> bool:

@@ -117,7 +117,7 @@ def reading_fingerprint(model: nn.Module) -> str:
     if altered or _has_any_global_hook():
         where = f"{altered[0] or 'the model'} has" if altered else "there is"
         raise ValueError(f"{where} a hook or a replaced forward, which may make other states than the model's own.")
-    devices = sorted({"cpu", *(x.device.type for x in decoder.parameters())})
+    devices = sorted({"cpu", *(x.device.type for x in decoder.parameters() if not x.is_meta)})
     around = [
         {name: (_kind(module), module.training, _operators_of(module)) for name, module in modules.items()},
         [(device, str(torch.get_autocast_dtype(device))) for device in devices if torch.is_autocast_enabled(device)],
