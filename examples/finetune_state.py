@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch import nn
 from tqdm import tqdm
 from transformers import set_seed
 
@@ -34,7 +35,7 @@ from examples.text_data import (
     split_documents,
 )
 from examples.training import train
-from modeling_interdomain import add_learned_state, load_learned_state, save_learned_state
+from modeling_interdomain import InterdomainConfig, add_learned_state, load_learned_state, save_learned_state
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -44,6 +45,17 @@ def check_options(options: argparse.Namespace) -> None:
         raise InputError(f"{options.output} is already there: choose another file.")
     check_folder(options.output.parent)
     check_seed(options.seed)
+
+
+def check_length(length: int, config: InterdomainConfig, states: list[nn.Parameter]) -> None:
+    """Refuse texts that would not train the states of windows, which begin as zeros."""
+    window = config.attention_window + config.attention_sinks
+    remember = config.window_memory and "window" in config.mixers_per_layer
+    if remember and length <= window and any(not x.any() for x in states):
+        raise InputError(
+            f"--sequence-length {length}: windows and sinks hold {window} tokens, and of shorter texts no new state is "
+            f"learned: make it longer than {window}."
+        )
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -71,6 +83,7 @@ def run(options: argparse.Namespace) -> dict[str, float]:
         states = add_learned_state(model) if options.state is None else load_learned_state(model, options.state)
     except (ValueError, FileNotFoundError) as error:
         raise InputError(str(error)) from error
+    check_length(options.sequence_length, model.config, states)
     documents = gather_documents(options.data, seed=options.seed)
     training_documents, held_out_documents = split_documents(documents, 100_000, seed=options.seed)
     held_out = encode(tokenizer, held_out_documents)

@@ -351,7 +351,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, InterdomainGenerationMi
         loss = None
         if labels is not None:
             loss = self._loss(logits, labels, sequence_group, kwargs)
-        share = share_of_step(labels, shifted, kwargs.get("num_items_in_batch"))
+        share = share_of_step(labels, shifted, kwargs.get("num_items_in_batch"), kwargs.get("ignore_index", -100))
         return InterdomainCausalLMOutput(logits=logits, **self._with_layer_losses(outputs, loss, *share))
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor, group: Any, kwargs: dict[str, Any]) -> torch.Tensor:

@@ -120,7 +120,14 @@ def test_the_convolution_rounds_once(how):
     assert relative_error(*grads) < 2 * U
 
 
+@pytest.mark.parametrize("bias", [False, True])
 @torch.no_grad()
+def test_a_convolution_some_tokens_at_a_time(bias, monkeypatch):
+    conv, x = CausalConv1d(8, 8, 4, groups=8, bias=bias), torch.randn(2, 8, 24)
+    monkeypatch.setattr(module_common, "_PIECE", 64)
+    torch.testing.assert_close(conv(x), F.conv1d(x, conv.weight, conv.bias, groups=8))
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("length", [3, 4, 50])
 def test_a_convolution_from_zeros_is_that_with_zeros_before(length):

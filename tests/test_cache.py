@@ -245,6 +245,27 @@ def test_rollback_restores_the_state(any_model, removed, random_ids, cache_after
     assert_same(contents(cache), contents(cache_after(any_model, ids[:, : 10 - removed])))
 
 
+def test_a_record_begins_anew_after_a_pause(recurrent_model, random_ids, cache_after, contents, assert_same):
+    ids = random_ids(2, 10)
+    cache = cache_after(recurrent_model, ids[:, :2], ids[:, 2:4], recording=True)
+    for start, paused in ((4, True), (7, False)):
+        cache.pause_recording(paused)
+        with torch.no_grad():
+            recurrent_model(ids[:, start : start + 3], past_key_values=cache)
+    cache.crop(-1)
+    assert_same(contents(cache), contents(cache_after(recurrent_model, ids[:, :9])))
+
+
+def test_a_single_pad_moves_no_state_where_gradients_are_asked_for(recurrent_model, random_ids, cache_after):
+    ids, mask = random_ids(2, 6), torch.ones(2, 6, dtype=torch.long)
+    before, cache = (cache_after(recurrent_model, ids[:, :5]) for _ in range(2))
+    mask[1, 5] = 0
+    with torch.enable_grad():
+        recurrent_model(ids[:, 5:], attention_mask=mask, past_key_values=cache)
+    for layer, held in zip(_recurrent_layers(cache), _recurrent_layers(before), strict=True):
+        assert torch.equal(layer.state[1], held.state[1])
+
+
 def test_rollback_without_the_parameters(any_model, random_ids, cache_after, contents, assert_same):
     """They are on the device only while their modules are called: a record has all that it replays."""
     ids = random_ids(2, 10)

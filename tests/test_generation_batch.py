@@ -4,8 +4,9 @@ import pytest
 import torch
 from accelerate import cpu_offload
 
-from modeling_interdomain import StateStore
+from modeling_interdomain import InterdomainCache, StateStore
 from modeling_interdomain.generation.prompt_store import store_of
+from modeling_interdomain.generation.slots import Slots
 from modeling_interdomain.mixers.softmax.mixer import SoftmaxMixer
 from tests.conftest import LENGTHENED
 
@@ -225,3 +226,17 @@ def test_offloaded_weights(stored, places, random_ids):
     found = stored.generate(torch.tensor(prompts[:1]), do_sample=False, prompt_lookup_num_tokens=3, max_new_tokens=6)
     assert found[0, 9:].tolist() == expected[0]
     assert store_of(stored) is None  # nobody can take the fingerprint of these weights
+
+
+@torch.no_grad()
+def test_a_row_whose_window_is_not_full_sees_its_own_tokens_alone(make_model, random_ids):
+    model, prompts = make_model("windowed"), [random_ids(1, 2, seed=1), random_ids(1, 9, seed=2)]
+    caches = [InterdomainCache(model.config) for _ in prompts]
+    for prompt, cache in zip(prompts, caches, strict=True):
+        model(prompt, past_key_values=cache)
+    slots = Slots(model)
+    slots.change([], caches)
+    found = slots.step([5, 6])
+    for row, (prompt, token) in enumerate(zip(prompts, (5, 6), strict=True)):
+        whole = torch.cat([prompt, torch.tensor([[token]])], dim=1)
+        torch.testing.assert_close(found[row], model(whole, use_cache=False).logits[0, -1])

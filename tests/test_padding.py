@@ -381,9 +381,9 @@ def test_texts_that_fork(each_mixer, implementation, written, random_ids, assert
 @pytest.mark.parametrize("name", ["interdomain", "softmax-interdomain", "hax", "cheems", "selective-scan"])
 def test_masks_that_no_state_can_follow_are_refused(name, make_model, random_ids):
     model, ids = make_model(name), random_ids(2, 7)
-    left_out, later, biased = FORKS.clone(), FORKS.clone(), lowest_where_hidden(FORKS)
-    left_out[5, 2], later[3, 5], biased[5, 4] = False, True, -2.0
-    for mask in (left_out, later, biased, FORKS.long()):
+    left_out, later, joined, biased = *(FORKS.clone() for _ in range(3)), lowest_where_hidden(FORKS)
+    left_out[5, 2], later[3, 5], joined[5, 3], biased[5, 4] = False, True, True, -2.0
+    for mask in (left_out, later, joined, biased, FORKS.long()):
         with pytest.raises(ValueError, match="may do no more than let texts fork where layers are recurrent"):
             model(ids, attention_mask=mask.expand(2, 1, 7, 7))
     for shape in ((2, 7, 7), (3, 1, 7, 7), (2, 4, 7, 7)):

@@ -56,9 +56,9 @@ def batch_of(kind: str) -> dict[str, torch.Tensor]:
     ids = torch.randint(4, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     if kind == "rows":
         return {"input_ids": ids}
-    if kind == "pads":  # at either end, and a piece that holds nothing else
+    if kind == "pads":  # at either end, a piece that holds nothing else, and one that a state passes over
         mask = torch.ones(2, LENGTH, dtype=torch.long)
-        mask[0, :9], mask[1, 19:] = 0, 0
+        mask[0, :9], mask[1, 19:], mask[1, 8] = 0, 0, 0
         return {"input_ids": ids, "attention_mask": mask}
     if kind == "positions":  # documents over the cuts, at them, and of one token
         ends = [[0, 3, 16, 17, LENGTH], [0, 7, 8, LENGTH]]
@@ -166,6 +166,23 @@ def test_pieces_in_threads(name, models, in_threads, assert_same):
     model, batch = models[name], batch_of(RECURRENT[name])
     pieces = in_threads(4, lambda group: run_piece(model, batch, group))
     assert_pieces_are(run(model, batch, weights_of(batch)), pieces, assert_same)
+
+
+def test_losses_in_threads(models, in_threads):
+    """Each process has the loss of the whole rows, and gradients whose mean over the processes is that of one."""
+    model, batch = models["interdomain"], labelled()
+    parameters = list(model.parameters())
+
+    def read(**inputs):
+        loss = model(**inputs, use_cache=False).loss
+        return loss.detach(), torch.autograd.grad(loss, parameters)
+
+    whole, expected = read(**batch)
+    pieces = in_threads(4, lambda group: read(**sequence_piece(batch, group)))
+    for loss, _ in pieces:
+        torch.testing.assert_close(loss, whole)
+    for gradient, *parts in zip(expected, *(found for _, found in pieces), strict=True):
+        torch.testing.assert_close(sum(parts) / 4, gradient)
 
 
 WINDOWS = {

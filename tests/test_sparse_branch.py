@@ -312,6 +312,30 @@ def test_ranking_loss_under_gradient_accumulation(make_branch, random_ids):
     torch.testing.assert_close(whole, tuple(a + b for a, b in zip(*halves)))
 
 
+def test_labels_that_are_ignored_weigh_nothing(make_branch, random_ids):
+    """Whatever number marks them: a batch of several in a step adds its share of the ranking."""
+    model, ids, losses = make_branch("one-layer", sparse_keys=64).train(), random_ids(2, 30), []
+    for ignored in (-100, 0):
+        labels = ids.clamp(min=1)
+        labels[:, :12] = ignored
+        shifted = torch.nn.functional.pad(labels, (0, 1), value=ignored)[:, 1:].contiguous()
+        for given in ({"labels": labels}, {"labels": ids, "shift_labels": shifted}):
+            losses.append(model(ids, **given, num_items_in_batch=50, ignore_index=ignored).loss)
+    torch.testing.assert_close(torch.stack(losses[1:]), losses[0].expand(3))
+    torch.testing.assert_close(losses[0], model(ids, labels=labels, ignore_index=0).loss * (2 * 18 / 50))
+
+
+def test_the_ranking_leaves_pads_of_packed_documents_out(make_branch, random_ids):
+    model, ids = make_branch("one-layer", sparse_keys=64).train(), random_ids(1, 30)
+    expected = model.model(ids, cu_seq_lens_q=torch.tensor([0, 12, 30]), output_ranking_losses=True).ranking_losses
+    padded = torch.cat([ids[:, :12], torch.full((1, 5), 3), ids[:, 12:], torch.full((1, 4), 3)], dim=1)
+    mask = torch.ones_like(padded)
+    mask[:, 12:17], mask[:, -4:] = 0, 0
+    packed = {"cu_seq_lens_q": torch.tensor([0, 17, 39]), "attention_mask": mask}
+    found = model.model(padded, **packed, output_ranking_losses=True).ranking_losses
+    torch.testing.assert_close(found, expected)
+
+
 def test_gradient_checkpointing(make_branch, random_ids):
     model, ids = make_branch().train(), random_ids(2, 30)
     gradients = []

@@ -229,6 +229,22 @@ def _written(model):
         x.data.copy_(weight)
 
 
+@contextlib.contextmanager
+def _attention(model, name):
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    yield
+    model.set_attn_implementation(before)
+
+
+@contextlib.contextmanager
+def _precision(name):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
 def _first(model):
     return model.model.layers[0].input_layernorm
 
@@ -249,6 +265,8 @@ ALTERED = {
     "forward of a class": lambda model: _replaced(type(_first(model)), "forward", Doubled.forward),
     "class": lambda model: _replaced(_first(model), "__class__", Doubled),
     "autocast": lambda model: torch.autocast("cpu", dtype=torch.bfloat16),
+    "attention": lambda model: _attention(model, "eager"),
+    "precision": lambda model: _precision("medium"),
     "weights": _written,
 }
 

@@ -269,3 +269,23 @@ def test_the_example_trains_saves_and_goes_on(make_model, tmp_path, capsys):
     assert finetune_state.main([base, *further[:1], str(tmp_path / "x"), "--state", data, *short]) == 2
     assert "no state file" in capsys.readouterr().err
     assert load_file(output).keys() == {"layers.0.first_state", "layers.1.first_state"}
+
+
+def test_windows_learn_a_state_of_texts_that_leave_them(make_model, random_ids, tmp_path, capsys):
+    """Of shorter ones a state of zeros gets no gradient, and the example refuses them."""
+    model = make_model("window", dtype=torch.float32, vocab_size=300)
+    states = add_learned_state(model)
+    window = model.config.attention_window + model.config.attention_sinks
+    for more in (0, 1):
+        ids = random_ids(1, window + more)
+        with torch.enable_grad():
+            gradients = torch.autograd.grad(model(ids).logits[:, -1, :9].sum(), states)
+        assert all(bool(x.any()) == bool(more) for x in gradients)
+    text_data.train_tokenizer(some_documents(), vocab_size=300).save_pretrained(tmp_path / "model")
+    make_model("window", dtype=torch.float32, vocab_size=300).save_pretrained(tmp_path / "model")
+    text, short = tmp_path / "text.txt", ["--steps", "1", "--batch-size", "2", "--sequence-length"]
+    text.write_text("".join(some_documents(60)))
+    run = [str(tmp_path / "model"), "--data", str(text), "--output", str(tmp_path / "state.safetensors"), *short]
+    assert finetune_state.main([*run, str(window)]) == 2
+    assert f"windows and sinks hold {window} tokens" in capsys.readouterr().err
+    assert finetune_state.main([*run, str(window + 1)]) == 0

@@ -15,7 +15,13 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from modeling_interdomain import InterdomainCache, InterdomainConfig, InterdomainForCausalLM, InterdomainStaticCache
+from modeling_interdomain import (
+    InterdomainCache,
+    InterdomainConfig,
+    InterdomainForCausalLM,
+    InterdomainStaticCache,
+    add_learned_state,
+)
 from modeling_interdomain.mixers.window.attention import Seen, WindowAttention
 from modeling_interdomain.mixers.window.mixer import WindowMixer
 from modeling_interdomain.saving.code import flat_code
@@ -524,3 +530,15 @@ def test_points_start_as_what_stood_there():
             state = decay[group, :, None] * state + beta[group, :, None] * x
         found, expected = (weights[group].conj() @ state).real, written.flip(0)[: 32 * age : age][:24]
         assert F.cosine_similarity(found[: len(expected)].flatten(), expected.flatten(), dim=0) > 0.9
+
+
+@torch.no_grad()
+def test_a_learned_state_is_read_before_a_token_has_left_the_window(make_model, random_ids):
+    model, ids = make_model("window"), random_ids(1, 3)
+    assert ids.shape[1] < model.config.attention_window + model.config.attention_sinks
+    plain = model(ids).logits
+    states = add_learned_state(model)
+    assert model(ids).logits.equal(plain), "of zeros nothing is read"
+    for state in states:
+        state.normal_()
+    assert (model(ids).logits - plain).abs().max() > 1e-2

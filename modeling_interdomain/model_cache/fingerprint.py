@@ -226,7 +226,8 @@ def _hash(tensors: dict[str, torch.Tensor]) -> str:
 def _checksum(tensors: list[torch.Tensor]) -> int:
     """A number that all but certainly changes with the bytes of plain tensors, in one pass over the memory.
 
-    It is a sum over words of 64 bits, each with a factor of its own; large tensors are first summed in rows of `_ROW`.
+    It is a sum over words of 64 bits, each with a factor of its own; of large tensors, in rows of `_ROW`, these are the
+    sums of rows and of columns.
     """
     words: dict[torch.device, list[torch.Tensor]] = {}
     for x in tensors:
@@ -237,7 +238,8 @@ def _checksum(tensors: list[torch.Tensor]) -> int:
             found = F.pad(found, (0, -len(found) % 8))
         found = found.view(torch.int64)
         whole = len(found) // _ROW * _ROW if len(found) > _ROW**2 else 0
-        words.setdefault(x.device, []).extend((found[:whole].view(-1, _ROW).sum(1), found[whole:]))
+        table = found[:whole].view(-1, _ROW)
+        words.setdefault(x.device, []).extend((table.sum(1), table.sum(0), found[whole:]))
     sums = []
     for found in map(torch.cat, words.values()):
         factors = torch.arange(len(found), device=found.device).mul_(_SPREAD).bitwise_or_(1)

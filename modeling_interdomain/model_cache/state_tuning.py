@@ -23,6 +23,9 @@ KIND = "learned state"
 def add_learned_state(model: nn.Module) -> list[nn.Parameter]:
     """Let every recurrent layer begin with a learned state; it starts as zeros, which change nothing.
 
+    A window reads a state of zeros only after a token has left it: at first texts longer than `attention_window` and
+    `attention_sinks` together train it, shorter ones give it no gradient.
+
     Args:
         model: an Interdomain model, or one that a library has wrapped (PEFT: LoRA and a learned state go together).
 

@@ -86,14 +86,14 @@ def add_layer_loss(compute_loss: Callable[..., torch.Tensor]) -> Callable[..., t
     return loss
 
 
-def share_of_step(labels, shift_labels, items: torch.Tensor | int | None) -> tuple[Any, Any]:
+def share_of_step(labels, shift_labels, items: torch.Tensor | int | None, ignored: int = -100) -> tuple[Any, Any]:
     """The labels that count in this batch and in the whole step, where a step has several (gradient accumulation).
 
-    `labels` are `[B, T]`, not shifted, or `[B]`, one of each row.
+    `labels` are `[B, T]`, not shifted, or `[B]`, one of each row; those that are `ignored` do not count.
     """
     if labels is None or items is None:
         return 1, 1
-    return count_labels(labels, shift_labels), at_least_one(items)
+    return count_labels(labels, shift_labels, ignored), at_least_one(items)
 
 
 def count_labels(labels: torch.Tensor, shift_labels: torch.Tensor | None, ignored: int = -100) -> torch.Tensor:
