@@ -71,11 +71,6 @@ class InterdomainConfig(
     name_unread_fields: ClassVar[Callable[..., None]] = staticmethod(lambda config: None)
     model_type = "interdomain"
     keys_to_ignore_at_inference = [CACHE_NAME]
-    base_model_pp_plan = {
-        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
-        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
-        "norm": (["hidden_states"], ["hidden_states"]),
-    }
 
     def __post_init__(self, **kwargs):
         kwargs.pop("layer_types", None)  # derived from token_mixers

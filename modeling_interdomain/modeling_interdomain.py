@@ -18,13 +18,14 @@ from .configuration_interdomain import InterdomainConfig
 from .generation.mixin import InterdomainGenerationMixin, store_of_environment
 from .inputs.checks import check_classes, check_labels, check_tokens, embed_ids
 from .inputs.keywords import takes_known_keywords
-from .inputs.layout import lay_out, masks_by_kind
+from .inputs.layout import lay_out, masks_by_kind, refused_together
 from .layers.common import (
     AuxiliaryLoss,
     ChosenExperts,
     InterdomainRMSNorm,
     ParameterCache,
     RankingLoss,
+    check_whole,
     home_of,
     project,
 )
@@ -142,6 +143,7 @@ class InterdomainPreTrainedModel(CheckpointFolders, StateMethods, LayerLosses, P
         residual_std = std / (2 * self.config.num_hidden_layers) ** 0.5
         start: Any = getattr(module, "start_parameters", None)
         if start is not None:
+            check_whole(module)
             start(self.config)
         elif isinstance(module, (nn.Linear, nn.Embedding)):
             usual = residual_std if getattr(module, "adds_to_residual", False) else std
@@ -242,9 +244,10 @@ class InterdomainModel(InterdomainPreTrainedModel):
             ValueError, TypeError: before the cache is touched, when the inputs do not fit the model or each other, or a
                 keyword would have no effect; of ids outside of the vocabulary, on a CPU alone.
         """
-        check_tokens(input_ids, inputs_embeds, self.config.hidden_size)
-        if inputs_embeds is None:
-            inputs_embeds = embed_ids(self.embed_tokens, input_ids)
+        with refused_together(sequence_group, self):
+            check_tokens(input_ids, inputs_embeds, self.config.hidden_size)
+            if inputs_embeds is None:
+                inputs_embeds = embed_ids(self.embed_tokens, input_ids)
         # With `assistant_early_exit` the library lowers the number: the first layers draft.
         layers: Any = list(self.layers)[: self.config.num_hidden_layers]
         mixers = mixers_of(layers)
@@ -280,7 +283,6 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, InterdomainGenerationMi
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
-    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
     _fsdp_plan = {"lm_head": "keep_full_weight"}
 
     def __init__(self, config: InterdomainConfig):
@@ -330,11 +332,17 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, InterdomainGenerationMi
             >>> tokenizer = AutoTokenizer.from_pretrained("runs/quickstart")
             >>> ids = model.generate(**tokenizer("def main", return_tensors="pt"), max_new_tokens=20)
         """
-        shifted = kwargs.get("shift_labels")
-        check_labels(labels, shifted, input_ids, inputs_embeds, logits_to_keep)
-        if labels is not None and self._counts_labels():
-            name, asked = ("labels", labels[..., 1:]) if shifted is None else ("shift_labels", shifted)
-            check_classes(name, asked, self.config.vocab_size, kwargs.get("ignore_index", -100))
+        shifted, items = kwargs.get("shift_labels"), kwargs.get("num_items_in_batch")
+        with refused_together(sequence_group, self):
+            check_labels(labels, shifted, input_ids, inputs_embeds, logits_to_keep)
+            if labels is not None and self._counts_labels():
+                name, asked = ("labels", labels[..., 1:]) if shifted is None else ("shift_labels", shifted)
+                check_classes(name, asked, self.config.vocab_size, kwargs.get("ignore_index", -100))
+        if sequence_group is not None:
+            from .parallel.sequence import check_alike
+
+            given = {"labels": labels, "shift_labels": shifted, "num_items_in_batch": items}
+            check_alike(sequence_group, self.device, **given)
         self._ask_for_losses(kwargs)
         outputs = self.model(
             input_ids=input_ids,
@@ -351,7 +359,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, InterdomainGenerationMi
         loss = None
         if labels is not None:
             loss = self._loss(logits, labels, sequence_group, kwargs)
-        share = share_of_step(labels, shifted, kwargs.get("num_items_in_batch"), kwargs.get("ignore_index", -100))
+        share = share_of_step(labels, shifted, items, kwargs.get("ignore_index", -100))
         return InterdomainCausalLMOutput(logits=logits, **self._with_layer_losses(outputs, loss, *share))
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor, group: Any, kwargs: dict[str, Any]) -> torch.Tensor:

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers.cache_utils import DynamicCache, StaticLayer
 from transformers.utils import generic
 
-from modeling_interdomain import InterdomainCache, InterdomainStaticCache
+from modeling_interdomain import InterdomainCache, InterdomainStaticCache, StateStore
 from modeling_interdomain.cache.recurrent import RecurrentLayer
 from modeling_interdomain.layers.versions import CACHE_NAME, CACHE_NAMES
 from modeling_interdomain.model_cache.fingerprint import model_fingerprint
@@ -977,6 +977,55 @@ def test_packed_weights(each_mixer, random_ids, make_cache, advance):
     assert advance(model, cache, ids[:, :1]).isfinite().all()
     assert model.generate(ids, max_new_tokens=3).shape == (2, 12)
     assert len({model_fingerprint(model) for model in models}) == 2
+
+
+class Scaled(torch.Tensor):
+    """A weight as torchao makes them: a tensor of a class of its own around plain ones, which PyTorch cannot view."""
+
+    @staticmethod
+    def __new__(cls, numbers, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=scale.dtype)
+
+    def __init__(self, numbers, scale):
+        self.numbers, self.scale = numbers, scale
+
+    def __tensor_flatten__(self):
+        return ["numbers", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].numbers, args[0].scale)
+        if function in (torch.ops.aten.t.default, torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            plain = [x.numbers * x.scale if isinstance(x, cls) else x for x in args]
+            return function(*plain, **kwargs or {})
+        raise NotImplementedError(f"Scaled dispatch: {function}")
+
+
+def test_weights_of_a_class_of_their_own(make_model, random_ids, tmp_path):
+    """States and prompts are kept, and a weight that is written is seen."""
+    model, ids = make_model("forget-gates", dtype=torch.float32, state_dtype="float32"), random_ids(1, 9)
+    for part in model.model.modules():
+        if type(part) is torch.nn.Linear:
+            weight = part.weight.detach()
+            scale = weight.abs().amax(1, keepdim=True) / 127
+            part.weight = torch.nn.Parameter(Scaled((weight / scale).round(), scale), requires_grad=False)
+    expected = model.generate(ids, do_sample=False, max_new_tokens=4)
+    model.prompt_store = StateStore()
+    for _ in range(2):
+        assert model.generate(ids, do_sample=False, max_new_tokens=4).equal(expected)
+    assert model.prompt_store.tokens_reused
+    cache, file = InterdomainCache(model.config), tmp_path / "state.safetensors"
+    model(ids, past_key_values=cache)
+    cache.save(file, model)
+    InterdomainCache.load(file, model)
+    weight = model.model.layers[1].token_mixer.q_proj.weight
+    for part in (weight.numbers, weight.scale):
+        part.data[0, 0] += 1
+        with pytest.raises(ValueError, match="other weights"):
+            InterdomainCache.load(file, model)
+        part.data[0, 0] -= 1
+    InterdomainCache.load(file, model)
 
 
 # Its name, which Transformers 5.24 has changed.

@@ -5,6 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from modeling_interdomain import InterdomainCache
+from modeling_interdomain.ops.common import cpu
 from tests.conftest import EXPERTS, PAIRS, ROPE, dtypes_for
 
 LENGTHS = (13, 19, 8, 30)
@@ -124,6 +125,32 @@ def test_one_graph_for_every_length(name, run, backend, make_model, random_ids):
             torch.manual_seed(length)
             found = function(compiled, kind, ids)
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        assert counter.frame_count == 2
+    finally:
+        torch._dynamo.reset()
+
+
+NARROW = ("interdomain-softmax", "delta-rule", "warped-time", "s4d", "mamba2", "window")
+
+
+@pytest.mark.parametrize("how", ["weights", "autocast"])
+@pytest.mark.parametrize("name", ["forget-gates", *(pytest.param(name, marks=pytest.mark.slow) for name in NARROW)])
+def test_bfloat16_on_a_cpu_is_one_graph(name, how, make_model, random_ids, monkeypatch):
+    """Where it multiplies bfloat16 faster, as this one is made to believe."""
+    monkeypatch.setattr(cpu, "_INSTRUCTIONS", ("avx512_bf16",))
+    model = make_model(name, dtype=torch.float32, state_dtype="float32", pad_token_id=None).train()
+    if how == "weights":
+        model = model.bfloat16()
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    try:
+        for length in LENGTHS[:3]:
+            ids = random_ids(2, length, seed=length)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"):
+                found, expected = (_train(each, "masked", ids) for each in (compiled, model))
+            found, expected = (torch.cat([x.flatten().double() for x in each]) for each in (found, expected))
+            assert (found - expected).norm() < 8 * 2**-8 * expected.norm()  # of roundings, see test_bfloat16
         assert counter.frame_count == 2
     finally:
         torch._dynamo.reset()

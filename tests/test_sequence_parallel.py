@@ -380,6 +380,57 @@ def test_what_is_exchanged(name, models, in_threads):
     assert found.states * model.config.num_hidden_layers == 4 * sizes["recurrent"] + 2 * sizes["convolution"]
 
 
+def _with(name, change):
+    """A batch of whole rows, one argument of which is changed in the second process."""
+    return lambda piece, rank: piece | {name: change(piece.get(name))} if rank else piece
+
+
+ONE_ALONE = {
+    "an id": (_with("input_ids", lambda x: x + VOCABULARY), "input_ids"),
+    "a label": (_with("labels", lambda x: x + VOCABULARY), "labels"),
+    "a mask": (_with("attention_mask", lambda x: torch.ones(2, 3)), "attention_mask must have"),
+    "positions": (_with("position_ids", lambda x: torch.ones(2, 3)), "position_ids"),
+}
+ALIKE = {
+    "labels": _with("labels", lambda x: None),
+    "number of items": _with("num_items_in_batch", lambda x: 10),
+    "shifted labels": lambda piece, rank: piece | ({"shift_labels": piece["labels"]} if rank else {}),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), ONE_ALONE.values(), ids=ONE_ALONE)
+def test_what_one_process_refuses_ends_all(change, message, models, in_threads):
+    """None waits for it, and the next forward is as any other."""
+    model, batch = models["interdomain"], labelled()
+    batch = {name: batch[name] for name in ("input_ids", "labels")}
+
+    def read(group, wrong=True):
+        piece = sequence_piece(batch, group)
+        return model(**(change(piece, group.rank()) if wrong else piece), use_cache=False).loss.detach()
+
+    other, own = in_threads(2, read)
+    assert type(own) is ValueError and message in str(own), own
+    assert str(other) == "Process 1 of the sequence_group has refused its piece; its own error says why."
+    for loss in in_threads(2, lambda group: read(group, wrong=False)):
+        torch.testing.assert_close(loss, model(**batch).loss.detach())
+
+
+@pytest.mark.parametrize("change", ALIKE.values(), ids=ALIKE)
+def test_what_is_given_to_some_processes_alone_is_refused(change, models, in_threads):
+    model, batch = models["interdomain"], labelled()
+    found = in_threads(2, lambda group: model(**change(sequence_piece(batch, group), group.rank()), use_cache=False))
+    (message,) = {str(error) for error in found}
+    assert message.startswith("The processes of a sequence_group must give the same arguments, got (labels, shift_")
+
+
+def test_shifted_labels_are_cut(models, in_threads):
+    model, batch = models["interdomain"], batch_of("rows")
+    batch |= {"labels": batch["input_ids"], "shift_labels": batch["input_ids"].roll(-1, 1)}
+    whole = model(**batch).loss.detach()
+    for loss in in_threads(4, lambda group: model(**sequence_piece(batch, group), use_cache=False).loss.detach()):
+        torch.testing.assert_close(loss, whole)
+
+
 LAYERS = {
     "softmax": ({"token_mixers": ["interdomain", "softmax"]}, 'Layer 1 is "softmax", which passes no state on'),
     "delta rule": (

@@ -440,8 +440,18 @@ def check_dynamic_mask(
     return inputs_embeds
 
 
+def check_group(group: Any) -> None:
+    """A `sequence_group` is a process group, and nothing is compiled."""
+    if not isinstance(group, torch.distributed.ProcessGroup):
+        raise ValueError(
+            f"sequence_group must be a process group of torch.distributed that this process is in, got {group!r}."
+        )
+    if torch.compiler.is_compiling():
+        raise ValueError("A sequence_group passes states between processes, which no graph holds: do not compile.")
+
+
 def check_sequence_group(
-    group: Any, model, mixers: list[TokenMixer], cache: Cache | None, attention_mask, arguments: dict[str, Any]
+    model, mixers: list[TokenMixer], cache: Cache | None, attention_mask, arguments: dict[str, Any]
 ) -> None:
     """Refuse what cannot be read in pieces: the losses of experts in training, which are statistics of all tokens;
     layers without a state to pass on; a past; packed pads; maps of all tokens."""
@@ -450,12 +460,6 @@ def check_sequence_group(
             "The auxiliary loss of experts is a statistic of all tokens, which a piece does not know: leave "
             "sequence_group out in training."
         )
-    if not isinstance(group, torch.distributed.ProcessGroup):
-        raise ValueError(
-            f"sequence_group must be a process group of torch.distributed that this process is in, got {group!r}."
-        )
-    if torch.compiler.is_compiling():
-        raise ValueError("A sequence_group passes states between processes, which no graph holds: do not compile.")
     for i, mixer in enumerate(mixers):
         if not mixer.passes_state:
             name, rule = model.config.mixers_per_layer[i], " with the delta rule" * hasattr(mixer, "delta_proj")

@@ -1,5 +1,6 @@
 """The layout of the tokens of a forward: where each stands, what it may see, and how layers read them."""
 
+import contextlib
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from .checks import (
     check_cu_seqlens,
     check_dynamic_mask,
     check_forks,
+    check_group,
     check_layers,
     check_mask,
     check_positions,
@@ -83,12 +85,14 @@ def lay_out(
         ValueError: when they do not fit the model or each other, before the cache is touched.
     """
     config, shape = model.config, inputs_embeds.shape[:2]
-    seen = _check(config, mixers, shape, attention_mask, position_ids, cache, kwargs)
+    with refused_together(sequence_group, model):
+        seen = _check(config, mixers, shape, attention_mask, position_ids, cache, kwargs)
+        if sequence_group is not None:
+            check_sequence_group(model, mixers, cache, attention_mask, kwargs)
     arguments, piece = dict(kwargs), None
     if sequence_group is not None:
         from ..parallel.sequence import place_piece
 
-        check_sequence_group(sequence_group, model, mixers, cache, attention_mask, kwargs)
         given: Any = attention_mask, position_ids, kwargs.get("cu_seq_lens_q"), cache is None
         piece, position_ids, cu_seqlens = place_piece(sequence_group, inputs_embeds, *given)
         arguments["piece"] = piece
@@ -133,6 +137,16 @@ def lay_out(
         masks["linear_attention"] = None
     seen = int(seen) if _is_at_hand(seen) else -1
     return TokenLayout(inputs_embeds, cache, seen, position_ids, documents, masks, packing, arguments)
+
+
+def refused_together(group: Any, model):
+    """A context for checks: what is refused in one process of a `sequence_group` ends the forward in all."""
+    if group is None:
+        return contextlib.nullcontext()
+    check_group(group)
+    from ..parallel.sequence import refused_by_all
+
+    return refused_by_all(group, model.device)
 
 
 def masks_by_kind(

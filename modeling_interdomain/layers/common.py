@@ -133,6 +133,15 @@ class Float32Module(nn.Module):
         return super()._apply(move, recurse)
 
 
+def check_whole(module: nn.Module) -> None:
+    """Refuse to start parameters that FSDP2 has sharded: some are made of all numbers of others."""
+    if any(hasattr(x, "full_tensor") and not getattr(x, "_is_hf_initialized", False) for x in module.parameters()):
+        raise NotImplementedError(
+            f"The parameters of {type(module).__name__} are sharded and cannot be started so: call init_weights before "
+            "fully_shard, or load a state dict into the shards."
+        )
+
+
 def residual_projection(in_features: int, out_features: int, bias: bool = False) -> nn.Linear:
     """A linear layer that starts with a smaller standard deviation: the outputs of 2 N of them add up.
 
@@ -187,7 +196,8 @@ def project(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
     if x.dtype == torch.bfloat16 and x.numel() == x.shape[-1] and multiplies_in_tiles(x) and is_plain(x, x.dtype):
         own = vars(linear).get("_parameters", {})
         weight = own.get("weight")
-        if is_untouched(linear, nn.Linear, x.device) and own["bias"] is None and weight.dtype == x.dtype:
+        plain = weight is not None and is_untouched(linear, nn.Linear, x.device)
+        if plain and own["bias"] is None and weight.dtype == x.dtype:
             return torch.mv(weight, x.reshape(-1)).view(*x.shape[:-1], -1)
     return linear(x)
 

@@ -14,7 +14,12 @@ from .configuration import MixerSpecification
 
 def mixers_of(layers: Iterable[Any]) -> "list[TokenMixer]":
     """Those of decoder layers, also where PEFT has wrapped one for a parameter of its own (`target_parameters`)."""
-    found = [layer.token_mixer for layer in layers]
+    found = [getattr(layer, "token_mixer", None) for layer in layers]
+    if None in found:
+        raise NotImplementedError(
+            "A part of the layers is in other processes (pp_size), which these models do not know: spread them by "
+            "tensor parallelism (tp_plan) or FSDP."
+        )
     return [x if isinstance(x, TokenMixer) or not hasattr(x, "get_base_layer") else x.get_base_layer() for x in found]
 
 

@@ -66,6 +66,7 @@ def model_fingerprint(model: nn.Module) -> str:
         # Version 0.1 hashed them twice; its state files must keep their fingerprints.
         twice = {name: x for name, x in buffers.items() if name.endswith(".inv_freq")}
         everything |= {name.replace(".inv_freq", ".original_inv_freq"): x for name, x in twice.items()}
+        everything = _plain(everything)
         versions = tuple((x.data_ptr(), x._version) for x in buffers.values() if not x.is_inference())
         name = "weights", versions, _checksum(list(everything.values()))
         weights = decoder.fingerprints.get(name, list(parameters.values()), lambda _: _hash(everything))
@@ -112,7 +113,7 @@ def reading_fingerprint(model: nn.Module) -> str:
         ValueError: when there is a hook or a replaced `forward`, which may do anything; and as `model_fingerprint`.
     """
     decoder = decoder_of(model)
-    modules = {"": model} | {f"model.{name}": module for name, module in decoder.named_modules()}
+    modules = {"": model} | {f"model.{name}".rstrip("."): module for name, module in decoder.named_modules()}
     altered = [name for name, module in modules.items() if _is_altered(module)]
     if altered or _has_any_global_hook():
         where = f"{altered[0] or 'the model'} has" if altered else "there is"
@@ -174,7 +175,7 @@ def base_fingerprint(model: nn.Module) -> str:
         plain = ".".join(part for part in name.split(".") if part not in _AROUND)
         if plain in own:
             found[plain] = x.detach() if x.is_meta or hasattr(x, "full_tensor") else x.detach().to(torch.bfloat16)
-    return _hash(found)
+    return _hash(_plain(found))
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
@@ -205,6 +206,18 @@ def _packed(decoder: nn.Module) -> dict[str, torch.Tensor]:
         if callable(getattr(module, "weight", None)):
             found |= {f"{name}.{part}": getattr(module, part)() for part in ("weight", "bias")}
     return {name: x.dequantize() for name, x in found.items() if x is not None}
+
+
+def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With the parts of tensors of other classes (whose weights are quantized, by torchao for one) in their places."""
+    found: dict[str, torch.Tensor] = {}
+    for name, x in tensors.items():
+        if hasattr(x, "__tensor_flatten__") and not hasattr(x, "full_tensor"):
+            parts = {f"{name}.{type(x).__name__}.{part}": getattr(x, part) for part in x.__tensor_flatten__()[0]}
+            found |= _plain(parts)
+        else:
+            found[name] = x
+    return found
 
 
 def _hash(tensors: dict[str, torch.Tensor]) -> str:

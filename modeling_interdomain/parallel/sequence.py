@@ -9,7 +9,8 @@ a window the last keys and values, and the first of a text.
 Gradients return the same way, so all processes of a group call forward and backward alike.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -22,6 +23,8 @@ from ..ops.common.packing import cu_seqlens_from_positions, positions_from_cu_se
 
 # The inputs of a batch that have a number for each token, along their second axis.
 _BY_TOKEN = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels")
+# As many numbers tell the other processes what this one was given, or that it refuses it.
+_TOLD = 5
 
 
 class _Gathered(torch.autograd.Function):
@@ -218,8 +221,7 @@ def place_piece(
 
 def _extent(group: Any, shape: list[int], arguments: Sequence[Any], device: torch.device) -> tuple[int, int]:
     """The tokens of a row before this piece, and of a whole row; all processes must give the same arguments."""
-    own = torch.tensor([*shape, *(x is not None for x in arguments)], device=device)
-    found = _gathered_numbers(own, group).tolist()
+    found = _all_told(group, [*shape, *(x is not None for x in arguments)], device)
     if len({(rows, *given) for rows, _, *given in found}) > 1:
         raise ValueError(
             "The processes of a sequence_group must hold the same rows and give the same arguments, got (rows, tokens, "
@@ -227,6 +229,36 @@ def _extent(group: Any, shape: list[int], arguments: Sequence[Any], device: torc
         )
     ends = list(accumulate((length for _, length, *_ in found), initial=0))
     return ends[group.rank()], ends[-1]
+
+
+@contextlib.contextmanager
+def refused_by_all(group: Any, device: torch.device) -> Iterator[None]:
+    """Let an error end the forward in all processes: the others wait for what this one was given, see `_all_told`."""
+    try:
+        yield
+    except (ValueError, TypeError):
+        _gathered_numbers(torch.full((_TOLD,), -1, device=device), group)
+        raise
+
+
+def check_alike(group: Any, device: torch.device, **given: Any) -> None:
+    """Raise on all processes if some of them were given an argument, and others None."""
+    found = _all_told(group, [value is not None for value in given.values()], device)
+    if len(set(map(tuple, found))) > 1:
+        raise ValueError(
+            f"The processes of a sequence_group must give the same arguments, got ({', '.join(given)}) = "
+            f"{', '.join(str(tuple(x[: len(given)])) for x in found)}."
+        )
+
+
+def _all_told(group: Any, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
+    """The numbers of each process; an error where one has refused its piece."""
+    own = [*numbers, *[0] * (_TOLD - len(numbers))]
+    found = _gathered_numbers(torch.tensor(own, device=device), group).tolist()
+    for process, told in enumerate(found):
+        if told[0] < 0:
+            raise ValueError(f"Process {process} of the sequence_group has refused its piece; its own error says why.")
+    return found
 
 
 def _positions(cu_seqlens: torch.Tensor, length: int) -> torch.Tensor:
@@ -288,5 +320,5 @@ def sequence_piece(batch: dict[str, Any], group: Any) -> dict[str, Any]:
         raise ValueError(
             f"Rows of {length} tokens cannot be cut into {group.size()} pieces: use longer rows, or fewer processes."
         )
-    pieces = {name: x.tensor_split(group.size(), dim=1)[group.rank()] for name, x in cut.items()}
+    pieces = {name: x.tensor_split(group.size(), dim=1)[group.rank()].contiguous() for name, x in cut.items()}
     return {**batch, **pieces, "sequence_group": group}

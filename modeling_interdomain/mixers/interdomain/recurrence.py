@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import initialization as init
+from transformers.utils import logging
 
 from ...layers.common import DecodeTables, Float32Module, at_least_float32, backend_of, begun_with, is_plain
 from ...layers.operators import Operators
@@ -27,6 +28,8 @@ from .initialization import (
     posterior_diagonal,
     real_gramian,
 )
+
+logger = logging.get_logger(__name__)
 
 
 class InterdomainRecurrence(Float32Module, DecodeTables):
@@ -129,6 +132,12 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
     def parameters_of_operator(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """`log_decay` and `input_matrix`, `[G, M, 2]` each, and the coefficient matrix, in at least float32."""
         wide = torch.promote_types(self.log_dt.dtype, torch.float32)
+        if wide != self.log_dt.dtype and not torch.compiler.is_compiling():
+            logger.warning_once(
+                f"The recurrences compute with parameters that were rounded to {self.log_dt.dtype}, as FSDP with mixed "
+                "precision makes them, and are ten times as far off as in autocast: give FSDP no param_dtype and use "
+                "autocast alone (see examples/training.md)."
+            )
         rates = self.log_dt, self.log_a_real, self.a_imag
         log_decay = self._per_version("log_decay", lambda _: log_decays(*rates, wide))
         return log_decay, self.B.to(wide), None if self.C is None else self.C.to(wide)

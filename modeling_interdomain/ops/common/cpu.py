@@ -1,9 +1,11 @@
 """What an operator may do where it runs: which instructions a CPU has, whether values may be read, autocast."""
 
 import contextlib
-import functools
 
 import torch
+
+# Asked once, for a graph cannot ask.
+_INSTRUCTIONS = tuple(name for name, has in torch.cpu.get_capabilities().items() if has)
 
 
 def multiplies_bf16(x: torch.Tensor) -> bool:
@@ -25,14 +27,12 @@ def autocast_operands(*tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(x.to(torch.bfloat16) for x in tokens) if cast else tokens
 
 
-@functools.cache
 def _has_bfloat16_instructions() -> bool:
-    return bool(torch.cpu.get_capabilities().get("avx512_bf16")) or _has_bfloat16_tiles()
+    return "avx512_bf16" in _INSTRUCTIONS or _has_bfloat16_tiles()
 
 
-@functools.cache
 def _has_bfloat16_tiles() -> bool:
-    return bool(torch.cpu.get_capabilities().get("amx_bf16"))
+    return "amx_bf16" in _INSTRUCTIONS
 
 
 def in_graph() -> bool:

@@ -26,7 +26,7 @@ def visible(stream: Stream) -> torch.Tensor:
     length = stream.key.shape[1]
     j = torch.arange(length, device=stream.key.device)
     i = j[stream.past :, None]
-    seen = j.new_zeros(len(stream.places), length - stream.past, length, dtype=torch.bool)
+    seen = j.new_zeros(stream.places.shape[0], length - stream.past, length, dtype=torch.bool)
     if stream.scores is not None:
         seen = i < selection_expiry(stream)[:, None]
     for part in stream.bins:
