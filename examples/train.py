@@ -541,6 +541,9 @@ def run(args: Recipe, text: Text) -> dict[str, float]:
         data_collator=Collator(tokenizer.eos_token_id, text.separate_documents),
     )
     trainer.usage = ExpertUsage(model)
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is not None:  # autocast alone: this policy would round the recurrences, too
+        plugin.mixed_precision_policy = None
     trainer.train(resume_from_checkpoint=checkpoint)
     results = {"steps": trainer.state.global_step, "tokens": trainer.state.global_step * args.tokens_per_step()}
     if eval_data is not None:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
+from modeling_interdomain import InterdomainCache
 from modeling_interdomain.layers.common import InterdomainRMSNorm, is_untouched
 from modeling_interdomain.mixers.interdomain import mixer as mixer_interdomain
 
@@ -69,6 +70,22 @@ def test_a_touched_module_is_called(touch, make_model, random_ids, monkeypatch):
     assert len(inputs) == 1
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert touch is offload or (found - plain).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", ["interdomain", "forget-gates", "delta-rule", "hax", "ssd", "window"])
+@torch.no_grad()
+def test_weights_that_fsdp_has_replaced(name, make_model, random_ids, advance):
+    """Within a forward FSDP1 has views of its own as plain attributes where parameters were."""
+    model, ids = make_model(name, dtype=torch.float32, state_dtype="float32"), random_ids(2, 9)
+    expected = model(ids, use_cache=False).logits
+    for module in model.modules():
+        for weight, x in [item for item in module._parameters.items() if item[1] is not None]:
+            delattr(module, weight)
+            setattr(module, weight, x.detach())
+    assert not list(model.parameters())
+    cache = InterdomainCache(model.config)
+    found = [advance(model, cache, piece) for piece in ids.split([5, 1, 1, 2], dim=1)]
+    torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_what_counts_as_touched():

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM, interdomain_attention
 from modeling_interdomain.mixers.interdomain import initialization as module_start
+from modeling_interdomain.mixers.interdomain import recurrence as module_recurrence
 from modeling_interdomain.mixers.interdomain.configuration import STARTS
 from modeling_interdomain.mixers.interdomain.recurrence import InterdomainRecurrence
 from modeling_interdomain.mixers.s4d.mixer import S4DRecurrence
@@ -249,6 +250,23 @@ def test_every_start_trains_and_comes_back(tmp_path, name, modes, spacing):
         assert AutoConfig.from_pretrained(tmp_path).to_diff_dict() == again.config.to_diff_dict()
 
 
+def test_what_is_sharded_is_not_started_in_part():
+    """Loaded shards are left alone, others are refused."""
+
+    class Shard(torch.Tensor):
+        def full_tensor(self):
+            raise AssertionError("not here")
+
+    model = InterdomainForCausalLM(InterdomainConfig(**SMALL))
+    recurrence = model.model.layers[0].token_mixer.recurrence
+    recurrence.B = torch.nn.Parameter(recurrence.B.detach().as_subclass(Shard))
+    recurrence.B._is_hf_initialized = True
+    model._init_weights(recurrence)
+    del recurrence.B._is_hf_initialized
+    with pytest.raises(NotImplementedError, match="call init_weights before fully_shard, or load a state dict"):
+        model._init_weights(recurrence)
+
+
 def test_a_start_needs_no_memory_on_the_meta_device():
     with torch.device("meta"):
         model = InterdomainForCausalLM(config_of(**LEAD, output_init_rms=0.05))
@@ -423,3 +441,27 @@ def test_a_branch_starts_as_loud_as_its_recurrence(fields, gate, query):
     assert all((x.sparse_gate_init, x.sparse_query_init) == (gate, query) for x in (config, again))
     model = InterdomainForCausalLM(config)
     assert model.model.layers[0].token_mixer.sparse.gate.weight.unique().tolist() == pytest.approx([gate])
+
+
+def test_a_recurrence_that_was_rounded_says_so(monkeypatch):
+    """`.to` leaves it in float32; FSDP with mixed precision does not."""
+    said = []
+    monkeypatch.setattr(module_recurrence.logger, "warning_once", said.append)
+    model, ids = InterdomainForCausalLM(InterdomainConfig(**SMALL)).bfloat16(), torch.arange(6)[None]
+    model(ids)
+    assert not said
+    recurrence = model.model.layers[0].token_mixer.recurrence
+    for name, x in list(recurrence._parameters.items()):
+        if x is not None:
+            recurrence._parameters[name] = torch.nn.Parameter(x.detach().bfloat16())
+    model(ids)
+    assert said and all("rounded to torch.bfloat16" in line for line in said)
+
+
+def test_a_pipeline_of_processes_is_refused():
+    """The library takes layers out of a model that is to run in parts."""
+    model = InterdomainForCausalLM(InterdomainConfig(**SMALL))
+    assert not model.supports_pp_plan
+    model.model.layers[0] = torch.nn.Identity()
+    with pytest.raises(NotImplementedError, match="spread them by tensor parallelism"):
+        model(torch.arange(6)[None])
