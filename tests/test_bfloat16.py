@@ -118,6 +118,8 @@ def test_the_convolution_rounds_once(how):
     weights = torch.randn_like(expected).bfloat16()
     grads = [torch.autograd.grad((y * weights).sum(), z)[0] for y, z in ((found, x), (expected, wide))]
     assert relative_error(*grads) < 2 * U
+    conv(F.pad(x, (0, 0, 3, 0)).mT).sum().backward()
+    assert conv.weight.grad.stride() == conv.weight.stride(), "or DDP copies it, and warns"
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -78,7 +78,7 @@ class CausalConv1d(nn.Conv1d):
     def _as_image(self, x: torch.Tensor, padding: int = 0) -> torch.Tensor:
         """In two dimensions the library's convolution reads tokens in the layout that they have."""
         with without_autocast(x.device):
-            weight = self.weight.unsqueeze(2)
+            weight = self.weight.squeeze(1)[:, None, None]  # so that its gradient has its strides, see DDP
             x = x.to(weight.dtype).unsqueeze(2)
             return torch.conv2d(x, weight, self.bias, padding=(0, padding), groups=weight.shape[0]).squeeze(2)
 
