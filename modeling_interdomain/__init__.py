@@ -21,7 +21,7 @@ from .ops.interdomain.entry import interdomain_attention, interdomain_step
 from .ops.interdomain.map import interdomain_attention_map
 from .ops.selective_scan.entry import selective_scan, selective_scan_step
 from .ops.ssd.entry import ssd_attention, ssd_step
-from .outputs.layer_losses import add_layer_loss
+from .outputs.trainer_loss import add_layer_loss
 from .parallel.sequence import sequence_piece
 from .parameter_groups import parameter_groups
 from .registry import register_feed_forward, register_token_mixer

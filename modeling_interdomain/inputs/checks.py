@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, StaticLayer
 
-from ..layers.common import AuxiliaryLoss, home_of
+from ..layers.common import home_of
 from ..mixers.base import TokenMixer
 from ..model_cache.cache import check_unbroken, contents_of, kind_of
 from ..ops.common.cpu import in_graph, values_at_hand
@@ -438,52 +438,3 @@ def check_dynamic_mask(
     if longest is None or longest > room:
         check_position_table(position_ids, room, kind)
     return inputs_embeds
-
-
-def check_group(group: Any) -> None:
-    """A `sequence_group` is a process group, and nothing is compiled."""
-    if not isinstance(group, torch.distributed.ProcessGroup):
-        raise ValueError(
-            f"sequence_group must be a process group of torch.distributed that this process is in, got {group!r}."
-        )
-    if torch.compiler.is_compiling():
-        raise ValueError("A sequence_group passes states between processes, which no graph holds: do not compile.")
-
-
-def check_sequence_group(
-    model, mixers: list[TokenMixer], cache: Cache | None, attention_mask, arguments: dict[str, Any]
-) -> None:
-    """Refuse what cannot be read in pieces: the losses of experts in training, which are statistics of all tokens;
-    layers without a state to pass on; a past; packed pads; maps of all tokens."""
-    if model.training and any(isinstance(module, AuxiliaryLoss) for module in model.modules()):
-        raise ValueError(
-            "The auxiliary loss of experts is a statistic of all tokens, which a piece does not know: leave "
-            "sequence_group out in training."
-        )
-    for i, mixer in enumerate(mixers):
-        if not mixer.passes_state:
-            name, rule = model.config.mixers_per_layer[i], " with the delta rule" * hasattr(mixer, "delta_proj")
-            raise ValueError(f'Layer {i} is "{name}"{rule}, which passes no state on: leave sequence_group out.')
-        if getattr(mixer, "sparse", None) is not None:
-            raise ValueError(f"Layer {i} has a sparse branch, which reads all tokens: leave sequence_group out.")
-        if getattr(mixer, "first_state", None) is not None:
-            raise ValueError(
-                f"Layer {i} has a learned state, which pieces do not begin with: leave sequence_group out."
-            )
-    if attention_mask is not None and not (isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2):
-        raise ValueError(
-            "With a sequence_group attention_mask must have shape [B, T], one number a token of the piece."
-        )
-    if cache is not None and cache.get_seq_length():
-        raise ValueError("A sequence_group reads rows from their beginning: give a new past_key_values, or none.")
-    if cache is not None and any(getattr(layer, "record_past", False) for layer in cache.layers):
-        raise ValueError("A piece cannot be taken back: give past_key_values that record no past to a sequence_group.")
-    if arguments.get("cu_seq_lens_q") is not None and (attention_mask is not None or cache is not None):
-        raise ValueError(
-            "With a sequence_group cu_seq_lens_q pack whole documents without pads: leave attention_mask and "
-            "past_key_values out."
-        )
-    if arguments.get("seq_idx") is not None:
-        raise ValueError("With a sequence_group packed documents are told by cu_seq_lens_q: leave seq_idx out.")
-    if arguments.get("output_attentions") or model.config.output_attentions:
-        raise ValueError("output_attentions maps all tokens of a row on all others: leave sequence_group out.")

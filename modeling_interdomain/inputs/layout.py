@@ -32,13 +32,11 @@ from .checks import (
     check_cu_seqlens,
     check_dynamic_mask,
     check_forks,
-    check_group,
     check_layers,
     check_mask,
     check_positions,
     check_room,
     check_seq_idx,
-    check_sequence_group,
     check_trace,
 )
 
@@ -88,11 +86,11 @@ def lay_out(
     with refused_together(sequence_group, model):
         seen = _check(config, mixers, shape, attention_mask, position_ids, cache, kwargs)
         if sequence_group is not None:
+            from ..parallel.sequence import check_sequence_group, place_piece
+
             check_sequence_group(model, mixers, cache, attention_mask, kwargs)
     arguments, piece = dict(kwargs), None
     if sequence_group is not None:
-        from ..parallel.sequence import place_piece
-
         given: Any = attention_mask, position_ids, kwargs.get("cu_seq_lens_q"), cache is None
         piece, position_ids, cu_seqlens = place_piece(sequence_group, inputs_embeds, *given)
         arguments["piece"] = piece
@@ -143,7 +141,6 @@ def refused_together(group: Any, model):
     """A context for checks: what is refused in one process of a `sequence_group` ends the forward in all."""
     if group is None:
         return contextlib.nullcontext()
-    check_group(group)
     from ..parallel.sequence import refused_by_all
 
     return refused_by_all(group, model.device)

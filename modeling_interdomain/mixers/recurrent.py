@@ -81,19 +81,21 @@ class RecurrentMixer(RecurrentSpecification, TokenMixer):
         """The tokens `[B, T, ...]` that move the state."""
         raise NotImplementedError
 
+    # What a subclass says whose state decays in other ways than by fixed factors.
+
     @staticmethod
     def replay_state(operators: Operators, state: torch.Tensor, *arguments: Any) -> torch.Tensor:
         """The state after recorded tokens: called with those, their mask and what `transition=True` gave.
 
         A static method that is given the layer's operators: a method would let caches hold the layer.
         """
-        raise NotImplementedError
-
-    # What a subclass says that passes its state to other processes.
+        return operators.state_after(state, *arguments)
 
     def decay_state(self, state: torch.Tensor, total_decay: torch.Tensor, *transition: Any) -> torch.Tensor:
         """A state `[B, ...]` after tokens that write nothing, given their `total_decay`; in any floating dtype."""
-        raise NotImplementedError
+        from ..ops.common.spans import decay_state
+
+        return decay_state(state, total_decay, transition[0])
 
     @staticmethod
     def total_decay(mask: torch.Tensor, *arguments: Any) -> torch.Tensor | None:

@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers.cache_utils import Cache
 
+from ..layers.common import AuxiliaryLoss
 from ..layers.convolution import last_inputs
 from ..ops.common.packing import cu_seqlens_from_positions, positions_from_cu_seqlens
 
@@ -233,12 +235,65 @@ def _extent(group: Any, shape: list[int], arguments: Sequence[Any], device: torc
 
 @contextlib.contextmanager
 def refused_by_all(group: Any, device: torch.device) -> Iterator[None]:
-    """Let an error end the forward in all processes: the others wait for what this one was given, see `_all_told`."""
+    """Let an error end the forward in all processes: the others wait for what this one was given, see `_all_told`.
+
+    Raises:
+        ValueError: when this is no process group, or a graph is compiled.
+    """
+    _check_group(group)
     try:
         yield
     except (ValueError, TypeError):
         _gathered_numbers(torch.full((_TOLD,), -1, device=device), group)
         raise
+
+
+def _check_group(group: Any) -> None:
+    if not isinstance(group, torch.distributed.ProcessGroup):
+        raise ValueError(
+            f"sequence_group must be a process group of torch.distributed that this process is in, got {group!r}."
+        )
+    if torch.compiler.is_compiling():
+        raise ValueError("A sequence_group passes states between processes, which no graph holds: do not compile.")
+
+
+def check_sequence_group(
+    model, mixers: list[Any], cache: Cache | None, attention_mask, arguments: dict[str, Any]
+) -> None:
+    """Refuse what cannot be read in pieces: the losses of experts in training, which are statistics of all tokens;
+    layers without a state to pass on; a past; packed pads; maps of all tokens."""
+    if model.training and any(isinstance(module, AuxiliaryLoss) for module in model.modules()):
+        raise ValueError(
+            "The auxiliary loss of experts is a statistic of all tokens, which a piece does not know: leave "
+            "sequence_group out in training."
+        )
+    for i, mixer in enumerate(mixers):
+        if not mixer.passes_state:
+            name, rule = model.config.mixers_per_layer[i], " with the delta rule" * hasattr(mixer, "delta_proj")
+            raise ValueError(f'Layer {i} is "{name}"{rule}, which passes no state on: leave sequence_group out.')
+        if getattr(mixer, "sparse", None) is not None:
+            raise ValueError(f"Layer {i} has a sparse branch, which reads all tokens: leave sequence_group out.")
+        if getattr(mixer, "first_state", None) is not None:
+            raise ValueError(
+                f"Layer {i} has a learned state, which pieces do not begin with: leave sequence_group out."
+            )
+    if attention_mask is not None and not (isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2):
+        raise ValueError(
+            "With a sequence_group attention_mask must have shape [B, T], one number a token of the piece."
+        )
+    if cache is not None and cache.get_seq_length():
+        raise ValueError("A sequence_group reads rows from their beginning: give a new past_key_values, or none.")
+    if cache is not None and any(getattr(layer, "record_past", False) for layer in cache.layers):
+        raise ValueError("A piece cannot be taken back: give past_key_values that record no past to a sequence_group.")
+    if arguments.get("cu_seq_lens_q") is not None and (attention_mask is not None or cache is not None):
+        raise ValueError(
+            "With a sequence_group cu_seq_lens_q pack whole documents without pads: leave attention_mask and "
+            "past_key_values out."
+        )
+    if arguments.get("seq_idx") is not None:
+        raise ValueError("With a sequence_group packed documents are told by cu_seq_lens_q: leave seq_idx out.")
+    if arguments.get("output_attentions") or model.config.output_attentions:
+        raise ValueError("output_attentions maps all tokens of a row on all others: leave sequence_group out.")
 
 
 def check_alike(group: Any, device: torch.device, **given: Any) -> None:

@@ -57,15 +57,6 @@ class KeyValueMixer(KeyValueSpecification, RecurrentMixer):
         ends = None if packing is None else packing.cu_seqlens
         return placed_map(self.recurrence(*tokens, mapped=True, cu_seqlens=ends), packing)
 
-    @staticmethod
-    def replay_state(operators, *arguments):
-        return operators.state_after(*arguments)
-
-    def decay_state(self, state, total_decay, log_decay, input_matrix):
-        from ...ops.common.spans import decay_state
-
-        return decay_state(state, total_decay, log_decay)
-
     def _tokens(self, projections, cos_sin):
         key, value = (x.unflatten(-1, (-1, width)) for x, width in zip(projections, self.widths[-2:], strict=True))
         if not self.is_generic(self.config):

@@ -258,15 +258,6 @@ class WindowMixer(WindowSpecification, RecurrentMixer):
 
         return held_before(piece, self._convolved(projected), self.window, self.sinks)
 
-    @staticmethod
-    def replay_state(operators, *arguments):
-        return operators.state_after(*arguments)
-
-    def decay_state(self, state, total_decay, log_decay, input_matrix):
-        from ...ops.common.spans import decay_state
-
-        return decay_state(state, total_decay, log_decay)
-
     def attention_map(self, tokens, packing):
         """Of the softmax; none with a memory, whose gate weighs every channel of a value in its own way."""
         if self.memory:
