@@ -143,8 +143,11 @@ class InterdomainPreTrainedModel(CheckpointFolders, StateMethods, LayerLosses, P
         residual_std = std / (2 * self.config.num_hidden_layers) ** 0.5
         start: Any = getattr(module, "start_parameters", None)
         if start is not None:
-            check_whole(module)
-            start(self.config)
+            try:
+                start(self.config)
+            except RuntimeError as error:
+                check_whole(module, error)
+                raise
         elif isinstance(module, (nn.Linear, nn.Embedding)):
             usual = residual_std if getattr(module, "adds_to_residual", False) else std
             init.normal_(module.weight, std=getattr(module, "start_std", usual))

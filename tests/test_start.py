@@ -6,7 +6,10 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from huggingface_hub.errors import StrictDataclassError
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM, interdomain_attention
@@ -251,20 +254,18 @@ def test_every_start_trains_and_comes_back(tmp_path, name, modes, spacing):
 
 
 def test_what_is_sharded_is_not_started_in_part():
-    """Loaded shards are left alone, others are refused."""
-
-    class Shard(torch.Tensor):
-        def full_tensor(self):
-            raise AssertionError("not here")
-
     model = InterdomainForCausalLM(InterdomainConfig(**SMALL))
-    recurrence = model.model.layers[0].token_mixer.recurrence
-    recurrence.B = torch.nn.Parameter(recurrence.B.detach().as_subclass(Shard))
-    recurrence.B._is_hf_initialized = True
-    model._init_weights(recurrence)
-    del recurrence.B._is_hf_initialized
-    with pytest.raises(NotImplementedError, match="call init_weights before fully_shard, or load a state dict"):
-        model._init_weights(recurrence)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        recurrence, norm = model.model.layers[0].token_mixer.recurrence, model.model.norm
+        for module in (recurrence, norm):
+            fully_shard(module, mesh=mesh)
+        model._init_weights(norm)
+        with pytest.raises(NotImplementedError, match="call init_weights before fully_shard, or load a state dict"):
+            model._init_weights(recurrence)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_start_needs_no_memory_on_the_meta_device():

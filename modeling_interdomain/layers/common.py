@@ -133,13 +133,13 @@ class Float32Module(nn.Module):
         return super()._apply(move, recurse)
 
 
-def check_whole(module: nn.Module) -> None:
-    """Refuse to start parameters that FSDP2 has sharded: some are made of all numbers of others."""
-    if any(hasattr(x, "full_tensor") and not getattr(x, "_is_hf_initialized", False) for x in module.parameters()):
+def check_whole(module: nn.Module, error: RuntimeError) -> None:
+    """Say why parameters could not be started where FSDP2 has sharded them: some are made of all numbers of others."""
+    if any(hasattr(x, "full_tensor") for x in module.parameters()):
         raise NotImplementedError(
             f"The parameters of {type(module).__name__} are sharded and cannot be started so: call init_weights before "
             "fully_shard, or load a state dict into the shards."
-        )
+        ) from error
 
 
 def residual_projection(in_features: int, out_features: int, bias: bool = False) -> nn.Linear:
