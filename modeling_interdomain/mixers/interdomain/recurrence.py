@@ -135,7 +135,7 @@ class InterdomainRecurrence(Float32Module, DecodeTables):
         if wide != self.log_dt.dtype and not torch.compiler.is_compiling():
             logger.warning_once(
                 f"The recurrences compute with parameters that were rounded to {self.log_dt.dtype}, as FSDP with mixed "
-                "precision makes them, and are ten times as far off as in autocast: give FSDP no param_dtype and use "
+                "precision makes them, and are far less exact than in autocast: give FSDP no param_dtype and use "
                 "autocast alone (see examples/training.md)."
             )
         rates = self.log_dt, self.log_a_real, self.a_imag
