@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,6 +88,23 @@ def test_a_model_with_experts_logs_how_many_are_in_use(options, tmp_path, capsys
     assert all(2 / 64 <= row["experts_effective"] <= row["experts_used"] <= 1 for row in logged)
     assert "experts_used" in capsys.readouterr().out
     assert AutoConfig.from_pretrained(tmp_path / "out").num_experts == 64
+
+
+def test_accelerates_fsdp_rounds_no_recurrence(options, monkeypatch):
+    """The policy that it makes of `bf16` is gone before models are sharded."""
+    plugin, plain, seen = SimpleNamespace(mixed_precision_policy="bf16"), train.InterdomainTrainer.__init__, []
+
+    def with_plugin(self, *args, **kwargs):
+        plain(self, *args, **kwargs)
+        monkeypatch.setitem(self.accelerator.state.__dict__, "fsdp_plugin", plugin)
+
+    monkeypatch.setattr(train.InterdomainTrainer, "__init__", with_plugin)
+    monkeypatch.setattr(
+        train.InterdomainTrainer, "train", lambda *_, **__: seen.append(plugin.mixed_precision_policy) or 1 / 0
+    )
+    with pytest.raises(ZeroDivisionError):
+        train.main(options())
+    assert seen == [None]
 
 
 def test_the_same_curve_with_and_without_a_stop(options, tmp_path, monkeypatch):
