@@ -344,8 +344,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, InterdomainGenerationMi
         if sequence_group is not None:
             from .parallel.sequence import check_alike
 
-            given = {"labels": labels, "shift_labels": shifted, "num_items_in_batch": items}
-            check_alike(sequence_group, self.device, **given)
+            check_alike(sequence_group, self.device, labels=labels, shift_labels=shifted, num_items_in_batch=items)
         self._ask_for_losses(kwargs)
         outputs = self.model(
             input_ids=input_ids,

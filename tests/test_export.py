@@ -119,24 +119,6 @@ def test_prefill_with_a_mask(model):
             _assert_same(program(*prompt), Prefill(model)(*prompt), prompt[1])
 
 
-@torch.no_grad()
-def test_a_sparse_branch_serves_any_batch(make_model):
-    model = make_model("hax", **dtypes_for("hax"))
-
-    class Logits(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-
-        def forward(self, input_ids):
-            return self.model(input_ids, use_cache=False).logits
-
-    program = torch.export.export(Logits(), _prompt(2, 24)[:1], dynamic_shapes=_any_prompt()[:1]).module()
-    for size in ((3, 31), (1, 5)):
-        ids, _ = _prompt(*size)
-        torch.testing.assert_close(program(ids), model(ids).logits)
-
-
 DECODERS = [
     "interdomain-softmax",
     "s4d-rope",

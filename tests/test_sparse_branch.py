@@ -12,7 +12,7 @@ from modeling_interdomain import (
     InterdomainStaticCache,
 )
 from modeling_interdomain.mixers.sparse.choice import RankingLoss, SparseHash, ranking_loss
-from tests.conftest import VARIANTS
+from tests.conftest import VARIANTS, dtypes_for
 
 SMALL = {"sparse_keys": 8, "sparse_key_dim": 4, "sparse_hash_size": 4, "num_key_value_heads": 2, "max_rollback": 8}
 BRANCHES = {
@@ -154,23 +154,33 @@ def test_decode_compiles_once(make_branch, random_ids, advance):
             torch.testing.assert_close(found, advance(model, other, ids[:, t : t + 1]), rtol=1e-4, atol=1e-4)
 
 
+class Prefill(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model(ids, use_cache=False).logits
+
+
+LENGTH = torch.export.Dim("length", min=2, max=512)
+
+
 @pytest.mark.slow
+@torch.no_grad()
 def test_exported_prefill(make_branch, random_ids):
-    model = make_branch(dtype=torch.float32, state_dtype="float32")
+    model = Prefill(make_branch(dtype=torch.float32, state_dtype="float32"))
+    program = torch.export.export(model, (random_ids(2, 24),), dynamic_shapes=({1: LENGTH},)).module()
+    for tokens in (random_ids(2, 24), random_ids(2, 41)):
+        torch.testing.assert_close(program(tokens), model(tokens), rtol=1e-4, atol=1e-4)
 
-    class Prefill(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = model
 
-        def forward(self, ids):
-            return self.model(ids, use_cache=False).logits
-
-    length = torch.export.Dim("length", min=2, max=512)
-    with torch.no_grad():
-        program = torch.export.export(Prefill(), (random_ids(2, 24),), dynamic_shapes=({1: length},)).module()
-        for tokens in (random_ids(2, 24), random_ids(2, 41)):
-            torch.testing.assert_close(program(tokens), Prefill()(tokens), rtol=1e-4, atol=1e-4)
+@torch.no_grad()
+def test_exported_for_any_batch(make_model, random_ids):
+    model, sizes = Prefill(make_model("hax", **dtypes_for("hax"))), {0: torch.export.Dim("batch"), 1: LENGTH}
+    program = torch.export.export(model, (random_ids(2, 24),), dynamic_shapes=(sizes,)).module()
+    for tokens in (random_ids(3, 31), random_ids(1, 5)):
+        torch.testing.assert_close(program(tokens), model(tokens))
 
 
 @pytest.mark.parametrize("name", ["hax", "hax-s4d"])

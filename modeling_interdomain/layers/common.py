@@ -173,7 +173,8 @@ def is_untouched(module: nn.Module, kind: type[nn.Module], device: torch.device)
     """Whether calling a module does nothing but what its class says, so that a kernel may read its weights instead.
 
     Hooks (pruning, offloading, an observer of all modules), another class (an adapter, a parametrization), a replaced
-    `forward`, and weights that are elsewhere or no plain tensors (sharded, quantized) all mean no.
+    `forward`, and weights that are elsewhere, plain attributes (views of FSDP) or no plain tensors (sharded, quantized)
+    all mean no.
     """
     return are_untouched([module], [kind], device)
 
@@ -183,7 +184,7 @@ def are_untouched(modules: Iterable[nn.Module], kinds: Iterable[type[nn.Module]]
         own = module.__dict__
         if type(module) is not kind or "forward" in own or own["_forward_hooks"] or own["_forward_pre_hooks"]:
             return False
-        if own["_backward_hooks"] or own["_backward_pre_hooks"]:
+        if own["_backward_hooks"] or own["_backward_pre_hooks"] or "weight" in own:
             return False
         for p in own["_parameters"].values():
             if p is not None and (type(p) not in _PLAIN or p.device != device):
@@ -196,8 +197,7 @@ def project(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
     if x.dtype == torch.bfloat16 and x.numel() == x.shape[-1] and multiplies_in_tiles(x) and is_plain(x, x.dtype):
         own = vars(linear).get("_parameters", {})
         weight = own.get("weight")
-        plain = weight is not None and is_untouched(linear, nn.Linear, x.device)
-        if plain and own["bias"] is None and weight.dtype == x.dtype:
+        if is_untouched(linear, nn.Linear, x.device) and own["bias"] is None and weight.dtype == x.dtype:
             return torch.mv(weight, x.reshape(-1)).view(*x.shape[:-1], -1)
     return linear(x)
 

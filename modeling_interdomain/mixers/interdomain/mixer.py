@@ -1,7 +1,5 @@
 """Interdomain attention as a token mixer: what drives the state, and the query that reads it."""
 
-from typing import Any
-
 import torch
 from torch import nn
 from transformers import initialization as init
@@ -169,9 +167,7 @@ class InterdomainMixer(InterdomainSpecification, DecodeTables, KeyValueMixer):
         modules = [self._modules[name] for name in self.read]
         if self.generic or not are_untouched(modules, self.read.values(), device):
             return None
-        weights: list[Any] = [module._parameters.get("weight") for module in modules[1:]]
-        if any(x is None for x in weights):  # FSDP has put views of its own in their places
-            return None
+        weights: list[torch.Tensor] = [module._parameters["weight"] for module in modules[1:]]
         return [*weights, self.k_bias, self.v_bias] if self.normalised else weights
 
     def _token_inputs(self, projected, conv_state, cos_sin):

@@ -190,11 +190,11 @@ class SparseBranch(DecodeTables):
         read = [own[name] for name in self.read]
         if not are_untouched(read, self.read.values(), x.device):
             return None
-        weights = [module._parameters.get("weight") for module in read[:4]]
+        weights = [module._parameters["weight"] for module in read[:4]]
         # By name: what is parametrized and then made permanent has moved to the end.
         layers = [own["scorer"]._parameters.get(name) for name in KeyScorer.NAMES] if self.scored else []
         projection = own["hash"]._buffers["H"] if self.hashed else None
-        if any(x is None for x in weights) or any(x is None or x.dtype != dtype for x in (weights[0], *layers)):
+        if weights[0].dtype != dtype or any(x is None or x.dtype != dtype for x in layers):
             return None
         if projection is not None and projection.dtype != dtype:
             projection = projection.to(dtype)
