@@ -311,7 +311,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[Recipe, Tex
     parser.set_defaults(**defaults | lines)
     try:
         args, text, unknown = parser.parse_args_into_dataclasses(given, return_remaining_strings=True)
-    except ValueError as error:  # what the Trainer's arguments check themselves
+    except (ValueError, ImportError, OSError) as error:  # what the Trainer's arguments check, import and read
         raise InputError(" ".join(str(error).split())) from error
     if unknown:
         raise InputError(f"Unknown options: {' '.join(unknown)}; --help lists those there are.")

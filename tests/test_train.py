@@ -238,6 +238,7 @@ MISTAKES = {
         {"bf16": "true", "fp16": "true", "use_cpu": "true"},
         "At most one of fp16 and bf16 can be True",
     ),
+    "a file of the Trainer's": ({"accelerator_config": "nowhere.json"}, "No such file or directory: 'nowhere.json'"),
     "long warm-up": ({"warmup_tokens": 10**6}, "The warm-up of 1,000,000 tokens is no shorter than the run of"),
     "optimiser": ({"optim": "sgd", "num_train_epochs": 2}, "and no use for num_train_epochs, optim: AdamW"),
     "schedule": ({"lr_scheduler_type=constant": ""}, "and no use for lr_scheduler_type"),
