@@ -1,4 +1,4 @@
-"""Powers of a decay, and complex numbers of real pairs."""
+"""Powers of a decay, matrices by the ages of tokens, and complex numbers of real pairs."""
 
 import torch
 
@@ -25,6 +25,13 @@ def decay_powers(log_decay: torch.Tensor, exponents: torch.Tensor) -> torch.Tens
     size, angle = (finite(rate) * exponents).exp(), phase.to(torch.float64) * exponents
     # `torch.polar` divides by the size in its gradient, where nothing is left of a denormal one.
     return torch.complex(size * angle.cos(), size * angle.sin())
+
+
+def by_age(x: torch.Tensor) -> torch.Tensor:
+    """`[..., T, T]` indexed by (t, i) to (t, age), age = t - i, or back; zero where there is no such token."""
+    t = torch.arange(x.shape[-1], device=x.device)
+    other = t[:, None] - t
+    return torch.where(other >= 0, x.gather(-1, other.clamp(min=0).expand_as(x)), 0)
 
 
 def finite(log_decay: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..common.decay import finite
+from ..common.decay import by_age, finite
 from ..common.packing import export_slots
 from .mixing import mixing_matrix
 
@@ -65,8 +65,7 @@ def export_s4d(
     rows = 2 * readout.unflatten(0, (inputs.shape[2], -1))  # [G, P, M, 2]
     conjugate = rows * rows.new_tensor([1.0, -1.0])
     kernel = conjugate.flatten(2) @ states.table.flip(1).mT  # [G, P, C]
-    distance = steps[:, None] - steps
-    toeplitz = torch.where(distance >= 0, kernel[..., distance.clamp(min=0)], 0)
+    toeplitz = by_age(kernel[:, :, None].expand(-1, -1, chunk_size, -1))
     by_token = _powers(log_decay, steps + 1, inputs.dtype)[:, None]  # [G, 1, C, M, 2]
     reads = _times(rows[:, :, None].flatten(3), by_token) * inputs.new_tensor([1.0, -1.0]).repeat(rows.shape[2])
     toeplitz, reads = toeplitz[:, :, None, None], reads[:, :, None, None]

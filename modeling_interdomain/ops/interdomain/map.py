@@ -6,7 +6,7 @@ import torch
 
 from ..common.checks import check_documents
 from ..common.cpu import without_autocast
-from ..common.decay import as_complex, decay_powers
+from ..common.decay import as_complex, by_age, decay_powers
 from ..common.packing import within_documents
 from ..diagonal.step import grouped_coefficients
 from .entry import check_inputs
@@ -63,16 +63,6 @@ def map_weights(
     kernel = decay_powers(log_decay, ages).to(beta.dtype) * beta[:, None]  # [G, T, M], by age
     kernel = kernel[:, None, None]
     scores = seen(torch.einsum("btghr,bigr->gbhti", query.unflatten(2, (groups, -1)), key))
-    y = _by_age(scores).to(beta.dtype) @ kernel  # [G, B, H / G, T, M]
+    y = by_age(scores).to(beta.dtype) @ kernel  # [G, B, H / G, T, M]
     p = pull_back(coefficients, y, product)
-    return seen(_by_token((p.conj() @ kernel.mT).real))
-
-
-def _by_age(x: torch.Tensor) -> torch.Tensor:
-    """`[..., T, T]` indexed by (t, i) to (t, age), age = t - i; zero where there is no such token."""
-    t = torch.arange(x.shape[-1], device=x.device)
-    token = t[:, None] - t
-    return torch.where(token >= 0, x.gather(-1, token.clamp(min=0).expand_as(x)), 0)
-
-
-_by_token = _by_age  # the inverse is the same rearrangement: t - (t - age) = age
+    return seen(by_age((p.conj() @ kernel.mT).real))  # back to (t, i)

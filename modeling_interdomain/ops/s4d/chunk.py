@@ -12,7 +12,7 @@ import torch
 
 from ..common.chunks import Segment, chunks_of
 from ..common.custom_op import differentiable
-from ..common.decay import as_complex
+from ..common.decay import as_complex, by_age
 from ..common.packing import state_rows
 from ..common.states import DecayTables, Repeated, StateGradients, States, Workspace, final_states, pairs
 
@@ -35,7 +35,7 @@ class _S4DCall:
         powers = self.tables.wide_powers
         self.wide_response = powers[:, :-1] * self.tables.wide_inputs  # lambda^d beta
         kernel = (self.wide_rows @ self.wide_response.mT).real  # [G, P, C]
-        self.toeplitz = Repeated(_toeplitz(kernel).to(inputs.dtype).flatten(1, 2))  # [G, P C, C]
+        self.toeplitz = Repeated(causal(kernel).to(inputs.dtype).flatten(1, 2))  # [G, P C, C]
         reads = (self.wide_rows[:, :, None] * powers[:, None, 1:]).conj().resolve_conj()
         self.reads = Repeated(torch.view_as_real(reads).flatten(3).flatten(1, 2).to(inputs.dtype))  # [G, P C, 2M]
         self.workspace = Workspace()
@@ -92,7 +92,7 @@ class _S4DCall:
     def _parameters(self, stream: StateGradients, of_toeplitz: torch.Tensor, of_reads: torch.Tensor):
         """The gradients of decay, inputs and readout from those of the tables, in float64."""
         shape = (self.groups, self.heads, self.size, -1)
-        of_kernel = _sum_of_diagonals(of_toeplitz.double().view(shape)).to(torch.complex128)  # [G, P, C]
+        of_kernel = by_age(of_toeplitz.double().view(shape)).sum(2).to(torch.complex128)  # [G, P, C]
         of_reads = pairs(of_reads.double().view(shape)).conj()  # of rows lambda^(t+1), [G, P, C, M]
         rows_back = self.wide_rows.conj()
         of_rows = of_kernel @ self.wide_response.conj()
@@ -106,22 +106,9 @@ class _S4DCall:
         return *(x.to(dtype) for x in self.tables.gradients(of_table, of_powers)), readout.to(dtype)
 
 
-def _toeplitz(kernel: torch.Tensor) -> torch.Tensor:
-    """`[..., C]` to the causal matrices `[..., C, C]` with `kernel[t - j]` at (t, j)."""
-    distance = _distances(kernel)
-    return torch.where(distance >= 0, kernel[..., distance.clamp(min=0)], 0)
-
-
-def _sum_of_diagonals(x: torch.Tensor) -> torch.Tensor:
-    """The adjoint of `_toeplitz`; what is above the diagonal goes to a place of its own, without asking a GPU where."""
-    place = (_distances(x) + 1).clamp(min=0).flatten()
-    sums = x.new_zeros((*x.shape[:-2], x.shape[-1] + 1)).index_add_(-1, place, x.flatten(-2))
-    return sums[..., 1:]
-
-
-def _distances(x: torch.Tensor) -> torch.Tensor:
-    steps = torch.arange(x.shape[-1], device=x.device)
-    return steps[:, None] - steps
+def causal(kernel: torch.Tensor) -> torch.Tensor:
+    """`[..., C]` to the matrices `[..., C, C]` with `kernel[t - j]` at (t, j), zero above the diagonal."""
+    return by_age(kernel[..., None, :].expand(*kernel.shape, -1))
 
 
 def _forward(

@@ -5,6 +5,7 @@ import torch
 from ..common.checks import check_ends
 from ..common.decay import as_complex, decay_powers
 from ..common.packing import within_documents
+from .chunk import causal
 from .entry import check_parameters
 
 
@@ -40,5 +41,4 @@ def s4d_attention_map(
     powers = decay_powers(log_decay, tokens) * as_complex(input_matrix.to(torch.float64))[:, None]  # [G, T, M], by age
     rows = as_complex(readout.to(torch.float64)).unflatten(0, (len(log_decay), -1))
     kernel = 2 * torch.einsum("gpm,gtm->gpt", rows, powers).real.flatten(0, 1).to(compute)  # [H, T]
-    age = tokens[:, None] - tokens
-    return within_documents(torch.where(age >= 0, kernel[:, age.clamp(min=0)], 0), cu_seqlens)
+    return within_documents(causal(kernel), cu_seqlens)

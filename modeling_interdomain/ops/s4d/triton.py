@@ -8,7 +8,7 @@ for bit, and no length is read by the host.
 import torch
 
 from ..common.custom_op import differentiable
-from ..common.decay import as_complex, decay_powers
+from ..common.decay import as_complex, by_age, decay_powers
 from ..common.launch import contiguous, on_device, power_of_two, tuned
 from ..common.packing import state_rows
 from ..common.tiles import chunk_tokens
@@ -132,10 +132,7 @@ def _of_responses(plan: Plan, inputs, grad_output, states, reads, options: dict)
         inputs, grad_output, states, pairs, of_reads, plan.documents, plan.chunks, *plan.places[1:], heads, plan.groups,
         **options,
     )  # fmt: skip
-    steps = torch.arange(chunk, device=inputs.device)
-    distance = steps[:, None] - steps  # t - d by (t, d)
-    aligned = pairs.sum(0).gather(-1, distance.clamp(min=0).expand(heads, -1, -1))
-    return Responses(torch.where(distance >= 0, aligned, 0).sum(1), of_reads.sum(0))
+    return Responses(by_age(pairs.sum(0)).sum(1), of_reads.sum(0))
 
 
 _operator = differentiable(__name__, "attention", _forward, _outputs, _backward, count=6)
