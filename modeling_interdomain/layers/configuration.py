@@ -138,11 +138,9 @@ class ModelFields:
         return self._per_layer(self.feed_forwards)
 
     def _per_layer(self, names) -> list:
-        return (
-            list(names)[: self.num_hidden_layers]
-            if isinstance(names, list | tuple)
-            else [names] * self.num_hidden_layers
-        )
+        if isinstance(names, list | tuple):
+            return list(names)[: self.num_hidden_layers]
+        return [names] * self.num_hidden_layers
 
     def check_values(self) -> None:
         """Each field, of whatever family, has a value that it can have."""

@@ -89,11 +89,9 @@ class SSDRecurrence(Float32Module):
         step, log_decay = discretized(torch.ones_like(value[..., :1]), dt, *self._transition())
         weights = self.operators.ssd_attention_map(query, key, log_decay, cu_seqlens=cu_seqlens)
         weights = weights * step.permute(0, 2, 3, 1).to(weights)
-        return (
-            weights
-            if self.D is None
-            else weights + torch.diag_embed(self.D.to(weights)[:, None].expand(-1, weights.shape[-1]))
-        )
+        if self.D is None:
+            return weights
+        return weights + torch.diag_embed(self.D.to(weights)[:, None].expand(-1, weights.shape[-1]))
 
     def _step(self, *tokens: torch.Tensor, state: torch.Tensor, mask=None, state_indices=None) -> torch.Tensor:
         """`ssd_step` of tokens with an axis of the one token; `[B, H, P]`."""

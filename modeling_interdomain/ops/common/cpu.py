@@ -35,6 +35,10 @@ def _has_bfloat16_tiles() -> bool:
     return "amx_bf16" in _INSTRUCTIONS
 
 
+def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
+    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+
+
 def in_graph() -> bool:
     """Whether a graph is compiled, exported or traced, which must serve other values and sizes than these."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()

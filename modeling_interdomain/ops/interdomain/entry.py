@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ..common.checks import check_documents, check_floats, check_how, check_state, check_tensors, real_tokens, shape_of
-from ..common.cpu import autocasts, multiplies_bf16, without_autocast
+from ..common.cpu import autocasts, compute_dtype, multiplies_bf16, without_autocast
 from ..common.launch import check_step_backend, fused, steps_fused
 from ..common.packing import mask_from_lengths, state_rows, step_rows
 from ..diagonal.step import StepParameters, advance_state, read_state, step_tables
@@ -410,10 +410,6 @@ def _state_or_zeros(initial_state, key, value, log_decay, rows: int) -> torch.Te
     width = key.shape[-1] + value.shape[-1]
     shape = (rows, key.shape[2], 2, log_decay.shape[1], width)
     return torch.zeros(shape, dtype=compute_dtype(key, value), device=key.device)
-
-
-def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
-    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
 
 
 def check_inputs(tokens: tuple, log_decay, input_matrix, coefficient_matrix, product: str, rows: str = "B, T") -> None:

@@ -3,7 +3,7 @@
 import torch
 
 from ..common.checks import check_documents
-from ..common.cpu import without_autocast
+from ..common.cpu import compute_dtype, without_autocast
 from ..common.decay import finite
 from ..common.packing import within_documents
 from .entry import check_inputs
@@ -45,7 +45,7 @@ def gated_attention_map(
     check_inputs((query, key), log_decay, input_matrix, coefficient_matrix, product)
     cu_seqlens, _ = check_documents(cu_seqlens, None, query)
     checked_gates(key, (log_gate, write_gate, delta), False, "auto")
-    compute = torch.promote_types(torch.promote_types(query.dtype, key.dtype), torch.float32)
+    compute = compute_dtype(query, key)
     left = within_documents(_left(log_gate, write_gate, key, compute), cu_seqlens)
     parameters = log_decay, input_matrix, coefficient_matrix, product
     with without_autocast(query.device):

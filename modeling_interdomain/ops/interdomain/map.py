@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from ..common.checks import check_documents
-from ..common.cpu import without_autocast
+from ..common.cpu import compute_dtype, without_autocast
 from ..common.decay import as_complex, by_age, decay_powers
 from ..common.packing import within_documents
 from ..diagonal.step import grouped_coefficients
@@ -56,7 +56,7 @@ def map_weights(
 ) -> torch.Tensor:
     """`[G, B, H / G, T, T]`; `seen` is applied to sums `[..., T, T]` over what earlier tokens wrote, twice."""
     length, groups = query.shape[1], key.shape[2]
-    compute = torch.promote_types(torch.promote_types(query.dtype, key.dtype), torch.float32)
+    compute = compute_dtype(query, key)
     query, key, input_matrix = (x.to(compute) for x in (query, key, input_matrix))
     coefficients = grouped_coefficients(coefficient_matrix, compute)
     ages, beta = torch.arange(length, device=query.device), as_complex(input_matrix)

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..common.checks import check_documents, check_how, check_state, check_tensors
-from ..common.cpu import autocasts, without_autocast
+from ..common.cpu import autocasts, compute_dtype, without_autocast
 from ..common.launch import say_without_kernels
 from ..diagonal.step import StepParameters, StepTables, advance_state, transition_tables
 from .chunk import state_shape
-from .entry import check_inputs, compute_dtype
+from .entry import check_inputs
 from .points_chunk import chunked_points
 
 POINT_BACKENDS = ("auto", "recurrent", "chunk")

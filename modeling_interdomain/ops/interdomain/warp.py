@@ -14,14 +14,14 @@ import torch
 from torch.nn import functional as F
 
 from ..common.checks import check_documents, check_how, check_state, check_tensors
-from ..common.cpu import values_at_hand
+from ..common.cpu import compute_dtype, values_at_hand
 from ..common.custom_op import differentiable
 from ..common.decay import as_complex, decayed
 from ..common.launch import say_without_kernels
 from ..common.packing import mask_from_lengths, zero_pads
 from ..diagonal.step import StepTables, grouped_coefficients, transition_tables
 from .chunk import state_shape
-from .entry import check_inputs, compute_dtype
+from .entry import check_inputs
 from .readout import pull_back
 
 _BACKENDS = ("auto", "recurrent", "chunk")

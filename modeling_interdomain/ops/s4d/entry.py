@@ -3,7 +3,7 @@
 import torch
 
 from ..common.checks import check_documents, check_how, check_state, check_tensors, real_tokens
-from ..common.cpu import without_autocast
+from ..common.cpu import compute_dtype, without_autocast
 from ..common.launch import check_step_backend, fused, steps_fused
 from ..common.packing import state_rows, step_rows
 from ..diagonal.step import StepParameters, StepTables, advance_state, transition_tables
@@ -49,7 +49,7 @@ def s4d_attention(
         _check_state("initial_state", initial_state, state_rows(key, cu_seqlens), key, value, log_decay)
     check_how(backend, S4D_BACKENDS, chunk_size)
     exporting, found = torch.compiler.is_exporting(), None
-    compute = torch.float64 if torch.float64 in (key.dtype, value.dtype) else torch.float32
+    compute = compute_dtype(key, value)
     with without_autocast(key.device):
         if backend in ("auto", "triton") and not exporting:
             parameters, extent = (log_decay, input_matrix, readout), (initial_state, cu_seqlens, lengths)

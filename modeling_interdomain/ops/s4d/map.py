@@ -3,6 +3,7 @@
 import torch
 
 from ..common.checks import check_ends
+from ..common.cpu import compute_dtype
 from ..common.decay import as_complex, decay_powers
 from ..common.packing import within_documents
 from .chunk import causal
@@ -36,7 +37,7 @@ def s4d_attention_map(
     if not isinstance(length, int | torch.SymInt) or length < 1:
         raise ValueError(f"length must be a positive integer, got {length!r}.")
     cu_seqlens = check_ends(cu_seqlens, length)
-    compute = torch.promote_types(readout.dtype, torch.float32)
+    compute = compute_dtype(readout)
     tokens = torch.arange(length, device=readout.device)
     powers = decay_powers(log_decay, tokens) * as_complex(input_matrix.to(torch.float64))[:, None]  # [G, T, M], by age
     rows = as_complex(readout.to(torch.float64)).unflatten(0, (len(log_decay), -1))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..common.checks import check_documents, check_range, check_tensors, shape_of
-from ..common.cpu import without_autocast
+from ..common.cpu import compute_dtype, without_autocast
 from ..common.launch import fused
 from ..common.packing import document_of_tokens, mask_from_lengths
 from .chunk import blocks
@@ -67,7 +67,7 @@ def sparse_attention(
     if cu_seqlens is not None and (initial_state is not None or output_final_state):
         raise ValueError("Packed documents begin and end within T: leave initial_state and output_final_state out.")
     batch, length = key.shape[:2]
-    compute = torch.float64 if torch.float64 in (query.dtype, value.dtype) else torch.float32
+    compute = compute_dtype(query, value)
     real = None if lengths is None else mask_from_lengths(lengths, key)
     check_values(scores, bins, real)
     ends = None

@@ -3,7 +3,7 @@
 import torch
 
 from ..common.checks import check_documents, check_how, check_state, check_tensors, real_tokens
-from ..common.cpu import autocasts, without_autocast
+from ..common.cpu import autocasts, compute_dtype, without_autocast
 from ..common.decay import finite
 from ..common.launch import STEP_BACKENDS, check_step_backend, fused, steps_fused
 from ..common.packing import state_rows, step_rows
@@ -66,7 +66,7 @@ def ssd_attention(
         _check_state(initial_state, "initial_state", state_rows(query, cu_seqlens), key, value)
     check_how(backend, SSD_BACKENDS, chunk_size)
 
-    compute = torch.float64 if torch.float64 in (query.dtype, key.dtype, value.dtype) else torch.float32
+    compute = compute_dtype(query, key, value)
     out_dtype, exporting, found = value.dtype, torch.compiler.is_exporting(), None
     with without_autocast(query.device):
         if backend in ("auto", "triton") and not exporting:

@@ -3,7 +3,7 @@
 import torch
 
 from ..common.checks import check_documents
-from ..common.cpu import without_autocast
+from ..common.cpu import compute_dtype, without_autocast
 from ..common.decay import finite
 from ..common.packing import within_documents
 from .entry import check_inputs
@@ -29,7 +29,7 @@ def ssd_attention_map(
     """
     check_inputs((query, key), log_decay)
     cu_seqlens, _ = check_documents(cu_seqlens, None, query)
-    compute = torch.promote_types(torch.promote_types(query.dtype, key.dtype), torch.float32)
+    compute = compute_dtype(query, key)
     with without_autocast(query.device):
         scores = torch.einsum("btgn,bjgn->bgtj", query.to(compute), key.to(compute))
         sums = finite(log_decay).cumsum(1).transpose(1, 2)  # [B, H, T]
