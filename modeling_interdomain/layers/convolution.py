@@ -191,11 +191,11 @@ def _conv_documents(conv: nn.Module, x, conv_state, before: int, packing: Packin
 
 def last_inputs(conv_state: torch.Tensor, inputs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The conv state `[B, W, kernel - 1]` after the real ones (mask `[B, T]`) of `inputs` `[B, T, W]`."""
-    size = conv_state.shape[-1]
-    if inputs.shape[1] >= size and all_real(mask):
+    size, whole = conv_state.shape[-1], all_real(mask)
+    if whole and inputs.shape[1] >= size:
         return inputs[:, inputs.shape[1] - size :].mT
     together = torch.cat([conv_state.to(inputs.dtype).mT, inputs], dim=1)
-    if all_real(mask):
+    if whole:
         return together[:, together.shape[1] - size :].mT
     real = torch.cat([mask.new_ones(mask.shape[0], size), mask], dim=1)
     # A stable sort brings the real inputs to the end in their order.

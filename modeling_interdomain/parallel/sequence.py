@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 
 from ..layers.common import AuxiliaryLoss
 from ..layers.convolution import last_inputs
-from ..ops.common.packing import cu_seqlens_from_positions, positions_from_cu_seqlens
+from ..ops.common.packing import cu_seqlens_from_positions, mask_from_lengths, positions_from_cu_seqlens
 
 # The inputs of a batch that have a number for each token, along their second axis.
 _BY_TOKEN = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels")
@@ -330,8 +330,7 @@ def _positions(cu_seqlens: torch.Tensor, length: int) -> torch.Tensor:
 def _last_document(positions: torch.Tensor | None, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The real tokens of the last document, `[B, T]` with pads at the end, and whether it begins after the first."""
     if positions is None:
-        count = mask.sum(1, keepdim=True)
-        return torch.arange(mask.shape[1], device=mask.device) < count, torch.zeros_like(mask[:, 0])
+        return mask_from_lengths(mask.sum(1), mask), torch.zeros_like(mask[:, 0])
     starts = positions.diff(dim=1) <= 0
     behind = starts.flip(1).cumsum(1).flip(1)  # of those that begin behind each token but the last
     return torch.nn.functional.pad(behind == 0, (0, 1), value=True), starts.any(1)

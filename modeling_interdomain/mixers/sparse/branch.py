@@ -15,7 +15,7 @@ from ...layers.convolution import TOKEN_BEFORE, CausalConv1d, convolve_all, conv
 from ...layers.operators import Operators
 from ...ops.common.cpu import without_autocast
 from ...ops.common.launch import STEP_BACKENDS
-from ...ops.common.packing import Packing
+from ...ops.common.packing import Packing, zero_pads
 from ...ops.sparse.entry import sparse_attention
 from ...ops.sparse.step import take_sparse_step
 from ...ops.sparse.stream import Bins, Ring, SparseMemory, memory_of
@@ -400,15 +400,14 @@ def _running_sums(x: torch.Tensor, before: torch.Tensor | None, packing: Packing
     With sums in float32 the bin of a token would depend on how a long text was cut into forwards.
     """
     if packing is not None and packing.lengths is not None:
-        real = torch.arange(x.shape[1], device=x.device) < packing.lengths[:, None]
-        x = torch.where(real[..., None, None, None], x, 0)
+        (x,) = zero_pads(packing.lengths, x)
     if x.shape[1] == 1 and packing is None and before is not None:
         running = x + before[:, None]
         return running, running[:, 0]
     running = x.double().cumsum(1)
     if packing is not None and packing.documents is not None:
         starts = packing.cu_seqlens[packing.documents]
-        earlier = torch.nn.functional.pad(running[0], (0, 0, 0, 0, 0, 0, 1, 0))
+        earlier = nn.functional.pad(running[0], (0, 0, 0, 0, 0, 0, 1, 0))
         running = running - earlier[starts]
     if before is not None:
         running = running + before[:, None]

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import initialization as init
 
 from ...layers.common import Float32Module
+from ...ops.common.packing import mask_from_lengths
 
 # A vector as close as this to the mean of those before counts as the mean: the difference is noise of rounding.
 _SAME = 1e-4
@@ -146,7 +147,7 @@ def ranking_loss(
     batch, length = scores.shape[:2]
     real = torch.ones(batch, length, dtype=torch.bool, device=scores.device)
     if lengths is not None:
-        real = torch.arange(length, device=scores.device) < lengths[:, None]
+        real = mask_from_lengths(lengths, scores)
     if drawn is None:
         order = torch.rand(batch, length, device=scores.device).masked_fill(~real, -1)
         drawn = order.topk(min(samples, length), dim=1).indices
