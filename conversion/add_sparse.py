@@ -21,12 +21,11 @@ import argparse
 from pathlib import Path
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, set_seed
 
 from conversion.from_llama import source_folder
 from conversion.from_training import class_of, fitting
-from conversion.reading import read_config, read_weights, reason, weight_files
+from conversion.reading import made_config, read_config, read_weights, weight_files
 from conversion.writing import add_folders, check_target, finish, may_write, saved_dtype
 from examples.text_data import InputError
 from modeling_interdomain import InterdomainConfig
@@ -108,10 +107,7 @@ def with_branches(source: InterdomainConfig, options: argparse.Namespace) -> Int
         options.sparse_attention if TOKEN_MIXERS[name].can_branch else None for name in source.mixers_per_layer
     ]
     saved = {name: value for name, value in source.to_dict().items() if name not in ("layer_types", "model_type")}
-    try:
-        return InterdomainConfig(**saved | fields)
-    except (ValueError, StrictDataclassError) as error:
-        raise InputError(f"Such a branch cannot be: {reason(error)}") from error
+    return made_config(saved | fields, "Such a branch cannot be")
 
 
 def of_b_and_c(source: InterdomainConfig) -> dict[str, int]:

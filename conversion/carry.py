@@ -8,10 +8,9 @@ from inspect import get_annotations
 from typing import NamedTuple
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
-from conversion.reading import compare, reason
+from conversion.reading import NO_SUCH_SHAPE, compare, made_config
 from conversion.shares import start_shares
 from examples.text_data import InputError
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
@@ -93,7 +92,6 @@ def interdomain_config(
     """
     _check_style(source, window is not None)
     _check_windows(source, layers, window)
-    number = source.num_hidden_layers
     fields = {name: getattr(source, name, None) for name in SAME_FIELDS}
     if fields["head_dim"] is None:
         fields["head_dim"] = source.hidden_size // source.num_attention_heads
@@ -105,16 +103,10 @@ def interdomain_config(
         memory = {"state_size": state_size, "window_share": "counted", "window_write_gate": True}
         replaced |= memory | {"window_points": POINTS_A_MODE * state_size} if state_size else {}
     mixer = "interdomain" if window is None else "window"
-    try:
-        return InterdomainConfig(
-            **fields,
-            attention_dropout=float(source.attention_dropout or 0.0),
-            start="random",  # queries and keys are those of the source, which a start must not shift
-            token_mixers=[mixer if i in layers else "softmax" for i in range(number)],
-            **replaced,
-        )
-    except (ValueError, StrictDataclassError) as error:
-        raise InputError(f"The source has a shape that an Interdomain model cannot have: {reason(error)}") from error
+    replaced["attention_dropout"] = float(source.attention_dropout or 0.0)
+    replaced["start"] = "random"  # queries and keys are those of the source, which a start must not shift
+    replaced["token_mixers"] = [mixer if i in layers else "softmax" for i in range(source.num_hidden_layers)]
+    return made_config(fields | replaced, NO_SUCH_SHAPE)
 
 
 def has_biases(source: PreTrainedConfig) -> bool:

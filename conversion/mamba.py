@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import MambaConfig, MambaForCausalLM, PreTrainedConfig
 
-from conversion.mamba2 import SAME_FIELDS, check_kind, made_config, names
+from conversion.mamba2 import SAME_FIELDS, check_kind, names
+from conversion.reading import NO_SUCH_SHAPE, made_config
 from examples.text_data import InputError
 from modeling_interdomain import InterdomainConfig
 
@@ -50,7 +51,7 @@ def our_config(source: MambaConfig) -> InterdomainConfig:
     fields = {name: getattr(source, name) for name in SAME_FIELDS}
     fields |= {ours: getattr(source, theirs) for theirs, ours in OTHER_NAMES.items()}
     heads = {"num_attention_heads": 1}  # of which a layer of Mamba knows nothing
-    return made_config(fields | heads | MAMBA)
+    return made_config(fields | heads | MAMBA, NO_SUCH_SHAPE)
 
 
 def their_config(source: InterdomainConfig) -> MambaConfig:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import Mamba2Config, Mamba2ForCausalLM, PreTrainedConfig
 
-from conversion.reading import reason
+from conversion.reading import NO_SUCH_SHAPE, made_config
 from examples.text_data import InputError
 from modeling_interdomain import InterdomainConfig
 
@@ -73,15 +72,7 @@ def our_config(source: Mamba2Config) -> InterdomainConfig:
     fields |= {ours: getattr(source, theirs) for theirs, ours in OTHER_NAMES.items()}
     least, largest = source.time_step_limit
     limit = None if least <= 0 and largest == float("inf") else [float(least), float(largest)]
-    return made_config(fields | MAMBA2 | {"ssd_dt_limit": limit})
-
-
-def made_config(fields: dict) -> InterdomainConfig:
-    """The configuration with these fields of another model."""
-    try:
-        return InterdomainConfig(**fields)
-    except (ValueError, StrictDataclassError) as error:
-        raise InputError(f"The source has a shape that an Interdomain model cannot have: {reason(error)}") from error
+    return made_config(fields | MAMBA2 | {"ssd_dt_limit": limit}, NO_SUCH_SHAPE)
 
 
 def their_config(source: InterdomainConfig) -> Mamba2Config:

@@ -49,10 +49,10 @@ def between(nats: torch.Tensor, edges: Sequence[int]) -> dict[str, float]:
     return {name: part.double().mean().exp().item() for name, part in (parts | {"all": nats}).items()}
 
 
-def octaves(length: int, first: int = 256) -> list[int]:
-    """Edges at 0, `first`, and from there a factor of 4 apart, up to `length`."""
-    edges = [0]
-    while first < length:
-        edges.append(first)
-        first *= 4
+def octaves(length: int) -> list[int]:
+    """Edges at 0, 256, and from there a factor of 4 apart, up to `length`."""
+    edges, edge = [0], 256
+    while edge < length:
+        edges.append(edge)
+        edge *= 4
     return [*edges, length]

@@ -14,9 +14,11 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 from transformers import AutoConfig, PreTrainedConfig
 
-import modeling_interdomain  # noqa: F401  the import makes the Auto classes know the architecture
 from examples.text_data import InputError
+from modeling_interdomain import InterdomainConfig  # which makes the Auto classes know the architecture
 
+# What is wrong with a source of which no configuration of ours can be made.
+NO_SUCH_SHAPE = "The source has a shape that an Interdomain model cannot have"
 # The names that `save_pretrained` gives weights, now and in earlier versions.
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 # What the pickled index of a sharded checkpoint is made of; anything else could be a program.
@@ -50,6 +52,14 @@ def read_config(folder: Path) -> PreTrainedConfig:
         raise InputError(
             f"{folder / 'config.json'} is not a configuration that can be used: {reason(error)}"
         ) from error
+
+
+def made_config(fields: dict, problem: str) -> InterdomainConfig:
+    """The configuration with these fields; an InputError that begins with `problem` where there is none."""
+    try:
+        return InterdomainConfig(**fields)
+    except (ValueError, StrictDataclassError) as error:
+        raise InputError(f"{problem}: {reason(error)}") from error
 
 
 def reason(error: Exception) -> str:
@@ -170,9 +180,9 @@ def compare(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor], w
         raise InputError(f"{where} does not fit its configuration: it has {_some(different)}.")
 
 
-def _some(names: Sequence[str], number: int = 3) -> str:
-    rest = len(names) - number
-    return ", ".join(names[:number]) + (f" and {rest} more" if rest > 0 else "")
+def _some(names: Sequence[str]) -> str:
+    rest = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def check_finite(weights: dict[str, torch.Tensor], where: object) -> None:
