@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from transformers import MambaConfig, MambaForCausalLM, PreTrainedConfig
 
-from conversion.mamba2 import SAME_FIELDS, check_kind, names
+from conversion.mamba2 import SAME_FIELDS, check_kind, check_layers, names
 from conversion.reading import NO_SUCH_SHAPE, made_config
 from examples.text_data import InputError
 from modeling_interdomain import InterdomainConfig
+from modeling_interdomain.mixers.selective_scan.configuration import SelectiveScanSpecification
 
 THEIR_CLASS = MambaForCausalLM
 # Theirs and ours.
@@ -56,17 +57,8 @@ def our_config(source: MambaConfig) -> InterdomainConfig:
 
 def their_config(source: InterdomainConfig) -> MambaConfig:
     """The way back; raises where a layer computes what no Mamba does."""
-    if any(source.sparse_per_layer):
-        raise InputError("The source is no Mamba: it has sparse_attention beside its layers.")
-    mixers, feed_forwards = source.mixers_per_layer, source.feed_forwards_per_layer
-    found = {"token_mixers": mixers, "feed_forwards": feed_forwards, "use_output_norm": source.use_output_norm}
-    for name, value in MAMBA.items():
-        others = [x for x in found[name] if x != value] if isinstance(found[name], list) else []
-        if others or found[name] not in (value, [value] * source.num_hidden_layers):
-            wrong = repr(others[0]) if others else found[name]
-            raise InputError(f"The source is no Mamba: its {name} is {wrong} instead of {value!r}.")
-    channels, rank = source.scan_channels, source.scan_step_rank
-    channels = 2 * source.hidden_size if channels is None else channels
+    check_layers(source, MAMBA, "Mamba")
+    channels, rank = SelectiveScanSpecification.channels(source), source.scan_step_rank
     if channels % source.hidden_size:
         raise InputError(
             f"The channels of a Mamba are a multiple of hidden_size = {source.hidden_size}, and the source has "

@@ -8,6 +8,7 @@ from transformers import Mamba2Config, Mamba2ForCausalLM, PreTrainedConfig
 from conversion.reading import NO_SUCH_SHAPE, made_config
 from examples.text_data import InputError
 from modeling_interdomain import InterdomainConfig
+from modeling_interdomain.mixers.ssd.configuration import SSDSpecification
 
 THEIR_CLASS = Mamba2ForCausalLM
 SAME_FIELDS = (
@@ -77,16 +78,9 @@ def our_config(source: Mamba2Config) -> InterdomainConfig:
 
 def their_config(source: InterdomainConfig) -> Mamba2Config:
     """The way back; raises where a layer computes what no Mamba-2 does."""
-    if any(source.sparse_per_layer):
-        raise InputError("The source is no Mamba-2: it has sparse_attention beside its layers.")
-    different = [name for name, value in MAMBA2.items() if not _is(source, name, value)]
-    if different:
-        name = different[0]
-        raise InputError(
-            f"The source is no Mamba-2: its {name} is {getattr(source, name)!r} instead of {MAMBA2[name]!r}."
-        )
-    heads = source.num_attention_heads if source.ssd_heads is None else source.ssd_heads
-    width = source.head_dim if source.ssd_head_dim is None else source.ssd_head_dim
+    started = {"ssd_dt_bias": source.ssd_dt_bias or MAMBA2["ssd_dt_bias"]}  # how it started is no matter
+    check_layers(source, MAMBA2 | started, "Mamba-2")
+    heads, width = SSDSpecification.output_heads(source), SSDSpecification.head_width(source)
     if heads * width % source.hidden_size:
         raise InputError(
             f"Heads of Mamba-2 make a multiple of hidden_size = {source.hidden_size}, and the source has {heads} of "
@@ -102,13 +96,15 @@ def their_config(source: InterdomainConfig) -> Mamba2Config:
     return Mamba2Config(**fields)
 
 
-def _is(config: InterdomainConfig, name: str, value: object) -> bool:
-    if name in ("token_mixers", "feed_forwards"):
-        per_layer = config.mixers_per_layer if name == "token_mixers" else config.feed_forwards_per_layer
-        return set(per_layer) == {value}
-    if name == "ssd_dt_bias":  # how it started is no matter
-        return config.ssd_dt_bias is not None
-    return getattr(config, name) == value
+def check_layers(source: InterdomainConfig, wanted: dict, what: str) -> None:
+    """Refuse layers of ours with a branch, or with other values of these fields: they are not those of `what`."""
+    if any(source.sparse_per_layer):
+        raise InputError(f"The source is no {what}: it has sparse_attention beside its layers.")
+    of_layers = {"token_mixers": source.mixers_per_layer, "feed_forwards": source.feed_forwards_per_layer}
+    for name, value in wanted.items():
+        for found in of_layers.get(name) or [getattr(source, name)]:
+            if found != value:
+                raise InputError(f"The source is no {what}: its {name} is {found!r} instead of {value!r}.")
 
 
 def check_kind(source: PreTrainedConfig, kind: str) -> None:
@@ -134,8 +130,8 @@ def names(config: InterdomainConfig, layer: dict[str, str]) -> dict[str, str]:
 
 def _parts(config: InterdomainConfig, number: int) -> dict[str, dict[str, int]]:
     """Their matrices, and which of ours with how many rows each is made of."""
-    heads = config.num_attention_heads if config.ssd_heads is None else config.ssd_heads
-    inner = heads * (config.head_dim if config.ssd_head_dim is None else config.ssd_head_dim)
+    heads = SSDSpecification.output_heads(config)
+    inner = heads * SSDSpecification.head_width(config)
     state = config.ssd_groups * config.ssd_state_size
     rows = {"g": inner, "v": inner, "k": state, "q": state, "dt": heads}
     found = {}

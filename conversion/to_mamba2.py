@@ -8,7 +8,7 @@ from types import ModuleType
 
 from conversion import mamba2
 from conversion.carry import expected_weights
-from conversion.from_mamba2 import EMBEDDINGS, HEAD
+from conversion.from_training import EMBEDDINGS, HEAD
 from conversion.reading import compare, read_config, read_weights, weight_files
 from conversion.writing import DTYPES, add_folders, check_target, finish, may_write
 from examples.text_data import InputError
