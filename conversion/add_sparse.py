@@ -24,7 +24,7 @@ import torch
 from transformers import PreTrainedConfig, set_seed
 
 from conversion.from_llama import source_folder
-from conversion.from_training import class_of, fitting
+from conversion.from_training import class_of, expected_weights, fitting
 from conversion.reading import made_config, read_config, read_weights, weight_files
 from conversion.writing import add_folders, check_target, finish, may_write, saved_dtype
 from examples.text_data import InputError
@@ -68,8 +68,7 @@ def run(options: argparse.Namespace) -> None:
     config = with_branches(source, options)
     weights, _ = fitting(source, read_weights(weight_files(folder)), folder)
     dtype = saved_dtype(options, weights)
-    with torch.device("meta"):
-        expected = class_of(config)(config).state_dict()
+    expected = expected_weights(config)
     kept = sum(x.numel() for x in weights.values())
     new = sum(x.numel() for name, x in expected.items() if ".sparse." in name)
     layers = [i for i, name in enumerate(config.sparse_per_layer) if name is not None]

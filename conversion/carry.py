@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
+from conversion.from_training import HEAD, expected_weights
 from conversion.reading import NO_SUCH_SHAPE, compare, made_config
 from conversion.shares import start_shares
 from examples.text_data import InputError
@@ -173,15 +174,6 @@ def carried_weights(weights: dict[str, torch.Tensor], source: PreTrainedConfig) 
     return carried
 
 
-def expected_weights(config: InterdomainConfig) -> dict[str, torch.Tensor]:
-    """Every parameter of a saved model, without its numbers; a tied head is not saved."""
-    with torch.device("meta"):
-        weights = InterdomainForCausalLM(config).state_dict()
-    if config.tie_word_embeddings:
-        del weights["lm_head.weight"]
-    return weights
-
-
 def new_names(config: InterdomainConfig) -> set[str]:
     """The parameters that softmax layers do not have."""
     return expected_weights(config).keys() - _softmax_weights(config).keys()
@@ -198,7 +190,7 @@ def check_weights(config: InterdomainConfig, carried: dict[str, torch.Tensor], w
     """Raise unless the weights are those of the source's configuration."""
     found = dict(carried)
     if config.tie_word_embeddings:
-        found.pop("lm_head.weight", None)
+        found.pop(HEAD, None)
     compare(_softmax_weights(config), found, where)
 
 

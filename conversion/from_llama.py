@@ -14,7 +14,6 @@ from conversion.carry import (
     carried_weights,
     check_weights,
     convert,
-    expected_weights,
     interdomain_config,
     kept_layers,
     new_names,
@@ -23,6 +22,7 @@ from conversion.carry import (
 )
 from conversion.choose import conversion_costs, costliest, measured_rows
 from conversion.distill import Progress, Stage, distillation_loss, finetuning_loss, perplexity, train_stages
+from conversion.from_training import expected_weights
 from conversion.gguf_files import SMOLLM2, gguf_file, smollm2_of_package, unpack
 from conversion.reading import read_config, read_weights, tensor_bytes, weight_files
 from conversion.writing import (

@@ -11,9 +11,8 @@ from types import ModuleType
 import torch
 
 from conversion import mamba2
-from conversion.carry import expected_weights
 from conversion.from_llama import source_folder
-from conversion.from_training import EMBEDDINGS, HEAD
+from conversion.from_training import EMBEDDINGS, HEAD, expected_weights
 from conversion.reading import compare, read_config, read_weights, weight_files
 from conversion.writing import DTYPES, add_folders, check_target, finish, may_write
 from modeling_interdomain import InterdomainForCausalLM

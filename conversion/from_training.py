@@ -61,12 +61,19 @@ def fitting(config, weights: dict[str, torch.Tensor], where: object) -> tuple[di
 
     Raises an InputError where they do not fit each other, or a number is not finite.
     """
-    with torch.device("meta"):
-        expected = class_of(config)(config).state_dict()
-    weights = drop_tied_head(config, weights, expected)
+    weights, expected = drop_tied_head(config, weights), expected_weights(config)
     compare(expected, weights, where)
     check_finite(weights, where)
     return weights, expected
+
+
+def expected_weights(config: InterdomainConfig, kind: type | None = None) -> dict[str, torch.Tensor]:
+    """Every parameter of a saved model, of a kind or its `class_of`, without its numbers; a tied head is not saved."""
+    with torch.device("meta"):
+        weights = (kind or class_of(config))(config).state_dict()
+    if config.tie_word_embeddings:
+        weights.pop(HEAD, None)
+    return weights
 
 
 def config_folder(options: argparse.Namespace) -> Path:
@@ -116,11 +123,10 @@ def clean(weights: dict[str, torch.Tensor], where: object) -> dict[str, torch.Te
     return {name.removeprefix(prefix): x for name, x in plain.items() if name.startswith(prefix)}
 
 
-def drop_tied_head(config, weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict:
-    """Without the head that is the embeddings, in both; they must be the same numbers."""
-    if not config.tie_word_embeddings or HEAD not in expected:
+def drop_tied_head(config, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Without the head that is the embeddings; they must be the same numbers."""
+    if not config.tie_word_embeddings or class_of(config) is not InterdomainForCausalLM:
         return weights
-    del expected[HEAD]
     weights = dict(weights)
     tied = weights.pop(HEAD, None)
     if tied is not None and EMBEDDINGS in weights and not torch.equal(tied, weights[EMBEDDINGS]):

@@ -15,7 +15,7 @@ import torch
 from conversion.carry import memories
 from conversion.fewer_modes import check_reducible, kernel_error, kernel_of, reduced_parameters
 from conversion.from_llama import read_tokenizer, source_folder
-from conversion.from_training import class_of, fitting
+from conversion.from_training import HEAD, class_of, expected_weights, fitting
 from conversion.reading import read_config, read_weights, weight_files
 from conversion.writing import add_folders, check_target, finish, may_write, saved_dtype
 from examples.text_data import InputError, check_positive, encode, gather_documents, mean_nll
@@ -48,8 +48,7 @@ def run(options: argparse.Namespace) -> None:
     smaller = reduced_config(config, options.state_size)
     weights, _ = fitting(config, read_weights(weight_files(folder)), folder)
     dtype = saved_dtype(options, weights)
-    with torch.device("meta"):
-        expected = class_of(smaller)(smaller).state_dict()
+    expected = expected_weights(smaller)
     tokens = _read_text(options, config, folder) if options.text else None
     if not may_write(options, expected, dtype, f"{config.state_size} modes a layer -> {options.state_size}"):
         return
@@ -96,7 +95,7 @@ def reduce_model(model, config: InterdomainConfig, dtype: torch.dtype, **how: bo
         found = reduced_parameters(recurrence, config.state_size, **how)
         weights |= {f"{names[recurrence]}.{name}": x for name, x in found.items()}
     if config.tie_word_embeddings:
-        weights.pop("lm_head.weight", None)
+        weights.pop(HEAD, None)
     return type(model).from_pretrained(None, config=config, state_dict=weights, dtype=dtype).eval()
 
 

@@ -7,12 +7,11 @@ from pathlib import Path
 from types import ModuleType
 
 from conversion import mamba2
-from conversion.carry import expected_weights
-from conversion.from_training import EMBEDDINGS, HEAD
+from conversion.from_training import EMBEDDINGS, HEAD, expected_weights
 from conversion.reading import compare, read_config, read_weights, weight_files
 from conversion.writing import DTYPES, add_folders, check_target, finish, may_write
 from examples.text_data import InputError
-from modeling_interdomain import InterdomainConfig
+from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +28,7 @@ def run(options: argparse.Namespace, family: ModuleType = mamba2) -> None:
     weights = read_weights(weight_files(options.source))
     if source.tie_word_embeddings:
         weights.pop(HEAD, None)
-    compare(expected_weights(source), weights, options.source)
+    compare(expected_weights(source, InterdomainForCausalLM), weights, options.source)
     dtype = DTYPES.get(options.dtype, weights[EMBEDDINGS].dtype)
     weights = {name: x.to(dtype) for name, x in family.their_weights(source, weights).items()}
     number = sum(x.numel() for x in weights.values())
