@@ -92,10 +92,10 @@ class AttentionCall:
         self.values = self.states_class("value", value, *shared, both[1], self.workspace, ends)
 
     def rows(self, name: str, x: torch.Tensor, segment: Segment) -> torch.Tensor:
-        """Queries, or what else the heads have, `[B, T, H, W]`, as `[G N, P C, W]`."""
+        """Queries, or what else the heads have, `[B, T, H, W]`, as `[G N, P C, W]`, of which the last may be free."""
         shape = (self.groups, segment.chunks, self.heads, self.size, x.shape[3])
         target = self.workspace.tensor(name, shape, x)
-        self.chunks.read(x, segment, target)
+        self.chunks.read(x, segment, target[:, :, : x.shape[2] // self.groups])
         return target.view(shape[0] * shape[1], shape[2] * shape[3], shape[4])
 
     def begin(self, segment: Segment, keys: torch.Tensor) -> torch.Tensor:

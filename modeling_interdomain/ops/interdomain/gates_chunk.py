@@ -93,15 +93,8 @@ class GatedCall(AttentionCall):
         widths = [self.keys.x.shape[3], self.values.x.shape[3]]
         return {segment: part.transpose(0, 1).split(widths, dim=2) for segment, part in zip(later, parts)}
 
-    def rows(self, name: str, x: torch.Tensor, segment: Segment) -> torch.Tensor:
-        """As before, and with the delta rule room for one head more, `[G N, P C, W]`."""
-        shape = (self.groups, segment.chunks, self.heads, self.size, x.shape[3])
-        target = self.workspace.tensor(name, shape, x)
-        self.chunks.read(x, segment, target[:, :, : x.shape[2] // self.groups])
-        return target.view(shape[0] * shape[1], shape[2] * shape[3], shape[4])
-
     def begin(self, segment: Segment, keys: torch.Tensor) -> torch.Tensor:
-        """The rows of a segment whose gates count from here on."""
+        """The rows of a segment whose gates count from here on, with the delta rule those of its keys behind them."""
         rows = self.rows("rows", self.query, segment)
         if self.delta is not None:
             rows[:, self.queries :] = keys
