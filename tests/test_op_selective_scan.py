@@ -4,12 +4,13 @@ import functools
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
 from modeling_interdomain.ops.common import slots as op_common_slots
 from modeling_interdomain.ops.selective_scan import chunk as op_selective_scan_chunk
 from modeling_interdomain.ops.selective_scan.entry import scan_state_after, selective_scan, selective_scan_step
+from tests import decay_checks
+from tests.decay_checks import assert_close, check_documents, check_dynamic_graph, check_pads
 from tests.operator_checks import SLOTS, check_bad_slots, check_step_of_slots
 
 NAMES = ("query", "key", "value", "step", "rate", "skip", "initial_state")
@@ -43,22 +44,7 @@ def arguments(shape, steps="usual", dtype=torch.float64, rows=None, seed=0):
     return {name: x.to(dtype).requires_grad_() for name, x in zip(NAMES, tensors, strict=True)}
 
 
-def everything(leaves, **options):
-    """Output, final state and the gradient of every argument for a loss on both."""
-    found = selective_scan(**leaves, output_final_state=True, **options)
-    return dict(zip(("output", "state", *leaves), [*found, *gradients(found, leaves)], strict=True))
-
-
-def gradients(found, leaves):
-    weights = torch.Generator().manual_seed(1)
-    loss = sum((x * torch.randn(x.shape, generator=weights, dtype=torch.float64).to(x)).sum() for x in found)
-    return torch.autograd.grad(loss, list(leaves.values()))
-
-
-def assert_close(found, expected, bound=1e-10):
-    for name, x in expected.items():
-        error = ((found[name] - x).norm() / x.norm().clamp(min=1e-30)).item()
-        assert error < bound, (name, error)
+everything = functools.partial(decay_checks.everything, selective_scan)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 16, 64])
@@ -75,30 +61,8 @@ def test_equals_the_definition(shape, steps, chunk_size):
 def test_documents_and_pads(monkeypatch, floats):
     """Packed documents, empty ones among them, and padded rows one by one and together; pads are not read."""
     monkeypatch.setitem(op_selective_scan_chunk._FLOATS, "cpu", floats)
-    leaves = arguments((1, 41, 3, 5), rows=6)
-    ends = torch.tensor([0, 5, 5, 6, 22, 41, 41])
-    assert_close(
-        everything(leaves, cu_seqlens=ends, chunk_size=4), everything(leaves, cu_seqlens=ends, backend="recurrent")
-    )
-    for document, (start, end) in enumerate(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)):
-        if start == end:
-            continue
-        alone = {name: x[:, start:end] if x.ndim == 3 else x for name, x in leaves.items()} | {
-            "initial_state": leaves["initial_state"][document : document + 1]
-        }
-        together = selective_scan(**leaves, cu_seqlens=ends, chunk_size=4)[0][:, start:end]
-        torch.testing.assert_close(together, selective_scan(**alone, backend="recurrent")[0])
-
-    lengths = torch.tensor([33, 0, 20])
-    leaves = arguments((3, 33, 3, 5))
-    pads = torch.arange(33) >= lengths[:, None]
-    with torch.no_grad():
-        for name in NAMES[:4]:
-            leaves[name][pads] = float("nan")
-    found = everything(leaves, lengths=lengths, chunk_size=8)
-    assert_close(found, everything(leaves, lengths=lengths, backend="recurrent"))
-    assert not any(found[name][pads].any() for name in ("output", *NAMES[:4]))
-    assert torch.equal(found["state"][1], leaves["initial_state"][1])
+    check_documents(selective_scan, arguments((1, 41, 3, 5), rows=6))
+    check_pads(selective_scan, arguments((3, 33, 3, 5)))
 
 
 def test_pieces_and_steps_are_the_whole():
@@ -194,21 +158,7 @@ def test_what_is_kept_for_backward_are_the_states_before_chunks():
 
 @pytest.mark.parametrize("kind", ["rows", "documents", "lengths"])
 def test_one_dynamic_graph_serves_every_length(kind):
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(selective_scan, backend=counter, fullgraph=True)
-    for length in (130, 140, 77):
-        leaves, extent = arguments((1, length, 4, 5)), {}
-        if kind == "documents":
-            leaves.pop("initial_state")
-            extent = {"cu_seqlens": torch.tensor([0, 50, 50, 64, length])}
-        elif kind == "lengths":
-            extent = {"lengths": torch.tensor([length - 9])}
-        found = compiled(**leaves, **extent, output_final_state=True)
-        expected = selective_scan(**leaves, **extent, output_final_state=True)
-        for a, b in zip([*found, *gradients(found, leaves)], [*expected, *gradients(expected, leaves)], strict=True):
-            torch.testing.assert_close(a, b)
-    assert counter.frame_count == 2
-    torch.compiler.reset()
+    check_dynamic_graph(selective_scan, lambda length: arguments((1, length, 4, 5)), kind)
 
 
 def test_an_exported_graph_serves_every_batch_and_length():
