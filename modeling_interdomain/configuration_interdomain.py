@@ -10,7 +10,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-from .feed_forwards.configuration import FEED_FORWARDS, ExpertFields
+from .feed_forwards.configuration import DIVIDED_FEED_FORWARD, FEED_FORWARDS, ExpertFields
 from .layers.configuration import LAYERS, LENGTH_DEPENDENT, ModelFields
 from .layers.versions import CACHE_NAME
 from .mixers.inner_function.configuration import InnerFunctionFields
@@ -35,8 +35,7 @@ AUTO_MAP = {
     "AutoModelForDecision": "modeling_interdomain.InterdomainForCausalLM",
 }
 
-# Tensor parallelism: of feed-forward layers, and of token mixers whose heads are not shared out.
-_DIVIDED_MLP = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+# Tensor parallelism of token mixers whose heads are not shared out.
 _GATHERED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise_gather_output")
 
 
@@ -225,7 +224,7 @@ class InterdomainConfig(
         """
         # `from_pretrained` puts it here before it makes a model.
         processes = getattr(getattr(self, "distributed_config", None), "tp_size", 1)
-        reason = self._why_not_shardable(processes)
+        reason = self.why_not_shardable(processes)
         if reason is not None and processes > 1:
             logger.warning_once(
                 f"All heads and their states are in every process of tp_size = {processes}, because {reason}; leave "
@@ -233,13 +232,14 @@ class InterdomainConfig(
             )
         parts = _GATHERED if reason is not None else self._head_plan()
         plan = {f"layers.*.token_mixer.{name}".rstrip("."): style for name, style in parts.items()}
-        return plan | {"layers.*": LAYERS} | {f"layers.*.mlp.{name}": style for name, style in _DIVIDED_MLP.items()}
+        feed_forward = {f"layers.*.mlp.{name}": style for name, style in DIVIDED_FEED_FORWARD.items()}
+        return plan | {"layers.*": LAYERS} | feed_forward
 
     @base_model_tp_plan.setter
     def base_model_tp_plan(self, value):
         """Transformers before 5.20, which vLLM takes, writes tied embeddings into it."""
 
-    def _why_not_shardable(self, processes: int) -> str | None:
+    def why_not_shardable(self, processes: int) -> str | None:
         """Why so many processes cannot share out the heads of all layers, or None."""
         if any(self.sparse_per_layer):
             return "a sparse branch reads what all of them write"

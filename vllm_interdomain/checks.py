@@ -9,7 +9,6 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from modeling_interdomain import InterdomainForCausalLM
 from modeling_interdomain.layers.rotary import LENGTH_DEPENDENT
-from modeling_interdomain.registry import TOKEN_MIXERS
 from modeling_interdomain.saving.checkpoint_folder import damaged_weights
 
 MIXERS = ("interdomain", "s4d", "ssd", "selective_scan", "window", "softmax")
@@ -69,12 +68,10 @@ def why_not_served(config) -> str | None:
 
 
 def _why_not_shared(config, processes: int) -> str | None:
-    if processes == 1:
+    reason = config.why_not_shardable(processes)
+    if reason is None or processes == 1:
         return None
-    reasons = (TOKEN_MIXERS[name].why_not_shardable(config, processes) for name in config.mixers_per_layer)
-    reason = next((reason for reason in reasons if reason is not None), None)
-    told = f"tensor_parallel_size = {processes} cannot share out its heads, because {reason}"
-    return None if reason is None else told
+    return f"tensor_parallel_size = {processes} cannot share out its heads, because {reason}"
 
 
 def _why_no_such_engine(vllm_config: Any) -> str | None:

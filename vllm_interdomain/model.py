@@ -15,6 +15,7 @@ from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, Suppo
 from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix
 from vllm.platforms import current_platform
 
+from modeling_interdomain.feed_forwards.configuration import DIVIDED_FEED_FORWARD
 from modeling_interdomain.feed_forwards.mlp import NUMBERS_AT_ONCE, InterdomainMLP
 from modeling_interdomain.layers.common import DecodeTables, ParameterCache
 from modeling_interdomain.layers.rotary import InterdomainRotaryEmbedding
@@ -25,7 +26,7 @@ from .adapters import spare_tokens_without_adapter
 from .memory import keep_freed_memory
 from .mixers import MIXERS, Paged, batch_of, largest_page
 from .pages import copied_page, page_dtypes
-from .parallel import DIVIDED_FEED_FORWARD, made
+from .parallel import made
 
 
 class LoadedTables(ParameterCache):

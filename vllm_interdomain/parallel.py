@@ -12,8 +12,6 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLi
 
 from modeling_interdomain.parallel.tensor import HEADS
 
-# Of feed-forward layers, whichever of these they have.
-DIVIDED_FEED_FORWARD = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
 _LINEAR = {"colwise": ColumnParallelLinear, "rowwise": RowParallelLinear}
 
 

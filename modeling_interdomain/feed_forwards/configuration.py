@@ -6,6 +6,9 @@ from typing import Any
 
 from ..layers.configuration import ModelFields
 
+# Tensor parallelism of feed-forward layers, whichever of these maps they have.
+DIVIDED_FEED_FORWARD = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+
 
 def factor_pair(count: int) -> tuple[int, int]:
     """The factors `n1 <= n2` of a number that are nearest to its root."""
