@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 from conversion.add_sparse import start_branch
 from examples import train
 from modeling_interdomain import InterdomainForSequenceClassification
+from tests.mamba_checks import check_refused, run
 from tests.test_conversion_mamba import save_mamba
-from tests.test_conversion_mamba2 import run
 from tests.test_conversion_mamba2 import save_mamba as save_mamba2
 from tests.test_train import options, texts  # noqa: F401  the fixtures of the example's runs
 
@@ -109,11 +109,7 @@ def test_a_classifier_keeps_its_head(make_model, random_ids, tmp_path):
 
 def test_what_cannot_be_is_refused_in_one_sentence(source, make_model, tmp_path, capsys):
     def refused(folder, message, *arguments, target="target"):
-        capsys.readouterr()
-        assert run("add-sparse", folder, tmp_path / target, *arguments) != 0
-        said = capsys.readouterr().err
-        assert message in said and said.count("\n") == 1, said
-        assert not (tmp_path / "target").exists()
+        check_refused(capsys, message, "add-sparse", folder, tmp_path / target, *arguments)
 
     ours = source("interdomain")
     refused(

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, MambaConfig, MambaForCausalLM
+from transformers import GenerationConfig, MambaConfig, MambaForCausalLM
 
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
-from tests.test_conversion_mamba2 import in_pieces, run
+from tests.mamba_checks import check_generation, check_half_precision, check_refused, check_there_and_back, run
 
 SHAPE = {
     "vocab_size": 48,
@@ -41,25 +41,9 @@ def save_mamba(folder, dtype=torch.float32, **changes) -> MambaForCausalLM:
 @pytest.mark.parametrize("name", MAMBAS)
 def test_the_same_logits_whole_in_pieces_and_back(name, tmp_path, capsys):
     mamba = save_mamba(tmp_path / "mamba", **MAMBAS[name])
-    assert run("from-mamba", tmp_path / "mamba", tmp_path / "ours") == 0
-    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
-    assert isinstance(ours, InterdomainForCausalLM) and ours.num_parameters() == mamba.num_parameters()
+    back = check_there_and_back("mamba", mamba, tmp_path, 1e-4)
     assert f"{mamba.num_parameters():,} parameters" in capsys.readouterr().out
-    assert ours.generation_config.max_length == 77
-    assert ours.config.residual_in_fp32 == mamba.config.residual_in_fp32
-    ids = torch.randint(1, 48, (2, 30), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        expected = mamba(ids, use_cache=False).logits
-        found = ours(ids, use_cache=False).logits
-    assert expected.std() > 0.3  # of what is compared
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(in_pieces(ours, ids), expected, rtol=1e-4, atol=1e-4)
-
-    assert run("to-mamba", tmp_path / "ours", tmp_path / "back") == 0
-    back, report = MambaForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
-    assert not any(report.values())
-    for (name, x), (other, y) in zip(mamba.state_dict().items(), back.state_dict().items(), strict=True):
-        assert name == other and torch.equal(x, y), name
+    assert InterdomainConfig.from_pretrained(tmp_path / "ours").residual_in_fp32 == mamba.config.residual_in_fp32
     fields = ("hidden_size", "intermediate_size", "state_size", "time_step_rank", "conv_kernel", "use_bias")
     assert [getattr(back.config, x) for x in fields] == [getattr(mamba.config, x) for x in fields]
 
@@ -69,35 +53,16 @@ def test_it_generates_what_the_mamba_does_and_guesses_are_taken_back(tmp_path, g
     assert run("from-mamba", tmp_path / "mamba", tmp_path / "ours", "--dtype", "float32") == 0
     ours = InterdomainForCausalLM.from_pretrained(tmp_path / "ours").eval()
     ids = torch.randint(1, 48, (3, 12), generator=torch.Generator().manual_seed(1))
-    settings = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    expected = mamba.generate(ids, **settings)
-    assert torch.equal(ours.generate(ids, **settings), expected)
-    alone = ours.generate(ids[:1], max_new_tokens=12, do_sample=False)
-    guess_ahead(alone)
-    guessed = ours.generate(ids[:1], max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=4)
-    assert torch.equal(guessed, alone)
+    check_generation(ours, mamba, ids, guess_ahead)
 
 
 def test_half_precision_keeps_the_decays(tmp_path):
-    mamba = save_mamba(tmp_path / "mamba", torch.bfloat16)
-    assert run("from-mamba", tmp_path / "mamba", tmp_path / "ours") == 0
-    ours = InterdomainForCausalLM.from_pretrained(tmp_path / "ours").eval()
-    mixer = ours.model.layers[0].token_mixer
-    assert mixer.v_proj.weight.dtype == torch.bfloat16 and mixer.recurrence.A_log.dtype == torch.float32
-    ids = torch.randint(1, 48, (2, 30), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        exact = mamba.float()(ids, use_cache=False).logits
-        found = ours(ids, use_cache=False).logits
-    assert found.dtype == torch.bfloat16
-    assert (found - exact).norm() / exact.norm() < 0.03
+    check_half_precision("mamba", save_mamba(tmp_path / "mamba", torch.bfloat16), tmp_path)
 
 
 def test_what_is_no_mamba_is_refused_in_one_sentence(tmp_path, capsys):
     def refused(command, source, message):
-        assert run(command, source, tmp_path / "target") != 0
-        said = capsys.readouterr().err
-        assert message in said and said.count("\n") == 1, said
-        assert not (tmp_path / "target").exists()
+        check_refused(capsys, message, command, source, tmp_path / "target")
 
     save_mamba(tmp_path / "mamba")
     save_mamba(tmp_path / "gelu", hidden_act="gelu")
@@ -110,7 +75,6 @@ def test_what_is_no_mamba_is_refused_in_one_sentence(tmp_path, capsys):
     }
     for name, changes in sources.items():
         InterdomainForCausalLM(InterdomainConfig(**shape | changes)).save_pretrained(tmp_path / name)
-    capsys.readouterr()
     refused("from-mamba", tmp_path / "odd", "The source is of type interdomain: models of type mamba can be converted.")
     refused("from-mamba", tmp_path / "gelu", 'The source has hidden_act = "gelu": layers of Mamba here have "silu".')
     refused("to-mamba", tmp_path / "mamba", "The source is of type mamba: models of type interdomain can be converted.")

@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, Mamba2Config, Mamba2ForCausalLM
+from transformers import GenerationConfig, Mamba2Config, Mamba2ForCausalLM
 
-from conversion.__main__ import main
 from modeling_interdomain import InterdomainCache, InterdomainConfig, InterdomainForCausalLM
+from tests.mamba_checks import check_generation, check_half_precision, check_refused, check_there_and_back, run
 
 SHAPE = {
     "vocab_size": 48,
@@ -45,41 +45,11 @@ def save_mamba(folder, dtype=torch.float32, **changes) -> Mamba2ForCausalLM:
     return model.eval()
 
 
-def run(command, *arguments) -> int:
-    return main([command, *map(str, arguments)])
-
-
-@torch.no_grad()
-def in_pieces(model, ids: torch.Tensor, ends=(13, 22)) -> torch.Tensor:
-    """Two chunks, then one token at a time."""
-    cache, logits = InterdomainCache(model.config), []
-    pieces = [ids[:, : ends[0]], ids[:, ends[0] : ends[1]], *ids[:, ends[1] :].split(1, dim=1)]
-    for piece in pieces:
-        logits.append(model(piece, past_key_values=cache).logits)
-    return torch.cat(logits, dim=1)
-
-
 @pytest.mark.parametrize("name", MAMBAS)
 def test_the_same_logits_whole_in_pieces_and_back(name, tmp_path, capsys):
     mamba = save_mamba(tmp_path / "mamba", **MAMBAS[name])
-    assert run("from-mamba2", tmp_path / "mamba", tmp_path / "ours") == 0
-    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
-    assert isinstance(ours, InterdomainForCausalLM) and ours.num_parameters() == mamba.num_parameters()
+    back = check_there_and_back("mamba2", mamba, tmp_path, 1e-5)
     assert f"{mamba.num_parameters():,} parameters" in capsys.readouterr().out
-    assert ours.generation_config.max_length == 77
-    ids = torch.randint(1, 48, (2, 30), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        expected = mamba(ids, use_cache=False).logits
-        found = ours(ids, use_cache=False).logits
-    assert expected.std() > 0.3  # of what is compared
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(in_pieces(ours, ids), expected, rtol=1e-5, atol=1e-5)
-
-    assert run("to-mamba2", tmp_path / "ours", tmp_path / "back") == 0
-    back, report = Mamba2ForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
-    assert not any(report.values())
-    for (name, x), (other, y) in zip(mamba.state_dict().items(), back.state_dict().items(), strict=True):
-        assert name == other and torch.equal(x, y), name
     same = {key: getattr(back.config, key) == value for key, value in mamba.config.to_dict().items() if key in SHAPE}
     same.pop("chunk_size")  # how it is computed
     assert all(same.values()), same
@@ -90,12 +60,7 @@ def test_it_generates_what_the_mamba_does_and_pads_do_not_leak(tmp_path, guess_a
     assert run("from-mamba2", tmp_path / "mamba", tmp_path / "ours", "--dtype", "float32") == 0
     ours = InterdomainForCausalLM.from_pretrained(tmp_path / "ours").eval()
     ids = torch.randint(1, 48, (3, 12), generator=torch.Generator().manual_seed(1))
-    settings = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    assert torch.equal(ours.generate(ids, **settings), mamba.generate(ids, **settings))
-    alone = ours.generate(ids[:1], max_new_tokens=12, do_sample=False)
-    guess_ahead(alone)
-    guessed = ours.generate(ids[:1], max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=4)
-    assert torch.equal(guessed, alone)
+    check_generation(ours, mamba, ids, guess_ahead)
 
     # Pads on the right: the state is that of the row alone, also where a decoding step goes on from it.
     padded, mask = torch.nn.functional.pad(ids[:, :7], (0, 5)), torch.zeros(3, 12, dtype=torch.long)
@@ -147,17 +112,7 @@ def test_what_a_mamba_alone_does_not_do(tmp_path):
 
 
 def test_half_precision_keeps_the_decays(tmp_path):
-    mamba = save_mamba(tmp_path / "mamba", torch.bfloat16)
-    assert run("from-mamba2", tmp_path / "mamba", tmp_path / "ours") == 0
-    ours = InterdomainForCausalLM.from_pretrained(tmp_path / "ours").eval()
-    mixer = ours.model.layers[0].token_mixer
-    assert mixer.v_proj.weight.dtype == torch.bfloat16 and mixer.recurrence.A_log.dtype == torch.float32
-    ids = torch.randint(1, 48, (2, 30), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        exact = mamba.float()(ids, use_cache=False).logits
-        found = ours(ids, use_cache=False).logits
-    assert found.dtype == torch.bfloat16
-    assert (found - exact).norm() / exact.norm() < 0.03
+    check_half_precision("mamba2", save_mamba(tmp_path / "mamba", torch.bfloat16), tmp_path)
 
 
 def test_a_dry_run_writes_nothing(tmp_path):
@@ -170,17 +125,13 @@ def test_a_dry_run_writes_nothing(tmp_path):
 
 def test_what_is_no_mamba_is_refused_in_one_sentence(tmp_path, capsys):
     def refused(command, source, message):
-        assert run(command, source, tmp_path / "target") != 0
-        said = capsys.readouterr().err
-        assert message in said and said.count("\n") == 1, said
-        assert not (tmp_path / "target").exists()
+        check_refused(capsys, message, command, source, tmp_path / "target")
 
     save_mamba(tmp_path / "mamba")
     ours = InterdomainConfig(
         vocab_size=48, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, token_mixers="ssd"
     )
     InterdomainForCausalLM(ours).save_pretrained(tmp_path / "cheems")
-    capsys.readouterr()
     refused(
         "from-mamba2", tmp_path / "cheems", "The source is of type interdomain: models of type mamba2 can be converted."
     )
