@@ -1,7 +1,9 @@
-"""What operators are asked whose tokens bring decays of their own: all that a call gives, documents, pads, graphs."""
+"""What operators and layers are asked whose tokens bring decays of their own."""
 
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+
+from modeling_interdomain import InterdomainCache
 
 
 def everything(operator, leaves, **options):
@@ -65,3 +67,21 @@ def check_dynamic_graph(operator, make, kind):
             torch.testing.assert_close(a, b)
     assert counter.frame_count == 2
     torch.compiler.reset()
+
+
+@torch.no_grad()
+def check_control(model, definition, ids, assert_same):
+    """A model of other layers decodes, takes tokens back, reads no pads and is as its definition, in rows of 20."""
+    cache = InterdomainCache(model.config)
+    cache.activate_past_recording()
+    whole = model(ids, use_cache=False).logits
+    pieces = [*ids[:, :12].split([5, 7], dim=1), *ids[:, 12:].split(1, dim=1)]
+    assert_same(torch.cat([model(piece, past_key_values=cache).logits for piece in pieces], dim=1), whole)
+    cache.crop(-9)
+    assert_same(model(ids[:, 11:], past_key_values=cache).logits, whole[:, 11:])
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[0, :4] = mask[1, 15:] = 0
+    logits = model(ids, attention_mask=mask, use_cache=False).logits
+    assert_same(logits[0, 4:], model(ids[:1, 4:]).logits[0])
+    assert_same(logits[1, :15], model(ids[1:, :15]).logits[0])
+    assert_same(definition(ids, use_cache=False).logits, whole)

@@ -4,8 +4,9 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
-from modeling_interdomain import InterdomainCache, InterdomainConfig, InterdomainForCausalLM
+from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
 from modeling_interdomain.mixers.selective_scan.mixer import SelectiveScanMixer
+from tests.decay_checks import check_control
 
 
 def _mixer(model, layer: int = 0) -> SelectiveScanMixer:
@@ -68,21 +69,8 @@ CONTROLS = {
 @pytest.mark.parametrize("name", CONTROLS)
 def test_every_control_decodes_and_knows_no_pads(name, make_model, random_ids, assert_same):
     model = make_model("selective-scan", **CONTROLS[name])
-    ids, cache = random_ids(2, 20), InterdomainCache(model.config)
-    cache.activate_past_recording()
-    with torch.no_grad():
-        whole = model(ids, use_cache=False).logits
-        pieces = [*ids[:, :12].split([5, 7], dim=1), *ids[:, 12:].split(1, dim=1)]
-        assert_same(torch.cat([model(piece, past_key_values=cache).logits for piece in pieces], dim=1), whole)
-        cache.crop(-9)
-        assert_same(model(ids[:, 11:], past_key_values=cache).logits, whole[:, 11:])
-        mask = torch.ones(2, 20, dtype=torch.long)
-        mask[0, :4] = mask[1, 15:] = 0
-        logits = model(ids, attention_mask=mask, use_cache=False).logits
-        assert_same(logits[0, 4:], model(ids[:1, 4:]).logits[0])
-        assert_same(logits[1, :15], model(ids[1:, :15]).logits[0])
-        definition = make_model("selective-scan", backend="recurrent", **CONTROLS[name])
-        assert_same(definition(ids, use_cache=False).logits, whole)
+    definition = make_model("selective-scan", backend="recurrent", **CONTROLS[name])
+    check_control(model, definition, random_ids(2, 20), assert_same)
 
 
 def test_kept_rates_follow_the_parameters(make_model, random_ids):

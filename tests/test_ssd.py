@@ -6,10 +6,11 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import Mamba2Config, Mamba2ForCausalLM
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
-from modeling_interdomain import InterdomainCache, InterdomainConfig, InterdomainForCausalLM
+from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
 from modeling_interdomain.mixers.ssd.mixer import SSDMixer
 from modeling_interdomain.ops.ssd.entry import ssd_attention
 from tests.conftest import ROPE
+from tests.decay_checks import check_control
 
 CHEEMS_320M = {
     "vocab_size": 50_288,
@@ -91,21 +92,7 @@ def test_every_control_decodes_rolls_back_and_knows_no_pads(name, make_model, ra
     model = make_model("ssd", **changes)
     parameters = {name for name, _ in _mixer(model).recurrence.named_parameters()}
     assert parameters == {"A_log", "D", "dt_bias"} - missing
-    ids, cache = random_ids(2, 20), InterdomainCache(model.config)
-    cache.activate_past_recording()
-    with torch.no_grad():
-        whole = model(ids, use_cache=False).logits
-        pieces = [*ids[:, :12].split([5, 7], dim=1), *ids[:, 12:].split(1, dim=1)]
-        assert_same(torch.cat([model(piece, past_key_values=cache).logits for piece in pieces], dim=1), whole)
-        cache.crop(-9)
-        assert_same(model(ids[:, 11:], past_key_values=cache).logits, whole[:, 11:])
-        mask = torch.ones(2, 20, dtype=torch.long)
-        mask[0, :4] = mask[1, 15:] = 0
-        logits = model(ids, attention_mask=mask, use_cache=False).logits
-        assert_same(logits[0, 4:], model(ids[:1, 4:]).logits[0])
-        assert_same(logits[1, :15], model(ids[1:, :15]).logits[0])
-        definition = make_model("ssd", backend="recurrent", **changes)
-        assert_same(definition(ids, use_cache=False).logits, whole)
+    check_control(model, make_model("ssd", backend="recurrent", **changes), random_ids(2, 20), assert_same)
 
 
 def test_the_pads_on_the_right_that_leak_into_a_mamba(random_ids, make_model):
