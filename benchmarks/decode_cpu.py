@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks.harness import footnote, markdown, time_in_turns, verify_model
+from benchmarks.harness import footnote, in_ms, markdown, time_in_turns, verify_model
 from benchmarks.model_cpu import interdomain
 from modeling_interdomain import InterdomainCache
 
@@ -50,7 +50,7 @@ def table(record: dict) -> str:
     rows = [
         [
             f"{row['position']:,}",
-            f"{row['median'] * 1e3:.1f} ({row['p20'] * 1e3:.1f} to {row['p80'] * 1e3:.1f})",
+            in_ms(row),
             f"{row['bytes']:,}",
             f"{row['softmax_bytes']:,}",
         ]

@@ -6,7 +6,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.models.doge.configuration_doge import DogeConfig
 from transformers.models.doge.modeling_doge import DogeAttention
 
-from benchmarks.harness import footnote, largest_error, markdown, time_in_turns
+from benchmarks.harness import footnote, in_ms, largest_error, markdown, time_in_turns
 from modeling_interdomain import InterdomainCache, InterdomainConfig
 from modeling_interdomain.mixers.softmax.mixer import SoftmaxMixer
 
@@ -151,7 +151,7 @@ def table(record: dict) -> str:
                 limited = (key, kind) == ("forward", "position")
                 required = f"{record['required']['position']}x" if limited else ""
                 rows.append(
-                    [title, f"{row['length']:,}", kind, _ms(times), f"{times['median'] / plain:.2f}x", required]
+                    [title, f"{row['length']:,}", kind, in_ms(times, 2), f"{times['median'] / plain:.2f}x", required]
                 )
     speeds = ", ".join(
         f"{row['Doge']['median'] / row['value']['median']:.1f}x at {row['length']:,} tokens" for row in record["decode"]
@@ -164,7 +164,3 @@ def table(record: dict) -> str:
             f"computes it anew from all values: {speeds}. {footnote(record)}",
         ]
     )
-
-
-def _ms(times: dict) -> str:
-    return f"{times['median'] * 1e3:.2f} ({times['p20'] * 1e3:.2f} to {times['p80'] * 1e3:.2f})"

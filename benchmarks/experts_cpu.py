@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from transformers import DogeConfig
 from transformers.models.doge.modeling_doge import DogeCDMoE
 
-from benchmarks.harness import footnote, largest_error, markdown, time_in_turns
+from benchmarks.harness import footnote, in_ms, largest_error, markdown, time_in_turns
 from modeling_interdomain import InterdomainConfig
 from modeling_interdomain.feed_forwards.cross_domain_moe import CrossDomainMoE
 from modeling_interdomain.ops.experts.entry import read_experts, sum_experts
@@ -165,8 +165,8 @@ def table(record: dict) -> str:
     for row in record["rows"]:
         name, beside = NAMES[row["kind"]]
         required = f"{row['required']}x" if row["required"] else ""
-        cells = [row["shape"], name, row["pass"], _ms(row["ours"]), beside, _ms(row["theirs"]), f"{row['ratio']:.2f}x"]
-        rows.append([*cells, required])
+        ours, theirs = (in_ms(row[side], 2) for side in ("ours", "theirs"))
+        rows.append([row["shape"], name, row["pass"], ours, beside, theirs, f"{row['ratio']:.2f}x", required])
     shapes = "; ".join(
         f"{name}: width {width:,}, shared MLP {hidden:,}, {tokens:,} tokens"
         for name, (width, hidden, tokens) in record["shapes"].items()
@@ -179,7 +179,3 @@ def table(record: dict) -> str:
             f"neuron. {footnote(record)}",
         ]
     )
-
-
-def _ms(times: dict) -> str:
-    return f"{times['median'] * 1e3:,.2f} ({times['p20'] * 1e3:,.2f} to {times['p80'] * 1e3:,.2f})"

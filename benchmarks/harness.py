@@ -190,6 +190,14 @@ def summary(samples: list[float]) -> dict:
     }
 
 
+def in_ms(times: dict, digits: int | None = None) -> str:
+    """A `summary` as median (20th to 80th percentile), with one digit, or three below a millisecond."""
+    if digits is None:
+        digits = 1 if times["median"] > 1e-3 else 3
+    median, low, high = (f"{times[name] * 1e3:,.{digits}f}" for name in ("median", "p20", "p80"))
+    return f"{median} ({low} to {high})"
+
+
 def matmul_rate() -> float:
     """Operations per second of a large float32 matrix product: the ceiling for everything made of them."""
     a, b = torch.randn(2048, 2048), torch.randn(2048, 2048)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import footnote, markdown, time_in_turns, unpack, verify_operator
+from benchmarks.harness import footnote, in_ms, markdown, time_in_turns, unpack, verify_operator
 from benchmarks.operator_cpu import CHUNK, _inputs
 from modeling_interdomain import interdomain_attention
 
@@ -59,7 +59,7 @@ def table(record: dict) -> str:
         [
             f"{row['length']:,}",
             "one document" if row["documents"] == "whole" else f"documents of {PACKED}",
-            *(f"{t['median'] * 1e3:,.1f} ({t['p20'] * 1e3:,.1f} to {t['p80'] * 1e3:,.1f})" for t in _sides(row)),
+            *map(in_ms, _sides(row)),
             f"{row['ratio']:.2f}x",
             f"{record['required']}x" if row["documents"] == "whole" else "",
         ]

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks import harness
-from benchmarks.harness import footnote, largest_error, markdown, verify_model
+from benchmarks.harness import footnote, in_ms, largest_error, markdown, verify_model
 from benchmarks.model_cpu import interdomain
 from modeling_interdomain import InterdomainCache, StateStore
 
@@ -137,9 +137,5 @@ def table(record: dict) -> str:
 
 
 def _cells(name: str, row: dict) -> list[str]:
-    numbers = [f"{row['prompt']:,}", f"{row['read']:,}", _ms(row["without"]), _ms(row["with"])]
+    numbers = [f"{row['prompt']:,}", f"{row['read']:,}", in_ms(row["without"], 0), in_ms(row["with"], 0)]
     return [name, *numbers, f"{row['ratio']:.2f}x"]
-
-
-def _ms(times: dict) -> str:
-    return f"{times['median'] * 1e3:,.0f} ({times['p20'] * 1e3:,.0f} to {times['p80'] * 1e3:,.0f})"

@@ -5,7 +5,7 @@ import copy
 import torch
 
 from benchmarks import bf16_cpu
-from benchmarks.harness import footnote, markdown, time_in_turns, verify_model
+from benchmarks.harness import footnote, in_ms, markdown, time_in_turns, verify_model
 from benchmarks.model_cpu import interdomain
 from modeling_interdomain import InterdomainCache
 
@@ -94,18 +94,18 @@ def table(record: dict) -> str:
     generate = record["generate"]
     rows = []
     for dtype, crop in (("float32", record["crop"]), ("bfloat16", record["narrow"]["crop"])):
-        step = "a decode step", _ms(crop["step"])
+        step = "a decode step", in_ms(crop["step"])
         guess = f"a guess of {GUESSED} tokens, {GUESSED - 1} of them wrong, {dtype}"
         rows += [
-            [f"`crop(-5)` of 64 recorded steps, {dtype}", _ms(crop["crop"]), *step, f"{crop['ratio']:.2f} of it"],
-            [guess, _ms(crop["guess"]), *step, f"{crop['guess_ratio']:.2f} of it"],
+            [f"`crop(-5)` of 64 recorded steps, {dtype}", in_ms(crop["crop"]), *step, f"{crop['ratio']:.2f} of it"],
+            [guess, in_ms(crop["guess"]), *step, f"{crop['guess_ratio']:.2f} of it"],
         ]
     rows += [
         [
             f"{NEW_TOKENS} tokens with prompt lookup, float32",
-            _ms(generate["prompt_lookup"]),
+            in_ms(generate["prompt_lookup"]),
             "greedy",
-            _ms(generate["greedy"]),
+            in_ms(generate["greedy"]),
             f"{generate['ratio']:.2f}x as fast",
         ],
     ]
@@ -115,7 +115,3 @@ def table(record: dict) -> str:
         f"{REQUIRED['prompt_lookup']:g}x."
     )
     return "\n\n".join([markdown(["", "ms", "beside it", "ms", ""], rows), f"{about} {footnote(record)}"])
-
-
-def _ms(times: dict) -> str:
-    return f"{times['median'] * 1e3:,.1f} ({times['p20'] * 1e3:,.1f} to {times['p80'] * 1e3:,.1f})"

@@ -4,7 +4,7 @@ import torch
 from transformers.models.mamba.modeling_mamba import mamba_selective_scan, mamba_selective_state_update
 from transformers.utils import logging
 
-from benchmarks.harness import footnote, largest_error, markdown, time_in_turns
+from benchmarks.harness import footnote, in_ms, largest_error, markdown, time_in_turns
 from modeling_interdomain import selective_scan, selective_scan_step
 
 CHANNELS, STATE = 1536, 16
@@ -91,8 +91,8 @@ def table(record: dict) -> str:
         [
             row["what"],
             f"{row['length']:,}",
-            _ms(row["ours"]),
-            _ms(row["mamba"]),
+            in_ms(row["ours"]),
+            in_ms(row["mamba"]),
             f"{row['mamba']['median'] / row['ours']['median']:.1f}x",
             f"{record['required'][row['what']]:g}x",
         ]
@@ -104,9 +104,3 @@ def table(record: dict) -> str:
             f"Medians (20th to 80th percentile). {CHANNELS:,} channels, N = {STATE}, batch 1. {footnote(record)}",
         ]
     )
-
-
-def _ms(times: dict) -> str:
-    digits = 1 if times["median"] > 1e-3 else 3
-    median, low, high = (f"{times[name] * 1e3:,.{digits}f}" for name in ("median", "p20", "p80"))
-    return f"{median} ({low} to {high})"

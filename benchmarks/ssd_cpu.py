@@ -5,7 +5,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan, mamba2_selective_state_update
 from transformers.utils import logging
 
-from benchmarks.harness import footnote, largest_error, markdown, time_in_turns
+from benchmarks.harness import footnote, in_ms, largest_error, markdown, time_in_turns
 from modeling_interdomain import ssd_attention, ssd_step
 
 HEADS, DIM, STATE, GROUPS, CHUNK = 12, 64, 128, 1, 64
@@ -129,12 +129,12 @@ def table(record: dict) -> str:
             [
                 row["what"] + (f", {_threads(row['threads'])}" if "threads" in row else ""),
                 f"{row['length']:,}",
-                _ms(row["ours"]),
-                _ms(row["mamba2"]),
+                in_ms(row["ours"]),
+                in_ms(row["mamba2"]),
                 f"{row['mamba2']['median'] / ours:.1f}x",
                 f"{record['required'][row['what']]:g}x",
                 *(
-                    f"{_ms(row[name])}, {row[name]['median'] / ours:.1f}x" if name in row else ""
+                    f"{in_ms(row[name])}, {row[name]['median'] / ours:.1f}x" if name in row else ""
                     for name in ("mamba2 at 256", "softmax")
                 ),
             ]
@@ -152,9 +152,3 @@ def table(record: dict) -> str:
 
 def _threads(number: int) -> str:
     return f"{number} thread{'s' if number > 1 else ''}"
-
-
-def _ms(times: dict) -> str:
-    digits = 1 if times["median"] > 1e-3 else 3
-    median, low, high = (f"{times[name] * 1e3:,.{digits}f}" for name in ("median", "p20", "p80"))
-    return f"{median} ({low} to {high})"
