@@ -284,24 +284,11 @@ def test_perplexities_are_reported_and_training_goes_on_where_it_stopped(convert
     _, held_out = text_data.split_documents(text_data.gather_documents([texts]), 100_000)
     assert distill.perplexity(model, tokenizer, held_out, 32) == pytest.approx(found["fine-tuned"])
 
-    steps, clip = [], distill.clip_gradients
-
-    def stop_at(number):
-        def counted(*arguments):
-            steps.append(number)
-            if len(steps) == number:
-                raise KeyboardInterrupt
-            clip(*arguments)
-
-        steps.clear()
-        monkeypatch.setattr(distill, "clip_gradients", counted)
-
     for number in (4, 7):  # in step 4 of the first stage, saved at 2; then in step 3 of the second, saved at 2
-        stop_at(number)
-        with pytest.raises(KeyboardInterrupt):
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            stop_at(patched, number)
             convert(*options, target="parts")
         assert not (tmp_path / "parts").exists()
-    monkeypatch.setattr(distill, "clip_gradients", clip)
     assert convert(*options, "--seed", 1, target="parts") == 2
     assert "parts.partial holds an unfinished run with other arguments" in capsys.readouterr().err
     with monkeypatch.context() as patched:
@@ -313,6 +300,19 @@ def test_perplexities_are_reported_and_training_goes_on_where_it_stopped(convert
     whole, parts = weights_of(tmp_path / "whole"), weights_of(tmp_path / "parts")
     assert all(torch.equal(x, parts[name]) for name, x in whole.items())
     assert not (tmp_path / "parts.partial").exists()
+
+
+def stop_at(monkeypatch, number: int) -> None:
+    """Interrupt training in this step."""
+    steps, clip = [], distill.clip_gradients
+
+    def counted(*arguments):
+        steps.append(number)
+        if len(steps) == number:
+            raise KeyboardInterrupt
+        clip(*arguments)
+
+    monkeypatch.setattr(distill, "clip_gradients", counted)
 
 
 def no_space(*arguments, **options):

@@ -21,7 +21,7 @@ from conversion import distill, shares, teach
 from conversion.__main__ import main
 from examples import text_data
 from modeling_interdomain import InterdomainForCausalLM
-from tests.test_conversion import ids, no_space, save_llama
+from tests.test_conversion import ids, no_space, save_llama, stop_at
 from tests.test_examples import some_documents
 
 TAUGHT = ("--layers-steps", 6, "--whole-steps", 4, "--lengths", "24,48", "--tokens-a-step", 96, "--save-steps", 2)
@@ -164,18 +164,6 @@ def test_a_memory_starts_with_a_small_share_wherever_the_scores_of_its_head_lie(
     found = shares.attended(student, teach.memories(student.config), ids(49)[:1, :-1])
     torch.testing.assert_close(mixer.share_proj.bias, next(iter(found.values())).scores + shares.SHARE)
     assert ((mixer.share_proj.bias - apart).abs() < 50).all()
-
-
-def stop_at(monkeypatch, number: int) -> None:
-    steps, clip = [], distill.clip_gradients
-
-    def counted(*arguments):
-        steps.append(number)
-        if len(steps) == number:
-            raise KeyboardInterrupt
-        clip(*arguments)
-
-    monkeypatch.setattr(distill, "clip_gradients", counted)
 
 
 @pytest.mark.parametrize("how", [(), pytest.param(("--lora", 2), marks=pytest.mark.slow)], ids=["full", "lora"])

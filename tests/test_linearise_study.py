@@ -13,8 +13,7 @@ from benchmarks import harness, linear_window, linearise_asked, linearise_gpu, l
 from conversion import measure
 from conversion.__main__ import main
 from examples import text_data
-from tests.test_conversion import ids, save_llama
-from tests.test_conversion_teach import stop_at
+from tests.test_conversion import ids, save_llama, stop_at
 from tests.test_examples import some_documents
 
 
