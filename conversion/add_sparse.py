@@ -27,7 +27,7 @@ from conversion.from_llama import source_folder
 from conversion.from_training import class_of, expected_weights, fitting
 from conversion.reading import made_config, read_config, read_weights, weight_files
 from conversion.writing import add_folders, check_target, finish, may_write, saved_dtype
-from examples.text_data import InputError
+from examples.text_data import InputError, check_seed
 from modeling_interdomain import InterdomainConfig
 from modeling_interdomain.mixers.selective_scan.mixer import SelectiveScanMixer
 from modeling_interdomain.mixers.ssd.mixer import SSDMixer
@@ -61,6 +61,7 @@ def _option(name: str) -> str:
 
 
 def run(options: argparse.Namespace) -> None:
+    check_seed(options.seed)
     check_target(options)
     folder = source_folder(options.source)
     source = read_config(folder)

@@ -68,8 +68,10 @@ def parse_layers(text: str, number: int) -> list[int]:
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
         if match is None:
             raise InputError(f'--layers must be all, none, every-other or a list such as "0,2,4-7", not "{text}".')
-        first = int(match[1])
-        chosen |= set(range(first, int(match[2] or first) + 1))
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise InputError(f'--layers "{text}" has a range from {first} down to {last}: write {last}-{first}.')
+        chosen |= set(range(first, last + 1))
     if not chosen or max(chosen) >= number:
         raise InputError(f'--layers "{text}" names no layers of a model with layers 0 to {number - 1}.')
     return sorted(chosen)

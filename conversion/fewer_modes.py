@@ -147,12 +147,12 @@ def reduced_parameters(
 def check_reducible(config) -> None:
     """Raise an InputError where a close kernel is no close output, or where heads cannot be refit."""
     names = set(config.mixers_per_layer)
-    if config.normalize and "interdomain" in names:
+    if config.normalize:
         raise InputError(
             "normalize=True divides by a readout that may come near zero, so that a close kernel is no close output: "
             "such layers keep their modes."
         )
-    if config.gate_names and "interdomain" in names:
+    if config.gate_names:
         raise InputError(
             "Gates and the delta rule weigh each token, and what is refit is a kernel of ages alone: such layers keep "
             "their modes."

@@ -35,7 +35,15 @@ from conversion.writing import (
     open_working_folder,
     saved_dtype,
 )
-from examples.text_data import InputError, check_seed, encode, gather_documents, random_batches, split_documents
+from examples.text_data import (
+    InputError,
+    check_positive,
+    check_seed,
+    encode,
+    gather_documents,
+    random_batches,
+    split_documents,
+)
 
 POSITIVE = ("state_size", "batch_size", "sequence_length", "learning_rate", "max_bytes", "held_out_bytes", "save_steps")
 # Not the other formats in which many repositories hold the same weights again.
@@ -88,9 +96,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    for name in POSITIVE:
-        if getattr(options, name) <= 0 and not (name == "state_size" and options.window and options.state_size == 0):
-            raise InputError(f"--{name.replace('_', '-')} must be positive, not {getattr(options, name)}.")
+    without = ("state_size",) if options.window and options.state_size == 0 else ()
+    check_positive(options, *(name for name in POSITIVE if name not in without))
     if min(options.distill_steps, options.finetune_steps) < 0 or not 0 <= options.kl_weight <= 1:
         raise InputError("--distill-steps and --finetune-steps must not be negative, --kl-weight lies in 0 to 1.")
     if options.distill_steps + options.finetune_steps and not options.data:
@@ -140,8 +147,8 @@ def read_tokenizer(folder: Path, vocab_size: int, option: str = "--data") -> Pre
     """A tokenizer whose tokens the model knows, and that can end a document; `option` is what asks for it."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"{folder} has no tokenizer, which {option} needs.") from error
+    except Exception as error:  # the many ways in which one of its files is damaged or missing
+        raise InputError(f"{folder} has no tokenizer that can be loaded, which {option} needs.") from error
     if tokenizer.eos_token_id is None:
         raise InputError(f"The tokenizer in {folder} has no eos token to put between documents.")
     if len(tokenizer) > vocab_size:

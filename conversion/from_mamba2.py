@@ -12,9 +12,9 @@ import torch
 
 from conversion import mamba2
 from conversion.from_llama import source_folder
-from conversion.from_training import EMBEDDINGS, HEAD, expected_weights
+from conversion.from_training import HEAD, expected_weights
 from conversion.reading import compare, read_config, read_weights, weight_files
-from conversion.writing import DTYPES, add_folders, check_target, finish, may_write
+from conversion.writing import add_folders, check_target, finish, may_write, saved_dtype
 from modeling_interdomain import InterdomainForCausalLM
 
 
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace, family: ModuleType = mamba2) -> None:
         weights.pop(HEAD, None)
     expected = expected_weights(config)
     compare(expected, weights, folder)
-    dtype = DTYPES.get(options.dtype, weights[EMBEDDINGS].dtype)
+    dtype = saved_dtype(options, weights)
     number = sum(x.numel() for x in weights.values())
     if may_write(options, expected, dtype, f"{number:,} parameters"):
         report = {"source": options.source, "parameters": number}

@@ -35,7 +35,7 @@ FILE_SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", type=Path, help="folder with config.json (default: SOURCE or the one around it)")
+    parser.add_argument("--config", type=Path, help="folder with config.json (default: SOURCE, or up to two above it)")
     add_folders(parser, "checkpoint of a training run: a folder or a file", Path)
 
 

@@ -97,9 +97,11 @@ def their_config(source: InterdomainConfig) -> Mamba2Config:
 
 
 def check_layers(source: InterdomainConfig, wanted: dict, what: str) -> None:
-    """Refuse layers of ours with a branch, or with other values of these fields: they are not those of `what`."""
+    """Refuse layers of ours with a branch or a learned state, or other values of these fields: `what` has none such."""
     if any(source.sparse_per_layer):
         raise InputError(f"The source is no {what}: it has sparse_attention beside its layers.")
+    if source.learned_state:
+        raise InputError(f"The source is no {what}: it begins each text with a learned state.")
     of_layers = {"token_mixers": source.mixers_per_layer, "feed_forwards": source.feed_forwards_per_layer}
     for name, value in wanted.items():
         for found in of_layers.get(name) or [getattr(source, name)]:

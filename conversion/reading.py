@@ -12,7 +12,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from examples.text_data import InputError
 from modeling_interdomain import InterdomainConfig  # which makes the Auto classes know the architecture
@@ -43,15 +43,18 @@ METADATA_CLASSES = {
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
-    """The configuration of a folder."""
+    """The configuration of a folder, whose settings for generation can be read, too."""
     if not (folder / "config.json").is_file():
         raise InputError(f"{folder} has no config.json, so it is not a folder with a saved model.")
+    file = folder / "config.json"
     try:
-        return AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
-        raise InputError(
-            f"{folder / 'config.json'} is not a configuration that can be used: {reason(error)}"
-        ) from error
+        config = AutoConfig.from_pretrained(folder)
+        file = folder / "generation_config.json"
+        if file.is_file():
+            GenerationConfig.from_pretrained(folder)  # what is saved beside a model in the end, after hours maybe
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, StrictDataclassError) as error:
+        raise InputError(f"{file} is not a configuration that can be used: {reason(error)}") from error
+    return config
 
 
 def made_config(fields: dict, problem: str) -> InterdomainConfig:
@@ -81,13 +84,14 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _shards(index: Path) -> list[Path]:
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        shards = sorted(index.parent / name for name in names)
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise InputError(f"{index} does not say which shard holds which weights: download or save it again.") from error
-    missing = [name for name in names if not (index.parent / name).is_file()]
+    missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:
-        raise InputError(f"{len(missing)} of {len(names)} shards are missing in {index.parent}: {', '.join(missing)}.")
-    return [index.parent / name for name in names]
+        raise InputError(f"{len(missing)} of {len(shards)} shards are missing in {index.parent}: {', '.join(missing)}.")
+    return shards
 
 
 def read_weights(files: Sequence[Path]) -> dict[str, torch.Tensor]:
@@ -110,7 +114,7 @@ def _read_pickle(file: Path) -> dict[str, torch.Tensor]:
     """A state dict, or the one inside a larger checkpoint."""
     try:
         found = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+    except Exception as error:  # whatever an unpickler runs into in damaged bytes
         raise InputError(
             f"{file} is damaged, or holds more than weights, which could run a program; it was not opened."
         ) from error
@@ -161,7 +165,7 @@ def check_metadata(file: Path) -> None:
             _MetadataUnpickler(opened).load()
     except pickle.UnpicklingError as error:
         raise InputError(f"{file} holds more than a table of weights ({error}), so it is not opened.") from error
-    except (EOFError, AttributeError, ImportError, ValueError) as error:
+    except Exception as error:  # whatever an unpickler runs into in damaged bytes
         raise InputError(f"{file} is damaged or of another version of PyTorch.") from error
 
 

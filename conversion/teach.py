@@ -140,6 +140,11 @@ def run(options: argparse.Namespace) -> None:
     check_options(options)
     check_target(options)
     source, config, folder = read_source(options)
+    if longest(options) > config.max_position_embeddings:
+        raise InputError(
+            f"--lengths and --long-lengths name {longest(options):,} tokens, more than the "
+            f"{config.max_position_embeddings:,} that {options.teacher} was made for."
+        )
     tokenizer = read_tokenizer(source, config.vocab_size)
     texts = read_texts(tokenizer, options)
     model = load_model(source, dtype=torch.float32)
@@ -180,6 +185,11 @@ def read_texts(tokenizer, options: argparse.Namespace) -> Texts:
 
 def lengths_of(stage: str, options: argparse.Namespace) -> list[int]:
     return options.long_lengths if stage == "long" else options.lengths
+
+
+def longest(options: argparse.Namespace) -> int:
+    """Tokens of the longest text that is learned from."""
+    return max(length for stage, steps in _steps(options).items() if steps for length in lengths_of(stage, options))
 
 
 def describe(config: InterdomainConfig, texts: Texts, options: argparse.Namespace) -> str:
@@ -320,8 +330,7 @@ def without_adapters(model: PreTrainedModel) -> PreTrainedModel:
 
 def held_out_rows(tokens: torch.Tensor, options: argparse.Namespace) -> torch.Tensor:
     """Held-out text in rows as long as the longest that is learned from, `[N, T + 1]`; fewer tokens are one row."""
-    longest = max(length for stage, steps in _steps(options).items() if steps for length in lengths_of(stage, options))
-    length = min(longest + 1, len(tokens))
+    length = min(longest(options) + 1, len(tokens))
     return tokens[: len(tokens) // length * length].view(-1, length)
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from types import ModuleType
 
 from conversion import mamba2
-from conversion.from_training import EMBEDDINGS, HEAD, expected_weights
+from conversion.from_training import HEAD, expected_weights
 from conversion.reading import compare, read_config, read_weights, weight_files
-from conversion.writing import DTYPES, add_folders, check_target, finish, may_write
+from conversion.writing import add_folders, check_target, finish, may_write, saved_dtype
 from examples.text_data import InputError
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
 
@@ -29,7 +29,7 @@ def run(options: argparse.Namespace, family: ModuleType = mamba2) -> None:
     if source.tie_word_embeddings:
         weights.pop(HEAD, None)
     compare(expected_weights(source, InterdomainForCausalLM), weights, options.source)
-    dtype = DTYPES.get(options.dtype, weights[EMBEDDINGS].dtype)
+    dtype = saved_dtype(options, weights)
     weights = {name: x.to(dtype) for name, x in family.their_weights(source, weights).items()}
     number = sum(x.numel() for x in weights.values())
     if may_write(options, weights, dtype, f"{number:,} parameters"):

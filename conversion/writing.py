@@ -63,8 +63,11 @@ def working_folder(target: Path) -> Path:
 def check_target(options: argparse.Namespace) -> None:
     """Refuse to lose somebody's files; put back what an interrupted replacement had set aside."""
     target, folder = options.target, working_folder(options.target)
-    if target.resolve() == Path(options.source).resolve():
-        raise InputError(f"SOURCE and TARGET are the same folder, {target}: choose another TARGET.")
+    for name, place in _read_from(options).items():
+        if target.resolve() == place:
+            raise InputError(f"{name} and TARGET are the same folder, {target}: choose another TARGET.")
+        if folder.resolve() in (place, *place.parents):
+            raise InputError(f"{name} lies in {folder}, which is removed in the end: choose another TARGET.")
     check_folder(target, "The target ")
     if (folder / "replaced").is_dir() and not target.exists():
         os.replace(folder / "replaced", target)
@@ -81,12 +84,19 @@ def _check_replaceable(target: Path, options: argparse.Namespace) -> None:
     """Only a saved model is replaced, and when asked for, never a folder that happens to be named."""
     if not options.overwrite:
         raise InputError(f"The target folder {target} is not empty: choose another, or add --overwrite.")
-    if target in Path(options.source).resolve().parents:
-        raise InputError(f"The target folder {target} contains SOURCE, which would be lost: choose another TARGET.")
+    for name, place in _read_from(options).items():
+        if target.resolve() in place.parents:
+            raise InputError(f"The target folder {target} contains {name}, which would be lost: choose another TARGET.")
     if not (target / "config.json").is_file():
         raise InputError(
             f"The target folder {target} is no saved model, so --overwrite does not replace it: choose another TARGET."
         )
+
+
+def _read_from(options: argparse.Namespace) -> dict[str, Path]:
+    """Folders and files that are read; a name on the Hub is that of no file here."""
+    given = {name: getattr(options, name, None) for name in ("source", "teacher")}
+    return {name.upper(): Path(place).resolve() for name, place in given.items() if place}
 
 
 def check_space(target: Path, needed: int) -> None:
@@ -145,8 +155,9 @@ def may_write(options: argparse.Namespace, expected: dict[str, torch.Tensor], dt
 def _request(options: argparse.Namespace) -> dict:
     """What was asked for, and when the models it names were written."""
     asked = {name: str(value) for name, value in vars(options).items() if name not in HOW_TO_WRITE}
-    folders = [Path(asked[name]) for name in ("source", "teacher") if asked.get(name)]
-    files = [file for folder in folders for name in ("config.json", "*.safetensors") for file in folder.glob(name)]
+    places, kinds = list(_read_from(options).values()), ("config.json", "*.safetensors", "*.bin")
+    files = [file for folder in places for kind in kinds for file in folder.glob(kind)]
+    files += [place for place in places if place.is_file()]
     return asked | {"written": {str(file): file.stat().st_mtime_ns for file in sorted(files)}}
 
 

@@ -12,9 +12,12 @@ import torch
 # What sets the time scales and the mixing of the state: a step too large makes it forget or explode.
 RECURRENCE_PARAMETERS = ("log_dt", "log_a_real", "a_imag", "B", "C", "readout", "point_keys", "point_values")
 # Of the Fourier features: a spectral density is not pulled towards zero. Nor is what multiplies a value (the table of a
-# dynamic mask, inner values) or scores, nor the keys by which one is chosen, nor the rates of a selective scan, nor the
-# state that a layer begins with.
-_UNDECAYED = ("frequencies", "phases", "weights", "cls_token", "table", "keys", "values", "A_log", "state")
+# dynamic mask, inner values, the gates of a window) or scores, nor the keys by which one is chosen, nor the rates of a
+# selective scan, nor the state that a layer begins with.
+_UNDECAYED = (
+    *("frequencies", "phases", "weights", "cls_token", "table", "keys", "values"),
+    *("memory_gate", "write_gate", "A_log", "state"),
+)
 # An expert that few tokens choose would have faded when one does.
 _EXPERTS = ("expert_keys", "expert_down", "expert_up")
 

@@ -1,14 +1,18 @@
 """Sparse attention beside the layers of a trained model: the same logits, then training; and what is refused."""
 
+import argparse
 import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from conversion import add_sparse
 from conversion.add_sparse import start_branch
 from examples import train
-from modeling_interdomain import InterdomainForSequenceClassification
+from examples.text_data import InputError
+from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM, InterdomainForSequenceClassification
 from tests.mamba_checks import check_refused, run
 from tests.test_conversion_mamba import save_mamba
 from tests.test_conversion_mamba2 import save_mamba as save_mamba2
@@ -127,3 +131,28 @@ def test_what_cannot_be_is_refused_in_one_sentence(source, make_model, tmp_path,
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     refused(ours, "is not empty: choose another, or add --overwrite.", target="full")
+
+
+PLAIN = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+
+
+def test_a_coefficient_of_zero_is_one_that_was_asked_for():
+    parser = argparse.ArgumentParser()
+    add_sparse.add_arguments(parser)
+    asked = parser.parse_args(["source", "target", "--ranking-loss-coef", "0"])
+    assert add_sparse.with_branches(InterdomainConfig(**PLAIN), asked).ranking_loss_coef == 0
+
+
+def test_branches_beside_quantized_weights_are_refused(tmp_path):
+    with pytest.raises(InputError, match="The source is quantized: add branches to the original weights"):
+        add_sparse.check_style(InterdomainConfig(**PLAIN, quantization_config={"quant_method": "awq"}), tmp_path)
+
+
+def test_new_weights_are_those_of_the_seed(tmp_path):
+    InterdomainForCausalLM(InterdomainConfig(**PLAIN)).save_pretrained(tmp_path / "source")
+    found = []
+    for number, seed in enumerate((1, 1, 2)):
+        target = tmp_path / str(number)
+        assert run("add-sparse", tmp_path / "source", target, "--seed", seed) == 0
+        found.append(load_file(target / "model.safetensors")["model.layers.0.token_mixer.sparse.q_proj.weight"])
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])

@@ -367,6 +367,10 @@ def test_only_a_saved_model_that_is_not_the_source_is_replaced(llama, tmp_path, 
     assert main(["from-llama", str(llama), str(tmp_path / "papers" / "thesis.txt" / "out")]) == 2
     assert "thesis.txt is a file, not a folder" in capsys.readouterr().err
     assert (tmp_path / "papers" / "thesis.txt").read_text() == "mine"
+    source = tmp_path / "out.partial" / "model"
+    shutil.copytree(llama, source)
+    assert main(["from-llama", str(source), str(tmp_path / "out")]) == 2
+    assert "SOURCE lies in" in capsys.readouterr().err and (source / "config.json").is_file()
 
 
 @pytest.mark.once
@@ -440,6 +444,19 @@ LLAMA_MISTAKES = {
     "groups": (lambda f: edit_config(f, num_key_value_heads=3), (), "that an Interdomain model cannot have: num_key"),
     "layers": (None, ("--layers", "two"), '--layers must be all, none, every-other or a list such as "0,2,4-7"'),
     "layer": (None, ("--layers", "1,3"), "names no layers of a model with layers 0 to 2"),
+    "range": (None, ("--layers", "0,2-1"), "has a range from 2 down to 1: write 1-2."),
+    "no heads": (lambda f: edit_config(f, num_attention_heads=0), (), "is not a configuration that can be used"),
+    "generation": (
+        lambda f: (f / "generation_config.json").write_text("{"),
+        (),
+        "generation_config.json is not a configuration that can be used",
+    ),
+    "no rate": (
+        None,
+        ("--learning-rate", "nan", "--finetune-steps", 1, "--data", "TEXTS"),
+        "--learning-rate must be positive, not nan.",
+    ),
+    "share": (None, ("--kl-weight", 1.5), "--kl-weight lies in 0 to 1"),
     "state size": (None, ("--state-size", 0), "--state-size must be positive, not 0"),
     "steps": (None, ("--distill-steps", -1), "must not be negative"),
     "no data": (None, ("--finetune-steps", 1), "need text to learn from: add --data"),
@@ -454,7 +471,12 @@ LLAMA_MISTAKES = {
     "no tokenizer": (
         lambda f: [file.unlink() for file in f.glob("tokenizer*")],
         ("--data", "TEXTS"),
-        "has no tokenizer, which --data needs",
+        "has no tokenizer that can be loaded, which --data needs",
+    ),
+    "damaged tokenizer": (
+        lambda f: (f / "tokenizer.json").write_text("[]"),
+        ("--data", "TEXTS"),
+        "has no tokenizer that can be loaded, which --data needs",
     ),
 }
 
@@ -714,6 +736,7 @@ TRAINING_MISTAKES = {
         "holds more than weights, which could run a program",
     ),
     "damaged": (lambda model, run: (run / "x.pt").write_bytes(b"PK no"), "x.pt is damaged, or"),
+    "text": (lambda model, run: (run / "x.pt").write_bytes(b"hello world"), "x.pt is damaged, or"),
     "no weights": (lambda model, run: torch.save([1, 2], run / "x.pt"), "holds no weights by name"),
     "empty": (lambda model, run: None, "holds no checkpoint"),
     "deepspeed": (
@@ -730,6 +753,10 @@ TRAINING_MISTAKES = {
         "holds more than a table of weights (pathlib.os.system)",
     ),
     "cut metadata": (distributed(lambda run: cut_off(run / ".metadata")), ".metadata"),
+    "damaged metadata": (
+        distributed(lambda run: (run / ".metadata").write_bytes(b"\x80\x04](K\x01tR.")),  # calls a list
+        ".metadata is damaged",
+    ),
     "no config": (lambda model, run: shutil.move(run / "config.json", run / "other.json"), "name one with --config"),
     "other model": (edited_config(model_type="llama"), "is that of a llama model"),
 }
@@ -878,3 +905,10 @@ def test_the_measured_recovery_is_within_15_percent():
     """What the study's file says, for a Llama that had much to lose."""
     found = harness.read("conversion_study")["perplexity"]
     assert found["fine-tuned"] < 1.15 * found["source"] < found["without attention"]
+
+
+def test_a_measured_conversion_is_saved_in_the_dtype_asked_for(convert, texts, tmp_path):
+    measured = ("--data", texts, "--sequence-length", 32, "--dtype", "bfloat16")
+    assert convert(*measured) == 0
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert weights["model.layers.0.mlp.up_proj.weight"].dtype == torch.bfloat16

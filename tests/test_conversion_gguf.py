@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from conversion import from_llama, gguf_files
 from conversion.__main__ import main
 from examples import text_data
+from examples.text_data import InputError
 from tests.test_conversion import ids, no_space, save_llama
 from tests.test_examples import some_documents
 
@@ -199,3 +201,20 @@ def test_the_smollm2_of_the_package_answers(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
     assert "The capital of France is Paris." in done.stdout
+
+
+def test_a_file_that_has_changed_is_unpacked_again(tmp_path, monkeypatch):
+    def read(file):
+        raise InputError("read")
+
+    monkeypatch.setattr(gguf_files, "_read", read)
+    monkeypatch.setattr(gguf_files, "cache_folder", lambda: tmp_path / "cache")
+    file = tmp_path / "small.gguf"
+    file.write_bytes(b"x")
+    folders = []
+    monkeypatch.setattr(gguf_files.Path, "is_file", lambda path: folders.append(path) or False)
+    for when in (1, 2):
+        os.utime(file, (when, when))
+        with pytest.raises(InputError, match="read"):
+            gguf_files.unpack(file)
+    assert folders[0] != folders[1]

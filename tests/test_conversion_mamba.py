@@ -71,6 +71,7 @@ def test_what_is_no_mamba_is_refused_in_one_sentence(tmp_path, capsys):
         "hybrid": {"token_mixers": ["selective_scan", "ssd"], "feed_forwards": "none"},
         "with an mlp": {"token_mixers": "selective_scan"},
         "with a branch": {"token_mixers": "selective_scan", "feed_forwards": "none", "sparse_attention": "lsh"},
+        "with a state": {"token_mixers": "selective_scan", "feed_forwards": "none", "learned_state": True},
         "odd": {"token_mixers": "selective_scan", "feed_forwards": "none", "scan_channels": 40},
     }
     for name, changes in sources.items():
@@ -82,4 +83,6 @@ def test_what_is_no_mamba_is_refused_in_one_sentence(tmp_path, capsys):
     refused("to-mamba", tmp_path / "with an mlp", "its feed_forwards is 'mlp' instead of 'none'.")
     refused("to-mamba", tmp_path / "with a branch", "it has sparse_attention beside its layers.")
     refused("to-mamba2", tmp_path / "with a branch", "it has sparse_attention beside its layers.")
+    refused("to-mamba", tmp_path / "with a state", "it begins each text with a learned state.")
+    refused("to-mamba2", tmp_path / "with a state", "it begins each text with a learned state.")
     refused("to-mamba", tmp_path / "odd", "a multiple of hidden_size = 32, and the source has 40.")

@@ -6,6 +6,8 @@ import pytest
 import torch
 from transformers import GenerationConfig, Mamba2Config, Mamba2ForCausalLM
 
+from conversion import mamba2
+from examples.text_data import InputError
 from modeling_interdomain import InterdomainCache, InterdomainConfig, InterdomainForCausalLM
 from tests.mamba_checks import check_generation, check_half_precision, check_refused, check_there_and_back, run
 
@@ -146,3 +148,38 @@ def test_what_is_no_mamba_is_refused_in_one_sentence(tmp_path, capsys):
     refused("from-mamba2", tmp_path / "mamba", "does not fit its configuration: it")
     file.write_text(json.dumps(config | {"conv_kernel": 1}))
     refused("from-mamba2", tmp_path / "mamba", "The source has conv_kernel = 1, a convolution of one token")
+
+
+OURS = {"token_mixers": "ssd", "num_attention_heads": 4, "ssd_conv_kernel": 4, "ssd_activation": "silu"}
+OURS |= mamba2.MAMBA2 | {"hidden_size": 32, "head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ssd_head_dim": 10}, "a multiple of hidden_size = 32, and the source has 4 of 10"),
+        ({"ssd_conv_kernel": 1}, "it has no convolution of x, B and C, or no activation after it"),
+        ({"ssd_activation": None}, "it has no convolution of x, B and C, or no activation after it"),
+    ],
+)
+def test_what_no_mamba2_computes_does_not_go_back(changes, message):
+    mamba2.their_config(InterdomainConfig(**OURS))
+    with pytest.raises(InputError, match=message):
+        mamba2.their_config(InterdomainConfig(**OURS | changes))
+
+
+def test_a_quantized_mamba_is_refused():
+    with pytest.raises(InputError, match="The source is quantized"):
+        mamba2.check_style(Mamba2Config(quantization_config={"quant_method": "awq"}))
+
+
+def test_a_limit_on_one_side_is_one():
+    limits = {(0.0, 0.3): [0.0, 0.3], (0.1, float("inf")): [0.1, float("inf")], (0.0, float("inf")): None}
+    shape = {"hidden_size": 32, "num_heads": 8, "head_dim": 8}
+    for limit, expected in limits.items():
+        assert mamba2.our_config(Mamba2Config(**shape, time_step_limit=limit)).ssd_dt_limit == expected
+
+
+def test_embeddings_of_the_first_versions_are_found():
+    found = mamba2.our_weights(InterdomainConfig(**OURS), {"backbone.embedding.weight": torch.ones(1)})
+    assert list(found) == ["model.embed_tokens.weight"]

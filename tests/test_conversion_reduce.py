@@ -7,11 +7,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conversion import fewer_modes
+from conversion import reduce as conversion_reduce
 from conversion.__main__ import main
 from conversion.fewer_modes import kernel_error, kernel_of, nearest_coefficients, reduced_parameters
 from conversion.reduce import reduce_model, reduced_config
 from examples import text_data
-from modeling_interdomain import InterdomainForCausalLM, InterdomainModel
+from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM, InterdomainModel
 from modeling_interdomain.ops.diagonal.mixing import mixing_matrix
 from tests.test_examples import some_documents
 
@@ -218,7 +219,11 @@ def test_other_dtypes_and_a_dry_run(source, capsys):
         ({}, {"size": 6}, "must be below the 6 modes of the source, not 6"),
         ({}, {"size": 0}, "--state-size must be positive, not 0"),
         ({}, {"text": "missing.txt"}, "missing.txt does not exist"),
-        ({}, {"text": "text.txt", "remove": "tokenizer.json"}, "has no tokenizer, which --text needs"),
+        (
+            {},
+            {"text": "text.txt", "remove": "tokenizer.json"},
+            "that can be loaded, which --text needs",
+        ),
         ({"token_mixers": "ssd", "ssd_state_size": 4}, {}, "The source has ssd layers alone"),
         ({"token_mixers": ["selective_scan", "softmax"]}, {}, "The source has selective_scan and softmax layers alone"),
         ({"normalize": True, "product": "real"}, {}, "normalize=True divides by a readout"),
@@ -259,3 +264,14 @@ def test_parameters_fit_the_smaller_recurrence(make):
         name: torch.Size(2 if n == 6 else n for n in x.shape) for name, x in recurrence.named_parameters()
     }
     assert all(x.dtype == torch.float32 for x in found.values())
+
+
+def test_heads_that_share_a_group_of_full_coefficients_can_be_refit():
+    fewer_modes.check_reducible(InterdomainConfig(token_mixers="s4d", num_key_value_heads=2))
+
+
+def test_the_error_of_a_layer_is_that_of_all_its_groups(monkeypatch):
+    shape = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    model = InterdomainForCausalLM(InterdomainConfig(**shape, num_attention_heads=4, state_size=4))
+    monkeypatch.setattr(conversion_reduce, "kernel_error", lambda before, after: torch.tensor([3.0, 4.0]))
+    assert conversion_reduce.kernel_errors(model, model) == {0: pytest.approx(12.5**0.5)}

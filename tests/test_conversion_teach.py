@@ -321,8 +321,10 @@ MISTAKES = {
     "no Llama": ((), {"teacher": "windows"}, "windows: name the Llama that was converted."),
     "another teacher": ((), {"teacher": "wide"}, "cannot teach"),
     "no teacher": ((), {"teacher": "nowhere"}, "is neither a folder nor a model of the Hub"),
-    "too long": (("--lengths", 100_000), {}, "fewer than one sequence of 100,000 needs"),
-    "no tokenizer": ((), {"source": "bare"}, "has no tokenizer, which --data needs"),
+    "another number of heads": ((), {"teacher": "heads"}, "its num_attention_heads is 8, not 4."),
+    "too long": (("--lengths", 65), {}, "--lengths and --long-lengths name 65 tokens, more than the 64 that"),
+    "little text": (("--max-bytes", 100), {}, "too little to learn from"),
+    "no tokenizer": ((), {"source": "bare"}, "has no tokenizer that can be loaded, which --data needs"),
     "wrong tokenizer": ((), {"source": "other"}, "has 400 tokens, the model 300"),
 }
 
@@ -331,6 +333,7 @@ MISTAKES = {
 def damaged(place):
     """Beside those of `place` a wider Llama, and windows without and with another tokenizer."""
     save_llama(place / "wide", hidden_size=64, num_key_value_heads=2)
+    save_llama(place / "heads", num_attention_heads=8, num_key_value_heads=2)
     for name in ("bare", "other"):
         shutil.copytree(place / "windows", place / name)
         for file in (place / name).glob("tokenizer*"):
@@ -376,3 +379,56 @@ def test_a_run_that_was_killed_loses_nothing(place, tmp_path):
     assert main(arguments(place, tmp_path / "whole", *options)) == 0
     whole, killed = weights_of(tmp_path / "whole"), weights_of(tmp_path / "killed")
     assert all(torch.equal(x, killed[name]) for name, x in whole.items())
+
+
+def test_a_report_has_the_seconds_of_stages_that_ended_before_a_stop(place, tmp_path, monkeypatch):
+    options = (*TAUGHT, "--layers-steps", 2, "--save-steps", 1)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        stop_at(patched, 4)  # in the second stage, of which a step was saved
+        main(arguments(place, tmp_path / "out", *options))
+    assert main(arguments(place, tmp_path / "out", *options)) == 0
+    report = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
+    assert list(report["seconds"]) == ["layers", "whole"]
+
+
+def test_every_part_learns_at_its_own_rate(place):
+    model = AutoModelForCausalLM.from_pretrained(place / "windows")
+
+    def rates(stage, *options):
+        groups = teach.groups_of(model, teach_options("--learning-rate", 0.03, *options), stage)
+        return {group["name"]: group["lr"] for group in groups}
+
+    assert rates("layers") == {"memory": 0.03, "recurrence": 1e-3, "llama": 1e-4}
+    assert rates("whole", "--lora", 2) == {"memory": 0.01, "recurrence": 1e-3, "llama": 1e-3}
+    assert rates("layers", "--learning-rate", 3e-4)["recurrence"] == 3e-4
+
+
+def test_every_length_and_every_stage_reads_other_places():
+    options = teach_options("--lengths", "24,24", "--tokens-a-step", 24)
+    begins = [
+        [next(batches)[0, 0].item() for _ in range(2)]
+        for batches in (teach.mixed_batches(torch.arange(100_000), options, stage) for stage in ("layers", "whole"))
+    ]
+    assert len({x for found in begins for x in found}) == 4
+
+
+def test_what_is_taught_keeps_the_dtype_of_its_source(place, tmp_path):
+    source = tmp_path / "windows"
+    AutoModelForCausalLM.from_pretrained(place / "windows", dtype=torch.bfloat16).save_pretrained(source)
+    for file in (place / "windows").glob("tokenizer*"):
+        shutil.copy(file, source)
+    options = (*TAUGHT, "--layers-steps", 1, "--whole-steps", 0)
+    assert main(arguments(place, tmp_path / "out", *options, source=source)) == 0
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert weights["model.embed_tokens.weight"].dtype == torch.bfloat16
+
+
+def test_a_run_does_not_go_on_with_another_teacher(place, tmp_path, monkeypatch, capsys):
+    teacher = tmp_path / "llama"
+    shutil.copytree(place / "llama", teacher)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        stop_at(patched, 4)
+        main(arguments(place, tmp_path / "out", *TAUGHT, teacher=teacher))
+    (teacher / "model.safetensors").touch()
+    assert main(arguments(place, tmp_path / "out", *TAUGHT, teacher=teacher)) == 2
+    assert "or of folders that have changed since: repeat that command" in capsys.readouterr().err

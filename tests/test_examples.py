@@ -21,6 +21,7 @@ from transformers import Trainer, TrainingArguments
 
 from examples import evaluate, quickstart, saved_model, states, text_data, training
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
+from modeling_interdomain.parameter_groups import _group_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
@@ -668,3 +669,17 @@ def test_what_a_state_makes_possible(fields, sentences, tokenizer, tmp_path, cap
     for sentence in sentences:
         assert sentence in printed
     assert states.main([str(tmp_path), "--tokens", "0"]) == 2
+
+
+def test_gates_of_branches_tables_and_states_do_not_decay_and_points_learn_slowly():
+    names = {
+        "sparse.gate.weight": "vectors",
+        "dynamic_mask.table": "vectors",
+        "first_state.state": "vectors",
+        "token_mixer.memory_gate": "vectors",
+        "token_mixer.write_gate": "vectors",
+        "recurrence.point_keys": "recurrence",
+        "q_proj.weight": "weights",
+    }
+    matrix = torch.nn.Parameter(torch.ones(2, 2))
+    assert {name: _group_of(name, matrix) for name in names} == names

@@ -7,6 +7,7 @@ are then there too, where the model is loaded with `trust_remote_code=True`.
 import argparse
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
 from .code import write_code
@@ -23,7 +24,10 @@ def main() -> None:
 def _config(parser: argparse.ArgumentParser, folder: str) -> PreTrainedConfig:
     if not (Path(folder) / "config.json").is_file():
         parser.error(f"{folder} is not a folder with a saved model.")
-    config = AutoConfig.from_pretrained(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, StrictDataclassError) as error:
+        parser.error(f"{folder} has a config.json that cannot be read: {error}")
     if config.model_type != "interdomain":
         parser.error(f'{folder} holds a model of type "{config.model_type}", whose code is not this.')
     return config
