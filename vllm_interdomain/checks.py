@@ -1,11 +1,14 @@
 """What vLLM asks before it starts: whether a checkpoint and the options of the engine can be served."""
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import nn
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
+from vllm.platforms import current_platform
 
 from modeling_interdomain import InterdomainForCausalLM
 from modeling_interdomain.layers.rotary import LENGTH_DEPENDENT
@@ -13,6 +16,7 @@ from modeling_interdomain.saving.checkpoint_folder import damaged_weights
 
 MIXERS = ("interdomain", "s4d", "ssd", "selective_scan", "window", "softmax")
 QUANTIZED = ("compressed-tensors",)
+_NUMBERS = ("F64", "F32", "F16", "BF16")  # dtypes of safetensors that a weight has as it is
 FEED_FORWARDS = ("mlp", "cdmoe", "none")
 
 
@@ -77,45 +81,94 @@ def _why_not_shared(config, processes: int) -> str | None:
 def _why_no_such_engine(vllm_config: Any) -> str | None:
     if vllm_config.speculative_config is not None:
         return "no state is taken back in vLLM's cache, so leave speculative_config out"
-    quantized = vllm_config.model_config.quantization
+    model_config, config = vllm_config.model_config, vllm_config.model_config.hf_config
+    quantized = model_config.quantization
     if quantized not in (None, *QUANTIZED):
         return (
             f'weights quantized by "{quantized}" have not been seen to work in it, by {", ".join(QUANTIZED)} they have'
         )
-    if vllm_config.lora_config is not None and "selective_scan" in vllm_config.model_config.hf_config.mixers_per_layer:
+    if current_platform.is_cpu() and model_config.dtype == torch.float32 and _multiplied_in_bfloat16(config):
+        return 'vLLM multiplies such quantized weights on this CPU in bfloat16 alone, so set dtype = "bfloat16"'
+    sizes = _head_sizes() if "softmax" in config.mixers_per_layer else None
+    if sizes is not None and config.head_dim not in sizes:
+        known = ", ".join(map(str, sizes))
+        return f"vLLM's softmax attention on a CPU has heads of {known} numbers, and head_dim is {config.head_dim}"
+    if vllm_config.lora_config is not None and "selective_scan" in config.mixers_per_layer:
         return "selective_scan layers have maps of a part of a batch, and its LoRA adapts all, so leave enable_lora out"
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         return "its layers are not shared out, so leave pipeline_parallel_size at 1"
-    if vllm_config.model_config.runner_type != "generate":
-        return f"it generates, and runner {vllm_config.model_config.runner_type!r} does not"
+    if model_config.runner_type != "generate":
+        kind = ", ".join(config.architectures)
+        return f"it generates text, and {kind} with runner {model_config.runner_type!r} does not"
     return None
+
+
+def _multiplied_in_bfloat16(config) -> bool:
+    """Whether vLLM's kernels for CPUs do not take the inputs of quantized maps in float32."""
+    quantized = getattr(config, "quantization_config", None)
+    packed = quantized is not None and quantized.get("format") == "pack-quantized"  # 4 bits
+    return packed or (quantized is not None and torch.cpu._is_amx_tile_supported())
+
+
+def _head_sizes() -> list[int] | None:
+    """Those that vLLM's attention has on a CPU; None elsewhere."""
+    if not current_platform.is_cpu():
+        return None
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    return CPUAttentionBackend.get_supported_head_sizes()
 
 
 def check_weights(folder: str, config, load_format: str) -> None:
     """Raise a ValueError where the safetensors files of a folder are not those of the configuration.
 
-    Only their headers are read. What is no folder, or quantized, its loader looks at.
+    Only their headers are read. What is no folder its loader looks at.
     """
     files = sorted(Path(folder).glob("*.safetensors"))
-    if not files or load_format not in ("auto", "safetensors") or getattr(config, "quantization_config", None):
+    if not files or load_format not in ("auto", "safetensors"):
         return
     if damaged := damaged_weights(folder):
         raise ValueError(f"{folder} has {', '.join(damaged)} that cannot be read: copy or download again.")
     found: dict[str, list[int]] = {}
+    coded = {}  # weights that are nothing without a scale
     for file in files:
         with safe_open(file, framework="pt") as tensors:
-            found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+            for name in tensors.keys():  # noqa: SIM118
+                if name in found:
+                    raise ValueError(f"{folder} has {name} in {file.name} and in another file: keep one.")
+                part = tensors.get_slice(name)
+                found[name] = part.get_shape()
+                if part.get_dtype() not in _NUMBERS:
+                    coded[name] = part.get_dtype()
     with torch.device("meta"):
         model = InterdomainForCausalLM(config)
     wanted = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    ties = set(model._tied_weights_keys) if config.tie_word_embeddings else set()
+    if getattr(config, "quantization_config", None):
+        found = _decoded(found, coded, model)
     problems = [f"lacks {name}" for name in wanted if name not in found]
+    problems += [f"has {name} in {coded[name]} and no scale for it" for name in wanted if name in coded]
     problems += [
         f"has {name} of shape {found[name]} instead of {shape}"
         for name, shape in wanted.items()
         if name in found and found[name] != shape
     ]
-    ties = set(model._tied_weights_keys) if config.tie_word_embeddings else set()
     problems += [f"has {name}, which no part of the model reads" for name in found if name not in {*wanted, *ties}]
     if problems:
         more = f" and {len(problems) - 1} more such" if len(problems) > 1 else ""
         raise ValueError(f"The weights in {folder} are not those of its config.json: it {problems[0]}{more}.")
+
+
+def _decoded(found: dict[str, list[int]], coded: dict[str, str], model: nn.Module) -> dict[str, list[int]]:
+    """With a weight in place of all tensors that stand for that of a linear map; their shapes their loader knows."""
+    found, parts = dict(found), defaultdict(set)
+    for name in found:
+        parts[name.rpartition(".")[0]].add(name)
+    for name, part in model.named_modules():
+        weight, scale, packed = (f"{name}.{kind}" for kind in ("weight", "weight_scale", "weight_packed"))
+        if isinstance(part, nn.Linear) and scale in found and (weight in coded or packed in found):
+            for each in parts[name] - {f"{name}.bias"}:
+                del found[each]
+                coded.pop(each, None)
+            found[weight] = list(part.weight.shape)
+    return found

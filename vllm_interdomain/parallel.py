@@ -56,7 +56,11 @@ def made(make: Callable[[], nn.Module], plan: dict[str, str], vllm_config: VllmC
 
 def _linear(linear: nn.Linear, kind: type, quant_config: Any, prefix: str) -> nn.Module:
     options = {"bias": linear.bias is not None, "quant_config": quant_config, "prefix": prefix, "return_bias": False}
-    return kind(linear.in_features, linear.out_features, **options)
+    part = kind(linear.in_features, linear.out_features, **options)
+    if quant_config is not None:  # some kernels of quantized weights take a matrix and nothing else
+        apply = part.quant_method.apply
+        part.quant_method.apply = lambda part, x, *bias: apply(part, x.flatten(0, -2), *bias).unflatten(0, x.shape[:-1])
+    return part
 
 
 def _allocated(parameter: nn.Parameter, parts: int) -> nn.Parameter:

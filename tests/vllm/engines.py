@@ -71,6 +71,14 @@ class Engine:
         return self.answers
 
 
+def start(folder, **options):
+    """All that happens before an engine is made."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    options = {"dtype": "float32", "skip_tokenizer_init": True} | options
+    return EngineArgs(str(folder), **options).create_engine_config()
+
+
 @contextmanager
 def engine(folder, **options):
     from vllm.distributed import cleanup_dist_env_and_memory

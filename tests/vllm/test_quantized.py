@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.conftest import EXPERTS, ROPE
-from tests.vllm.engines import engine
+from tests.vllm.engines import engine, start
 
 # In units that the kernels of a CPU multiply: 32 numbers.
 HYBRID = {
@@ -76,7 +76,9 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "bits, dtype, tolerance", [(8, torch.float32, 0.02), (4, torch.bfloat16, 0.15)], ids=["8 bits", "4 bits"]
+    "bits, dtype, tolerance",
+    [(8, torch.float32, 0.02), (8, torch.bfloat16, 0.15), (4, torch.bfloat16, 0.15)],
+    ids=["8 bits", "8 bits, bfloat16", "4 bits"],
 )
 def test_quantized_weights(make_folder, random_ids, bits, dtype, tolerance):
     """Log-probabilities are those of a model with the numbers that the weights, and at 8 bits the inputs, stand for.
@@ -84,6 +86,8 @@ def test_quantized_weights(make_folder, random_ids, bits, dtype, tolerance):
     But for inputs that lie between two of 8 bits, which a sum in another order rounds to the other, or the rounding of
     bfloat16.
     """
+    if (bits, dtype) == (8, torch.float32) and torch.cpu._is_amx_tile_supported():
+        pytest.skip("On a CPU with AMX vLLM multiplies 8 bits in bfloat16 alone.")
     model, folder = make_folder("interdomain", model_dtype=dtype, **HYBRID)
     asked = {f"text {i}": random_ids(1, length, seed=i)[0].tolist() for i, length in enumerate((23, 1, 40, 9))}
     ids = torch.tensor([asked["text 2"]])
@@ -100,3 +104,26 @@ def test_quantized_weights(make_folder, random_ids, bits, dtype, tolerance):
         rows = model(torch.tensor([prompt + found.tokens[:-1]])).logits[0, len(prompt) - 1 :].float()
         for logprobs, row in zip(found.logprobs, F.log_softmax(rows, dim=-1), strict=True):
             assert max(abs(value - row[token].item()) for token, value in logprobs.items()) < tolerance
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("lost", ["input_layernorm.weight", "token_mixer.q_proj.weight_scale"])
+def test_quantized_weights_that_lack_a_part(make_folder, bits, lost):
+    """vLLM itself does not notice, and would serve what its memory held before."""
+    model, folder = make_folder("interdomain", model_dtype=torch.bfloat16, **HYBRID)
+    quantize(model, folder, bits)
+    start(folder, dtype="bfloat16")
+    file, name = folder / "model.safetensors", f"model.layers.0.{lost}"
+    save_file({key: x for key, x in load_file(file).items() if key != name}, file)
+    sentence = f"lacks {name}" if "norm" in lost or bits == 4 else "has .*q_proj.weight in I8 and no scale for it"
+    with pytest.raises(ValueError, match=sentence.replace("weight_scale", "weight")):
+        start(folder, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantized_weights_that_no_kernel_multiplies_in_float32(make_folder, bits, monkeypatch):
+    model, folder = make_folder("interdomain", **HYBRID)
+    quantize(model, folder, bits)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: bits == 8)
+    with pytest.raises(ValueError, match='in bfloat16 alone, so set dtype = "bfloat16"'):
+        start(folder)

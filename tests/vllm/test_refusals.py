@@ -7,7 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from modeling_interdomain import InterdomainModel
 from tests.conftest import LENGTHENED
+from tests.vllm.engines import start
 
 PARTS = {
     "inner-function": ("its token_mixers name inner_function, and it serves interdomain, s4d", {"head_dim": 8}),
@@ -17,13 +19,6 @@ PARTS = {
     "warped-time": ('gates = "warp" is a control for studies', {}),
     "softmax": ("rope_type 'dynamic' turns keys again", {"rope_parameters": LENGTHENED["dynamic"]}),
 }
-
-
-def start(folder, **options):
-    """All that happens before an engine is made."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    return EngineArgs(str(folder), skip_tokenizer_init=True, dtype="float32", **options).create_engine_config()
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -63,6 +58,21 @@ def test_engines_that_it_is_not_served_by(make_folder, sentence):
         start(folder, **ENGINES[sentence])
 
 
+def test_a_model_without_a_head(make_folder):
+    _, folder = make_folder()
+    InterdomainModel.from_pretrained(folder).save_pretrained(folder)
+    with pytest.raises(ValueError, match="it generates text, and InterdomainModel with runner 'pooling' does not"):
+        start(folder)
+
+
+def test_heads_that_the_attention_of_a_cpu_does_not_have(make_folder):
+    _, folder = make_folder("interdomain-softmax", head_dim=24)
+    with pytest.raises(ValueError, match="has heads of 32, 64, .* numbers, and head_dim is 24"):
+        start(folder)
+    _, folder = make_folder("interdomain", head_dim=24)
+    start(folder)
+
+
 def test_weights_quantized_in_another_way(make_folder):
     _, folder = make_folder()
     config = folder / "config.json"
@@ -100,7 +110,7 @@ def test_another_architecture_is_left_to_vllm(tmp_path):
         start(tmp_path)
 
 
-@pytest.mark.parametrize("damage", ["cut", "missing", "other shape", "unknown"])
+@pytest.mark.parametrize("damage", ["cut", "missing", "other shape", "unknown", "twice", "coded"])
 def test_broken_checkpoints(make_folder, damage):
     _, folder = make_folder()
     file, name = folder / "model.safetensors", "model.layers.1.token_mixer.recurrence.log_dt"
@@ -114,6 +124,12 @@ def test_broken_checkpoints(make_folder, damage):
     elif damage == "other shape":
         sentence = rf"it has {name} of shape \[3\] instead of \[4\]"
         save_file(tensors | {name: torch.zeros(3)}, file)
+    elif damage == "twice":
+        sentence = f"has {name} in old.safetensors and in another file: keep one"
+        save_file({name: tensors[name]}, folder / "old.safetensors")
+    elif damage == "coded":
+        sentence = f"it has {name} in I8 and no scale for it"
+        save_file(tensors | {name: tensors[name].to(torch.int8)}, file)
     else:
         sentence = "it has model.layers.9.norm.weight, which no part of the model reads"
         save_file(tensors | {"model.layers.9.norm.weight": torch.zeros(3)}, file)
