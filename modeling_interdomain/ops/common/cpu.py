@@ -15,7 +15,7 @@ def multiplies_bf16(x: torch.Tensor) -> bool:
 
 def multiplies_in_tiles(x: torch.Tensor) -> bool:
     """Whether x is bfloat16 on a CPU that multiplies matrices in tiles (AMX): made for many rows, not for one."""
-    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and _has_bfloat16_tiles()
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and "amx_bf16" in _INSTRUCTIONS
 
 
 def autocast_operands(*tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -28,14 +28,11 @@ def autocast_operands(*tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _has_bfloat16_instructions() -> bool:
-    return "avx512_bf16" in _INSTRUCTIONS or _has_bfloat16_tiles()
-
-
-def _has_bfloat16_tiles() -> bool:
-    return "amx_bf16" in _INSTRUCTIONS
+    return "avx512_bf16" in _INSTRUCTIONS or "amx_bf16" in _INSTRUCTIONS
 
 
 def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
+    """What these are computed in, float32 at least."""
     return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
 
 
