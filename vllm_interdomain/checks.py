@@ -106,8 +106,9 @@ def _why_no_such_engine(vllm_config: Any) -> str | None:
 def _multiplied_in_bfloat16(config) -> bool:
     """Whether vLLM's kernels for CPUs do not take the inputs of quantized maps in float32."""
     quantized = getattr(config, "quantization_config", None)
-    packed = quantized is not None and quantized.get("format") == "pack-quantized"  # 4 bits
-    return packed or (quantized is not None and torch.cpu._is_amx_tile_supported())
+    if quantized is None:
+        return False
+    return quantized.get("format") == "pack-quantized" or torch.cpu._is_amx_tile_supported()  # 4 bits; 8 bits in tiles
 
 
 def _head_sizes() -> list[int] | None:
