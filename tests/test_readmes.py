@@ -468,11 +468,12 @@ def test_what_is_said_of_a_quiet_first_layer_in_language():
 
 def test_what_is_said_of_more_tokens():
     ours, peer, softmax = "Interdomain, gates", core_conditions.SPREAD, "softmax, convolution"
-    rows = read("more_tokens")["runs"]
-    loss = {name: {} for name in (ours, peer, softmax)}
+    many, rows = core_conditions.MANY_HEADS, read("more_tokens")["runs"]
+    loss = {name: {} for name in (ours, peer, softmax, many)}
     for row in rows:
-        loss.setdefault(row["condition"], {})[row["seed"]] = condition_study.score(row)
-    assert [sorted(loss[name]) for name in (ours, peer, softmax)] == [[0, 1], [0, 1], [0]]
+        loss[row["condition"]][row["seed"]] = condition_study.score(row)
+    assert [sorted(loss[name]) for name in loss] == [[0, 1], [0, 1], [0], [0]]
+    assert ["Intel" in row["machine"] for row in rows] == [row["condition"] == many for row in rows]
 
     def after(name, what, which, seeds=(0, 1)):
         return statistics.mean(row[what][which] for row in rows if row["condition"] == name and row["seed"] in seeds)
@@ -487,6 +488,8 @@ def test_what_is_said_of_more_tokens():
     assert (lag(few, ours), lag(loss, ours)) == (0.035, -0.016)
     by_seed = [lag({name: {0: loss[name][seed]} for name in (ours, peer)}, ours) for seed in (0, 1)]
     assert by_seed == [-0.022, -0.009]
+    assert (lag(few, many), lag(loss, many)) == (-0.036, -0.034)
+    assert [round(after(name, "repeats", "other", [0]), 2) for name in (many, peer)] == [4.06, 4.08]
     assert (lag(few, softmax, 2), lag(loss, softmax, 2)) == (0.31, 0.17)
     assert [round(after(name, "ages", "1"), 2) for name in (ours, peer)] == [3.55, 4.07]
     assert [round(after(ours, "ages", "1", [seed]), 2) for seed in (0, 1)] == [3.34, 3.75]
