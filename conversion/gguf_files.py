@@ -70,10 +70,14 @@ def _read(file: Path) -> tuple[PreTrainedModel, object]:
     """The weights as a model that can be saved, and the tokenizer."""
     _check(file)
     try:
-        read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        read, report = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True
+        )
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     except Exception as error:  # whatever a damaged file, or an architecture that is not known, leads to
         raise InputError(f"{file} could not be read as a model: {reason(error)}") from error
+    if missing := sorted(report["missing_keys"]):
+        raise InputError(f"{file} lacks {len(missing)} weights, for example {missing[0]}: is it one of several parts?")
     fields = {name: value for name, value in read.config.to_dict().items() if name not in NOTES}
     with torch.device("meta"):
         fresh = type(read)(type(read.config)(**fields))

@@ -23,6 +23,7 @@ from examples.text_data import (
     InputError,
     bits_per_byte,
     check_positive,
+    check_seed,
     encode_beginning,
     exit_code,
     gather_documents,
@@ -75,6 +76,7 @@ def compressed_bits_per_byte(documents: Sequence[str], compress: Callable[[bytes
 def check_options(options: argparse.Namespace) -> None:
     """Refuse at once what would fail after the model was loaded and measured."""
     check_positive(options, "tokens", "temperature", "sequence_length")
+    check_seed(options.seed)
     if options.json and (options.json.is_dir() or not options.json.parent.is_dir()):
         raise InputError(f"{options.json} cannot be written: --json needs the name of a file in a folder that exists.")
     if options.json and not options.data:

@@ -59,8 +59,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def run(options: argparse.Namespace) -> None:
     logging.disable_progress_bar()
-    lengths = [int(factor * options.trained_length) for factor in options.factors]
-    if min(lengths) < 1:
+    lengths = [int(factor * options.trained_length) for factor in options.factors if math.isfinite(factor)]
+    if len(lengths) < len(options.factors) or min(lengths) < 1:
         raise InputError("--trained-length times every factor must be at least one token.")
     check_positive(options, "max_bytes")
     check_folder(options.output)

@@ -25,7 +25,7 @@ from yaml import YAMLError
 from examples.report import markdown_table
 from examples.saved_model import add_folder, load, replace_text
 from examples.text_data import InputError, check_positive, exit_code
-from model_cards.model_card import HARNESS
+from model_cards.model_card import HARNESS, is_number
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -85,9 +85,13 @@ def read_record(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return dict(json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
+        record = dict(json.loads(path.read_text()))
+        tables = [record.get(name, {}) for name in ("results", "n-samples", "n-shot")]
+        if not all(isinstance(x, dict) for x in (*tables, *tables[0].values())):
+            raise TypeError("a table by task")
+    except (ValueError, TypeError, AttributeError) as error:
         raise InputError(f"{path} is not a record of the harness: move it away.") from error
+    return record
 
 
 def merge(record: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
@@ -102,7 +106,7 @@ def scores(record: dict[str, Any]) -> Iterator[Score]:
         items = record["n-samples"].get(task)
         for key, value in metrics.items():
             metric, comma, answer = key.partition(",")  # how the answer was found in the text, or "none"
-            if not comma or metric.endswith("_stderr"):
+            if not comma or metric.endswith("_stderr") or not is_number(value):
                 continue
             yield Score(
                 task,

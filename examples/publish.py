@@ -26,11 +26,11 @@ import yaml
 from huggingface_hub import HfApi, ModelCard, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from transformers import AutoTokenizer, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import logging
 
-from examples.saved_model import load_model, one_line, read_config, replace_text
+from examples.saved_model import check_fits, load_model, load_tokenizer, one_line, read_config, replace_text
 from examples.text_data import InputError, exit_code
 from model_cards.model_card import MARKER, auto_class, complete, harness_results, render
 from modeling_interdomain.saving.code import write_code
@@ -56,9 +56,10 @@ def weight_files(folder: Path) -> list[str]:
     if (folder / INDEX).is_file():
         try:
             files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-        except (ValueError, KeyError) as error:
+            missing = [name for name in files if not (folder / name).is_file()]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"{folder / INDEX} is not a list of weight files: save the model again.") from error
-        if missing := [name for name in files if not (folder / name).is_file()]:
+        if missing:
             raise InputError(f"{folder} lacks the weight files {', '.join(missing)}, which {INDEX} names.")
         return files
     if pickles := sorted(path.name for path in folder.glob("*.bin")):
@@ -101,15 +102,7 @@ def check_weights(folder: Path, config: PreTrainedConfig) -> None:
 
 
 def check_tokenizer(folder: Path, config: PreTrainedConfig) -> None:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # the many ways in which there is none
-        raise InputError(f"{folder} has no tokenizer: tokenizer.save_pretrained writes it there.") from error
-    if len(tokenizer) > config.vocab_size:
-        raise InputError(
-            f"The tokenizer of {folder} has {len(tokenizer):,} tokens, the model only {config.vocab_size:,}: it is"
-            " another model's."
-        )
+    check_fits(load_tokenizer(folder), config, folder)
 
 
 def read_json(path: Path) -> dict:

@@ -47,6 +47,7 @@ def load(folder: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     if not (Path(folder) / "config.json").is_file():
         raise InputError(f"{folder} is not a folder with a saved model.")
     tokenizer = load_tokenizer(folder)  # the smaller first
+    check_fits(tokenizer, read_config(folder), folder)
     return load_model(folder).eval(), tokenizer
 
 
@@ -85,19 +86,28 @@ def _drop(record: logging.LogRecord) -> bool:
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer in the folder."""
     if not (Path(folder) / "tokenizer_config.json").is_file():
-        raise InputError(f"The folder {folder} holds no tokenizer.")
+        raise InputError(f"The folder {folder} holds no tokenizer: tokenizer.save_pretrained writes it there.")
     try:
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # whatever a damaged file leads to
         raise InputError(f"The tokenizer in {folder} does not load: {one_line(error)}") from error
 
 
-def read_config(folder: Path, **changes) -> PreTrainedConfig:
+def check_fits(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, folder: str | Path) -> None:
+    """Refuse a tokenizer with tokens that the model does not know."""
+    if len(tokenizer) > config.vocab_size:
+        raise InputError(
+            f"The tokenizer of {folder} has {len(tokenizer):,} tokens, the model only {config.vocab_size:,}: it is"
+            " another model's."
+        )
+
+
+def read_config(folder: str | Path, **changes) -> PreTrainedConfig:
     """The configuration in the folder, with these fields changed."""
     try:
         return AutoConfig.from_pretrained(folder, **changes)
     except Exception as error:  # whatever a damaged or a newer file leads to
-        raise InputError(f"{folder / 'config.json'} cannot be used: {one_line(error)}") from error
+        raise InputError(f"{Path(folder) / 'config.json'} cannot be used: {one_line(error)}") from error
 
 
 def one_line(error: BaseException) -> str:

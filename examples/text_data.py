@@ -278,12 +278,13 @@ def num_bytes(text: str) -> int:
 
 
 def cut(text: str, max_bytes: int) -> tuple[str, str]:
-    """The text in two: at most `max_bytes` bytes of UTF-8, to the end of a line where there is one, and the rest."""
+    """The text in two: at most `max_bytes` bytes of UTF-8, to the end of a line where one ends in the last half of
+    them, and the rest."""
     data = text.encode()
     if len(data) <= max_bytes:
         return text, ""
     head = data[:max_bytes].decode(errors="ignore")  # a character cut in half belongs to the rest
-    head = head[: head.rfind("\n") + 1] or head
+    head = head[: head.rfind("\n", len(head) // 2) + 1] or head
     return head, text[len(head) :]
 
 
@@ -343,7 +344,7 @@ def _read_file(path: Path) -> Iterator[str]:
     elif path.suffix == ".parquet":
         yield from _read_parquet(path)
     else:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = path.read_text(encoding="utf-8-sig", errors="replace")
         if "\0" in text:  # a picture, an archive, weights, or text of two bytes a character
             raise InputError(f"{path} is not text in UTF-8.")
         yield text

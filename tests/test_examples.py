@@ -265,6 +265,7 @@ def test_too_little_text():
         ("one\ntwo\n", 100, "one\ntwo\n"),
         ("one\ntwo\n", 6, "one\n"),
         ("one\ntwo", 2, "on"),
+        ("o\ntwo three four", 9, "o\ntwo thr"),
         ("aé", 2, "a"),
         ("é", 1, ""),
     ],
@@ -683,3 +684,37 @@ def test_gates_of_branches_tables_and_states_do_not_decay_and_points_learn_slowl
     }
     matrix = torch.nn.Parameter(torch.ones(2, 2))
     assert {name: _group_of(name, matrix) for name in names} == names
+
+
+def test_short_sentences_are_no_prose():
+    assert text_data.prose('"Raised when a name is unknown."') == ""
+
+
+def test_a_budget_that_ends_with_a_document_leaves_no_empty_one():
+    assert text_data._take(["one\n", "two\n"], 4) == ["one\n"]
+
+
+def test_a_path_may_begin_at_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.txt").write_text("text")
+    assert text_data.gather_documents(["~/mine.txt"]) == ["text"]
+
+
+def test_rows_of_a_dataset_without_text_are_left_out_and_no_configuration_is_none(monkeypatch):
+    import datasets
+
+    asked = []
+    rows = [{"text": None}, {"text": "row"}]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **_: asked.append(names) or rows)
+    assert text_data.gather_documents(["name"]) == ["row"] and asked == [("name", None)]
+
+
+def test_likelihoods_of_rounded_logits_are_in_float32():
+    logits = torch.randn(1, 3, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = text_data.nll_of_logits(logits, torch.tensor([[1, 2, 3, 4]]))
+    assert torch.equal(found, text_data.nll_of_logits(logits.float(), torch.tensor([[1, 2, 3, 4]])))
+
+
+def test_a_mark_of_the_byte_order_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbftext")
+    assert text_data.gather_documents([str(tmp_path / "a.txt")]) == ["text"]

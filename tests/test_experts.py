@@ -462,3 +462,8 @@ def test_usage_shows_a_collapse(make_experts, random_ids):
 def test_mistakes(make_config, changes, message):
     with pytest.raises((ValueError, StrictDataclassError), match=message):
         make_config(**{"feed_forwards": "cdmoe", **SHAPE, **changes})
+
+
+def test_queries_of_no_width_are_refused(make_config):
+    with pytest.raises((ValueError, StrictDataclassError), match="expert_key_dim must be a positive integer"):
+        make_config(feed_forwards="cdmoe", expert_key_dim=0)

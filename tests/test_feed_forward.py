@@ -22,6 +22,7 @@ from modeling_interdomain import (
 )
 from modeling_interdomain.feed_forwards import mlp as feed_forward_mlp
 from modeling_interdomain.outputs import layer_losses as module_layer_losses
+from modeling_interdomain.outputs.layer_losses import InterdomainClassifierOutput
 from modeling_interdomain.registry import FEED_FORWARDS
 
 REFUSED = (ValueError, StrictDataclassError)
@@ -226,6 +227,13 @@ def test_a_loss_of_ones_own_in_the_trainer(smoothing, balanced, random_ids, tmp_
     counted = (labels[:, 1:] != -100).sum(1)
     added = sum(n * model(row[None]).layer_loss for n, row in zip(counted, rows, strict=True)) / counted.sum()
     assert found["with"] == pytest.approx(expected + added.item(), rel=1e-4)
+
+
+def test_labels_of_rows_are_not_shifted():
+    """Several a row, as the Trainer counts them."""
+    outputs = InterdomainClassifierOutput(logits=torch.zeros(4, 3), layer_loss=torch.tensor(2.0))
+    loss = add_layer_loss(lambda outputs, labels, num_items_in_batch: torch.tensor(1.0))
+    assert loss(outputs, torch.ones(4, 3), num_items_in_batch=torch.tensor(24)) == 1 + 2.0 * 12 / 24
 
 
 def test_a_loss_in_a_loop_of_ones_own(balanced, random_ids, caplog):

@@ -126,7 +126,7 @@ MISTAKES = {
         [],
         "adapter is an adapter: name the model it was made for, and this with --adapter.",
     ),
-    "no tokenizer": ("speechless", [], "speechless holds no tokenizer."),
+    "no tokenizer": ("speechless", [], "speechless holds no tokenizer: tokenizer.save_pretrained writes it there."),
     "no adapter": ("base", ["--adapter", "{place}/wide"], "wide is not a folder with a saved adapter."),
     "width": (
         "base",

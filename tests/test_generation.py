@@ -265,7 +265,7 @@ def test_a_cache_that_has_read_all_is_refused(name, length, options, make_model,
     torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("size", [0, -2, 1.5])
+@pytest.mark.parametrize("size", [0, -2, 1.5, True])
 def test_pieces_of_a_prompt_hold_tokens(model, random_ids, size):
     ids, said = random_ids(1, 5), "prefill_chunk_size must be a positive number of tokens, or None for all, got "
     with pytest.raises(ValueError, match=said):

@@ -14,7 +14,7 @@ from packaging.version import Version
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from examples import publish, text_data
+from examples import evaluate_tasks, publish, text_data
 from model_cards import model_card
 from modeling_interdomain import InterdomainForCausalLM, InterdomainForSequenceClassification
 from tests.conftest import ROPE
@@ -523,3 +523,15 @@ def test_weights_are_never_pickled(sharded, tmp_path):
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(OSError, match="no file named model.safetensors"):
         AutoModelForCausalLM.from_pretrained(tmp_path, use_safetensors=True)
+
+
+def test_only_the_last_part_between_the_markers_is_ours():
+    own = f"What {model_card.START} means.\n"
+    assert model_card.own_text(f"{own}{model_card.START}\nours\n{model_card.END}\nend") == (own, "\nend")
+
+
+def test_what_is_no_number_is_no_result():
+    record = {"results": {"task": {"ppl,none": float("nan"), "acc,none": "N/A", "f1,none": 0.5}}}
+    assert [result.metric_type for result in model_card.harness_results(record)] == ["f1"]
+    table = {"n-samples": {}, "n-shot": {}}
+    assert [score.metric for score in evaluate_tasks.scores(record | table)] == ["f1"]

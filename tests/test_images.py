@@ -167,6 +167,10 @@ MISTAKES = {
         lambda model: model(pixel_values=pixels(), attention_mask=torch.ones(1, 12)),
         r"attention_mask must have shape \[\d+, 9\], one number a token without the learned one, got \[1, 12\]",
     ),
+    "numbered mask": (
+        lambda model: model(input_ids=torch.zeros(1, 4, dtype=torch.long), attention_mask=torch.tensor([[1, 1, 2, 2]])),
+        "attention_mask",
+    ),
     "mask of pairs": (
         lambda model: model(pixel_values=pixels(), attention_mask=torch.ones(1, 1, 9, 9)),
         r"attention_mask must have shape",

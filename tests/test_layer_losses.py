@@ -183,3 +183,8 @@ def test_two_processes_have_the_gradient_of_one(make_model, random_ids, tmp_path
     expected = dict(zip(dict(past.named_parameters()), torch.autograd.grad(loss, list(past.parameters()))))
     of_past = {name.removeprefix("model."): g for name, g in found["past the head"].items() if g is not None}
     torch.testing.assert_close(of_past, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_base_model_in_training_returns_a_tuple_where_one_is_asked_for(make_model, random_ids):
+    model = make_model(**EVERY_KEY).train()
+    assert type(model.model(random_ids(1, 6), return_dict=False)) is tuple

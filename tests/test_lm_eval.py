@@ -465,6 +465,8 @@ def test_a_missing_harness_is_named(checkpoint, data, capsys, monkeypatch):
     [
         ("lm_eval.json", "no record", "lm_eval.json is not a record of the harness: move it away."),
         ("lm_eval.json", "[1]", "lm_eval.json is not a record of the harness: move it away."),
+        ("lm_eval.json", '{"results": []}', "lm_eval.json is not a record of the harness: move it away."),
+        ("lm_eval.json", '{"results": {"a": 1}}', "lm_eval.json is not a record of the harness: move it away."),
         ("README.md", "---\na: [\n---\n", "The metadata at the top of "),
         ("README.md", "---\n- a\n---\n", "The metadata at the top of "),
         ("README.md", "---\nmodel-index: wrong\n---\n", "The metadata at the top of "),

@@ -328,7 +328,7 @@ MISTAKES = {
     other_width: "do not fit its config.json: 6 of another shape, for example model.layers.0.mlp.down_proj.weight.",
     leftover_weights: "do not fit its config.json: 1 unexpected, for example model.adapter.",
     diverged: "1 weights of {folder} are not finite, for example lm_head.weight.",
-    no_tokenizer: "has no tokenizer: tokenizer.save_pretrained writes it there.",
+    no_tokenizer: "holds no tokenizer: tokenizer.save_pretrained writes it there.",
     anothers_tokenizer: "has 310 tokens, the model only 300: it is another model's.",
     no_auto_map: "names no code (auto_map): load the model and save it again, which writes the code beside it.",
     lost_code: "lacks the code registry.py: load the model and save it again, which writes the code beside it.",
@@ -351,12 +351,12 @@ def test_a_folder_that_should_not_be_published(folder, capsys, mistake):
 
 UNUSABLE = {
     no_config: "is not a folder with a saved model.",
-    no_tokenizer: "holds no tokenizer.",
+    no_tokenizer: "holds no tokenizer: tokenizer.save_pretrained writes it there.",
     damaged_tokenizer: "does not load: ",
     no_weights: "does not load: Error no file named model.safetensors",
     damaged_weights: "copy or download again, from the Hub with force_download=True.",
     newer_choice: "feature_map must be one of silu_l2, fourier, fourier_shifted; got 'exponential'.",
-} | {mistake: MISTAKES[mistake] for mistake in (other_shape, other_width, leftover_weights)}
+} | {mistake: MISTAKES[mistake] for mistake in (other_shape, other_width, leftover_weights, anothers_tokenizer)}
 
 
 @pytest.mark.parametrize("mistake", UNUSABLE, ids=lambda mistake: mistake.__name__)
@@ -395,10 +395,12 @@ def test_recall_refuses_a_folder_of_a_newer_version(folder, tmp_path, capsys, ta
     assert capsys.readouterr().err.splitlines()[-1].endswith(MISTAKES[newer_choice])
 
 
-@pytest.mark.parametrize("damage", ["missing", "index"])
+@pytest.mark.parametrize("damage", ["missing", "index", "[]", '{"weight_map": {"a": null}}'])
 def test_shards_that_should_not_be_published(sharded, capsys, damage):
     if damage == "missing":
         second_shard(sharded).unlink()
+    elif damage != "index":
+        (sharded / "model.safetensors.index.json").write_text(damage)
     else:
         truncate(sharded / "model.safetensors.index.json")
     assert publish.main([str(sharded), "user/model"]) == 2

@@ -1078,3 +1078,18 @@ def test_parameters_in_one_flat_buffer(any_model, random_ids, assert_same):
     assert {p.storage_offset() % 2 for p in parameters} == {1}
     for found, wanted in zip(everything(), expected, strict=True):
         assert_same(found, wanted)
+
+
+def test_classification_behind_a_cache_reads_the_last_real_token_of_the_new_ones(make_model, random_ids, assert_same):
+    classifier = make_model("interdomain", InterdomainForSequenceClassification, num_labels=4)
+    ids, mask = random_ids(2, 6), torch.tensor([[1, 1, 1, 1, 1, 0], [1] * 6])
+    cache = InterdomainCache(classifier.config)
+    classifier(ids[:, :3], attention_mask=mask[:, :3], past_key_values=cache)
+    found = classifier(ids[:, 3:], attention_mask=mask, past_key_values=cache).logits
+    assert_same(found, classifier(ids, attention_mask=mask).logits)
+
+
+def test_unknown_keywords_are_named_where_attention_is_eager(make_model, random_ids):
+    model = make_model("softmax", attn_implementation="eager")
+    with pytest.raises(TypeError, match="does not know attention_maks, which would have no effect"):
+        model(random_ids(1, 4), attention_maks=torch.ones(1, 4))

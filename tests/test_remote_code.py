@@ -334,3 +334,18 @@ def test_saved_again_elsewhere(name, elsewhere, saved):
     assert {path.name for path in again.glob("*.py")} == files
     auto_map = json.loads((again / "config.json").read_text())["auto_map"]
     assert {key: value.split("--")[-1] for key, value in auto_map.items()} == AUTO_MAP
+
+
+@pytest.mark.parametrize(
+    ("backend", "module"),
+    [
+        ("recurrent", "naive"),
+        ("fft", "prefix"),
+        ("associative_scan", "prefix"),
+        ("scan", "scan"),
+        ("scan", "triton_scan"),
+    ],
+)
+def test_the_code_of_a_backend_travels_where_it_is_asked_for(backend, module, make_config):
+    assert f"ops_interdomain_{module}" in flat_code(make_config(backend=backend))
+    assert f"ops_interdomain_{module}" not in flat_code(make_config())

@@ -108,7 +108,9 @@ def _multiplied_in_bfloat16(config) -> bool:
     quantized = getattr(config, "quantization_config", None)
     if quantized is None:
         return False
-    return quantized.get("format") == "pack-quantized" or torch.cpu._is_amx_tile_supported()  # 4 bits; 8 bits in tiles
+    groups = [quantized, *quantized.get("config_groups", {}).values()]
+    packed = any(group.get("format") == "pack-quantized" for group in groups)  # 4 bits
+    return packed or torch.cpu._is_amx_tile_supported()
 
 
 def _head_sizes() -> list[int] | None:

@@ -319,7 +319,7 @@ def check_rest(cache: Cache, length: int, name: str, attention_mask: torch.Tenso
 def check_prefill(settings) -> None:
     """The pieces in which a prompt is read hold tokens."""
     size = settings.prefill_chunk_size
-    if size is not None and not (isinstance(size, int) and size > 0):
+    if size is not None and not (isinstance(size, int) and not isinstance(size, bool) and size > 0):
         raise ValueError(f"prefill_chunk_size must be a positive number of tokens, or None for all, got {size!r}.")
 
 

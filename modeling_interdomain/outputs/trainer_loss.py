@@ -25,6 +25,8 @@ def add_layer_loss(compute_loss: Callable[..., torch.Tensor]) -> Callable[..., t
 
     def loss(outputs: Any, labels: torch.Tensor | None, num_items_in_batch: torch.Tensor | int | None = None):
         own = compute_loss(outputs, labels, num_items_in_batch=num_items_in_batch)
-        return add_losses(own, outputs.get("layer_loss"), *share_of_step(labels, None, num_items_in_batch))
+        logits = outputs.get("logits")
+        as_they_are = labels if logits is not None and logits.ndim < 3 else None  # those of rows are not shifted
+        return add_losses(own, outputs.get("layer_loss"), *share_of_step(labels, as_they_are, num_items_in_batch))
 
     return loss

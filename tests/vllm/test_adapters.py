@@ -76,3 +76,14 @@ def test_adapters_of_other_parts_are_refused(adapted):
         pytest.raises(ValueError, match=r"expected target modules in .* but received \['lm_head', 'lm_head'\]"),
     ):
         served.engine.add_lora(LoRARequest("learned", 1, str(adapter)))
+
+
+def test_lora_is_mended_once():
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    from vllm_interdomain.adapters import spare_tokens_without_adapter
+
+    spare_tokens_without_adapter()
+    once = PunicaWrapperCPU._apply_shrink
+    spare_tokens_without_adapter()
+    assert PunicaWrapperCPU._apply_shrink is once

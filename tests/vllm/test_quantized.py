@@ -127,3 +127,13 @@ def test_quantized_weights_that_no_kernel_multiplies_in_float32(make_folder, bit
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: bits == 8)
     with pytest.raises(ValueError, match='in bfloat16 alone, so set dtype = "bfloat16"'):
         start(folder)
+
+
+def test_quantized_maps_with_biases(make_folder):
+    model, folder = make_folder("interdomain", model_dtype=torch.bfloat16, **HYBRID | {"attention_bias": True})
+    quantize(model, folder, 4)
+    start(folder, dtype="bfloat16")
+    file, name = folder / "model.safetensors", "model.layers.1.token_mixer.q_proj.bias"
+    save_file({key: x for key, x in load_file(file).items() if key != name}, file)
+    with pytest.raises(ValueError, match=f"lacks {name}"):
+        start(folder, dtype="bfloat16")

@@ -141,3 +141,37 @@ def test_what_is_served_starts(make_folder):
     """And no graph of it is captured, since none was seen to work."""
     _, folder = make_folder("interdomain-softmax")
     assert start(folder).model_config.enforce_eager
+
+
+def test_a_bidirectional_model_is_refused(make_folder):
+    _, folder = make_folder("softmax")
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"bidirectional": True}))
+    with pytest.raises(ValueError, match="a bidirectional model generates nothing"):
+        start(folder)
+
+
+LATER = {"token_mixers": ["interdomain", "interdomain", "inner_function"], "dynamic_mask": None, "head_dim": 8}
+
+
+def test_a_later_layer_that_is_not_served(make_folder):
+    _, folder = make_folder("inner-function", **LATER)
+    with pytest.raises(ValueError, match="its token_mixers name inner_function"):
+        start(folder)
+
+
+def test_weights_that_are_not_read_are_not_looked_at(make_folder):
+    _, folder = make_folder()
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors.popitem()
+    save_file(tensors, file)
+    start(folder, load_format="dummy")
+
+
+def test_a_tied_head_may_be_in_the_file(make_folder):
+    _, folder = make_folder(tie_word_embeddings=True)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file)
+    start(folder)
