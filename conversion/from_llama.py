@@ -45,7 +45,7 @@ from examples.text_data import (
     split_documents,
 )
 
-POSITIVE = ("state_size", "batch_size", "sequence_length", "learning_rate", "max_bytes", "held_out_bytes", "save_steps")
+POSITIVE = ("batch_size", "sequence_length", "learning_rate", "max_bytes", "held_out_bytes", "save_steps")
 # Not the other formats in which many repositories hold the same weights again.
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 DISTILLED, FINETUNED = "distilled", "fine-tuned"
@@ -96,8 +96,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    without = ("state_size",) if options.window and options.state_size == 0 else ()
-    check_positive(options, *(name for name in POSITIVE if name not in without))
+    if options.state_size or not options.window:
+        check_positive(options, "state_size")
+    check_positive(options, *POSITIVE)
     if min(options.distill_steps, options.finetune_steps) < 0 or not 0 <= options.kl_weight <= 1:
         raise InputError("--distill-steps and --finetune-steps must not be negative, --kl-weight lies in 0 to 1.")
     if options.distill_steps + options.finetune_steps and not options.data:

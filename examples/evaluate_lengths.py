@@ -59,9 +59,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def run(options: argparse.Namespace) -> None:
     logging.disable_progress_bar()
-    lengths = [int(factor * options.trained_length) for factor in options.factors if math.isfinite(factor)]
-    if len(lengths) < len(options.factors) or min(lengths) < 1:
+    if not all(1 <= factor * options.trained_length < math.inf for factor in options.factors):
         raise InputError("--trained-length times every factor must be at least one token.")
+    lengths = [int(factor * options.trained_length) for factor in options.factors]
     check_positive(options, "max_bytes")
     check_folder(options.output)
     documents = gather_documents(options.data, options.max_bytes)

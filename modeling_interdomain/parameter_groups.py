@@ -14,12 +14,10 @@ RECURRENCE_PARAMETERS = ("log_dt", "log_a_real", "a_imag", "B", "C", "readout", 
 # Of the Fourier features: a spectral density is not pulled towards zero. Nor is what multiplies a value (the table of a
 # dynamic mask, inner values, the gates of a window) or scores, nor the keys by which one is chosen, nor the rates of a
 # selective scan, nor the state that a layer begins with.
-_UNDECAYED = (
-    *("frequencies", "phases", "weights", "cls_token", "table", "keys", "values"),
-    *("memory_gate", "write_gate", "A_log", "state"),
-)
+_UNDECAYED = {"frequencies", "phases", "weights", "cls_token", "table", "keys", "values", "A_log", "state"}
+_UNDECAYED |= {"memory_gate", "write_gate"}
 # An expert that few tokens choose would have faded when one does.
-_EXPERTS = ("expert_keys", "expert_down", "expert_up")
+_UNDECAYED |= {"expert_keys", "expert_down", "expert_up"}
 
 
 def parameter_groups(
@@ -73,6 +71,6 @@ def _group_of(name: str, parameter: torch.nn.Parameter) -> str:
     if leaf in RECURRENCE_PARAMETERS:
         return "recurrence"
     gate = name.endswith("sparse.gate.weight")  # multiplies what a branch adds
-    if parameter.ndim < 2 or gate or leaf.endswith(("bias", "log_scale")) or leaf in _UNDECAYED + _EXPERTS:
+    if parameter.ndim < 2 or gate or leaf.endswith(("bias", "log_scale")) or leaf in _UNDECAYED:
         return "vectors"
     return "weights"

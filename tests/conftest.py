@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import importlib
+import json
 import os
 import resource
 import signal
@@ -201,6 +202,12 @@ PAIRS |= {
     for pair in ("softmax, cdmoe", "inner_function, mlp", "inner_function, cdmoe")
     for mask in ("position", "hard", "value")
 }
+
+
+def edit_config(folder, **changes) -> None:
+    """Write other values into the configuration of a saved model."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def dtypes_for(name: str) -> dict:

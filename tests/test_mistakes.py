@@ -24,6 +24,7 @@ from examples import (
     text_data,
 )
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
+from tests.conftest import edit_config
 from tests.hub_server import TOKEN, running_hub, speak_to
 from tests.test_examples import some_documents
 
@@ -48,11 +49,6 @@ def sharded(original, tmp_path):
     model.save_pretrained(tmp_path / "sharded", max_shard_size="40KB")
     AutoTokenizer.from_pretrained(original).save_pretrained(tmp_path / "sharded")
     return tmp_path / "sharded"
-
-
-def edit_config(folder, **changes):
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 def truncate(path):

@@ -17,6 +17,7 @@ from modeling_interdomain.saving.checkpoint_folder import damaged_weights
 MIXERS = ("interdomain", "s4d", "ssd", "selective_scan", "window", "softmax")
 QUANTIZED = ("compressed-tensors",)
 _NUMBERS = ("F64", "F32", "F16", "BF16")  # dtypes of safetensors that a weight has as it is
+Headers = dict[str, tuple[str, list[int]]]  # dtype and shape of tensors by name
 FEED_FORWARDS = ("mlp", "cdmoe", "none")
 
 
@@ -132,46 +133,49 @@ def check_weights(folder: str, config, load_format: str) -> None:
         return
     if damaged := damaged_weights(folder):
         raise ValueError(f"{folder} has {', '.join(damaged)} that cannot be read: copy or download again.")
-    found: dict[str, list[int]] = {}
-    coded = {}  # weights that are nothing without a scale
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                if name in found:
-                    raise ValueError(f"{folder} has {name} in {file.name} and in another file: keep one.")
-                part = tensors.get_slice(name)
-                found[name] = part.get_shape()
-                if part.get_dtype() not in _NUMBERS:
-                    coded[name] = part.get_dtype()
+    found = _headers(files)
     with torch.device("meta"):
         model = InterdomainForCausalLM(config)
     wanted = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
-    ties = set(model._tied_weights_keys) if config.tie_word_embeddings else set()
+    known = {*wanted, *(model._tied_weights_keys if config.tie_word_embeddings else ())}
     if getattr(config, "quantization_config", None):
-        found = _decoded(found, coded, model)
+        found = _decoded(found, model)
     problems = [f"lacks {name}" for name in wanted if name not in found]
-    problems += [f"has {name} in {coded[name]} and no scale for it" for name in wanted if name in coded]
-    problems += [
-        f"has {name} of shape {found[name]} instead of {shape}"
-        for name, shape in wanted.items()
-        if name in found and found[name] != shape
-    ]
-    problems += [f"has {name}, which no part of the model reads" for name in found if name not in {*wanted, *ties}]
+    for name in (name for name in wanted if name in found):
+        dtype, shape = found[name]
+        if dtype not in _NUMBERS:
+            problems.append(f"has {name} in {dtype} and no scale for it")
+        if shape != wanted[name]:
+            problems.append(f"has {name} of shape {shape} instead of {wanted[name]}")
+    problems += [f"has {name}, which no part of the model reads" for name in found if name not in known]
     if problems:
         more = f" and {len(problems) - 1} more such" if len(problems) > 1 else ""
         raise ValueError(f"The weights in {folder} are not those of its config.json: it {problems[0]}{more}.")
 
 
-def _decoded(found: dict[str, list[int]], coded: dict[str, str], model: nn.Module) -> dict[str, list[int]]:
+def _headers(files: list[Path]) -> Headers:
+    """What files of safetensors say of their tensors, each of which one file alone may hold."""
+    found: Headers = {}
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                if name in found:
+                    raise ValueError(f"{file.parent} has {name} in {file.name} and in another file: keep one.")
+                part = tensors.get_slice(name)
+                found[name] = part.get_dtype(), part.get_shape()
+    return found
+
+
+def _decoded(found: Headers, model: nn.Module) -> Headers:
     """With a weight in place of all tensors that stand for that of a linear map; their shapes their loader knows."""
-    found, parts = dict(found), defaultdict(set)
+    decoded, parts = dict(found), defaultdict(set)
     for name in found:
         parts[name.rpartition(".")[0]].add(name)
     for name, part in model.named_modules():
         weight, scale, packed = (f"{name}.{kind}" for kind in ("weight", "weight_scale", "weight_packed"))
-        if isinstance(part, nn.Linear) and scale in found and (weight in coded or packed in found):
+        coded = packed in found or (weight in found and found[weight][0] not in _NUMBERS)
+        if isinstance(part, nn.Linear) and scale in found and coded:
             for each in parts[name] - {f"{name}.bias"}:
-                del found[each]
-                coded.pop(each, None)
-            found[weight] = list(part.weight.shape)
-    return found
+                del decoded[each]
+            decoded[weight] = _NUMBERS[0], list(part.weight.shape)
+    return decoded

@@ -1,14 +1,12 @@
 """What is not served is refused in one sentence, before an engine is started."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from modeling_interdomain import InterdomainModel
-from tests.conftest import LENGTHENED
+from tests.conftest import LENGTHENED, edit_config
 from tests.vllm.engines import start
 
 PARTS = {
@@ -31,8 +29,7 @@ def test_parts_that_are_not_served(make_folder, name):
 
 def test_feed_forwards_that_are_not_served(make_folder):
     _, folder = make_folder("interdomain")
-    config = folder / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"feed_forwards": "mine"}))
+    edit_config(folder, feed_forwards="mine")
     with pytest.raises(ValueError, match="feed_forwards must be made of mlp, cdmoe, none or what"):
         start(folder)
 
@@ -75,9 +72,7 @@ def test_heads_that_the_attention_of_a_cpu_does_not_have(make_folder):
 
 def test_weights_quantized_in_another_way(make_folder):
     _, folder = make_folder()
-    config = folder / "config.json"
-    quantized = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
-    config.write_text(json.dumps(json.loads(config.read_text()) | quantized))
+    edit_config(folder, quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"})
     with pytest.raises(ValueError, match='weights quantized by "fp8" have not been seen to work in it'):
         start(folder)
 
@@ -104,8 +99,7 @@ def test_another_architecture_is_left_to_vllm(tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(vocab_size=48, **sizes)).save_pretrained(tmp_path)
     start(tmp_path)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": ["InterdomainForCausalLM"]}))
+    edit_config(tmp_path, architectures=["InterdomainForCausalLM"])
     with pytest.raises(ValueError, match="its model_type is 'llama', and this plugin knows \"interdomain\" alone"):
         start(tmp_path)
 
@@ -145,17 +139,14 @@ def test_what_is_served_starts(make_folder):
 
 def test_a_bidirectional_model_is_refused(make_folder):
     _, folder = make_folder("softmax")
-    config = folder / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"bidirectional": True}))
+    edit_config(folder, bidirectional=True)
     with pytest.raises(ValueError, match="a bidirectional model generates nothing"):
         start(folder)
 
 
-LATER = {"token_mixers": ["interdomain", "interdomain", "inner_function"], "dynamic_mask": None, "head_dim": 8}
-
-
 def test_a_later_layer_that_is_not_served(make_folder):
-    _, folder = make_folder("inner-function", **LATER)
+    layers = ["interdomain", "interdomain", "inner_function"]
+    _, folder = make_folder("inner-function", token_mixers=layers, dynamic_mask=None, head_dim=8)
     with pytest.raises(ValueError, match="its token_mixers name inner_function"):
         start(folder)
 
