@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from huggingface_hub import EvalResult, ModelCard
+from huggingface_hub import ModelCard
 from transformers.utils import logging
 from yaml import YAMLError
 
 from examples.report import markdown_table
 from examples.saved_model import add_folder, load, replace_text
 from examples.text_data import InputError, check_positive, exit_code
-from model_cards.model_card import HARNESS, is_number
+from model_cards.model_card import HARNESS, harness_results, is_number
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -137,23 +137,11 @@ def read_card(folder: Path) -> ModelCard:
         raise InputError(f"The metadata at the top of {path} cannot be read: correct or remove it.") from error
 
 
-def update_card(card: ModelCard, found: Sequence[Score], name: str) -> None:
-    """Put the scores into the metadata and between the two markers; all other text stays."""
+def update_card(card: ModelCard, record: dict[str, Any], found: Sequence[Score], name: str) -> None:
+    """Put the scores of the record into the metadata and between the two markers; all other text stays."""
     others = [result for result in card.data.eval_results or [] if result.source_name != HARNESS["source_name"]]
     card.data.model_name = card.data.model_name or name
-    card.data.eval_results = others + [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=score.task,
-            dataset_name=score.task,
-            dataset_args={"num_few_shot": score.shots} | ({"items": score.items} if score.items else {}),
-            metric_type=score.metric,
-            metric_name=score.metric,
-            metric_value=round(float(score.value), 4),
-            **HARNESS,
-        )
-        for score in found
-    ]
+    card.data.eval_results = others + harness_results(record)
     section = f"{START}\n\n{table(found)}\n\n{END}"
     before, start, rest = card.text.partition(START)
     if start:
@@ -205,7 +193,7 @@ def run(options: argparse.Namespace) -> None:
     record = json.loads(json.dumps(merge(record, results), default=handle_non_serializable))
     found = list(scores(record))
     print(table(found))
-    update_card(card, found, options.folder.resolve().name)
+    update_card(card, record, found, options.folder.resolve().name)
     try:
         replace_text(options.folder / RECORD, json.dumps(record, indent=2) + "\n")
         replace_text(options.folder / "README.md", str(card))

@@ -45,6 +45,7 @@ from examples.text_data import (
     split_documents,
 )
 from examples.train import Blocks, Collator
+from examples.training import stays_on_cpu
 
 RANK = 8
 
@@ -135,6 +136,7 @@ def make_trainer(
         logging_steps=10,
         save_strategy="no",
         dataloader_pin_memory=torch.accelerator.is_available(),  # elsewhere it only warns
+        use_cpu=stays_on_cpu(),
         report_to="none",
         label_names=["labels"],
         seed=options.seed,

@@ -80,13 +80,12 @@ def load_config(folder: Path) -> PreTrainedConfig:
 
 
 def code_files(folder: Path, config: PreTrainedConfig) -> list[str]:
-    """The Python files that `trust_remote_code` reads, all of which must be there."""
+    """The Python files that `trust_remote_code` reads, all of which must be there but those of another repository."""
     again = "load the model and save it again, which writes the code beside it"
-    entries = sorted(
-        {reference.split(".")[0] + ".py" for reference in (getattr(config, "auto_map", None) or {}).values()}
-    )
-    if not entries:
+    references = (getattr(config, "auto_map", None) or {}).values()
+    if not references:
         raise InputError(f"{folder / 'config.json'} names no code (auto_map): {again}.")
+    entries = sorted({reference.split(".")[0] + ".py" for reference in references if "--" not in reference})
     try:
         imported = [Path(path).name for entry in entries for path in get_relative_import_files(folder / entry)]
     except FileNotFoundError as error:

@@ -25,8 +25,7 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-TEXT_SUFFIXES = (".txt", ".md", ".py")
-TABLE_SUFFIXES = (".jsonl", ".parquet")
+SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 # Folders of the standard library that hold no programs to learn from: tests, other people's packages, character tables.
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings"}
 # A paragraph of prose: from a capital to a full stop, with nothing that tables, code and templates are full of.
@@ -323,10 +322,9 @@ def _read_source(source: str, seed: int) -> Iterator[str]:
     path = Path(source).expanduser()
     if path.is_file():
         return _read_file(path)
-    suffixes = TEXT_SUFFIXES + TABLE_SUFFIXES
     if path.is_dir():
-        return _read_files([file for file in path.rglob("*") if file.is_file() and file.suffix in suffixes], seed)
-    if path.is_absolute() or path.suffix in suffixes:
+        return _read_files([file for file in path.rglob("*") if file.is_file() and _suffix(file) in SUFFIXES], seed)
+    if path.is_absolute() or _suffix(path) in SUFFIXES:
         raise InputError(f"{source} does not exist.")
     return _read_dataset(source)
 
@@ -338,10 +336,15 @@ def _read_files(paths: Iterable[Path], seed: int) -> Iterator[str]:
         yield from _read_file(path)
 
 
+def _suffix(path: Path) -> str:
+    """Some write them in capitals."""
+    return path.suffix.lower()
+
+
 def _read_file(path: Path) -> Iterator[str]:
-    if path.suffix == ".jsonl":
+    if _suffix(path) == ".jsonl":
         yield from _read_jsonl(path)
-    elif path.suffix == ".parquet":
+    elif _suffix(path) == ".parquet":
         yield from _read_parquet(path)
     else:
         text = path.read_text(encoding="utf-8-sig", errors="replace")

@@ -57,7 +57,14 @@ from examples.text_data import (
     split_documents,
     train_tokenizer,
 )
-from examples.training import ExpertUsage, check_finite, cosine_with_warmup, parameter_groups, read_recipe
+from examples.training import (
+    ExpertUsage,
+    check_finite,
+    cosine_with_warmup,
+    parameter_groups,
+    read_recipe,
+    stays_on_cpu,
+)
 from modeling_interdomain import TokenMixer
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -297,6 +304,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[Recipe, Tex
     parser = HfArgumentParser((Recipe, Text), description=__doc__.splitlines()[0], epilog=epilog)
     defaults = {"output_dir": "runs/train", "logging_steps": 10, "report_to": "none", "save_total_limit": 2}
     defaults["logging_nan_inf_filter"] = False  # it would write 0 for a loss that is not a number
+    defaults["use_cpu"] = stays_on_cpu()
     defaults["dataloader_pin_memory"] = torch.accelerator.is_available()  # elsewhere it only warns
     lines = read_recipe(recipe)
     known = {action.dest for action in parser._actions}

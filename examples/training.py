@@ -21,6 +21,12 @@ from examples.text_data import InputError, nll_of_logits
 from modeling_interdomain import ChosenExperts, parameter_groups
 
 
+def stays_on_cpu() -> bool:
+    """Whether the Trainer must be kept from an accelerator that it would choose: Apple's GPUs have no float64."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == "mps"
+
+
 class Progress(NamedTuple):
     """One optimiser step."""
 

@@ -124,24 +124,28 @@ def report_results(report: dict, config: PreTrainedConfig) -> list[EvalResult]:
 
 
 def harness_results(record: dict) -> list[EvalResult]:
-    """What lm-eval measured (its "results" by task); standard errors are left out."""
+    """What lm-eval measured (its "results" by task), by the tasks' names; standard errors are left out."""
     results = []
-    for task, figures in record["results"].items():
+    for task, figures in sorted(record["results"].items()):
         items = record.get("n-samples", {}).get(task)
         shots = record.get("n-shot", {}).get(task)
-        facts = [] if shots is None else [f"{shots}-shot"]
-        facts += [f"{items['effective']:,} of {items['original']:,} items"] if items else []
+        told = {} if shots is None else {"num_few_shot": shots}
+        told |= {"items": f"{items['effective']:,} of {items['original']:,}"} if items else {}
+        facts = [
+            f"{told[name]}{unit}" for name, unit in (("num_few_shot", "-shot"), ("items", " items")) if name in told
+        ]
         data = f"{task} ({', '.join(facts)})" if facts else task
+        source: dict[str, Any] = {**HARNESS, "dataset_args": told or None}
         for name, value in figures.items():
             metric, comma, variant = name.partition(",")
             if comma and is_number(value) and not metric.endswith("_stderr"):
                 measure = metric if variant == "none" else f"{metric} ({variant})"
-                results.append(_result("text-generation", task, data, metric, measure, value, **HARNESS))
+                results.append(_result("text-generation", task, data, metric, measure, value, **source))
     return results
 
 
 def _result(
-    task: str, dataset: str, dataset_name: str, metric: str, measure: str, value: float, **source: str
+    task: str, dataset: str, dataset_name: str, metric: str, measure: str, value: float, **source: Any
 ) -> EvalResult:
     return EvalResult(
         task_type=task,

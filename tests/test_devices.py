@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from modeling_interdomain import InterdomainCache, InterdomainStaticCache
+from modeling_interdomain.inputs.checks import check_device
 
 
 @pytest.fixture(params=["interdomain", "one-group", "s4d", "cheems", "mamba2", "selective-scan", "hax", "windowed"])
@@ -59,3 +60,26 @@ def test_a_model_without_numbers_is_run_for_its_shapes(each_operator, training):
             logits = model(ids[:, :length], past_key_values=cache).logits
             assert logits.is_meta and logits.shape == (2, length, model.config.vocab_size)
     assert int(cache.get_seq_length()) == 13
+
+
+class _OnAnApple(torch.Tensor):
+    """A tensor of which only the place and the shape are known."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise AssertionError(f"{func} was computed.")
+
+
+@pytest.mark.parametrize("name", ["interdomain", "cheems", "s4d", "selective-scan", "windowed"])
+def test_a_device_without_float64_is_refused_before_anything_is_computed(name, make_model):
+    """A Trainer and a pipeline take Apple's GPU by themselves."""
+    model = make_model(name)
+    cache = InterdomainCache(model.config)
+    tokens = torch.Tensor._make_wrapper_subclass(_OnAnApple, (1, 5, 32), dtype=torch.float32, device="mps")
+    with pytest.raises(ValueError, match=r"need float64, which mps lacks: use the CPU \(Trainer: use_cpu=True"):
+        model(inputs_embeds=tokens, past_key_values=cache)
+    model(torch.ones(1, 3, dtype=torch.long), past_key_values=cache)  # which nothing has touched
+
+
+def test_layers_without_a_recurrence_may_run_on_any_device(make_model):
+    check_device([layer.token_mixer for layer in make_model("softmax").model.layers], torch.device("mps"))

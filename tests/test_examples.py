@@ -127,6 +127,13 @@ def test_folder_of_every_format(tmp_path):
     assert both == ["text", "markdown"]
 
 
+def test_a_suffix_may_be_in_capitals(tmp_path):
+    (tmp_path / "ROWS.JSONL").write_text('{"text": "row"}\n')
+    (tmp_path / "NOTE.TXT").write_text("text")
+    assert sorted(text_data.gather_documents([str(tmp_path)])) == ["row", "text"]
+    assert text_data.gather_documents([str(tmp_path / "ROWS.JSONL")]) == ["row"]
+
+
 def test_dataset_by_name(monkeypatch):
     import datasets
 

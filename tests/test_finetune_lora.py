@@ -101,6 +101,15 @@ def test_from_a_model_to_an_adapter_and_a_merged_model(place, start, tmp_path, c
     assert len(AutoTokenizer.from_pretrained(tmp_path / "merged")) == 300
 
 
+def test_a_run_keeps_to_the_cpu_of_a_computer_by_apple(place, start, monkeypatch):
+    made = []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+    monkeypatch.setattr(finetune_lora, "TrainingArguments", lambda **given: made.append(given) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        start("base")
+    assert made[0]["use_cpu"] is True
+
+
 def test_an_adapter_is_trained_further_or_only_merged(start, tmp_path):
     assert start("base", "--targets", "all-linear", "q_proj", "--rank", "2") == 0  # the second is one of them
     first = json.loads((tmp_path / "out" / "results.json").read_text())

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from accelerate import cpu_offload
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from modeling_interdomain import InterdomainCache, StateStore
 from modeling_interdomain.generation.prompt_store import store_of
@@ -99,6 +100,32 @@ def test_the_librarys_own_way_there(make_model, prompts):
     assert found[0, 0].tolist() == prompts[0] + alone(model, prompts[0], max_new_tokens=4)
 
 
+@pytest.mark.parametrize("limits", [{"max_requests_per_batch": 2}, {"max_batch_tokens": 3}], ids=str)
+def test_the_librarys_limits_bound_a_forward(make_model, prompts, limits):
+    model, sizes = make_model(), []
+    options = {"max_new_tokens": 5, "do_sample": False}
+    expected = model.generate_batch(prompts, **options)
+    model.model.embed_tokens.register_forward_pre_hook(lambda module, ids: sizes.append(tuple(ids[0].shape)))
+    found = model.generate_batch(prompts, None, ContinuousBatchingConfig(**limits), **options)
+    assert {name: x.generated_tokens for name, x in found.items()} == {
+        name: x.generated_tokens for name, x in expected.items()
+    }
+    if "max_batch_tokens" in limits:
+        assert max(rows * length for rows, length in sizes) == 3
+    else:
+        assert max(rows for rows, _ in sizes) == 2
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_callers_of_the_librarys_method_may_show_a_bar(make_model, prompts, capsys, shown):
+    """As TRL's trainers call it."""
+    settings = GenerationConfig(max_new_tokens=3, do_sample=False)
+    options = {"record_timestamps": False, "persistent_manager": False, "warmup": True, "progress_bar": shown}
+    found = make_model().generate_batch(prompts, settings, ContinuousBatchingConfig(), **options)
+    assert all(len(x.generated_tokens) == 3 for x in found.values())
+    assert (f"{len(prompts)}/{len(prompts)}" in capsys.readouterr().err) is shown
+
+
 def test_sampled_text_repeats_with_the_seed(make_model, prompts):
     model, texts = make_model(), []
     for _ in range(2):
@@ -125,6 +152,7 @@ def test_sampled_text_repeats_with_the_seed(make_model, prompts):
         ([[5]], {"max_time": 1.0}, "does not heed max_time"),
         ([[5]], {"output_scores": True}, "does not heed output_scores"),
         ([[5]], {"wide": 3}, "does not know wide"),
+        ([[5]], {"record_timestamps": True}, "does not know record_timestamps"),
         ([[4.5]], {}, "Prompt 0 must be a list of token ids, which are whole numbers"),
         ([5, 6], {}, "Prompt 0 must be a list of token ids, got int"),
         (["five"], {}, "Prompt 0 must be a list of token ids, got str"),

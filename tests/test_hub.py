@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from examples import evaluate_tasks, publish, text_data
 from model_cards import model_card
 from modeling_interdomain import InterdomainForCausalLM, InterdomainForSequenceClassification
-from tests.conftest import ROPE
+from tests.conftest import ROPE, edit_config
 from tests.hub_server import TOKEN, metadata_problem, running_hub, speak_to
 from tests.test_examples import some_documents
 from tests.test_remote_code import AUTO_MAP
@@ -250,6 +250,18 @@ def test_weights_in_one_repository_and_code_in_another(here, fresh, tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(results["logits"], model(ids).logits)
         torch.testing.assert_close(results["body"], model.model(ids).last_hidden_state)
+
+
+def test_a_model_that_came_without_its_code_is_published_so(here, fresh):
+    """As it was downloaded: its configuration names the repository of the code."""
+    for path in fresh.glob("*.py"):
+        path.unlink()
+    named = {kind: f"user/code--{path}" for kind, path in AUTO_MAP.items()}
+    edit_config(fresh, auto_map=named)
+    assert publish.main([str(fresh), "user/again"]) == 0
+    files = here.repositories["user/again"].files
+    assert "model.safetensors" in files and not any(name.endswith(".py") for name in files)
+    assert json.loads(files["config.json"])["auto_map"] == named
 
 
 def test_a_repository_for_code_is_another_one(fresh, capsys):

@@ -902,6 +902,12 @@ def test_unknown_keywords_are_refused(each_mixer, model_class, random_ids):
     torch.testing.assert_close(output[0], model(ids, use_cache=False)[0])
 
 
+def test_the_base_model_takes_what_is_for_its_head(make_model, random_ids):
+    """As TRL's trainer for distillation calls it, which multiplies with the head itself."""
+    base, ids = make_model("interdomain").model, random_ids(1, 5)
+    assert base(ids, logits_to_keep=2).last_hidden_state.equal(base(ids).last_hidden_state)
+
+
 def test_generate_hands_its_own_keywords_on(each_mixer, random_ids):
     ids = each_mixer.generate(random_ids(1, 3), max_new_tokens=2, tokenizer=object())
     assert ids.shape == (1, 5)

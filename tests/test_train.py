@@ -148,6 +148,16 @@ def test_the_optimiser_is_the_papers(options):
     assert all(a[0] > b[0] for a, b in zip(rates[1:], rates[2:]))
 
 
+@pytest.mark.parametrize(("accelerator", "stays"), [("mps", True), ("cuda", False)])
+def test_a_run_keeps_to_the_cpu_of_a_computer_by_apple(options, monkeypatch, accelerator, stays):
+    """Whose GPU has no float64: the Trainer would take it by itself."""
+    given = options()
+    place = given.index("--use_cpu")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(accelerator))
+    args, _ = train.parse_arguments([*given[:place], *given[place + 2 :]])
+    assert args.use_cpu is stays and args.device.type == "cpu"  # there is nothing else here
+
+
 def test_the_recipe_of_cheems_is_its_papers(options):
     given = {"recipe": train.REPOSITORY / "recipes" / "cheems.yaml", "config": CHEEMS, "max_steps": 6}
     args, _ = train.parse_arguments(options(**given, warmup_tokens=64))

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 from transformers import LogitsProcessorList
 
 from ..inputs.checks import check_prefill
@@ -21,6 +22,8 @@ _UNHEEDED = (
     *("stop_strings", "max_time", "token_healing", "dola_layers", "constraints", "force_words_ids"),
     *("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states"),
 )
+# Options of the library's `generate_batch` that ask for nothing, or with True alone for what its engine does.
+_FREE, _ENGINES = ("warmup",), ("record_timestamps", "persistent_manager")
 ROWS = 8  # in flight at once, where nobody asks for another number
 # Options that need several rows a prompt, or another way to write than one token a row and step; beside them the value
 # that asks for nothing, as None does.
@@ -170,12 +173,17 @@ class Batch:
         return cache
 
 
-def write_batch(model, prompts: Sequence[Sequence[int]], generation_config, rows: int, options: dict[str, Any]):
-    """`generate_batch` of a model; `rows` are in flight at once, `options` those of `generate`."""
+def write_batch(model, prompts: Sequence[Sequence[int]], generation_config, limits: Any, options: dict[str, Any]):
+    """`generate_batch` of a model, with `limits` of a `ContinuousBatchingConfig` or None."""
+    rows, piece = limits_of(limits)
+    options = {name: x for name, x in options.items() if name not in _FREE and (x or name not in _ENGINES)}
+    rows, bar = options.pop("max_batch_size", rows), options.pop("progress_bar", False)
     unset = unset_lengths(model, generation_config, options)
     config, others = model._prepare_generation_config(generation_config, **options)
     if not isinstance(rows, int) or rows < 1:
         raise ValueError(f"max_batch_size must be positive, got {rows}.")
+    if piece is not None:
+        rows, config.prefill_chunk_size = min(rows, piece), piece
     if not hasattr(prompts, "__iter__"):
         raise ValueError(f"Prompts are a list of lists of token ids, got {type(prompts).__name__}.")
     if others:
@@ -194,11 +202,23 @@ def write_batch(model, prompts: Sequence[Sequence[int]], generation_config, rows
     if (found := store_of(model)) is not None:
         store, fingerprint = found
         store.announce(fingerprint, [list(request.prompt) for request in requests])
-    while batch.requests:
-        batch.step()
-        if error := next((request.error for request in requests if request.error is not None), None):
-            raise ValueError(f"{error[:-1]}: ask for fewer tokens.")
+    with tqdm(total=len(requests), desc="Writing", unit="text", disable=not bar) as shown:
+        while left := len(batch.requests):
+            batch.step()
+            if error := next((request.error for request in requests if request.error is not None), None):
+                raise ValueError(f"{error[:-1]}: ask for fewer tokens.")
+            shown.update(left - len(batch.requests))
     return {request.name: request.output() for request in requests}
+
+
+def limits_of(limits: Any) -> tuple[int, int | None]:
+    """The rows in flight, and the most tokens of a forward or None, of a `ContinuousBatchingConfig` or None."""
+    tokens = getattr(limits, "max_batch_tokens", None)
+    rows = getattr(limits, "max_requests_per_batch", None)
+    given = [limit for limit in (rows, tokens) if limit is not None] or [ROWS]
+    if min(given) < 1:
+        raise ValueError(f"max_requests_per_batch and max_batch_tokens must be positive, got {min(given)}.")
+    return min(given), tokens
 
 
 def unset_lengths(model, generation_config, options: dict[str, Any]) -> dict[str, bool]:

@@ -213,7 +213,7 @@ class InterdomainGenerationMixin(GenerationMixin):
             raise NotImplementedError(reason)
         return super().continuous_batching_context_manager(*args, **kwargs)
 
-    def generate_batch(self, inputs, generation_config=None, *, max_batch_size: int = 8, **kwargs):
+    def generate_batch(self, inputs, generation_config=None, continuous_batching_config=None, **kwargs):
         """Write after many prompts with continuous batching.
 
         A request in flight is a row of one cache: as soon as one ends, the next prompt is read into its row. A state
@@ -224,8 +224,8 @@ class InterdomainGenerationMixin(GenerationMixin):
         Args:
             inputs: token ids, a list for each prompt; of any lengths.
             generation_config: default: the model's own.
-            max_batch_size: prompts in flight at once. Default: 8.
-            kwargs: of a `GenerationConfig`, as for `generate`.
+            continuous_batching_config: as of a `RequestManager`; or `max_batch_size` prompts in flight. Default: 8.
+            kwargs: of a `GenerationConfig`, as for `generate`, and `progress_bar`.
 
         Returns:
             `{request id: GenerationOutput}` in the order of the prompts; `generated_tokens` are what `generate` writes
@@ -239,7 +239,7 @@ class InterdomainGenerationMixin(GenerationMixin):
         """
         from .batch import write_batch
 
-        return write_batch(self, inputs, generation_config, max_batch_size, kwargs)
+        return write_batch(self, inputs, generation_config, continuous_batching_config, kwargs)
 
 
 def store_of_environment() -> Any:

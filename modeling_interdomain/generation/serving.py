@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from .batch import ROWS, Batch, Request, check_way, unset_lengths, why_not_batched
+from .batch import Batch, Request, check_way, limits_of, unset_lengths, why_not_batched
 
 logger = logging.get_logger(__name__)
 
@@ -60,15 +60,11 @@ class RequestManager:
         self._unset = unset_lengths(model, generation_config, {})
         self.generation_config, _ = model._prepare_generation_config(generation_config)
         check_way(self.generation_config)
-        tokens = getattr(continuous_batching_config, "max_batch_tokens", None)
-        rows = getattr(continuous_batching_config, "max_requests_per_batch", None)
-        limits = [limit for limit in (rows, tokens) if limit is not None] or [ROWS]
-        if min(limits) < 1:
-            raise ValueError(f"max_requests_per_batch and max_batch_tokens must be positive, got {min(limits)}.")
+        rows, tokens = limits_of(continuous_batching_config)
         if tokens is not None:
             self.generation_config.prefill_chunk_size = tokens
         self.background_thread_status = SimpleNamespace(fatal_error=None)  # where the server looks for one
-        self._batch = Batch(model, min(limits), self._tell, apart=True)
+        self._batch = Batch(model, rows, self._tell, apart=True)
         self._orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._thread: Thread | None = None
         self._stopping = False

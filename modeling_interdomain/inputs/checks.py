@@ -20,9 +20,6 @@ _NUMBERED = (
     "documents as seq_idx."
 )
 
-# The attention implementations that take another mask for each head.
-_WINDOWED = ("eager", "sdpa")
-
 
 def check_tensors(**given) -> None:
     """Refuse lists and arrays in the place of tensors."""
@@ -157,9 +154,17 @@ def check_mask(attention_mask, seen, batch: int, length: int) -> None:
         raise ValueError(_NUMBERED)
 
 
+def check_device(mixers: list[TokenMixer], device: torch.device) -> None:
+    """Recurrences compute what they decay by in float64, which Apple's GPUs do not have."""
+    if device.type == "mps" and any(hasattr(mixer, "recurrence") for mixer in mixers):
+        raise ValueError(
+            'Recurrences need float64, which mps lacks: use the CPU (Trainer: use_cpu=True, pipeline: device="cpu").'
+        )
+
+
 def check_causal(config, causal: bool | None) -> None:
     """The library's `is_causal=False` is possible where all layers can see later tokens."""
-    if causal in (None, True) or (set(config.layer_types) == {"full_attention"} and not any(config.windowed_layers)):
+    if causal in (None, True) or "linear_attention" not in config.mask_kinds:
         return
     raise ValueError("is_causal=False needs attention to all tokens in all layers: the others see earlier tokens only.")
 
@@ -171,13 +176,11 @@ def check_forks(mask: Any, config, mixers: list[TokenMixer], cache: Cache | None
     """
     if not isinstance(mask, torch.Tensor) or mask.ndim == 2:
         return None
-    (batch, length), windowed = shape, any(config.windowed_layers)
-    recurrent = [mixer.reads_forks for mixer in mixers]
-    softmax = [kind == "full_attention" for kind in config.layer_types]
-    if all(softmax) and not windowed:
+    if "linear_attention" not in config.mask_kinds:
         return None
-    alone = cache is None and not torch.compiler.is_compiling()
-    known = all(map(any, zip(recurrent, softmax))) and not windowed
+    (batch, length), alone = shape, cache is None and not torch.compiler.is_compiling()
+    known = all(mixer.reads_forks or kind == "full_attention" for mixer, kind in zip(mixers, config.layer_types))
+    known = known and not any(config.windowed_layers)
     if not alone or not known or mask.shape not in ((batch, 1, length, length), (1, 1, length, length)):
         raise ValueError(
             "attention_mask must have shape [B, past + T], or for recurrent layers and plain softmax, without a cache "
@@ -282,11 +285,10 @@ def check_layers(config, mixers: list[TokenMixer]) -> None:
 
 def check_cache_layers(cache: Cache, config) -> None:
     """The layers of a cache are of the model's kinds; one whose layers are not cannot tell its length either."""
-    windowed, like_others = config.windowed_layers, set(config.layer_types) == {"full_attention"}
-    if cache.layer_class_to_replicate is not None and like_others and not any(windowed):
+    if cache.layer_class_to_replicate is not None and "linear_attention" not in config.mask_kinds:
         return
     kinds = ["keys_values" if kind == "full_attention" else "recurrent" for kind in config.layer_types]
-    kinds = ["window" if window else kind for kind, window in zip(kinds, windowed)]
+    kinds = ["window" if window else kind for kind, window in zip(kinds, config.windowed_layers)]
     if [kind_of(layer) for layer in cache.layers] != kinds:
         raise ValueError(
             f"past_key_values ({type(cache).__name__} of {len(cache.layers)} layers) does not fit the {len(kinds)} "
@@ -319,14 +321,13 @@ def check_rest(cache: Cache, length: int, name: str, attention_mask: torch.Tenso
 def check_prefill(settings) -> None:
     """The pieces in which a prompt is read hold tokens."""
     size = settings.prefill_chunk_size
-    if size is not None and not (isinstance(size, int) and not isinstance(size, bool) and size > 0):
+    if size is not None and not (type(size) is int and size > 0):
         raise ValueError(f"prefill_chunk_size must be a positive number of tokens, or None for all, got {size!r}.")
 
 
 def check_early_exit(config, layers: int | None) -> None:
     """The first layers that draft are layers of the model."""
-    whole = isinstance(layers, int) and not isinstance(layers, bool)
-    if layers is not None and not (whole and 1 <= layers <= config.num_hidden_layers):
+    if layers is not None and not (type(layers) is int and 1 <= layers <= config.num_hidden_layers):
         raise ValueError(
             f"assistant_early_exit must be from 1 to num_hidden_layers = {config.num_hidden_layers}, the layers that "
             f"guess, got {layers!r}."
@@ -380,8 +381,7 @@ def check_cache(cache: Cache | None, config, mixers: list[TokenMixer], batch: in
             hint = ""
             plain = {shape[-1] for shape in found.shapes} == {config.head_dim}
             if config.dynamic_mask == "value" and config.layer_types[i] == "full_attention" and plain:
-                hint = ' (dynamic_mask = "value" keeps a bias with each key, which prefix tuning does not make: use '
-                hint += "prompt tuning)"
+                hint = ' (prefix tuning does not make the biases of dynamic_mask = "value": use prompt tuning)'
             rows = found.shapes[0][0]
             alike = [[batch, *shape[1:]] for shape in found.shapes] == expected and batch % rows == 0
             if alike and all(hasattr(layer, "batch_repeat_interleave") for layer in cache.layers):
@@ -422,11 +422,10 @@ def check_dynamic_mask(
     """
     if config.dynamic_mask is None:
         return inputs_embeds
-    if config.dynamic_mask_window is not None and config._attn_implementation not in _WINDOWED:
-        names = " or ".join(f'"{name}"' for name in _WINDOWED)
+    if config.dynamic_mask_window is not None and config._attn_implementation not in ("eager", "sdpa"):
         raise ValueError(
             "dynamic_mask_window hides other keys from each head, which attn_implementation = "
-            f'"{config._attn_implementation}" cannot do: use {names}.'
+            f'"{config._attn_implementation}" cannot do: use "eager" or "sdpa".'
         )
     kind, room = config.dynamic_mask, config.longest_text
     if room is None or torch.compiler.is_exporting():

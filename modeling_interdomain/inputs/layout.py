@@ -30,6 +30,7 @@ from .checks import (
     check_cache,
     check_causal,
     check_cu_seqlens,
+    check_device,
     check_dynamic_mask,
     check_forks,
     check_layers,
@@ -84,6 +85,7 @@ def lay_out(
     """
     config, shape = model.config, inputs_embeds.shape[:2]
     with refused_together(sequence_group, model):
+        check_device(mixers, inputs_embeds.device)
         seen = _check(config, mixers, shape, attention_mask, position_ids, cache, kwargs)
         if sequence_group is not None:
             from ..parallel.sequence import check_sequence_group, place_piece
