@@ -110,7 +110,7 @@ def number(report: dict, name: str) -> float | None:
 
 def is_number(value: Any) -> bool:
     """Whether a value of a report is a figure; NaN and infinity are none."""
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def report_results(report: dict, config: PreTrainedConfig) -> list[EvalResult]:

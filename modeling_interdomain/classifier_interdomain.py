@@ -92,7 +92,7 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
 
         Returns:
             logits `[B, num_labels]`, read at the learned token or at the last token that `attention_mask` marks as
-            real (without a mask: the last one that is not `pad_token_id`).
+            real (without one `[B, T]`: the last one that is not `pad_token_id`).
 
         Raises:
             ValueError: when the inputs do not fit the model or each other.

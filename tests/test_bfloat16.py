@@ -164,3 +164,10 @@ def test_a_single_row_is_projected_as_the_module_would(bias):
     assert relative_error(found, expected) < U
     linear.register_forward_hook(lambda module, inputs, y: y + 1)
     assert torch.equal(project(linear, x), linear(x)), "what hangs on the module is heard"
+
+
+def test_a_residual_stream_in_float32_is_no_narrower_than_the_model(make_model, random_ids):
+    ids = random_ids(2, 6)
+    torch.testing.assert_close(
+        make_model(residual_in_fp32=True)(ids).logits, make_model()(ids).logits, rtol=0, atol=1e-12
+    )

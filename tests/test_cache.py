@@ -1064,3 +1064,30 @@ def test_two_caches_under_two_names_are_refused(each_mixer, random_ids, contents
             called(ids, past_key_values=first, cache=second)
         assert not first.get_seq_length() and not second.get_seq_length()
     assert each_mixer(ids, past_key_values=first, cache=None)[CACHE_NAME] is first
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_static_cache_that_records_hides_its_unused_room(
+    make_model, implementation, random_ids, advance, assert_same
+):
+    model, ids = make_model("interdomain-softmax", attn_implementation=implementation), random_ids(2, 6)
+    cache = InterdomainStaticCache(model.config, max_cache_len=32)
+    cache.activate_past_recording()
+    steps = [advance(model, cache, ids[:, :5]), advance(model, cache, ids[:, 5:])]
+    with torch.no_grad():
+        assert_same(torch.cat(steps, dim=1), model(ids, use_cache=False).logits)
+
+
+def test_a_cache_of_more_layers_is_refused(make_model, random_ids):
+    """Also where the first are alike."""
+    cache = make_model(num_hidden_layers=3)(random_ids(2, 5), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="InterdomainCache of 3 layers. does not fit the 2 layers"):
+        make_model()(random_ids(2, 1), past_key_values=cache)
+
+
+def test_rows_that_do_not_divide_the_batch_are_not_repeated(make_model, random_ids):
+    model = make_model()
+    cache = model(random_ids(2, 5), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="it belongs to another model or batch") as error:
+        model(random_ids(3, 1), past_key_values=cache)
+    assert "batch_repeat_interleave" not in str(error.value)

@@ -228,3 +228,8 @@ def test_gradients_of_vectorised_code(layer, heads, groups, run, make_model, ran
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     finally:
         torch._dynamo.reset()
+
+
+def test_backends_of_loops_are_no_whole_graph(make_model):
+    assert not make_model(backend="recurrent")._can_compile_fullgraph
+    assert make_model(backend="chunk")._can_compile_fullgraph

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from modeling_interdomain import InterdomainCache, InterdomainConfig
 from modeling_interdomain.cache.recurrent import RecurrentLayer
+from modeling_interdomain.layers.common import backend_of
 from modeling_interdomain.layers.configuration import ModelFields
 from modeling_interdomain.mixers.interdomain.configuration import STARTS
 from modeling_interdomain.model_cache.fingerprint import _fields_of
@@ -386,3 +387,15 @@ def test_a_model_of_the_first_layers_takes_the_first_names():
     names = {name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters()}
     assert any("layers.0.token_mixer.recurrence" in name for name in names)
     assert not any("mlp" in name or "layers.1" in name for name in names)
+
+
+def test_a_backend_that_an_operator_has_not_is_auto(make_config):
+    config = make_config(backend="fft")
+    assert backend_of(config) == "fft" and backend_of(config, ("auto", "chunk")) == "auto"
+    assert backend_of(config, ("auto", "fft")) == "fft"
+
+
+def test_numbers_without_end_are_none():
+    for name in ("rms_norm_eps", "initializer_range"):
+        with pytest.raises(Exception, match=f"{name} must be a finite number from 0, got inf"):
+            InterdomainConfig(**{name: float("inf")})

@@ -15,6 +15,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from conversion import distill, shares, teach
@@ -427,3 +428,81 @@ def test_a_model_is_left_as_it_answers(place, tmp_path):
     stage = distill.Stage("whole", lambda: lambda batch: model.lm_head.weight.mean(), 1, 1e-3)
     distill.train_stage(model, stage, itertools.repeat(ids(8)), distill.Progress(tmp_path / "training.pt", 1))
     assert not model.training
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.25, 1.0])
+def test_the_loss_of_a_text_is_the_weighted_mean_of_both(place, weight):
+    teacher = LlamaForCausalLM.from_pretrained(place / "llama").eval()
+    student = AutoModelForCausalLM.from_pretrained(place / "windows").eval()
+    text = ids(49)
+    value = distill.finetuning_loss(teacher, student, weight)(text)
+    with torch.no_grad():
+        found, wanted = (model(text[:, :-1]).logits.flatten(0, 1).log_softmax(-1) for model in (student, teacher))
+    expected = (1 - weight) * F.nll_loss(found, text[:, 1:].flatten())
+    expected = expected + weight * F.kl_div(found, wanted, log_target=True, reduction="batchmean")
+    torch.testing.assert_close(value.detach(), expected)
+
+
+def test_a_stage_trains_with_gradients_of_at_most_one(place, tmp_path, monkeypatch):
+    model, seen = AutoModelForCausalLM.from_pretrained(place / "windows").eval(), []
+    clip = distill.clip_gradients
+
+    def clipped(optimizer, most):
+        clip(optimizer, most)
+        norms = [x.grad.norm() for group in optimizer.param_groups for x in group["params"] if x.grad is not None]
+        seen.append((model.training, torch.stack(norms).norm().item()))
+
+    monkeypatch.setattr(distill, "clip_gradients", clipped)
+    stage = distill.Stage("whole", lambda: lambda batch: 1e3 * model.lm_head.weight.square().sum(), 1, 1e-3)
+    distill.train_stage(model, stage, itertools.repeat(ids(8)), distill.Progress(tmp_path / "training.pt", 1))
+    assert seen == [(True, pytest.approx(1.0, rel=1e-3))]
+
+
+def test_the_schedule_ends_with_the_clock(place, tmp_path, monkeypatch):
+    """Where time runs out before the steps do."""
+    model, rates = AutoModelForCausalLM.from_pretrained(place / "windows"), []
+    clock = itertools.count(0.0, 4.0)
+    monkeypatch.setattr(distill.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(
+        distill, "clip_gradients", lambda optimizer, most: rates.append(optimizer.param_groups[0]["lr"])
+    )
+    stage = distill.Stage("whole", lambda: lambda batch: model.lm_head.weight.mean(), 1000, 1e-3, seconds=20.0)
+    distill.train_stage(model, stage, itertools.repeat(ids(8)), distill.Progress(tmp_path / "training.pt", 100))
+    assert len(rates) == 5 and rates[-1] == pytest.approx(1e-4) and rates == sorted(rates, reverse=True)
+
+
+def test_what_does_not_learn_is_not_kept(place, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(place / "windows").requires_grad_(False)
+    model.lm_head.weight.requires_grad_(True)
+    stage = distill.Stage("whole", lambda: lambda batch: model.lm_head.weight.mean(), 1, 1e-3)
+    distill.train_stage(model, stage, itertools.repeat(ids(8)), distill.Progress(tmp_path / "training.pt", 1))
+    assert list(torch.load(tmp_path / "training.pt", weights_only=True)["model"]) == ["lm_head.weight"]
+
+
+def test_lengths_have_their_own_rotations(place):
+    teacher = LlamaForCausalLM.from_pretrained(place / "llama").eval()
+    student = AutoModelForCausalLM.from_pretrained(place / "windows")
+    loss = distill.distillation_loss(teacher, student, [0, 2], teach.MEMORY)
+    alone = [distill.distillation_loss(teacher, student, [0, 2], teach.MEMORY)(ids(49)[:, :n]).item() for n in (49, 25)]
+    assert [loss(ids(49)[:, :n]).item() for n in (49, 25)] == pytest.approx(alone)
+
+
+def test_shares_are_those_of_the_later_half(place):
+    """Of the first tokens a window sees few, which says little of what follows."""
+    student = AutoModelForCausalLM.from_pretrained(place / "windows").eval()
+    layers, text = teach.memories(student.config), ids(49)[:1]
+    calls = {}
+    hooks = [
+        student.model.layers[i].token_mixer.attention.register_forward_hook(
+            lambda module, inputs, output, i=i: calls.update({i: calls.get(i, (module, *inputs[:2]))})
+        )
+        for i in layers
+    ]
+    with torch.no_grad():
+        student(text)
+        found = shares.attended(student, layers, text)
+        for hook in hooks:
+            hook.remove()
+        for i, (attention, query, seen) in calls.items():
+            answers = attention.forward(query, seen)[:, query.shape[1] // 2 :]
+            torch.testing.assert_close(found[i].size, answers.square().mean((0, 1, 3)).sqrt())

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from examples import custom_mixer
-from modeling_interdomain import InterdomainCache, InterdomainConfig, register_token_mixer
+from modeling_interdomain import InterdomainCache, InterdomainConfig, register_feed_forward, register_token_mixer
 from modeling_interdomain.layers.versions import CACHE_NAME, CACHE_NAMES
 from modeling_interdomain.registry import TOKEN_MIXERS
 from tests.test_examples import some_documents
@@ -310,3 +311,15 @@ def test_mistakes_are_one_sentence(capsys, arguments, message):
 def test_a_vocabulary_without_room_for_the_bytes(capsys, data):
     assert custom_mixer.main(["--data", data, "--vocab-size", "5"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_what_is_no_layer_is_not_registered():
+    with pytest.raises(ValueError, match="^A token mixer must be a subclass of TokenMixer, got 3.$"):
+        register_token_mixer("three", 3)
+    for wrong in (3, dict):
+        with pytest.raises(ValueError, match="^A feed-forward layer must be a subclass of torch.nn.Module, got"):
+            register_feed_forward("three", wrong)
+    with pytest.raises(
+        ValueError, match="^The name 'none' belongs to the feed-forward layer no layer at all: choose another.$"
+    ):
+        register_feed_forward("none", nn.Identity)

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
 
 from modeling_interdomain import InterdomainCache, InterdomainStaticCache
 from modeling_interdomain.inputs.checks import check_device
+from modeling_interdomain.layers.common import home_of
 
 
 @pytest.fixture(params=["interdomain", "one-group", "s4d", "cheems", "mamba2", "selective-scan", "hax", "windowed"])
@@ -83,3 +85,10 @@ def test_a_device_without_float64_is_refused_before_anything_is_computed(name, m
 
 def test_layers_without_a_recurrence_may_run_on_any_device(make_model):
     check_device([layer.token_mixer for layer in make_model("softmax").model.layers], torch.device("mps"))
+
+
+def test_the_home_of_a_map_without_parameters_is_that_of_its_buffers():
+    module = nn.Module()
+    assert home_of(module).type == "cpu"
+    module.register_buffer("packed", torch.empty(2, device="meta"))
+    assert home_of(module).type == "meta"

@@ -545,3 +545,18 @@ def test_a_large_bias_under_autocast(make_model, random_ids, mixer, rope, attent
         output = model(ids, labels=ids)
     output.loss.backward()
     assert output.logits.isfinite().all()
+
+
+WINDOWED_SOFTMAX = {"token_mixers": "softmax", "dynamic_mask": "value", "dynamic_mask_window": 4}
+
+
+def test_windows_by_bias_refuse_what_needs_all_keys(make_model, random_ids):
+    """Also where all layers are softmax."""
+    model, ids = make_model("softmax", **WINDOWED_SOFTMAX), random_ids(2, 5)
+    with pytest.raises(ValueError, match="^is_causal=False needs attention to all tokens in all layers"):
+        model(ids, is_causal=False)
+    for other in (model, make_model("windowed")):
+        with pytest.raises(ValueError, match="for recurrent layers and plain softmax, without a cache"):
+            other(ids, attention_mask=torch.ones(5, 5, dtype=torch.bool).tril().expand(2, 1, 5, 5))
+    with pytest.raises(ValueError, match=r"past_key_values \(DynamicCache of .* does not fit the 2 layers"):
+        model(ids, past_key_values=DynamicCache())

@@ -686,6 +686,11 @@ def test_gates_of_branches_tables_and_states_do_not_decay_and_points_learn_slowl
         "first_state.state": "vectors",
         "token_mixer.memory_gate": "vectors",
         "token_mixer.write_gate": "vectors",
+        "feature_map.frequencies": "vectors",
+        "feature_map.phases": "vectors",
+        "feature_map.weights": "vectors",
+        "recurrence.A_log": "vectors",
+        "points.point_log_scale": "vectors",
         "recurrence.point_keys": "recurrence",
         "q_proj.weight": "weights",
     }

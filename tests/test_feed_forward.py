@@ -272,3 +272,10 @@ def test_a_compiled_training_step(balanced, random_ids):
     found = torch.compile(model)(ids, labels=ids)
     torch.testing.assert_close(found.loss, expected)
     torch.testing.assert_close(gradients(model, found.loss), gradients(model, expected), rtol=1e-3, atol=1e-5)
+
+
+def test_outputs_without_logits_are_those_of_tokens():
+    outputs = {"layer_loss": torch.tensor(2.0)}
+    labels = torch.tensor([[5, 5, -100, 5]])
+    loss = add_layer_loss(lambda outputs, labels, num_items_in_batch=None: torch.tensor(0.0))
+    torch.testing.assert_close(loss(outputs, labels, torch.tensor(4)), torch.tensor(2.0 * 2 / 4))

@@ -780,3 +780,10 @@ def test_softmax_cache_of_another_depth_is_refused(layers, make_model, random_id
     with pytest.raises(ValueError, match="past_key_values"), torch.no_grad():
         model(random_ids(2, 3), past_key_values=cache)
     torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
+
+
+def test_attentions_that_are_not_returned_do_not_stop_guesses(make_model, random_ids):
+    model, ids = make_model("softmax"), random_ids(1, 6)
+    asked = {"max_new_tokens": 3, "do_sample": False, "prompt_lookup_num_tokens": 2}
+    model.set_attn_implementation("eager")
+    assert torch.equal(model.generate(ids, output_attentions=True, **asked), model.generate(ids, **asked))

@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 import pytest
 import torch
-from huggingface_hub import ModelCard, metadata_load
+from huggingface_hub import HfApi, ModelCard, metadata_load
 from huggingface_hub.repocard_data import eval_results_to_model_index, model_index_to_eval_results
 from packaging.version import Version
 from safetensors.torch import load_file
@@ -419,7 +419,7 @@ def test_a_part_without_its_marker_is_somebodys_own(fresh, marker):
 
 
 def test_what_is_no_number_is_no_figure(fresh):
-    report = {"perplexity": None, "accuracy": "high", "bits_per_byte": float("nan"), "steps": None, "tokens": "many"}
+    report = {"perplexity": True, "accuracy": "high", "bits_per_byte": float("nan"), "steps": None, "tokens": "many"}
     card = model_card.render(fresh, "user/other", report)
     assert card.data.eval_results is None
     assert "Not documented" in card.text and "No results were given." in card.text
@@ -547,3 +547,88 @@ def test_what_is_no_number_is_no_result():
     assert [result.metric_type for result in model_card.harness_results(record)] == ["f1"]
     table = {"n-samples": {}, "n-shot": {}}
     assert [score.metric for score in evaluate_tasks.scores(record | table)] == ["f1"]
+
+
+def test_a_list_of_shards_beside_a_single_file_is_not_sent(here, fresh):
+    """`from_pretrained` reads the single file."""
+    (fresh / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}})
+    )
+    assert publish.weight_files(fresh) == ["model.safetensors"]
+    assert publish.main([str(fresh), "user/single"]) == 0
+    files = here.repositories["user/single"].files
+    assert "model.safetensors" in files and "model.safetensors.index.json" not in files
+
+
+def test_hidden_files_stay_here(here, fresh):
+    (fresh / ".secrets.json").write_text("{}")
+    (fresh / "curve.csv").write_text("1\n")
+    assert publish.main([str(fresh), "user/hidden"]) == 0
+    files = here.repositories["user/hidden"].files
+    assert ".secrets.json" not in files and "curve.csv" in files
+
+
+def test_what_was_told_of_data_and_licence_is_kept(here, fresh):
+    (fresh / "LICENSE").write_text("Mine.\n")
+    for options in (["--datasets", "wikitext"], []):
+        assert publish.main([str(fresh), "user/kept", *options]) == 0
+        files = here.repositories["user/kept"].files
+        assert ModelCard(files["README.md"].decode()).data.datasets == ["wikitext"]
+        assert "[wikitext](https://huggingface.co/datasets/wikitext)" in files["README.md"].decode()
+        assert files["LICENSE"] == b"Mine.\n"
+    (fresh / "README.md").write_text(
+        (fresh / "README.md").read_text().replace("datasets:\n- wikitext", "datasets: wikitext")
+    )
+    assert publish.main([str(fresh), "user/kept"]) == 0
+    assert ModelCard(here.repositories["user/kept"].files["README.md"].decode()).data.datasets == ["wikitext"]
+
+
+def test_who_may_read_is_the_hubs_default_unless_private(here, fresh, monkeypatch):
+    """An organisation may have said that its repositories are private."""
+    asked, create = [], publish.HfApi().create_repo.__func__
+    monkeypatch.setattr(
+        HfApi, "create_repo", lambda *args, **given: asked.append(given["private"]) or create(*args, **given)
+    )
+    for options in ([], ["--private"]):
+        assert publish.main([str(fresh), f"user/asked{len(options)}", *options]) == 0
+    assert asked == [None, True]
+
+
+def test_code_may_move_to_another_repository(here, fresh):
+    config = json.loads((fresh / "config.json").read_text())
+    config["auto_map"] = {kind: f"user/old--{path}" for kind, path in config["auto_map"].items()}
+    source, plain = fresh, fresh.parent / "plain"
+    (fresh / "config.json").write_text(json.dumps(config))
+    plain.mkdir()
+    publish.write_without_code(source, ["config.json"], [], "user/new", plain)
+    written = json.loads((plain / "config.json").read_text())["auto_map"]
+    assert all(path.startswith("user/new--") and path.count("--") == 1 for path in written.values())
+
+
+def test_rotary_embeddings_alone_are_of_no_paper(make_config):
+    config = make_config(rope_parameters=ROPE, rope_placement="before", feature_dim=6)
+    assert set(model_card.cited(config)) == {"2605.24330"}
+
+
+def test_a_model_with_branches_is_compared_with_softmax_alone(make_config):
+    assert model_card.softmax_size(make_config(sparse_attention="hax"), 64) == model_card.softmax_size(
+        make_config(), 64
+    )
+
+
+def test_results_of_the_harness_are_named_as_it_names_them():
+    figures = {"acc,none": 0.5, "acc,strict": 0.25, "acc_stderr,none": 0.1, "sample_len": 7, "alias": "task"}
+    counts = {"n-samples": {"task": {"effective": 20, "original": 20}}}
+    found = model_card.harness_results({"results": {"task": figures}} | counts)
+    assert [(x.metric_name, x.metric_value) for x in found] == [("acc", 0.5), ("acc (strict)", 0.25)]
+    assert found[0].dataset_name == "task (20 of 20 items)"
+
+
+def test_training_is_told_in_tokens_and_hours():
+    facts = model_card.training_facts({"steps": 30, "tokens_per_step": 64, "training_seconds": 5400}, [])
+    assert facts == ["Steps: 30", "Tokens seen: 1,920", "Time: 1.5 hours"]
+
+
+def test_a_model_of_softmax_alone_is_no_linear_attention(make_model, tmp_path):
+    make_model("softmax", dtype=torch.float32).save_pretrained(tmp_path)
+    assert model_card.render(tmp_path, "user/control").data.tags == ["interdomain", "arxiv:2605.24330"]

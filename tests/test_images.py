@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from examples import classify_images
 from modeling_interdomain import InterdomainForCausalLM, InterdomainForSequenceClassification
+from modeling_interdomain.layers import feature_maps
 from modeling_interdomain.layers.feature_maps import FourierFeatures
 
 PRESETS = ["shared-fourier", "shared-shifted", "per-head-fourier", "per-head-shifted", "softmax-causal"]
@@ -303,3 +304,42 @@ def test_the_example_names_mistakes(tmp_path, capsys):
     (tmp_path / "recipe.yaml").write_text("learning_rate: 1.0\n")
     assert classify_images.main(["--data", str(tmp_path), "--recipe", str(tmp_path / "recipe.yaml")]) == 2
     assert "does not set batch_size, crop, flip, recurrence_learning_rate" in capsys.readouterr().err
+
+
+def test_fourier_features_start_as_wide_as_softmax(make_config):
+    torch.manual_seed(0)
+    config = make_config("fourier-shifted", hidden_size=256, num_key_value_heads=4, feature_dim=512)
+    features = feature_maps.FourierFeatures(config)
+    torch.testing.assert_close(features.frequencies.std().item(), 64**-0.25, rtol=0.02, atol=0)
+    assert 6.2 < features.phases.max() < 6.2832 and 0 <= features.phases.min() < 0.1
+
+
+def test_a_learned_token_leaves_no_cache(make_model, random_ids):
+    """It stands last, so nothing could go on behind it."""
+    model = make_model("interdomain", InterdomainForSequenceClassification, num_labels=3, use_cls_token=True)
+    assert model(random_ids(2, 5), use_cache=True).past_key_values is None
+
+
+def test_a_loss_of_ones_own_for_classes_takes_no_number(make_model, random_ids):
+    model = make_model("interdomain", InterdomainForSequenceClassification, num_labels=3)
+
+    def own(logits, labels, pooled_logits, config):
+        return pooled_logits.sum()
+
+    model.loss_function = own
+    assert model(random_ids(2, 5), labels=torch.tensor([0, 1])).loss.isfinite()
+
+
+def test_the_trainer_divides_the_loss_of_a_classifier_itself():
+    assert InterdomainForSequenceClassification.accepts_loss_kwargs is False
+
+
+def test_the_learned_token_starts_as_an_embedding(make_config):
+    torch.manual_seed(0)
+    model = InterdomainForSequenceClassification(make_config(hidden_size=256, use_cls_token=True))
+    torch.testing.assert_close(model.cls_token.std().item(), model.config.initializer_range, rtol=0.15, atol=0)
+
+
+def test_a_bidirectional_model_makes_no_cache(make_model, random_ids):
+    model = make_model("softmax", InterdomainForSequenceClassification, bidirectional=True, num_labels=3)
+    assert model(random_ids(2, 5), use_cache=True).past_key_values is None

@@ -456,3 +456,13 @@ def test_a_prompt_has_its_own_tables_whatever_another_thread_keeps():
     with torch.no_grad():
         found, expected = (interdomain_attention(**arguments, kept=kept)[0] for kept in (Contested(), None))
     torch.testing.assert_close(found, expected)
+
+
+def test_another_parameter_at_the_same_address_is_another():
+    kept, first = ParameterCache(), nn.Parameter(torch.zeros(2))
+    second = nn.Parameter(first.data)
+    assert (second.data_ptr(), second._version) == (first.data_ptr(), first._version)
+    with torch.no_grad():
+        kept.of([first])["table"] = 1
+        assert kept.of([first]) == {"table": 1}
+        assert kept.of([second]) == {}

@@ -12,6 +12,7 @@ from examples import train
 from examples.recall import Pairs, answers
 from examples.training import next_token_loss
 from modeling_interdomain import InterdomainForCausalLM
+from modeling_interdomain.outputs import layer_losses
 from modeling_interdomain.outputs import layer_losses as module_layer_losses
 from modeling_interdomain.registry import FEED_FORWARDS, TOKEN_MIXERS
 from tests.test_feed_forward import Balanced
@@ -188,3 +189,44 @@ def test_two_processes_have_the_gradient_of_one(make_model, random_ids, tmp_path
 def test_a_base_model_in_training_returns_a_tuple_where_one_is_asked_for(make_model, random_ids):
     model = make_model(**EVERY_KEY).train()
     assert type(model.model(random_ids(1, 6), return_dict=False)) is tuple
+
+
+def test_a_loss_that_has_passed_the_layers_is_not_warned_of(make_model, random_ids, caplog):
+    model, ids = make_model(**EVERY_KEY).train(), random_ids(2, 12)
+    layer_losses.logger.warning_once.cache_clear()
+    model(ids, labels=ids).loss.backward()
+    found = model(ids)
+    (found.logits.square().mean() + found.layer_loss).backward()
+    assert "without what the layers add" not in caplog.text
+
+
+def test_who_asks_for_one_of_two_losses_has_the_other_trained_along(make_model, random_ids, monkeypatch):
+    monkeypatch.setitem(FEED_FORWARDS, "balanced", Balanced)
+    model, ids = make_model(feed_forwards="balanced", aux_loss_coef=0.5, **EVERY_KEY).train(), random_ids(2, 12)
+    parameters = list(model.model.parameters())
+
+    def gradients(loss):
+        found = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True)
+        return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+
+    both = model.model(ids, output_auxiliary_losses=True, output_ranking_losses=True)
+    own, ranked = gradients(both.last_hidden_state.square().mean()), gradients(0.1 * sum(both.ranking_losses))
+    asked = model.model(ids, output_auxiliary_losses=True)
+    assert asked.ranking_losses is None and len(asked.auxiliary_losses) == 2
+    found = gradients(asked.last_hidden_state.square().mean())
+    torch.testing.assert_close(found, [a + b for a, b in zip(own, ranked, strict=True)])
+
+
+@pytest.mark.parametrize("asked", [{}, {"output_ranking_losses": False}], ids=str)
+def test_who_wants_no_losses_has_them_trained_along(make_model, random_ids, asked):
+    model, ids = make_model(**EVERY_KEY).train(), random_ids(2, 12)
+    outputs = model.model(ids, **asked)
+    assert outputs.ranking_losses is None
+    outputs.last_hidden_state.square().mean().backward()
+    scorers = [p for name, p in model.named_parameters() if ".sparse.scorer." in name]
+    assert scorers and all(p.grad is not None and bool(p.grad.any()) for p in scorers)
+
+
+def test_a_configuration_that_asks_for_tuples_gets_one_in_training(make_model, random_ids):
+    model = make_model(**EVERY_KEY, return_dict=False).train()
+    assert type(model.model(random_ids(1, 6))) is tuple

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import shutil
 
 import pytest
@@ -24,6 +25,7 @@ from examples import (
     text_data,
 )
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM
+from modeling_interdomain.saving.checkpoint_folder import replacing
 from tests.conftest import edit_config
 from tests.hub_server import TOKEN, running_hub, speak_to
 from tests.test_examples import some_documents
@@ -505,3 +507,27 @@ def test_a_card_that_cannot_be_written_leaves_the_old_one(here, folder, capsys, 
         assert publish.main([str(folder), "user/full"]) == 2
     assert "could not be written" in capsys.readouterr().err
     assert contents(folder) == kept and "user/full" not in here.repositories
+
+
+def test_a_save_without_weights_removes_none(tmp_path, make_model):
+    make_model(dtype=torch.float32).save_pretrained(tmp_path)
+    with replacing(tmp_path) as new:
+        (tmp_path / os.path.basename(new) / "notes.txt").write_text("x")
+    assert (tmp_path / "model.safetensors").is_file() and (tmp_path / "notes.txt").is_file()
+
+
+def test_weights_of_a_variant_with_a_point_replace_their_own_alone(tmp_path):
+    for name in ("model.a.b.safetensors", "model.aXb.safetensors", "model.safetensors"):
+        (tmp_path / name).write_text("old")
+    with replacing(tmp_path, "a.b") as new:
+        (tmp_path / os.path.basename(new) / "model.a.b-00001-of-00001.safetensors").write_text("new")
+    names = ["model.a.b-00001-of-00001", "model.aXb", "model"]
+    assert sorted(x.name for x in tmp_path.iterdir()) == [f"{name}.safetensors" for name in names]
+
+
+def test_shards_of_a_variant_are_replaced_by_its_single_file(tmp_path, make_model):
+    model = make_model(dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    for size in ("20KB", "50GB"):
+        model.save_pretrained(tmp_path, variant="ones", max_shard_size=size)
+    assert sorted(x.name for x in tmp_path.glob("*.safetensors*")) == ["model.ones.safetensors", "model.safetensors"]

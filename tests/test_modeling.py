@@ -27,11 +27,14 @@ from modeling_interdomain import (
     InterdomainModel,
     InterdomainStaticCache,
 )
+from modeling_interdomain.layers.convolution import CausalConv1d
+from modeling_interdomain.layers.rotary import InterdomainRotaryEmbedding
 from modeling_interdomain.layers.versions import CACHE_NAME
 from modeling_interdomain.mixers.interdomain.configuration import STARTS
 from modeling_interdomain.mixers.interdomain.mixer import InterdomainMixer
 from modeling_interdomain.ops.experts import entry as op_experts
 from tests.conftest import EACH_MIXER, LENGTHENED
+from tests.test_layer_losses import EVERY_KEY
 
 RECURRENCE = ("log_dt", "log_a_real", "a_imag", "B", "C")
 PRESETS = Path(__file__).parents[1] / "configuration"
@@ -845,6 +848,16 @@ def test_labels_that_cannot_be_are_named(each_mixer, random_ids, contents):
         ),
         ({"logits_to_keep": -1}, "logits_to_keep must be a number of tokens, 0 for all, or their places; got -1."),
         ({"logits_to_keep": 0.5}, "logits_to_keep must be a number of tokens, 0 for all, or their places; got 0.5."),
+        ({"logits_to_keep": None}, "logits_to_keep must be a number of tokens, 0 for all, or their places; got None."),
+        ({"logits_to_keep": True}, "logits_to_keep must be a number of tokens, 0 for all, or their places; got True."),
+        (
+            {"labels": ids, "logits_to_keep": torch.tensor([0, 3])},
+            "labels must have the shape of the 2 tokens, whose logits are kept, [1, 2], got [1, 6]",
+        ),
+        (
+            {"labels": ids[:, :5], "logits_to_keep": ids[0] >= 0},
+            "labels must have the shape of the tokens, [1, 6], got [1, 5]",
+        ),
     ]:
         with pytest.raises((ValueError, TypeError)) as error:
             each_mixer(ids, past_key_values=cache, **inputs)
@@ -1017,6 +1030,7 @@ ENDS = {
     "decreasing": [0, 4, 2, 6],
     "empty": [],
     "one-end": [0],
+    "no-list": 6,
 }
 
 
@@ -1099,3 +1113,65 @@ def test_unknown_keywords_are_named_where_attention_is_eager(make_model, random_
     model = make_model("softmax", attn_implementation="eager")
     with pytest.raises(TypeError, match="does not know attention_maks, which would have no effect"):
         model(random_ids(1, 4), attention_maks=torch.ones(1, 4))
+
+
+def test_more_logits_to_keep_than_tokens_are_all(model, random_ids):
+    ids = random_ids(2, 6)
+    with torch.no_grad():
+        found, whole = model(ids, labels=ids, logits_to_keep=9), model(ids, labels=ids)
+    torch.testing.assert_close((found.loss, found.logits), (whole.loss, whole.logits))
+
+
+def test_classes_may_be_a_column(make_model, random_ids):
+    classifier = make_model("interdomain", InterdomainForSequenceClassification, num_labels=4)
+    labels = torch.tensor([[2], [0]])
+    with torch.no_grad():
+        assert (
+            classifier(random_ids(2, 5), labels=labels).loss == classifier(random_ids(2, 5), labels=labels[:, 0]).loss
+        )
+
+
+def test_ignored_labels_are_those_of_the_caller(make_model, random_ids):
+    """In the share of a step that layers add, too."""
+    model, ids = make_model(**EVERY_KEY).train(), random_ids(2, 12)
+    ids[:, 6:] = 9
+    labels = {mark: torch.where(ids == 9, mark, ids) for mark in (-100, -1)}
+    for items in (None, torch.tensor(40)):
+        given = {} if items is None else {"num_items_in_batch": items}
+        usual = model(ids, labels=labels[-100], **given).loss
+        torch.testing.assert_close(model(ids, labels=labels[-1], ignore_index=-1, **given).loss, usual)
+
+
+def test_masks_by_kind_are_left_as_they_were_given(each_mixer, left_padded):
+    inputs = left_padded([4, 7])
+    embedded = each_mixer.get_input_embeddings()(inputs["input_ids"])
+    masks = each_mixer.create_masks_for_generate(each_mixer.config, embedded, inputs["attention_mask"], None)
+    before = dict(masks)
+    with torch.no_grad():
+        each_mixer(inputs["input_ids"], attention_mask=masks)
+    assert masks.keys() == before.keys() and all(masks[name] is x for name, x in before.items())
+
+
+def test_another_name_of_the_cache_may_be_none(make_model, random_ids):
+    model = make_model()
+    cache = InterdomainCache(model.config)
+    model(random_ids(1, 4), past_key_values=cache, cache_params=None)
+    assert int(cache.get_seq_length()) == 4
+
+
+def test_angles_of_far_positions_are_exact(make_config):
+    """In float32 an angle is off by thousandths there."""
+
+    rotary = InterdomainRotaryEmbedding(make_config("rope-before", hidden_size=256), 64)
+    positions = torch.tensor([[65_535, 1_000_003]])
+    cos, sin = rotary(torch.zeros(1, dtype=torch.float64), positions)
+    angles = positions[..., None].double() * rotary.inv_freq.double()
+    torch.testing.assert_close(cos[..., :32], angles.cos())
+    torch.testing.assert_close(sin[..., :32], angles.sin())
+
+
+def test_a_kernel_of_one_token_starts_as_no_convolution(make_config):
+    conv = CausalConv1d(5, 5, 1, groups=5)
+    conv.start_parameters(make_config())
+    x = torch.randn(2, 5, 3)
+    torch.testing.assert_close(conv(x), x)

@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from modeling_interdomain import interdomain_attention, interdomain_step
 from modeling_interdomain.ops.common import slots as op_common_slots
+from modeling_interdomain.ops.common.slots import check_slots
 from modeling_interdomain.ops.interdomain import prefix as op_interdomain_prefix
 from modeling_interdomain.ops.interdomain import scan as op_interdomain_scan
 from tests.operator_checks import (
@@ -589,3 +590,9 @@ def test_a_mode_that_forgets_beside_others(backend, rate):
                 leaves["log_decay"][:, -1] = torch.tensor([rate, 0.3])
             expected = everything(leaves, backend="recurrent")
             assert_close(everything(cast(leaves, dtype), chunk_size=8, backend=backend), expected, bound)
+
+
+def test_the_first_slot_is_for_one_row_too():
+    with pytest.raises(ValueError, match=r"must name a slot for one row alone, got \[0, 0\]"):
+        check_slots(torch.tensor([0, 0]), torch.zeros(3, 2), 2, torch.device("cpu"))
+    assert check_slots(torch.tensor([-1, -1]), torch.zeros(3, 2), 2, torch.device("cpu")) == 3

@@ -143,3 +143,17 @@ def test_arguments_of_the_map_are_checked(problem):
         interdomain_attention_map(query, key, log_decay, input_matrix, product="cosine")
     with pytest.raises(ValueError, match=r"key must have shape \[B, T, G, R\] = \[2, 13, G, 5\]"):
         interdomain_attention_map(query, key[:, 1:], log_decay, input_matrix)
+
+
+def test_states_keep_their_dtype():
+    states, log_decay = torch.randn(2, 1, 2, 2, 3, 4, dtype=torch.bfloat16), torch.randn(2, 3, 2)
+    assert join_states(*states, 3, -log_decay.abs()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("tokens", [None, torch.tensor(1 + 0j), torch.tensor([[1], [2]])], ids=str)
+def test_numbers_of_tokens_that_cannot_be(tokens):
+    state, log_decay = torch.zeros(2, 1, 2, 3, 4), torch.zeros(1, 3, 2)
+    with pytest.raises(
+        ValueError, match=r"A number of tokens must be whole and at least 0, one for all or \[B\] = \[2\]"
+    ):
+        join_states(state, state, tokens, log_decay)

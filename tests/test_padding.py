@@ -8,6 +8,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_interdomain import InterdomainCache
 from modeling_interdomain.mixers.softmax.mixer import eager_attention_forward
+from modeling_interdomain.ops.common import packing
+from modeling_interdomain.ops.common.packing import packing_from_documents, packing_from_mask
 
 LENGTHS = [9, 4, 1, 6]
 WIDTH = 12
@@ -470,3 +472,81 @@ def test_pads_among_packed_documents_in_flash_attention_are_refused(flash, rando
     mask[0, 8] = 0
     with pytest.raises(ValueError, match="FlashAttention cannot keep packed documents apart that hold pads.*sdpa"):
         flash(ids, attention_mask=mask, cu_seq_lens_q=_ends(DOCUMENTS))
+
+
+def test_documents_numbered_in_a_mask_are_refused_behind_a_cache(each_mixer, random_ids, advance, contents):
+    ids, cache = random_ids(1, 8), InterdomainCache(each_mixer.config)
+    advance(each_mixer, cache, ids[:, :4])
+    before = contents(cache)
+    with pytest.raises(ValueError, match="have one number for the real tokens of a row, and 0 for pads"):
+        advance(each_mixer, cache, ids[:, 4:], attention_mask=torch.tensor([[1] * 4 + [2] * 4]))
+    torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
+
+
+def test_positions_beside_a_mask_pack_nothing(each_mixer, left_padded, random_ids, assert_same):
+    """Those of pads fall behind, and documents would begin there."""
+    inputs = left_padded([4, 9])
+    positions = (inputs["attention_mask"].cumsum(1) - 1).masked_fill(inputs["attention_mask"] == 0, 1)
+    ids, mask = random_ids(1, 6), torch.ones(1, 6, dtype=torch.long)
+    falling = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    with torch.no_grad():
+        found = each_mixer(**inputs, position_ids=positions, use_cache=True)
+        assert found.past_key_values is not None
+        whole = each_mixer(ids, attention_mask=mask, position_ids=falling, use_cache=True)
+        assert whole.past_key_values is not None
+
+
+def test_positions_beside_a_cache_pack_nothing(each_mixer, random_ids):
+    ids, caches = random_ids(1, 6), [InterdomainCache(each_mixer.config) for _ in range(2)]
+    given = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
+    with torch.no_grad():
+        found = each_mixer(**given, past_key_values=caches[0]).logits
+        expected = each_mixer(**given, attention_mask=torch.ones_like(ids), past_key_values=caches[1]).logits
+    assert int(caches[0].get_seq_length()) == 6
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("written", ["bool", "numbers"])
+def test_pads_of_texts_that_fork_may_see_what_is_before_them(each_mixer, written, random_ids, assert_same):
+    """As in a causal mask of rows with pads: the pad sees the others, no one sees it."""
+    seen, ids = FORKS.clone(), random_ids(1, 7)
+    seen[6] = False
+    seen[6, [1, 2, 4, 5]] = True
+    seen[:, 6] = False
+    mask = seen if written == "bool" else lowest_where_hidden(seen)
+    way = [1, 2, 4, 5]
+    with torch.no_grad():
+        forked = each_mixer(ids, attention_mask=mask[None, None], position_ids=PLACES).logits
+        assert_same(forked[:, way], each_mixer(ids[:, way], use_cache=False).logits)
+
+
+def test_pads_come_back_as_zeros():
+    """Whatever layers have made of them."""
+    mask, x = torch.tensor([[1, 0, 1], [0, 0, 1]]), torch.arange(1.0, 13).view(2, 3, 2)
+    for found in (packing_from_mask(mask), packing_from_documents(torch.tensor([0, 2, 6]), mask, (2, 3))):
+        torch.testing.assert_close(found.unpack(found.pack(x)), x * mask[..., None])
+
+
+def test_the_tokens_that_begin_documents():
+    ends = torch.tensor([0, 2, 5])
+    assert packing_from_documents(ends, None, (1, 5)).starts.tolist() == [[True, False, True, False, False]]
+    mask = torch.tensor([[0, 1, 1, 0, 1]])
+    assert packing_from_documents(ends, mask, (1, 5)).starts.tolist() == [[False, True, True, False, False]]
+    assert packing_from_mask(mask).starts is None
+
+
+def test_one_row_of_positions_packs_every_row(each_mixer, random_ids, assert_same):
+    ids, positions = random_ids(2, 6), torch.tensor([[0, 1, 2, 0, 1, 2]])
+    with torch.no_grad():
+        found = each_mixer(ids, position_ids=positions).logits
+        assert_same(found, each_mixer(ids, position_ids=positions.expand(2, -1)).logits)
+        assert_same(found[:, 3:], each_mixer(ids[:, 3:]).logits)
+
+
+def test_the_ends_of_documents_in_a_graph_are_followed_by_empty_ones(monkeypatch):
+    positions = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]])
+    expected = packing.cu_seqlens_from_positions(positions)
+    monkeypatch.setattr(packing, "in_graph", lambda: True)
+    found = packing.cu_seqlens_from_positions(positions)
+    assert found.shape == (11,) and found[:4].equal(expected) and bool((found[4:] == 10).all())
+    assert packing.cu_seqlens_from_positions(torch.arange(5)[None] * 0).tolist() == list(range(6))

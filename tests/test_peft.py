@@ -466,3 +466,12 @@ def test_adapters_of_a_quantized_model(make_model, random_ids, tmp_path, bits):
     model = get_peft_model(peft.prepare_model_for_kbit_training(quantized), METHODS["lora"]())
     assert_all_learn(model, ids)
     assert write(model, input_ids=ids).shape == (2, 17)
+
+
+def test_layers_in_another_order_than_the_configuration_take_no_cache(make_model, random_ids):
+    model = make_model(token_mixers=["interdomain", "s4d"], start="random")
+    cache = InterdomainCache(model.config)
+    model.config.token_mixers = ["s4d", "interdomain"]
+    with pytest.raises(ValueError, match="The configuration names layers .* that the model does not have"):
+        model(random_ids(2, 5), past_key_values=cache)
+    assert not int(cache.get_seq_length())

@@ -349,3 +349,33 @@ def test_saved_again_elsewhere(name, elsewhere, saved):
 def test_the_code_of_a_backend_travels_where_it_is_asked_for(backend, module, make_config):
     assert f"ops_interdomain_{module}" in flat_code(make_config(backend=backend))
     assert f"ops_interdomain_{module}" not in flat_code(make_config())
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "module"),
+    [
+        ("delta-rule", {}, "ops_interdomain_triton_delta"),
+        ("interdomain", {"learned_state": True}, "layers_learned_state"),
+        ("interdomain", {"learned_state": True}, "model_cache_state_tuning"),
+        ("interdomain", {"backend": "recurrent"}, "ops_interdomain_naive"),
+        ("forget-gates", {}, "ops_interdomain_naive"),
+        ("interdomain", {"backend": "associative_scan"}, "ops_interdomain_prefix"),
+        ("window", {}, "mixers_window_points"),
+    ],
+)
+def test_what_a_configuration_needs_travels_and_with_no_other(name, fields, module, make_config):
+    assert module in flat_code(make_config(name, **fields))
+    assert module not in flat_code(make_config("interdomain"))
+
+
+def test_windows_without_a_memory_bring_no_points(make_config):
+    assert "mixers_window_points" not in flat_code(
+        make_config("window", window_memory=False, window_points=6, window_write_gate=False)
+    )
+
+
+def test_fields_that_nothing_names_do_not_travel(make_config):
+    text = flat_code(make_config("softmax"))["configuration_fields"]
+    others = "".join(code for name, code in flat_code(make_config("softmax")).items() if name != "configuration_fields")
+    for name in re.findall(r"^class (\w+)", text, flags=re.MULTILINE):
+        assert len(re.findall(rf"\b{name}\b", text + others)) > 1, name

@@ -489,3 +489,9 @@ def test_how_a_batch_is_cut():
     assert all(piece["cu_seq_lens_q"] is batch["cu_seq_lens_q"] and not piece["use_cache"] for piece in pieces)
     with pytest.raises(ValueError, match="Rows of 7 tokens cannot be cut into 8 pieces"):
         sequence_piece(batch, dist.ProcessGroup(0, 8))
+
+
+def test_a_classifier_takes_no_pieces(make_model, random_ids):
+    model = make_model("interdomain", InterdomainForSequenceClassification, num_labels=3)
+    with pytest.raises(ValueError, match="leave sequence_group out"):
+        model(random_ids(2, 5), sequence_group=object())

@@ -13,6 +13,7 @@ from modeling_interdomain import (
 )
 from modeling_interdomain.mixers.sparse.choice import RankingLoss, SparseHash, ranking_loss
 from tests.conftest import VARIANTS, dtypes_for
+from tests.test_layer_losses import EVERY_KEY
 
 SMALL = {"sparse_keys": 8, "sparse_key_dim": 4, "sparse_hash_size": 4, "num_key_value_heads": 2, "max_rollback": 8}
 BRANCHES = {
@@ -428,3 +429,17 @@ def test_generation_under_autocast(make_model, random_ids):
         found = model.generate(ids, **settings)
     torch.testing.assert_close(found.logits[0], expected.logits[0].to(found.logits[0].dtype), rtol=0.1, atol=0.1)
     assert all(x.isfinite().all() for x in found.logits)
+
+
+def test_a_configuration_without_the_branches_of_the_model_makes_no_cache(make_model, random_ids):
+    model = make_model("hax")
+    model.config.sparse_attention = None
+    with pytest.raises(ValueError, match="The configuration names layers"):
+        model(random_ids(1, 5), use_cache=True)
+
+
+def test_what_chooses_keys_is_loaded_in_float32(make_model, tmp_path):
+    make_model(dtype=torch.float32, **EVERY_KEY).save_pretrained(tmp_path)
+    model = InterdomainForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    chosen = [x for name, x in model.named_parameters() if ".sparse.scorer." in name]
+    assert chosen and all(x.dtype == torch.float32 for x in chosen)

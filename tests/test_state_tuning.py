@@ -289,3 +289,8 @@ def test_windows_learn_a_state_of_texts_that_leave_them(make_model, random_ids, 
     assert finetune_state.main([*run, str(window)]) == 2
     assert f"windows and sinks hold {window} tokens" in capsys.readouterr().err
     assert finetune_state.main([*run, str(window + 1)]) == 0
+
+
+def test_a_learned_state_that_no_layer_reads_is_no_error(make_model, random_ids, assert_same):
+    ids = random_ids(1, 5)
+    assert_same(make_model("softmax", learned_state=True)(ids).logits, make_model("softmax")(ids).logits)

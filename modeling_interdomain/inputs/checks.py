@@ -86,20 +86,20 @@ def check_labels(labels, shift_labels, input_ids, inputs_embeds, logits_to_keep)
     """Every token whose logits are kept has a label."""
     check_tensors(labels=labels, shift_labels=shift_labels)
     count = isinstance(logits_to_keep, int | float)
-    if isinstance(logits_to_keep, float) or (count and logits_to_keep < 0):
+    if logits_to_keep is None or isinstance(logits_to_keep, bool | float) or (count and logits_to_keep < 0):
         raise ValueError(
             f"logits_to_keep must be a number of tokens, 0 for all, or their places; got {logits_to_keep}."
         )
     tokens = input_ids if inputs_embeds is None else inputs_embeds
-    if not isinstance(tokens, torch.Tensor) or not count:
+    if not isinstance(tokens, torch.Tensor):
         return
     for name, x in (("labels", labels), ("shift_labels", shift_labels)):
         if x is None:
             continue
         batch, length = tokens.shape[:2]
-        kept = logits_to_keep if 0 < logits_to_keep < length else length
+        kept = len(tokens[0][slice(-logits_to_keep, None) if count else logits_to_keep])
         if x.shape != (batch, kept):
-            whose = "the tokens" if kept == length else f"the {kept} last tokens, whose logits are kept"
+            whose = "the tokens" if kept == length else f"the {kept}{' last' * count} tokens, whose logits are kept"
             raise ValueError(
                 f"{name} must have the shape of {whose}, {[batch, kept]}, got {list(x.shape)}; labels are shifted "
                 "here, and -100 stands where nothing is asked."
@@ -226,7 +226,7 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor | None, keys: torch.Tensor | None,
     if torch.compiler.is_compiling():
         return
     ends = cu_seqlens.tolist()
-    increasing = len(ends) > 1 and all(a < b for a, b in pairwise(ends))
+    increasing = cu_seqlens.ndim == 1 and len(ends) > 1 and all(a < b for a, b in pairwise(ends))
     if not increasing or ends[0] != 0 or ends[-1] != length:
         raise ValueError(f"cu_seq_lens_q must increase strictly from 0 to T = {length}, got {ends}.")
     if keys is not None and keys is not cu_seqlens and keys.tolist() != ends:

@@ -83,14 +83,11 @@ class SSDMixer(SSDSpecification, RecurrentMixer):
     def _way_out(self, output, hidden_states):
         if self.norm is None:
             return super()._way_out(output, hidden_states)
-        gate = None
-        if self.g_proj is not None:
-            wide = torch.promote_types(hidden_states.dtype, torch.float32)
-            gate = F.silu(self.g_proj(hidden_states).to(wide))
         if not self.norm_after_gate:
             output = self.norm(output)
-        if gate is not None:
-            output = output * gate
+        if self.g_proj is not None:
+            wide = torch.promote_types(hidden_states.dtype, torch.float32)
+            output = output * F.silu(self.g_proj(hidden_states).to(wide))
         if self.norm_after_gate:
             output = self.norm(output)
         return output.to(hidden_states.dtype)

@@ -81,10 +81,10 @@ def step_slots(
 
 
 def _runs(slots: list[int]) -> list[tuple[int, int, int]]:
-    """Runs of neighbouring slots as (first slot, its row, number of slots); each pad is a run of its own."""
+    """Runs of neighbouring slots as (first slot, its row, number of slots)."""
     runs: list[tuple[int, int, int]] = []
     for row, slot in enumerate(slots):
-        if runs and slot == sum(runs[-1][::2]) and slot > 0:
+        if runs and slot == sum(runs[-1][::2]):
             runs[-1] = *runs[-1][:2], runs[-1][2] + 1
         else:
             runs.append((slot, row, 1))
