@@ -364,7 +364,7 @@ def test_the_operator_has_a_schema_and_compiles():
     names = ("query", "key", "value", "log_decay", "input_matrix", "coefficient_matrix", "initial_state")
     tensors = [arguments[name] for name in names]
     ends = torch.tensor([20, 63])
-    gates = arguments["log_gate"], arguments["delta"]
+    gates = arguments["log_gate"], arguments["write_gate"], arguments["delta"]
     torch.library.opcheck(_operator, (*tensors, *gates, None, ends, "real", 16, True))
 
 

@@ -12,7 +12,6 @@ import torch
 from ..common.checks import check_tensors
 from ..common.cpu import values_at_hand
 from ..common.decay import finite
-from ..common.packing import zero_pads
 from ..diagonal.step import StepTables, mix_rows, read_state, turn_state
 from .chunk import chunk_attention
 
@@ -83,18 +82,13 @@ def gated_attention(
 
         alike = (None if x is None else x.to(key.dtype) for x in gates)
         return recurrent_attention(query, key, value, *parameters, *alike)
-    if write_gate is not None:
-        write_gate, lengths = write_gate.to(key.dtype)[..., None], parameters[-1]
-        # What stands at a pad may be no number: its product is not read, but would pass gradients on.
-        if lengths is not None and torch.is_grad_enabled():
-            key, value, write_gate = zero_pads(lengths, key, value, write_gate)
-        key, value = key * write_gate, value * write_gate
     options: list[Any] = [chunk_size, output_final_state]
-    if log_gate is None and delta is None:
+    if log_gate is None and write_gate is None and delta is None:
         return chunk_attention(*(query, key, value, *parameters, *options, kept))
     from .gates_chunk import gated_chunk_attention
 
-    return gated_chunk_attention(*(query, key, value, *parameters, *options, log_gate, delta))
+    write_gate = None if write_gate is None else write_gate.to(key.dtype)
+    return gated_chunk_attention(*(query, key, value, *parameters, *options, log_gate, write_gate, delta))
 
 
 def gated_step(

@@ -3,7 +3,7 @@
 As `ops/interdomain/chunk_call.py`, with two changes.
 
 Gates (`ops/interdomain/gates_states.py`): scores and weights within a chunk are multiplied by exp(c_t - c_i), rows that
-read the state before it by exp(c_t).
+read the state before it by exp(c_t). The write gate is a factor of keys and values, taken as a chunk reads them.
 
 The delta rule: the key of token t reads like one more query of its group, before its own token is there. With A the
 weights of its chunk's earlier tokens and r_t what the state S^v before the chunk answers,
@@ -32,6 +32,7 @@ from .gates_states import (
     DeltaStates,
     GatedStateGradients,
     GatedStates,
+    TokenFactors,
     TokenGates,
 )
 from .unit_triangular import inverses
@@ -43,12 +44,13 @@ _DELTA_CHUNK = 32
 
 def gated_chunk_attention(
     query, key, value, log_decay, input_matrix, coefficient_matrix, product: str, initial_state, cu_seqlens, lengths,
-    chunk_size: int, output_final_state: bool, log_gate, delta,
+    chunk_size: int, output_final_state: bool, log_gate, write_gate, delta,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """As `chunk_attention`, in one real dtype but for the gates, which may be in any.
+    """As `chunk_attention`, in one real dtype but for `log_gate` and `delta`, which may be in any.
 
     Args:
         log_gate: `[B, T, G]`, None for zeros.
+        write_gate: `[B, T, G]`, None for ones.
         delta: `[B, T, G]`, None without the delta rule.
     """
     if delta is not None and key.device.type == "cpu":
@@ -56,8 +58,8 @@ def gated_chunk_attention(
     if log_gate is None:
         log_gate = key.new_zeros(key.shape[:3])
     return _operator(
-        query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state, log_gate, delta, cu_seqlens,
-        lengths, product, chunk_size, output_final_state,
+        query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state, log_gate, write_gate, delta,
+        cu_seqlens, lengths, product, chunk_size, output_final_state,
     )[:2]  # fmt: skip
 
 
@@ -69,19 +71,23 @@ class GatedCall(AttentionCall):
     values: DeltaStates
 
     def __init__(
-        self, query, key, value, *arguments, log_gate: torch.Tensor, delta: torch.Tensor | None, kept: torch.Tensor,
-        answers=None,
+        self, query, key, value, *arguments, log_gate: torch.Tensor, write_gate: torch.Tensor | None,
+        delta: torch.Tensor | None, kept: torch.Tensor, answers: torch.Tensor | None = None,
     ):  # fmt: skip
         self.kept = kept  # for the backward pass, `entries`
-        self.answers: torch.Tensor | None = answers  # `[B, T, G, D]`; where they are known, values are what they write
-        if answers is not None:
-            value = written_values(value, delta, answers)
         self.more_rows = _more_rows(key, delta)
         super().__init__(query, key, value, *arguments)
-        self.gates = self.keys.gates = self.values.gates = TokenGates(log_gate, self.chunks, key.dtype)
-        self.queries, self.delta = self.heads * self.size, delta
+        place = self.chunks, self.workspace
+        self.gates = self.keys.gates = self.values.gates = TokenGates(log_gate, *place, key.dtype)
+        if write_gate is not None:
+            self.keys.write = self.values.write = TokenFactors("write", write_gate[..., None], *place)
+        self.queries, self.delta = self.heads * self.size, None
+        self.answers: torch.Tensor | None = answers  # `[B, T, G, D]`
         if delta is not None:
+            self.delta = self.values.delta = TokenFactors("delta", delta.to(key.dtype)[..., None], *place)
             self.heads += 1
+        if answers is not None:
+            self.values.answers = TokenFactors("answers", answers, *place)
 
     def entries(self, kept: torch.Tensor) -> dict[Segment, tuple[torch.Tensor, ...]]:
         """Where in what is kept, `[n, G, R + D, 2M]`, the states of keys and of values are with which segments begin.
@@ -98,7 +104,7 @@ class GatedCall(AttentionCall):
         rows = self.rows("rows", self.query, segment)
         if self.delta is not None:
             rows[:, self.queries :] = keys
-        self.now = self.gates.of(segment)
+        self.now = self.gates.chunk_gates(segment)
         self.within = self.now.within()
         return rows
 
@@ -152,14 +158,8 @@ class GatedCall(AttentionCall):
         torch.mul(self.by_token(p), self.back, out=self.by_token(out))
         return out.view(-1, self.heads * self.size, p.shape[-1])
 
-    def of_group(self, name: str, x: torch.Tensor, segment: Segment) -> torch.Tensor:
-        """`[B, T, G, W]` as `[G, N, C, W]`."""
-        target = self.workspace.tensor(name, (self.groups, segment.chunks, 1, self.size, x.shape[3]), self.query)
-        self.chunks.read(x, segment, target)
-        return target[:, :, 0]
-
     def forward(self, final: torch.Tensor | None) -> torch.Tensor:
-        """As before; with the delta rule the values are then what was written."""
+        """As before; with the delta rule the answers are then known."""
         output = self.chunks.empty(self.query, self.query.shape[2], self.values.x.shape[3])
         if self.delta is not None:
             self.answers = self.chunks.empty(self.values.x, *self.values.x.shape[2:])
@@ -178,8 +178,7 @@ class GatedCall(AttentionCall):
             self.write(outputs, segment, output)
         if self.delta is not None:
             self.answers = self.chunks.finish(self.answers)
-            if final is not None:
-                self.values.x = written_values(self.values.x, self.delta, self.answers)
+            self.values.answers = TokenFactors("answers", self.answers, self.chunks, self.workspace)
         self.write_final(final)
         return self.chunks.finish(output)
 
@@ -203,18 +202,13 @@ class GatedCall(AttentionCall):
 
     def answering(self, segment: Segment, weights: torch.Tensor, reader: torch.Tensor | None) -> Answering:
         """From the weights `[G N, P C, C]` and readers `[G N, P C, 2M]` of a segment, of which keys have the last."""
-        delta = self.of_group("delta", self.delta[..., None], segment)
+        delta = self.delta.of(segment)
         weights = weights[:, self.queries :]
         return Answering(delta, weights, inverses(weights * delta.flatten(0, 1).mT), reader)
 
 
-def written_values(value: torch.Tensor, delta: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
-    """What is written of values `[B, T, G, D]`."""
-    return torch.addcmul(value, delta.to(value.dtype)[..., None], answers, value=-1)
-
-
 class GatedGradients(Gradients):
-    """The backward pass of a `GatedCall`, whose values are what was written."""
+    """The backward pass of a `GatedCall`, whose inputs are what was written."""
 
     call: GatedCall
     keys: GatedStateGradients
@@ -224,6 +218,7 @@ class GatedGradients(Gradients):
     def __init__(self, call: GatedCall, *arguments):
         super().__init__(call, *arguments)
         self.log_gate = call.chunks.empty(call.gates.x, call.groups, 1)
+        self.write = None if call.keys.write is None else call.chunks.empty(call.query, call.groups, 1)
         self.delta = None if call.delta is None else call.chunks.empty(call.query, call.groups, 1)
 
     def walked_back(self, states: Any, final: torch.Tensor | None) -> GatedStateGradients:
@@ -244,6 +239,19 @@ class GatedGradients(Gradients):
                 self.of_sums[..., -1] += stream.of_across
         of_gates = self.of_sums.flip(-1).cumsum(-1).flip(-1)
         call.chunks.write(of_gates[:, :, None, :, None], segment, self.log_gate)
+        if self.write is not None:
+            call.chunks.write((self.of_values_write + self.of_keys_write)[:, :, None, :, None], segment, self.write)
+
+    def _through_write(self, stream: GatedStateGradients, segment: Segment, grad: torch.Tensor) -> torch.Tensor | None:
+        """From the gradient of what keys or values write, `[G N, C, W]`, to theirs, in its place, and to that of the
+        write gate, `[G, N, C]`."""
+        states = stream.states
+        if states.write is None:
+            return None
+        found = grad.view(states.raw.shape)
+        product = torch.mul(states.raw, found, out=self.workspace.tensor("dot", tuple(found.shape), found))
+        found.mul_(states.write.of(segment))
+        return product.sum(-1)
 
     def _values(self, segment: Segment, values: Walked, grad: torch.Tensor, p: torch.Tensor) -> None:
         """The gradient of the values, and in `grad` of what they answered to the keys."""
@@ -261,8 +269,9 @@ class GatedGradients(Gradients):
                 of_states = self.values.before(segment)
                 torch.bmm(left.mT, reader, out=of_states.flatten(0, 1))
             self._moved(self.values, segment, *values, of_values, of_states)
-        call.write(of_values, segment, self.values.x)
         self.of_sums = -self._dot(values.inputs, of_values)
+        self.of_values_write = self._through_write(self.values, segment, of_values)
+        call.write(of_values, segment, self.values.x)
 
     def _answers(self, segment: Segment, values: Walked, weights, reader, of_values, grad) -> None:
         """From the gradient of what was written, so far as outputs tell, to that of the values, in its place."""
@@ -276,8 +285,8 @@ class GatedGradients(Gradients):
         torch.neg(self.values.of_answers, out=grad[:, own].unflatten(0, shape))
         of_values.addcmul_(self.values.through, call.now.after)
         of_values.flatten(0, 1).baddbmm_(how.weights.mT, grad[:, own])
-        of_delta = -(of_values * call.of_group("answers", call.answers, segment)).sum(-1)
-        call.chunks.write(of_delta[:, :, None, :, None].to(self.delta.dtype), segment, self.delta)
+        of_delta = -(of_values * call.values.known).sum(-1)
+        call.chunks.write(of_delta[:, :, None, :, None], segment, self.delta)
         if reader is not None:
             call.left(grad[:, own], self.grad_left[:, own])
 
@@ -313,6 +322,7 @@ class GatedGradients(Gradients):
         call.write(of_rows[:, : call.queries], segment, self.query)
         if self.delta is not None:
             of_keys += of_rows[:, call.queries :]
+        self.of_keys_write = self._through_write(self.keys, segment, of_keys)
         call.write(of_keys, segment, self.keys.x)
 
     def _moved(self, stream: GatedStateGradients, segment: Segment, inputs, before, grad, of_before) -> None:
@@ -332,32 +342,33 @@ class GatedGradients(Gradients):
         product = torch.mul(x, grad, out=self.workspace.tensor("dot", tuple(x.shape), grad))
         return product.sum(-1).view(self.call.groups, -1, x.shape[1] // self.call.size, self.call.size).sum(2).double()
 
-    def others(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Those of `log_gate` and `delta`, `[B, T, G]`."""
+    def others(self) -> tuple[torch.Tensor | None, ...]:
+        """Those of `log_gate`, `write_gate` and `delta`, `[B, T, G]`."""
         for stream in (self.keys, self.values):
-            stream.finish_gates(self.log_gate)
-        finish = self.call.chunks.finish
-        return finish(self.log_gate)[..., 0], None if self.delta is None else finish(self.delta)[..., 0]
+            stream.finish_gates(self.log_gate, self.write)
+        found = self.log_gate, self.write, self.delta
+        return tuple(None if x is None else self.call.chunks.finish(x)[..., 0] for x in found)
 
 
 def _forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, input_matrix: torch.Tensor,
     coefficient_matrix: torch.Tensor | None, initial_state: torch.Tensor | None, log_gate: torch.Tensor,
-    delta: torch.Tensor | None, cu_seqlens: torch.Tensor | None, lengths: torch.Tensor | None, product: str,
-    chunk_size: int, output_final_state: bool,
+    write_gate: torch.Tensor | None, delta: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None, product: str, chunk_size: int, output_final_state: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     kept = _room_for_entries(query, key, value, log_decay, delta, cu_seqlens, lengths, chunk_size)
     inputs = query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state
     call = GatedCall(
-        *inputs, cu_seqlens, lengths, product, chunk_size, output_final_state, log_gate=log_gate, delta=delta, kept=kept
-    )
+        *inputs, cu_seqlens, lengths, product, chunk_size, output_final_state, log_gate=log_gate,
+        write_gate=write_gate, delta=delta, kept=kept,
+    )  # fmt: skip
     shape = state_shape(query, key, value, log_decay, cu_seqlens)
     final = final_states(log_decay, shape, output_final_state, initial_state)
     output = call.forward(final if output_final_state else None)
     return output, final, value.new_empty(0) if delta is None else call.answers, kept
 
 
-def _outputs(query, key, value, log_decay, input_matrix, coefficients, initial_state, log_gate, delta, *rest):
+def _outputs(query, key, value, log_decay, input_matrix, coefficients, initial_state, log_gate, write, delta, *rest):
     cu_seqlens, lengths, _, chunk_size, wanted = rest
     output = query.new_empty((*query.shape[:3], value.shape[3]))
     shape = state_shape(query, key, value, log_decay, cu_seqlens) if wanted else (0,)
@@ -380,17 +391,17 @@ def _room_for_entries(query, key, value, log_decay, delta, cu_seqlens, lengths, 
 
 
 def _backward(inputs, grads, needs):
-    query, key, value, *parameters, initial_state, log_gate, delta = inputs[:9]
-    *options, answers, kept = inputs[9:]
+    query, key, value, *parameters, initial_state, log_gate, write_gate, delta = inputs[:10]
+    *options, answers, kept = inputs[10:]
     call = GatedCall(
         query, key, value, *parameters, initial_state, *options[:-1], grads[1] is not None, log_gate=log_gate,
-        delta=delta, kept=kept, answers=None if delta is None else answers,
+        write_gate=write_gate, delta=delta, kept=kept, answers=None if delta is None else answers,
     )  # fmt: skip
-    *found, mixing, initial, of_gate, of_delta = call.backward(*grads[:2], needs[5])
+    *found, mixing, initial, of_gate, of_write, of_delta = call.backward(*grads[:2], needs[5])
     of_gate = of_gate.masked_fill_(log_gate < LEAST, 0).to(log_gate.dtype)
     of_delta = None if delta is None else of_delta.to(delta.dtype)
     of_coefficients = mixing_gradient(parameters[2], options[2], mixing) if needs[5] else None
-    return *found, of_coefficients, initial, of_gate, of_delta
+    return *found, of_coefficients, initial, of_gate, of_write, of_delta
 
 
-_operator = differentiable(__name__, "gated_attention", _forward, _outputs, _backward, count=9, kept=(2, 3))
+_operator = differentiable(__name__, "gated_attention", _forward, _outputs, _backward, count=10, kept=(2, 3))

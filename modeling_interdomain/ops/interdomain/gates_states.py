@@ -16,7 +16,7 @@ import torch
 
 from ..common.chunks import Chunks, Segment
 from ..common.decay import finite
-from ..common.states import DecayTables, StateGradients, States, dot, pairs
+from ..common.states import DecayTables, StateGradients, States, Workspace, dot, pairs
 
 
 class ChunkGates:
@@ -51,54 +51,88 @@ class ChunkGates:
         return apart.clamp_(max=0).exp_().tril_().view(-1, 1, size, size)
 
 
-class TokenGates:
+class TokenFactors:
+    """Numbers of tokens, `[B, T, G, W]`, among the chunks of a call."""
+
+    def __init__(self, name: str, x: torch.Tensor, chunks: Chunks, workspace: Workspace):
+        self.name, self.x, self.chunks, self.workspace = name, x, chunks, workspace
+
+    def of(self, segment: Segment) -> torch.Tensor:
+        """`[G, N, C, W]`, until the next segment is asked for."""
+        target = self.workspace.tensor(self.name, self._shape(segment.chunks), self.x)
+        self.chunks.read(self.x, segment, target)
+        return target[:, :, 0]
+
+    def last(self, ranks: slice) -> torch.Tensor:
+        """Of the last chunks of some documents, their tokens at the right end."""
+        target = self.x.new_empty(self._shape(self.chunks.tails[ranks].numel()))
+        self.chunks.read_last(self.x, ranks, target)
+        return target[:, :, 0]
+
+    def _shape(self, chunks: int) -> tuple[int, ...]:
+        return self.x.shape[2], chunks, 1, self.chunks.size, self.x.shape[3]
+
+
+class TokenGates(TokenFactors):
     """The gates of a call, `[B, T, G]`, among its chunks; those of the last segment that was asked for are kept."""
 
-    def __init__(self, log_gate: torch.Tensor, chunks: Chunks, dtype: torch.dtype):
-        self.x, self.chunks, self.dtype = finite(log_gate)[..., None], chunks, dtype
+    def __init__(self, log_gate: torch.Tensor, chunks: Chunks, workspace: Workspace, dtype: torch.dtype):
+        super().__init__("gates", finite(log_gate)[..., None], chunks, workspace)
+        self.dtype = dtype
         self._kept: tuple[tuple[int, ...], ChunkGates] | None = None
 
-    def of(self, segment: Segment) -> ChunkGates:
+    def chunk_gates(self, segment: Segment) -> ChunkGates:
         name = segment[:3]
         if self._kept is None or self._kept[0] != name:
-            target = self.x.new_empty(self.x.shape[2], segment.chunks, 1, self.chunks.size, 1)
-            self.chunks.read(self.x, segment, target)
-            self._kept = name, ChunkGates(target[:, :, 0, :, 0], self.dtype)
+            self._kept = name, ChunkGates(self.of(segment)[..., 0], self.dtype)
         return self._kept[1]
 
-    def last(self, ranks: slice) -> ChunkGates:
-        """Of the last chunks of some documents, their tokens at the right end."""
-        count = self.chunks.tails[ranks].numel()
-        target = self.x.new_empty(self.x.shape[2], count, 1, self.chunks.size, 1)
-        self.chunks.read_last(self.x, ranks, target)
-        return ChunkGates(target[:, :, 0, :, 0], self.dtype)
+    def last_gates(self, ranks: slice) -> ChunkGates:
+        return ChunkGates(self.last(ranks)[..., 0], self.dtype)
 
 
 class GatedStates(States):
-    """`States` of a call with gates, set before anything is asked for."""
+    """`States` of a call with gates, set before anything is asked for.
+
+    Attributes:
+        write: the factor of the inputs, None for 1.
+        raw: the inputs of the segment that was asked for last, or of last chunks, without it.
+    """
 
     gates: TokenGates
+    write: TokenFactors | None = None
+    raw: torch.Tensor
     entries: list[torch.Tensor | None] | None = None  # the states with which segments begin, where they are known
     _written: tuple[tuple[int, ...], torch.Tensor] | None = None
+
+    def inputs(self, segment: Segment) -> torch.Tensor:
+        self.raw = super().inputs(segment)
+        if self.write is None:
+            return self.raw
+        gated = self.workspace.tensor(f"{self.name} gated", tuple(self.raw.shape), self.raw)
+        return torch.mul(self.raw, self.write.of(segment), out=gated)
 
     def written(self, segment: Segment, inputs: torch.Tensor) -> torch.Tensor:
         name = segment[:3]  # on the way back a segment is asked for twice
         if self._written is None or self._written[0] != name:
             groups, chunks, size, width = inputs.shape
             left = self.workspace.tensor(f"{self.name} written", (groups, size, chunks, width), inputs).transpose(1, 2)
-            self._written = name, torch.mul(inputs, self.gates.of(segment).after, out=left)
+            self._written = name, torch.mul(inputs, self.gates.chunk_gates(segment).after, out=left)
         return self._written[1]
 
     def across(self, segment: Segment, chunks: slice) -> torch.Tensor:
-        return self.gates.of(segment).of_states(self.tables)[:, chunks]
+        return self.gates.chunk_gates(segment).of_states(self.tables)[:, chunks]
 
     def across_back(self, segment: Segment, chunks: slice) -> torch.Tensor:
-        return self.gates.of(segment).of_states(self.tables, back=True)[:, chunks]
+        return self.gates.chunk_gates(segment).of_states(self.tables, back=True)[:, chunks]
 
     def _last(self, ranks: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        last, decay = super()._last(ranks)
-        gates = self.gates.last(ranks)
-        return last * gates.after, decay * gates.across
+        self.raw, decay = super()._last(ranks)
+        gates = self.gates.last_gates(ranks)
+        return self._last_written(ranks) * gates.after, decay * gates.across
+
+    def _last_written(self, ranks: slice) -> torch.Tensor:
+        return self.raw if self.write is None else self.raw * self.write.last(ranks)
 
 
 class Answering(NamedTuple):
@@ -122,7 +156,28 @@ class DeltaStates(GatedStates):
     """Those of values from which what the state answers to their keys is taken before they are written.
 
     A walk fills what it finds by step, `[N G, ...]`: those of a step lie side by side, and few calls take them on.
+
+    Attributes:
+        answers: where they are known, inputs are what values write.
+        known: those of the segment that was asked for last, `[G, N, C, W]`.
     """
+
+    delta: TokenFactors
+    answers: TokenFactors | None = None
+    known: torch.Tensor
+
+    def inputs(self, segment: Segment) -> torch.Tensor:
+        found = super().inputs(segment)
+        if self.answers is not None:
+            self.known = self.answers.of(segment)
+            found.addcmul_(self.delta.of(segment), self.known, value=-1)
+        return found
+
+    def _last_written(self, ranks: slice) -> torch.Tensor:
+        found = super()._last_written(ranks)
+        if self.answers is not None:
+            found = torch.addcmul(found, self.delta.last(ranks), self.answers.last(ranks), value=-1)
+        return found
 
     def answer(
         self, segment: Segment, values: torch.Tensor, entry: torch.Tensor | None, how: Answering
@@ -137,7 +192,7 @@ class DeltaStates(GatedStates):
             but for what gates leave of them, `[G, N, P C, W]`, None for zeros.
         """
         groups, size, shape = values.shape[0], self.chunks.size, values.shape[:2]
-        count, states, gates = groups * segment.chunks, self._steps(segment, entry), self.gates.of(segment)
+        count, states, gates = groups * segment.chunks, self._steps(segment, entry), self.gates.chunk_gates(segment)
         within = self.workspace.product("within", how.weights, values.flatten(0, 1))
         inside, inverse, left, writes, delta, across = (
             steps_of(x, segment)
@@ -216,6 +271,7 @@ class GatedStateGradients(StateGradients):
     def __init__(self, states: GatedStates, final: torch.Tensor | None):
         self.of_across: torch.Tensor | None = None
         self._last_gates: list[torch.Tensor] = []
+        self._last_writes: list[torch.Tensor] = []
         super().__init__(states, final)
 
     def _entries(self) -> list[torch.Tensor | None]:
@@ -224,7 +280,7 @@ class GatedStateGradients(StateGradients):
 
     def _from_ends(self, ranks: slice) -> torch.Tensor:
         last, decay = self.states._last(ranks)
-        gates = self.states.gates.last(ranks)
+        gates = self.states.gates.last_gates(ranks)
         grad, before = self.ends[:, ranks], self.states.ends[:, ranks]
         flat = grad.flatten(0, 1)
         self.of_table += torch.bmm(last.flatten(0, 1), flat).unflatten(0, last.shape[:2]).sum(1)
@@ -236,7 +292,15 @@ class GatedStateGradients(StateGradients):
         powers = self.tables.powers[:, self.states.chunks.tails[ranks]]
         of_sums[..., -1] += self._of_across(last, of_last, of_decay, powers)
         self._last_gates.append(of_sums)
-        return of_last * gates.after
+        return self._of_last_inputs(ranks, of_last * gates.after)
+
+    def _of_last_inputs(self, ranks: slice, grad: torch.Tensor) -> torch.Tensor:
+        """From the gradient of what last chunks write, `[G, n, C, W]`, to that of their inputs."""
+        write = self.states.write
+        if write is None:
+            return grad
+        self._last_writes.append((self.states.raw * grad).sum(-1))
+        return grad * write.last(ranks)
 
     def _of_last_sums(self, last: torch.Tensor, of_last: torch.Tensor) -> torch.Tensor:
         """What the sums of last chunks receive as those of their tokens, `[G, n, C]`."""
@@ -254,7 +318,7 @@ class GatedStateGradients(StateGradients):
         of_decay = None
         if before is not None:
             product = dot(after, before, out=after)  # its conjugate, in the place of what is read for the last time
-            of_decay = product.sum(2).conj() * self.states.gates.of(segment).across[..., 0]
+            of_decay = product.sum(2).conj() * self.states.gates.chunk_gates(segment).across[..., 0]
             self.of_powers[:, -1] += of_decay.sum(1)
         self.of_across = self._of_across(written, self.through, of_decay, self.tables.powers[:, -1:])
 
@@ -266,11 +330,12 @@ class GatedStateGradients(StateGradients):
             total += (powers.conj() * of_decay).real.sum(-1)
         return total
 
-    def finish_gates(self, into: torch.Tensor) -> None:
-        """Add what gates receive from the final states to `into`, `[B T or more, G, 1]`."""
-        for ranks, of_sums in zip(self.states._ranks(), self._last_gates):
-            of_gates = of_sums.flip(-1).cumsum(-1).flip(-1)
-            self.states.chunks.add_last(of_gates[:, :, None, :, None].to(into.dtype), ranks, into)
+    def finish_gates(self, of_gate: torch.Tensor, of_write: torch.Tensor | None) -> None:
+        """Add what both gates receive from the final states to these, `[B T or more, G, 1]`."""
+        of_gates = [of_sums.flip(-1).cumsum(-1).flip(-1) for of_sums in self._last_gates]
+        for found, into in ((of_gates, of_gate), (self._last_writes, of_write)):
+            for ranks, grad in zip(self.states._ranks(), found):
+                self.states.chunks.add_last(grad[:, :, None, :, None].to(into.dtype), ranks, into)
 
 
 class DeltaStateGradients(GatedStateGradients):
@@ -294,6 +359,9 @@ class DeltaStateGradients(GatedStateGradients):
     def _of_last_sums(self, last: torch.Tensor, of_last: torch.Tensor) -> torch.Tensor:
         return of_last.new_zeros(of_last.shape[:-1], dtype=torch.float64)  # `given` is among their gradients
 
+    def _of_last_inputs(self, ranks: slice, grad: torch.Tensor) -> torch.Tensor:
+        return grad  # as above
+
     def of_written(self, segment: Segment, grad: torch.Tensor) -> None:
         """Add to the gradients `[G, N, C, W]` of what a segment has written those through the final states."""
         if self.given is not None:
@@ -305,7 +373,7 @@ class DeltaStateGradients(GatedStateGradients):
         return True
 
     def _walk(self, segment: Segment, grad: torch.Tensor | None, after: torch.Tensor) -> torch.Tensor | None:
-        (how, given, grad_left), states, gates = self.answered, self.states, self.states.gates.of(segment)
+        (how, given, grad_left), states, gates = self.answered, self.states, self.states.gates.chunk_gates(segment)
         groups, shape = after.shape[0], given.shape[:2]
         found, through, answers = (
             self.workspace.tensor(name, (groups * segment.chunks, *x.shape[2:]), x)
