@@ -33,7 +33,7 @@ class PositionMask(nn.Module):
 
     def forward(self, query, key, value, position_ids) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values `[B, T, heads, size]`, and positions `[B or 1, T]`, to the first three."""
-        found = self.table.index_select(1, position_ids.flatten()).unflatten(1, position_ids.shape)
+        found = self.table.index_select(1, position_ids.long().flatten()).unflatten(1, position_ids.shape)
         if self.hard:
             found = found.detach().clamp(0, 1).round() + (found - found.detach())
         return query, key, value * found.permute(1, 2, 0)[..., None].to(value.dtype)
