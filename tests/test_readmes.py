@@ -472,8 +472,8 @@ def test_what_is_said_of_more_tokens():
     loss = {name: {} for name in (ours, peer, softmax, many)}
     for row in rows:
         loss[row["condition"]][row["seed"]] = condition_study.score(row)
-    assert [sorted(loss[name]) for name in loss] == [[0, 1], [0, 1], [0], [0]]
-    assert ["Intel" in row["machine"] for row in rows] == [row["condition"] == many for row in rows]
+    assert [sorted(loss[name]) for name in loss] == [[0, 1], [0, 1], [0], [0, 1]]
+    assert ["Intel" in row["machine"] for row in rows] == [(row["condition"], row["seed"]) == (many, 0) for row in rows]
 
     def after(name, what, which, seeds=(0, 1)):
         return statistics.mean(row[what][which] for row in rows if row["condition"] == name and row["seed"] in seeds)
@@ -486,10 +486,17 @@ def test_what_is_said_of_more_tokens():
 
     assert len(few[peer]) == len(few[ours]) == 6
     assert (lag(few, ours), lag(loss, ours)) == (0.035, -0.016)
-    by_seed = [lag({name: {0: loss[name][seed]} for name in (ours, peer)}, ours) for seed in (0, 1)]
-    assert by_seed == [-0.022, -0.009]
-    assert (lag(few, many), lag(loss, many)) == (-0.036, -0.034)
-    assert [round(after(name, "repeats", "other", [0]), 2) for name in (many, peer)] == [4.06, 4.08]
+
+    def by_seed(name):
+        return [lag({each: {0: loss[each][seed]} for each in (name, peer)}, name) for seed in (0, 1)]
+
+    assert (by_seed(ours), by_seed(many)) == ([-0.022, -0.009], [-0.034, -0.006])
+    assert (lag(few, many), lag(loss, many)) == (-0.036, -0.02)
+    assert round(core_table.behind(loss, many, [ours])[ours], 3) == -0.004
+    assert [round(after(name, "repeats", "other"), 2) for name in (many, peer)] == [4.07, 4.08]
+    assert round(after(many, "ages", "1"), 2) == 3.87
+    apart = [math.expm1(abs(loss[name][0] - loss[name][1])) for name in (ours, peer, many)]
+    assert (round(min(apart), 3), round(max(apart), 3)) == (0.003, 0.026)
     assert (lag(few, softmax, 2), lag(loss, softmax, 2)) == (0.31, 0.17)
     assert [round(after(name, "ages", "1"), 2) for name in (ours, peer)] == [3.55, 4.07]
     assert [round(after(ours, "ages", "1", [seed]), 2) for seed in (0, 1)] == [3.34, 3.75]
