@@ -129,11 +129,13 @@ def harness_results(record: dict) -> list[EvalResult]:
     for task, figures in sorted(record["results"].items()):
         items = record.get("n-samples", {}).get(task)
         shots = record.get("n-shot", {}).get(task)
-        told = {} if shots is None else {"num_few_shot": shots}
-        told |= {"items": f"{items['effective']:,} of {items['original']:,}"} if items else {}
-        facts = [
-            f"{told[name]}{unit}" for name, unit in (("num_few_shot", "-shot"), ("items", " items")) if name in told
-        ]
+        told, facts = {}, []
+        if shots is not None:
+            told["num_few_shot"] = shots
+            facts.append(f"{shots}-shot")
+        if items:
+            told["items"] = f"{items['effective']:,} of {items['original']:,}"
+            facts.append(f"{told['items']} items")
         data = f"{task} ({', '.join(facts)})" if facts else task
         source: dict[str, Any] = {**HARNESS, "dataset_args": told or None}
         for name, value in figures.items():

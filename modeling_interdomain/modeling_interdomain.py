@@ -216,6 +216,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         sequence_group: Any = None,
+        logits_to_keep: Any = None,  # of a head: trainers that multiply with it themselves give it here
         **kwargs,
     ) -> BaseModelOutputWithPast:
         """Read T more tokens.

@@ -83,8 +83,9 @@ def test_a_device_without_float64_is_refused_before_anything_is_computed(name, m
     model(torch.ones(1, 3, dtype=torch.long), past_key_values=cache)  # which nothing has touched
 
 
-def test_layers_without_a_recurrence_may_run_on_any_device(make_model):
-    check_device([layer.token_mixer for layer in make_model("softmax").model.layers], torch.device("mps"))
+@pytest.mark.parametrize("name", ["softmax", "window-alone"])
+def test_layers_without_a_recurrence_may_run_on_any_device(make_model, name):
+    check_device([layer.token_mixer for layer in make_model(name).model.layers], torch.device("mps"))
 
 
 def test_the_home_of_a_map_without_parameters_is_that_of_its_buffers():

@@ -116,6 +116,24 @@ def test_the_librarys_limits_bound_a_forward(make_model, prompts, limits):
         assert max(rows for rows, _ in sizes) == 2
 
 
+def test_pieces_are_the_smaller_of_what_is_asked(make_model, prompts):
+    model, sizes = make_model(), []
+    model.model.embed_tokens.register_forward_pre_hook(lambda module, ids: sizes.append(ids[0].numel()))
+    for pieces, most in ((2, 6), (6, 2)):
+        limits = ContinuousBatchingConfig(max_batch_tokens=most, max_requests_per_batch=1)
+        model.generate_batch(prompts, None, limits, max_new_tokens=1, do_sample=False, prefill_chunk_size=pieces)
+        assert max(sizes) == 2
+        sizes.clear()
+
+
+@pytest.mark.parametrize("limits", [4, {"max_requests_per_batch": 2}], ids=str)
+def test_what_is_no_configuration_of_limits_is_refused(make_model, prompts, limits):
+    with pytest.raises(ValueError, match="^continuous_batching_config must be a ContinuousBatchingConfig, got "):
+        make_model().generate_batch(prompts, None, limits, max_new_tokens=1)
+    with pytest.raises(ValueError, match="^continuous_batching_config must be a ContinuousBatchingConfig, got "):
+        make_model().init_continuous_batching(continuous_batching_config=limits)
+
+
 @pytest.mark.parametrize("shown", [False, True])
 def test_callers_of_the_librarys_method_may_show_a_bar(make_model, prompts, capsys, shown):
     """As TRL's trainers call it."""

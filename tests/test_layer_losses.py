@@ -217,7 +217,7 @@ def test_who_asks_for_one_of_two_losses_has_the_other_trained_along(make_model, 
     torch.testing.assert_close(found, [a + b for a, b in zip(own, ranked, strict=True)])
 
 
-@pytest.mark.parametrize("asked", [{}, {"output_ranking_losses": False}], ids=str)
+@pytest.mark.parametrize("asked", [{}, {"output_ranking_losses": False}, {"output_ranking_losses": None}], ids=str)
 def test_who_wants_no_losses_has_them_trained_along(make_model, random_ids, asked):
     model, ids = make_model(**EVERY_KEY).train(), random_ids(2, 12)
     outputs = model.model(ids, **asked)

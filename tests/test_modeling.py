@@ -919,6 +919,23 @@ def test_the_base_model_takes_what_is_for_its_head(make_model, random_ids):
     """As TRL's trainer for distillation calls it, which multiplies with the head itself."""
     base, ids = make_model("interdomain").model, random_ids(1, 5)
     assert base(ids, logits_to_keep=2).last_hidden_state.equal(base(ids).last_hidden_state)
+    classifier = make_model("interdomain", InterdomainForSequenceClassification)
+    with pytest.raises(TypeError, match="does not know logits_to_keep, which would have no effect"):
+        classifier(ids, logits_to_keep=2)
+
+
+def test_places_of_logits_are_those_that_the_head_takes(make_model, random_ids):
+    """A list, a tuple, and a tensor, with labels of that number; of no rows something else is said."""
+    model, ids = make_model("interdomain"), random_ids(2, 5)
+    expected = model(ids, labels=ids[:, 1:3], logits_to_keep=torch.tensor([1, 2])).loss
+    for places in ([1, 2], (1, 2), torch.arange(5).sub(1).bool().logical_and(torch.arange(5) < 3)):
+        kept = model(ids, labels=ids[:, : len(model(ids, logits_to_keep=places).logits[0])], logits_to_keep=places)
+        assert kept.loss.isfinite()
+    assert model(ids, labels=ids[:, 1:3], logits_to_keep=(1, 2)).loss == expected
+    with pytest.raises(ValueError, match="input_ids must hold at least one row, got B = 0"):
+        model(ids[:0], labels=ids[:0])
+    with pytest.raises(ValueError, match="0 for all, or their places; got 3"):
+        model(ids, labels=ids, logits_to_keep=torch.tensor(3))
 
 
 def test_generate_hands_its_own_keywords_on(each_mixer, random_ids):

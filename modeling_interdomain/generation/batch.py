@@ -182,8 +182,6 @@ def write_batch(model, prompts: Sequence[Sequence[int]], generation_config, limi
     config, others = model._prepare_generation_config(generation_config, **options)
     if not isinstance(rows, int) or rows < 1:
         raise ValueError(f"max_batch_size must be positive, got {rows}.")
-    if piece is not None:
-        rows, config.prefill_chunk_size = min(rows, piece), piece
     if not hasattr(prompts, "__iter__"):
         raise ValueError(f"Prompts are a list of lists of token ids, got {type(prompts).__name__}.")
     if others:
@@ -191,6 +189,9 @@ def write_batch(model, prompts: Sequence[Sequence[int]], generation_config, limi
             f"generate_batch takes the options of a GenerationConfig; it does not know {', '.join(others)}."
         )
     check_way(config)
+    if piece is not None:
+        rows = min(rows, piece)
+        bound_pieces(config, piece)
     if reason := why_not_batched(model):
         raise NotImplementedError(reason)
     model._prepare_special_tokens(config, True, device=model.device)
@@ -202,23 +203,32 @@ def write_batch(model, prompts: Sequence[Sequence[int]], generation_config, limi
     if (found := store_of(model)) is not None:
         store, fingerprint = found
         store.announce(fingerprint, [list(request.prompt) for request in requests])
-    with tqdm(total=len(requests), desc="Writing", unit="text", disable=not bar) as shown:
-        while left := len(batch.requests):
+    left = len(batch.requests)
+    with tqdm(total=left, desc="Writing", unit="text", disable=not bar) as shown:
+        while left:
             batch.step()
             if error := next((request.error for request in requests if request.error is not None), None):
                 raise ValueError(f"{error[:-1]}: ask for fewer tokens.")
-            shown.update(left - len(batch.requests))
+            before, left = left, len(batch.requests)
+            shown.update(before - left)
     return {request.name: request.output() for request in requests}
 
 
 def limits_of(limits: Any) -> tuple[int, int | None]:
     """The rows in flight, and the most tokens of a forward or None, of a `ContinuousBatchingConfig` or None."""
-    tokens = getattr(limits, "max_batch_tokens", None)
-    rows = getattr(limits, "max_requests_per_batch", None)
+    names = "max_requests_per_batch", "max_batch_tokens"
+    if limits is not None and not any(hasattr(limits, name) for name in names):
+        raise ValueError(f"continuous_batching_config must be a ContinuousBatchingConfig, got {type(limits).__name__}.")
+    rows, tokens = (getattr(limits, name, None) for name in names)
     given = [limit for limit in (rows, tokens) if limit is not None] or [ROWS]
     if min(given) < 1:
         raise ValueError(f"max_requests_per_batch and max_batch_tokens must be positive, got {min(given)}.")
     return min(given), tokens
+
+
+def bound_pieces(config, tokens: int) -> None:
+    """Read prompts in pieces of at most so many tokens."""
+    config.prefill_chunk_size = min(tokens, config.prefill_chunk_size or tokens)
 
 
 def unset_lengths(model, generation_config, options: dict[str, Any]) -> dict[str, bool]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from .batch import Batch, Request, check_way, limits_of, unset_lengths, why_not_batched
+from .batch import Batch, Request, bound_pieces, check_way, limits_of, unset_lengths, why_not_batched
 
 logger = logging.get_logger(__name__)
 
@@ -62,7 +62,7 @@ class RequestManager:
         check_way(self.generation_config)
         rows, tokens = limits_of(continuous_batching_config)
         if tokens is not None:
-            self.generation_config.prefill_chunk_size = tokens
+            bound_pieces(self.generation_config, tokens)
         self.background_thread_status = SimpleNamespace(fatal_error=None)  # where the server looks for one
         self._batch = Batch(model, rows, self._tell, apart=True)
         self._orders: SimpleQueue[Callable[[], None]] = SimpleQueue()

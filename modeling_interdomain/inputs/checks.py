@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, StaticLayer
 
-from ..layers.common import home_of
+from ..layers.common import Float32Module, home_of
 from ..mixers.base import TokenMixer
 from ..model_cache.cache import check_unbroken, contents_of, kind_of
 from ..ops.common.cpu import in_graph, values_at_hand
@@ -86,7 +86,8 @@ def check_labels(labels, shift_labels, input_ids, inputs_embeds, logits_to_keep)
     """Every token whose logits are kept has a label."""
     check_tensors(labels=labels, shift_labels=shift_labels)
     count = isinstance(logits_to_keep, int | float)
-    if logits_to_keep is None or isinstance(logits_to_keep, bool | float) or (count and logits_to_keep < 0):
+    wrong = logits_to_keep is None or isinstance(logits_to_keep, bool | float) or (count and logits_to_keep < 0)
+    if wrong or getattr(logits_to_keep, "ndim", 1) == 0:
         raise ValueError(
             f"logits_to_keep must be a number of tokens, 0 for all, or their places; got {logits_to_keep}."
         )
@@ -97,7 +98,7 @@ def check_labels(labels, shift_labels, input_ids, inputs_embeds, logits_to_keep)
         if x is None:
             continue
         batch, length = tokens.shape[:2]
-        kept = len(tokens[0][slice(-logits_to_keep, None) if count else logits_to_keep])
+        kept = tokens[:, slice(-logits_to_keep, None) if count else logits_to_keep].shape[1]
         if x.shape != (batch, kept):
             whose = "the tokens" if kept == length else f"the {kept}{' last' * count} tokens, whose logits are kept"
             raise ValueError(
@@ -156,7 +157,7 @@ def check_mask(attention_mask, seen, batch: int, length: int) -> None:
 
 def check_device(mixers: list[TokenMixer], device: torch.device) -> None:
     """Recurrences compute what they decay by in float64, which Apple's GPUs do not have."""
-    if device.type == "mps" and any(hasattr(mixer, "recurrence") for mixer in mixers):
+    if device.type == "mps" and any(isinstance(x, Float32Module) for mixer in mixers for x in mixer.children()):
         raise ValueError(
             'Recurrences need float64, which mps lacks: use the CPU (Trainer: use_cpu=True, pipeline: device="cpu").'
         )

@@ -20,7 +20,6 @@ _READ = {
     # Accepted without effect: they say what `cu_seq_lens_q` and the cache say already, or that tokens are of one type.
     *("max_length_q", "max_length_k", "cache_position", "token_type_ids"),
     *("tokenizer", "assistant_tokenizer"),  # generate() reads them, and passes them on
-    "logits_to_keep",  # of the head; a trainer that multiplies with the head itself gives it to the base model
 }
 
 

@@ -164,7 +164,7 @@ class LayerLosses:
     def _ask_for_losses(self, kwargs: dict[str, Any]) -> None:
         """In training, have the forward hand on what layers add to the loss."""
         for name, (kind, _) in LAYER_LOSSES.items() if self.training else ():
-            kwargs[f"output_{name}"] = any(isinstance(module, kind) for module in self.modules()) or None
+            kwargs[f"output_{name}"] = any(isinstance(x, kind) for x in self.modules()) or ()  # (): asked, for none
             if kwargs[f"output_{name}"]:
                 check_checkpointing(self.modules())
 
@@ -203,7 +203,7 @@ def trains_layers(forward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)
     def run(self, *args, **kwargs):
         trains = self.training and torch.is_grad_enabled()
-        left_out = [name for name in LAYER_LOSSES if trains and kwargs.get(f"output_{name}", False) is False]
+        left_out = [name for name in LAYER_LOSSES if trains and kwargs.get(f"output_{name}") in (None, False)]
         if not left_out:
             return forward(self, *args, **kwargs)
         self._ask_for_losses(kwargs)

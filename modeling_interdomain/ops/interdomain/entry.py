@@ -157,7 +157,6 @@ def interdomain_attention(
                     gates=gates,
                     chunk_size=chunk_size,
                     output_final_state=output_final_state,
-                    kept=kept,
                 )
             elif exporting:
                 from ..diagonal.export import export_attention

@@ -4,7 +4,6 @@ The definition is in `ops/interdomain/naive.py`. Since the readout is linear in 
 of the token's key and value, `w u = w v - delta (answer to w k)`: what remains are gates of time and the delta rule.
 """
 
-from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,6 @@ from ..common.checks import check_tensors
 from ..common.cpu import values_at_hand
 from ..common.decay import finite
 from ..diagonal.step import StepTables, mix_rows, read_state, turn_state
-from .chunk import chunk_attention
 
 GATED_BACKENDS = ("auto", "recurrent", "chunk", "triton")
 
@@ -69,7 +67,6 @@ def gated_attention(
     gates: Gates,
     chunk_size: int,
     output_final_state: bool,
-    kept: dict[Hashable, Any] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`interdomain_attention` with gates: everything in one dtype but the gates, which may be in any.
 
@@ -82,13 +79,11 @@ def gated_attention(
 
         alike = (None if x is None else x.to(key.dtype) for x in gates)
         return recurrent_attention(query, key, value, *parameters, *alike)
-    options: list[Any] = [chunk_size, output_final_state]
-    if log_gate is None and write_gate is None and delta is None:
-        return chunk_attention(*(query, key, value, *parameters, *options, kept))
     from .gates_chunk import gated_chunk_attention
 
     write_gate = None if write_gate is None else write_gate.to(key.dtype)
-    return gated_chunk_attention(*(query, key, value, *parameters, *options, log_gate, write_gate, delta))
+    options = chunk_size, output_final_state, log_gate, write_gate, delta
+    return gated_chunk_attention(*(query, key, value, *parameters, *options))
 
 
 def gated_step(

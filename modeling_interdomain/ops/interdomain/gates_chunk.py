@@ -69,6 +69,7 @@ class GatedCall(AttentionCall):
     states_class = DeltaStates
     keys: GatedStates
     values: DeltaStates
+    answers: torch.Tensor  # `[B, T, G, D]`, what `forward` finds
 
     def __init__(
         self, query, key, value, *arguments, log_gate: torch.Tensor, write_gate: torch.Tensor | None,
@@ -79,15 +80,18 @@ class GatedCall(AttentionCall):
         super().__init__(query, key, value, *arguments)
         place = self.chunks, self.workspace
         self.gates = self.keys.gates = self.values.gates = TokenGates(log_gate, *place, key.dtype)
+        self.queries, self.delta = self.heads * self.size, None
         if write_gate is not None:
             self.keys.write = self.values.write = TokenFactors("write", write_gate[..., None], *place)
-        self.queries, self.delta = self.heads * self.size, None
-        self.answers: torch.Tensor | None = answers  # `[B, T, G, D]`
         if delta is not None:
             self.delta = self.values.delta = TokenFactors("delta", delta.to(key.dtype)[..., None], *place)
             self.heads += 1
         if answers is not None:
-            self.values.answers = TokenFactors("answers", answers, *place)
+            self.know(answers)
+
+    def know(self, answers: torch.Tensor) -> None:
+        """From now on the values are what they write, with these answers `[B, T, G, D]`."""
+        self.values.answers = TokenFactors("answers", answers, self.chunks, self.workspace)
 
     def entries(self, kept: torch.Tensor) -> dict[Segment, tuple[torch.Tensor, ...]]:
         """Where in what is kept, `[n, G, R + D, 2M]`, the states of keys and of values are with which segments begin.
@@ -178,7 +182,7 @@ class GatedCall(AttentionCall):
             self.write(outputs, segment, output)
         if self.delta is not None:
             self.answers = self.chunks.finish(self.answers)
-            self.values.answers = TokenFactors("answers", self.answers, self.chunks, self.workspace)
+            self.know(self.answers)
         self.write_final(final)
         return self.chunks.finish(output)
 
@@ -240,11 +244,11 @@ class GatedGradients(Gradients):
         of_gates = self.of_sums.flip(-1).cumsum(-1).flip(-1)
         call.chunks.write(of_gates[:, :, None, :, None], segment, self.log_gate)
         if self.write is not None:
-            call.chunks.write((self.of_values_write + self.of_keys_write)[:, :, None, :, None], segment, self.write)
+            call.chunks.write(self.of_write[:, :, None, :, None], segment, self.write)
 
     def _through_write(self, stream: GatedStateGradients, segment: Segment, grad: torch.Tensor) -> torch.Tensor | None:
-        """From the gradient of what keys or values write, `[G N, C, W]`, to theirs, in its place, and to that of the
-        write gate, `[G, N, C]`."""
+        """From the gradient of what keys or values write, `[G N, C, W]`, to theirs, in its place; returns that of the
+        write gate, `[G, N, C]`, None without one."""
         states = stream.states
         if states.write is None:
             return None
@@ -270,7 +274,7 @@ class GatedGradients(Gradients):
                 torch.bmm(left.mT, reader, out=of_states.flatten(0, 1))
             self._moved(self.values, segment, *values, of_values, of_states)
         self.of_sums = -self._dot(values.inputs, of_values)
-        self.of_values_write = self._through_write(self.values, segment, of_values)
+        self.of_write = self._through_write(self.values, segment, of_values)
         call.write(of_values, segment, self.values.x)
 
     def _answers(self, segment: Segment, values: Walked, weights, reader, of_values, grad) -> None:
@@ -322,7 +326,8 @@ class GatedGradients(Gradients):
         call.write(of_rows[:, : call.queries], segment, self.query)
         if self.delta is not None:
             of_keys += of_rows[:, call.queries :]
-        self.of_keys_write = self._through_write(self.keys, segment, of_keys)
+        if self.of_write is not None:
+            self.of_write += self._through_write(self.keys, segment, of_keys)
         call.write(of_keys, segment, self.keys.x)
 
     def _moved(self, stream: GatedStateGradients, segment: Segment, inputs, before, grad, of_before) -> None:

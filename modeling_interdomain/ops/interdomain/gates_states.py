@@ -52,15 +52,18 @@ class ChunkGates:
 
 
 class TokenFactors:
-    """Numbers of tokens, `[B, T, G, W]`, among the chunks of a call."""
+    """Numbers of tokens, `[B, T, G, W]`, among the chunks of a call; those of the last segment asked for are kept."""
 
     def __init__(self, name: str, x: torch.Tensor, chunks: Chunks, workspace: Workspace):
         self.name, self.x, self.chunks, self.workspace = name, x, chunks, workspace
+        self._now: tuple[int, ...] | None = None
 
     def of(self, segment: Segment) -> torch.Tensor:
-        """`[G, N, C, W]`, until the next segment is asked for."""
+        """`[G, N, C, W]`, until another segment is asked for."""
         target = self.workspace.tensor(self.name, self._shape(segment.chunks), self.x)
-        self.chunks.read(self.x, segment, target)
+        if self._now != segment[:3]:
+            self._now = segment[:3]
+            self.chunks.read(self.x, segment, target)
         return target[:, :, 0]
 
     def last(self, ranks: slice) -> torch.Tensor:
