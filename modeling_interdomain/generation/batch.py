@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 from transformers import LogitsProcessorList
+from transformers.utils.logging import tqdm
 
 from ..inputs.checks import check_prefill
 from ..model_cache.cache import InterdomainCache

@@ -87,7 +87,7 @@ def check_labels(labels, shift_labels, input_ids, inputs_embeds, logits_to_keep)
     check_tensors(labels=labels, shift_labels=shift_labels)
     count = isinstance(logits_to_keep, int | float)
     wrong = logits_to_keep is None or isinstance(logits_to_keep, bool | float) or (count and logits_to_keep < 0)
-    if wrong or getattr(logits_to_keep, "ndim", 1) == 0:
+    if wrong or not (count or getattr(logits_to_keep, "ndim", True)):
         raise ValueError(
             f"logits_to_keep must be a number of tokens, 0 for all, or their places; got {logits_to_keep}."
         )
