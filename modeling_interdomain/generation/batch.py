@@ -22,8 +22,8 @@ _UNHEEDED = (
     *("stop_strings", "max_time", "token_healing", "dola_layers", "constraints", "force_words_ids"),
     *("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states"),
 )
-# Options of the library's `generate_batch` that ask for nothing, or with True alone for what its engine does.
-_FREE, _ENGINES = ("warmup",), ("record_timestamps", "persistent_manager")
+# Options of the library's `generate_batch` with which its engine does more than write; False asks for nothing.
+_ENGINES = ("record_timestamps", "persistent_manager")
 ROWS = 8  # in flight at once, where nobody asks for another number
 # Options that need several rows a prompt, or another way to write than one token a row and step; beside them the value
 # that asks for nothing, as None does.
@@ -176,7 +176,8 @@ class Batch:
 def write_batch(model, prompts: Sequence[Sequence[int]], generation_config, limits: Any, options: dict[str, Any]):
     """`generate_batch` of a model, with `limits` of a `ContinuousBatchingConfig` or None."""
     rows, piece = limits_of(limits)
-    options = {name: x for name, x in options.items() if name not in _FREE and (x or name not in _ENGINES)}
+    options = {name: x for name, x in options.items() if x or name not in _ENGINES}
+    options.pop("warmup", None)  # there is nothing to warm up
     rows, bar = options.pop("max_batch_size", rows), options.pop("progress_bar", False)
     unset = unset_lengths(model, generation_config, options)
     config, others = model._prepare_generation_config(generation_config, **options)

@@ -32,7 +32,7 @@ from .gates_states import (
     DeltaStates,
     GatedStateGradients,
     GatedStates,
-    TokenFactors,
+    PerToken,
     TokenGates,
 )
 from .unit_triangular import inverses
@@ -82,16 +82,16 @@ class GatedCall(AttentionCall):
         self.gates = self.keys.gates = self.values.gates = TokenGates(log_gate, *place, key.dtype)
         self.queries, self.delta = self.heads * self.size, None
         if write_gate is not None:
-            self.keys.write = self.values.write = TokenFactors("write", write_gate[..., None], *place)
+            self.keys.write = self.values.write = PerToken("write", write_gate[..., None], *place)
         if delta is not None:
-            self.delta = self.values.delta = TokenFactors("delta", delta.to(key.dtype)[..., None], *place)
+            self.delta = self.values.delta = PerToken("delta", delta.to(key.dtype)[..., None], *place)
             self.heads += 1
         if answers is not None:
             self.know(answers)
 
     def know(self, answers: torch.Tensor) -> None:
         """From now on the values are what they write, with these answers `[B, T, G, D]`."""
-        self.values.answers = TokenFactors("answers", answers, self.chunks, self.workspace)
+        self.values.answers = PerToken("answers", answers, self.chunks, self.workspace)
 
     def entries(self, kept: torch.Tensor) -> dict[Segment, tuple[torch.Tensor, ...]]:
         """Where in what is kept, `[n, G, R + D, 2M]`, the states of keys and of values are with which segments begin.
@@ -108,7 +108,7 @@ class GatedCall(AttentionCall):
         rows = self.rows("rows", self.query, segment)
         if self.delta is not None:
             rows[:, self.queries :] = keys
-        self.now = self.gates.chunk_gates(segment)
+        self.now = self.gates.of(segment)
         self.within = self.now.within()
         return rows
 
@@ -221,7 +221,7 @@ class GatedGradients(Gradients):
 
     def __init__(self, call: GatedCall, *arguments):
         super().__init__(call, *arguments)
-        self.log_gate = call.chunks.empty(call.gates.x, call.groups, 1)
+        self.log_gate = call.chunks.empty(call.gates.tokens.x, call.groups, 1)
         self.write = None if call.keys.write is None else call.chunks.empty(call.query, call.groups, 1)
         self.delta = None if call.delta is None else call.chunks.empty(call.query, call.groups, 1)
 

@@ -51,7 +51,7 @@ class ChunkGates:
         return apart.clamp_(max=0).exp_().tril_().view(-1, 1, size, size)
 
 
-class TokenFactors:
+class PerToken:
     """Numbers of tokens, `[B, T, G, W]`, among the chunks of a call; those of the last segment asked for are kept."""
 
     def __init__(self, name: str, x: torch.Tensor, chunks: Chunks, workspace: Workspace):
@@ -76,22 +76,22 @@ class TokenFactors:
         return self.x.shape[2], chunks, 1, self.chunks.size, self.x.shape[3]
 
 
-class TokenGates(TokenFactors):
+class TokenGates:
     """The gates of a call, `[B, T, G]`, among its chunks; those of the last segment that was asked for are kept."""
 
     def __init__(self, log_gate: torch.Tensor, chunks: Chunks, workspace: Workspace, dtype: torch.dtype):
-        super().__init__("gates", finite(log_gate)[..., None], chunks, workspace)
-        self.dtype = dtype
+        self.tokens, self.dtype = PerToken("gates", finite(log_gate)[..., None], chunks, workspace), dtype
         self._kept: tuple[tuple[int, ...], ChunkGates] | None = None
 
-    def chunk_gates(self, segment: Segment) -> ChunkGates:
+    def of(self, segment: Segment) -> ChunkGates:
         name = segment[:3]
         if self._kept is None or self._kept[0] != name:
-            self._kept = name, ChunkGates(self.of(segment)[..., 0], self.dtype)
+            self._kept = name, ChunkGates(self.tokens.of(segment)[..., 0], self.dtype)
         return self._kept[1]
 
-    def last_gates(self, ranks: slice) -> ChunkGates:
-        return ChunkGates(self.last(ranks)[..., 0], self.dtype)
+    def last(self, ranks: slice) -> ChunkGates:
+        """Of the last chunks of some documents, their tokens at the right end."""
+        return ChunkGates(self.tokens.last(ranks)[..., 0], self.dtype)
 
 
 class GatedStates(States):
@@ -103,7 +103,7 @@ class GatedStates(States):
     """
 
     gates: TokenGates
-    write: TokenFactors | None = None
+    write: PerToken | None = None
     raw: torch.Tensor
     entries: list[torch.Tensor | None] | None = None  # the states with which segments begin, where they are known
     _written: tuple[tuple[int, ...], torch.Tensor] | None = None
@@ -120,18 +120,18 @@ class GatedStates(States):
         if self._written is None or self._written[0] != name:
             groups, chunks, size, width = inputs.shape
             left = self.workspace.tensor(f"{self.name} written", (groups, size, chunks, width), inputs).transpose(1, 2)
-            self._written = name, torch.mul(inputs, self.gates.chunk_gates(segment).after, out=left)
+            self._written = name, torch.mul(inputs, self.gates.of(segment).after, out=left)
         return self._written[1]
 
     def across(self, segment: Segment, chunks: slice) -> torch.Tensor:
-        return self.gates.chunk_gates(segment).of_states(self.tables)[:, chunks]
+        return self.gates.of(segment).of_states(self.tables)[:, chunks]
 
     def across_back(self, segment: Segment, chunks: slice) -> torch.Tensor:
-        return self.gates.chunk_gates(segment).of_states(self.tables, back=True)[:, chunks]
+        return self.gates.of(segment).of_states(self.tables, back=True)[:, chunks]
 
     def _last(self, ranks: slice) -> tuple[torch.Tensor, torch.Tensor]:
         self.raw, decay = super()._last(ranks)
-        gates = self.gates.last_gates(ranks)
+        gates = self.gates.last(ranks)
         return self._last_written(ranks) * gates.after, decay * gates.across
 
     def _last_written(self, ranks: slice) -> torch.Tensor:
@@ -165,8 +165,8 @@ class DeltaStates(GatedStates):
         known: those of the segment that was asked for last, `[G, N, C, W]`.
     """
 
-    delta: TokenFactors
-    answers: TokenFactors | None = None
+    delta: PerToken
+    answers: PerToken | None = None
     known: torch.Tensor
 
     def inputs(self, segment: Segment) -> torch.Tensor:
@@ -195,7 +195,7 @@ class DeltaStates(GatedStates):
             but for what gates leave of them, `[G, N, P C, W]`, None for zeros.
         """
         groups, size, shape = values.shape[0], self.chunks.size, values.shape[:2]
-        count, states, gates = groups * segment.chunks, self._steps(segment, entry), self.gates.chunk_gates(segment)
+        count, states, gates = groups * segment.chunks, self._steps(segment, entry), self.gates.of(segment)
         within = self.workspace.product("within", how.weights, values.flatten(0, 1))
         inside, inverse, left, writes, delta, across = (
             steps_of(x, segment)
@@ -283,7 +283,7 @@ class GatedStateGradients(StateGradients):
 
     def _from_ends(self, ranks: slice) -> torch.Tensor:
         last, decay = self.states._last(ranks)
-        gates = self.states.gates.last_gates(ranks)
+        gates = self.states.gates.last(ranks)
         grad, before = self.ends[:, ranks], self.states.ends[:, ranks]
         flat = grad.flatten(0, 1)
         self.of_table += torch.bmm(last.flatten(0, 1), flat).unflatten(0, last.shape[:2]).sum(1)
@@ -321,7 +321,7 @@ class GatedStateGradients(StateGradients):
         of_decay = None
         if before is not None:
             product = dot(after, before, out=after)  # its conjugate, in the place of what is read for the last time
-            of_decay = product.sum(2).conj() * self.states.gates.chunk_gates(segment).across[..., 0]
+            of_decay = product.sum(2).conj() * self.states.gates.of(segment).across[..., 0]
             self.of_powers[:, -1] += of_decay.sum(1)
         self.of_across = self._of_across(written, self.through, of_decay, self.tables.powers[:, -1:])
 
@@ -352,12 +352,13 @@ class DeltaStateGradients(GatedStateGradients):
 
     def __init__(self, states: DeltaStates, final: torch.Tensor | None):
         super().__init__(states, final)
-        self.given: torch.Tensor | None = None  # what was written receives through the final states
+        self.given: PerToken | None = None  # what was written receives through the final states
         if self._last_inputs:
-            self.given = states.chunks.empty(states.x, *states.x.shape[2:]).zero_()
+            given = states.chunks.empty(states.x, *states.x.shape[2:]).zero_()
             for ranks, grad in zip(states._ranks(), self._last_inputs):
-                states.chunks.add_last(grad[:, :, None], ranks, self.given)
-            self.given, self._last_inputs = states.chunks.finish(self.given), []
+                states.chunks.add_last(grad[:, :, None], ranks, given)
+            self.given = PerToken("given", states.chunks.finish(given), states.chunks, states.workspace)
+            self._last_inputs = []
 
     def _of_last_sums(self, last: torch.Tensor, of_last: torch.Tensor) -> torch.Tensor:
         return of_last.new_zeros(of_last.shape[:-1], dtype=torch.float64)  # `given` is among their gradients
@@ -368,15 +369,13 @@ class DeltaStateGradients(GatedStateGradients):
     def of_written(self, segment: Segment, grad: torch.Tensor) -> None:
         """Add to the gradients `[G, N, C, W]` of what a segment has written those through the final states."""
         if self.given is not None:
-            target = self.workspace.tensor("given", (*grad.shape[:2], 1, *grad.shape[2:]), grad)
-            self.states.chunks.read(self.given, segment, target)
-            grad += target[:, :, 0]
+            grad += self.given.of(segment)
 
     def _moves(self, segment: Segment) -> bool:
         return True
 
     def _walk(self, segment: Segment, grad: torch.Tensor | None, after: torch.Tensor) -> torch.Tensor | None:
-        (how, given, grad_left), states, gates = self.answered, self.states, self.states.gates.chunk_gates(segment)
+        (how, given, grad_left), states, gates = self.answered, self.states, self.states.gates.of(segment)
         groups, shape = after.shape[0], given.shape[:2]
         found, through, answers = (
             self.workspace.tensor(name, (groups * segment.chunks, *x.shape[2:]), x)
