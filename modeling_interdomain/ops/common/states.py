@@ -173,16 +173,14 @@ class States:
     def forward(self, segment: Segment, inputs: torch.Tensor, entry: torch.Tensor | None) -> torch.Tensor | None:
         """The states before the chunks of a segment, `[G, N, W, 2M]`; None for zeros."""
         before = added = None
-        moving = len(segment.lanes) > 1 or segment.following > 0
-        if moving:
-            inputs = self.written(segment, inputs)
         if entry is not None or len(segment.lanes) > 1:
             before = self.workspace.tensor(f"{self.name} before", self._shape(segment.chunks), inputs)
             first = before[:, : segment.lanes[0]]
             first.zero_() if entry is None else first.copy_(entry)
-        if moving and segment.lanes[0] > 1:
-            repeated = self.tables.repeated(segment.chunks)
-            added = self.workspace.product("added", inputs.flatten(0, 1).mT, repeated)
+        if segment.following or len(segment.lanes) > 1:
+            # Of all chunks at once: products written into parts of `before` would run matrix by matrix.
+            written, repeated = self.written(segment, inputs), self.tables.repeated(segment.chunks)
+            added = self.workspace.product("added", written.flatten(0, 1).mT, repeated)
             added = added.view(self._shape(segment.chunks))
         self.next_entry = inputs.new_empty(self._shape(segment.following)) if segment.following else None
         terms, known = (None if x is None else pairs(x) for x in (added, before))
@@ -191,16 +189,11 @@ class States:
                 break
             last, here = index + 1 == len(segment.lanes), slice(start, start + following)
             after = self.next_entry if last else before[:, start + lanes : start + lanes + following]
-            if added is not None and before is not None:
-                into = pairs(after) if last else known[:, start + lanes :][:, :following]
-                torch.addcmul(terms[:, here], self.across(segment, here), known[:, here], out=into)
-            elif added is not None:
+            if before is None:
                 after.copy_(added[:, here])
-            elif before is not None:  # a single document, chunk by chunk
-                torch.mul(pairs(before[:, here]), self.across(segment, here), out=pairs(after))
-                after[:, 0].baddbmm_(inputs[:, start].mT, self.tables.table)
             else:
-                torch.bmm(inputs[:, start].mT, self.tables.table, out=after[:, 0])
+                factor = self.across(segment, here)
+                torch.addcmul(terms[:, here], factor, known[:, here], out=pairs(after))
         if before is None:
             return None
         self.keep_ends(segment, before)
