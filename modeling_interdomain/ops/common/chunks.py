@@ -30,6 +30,11 @@ class Segment(NamedTuple):
     def chunks(self) -> int:
         return sum(self.lanes)
 
+    @property
+    def here(self) -> slice:
+        """Its chunks among all."""
+        return slice(self.first, self.first + self.chunks)
+
     def moves(self) -> Iterator[tuple[int, int, int]]:
         """For each step: its first chunk within the segment, its documents, and how many of them go on."""
         first = 0
@@ -75,16 +80,38 @@ class Chunks(NamedTuple):
         if self.tokens is None:
             self._copy(x, segment, target, back=False)
             return
-        slots = slice(segment.first, segment.first + segment.chunks)
-        target.copy_(self._gather(x, self.tokens[slots], any(self.partial[slots]), target.shape[0]))
+        here = segment.here
+        target.copy_(self._gather(x, self.tokens[here], any(self.partial[here]), target.shape[0]))
 
     def write(self, source: torch.Tensor, segment: Segment, x: torch.Tensor) -> None:
         """The way back, into what `empty` made."""
         if self.tokens is None:
             self._copy(x.view(*self.shape, *x.shape[1:]), segment, source, back=True)
             return
-        tokens = self.tokens[segment.first : segment.first + segment.chunks].flatten()
+        tokens = self.tokens[segment.here].flatten()
         x.index_copy_(0, tokens, source.permute(1, 3, 0, 2, 4).flatten(2, 3).flatten(0, 1))
+
+    def read_all(self, x: torch.Tensor) -> torch.Tensor:
+        """`read` of one row a token, `[B, T, G, W]`, for all segments at once: `[G, chunks, C, W]`."""
+        target = x.new_empty(x.shape[2], sum(segment.chunks for segment in self.segments), 1, self.size, x.shape[3])
+        for block in self._blocks():
+            self.read(x, block, target[:, block.here])
+        return target[:, :, 0]
+
+    def write_all(self, source: torch.Tensor, x: torch.Tensor) -> None:
+        """The way back, as `write`."""
+        for block in self._blocks():
+            self.write(source[:, block.here, None], block, x)
+
+    def _blocks(self) -> list[Segment]:
+        """The segments of each block as one."""
+        blocks: list[Segment] = []
+        for segment in self.segments:
+            if segment.step:
+                blocks[-1] = blocks[-1]._replace(lanes=blocks[-1].lanes + segment.lanes)
+            else:
+                blocks.append(segment)
+        return blocks
 
     def read_last(self, x: torch.Tensor, ranks: slice, target: torch.Tensor) -> None:
         """As `read`, of the last chunks of some documents, whose tokens are moved to the right end of the chunk."""
@@ -192,13 +219,14 @@ def _share_out(shape, size: int, tokens_per_segment: int) -> tuple[int, int, int
 def _of_rows(shape, size: int, tokens_per_segment: int, device) -> Chunks:
     batch, length = shape
     lanes, steps, total = _share_out(shape, size, tokens_per_segment)
-    segments = []
+    segments, first = [], 0
     for block in range(0, batch, lanes):
         side_by_side = min(lanes, batch - block)
         for step in range(0, total, steps):
             taken = min(steps, total - step)
             following = side_by_side if step + taken < total else 0
-            segments.append(Segment(block, step, 0, (side_by_side,) * taken, following))
+            segments.append(Segment(block, step, first, (side_by_side,) * taken, following))
+            first += segments[-1].chunks
     tails = torch.full((batch,), _tail(length, size), device=device)
     return Chunks(shape, size, lanes, segments, None, None, [], tails, None, True)
 

@@ -32,6 +32,7 @@ from .gates_states import (
     DeltaStates,
     GatedStateGradients,
     GatedStates,
+    OnePerToken,
     PerToken,
     TokenGates,
 )
@@ -76,15 +77,14 @@ class GatedCall(AttentionCall):
         delta: torch.Tensor | None, kept: torch.Tensor, answers: torch.Tensor | None = None,
     ):  # fmt: skip
         self.kept = kept  # for the backward pass, `entries`
-        self.more_rows = _more_rows(key, delta)
         super().__init__(query, key, value, *arguments)
         place = self.chunks, self.workspace
         self.gates = self.keys.gates = self.values.gates = TokenGates(log_gate, *place, key.dtype)
         self.queries, self.delta = self.heads * self.size, None
         if write_gate is not None:
-            self.keys.write = self.values.write = PerToken("write", write_gate[..., None], *place)
+            self.keys.write = self.values.write = OnePerToken("write", write_gate[..., None], *place)
         if delta is not None:
-            self.delta = self.values.delta = PerToken("delta", delta.to(key.dtype)[..., None], *place)
+            self.delta = self.values.delta = OnePerToken("delta", delta.to(key.dtype)[..., None], *place)
             self.heads += 1
         if answers is not None:
             self.know(answers)
@@ -221,9 +221,11 @@ class GatedGradients(Gradients):
 
     def __init__(self, call: GatedCall, *arguments):
         super().__init__(call, *arguments)
-        self.log_gate = call.chunks.empty(call.gates.tokens.x, call.groups, 1)
-        self.write = None if call.keys.write is None else call.chunks.empty(call.query, call.groups, 1)
-        self.delta = None if call.delta is None else call.chunks.empty(call.query, call.groups, 1)
+        # By chunk, `[G, chunks, C]`: what running sums, write gate and delta receive.
+        self.sums = torch.empty_like(call.gates.all.sums)
+        self.write, self.delta = (
+            None if x is None else torch.empty_like(x.all[..., 0]) for x in (call.keys.write, call.delta)
+        )
 
     def walked_back(self, states: Any, final: torch.Tensor | None) -> GatedStateGradients:
         answers = self.call.delta is not None and states is self.call.values
@@ -241,10 +243,9 @@ class GatedGradients(Gradients):
         for stream in (self.keys, self.values):
             if stream.of_across is not None:
                 self.of_sums[..., -1] += stream.of_across
-        of_gates = self.of_sums.flip(-1).cumsum(-1).flip(-1)
-        call.chunks.write(of_gates[:, :, None, :, None], segment, self.log_gate)
+        self.sums[:, segment.here] = self.of_sums
         if self.write is not None:
-            call.chunks.write(self.of_write[:, :, None, :, None], segment, self.write)
+            self.write[:, segment.here] = self.of_write
 
     def _through_write(self, stream: GatedStateGradients, segment: Segment, grad: torch.Tensor) -> torch.Tensor | None:
         """From the gradient of what keys or values write, `[G N, C, W]`, to theirs, in its place; returns that of the
@@ -289,8 +290,7 @@ class GatedGradients(Gradients):
         torch.neg(self.values.of_answers, out=grad[:, own].unflatten(0, shape))
         of_values.addcmul_(self.values.through, call.now.after)
         of_values.flatten(0, 1).baddbmm_(how.weights.mT, grad[:, own])
-        of_delta = -(of_values * call.values.known).sum(-1)
-        call.chunks.write(of_delta[:, :, None, :, None], segment, self.delta)
+        torch.neg((of_values * call.values.known).sum(-1), out=self.delta[:, segment.here])
         if reader is not None:
             call.left(grad[:, own], self.grad_left[:, own])
 
@@ -349,10 +349,18 @@ class GatedGradients(Gradients):
 
     def others(self) -> tuple[torch.Tensor | None, ...]:
         """Those of `log_gate`, `write_gate` and `delta`, `[B, T, G]`."""
+        gates = self.sums.flip(-1).cumsum(-1).flip(-1)
+        log_gate, write, delta = (None if x is None else self._by_token(x) for x in (gates, self.write, self.delta))
         for stream in (self.keys, self.values):
-            stream.finish_gates(self.log_gate, self.write)
-        found = self.log_gate, self.write, self.delta
+            stream.finish_gates(log_gate, write)
+        found = log_gate, write, delta
         return tuple(None if x is None else self.call.chunks.finish(x)[..., 0] for x in found)
+
+    def _by_token(self, x: torch.Tensor) -> torch.Tensor:
+        """What is by chunk, `[G, chunks, C]`, as `[B T or more, G, 1]`."""
+        out = self.call.chunks.empty(x, x.shape[0], 1)
+        self.call.chunks.write_all(x[..., None], out)
+        return out
 
 
 def _forward(
@@ -361,7 +369,7 @@ def _forward(
     write_gate: torch.Tensor | None, delta: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
     lengths: torch.Tensor | None, product: str, chunk_size: int, output_final_state: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    kept = _room_for_entries(query, key, value, log_decay, delta, cu_seqlens, lengths, chunk_size)
+    kept = _room_for_entries(query, key, value, log_decay, cu_seqlens, lengths, chunk_size)
     inputs = query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state
     call = GatedCall(
         *inputs, cu_seqlens, lengths, product, chunk_size, output_final_state, log_gate=log_gate,
@@ -377,21 +385,15 @@ def _outputs(query, key, value, log_decay, input_matrix, coefficients, initial_s
     cu_seqlens, lengths, _, chunk_size, wanted = rest
     output = query.new_empty((*query.shape[:3], value.shape[3]))
     shape = state_shape(query, key, value, log_decay, cu_seqlens) if wanted else (0,)
-    kept = _room_for_entries(query, key, value, log_decay, delta, cu_seqlens, lengths, chunk_size)
+    kept = _room_for_entries(query, key, value, log_decay, cu_seqlens, lengths, chunk_size)
     return output, log_decay.new_empty(shape), value.new_empty(0 if delta is None else value.shape), kept
 
 
-def _more_rows(key: torch.Tensor, delta: torch.Tensor | None) -> int:
-    """With the delta rule keys read, too."""
-    return 0 if delta is None else key.shape[2]
-
-
-def _room_for_entries(query, key, value, log_decay, delta, cu_seqlens, lengths, chunk_size: int) -> torch.Tensor:
+def _room_for_entries(query, key, value, log_decay, cu_seqlens, lengths, chunk_size: int) -> torch.Tensor:
     """What `GatedCall.entries` takes; empty for documents, which cut segments as they come: they are walked again."""
     later = 0
     if cu_seqlens is None and lengths is None:
-        tokens = tokens_per_segment(query, log_decay, _more_rows(key, delta))
-        later = later_lanes(query.shape[:2], chunk_size, tokens)
+        later = later_lanes(query.shape[:2], chunk_size, tokens_per_segment(query, log_decay))
     return key.new_empty(later, key.shape[2], key.shape[3] + value.shape[3], 2 * log_decay.shape[1])
 
 

@@ -29,13 +29,19 @@ class ChunkGates:
         across: `[G, N, 1, 1]`, of the state before the chunk after it.
     """
 
-    def __init__(self, log_gate: torch.Tensor, dtype: torch.dtype):
-        self.sums = log_gate.cumsum(-1)
-        last = self.sums[..., -1:]
-        self.before = self.sums.exp().to(dtype)[..., None]
-        self.after = (last - self.sums).exp().to(dtype)[..., None]
-        self.across = last.exp().to(dtype)[..., None]
+    def __init__(self, *parts: torch.Tensor):
+        self.sums, self.before, self.after, self.across = parts
         self._of_states: dict[bool, torch.Tensor] = {}
+
+    @classmethod
+    def of(cls, log_gate: torch.Tensor, dtype: torch.dtype) -> "ChunkGates":
+        sums = log_gate.cumsum(-1)
+        last = sums[..., -1:]
+        return cls(sums, *(x.exp().to(dtype)[..., None] for x in (sums, last - sums, last)))
+
+    def part(self, here: slice) -> "ChunkGates":
+        """Of some of the chunks."""
+        return ChunkGates(*(x[:, here] for x in (self.sums, self.before, self.after, self.across)))
 
     def of_states(self, tables: DecayTables, back: bool = False) -> torch.Tensor:
         """Complex `[G, N, 1, M]`, the factor of a state across each chunk, with `back` its conjugate."""
@@ -76,22 +82,34 @@ class PerToken:
         return self.x.shape[2], chunks, 1, self.chunks.size, self.x.shape[3]
 
 
+class OnePerToken(PerToken):
+    """One number a token, `[B, T, G, 1]`: so few that they are read for all segments at once."""
+
+    def __init__(self, name: str, x: torch.Tensor, chunks: Chunks, workspace: Workspace):
+        super().__init__(name, x, chunks, workspace)
+        self.all = chunks.read_all(x)
+
+    def of(self, segment: Segment) -> torch.Tensor:
+        return self.all[:, segment.here]
+
+
 class TokenGates:
     """The gates of a call, `[B, T, G]`, among its chunks; those of the last segment that was asked for are kept."""
 
     def __init__(self, log_gate: torch.Tensor, chunks: Chunks, workspace: Workspace, dtype: torch.dtype):
-        self.tokens, self.dtype = PerToken("gates", finite(log_gate)[..., None], chunks, workspace), dtype
-        self._kept: tuple[tuple[int, ...], ChunkGates] | None = None
+        self.tokens, self.dtype = OnePerToken("gates", finite(log_gate)[..., None], chunks, workspace), dtype
+        self.all = ChunkGates.of(self.tokens.all[..., 0], dtype)
+        self._kept: tuple[slice, ChunkGates] | None = None
 
     def of(self, segment: Segment) -> ChunkGates:
-        name = segment[:3]
-        if self._kept is None or self._kept[0] != name:
-            self._kept = name, ChunkGates(self.tokens.of(segment)[..., 0], self.dtype)
+        here = segment.here
+        if self._kept is None or self._kept[0] != here:
+            self._kept = here, self.all.part(here)
         return self._kept[1]
 
     def last(self, ranks: slice) -> ChunkGates:
         """Of the last chunks of some documents, their tokens at the right end."""
-        return ChunkGates(self.tokens.last(ranks)[..., 0], self.dtype)
+        return ChunkGates.of(self.tokens.last(ranks)[..., 0], self.dtype)
 
 
 class GatedStates(States):
@@ -103,7 +121,7 @@ class GatedStates(States):
     """
 
     gates: TokenGates
-    write: PerToken | None = None
+    write: OnePerToken | None = None
     raw: torch.Tensor
     entries: list[torch.Tensor | None] | None = None  # the states with which segments begin, where they are known
     _written: tuple[tuple[int, ...], torch.Tensor] | None = None
@@ -165,7 +183,7 @@ class DeltaStates(GatedStates):
         known: those of the segment that was asked for last, `[G, N, C, W]`.
     """
 
-    delta: PerToken
+    delta: OnePerToken
     answers: PerToken | None = None
     known: torch.Tensor
 
