@@ -301,6 +301,22 @@ def test_a_call_lets_go_of_its_memory(monkeypatch, kind):
         gc.enable()
 
 
+@pytest.mark.parametrize("kind", ["gates", "all"])
+def test_what_a_backward_pass_needs_is_kept_for_one_alone(monkeypatch, kind):
+    """The states with which segments begin."""
+    monkeypatch.setattr(chunk_call, "_SEGMENT_FLOATS", {"cpu": 1})
+    rooms, room_for = [], gates_chunk._room_for_entries
+    monkeypatch.setattr(
+        gates_chunk, "_room_for_entries", lambda *arguments: rooms.append(room_for(*arguments)) or rooms[-1]
+    )
+    arguments = gated(SHAPES["one_group"], KINDS[kind])
+    expected, _ = interdomain_attention(**arguments, backend="chunk", chunk_size=16)
+    with torch.no_grad():
+        found, _ = interdomain_attention(**arguments, backend="chunk", chunk_size=16)
+    assert torch.equal(found, expected)
+    assert [room.numel() > 0 for room in rooms] == [True, False]
+
+
 @pytest.mark.parametrize("shape", ["odd_length", "odd_sizes"])
 @pytest.mark.parametrize("initial", [True, False], ids=["goes-on", "begins"])
 def test_neutral_gates_are_none(shape, initial):
@@ -365,7 +381,7 @@ def test_the_operator_has_a_schema_and_compiles():
     tensors = [arguments[name] for name in names]
     ends = torch.tensor([20, 63])
     gates = arguments["log_gate"], arguments["write_gate"], arguments["delta"]
-    torch.library.opcheck(_operator, (*tensors, *gates, None, ends, "real", 16, True))
+    torch.library.opcheck(_operator, (*tensors, *gates, None, ends, "real", 16, True, True))
 
 
 def stepped(take, query, key, value, initial_state, *parameters, mask=None, **gates):

@@ -91,28 +91,6 @@ class Chunks(NamedTuple):
         tokens = self.tokens[segment.here].flatten()
         x.index_copy_(0, tokens, source.permute(1, 3, 0, 2, 4).flatten(2, 3).flatten(0, 1))
 
-    def read_all(self, x: torch.Tensor) -> torch.Tensor:
-        """`read` of one row a token, `[B, T, G, W]`, for all segments at once: `[G, chunks, C, W]`."""
-        target = x.new_empty(x.shape[2], sum(segment.chunks for segment in self.segments), 1, self.size, x.shape[3])
-        for block in self._blocks():
-            self.read(x, block, target[:, block.here])
-        return target[:, :, 0]
-
-    def write_all(self, source: torch.Tensor, x: torch.Tensor) -> None:
-        """The way back, as `write`."""
-        for block in self._blocks():
-            self.write(source[:, block.here, None], block, x)
-
-    def _blocks(self) -> list[Segment]:
-        """The segments of each block as one."""
-        blocks: list[Segment] = []
-        for segment in self.segments:
-            if segment.step:
-                blocks[-1] = blocks[-1]._replace(lanes=blocks[-1].lanes + segment.lanes)
-            else:
-                blocks.append(segment)
-        return blocks
-
     def read_last(self, x: torch.Tensor, ranks: slice, target: torch.Tensor) -> None:
         """As `read`, of the last chunks of some documents, whose tokens are moved to the right end of the chunk."""
         if self.last_tokens is None:

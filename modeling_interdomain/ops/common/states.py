@@ -162,13 +162,13 @@ class States:
         """The inputs `[G, N, C, W]` of a segment as they enter the states after their chunks, but for the decay."""
         return inputs
 
-    def across(self, segment: Segment, chunks: slice) -> torch.Tensor:
-        """The factor of a state across some chunks of a segment, complex `[G, 1 or n, 1, M]`."""
-        return self.tables.across
+    def across(self, segment: Segment) -> torch.Tensor:
+        """The factor of a state across each chunk of a segment, complex `[G, N, 1, M]`."""
+        return self.tables.across.expand(-1, segment.chunks, -1, -1)
 
-    def across_back(self, segment: Segment, chunks: slice) -> torch.Tensor:
+    def across_back(self, segment: Segment) -> torch.Tensor:
         """Its conjugate."""
-        return self.tables.across_back
+        return self.tables.across_back.expand(-1, segment.chunks, -1, -1)
 
     def forward(self, segment: Segment, inputs: torch.Tensor, entry: torch.Tensor | None) -> torch.Tensor | None:
         """The states before the chunks of a segment, `[G, N, W, 2M]`; None for zeros."""
@@ -184,6 +184,7 @@ class States:
             added = added.view(self._shape(segment.chunks))
         self.next_entry = inputs.new_empty(self._shape(segment.following)) if segment.following else None
         terms, known = (None if x is None else pairs(x) for x in (added, before))
+        across = self.across(segment)
         for index, (start, lanes, following) in enumerate(segment.moves()):
             if not following:
                 break
@@ -192,8 +193,7 @@ class States:
             if before is None:
                 after.copy_(added[:, here])
             else:
-                factor = self.across(segment, here)
-                torch.addcmul(terms[:, here], factor, known[:, here], out=pairs(after))
+                torch.addcmul(terms[:, here], across[:, here], known[:, here], out=pairs(after))
         if before is None:
             return None
         self.keep_ends(segment, before)
@@ -320,7 +320,7 @@ class StateGradients:
         entry = None
         if grad is not None:
             entry = torch.empty_like(grad[:, : segment.lanes[0]].contiguous())
-            earlier, later = pairs(grad), pairs(after)
+            earlier, across, later = pairs(grad), self.states.across_back(segment), pairs(after)
         for index in reversed(range(len(moves))):
             start, lanes, following = moves[index]
             if index + 1 == len(moves) and following:
@@ -331,7 +331,7 @@ class StateGradients:
                 break
             here = slice(start, start + lanes)
             into = later[:, moves[index - 1][0] :][:, :lanes] if index else pairs(entry)
-            torch.addcmul(earlier[:, here], self.states.across_back(segment, here), later[:, here], out=into)
+            torch.addcmul(earlier[:, here], across[:, here], later[:, here], out=into)
         return entry
 
     def _sums(self, segment: Segment, inputs: torch.Tensor, before: torch.Tensor | None, after: torch.Tensor) -> None:

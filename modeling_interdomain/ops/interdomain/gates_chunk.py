@@ -35,6 +35,7 @@ from .gates_states import (
     OnePerToken,
     PerToken,
     TokenGates,
+    by_token,
 )
 from .unit_triangular import inverses
 
@@ -60,7 +61,7 @@ def gated_chunk_attention(
         log_gate = key.new_zeros(key.shape[:3])
     return _operator(
         query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state, log_gate, write_gate, delta,
-        cu_seqlens, lengths, product, chunk_size, output_final_state,
+        cu_seqlens, lengths, product, chunk_size, output_final_state, torch.is_grad_enabled(),
     )[:2]  # fmt: skip
 
 
@@ -350,26 +351,20 @@ class GatedGradients(Gradients):
     def others(self) -> tuple[torch.Tensor | None, ...]:
         """Those of `log_gate`, `write_gate` and `delta`, `[B, T, G]`."""
         gates = self.sums.flip(-1).cumsum(-1).flip(-1)
-        log_gate, write, delta = (None if x is None else self._by_token(x) for x in (gates, self.write, self.delta))
+        chunks, by_chunk = self.call.chunks, (gates, self.write, self.delta)
+        log_gate, write, _ = found = [None if x is None else by_token(chunks, x) for x in by_chunk]
         for stream in (self.keys, self.values):
             stream.finish_gates(log_gate, write)
-        found = log_gate, write, delta
-        return tuple(None if x is None else self.call.chunks.finish(x)[..., 0] for x in found)
-
-    def _by_token(self, x: torch.Tensor) -> torch.Tensor:
-        """What is by chunk, `[G, chunks, C]`, as `[B T or more, G, 1]`."""
-        out = self.call.chunks.empty(x, x.shape[0], 1)
-        self.call.chunks.write_all(x[..., None], out)
-        return out
+        return tuple(None if x is None else chunks.finish(x)[..., 0] for x in found)
 
 
 def _forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, input_matrix: torch.Tensor,
     coefficient_matrix: torch.Tensor | None, initial_state: torch.Tensor | None, log_gate: torch.Tensor,
     write_gate: torch.Tensor | None, delta: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None, product: str, chunk_size: int, output_final_state: bool,
+    lengths: torch.Tensor | None, product: str, chunk_size: int, output_final_state: bool, keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    kept = _room_for_entries(query, key, value, log_decay, cu_seqlens, lengths, chunk_size)
+    kept = _room_for_entries(query, key, value, log_decay, cu_seqlens, lengths, chunk_size, keep)
     inputs = query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state
     call = GatedCall(
         *inputs, cu_seqlens, lengths, product, chunk_size, output_final_state, log_gate=log_gate,
@@ -382,17 +377,21 @@ def _forward(
 
 
 def _outputs(query, key, value, log_decay, input_matrix, coefficients, initial_state, log_gate, write, delta, *rest):
-    cu_seqlens, lengths, _, chunk_size, wanted = rest
+    cu_seqlens, lengths, _, chunk_size, wanted, keep = rest
     output = query.new_empty((*query.shape[:3], value.shape[3]))
     shape = state_shape(query, key, value, log_decay, cu_seqlens) if wanted else (0,)
-    kept = _room_for_entries(query, key, value, log_decay, cu_seqlens, lengths, chunk_size)
+    kept = _room_for_entries(query, key, value, log_decay, cu_seqlens, lengths, chunk_size, keep)
     return output, log_decay.new_empty(shape), value.new_empty(0 if delta is None else value.shape), kept
 
 
-def _room_for_entries(query, key, value, log_decay, cu_seqlens, lengths, chunk_size: int) -> torch.Tensor:
-    """What `GatedCall.entries` takes; empty for documents, which cut segments as they come: they are walked again."""
+def _room_for_entries(query, key, value, log_decay, cu_seqlens, lengths, chunk_size: int, keep: bool) -> torch.Tensor:
+    """What `GatedCall.entries` takes; empty for documents, which cut segments as they come: they are walked again.
+
+    Args:
+        keep: whether there may be a backward pass.
+    """
     later = 0
-    if cu_seqlens is None and lengths is None:
+    if keep and cu_seqlens is None and lengths is None:
         later = later_lanes(query.shape[:2], chunk_size, tokens_per_segment(query, log_decay))
     return key.new_empty(later, key.shape[2], key.shape[3] + value.shape[3], 2 * log_decay.shape[1])
 
@@ -401,7 +400,7 @@ def _backward(inputs, grads, needs):
     query, key, value, *parameters, initial_state, log_gate, write_gate, delta = inputs[:10]
     *options, answers, kept = inputs[10:]
     call = GatedCall(
-        query, key, value, *parameters, initial_state, *options[:-1], grads[1] is not None, log_gate=log_gate,
+        query, key, value, *parameters, initial_state, *options[:-2], grads[1] is not None, log_gate=log_gate,
         write_gate=write_gate, delta=delta, kept=kept, answers=None if delta is None else answers,
     )  # fmt: skip
     *found, mixing, initial, of_gate, of_write, of_delta = call.backward(*grads[:2], needs[5])

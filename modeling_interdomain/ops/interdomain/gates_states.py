@@ -10,16 +10,18 @@ query reads through both passes), and what the last sum of a chunk receives besi
 it. Both are summed chunk by chunk: over a whole sequence they would cancel.
 """
 
+from collections.abc import Iterator
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
 
 from ..common.chunks import Chunks, Segment
 from ..common.decay import finite
-from ..common.states import DecayTables, StateGradients, States, Workspace, dot, pairs
+from ..common.states import StateGradients, States, Workspace, dot, pairs
 
 
-class ChunkGates:
+class ChunkGates(NamedTuple):
     """What the gates of some chunks, `[G, N, C]` in float64, leave.
 
     Attributes:
@@ -29,9 +31,10 @@ class ChunkGates:
         across: `[G, N, 1, 1]`, of the state before the chunk after it.
     """
 
-    def __init__(self, *parts: torch.Tensor):
-        self.sums, self.before, self.after, self.across = parts
-        self._of_states: dict[bool, torch.Tensor] = {}
+    sums: torch.Tensor
+    before: torch.Tensor
+    after: torch.Tensor
+    across: torch.Tensor
 
     @classmethod
     def of(cls, log_gate: torch.Tensor, dtype: torch.dtype) -> "ChunkGates":
@@ -41,13 +44,7 @@ class ChunkGates:
 
     def part(self, here: slice) -> "ChunkGates":
         """Of some of the chunks."""
-        return ChunkGates(*(x[:, here] for x in (self.sums, self.before, self.after, self.across)))
-
-    def of_states(self, tables: DecayTables, back: bool = False) -> torch.Tensor:
-        """Complex `[G, N, 1, M]`, the factor of a state across each chunk, with `back` its conjugate."""
-        if back not in self._of_states:
-            self._of_states[back] = (tables.across_back if back else tables.across) * self.across
-        return self._of_states[back]
+        return ChunkGates(*(x[:, here] for x in self))
 
     def within(self) -> torch.Tensor:
         """`[G N, 1, C, C]`: at token t of what token i has written, zero for i > t."""
@@ -83,29 +80,43 @@ class PerToken:
 
 
 class OnePerToken(PerToken):
-    """One number a token, `[B, T, G, 1]`: so few that they are read for all segments at once."""
+    """One number a token, `[B, T, G, 1]`: so few that those of all segments are read at once, `[G, chunks, C, 1]`."""
 
     def __init__(self, name: str, x: torch.Tensor, chunks: Chunks, workspace: Workspace):
         super().__init__(name, x, chunks, workspace)
-        self.all = chunks.read_all(x)
+        target = x.new_empty(self._shape(sum(segment.chunks for segment in chunks.segments)))
+        for block in _blocks(chunks):
+            chunks.read(x, block, target[:, block.here])
+        self.all = target[:, :, 0]
 
     def of(self, segment: Segment) -> torch.Tensor:
         return self.all[:, segment.here]
 
 
+def by_token(chunks: Chunks, x: torch.Tensor) -> torch.Tensor:
+    """The way back, from `[G, chunks, C]` to `[B T or more, G, 1]`."""
+    out = chunks.empty(x, x.shape[0], 1)
+    for block in _blocks(chunks):
+        chunks.write(x[:, block.here, None, :, None], block, out)
+    return out
+
+
+def _blocks(chunks: Chunks) -> Iterator[Segment]:
+    """The segments of each block as one."""
+    for _, segments in groupby(chunks.segments, key=lambda segment: segment.block):
+        first, *others = segments
+        yield first._replace(lanes=sum((segment.lanes for segment in others), first.lanes))
+
+
 class TokenGates:
-    """The gates of a call, `[B, T, G]`, among its chunks; those of the last segment that was asked for are kept."""
+    """The gates of a call, `[B, T, G]`, among its chunks."""
 
     def __init__(self, log_gate: torch.Tensor, chunks: Chunks, workspace: Workspace, dtype: torch.dtype):
         self.tokens, self.dtype = OnePerToken("gates", finite(log_gate)[..., None], chunks, workspace), dtype
         self.all = ChunkGates.of(self.tokens.all[..., 0], dtype)
-        self._kept: tuple[slice, ChunkGates] | None = None
 
     def of(self, segment: Segment) -> ChunkGates:
-        here = segment.here
-        if self._kept is None or self._kept[0] != here:
-            self._kept = here, self.all.part(here)
-        return self._kept[1]
+        return self.all.part(segment.here)
 
     def last(self, ranks: slice) -> ChunkGates:
         """Of the last chunks of some documents, their tokens at the right end."""
@@ -141,11 +152,11 @@ class GatedStates(States):
             self._written = name, torch.mul(inputs, self.gates.of(segment).after, out=left)
         return self._written[1]
 
-    def across(self, segment: Segment, chunks: slice) -> torch.Tensor:
-        return self.gates.of(segment).of_states(self.tables)[:, chunks]
+    def across(self, segment: Segment) -> torch.Tensor:
+        return self.tables.across * self.gates.of(segment).across
 
-    def across_back(self, segment: Segment, chunks: slice) -> torch.Tensor:
-        return self.gates.of(segment).of_states(self.tables, back=True)[:, chunks]
+    def across_back(self, segment: Segment) -> torch.Tensor:
+        return self.tables.across_back * self.gates.of(segment).across
 
     def _last(self, ranks: slice) -> tuple[torch.Tensor, torch.Tensor]:
         self.raw, decay = super()._last(ranks)
@@ -219,7 +230,7 @@ class DeltaStates(GatedStates):
             steps_of(x, segment)
             for x in (
                 within.unflatten(0, shape), how.inverse.unflatten(0, shape), gates.before,
-                self.written(segment, values), how.delta * gates.after, self.across(segment, slice(None)),
+                self.written(segment, values), how.delta * gates.after, self.across(segment),
             )
         )  # fmt: skip
         answers, table = values.new_empty(count, *values.shape[2:]), self.table(segment)
@@ -408,7 +419,7 @@ class DeltaStateGradients(GatedStateGradients):
             across, readers, outputs = (
                 steps_of(x, segment)
                 for x in (
-                    states.across_back(segment, slice(None)), how.reader.unflatten(0, shape),
+                    states.across_back(segment), how.reader.unflatten(0, shape),
                     grad_left.unflatten(0, shape),
                 )
             )  # fmt: skip
