@@ -124,8 +124,13 @@ class AttentionCall:
         return found.view(-1, self.heads * self.size, self.size)
 
     def reading(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows by which the states before their chunk are multiplied."""
+        """The rows by which the states before their chunk are multiplied; `read_by` from then on."""
+        self.read_by = rows
         return rows
+
+    def add_read(self, rows: torch.Tensor, grad: torch.Tensor, states: torch.Tensor) -> None:
+        """Add to the gradient of rows what that of their product with these states gives."""
+        rows.baddbmm_(grad, states.mT)
 
     def pull(self, rows, keys, before, keep: bool):
         """Pass 1: skewed scores, the query times the state (with `keep`, else None), y and p; all `[G, N P C, ...]`."""
@@ -286,10 +291,14 @@ class Gradients:
             self._decay(raw, of_y)
             call.by_token(of_y).mul_(call.back)
             of_raw = of_y.view(rows.shape[0], rows.shape[1], -1)
-            of_rows.baddbmm_(of_raw, states.mT)
+            call.add_read(of_rows, of_raw, states)
             of_states = self.keys.before(segment)
-            torch.bmm(rows.mT, of_raw, out=of_states.flatten(0, 1))
-        call.write(of_rows, segment, self.query)
+            torch.bmm(call.read_by.mT, of_raw, out=of_states.flatten(0, 1))
+        self._queries_and_keys(segment, rows, keys, states, of_rows, of_keys, of_states)
+
+    def _queries_and_keys(self, segment: Segment, rows, keys, states, of_rows, of_keys, of_states) -> None:
+        """Write their gradients, so far those within chunks, and of the states that rows have read."""
+        self.call.write(of_rows, segment, self.query)
         self._inputs(self.keys, segment, keys, states, of_keys, of_states)
 
     def _inputs(self, stream: StateGradients, segment: Segment, inputs, before, grad, of_before) -> None:

@@ -118,6 +118,9 @@ class GatedCall(AttentionCall):
         torch.mul(self._by_chunk(x), self.now.before[:, :, None], out=self._by_chunk(out))
         return out
 
+    def add_read(self, rows: torch.Tensor, grad: torch.Tensor, states: torch.Tensor) -> None:
+        self.add_left(rows, self.workspace.product("raw rows", grad, states.mT))
+
     def add_left(self, rows: torch.Tensor, x: torch.Tensor) -> None:
         """Add the same to other rows."""
         self._by_chunk(rows).addcmul_(self._by_chunk(x), self.now.before[:, :, None])
@@ -154,8 +157,7 @@ class GatedCall(AttentionCall):
         return out.flatten(1, 2)
 
     def reading(self, rows: torch.Tensor) -> torch.Tensor:
-        self.rows_left = self.left(rows, self.workspace.tensor("rows left", tuple(rows.shape), rows))
-        return self.rows_left
+        return super().reading(self.left(rows, self.workspace.tensor("rows left", tuple(rows.shape), rows)))
 
     def reader(self, p: torch.Tensor) -> torch.Tensor:
         """Of the states before the chunk, beside p, `[G N, P C, 2M]`; what is left of these is for what was read."""
@@ -307,21 +309,8 @@ class GatedGradients(Gradients):
             self._decay(of_reader, p)
         return of_p
 
-    def _first_pass(self, segment: Segment, rows, keys, states, pulled, raw, of_y) -> None:
-        """From the gradient of y to those of query and keys."""
-        call, product = self.call, self.workspace.product
-        self.of_table.baddbmm_(pulled.mT, of_y)
-        of_scores = call.unskewed(product("weights", of_y, call.tables.table.mT))
-        of_rows = product("grad rows", of_scores, keys)
-        of_keys = product("grad keys", of_scores.mT, rows)
-        of_states = None
-        if states is not None:
-            self._decay(raw, of_y)
-            call.by_token(of_y).mul_(call.back)
-            of_raw = of_y.view(rows.shape[0], rows.shape[1], -1)
-            of_states = self.keys.before(segment)
-            torch.bmm(call.rows_left.mT, of_raw, out=of_states.flatten(0, 1))
-            call.add_left(of_rows, product("raw rows", of_raw, states.mT))
+    def _queries_and_keys(self, segment: Segment, rows, keys, states, of_rows, of_keys, of_states) -> None:
+        call = self.call
         self._moved(self.keys, segment, keys, states, of_keys, of_states)
         self.of_sums += 2 * self._dot(rows, of_rows) - self._dot(keys, of_keys)
         call.write(of_rows[:, : call.queries], segment, self.query)
