@@ -11,7 +11,7 @@ it. Both are summed chunk by chunk: over a whole sequence they would cancel.
 """
 
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import chain, groupby
 from typing import NamedTuple
 
 import torch
@@ -105,7 +105,7 @@ def _blocks(chunks: Chunks) -> Iterator[Segment]:
     """The segments of each block as one."""
     for _, segments in groupby(chunks.segments, key=lambda segment: segment.block):
         first, *others = segments
-        yield first._replace(lanes=sum((segment.lanes for segment in others), first.lanes))
+        yield first._replace(lanes=tuple(chain(first.lanes, *(segment.lanes for segment in others))))
 
 
 class TokenGates:
