@@ -166,6 +166,11 @@ def test_no_rope_unless_asked_for():
     assert InterdomainConfig(rope_theta=5000.0).rope_parameters["rope_theta"] == 5000.0
 
 
+def test_the_older_name_of_rotary_embeddings_asks_for_them():
+    config = InterdomainConfig(token_mixers="softmax", rope_scaling={"rope_type": "linear", "factor": 2.0})
+    assert config.rope_parameters == {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+
+
 @pytest.mark.parametrize(("width", "expected"), [(768, 2048), (1024, 2816), (1536, 4096), (2048, 5504)])
 def test_intermediate_size_is_rounded_up(width, expected):
     assert InterdomainConfig(hidden_size=width, num_attention_heads=width // 64).intermediate_size == expected
@@ -229,6 +234,10 @@ BAD_FIELDS = {
         {"hidden_size": 36, "num_attention_heads": 4, "rope_parameters": dict(ROPE)},
         "rope_parameters needs an even head_dim",
     ),
+    "an odd head beside even features": (
+        {"hidden_size": 36, "num_attention_heads": 4, "feature_dim": 8, "rope_parameters": dict(ROPE)},
+        "rope_parameters needs an even head_dim and feature_dim, got 9 and 8",
+    ),
     "no state": ({"state_size": 0}, "state_size must be a positive integer, got 0"),
     "no kernel": ({"conv_kernel": 0}, "conv_kernel must be a positive integer, got 0"),
     "an unknown state input": ({"state_input": "both"}, "state_input must be one of"),
@@ -269,6 +278,10 @@ BAD_FIELDS = {
     "angles without a base": (
         {"token_mixers": "softmax", "rope_parameters": ROPE | {"rope_theta": 0.0}},
         "rope_theta must be a positive and",
+    ),
+    "angles of an endless base": (
+        {"token_mixers": "softmax", "rope_parameters": ROPE | {"rope_theta": math.inf}},
+        "rope_theta must be a positive and finite number, got inf",
     ),
 }
 

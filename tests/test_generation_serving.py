@@ -101,6 +101,40 @@ def test_handlers_get_what_came_before_them(served, prompts):
     assert asyncio.run(serve()) == [text[: count + 1] for count in range(5)]
 
 
+def test_results_that_a_handler_has_had_are_given_once(served, prompts):
+    """Also those that came before it; the name is then free again."""
+
+    async def serve():
+        manager, found, done = served.init_continuous_batching(), [], asyncio.Event()
+        manager.start()
+        name = manager.add_request(prompts[0], "ours", max_new_tokens=2)
+        while not manager._results_of(name):
+            await asyncio.sleep(0.01)
+        manager.register_result_handler(name, lambda output: (found.append(output), done.set()))
+        await asyncio.wait_for(done.wait(), 30)
+        assert manager.get_result(name, timeout=0) is None and len(found) == 1
+        assert manager.add_request(prompts[0], "ours", max_new_tokens=2) == "ours"
+        manager.stop()
+
+    asyncio.run(serve())
+
+
+def test_a_loop_that_is_closed_ends_its_own_request_alone(served, prompts):
+    """Whoever asked has gone before the result came."""
+    manager = served.init_continuous_batching()
+
+    async def ask():
+        manager.register_result_handler("gone", lambda output: None)
+        manager.add_request(prompts[0], "gone", max_new_tokens=2)
+
+    asyncio.run(ask())
+    name = manager.add_request(prompts[1], max_new_tokens=3)
+    manager.start()
+    assert manager.get_result(name, timeout=30).generated_tokens == alone(served, prompts[1], max_new_tokens=3)
+    assert manager.background_thread_status.fatal_error is None
+    manager.stop()
+
+
 def test_a_request_that_is_cancelled_leaves_the_others(served, prompts):
     with served.continuous_batching_context_manager(continuous_batching_config=limits(max_batch_tokens=2)) as manager:
         names = manager.add_requests(prompts[:3], max_new_tokens=400, streaming=True)

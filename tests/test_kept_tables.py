@@ -347,6 +347,23 @@ def test_a_value_is_kept_for_one_version_of_its_parameters():
     assert value() is not value() and calls == [True, True, False, False]
 
 
+@pytest.mark.parametrize(("where", "name"), [(torch.distributed, "is_initialized"), (torch.jit, "is_tracing")])
+@torch.no_grad()
+def test_nothing_is_kept_where_no_version_tells_of_a_write(monkeypatch, where, name):
+    """What gathers parameters in a process group counts none, and a traced graph must compute what it uses."""
+    kept, x = ParameterCache(), nn.Parameter(torch.ones(2))
+    monkeypatch.setattr(where, name, lambda: True)
+    assert kept.get("whether it is kept", (x,), lambda whether: whether) is False and kept.of((x,)) is None
+    monkeypatch.undo()
+    assert kept.get("whether it is kept", (x,), lambda whether: whether) is True
+
+
+@torch.no_grad()
+def test_nothing_is_kept_of_parameters_that_are_not_there():
+    """Of offloaded ones, which come to be other tensors when they are used."""
+    assert ParameterCache().of((nn.Parameter(torch.ones(2, device="meta")),)) is None
+
+
 @pytest.mark.parametrize("name", ["interdomain", "s4d", "selective-scan"])
 def test_a_reset_cache_begins_with_new_tables(name, make_model, random_ids, advance, assert_same):
     """Written through `.data`, which counts no version: seen where the next prompt begins, in a used cache, too."""

@@ -200,6 +200,18 @@ def test_a_loss_that_has_passed_the_layers_is_not_warned_of(make_model, random_i
     assert "without what the layers add" not in caplog.text
 
 
+def test_a_loss_that_trains_nothing_asks_for_nothing(make_model, random_ids, caplog):
+    """With the scorers frozen there is nothing to add, nor to warn of."""
+    model, ids = make_model(**EVERY_KEY).train(), random_ids(2, 12)
+    for weight in scorer_of(model):
+        weight.requires_grad_(False)
+    layer_losses.logger.warning_once.cache_clear()
+    found = model(ids)
+    assert found.ranking_losses and not found.layer_loss.requires_grad
+    found.logits.square().mean().backward()
+    assert not caplog.text
+
+
 def test_who_asks_for_one_of_two_losses_has_the_other_trained_along(make_model, random_ids, monkeypatch):
     monkeypatch.setitem(FEED_FORWARDS, "balanced", Balanced)
     model, ids = make_model(feed_forwards="balanced", aux_loss_coef=0.5, **EVERY_KEY).train(), random_ids(2, 12)
@@ -230,3 +242,9 @@ def test_who_wants_no_losses_has_them_trained_along(make_model, random_ids, aske
 def test_a_configuration_that_asks_for_tuples_gets_one_in_training(make_model, random_ids):
     model = make_model(**EVERY_KEY, return_dict=False).train()
     assert type(model.model(random_ids(1, 6))) is tuple
+
+
+def test_no_return_dict_is_that_of_the_configuration(make_model, random_ids):
+    """As outside of training."""
+    model, ids = make_model(**EVERY_KEY), random_ids(1, 6)
+    assert type(model.train().model(ids, return_dict=None)) is type(model.eval().model(ids, return_dict=None))

@@ -228,6 +228,32 @@ def test_a_variant_lies_beside_the_other_weights(folder):
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
 
 
+@pytest.mark.parametrize("before", [False, True], ids=["new", "replaced"])
+def test_what_a_save_is_given_is_heeded(before, tmp_path, make_model):
+    """Weights gathered by others, and that another process writes; also where a checkpoint is replaced."""
+    model = make_model(dtype=torch.float32)
+    if before:
+        model.save_pretrained(tmp_path)
+    kept = sorted(tmp_path.iterdir())
+    model.save_pretrained(tmp_path, is_main_process=False)
+    assert sorted(tmp_path.iterdir()) == kept
+    model.save_pretrained(tmp_path, state_dict={name: torch.full_like(x, 2) for name, x in model.state_dict().items()})
+    assert all(x.eq(2).all() for x in load_file(tmp_path / "model.safetensors").values())
+
+
+def test_a_list_of_shards_arrives_after_them(tmp_path, monkeypatch):
+    """Whoever is cut off in between has no list of files that are not there."""
+    moved, replace = [], os.replace
+    monkeypatch.setattr(os, "replace", lambda old, new: moved.append(os.path.basename(new)) or replace(old, new))
+    monkeypatch.setattr(os, "listdir", lambda path, listdir=os.listdir: sorted(listdir(path)))
+    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    with replacing(tmp_path) as new:
+        for name in (*shards, "model.safetensors.index.json", "config.json", "zero.safetensors"):
+            (tmp_path / os.path.basename(new) / name).write_text("x")
+    assert moved.index("model.safetensors.index.json") > max(map(moved.index, shards))
+    assert moved[-2:] == ["config.json", "model.safetensors.index.json"]
+
+
 # ------------------------------------------------------------------------------------------ using, publishing
 
 

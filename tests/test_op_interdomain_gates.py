@@ -283,6 +283,28 @@ def test_many_segments(monkeypatch, rows, kind, initial):
 
 
 @pytest.mark.parametrize("kind", ["gates", "all"])
+def test_many_segments_of_several_blocks_of_rows(monkeypatch, kind):
+    """More rows than stand side by side: numbers a token lie block by block, as segments of the rows do."""
+    # 40 tokens: one chunk of each of five rows.
+    monkeypatch.setitem(chunk_call._SEGMENT_FLOATS, "cpu", 40 * 2 * 4 * 2)
+    arguments = gated((7, 21, 2, 1, 4, 3, 4), KINDS[kind])
+    expected = everything(arguments, backend="recurrent")
+    assert_close(everything(arguments, backend="chunk", chunk_size=8), expected, 1e-9)
+
+
+@pytest.mark.parametrize("kind", ["gates", "all"])
+def test_many_segments_of_documents(monkeypatch, kind):
+    """Of these no states are kept for the backward pass: segments are cut as the documents come."""
+    monkeypatch.setitem(chunk_call._SEGMENT_FLOATS, "cpu", 40 * 2 * 4 * 2)
+    ends = [0, 5, 45, 45, 61, 62, 94]
+    arguments = gated((1, 94, 2, 1, 4, 3, 4), KINDS[kind], rows=len(ends) - 1)
+    places = [(0, start, end) for start, end in zip(ends[:-1], ends[1:])]
+    expected = everything(arguments, functools.partial(one_by_one, interdomain_attention, places))
+    found = everything(arguments, backend="chunk", cu_seqlens=torch.tensor(ends), chunk_size=8)
+    assert_close(found, expected, 1e-9)
+
+
+@pytest.mark.parametrize("kind", ["gates", "all"])
 def test_a_call_lets_go_of_its_memory(monkeypatch, kind):
     """Without a collector of cycles."""
     calls = []

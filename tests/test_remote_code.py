@@ -269,10 +269,35 @@ def test_code_is_written_into_folders_of_our_models_alone(tmp_path, monkeypatch,
     assert not list(tmp_path.glob("*.py"))
 
 
+@pytest.mark.parametrize("damage", ["{", '{"model_type": "interdomain", "product": "dot"}'])
+def test_a_configuration_that_cannot_be_read_has_no_code_written(damage, make_config, tmp_path, monkeypatch, capsys):
+    """Neither beside it nor into the folders that stand before it."""
+    for name in ("good", "bad"):
+        (tmp_path / name).mkdir()
+    make_config().save_pretrained(tmp_path / "good")
+    (tmp_path / "bad" / "config.json").write_text(damage)
+    written = sorted((tmp_path / "good").iterdir())
+    monkeypatch.setattr(sys, "argv", ["whole", str(tmp_path / "good"), str(tmp_path / "bad")])
+    with pytest.raises(SystemExit):
+        whole.main()
+    assert f"{tmp_path / 'bad'} has a config.json that cannot be read: " in capsys.readouterr().err
+    assert sorted((tmp_path / "good").iterdir()) == written and len(list((tmp_path / "bad").iterdir())) == 1
+
+
 def test_a_configuration_alone_carries_its_code(make_config, tmp_path):
     make_config("s4d").save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == AUTO_MAP
     assert {path.stem for path in tmp_path.glob("*.py")} == set(flat_code(make_config("s4d")))
+
+
+def test_a_saved_folder_names_the_code_beside_it(make_config, tmp_path):
+    """Whatever repository the code came from; what else is named stays."""
+    config = make_config()
+    of_the_hub = {kind: f"user/code--{path}" for kind, path in AUTO_MAP.items()}
+    config.auto_map = of_the_hub | {"AutoTokenizer": ["own.T", None]}
+    config.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())["auto_map"]
+    assert written == AUTO_MAP | {"AutoTokenizer": ["own.T", None]}
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -361,6 +386,12 @@ def test_the_code_of_a_backend_travels_where_it_is_asked_for(backend, module, ma
         ("forget-gates", {}, "ops_interdomain_naive"),
         ("interdomain", {"backend": "associative_scan"}, "ops_interdomain_prefix"),
         ("window", {}, "mixers_window_points"),
+        ("inner-function", {}, "mixers_softmax_dynamic_mask"),
+        ("inner-function", {}, "ops_common_window"),
+        ("softmax", {}, "mixers_softmax_dynamic_mask"),
+        ("hax", {}, "mixers_sparse_branch"),
+        ("hax", {}, "mixers_sparse_parts"),
+        ("forget-gates", {}, "mixers_interdomain_gated"),
     ],
 )
 def test_what_a_configuration_needs_travels_and_with_no_other(name, fields, module, make_config):

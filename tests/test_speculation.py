@@ -82,6 +82,23 @@ def test_guesses_end_where_the_text_does(limits, guessed):
     assert found.tolist() == guessed
 
 
+def test_only_guesses_are_recorded():
+    """Not the prompt, with which none comes, nor a step without one."""
+    paused = []
+
+    class Spared:
+        def pause_recording(self, pause):
+            paused.append(pause)
+
+    lookup = PromptLookupCandidateGenerator(num_output_tokens=2, max_length=20)
+    generator = likely_guesses(lookup, torch.device("cpu"), Spared())
+    repeats, new = torch.tensor([[3, 4, 5, 6, 3, 4]]), torch.tensor([[3, 4, 5, 6, 3, 7]])
+    for text, drafted in ((repeats, []), (repeats, [5, 6]), (new, [])):
+        found, logits = generator.get_candidates(text)
+        assert found[0, text.shape[1] :].tolist() == drafted and logits is None
+    assert paused == [True, False, True]
+
+
 @pytest.mark.parametrize("share", [None, 0.0, 0.5, 1.0])
 def test_no_more_is_guessed_than_pays(share):
     def count(rate, cost, most=6):
