@@ -82,7 +82,7 @@ def load_config(folder: Path) -> PreTrainedConfig:
 def code_files(folder: Path, config: PreTrainedConfig) -> list[str]:
     """The Python files that `trust_remote_code` reads, all of which must be there but those of another repository."""
     again = "load the model and save it again, which writes the code beside it"
-    references = (getattr(config, "auto_map", None) or {}).values()
+    references = [path for paths in (getattr(config, "auto_map", None) or {}).values() for path in as_list(paths)]
     if not references:
         raise InputError(f"{folder / 'config.json'} names no code (auto_map): {again}.")
     entries = sorted({reference.split(".")[0] + ".py" for reference in references if "--" not in reference})
@@ -142,9 +142,9 @@ def load_card(folder: Path) -> ModelCard | None:
         raise InputError(f"The metadata of {path} cannot be read: repair or remove it.") from error
 
 
-def as_list(value: str | list[str] | None) -> list[str]:
-    """Metadata may hold one name or several."""
-    return [value] if isinstance(value, str) else value or []
+def as_list(value: str | list | None) -> list[str]:
+    """Metadata may hold one name or several, and None where a kind of tokenizer has no class."""
+    return [value] if isinstance(value, str) else [name for name in value or () if name is not None]
 
 
 def write_card(card: ModelCard, folder: Path) -> None:
@@ -181,8 +181,15 @@ def write_without_code(source: Path, files: Sequence[str], code: Sequence[str], 
     for name in set(files) - {*code, "config.json"}:
         (folder / name).symlink_to((source / name).resolve())
     config = json.loads((source / "config.json").read_text())
-    config["auto_map"] = {kind: f"{code_repo}--{path.split('--')[-1]}" for kind, path in config["auto_map"].items()}
+    config["auto_map"] = {kind: elsewhere(paths, code_repo) for kind, paths in config["auto_map"].items()}
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def elsewhere(paths, code_repo: str):
+    """What an auto_map names, in another repository: one class, or the slow and the fast one of a tokenizer."""
+    if isinstance(paths, list):
+        return [elsewhere(path, code_repo) for path in paths]
+    return paths and f"{code_repo}--{paths.split('--')[-1]}"
 
 
 def send(options: argparse.Namespace, repo: str, folder: Path, files: Sequence[str]) -> str:
@@ -191,9 +198,12 @@ def send(options: argparse.Namespace, repo: str, folder: Path, files: Sequence[s
         raise InputError("You are not logged in to the Hub: run `hf auth login`, or set HF_TOKEN.")
     api = HfApi()
     # What a stranger would load instead: weights of before, and code beside weights whose code is elsewhere.
-    before = [WEIGHTS, SHARDS, INDEX, *(["*.py"] if options.code_repo else [])]
+    holds_code = repo == options.code_repo
+    before = [*([] if holds_code else [WEIGHTS, SHARDS, INDEX]), *(["*.py"] if options.code_repo else [])]
     try:
         repo = api.create_repo(repo, private=options.private or None, exist_ok=True).repo_id
+        if holds_code and "config.json" in {file.rfilename for file in api.model_info(repo).siblings or ()}:
+            raise InputError(f"{repo} holds a model: nothing was sent; give --code-repo a repository of code alone.")
         if options.private and not api.model_info(repo).private:
             raise InputError(
                 f"{repo} exists and is public: nothing was sent; make it private first, or omit --private."

@@ -162,15 +162,15 @@ def _result(
 
 def training_facts(report: dict, datasets: Sequence[str]) -> list[str]:
     """What is known about the training, a line a fact."""
-    steps, seconds = number(report, "steps"), number(report, "training_seconds")
+    steps, hours = number(report, "steps"), (number(report, "training_seconds") or 0) / 3600
     tokens = number(report, "tokens") or (steps or 0) * (number(report, "tokens_per_step") or 0)
     facts = {
         "Data": report.get("data"),
         "Datasets": ", ".join(f"[{name}](https://huggingface.co/datasets/{name})" for name in datasets),
-        "Steps": f"{steps:,}" if steps else None,
-        "Tokens seen": f"{tokens:,}" if tokens else None,
+        "Steps": f"{steps:,.0f}" if steps else None,
+        "Tokens seen": f"{tokens:,.0f}" if tokens else None,
         "Hardware": report.get("hardware"),
-        "Time": f"{seconds / 3600:.2g} hours" if seconds else None,
+        "Time": f"{hours:{',.0f' if hours >= 10 else '.2g'}} hours" if hours else None,
     }
     return [f"{name}: {fact}" for name, fact in facts.items() if fact]
 

@@ -98,7 +98,9 @@ class InterdomainConfig(
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
         """As in the library; what was written before there was a `start` means "random"."""
-        return super().from_dict({"start": "random"} | config_dict, **kwargs)
+        found = super().from_dict({"start": "random"} | config_dict, **kwargs)
+        cls.name_unread_fields(found[0] if isinstance(found, tuple) else found)  # those among the keywords, too
+        return found
 
     def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
         """As in the library, with the code of the model beside it; every save of a model comes here."""
@@ -157,9 +159,11 @@ class InterdomainConfig(
                 f"rope_parameters needs an even head_dim and feature_dim, got {self.head_dim} and {self.feature_dim}."
             )
         rope = self.rope_parameters or {}
-        kind, theta = rope.get("rope_type"), rope.get("rope_theta", 1.0)
-        if self.rotated_dims and not (isinstance(theta, int | float) and 0 < theta < float("inf")):
-            raise ValueError(f"rope_theta must be a positive and finite number, got {theta!r}.")
+        kind, factor = rope.get("rope_type"), rope.get("factor")
+        numbers = {"rope_theta": rope.get("rope_theta", 1.0), "factor": 1.0 if factor is None else factor}
+        for name, number in numbers.items() if self.rotated_dims else ():
+            if not (isinstance(number, int | float) and 0 < number < float("inf")):
+                raise ValueError(f"{name} must be a positive and finite number, got {number!r}.")
         if kind in LENGTH_DEPENDENT and self.rotated_dims and set(self.layer_types) != {"full_attention"}:
             raise ValueError(
                 f'rope_type "{kind}" changes its angles with the length, and the state of recurrent layers cannot be '

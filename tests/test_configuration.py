@@ -279,6 +279,13 @@ BAD_FIELDS = {
         {"token_mixers": "softmax", "rope_parameters": ROPE | {"rope_theta": 0.0}},
         "rope_theta must be a positive and",
     ),
+    **{
+        f"angles {factor} times slower": (
+            {"token_mixers": "softmax", "rope_parameters": ROPE | {"rope_type": "linear", "factor": factor}},
+            f"factor must be a positive and finite number, got {factor!r}",
+        )
+        for factor in (0.0, -2.0, math.nan, "2")
+    },
     "angles of an endless base": (
         {"token_mixers": "softmax", "rope_parameters": ROPE | {"rope_theta": math.inf}},
         "rope_theta must be a positive and finite number, got inf",

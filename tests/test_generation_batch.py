@@ -1,5 +1,8 @@
 """Continuous batching of states: what is written is what `generate` writes after each prompt alone."""
 
+import json
+
+import numpy
 import pytest
 import torch
 from accelerate import cpu_offload
@@ -184,6 +187,16 @@ def test_what_cannot_be_is_refused(make_model, inputs, options, message):
     with pytest.raises(ValueError, match=message):
         model.generate_batch(inputs, **options)
     assert model.generate_batch([[5] * 10], max_new_tokens=3)["req_0"].is_finished()
+
+
+@pytest.mark.parametrize("dtype", ["int16", "uint8", "uint16", "int64"])
+def test_numbers_of_any_whole_kind_are_ids(make_model, dtype):
+    """As tokenised texts lie on disks; what comes back can be written as JSON."""
+    model, prompt = make_model("interdomain"), [3, 4, 5]
+    given = [numpy.array(prompt, dtype=dtype), torch.tensor(prompt, dtype=getattr(torch, dtype))]
+    wanted = model.generate_batch([prompt], max_new_tokens=2)["req_0"].generated_tokens
+    for output in model.generate_batch(given, max_new_tokens=2).values():
+        assert output.generated_tokens == wanted and json.dumps(output.prompt_ids) == "[3, 4, 5]"
 
 
 def test_models_that_cannot_say_why(make_model, monkeypatch):

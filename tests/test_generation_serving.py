@@ -253,3 +253,12 @@ def test_models_that_write_in_other_ways_are_not_served_together(make_model, mon
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     with pytest.raises(NotImplementedError, match="call generate_batch.. with the same prompts in all"):
         model.continuous_batching_context_manager()
+
+
+@pytest.mark.parametrize("given", [[], "a", {}, 1.5, [1.5]], ids=str)
+def test_ends_that_are_no_ids_are_refused(served, given):
+    with served.continuous_batching_context_manager() as manager:
+        with pytest.raises(ValueError, match="eos_token_id must be the id of a token, or a list of such ids, got"):
+            manager.add_request([5], "asked", eos_token_id=given)
+        name = manager.add_request([5], "asked", max_new_tokens=1, eos_token_id=[3, 4])
+        assert manager.get_result(name, timeout=30).error is None

@@ -269,6 +269,23 @@ def test_a_repository_for_code_is_another_one(fresh, capsys):
     assert "holds its code without being told to: leave --code-repo out" in capsys.readouterr().err
 
 
+def test_a_model_is_no_repository_for_code(here, fresh, capsys):
+    """Neither its weights nor its card make room for code."""
+    assert publish.main([str(fresh), "user/model"]) == 0
+    before = dict(here.repositories["user/model"].files)
+    assert publish.main([str(fresh), "user/other", "--code-repo", "user/model"]) == 2
+    assert "user/model holds a model: nothing was sent" in capsys.readouterr().err
+    assert here.repositories["user/model"].files == before and "user/other" not in here.repositories
+
+
+def test_a_tokenizer_of_two_classes_has_its_code_named(here, fresh):
+    """Slow and fast, of which one may be missing."""
+    edit_config(fresh, auto_map=AUTO_MAP | {"AutoTokenizer": ["user/words--words.Words", None]})
+    assert publish.main([str(fresh), "user/words_apart", "--code-repo", "user/code"]) == 0
+    named = json.loads(here.repositories["user/words_apart"].files["config.json"])["auto_map"]
+    assert named["AutoTokenizer"] == ["user/code--words.Words", None]
+
+
 # ------------------------------------------------------------------------------------------ the card
 
 
@@ -627,6 +644,8 @@ def test_results_of_the_harness_are_named_as_it_names_them():
 def test_training_is_told_in_tokens_and_hours():
     facts = model_card.training_facts({"steps": 30, "tokens_per_step": 64, "training_seconds": 5400}, [])
     assert facts == ["Steps: 30", "Tokens seen: 1,920", "Time: 1.5 hours"]
+    facts = model_card.training_facts({"tokens": 2.5e9, "training_seconds": 400_000}, [])
+    assert facts == ["Tokens seen: 2,500,000,000", "Time: 111 hours"]
 
 
 def test_a_model_of_softmax_alone_is_no_linear_attention(make_model, tmp_path):

@@ -550,3 +550,51 @@ def test_the_ends_of_documents_in_a_graph_are_followed_by_empty_ones(monkeypatch
     found = packing.cu_seqlens_from_positions(positions)
     assert found.shape == (11,) and found[:4].equal(expected) and bool((found[4:] == 10).all())
     assert packing.cu_seqlens_from_positions(torch.arange(5)[None] * 0).tolist() == list(range(6))
+
+
+@pytest.mark.parametrize("first", ["no mask", "a mask", "in pieces"])
+def test_a_later_mask_tells_what_was_read(each_mixer, first, random_ids, advance):
+    """Pads that a state has read as tokens cannot be hidden afterwards; keys and values can."""
+    model, ids = each_mixer, random_ids(2, 13)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0 if first != "no mask" else 1
+    cache = InterdomainCache(model.config)
+    for piece in (slice(0, 4), slice(4, 9)) if first == "in pieces" else (slice(0, 9),):
+        advance(model, cache, ids[:, piece], attention_mask=None if first == "no mask" else mask[:, : piece.stop])
+    hidden, shown = mask.clone(), torch.ones_like(mask)
+    hidden[0, 6:9] = 0
+    for other in (hidden, *([] if first == "no mask" else [shown])):
+        if set(model.config.layer_types) == {"full_attention"}:
+            continue
+        with pytest.raises(ValueError, match="hides tokens that past_key_values has read, or shows some"):
+            model(ids[:, 9:], attention_mask=other, past_key_values=cache)
+    found = model(ids[:, 9:], attention_mask=mask, past_key_values=cache).logits
+    torch.testing.assert_close(found, model(ids, attention_mask=mask).logits[:, 9:])
+
+
+def test_rows_that_moved_are_not_known(make_model, random_ids, advance):
+    """A mask is compared with what was read only where that is known."""
+    model, ids = make_model("interdomain"), random_ids(2, 9)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    cache = InterdomainCache(model.config)
+    advance(model, cache, ids[:, :6], attention_mask=mask[:, :6])
+    cache.reorder_cache(torch.tensor([1, 0]))
+    found = model(ids[[1, 0], 6:], attention_mask=mask[[1, 0]], past_key_values=cache).logits
+    torch.testing.assert_close(found, model(ids, attention_mask=mask).logits[[1, 0], 6:])
+
+
+def test_a_chat_of_several_rows_goes_on_as_it_was_read(make_model, random_ids):
+    """`generate` reads the pads behind a row that has ended: with its cache the next turn shows them, or is refused."""
+    model, ids = make_model("interdomain"), random_ids(2, 7)
+    end = int(model.generate(ids, max_new_tokens=2, do_sample=False, eos_token_id=None)[0, -1])
+    options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 6}
+    turn = model.generate(ids, eos_token_id=end, return_dict_in_generate=True, **options)
+    text = torch.cat([turn.sequences, random_ids(2, 3, seed=5)], dim=1)
+    mask = torch.ones_like(text)
+    mask[0, 9 : turn.sequences.shape[1]] = 0
+    assert (turn.sequences[0, 9:] == 0).all() and turn.sequences.shape[1] > 10
+    with pytest.raises(ValueError, match="generate\\(\\) reads the pads behind a text that has ended"):
+        model.generate(text, attention_mask=mask, past_key_values=turn.past_key_values, **options)
+    found = model.generate(text, past_key_values=turn.past_key_values, attention_mask=torch.ones_like(text), **options)
+    assert torch.equal(found, model.generate(text, attention_mask=torch.ones_like(text), **options))

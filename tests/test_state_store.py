@@ -573,3 +573,11 @@ def converse(address: str, model: str, messages: list[dict[str, str]]) -> str:
     client = OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=120)
     response = client.chat.completions.create(model=model, messages=messages, temperature=0, max_tokens=TOKENS)
     return response.choices[0].message.content
+
+
+@pytest.mark.parametrize("place", ["memory", Path("states")], ids=str)
+def test_the_name_of_a_store_is_no_store(make_model, random_ids, place):
+    model = make_model("interdomain")
+    model.prompt_store = place
+    with pytest.raises(ValueError, match="prompt_store must be a StateStore, got .*: set it to StateStore"):
+        model.generate(random_ids(1, 5), max_new_tokens=2)

@@ -112,3 +112,13 @@ def test_what_has_no_effect_is_named(mixer, caplog):
         except StrictDataclassError:
             continue  # refused, which says as much
         assert (made == plain) == bool(said), f"{name} in {mixer}: {said}"
+
+
+@pytest.mark.parametrize("load", [InterdomainConfig.from_pretrained, InterdomainForCausalLM.from_pretrained])
+def test_what_has_no_effect_is_named_where_a_folder_is_loaded(load, caplog, tmp_path):
+    InterdomainForCausalLM(InterdomainConfig(**SIZES)).save_pretrained(tmp_path)
+    for options, wanted in (({}, False), ({"learned_state": True}, False), ({"attention_window": 8}, True)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            load(tmp_path, **options)
+        assert ("reads attention_window (window would)" in caplog.text) is wanted

@@ -54,8 +54,7 @@ class Request:
             called: what errors call the prompt.
             unset: of `unset_lengths`.
         """
-        check_prompt(model, called, self.prompt)
-        self.prompt, self.room = list(self.prompt), model.config.longest_text
+        self.prompt, self.room = check_prompt(model, called, self.prompt), model.config.longest_text
         self.ids, length = torch.tensor([self.prompt], device=model.device), len(self.prompt)
         self.config = model._prepare_generated_length(
             deepcopy(self.config),
@@ -264,8 +263,8 @@ def check_way(config) -> None:
         raise ValueError(f"Continuous batching does not heed {', '.join(asked)}: leave it out, or use generate.")
 
 
-def check_prompt(model, name: str, prompt: Sequence[int]) -> None:
-    """Refuse a prompt that is no list of ids, is empty or too long, or has ids that the model does not know."""
+def check_prompt(model, name: str, prompt: Sequence[int]) -> list[int]:
+    """The ids of a prompt; one that is no list of ids, is empty or too long, or has unknown ids is refused."""
     if isinstance(prompt, str) or not hasattr(prompt, "__len__"):
         raise ValueError(
             f"{name} must be a list of token ids, got {type(prompt).__name__}; several prompts are a list of such "
@@ -282,3 +281,4 @@ def check_prompt(model, name: str, prompt: Sequence[int]) -> None:
     most = model.config.longest_text
     if most is not None and len(prompt) > most:
         raise ValueError(f"{name} has {len(prompt)} tokens, and this model knows {most} positions; shorten it.")
+    return ids

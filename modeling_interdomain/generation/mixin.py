@@ -77,8 +77,8 @@ class InterdomainGenerationMixin(GenerationMixin):
             cache = InterdomainStaticCache(self.config, max_cache_len=self._longest_cache)
         else:
             raise ValueError(
-                f"cache_implementation={kind!r} is not possible for an Interdomain model: its state has a fixed "
-                'size and is neither quantized nor offloaded; use "dynamic" or "static".'
+                f"cache_implementation={kind!r} is not possible for an Interdomain model, whose caches are neither "
+                'quantized nor offloaded: use "dynamic" or "static".'
             )
         cache.allow_rollback(rollback)
         if generation_config.is_assistant:

@@ -349,6 +349,10 @@ def store_of(model: Any) -> tuple[StateStore, str] | None:
     store = getattr(model, "prompt_store", None)
     if store is None or model.training or (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
+    if isinstance(store, str | os.PathLike):
+        raise ValueError(
+            f"prompt_store must be a StateStore, got {store!r}: set it to StateStore() or StateStore(folder)."
+        )
     try:
         return store, reading_fingerprint(model)
     except ValueError as error:  # hooks, or offloaded weights, whose fingerprint nobody can take

@@ -1,6 +1,7 @@
 """Continuous batching of requests that come one by one, with the methods by which `transformers serve` asks for it."""
 
 import asyncio
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -122,7 +123,8 @@ class RequestManager:
 
         Raises:
             RuntimeError: when the manager has stopped.
-            ValueError: when another request has this name, and is not finished or has results that wait.
+            ValueError: when another request has this name, and is not finished or has results that wait; when
+                `eos_token_id` is neither an id nor a list of ids.
         """
         if self.background_thread_status.fatal_error is not None or self._stopping:
             self._handlers.pop(request_id, None)
@@ -131,7 +133,7 @@ class RequestManager:
         if max_new_tokens is not None:
             config.max_new_tokens = max_new_tokens
         if eos_token_id is not None:
-            config.eos_token_id = eos_token_id
+            config.eos_token_id = _ids(eos_token_id)
         self.model._prepare_special_tokens(config, True, device=self.model.device)
         name = self._named(request_id)
         self._orders.put(partial(self._add, Request(name, input_ids, config, streaming)))
@@ -265,6 +267,16 @@ class RequestManager:
     def _fail(self, request: Request, error: str) -> None:
         request.error = error
         self._tell(request)
+
+
+def _ids(given: Any) -> int | list[int]:
+    """One id or several, as whole numbers."""
+    try:
+        return (
+            [operator.index(x) for x in given] if isinstance(given, list | tuple) and given else operator.index(given)
+        )
+    except TypeError:
+        raise ValueError(f"eos_token_id must be the id of a token, or a list of such ids, got {given!r}.") from None
 
 
 def why_not_served(model) -> str | None:

@@ -15,7 +15,7 @@ from transformers.masking_utils import (
 from ..layers.common import doubt_tables
 from ..layers.versions import CACHE_NAME
 from ..mixers.base import TokenMixer
-from ..model_cache.cache import InterdomainCache, is_at_start, ready_to_step, remember_model
+from ..model_cache.cache import InterdomainCache, is_at_start, ready_to_step, remember_mask, remember_model
 from ..ops.common.cpu import all_real, in_graph, values_at_hand
 from ..ops.common.packing import (
     Packing,
@@ -35,6 +35,7 @@ from .checks import (
     check_forks,
     check_layers,
     check_mask,
+    check_past,
     check_positions,
     check_room,
     check_seq_idx,
@@ -117,6 +118,7 @@ def lay_out(
     if not compiling:
         if cache is not None:
             remember_model(cache, model, begins)
+            remember_mask(cache, attention_mask, shape[0], begins)
         if begins:
             doubt_tables(model)
 
@@ -184,6 +186,7 @@ def _check(config, mixers, shape, attention_mask, position_ids, cache, kwargs) -
     if cache is not None and _is_at_hand(seen):
         check_room(cache, int(seen) + shape[1])
     check_mask(attention_mask, seen, *shape)
+    check_past(attention_mask, cache, seen, shape[1])
     check_causal(config, kwargs.get("is_causal"))
     check_positions(position_ids, *shape)
     return seen

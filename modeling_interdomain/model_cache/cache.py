@@ -27,6 +27,8 @@ class _InterdomainCacheMixin(Cache):
     notes: dict[str, str]
     # A weak reference to the model that read with it last, and its weights as it began; pickles leave both out.
     _reader: tuple | None = None
+    # The mask of the tokens that were read, `[B, n]`; those behind it were real. None: not known.
+    _read_mask: torch.Tensor | None = None
 
     def __getstate__(self):
         return {name: value for name, value in vars(self).items() if name != "_reader"}
@@ -38,7 +40,7 @@ class _InterdomainCacheMixin(Cache):
     def reset(self) -> None:
         """Hold nothing, as a new cache."""
         super().reset()
-        self._reader = None
+        self._reader = self._read_mask = None
 
     def recurrent_layers(self) -> list[RecurrentLayer]:
         return [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
@@ -96,11 +98,13 @@ class _InterdomainCacheMixin(Cache):
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row i go on with what row `beam_idx[i]` has read; wrong indices are refused if they are on a CPU."""
         self._check_rows("reorder_cache", beam_idx)
+        self._read_mask = None
         super().reorder_cache(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Hold these rows alone, by number or a mask `[B]`; wrong indices are refused if they are on a CPU."""
         self._check_rows("batch_select_indices", indices)
+        self._read_mask = None
         super().batch_select_indices(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -108,6 +112,7 @@ class _InterdomainCacheMixin(Cache):
         self._check_rows("batch_repeat_interleave")
         if repeats < 1:
             raise ValueError(f"batch_repeat_interleave takes a number of copies from 1, got {repeats}.")
+        self._read_mask = None
         super().batch_repeat_interleave(repeats)
 
     def _check_rows(self, name: str, asked: torch.Tensor | None = None) -> None:
@@ -341,6 +346,24 @@ def remember_model(cache: Any, decoder, begins: bool) -> None:
     """Let a cache know for which model `save` keeps it, and the weights with which a text begins, or goes on there."""
     if isinstance(cache, _InterdomainCacheMixin) and (begins or cache.reader() is not decoder):
         cache._reader = weakref.ref(decoder), weights_as_they_are(decoder)
+
+
+def remember_mask(cache: Any, mask: Any, rows: int, begins: bool) -> None:
+    """Let a cache know which tokens states take in as pads, by the mask of a forward over so many rows, or None."""
+    if not isinstance(cache, _InterdomainCacheMixin) or (mask is None and not begins):
+        return
+    known = torch.empty(rows, 0) if mask is None else mask  # real tokens alone
+    cache._read_mask = known if isinstance(known, torch.Tensor) and known.ndim == 2 else None
+
+
+def has_read_so(cache: Any, mask: torch.Tensor, seen: int) -> bool:
+    """Whether a mask `[B, past + T]` tells of the past what states have taken in, as far as that is known."""
+    known = getattr(cache, "_read_mask", None)
+    if known is None or len(known) != len(mask) or all(kind_of(layer) == "keys_values" for layer in cache.layers):
+        return True
+    past, known = mask[:, :seen] != 0, known[:, :seen].to(mask.device) != 0
+    told = known.shape[1]
+    return bool((past[:, :told] == known).all() & past[:, told:].all())
 
 
 def mark_reading(cache: Cache, since: int | None) -> None:
