@@ -224,9 +224,9 @@ class InterdomainModel(InterdomainPreTrainedModel):
         Args:
             input_ids: `[B, T]`, or give `inputs_embeds` `[B, T, hidden_size]`.
             attention_mask: `[B, past + T]`, 0 for pads, wherever they stand, and one other number a row for what is
-                real; None when there are no pads. Without a cache also `[B, 1, T, T]`, which tokens each token sees:
-                any for softmax layers; for recurrent ones a tree of texts, where a token sees itself and all that one
-                earlier token sees.
+                real, the past as it was read; None when there are no pads. Without a cache also `[B, 1, T, T]`, which
+                tokens each token sees: any for softmax layers; for recurrent ones a tree of texts, where a token sees
+                itself and all that one earlier token sees.
             position_ids: `[B, T]`; by default pads are not counted. Without a mask and a cache, positions that restart
                 separate packed documents.
             past_key_values: an `InterdomainCache`, updated in place; `cache` and `cache_params`, as Transformers calls
