@@ -23,7 +23,7 @@ from ..inputs.checks import (
 )
 from ..layers.versions import CACHE_NAME, takes_cache
 from ..mixers.base import mixers_of
-from ..model_cache.cache import InterdomainCache, InterdomainStaticCache
+from ..model_cache.cache import InterdomainCache, InterdomainStaticCache, as_it_was_read
 from .lookup import DraftGenerator, likely_guesses
 
 # Names the store of a new model: "memory" or a folder.
@@ -101,6 +101,15 @@ class InterdomainGenerationMixin(GenerationMixin):
             check_mask(mask, seen, *tokens.shape[:2])
             model_kwargs["attention_mask"] = (mask != 0).long()
         return tokens, name, model_kwargs
+
+    def _prepare_attention_mask_for_generation(self, inputs_tensor, generation_config, model_kwargs):
+        """As in the library, which tells pads by their id; but what states have read they have read."""
+        mask = super()._prepare_attention_mask_for_generation(inputs_tensor, generation_config, model_kwargs)
+        cache = model_kwargs.get(CACHE_NAME)
+        seen = int(cache.get_seq_length()) if isinstance(cache, _OWN_CACHES) else 0
+        if 0 < seen < mask.shape[1]:
+            mask = torch.cat([as_it_was_read(mask[:, :seen], cache), mask[:, seen:]], dim=1)
+        return mask
 
     @takes_cache
     def prepare_inputs_for_generation(

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, StaticLayer
 
 from ..layers.common import Float32Module, home_of
 from ..mixers.base import TokenMixer
-from ..model_cache.cache import check_unbroken, contents_of, has_read_so, kind_of
+from ..model_cache.cache import as_it_was_read, check_unbroken, contents_of, kind_of
 from ..ops.common.cpu import in_graph, values_at_hand
 from ..ops.common.packing import Packing, cu_seqlens_from_numbers, packing_from_forks
 from ..registry import token_mixer_class
@@ -155,13 +155,12 @@ def check_mask(attention_mask, seen, batch: int, length: int) -> None:
         raise ValueError(_NUMBERED)
 
 
-def check_past(attention_mask, cache: Cache | None, seen, length: int) -> None:
+def check_past(attention_mask, cache: Cache | None, length: int) -> None:
     """What a state has read it cannot let go of, nor read what was hidden from it; looked at with several tokens."""
-    if not seen or length == 1 or not isinstance(seen, int) or in_graph():
+    if length == 1 or in_graph() or not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 2:
         return
-    if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 2:
-        return
-    if not has_read_so(cache, attention_mask, seen):
+    past = attention_mask[:, :-length]
+    if not torch.equal(past != 0, as_it_was_read(past, cache) != 0):
         raise ValueError(
             "attention_mask hides tokens that past_key_values has read, or shows some that were hidden, and a state "
             "cannot be read again: pass the mask with which they were read (generate() reads the pads behind a text "

@@ -186,7 +186,7 @@ def _check(config, mixers, shape, attention_mask, position_ids, cache, kwargs) -
     if cache is not None and _is_at_hand(seen):
         check_room(cache, int(seen) + shape[1])
     check_mask(attention_mask, seen, *shape)
-    check_past(attention_mask, cache, seen, shape[1])
+    check_past(attention_mask, cache, shape[1])
     check_causal(config, kwargs.get("is_causal"))
     check_positions(position_ids, *shape)
     return seen

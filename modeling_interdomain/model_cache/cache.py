@@ -356,14 +356,13 @@ def remember_mask(cache: Any, mask: Any, rows: int, begins: bool) -> None:
     cache._read_mask = known if isinstance(known, torch.Tensor) and known.ndim == 2 else None
 
 
-def has_read_so(cache: Any, mask: torch.Tensor, seen: int) -> bool:
-    """Whether a mask `[B, past + T]` tells of the past what states have taken in, as far as that is known."""
+def as_it_was_read(mask: torch.Tensor, cache: Any) -> torch.Tensor:
+    """A mask `[B, past]` of what a cache has read; the given one where states do not tell, or there are none."""
     known = getattr(cache, "_read_mask", None)
     if known is None or len(known) != len(mask) or all(kind_of(layer) == "keys_values" for layer in cache.layers):
-        return True
-    past, known = mask[:, :seen] != 0, known[:, :seen].to(mask.device) != 0
-    told = known.shape[1]
-    return bool((past[:, :told] == known).all() & past[:, told:].all())
+        return mask
+    told = known[:, : mask.shape[1]].to(mask)
+    return torch.cat([told, torch.ones_like(mask[:, told.shape[1] :])], dim=1)
 
 
 def mark_reading(cache: Cache, since: int | None) -> None:

@@ -22,17 +22,12 @@ FIELDS = "configuration_fields"
 _NAMING = ("registry", "mixers.specifications", "feed_forwards.configuration")
 _TABLES = {"TOKEN_MIXERS": "mixers_per_layer", "FEED_FORWARDS": "feed_forwards_per_layer"}
 _ATTENTION = {"softmax", "inner_function"}
-# The library copies, saves again and downloads what a file names; it asks for the classifier's only later, and a
-# configuration may be saved alone.
+# The library copies, saves again and downloads what a file names, and asks for the classifier's file only later.
 _NAMED = """
 
 def _other_entries():
-    from .{} import {}  # named for the library's loader alone
+    from .classifier_interdomain import InterdomainForSequenceClassification  # named for the library's loader alone
 """
-_OTHERS = (
-    ("modeling_interdomain", "InterdomainForCausalLM"),
-    ("classifier_interdomain", "InterdomainForSequenceClassification"),
-)
 
 
 def _is_gated(config) -> bool:
@@ -114,8 +109,7 @@ def flat_code(config, whole: bool = False) -> dict[str, str]:
 
     for entry in ENTRIES:
         add(entry)
-    for entry, other in zip(ENTRIES, _OTHERS):
-        code[entry] += _NAMED.format(*other)
+    code[ENTRIES[1]] += _NAMED
     if config is not None:
         code[FIELDS] = _without_unnamed(code[FIELDS], "".join(x for name, x in code.items() if name != FIELDS))
     return code
