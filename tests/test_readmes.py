@@ -378,8 +378,9 @@ def test_what_is_said_of_the_speed_of_gates():
         for side, share in least.items()
         if round(row["ratios"][side], 2) < round(share, 2)
     }
-    assert below == {("step", 1, "gates"), ("step", 1, "delta"), ("training", 4096, "delta")}
-    assert round(1 / record["required_step"] - record["step"][0]["ratios"]["gates"], 2) == 0.01, "a hair"
+    delta = {("training", 1024), ("training", 4096), ("step", 1), ("step", 32), ("decode", 1)}
+    assert below == {("step", 1, "gates"), *((*case, "delta") for case in delta)}
+    assert round(1 / record["required_step"] - record["step"][0]["ratios"]["gates"], 2) == 0.02
 
 
 def test_what_is_said_of_the_layer_that_looks_up():
