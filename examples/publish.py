@@ -33,7 +33,7 @@ from transformers.utils import logging
 from examples.saved_model import check_fits, load_model, load_tokenizer, one_line, read_config, replace_text
 from examples.text_data import InputError, exit_code
 from model_cards.model_card import MARKER, auto_class, complete, harness_results, render
-from modeling_interdomain.saving.code import write_code
+from modeling_interdomain.saving.code import ENTRIES, flat_code, write_code
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -185,11 +185,12 @@ def write_without_code(source: Path, files: Sequence[str], code: Sequence[str], 
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def elsewhere(paths, code_repo: str):
-    """What an auto_map names, in another repository: one class, or the slow and the fast one of a tokenizer."""
+def elsewhere(paths: str | list, code_repo: str) -> str | list:
+    """What an auto_map names, with the classes of this package in another repository; others stay where they are."""
     if isinstance(paths, list):
-        return [elsewhere(path, code_repo) for path in paths]
-    return paths and f"{code_repo}--{paths.split('--')[-1]}"
+        return paths
+    path = paths.split("--")[-1]
+    return f"{code_repo}--{path}" if path.split(".")[0] in ENTRIES else paths
 
 
 def send(options: argparse.Namespace, repo: str, folder: Path, files: Sequence[str]) -> str:
@@ -271,6 +272,7 @@ def run(options: argparse.Namespace) -> None:
 
     files = files_to_send(folder, weights, code)
     if options.code_repo:
+        code = [f"{name}.py" for name in flat_code(None)]  # that of a tokenizer stays
         files = [name for name in files if name not in code]
     left = sorted(path.name + "/" * path.is_dir() for path in folder.iterdir() if path.name not in files)
     print(f"{len(files)} files for {options.repo}: {', '.join(files)}")

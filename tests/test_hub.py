@@ -283,7 +283,8 @@ def test_a_tokenizer_of_two_classes_has_its_code_named(here, fresh):
     edit_config(fresh, auto_map=AUTO_MAP | {"AutoTokenizer": ["user/words--words.Words", None]})
     assert publish.main([str(fresh), "user/words_apart", "--code-repo", "user/code"]) == 0
     named = json.loads(here.repositories["user/words_apart"].files["config.json"])["auto_map"]
-    assert named["AutoTokenizer"] == ["user/code--words.Words", None]
+    assert named["AutoTokenizer"] == ["user/words--words.Words", None]
+    assert named["AutoConfig"] == "user/code--configuration_interdomain.InterdomainConfig"
 
 
 # ------------------------------------------------------------------------------------------ the card

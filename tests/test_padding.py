@@ -10,6 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_interdomain import InterdomainCache
 from modeling_interdomain.mixers.softmax.mixer import eager_attention_forward
+from modeling_interdomain.model_cache.cache import kind_of
 from modeling_interdomain.ops.common import packing
 from modeling_interdomain.ops.common.packing import packing_from_documents, packing_from_mask
 
@@ -565,25 +566,80 @@ def test_a_later_mask_tells_what_was_read(each_mixer, first, random_ids, advance
         advance(model, cache, ids[:, piece], attention_mask=None if first == "no mask" else mask[:, : piece.stop])
     hidden, shown = mask.clone(), torch.ones_like(mask)
     hidden[0, 6:9] = 0
+    if all(kind_of(layer) == "keys_values" for layer in cache.layers):
+        found = model(ids[:, 9:], attention_mask=hidden, past_key_values=cache).logits
+        torch.testing.assert_close(found, model(ids, attention_mask=hidden).logits[:, 9:])
+        return
     for other in (hidden, *([] if first == "no mask" else [shown])):
-        if set(model.config.layer_types) == {"full_attention"}:
-            continue
         with pytest.raises(ValueError, match="hides tokens that past_key_values has read, or shows some"):
             model(ids[:, 9:], attention_mask=other, past_key_values=cache)
     found = model(ids[:, 9:], attention_mask=mask, past_key_values=cache).logits
     torch.testing.assert_close(found, model(ids, attention_mask=mask).logits[:, 9:])
 
 
-def test_rows_that_moved_are_not_known(make_model, random_ids, advance):
+def test_a_window_of_keys_has_read_them(make_model, random_ids, advance):
+    model, ids = make_model("softmax", dynamic_mask="value", dynamic_mask_window=4), random_ids(2, 10)
+    cache, hidden = InterdomainCache(model.config), torch.ones_like(ids)
+    hidden[0, 2:6] = 0
+    advance(model, cache, ids[:, :6])
+    with pytest.raises(ValueError, match="hides tokens that past_key_values has read"):
+        model(ids[:, 6:], attention_mask=hidden, past_key_values=cache)
+
+
+@pytest.mark.parametrize("move", ["reorder_cache", "batch_select_indices", "batch_repeat_interleave"])
+def test_rows_that_moved_are_not_known(make_model, random_ids, advance, move):
     """A mask is compared with what was read only where that is known."""
     model, ids = make_model("interdomain"), random_ids(2, 9)
     mask = torch.ones_like(ids)
     mask[0, :2] = 0
     cache = InterdomainCache(model.config)
     advance(model, cache, ids[:, :6], attention_mask=mask[:, :6])
-    cache.reorder_cache(torch.tensor([1, 0]))
-    found = model(ids[[1, 0], 6:], attention_mask=mask[[1, 0]], past_key_values=cache).logits
-    torch.testing.assert_close(found, model(ids, attention_mask=mask).logits[[1, 0], 6:])
+    order = [0, 1] if move == "batch_repeat_interleave" else [1, 0]
+    getattr(cache, move)(1 if move == "batch_repeat_interleave" else torch.tensor(order))
+    assert cache._read_mask is None
+    found = model(ids[order, 6:], attention_mask=mask[order], past_key_values=cache).logits
+    torch.testing.assert_close(found, model(ids, attention_mask=mask).logits[order, 6:])
+
+
+def test_a_step_tells_of_its_own_token_alone(make_model, random_ids, advance):
+    """What its mask says of the past is not heeded; a pad of its own is known."""
+    model, ids = make_model("interdomain"), random_ids(2, 12)
+    cache, wrong, padded = InterdomainCache(model.config), torch.ones_like(ids), torch.ones_like(ids)
+    wrong[0, 2:4], padded[1, 9] = 0, 0
+    advance(model, cache, ids[:, :8])
+    advance(model, cache, ids[:, 8:9], attention_mask=wrong[:, :9])
+    advance(model, cache, ids[:, 9:10], attention_mask=padded[:, :10])
+    for other in (wrong, torch.ones_like(ids)):
+        with pytest.raises(ValueError, match="hides tokens that past_key_values has read"):
+            model(ids[:, 10:], attention_mask=other, past_key_values=cache)
+    found = advance(model, cache, ids[:, 10:], attention_mask=padded)
+    torch.testing.assert_close(found, model(ids, attention_mask=padded).logits[:, 10:])
+
+
+def test_what_was_taken_back_is_not_known_of(make_model, random_ids, advance):
+    model, ids = make_model("interdomain"), random_ids(2, 10)
+    cache, mask = InterdomainCache(model.config), torch.ones_like(ids)
+    cache.allow_rollback(4)
+    cache.activate_past_recording()
+    mask[0, 6:8] = 0
+    advance(model, cache, ids[:, :8], attention_mask=mask[:, :8])
+    cache.crop(-2)
+    advance(model, cache, ids[:, 6:8])
+    found = advance(model, cache, ids[:, 8:], attention_mask=torch.ones_like(ids))
+    torch.testing.assert_close(found, model(ids).logits[:, 8:])
+
+
+@pytest.mark.parametrize("real", [1, 0.5], ids=["reused", "of halves"])
+def test_masks_are_known_by_what_they_say(make_model, random_ids, advance, real):
+    """Whatever number is real, and whatever becomes of the tensor."""
+    model, ids = make_model("interdomain"), random_ids(2, 9)
+    cache, mask = InterdomainCache(model.config), torch.ones_like(ids)
+    mask[0, :2] = 0
+    given = (real * mask[:, :6]).requires_grad_(isinstance(real, float))
+    advance(model, cache, ids[:, :6], attention_mask=given)
+    given.detach().fill_(1)
+    found = advance(model, copy.deepcopy(cache), ids[:, 6:], attention_mask=mask)
+    torch.testing.assert_close(found, model(ids, attention_mask=mask).logits[:, 6:])
 
 
 def test_a_chat_of_several_rows_goes_on_as_it_was_read(make_model, random_ids):
@@ -600,9 +656,8 @@ def test_a_chat_of_several_rows_goes_on_as_it_was_read(make_model, random_ids):
         model.generate(text, attention_mask=mask, past_key_values=turn.past_key_values, **options)
     shown, by_id = torch.ones_like(text), torch.ones_like(text)
     seen = turn.past_key_values.get_seq_length()
-    by_id[:, seen:] = (
-        text[:, seen:] != 0
-    )  # without a mask the library hides pads by their id, of which the past is read
+    # Without a mask the library hides pads by their id, of which the past is read.
+    by_id[:, seen:] = text[:, seen:] != 0
     for given, mask in (({"attention_mask": shown}, shown), ({}, by_id)):
         found = model.generate(text, past_key_values=copy.deepcopy(turn.past_key_values), **given, **options)
         assert torch.equal(found, model.generate(text, attention_mask=mask, **options))

@@ -103,7 +103,7 @@ class InterdomainGenerationMixin(GenerationMixin):
         return tokens, name, model_kwargs
 
     def _prepare_attention_mask_for_generation(self, inputs_tensor, generation_config, model_kwargs):
-        """As in the library, which tells pads by their id; but what states have read they have read."""
+        """As in the library, which tells pads by their id; but the past is as the cache has read it."""
         mask = super()._prepare_attention_mask_for_generation(inputs_tensor, generation_config, model_kwargs)
         cache = model_kwargs.get(CACHE_NAME)
         seen = int(cache.get_seq_length()) if isinstance(cache, _OWN_CACHES) else 0

@@ -272,9 +272,8 @@ class RequestManager:
 def _ids(given: Any) -> int | list[int]:
     """One id or several, as whole numbers."""
     try:
-        return (
-            [operator.index(x) for x in given] if isinstance(given, list | tuple) and given else operator.index(given)
-        )
+        several = hasattr(given, "__len__") and len(given) > 0
+        return [operator.index(x) for x in given] if several else operator.index(given)
     except TypeError:
         raise ValueError(f"eos_token_id must be the id of a token, or a list of such ids, got {given!r}.") from None
 

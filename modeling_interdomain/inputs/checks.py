@@ -156,11 +156,12 @@ def check_mask(attention_mask, seen, batch: int, length: int) -> None:
 
 
 def check_past(attention_mask, cache: Cache | None, length: int) -> None:
-    """What a state has read it cannot let go of, nor read what was hidden from it; looked at with several tokens."""
+    """Refuse a mask whose past is not that with which the cache was read; a step of one token is not checked."""
     if length == 1 or in_graph() or not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 2:
         return
     past = attention_mask[:, :-length]
-    if not torch.equal(past != 0, as_it_was_read(past, cache) != 0):
+    known = as_it_was_read(past, cache)
+    if known is not past and not torch.equal(known != 0, past != 0):
         raise ValueError(
             "attention_mask hides tokens that past_key_values has read, or shows some that were hidden, and a state "
             "cannot be read again: pass the mask with which they were read (generate() reads the pads behind a text "

@@ -27,8 +27,9 @@ class _InterdomainCacheMixin(Cache):
     notes: dict[str, str]
     # A weak reference to the model that read with it last, and its weights as it began; pickles leave both out.
     _reader: tuple | None = None
-    # The mask of the tokens that were read, `[B, n]`; those behind it were real. None: not known.
-    _read_mask: torch.Tensor | None = None
+    # Which tokens were read as real, `[B, n]` bool, and the mask of the last step that may have had a pad; those behind
+    # both were real (a compiled forward is taken to have no pads). None: not known.
+    _read_mask: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def __getstate__(self):
         return {name: value for name, value in vars(self).items() if name != "_reader"}
@@ -94,6 +95,9 @@ class _InterdomainCacheMixin(Cache):
                 layer.check_crop(tokens_to_remove)
         for layer in self.layers if tokens_to_remove else ():
             layer.crop(tokens_to_remove)
+        if self._read_mask is not None:
+            (known, last), left = self._read_mask, seen + tokens_to_remove
+            self._read_mask = known[:, :left], None if last is None else last[:, :left]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row i go on with what row `beam_idx[i]` has read; wrong indices are refused if they are on a CPU."""
@@ -348,21 +352,35 @@ def remember_model(cache: Any, decoder, begins: bool) -> None:
         cache._reader = weakref.ref(decoder), weights_as_they_are(decoder)
 
 
-def remember_mask(cache: Any, mask: Any, rows: int, begins: bool) -> None:
-    """Let a cache know which tokens states take in as pads, by the mask of a forward over so many rows, or None."""
+def remember_mask(cache: Any, mask: Any, shape: tuple[int, ...], begins: bool, pads: bool) -> None:
+    """Note in a cache which of the tokens `[B, T]` of a forward were hidden, without a mask none.
+
+    Args:
+        mask: of the forward; what a step tells of the past is not heeded.
+        begins: whether the cache had read nothing.
+        pads: whether a step may have some.
+    """
     if not isinstance(cache, _InterdomainCacheMixin) or (mask is None and not begins):
         return
-    known = torch.empty(rows, 0) if mask is None else mask  # real tokens alone
-    cache._read_mask = known if isinstance(known, torch.Tensor) and known.ndim == 2 else None
+    if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2):
+        cache._read_mask = None
+    elif begins or shape[1] > 1:
+        cache._read_mask = torch.empty(shape[0], 0, dtype=torch.bool) if mask is None else mask != 0, None
+    elif pads and cache._read_mask is not None:
+        cache._read_mask = cache._read_mask[0], mask.detach()
 
 
 def as_it_was_read(mask: torch.Tensor, cache: Any) -> torch.Tensor:
-    """A mask `[B, past]` of what a cache has read; the given one where states do not tell, or there are none."""
-    known = getattr(cache, "_read_mask", None)
+    """A mask `[B, past]` of what a cache has read; the given one where that is not known, or where all layers hold keys
+    and values, which can be hidden later."""
+    known, last = getattr(cache, "_read_mask", None) or (None, None)
     if known is None or len(known) != len(mask) or all(kind_of(layer) == "keys_values" for layer in cache.layers):
         return mask
-    told = known[:, : mask.shape[1]].to(mask)
-    return torch.cat([told, torch.ones_like(mask[:, told.shape[1] :])], dim=1)
+    parts = [known[:, : mask.shape[1]].to(mask)]
+    if last is not None:
+        parts.append((last[:, known.shape[1] : mask.shape[1]] != 0).to(mask))
+    rest = mask[:, sum(part.shape[1] for part in parts) :]
+    return torch.cat([*parts, torch.ones_like(rest)], dim=1)
 
 
 def mark_reading(cache: Cache, since: int | None) -> None:

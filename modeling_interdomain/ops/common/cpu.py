@@ -36,6 +36,11 @@ def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
     return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
 
 
+def wants_gradient(*tensors: torch.Tensor | None) -> bool:
+    """Whether there may be a backward pass to any of these."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
 def in_graph() -> bool:
     """Whether a graph is compiled, exported or traced, which must serve other values and sizes than these."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()

@@ -184,7 +184,7 @@ class States:
             added = added.view(self._shape(segment.chunks))
         self.next_entry = inputs.new_empty(self._shape(segment.following)) if segment.following else None
         terms, known = (None if x is None else pairs(x) for x in (added, before))
-        across = self.across(segment)
+        across = None if before is None else self.across(segment)
         for index, (start, lanes, following) in enumerate(segment.moves()):
             if not following:
                 break

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ..common.checks import check_documents, check_floats, check_how, check_state, check_tensors, real_tokens, shape_of
-from ..common.cpu import autocasts, compute_dtype, multiplies_bf16, without_autocast
+from ..common.cpu import autocasts, compute_dtype, multiplies_bf16, wants_gradient, without_autocast
 from ..common.launch import check_step_backend, fused, steps_fused
 from ..common.packing import mask_from_lengths, state_rows, step_rows
 from ..diagonal.step import StepParameters, advance_state, read_state, step_tables
@@ -124,9 +124,7 @@ def interdomain_attention(
     if normalize:
         value = append_one(value)
     tokens, parameters = (query, key, value), (log_decay, input_matrix, coefficient_matrix)
-    needs_grad = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (*tokens, *parameters, initial_state, *(gates or ()))
-    )
+    needs_grad = wants_gradient(*tokens, *parameters, initial_state, *(gates or ()))
     exporting = torch.compiler.is_exporting()
     whole = cu_seqlens is None and lengths is None
     single = backend == "auto" and query.shape[1] == 1 and whole and not needs_grad and not exporting

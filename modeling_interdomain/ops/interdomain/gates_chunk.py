@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ..common.chunks import Segment, later_lanes
+from ..common.cpu import wants_gradient
 from ..common.custom_op import differentiable
 from ..common.decay import LEAST
 from ..common.states import final_states
@@ -59,10 +60,11 @@ def gated_chunk_attention(
         chunk_size = min(chunk_size, _DELTA_CHUNK)
     if log_gate is None:
         log_gate = key.new_zeros(key.shape[:3])
-    return _operator(
+    tensors = (
         query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state, log_gate, write_gate, delta,
-        cu_seqlens, lengths, product, chunk_size, output_final_state, torch.is_grad_enabled(),
-    )[:2]  # fmt: skip
+    )  # fmt: skip
+    keep = wants_gradient(*tensors)
+    return _operator(*tensors, cu_seqlens, lengths, product, chunk_size, output_final_state, keep)[:2]
 
 
 class GatedCall(AttentionCall):

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..common.cpu import wants_gradient
 from ..common.custom_op import differentiable
 from ..common.packing import state_rows
 from ..common.states import Workspace, final_states
@@ -34,8 +35,7 @@ def chunk_scan(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `selective_scan`, all in one real dtype, without a skip; the final states are empty unless wanted."""
     tensors = query, key, value, step, rate, initial_state
-    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    return _operator(*tensors, cu_seqlens, chunk_size, output_final_state, keep)[:2]
+    return _operator(*tensors, cu_seqlens, chunk_size, output_final_state, wants_gradient(*tensors))[:2]
 
 
 class _Document(NamedTuple):

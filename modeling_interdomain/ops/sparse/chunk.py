@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..common.cpu import values_at_hand, without_autocast
+from ..common.cpu import values_at_hand, wants_gradient, without_autocast
 from ..common.once import differentiable_once
 from .passes import HIDDEN, Run, ranges, rows_of, runs_of
 from .stream import Stream
@@ -27,7 +27,7 @@ def blocks(stream: Stream) -> torch.Tensor:
     """`[B, T, S, D]`; rows that see no key are zero."""
     runs = runs_of(stream)
     query, key, value = (x.flatten(0, 2) for x in (stream.query, stream.key, stream.value))
-    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    differentiated = wants_gradient(query, key, value)
     if differentiated and not torch.compiler.is_compiling():
         output: Any = _Attention.apply(query, key, value, list(runs))
     else:
