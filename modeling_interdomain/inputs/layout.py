@@ -137,7 +137,7 @@ def lay_out(
     elif mask is not None and all_real(mask):
         masks["linear_attention"] = None
     seen = int(seen) if _is_at_hand(seen) else -1
-    if not compiling:
+    if cache is not None and not compiling:
         pads = packing is not None or masks.get("linear_attention") is not None
         remember_mask(cache, attention_mask, shape, begins or not seen, pads)
     return TokenLayout(inputs_embeds, cache, seen, position_ids, documents, masks, packing, arguments)
