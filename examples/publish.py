@@ -187,7 +187,7 @@ def write_without_code(source: Path, files: Sequence[str], code: Sequence[str], 
 
 def elsewhere(paths: str | list, code_repo: str) -> str | list:
     """What an auto_map names, with the classes of this package in another repository; others stay where they are."""
-    if isinstance(paths, list):
+    if isinstance(paths, list):  # the slow and the fast class of a tokenizer
         return paths
     path = paths.split("--")[-1]
     return f"{code_repo}--{path}" if path.split(".")[0] in ENTRIES else paths
@@ -203,9 +203,10 @@ def send(options: argparse.Namespace, repo: str, folder: Path, files: Sequence[s
     before = [*([] if holds_code else [WEIGHTS, SHARDS, INDEX]), *(["*.py"] if options.code_repo else [])]
     try:
         repo = api.create_repo(repo, private=options.private or None, exist_ok=True).repo_id
-        if holds_code and "config.json" in {file.rfilename for file in api.model_info(repo).siblings or ()}:
+        there = api.model_info(repo) if holds_code or options.private else None
+        if holds_code and "config.json" in {file.rfilename for file in there.siblings or ()}:
             raise InputError(f"{repo} holds a model: nothing was sent; give --code-repo a repository of code alone.")
-        if options.private and not api.model_info(repo).private:
+        if options.private and not there.private:
             raise InputError(
                 f"{repo} exists and is public: nothing was sent; make it private first, or omit --private."
             )
@@ -272,7 +273,7 @@ def run(options: argparse.Namespace) -> None:
 
     files = files_to_send(folder, weights, code)
     if options.code_repo:
-        code = [f"{name}.py" for name in flat_code(None)]  # that of a tokenizer stays
+        code = [f"{name}.py" for name in flat_code(None)]  # a tokenizer's own code stays beside the weights
         files = [name for name in files if name not in code]
     left = sorted(path.name + "/" * path.is_dir() for path in folder.iterdir() if path.name not in files)
     print(f"{len(files)} files for {options.repo}: {', '.join(files)}")

@@ -278,7 +278,16 @@ def test_a_model_is_no_repository_for_code(here, fresh, capsys):
     assert here.repositories["user/model"].files == before and "user/other" not in here.repositories
 
 
-def test_a_tokenizer_of_two_classes_has_its_code_named(here, fresh):
+def test_the_code_of_a_tokenizer_stays_beside_the_weights(here, fresh):
+    edit_config(fresh, auto_map=AUTO_MAP | {"AutoTokenizer": ["words.Words", None]})
+    (fresh / "words.py").write_text("class Words: ...\n")
+    assert publish.main([str(fresh), "user/words_here", "--code-repo", "user/code"]) == 0
+    files = here.repositories["user/words_here"].files
+    assert [name for name in files if name.endswith(".py")] == ["words.py"]
+    assert json.loads(files["config.json"])["auto_map"]["AutoTokenizer"] == ["words.Words", None]
+
+
+def test_the_code_of_a_tokenizer_stays_in_its_repository(here, fresh):
     """Slow and fast, of which one may be missing."""
     edit_config(fresh, auto_map=AUTO_MAP | {"AutoTokenizer": ["user/words--words.Words", None]})
     assert publish.main([str(fresh), "user/words_apart", "--code-repo", "user/code"]) == 0

@@ -36,7 +36,7 @@ from .gates_states import (
     OnePerToken,
     PerToken,
     TokenGates,
-    by_token,
+    tokens_of,
 )
 from .unit_triangular import inverses
 
@@ -81,13 +81,12 @@ class GatedCall(AttentionCall):
     ):  # fmt: skip
         self.kept = kept  # for the backward pass, `entries`
         super().__init__(query, key, value, *arguments)
-        place = self.chunks, self.workspace
-        self.gates = self.keys.gates = self.values.gates = TokenGates(log_gate, *place, key.dtype)
+        self.gates = self.keys.gates = self.values.gates = TokenGates(log_gate, self.chunks, key.dtype)
         self.queries, self.delta = self.heads * self.size, None
         if write_gate is not None:
-            self.keys.write = self.values.write = OnePerToken("write", write_gate[..., None], *place)
+            self.keys.write = self.values.write = OnePerToken(write_gate[..., None], self.chunks)
         if delta is not None:
-            self.delta = self.values.delta = OnePerToken("delta", delta.to(key.dtype)[..., None], *place)
+            self.delta = self.values.delta = OnePerToken(delta.to(key.dtype)[..., None], self.chunks)
             self.heads += 1
         if answers is not None:
             self.know(answers)
@@ -343,7 +342,7 @@ class GatedGradients(Gradients):
         """Those of `log_gate`, `write_gate` and `delta`, `[B, T, G]`."""
         gates = self.sums.flip(-1).cumsum(-1).flip(-1)
         chunks, by_chunk = self.call.chunks, (gates, self.write, self.delta)
-        log_gate, write, _ = found = [None if x is None else by_token(chunks, x) for x in by_chunk]
+        log_gate, write, _ = found = [None if x is None else tokens_of(chunks, x) for x in by_chunk]
         for stream in (self.keys, self.values):
             stream.finish_gates(log_gate, write)
         return tuple(None if x is None else chunks.finish(x)[..., 0] for x in found)

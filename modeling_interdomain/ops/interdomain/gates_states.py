@@ -54,20 +54,11 @@ class ChunkGates(NamedTuple):
         return apart.clamp_(max=0).exp_().tril_().view(-1, 1, size, size)
 
 
-class PerToken:
-    """Numbers of tokens, `[B, T, G, W]`, among the chunks of a call; those of the last segment asked for are kept."""
+class _AmongChunks:
+    """Numbers of tokens, `[B, T, G, W]`, among the chunks of a call."""
 
-    def __init__(self, name: str, x: torch.Tensor, chunks: Chunks, workspace: Workspace):
-        self.name, self.x, self.chunks, self.workspace = name, x, chunks, workspace
-        self._now: tuple[int, ...] | None = None
-
-    def of(self, segment: Segment) -> torch.Tensor:
-        """`[G, N, C, W]`, until another segment is asked for."""
-        target = self.workspace.tensor(self.name, self._shape(segment.chunks), self.x)
-        if self._now != segment[:3]:
-            self._now = segment[:3]
-            self.chunks.read(self.x, segment, target)
-        return target[:, :, 0]
+    def __init__(self, x: torch.Tensor, chunks: Chunks):
+        self.x, self.chunks = x, chunks
 
     def last(self, ranks: slice) -> torch.Tensor:
         """Of the last chunks of some documents, their tokens at the right end."""
@@ -79,11 +70,28 @@ class PerToken:
         return self.x.shape[2], chunks, 1, self.chunks.size, self.x.shape[3]
 
 
-class OnePerToken(PerToken):
-    """One number a token, `[B, T, G, 1]`: so few that those of all segments are read at once, `[G, chunks, C, 1]`."""
+class PerToken(_AmongChunks):
+    """Numbers that are read with each segment; those of the last one asked for are kept."""
 
     def __init__(self, name: str, x: torch.Tensor, chunks: Chunks, workspace: Workspace):
-        super().__init__(name, x, chunks, workspace)
+        super().__init__(x, chunks)
+        self.name, self.workspace = name, workspace
+        self._now: tuple[int, ...] | None = None
+
+    def of(self, segment: Segment) -> torch.Tensor:
+        """`[G, N, C, W]`, until another segment is asked for."""
+        target = self.workspace.tensor(self.name, self._shape(segment.chunks), self.x)
+        if self._now != segment[:3]:
+            self._now = segment[:3]
+            self.chunks.read(self.x, segment, target)
+        return target[:, :, 0]
+
+
+class OnePerToken(_AmongChunks):
+    """One number a token, `[B, T, G, 1]`: so few that those of all segments are read at once, `[G, chunks, C, 1]`."""
+
+    def __init__(self, x: torch.Tensor, chunks: Chunks):
+        super().__init__(x, chunks)
         target = x.new_empty(self._shape(sum(segment.chunks for segment in chunks.segments)))
         for block in _blocks(chunks):
             chunks.read(x, block, target[:, block.here])
@@ -93,7 +101,7 @@ class OnePerToken(PerToken):
         return self.all[:, segment.here]
 
 
-def by_token(chunks: Chunks, x: torch.Tensor) -> torch.Tensor:
+def tokens_of(chunks: Chunks, x: torch.Tensor) -> torch.Tensor:
     """The way back, from `[G, chunks, C]` to `[B T or more, G, 1]`."""
     out = chunks.empty(x, x.shape[0], 1)
     for block in _blocks(chunks):
@@ -111,8 +119,8 @@ def _blocks(chunks: Chunks) -> Iterator[Segment]:
 class TokenGates:
     """The gates of a call, `[B, T, G]`, among its chunks."""
 
-    def __init__(self, log_gate: torch.Tensor, chunks: Chunks, workspace: Workspace, dtype: torch.dtype):
-        self.tokens, self.dtype = OnePerToken("gates", finite(log_gate)[..., None], chunks, workspace), dtype
+    def __init__(self, log_gate: torch.Tensor, chunks: Chunks, dtype: torch.dtype):
+        self.tokens, self.dtype = OnePerToken(finite(log_gate)[..., None], chunks), dtype
         self.all = ChunkGates.of(self.tokens.all[..., 0], dtype)
 
     def of(self, segment: Segment) -> ChunkGates:
