@@ -140,7 +140,7 @@ def test_a_key_that_is_written_twice_has_its_last_value():
         return interdomain_attention(queries, keys, values, *parameters, product="hermitian", **gates)[0][0, -1, 0]
 
     once = found(keys.index_fill(1, torch.tensor([0]), 0), values)[1]
-    share = torch.ones(1, 6, 1, dtype=torch.float64) / recurrence._own_answer()
+    share = torch.ones(1, 6, 1, dtype=torch.float64) / own_answer(*parameters)
     plain, corrected = (found(keys, values, **gates) / once for gates in ({}, {"delta": share}))
     assert plain[1] > 0.9 and plain[0] > 0.8, "both"
     assert corrected[1] > 0.9 and abs(corrected[0]) < 0.35, "the last, and a third at most of the first"
@@ -235,7 +235,7 @@ def test_shares_at_the_start_are_as_they_are_asked_for(make_config):
     for size in (4, 6, 16, 64):
         model = InterdomainForCausalLM(make_config(delta_rule=True, state_size=size))
         recurrence = model.model.layers[0].token_mixer.recurrence
-        assert recurrence(torch.zeros(1, 1), share=True).min() > 4 * torch.tensor(-4.0).sigmoid()
+        assert recurrence.answers()[1].min() > 4 * torch.tensor(-4.0).sigmoid()
 
 
 def test_a_group_that_answers_nothing_takes_nothing_back(make_model, random_ids):
@@ -348,7 +348,7 @@ def test_gates_are_computed_in_float32(make_model, random_ids):
     recurrence.register_forward_hook(lambda module, inputs, _: seen.extend(inputs if len(inputs) > 3 else ()))
     ids = random_ids(2, 9)
     model(ids, labels=ids).loss.backward()
-    assert [x.dtype for x in seen[3:]] == [torch.float32] * 3
+    assert [x.dtype for x in seen[3:]] == [torch.float32] * 4, "three gates, and the size of what is written"
     mixer = model.model.layers[0].token_mixer
     for name in ("forget", "write", "delta"):
         assert getattr(mixer, f"{name}_proj").bias.grad.isfinite().all()

@@ -15,24 +15,26 @@ from .recurrence import InterdomainRecurrence
 
 
 class GatedRecurrence(InterdomainRecurrence):
-    """Called with query, key, value and the gates of `gate_tokens`; with `share=True` it says `largest_share`."""
+    """Called with query, key, value and the gates of `gate_tokens`."""
 
     def __init__(self, config):
         super().__init__(config)
         self.gate_names = config.gate_names
 
-    def forward(self, *tokens: torch.Tensor, share: bool = False, **arguments: Any):
-        if share:
-            if not torch.compiler.is_compiling() and tokens[0].shape[1] > MAX_DRAFT:
-                self.doubt_tables()  # as the operator will, but before the shares are those of it
-            return self._per_version("share", lambda _: largest_share(*self.parameters_of_operator()))
+    def forward(self, *tokens: torch.Tensor, **arguments: Any):
         if len(tokens) > 3:
-            own = self._own_answer() if "delta" in self.gate_names else None
-            arguments |= operator_gates(self.gate_names, tokens[3:], own)._asdict()
+            if not torch.compiler.is_compiling() and tokens[0].shape[1] > MAX_DRAFT:
+                self.doubt_tables()  # as the operator will, but before the answers are those of it
+            arguments |= operator_gates(self.gate_names, tokens[3:], self.answers())._asdict()
         return super().forward(*tokens[:3], **arguments)
 
-    def _own_answer(self) -> torch.Tensor:
-        return self._per_version("own answer", lambda _: own_answer(*self.parameters_of_operator()))
+    def answers(self) -> tuple[torch.Tensor, ...]:
+        """`own_answer` and `largest_share`, nothing without the delta rule."""
+        return self._per_version("answers", self._answers) if "delta" in self.gate_names else ()
+
+    def _answers(self, kept: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        parameters = self.parameters_of_operator()
+        return own_answer(*parameters), largest_share(*parameters)
 
     def _step(self, *tokens: Any, **arguments: Any) -> torch.Tensor:
         gates = Gates(*(arguments.pop(name) for name in Gates._fields))
@@ -51,7 +53,7 @@ class GatedRecurrence(InterdomainRecurrence):
         if "delta" not in self.gate_names:
             return super()._transition(kept)
         log_decay, *read = self.parameters_of_operator()
-        return log_decay, read[0].clone(), self._own_answer(), *(x.clone() for x in read[1:] if x is not None)
+        return log_decay, read[0].clone(), *self.answers(), *(x.clone() for x in read[1:] if x is not None)
 
 
 class GatedInterdomainMixer(InterdomainMixer):
@@ -73,14 +75,13 @@ class GatedInterdomainMixer(InterdomainMixer):
 
     def _inputs(self, projected, conv_state, cos_sin, packing, keep: bool):
         tokens, after = super()._inputs(projected[:3], conv_state, cos_sin, packing, keep)
-        size = most = None
+        size = None
         if "delta" in self.gate_names:
             weights = self._weights(projected[0].device)
             size = (
                 self._key_size() if weights is None else self._tables.get("size", weights, lambda _: self._key_size())
             )
-            most = self.recurrence(projected[0], share=True)
-        return (*tokens, *gate_tokens(self.gate_names, projected[3:], tokens[1], size, most)), after
+        return (*tokens, *gate_tokens(self.gate_names, projected[3:], tokens[1], size)), after
 
     def _key_size(self) -> torch.Tensor:
         """`mean_key_size`; what the norm makes of ones is its weight, wherever that is kept."""

@@ -29,16 +29,15 @@ def gate_tokens(
     projected: Sequence[torch.Tensor],
     key: torch.Tensor,
     key_size: torch.Tensor | None,
-    most: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    """`[B, T, G]` each, in at least float32: log f, w, and d over the size of keys, of linear maps of the tokens.
+    """`[B, T, G]` each, in at least float32, of linear maps of the tokens: log f, w, and the two numbers that d is made of.
 
     Args:
         names: of the maps: "forget" or "warp" (which gives the step of time, 1 at the start), "write", "delta".
         projected: the maps, `[B, T, G]` each.
         key: `[B, T, G, R]`.
-        key_size, most: `[G]`, the mean squared length of a key and `largest_share`; for "delta" alone, which is cut at
-            `most` for a key as long as it is written, or as a mean key where that is longer.
+        key_size: `[G]`, the mean squared length of a key, for "delta" alone, which gives d over it, and the squared
+            length of the key as it is written, or of a mean one where that is longer.
     """
     found: dict[str, torch.Tensor] = {}
     for name, x in zip(names, projected, strict=True):
@@ -48,18 +47,17 @@ def gate_tokens(
         elif name in ("write", "warp"):
             found[name] = F.softplus(x + WRITE_START)
         else:
-            share = torch.sigmoid(x + DELTA_START) / key_size
-            found[name] = share.minimum(_most_of(key, found.get("write"), key_size, most))
+            found[name] = torch.sigmoid(x + DELTA_START) / key_size
+            found["size"] = _written_size(key, found.get("write"), key_size)
     return list(found.values())
 
 
-@torch.no_grad()
-def _most_of(key: torch.Tensor, write: torch.Tensor | None, key_size: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
-    """Where shares `[B, T, G]` are cut, which is no matter of gradients."""
+def _written_size(key: torch.Tensor, write: torch.Tensor | None, key_size: torch.Tensor) -> torch.Tensor:
+    """The squared length of keys as they are written, `[B, T, G]`, at least that of a mean one."""
     length = torch.linalg.vector_norm(key.to(key_size.dtype), dim=-1)
     if write is not None:
         length = length * write
-    return most / length.square().maximum(key_size)
+    return length.square().maximum(key_size)
 
 
 def mean_key_size(weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -106,25 +104,33 @@ def _answers(log_decay: torch.Tensor, input_matrix: torch.Tensor, coefficients: 
     return c[:, None] * beta if c.ndim == 2 else beta @ c.mT
 
 
-def operator_gates(names: Sequence[str], gates: Sequence[torch.Tensor], own: torch.Tensor | None) -> Gates:
-    """Gates as the operators take them, of those of `gate_tokens`; `own` is `own_answer`, for "delta" alone."""
-    found = dict(zip(names, gates, strict=True))
+def operator_gates(names: Sequence[str], gates: Sequence[torch.Tensor], answers: Sequence[torch.Tensor]) -> Gates:
+    """Gates as the operators take them, of those of `gate_tokens`.
+
+    Args:
+        answers: `own_answer` and `largest_share`, for "delta" alone: no token takes back more than the largest share of
+            what its key finds. Where a share is cut is no matter of gradients.
+    """
+    found = dict(zip((*names, "size") if "delta" in names else names, gates, strict=True))
     delta = found.get("delta")
-    return Gates(found.get("forget"), found.get("write"), None if delta is None else delta / own)
+    if delta is not None:
+        own, most = answers
+        delta = delta.minimum((most / found["size"]).detach()) / own
+    return Gates(found.get("forget"), found.get("write"), delta)
 
 
 def replay_gated(state: torch.Tensor, *arguments: torch.Tensor) -> torch.Tensor:
     """The state after recorded tokens: keys, values and gates, their mask, then what moves a state on.
 
-    That is `log_decay` and `input_matrix`, and tables; of the delta rule `own_answer`, and C where there is one.
+    That is `log_decay` and `input_matrix`, and tables; of the delta rule what it answers, and C where there is one.
     """
     place = next(i for i, x in enumerate(arguments) if x.dtype == torch.bool)
     key, value, *gates = arguments[:place]
     mask, log_decay, input_matrix, *rest = arguments[place:]
     moves = key, value, mask, log_decay, input_matrix
-    if len(gates) == 2:
+    if not rest or rest[0].ndim > 1:  # nothing that the delta rule answers; there may be tables
         log_gate, write_gate = gates
         return gated_state_after(state, *moves, *rest, log_gate=log_gate, write_gate=write_gate)
-    own, coefficients = rest[0], rest[1] if len(rest) > 1 else None
-    found = operator_gates(["forget", "write", "delta"][-len(gates) :], gates, own)
+    coefficients = rest[2] if len(rest) > 2 else None
+    found = operator_gates(["forget", "write", "delta"][1 - len(gates) :], gates, rest[:2])
     return gated_state_after(state, *moves, **found._asdict(), coefficient_matrix=coefficients, product="hermitian")  # type: ignore[arg-type]
