@@ -469,12 +469,13 @@ def test_what_is_said_of_a_quiet_first_layer_in_language():
 
 def test_what_is_said_of_more_tokens():
     ours, peer, softmax = "Interdomain, gates", core_conditions.SPREAD, "softmax, convolution"
-    many, rows = core_conditions.MANY_HEADS, read("more_tokens")["runs"]
-    loss = {name: {} for name in (ours, peer, softmax, many)}
+    many, without, rows = core_conditions.MANY_HEADS, core_conditions.GATES_MANY, read("more_tokens")["runs"]
+    loss = {name: {} for name in (ours, peer, softmax, many, without)}
     for row in rows:
         loss[row["condition"]][row["seed"]] = condition_study.score(row)
-    assert [sorted(loss[name]) for name in loss] == [[0, 1], [0, 1], [0], [0, 1]]
-    assert ["Intel" in row["machine"] for row in rows] == [(row["condition"], row["seed"]) == (many, 0) for row in rows]
+    assert [sorted(loss[name]) for name in loss] == [[0, 1], [0, 1], [0], [0, 1], [0]]
+    on_intel = [(row["condition"], row["seed"]) in ((many, 0), (without, 0)) for row in rows]
+    assert ["Intel" in row["machine"] for row in rows] == on_intel
 
     def after(name, what, which, seeds=(0, 1)):
         return statistics.mean(row[what][which] for row in rows if row["condition"] == name and row["seed"] in seeds)
@@ -494,6 +495,8 @@ def test_what_is_said_of_more_tokens():
     assert (by_seed(ours), by_seed(many)) == ([-0.022, -0.009], [-0.034, -0.006])
     assert (lag(few, many), lag(loss, many)) == (-0.036, -0.02)
     assert round(core_table.behind(loss, many, [ours])[ours], 3) == -0.004
+    assert (lag(few, without), lag(loss, without)) == (-0.027, 0.01)
+    assert round(math.expm1(loss[without][0] - loss[many][0]), 3) == 0.045
     assert [round(after(name, "repeats", "other"), 2) for name in (many, peer)] == [4.07, 4.08]
     assert round(after(many, "ages", "1"), 2) == 3.87
     apart = [math.expm1(abs(loss[name][0] - loss[name][1])) for name in (ours, peer, many)]

@@ -30,7 +30,7 @@ def gate_tokens(
     key: torch.Tensor,
     key_size: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    """`[B, T, G]` each, in at least float32, of linear maps of the tokens: log f, w, and the two numbers that d is made of.
+    """`[B, T, G]` each, in at least float32, of linear maps of tokens: log f, w, and the two numbers that d is made of.
 
     Args:
         names: of the maps: "forget" or "warp" (which gives the step of time, 1 at the start), "write", "delta".
