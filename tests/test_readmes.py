@@ -376,11 +376,11 @@ def test_what_is_said_of_the_speed_of_gates():
         for key, least in required.items()
         for row in record[key]
         for side, share in least.items()
-        if round(row["ratios"][side], 2) < round(share, 2)
+        if row["ratios"][side] < share
     }
     delta = {("training", 1024), ("training", 4096), ("step", 1), ("step", 32), ("decode", 1)}
     assert below == {("step", 1, "gates"), *((*case, "delta") for case in delta)}
-    assert round(1 / record["required_step"] - record["step"][0]["ratios"]["gates"], 2) == 0.02
+    assert round(1 / record["required_step"] - record["step"][0]["ratios"]["gates"], 2) == 0.03
 
 
 def test_what_is_said_of_the_layer_that_looks_up():
