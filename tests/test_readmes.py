@@ -381,6 +381,7 @@ def test_what_is_said_of_the_speed_of_gates():
     delta = {("training", 1024), ("training", 4096), ("step", 1), ("step", 32), ("decode", 1)}
     assert below == {("step", 1, "gates"), *((*case, "delta") for case in delta)}
     assert round(1 / record["required_step"] - record["step"][0]["ratios"]["gates"], 2) == 0.03
+    assert round(record["training"][0]["ratios"]["delta"], 3) == 0.599
 
 
 def test_what_is_said_of_the_layer_that_looks_up():

@@ -37,7 +37,7 @@ def gate_tokens(
         projected: the maps, `[B, T, G]` each.
         key: `[B, T, G, R]`.
         key_size: `[G]`, the mean squared length of a key, for "delta" alone, which gives d over it, and the squared
-            length of the key as it is written, or of a mean one where that is longer.
+            length of the key as it is written, or of a mean one where that is longer, which is no matter of gradients.
     """
     found: dict[str, torch.Tensor] = {}
     for name, x in zip(names, projected, strict=True):
@@ -48,7 +48,7 @@ def gate_tokens(
             found[name] = F.softplus(x + WRITE_START)
         else:
             found[name] = torch.sigmoid(x + DELTA_START) / key_size
-            found["size"] = _written_size(key, found.get("write"), key_size)
+            found["size"] = _written_size(key, found.get("write"), key_size).detach()
     return list(found.values())
 
 
@@ -109,13 +109,13 @@ def operator_gates(names: Sequence[str], gates: Sequence[torch.Tensor], answers:
 
     Args:
         answers: `own_answer` and `largest_share`, for "delta" alone: no token takes back more than the largest share of
-            what its key finds. Where a share is cut is no matter of gradients.
+            what its key finds.
     """
     found = dict(zip((*names, "size") if "delta" in names else names, gates, strict=True))
     delta = found.get("delta")
     if delta is not None:
         own, most = answers
-        delta = delta.minimum((most / found["size"]).detach()) / own
+        delta = delta.minimum(most / found["size"]) / own
     return Gates(found.get("forget"), found.get("write"), delta)
 
 
