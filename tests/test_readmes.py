@@ -471,11 +471,12 @@ def test_what_is_said_of_a_quiet_first_layer_in_language():
 def test_what_is_said_of_more_tokens():
     ours, peer, softmax = "Interdomain, gates", core_conditions.SPREAD, "softmax, convolution"
     many, without, rows = core_conditions.MANY_HEADS, core_conditions.GATES_MANY, read("more_tokens")["runs"]
-    loss = {name: {} for name in (ours, peer, softmax, many, without)}
+    plain = core_conditions.REFERENCE
+    loss = {name: {} for name in (ours, peer, softmax, many, without, plain)}
     for row in rows:
         loss[row["condition"]][row["seed"]] = condition_study.score(row)
-    assert [sorted(loss[name]) for name in loss] == [[0, 1], [0, 1], [0], [0, 1], [0]]
-    on_intel = [(row["condition"], row["seed"]) in ((many, 0), (without, 0)) for row in rows]
+    assert [sorted(loss[name]) for name in loss] == [[0, 1], [0, 1], [0], [0, 1], [0], [0]]
+    on_intel = [(row["condition"], row["seed"]) in ((many, 0), (without, 0), (plain, 0)) for row in rows]
     assert ["Intel" in row["machine"] for row in rows] == on_intel
 
     def after(name, what, which, seeds=(0, 1)):
@@ -498,12 +499,14 @@ def test_what_is_said_of_more_tokens():
     assert round(core_table.behind(loss, many, [ours])[ours], 3) == -0.004
     assert (lag(few, without), lag(loss, without)) == (-0.027, 0.01)
     assert round(math.expm1(loss[without][0] - loss[many][0]), 3) == 0.045
+    assert (lag(few, plain), lag(loss, plain)) == (0.1, 0.013)
+    assert round(math.expm1(loss[plain][0] - loss[ours][0]), 3) == 0.036
     assert [round(after(name, "repeats", "other"), 2) for name in (many, peer)] == [4.07, 4.08]
     assert round(after(many, "ages", "1"), 2) == 3.87
     apart = [math.expm1(abs(loss[name][0] - loss[name][1])) for name in (ours, peer, many)]
     assert (round(min(apart), 3), round(max(apart), 3)) == (0.003, 0.026)
     assert (lag(few, softmax, 2), lag(loss, softmax, 2)) == (0.31, 0.17)
-    assert [round(after(name, "ages", "1"), 2) for name in (ours, peer)] == [3.55, 4.07]
+    assert [round(after(name, "ages", "1"), 2) for name in (ours, peer, plain)] == [3.55, 4.07, 3.55]
     assert [round(after(ours, "ages", "1", [seed]), 2) for seed in (0, 1)] == [3.34, 3.75]
     places = ("repeats", "other"), ("validation", "wiki"), ("validation", "books")
     assert [round(after(ours, *place) - after(peer, *place), 2) for place in places] == [0.02, 0.02, 0]
