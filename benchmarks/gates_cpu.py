@@ -8,16 +8,24 @@ from functools import partial
 
 import torch
 
-from benchmarks.harness import footnote, largest_error, markdown, time_in_turns, verify_model, verify_operator
+from benchmarks.harness import (
+    GATE_NAMES,
+    footnote,
+    gates_at_start,
+    largest_error,
+    markdown,
+    time_in_turns,
+    verify_model,
+    verify_operator,
+)
 from benchmarks.model_cpu import _cache_after, interdomain
 from benchmarks.operator_cpu import CHUNK, DIM, HEADS, STATE, _inputs
 from modeling_interdomain import interdomain_attention
 from modeling_interdomain.ops.diagonal.step import StepParameters, step_tables
 from modeling_interdomain.ops.interdomain.entry import take_step
 
-NAMES = ("log_gate", "write_gate", "delta")
 # What each side is called with, and the speed beside the plain operator that it must keep, forward and backward.
-SIDES = {"plain": (), "gates": NAMES[:2], "delta": NAMES}
+SIDES = {"plain": (), "gates": GATE_NAMES[:2], "delta": GATE_NAMES}
 REQUIRED = {"gates": 0.8, "delta": 0.6}
 # A token, or its step alone, may take so much of a plain one.
 REQUIRED_STEP = 1.1
@@ -26,7 +34,7 @@ MODELS = {"plain": {}, "gates": {"gates": "forget"}, "delta": {"gates": "forget"
 
 def run(quick: bool = False) -> dict:
     errors = {
-        name: verify_operator(partial(_gated_by_name, names=names)) if names != NAMES else _delta_error()
+        name: verify_operator(partial(_gated_by_name, names=names)) if names != GATE_NAMES else _delta_error()
         for name, names in SIDES.items()
     }
     seconds, lengths, batches = (0.1, [64], [1]) if quick else (10.0, [1024, 4096], [1, 32])
@@ -42,27 +50,20 @@ def run(quick: bool = False) -> dict:
     }
 
 
-def _gates(batch: int, length: int, groups: int, dtype=torch.float32) -> dict[str, torch.Tensor]:
-    """As they start: log_gate and write_gate near 0 and 1, and a small delta."""
-    uniform = torch.rand(3, batch, length, groups, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return dict(zip(NAMES, (x.to(dtype) for x in (-0.014 * uniform[0], 0.9 + 0.2 * uniform[1], 1e-3 * uniform[2]))))
-
-
 def _gated_by_name(query, key, *others, names, **options):
-    gates = _gates(*key.shape[:3], dtype=key.dtype)
-    return interdomain_attention(
-        query, key, *others, **{name: 0 * gates[name] + (name == NAMES[1]) for name in names}, **options
-    )
+    """The plain operator, said with gates that are neutral."""
+    gates = {name: torch.full(key.shape[:3], float(name == GATE_NAMES[1]), dtype=key.dtype) for name in names}
+    return interdomain_attention(query, key, *others, **gates, **options)
 
 
 def _delta_error() -> float:
     """Of chunks with everything in float32 against the definition in float64."""
-    tokens, parameters = _inputs(150)
-    gates = list(_gates(1, 150, HEADS).values())
+    tokens, parameters = _inputs(300)
+    gates = gates_at_start(tokens[1], *parameters)
     found, expected = (
         interdomain_attention(
             *(x.to(dtype) for x in (*tokens, *parameters)),
-            **dict(zip(NAMES, (x.to(dtype) for x in gates))),
+            **{name: x.to(dtype) for name, x in gates.items()},
             backend=backend,
         )[0].double()
         for dtype, backend in ((torch.float32, "chunk"), (torch.float64, "recurrent"))
@@ -72,7 +73,7 @@ def _delta_error() -> float:
 
 def _many(length: int, seconds: float, training: bool) -> dict:
     tokens, parameters = _inputs(length)
-    gates = _gates(1, length, HEADS)
+    gates = gates_at_start(tokens[1], *parameters)
     arguments = [*tokens, *parameters]
     for x in (*arguments, *gates.values()):
         x.requires_grad_(training)
@@ -80,8 +81,7 @@ def _many(length: int, seconds: float, training: bool) -> dict:
     def call(names):
         chosen = {name: gates[name] for name in names}
         output, _ = interdomain_attention(*arguments, **chosen, backend="chunk", chunk_size=CHUNK)
-        if training:
-            torch.autograd.grad(output.sum(), [*arguments, *chosen.values()])
+        return torch.autograd.grad(output.sum(), [*arguments, *chosen.values()]) if training else [output]
 
     with torch.set_grad_enabled(training):
         times = time_in_turns({side: partial(call, names) for side, names in SIDES.items()}, seconds)
@@ -91,15 +91,17 @@ def _many(length: int, seconds: float, training: bool) -> dict:
 def _step(batch: int, seconds: float) -> dict:
     """A step with tables that a layer keeps."""
     tokens, parameters = _inputs(batch)
+    gates = {name: x[0] for name, x in gates_at_start(tokens[1], *parameters).items()}
     tokens = [x[0] for x in tokens]
-    gates = {name: x[0] for name, x in _gates(1, batch, HEADS).items()}
     state = torch.zeros(batch, HEADS, 2, STATE, 2 * DIM)
     kept = StepParameters(partial(step_tables, reused=True), *parameters, "bilinear")
 
     def call(chosen):
-        take_step(*tokens, kept, state=state, normalize=False, gates=chosen)
+        return take_step(*tokens, kept, state=state, normalize=False, gates=chosen)
 
-    chosen = {side: tuple(gates[name] if name in names else None for name in NAMES) for side, names in SIDES.items()}
+    chosen = {
+        side: tuple(gates[name] if name in names else None for name in GATE_NAMES) for side, names in SIDES.items()
+    }
     chosen["plain"] = None
     with torch.no_grad():
         times = time_in_turns({side: partial(call, x) for side, x in chosen.items()}, seconds)
@@ -113,7 +115,7 @@ def _decode(models: dict, batch: int, seconds: float) -> dict:
     caches = {side: _cache_after(model, ids) for side, model in models.items()}
 
     def call(side):
-        models[side](ids[:, :1], past_key_values=caches[side])
+        return models[side](ids[:, :1], past_key_values=caches[side])
 
     return {"batch": batch, **_beside_plain(time_in_turns({side: partial(call, side) for side in models}, seconds))}
 

@@ -101,8 +101,7 @@ def measure(functions: dict[str, Callable[[], object]], where: torch.device, sec
     if where.type != "cuda":
         return harness.time_in_turns(functions, seconds, at_least=2)
     for _ in range(3):  # compiles, and times the configurations of kernels
-        for function in functions.values():
-            function()
+        harness.check_finite(functions)
     flush = torch.empty(256 << 20, dtype=torch.int8, device=where)
     samples: dict[str, list[float]] = {name: [] for name in functions}
     started = time.perf_counter()
@@ -115,6 +114,7 @@ def measure(functions: dict[str, Callable[[], object]], where: torch.device, sec
             end.record()
             end.synchronize()
             samples[name].append(begin.elapsed_time(end) / 1e3)
+    harness.check_finite(functions)
     return {name: harness.summary(taken) for name, taken in samples.items()}
 
 

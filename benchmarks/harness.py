@@ -17,11 +17,14 @@ from io import BytesIO
 from pathlib import Path
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from modeling_interdomain import interdomain_attention
+from modeling_interdomain.mixers.interdomain.gates import largest_share, own_answer
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results"
+GATE_NAMES = ("log_gate", "write_gate", "delta")
 
 # The sizes of SmolLM2-135M, for models with random weights of its shape.
 SMOLLM2_SHAPE = {
@@ -126,6 +129,21 @@ def largest_error(
     return error
 
 
+def gates_at_start(key: torch.Tensor, *parameters: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Gates of keys `[B, T, G, R]`, in float32, as they start: log_gate and write_gate near 0 and 1, and of what a key
+    finds of itself about a fiftieth is taken back. States stay bounded, as those of layers do.
+
+    Args:
+        parameters: `log_decay`, `input_matrix` and `coefficient_matrix` of `interdomain_attention`.
+    """
+    generator = torch.Generator(key.device).manual_seed(1)
+    uniform = torch.rand(3, *key.shape[:3], generator=generator, device=key.device)
+    key, *parameters = (x.detach().float() for x in (key, *parameters))
+    share = (0.04 * uniform[2]).minimum(largest_share(*parameters))
+    delta = share / (own_answer(*parameters) * key.square().sum(-1))
+    return dict(zip(GATE_NAMES, (-0.014 * uniform[0], 0.9 + 0.2 * uniform[1], delta), strict=True))
+
+
 def verify_operator(attention: Callable = interdomain_attention) -> float:
     """The largest relative error of the operator and its gradients against float64; refuses above 1e-4."""
     generator = torch.Generator().manual_seed(0)
@@ -165,10 +183,10 @@ def verify_model(model, bound: float = 1e-3) -> float:
 def time_in_turns(functions: dict[str, Callable[[], object]], seconds: float, at_least: int = 5) -> dict[str, dict]:
     """Median, 20th and 80th percentile in seconds of each function; they take turns, so that drift hits all alike.
 
-    In another order each turn: what one leaves in the caches of the processor meets all others.
+    In another order each turn: what one leaves in the caches of the processor meets all others. What they return must
+    be finite at first and at last, for a state may have grown: numbers that overflowed have another speed.
     """
-    for function in functions.values():
-        function()
+    check_finite(functions)
     samples: dict[str, list[float]] = {name: [] for name in functions}
     started, draw = time.perf_counter(), random.Random(0)
     while time.perf_counter() - started < seconds or len(next(iter(samples.values()))) < at_least:
@@ -176,7 +194,16 @@ def time_in_turns(functions: dict[str, Callable[[], object]], seconds: float, at
             begin = time.perf_counter()
             function()
             samples[name].append(time.perf_counter() - begin)
+    check_finite(functions)
     return {name: summary(taken) for name, taken in samples.items()}
+
+
+def check_finite(functions: dict[str, Callable[[], object]]) -> None:
+    """Call each once; refuses tensors, or what else PyTorch finds tensors in, that are not finite."""
+    for name, function in functions.items():
+        tensors = (x for x in tree_leaves(function()) if isinstance(x, torch.Tensor))
+        if not all(x.isfinite().all() for x in tensors):
+            raise SystemExit(f"{name} gives numbers that are not finite: no speed is shown.")
 
 
 def summary(samples: list[float]) -> dict:

@@ -12,14 +12,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import logsigmoid, normalize, scaled_dot_product_attention
 
 from benchmarks import gpu
-from benchmarks.harness import footnote, markdown
+from benchmarks.harness import GATE_NAMES, footnote, gates_at_start, markdown
 from modeling_interdomain import interdomain_attention
 
 HEADS, DIM, STATE, CHUNK = 32, 64, 64, 64
 TOKENS, LENGTHS = 65536, (4096, 32768, 1024, 16384, 65536)
 # Forward and backward, FlashAttention over ours, on an H200.
 REQUIRED = {4096: 1.0, 32768: 3.0}
-OURS = ("interdomain", "gates", "delta")
+GATES = {"interdomain": (), "gates": GATE_NAMES[:2], "delta": GATE_NAMES}
+OURS = tuple(GATES)
 PEERS = ("flash", "gla", "gsa", "retention", "mamba2", "gated_deltanet")
 
 
@@ -100,7 +101,8 @@ def _attention(name: str, query, key, value, normal) -> tuple[Callable, list[tor
         decay.requires_grad_(query.requires_grad)
         parameters = [decay, normal(heads, STATE, 2, dtype=torch.float32)]
         parameters.append(normal(heads, STATE, STATE, 2, dtype=torch.float32))
-        gates = _gates(query, name)
+        every = gates_at_start(key, *parameters)
+        gates = {x: every[x].requires_grad_(query.requires_grad) for x in GATES[name]}
         options = {"chunk_size": CHUNK, "backend": gpu.backend(query.device)}
         inputs = [*tokens, *parameters, *gates.values()]
         return lambda: interdomain_attention(*tokens, *parameters, **options, **gates)[0], inputs
@@ -114,18 +116,6 @@ def _attention(name: str, query, key, value, normal) -> tuple[Callable, list[tor
 
         return flash, tokens
     return _linear(name, tokens, normal)
-
-
-def _gates(query: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
-    """As they start: near 0, 1 and, with the delta rule, 0 again; a number a token and head."""
-    if name == "interdomain":
-        return {}
-    generator = torch.Generator(query.device).manual_seed(1)
-    uniform = torch.rand(3, *query.shape[:3], generator=generator, device=query.device)
-    gates = {"log_gate": -0.014 * uniform[0], "write_gate": 0.9 + 0.2 * uniform[1]}
-    if name == "delta":
-        gates["delta"] = 0.01 * uniform[2]
-    return {name: x.requires_grad_(query.requires_grad) for name, x in gates.items()}
 
 
 def _linear(name: str, tokens, normal):
