@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from modeling_interdomain import interdomain_attention, interdomain_step
+from modeling_interdomain.ops.diagonal import step as diagonal_step
 from modeling_interdomain.ops.diagonal.step import StepParameters, step_tables
 from modeling_interdomain.ops.interdomain import chunk_call, gates_chunk
 from modeling_interdomain.ops.interdomain.entry import take_step
@@ -467,6 +468,22 @@ def test_pads_leave_the_state_of_a_step_alone(kind, assert_same):
         expected = interdomain_attention(**alone, **rest, output_final_state=True)
         assert_same((output[row : row + 1, real], state[row : row + 1]), expected)
         assert not output[row, ~real].any()
+
+
+@pytest.mark.parametrize("mask", [None, torch.arange(7) % 3 > 0], ids=["all", "pads"])
+@pytest.mark.parametrize("kind", ["none", *KINDS])
+def test_a_step_goes_over_a_few_rows_of_a_large_batch_at_a_time(kind, mask, monkeypatch):
+    names = KINDS.get(kind, ())
+    arguments = {k: v.detach() for k, v in gated((7, 1, 2, 1, 3, 4, 5), names).items()}
+    state = arguments.pop("initial_state")
+    tokens = {k: arguments.pop(k)[:, 0] for k in ("query", "key", "value", *names)}
+    whole, in_parts = state.clone(), state.clone()
+    expected = interdomain_step(**tokens, **arguments, state=whole, mask=mask)
+    monkeypatch.setattr(diagonal_step, "_ROWS_BYTES", 3 * state[0].nbytes)
+    assert [part.shape[0] for (part,) in diagonal_step._few_rows(state)] == [3, 3, 1]
+    assert len(list(diagonal_step._few_rows(state[:6]))) == 1  # two turns are not worth it
+    found = interdomain_step(**tokens, **arguments, state=in_parts, mask=mask)
+    assert found.equal(expected) and in_parts.equal(whole) and not whole.equal(state)
 
 
 def test_a_narrow_state_is_stepped_in_float32():

@@ -4,13 +4,17 @@ All of it is real arithmetic in few calls: at batch 1 a call costs more than wha
 no complex numbers. What depends on the parameters alone is in `StepTables`, made once for many steps.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
 
+from ..common.cpu import in_graph
 from ..common.decay import as_complex
 from .mixing import SIGNS, mixing_factors
+
+_ROWS_BYTES = 3 << 19  # of a state, for the second-level caches of two cores
 
 
 class StepTables(NamedTuple):
@@ -113,16 +117,42 @@ def advance_state(
     if mask is not None:  # a pad decays by 1 and puts in 0
         here = mask[:, None, None, None]
         decay, turn, inputs = decay.where(here, 1), turn.where(here, 0), inputs.where(here[..., None], 0)
-    turn_state(state, decay, turn)
-    state.addcmul_(beta, inputs)
+    turn_state(state, decay, turn, beta, inputs)
 
 
-def turn_state(state: torch.Tensor, decay: torch.Tensor, turn: torch.Tensor) -> None:
-    """`X <- diag(lambda) X` in place, with the real and the imaginary part of lambda, `[G, M, 1]` or `[B, G, M, 1]`."""
-    real, imag = state.unbind(2)
-    before = real.clone()
-    real.mul_(decay).addcmul_(imag, turn, value=-1)
-    imag.mul_(decay).addcmul_(before, turn)
+def turn_state(
+    state: torch.Tensor,
+    decay: torch.Tensor,
+    turn: torch.Tensor,
+    beta: torch.Tensor | None = None,
+    inputs: torch.Tensor | None = None,
+) -> None:
+    """`X <- diag(lambda) X` in place, and with inputs `+ beta (x) inputs`; in a large batch a few rows at a time.
+
+    Args:
+        decay, turn: the real and the imaginary part of lambda, `[G, M, 1]` or `[B, G, M, 1]`.
+        beta, inputs: `[G, 2, M, 1]` and `[B, G, 1, 1, R + D]`.
+    """
+    for part, own_decay, own_turn, own in _few_rows(state, decay, turn, inputs):
+        real, imag = part.unbind(2)
+        before = real.clone()
+        real.mul_(own_decay).addcmul_(imag, own_turn, value=-1)
+        imag.mul_(own_decay).addcmul_(before, own_turn)
+        if inputs is not None:
+            part.addcmul_(beta, own)
+
+
+def _few_rows(state: torch.Tensor, *others: torch.Tensor | None) -> Iterable[tuple[Any, ...]]:
+    """A state and what belongs to its rows, on a CPU as many at a time as its caches hold while they are gone over.
+
+    Args:
+        others: `[B, ...]` with four axes or more; what has fewer, or is None, belongs to all rows.
+    """
+    rows = state.shape[0]
+    if rows == 1 or state.device.type != "cpu" or in_graph() or state.nbytes <= 2 * _ROWS_BYTES:
+        return ((state, *others),)
+    count = max(1, _ROWS_BYTES * rows // state.nbytes)
+    return zip(state.split(count), *(repeat(x) if x is None or x.ndim < 4 else x.split(count) for x in others))
 
 
 def advance_by(

@@ -105,15 +105,21 @@ def gated_step(
     if mask is not None:  # a pad decays by 1 and puts in 0
         here = mask[:, None, None, None]
         decay, turn = decay.where(here, 1), turn.where(here, 0)
-    turn_state(state, decay, turn)
     inputs = _in(torch.cat([key, value], dim=-1), state.dtype).view(batch, groups, 1, 1, width)
     if write_gate is not None:
         inputs.mul_(_in(write_gate, state.dtype).view(batch, groups, 1, 1, 1))
-    output = None if delta is None else _read_and_correct(state, query, inputs, _in(delta, state.dtype), tables)
-    if mask is not None:
-        inputs = inputs.where(here[..., None], 0)
-    state.addcmul_(beta, inputs)
-    return read_state(query, state, tables) if output is None else output
+    if delta is None:
+        turn_state(state, decay, turn, beta, _of_real(inputs, mask))
+        return read_state(query, state, tables)
+    turn_state(state, decay, turn)
+    output = _read_and_correct(state, query, inputs, _in(delta, state.dtype), tables)
+    state.addcmul_(beta, _of_real(inputs, mask))
+    return output
+
+
+def _of_real(inputs: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Inputs `[B, G, 1, 1, R + D]`, zero for the pads of a mask `[B]`."""
+    return inputs if mask is None else inputs.where(mask[:, None, None, None, None], 0)
 
 
 def _read_and_correct(
