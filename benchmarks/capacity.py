@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from benchmarks import overwritten
 from benchmarks.harness import footnote, markdown
 from modeling_interdomain import interdomain_attention
-from modeling_interdomain.mixers.interdomain.gates import own_answer
+from modeling_interdomain.mixers.interdomain.gates import what_keys_find
 
 # Heads, numbers of a key and of a value, and modes; None: as many numbers of a key times those of a value.
 LAYOUTS = {
@@ -85,7 +85,7 @@ def answers_of_modes(key: torch.Tensor, value: torch.Tensor, modes: int, share: 
         return torch.stack((x, *[nothing] * (apart - 1)), dim=2).flatten(1, 2)
 
     written = spread(key), spread(value)
-    delta = (share / own_answer(*parameters)).expand(written[0].shape[:3])
+    delta = (share / what_keys_find(*parameters)[0]).expand(written[0].shape[:3])
     layer = functools.partial(interdomain_attention, product=config.product, backend="chunk")
     state = layer(written[0], *written, *parameters, delta=delta, output_final_state=True)[1]
     asked, silent = key.reshape(-1, 1, heads, width), nothing.view(-1, 1, heads, width)

@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from modeling_interdomain import interdomain_attention
-from modeling_interdomain.mixers.interdomain.gates import largest_share, own_answer
+from modeling_interdomain.mixers.interdomain.gates import what_keys_find
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results"
@@ -139,8 +139,8 @@ def gates_at_start(key: torch.Tensor, *parameters: torch.Tensor) -> dict[str, to
     generator = torch.Generator(key.device).manual_seed(1)
     uniform = torch.rand(3, *key.shape[:3], generator=generator, device=key.device)
     key, *parameters = (x.detach().float() for x in (key, *parameters))
-    share = (0.04 * uniform[2]).minimum(largest_share(*parameters))
-    delta = share / (own_answer(*parameters) * key.square().sum(-1))
+    own, most = what_keys_find(*parameters)
+    delta = (0.04 * uniform[2]).minimum(most) / (own * key.square().sum(-1))
     return dict(zip(GATE_NAMES, (-0.014 * uniform[0], 0.9 + 0.2 * uniform[1], delta), strict=True))
 
 

@@ -11,7 +11,7 @@ import torch
 from benchmarks import core_conditions
 from benchmarks.harness import footnote, markdown
 from modeling_interdomain import InterdomainConfig, InterdomainForCausalLM, interdomain_attention
-from modeling_interdomain.mixers.interdomain.gates import own_answer
+from modeling_interdomain.mixers.interdomain.gates import what_keys_find
 
 SHAPE = {"vocab_size": 4, "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4, "state_size": 64}
 KEYS, SHARES = (4, 8, 16, 32), (0.0, 0.5, 1.0)
@@ -30,7 +30,7 @@ def _row(keys: int, share: float, texts: int, config: InterdomainConfig, paramet
     key, value, asked, places = written_twice(keys, texts, config, generator)
     silent = torch.zeros_like(asked), value.new_zeros(*asked.shape[:3], value.shape[-1])
     query, key, given = (torch.cat(x, dim=1) for x in ((key, asked), (key, silent[0]), (value, silent[1])))
-    delta = (share / own_answer(*parameters)).expand(key.shape[:3])
+    delta = (share / what_keys_find(*parameters)[0]).expand(key.shape[:3])
     options = {"product": config.product, "delta": delta, "backend": "recurrent"}
     found = interdomain_attention(query, key, given, *parameters, **options)[0][:, -keys:]
     rows = torch.arange(texts)[:, None]

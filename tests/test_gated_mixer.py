@@ -14,7 +14,7 @@ from examples.joined_states import cut_cache, join_caches
 from examples.text_data import InputError
 from modeling_interdomain import InterdomainCache, InterdomainConfig, InterdomainForCausalLM, interdomain_attention
 from modeling_interdomain.mixers.interdomain.gated import GatedInterdomainMixer
-from modeling_interdomain.mixers.interdomain.gates import own_answer
+from modeling_interdomain.mixers.interdomain.gates import what_keys_find
 from modeling_interdomain.mixers.interdomain.mixer import InterdomainMixer
 from modeling_interdomain.mixers.interdomain.warped import WarpedInterdomainMixer
 from modeling_interdomain.model_cache.fingerprint import model_fingerprint
@@ -140,7 +140,7 @@ def test_a_key_that_is_written_twice_has_its_last_value():
         return interdomain_attention(queries, keys, values, *parameters, product="hermitian", **gates)[0][0, -1, 0]
 
     once = found(keys.index_fill(1, torch.tensor([0]), 0), values)[1]
-    share = torch.ones(1, 6, 1, dtype=torch.float64) / own_answer(*parameters)
+    share = torch.ones(1, 6, 1, dtype=torch.float64) / what_keys_find(*parameters)[0]
     plain, corrected = (found(keys, values, **gates) / once for gates in ({}, {"delta": share}))
     assert plain[1] > 0.9 and plain[0] > 0.8, "both"
     assert corrected[1] > 0.9 and abs(corrected[0]) < 0.35, "the last, and a third at most of the first"
@@ -155,7 +155,7 @@ def test_a_share_is_of_the_most_that_a_key_finds_at_any_age():
     at_once = (c[0, 0, 0, 0] + c[0, 0, 1, 0]) ** 2  # |C beta|^2
     ages = torch.arange(256)
     most = ((-0.05 * ages).exp() * (1 - 0.9 * torch.polar(torch.ones(256), 1.0 * ages))).abs().square().max()
-    assert own_answer(log_decay, beta, c).item() == pytest.approx(most.item()) and most > 200 * at_once
+    assert what_keys_find(log_decay, beta, c)[0].item() == pytest.approx(most.item()) and most > 200 * at_once
     tokens = torch.randn(3, 1, 300, 1, 32, generator=generator, dtype=torch.float64) / 32**0.5
 
     def size(share):
@@ -200,8 +200,8 @@ def test_a_state_stays_bounded_whatever_share_a_token_asks_for(size, text, case,
     fields = BOUNDED[case] | {"head_dim": size, "state_size": size}
     plain = largest_output(text, -1e4, **fields)
     assert all(largest_output(text, bias, **fields) <= plain for bias in (0.0, 3.0, 4.0, 12.0))
-    place = "modeling_interdomain.mixers.interdomain.gated.largest_share"
-    monkeypatch.setattr(place, lambda log_decay, *_: log_decay.new_full((4,), torch.inf))
+    place = "modeling_interdomain.mixers.interdomain.gated.what_keys_find"
+    monkeypatch.setattr(place, lambda *parameters: (what_keys_find(*parameters)[0], torch.full((4,), torch.inf)))
     if size < 16:
         assert not largest_output(text, 12.0, **fields) < 1000 * plain
 

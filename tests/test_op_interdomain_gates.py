@@ -11,6 +11,7 @@ from modeling_interdomain import interdomain_attention, interdomain_step
 from modeling_interdomain.ops.diagonal import step as diagonal_step
 from modeling_interdomain.ops.diagonal.step import StepParameters, step_tables
 from modeling_interdomain.ops.interdomain import chunk_call, gates_chunk
+from modeling_interdomain.ops.interdomain import gates as gates_module
 from modeling_interdomain.ops.interdomain.entry import take_step
 from modeling_interdomain.ops.interdomain.gates import (
     decay_gated_state,
@@ -459,6 +460,8 @@ def test_pads_leave_the_state_of_a_step_alone(kind, assert_same):
     mask = torch.tensor([[0, 1, 1, 0, 0, 1, 0], [1, 1, 1, 1, 1, 1, 1]])
     names = ("query", "key", "value", "initial_state", "log_decay", "input_matrix", "coefficient_matrix")
     tokens = {k: v for k, v in arguments.items() if k in ("query", "key", "value", *KINDS[kind])}
+    for x in tokens.values():
+        x[~mask.bool()] = torch.nan  # whatever a pad holds
     rest = {k: v for k, v in arguments.items() if k not in (*tokens, "initial_state")}
     gates = {name: arguments[name] for name in KINDS[kind]}
     output, state = stepped(interdomain_step, *(arguments[name] for name in names), mask=mask, **gates)
@@ -479,11 +482,14 @@ def test_a_step_goes_over_a_few_rows_of_a_large_batch_at_a_time(kind, mask, monk
     tokens = {k: arguments.pop(k)[:, 0] for k in ("query", "key", "value", *names)}
     whole, in_parts = state.clone(), state.clone()
     expected = interdomain_step(**tokens, **arguments, state=whole, mask=mask)
+    turned = []
+    turn_state = diagonal_step.turn_state
+    for module in (diagonal_step, gates_module):
+        monkeypatch.setattr(module, "turn_state", lambda x, *rest: (turned.append(x.shape[0]), turn_state(x, *rest)))
     monkeypatch.setattr(diagonal_step, "_ROWS_BYTES", 3 * state[0].nbytes)
-    assert [part.shape[0] for (part,) in diagonal_step._few_rows(state)] == [3, 3, 1]
-    assert len(list(diagonal_step._few_rows(state[:6]))) == 1  # two turns are not worth it
     found = interdomain_step(**tokens, **arguments, state=in_parts, mask=mask)
     assert found.equal(expected) and in_parts.equal(whole) and not whole.equal(state)
+    assert turned == [7, 3, 3, 1]
 
 
 def test_a_narrow_state_is_stepped_in_float32():

@@ -9,7 +9,7 @@ from ...ops.interdomain.few import MAX_DRAFT
 from ...ops.interdomain.gates import Gates, decay_gated_state, total_gated_decay
 from ...ops.interdomain.gates_map import gated_attention_map
 from ..recurrent import RecurrentMixer
-from .gates import gate_tokens, largest_share, mean_key_size, operator_gates, own_answer, replay_gated
+from .gates import gate_tokens, mean_key_size, operator_gates, replay_gated, what_keys_find
 from .mixer import InterdomainMixer
 from .recurrence import InterdomainRecurrence
 
@@ -29,12 +29,10 @@ class GatedRecurrence(InterdomainRecurrence):
         return super().forward(*tokens[:3], **arguments)
 
     def answers(self) -> tuple[torch.Tensor, ...]:
-        """`own_answer` and `largest_share`, nothing without the delta rule."""
-        return self._per_version("answers", self._answers) if "delta" in self.gate_names else ()
-
-    def _answers(self, kept: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        parameters = self.parameters_of_operator()
-        return own_answer(*parameters), largest_share(*parameters)
+        """Of `what_keys_find`, nothing without the delta rule."""
+        if "delta" not in self.gate_names:
+            return ()
+        return self._per_version("answers", lambda _: what_keys_find(*self.parameters_of_operator()))
 
     def _step(self, *tokens: Any, **arguments: Any) -> torch.Tensor:
         gates = Gates(*(arguments.pop(name) for name in Gates._fields))

@@ -20,7 +20,7 @@ from ...ops.interdomain.gates import Gates, gated_state_after
 # At the start: half of the state is left after 100 tokens (f = 0.993), a token writes as without a gate (w = 1), and of
 # what is answered a fiftieth is taken back.
 FORGET_START, WRITE_START, DELTA_START = -5.0, 0.54, -4.0
-_AGES = 256  # in tokens, at which `own_answer` looks for the largest
+_AGES = 256  # in tokens, at which `what_keys_find` looks
 _LEAST = 1e-16  # of what is divided by: where nothing is answered, nothing is taken back
 
 
@@ -66,50 +66,38 @@ def mean_key_size(weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return (weight.to(wide).square().sum() + bias.to(wide).square().sum(-1)).clamp(min=_LEAST)
 
 
-def own_answer(log_decay: torch.Tensor, input_matrix: torch.Tensor, coefficients: torch.Tensor | None) -> torch.Tensor:
-    """The largest of K(a, a) = |C lambda^a beta|^2 over ages a, `[G]`: what a key of length 1 finds at most of a value.
-
-    By it the share of the delta rule is measured: in the mean of keys and not token by token, and from parameters
-    alone, so that it is the same in training, in a step and in any batch. At the start a key finds most of itself as
-    soon as it is written, a = 0. Training may turn C so that it finds more later; a share of what was found at first
-    would then take back more than was written, token after token, and the state would grow without bound.
-    """
-    found = _answers(log_decay, input_matrix, coefficients)
-    return torch.view_as_real(found).square().sum((-2, -1)).amax(1).to(input_matrix.dtype).clamp(min=_LEAST)
-
-
-@torch.no_grad()
-def largest_share(
+def what_keys_find(
     log_decay: torch.Tensor, input_matrix: torch.Tensor, coefficients: torch.Tensor | None
-) -> torch.Tensor:
-    """The share `[G]` up to which a key of length 1 that every token writes finds no more of a value than was written.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a key of length 1 finds at most of a value, and the share up to which it finds no more than was written.
 
-    Of the same value it finds K(a, b) for each age a of the key, K(b, b) for one alone. Modes that tell ages apart have
-    little beside that; of few modes the rest comes to several times as much, and a state that takes back a whole share
-    of its own alone answers more and more. Each value is counted for itself, of 256 ages: from the start that remembers
-    states stay bounded so; of modes and C that training has moved anywhere nothing is proved.
+    `[G]` each. The first, the largest of K(a, a) = |C lambda^a beta|^2 over ages a, is what shares are measured by: in
+    the mean of keys and from parameters alone, so that it is the same in training, in a step and in any batch. At the
+    start a key finds most of itself at once, a = 0; where training turns C so that it finds more later, a share of what
+    was found at once would take back more than was written.
+
+    The second, without a gradient, is for a key that every token writes: of the same value it finds K(a, b) for each
+    age a of the key, K(b, b) for one alone. Modes that tell ages apart have little beside that, a few modes several
+    times as much. From the start that remembers states stay bounded so; of modes and C that training has moved anywhere
+    nothing is proved.
     """
-    found = _answers(log_decay, input_matrix, coefficients)
-    every = (found @ found[:, ::7].mH).real.abs().sum(1).amax(1)
+    ages = torch.arange(_AGES, device=log_decay.device)
+    found = decay_powers(log_decay, ages) * as_complex(input_matrix)[:, None]  # C lambda^a beta, [G, ages, M]
+    if coefficients is not None:
+        c = as_complex(coefficients).to(found.dtype)
+        found = c[:, None] * found if c.ndim == 2 else found @ c.mT
     own = torch.view_as_real(found).square().sum((-2, -1)).amax(1)
-    return (own / every.clamp(min=_LEAST)).clamp(max=1).to(input_matrix.dtype)
-
-
-def _answers(log_decay: torch.Tensor, input_matrix: torch.Tensor, coefficients: torch.Tensor | None) -> torch.Tensor:
-    """C lambda^a beta, complex `[G, ages, M]`."""
-    beta = decay_powers(log_decay, torch.arange(_AGES, device=log_decay.device)) * as_complex(input_matrix)[:, None]
-    if coefficients is None:
-        return beta
-    c = as_complex(coefficients).to(beta.dtype)
-    return c[:, None] * beta if c.ndim == 2 else beta @ c.mT
+    with torch.no_grad():
+        every = (found @ found[:, ::7].mH).real.abs().sum(1).amax(1).clamp(min=_LEAST)
+        most = (own / every).clamp(max=1)
+    return own.to(input_matrix.dtype).clamp(min=_LEAST), most.to(input_matrix.dtype)
 
 
 def operator_gates(names: Sequence[str], gates: Sequence[torch.Tensor], answers: Sequence[torch.Tensor]) -> Gates:
     """Gates as the operators take them, of those of `gate_tokens`.
 
     Args:
-        answers: `own_answer` and `largest_share`, for "delta" alone: no token takes back more than the largest share of
-            what its key finds.
+        answers: of `what_keys_find`, for "delta" alone: no token takes back more than that share of what its key finds.
     """
     found = dict(zip((*names, "size") if "delta" in names else names, gates, strict=True))
     delta = found.get("delta")

@@ -107,9 +107,3 @@ def output_rms(coefficients: torch.Tensor, product: str, gram: torch.Tensor) -> 
         torch.view_as_real(coefficients), product, coefficients.shape[0], coefficients.shape[1], gram
     )
     return (kernel * (gram @ kernel @ gram)).sum((-2, -1)).sqrt()
-
-
-def readout_rms(coefficients: torch.Tensor, std: float, gram: torch.Tensor) -> torch.Tensor:
-    """`output_rms` for `2 Re` of a random real contraction of C X, with numbers of standard deviation `std`."""
-    rows = torch.view_as_real(coefficients.conj().resolve_conj()).flatten(2)
-    return 2 * std * (rows * (rows @ gram)).sum((-2, -1)).sqrt()

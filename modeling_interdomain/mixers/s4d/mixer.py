@@ -13,7 +13,7 @@ from ...ops.diagonal.step import StepParameters
 from ...ops.s4d.entry import S4D_BACKENDS, s4d_attention, s4d_tables, take_s4d_step
 from ...ops.s4d.map import s4d_attention_map
 from ..interdomain.configuration import S4DSpecification
-from ..interdomain.initialization import readout_rms, real_gramian
+from ..interdomain.initialization import real_gramian
 from ..interdomain.mixer import KeyValueMixer
 from ..interdomain.recurrence import InterdomainRecurrence
 
@@ -44,7 +44,10 @@ class S4DRecurrence(InterdomainRecurrence):
         init.normal_(self.readout, std=config.initializer_range)
 
     def _output_rms(self, config, coefficients: torch.Tensor) -> torch.Tensor:
-        return readout_rms(coefficients, config.initializer_range, real_gramian(*self._transition_and_beta()))
+        """For `2 Re` of a random real contraction of C X."""
+        gram = real_gramian(*self._transition_and_beta())
+        rows = torch.view_as_real(coefficients.conj().resolve_conj()).flatten(2)
+        return 2 * config.initializer_range * (rows * (rows @ gram)).sum((-2, -1)).sqrt()
 
     def _operate(self, *inputs: Any, **arguments: Any):
         key, value, log_decay, input_matrix, coefficients = inputs

@@ -4,7 +4,7 @@ All of it is real arithmetic in few calls: at batch 1 a call costs more than wha
 no complex numbers. What depends on the parameters alone is in `StepTables`, made once for many steps.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from ..common.cpu import in_graph
 from ..common.decay import as_complex
 from .mixing import SIGNS, mixing_factors
 
-_ROWS_BYTES = 3 << 19  # of a state, for the second-level caches of two cores
+_ROWS_BYTES = 3 << 19  # of a state, that stay in the caches of two cores while a step goes over them five times
 
 
 class StepTables(NamedTuple):
@@ -120,39 +120,23 @@ def advance_state(
     turn_state(state, decay, turn, beta, inputs)
 
 
-def turn_state(
-    state: torch.Tensor,
-    decay: torch.Tensor,
-    turn: torch.Tensor,
-    beta: torch.Tensor | None = None,
-    inputs: torch.Tensor | None = None,
-) -> None:
-    """`X <- diag(lambda) X` in place, and with inputs `+ beta (x) inputs`; in a large batch a few rows at a time.
+def turn_state(state: torch.Tensor, decay, turn, beta=None, inputs=None) -> None:
+    """`X <- diag(lambda) X` in place, and with inputs `[B, G, 1, 1, R + D]` that of eq. 11; a few rows at a time.
 
-    Args:
-        decay, turn: the real and the imaginary part of lambda, `[G, M, 1]` or `[B, G, M, 1]`.
-        beta, inputs: `[G, 2, M, 1]` and `[B, G, 1, 1, R + D]`.
+    Of lambda `decay` and `turn` are the real and the imaginary part, `[G, M, 1]` or `[B, G, M, 1]`.
     """
-    for part, own_decay, own_turn, own in _few_rows(state, decay, turn, inputs):
-        real, imag = part.unbind(2)
-        before = real.clone()
-        real.mul_(own_decay).addcmul_(imag, own_turn, value=-1)
-        imag.mul_(own_decay).addcmul_(before, own_turn)
-        if inputs is not None:
-            part.addcmul_(beta, own)
-
-
-def _few_rows(state: torch.Tensor, *others: torch.Tensor | None) -> Iterable[tuple[Any, ...]]:
-    """A state and what belongs to its rows, on a CPU as many at a time as its caches hold while they are gone over.
-
-    Args:
-        others: `[B, ...]` with four axes or more; what has fewer, or is None, belongs to all rows.
-    """
-    rows = state.shape[0]
-    if rows == 1 or state.device.type != "cpu" or in_graph() or state.nbytes <= 2 * _ROWS_BYTES:
-        return ((state, *others),)
-    count = max(1, _ROWS_BYTES * rows // state.nbytes)
-    return zip(state.split(count), *(repeat(x) if x is None or x.ndim < 4 else x.split(count) for x in others))
+    if state.shape[0] > 1 and state.device.type == "cpu" and state.nbytes > 2 * _ROWS_BYTES and not in_graph():
+        count = max(1, _ROWS_BYTES // state[0].nbytes)
+        each = (repeat(x) if x is None or x.ndim < 4 else x.split(count) for x in (decay, turn, inputs))
+        for part, own_decay, own_turn, own in zip(state.split(count), *each):
+            turn_state(part, own_decay, own_turn, beta, own)
+        return
+    real, imag = state.unbind(2)
+    before = real.clone()
+    real.mul_(decay).addcmul_(imag, turn, value=-1)
+    imag.mul_(decay).addcmul_(before, turn)
+    if inputs is not None:
+        state.addcmul_(beta, inputs)
 
 
 def advance_by(
@@ -198,7 +182,7 @@ def mix_rows(y: torch.Tensor, batch: int, tables: StepTables) -> torch.Tensor:
     """Rows p with `o = p [Re X; Im X]` from rows y, `[B G, H / G, 2M]` each."""
     if tables.matrices:
         # All rows of a batch are multiplied by the matrices of their group at once.
-        rows = y if batch == 1 else _groups_first(y, batch)
+        rows = y if batch == 1 else y.unflatten(0, (batch, -1)).transpose(0, 1).flatten(1, 2)  # [G, B P, 2M]
         for matrix in tables.matrices:
             rows = torch.bmm(rows, matrix)
         return rows if batch == 1 else rows.unflatten(1, (batch, -1)).transpose(0, 1).flatten(0, 1)
@@ -209,11 +193,6 @@ def mix_rows(y: torch.Tensor, batch: int, tables: StepTables) -> torch.Tensor:
     if tables.cross is not None:
         p = torch.addcmul(p, by_row.roll(y.shape[-1] // 2, -1), tables.cross)
     return p.view(y.shape)
-
-
-def _groups_first(y: torch.Tensor, batch: int) -> torch.Tensor:
-    """`[B G, P, 2M]` to `[G, B P, 2M]`."""
-    return y.unflatten(0, (batch, -1)).transpose(0, 1).flatten(1, 2)
 
 
 def grouped_coefficients(coefficient_matrix: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

@@ -102,29 +102,25 @@ def gated_step(
     if log_gate is not None:
         gate = _in(log_gate, state.dtype).exp().view(batch, groups, 1, 1)
         decay, turn = decay * gate, turn * gate  # [B, G, M, 1]
-    if mask is not None:  # a pad decays by 1 and puts in 0
-        here = mask[:, None, None, None]
-        decay, turn = decay.where(here, 1), turn.where(here, 0)
     inputs = _in(torch.cat([key, value], dim=-1), state.dtype).view(batch, groups, 1, 1, width)
     if write_gate is not None:
         inputs.mul_(_in(write_gate, state.dtype).view(batch, groups, 1, 1, 1))
+    if delta is not None:
+        delta = _in(delta, state.dtype).reshape(batch, groups, 1, 1)
+    if mask is not None:  # a pad decays by 1 and puts in 0
+        here = mask[:, None, None, None]
+        decay, turn, inputs = decay.where(here, 1), turn.where(here, 0), inputs.where(here[..., None], 0)
+        delta = None if delta is None else delta.where(here, 0)
     if delta is None:
-        turn_state(state, decay, turn, beta, _of_real(inputs, mask))
+        turn_state(state, decay, turn, beta, inputs)
         return read_state(query, state, tables)
     turn_state(state, decay, turn)
-    output = _read_and_correct(state, query, inputs, _in(delta, state.dtype), tables)
-    state.addcmul_(beta, _of_real(inputs, mask))
+    output = _read_and_correct(state, query, inputs, delta, tables)
+    state.addcmul_(beta, inputs)
     return output
 
 
-def _of_real(inputs: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Inputs `[B, G, 1, 1, R + D]`, zero for the pads of a mask `[B]`."""
-    return inputs if mask is None else inputs.where(mask[:, None, None, None, None], 0)
-
-
-def _read_and_correct(
-    state: torch.Tensor, query: torch.Tensor, inputs: torch.Tensor, delta: torch.Tensor, tables: StepTables
-) -> torch.Tensor:
+def _read_and_correct(state, query, inputs: torch.Tensor, delta, tables: StepTables) -> torch.Tensor:
     """Take from the values of inputs `[B, G, 1, 1, R + D]` what the state answers, and say what queries will read.
 
     Key and queries read the state in one product, before the token is there: it adds (query . key) beta to what the
