@@ -27,6 +27,7 @@ def _step(task: str, seconds: float, quick: bool) -> dict:
     def step(model):
         model.zero_grad()
         next_token_loss(model, ids).backward()
+        return [x.grad for x in model.parameters()]
 
     models = {}
     for name in CONDITIONS:

@@ -75,16 +75,16 @@ def _case(models, where, size, kind, batch, prefix, steps, ceiling) -> dict:
     key = f"{name}-{size}"
     if key not in models:
         models.clear()  # one at a time
-        torch.compiler.reset()
         models[key] = model(name, size, where)
     module = models[key]
+    torch.compiler.reset()  # a graph that has met caches of several lengths is one for any length, and slower
     ids = torch.randint(module.config.vocab_size, (batch, prefix), generator=torch.Generator().manual_seed(1)).to(where)
     clock = _Clock(where)
     options = {"cache_implementation": cache} if cache and where.type == "cuda" else {}
     if prefix > 4096:
         options["prefill_chunk_size"] = 4096
     for _ in range(2 if cache else 1):  # compiles
-        _generate(module, ids, 4, options, _Clock(where))
+        _generate(module, ids, steps, options, _Clock(where))
     _generate(module, ids, steps, options, clock)
     row = gpu.median_of_gaps(clock.marks[2:] if len(clock.marks) > 4 else clock.marks)
     weights = sum(p.nbytes for n, p in module.named_parameters() if "embed_tokens" not in n)

@@ -98,7 +98,7 @@ def _training(length: int, seconds: float) -> dict:
     x.requires_grad_()
 
     def step(layer):
-        torch.autograd.grad(layer(x, **arguments)[0].sum(), [x, *layer.parameters()], materialize_grads=True)
+        return torch.autograd.grad(layer(x, **arguments)[0].sum(), [x, *layer.parameters()], materialize_grads=True)
 
     layers = {kind: _layer(length, **fields) for kind, fields in KINDS.items()}
     functions = {kind: lambda layer=layer: step(layer) for kind, layer in layers.items()}
@@ -130,10 +130,11 @@ def _decode(length: int, seconds: float) -> dict:
     return {"length": length, **time_in_turns(functions, seconds)}
 
 
-def _step(layer, token: torch.Tensor, cache, **arguments) -> None:
-    layer(token, past_key_values=cache, **arguments)
+def _step(layer, token: torch.Tensor, cache, **arguments) -> torch.Tensor:
+    output, *_ = layer(token, past_key_values=cache, **arguments)
     if isinstance(cache, DynamicCache) and cache.layers[0].is_croppable:
         cache.crop(-1)
+    return output
 
 
 def table(record: dict) -> str:

@@ -111,7 +111,8 @@ def _bags(config: InterdomainConfig, tokens: int):
 
 def _doge(config: InterdomainConfig, tokens: int):
     """Both with a shared MLP of one neuron and as many experts a token; Doge's has one head."""
-    ours = CrossDomainMoE(InterdomainConfig(**config.to_dict() | {"intermediate_size": 1}), 0)
+    one_neuron = {"intermediate_size": 1, "expert_input": "hidden"}  # of its output, a line, few experts are chosen
+    ours = CrossDomainMoE(InterdomainConfig(**config.to_dict() | one_neuron), 0)
     theirs = DogeCDMoE(
         DogeConfig(
             hidden_size=config.hidden_size,

@@ -201,8 +201,7 @@ def time_in_turns(functions: dict[str, Callable[[], object]], seconds: float, at
 def check_finite(functions: dict[str, Callable[[], object]]) -> None:
     """Call each once; refuses tensors, or what else PyTorch finds tensors in, that are not finite."""
     for name, function in functions.items():
-        tensors = (x for x in tree_leaves(function()) if isinstance(x, torch.Tensor))
-        if not all(x.isfinite().all() for x in tensors):
+        if not all(x.isfinite().all() for x in tree_leaves(function()) if isinstance(x, torch.Tensor)):
             raise SystemExit(f"{name} gives numbers that are not finite: no speed is shown.")
 
 

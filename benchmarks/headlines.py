@@ -4,7 +4,7 @@ import functools
 import math
 import statistics
 
-from benchmarks import condition_study, core_study, core_table, recall_study
+from benchmarks import condition_study, core_study, core_table, model_cpu, recall_study
 from benchmarks.harness import footnote, markdown
 
 # Attention whose queries, keys and values pass through convolutions, as those of the others do.
@@ -61,7 +61,7 @@ def whole_model(record: dict) -> list[str]:
     return [
         f"tokens a second of a 125M model after {first['position']:,} tokens, then after {last['position']:,}",
         speeds["interdomain"],
-        f"Llama: {speeds['llama']}",
+        f"Llama: {speeds['llama']} ({last[model_cpu.STATIC]['tokens_per_second']:.1f} with a static cache)",
     ]
 
 

@@ -63,10 +63,11 @@ def _step(model: PreTrainedModel, cache: DynamicCache | InterdomainCache):
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
 
     @torch.no_grad()
-    def step() -> None:
-        model(token, past_key_values=cache, use_cache=True)
+    def step() -> torch.Tensor:
+        logits = model(token, past_key_values=cache, use_cache=True).logits
         if token.is_cuda:
             torch.cuda.synchronize()
+        return logits
 
     return step
 

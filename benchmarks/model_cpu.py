@@ -1,13 +1,16 @@
 """Whole models of 125M parameters on a CPU, float32: prefill and decode beside Llama of the same shape."""
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
-from benchmarks.harness import footnote, markdown, time_in_turns, verify_model
+from benchmarks.harness import footnote, largest_error, markdown, time_in_turns, verify_model
 from modeling_interdomain import InterdomainCache, InterdomainConfig
+
+STATIC = "llama, static cache"
 
 
 def run(quick: bool = False) -> dict:
@@ -92,19 +95,37 @@ def prefill(models: dict, length: int, seconds: float) -> dict:
 
 @torch.no_grad()
 def decode(models: dict, position: int, seconds: float) -> dict:
-    """Tokens a second from `position` on, one token at a time; a few hundred at most, so the position hardly moves."""
-    caches = {name: _cache_after(model, _ids(models, position)) for name, model in models.items()}
-    token = _ids(models, 1)
-    functions = {
-        name: lambda model=model, name=name: model(token, past_key_values=caches[name])
-        for name, model in models.items()
-    }
+    """Tokens a second from `position` on, one token at a time; caches that grow go back there after some.
+
+    Llama's default cache copies itself for every token, so it is measured with the one that keeps room as well.
+    """
+    ids, token, most = _ids(models, position), _ids(models, 1), 32
+    caches = {name: _cache_after(model, ids) for name, model in models.items()}
+    caches[STATIC] = _cache_after(models["llama"], ids, StaticCache(models["llama"].config, position + 2 * most))
+
+    def step(name: str):
+        cache = caches[name]
+        if isinstance(cache, DynamicCache | StaticCache) and cache.get_seq_length() > position + most:
+            _go_back(cache, position)
+        return models["llama" if name == STATIC else name](token, past_key_values=cache)
+
+    functions = {name: functools.partial(step, name) for name in caches}
+    largest_error([step(STATIC).logits], [step("llama").logits.double()], "A static cache gives something else")
     return {"position": position, **_per_second(time_in_turns(functions, seconds), 1)}
 
 
-def _cache_after(model, ids: torch.Tensor):
-    fits = isinstance(model.config, InterdomainConfig)
-    cache = InterdomainCache(model.config) if fits else DynamicCache(config=model.config)
+def _go_back(cache: DynamicCache | StaticCache, position: int) -> None:
+    if isinstance(cache, StaticCache):  # it cannot be cropped; what is behind its length is written over
+        for layer in cache.layers:
+            layer.cumulative_length.fill_(position)
+    else:
+        cache.crop(position)
+
+
+def _cache_after(model, ids: torch.Tensor, cache: StaticCache | None = None):
+    if cache is None:
+        fits = isinstance(model.config, InterdomainConfig)
+        cache = InterdomainCache(model.config) if fits else DynamicCache(config=model.config)
     for piece in ids.split(2048, dim=1):
         model(piece, past_key_values=cache, logits_to_keep=1)
     return cache
@@ -112,23 +133,25 @@ def _cache_after(model, ids: torch.Tensor):
 
 def _per_second(times: dict, tokens: int) -> dict:
     rows = {name: {**taken, "tokens_per_second": tokens / taken["median"]} for name, taken in times.items()}
-    return {**rows, "ratio": rows["interdomain"]["tokens_per_second"] / rows["llama"]["tokens_per_second"]}
+    ours = rows["interdomain"]["tokens_per_second"]
+    ratios = {"ratio": "llama", "static_ratio": STATIC}
+    return rows | {key: ours / rows[name]["tokens_per_second"] for key, name in ratios.items() if name in rows}
 
 
 def table(record: dict) -> str:
-    names = ("interdomain", "llama")
+    names = ("interdomain", "llama", STATIC)
     kinds = {"prefill": "prefill", "decode": "decode", "decode_later": "decode, after the prefills"}
     rows = [
         [
             title,
             f"{row.get('length', row.get('position')):,}",
-            *(f"{row[name]['tokens_per_second']:,.1f}" for name in names),
-            f"{row['ratio']:.2f}x",
+            *(f"{row[name]['tokens_per_second']:,.1f}" if name in row else "" for name in names),
+            *(f"{row[key]:.2f}x" if key in row else "" for key in ("ratio", "static_ratio")),
         ]
         for kind, title in kinds.items()
         for row in record.get(kind, [])
     ]
-    header = ["", "tokens before", "Interdomain, tokens/s", "Llama, tokens/s", "ratio"]
+    header = ["", "tokens before", "Interdomain, tokens/s", "Llama, tokens/s", "with a static cache", "ratio", "ratio"]
     calls = ", ".join(f"{name} {count}" for name, count in record.get("calls", {}).items())
     sizes = ", ".join(f"{name} {count:,}" for name, count in record["parameters"].items())
     about = f"Batch 1, float32. Parameters: {sizes}. " + (f"ATen calls a token and layer: {calls}. " if calls else "")

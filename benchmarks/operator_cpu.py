@@ -75,10 +75,10 @@ def _training(length: int, seconds: float) -> dict:
 
     def interdomain():
         output, _ = interdomain_attention(*tokens, *parameters, backend="chunk", chunk_size=CHUNK)
-        torch.autograd.grad(output.sum(), [*tokens, *parameters])
+        return torch.autograd.grad(output.sum(), [*tokens, *parameters])
 
     def softmax():
-        torch.autograd.grad(_softmax(tokens).sum(), tokens)
+        return torch.autograd.grad(_softmax(tokens).sum(), tokens)
 
     return _row(length, time_in_turns({"interdomain": interdomain, "softmax": softmax}, seconds))
 

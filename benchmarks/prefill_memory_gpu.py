@@ -38,7 +38,8 @@ def _case(models, where, name: str, size: str, length: int, chunk: int) -> dict:
     def prefill():
         cache = InterdomainCache(module.config) if name == "interdomain" else DynamicCache(config=module.config)
         for piece in ids.split(chunk, dim=1):
-            module(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            output = module(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return output.logits
 
     taken = gpu.measure({"prefill": prefill}, where, 0.0)["prefill"]
     return {"model": name, "length": length, "chunk": chunk, "peak_bytes": gpu.peak_bytes(prefill, where), **taken}

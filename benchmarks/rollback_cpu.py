@@ -52,8 +52,9 @@ def _crop(model, seconds: float) -> dict:
     model(ids, past_key_values=guessing, logits_to_keep=1)
 
     def guess():
-        model(ids[:, : GUESSED + 1], past_key_values=guessing)
+        output = model(ids[:, : GUESSED + 1], past_key_values=guessing)
         guessing.crop(1 - GUESSED)
+        return output.logits
 
     functions = {"step": lambda: model(ids[:, :1], past_key_values=plain), "crop": crop, "guess": guess}
     times = time_in_turns(functions, seconds)

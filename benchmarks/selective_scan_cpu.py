@@ -76,10 +76,12 @@ def _step(seconds: float) -> dict:
     def ours():
         for t in range(100):
             selective_scan_step(c[t], b[t], x[t], step[t], rate, state=ours_state)
+        return ours_state
 
     def mamba():
         for t in range(100):
             mamba_selective_state_update(mamba_state, x[t], step[t], turned, b[t], c[t])
+        return mamba_state
 
     times = time_in_turns({"ours": ours, "mamba": mamba}, seconds)
     per_token = {name: {k: v if k == "samples" else v / 100 for k, v in taken.items()} for name, taken in times.items()}

@@ -1,4 +1,6 @@
-"""Sparse attention against full softmax attention on a CPU, and a decode step after short and long texts, float32."""
+"""Sparse attention, which first chooses its keys, against full softmax attention on a CPU, and a decode step after
+short and long texts; float32.
+"""
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -6,6 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.harness import footnote, largest_error, markdown, time_in_turns
 from modeling_interdomain import InterdomainConfig
 from modeling_interdomain.mixers.sparse.branch import SparseBranch
+from modeling_interdomain.mixers.sparse.choice import ranking_loss
 from modeling_interdomain.ops.sparse.entry import sparse_attention
 from modeling_interdomain.ops.sparse.stream import Bins
 
@@ -60,20 +63,30 @@ def _with_gradients(tokens, options, backend: str = "blocks") -> list[torch.Tens
     return [output.detach(), *torch.autograd.grad(output.sum(), tokens)]
 
 
+def _branch() -> SparseBranch:
+    torch.manual_seed(0)
+    return SparseBranch(InterdomainConfig(num_hidden_layers=1, sparse_attention="hax"), "hax", HEADS, WIDTH).eval()
+
+
 def _row(length: int, seconds: float, peer: bool, backward: bool) -> dict:
-    tokens, options = _inputs(length)
+    """Given queries, keys and values; ours hashes and scores the former two, and in training the scorer learns."""
+    (*both, own_value), _ = _inputs(length)
     query, key, value = (torch.randn(1, HEADS, length, WIDTH, requires_grad=backward) for _ in range(3))
+    tokens = [x.requires_grad_(backward) for x in (*both, own_value)]
+    branch = _branch().train(backward)
 
     def softmax():
         output = scaled_dot_product_attention(query, key, value, is_causal=True)
-        if backward:
-            torch.autograd.grad(output.sum(), (query, key, value))
+        return torch.autograd.grad(output.sum(), (query, key, value)) if backward else output
 
     def sparse():
-        if backward:
-            _with_gradients(tokens, options)
-        else:
-            sparse_attention(*tokens, **options, backend="blocks")
+        scores, bins, _ = branch._choose(torch.stack(both, dim=3).detach(), None, None, backward)
+        chosen = {"scores": scores, "bins": bins, "selected_keys": branch.selected_keys, "backend": "blocks"}
+        output, _ = sparse_attention(*tokens, **chosen)
+        if not backward:
+            return output
+        loss = ranking_loss(scores, *(x.detach() for x in both), branch.selected_keys)
+        return torch.autograd.grad(output.sum() + loss, (*tokens, *branch.scorer.parameters()))
 
     functions = {"sparse": sparse, "softmax": softmax} if peer else {"sparse": sparse}
     with torch.set_grad_enabled(backward):
@@ -83,9 +96,8 @@ def _row(length: int, seconds: float, peer: bool, backward: bool) -> dict:
 
 def _steps(lengths: list[int], seconds: float, compiled: bool = False) -> list[dict]:
     """A token in the branch of one layer, all of it: projections, convolutions, hash, score, memory, attention."""
-    torch.manual_seed(0)
-    config = InterdomainConfig(num_hidden_layers=1, sparse_attention="hax")
-    branch = SparseBranch(config, "hax", HEADS, WIDTH).eval()
+    branch = _branch()
+    config = branch.config
     token, value = torch.randn(1, 1, config.hidden_size), torch.randn(1, 1, HEADS, WIDTH)
 
     def step(windows, states):

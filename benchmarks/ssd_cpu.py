@@ -111,11 +111,13 @@ def _step(seconds: float) -> dict:
     def ours():
         for t in range(100):
             ssd_step(c[t], b[t], x[t] * step[t][..., None], step[t] * rate, state=states[0])
+        return states[0]
 
     def mamba2():
         for t in range(100):
             wide = step[t][..., None].expand(-1, -1, DIM)
             mamba2_selective_state_update(states[1], x[t], wide, rates, b[t], c[t])
+        return states[1]
 
     times = time_in_turns({"ours": ours, "mamba2": mamba2}, seconds)
     return {name: {k: v if k == "samples" else v / 100 for k, v in taken.items()} for name, taken in times.items()}

@@ -40,9 +40,11 @@ def _case(where, name, size, batch, length, compiled, seconds, ceiling) -> dict:
     forward = torch.compile(module) if compiled else module
 
     def step():
-        forward(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        loss = forward(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
         optimiser.step()
         optimiser.zero_grad()
+        return loss
 
     taken = gpu.measure({"step": step}, where, seconds)["step"]
     parameters = sum(p.numel() for p in module.parameters())

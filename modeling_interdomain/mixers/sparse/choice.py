@@ -71,7 +71,7 @@ def hashed(z: torch.Tensor, centred: torch.Tensor | None, projection: torch.Tens
     heads_first = z.view(z.shape[2:]) if one else z.permute(2, 0, 1, 3, 4)
     projected = torch.bmm(heads_first if one else heads_first.flatten(1, 3), projection)
     if kind == "argmax":
-        bins = projected.argmax(-1)
+        bins = projected.max(-1).indices  # faster than argmax on a CPU
     else:
         bins = ((projected > 0) * 2 ** torch.arange(projected.shape[-1], device=z.device)).sum(-1)
     return bins.view(z.shape[:-1]) if one else bins.view(heads_first.shape[:-1]).permute(1, 2, 0, 3)
