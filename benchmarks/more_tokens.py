@@ -37,12 +37,17 @@ def run_condition(condition: str, seed: int, texts: dict, training: dict = TRAIN
     return core_runs.run_job(job, texts, training=training)[0]
 
 
+def same_seeds(few: dict, more: dict) -> dict:
+    """Of the losses after few tokens those of the seeds that have seen more: seeds differ by more than conditions."""
+    return {name: {seed: few[name][seed] for seed in losses} for name, losses in more.items()}
+
+
 def table(record: dict) -> str:
     """Losses after the few tokens of `core_study` and after more, and where in a text they lie."""
     others = {name: read(name) for name in core_study.SOURCES}
-    few = core_table.losses(others, LANGUAGE)
     found = {name: [row for row in record["runs"] if row["condition"] == name] for name in ASKED}
     more = {name: {row["seed"]: condition_study.score(row) for row in rows} for name, rows in found.items() if rows}
+    few = same_seeds(core_table.losses(others, LANGUAGE), more)
     nats = [("validation", text) for text in core_table.TEXTS]
     nats += [("repeats", kind) for kind in ("repeated", "other")] + [("ages", low) for low in AGES]
     rows = []
@@ -58,7 +63,7 @@ def table(record: dict) -> str:
     about = (
         f"1.4M parameters, {tokens[1]:,} tokens a run, rate {TRAINING['learning_rate']:g}; losses in nats a token, the "
         "mean over held-out Wikipedia, books and WikiText-2; Gated DeltaNet with the steps of Mamba-2, perplexity "
-        "beside it by the seeds that both have."
+        "beside it, after few tokens and after more, by the same seeds, those that both have."
     )
     return "\n\n".join([markdown(header, rows), f"{about} {footnote(record)}"])
 
