@@ -61,7 +61,7 @@ def whole_model(record: dict) -> list[str]:
     return [
         f"tokens a second of a 125M model after {first['position']:,} tokens, then after {last['position']:,}",
         speeds["interdomain"],
-        f"Llama: {speeds['llama']} ({last[model_cpu.STATIC]['tokens_per_second']:.1f} with a static cache)",
+        f"Llama: {speeds['llama']} (static cache: {last[model_cpu.STATIC]['tokens_per_second']:.1f})",
     ]
 
 
@@ -97,7 +97,7 @@ def recall(record: dict, others: list[dict]) -> list[str]:
     answers = core_table.right_answers(others, "recall", recall_study.SETTINGS[0])
     fair = f", [with one](benchmarks/results/core_study.md) {answers[FAIR]:.0%}" if FAIR in answers else ""
     return [
-        f"values recalled right of {pairs} pairs in {length} tokens after {steps:,} steps, median seed",
+        f"values recalled right of {pairs} pairs in {length} tokens after {steps:,} steps, median seed (guessed: {recall_study.guessed(pairs):.0%})",
         median("recall"),
         f"a random start: {median('Interdomain')}; S4D-only: {median('S4D-only')}; softmax, no convolution: "
         f"{median('softmax')}{fair}",
