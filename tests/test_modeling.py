@@ -336,6 +336,26 @@ def test_every_parameter_gets_a_gradient(any_model, random_ids):
         assert gradient.shape == parameter.shape
 
 
+@pytest.mark.parametrize("name", ["interdomain", "softmax"])
+def test_gradient_checkpointing_is_given_no_cache(name, make_model, random_ids):
+    """Layers would read on as if nothing had been before: Transformers takes the cache from them."""
+    model, ids = make_model(token_mixers=name).eval(), random_ids(1, 20)
+    expected = model(ids, use_cache=True)
+    cache = InterdomainCache(model.config)
+    model(ids[:, :10], past_key_values=cache)
+    model.train().gradient_checkpointing_enable()
+    message = r"^Gradient checkpointing reads no cache: call eval\(\), or leave past_key_values out\.$"
+    with pytest.raises(ValueError, match=message), torch.no_grad():
+        model(ids[:, 10:], past_key_values=cache)
+    with pytest.raises(ValueError, match=message):
+        model.generate(ids, max_new_tokens=2)
+    with torch.no_grad():
+        assert model(ids, use_cache=True).past_key_values is None
+    assert cache.get_seq_length() == 10
+    found = model.eval()(ids[:, 10:], past_key_values=cache)
+    torch.testing.assert_close(found.logits, expected.logits[:, 10:], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not-reentrant", "reentrant"])
 @pytest.mark.parametrize("inputs", ["plain", "padded", "packed"])
 def test_gradient_checkpointing_changes_nothing(model, reentrant, inputs, random_ids, assert_same):

@@ -1,6 +1,5 @@
 """The pages: links lead somewhere, tables and sentences say what the result files say, the map shows every room."""
 
-import functools
 import itertools
 import math
 import re
@@ -21,6 +20,7 @@ from benchmarks import (
     kernel_resources,
     larger_study,
     lookup_study,
+    more_tokens,
     prompt_reuse_cpu,
     readme,
     recall_layers,

@@ -87,6 +87,8 @@ def lay_out(
     config, shape = model.config, inputs_embeds.shape[:2]
     with refused_together(sequence_group, model):
         check_device(mixers, inputs_embeds.device)
+        if cache is not None and model.training and model.gradient_checkpointing:
+            raise ValueError("Gradient checkpointing reads no cache: call eval(), or leave past_key_values out.")
         seen = _check(config, mixers, shape, attention_mask, position_ids, cache, kwargs)
         if sequence_group is not None:
             from ..parallel.sequence import check_sequence_group, place_piece
@@ -101,14 +103,14 @@ def lay_out(
         cu_seqlens = _documents(kwargs, position_ids, attention_mask, cache, shape)
     if torch.jit.is_tracing():
         check_trace(config, cache, shape[1], cu_seqlens is not None)
-
     longest = seen + shape[1] if position_ids is None and _is_at_hand(seen) else None
     if position_ids is None:
         position_ids = _default_positions(attention_mask, cu_seqlens, seen, shape, inputs_embeds.device)
     inputs_embeds = check_dynamic_mask(config, inputs_embeds, position_ids, longest)
     forks = check_forks(attention_mask, config, mixers, cache, shape)
     packed = forks is not None or (cu_seqlens is not None if piece is None else piece.packed)
-    cacheable = not packed and not (model.training and torch.is_grad_enabled()) and not config.bidirectional
+    trains = model.training and (torch.is_grad_enabled() or model.gradient_checkpointing)
+    cacheable = not packed and not trains and not config.bidirectional
     makes, compiling = use_cache and cache is None and cacheable, torch.compiler.is_compiling()
     begins = not compiling and (cache is None or is_at_start(cache))
     if makes or (begins and cache is not None):

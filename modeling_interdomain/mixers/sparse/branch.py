@@ -405,7 +405,7 @@ def _running_sums(x: torch.Tensor, before: torch.Tensor | None, packing: Packing
         running = x + before[:, None]
         return running, running[:, 0]
     by_number = x.movedim(1, -1).to(torch.float64, memory_format=torch.contiguous_format)
-    running = by_number.cumsum(-1).movedim(-1, 1)  # three times as fast on a CPU as along an axis in the middle
+    running = by_number.cumsum(-1).movedim(-1, 1).contiguous()  # on a CPU faster than along an axis in the middle
     if packing is not None and packing.documents is not None:
         starts = packing.cu_seqlens[packing.documents]
         earlier = nn.functional.pad(running[0], (0, 0, 0, 0, 0, 0, 1, 0))
