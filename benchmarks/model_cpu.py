@@ -119,7 +119,7 @@ def _go_back(cache: DynamicCache | StaticCache, position: int) -> None:
         for layer in cache.layers:
             layer.cumulative_length.fill_(position)
     else:
-        cache.crop(position)
+        cache.crop(position - cache.get_seq_length())
 
 
 def _cache_after(model, ids: torch.Tensor, cache: StaticCache | None = None):
