@@ -107,7 +107,8 @@ def table(record: dict) -> str:
         f"{len(record['runs'])} runs, a number a seed, at the better of the rates "
         f"{' and '.join(f'{rate:g}' for rate in LEARNING_RATES)} as far as they were run; at most "
         f"{training['steps']:,} steps of {training['batch_size']} sequences, fewer where {training['solved']:.0%} were "
-        f"right twice in a row. Who guesses among the values not answered yet is right in {recall_study.guessed(PAIRS):.0%}."
+        "right twice in a row. Who guesses among the values not answered yet is right in "
+        f"{recall_study.guessed(PAIRS):.0%}."
     )
     return f"{markdown(header, rows)}\n\n{about} {footnote(record)}"
 

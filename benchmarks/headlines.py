@@ -94,10 +94,11 @@ def recall(record: dict, others: list[dict]) -> list[str]:
 
     pairs, length = recall_study.SETTINGS[0]
     steps = record["training"]["steps"][str(pairs)]
+    guessed = f"guessed: {recall_study.guessed(pairs):.0%}"
     answers = core_table.right_answers(others, "recall", recall_study.SETTINGS[0])
     fair = f", [with one](benchmarks/results/core_study.md) {answers[FAIR]:.0%}" if FAIR in answers else ""
     return [
-        f"values recalled right of {pairs} pairs in {length} tokens after {steps:,} steps, median seed (guessed: {recall_study.guessed(pairs):.0%})",
+        f"values recalled right of {pairs} pairs in {length} tokens after {steps:,} steps, median seed ({guessed})",
         median("recall"),
         f"a random start: {median('Interdomain')}; S4D-only: {median('S4D-only')}; softmax, no convolution: "
         f"{median('softmax')}{fair}",

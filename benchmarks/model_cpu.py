@@ -105,7 +105,7 @@ def decode(models: dict, position: int, seconds: float) -> dict:
 
     def step(name: str):
         cache = caches[name]
-        if isinstance(cache, DynamicCache | StaticCache) and cache.get_seq_length() > position + most:
+        if not isinstance(cache, InterdomainCache) and cache.get_seq_length() > position + most:
             _go_back(cache, position)
         return models["llama" if name == STATIC else name](token, past_key_values=cache)
 
