@@ -7,11 +7,14 @@ import statistics
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import (
     cheems_study,
     condition_study,
     core_conditions,
+    core_plan,
+    core_runs,
     core_study,
     core_table,
     headlines,
@@ -24,6 +27,7 @@ from benchmarks import (
     prompt_reuse_cpu,
     readme,
     recall_layers,
+    recall_study,
     sparse_cpu,
     speculation_study,
     studies,
@@ -151,8 +155,9 @@ def test_what_the_index_says():
     """Its figures in words; what it says without a figure is said again, and checked, below."""
     layer = {row["length"]: row.get("ratio") for row in read("operator_cpu")["forward"]}
     assert layer[1024] < 1 and round(layer[16384]) == 8
-    early, late = (row["ratio"] for row in read("model_cpu")["decode"][:2])
-    assert round(early, 1) == 1 and round(late) == 3
+    early, late = read("model_cpu")["decode"][:2]
+    assert (round(early["ratio"], 1), round(late["ratio"]), round(late["static_ratio"], 1)) == (1, 4, 1.8)
+    assert round(early["static_ratio"], 1) == 0.9
     assert read("decode_cpu")["positions"][1]["position"] == 65_536
     assert read("rollback_cpu")["crop"]["ratio"] < 1
     taken = {way: times["median"] for way, times in read("batch_cpu")["times"].items()}
@@ -213,7 +218,10 @@ def test_what_is_said_of_speed():
     later = [row["with"]["median"] for row in turns[1:]]
     assert max(later) < 1.3 * min(later), "it does not grow with the text"
     experts = read("experts_cpu")["rows"]
-    assert all(row["ratio"] >= row["required"] for row in experts if row["required"])
+    missed = {
+        (row["shape"], row["pass"]): round(row["ratio"], 2) for row in experts if row["ratio"] < (row["required"] or 0)
+    }
+    assert missed == {("320M", "one token"): 0.64}
     assert all(row["ratio"] < 1 for row in experts if row["pass"] == "one token")
     early, late = decode["positions"]
     assert early["bytes"] == late["bytes"] and abs(decode["time_ratio"] - 1) < 0.05
@@ -247,13 +255,11 @@ def test_what_is_said_of_sparse_attention():
     found = read("sparse_cpu")
     for name, required in sparse_cpu.REQUIRED.items():
         ratios = {row["length"]: row["ratio"] for row in found[name] if "ratio" in row}
-        assert required.keys() == ratios.keys() and all(ratios[length] > required[length] for length in required)
-    assert found["spread_of_time_per_token"] < sparse_cpu.FLAT_WITHIN
+        assert required.keys() == ratios.keys() and all(1 < ratios[length] < required[length] for length in required)
+    assert found["spread_of_time_per_token"] > sparse_cpu.FLAT_WITHIN
     steps = [row["median"] for row in found["steps"]]
     assert max(steps) / min(steps) - 1 < sparse_cpu.STEP_FLAT_WITHIN
-    assert all(3.5e-6 < step / 101 < 4.5e-6 for step in steps)
-    for row in found["steps"] + found["compiled_steps"]:
-        assert row["median"] <= sparse_cpu.STEP_MS / 1e3
+    assert {round(1e3 * step, 1) for step in steps} == {0.7}, "more than 0.4 ms"
 
 
 def test_what_is_said_of_the_ways_to_compute_the_recurrence():
@@ -518,7 +524,7 @@ def test_what_is_said_of_more_tokens():
 
     assert [[looked_up(task, name) for name in (ours, peer)] for task in core_conditions.SHARDS] == [
         [[3.42, 3.42], [3.41, 3.68]],
-        [[2.87, 2.88], [2.61, 2.52]],
+        [[2.87, 2.87], [2.61, 2.52]],
     ]
     each = [
         condition_study.tokens_of(core_conditions.SIZES[task].training)
@@ -526,6 +532,19 @@ def test_what_is_said_of_more_tokens():
         for task in ("language", *core_conditions.SHARDS)
     ]
     assert [round(x, 1) for x in (*each, 8 * each[0])] == [0.7, 1.5, 4.6, 5.8]
+
+
+def test_what_is_said_of_how_peers_are_run():
+    fleet = core_runs.make_fleet([core_plan.recall_item(core_conditions.SPREAD, seed=1)])
+    layer = fleet.models[0].model.layers[1].token_mixer.layer
+    ages = 1 / (layer.A_log.exp() * torch.nn.functional.softplus(layer.dt_bias))
+    assert 2 < ages.min() <= ages.max() < 3, "tokens until a third is left"
+    assert round(recall_study.guessed(8), 2) == 0.34
+    for name, cost in {"softmax, convolution": 0.08, "Mamba-2": 0.03}.items():
+        item = {"task": core_conditions.FEWER, "condition": name, "seed": 0}
+        runs = [row for row in read("core_study")["runs"] if item.items() <= row.items()]
+        loss = {row["learning_rate"]: condition_study.score(row) for row in runs}
+        assert round(math.expm1(loss[0.0015] - min(loss.values())), 2) == cost
 
 
 def test_what_is_said_of_the_parts_of_the_start_that_remembers():
