@@ -9,7 +9,6 @@ from functools import partial
 import torch
 
 from benchmarks.harness import (
-    GATE_NAMES,
     footnote,
     gates_at_start,
     largest_error,
@@ -23,9 +22,10 @@ from benchmarks.operator_cpu import CHUNK, DIM, HEADS, STATE, _inputs
 from modeling_interdomain import interdomain_attention
 from modeling_interdomain.ops.diagonal.step import StepParameters, step_tables
 from modeling_interdomain.ops.interdomain.entry import take_step
+from modeling_interdomain.ops.interdomain.gates import Gates
 
 # What each side is called with, and the speed beside the plain operator that it must keep, forward and backward.
-SIDES = {"plain": (), "gates": GATE_NAMES[:2], "delta": GATE_NAMES}
+SIDES = {"plain": (), "gates": Gates._fields[:2], "delta": Gates._fields}
 REQUIRED = {"gates": 0.8, "delta": 0.6}
 # A token, or its step alone, may take so much of a plain one.
 REQUIRED_STEP = 1.1
@@ -34,7 +34,7 @@ MODELS = {"plain": {}, "gates": {"gates": "forget"}, "delta": {"gates": "forget"
 
 def run(quick: bool = False) -> dict:
     errors = {
-        name: verify_operator(partial(_gated_by_name, names=names)) if names != GATE_NAMES else _delta_error()
+        name: verify_operator(partial(_gated_by_name, names=names)) if names != Gates._fields else _delta_error()
         for name, names in SIDES.items()
     }
     seconds, lengths, batches = (0.1, [64], [1]) if quick else (10.0, [1024, 4096], [1, 32])
@@ -52,7 +52,7 @@ def run(quick: bool = False) -> dict:
 
 def _gated_by_name(query, key, *others, names, **options):
     """The plain operator, said with gates that are neutral."""
-    gates = {name: torch.full(key.shape[:3], float(name == GATE_NAMES[1]), dtype=key.dtype) for name in names}
+    gates = {name: torch.full(key.shape[:3], float(name == "write_gate"), dtype=key.dtype) for name in names}
     return interdomain_attention(query, key, *others, **gates, **options)
 
 
@@ -100,7 +100,7 @@ def _step(batch: int, seconds: float) -> dict:
         return take_step(*tokens, kept, state=state, normalize=False, gates=chosen)
 
     chosen = {
-        side: tuple(gates[name] if name in names else None for name in GATE_NAMES) for side, names in SIDES.items()
+        side: tuple(gates[name] if name in names else None for name in Gates._fields) for side, names in SIDES.items()
     }
     chosen["plain"] = None
     with torch.no_grad():

@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_leaves
 
 from modeling_interdomain import interdomain_attention
 from modeling_interdomain.mixers.interdomain.gates import what_keys_find
+from modeling_interdomain.ops.interdomain.gates import Gates
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results"
-GATE_NAMES = ("log_gate", "write_gate", "delta")
 
 # The sizes of SmolLM2-135M, for models with random weights of its shape.
 SMOLLM2_SHAPE = {
@@ -141,7 +141,7 @@ def gates_at_start(key: torch.Tensor, *parameters: torch.Tensor) -> dict[str, to
     key, *parameters = (x.detach().float() for x in (key, *parameters))
     own, most = what_keys_find(*parameters)
     delta = (0.04 * uniform[2]).minimum(most) / (own * key.square().sum(-1))
-    return dict(zip(GATE_NAMES, (-0.014 * uniform[0], 0.9 + 0.2 * uniform[1], delta), strict=True))
+    return Gates(-0.014 * uniform[0], 0.9 + 0.2 * uniform[1], delta)._asdict()
 
 
 def verify_operator(attention: Callable = interdomain_attention) -> float:

@@ -12,14 +12,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import logsigmoid, normalize, scaled_dot_product_attention
 
 from benchmarks import gpu
-from benchmarks.harness import GATE_NAMES, footnote, gates_at_start, markdown
+from benchmarks.harness import footnote, gates_at_start, markdown
 from modeling_interdomain import interdomain_attention
+from modeling_interdomain.ops.interdomain.gates import Gates
 
 HEADS, DIM, STATE, CHUNK = 32, 64, 64, 64
 TOKENS, LENGTHS = 65536, (4096, 32768, 1024, 16384, 65536)
 # Forward and backward, FlashAttention over ours, on an H200.
 REQUIRED = {4096: 1.0, 32768: 3.0}
-GATES = {"interdomain": (), "gates": GATE_NAMES[:2], "delta": GATE_NAMES}
+GATES = {"interdomain": (), "gates": Gates._fields[:2], "delta": Gates._fields}
 OURS = tuple(GATES)
 PEERS = ("flash", "gla", "gsa", "retention", "mamba2", "gated_deltanet")
 

@@ -231,7 +231,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
                 separate packed documents.
             past_key_values: an `InterdomainCache`, updated in place; `cache` and `cache_params`, as Transformers calls
                 it elsewhere, are the same.
-            use_cache: make a cache when none is given, but not of packed documents, nor in training or checkpointing.
+            use_cache: make a cache when none is given. Packed documents make none, nor does training with gradients or
+                with gradient checkpointing.
             cu_seq_lens_q: `[S + 1]`, ends of packed documents, starting with 0; B = 1.
             seq_idx: instead of these, the number of each token's document, `[B, T]`: one begins where it changes.
             sequence_group: the process group over which the rows are spread, this process holding T tokens of each in

@@ -540,7 +540,8 @@ def test_what_is_said_of_how_peers_are_run():
     ages = 1 / (layer.A_log.exp() * torch.nn.functional.softplus(layer.dt_bias))
     assert 2 < ages.min() <= ages.max() < 3, "tokens until a third is left"
     assert round(recall_study.guessed(8), 2) == 0.34
-    for name, cost in {"softmax, convolution": 0.08, "Mamba-2": 0.03}.items():
+    costs = {"softmax, convolution": 0.08, "Mamba-2": 0.03, core_conditions.SPREAD: 0, core_conditions.MANY_HEADS: 0}
+    for name, cost in costs.items():
         item = {"task": core_conditions.FEWER, "condition": name, "seed": 0}
         runs = [row for row in read("core_study")["runs"] if item.items() <= row.items()]
         loss = {row["learning_rate"]: condition_study.score(row) for row in runs}

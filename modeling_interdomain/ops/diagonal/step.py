@@ -121,7 +121,7 @@ def advance_state(
 
 
 def turn_state(state: torch.Tensor, decay, turn, beta=None, inputs=None) -> None:
-    """`X <- diag(lambda) X` in place, lambda `[G, M, 1]` or `[B, G, M, 1]`; with inputs eq. 11; few rows at a time."""
+    """`X <- lambda X` in place, with inputs `+ beta (x) inputs`, a few rows at a time; lambda `[G or B G, M, 1]`."""
     if state.shape[0] > 1 and not in_graph() and state.device.type == "cpu" and state.nbytes > 2 * _ROWS_BYTES:
         count = max(1, _ROWS_BYTES // state[0].nbytes)
         each = (repeat(x) if x is None or x.ndim < 4 else x.split(count) for x in (decay, turn, inputs))
