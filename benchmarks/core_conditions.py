@@ -26,6 +26,9 @@ GATES_MANY = "Interdomain, gates, many heads"
 TWICE = "Interdomain, gates and delta rule, twice the heads"
 OUTPUT_GATE = "Interdomain, gates and delta rule, many heads, output gate"
 KIMI = "Kimi Delta Attention"
+EVEN = "Gated DeltaNet, even steps"
+EXPANDED = "Mamba-2, expanded"
+ROTARY = "softmax, convolution, RoPE"
 NARROW = "Interdomain, gates, narrow heads"
 
 
@@ -60,6 +63,10 @@ CONDITIONS = {
     "Interdomain, warp": Condition(PLAIN | {"gates": "warp"}),
     # Keys and values half as wide of twice as many tokens, and four heads that ask for them.
     NARROW: Condition(GATES | {"head_dim": 16, "state_size": 64}, heads=4, shared=4),
+    EVEN: Condition(peers.GATED_DELTANET_EVEN),
+    # As published: twice as many numbers inside as its layer is wide, each of which keeps half as many.
+    EXPANDED: Condition(MAMBA2 | {"head_dim": 32, "ssd_state_size": 64}, heads=2, first_output=0.02),
+    ROTARY: Condition(peers.SOFTMAX_CONVOLUTION | {"rope_parameters": recall_study.ROPE}),
 }
 REFERENCE = "Interdomain"
 

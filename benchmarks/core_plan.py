@@ -14,6 +14,8 @@ from benchmarks import condition_study, recall_study, studies
 from benchmarks.core_conditions import (
     CLOSEST,
     CONDITIONS,
+    EVEN,
+    EXPANDED,
     FEWER,
     GATES_MANY,
     KIMI,
@@ -25,6 +27,7 @@ from benchmarks.core_conditions import (
     OUTPUT_GATE,
     RECALL,
     REFERENCE,
+    ROTARY,
     SETTINGS,
     SPREAD,
     TWICE,
@@ -39,12 +42,13 @@ FIRST = ("Interdomain", "Interdomain, gates", "Interdomain, gates and delta rule
 REST = ("Gated DeltaNet", KIMI, "Mamba-2", "S4D-only", "softmax, convolution")
 MOST_ASKED = (*FIRST, GATES_MANY, OUTPUT_GATE)  # with more seeds at 1.4M, and in recall
 FORMS = (*MOST_ASKED, TWICE)  # at 3M
-IN_RECALL = (*MOST_ASKED, *REST)
+BETTER_STARTED = (EVEN, EXPANDED, ROTARY)  # peers, asked last
+IN_RECALL = (*MOST_ASKED, *REST, EVEN)
 MORE_SEEDS = (2, 3, 4, 5)  # of those at 1.4M, to tell what lies within a percent
 # Conditions in language, by size.
 ASKED = {
     LANGUAGE: tuple(CONDITIONS),
-    FEWER: (*FORMS, *REST),
+    FEWER: (*FORMS, *REST, *BETTER_STARTED),
     LARGER: (*FORMS, *REST),
     LARGE: (
         *CLOSEST,
@@ -92,10 +96,10 @@ def _plan(runs: list[dict]) -> Iterator[dict]:
     small = [row for row in runs if row["task"] == LANGUAGE]
     best = {name: condition_study.best_rate(small, name) for name in CONDITIONS}
     yield from language_plan(runs, LANGUAGE, ASKED[LANGUAGE])
-    for names in (CLOSEST, FIRST[:3], REST, FORMS[len(FIRST) :]):
+    for names in (CLOSEST, FIRST[:3], REST, FORMS[len(FIRST) :], BETTER_STARTED):
         yield from language_plan(runs, FEWER, names)
     yield from language_plan(runs, LARGER, FORMS)
-    for name in MOST_ASKED:
+    for name in (*MOST_ASKED, EVEN):
         if best[name] is not None:
             yield from (language_item(name, best[name], seed) for seed in MORE_SEEDS)
     yield from recall_plan(runs, SETTINGS[:1])

@@ -25,6 +25,7 @@ from modeling_interdomain.mixers.softmax.mixer import SoftmaxMixer
 
 GATED_DELTANET = {"token_mixers": "gated_deltanet"}
 GATED_DELTANET_SPREAD = {"token_mixers": "gated_deltanet_spread"}
+GATED_DELTANET_EVEN = {"token_mixers": "gated_deltanet_even"}
 KIMI_DELTA = {"token_mixers": "kimi_delta"}
 SOFTMAX_CONVOLUTION = {"token_mixers": "softmax_convolution"}
 
@@ -36,7 +37,10 @@ def _whole_rows_only(name: str, cache: Any, masked: Any) -> None:
 
 def _spread_steps(like: torch.Tensor, low: float, high: float) -> torch.Tensor:
     """Numbers whose softplus, the step, is spread over a range in the logarithm."""
-    step = torch.empty_like(like).uniform_(math.log(low), math.log(high)).exp()
+    return _before_softplus(torch.empty_like(like).uniform_(math.log(low), math.log(high)).exp())
+
+
+def _before_softplus(step: torch.Tensor) -> torch.Tensor:
     return step + torch.log(-torch.expm1(-step))
 
 
@@ -116,6 +120,25 @@ class GatedDeltaNetSpread(GatedDeltaNet):
     def start_parameters(self, config) -> None:
         super().start_parameters(config)
         init.copy_(self.layer.dt_bias, _spread_steps(self.layer.dt_bias, config.time_step_min, config.time_step_max))
+
+
+class GatedDeltaNetEven(GatedDeltaNet):
+    """With decays that no seed draws: steps over the range of Mamba-2, A over 0 to 16, each head in the middle of its
+    own part of both, so that every layer has heads that forget at once and others that remember hundreds of tokens.
+    """
+
+    named = "gated_deltanet_even"
+
+    @torch.no_grad()
+    def start_parameters(self, config) -> None:
+        super().start_parameters(config)
+        layer = self.layer
+        parts = (torch.arange(len(layer.dt_bias), dtype=torch.float32, device=layer.dt_bias.device) + 0.5) / len(
+            layer.dt_bias
+        )
+        least, most = math.log(config.time_step_min), math.log(config.time_step_max)
+        init.copy_(layer.dt_bias, _before_softplus((least + parts * (most - least)).exp()))
+        init.copy_(layer.A_log, (16 * parts).log())
 
 
 class KimiDelta(DeltaMixer):
@@ -213,7 +236,7 @@ class SoftmaxConvolution(SoftmaxMixer):
         return super().forward(hidden_states, **kwargs)
 
 
-for mixer in (GatedDeltaNet, GatedDeltaNetSpread, KimiDelta):
+for mixer in (GatedDeltaNet, GatedDeltaNetSpread, GatedDeltaNetEven, KimiDelta):
     register_token_mixer(mixer.named, mixer)
 register_token_mixer("softmax_convolution", SoftmaxConvolution)
 
