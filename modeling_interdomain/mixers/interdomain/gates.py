@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional as F
 
+from ...layers.common import FULL_PRECISION
 from ...ops.common.decay import as_complex, decay_powers
 from ...ops.interdomain.gates import Gates, gated_state_after
 
@@ -41,14 +42,15 @@ def gate_tokens(
     """
     found: dict[str, torch.Tensor] = {}
     for name, x in zip(names, projected, strict=True):
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        x = x if x.dtype in FULL_PRECISION else x.float()
         if name == "forget":
-            found[name] = -F.softplus(x + FORGET_START)
+            found[name] = F.logsigmoid(-FORGET_START - x)
         elif name in ("write", "warp"):
             found[name] = F.softplus(x + WRITE_START)
         else:
             found[name] = torch.sigmoid(x + DELTA_START) / key_size
-            found["size"] = _written_size(key, found.get("write"), key_size).detach()
+            with torch.no_grad():
+                found["size"] = _written_size(key, found.get("write"), key_size)
     return list(found.values())
 
 
