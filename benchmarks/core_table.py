@@ -115,8 +115,9 @@ def text_table(records: dict[str, dict], task: str) -> str:
         far = [statistics.mean(row["lengths"][str(factor)] for row in found) for factor in condition_study.LENGTHS]
         rows.append([name, *cells, *(f"{math.exp(x):.1f}" for x in far)])
     header = [f"{task}: nats", "at the end of training", *TEXTS.values()]
-    header += [*(f"from token {low}" for low in starts), "seen in the context", "others"]
-    header += [f"perplexity of long documents at {factor:g}x" for factor in condition_study.LENGTHS]
+    header += [f"from token {starts[0]}", *map(str, starts[1:]), "seen in the context", "others"]
+    factors = [f"{factor:g}x" for factor in condition_study.LENGTHS]
+    header += [f"perplexity of long documents at {factors[0]}", *(f"at {factor}" for factor in factors[1:])]
     return markdown(header, rows) if rows else ""
 
 

@@ -118,6 +118,18 @@ def test_gated_deltanet_can_start_with_the_steps_of_mamba2():
     assert 0.88 < ((-rates * steps["gated_deltanet"][0]).exp() < 0.1).float().mean() < 0.92
 
 
+def test_even_steps_are_drawn_by_no_seed():
+    """Every layer has heads that keep a hundred tokens and heads that keep few, whatever the seed."""
+    decays = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = InterdomainForCausalLM(InterdomainConfig(**condition_study.SHAPE, **peers.GATED_DELTANET_EVEN))
+        layers = [layer.token_mixer.layer for layer in model.model.layers]
+        decays += [layer.A_log.exp() * torch.nn.functional.softplus(layer.dt_bias) for layer in layers]
+    assert all(torch.equal(each, decays[0]) for each in decays)
+    assert decays[0].diff().min() > 0 and 1 / decays[0].max() < 2 and 1 / decays[0].min() > 200
+
+
 def test_kimi_delta_attention_starts_as_transformers_starts_it():
     """Decays a token from `KimiLinearForCausalLM` of the same layer, and keys and values of one width alone."""
     gates = [layer.token_mixer.layer.forget_gate for layer in peer(KIMI).model.layers]
@@ -582,7 +594,7 @@ def test_peers_start_recall_with_larger_maps():
     """Those without a start of their own: with smaller maps Gated DeltaNet recalled less in trials."""
     ranges = {name: core_conditions.recall_fields(name).get("initializer_range") for name in CONDITIONS}
     larger = {name for name, found in ranges.items() if found == RECALL_RANGE}
-    assert larger == {*core_plan.REST[:2], SPREAD, "softmax, convolution"}
+    assert larger == {*core_plan.REST[:2], SPREAD, "softmax, convolution", *core_plan.BETTER_STARTED}
     item = core_plan.recall_item(SPREAD)
     mixer = core_runs.make_fleet([item]).models[0].model.layers[0].token_mixer
     assert mixer.layer.in_proj_qkvz.weight.std().item() == pytest.approx(RECALL_RANGE, rel=0.05)
