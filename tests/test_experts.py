@@ -160,7 +160,7 @@ def test_operators_say_their_shapes():
         (op_experts._transposed_bags, (weights, x, ids, 11, "auto")),
     ):
         differentiable = tuple(a.requires_grad_() if torch.is_tensor(a) and a is not ids else a for a in arguments)
-        torch.library.opcheck(operator, differentiable)
+        torch.library.opcheck(operator.registered, differentiable)
 
 
 # ------------------------------------------------------------------------------------------ the layer

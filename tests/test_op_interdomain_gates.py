@@ -405,7 +405,7 @@ def test_the_operator_has_a_schema_and_compiles():
     tensors = [arguments[name] for name in names]
     ends = torch.tensor([20, 63])
     gates = arguments["log_gate"], arguments["write_gate"], arguments["delta"]
-    torch.library.opcheck(_operator, (*tensors, *gates, None, ends, "real", 16, True, True))
+    torch.library.opcheck(_operator.registered, (*tensors, *gates, None, ends, "real", 16, True, True))
 
 
 def stepped(take, query, key, value, initial_state, *parameters, mask=None, **gates):

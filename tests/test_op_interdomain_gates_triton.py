@@ -327,7 +327,7 @@ def test_the_operator_is_sound(delta):
     tensors = [arguments[name].requires_grad_(name == "log_gate") for name in names]
     more = [arguments["write_gate"], arguments["delta"]] if delta else [None]
     torch.library.opcheck(
-        getattr(module, f"{part}_operator"), (*tensors, *more, None, None, "bilinear", 16, False, True),
+        getattr(module, f"{part}_operator").registered, (*tensors, *more, None, None, "bilinear", 16, False, True),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )  # fmt: skip
 

@@ -442,7 +442,7 @@ def test_no_length_is_read_by_the_host(places, monkeypatch):
     with NoNumbers():
         shared = *tokens, *parameters, initial, *documents, "bilinear", 16, False, True
         module._backward(shared, module._forward(*shared), [True] * 7)
-        prepare._operator._init_fn(
+        prepare._operator.registered._init_fn(
             *(x.flatten(2) for x in tokens), *taps, *(None,) * 8, ids, *documents, 2, 1, "none", 1e-6, True
         )
     with pytest.raises(AssertionError), NoNumbers():
@@ -501,7 +501,7 @@ def test_the_operator_is_sound():
     tokens = [arguments[name].requires_grad_() for name in ("query", "key", "value")]
     rest = [arguments[name] for name in (*POSITIONAL[3:], "initial_state")]
     torch.library.opcheck(
-        module._operator,
+        module._operator.registered,
         (*tokens, *rest, None, None, "bilinear", 16, False, True),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )  # fmt: skip

@@ -159,7 +159,7 @@ def test_the_operator_has_a_schema_and_compiles():
     assert_close(everything(arguments, compiled), expected, 1e-9)
     names = ("query", "key", "value", "log_decay", "input_matrix", "coefficient_matrix", "initial_state", "time_step")
     torch.library.opcheck(
-        warp._operator, (*(arguments[name] for name in names), None, torch.tensor([20, 63]), "real", 16)
+        warp._operator.registered, (*(arguments[name] for name in names), None, torch.tensor([20, 63]), "real", 16)
     )
 
 

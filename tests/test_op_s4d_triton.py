@@ -136,7 +136,7 @@ def test_the_operators_are_sound():
     responses = attention._responses(*parameters, leaves["readout"], 16)
     tests = {"test_utils": ("test_schema", "test_faketensor", "test_autograd_registration")}
     given = inputs, *parameters, *responses, leaves["initial_state"], None, None, True
-    torch.library.opcheck(attention._operator, given, **tests)
+    torch.library.opcheck(attention._operator.registered, given, **tests)
     tables = (torch.rand(1, 5, 1), torch.rand(1, 5, 1), torch.rand(1, 2, 5, 1), torch.rand(1, 2, 10))
     given = inputs.detach()[:, 0], *(x.to(DEVICE) for x in tables), leaves["initial_state"], None
     torch.library.opcheck(step.triton_s4d_step, given, **tests)

@@ -122,7 +122,7 @@ def test_the_operators_are_sound():
     *tokens, rate, skip, state = leaves.values()
     tests = {"test_utils": ("test_schema", "test_faketensor", "test_autograd_registration")}
     inputs = [x.requires_grad_() for x in (*tokens, rate, state)]
-    torch.library.opcheck(scan._operator, (*inputs, None, None, True), **tests)
+    torch.library.opcheck(scan._operator.registered, (*inputs, None, None, True), **tests)
     token = [x.detach()[:, 0] for x in tokens]
     torch.library.opcheck(step.triton_scan_step, (*token, rate.detach(), state.detach(), skip, None), **tests)
 

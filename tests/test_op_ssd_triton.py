@@ -123,7 +123,7 @@ def test_the_operators_are_sound():
     leaves = arguments((1, 18, 2, 1, 3, 4), dtype=torch.float32)
     *tokens, state = (x.detach().to(DEVICE).requires_grad_() for x in leaves.values())
     tests = {"test_utils": ("test_schema", "test_faketensor", "test_autograd_registration")}
-    torch.library.opcheck(attention._operator, (*tokens, state, None, None, 16, True), **tests)
+    torch.library.opcheck(attention._operator.registered, (*tokens, state, None, None, 16, True), **tests)
     token = [x.detach()[:, 0] for x in tokens]
     torch.library.opcheck(step.triton_ssd_step, (*token, state.detach(), None), **tests)
 

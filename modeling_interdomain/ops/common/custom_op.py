@@ -5,9 +5,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch.autograd import forward_ad
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from .cpu import without_autocast
+from .cpu import in_graph, without_autocast
 from .launch import namespace
 
 
@@ -25,7 +25,8 @@ def differentiable(
     """Register `name` and `name_backward`, both opaque to a graph and both without autocast; the first is returned.
 
     The backward operator has no gradient, and says so when asked. Nor is there a derivative in forward mode, of which
-    PyTorch would say that it is zero.
+    PyTorch would say that it is zero. `torch.func` takes gradients, and maps both over a batch one by one. What is
+    registered is in `registered`.
 
     Args:
         module: `__name__` of the module that asks.
@@ -70,7 +71,12 @@ def differentiable(
         f"{path}_backward", run_backward, mutates_args=(), schema=schema_backward
     )
     operator_backward.register_fake(like_inputs)
-    operator_backward.register_autograd(lambda ctx, *grads: refuse_second(f"{path}_backward"))
+
+    def refuse(ctx, *grads):
+        refuse_second(f"{path}_backward")
+
+    operator_backward.register_autograd(refuse)
+    go_back = operator_backward if lists else with_transforms(operator_backward, lambda *_: None, refuse)
 
     def save(ctx, inputs, output):
         leaves, ctx.tree = tree_flatten(inputs) if lists else (inputs, None)
@@ -91,12 +97,36 @@ def differentiable(
         if grad_dtype is not None:
             first = first.to(grad_dtype(*inputs))
         needs = [x is not None and need for x, need in zip(inputs[:count], ctx.needs_input_grad)]
-        found = operator_backward(*inputs, *saved[len(leaves) :], first, *rest, needs)
+        found = go_back(*inputs, *saved[len(leaves) :], first, *rest, needs)
         others = ([None] * len(x) if isinstance(x, list) else None for x in inputs[count:])
         return *(x if need else None for x, need in zip(found, needs)), *others
 
     operator.register_autograd(differentiate, setup_context=save)
-    return operator
+    return operator if lists else with_transforms(operator, save, differentiate)
+
+
+def with_transforms(operator, save: Callable, differentiate: Callable) -> Any:
+    """The operator, but inside `torch.func` a function of autograd, for PyTorch transforms no registered gradients."""
+
+    class Function(torch.autograd.Function):
+        forward, setup_context, backward = map(staticmethod, (operator, save, differentiate))
+
+        @staticmethod
+        def vmap(info, dims, *inputs):
+            def row(i: int) -> list[Any]:
+                return [x.select(dim, i) if isinstance(dim, int) else x for x, dim in zip(inputs, dims)]
+
+            found = [Function.apply(*row(i)) for i in range(info.batch_size)]
+            return tree_map(lambda *x: torch.stack(x), *found), tree_map(lambda _: 0, found[0])
+
+    def call(*inputs):
+        if in_graph() or not torch._C._are_functorch_transforms_active():
+            return operator(*inputs)
+        return Function.apply(*inputs)
+
+    found: Any = call
+    found.registered = operator
+    return found
 
 
 def refuse_second(name: str) -> NoReturn:

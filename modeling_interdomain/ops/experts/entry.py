@@ -11,11 +11,13 @@ two's gradient, none ever gathers the rows `[T, k, d]`, and all sum in a fixed o
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from ..common.checks import check_range, check_tensors, signed
+from ..common.custom_op import with_transforms
 from ..common.launch import fused, namespace
 
 # PyTorch's embedding bags, or fused kernels on a GPU, where they can run.
@@ -270,8 +272,8 @@ def _(weights, x, ids, experts, backend):
     return x.new_empty(experts, x.shape[1])
 
 
-def _differentiable(operator, of_first: Callable, of_second: Callable) -> None:
-    """Register the gradients of the first two inputs: functions of the output's, the three tensors and the backend."""
+def _differentiable(operator, of_first: Callable, of_second: Callable) -> Any:
+    """The operator with the gradients of two inputs: functions of the output's, the three tensors and the backend."""
 
     def keep(ctx, inputs, output):
         ctx.save_for_backward(*inputs[:3])
@@ -284,19 +286,20 @@ def _differentiable(operator, of_first: Callable, of_second: Callable) -> None:
         return *found, *[None] * len(others)
 
     operator.register_autograd(differentiate, setup_context=keep)
+    return with_transforms(operator, keep, differentiate)
 
 
-_differentiable(
+_products = _differentiable(
     _products,
     lambda grad, x, table, ids, backend: _bags(grad, table, ids, backend),
     lambda grad, x, table, ids, backend: _transposed_bags(grad, x, ids, table.shape[0], backend),
 )
-_differentiable(
+_bags = _differentiable(
     _bags,
     lambda grad, weights, table, ids, backend: _products(grad, table, ids, backend),
     lambda grad, weights, table, ids, backend: _transposed_bags(weights, grad, ids, table.shape[0], backend),
 )
-_differentiable(
+_transposed_bags = _differentiable(
     _transposed_bags,
     lambda grad, weights, x, ids, backend: _products(x, grad, ids, backend),
     lambda grad, weights, x, ids, backend: _bags(weights, grad, ids, backend),
