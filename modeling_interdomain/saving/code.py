@@ -52,6 +52,7 @@ _OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "mixers.interdomain.gates": _is_gated,
     "mixers.interdomain.warped": _is_warped,
     "ops.interdomain.gates": _is_gated,
+    "ops.interdomain.gates_chunk": _is_gated,
     "ops.interdomain.triton_delta": lambda config: config.delta_rule,
     "ops.interdomain.warp": _is_warped,
     "ops.interdomain.triton_gates": _is_gated,

@@ -144,18 +144,6 @@ def interdomain_attention(
             problem = (query, key, value, log_decay, input_matrix, coefficients, product, state)
             if single:
                 found = _single(*problem, gates)
-            elif gates:
-                from .gates import gated_attention
-
-                found = gated_attention(
-                    *problem,
-                    cu_seqlens,
-                    lengths,
-                    backend=backend,
-                    gates=gates,
-                    chunk_size=chunk_size,
-                    output_final_state=output_final_state,
-                )
             elif exporting:
                 from ..diagonal.export import export_attention
 
@@ -163,7 +151,12 @@ def interdomain_attention(
             elif backend == "recurrent":
                 from .naive import recurrent_attention
 
-                found = recurrent_attention(*problem, cu_seqlens, lengths)
+                alike = (None if x is None else x.to(compute) for x in gates or ())
+                found = recurrent_attention(*problem, cu_seqlens, lengths, *alike)
+            elif gates:
+                from .gates_chunk import gated_chunk_attention
+
+                found = gated_chunk_attention(*problem, cu_seqlens, lengths, chunk_size, output_final_state, *gates)
             elif backend in ("fft", "associative_scan"):
                 from .prefix import prefix_attention
 

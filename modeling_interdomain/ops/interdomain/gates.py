@@ -58,34 +58,6 @@ def checked_gates(
     return found
 
 
-def gated_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *parameters: Any,
-    backend: str,
-    gates: Gates,
-    chunk_size: int,
-    output_final_state: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`interdomain_attention` with gates: everything in one dtype but the gates, which may be in any.
-
-    Args:
-        parameters: as those of `chunk_attention`, up to `lengths`.
-    """
-    log_gate, write_gate, delta = gates
-    if backend == "recurrent":
-        from .naive import recurrent_attention
-
-        alike = (None if x is None else x.to(key.dtype) for x in gates)
-        return recurrent_attention(query, key, value, *parameters, *alike)
-    from .gates_chunk import gated_chunk_attention
-
-    write_gate = None if write_gate is None else write_gate.to(key.dtype)
-    options = chunk_size, output_final_state, log_gate, write_gate, delta
-    return gated_chunk_attention(*(query, key, value, *parameters, *options))
-
-
 def gated_step(
     state: torch.Tensor,
     query: torch.Tensor,

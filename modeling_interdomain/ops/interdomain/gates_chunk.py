@@ -49,7 +49,7 @@ def gated_chunk_attention(
     query, key, value, log_decay, input_matrix, coefficient_matrix, product: str, initial_state, cu_seqlens, lengths,
     chunk_size: int, output_final_state: bool, log_gate, write_gate, delta,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """As `chunk_attention`, in one real dtype but for `log_gate` and `delta`, which may be in any.
+    """As `chunk_attention`, in one real dtype but for the gates, which may be in any.
 
     Args:
         log_gate: `[B, T, G]`, None for zeros.
@@ -60,6 +60,8 @@ def gated_chunk_attention(
         chunk_size = min(chunk_size, _DELTA_CHUNK)
     if log_gate is None:
         log_gate = key.new_zeros(key.shape[:3])
+    if write_gate is not None:
+        write_gate = write_gate.to(key.dtype)
     tensors = (
         query, key, value, log_decay, input_matrix, coefficient_matrix, initial_state, log_gate, write_gate, delta,
     )  # fmt: skip
