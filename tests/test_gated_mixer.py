@@ -14,7 +14,7 @@ from examples.joined_states import cut_cache, join_caches
 from examples.text_data import InputError
 from modeling_interdomain import InterdomainCache, InterdomainConfig, InterdomainForCausalLM, interdomain_attention
 from modeling_interdomain.mixers.interdomain.gated import GatedInterdomainMixer
-from modeling_interdomain.mixers.interdomain.gates import what_keys_find
+from modeling_interdomain.mixers.interdomain.gates import operator_gates, what_keys_find
 from modeling_interdomain.mixers.interdomain.mixer import InterdomainMixer
 from modeling_interdomain.mixers.interdomain.warped import WarpedInterdomainMixer
 from modeling_interdomain.model_cache.fingerprint import model_fingerprint
@@ -103,6 +103,35 @@ def test_it_is_the_formula(form, make_model, random_ids):
         query, key, value, log_decay, beta, c, "hermitian", None, None, None, log_gate, write, delta, time_step
     )[0]
     torch.testing.assert_close(seen["output"][0], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_take_what_a_share_is_cut_to_for_a_constant(make_model, random_ids, monkeypatch):
+    """They are those of differences with each bound where it was, and not those of differences that move it."""
+    model = make_model(num_hidden_layers=1, **FORMS["both"]).double()
+    ids, bounds = random_ids(2, 11), []
+
+    def kept(names, gates, answers):
+        bounds.append(answers[1] / gates[-1])
+        assert (gates[-2] > bounds[0]).any() and (gates[-2] < bounds[0]).any()
+        return operator_gates(names, (*gates[:-1], 1 / bounds[0]), (answers[0], torch.ones_like(answers[1])))
+
+    embedded = model.get_input_embeddings()(ids).detach()
+    direction = torch.randn(embedded.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def loss(step):
+        logits = model(inputs_embeds=embedded + step * direction, use_cache=False).logits
+        return (logits * torch.linspace(-1, 1, logits.shape[-1], dtype=torch.float64)).sum()
+
+    def difference():
+        with torch.no_grad():
+            return (loss(1e-6) - loss(-1e-6)).item() / 2e-6
+
+    step = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    (found,) = torch.autograd.grad(loss(step), step)
+    moving = difference()
+    monkeypatch.setattr("modeling_interdomain.mixers.interdomain.gated.operator_gates", kept)
+    loss(0.0)
+    assert abs(difference() - found) < 1e-6 * abs(found) < abs(moving - found) / 10
 
 
 @pytest.mark.parametrize("form", FORMS)

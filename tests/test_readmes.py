@@ -384,11 +384,10 @@ def test_what_is_said_of_the_speed_of_gates():
         for side, share in least.items()
         if row["ratios"][side] < share
     }
-    delta = {(key, row.get("length", row.get("batch"))) for key in required for row in record[key]}
-    assert below == {("step", 1, "gates"), *((*case, "delta") for case in delta)}
-    assert round(1 / record["required_step"] - record["step"][0]["ratios"]["gates"], 2) == 0.03
-    assert round(record["training"][0]["ratios"]["delta"], 3) == 0.585
-    assert round(1 / record["required_step"] - record["decode"][1]["ratios"]["delta"], 3) == 0.003
+    missed = ("training", 4096), ("step", 1), ("step", 32), ("decode", 8)
+    assert below == {(*case, "delta") for case in missed}
+    by = [1 / record["required_step"] - row["ratios"]["delta"] for row in (record["decode"][1], *record["step"])]
+    assert round(by[0], 2) == 0.03 and by[0] < min(by[1:])
 
 
 def test_what_is_said_of_the_layer_that_looks_up():

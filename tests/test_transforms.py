@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, vmap
 
 from modeling_interdomain import interdomain_attention
@@ -84,3 +85,27 @@ def test_a_second_gradient_is_refused():
 
     with pytest.raises(RuntimeError, match="attention_backward has no gradient of its own"):
         grad(first)(value)
+
+
+@pytest.mark.parametrize("length", [1, 9])
+@pytest.mark.parametrize("enabled", [False, True])
+def test_forward_mode_is_right_by_the_definition_and_refused_without(enabled, length, make_model, random_ids):
+    """With gradients on and off, of which the latter is where a token takes fewer calls."""
+    ids = random_ids(2, length)
+
+    def tangent(model):
+        embedded = model.get_input_embeddings()(ids).detach()
+        with torch.set_grad_enabled(enabled), forward_ad.dual_level():
+            given = forward_ad.make_dual(embedded, torch.ones_like(embedded))
+            return forward_ad.unpack_dual(model(inputs_embeds=given, use_cache=False).logits).tangent
+
+    model = make_model(backend="recurrent").double()
+    embedded = model.get_input_embeddings()(ids).detach()
+    with torch.no_grad():
+        above, below = (model(inputs_embeds=embedded + step, use_cache=False).logits for step in (1e-6, -1e-6))
+    torch.testing.assert_close(tangent(model), (above - below) / 2e-6, rtol=1e-5, atol=1e-7)
+    if length > 1:
+        with pytest.raises(
+            NotImplementedError, match="no derivative in forward mode .jvp.: use torch.autograd.grad, or"
+        ):
+            tangent(make_model())

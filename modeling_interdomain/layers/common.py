@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 from transformers import initialization as init
@@ -24,11 +25,11 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 def is_plain(x: torch.Tensor, dtype: torch.dtype = torch.float32) -> bool:
     """Whether x is a plain CPU tensor in eager mode without gradients, where mostly calls are what a token costs.
 
-    Inside transforms (`torch.func.vmap`) a tensor may stand for many, which know no operations in place.
+    Inside transforms (`torch.func.vmap`) a tensor may stand for many, which know no operations in place, nor tangents.
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
-    return type(x) is torch.Tensor and x.device.type == "cpu" and x.dtype == dtype
+    return forward_ad._current_level < 0 and type(x) is torch.Tensor and x.device.type == "cpu" and x.dtype == dtype
 
 
 def at_least_float32() -> torch.dtype:

@@ -51,7 +51,9 @@ def differentiable(
 
     def run(*inputs):
         if forward_ad._current_level >= 0:
-            raise NotImplementedError(f"{path} has no derivative in forward mode (jvp): use torch.autograd.grad.")
+            raise NotImplementedError(
+                f"{path} has no derivative in forward mode (jvp): use torch.autograd.grad, or backend='recurrent'."
+            )
         with without_autocast(inputs[0].device):
             return forward(*inputs)
 
@@ -132,7 +134,7 @@ def with_transforms(operator, save: Callable, differentiate: Callable) -> Any:
 def refuse_second(name: str) -> NoReturn:
     raise RuntimeError(
         f"{name} has no gradient of its own (a second derivative): take the operator's definition, which is made of "
-        "PyTorch's operations, backend='recurrent', for sparse attention 'dense'."
+        "PyTorch's operations, backend='recurrent', of the operator for sparse attention 'dense'; S4D has none."
     )
 
 
