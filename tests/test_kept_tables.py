@@ -483,3 +483,15 @@ def test_another_parameter_at_the_same_address_is_another():
         kept.of([first])["table"] = 1
         assert kept.of([first]) == {"table": 1}
         assert kept.of([second]) == {}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_may_be_swapped_for_those_of_a_state_dict(name, make_model, random_ids, monkeypatch):
+    """Where PyTorch is told to swap parameters instead of writing into them, after a token, too."""
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    model, ids = make_model(name), random_ids(2, 9)
+    other = make_model(name, seed=1)
+    step(model, started(model, ids), ids)
+    assert kept(model)
+    model.load_state_dict(other.state_dict())
+    torch.testing.assert_close(*(step(x, started(x, ids), ids) for x in (model, other)), rtol=0, atol=0)

@@ -306,6 +306,10 @@ class DecodeTables(nn.Module):
         self.forget_tables()
         return super()._apply(fn, recurse)
 
+    def _load_from_state_dict(self, *args):
+        self.forget_tables()  # PyTorch can swap parameters for others, but none to which there is a weak reference
+        super()._load_from_state_dict(*args)
+
 
 def doubt_tables(module: nn.Module) -> None:
     """Let all parts of a module look at their parameters again: a text begins."""
