@@ -42,7 +42,7 @@ FIRST = ("Interdomain", "Interdomain, gates", "Interdomain, gates and delta rule
 REST = ("Gated DeltaNet", KIMI, "Mamba-2", "S4D-only", "softmax, convolution")
 MOST_ASKED = (*FIRST, GATES_MANY, OUTPUT_GATE)  # with more seeds at 1.4M, and in recall
 FORMS = (*MOST_ASKED, TWICE)  # at 3M
-BETTER_STARTED = (EVEN, EXPANDED, ROTARY)  # peers, asked last
+BETTER_STARTED = (EVEN, EXPANDED, ROTARY)  # peers, at 1.4M and at 3M on 2M tokens
 IN_RECALL = (*MOST_ASKED, *REST, EVEN)
 MORE_SEEDS = (2, 3, 4, 5)  # of those at 1.4M, to tell what lies within a percent
 # Conditions in language, by size.

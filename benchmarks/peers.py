@@ -41,6 +41,7 @@ def _spread_steps(like: torch.Tensor, low: float, high: float) -> torch.Tensor:
 
 
 def _before_softplus(step: torch.Tensor) -> torch.Tensor:
+    """The numbers whose softplus these steps are."""
     return step + torch.log(-torch.expm1(-step))
 
 
@@ -132,10 +133,8 @@ class GatedDeltaNetEven(GatedDeltaNet):
     @torch.no_grad()
     def start_parameters(self, config) -> None:
         super().start_parameters(config)
-        layer = self.layer
-        parts = (torch.arange(len(layer.dt_bias), dtype=torch.float32, device=layer.dt_bias.device) + 0.5) / len(
-            layer.dt_bias
-        )
+        layer, heads = self.layer, len(self.layer.dt_bias)
+        parts = (torch.arange(heads, dtype=torch.float32, device=layer.dt_bias.device) + 0.5) / heads
         least, most = math.log(config.time_step_min), math.log(config.time_step_max)
         init.copy_(layer.dt_bias, _before_softplus((least + parts * (most - least)).exp()))
         init.copy_(layer.A_log, (16 * parts).log())

@@ -30,6 +30,7 @@ from benchmarks import (
 from benchmarks.core_conditions import (
     CLOSEST,
     CONDITIONS,
+    EVEN,
     EXPANDED,
     FEWER,
     GATES_MANY,
@@ -218,6 +219,29 @@ def test_what_the_page_says_of_language():
     assert all(min(rates) < min(rates, key=rates.get) < max(rates) for rates in tried)
     both = zip(*(larger[name] for name in CLOSEST), strict=True)
     assert [a < b for a, b in both] == [True, True]
+
+
+def test_what_the_page_says_of_peers_as_published():
+    """At 1.4M: decays that no seed draws, an expansion, and rotary embeddings."""
+    best = core_table.best_language({name: read(name) for name in core_study.SOURCES}, LANGUAGE)
+    loss = {name: [condition_study.score(row) for row in rows] for name, rows in best.items()}
+
+    def ahead(name, other):
+        """In percent of perplexity, in the mean of the seeds of both."""
+        return 100 * math.expm1(statistics.mean(b - a for a, b in zip(loss[name], loss[other])))
+
+    assert round(ahead(MANY_HEADS, EVEN)) == 3 and len(loss[EVEN]) == 6
+    assert [a < b for a, b in zip(loss[MANY_HEADS], loss[EVEN], strict=True)].count(True) == 5
+    expanded = statistics.mean(loss[EXPANDED])
+    assert round(100 * math.expm1(expanded - statistics.mean(loss["Mamba-2"]))) == -13
+    assert round(ahead(REFERENCE, EXPANDED)) == 1 and max(loss[EXPANDED]) < min(loss["S4D-only"])
+    assert [best[name][0]["learning_rate"] for name in (EXPANDED, core_conditions.ROTARY)] == [0.006, 0.006]
+    difference = statistics.mean(loss[core_conditions.ROTARY]) - statistics.mean(loss["softmax, convolution"])
+    assert 0 < difference < 0.02
+    runs = read("core_study")["runs"]
+    rates = {task: core_plan.recall_rates(runs, EVEN, task, SETTINGS[0]) for task in RECALL}
+    assert [round(row["accuracy"], 2) for row in next(iter(rates["recall"].values()))] == [0.78, 1.0]
+    assert all(len(rows) == 2 for found in rates.values() for rows in found.values())
 
 
 def test_what_the_page_says_of_the_output_gate():

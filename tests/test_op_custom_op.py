@@ -70,7 +70,7 @@ def test_a_gradient_of_the_second_output_alone(inputs):
 
 def test_it_is_sound_in_graphs_checkpoints_and_autocast(inputs):
     tests = "test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic"
-    torch.library.opcheck(multiply, (*inputs, True), test_utils=tests)
+    torch.library.opcheck(multiply.registered, (*inputs, True), test_utils=tests)
     expected = grads_of(multiply, inputs)
     for one in (
         lambda *x: checkpoint(multiply, *x, use_reentrant=False),
@@ -98,3 +98,9 @@ def test_a_second_derivative_is_refused(inputs):
     for ask in (lambda: first.sum().backward(retain_graph=True), lambda: torch.autograd.grad(first.sum(), inputs[0])):
         with pytest.raises(RuntimeError, match="multiply_backward has no gradient of its own"):
             ask()
+
+
+def test_transforms_of_an_operator_with_lists_are_refused(inputs):
+    x, _, tables = (y.detach() if isinstance(y, torch.Tensor) else y for y in inputs)
+    with pytest.raises(NotImplementedError, match="multiply has no derivative in forward mode .jvp., nor any t"):
+        torch.func.grad(lambda x: multiply(x, None, tables, True)[0].sum())(x)

@@ -136,7 +136,7 @@ def test_the_operator_is_sound(monkeypatch):
     *tokens, tables, selects, past, chunk = calls[0]
     arguments = *(x.detach().requires_grad_() for x in tokens), tables, selects, past, chunk
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(original, arguments, test_utils=tests)
+    torch.library.opcheck(original.registered, arguments, test_utils=tests)
 
 
 def test_one_graph_for_two_lengths():

@@ -25,7 +25,7 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 def is_plain(x: torch.Tensor, dtype: torch.dtype = torch.float32) -> bool:
     """Whether x is a plain CPU tensor in eager mode without gradients, where mostly calls are what a token costs.
 
-    Inside transforms (`torch.func.vmap`) a tensor may stand for many, which know no operations in place, nor tangents.
+    Inside transforms (`torch.func.vmap`) a tensor may stand for many; these and tangents know no operations in place.
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False

@@ -49,8 +49,7 @@ def gate_tokens(
             found[name] = F.softplus(x + WRITE_START)
         else:
             found[name] = torch.sigmoid(x + DELTA_START) / key_size
-            with torch.no_grad():
-                found["size"] = _written_size(key, found.get("write"), key_size)
+            found["size"] = _written_size(key, found.get("write"), key_size).detach()
     return list(found.values())
 
 
@@ -89,9 +88,9 @@ def what_keys_find(
         c = as_complex(coefficients).to(found.dtype)
         found = c[:, None] * found if c.ndim == 2 else found @ c.mT
     own = torch.view_as_real(found).square().sum((-2, -1)).amax(1)
-    with torch.no_grad():
-        every = (found @ found[:, ::7].mH).real.abs().sum(1).amax(1).clamp(min=_LEAST)
-        most = (own / every).clamp(max=1)
+    fixed = found.detach()
+    every = (fixed @ fixed[:, ::7].mH).real.abs().sum(1).amax(1).clamp(min=_LEAST)
+    most = (own.detach() / every).clamp(max=1)
     return own.to(input_matrix.dtype).clamp(min=_LEAST), most.to(input_matrix.dtype)
 
 

@@ -8,7 +8,10 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .cpu import in_graph, without_autocast
-from .launch import namespace
+from .launch import NoDerivative, namespace
+
+# Where operators are made of PyTorch's operations.
+DEFINITION = "backend='recurrent', of sparse attention 'dense'; S4D and experts have none"
 
 
 def differentiable(
@@ -50,10 +53,6 @@ def differentiable(
     first_grad = arguments.count(",") + 1 + len(kept)
 
     def run(*inputs):
-        if forward_ad._current_level >= 0:
-            raise NotImplementedError(
-                f"{path} has no derivative in forward mode (jvp): use torch.autograd.grad, or backend='recurrent'."
-            )
         with without_autocast(inputs[0].device):
             return forward(*inputs)
 
@@ -77,8 +76,7 @@ def differentiable(
     def refuse(ctx, *grads):
         refuse_second(f"{path}_backward")
 
-    operator_backward.register_autograd(refuse)
-    go_back = operator_backward if lists else with_transforms(operator_backward, lambda *_: None, refuse)
+    go_back = with_transforms(operator_backward, refuse, lambda *_, **__: None, lists)
 
     def save(ctx, inputs, output):
         leaves, ctx.tree = tree_flatten(inputs) if lists else (inputs, None)
@@ -103,12 +101,14 @@ def differentiable(
         others = ([None] * len(x) if isinstance(x, list) else None for x in inputs[count:])
         return *(x if need else None for x, need in zip(found, needs)), *others
 
+    return with_transforms(operator, differentiate, save, lists)
+
+
+def with_transforms(operator, differentiate: Callable, save: Callable, lists: bool = False) -> Any:
+    """The operator with a gradient, and inside `torch.func` as a function of autograd, for PyTorch transforms none that
+    is registered. Forward mode, of which it would say that all is constant, is refused, with `lists` any transform.
+    """
     operator.register_autograd(differentiate, setup_context=save)
-    return operator if lists else with_transforms(operator, save, differentiate)
-
-
-def with_transforms(operator, save: Callable, differentiate: Callable) -> Any:
-    """The operator, but inside `torch.func` a function of autograd, for PyTorch transforms no registered gradients."""
 
     class Function(torch.autograd.Function):
         forward, setup_context, backward = map(staticmethod, (operator, save, differentiate))
@@ -122,9 +122,15 @@ def with_transforms(operator, save: Callable, differentiate: Callable) -> Any:
             return tree_map(lambda *x: torch.stack(x), *found), tree_map(lambda _: 0, found[0])
 
     def call(*inputs):
-        if in_graph() or not torch._C._are_functorch_transforms_active():
+        if in_graph():
             return operator(*inputs)
-        return Function.apply(*inputs)
+        transforms = torch._C._are_functorch_transforms_active()
+        if forward_ad._current_level >= 0 or (transforms and lists):
+            raise NoDerivative(
+                f"{operator._qualname} has no derivative in forward mode (jvp){', nor any transform' * lists}: use "
+                f"torch.autograd.grad, or the definition, {DEFINITION}."
+            )
+        return (Function.apply if transforms else operator)(*inputs)
 
     found: Any = call
     found.registered = operator
@@ -134,7 +140,7 @@ def with_transforms(operator, save: Callable, differentiate: Callable) -> Any:
 def refuse_second(name: str) -> NoReturn:
     raise RuntimeError(
         f"{name} has no gradient of its own (a second derivative): take the operator's definition, which is made of "
-        "PyTorch's operations, backend='recurrent', of the operator for sparse attention 'dense'; S4D has none."
+        f"PyTorch's operations, {DEFINITION}."
     )
 
 

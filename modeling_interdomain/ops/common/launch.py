@@ -45,6 +45,10 @@ def interpreted() -> bool:
 _WITHOUT_KERNELS = ("cpu", "meta")
 
 
+class NoDerivative(NotImplementedError):
+    """An operator was asked for what it has not, such as forward mode: no fault of a kernel."""
+
+
 class StateTouched(RuntimeError):
     """A kernel failed after another had already changed the state, so that no other backend can go on from it."""
 
@@ -130,7 +134,7 @@ def fused(
     if backend == "triton" or kind not in _failed:
         try:
             result = run()
-        except (torch.OutOfMemoryError, StateTouched):
+        except (torch.OutOfMemoryError, StateTouched, NoDerivative):
             raise
         except Exception as error:
             if backend == "triton":

@@ -285,8 +285,7 @@ def _differentiable(operator, of_first: Callable, of_second: Callable) -> Any:
         found = of_first(*given) if first else None, of_second(*given) if second else None
         return *found, *[None] * len(others)
 
-    operator.register_autograd(differentiate, setup_context=keep)
-    return with_transforms(operator, keep, differentiate)
+    return with_transforms(operator, differentiate, keep)
 
 
 _products = _differentiable(
